@@ -1,0 +1,157 @@
+"""Llama 1 to 3.3, Mistral, Qwen2 and Qwen3 by name; dimensions from their published configurations.
+
+The text is yours: `--data PATH --data.tokenizer FOLDER/tokenizer.json`.
+"""
+
+from meshwright.blocks.rotary import RopeScaling
+from meshwright.config import Data, Optimizer, Run, Training
+from meshwright.families.llama import Llama
+
+_LLAMA31 = RopeScaling(factor=8.0, low=1.0, high=4.0, original=8192)
+_LLAMA32 = RopeScaling(factor=32.0, low=1.0, high=4.0, original=8192)
+
+
+def _run(name: str, model: Llama, *, seq: int, batch: int, learning_rate: float) -> Run:
+    return Run(
+        name=name,
+        model=model,
+        training=Training(steps=100_000, batch=batch, seq=seq, eval_every=1000, save_every=1000),
+        optimizer=Optimizer(learning_rate=learning_rate, warmup=2000, weight_decay=0.1),
+        data=Data(paths=("data/*.parquet",), tokenizer="tokenizer.json", held_out=0.001),
+    )
+
+
+def _llama2(name: str, width: int, layers: int, heads: int, kv_heads: int, mlp: int) -> Run:
+    model = Llama(32000, width, layers, heads, kv_heads=kv_heads, mlp=mlp)
+    return _run(name, model, seq=4096, batch=1024, learning_rate=3e-4 if width < 8192 else 1.5e-4)
+
+
+def _llama3(
+    name: str, width: int, layers: int, heads: int, mlp: int, scaling: RopeScaling | None, learning_rate: float
+) -> Run:
+    model = Llama(
+        128256, width, layers, heads, kv_heads=8, mlp=mlp, theta=500000.0, rope_scaling=scaling
+    )
+    return _run(name, model, seq=8192, batch=1024, learning_rate=learning_rate)
+
+
+def llama1_7b() -> Run:
+    """Llama 7B (Touvron et al. 2023, arXiv:2302.13971, table 2)."""
+    model = Llama(32000, 4096, 32, 32, kv_heads=32, mlp=11008, norm_epsilon=1e-6)
+    return _run("llama1-7b", model, seq=2048, batch=2048, learning_rate=3e-4)
+
+
+def llama1_65b() -> Run:
+    """Llama 65B (arXiv:2302.13971, table 2)."""
+    model = Llama(32000, 8192, 80, 64, kv_heads=64, mlp=22016, norm_epsilon=1e-5)
+    return _run("llama1-65b", model, seq=2048, batch=2048, learning_rate=1.5e-4)
+
+
+def llama2_7b() -> Run:
+    """Llama 2 7B (arXiv:2307.09288)."""
+    return _llama2("llama2-7b", 4096, 32, 32, 32, 11008)
+
+
+def llama2_13b() -> Run:
+    """Llama 2 13B (arXiv:2307.09288)."""
+    return _llama2("llama2-13b", 5120, 40, 40, 40, 13824)
+
+
+def llama2_70b() -> Run:
+    """Llama 2 70B (arXiv:2307.09288)."""
+    return _llama2("llama2-70b", 8192, 80, 64, 8, 28672)
+
+
+def llama3_8b() -> Run:
+    """Llama 3 8B (arXiv:2407.21783, table 3)."""
+    return _llama3("llama3-8b", 4096, 32, 32, 14336, None, 3e-4)
+
+
+def llama3_70b() -> Run:
+    """Llama 3 70B (arXiv:2407.21783, table 3)."""
+    return _llama3("llama3-70b", 8192, 80, 64, 28672, None, 1.5e-4)
+
+
+def llama3_405b() -> Run:
+    """Llama 3.1 405B (arXiv:2407.21783, table 3)."""
+    return _llama3("llama3-405b", 16384, 126, 128, 53248, _LLAMA31, 8e-5)
+
+
+def llama31_8b() -> Run:
+    """Llama 3.1 8B: longer context by scaled rotary frequencies."""
+    return _llama3("llama31-8b", 4096, 32, 32, 14336, _LLAMA31, 3e-4)
+
+
+def llama31_70b() -> Run:
+    """Llama 3.1 (and 3.3) 70B."""
+    return _llama3("llama31-70b", 8192, 80, 64, 28672, _LLAMA31, 1.5e-4)
+
+
+def llama32_1b() -> Run:
+    """Llama 3.2 1B: tied embeddings."""
+    model = Llama(
+        128256, 2048, 16, 32, kv_heads=8, mlp=8192, theta=500000.0, rope_scaling=_LLAMA32, embedding="tied"
+    )
+    return _run("llama32-1b", model, seq=8192, batch=512, learning_rate=3e-4)
+
+
+def llama32_3b() -> Run:
+    """Llama 3.2 3B: tied embeddings."""
+    model = Llama(
+        128256, 3072, 28, 24, kv_heads=8, mlp=8192, theta=500000.0, rope_scaling=_LLAMA32, embedding="tied"
+    )
+    return _run("llama32-3b", model, seq=8192, batch=512, learning_rate=3e-4)
+
+
+def mistral_7b() -> Run:
+    """Mistral 7B v0.1: sliding window of 4096 (arXiv:2310.06825)."""
+    model = Llama(32000, 4096, 32, 32, kv_heads=8, mlp=14336, window=4096)
+    return _run("mistral-7b", model, seq=8192, batch=512, learning_rate=3e-4)
+
+
+def _qwen2(name: str, width: int, layers: int, heads: int, kv_heads: int, mlp: int, vocab: int) -> Run:
+    tied = "tied" if width < 3000 else "untied"
+    model = Llama(
+        vocab, width, layers, heads, kv_heads=kv_heads, mlp=mlp, theta=1e6, norm_epsilon=1e-6, qkv_bias="learned",
+        embedding=tied,
+    )  # fmt: skip
+    return _run(name, model, seq=4096, batch=1024, learning_rate=3e-4)
+
+
+def qwen2_0_5b() -> Run:
+    """Qwen2 0.5B (arXiv:2407.10671, table 1)."""
+    return _qwen2("qwen2-0-5b", 896, 24, 14, 2, 4864, 151936)
+
+
+def qwen2_7b() -> Run:
+    """Qwen2 7B (arXiv:2407.10671, table 1)."""
+    return _qwen2("qwen2-7b", 3584, 28, 28, 4, 18944, 152064)
+
+
+def qwen2_72b() -> Run:
+    """Qwen2 72B (arXiv:2407.10671, table 1)."""
+    return _qwen2("qwen2-72b", 8192, 80, 64, 8, 29568, 152064)
+
+
+def _qwen3(name: str, width: int, layers: int, heads: int, mlp: int) -> Run:
+    tied = "tied" if width < 3000 else "untied"
+    model = Llama(
+        151936, width, layers, heads, kv_heads=8, head_size=128, mlp=mlp, theta=1e6, norm_epsilon=1e-6,
+        query_key_norm="rms", embedding=tied,
+    )  # fmt: skip
+    return _run(name, model, seq=4096, batch=1024, learning_rate=3e-4)
+
+
+def qwen3_0_6b() -> Run:
+    """Qwen3 0.6B (arXiv:2505.09388, table 1)."""
+    return _qwen3("qwen3-0-6b", 1024, 28, 16, 3072)
+
+
+def qwen3_8b() -> Run:
+    """Qwen3 8B (arXiv:2505.09388, table 1)."""
+    return _qwen3("qwen3-8b", 4096, 36, 32, 12288)
+
+
+def qwen3_32b() -> Run:
+    """Qwen3 32B (arXiv:2505.09388, table 1)."""
+    return _qwen3("qwen3-32b", 5120, 64, 64, 25600)

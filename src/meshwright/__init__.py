@@ -1,0 +1,1 @@
+"""Train very large transformers on any mesh of devices."""

@@ -1,0 +1,3 @@
+from meshwright.cli import main
+
+main()

@@ -1,0 +1,91 @@
+"""Whether a run fits its mesh, asked before anything is traced."""
+
+import dataclasses
+import math
+
+from meshwright.config import MeshShape, Run
+from meshwright.errors import ConfigError, divisors
+from meshwright.families import find_family
+from meshwright.families.family import vocab_of
+from meshwright.layouts import BATCH_AXES, find_layout
+from meshwright.params import Tree, placements
+
+_RUNNING = ("data", "fsdp", "tensor")
+
+
+def fit_to_mesh(run: Run, shape: MeshShape) -> Run:
+    """`run` on the mesh `shape`, its vocabulary padded so that `tensor` divides it.
+
+    Raises ConfigError where batch, sequence or a parameter does not divide, naming it and the nearest legal sizes.
+    """
+    _check_axes(shape)
+    _check_batch(run, shape)
+    _check_sequence(run, shape)
+    _check_numbers(run)
+    multiple = math.lcm(run.model.vocab_multiple, shape.tensor)
+    fitted = dataclasses.replace(run, mesh=shape, model=dataclasses.replace(run.model, vocab_multiple=multiple))
+    describe(fitted)
+    return fitted
+
+
+def describe(run: Run) -> tuple[Tree, Tree]:
+    """Descriptions of the run's parameters, and their placements on its mesh."""
+    params = find_family(run.model).params(run.model)
+    shape = run.mesh or MeshShape()
+    placed = placements(params, layout=find_layout(run.layout), mesh=shape, min_size=run.fsdp_min_size)
+    return params, placed
+
+
+def _check_axes(shape: MeshShape) -> None:
+    idle = [axis for axis, degree in shape.degrees().items() if degree > 1 and axis not in _RUNNING]
+    if idle:
+        raise ConfigError(
+            f"mesh {shape}", f"no model is split over {', '.join(idle)} here", f"a mesh of {', '.join(_RUNNING)}"
+        )
+
+
+def _check_batch(run: Run, shape: MeshShape) -> None:
+    training = run.training
+    shares = shape.over(BATCH_AXES)
+    parts = shares * training.microbatches
+    if training.batch < 1 or training.batch % parts:
+        below, above = training.batch // parts * parts, (training.batch // parts + 1) * parts
+        raise ConfigError(
+            f"batch of {training.batch} sequences on mesh {shape} in {training.microbatches} microbatch(es)",
+            f"{' * '.join(BATCH_AXES)} * microbatches = {parts}, and {training.batch} = "
+            f"{training.batch // parts} * {parts} + {training.batch % parts}",
+            f"--batch {above}" + (f" or {below}" if below else ""),
+        )
+
+
+def _check_sequence(run: Run, shape: MeshShape) -> None:
+    seq = run.training.seq
+    if seq < 1 or seq % shape.tensor:
+        legal = ", ".join(str(d) for d in divisors(max(seq, 1)) if d <= 64)
+        raise ConfigError(
+            f"sequences of {seq} tokens on tensor={shape.tensor}",
+            f"between blocks the sequence is split over tensor, and {seq} = {seq // shape.tensor} * {shape.tensor}"
+            f" + {seq % shape.tensor}",
+            f"--seq {(seq // shape.tensor + 1) * shape.tensor}, or tensor of {legal}",
+        )
+    longest = find_family(run.model).longest(run.model)
+    if longest is not None and seq > longest:
+        raise ConfigError(
+            f"sequences of {seq} tokens", f"the model has {longest} positions", f"--seq {longest}, or more positions"
+        )
+
+
+def _check_numbers(run: Run) -> None:
+    vocab_of(run.model)
+    training, optimizer = run.training, run.optimizer
+    for asked, truth, wrong, fix in (
+        (f"{training.steps} steps", "a run takes at least one", training.steps < 1, "--steps 1"),
+        (f"{training.microbatches} microbatches", "there is at least one", training.microbatches < 1, "1"),
+        (f"dropout {training.dropout}", "it is a share below 1", not 0 <= training.dropout < 1, "0.1"),
+        (f"warm-up of {optimizer.warmup} steps", "it cannot be negative", optimizer.warmup < 0, "0"),
+        (f"{training.unroll} layers per iteration", "there is at least one", training.unroll < 1, "1"),
+        (f"--keep {training.keep}", "the last checkpoint is always kept", training.keep < 1, "1"),
+        (f"held-out share {run.data.held_out}", "it lies in [0, 1)", not 0 <= run.data.held_out < 1, "0.1"),
+    ):
+        if wrong:
+            raise ConfigError(asked, truth, fix)

@@ -1,0 +1,306 @@
+"""Checkpoints: written by Orbax, committed atomically, and verified by our own fingerprints.
+
+Orbax loads a flipped bit, a zeroed block or another dtype without a word, so every tensor's fingerprint is
+stored beside it and compared after the restore. Fingerprints do not depend on the layout: a checkpoint written
+on one mesh is verified on another, each device reading and hashing only its own blocks.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from meshwright.config import Run
+from meshwright.errors import CheckpointError
+from meshwright.params import is_param, named
+from meshwright.runfile import run_from_dict, run_to_dict
+from meshwright.step import Program, State
+
+logging.getLogger("absl").setLevel(logging.ERROR)
+
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    step: int
+    cursor: int
+    """Global index of the first sample not yet seen."""
+    run: Run
+    tensors: dict[str, dict[str, Any]]
+    """By name: shape, dtype, and fingerprint as two uint32."""
+
+
+def _saved(state: State) -> dict[str, Any]:
+    """A checkpoint is only ever of a healthy state, so that flag is not in it."""
+    return {"step": state.step, "params": state.params, "optimizer": state.optimizer}
+
+
+def _tensors(state: State) -> dict[str, Any]:
+    """Leaves by dotted name."""
+    return named(_saved(state))
+
+
+@jax.jit
+def fingerprints(tensors: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """uint32[2] per tensor: sums over elements of two hashes of (bits, global index), murmur3's finaliser.
+
+    Each hash is a bijection of the bits, so one changed element always changes the sum; zeros count for
+    nothing, so padding rows of zeros do not matter.
+    """
+    return {name: jnp.stack([_hash_sum(x, 0x9E3779B9), _hash_sum(x, 0x85EBCA77)]) for name, x in tensors.items()}
+
+
+def _hash_sum(x: jax.Array, salt: int) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
+    bits = bits.astype(jnp.uint32)
+    index = jnp.zeros(x.shape, jnp.uint32)
+    for dim, size in enumerate(x.shape):
+        index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim)
+    h = bits ^ (index * jnp.uint32(0xC2B2AE3D) + jnp.uint32(salt))
+    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+    return jnp.sum(jnp.where(bits == 0, 0, h ^ (h >> 16)), dtype=jnp.uint32)
+
+
+class Checkpoints:
+    """The checkpoints in one folder. Close it (or use `with`) so that the last one is committed."""
+
+    def __init__(self, folder: Path, *, keep: int):
+        self.folder = folder.absolute()
+        with self._explained("opening checkpoints"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._manager = ocp.CheckpointManager(
+                self.folder,
+                options=ocp.CheckpointManagerOptions(
+                    max_to_keep=keep, cleanup_tmp_directories=True, enable_async_checkpointing=True
+                ),
+            )
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def steps(self) -> list[int]:
+        """Committed steps, oldest first."""
+        return sorted(self._manager.all_steps(read=True))
+
+    def save(self, state: State, *, step: int, cursor: int, run: Run) -> None:
+        """Starts writing `state`; returns when its buffers may be donated. Raises CheckpointError where it fails."""
+        tensors = _tensors(state)
+        prints = jax.device_get(fingerprints(tensors))
+        told = {
+            "format": _FORMAT,
+            "step": step,
+            "cursor": cursor,
+            "run": run_to_dict(run),
+            "versions": {"jax": jax.__version__, "orbax": ocp.__version__, "numpy": np.__version__},
+            "tensors": {
+                name: {"shape": list(x.shape), "dtype": str(x.dtype), "fingerprint": [int(v) for v in prints[name]]}
+                for name, x in tensors.items()
+            },
+        }
+        with self._explained(f"saving step {step}"):
+            self._manager.wait_until_finished()
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(state=ocp.args.PyTreeSave(tensors), manifest=ocp.args.JsonSave(told)),
+                force=True,
+            )
+
+    def wait(self) -> None:
+        """Returns when what was saved is committed. Raises CheckpointError where it could not be written."""
+        with self._explained("saving"):
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        with self._explained("saving"):
+            self._manager.close()
+
+    def manifest(self, step: int | None = None) -> Manifest:
+        """What the checkpoint of `step` (the last one) says of itself. Needs no devices."""
+        step = self._choose(step)
+        try:
+            told = json.loads((self.folder / str(step) / "manifest" / "metadata").read_text(encoding="utf-8"))
+            return Manifest(int(told["step"]), int(told["cursor"]), run_from_dict(told["run"]), told["tensors"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise self._damaged(step, "its manifest cannot be read", error) from error
+
+    def restore(self, program: Program, step: int | None = None) -> tuple[State, Manifest]:
+        """The state of `step` (the last one), laid out as `program` says, every tensor verified.
+
+        Raises CheckpointError naming the first tensor that differs in shape or type, or that is damaged.
+        """
+        manifest = self.manifest(step)
+        found = self._read(program, manifest, _tensors(program.abstract))
+        healthy = jax.device_put(np.ones((), np.bool_), program.abstract.healthy.sharding)
+        tree = jax.tree.unflatten(jax.tree.structure(_saved(program.abstract)), list(found.values()))
+        return State(healthy=healthy, **tree), manifest
+
+    def restore_params(self, program: Program, step: int | None = None) -> tuple[Any, Manifest]:
+        """The parameters alone, without the optimizer's state; verified."""
+        manifest = self.manifest(step)
+        wanted = {n: x for n, x in _tensors(program.abstract).items() if n.startswith("params.")}
+        found = self._read(program, manifest, wanted)
+        return jax.tree.unflatten(jax.tree.structure(program.abstract.params), list(found.values())), manifest
+
+    def set_aside(self, after: int) -> None:
+        """Moves checkpoints newer than `after` into the folder `set-aside`, so that the run can go on from there."""
+        aside = self.folder.parent / "set-aside"
+        if jax.process_index() == 0:
+            for step in self.steps():
+                if step > after:
+                    aside.mkdir(exist_ok=True)
+                    target, number = aside / str(step), 1
+                    while target.exists():
+                        target, number = aside / f"{step}.{number}", number + 1
+                    os.replace(self.folder / str(step), target)
+        if jax.process_count() > 1:
+            jax.experimental.multihost_utils.sync_global_devices("checkpoints set aside")
+        self._manager.reload()
+
+    def _choose(self, step: int | None) -> int:
+        steps = self.steps()
+        if not steps:
+            raise CheckpointError(f"a checkpoint in {self.folder}", "none was committed there", "another folder")
+        if step is None:
+            return steps[-1]
+        if step not in steps:
+            raise CheckpointError(
+                f"the checkpoint of step {step}", "there are those of " + ", ".join(map(str, steps)), f"--at {steps[-1]}"
+            )
+        return step
+
+    def _read(self, program: Program, manifest: Manifest, wanted: dict[str, Any]) -> dict[str, jax.Array]:
+        _check_same(program, manifest, wanted)
+        args = {
+            name: ocp.ArrayRestoreArgs(
+                sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=_shape(manifest, name) == x.shape
+            )
+            for name, x in wanted.items()
+        }
+        try:
+            found = self._manager.restore(
+                manifest.step,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeRestore(wanted, restore_args=args, partial_restore=True)
+                ),
+            )["state"]
+        except Exception as error:  # TensorStore raises many kinds, with pages of text
+            text = str(error)
+            damaged = next((f"tensor {name!r} cannot be read" for name in wanted if name in text), "a file is damaged")
+            raise self._damaged(manifest.step, damaged, error) from error
+        prints = jax.device_get(fingerprints(found))
+        wrong = [n for n in wanted if [int(v) for v in prints[n]] != manifest.tensors[n]["fingerprint"]]
+        if wrong:
+            raise self._damaged(
+                manifest.step, f"tensor {wrong[0]!r} is not what was saved ({len(wrong)} of {len(wanted)} differ)", None
+            )
+        return {name: found[name] for name in wanted}
+
+    def _damaged(self, step: int, what: str, error: Exception | None) -> CheckpointError:
+        before = [s for s in self.steps() if s < step]
+        detail = f" ({type(error).__name__}: {str(error).splitlines()[0][:160]})" if error and str(error) else ""
+        return CheckpointError(
+            f"the checkpoint of step {step} in {self.folder}",
+            what + detail,
+            f"the one before it: --at {before[-1]}" if before else "there is no earlier checkpoint: begin again",
+        )
+
+    @contextlib.contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Turns what the file system says into an error that names the folder and what is still whole."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            text = str(error)
+            full = any(sign in text for sign in ("No space left", "RESOURCE_EXHAUSTED", "Disk quota", "File too large"))
+            reason = "the disk is full" if full else (getattr(error, "strerror", None) or text.splitlines()[0][:300])
+            intact = committed_steps(self.folder)
+            raise CheckpointError(
+                f"{what} in {self.folder}",
+                f"{reason}; " + (f"the checkpoint of step {intact[-1]} is whole" if intact else "none was committed"),
+                f"make room ({shutil.disk_usage(_existing(self.folder)).free / 2**20:.0f} MiB are free) or another --out",
+            ) from error
+
+
+def committed_steps(folder: Path) -> list[int]:
+    """Steps with a committed checkpoint in `folder`, oldest first; needs no devices."""
+    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
+
+
+def check_room(folder: Path, program: Program, keep: int) -> None:
+    """Raises CheckpointError where `folder` cannot be written or has no room for `keep` + 1 checkpoints."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable-{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise CheckpointError(
+            f"output folder {folder}", f"it cannot be written: {error.strerror or error}", "another --out"
+        ) from error
+    one = sum(math.prod(x.shape) * x.dtype.itemsize for x in _tensors(program.abstract).values())
+    free = shutil.disk_usage(folder).free
+    if free < one * (keep + 1):
+        raise CheckpointError(
+            f"output folder {folder}",
+            f"a checkpoint takes up to {one / 2**20:.1f} MiB, {keep} are kept while one is written, "
+            f"and {free / 2**20:.1f} MiB are free",
+            "a folder with more room, or a smaller --training.keep",
+        )
+
+
+def _existing(folder: Path) -> Path:
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def _shape(manifest: Manifest, name: str) -> tuple[int, ...]:
+    return tuple(manifest.tensors[name]["shape"])
+
+
+def _check_same(program: Program, manifest: Manifest, wanted: dict[str, Any]) -> None:
+    """Raises CheckpointError naming the first tensor of another name, shape or type."""
+    rows = {name: p.rows for name, p in named(program.params).items() if is_param(p) and p.rows is not None}
+    fix = "the recipe this checkpoint was written by, or another folder"
+    for name, x in wanted.items():
+        asked = f"the checkpoint of step {manifest.step} for this model"
+        if name not in manifest.tensors:
+            raise CheckpointError(asked, f"the model has a tensor {name!r}, and the checkpoint does not", fix)
+        shape, dtype = _shape(manifest, name), manifest.tensors[name]["dtype"]
+        # Tables that differ in their padding alone are the same table.
+        real = next((r for param, r in rows.items() if name.endswith(param)), None)
+        padding = real is not None and shape[1:] == x.shape[1:] and min(shape[0], x.shape[0]) >= real
+        if dtype != str(x.dtype) or (shape != x.shape and not padding):
+            raise CheckpointError(
+                asked,
+                f"{name!r} is {dtype}{list(shape)} in the checkpoint and {x.dtype}{list(x.shape)} in the model",
+                fix,
+            )
+    if len(wanted) > 1 and "step" in wanted:
+        for name in manifest.tensors:
+            if name not in wanted:
+                raise CheckpointError(
+                    f"the checkpoint of step {manifest.step} for this model",
+                    f"the checkpoint has a tensor {name!r}, and the model does not",
+                    fix,
+                )

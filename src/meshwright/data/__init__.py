@@ -1,0 +1,1 @@
+"""Text into batches: sources, tokenizers, token files, and the feed."""

@@ -1,0 +1,161 @@
+"""Text to tokens and back: bytes, characters, or a tokenizer of the `tokenizers` library."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import tokenizers
+
+from meshwright.errors import DataError
+
+END = "<|end|>"
+
+
+class Tokenizer(Protocol):
+    """`end` separates documents; it is one of the `vocab` tokens."""
+
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    def encode(self, text: str) -> np.ndarray: ...
+    def decode(self, tokens: Iterable[int]) -> str: ...
+    def to_json(self) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """UTF-8 bytes; 256 ends a document."""
+
+    vocab: int = 257
+    end: int = 256
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8).astype(np.int32)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return bytes(t for t in tokens if t < 256).decode("utf-8", "replace")
+
+    def to_json(self) -> str:
+        return json.dumps({"kind": "bytes"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Chars:
+    """The characters of the training text, in order of their code; one more token ends a document."""
+
+    letters: str
+
+    @property
+    def vocab(self) -> int:
+        return len(self.letters) + 1
+
+    @property
+    def end(self) -> int:
+        return len(self.letters)
+
+    def encode(self, text: str) -> np.ndarray:
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        known = np.frombuffer(self.letters.encode("utf-32-le", "surrogatepass"), np.uint32)
+        index = np.searchsorted(known, codes).clip(max=len(known) - 1)
+        unknown = np.flatnonzero(known[index] != codes)
+        if unknown.size:
+            at = int(unknown[0])
+            raise DataError(
+                f"encoding text with {len(self.letters)} characters",
+                f"character {at} is {text[at]!r}, which the vocabulary does not have",
+                "--data.tokenizer bytes, or text with these characters only",
+            )
+        return index.astype(np.int32)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return "".join(self.letters[t] for t in tokens if t < len(self.letters))
+
+    def to_json(self) -> str:
+        return json.dumps({"kind": "chars", "letters": self.letters})
+
+
+class Subwords:
+    """A tokenizer of the `tokenizers` library (Hugging Face's tokenizer.json)."""
+
+    _ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>")
+
+    def __init__(self, text: str):
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError("reading a tokenizer", f"{error}", "a tokenizer.json of the tokenizers library") from error
+        ends = [i for name in self._ENDS if (i := self._tokenizer.token_to_id(name)) is not None]
+        if not ends:
+            raise DataError(
+                "a tokenizer that separates documents",
+                f"its vocabulary has none of {', '.join(self._ENDS)}",
+                f"add {END} as a special token",
+            )
+        self.end = ends[0]
+        self.vocab = self._tokenizer.get_vocab_size()
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return str(self._tokenizer.decode([t for t in tokens if t < self.vocab]))
+
+    def to_json(self) -> str:
+        return str(self._tokenizer.to_str())
+
+
+def train_bpe(documents: Iterable[str], size: int) -> Subwords:
+    """Byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909) of `size` tokens, trained on `documents`."""
+    if size < 257:
+        raise DataError(f"bpe:{size}", "256 bytes and the end of a document take 257 tokens", "bpe:257 or more")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        documents,
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=size,
+            special_tokens=[END],
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    return Subwords(tokenizer.to_str())
+
+
+def build_tokenizer(spec: str, documents: Iterator[str]) -> Tokenizer:
+    """The tokenizer `spec` names: `bytes`, `chars`, `bpe:SIZE` (both learned from `documents`), or a file."""
+    if spec == "bytes":
+        return Bytes()
+    if spec == "chars":
+        letters: set[str] = set()
+        for text in documents:
+            letters.update(text)
+        return Chars("".join(sorted(letters)))
+    if spec.startswith("bpe:"):
+        if not spec[4:].isdigit():
+            raise DataError(f"tokenizer {spec!r}", f"{spec[4:]!r} is not a number of tokens", "bpe:4096")
+        return train_bpe(documents, int(spec[4:]))
+    if not Path(spec).is_file():
+        raise DataError(
+            f"tokenizer {spec!r}", "it is no file and no known kind", "bytes, chars, bpe:SIZE or a tokenizer.json"
+        )
+    return tokenizer_from_json(Path(spec).read_text(encoding="utf-8"))
+
+
+def tokenizer_from_json(text: str) -> Tokenizer:
+    """The tokenizer that `to_json` wrote."""
+    try:
+        told = json.loads(text)
+    except ValueError as error:
+        raise DataError("reading a tokenizer", f"not JSON: {error}", "the tokenizer.json of a run") from error
+    kind = told.get("kind") if isinstance(told, dict) else None
+    if kind == "bytes":
+        return Bytes()
+    if kind == "chars":
+        return Chars(told["letters"])
+    return Subwords(text)

@@ -1,0 +1,21 @@
+"""Model-FLOP utilisation, defined once.
+
+A training step costs three forward passes of the model (one forward, two backward; Kaplan et al. 2020,
+arXiv:2001.08361, section 2.1), recomputation not counted; causal attention counts the positions really seen.
+Utilisation is that over the bfloat16 peak of the chips (PaLM, arXiv:2204.02311, appendix B).
+"""
+
+from meshwright.config import Model
+from meshwright.families import find_family
+from meshwright.hardware import find_chip
+
+
+def training_flops_per_token(model: Model, seq: int) -> float:
+    """FLOPs of one training step per token, forward and backward."""
+    return 3.0 * sum(find_family(model).flops(model, seq).values())
+
+
+def utilisation(flops_per_token: float, tokens_per_second: float, device_kind: str, devices: int) -> float | None:
+    """Share of the chips' peak, None where the chip is not known."""
+    chip = find_chip(device_kind)
+    return None if chip is None else flops_per_token * tokens_per_second / (chip.flops_bf16 * devices)

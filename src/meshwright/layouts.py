@@ -1,0 +1,32 @@
+"""The strategies, each a table. A new one is a new row; nothing else changes."""
+
+from meshwright.errors import ConfigError, nearest
+from meshwright.layout import Layout
+
+# Megatron (Shoeybi et al. 2019, arXiv:1909.08053, section 3): columns of the first matrix, rows of the second.
+MEGATRON: dict[str, tuple[str, ...]] = {"N": ("tensor",), "K": ("tensor",), "F": ("tensor",), "V": ("tensor",)}
+
+LAYOUTS: dict[str, Layout] = {
+    "fsdp": Layout(
+        MEGATRON,
+        params_over=("fsdp",),
+        optimizer_over=("fsdp",),
+        says="parameters and optimizer state split over fsdp (ZeRO-3), whole over data; Megatron over tensor",
+    ),
+    "zero1": Layout(
+        MEGATRON,
+        params_over=("fsdp",),
+        optimizer_over=("fsdp", "data"),
+        says="as fsdp, and the optimizer state split over data as well (ZeRO-1)",
+    ),
+}
+
+# The axes over which the batch is split, outermost first.
+BATCH_AXES: tuple[str, ...] = ("data", "fsdp")
+
+
+def find_layout(name: str) -> Layout:
+    """The layout called `name`. Raises ConfigError with the nearest name."""
+    if name not in LAYOUTS:
+        raise ConfigError(f"layout {name!r}", "there is no layout of that name", nearest(name, LAYOUTS))
+    return LAYOUTS[name]

@@ -1,0 +1,283 @@
+"""The step: the last file that jit sees.
+
+Loss, gradients, their reduction and the clipping are one `shard_map`, manual over every axis of the mesh; the
+update that follows is elementwise for most optimizers and left to the compiler, between placements given here.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshwright.blocks.dropout import Dropout, dropout_key
+from meshwright.check import describe, fit_to_mesh
+from meshwright.collectives import position, reduce_sum, scatter_sum, sum_gradients
+from meshwright.config import MeshShape, Run
+from meshwright.data.batch import Batch
+from meshwright.errors import TrainingError
+from meshwright.families import find_family
+from meshwright.families.family import Text, vocab_of
+from meshwright.layout import Placements, axes_of, to_spec
+from meshwright.layouts import BATCH_AXES
+from meshwright.loss import chunk_tokens, token_losses
+from meshwright.memory import over_layers
+from meshwright.optimizers import build_optimizer, build_schedule, state_placements
+from meshwright.params import Tree, initialise, plan_use, shardings, tree_map
+from meshwright.words import AXES
+
+Metrics = dict[str, tuple[jax.Array, jax.Array]]
+"""Each metric as (sum, count), already summed over all devices; its value is sum / count."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["step", "healthy", "params", "optimizer"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class State:
+    """All that training changes."""
+
+    step: jax.Array
+    """Steps taken; int32 scalar."""
+    healthy: jax.Array
+    """False after a step whose loss or gradient was not finite; from then on nothing changes. Bool scalar."""
+    params: Tree
+    optimizer: Any
+
+
+BATCH_SPEC = PartitionSpec(BATCH_AXES, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A run laid on a mesh: its parameters, placements, optimizer; from it the steps are built."""
+
+    run: Run
+    mesh: Mesh
+    params: Tree
+    """Descriptions."""
+    placed: Tree
+    """Placements."""
+    optimizer: optax.GradientTransformation
+    abstract: State
+    """ShapeDtypeStructs with their shardings."""
+
+    @property
+    def state_shardings(self) -> State:
+        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        return NamedSharding(self.mesh, BATCH_SPEC)
+
+    def initial_state(self) -> State:
+        """The state before the first step; every array is born in its placement."""
+        run, where = self.run, self.state_shardings
+        params = initialise(self.params, where.params, seed=run.training.seed, dtype=run.training.param_dtype)
+        optimizer = jax.jit(self.optimizer.init, out_shardings=where.optimizer)(
+            jax.device_put(params, shardings(self.mesh, self.placed, "optimizer"))
+        )
+        step, healthy = jax.device_put((np.zeros((), np.int32), np.ones((), np.bool_)), (where.step, where.healthy))
+        return State(step, healthy, params, optimizer)
+
+
+def lay_out(run: Run, mesh: Mesh) -> Program:
+    """`run` on `mesh`. Raises ConfigError where it does not fit."""
+    run = fit_to_mesh(run, MeshShape(**mesh.shape))
+    params, placed = describe(run)
+    at_rest = shardings(mesh, placed, "at_rest")
+    dtype = jnp.dtype(run.training.param_dtype)
+    abstract = tree_map(lambda p, where: jax.ShapeDtypeStruct(p.shape, dtype, sharding=where), params, at_rest)
+    optimizer = build_optimizer(run.optimizer, run.training.steps, params)
+    state, where = state_placements(optimizer, abstract, placed)
+    leaves = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, to_spec(at)))
+        for leaf, at in zip(jax.tree.leaves(state), where, strict=True)
+    ]
+    state = jax.tree.unflatten(jax.tree.structure(state), leaves)
+    whole = NamedSharding(mesh, PartitionSpec())
+    step, healthy = (jax.ShapeDtypeStruct((), kind, sharding=whole) for kind in (jnp.int32, jnp.bool_))
+    return Program(run, mesh, params, placed, optimizer, State(step, healthy, abstract, state))
+
+
+def _sums(program: Program) -> Callable[..., tuple[jax.Array, Metrics]]:
+    """`(params, text, targets, weights, dropout, total) -> (loss, metrics)` on one device's part of the batch.
+
+    The loss is this device's share: the sum over the axes of the batch is the mean over `total` weights.
+    """
+    run = program.run
+    training, family = run.training, find_family(run.model)
+    use = plan_use(
+        program.params,
+        program.placed,
+        compute_dtype=jnp.dtype(training.compute_dtype),
+        reduce_dtype=jnp.dtype(training.reduce_dtype),
+    )
+    layers = functools.partial(over_layers, remat=training.remat, unroll=training.unroll)
+
+    def sums(params: Tree, batch: Batch, drop: Dropout, total: jax.Array) -> tuple[jax.Array, Metrics]:
+        text = Text(batch.inputs, batch.positions, batch.segments)
+        x_BTD, table_VD = family.forward(run.model, params, text, use, drop, layers)
+        x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
+        chunk = chunk_tokens(x_TD.shape[0], table_VD.shape[0], training.logits_mib)
+        nll_T, log_T = token_losses(x_TD, table_VD, batch.targets.reshape(-1), vocab_of(run.model), chunk)
+        weights_T = batch.weights.reshape(-1)
+        nll, weight = (nll_T * weights_T).sum(), weights_T.sum()
+        loss, metrics = nll / total, {"loss": (nll, weight)}
+        if training.z_loss:
+            squared = (log_T * log_T * weights_T).sum()
+            loss += training.z_loss * squared / total
+            metrics["squared log-normaliser"] = (squared, weight)
+        return loss, metrics
+
+    return sums
+
+
+def build_gradients(program: Program) -> Callable[[Tree, jax.Array, Batch], tuple[Tree, Metrics]]:
+    """`(params, step, batch) -> (gradients, metrics)`: clipped gradients in the optimizer's placement."""
+    run, mesh, placed = program.run, program.mesh, program.placed
+    training, shape = run.training, MeshShape(**mesh.shape)
+    sums = _sums(program)
+
+    def accumulate(params: Tree, step: jax.Array, batch: Batch) -> tuple[Tree, Metrics]:
+        local = batch.inputs.shape[0]
+        rows_B = (position(BATCH_AXES) * local + jnp.arange(local)).astype(jnp.uint32)
+        key = dropout_key(training.seed, step)
+        total = jnp.maximum(reduce_sum(batch.weights.sum(), BATCH_AXES), 1e-9)
+
+        def one(rows_B: jax.Array, batch: Batch) -> tuple[Tree, Metrics]:
+            drop = Dropout(training.dropout, key, rows_B)
+            return jax.grad(sums, has_aux=True)(params, batch, drop, total)
+
+        if training.microbatches == 1:
+            return one(rows_B, batch)
+
+        def add(carry: Any, part: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, carry, one(*part)), None
+
+        parts = jax.tree.map(lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), (rows_B, batch))
+        zero = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(one, *jax.tree.map(lambda x: x[0], parts))
+        )
+        return jax.lax.scan(add, zero, parts)[0]
+
+    def reduce(grad: jax.Array, where: Placements) -> jax.Array:
+        for dim, (rest, end) in enumerate(zip(where.at_rest, where.optimizer, strict=True)):
+            grad = scatter_sum(grad, end[len(rest) :], dim)
+        return grad
+
+    def gradients(params: Tree, step: jax.Array, batch: Batch) -> tuple[Tree, Metrics]:
+        grads, metrics = accumulate(params, step, batch)
+        reduced_in = jnp.dtype(training.reduce_dtype)
+        grads = jax.tree.map(lambda g, where: reduce(g.astype(reduced_in), where), grads, placed)
+        # Every use of a parameter is partial over every axis that does not split it: over the batch axes because
+        # each device sees its own sequences, over `tensor` because it sees its own part of the sequence or its heads.
+        lacking = jax.tree.map(lambda where: tuple(a for a in AXES if a not in axes_of(where.optimizer)), placed)
+        grads = sum_gradients(grads, lacking)
+        # A value that several devices hold counts once: the share of each is divided by the number of holders.
+        squares = sum(
+            jnp.sum(jnp.square(g.astype(jnp.float32))) * (shape.over(axes_of(where.optimizer)) / shape.size)
+            for g, where in zip(jax.tree.leaves(grads), _leaves(placed, grads), strict=True)
+        )
+        # The loss is whole over `tensor`, so its sums count over the axes of the batch alone.
+        norm = jnp.sqrt(reduce_sum(jnp.asarray(squares), tuple(AXES)))
+        metrics = reduce_sum(metrics, BATCH_AXES)
+        if run.optimizer.clip:
+            scale = jnp.minimum(1.0, run.optimizer.clip / jnp.maximum(norm, 1e-16))
+            grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+        return grads, {**metrics, "gradient norm": (norm, jnp.ones(()))}
+
+    return jax.shard_map(
+        gradients,
+        mesh=mesh,
+        in_specs=(specs(placed, "at_rest"), PartitionSpec(), BATCH_SPEC),
+        out_specs=(specs(placed, "optimizer"), PartitionSpec()),
+        check_vma=False,
+    )
+
+
+def _leaves(tree: Any, like: Any) -> list[Any]:
+    return jax.tree.structure(like).flatten_up_to(tree)
+
+
+def specs(placed: Tree, which: str) -> Tree:
+    """The same tree of PartitionSpecs; `which` is a field of Placements."""
+    return jax.tree.map(lambda p: to_spec(getattr(p, which)), placed, is_leaf=lambda x: isinstance(x, Placements))
+
+
+def build_train_step(program: Program) -> Any:
+    """The train step, jitted, its state donated.
+
+    `(state, batch) -> (state, metrics)`. A step whose loss or gradient is not finite leaves the state as it was; its metrics say so.
+    """
+    gradients, where = build_gradients(program), program.state_shardings
+    for_update = shardings(program.mesh, program.placed, "optimizer")
+    schedule = build_schedule(program.run.optimizer, program.run.training.steps)
+
+    def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
+        grads, metrics = gradients(state.params, state.step, batch)
+        params = jax.lax.with_sharding_constraint(state.params, for_update)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+        updates, optimizer = program.optimizer.update(grads, state.optimizer, params)
+        finite = jnp.isfinite(metrics["loss"][0]) & jnp.isfinite(metrics["gradient norm"][0]) & state.healthy
+        new = State(state.step + 1, jnp.ones_like(finite), optax.apply_updates(params, updates), optimizer)
+        new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, dataclasses.replace(state, healthy=finite))
+        rate = jnp.asarray(schedule(state.step), jnp.float32)
+        return new, {**metrics, "learning rate": (rate, jnp.ones(()))}
+
+    return jax.jit(train_step, donate_argnums=(0,), out_shardings=(where, None))
+
+
+class CompiledTrainStep:
+    """The train step, compiled once; it refuses to compile again and says which leaf changed."""
+
+    def __init__(self, program: Program, like: Batch):
+        self._expected = (program.abstract, like)
+        self._run = build_train_step(program).lower(program.abstract, like).compile()
+
+    def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        try:
+            return self._run(state, batch)  # type: ignore[no-any-return]
+        except (TypeError, ValueError) as error:
+            changed = _changed(self._expected, (state, batch))
+            if changed is None:
+                raise
+            raise TrainingError(
+                "the train step, compiled once", f"{changed}; it would be compiled again", "the same shapes every step"
+            ) from error
+
+
+def _changed(expected: Any, given: Any) -> str | None:
+    """The first leaf whose shape, type or sharding is not what the program was compiled for."""
+    want, got = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (expected, given))
+    if len(want) != len(got):
+        return f"{len(want)} leaves became {len(got)}"
+    for (path, before), (_, after) in zip(want, got, strict=True):
+        name = jax.tree_util.keystr(path[1:], simple=True, separator=".")
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
+            return f"{name} was {before.dtype}{list(before.shape)} and is {after.dtype}{list(after.shape)}"
+        if not before.sharding.is_equivalent_to(after.sharding, len(before.shape)):
+            return f"{name} was laid out as {before.sharding.spec} and is {after.sharding}"
+    return None
+
+
+def build_eval_step(program: Program) -> Callable[[Tree, Batch], Metrics]:
+    """`(params, batch) -> metrics`, jitted: the same loss without dropout."""
+    sums = _sums(program)
+
+    def evaluate(params: Tree, batch: Batch) -> Metrics:
+        off = Dropout(0.0, jnp.zeros((2,), jnp.uint32), jnp.zeros((), jnp.uint32))
+        return reduce_sum(sums(params, batch, off, jnp.ones(()))[1], BATCH_AXES)
+
+    return jax.jit(
+        jax.shard_map(
+            evaluate,
+            mesh=program.mesh,
+            in_specs=(specs(program.placed, "at_rest"), BATCH_SPEC),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+    )
