@@ -29,9 +29,7 @@ def _llama2(name: str, width: int, layers: int, heads: int, kv_heads: int, mlp: 
 def _llama3(
     name: str, width: int, layers: int, heads: int, mlp: int, scaling: RopeScaling | None, learning_rate: float
 ) -> Run:
-    model = Llama(
-        128256, width, layers, heads, kv_heads=8, mlp=mlp, theta=500000.0, rope_scaling=scaling
-    )
+    model = Llama(128256, width, layers, heads, kv_heads=8, mlp=mlp, theta=500000.0, rope_scaling=scaling)
     return _run(name, model, seq=8192, batch=1024, learning_rate=learning_rate)
 
 
@@ -89,17 +87,13 @@ def llama31_70b() -> Run:
 
 def llama32_1b() -> Run:
     """Llama 3.2 1B: tied embeddings."""
-    model = Llama(
-        128256, 2048, 16, 32, kv_heads=8, mlp=8192, theta=500000.0, rope_scaling=_LLAMA32, embedding="tied"
-    )
+    model = Llama(128256, 2048, 16, 32, kv_heads=8, mlp=8192, theta=500000.0, rope_scaling=_LLAMA32, embedding="tied")
     return _run("llama32-1b", model, seq=8192, batch=512, learning_rate=3e-4)
 
 
 def llama32_3b() -> Run:
     """Llama 3.2 3B: tied embeddings."""
-    model = Llama(
-        128256, 3072, 28, 24, kv_heads=8, mlp=8192, theta=500000.0, rope_scaling=_LLAMA32, embedding="tied"
-    )
+    model = Llama(128256, 3072, 28, 24, kv_heads=8, mlp=8192, theta=500000.0, rope_scaling=_LLAMA32, embedding="tied")
     return _run("llama32-3b", model, seq=8192, batch=512, learning_rate=3e-4)
 
 

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from meshwright.config import Run
 from meshwright.errors import CheckpointError
@@ -171,7 +172,7 @@ class Checkpoints:
                         target, number = aside / f"{step}.{number}", number + 1
                     os.replace(self.folder / str(step), target)
         if jax.process_count() > 1:
-            jax.experimental.multihost_utils.sync_global_devices("checkpoints set aside")
+            multihost_utils.sync_global_devices("checkpoints set aside")
         self._manager.reload()
 
     def _choose(self, step: int | None) -> int:
@@ -182,7 +183,9 @@ class Checkpoints:
             return steps[-1]
         if step not in steps:
             raise CheckpointError(
-                f"the checkpoint of step {step}", "there are those of " + ", ".join(map(str, steps)), f"--at {steps[-1]}"
+                f"the checkpoint of step {step}",
+                "there are those of " + ", ".join(map(str, steps)),
+                f"--at {steps[-1]}",
             )
         return step
 
@@ -197,9 +200,7 @@ class Checkpoints:
         try:
             found = self._manager.restore(
                 manifest.step,
-                args=ocp.args.Composite(
-                    state=ocp.args.PyTreeRestore(wanted, restore_args=args, partial_restore=True)
-                ),
+                args=ocp.args.Composite(state=ocp.args.PyTreeRestore(wanted, restore_args=args, partial_restore=True)),
             )["state"]
         except Exception as error:  # TensorStore raises many kinds, with pages of text
             text = str(error)
@@ -237,7 +238,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"{what} in {self.folder}",
                 f"{reason}; " + (f"the checkpoint of step {intact[-1]} is whole" if intact else "none was committed"),
-                f"make room ({shutil.disk_usage(_existing(self.folder)).free / 2**20:.0f} MiB are free) or another --out",
+                f"make room ({_free(self.folder) / 2**20:.0f} MiB are free) or another --out",
             ) from error
 
 
@@ -268,10 +269,10 @@ def check_room(folder: Path, program: Program, keep: int) -> None:
         )
 
 
-def _existing(folder: Path) -> Path:
+def _free(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
-    return folder
+    return shutil.disk_usage(folder).free
 
 
 def _shape(manifest: Manifest, name: str) -> tuple[int, ...]:
@@ -282,7 +283,8 @@ def _check_same(program: Program, manifest: Manifest, wanted: dict[str, Any]) ->
     """Raises CheckpointError naming the first tensor of another name, shape or type."""
     rows = {name: p.rows for name, p in named(program.params).items() if is_param(p) and p.rows is not None}
     fix = "the recipe this checkpoint was written by, or another folder"
-    for name, x in wanted.items():
+    # Parameters first: what differs in them differs in the optimizer's state too.
+    for name, x in sorted(wanted.items(), key=lambda item: not item[0].startswith("params.")):
         asked = f"the checkpoint of step {manifest.step} for this model"
         if name not in manifest.tensors:
             raise CheckpointError(asked, f"the model has a tensor {name!r}, and the checkpoint does not", fix)

@@ -327,9 +327,7 @@ def _parity(args: CompareMeshes) -> int:
     other = MeshShape.parse(args.against)
     _start_devices(max(other.size, (args.run.mesh or MeshShape()).size, 8 if args.run.mesh is None else 1), args.run)
     setting = loop.set_up(args.run, cache=mesh.default_cache())
-    found = parity.compare(
-        setting.program, other, setting.train, setting.corpus.weights, args.run.training.steps
-    )
+    found = parity.compare(setting.program, other, setting.train, setting.corpus.weights, args.run.training.steps)
     _say(
         Console(), {**dataclasses.asdict(found), "first_divergence": found.first_divergence}, args.json,
         lambda: _print_parity(found),

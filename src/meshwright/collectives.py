@@ -133,6 +133,8 @@ def sum_gradients(grads: Any, lacking: Any) -> Any:
 
     grads: tree of arrays.  lacking: the same tree of tuples of axes.
     """
+    leaves: list[jax.Array]
+    treedef: Any
     leaves, treedef = jax.tree.flatten(grads)
     groups: dict[Axes, list[int]] = {}
     for i, axes in enumerate(treedef.flatten_up_to(lacking)):
@@ -143,5 +145,3 @@ def sum_gradients(grads: Any, lacking: Any) -> Any:
             for i, leaf in zip(members, summed, strict=True):
                 leaves[i] = leaf
     return treedef.unflatten(leaves)
-
-

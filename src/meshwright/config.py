@@ -64,9 +64,7 @@ class MeshShape:
             if axis in degrees:
                 raise ConfigError(f"mesh {text!r}", f"{axis!r} is given twice", "give each axis once")
             if not equals or not degree.isdigit():
-                raise ConfigError(
-                    f"mesh {text!r}", f"{part!r} is not axis=degree", "write for example data=2,fsdp=4"
-                )
+                raise ConfigError(f"mesh {text!r}", f"{part!r} is not axis=degree", "write for example data=2,fsdp=4")
             degrees[axis] = int(degree)
         return cls(**degrees)
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import jax
 import numpy as np
@@ -182,9 +182,7 @@ def _check_folder(out: Path, start: str) -> None:
         )
 
 
-def _begin(
-    setting: Setting, checkpoints: Checkpoints, start: str, at: int | None
-) -> tuple[State, int, int]:
+def _begin(setting: Setting, checkpoints: Checkpoints, start: str, at: int | None) -> tuple[State, int, int]:
     if start == "fresh":
         return setting.program.initial_state(), 0, 0
     state, manifest = checkpoints.restore(setting.program, at)
@@ -224,16 +222,16 @@ def _run(
         state, metrics = compiled(state, batch)
         step += 1
         # The metrics of the step before are read while this one runs: the device never waits for the console.
-        meter.read(lambda bad, b=previous, s=state: _keep_evidence(out, program, s, b, bad))
+        meter.read(_Evidence(out, program, state, previous))
         meter.push(step, metrics)
         if training.eval_every and step % training.eval_every == 0 and step < training.steps and setting.held_out:
             held_out = evaluate(program, state.params, setting.held_out, eval_step)
             meter.tell(step, {"held-out loss": held_out})
         if training.save_every and step % training.save_every == 0 and step < training.steps:
-            meter.read(lambda bad, b=batch, s=state: _keep_evidence(out, program, s, b, bad))
+            meter.read(_Evidence(out, program, state, batch))
             checkpoints.save(state, step=step, cursor=cursor + (step - first) * training.batch, run=program.run)
             saved = step
-    meter.read(lambda bad, b=batch, s=state: _keep_evidence(out, program, s, b, bad))
+    meter.read(_Evidence(out, program, state, batch))
     if step > saved:
         checkpoints.save(state, step=step, cursor=cursor + (step - first) * training.batch, run=program.run)
     sample = ""
@@ -254,6 +252,42 @@ def _run(
         interrupted=stop.signal,
         sample=sample,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Evidence:
+    """Where to save the state and the batch of a step whose loss or gradient is not finite."""
+
+    out: Path
+    program: Program
+    state: State
+    """As it was before that step: an unhealthy step changes nothing, nor does any after it."""
+    batch: Batch | None
+
+    def __call__(self, step: int, values: Values) -> NoReturn:
+        folder, training = self.out / f"evidence-step-{step}", self.program.run.training
+        with Checkpoints(folder / "checkpoints", keep=1) as checkpoints:
+            checkpoints.save(self.state, step=step - 1, cursor=(step - 1) * training.batch, run=self.program.run)
+        if self.batch is not None:
+            local: dict[str, Any] = {
+                field.name: np.concatenate(
+                    [
+                        np.asarray(shard.data)
+                        for shard in getattr(self.batch, field.name).addressable_shards
+                        if shard.replica_id == 0
+                    ]
+                )
+                for field in dataclasses.fields(Batch)
+            }
+            np.savez(folder / f"batch-process-{jax.process_index()}.npz", **local)
+        told = {"step": step, **{name: str(value) for name, value in values.items()}}
+        (folder / "metrics.json").write_text(json.dumps(told, indent=1), encoding="utf-8")
+        raise TrainingError(
+            f"step {step}",
+            f"its loss is {values['loss']} and its gradient norm {values['gradient norm']}: the state before it was "
+            f"kept, and it is saved with the batch in {folder}",
+            "a lower --lr, more --optimizer.warmup, or a look at that batch",
+        )
 
 
 class _Meter:
@@ -283,13 +317,15 @@ class _Meter:
         for sink in self._sinks:
             sink.write(step, values)
 
-    def read(self, on_bad: Callable[[tuple[int, Values]], None]) -> None:
+    def read(self, on_bad: _Evidence) -> None:
         """Waits for the pending step; `on_bad` is called where its loss or gradient is not finite."""
         if self._pending is None:
             return
         step, metrics = self._pending
         self._pending = None
-        values = {name: float(total) / max(float(count), 1e-9) for name, (total, count) in jax.device_get(metrics).items()}
+        values = {
+            name: float(total) / max(float(count), 1e-9) for name, (total, count) in jax.device_get(metrics).items()
+        }
         now = time.perf_counter()
         if self._read_at is not None:
             values["tokens/s"] = self._tokens / (now - self._read_at)
@@ -302,30 +338,7 @@ class _Meter:
         if bad or step % self._every == 0:
             self.tell(step, values)
         if bad:
-            on_bad((step, values))
-
-
-def _keep_evidence(out: Path, program: Program, state: State, batch: Batch | None, bad: tuple[int, Values]) -> None:
-    """Saves the state before the bad step and the batch that caused it, then raises TrainingError."""
-    step, values = bad
-    folder = out / f"evidence-step-{step}"
-    with Checkpoints(folder / "checkpoints", keep=1) as checkpoints:
-        checkpoints.save(state, step=step - 1, cursor=(step - 1) * program.run.training.batch, run=program.run)
-    if batch is not None:
-        local = {
-            name: np.concatenate(
-                [np.asarray(s.data) for s in getattr(batch, name).addressable_shards if s.replica_id == 0]
-            )
-            for name in ("inputs", "targets", "segments", "positions", "weights")
-        }
-        np.savez(folder / f"batch-process-{jax.process_index()}.npz", **local)
-    (folder / "metrics.json").write_text(json.dumps({"step": step, **{k: str(v) for k, v in values.items()}}, indent=1))
-    raise TrainingError(
-        f"step {step}",
-        f"its loss is {values['loss']} and its gradient norm {values['gradient norm']}: the state before it was kept, "
-        f"and it is saved with the batch in {folder}",
-        "a lower --lr, more --optimizer.warmup, or a look at that batch",
-    )
+            on_bad(step, values)
 
 
 def _write_sample(setting: Setting, state: State, out: Path) -> str:
@@ -341,5 +354,3 @@ def _write_sample(setting: Setting, state: State, out: Path) -> str:
     if jax.process_index() == 0:
         (out / "sample.txt").write_text(text, encoding="utf-8")
     return text
-
-

@@ -65,9 +65,7 @@ def _forward(
         return log_normaliser_T - label_T, log_normaliser_T
 
     chunks = (x_TD.reshape(-1, chunk, x_TD.shape[1]), labels_T.reshape(-1, chunk))
-    nll, log_normaliser = (
-        one((x_TD, labels_T)) if chunk == x_TD.shape[0] else jax.lax.map(one, chunks)
-    )
+    nll, log_normaliser = one((x_TD, labels_T)) if chunk == x_TD.shape[0] else jax.lax.map(one, chunks)
     nll_T, log_normaliser_T = nll.reshape(-1), log_normaliser.reshape(-1)
     return (nll_T, log_normaliser_T), (x_TD, table_VD, labels_T, log_normaliser_T)
 

@@ -48,9 +48,7 @@ def _keep_heap() -> None:
 def join_processes(coordinator: str, processes: int, process: int) -> None:
     """Makes this process one of `processes` that train together; `coordinator` is host:port of process 0."""
     if not 0 <= process < processes:
-        raise ConfigError(
-            f"process {process} of {processes}", "processes are counted from 0", f"0 to {processes - 1}"
-        )
+        raise ConfigError(f"process {process} of {processes}", "processes are counted from 0", f"0 to {processes - 1}")
     jax.distributed.initialize(coordinator, processes, process, heartbeat_timeout_seconds=30)
 
 

@@ -40,9 +40,7 @@ def build_optimizer(o: Optimizer, steps: int, params: Tree) -> optax.GradientTra
     rate = build_schedule(o, steps)
     decays = tree_map(lambda p: p.init == "normal", params)
     rules: dict[str, Callable[[], optax.GradientTransformation]] = {
-        "adamw": lambda: optax.adamw(
-            rate, o.beta1, o.beta2, eps=o.epsilon, weight_decay=o.weight_decay, mask=decays
-        ),
+        "adamw": lambda: optax.adamw(rate, o.beta1, o.beta2, eps=o.epsilon, weight_decay=o.weight_decay, mask=decays),
         "adafactor": lambda: optax.adafactor(
             rate,
             # optax applies this decay after the learning rate, so the rate is multiplied in here.

@@ -66,6 +66,7 @@ def count(params: Tree) -> int:
 
 def placements(params: Tree, *, layout: Layout, mesh: MeshShape, min_size: int) -> Tree:
     """The same tree of Placements. Raises ConfigError naming the first tensor that does not divide."""
+    treedef: Any
     flat, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_param)
     placed = [
         place(
@@ -98,7 +99,7 @@ def initialise(params: Tree, shardings: Tree, *, seed: int, dtype: Any) -> Tree:
     # Seed and path are the two words of a parameter's key. They are arguments, not constants: XLA would spend
     # 0.2 s a parameter on folding them.
     words = {path: np.array([seed % 2**32, zlib.crc32(path.encode())], np.uint32) for path in named(params)}
-    treedef = jax.tree.structure(params, is_leaf=is_param)
+    treedef: Any = jax.tree.structure(params, is_leaf=is_param)
 
     def build(words: dict[str, jax.Array]) -> Tree:
         return treedef.unflatten([_initial(p, words[path], dtype) for path, p in named(params).items()])

@@ -14,7 +14,7 @@ from meshwright.params import named
 from meshwright.step import CompiledTrainStep, Program, build_gradients, lay_out
 
 TOLERANCE = 1e-5
-"""Largest difference that rounding explains in float32: relative for the loss, of the largest gradient's for gradients."""
+"""Largest difference that rounding explains in float32: of the loss, and of the largest gradient for gradients."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,9 @@ class Parity:
         return None
 
 
-def compare(program: Program, other: MeshShape, windows: tuple[Windows, ...], weights: tuple[float, ...], steps: int) -> Parity:
+def compare(
+    program: Program, other: MeshShape, windows: tuple[Windows, ...], weights: tuple[float, ...], steps: int
+) -> Parity:
     """Runs `steps` steps of `program` on its own mesh and on `other`, in float32, on the same samples."""
     run = program.run
     exact = dataclasses.replace(run.training, compute_dtype="float32", param_dtype="float32", reduce_dtype="float32")
@@ -82,9 +84,7 @@ class _Side:
         training = program.run.training
         stream = build_stream(list(windows), list(weights), training.seed)
         sharding = program.batch_sharding
-        self._feed = Feed(
-            stream, batch=training.batch, seq=training.seq, cursor=0, steps=steps, sharding=sharding
-        )
+        self._feed = Feed(stream, batch=training.batch, seq=training.seq, cursor=0, steps=steps, sharding=sharding)
         self._program = program
         self._gradients = jax.jit(build_gradients(program))
         self._step: CompiledTrainStep | None = None

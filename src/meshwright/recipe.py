@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -62,7 +63,7 @@ def _load(file: Path) -> ModuleType:
     return module
 
 
-def _functions(module: ModuleType) -> dict[str, type[Run]]:
+def _functions(module: ModuleType) -> dict[str, Callable[[], Run]]:
     """Public functions defined in the module itself, in their order, with dashes for underscores."""
     return {
         name.replace("_", "-"): value

@@ -56,7 +56,9 @@ def read_run(file: Path) -> Run:
     try:
         told = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"run file {file}", f"it cannot be read: {error}", "the run.json of an output folder") from error
+        raise ConfigError(
+            f"run file {file}", f"it cannot be read: {error}", "the run.json of an output folder"
+        ) from error
     if not isinstance(told, dict):
         raise ConfigError(f"run file {file}", "it is no JSON object", "the run.json of an output folder")
     return run_from_dict(told)

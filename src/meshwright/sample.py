@@ -62,11 +62,17 @@ def generate(
     for _ in range(tokens):
         # Half a window is dropped at once, so most steps only append.
         window = seen if len(seen) <= seq else seen[-(seq // 2 + (len(seen) - seq) % max(seq // 2, 1)) :]
-        padded = np.zeros((rows, seq), np.int32)
-        padded[:, : len(window)] = window
-        batch = jax.make_array_from_callback(padded.shape, program.batch_sharding, lambda index, a=padded: a[index])
+        batch = jax.make_array_from_callback(
+            (rows, seq), program.batch_sharding, _padded(window, rows, seq).__getitem__
+        )
         logits = np.asarray(next_logits(params, batch, jnp.int32(len(window) - 1)))[0].astype(np.float64)
         # Gumbel's trick: the largest of logits plus noise is a draw from their softmax.
         token = int(np.argmax(logits / temperature + rng.gumbel(size=logits.shape)))
         seen.append(token)
         yield token
+
+
+def _padded(window: list[int], rows: int, seq: int) -> np.ndarray:
+    padded = np.zeros((rows, seq), np.int32)
+    padded[:, : len(window)] = window
+    return padded

@@ -70,9 +70,7 @@ def _optimizer_bytes(run: Run, params: Tree, placed: Tree) -> int:
     """Bytes of the optimizer's state on one device, from the state optax itself would make."""
     dtype, mesh = jnp.dtype(run.training.param_dtype), run.mesh or MeshShape()
     abstract = tree_map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), params)
-    state, where = state_placements(
-        build_optimizer(run.optimizer, run.training.steps, params), abstract, placed
-    )
+    state, where = state_placements(build_optimizer(run.optimizer, run.training.steps, params), abstract, placed)
     return sum(
         math.prod(local_shape(leaf.shape, at, mesh)) * leaf.dtype.itemsize
         for leaf, at in zip(jax.tree.leaves(state), where, strict=True)

@@ -7,7 +7,7 @@ update that follows is elementwise for most optimizers and left to the compiler,
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,9 @@ Metrics = dict[str, tuple[jax.Array, jax.Array]]
 """Each metric as (sum, count), already summed over all devices; its value is sum / count."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["step", "healthy", "params", "optimizer"], meta_fields=[])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["step", "healthy", "params", "optimizer"], meta_fields=[]
+)
 @dataclasses.dataclass(frozen=True)
 class State:
     """All that training changes."""
@@ -100,7 +102,7 @@ def lay_out(run: Run, mesh: Mesh) -> Program:
     state = jax.tree.unflatten(jax.tree.structure(state), leaves)
     whole = NamedSharding(mesh, PartitionSpec())
     step, healthy = (jax.ShapeDtypeStruct((), kind, sharding=whole) for kind in (jnp.int32, jnp.bool_))
-    return Program(run, mesh, params, placed, optimizer, State(step, healthy, abstract, state))
+    return Program(run, mesh, params, placed, optimizer, State(cast(Any, step), cast(Any, healthy), abstract, state))
 
 
 def _sums(program: Program) -> Callable[..., tuple[jax.Array, Metrics]]:
@@ -200,7 +202,8 @@ def build_gradients(program: Program) -> Callable[[Tree, jax.Array, Batch], tupl
 
 
 def _leaves(tree: Any, like: Any) -> list[Any]:
-    return jax.tree.structure(like).flatten_up_to(tree)
+    treedef: Any = jax.tree.structure(like)
+    return list(treedef.flatten_up_to(tree))
 
 
 def specs(placed: Tree, which: str) -> Tree:
@@ -211,7 +214,8 @@ def specs(placed: Tree, which: str) -> Tree:
 def build_train_step(program: Program) -> Any:
     """The train step, jitted, its state donated.
 
-    `(state, batch) -> (state, metrics)`. A step whose loss or gradient is not finite leaves the state as it was; its metrics say so.
+    `(state, batch) -> (state, metrics)`. A step whose loss or gradient is not finite leaves the state as it was, but
+    for `healthy`.
     """
     gradients, where = build_gradients(program), program.state_shardings
     for_update = shardings(program.mesh, program.placed, "optimizer")
@@ -224,7 +228,9 @@ def build_train_step(program: Program) -> Any:
         updates, optimizer = program.optimizer.update(grads, state.optimizer, params)
         finite = jnp.isfinite(metrics["loss"][0]) & jnp.isfinite(metrics["gradient norm"][0]) & state.healthy
         new = State(state.step + 1, jnp.ones_like(finite), optax.apply_updates(params, updates), optimizer)
-        new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, dataclasses.replace(state, healthy=finite))
+        new = jax.tree.map(
+            lambda after, before: jnp.where(finite, after, before), new, dataclasses.replace(state, healthy=finite)
+        )
         rate = jnp.asarray(schedule(state.step), jnp.float32)
         return new, {**metrics, "learning rate": (rate, jnp.ones(()))}
 
@@ -240,7 +246,7 @@ class CompiledTrainStep:
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         try:
-            return self._run(state, batch)  # type: ignore[no-any-return]
+            return self._run(state, batch)
         except (TypeError, ValueError) as error:
             changed = _changed(self._expected, (state, batch))
             if changed is None:

@@ -142,7 +142,7 @@ def put_rows(
         return Batch(**jax.device_put(local, sharding))
 
     def place(field: np.ndarray) -> jax.Array:
-        def block(index: tuple[slice, ...]) -> np.ndarray:
+        def block(index: Any) -> np.ndarray:
             rows = range(*index[0].indices(shape[0]))
             return field[where[rows[0]] : where[rows[-1]] + 1]
 

@@ -3,7 +3,6 @@
 import dataclasses
 import glob
 import gzip
-import io
 import json
 import sysconfig
 from collections.abc import Iterator
@@ -58,9 +57,7 @@ def find_files(path: str) -> list[Path]:
         raise DataError(f"--data {path}", f"it is {what}", "one of " + ", ".join(_SUFFIXES))
     for file in found:
         if not file.name.endswith(_SUFFIXES):
-            raise DataError(
-                f"--data {path}", f"{file.name} is of no known kind", "one of " + ", ".join(_SUFFIXES)
-            )
+            raise DataError(f"--data {path}", f"{file.name} is of no known kind", "one of " + ", ".join(_SUFFIXES))
     return sorted(found)
 
 
@@ -90,8 +87,7 @@ def _read(file: Path) -> Iterator[str]:
         for batch in table.iter_batches(columns=[_FIELD]):
             yield from (text for text in batch.column(0).to_pylist() if text)
     elif file.name.endswith((".jsonl", ".jsonl.gz")):
-        opened = gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb")
-        with io.TextIOWrapper(opened, encoding="utf-8") as lines:  # type: ignore[type-var]
+        with gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield _field(json.loads(line), number)

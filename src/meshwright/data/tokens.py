@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -109,7 +109,7 @@ def open_tokens(folder: Path) -> TokenFile:
             f"{told['tokens'] * dtype.itemsize}",
             "tokenise again",
         )
-    tokens = np.memmap(folder / "tokens.bin", dtype, mode="r")
+    tokens: Any = np.memmap(folder / "tokens.bin", dtype, mode="r")
     return TokenFile(tokens, ends, int(told["vocab"]), tokenizer, folder)
 
 

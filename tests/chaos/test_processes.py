@@ -1,0 +1,145 @@
+"""Real processes: two that train together, one that is killed, one whose disk is full."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SMALL = [
+    "--model.width", "32", "--model.layers", "2", "--model.mlp", "64", "--data.tokenizer", "bytes",
+    "--training.seq", "32", "--training.eval-samples", "16", "--data.sample", "4", "--training.eval-every", "0",
+]  # fmt: skip
+
+
+def start(*words: str, **more: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "meshwright", *words]
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more)
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> str:
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == code, err[-3000:] + out[-3000:]
+    return out + err
+
+
+def losses(out: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def text_file(tmp_path: Path) -> list[str]:
+    file = tmp_path / "text.txt"
+    file.write_text("She sells sea shells by the sea shore. " * 500)
+    return ["--data", str(file), *SMALL]
+
+
+def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    same = ["train", *text_file(tmp_path), "--steps", "8", "--devices", "8", "--mesh", "data=2,fsdp=2,tensor=2",
+            "--training.save-every", "4"]  # fmt: skip
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    finish(start(*same, "--out", str(alone)))
+    two = [
+        start(*same, "--out", str(together), "--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process", str(i))
+        for i in range(2)
+    ]
+    for process in two:
+        finish(process)
+    one, many = losses(alone), losses(together)
+    assert one.keys() == many.keys() == set(range(1, 9))
+    assert [many[s] for s in many] == pytest.approx([one[s] for s in one], rel=1e-5)
+    assert (together / "sample.txt").read_text() == (alone / "sample.txt").read_text()
+    # What two processes saved, one resumes on another mesh.
+    more = ["train", "--out", str(together), "--resume", "--steps", "10", "--mesh", "fsdp=4", "--devices", "4"]
+    finish(start(*more))
+    assert max(losses(together)) == 10
+
+
+def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_killed_while_saving_it_resumes_from_the_last_committed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    # Wide enough that a save takes a while.
+    words = ["train", *text_file(tmp_path), "--model.width", "256", "--steps", "30", "--devices", "2",
+             "--mesh", "fsdp=2", "--training.save-every", "2", "--training.keep", "3"]  # fmt: skip
+    process = start(*words, "--out", str(out))
+    folder = out / "checkpoints"
+    wait_for(lambda: any(folder.glob("4.orbax-checkpoint-tmp*")) or (folder / "6").exists(), process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    committed = max(int(p.name) for p in folder.iterdir() if p.name.isdigit())
+    said = finish(start("train", "--out", str(out), "--resume"))
+    whole = tmp_path / "whole"
+    finish(start(*words, "--out", str(whole)))
+    again, expected = losses(out), losses(whole)
+    assert committed < 30 and set(again) == set(expected) == set(range(1, 31)), said
+    assert again == expected
+    assert not list(folder.glob("*tmp*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_leaves(tmp_path: Path, number: signal.Signals) -> None:
+    out = tmp_path / "out"
+    words = ["train", *text_file(tmp_path), "--steps", "100000", "--devices", "2", "--mesh", "fsdp=2"]
+    process = start(*words, "--out", str(out))
+    wait_for(lambda: (out / "metrics.jsonl").exists() and len(losses(out)) > 3, process)
+    process.send_signal(number)
+    said = finish(process, 128 + number)
+    last = max(losses(out))
+    assert f"stopped  by signal {int(number)} after step {last}" in " ".join(said.replace("stopped", "stopped ").split("\n")) or (
+        f"after step {last}" in said
+    )
+    assert (out / "checkpoints" / str(last)).is_dir()
+
+
+def mounted(folder: Path, options: str) -> list[str]:
+    """A command prefix that runs with a tmpfs on `folder`, in a mount namespace of its own."""
+    script = f'mount -t tmpfs -o {options} meshwright "$1" && shift && exec "$@"'
+    alone = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
+    return [*alone, "sh", "-c", script, "sh", str(folder)]
+
+
+def test_a_disk_that_fills_up_keeps_the_checkpoint_before(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    kept = tmp_path / "kept"
+    # 24 MiB: room for what is asked beforehand, until something else fills the disk after the first checkpoint.
+    words = ["train", *text_file(tmp_path), "--steps", "400", "--devices", "1", "--mesh", "data=1", "--out",
+             f"{disk}/out", "--training.save-every", "40", "--training.keep", "1"]  # fmt: skip
+    inside = (
+        f'"$@" & child=$!; while ! ls {disk}/out/checkpoints/40/manifest >/dev/null 2>&1; do sleep 0.01; done; '
+        f"dd if=/dev/zero of={disk}/filler bs=64k 2>/dev/null; wait $child; code=$?; rm -f {disk}/filler; "
+        f"cp -r {disk}/out {kept}; exit $code"
+    )
+    command = [*mounted(disk, "size=24m"), "sh", "-c", inside, "sh", sys.executable, "-m", "meshwright", *words]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=240)
+    assert done.returncode == 4, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "the disk is full; the checkpoint of step" in done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr) < 4000
+    said = finish(start("train", "--out", str(kept), "--resume", "--steps", "90"))
+    assert "90" in said
+
+
+def test_a_read_only_folder_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = [*mounted(disk, "ro"), sys.executable, "-m", "meshwright", "train", *text_file(tmp_path), "--out", f"{disk}/out"]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=120)
+    assert done.returncode == 4
+    assert "it cannot be written: Read-only file system" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,27 @@
+"""Eight simulated devices in every test, warnings as errors, programs compiled once for the whole session."""
+
+import os
+from pathlib import Path
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+_COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "compiled"
+_COMPILED.mkdir(parents=True, exist_ok=True)
+jax.config.update("jax_compilation_cache_dir", str(_COMPILED))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a test's token files go."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def environment(cache: Path) -> None:
+    """Programs that a test starts use the same caches, and no accelerator."""
+    (cache / "compiled").symlink_to(_COMPILED)
+    os.environ.update(MESHWRIGHT_CACHE=str(cache), JAX_PLATFORMS="cpu", COLUMNS="200", NO_COLOR="1")
+    assert len(jax.devices()) == 8

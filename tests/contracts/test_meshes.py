@@ -1,0 +1,41 @@
+"""Every family on every layout gives the numbers of one device: initial values bit for bit, losses, gradients."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from tiny_runs import MODELS, Trained, largest_difference, tiny_run, train
+
+MESHES = [
+    ("fsdp", "data=8"),
+    ("fsdp", "fsdp=8"),
+    ("fsdp", "tensor=8"),
+    ("fsdp", "fsdp=4,tensor=2"),
+    ("fsdp", "data=2,fsdp=2,tensor=2"),
+    ("zero1", "data=8"),
+    ("zero1", "data=2,fsdp=2,tensor=2"),
+]
+STEPS = 20
+
+
+@functools.cache
+def alone(family: str) -> Trained:
+    return train(tiny_run(MODELS[family]), STEPS)
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(("layout", "mesh"), MESHES)
+def test_same_numbers_as_one_device(family: str, layout: str, mesh: str) -> None:
+    one = alone(family)
+    many = train(tiny_run(MODELS[family], mesh, layout=layout), STEPS)
+    for a, b in zip(jax.tree.leaves(many.initial), jax.tree.leaves(one.initial), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_allclose(many.losses, one.losses, rtol=1e-5)
+    assert largest_difference(many.gradients, one.gradients) < 1e-5
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_run_learns(family: str) -> None:
+    losses = alone(family).losses
+    assert losses[-1] < losses[0] - 0.1

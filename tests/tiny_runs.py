@@ -1,0 +1,90 @@
+"""Runs small enough to compile in seconds, wide enough to be split eight ways."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshwright.config import Data, MeshShape, Model, Optimizer, Run, Training
+from meshwright.data.batch import Batch
+from meshwright.families.gpt2 import Gpt2
+from meshwright.families.llama import Llama
+from meshwright.mesh import build_mesh
+from meshwright.step import CompiledTrainStep, Program, build_gradients, lay_out
+
+VOCAB = 50
+
+MODELS: dict[str, Model] = {
+    "gpt2": Gpt2(VOCAB, 64, 2, 16, vocab_multiple=16, positions=32),
+    "llama": Llama(VOCAB, 64, 2, 16, vocab_multiple=16, kv_heads=8, mlp=96),
+    "qwen-like": Llama(
+        VOCAB, 64, 2, 16, vocab_multiple=16, kv_heads=8, mlp=96, qkv_bias="learned", query_key_norm="rms",
+        embedding="tied", window=5, head_size=8,
+    ),
+}  # fmt: skip
+
+TRAINING = Training(
+    steps=20, batch=16, seq=16, compute_dtype="float32", dropout=0.1, z_loss=1e-3, remat="full", eval_samples=32
+)
+
+
+def tiny_run(model: Model, mesh: str = "data=1", **changes: Any) -> Run:
+    """A run of `model`; keyword arguments that are fields of Training change it, others change the Run."""
+    in_training = {f.name for f in dataclasses.fields(Training)}
+    training = dataclasses.replace(TRAINING, **{k: v for k, v in changes.items() if k in in_training})
+    rest: dict[str, Any] = {"optimizer": Optimizer(learning_rate=3e-3, warmup=2), "data": Data(sample=8)}
+    rest |= {k: v for k, v in changes.items() if k not in in_training}
+    return Run(model=model, mesh=MeshShape.parse(mesh), fsdp_min_size=64, training=training, **rest)
+
+
+def program_of(run: Run) -> Program:
+    assert run.mesh is not None
+    return lay_out(run, build_mesh(run.mesh))
+
+
+def random_batch(program: Program, seed: int = 0) -> Batch:
+    """Random tokens in up to three documents a sequence, some of them without weight."""
+    training = program.run.training
+    rng, shape = np.random.default_rng(seed), (training.batch, training.seq)
+    tokens = rng.integers(0, VOCAB, (shape[0], shape[1] + 1)).astype(np.int32)
+    segments = np.sort(rng.integers(0, 3, shape).astype(np.int32), axis=1)
+    starts = np.stack([np.searchsorted(row, row) for row in segments])
+    batch = Batch(
+        tokens[:, :-1],
+        tokens[:, 1:],
+        segments,
+        (np.arange(shape[1]) - starts).astype(np.int32),
+        rng.integers(0, 3, shape).astype(np.float32) / 2,
+    )
+    return jax.device_put(batch, program.batch_sharding)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What a few steps gave."""
+
+    initial: Any
+    gradients: Any
+    losses: list[float]
+    params: Any
+
+
+def train(run: Run, steps: int) -> Trained:
+    """`steps` steps on random batches, and the gradients of the first."""
+    program = program_of(run)
+    state = program.initial_state()
+    initial = jax.device_get(state.params)
+    batch = random_batch(program)
+    gradients = jax.device_get(jax.jit(build_gradients(program))(state.params, state.step, batch)[0])
+    step, losses = CompiledTrainStep(program, batch), []
+    for number in range(steps):
+        state, metrics = step(state, random_batch(program, number))
+        losses.append(float(metrics["loss"][0] / metrics["loss"][1]))
+    return Trained(initial, gradients, losses, jax.device_get(state.params))
+
+
+def largest_difference(a: Any, b: Any) -> float:
+    """Largest difference of any element of two trees, over the largest element of the second."""
+    apart = max(float(np.abs(x - y).max()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    return apart / max(float(np.abs(y).max()) for y in jax.tree.leaves(b))
