@@ -6,11 +6,12 @@ from pathlib import Path
 import jax
 import pytest
 
+from meshwright.mesh import keep_programs
+
 jax.config.update("jax_num_cpu_devices", 8)
 _COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "compiled"
 _COMPILED.mkdir(parents=True, exist_ok=True)
-jax.config.update("jax_compilation_cache_dir", str(_COMPILED))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+keep_programs(_COMPILED)
 
 
 @pytest.fixture(scope="session")

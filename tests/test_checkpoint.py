@@ -224,7 +224,9 @@ def test_room_is_asked_for_before_the_first_step(tmp_path: Path, monkeypatch: py
     program = program_of(tiny_run(MODELS["llama"]))
     nearly_full = shutil._ntuple_diskusage(10**9, 10**9 - 10**6, 10**6)  # type: ignore[attr-defined]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: nearly_full)
-    with pytest.raises(CheckpointError, match=r"takes up to 0\.\d MiB, 2 are kept while one is written, and 1\.0 MiB are free"):
+    with pytest.raises(
+        CheckpointError, match=r"takes up to 0\.\d MiB, 2 are kept while one is written, and 1\.0 MiB are free"
+    ):
         check_room(tmp_path / "out", program, keep=2)
 
 

@@ -201,7 +201,7 @@ def test_damaged_token_files_are_refused(tmp_path: Path, harm: str) -> None:
     tokenize(str(write(tmp_path, "txt")), "bytes", tmp_path / "tokens")
     file = tmp_path / "tokens" / harm
     file.write_bytes(file.read_bytes()[:-7])
-    with pytest.raises(DataError, match="token file|reading a tokenizer"):
+    with pytest.raises(DataError, match=r"token file|reading a tokenizer"):
         open_tokens(tmp_path / "tokens")
 
 

@@ -19,7 +19,7 @@ def rope(x: np.ndarray, position: int) -> np.ndarray:
     return np.concatenate([turned.real, turned.imag], -1)
 
 
-def loss_by_hand(w: dict, batch) -> float:  # noqa: ANN001
+def loss_by_hand(w: dict, batch) -> float:
     total = weight = 0.0
     for b in range(batch.inputs.shape[0]):
         x = w["embed"][np.asarray(batch.inputs[b])].astype(np.float64)

@@ -41,7 +41,9 @@ def test_equals_the_plain_loss(tensor: int, chunk: int) -> None:
 
     mesh = build_mesh(MeshShape(tensor=tensor))
     found = jax.jit(
-        functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("tensor")), out_specs=(P(), (P(), P("tensor"))), check_vma=False)(split)
+        functools.partial(
+            jax.shard_map, mesh=mesh, in_specs=(P(), P("tensor")), out_specs=(P(), (P(), P("tensor"))), check_vma=False
+        )(split)
     )(x, w)
     value, grads = jax.value_and_grad(plain, (0, 1))(jnp.asarray(x), jnp.asarray(w))
     np.testing.assert_allclose(found[0], value, rtol=1e-5)

@@ -173,7 +173,7 @@ def _start_devices(devices: int | None, run: Run, processes: int = 1) -> None:
             f"{total} devices over {processes} processes", "each process has equally many, at least one",
             f"--devices {max(1, total // processes) * processes}",
         )  # fmt: skip
-    mesh.prepare_host(total // processes, compile_cache=mesh.default_cache() / "compiled")
+    mesh.prepare_host(total // processes)
 
 
 def _print_setting(console: Console, setting: loop.Setting) -> None:

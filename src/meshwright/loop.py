@@ -22,7 +22,7 @@ from meshwright.data.feed import Feed, Windows, build_stream, held_out_batches, 
 from meshwright.data.tokens import Corpus, load_corpus
 from meshwright.errors import CheckpointError, ConfigError, DataError, TrainingError
 from meshwright.flops import training_flops_per_token, utilisation
-from meshwright.mesh import build_mesh, default_shape
+from meshwright.mesh import build_mesh, default_shape, keep_programs
 from meshwright.report import Reporter, Values
 from meshwright.report.files import JsonLines
 from meshwright.runfile import write_run
@@ -63,6 +63,7 @@ def set_up(run: Run, *, cache: Path, devices: int | None = None) -> Setting:
 
     devices: use the first so many; None uses all.  Raises ConfigError or DataError before anything is traced.
     """
+    keep_programs(cache / "compiled")
     at_hand = jax.devices()[:devices]
     shape = run.mesh or default_shape(len(at_hand))
     mesh = build_mesh(shape, at_hand)

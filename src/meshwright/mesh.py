@@ -3,9 +3,11 @@
 Call `prepare_host` before anything asks JAX for its devices: what it sets cannot be changed later.
 """
 
+import contextlib
 import ctypes
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -17,15 +19,39 @@ from meshwright.errors import ConfigError
 from meshwright.words import AXES
 
 
-def prepare_host(devices: int | None, *, compile_cache: Path | None = None) -> None:
-    """Simulates `devices` CPU devices where no accelerator is found, and keeps compiled programs on disk."""
+def prepare_host(devices: int | None) -> None:
+    """Simulates `devices` CPU devices where no accelerator is found."""
     simulated = devices or 1
     if simulated == 1:
         _keep_heap()
     jax.config.update("jax_num_cpu_devices", simulated)
-    if compile_cache is not None:
-        jax.config.update("jax_compilation_cache_dir", str(compile_cache))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+_WORTH_KEEPING = 0.3
+"""Seconds of compilation above which a program is kept on disk."""
+_NEVER = 1e9
+
+
+def keep_programs(folder: Path) -> None:
+    """Keeps compiled programs in `folder` for the next start.
+
+    On several simulated devices only those inside `kept`: XLA:CPU (jaxlib 0.12.0) forgets the order of a program's
+    collectives when it reads it back, so that two devices may wait for each other for ever (docs/log.md).
+    """
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    simulated = jax.default_backend() == "cpu" and jax.device_count() > 1
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _NEVER if simulated else _WORTH_KEEPING)
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Within it, programs are kept on disk also on simulated devices: for programs without collectives."""
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _WORTH_KEEPING)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
 
 
 def _keep_heap() -> None:

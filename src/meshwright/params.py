@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from meshwright.collectives import Axes, gather_weight
 from meshwright.config import MeshShape
 from meshwright.layout import Layout, Placements, place, to_spec
+from meshwright.mesh import kept
 
 Tree = Any
 """A nested dictionary with the same keys everywhere: of Params, of arrays, of placements."""
@@ -105,7 +106,7 @@ def initialise(params: Tree, shardings: Tree, *, seed: int, dtype: Any) -> Tree:
         return treedef.unflatten([_initial(p, words[path], dtype) for path, p in named(params).items()])
 
     # The value of an element must not depend on how many devices share the array.
-    with jax.threefry_partitionable(True):
+    with jax.threefry_partitionable(True), kept():
         return jax.jit(build, out_shardings=shardings)(words)
 
 

@@ -49,7 +49,9 @@ def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
     alone, together = tmp_path / "alone", tmp_path / "together"
     finish(start(*same, "--out", str(alone)))
     two = [
-        start(*same, "--out", str(together), "--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process", str(i))
+        start(
+            *same, "--out", str(together), "--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process", str(i)
+        )
         for i in range(2)
     ]
     for process in two:
@@ -101,9 +103,9 @@ def test_a_signal_saves_and_leaves(tmp_path: Path, number: signal.Signals) -> No
     process.send_signal(number)
     said = finish(process, 128 + number)
     last = max(losses(out))
-    assert f"stopped  by signal {int(number)} after step {last}" in " ".join(said.replace("stopped", "stopped ").split("\n")) or (
-        f"after step {last}" in said
-    )
+    assert f"stopped  by signal {int(number)} after step {last}" in " ".join(
+        said.replace("stopped", "stopped ").split("\n")
+    ) or (f"after step {last}" in said)
     assert (out / "checkpoints" / str(last)).is_dir()
 
 
@@ -138,7 +140,16 @@ def test_a_disk_that_fills_up_keeps_the_checkpoint_before(tmp_path: Path) -> Non
 def test_a_read_only_folder_is_refused_before_the_first_step(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    command = [*mounted(disk, "ro"), sys.executable, "-m", "meshwright", "train", *text_file(tmp_path), "--out", f"{disk}/out"]
+    command = [
+        *mounted(disk, "ro"),
+        sys.executable,
+        "-m",
+        "meshwright",
+        "train",
+        *text_file(tmp_path),
+        "--out",
+        f"{disk}/out",
+    ]
     done = subprocess.run(command, text=True, capture_output=True, timeout=120)
     assert done.returncode == 4
     assert "it cannot be written: Read-only file system" in done.stderr

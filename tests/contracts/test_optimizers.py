@@ -12,7 +12,7 @@ from meshwright.optimizers import build_schedule
 RATES = {"adamw": 3e-3, "adafactor": 3e-3, "lion": 1e-3, "muon": 3e-3, "sgd": 0.3}
 
 
-def run_with(name: str, mesh: str, layout: str = "fsdp"):  # noqa: ANN201
+def run_with(name: str, mesh: str, layout: str = "fsdp"):
     # Wide enough for Adafactor to factor its second moment (128 and more).
     model = dataclasses.replace(MODELS["llama"], width=128, mlp=256)
     optimizer = Optimizer(name=name, learning_rate=RATES[name], weight_decay=0.01)  # type: ignore[arg-type]
@@ -55,4 +55,6 @@ def test_schedules_rise_and_fall(schedule: str) -> None:
     assert all(float(rate(i)) < float(rate(i + 1)) for i in range(8))
     end = 1.0 if schedule == "constant" else 0.1
     assert float(rate(100)) == pytest.approx(end)
-    assert float(rate(75)) == pytest.approx({"cosine": 0.2587, "linear": 0.35, "wsd": 1.0, "constant": 1.0}[schedule], abs=0.02)
+    assert float(rate(75)) == pytest.approx(
+        {"cosine": 0.2587, "linear": 0.35, "wsd": 1.0, "constant": 1.0}[schedule], abs=0.02
+    )

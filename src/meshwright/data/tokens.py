@@ -81,7 +81,7 @@ def _write(file: Path, path: str, files: list[Path], tokenizer: Tokenizer, dtype
     total = 0
     with file.open("wb") as sink:
         for text in read_documents(files):
-            tokens = np.append(tokenizer.encode(text), tokenizer.end).astype(dtype)
+            tokens: np.ndarray = np.append(tokenizer.encode(text), tokenizer.end).astype(dtype)
             sink.write(tokens.tobytes())
             total += len(tokens)
             ends.append(total)
