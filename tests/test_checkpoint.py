@@ -190,7 +190,7 @@ def test_another_model_is_refused_by_its_first_tensor(tmp_path: Path, cache: Pat
     with pytest.raises(CheckpointError, match=r"the model has a tensor '.*', and the checkpoint does not"):
         final(described(tmp_path, "fsdp=2,tensor=2", family="gpt2"), out, cache)
     half = dataclasses.replace(run, training=dataclasses.replace(run.training, param_dtype="bfloat16"))
-    with pytest.raises(CheckpointError, match="is float32.* in the checkpoint and bfloat16"):
+    with pytest.raises(CheckpointError, match=r"is float32.* in the checkpoint and bfloat16"):
         final(half, out, cache)
 
 

@@ -11,7 +11,7 @@ from meshwright.data.batch import Batch
 from meshwright.families.gpt2 import Gpt2
 from meshwright.families.llama import Llama
 from meshwright.mesh import build_mesh
-from meshwright.step import CompiledTrainStep, Program, build_gradients, lay_out
+from meshwright.step import CompiledTrainStep, Program, lay_out
 
 VOCAB = 50
 
@@ -47,7 +47,8 @@ def random_batch(program: Program, seed: int = 0) -> Batch:
     """Random tokens in up to three documents a sequence, some of them without weight."""
     training = program.run.training
     rng, shape = np.random.default_rng(seed), (training.batch, training.seq)
-    tokens = rng.integers(0, VOCAB, (shape[0], shape[1] + 1)).astype(np.int32)
+    frequency = 1 / np.arange(1, VOCAB + 1)  # Zipf's law: something to learn
+    tokens = rng.choice(VOCAB, (shape[0], shape[1] + 1), p=frequency / frequency.sum()).astype(np.int32)
     segments = np.sort(rng.integers(0, 3, shape).astype(np.int32), axis=1)
     starts = np.stack([np.searchsorted(row, row) for row in segments])
     batch = Batch(
@@ -71,15 +72,17 @@ class Trained:
 
 
 def train(run: Run, steps: int) -> Trained:
-    """`steps` steps on random batches, and the gradients of the first."""
+    """`steps` steps on random batches, and the (clipped) gradients of the first."""
     program = program_of(run)
     state = program.initial_state()
     initial = jax.device_get(state.params)
-    batch = random_batch(program)
-    gradients = jax.device_get(jax.jit(build_gradients(program))(state.params, state.step, batch)[0])
-    step, losses = CompiledTrainStep(program, batch), []
+    step, losses, gradients = CompiledTrainStep(program, random_batch(program)), [], None
     for number in range(steps):
         state, metrics = step(state, random_batch(program, number))
+        if number == 0 and run.optimizer.name == "adamw":
+            # Adam's first moment after one step is (1 - beta1) times the gradient: no second program to compile.
+            first = jax.device_get(state.optimizer[0].mu)
+            gradients = jax.tree.map(lambda mu: mu / (1 - run.optimizer.beta1), first)
         losses.append(float(metrics["loss"][0] / metrics["loss"][1]))
     return Trained(initial, gradients, losses, jax.device_get(state.params))
 

@@ -1,6 +1,7 @@
 """Every family on every layout gives the numbers of one device: initial values bit for bit, losses, gradients."""
 
 import functools
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -36,6 +37,9 @@ def test_same_numbers_as_one_device(family: str, layout: str, mesh: str) -> None
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_a_run_learns(family: str) -> None:
+def test_a_run_learns_as_it_always_did(family: str) -> None:
+    """The golden curve: written by `python tests/golden/write.py`, so a change of numbers is a visible diff."""
     losses = alone(family).losses
+    golden = np.loadtxt(Path(__file__).parents[1] / "golden" / f"{family}.txt")
+    np.testing.assert_allclose(losses, golden, rtol=1e-5)
     assert losses[-1] < losses[0] - 0.1

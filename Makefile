@@ -1,0 +1,32 @@
+# `make train` and `make test` do all the set-up: they need Python 3.12 or later, and nothing else.
+PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.14; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
+BIN := .venv/bin
+
+.PHONY: train test check docs
+
+train: .venv/run
+	$(BIN)/meshwright train
+
+test: .venv/dev
+	$(BIN)/pytest -n 2
+
+check: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/mkdocs build --strict --quiet
+
+.venv/made:
+	@test -n "$(PYTHON)" || { echo "meshwright needs Python 3.12 or later: make train PYTHON=/path/to/python3.12"; exit 1; }
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/run: .venv/made pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+.venv/dev: .venv/made pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@ .venv/run
