@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import jax
 import tyro
+from meshwright.tables import print_parity, print_picture, print_setting, print_summary
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -22,11 +23,9 @@ from meshwright.checkpoint import Checkpoints
 from meshwright.config import MeshShape, Run
 from meshwright.data.tokens import load_tokens, tokenize
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, nearest
-from meshwright.layouts import find_layout
-from meshwright.params import count
 from meshwright.recipe import find_recipe, list_recipes
 from meshwright.report import Reporter
-from meshwright.report.console import ConsoleReport, spell_bytes, spell_count, spell_time
+from meshwright.report.console import ConsoleReport
 from meshwright.report.files import TensorBoard
 from meshwright.runfile import read_run
 from meshwright.step import build_eval_step
@@ -147,7 +146,7 @@ def _train(args: Train) -> int:
         raise ConfigError(f"{args.processes} processes", "they need a place to meet", "--coordinator HOST:PORT")
     out = args.out or Path("runs") / f"{args.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     setting = loop.set_up(args.run, cache=mesh.default_cache(), devices=args.devices)
-    _print_setting(console, setting)
+    print_setting(console, setting)
 
     def reporters(start: int) -> list[Reporter]:
         found: list[Reporter] = []
@@ -161,7 +160,7 @@ def _train(args: Train) -> int:
     )
     if chief:
         told = {**dataclasses.asdict(summary), "out": str(out)}
-        _say(console, told, args.json, lambda: _print_summary(console, summary))
+        _say(console, told, args.json, lambda: print_summary(console, summary))
     # As a shell reports a process that a signal ended, so a supervisor can tell this from the run's own end.
     return 128 + summary.interrupted if summary.interrupted else 0
 
@@ -174,59 +173,6 @@ def _start_devices(devices: int | None, run: Run, processes: int = 1) -> None:
             f"--devices {max(1, total // processes) * processes}",
         )  # fmt: skip
     mesh.prepare_host(total // processes)
-
-
-def _print_setting(console: Console, setting: loop.Setting) -> None:
-    program = setting.program
-    run, devices = program.run, program.mesh.devices.flat
-    kind = "simulated on this CPU" if devices[0].platform == "cpu" else devices[0].device_kind
-    console.print(
-        f"[bold]{run.name}[/]: {spell_count(count(program.params))} parameters, mesh [bold]{run.mesh}[/] "
-        f"({program.mesh.size} device{'s' if program.mesh.size > 1 else ''}, {kind})"
-    )
-    console.print(f"layout [bold]{run.layout}[/]: {find_layout(run.layout).says}")
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("tensor", "at rest", "in use", "on a device"):
-        table.add_column(heading, justify="right" if heading == "on a device" else "left")
-    rows = {row.name: row for row in show.picture(run).rows}
-    wanted = ("embed", "blocks.query", "blocks.attention_out", "blocks.up", "blocks.down", "blocks.mlp_norm")
-    for name in wanted:
-        if name in rows:
-            row = rows[name]
-            table.add_row(name, escape(row.at_rest), escape(row.in_use), spell_bytes(row.bytes_at_rest))
-    console.print(table)
-    tokens = sum(len(file.tokens) for file in setting.corpus.files)
-    console.print(
-        f"text: {spell_count(tokens)} tokens of a vocabulary of {setting.corpus.vocab}, "
-        f"{run.data.held_out:.0%} held out; {run.training.steps} steps of "
-        f"{run.training.batch} x {run.training.seq} tokens\n"
-    )
-
-
-def _print_summary(console: Console, s: loop.Summary) -> None:
-    if s.sample:
-        console.print("\n[dim]the model writes:[/]")
-        console.print(s.sample.rstrip(), markup=False)
-    console.print()
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
-    if s.interrupted:
-        table.add_row("stopped", f"by signal {s.interrupted} after step {s.steps}; --resume goes on from there")
-    table.add_row("loss", f"{s.loss:.4f} over the last steps")
-    if s.held_out_loss is not None:
-        table.add_row("held-out loss", f"{s.held_out_loss:.4f}")
-    table.add_row("took", f"{spell_time(s.seconds)} for {spell_count(s.tokens)} tokens, compilation included")
-    table.add_row("waited for data", spell_time(s.waited))
-    for name, what in (
-        ("checkpoints", "parameters, optimizer, data cursor"),
-        ("metrics.jsonl", "every step's values"),
-        ("run.json", "the whole Run: meshwright train --run FILE repeats it"),
-        ("sample.txt", "the text above"),
-    ):
-        if (s.out / name).exists():
-            table.add_row(str(s.out / name), what)
-    console.print(table)
 
 
 def _evaluate(args: Evaluate) -> int:
@@ -291,36 +237,12 @@ def _show(args: Show) -> int:
     fitted = fit_to_mesh(dataclasses.replace(run, training=fitting), shape)
     seen = show.picture(fitted)
     told = {**dataclasses.asdict(seen), "mesh": str(seen.mesh)}
-    _say(Console(), told, args.json, lambda: _print_picture(fitted, seen))
+    _say(Console(), told, args.json, lambda: print_picture(fitted, seen))
     return 0
 
 
 def _vocab(run: Run) -> int:
     return load_tokens(run.data.paths[0], run.data.tokenizer, mesh.default_cache()).vocab
-
-
-def _print_picture(run: Run, seen: show.Picture) -> None:
-    console = Console(highlight=False)
-    console.print(
-        f"[bold]{run.name}[/]: {spell_count(seen.parameters)} parameters on mesh [bold]{seen.mesh}[/], "
-        f"{seen.mesh.size} devices\nlayout [bold]{run.layout}[/]: {find_layout(run.layout).says}\n"
-    )
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading, side in (
-        ("tensor", "left"), ("shape", "left"), ("at rest", "left"), ("in use", "left"), ("at rest", "right"),
-        ("a layer in use", "right"),
-    ):  # fmt: skip
-        table.add_column(heading, justify="right" if side == "right" else "left")
-    for row in seen.rows:
-        table.add_row(
-            row.name, " x ".join(map(str, row.shape)), escape(row.at_rest), escape(row.in_use),
-            spell_bytes(row.bytes_at_rest), spell_bytes(row.bytes_in_use),
-        )  # fmt: skip
-    console.print(table)
-    console.print(
-        f"\non each device: {spell_bytes(seen.bytes_parameters)} of parameters ({run.training.param_dtype}), "
-        f"{spell_bytes(seen.bytes_optimizer)} of optimizer state ({run.optimizer.name})"
-    )
 
 
 def _parity(args: CompareMeshes) -> int:
@@ -330,27 +252,9 @@ def _parity(args: CompareMeshes) -> int:
     found = parity.compare(setting.program, other, setting.train, setting.corpus.weights, args.run.training.steps)
     _say(
         Console(), {**dataclasses.asdict(found), "first_divergence": found.first_divergence}, args.json,
-        lambda: _print_parity(found),
+        lambda: print_parity(found),
     )  # fmt: skip
     return 1 if found.first_divergence else 0
-
-
-def _print_parity(found: parity.Parity) -> None:
-    console = Console(highlight=False)
-    a, b = found.meshes
-    console.print(f"[bold]{a}[/] against [bold]{b}[/], float32")
-    if found.unequal_initial:
-        console.print("initial values differ: " + ", ".join(found.unequal_initial))
-    else:
-        console.print("initial values: bitwise equal")
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("step", "loss", "loss", "gradients apart", "most in"):
-        table.add_column(heading)
-    for s in found.steps:
-        table.add_row(str(s.step), f"{s.losses[0]:.7f}", f"{s.losses[1]:.7f}", f"{s.gradient_difference:.1e}", s.worst)
-    console.print(table)
-    parted = found.first_divergence
-    console.print(f"first divergence: {parted}" if parted else f"equal within {parity.TOLERANCE:.0e}")
 
 
 def _words(args: Words) -> int:
