@@ -114,7 +114,7 @@ def test_train_reproduce_evaluate(tmp_path: Path) -> None:
     words = [*SMALL, "--steps", "6", "--data.sample", "5", "--training.eval-every", "0", "--tensorboard", "--seed", "3"]
     said = meshwright("train", "--out", str(out), *words)
     assert "mesh data=2,fsdp=2,tensor=2 (8 devices, simulated on this CPU)" in said
-    assert "w[L, F/tensor, D/fsdp]" in said and "step 6/6" in said and "the model writes:" in said
+    assert "w[L, D, N/tensor, H]" in said and "step 6/6" in said and "the model writes:" in said
     assert list((out / "tensorboard").iterdir())
     again = json.loads(meshwright("train", "--run", str(out / "run.json"), "--out", str(tmp_path / "again"), "--json"))
     first, second = ((d / "metrics.jsonl").read_text().splitlines() for d in (out, tmp_path / "again"))

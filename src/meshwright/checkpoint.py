@@ -28,7 +28,8 @@ from meshwright.params import is_param, named
 from meshwright.runfile import run_from_dict, run_to_dict
 from meshwright.step import Program, State
 
-logging.getLogger("absl").setLevel(logging.ERROR)
+# Orbax logs a traceback of what it also raises, and what it raises is explained below.
+logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 _FORMAT = 1
 
