@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import jax
 import tyro
-from meshwright.tables import print_parity, print_picture, print_setting, print_summary
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -25,10 +24,11 @@ from meshwright.data.tokens import load_tokens, tokenize
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, nearest
 from meshwright.recipe import find_recipe, list_recipes
 from meshwright.report import Reporter
-from meshwright.report.console import ConsoleReport
+from meshwright.report.console import ConsoleReport, open_console
 from meshwright.report.files import TensorBoard
 from meshwright.runfile import read_run
 from meshwright.step import build_eval_step
+from meshwright.tables import print_parity, print_picture, print_setting, print_summary
 from meshwright.words import AXES, DIMENSIONS
 
 _SIMULATED = 8
@@ -129,7 +129,7 @@ class Recipes:
     """Print JSON."""
 
 
-def _say(console: Console, told: dict[str, Any], asked_json: bool, draw: Callable[[], None]) -> None:
+def _say(told: dict[str, Any], asked_json: bool, draw: Callable[[], None]) -> None:
     if asked_json:
         print(json.dumps(told))
     else:
@@ -138,7 +138,8 @@ def _say(console: Console, told: dict[str, Any], asked_json: bool, draw: Callabl
 
 def _train(args: Train) -> int:
     chief = args.process == 0
-    console = Console(stderr=args.json, quiet=not chief, highlight=False)
+    console = open_console(sys.stderr if args.json else sys.stdout)
+    console.quiet = not chief
     _start_devices(args.devices, args.run, args.processes)
     if args.coordinator:
         mesh.join_processes(args.coordinator, args.processes, args.process)
@@ -160,7 +161,7 @@ def _train(args: Train) -> int:
     )
     if chief:
         told = {**dataclasses.asdict(summary), "out": str(out)}
-        _say(console, told, args.json, lambda: print_summary(console, summary))
+        _say(told, args.json, lambda: print_summary(console, summary))
     # As a shell reports a process that a signal ended, so a supervisor can tell this from the run's own end.
     return 128 + summary.interrupted if summary.interrupted else 0
 
@@ -199,8 +200,8 @@ def _evaluate(args: Evaluate) -> int:
     windows = sum(len(part) for part in parts)
     told = {"step": manifest.step, "loss": loss, "samples": min(windows, training.eval_samples or windows)}
     _say(
-        Console(), told, args.json,
-        lambda: Console().print(f"step {told['step']}: loss {loss:.4f} per token over {told['samples']} samples"),
+        told, args.json,
+        lambda: open_console().print(f"step {told['step']}: loss {loss:.4f} per token over {told['samples']} samples"),
     )  # fmt: skip
     return 0
 
@@ -219,8 +220,8 @@ def _tokenize(args: Tokenize) -> int:
         "out": str(args.out), "tokens": len(file.tokens), "documents": len(file.ends), "vocab": file.vocab,
     }  # fmt: skip
     _say(
-        Console(), told, args.json,
-        lambda: Console(highlight=False).print(
+        told, args.json,
+        lambda: open_console().print(
             f"{args.out}: {len(file.tokens):,} tokens of {len(file.ends):,} documents, vocabulary {file.vocab:,}"
         ),
     )  # fmt: skip
@@ -237,7 +238,7 @@ def _show(args: Show) -> int:
     fitted = fit_to_mesh(dataclasses.replace(run, training=fitting), shape)
     seen = show.picture(fitted)
     told = {**dataclasses.asdict(seen), "mesh": str(seen.mesh)}
-    _say(Console(), told, args.json, lambda: print_picture(fitted, seen))
+    _say(told, args.json, lambda: print_picture(fitted, seen))
     return 0
 
 
@@ -251,7 +252,7 @@ def _parity(args: CompareMeshes) -> int:
     setting = loop.set_up(args.run, cache=mesh.default_cache())
     found = parity.compare(setting.program, other, setting.train, setting.corpus.weights, args.run.training.steps)
     _say(
-        Console(), {**dataclasses.asdict(found), "first_divergence": found.first_divergence}, args.json,
+        {**dataclasses.asdict(found), "first_divergence": found.first_divergence}, args.json,
         lambda: print_parity(found),
     )  # fmt: skip
     return 1 if found.first_divergence else 0
@@ -259,7 +260,7 @@ def _parity(args: CompareMeshes) -> int:
 
 def _words(args: Words) -> int:
     def draw() -> None:
-        console = Console(highlight=False)
+        console = open_console()
         for title, words in (("mesh axes", AXES), ("dimensions", DIMENSIONS)):
             table = Table(title=title, title_justify="left", box=None, show_header=False, pad_edge=False)
             table.add_column(style="bold")
@@ -268,7 +269,7 @@ def _words(args: Words) -> int:
             console.print(table)
             console.print()
 
-    _say(Console(), {"axes": AXES, "dimensions": DIMENSIONS}, args.json, draw)
+    _say({"axes": AXES, "dimensions": DIMENSIONS}, args.json, draw)
     return 0
 
 
@@ -280,9 +281,9 @@ def _recipes(args: Recipes) -> int:
         table.add_column(style="bold")
         for name, says in found.items():
             table.add_row(name, says)
-        Console(highlight=False).print(table)
+        open_console().print(table)
 
-    _say(Console(), found, args.json, draw)
+    _say(found, args.json, draw)
     return 0
 
 
@@ -333,7 +334,7 @@ def _overview(console: Console) -> None:
 
 def _dispatch(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        _overview(Console(highlight=False))
+        _overview(open_console())
         return 0
     verb, rest = argv[0], argv[1:]
     if verb not in _VERBS:
@@ -351,7 +352,7 @@ def main() -> None:
     try:
         code = _dispatch(sys.argv[1:])
     except MeshwrightError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}")
+        open_console(sys.stderr).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         code = error.exit_code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

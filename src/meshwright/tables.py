@@ -8,7 +8,7 @@ from meshwright import loop, parity, show
 from meshwright.config import Run
 from meshwright.layouts import find_layout
 from meshwright.params import count
-from meshwright.report.console import spell_bytes, spell_count, spell_time
+from meshwright.report.console import open_console, spell_bytes, spell_count, spell_time
 
 
 def print_setting(console: Console, setting: loop.Setting) -> None:
@@ -68,20 +68,19 @@ def print_summary(console: Console, s: loop.Summary) -> None:
 
 def print_picture(run: Run, seen: show.Picture) -> None:
     """Every parameter, at rest and in use."""
-    console = Console(highlight=False)
+    console = open_console()
     console.print(
         f"[bold]{run.name}[/]: {spell_count(seen.parameters)} parameters on mesh [bold]{seen.mesh}[/], "
         f"{seen.mesh.size} devices\nlayout [bold]{run.layout}[/]: {find_layout(run.layout).says}\n"
     )
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading, side in (
-        ("tensor", "left"), ("shape", "left"), ("at rest", "left"), ("in use", "left"), ("at rest", "right"),
-        ("a layer in use", "right"),
-    ):  # fmt: skip
-        table.add_column(heading, justify="right" if side == "right" else "left")
+    for heading in ("tensor", "shape", "at rest", "in use"):
+        table.add_column(heading, no_wrap=heading in ("tensor", "shape"), overflow="fold")
+    for heading in ("at rest", "layer in use"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in seen.rows:
         table.add_row(
-            row.name, " x ".join(map(str, row.shape)), escape(row.at_rest), escape(row.in_use),
+            row.name, "x".join(map(str, row.shape)), escape(row.at_rest), escape(row.in_use),
             spell_bytes(row.bytes_at_rest), spell_bytes(row.bytes_in_use),
         )  # fmt: skip
     console.print(table)
@@ -93,7 +92,7 @@ def print_picture(run: Run, seen: show.Picture) -> None:
 
 def print_parity(found: parity.Parity) -> None:
     """Two meshes, step by step."""
-    console = Console(highlight=False)
+    console = open_console()
     a, b = found.meshes
     console.print(f"[bold]{a}[/] against [bold]{b}[/], float32")
     if found.unequal_initial:

@@ -1,11 +1,24 @@
 """The run on a terminal: a live line where there is one, a line now and then where there is none."""
 
+import os
+import sys
 import time
+from typing import IO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from meshwright.report import Values
+
+_PIPED = 120
+"""Columns where the output is no terminal and COLUMNS does not say."""
+
+
+def open_console(file: IO[str] | None = None) -> Console:
+    """A console on `file`, or on standard output."""
+    target = sys.stdout if file is None else file
+    wide = None if target.isatty() or "COLUMNS" in os.environ else _PIPED
+    return Console(file=target, highlight=False, width=wide)
 
 
 def spell_time(seconds: float) -> str:
