@@ -6,7 +6,8 @@ section 3; with the sequence: Korthikanti et al. 2022, arXiv:2205.05198, section
 the cotangent of a value that is whole over an axis is whole too, the cotangent of a shard is that shard's.
 Results then do not hang on shard_map's `check_vma`. An axis of degree 1 sends nothing.
 
-Costs are bytes sent per device for a whole array of V bytes over n devices, on a ring.
+Costs are bytes sent per device for a whole array of V bytes over n devices, on a ring; the pictures show four
+devices, one a column, with what each holds before and after (docs/collectives.md).
 """
 
 import functools
@@ -32,14 +33,9 @@ def position(axes: Axes) -> jax.Array:
     return index
 
 
-def _gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    axes = alive(axes)
-    return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
-
-
-def _scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    axes = alive(axes)
-    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
+def fold_key(key: jax.Array, axes: Axes) -> jax.Array:
+    """A key of its own for each device along `axes`, the same along all others; sends nothing."""
+    return jax.random.fold_in(key, position(axes))
 
 
 def own_block(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
@@ -51,10 +47,82 @@ def own_block(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, position(axes) * size, size, dim)
 
 
+def _gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    axes = alive(axes)
+    return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+
+
+def _scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    axes = alive(axes)
+    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """All blocks of `dim` along `axes`, in order.
+
+        a | b | c | d   ->   abcd | abcd | abcd | abcd
+
+    Every device goes on to use the whole in its own way, so backwards their cotangents are summed and each keeps its
+    block (reduce-scatter). Forward sends V(n-1)/n, backward V(n-1)/n.
+    """
+    return _gather(x, axes, dim)
+
+
+gather.defvjp(
+    lambda x, axes, dim: (_gather(x, axes, dim), None),
+    lambda axes, dim, _, g: (_scatter(g, axes, dim),),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather_mean(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """`gather` whose backward pass averages over the devices instead of summing: each had the mean of its own loss.
+
+        a | b | c | d   ->   abcd | abcd | abcd | abcd
+
+    Forward sends V(n-1)/n, backward V(n-1)/n.
+    """
+    return _gather(x, axes, dim)
+
+
+gather_mean.defvjp(
+    lambda x, axes, dim: (_gather(x, axes, dim), None),
+    lambda axes, dim, _, g: (_scatter(g, axes, dim) / lax.axis_size(axes),),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def reduce_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """Sum over `axes`, of which each device keeps its block of `dim`.
+
+        abcd | efgh | ijkl | mnop   ->   a+e+i+m | b+f+j+n | c+g+k+o | d+h+l+p
+
+    Backward gathers. Forward sends V(n-1)/n, backward V(n-1)/n.
+    """
+    return _scatter(x, axes, dim)
+
+
+reduce_scatter.defvjp(
+    lambda x, axes, dim: (_scatter(x, axes, dim), None),
+    lambda axes, dim, _, g: (_gather(g, axes, dim),),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def reduce_sum[T](tree: T, axes: Axes) -> T:
-    """Sum over `axes` of every leaf, in one collective; not differentiated. Sends 2V(n-1)/n."""
+    """Sum over `axes` of every leaf, in one collective (all-reduce).
+
+        a | b | c | d   ->   a+b+c+d | a+b+c+d | a+b+c+d | a+b+c+d
+
+    The sum is whole and so is its cotangent, which each addend gets unchanged: backward sends nothing. Forward
+    sends 2V(n-1)/n.
+    """
     axes = alive(axes)
     return lax.psum(tree, axes) if axes else tree
+
+
+reduce_sum.defvjp(lambda tree, axes: (reduce_sum(tree, axes), None), lambda axes, _, g: (g,))
 
 
 def reduce_max(x: jax.Array, axes: Axes) -> jax.Array:
@@ -63,14 +131,77 @@ def reduce_max(x: jax.Array, axes: Axes) -> jax.Array:
     return lax.pmax(x, axes) if axes else x
 
 
-def scatter_sum(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """Sum over `axes`, of which each device keeps its block of `dim`; not differentiated. Sends V(n-1)/n."""
-    return _scatter(x, axes, dim)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def broadcast(x: jax.Array, axes: Axes, source: int) -> jax.Array:
+    """The value that the device at `source` along `axes` holds.
+
+        a | b | c | d   ->   b | b | b | b        (source 1)
+
+    Backward adds the devices' cotangents up at the source. Sends 2V(n-1)/n either way: it is a sum to which the others
+    add zero, as XLA:CPU has no broadcast of its own.
+    """
+    return _from(x, axes, source)
 
 
-def gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """All blocks of `dim` along `axes`, in order; not differentiated. Sends V(n-1)/n."""
-    return _gather(x, axes, dim)
+def _from(x: jax.Array, axes: Axes, source: int) -> jax.Array:
+    alone = jnp.where(position(axes) == source, x, jnp.zeros_like(x))
+    return lax.psum(alone, alive(axes)) if alive(axes) else x
+
+
+def _to(g: jax.Array, axes: Axes, source: int) -> jax.Array:
+    total = lax.psum(g, alive(axes)) if alive(axes) else g
+    return jnp.where(position(axes) == source, total, jnp.zeros_like(g))
+
+
+broadcast.defvjp(
+    lambda x, axes, source: (_from(x, axes, source), None),
+    lambda axes, source, _, g: (_to(g, axes, source),),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def all_to_all(x: jax.Array, axes: Axes, split: int, join: int) -> jax.Array:
+    """Splits dimension `split` into a block for each device and joins what comes from each along `join`.
+
+        abcd | efgh | ijkl | mnop   ->   aeim | bfjn | cgko | dhlp
+
+    Backward is the same movement with `split` and `join` exchanged. Sends v(n-1)/n for the v bytes a device holds,
+    forward and backward.
+    """
+    return _exchange(x, axes, split, join)
+
+
+def _exchange(x: jax.Array, axes: Axes, split: int, join: int) -> jax.Array:
+    axes = alive(axes)
+    return lax.all_to_all(x, axes, split_axis=split, concat_axis=join, tiled=True) if axes else x
+
+
+all_to_all.defvjp(
+    lambda x, axes, split, join: (_exchange(x, axes, split, join), None),
+    lambda axes, split, join, _, g: (_exchange(g, axes, join, split),),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def shift(x: jax.Array, axis: str, by: int) -> jax.Array:
+    """Passes the value on along the ring of `axis`: the device at i receives from i - by.
+
+        a | b | c | d   ->   d | a | b | c        (by 1)
+
+    Backward shifts by -by. Sends the v bytes a device holds, forward and backward.
+    """
+    return _pass_on(x, axis, by)
+
+
+def _pass_on(x: jax.Array, axis: str, by: int) -> jax.Array:
+    n = lax.axis_size(axis)
+    return lax.ppermute(x, axis, [(i, (i + by) % n) for i in range(n)]) if by % n else x
+
+
+shift.defvjp(
+    lambda x, axis, by: (_pass_on(x, axis, by), None),
+    lambda axis, by, _, g: (_pass_on(g, axis, -by),),
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
@@ -97,41 +228,20 @@ def _gather_weight_bwd(
 gather_weight.defvjp(_gather_weight_fwd, _gather_weight_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def enter_tensor(x_BTD: jax.Array, dim: int) -> jax.Array:
-    """The whole sequence, for the columns of a Megatron pair: gathers `dim` over `tensor`.
-
-    Backward: what the columns of all devices say of the input is summed and each keeps its part of the
-    sequence (reduce-scatter). Forward sends V(n-1)/n, backward V(n-1)/n.
-    """
-    return _gather(x_BTD, ("tensor",), dim)
+    """The whole sequence, for the columns of a Megatron pair: `gather` of `dim` over `tensor`."""
+    return gather(x_BTD, ("tensor",), dim)
 
 
-enter_tensor.defvjp(
-    lambda x, dim: (_gather(x, ("tensor",), dim), None),
-    lambda dim, _, g: (_scatter(g, ("tensor",), dim),),
-)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def leave_tensor(y_BTD: jax.Array, dim: int) -> jax.Array:
-    """Closes a Megatron pair: sums `{U/tensor}` and keeps this device's part of `dim` (reduce-scatter).
-
-    Backward gathers. Forward sends V(n-1)/n, backward V(n-1)/n.
-    """
-    return _scatter(y_BTD, ("tensor",), dim)
-
-
-leave_tensor.defvjp(
-    lambda y, dim: (_scatter(y, ("tensor",), dim), None),
-    lambda dim, _, g: (_gather(g, ("tensor",), dim),),
-)
+    """Closes a Megatron pair: sums `{U/tensor}`, each device keeping its part of `dim` (`reduce_scatter`)."""
+    return reduce_scatter(y_BTD, ("tensor",), dim)
 
 
 def sum_gradients(grads: Any, lacking: Any) -> Any:
     """Each gradient summed over the axes its parameter lacks, one collective per set of axes.
 
-    grads: tree of arrays.  lacking: the same tree of tuples of axes.
+    grads: tree of arrays.  lacking: the same tree of tuples of axes. Sends 2V(n-1)/n of each; not differentiated.
     """
     leaves: list[jax.Array]
     treedef: Any
@@ -145,3 +255,11 @@ def sum_gradients(grads: Any, lacking: Any) -> Any:
             for i, leaf in zip(members, summed, strict=True):
                 leaves[i] = leaf
     return treedef.unflatten(leaves)
+
+
+def mean_gradients(grads: Any, lacking: Any) -> Any:
+    """Each gradient averaged over the axes its parameter lacks; over the others `gather_mean` has done so already."""
+    treedef: Any = jax.tree.structure(grads)
+    sizes = [lax.axis_size(axes) if axes else 1 for axes in treedef.flatten_up_to(lacking)]
+    summed = jax.tree.leaves(sum_gradients(grads, lacking))
+    return treedef.unflatten([g / n for g, n in zip(summed, sizes, strict=True)])

@@ -40,6 +40,12 @@ class TrainingError(MeshwrightError):
     exit_code = 5
 
 
+class CensusError(MeshwrightError):
+    """A compiled program cannot be read, or breaks its budget."""
+
+    exit_code = 6
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for a misspelt `name`, or the list of what is known."""
     known = sorted(known)

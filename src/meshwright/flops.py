@@ -10,6 +10,15 @@ from meshwright.families import find_family
 from meshwright.hardware import find_chip
 
 
+SOURCES: dict[str, str] = {
+    "attention projections": "2 D H (2 N + 2 K) a token and layer, x 3 for a step (scaling-book, transformers.md)",
+    "attention": "4 s N H a token and layer, s positions seen on average: (T + 1) / 2 causal, fewer in a window",
+    "feed-forward": "2 D F a matrix, token and layer: three gated, two not (scaling-book, transformers.md)",
+    "unembedding": "2 D V a token (scaling-book, transformers.md)",
+}
+"""Item of `Family.flops` -> its formula and where it comes from; letters are those of words.py."""
+
+
 def training_flops_per_token(model: Model, seq: int) -> float:
     """FLOPs of one training step per token, forward and backward."""
     return 3.0 * sum(find_family(model).flops(model, seq).values())

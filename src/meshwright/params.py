@@ -128,11 +128,13 @@ class Use:
 
     def __call__(self, held: Tree, path: str) -> Tree:
         """Weights in use of the sub-tree `path` (one layer of it where it is stacked), of which `held` is at rest."""
-        return jax.tree.map(
-            lambda w, how: gather_weight(w, how.axes, how.dim, self.compute_dtype, self.reduce_dtype),
-            held,
-            self.gathers[path],
-        )
+
+        def use(at: Any, w: jax.Array, how: _Gather) -> jax.Array:
+            # The scope is the parameter's name in the compiled program, by which the census finds it.
+            with jax.named_scope(".".join((path, *(key.key for key in at)))):
+                return gather_weight(w, how.axes, how.dim, self.compute_dtype, self.reduce_dtype)
+
+        return jax.tree_util.tree_map_with_path(use, held, self.gathers[path])
 
 
 @dataclasses.dataclass(frozen=True)

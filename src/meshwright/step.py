@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright.blocks.dropout import Dropout, dropout_key
 from meshwright.check import describe, fit_to_mesh
-from meshwright.collectives import position, reduce_sum, scatter_sum, sum_gradients
+from meshwright.collectives import position, reduce_sum, reduce_scatter, sum_gradients
 from meshwright.config import MeshShape, Run
 from meshwright.data.batch import Batch
 from meshwright.errors import TrainingError
@@ -125,7 +125,8 @@ def _sums(program: Program) -> Callable[..., tuple[jax.Array, Metrics]]:
         x_BTD, table_VD = family.forward(run.model, params, text, use, drop, layers)
         x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
         chunk = chunk_tokens(x_TD.shape[0], table_VD.shape[0], training.logits_mib)
-        nll_T, log_T = token_losses(x_TD, table_VD, batch.targets.reshape(-1), vocab_of(run.model), chunk)
+        with jax.named_scope("unembedding"):
+            nll_T, log_T = token_losses(x_TD, table_VD, batch.targets.reshape(-1), vocab_of(run.model), chunk)
         weights_T = batch.weights.reshape(-1)
         nll, weight = (nll_T * weights_T).sum(), weights_T.sum()
         loss, metrics = nll / total, {"loss": (nll, weight)}
@@ -168,11 +169,15 @@ def build_gradients(program: Program) -> Callable[[Tree, jax.Array, Batch], tupl
 
     def reduce(grad: jax.Array, where: Placements) -> jax.Array:
         for dim, (rest, end) in enumerate(zip(where.at_rest, where.optimizer, strict=True)):
-            grad = scatter_sum(grad, end[len(rest) :], dim)
+            grad = reduce_scatter(grad, end[len(rest) :], dim)
         return grad
 
     def gradients(params: Tree, step: jax.Array, batch: Batch) -> tuple[Tree, Metrics]:
         grads, metrics = accumulate(params, step, batch)
+        with jax.named_scope("gradients"):
+            return reduced(grads, metrics)
+
+    def reduced(grads: Tree, metrics: Metrics) -> tuple[Tree, Metrics]:
         reduced_in = jnp.dtype(training.reduce_dtype)
         grads = jax.tree.map(lambda g, where: reduce(g.astype(reduced_in), where), grads, placed)
         # Every use of a parameter is partial over every axis that does not split it: over the batch axes because

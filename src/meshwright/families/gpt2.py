@@ -77,27 +77,31 @@ def forward(
     """Hidden states [B, T, D] and the unembedding [V/tensor, D]."""
     table_VD = use(held["embed"], "embed")
     place_TD = use(held["positions"], "positions")
-    x_BTD = embed(text.tokens, table_VD) + place_TD[own_block(text.positions, ("tensor",), 1)]
-    x_BTD = drop(x_BTD, 0)
+    with jax.named_scope("embedding"):
+        x_BTD = embed(text.tokens, table_VD) + place_TD[own_block(text.positions, ("tensor",), 1)]
+        x_BTD = drop(x_BTD, 0)
 
     def block(x_BTD: jax.Array, held: Tree, layer: jax.Array) -> jax.Array:
         w = use(held, "blocks")
-        h_BTD = enter_tensor(_norm(c, x_BTD, w["attention_norm"], w.get("attention_norm_bias")), 1)
-        q_BTNH, k_BTNH, v_BTNH = (
-            save_as(_biased(linear(h_BTD, w[name]), w.get(f"{name}_bias")), PROJECTION)
-            for name in ("query", "key", "value")
-        )
-        attended_BTNH = save_as(attention(q_BTNH, k_BTNH, v_BTNH, text.segments, window=None), PROJECTION)
-        y_BTD = leave_tensor(linear(attended_BTNH, w["attention_out"], contract=2), 1)
-        x_BTD = x_BTD + drop(_biased(y_BTD, w.get("attention_out_bias")), 2 * layer + 1)
-        h_BTD = enter_tensor(_norm(c, x_BTD, w["mlp_norm"], w.get("mlp_norm_bias")), 1)
-        up_BTF = save_as(_biased(linear(h_BTD, w["up"]), w.get("up_bias")), PROJECTION)
-        y_BTD = leave_tensor(linear(jax.nn.gelu(up_BTF, approximate=True), w["down"]), 1)
-        return x_BTD + drop(_biased(y_BTD, w.get("down_bias")), 2 * layer + 2)
+        with jax.named_scope("attention"):
+            h_BTD = enter_tensor(_norm(c, x_BTD, w["attention_norm"], w.get("attention_norm_bias")), 1)
+            q_BTNH, k_BTNH, v_BTNH = (
+                save_as(_biased(linear(h_BTD, w[name]), w.get(f"{name}_bias")), PROJECTION)
+                for name in ("query", "key", "value")
+            )
+            attended_BTNH = save_as(attention(q_BTNH, k_BTNH, v_BTNH, text.segments, window=None), PROJECTION)
+            y_BTD = leave_tensor(linear(attended_BTNH, w["attention_out"], contract=2), 1)
+            x_BTD = x_BTD + drop(_biased(y_BTD, w.get("attention_out_bias")), 2 * layer + 1)
+        with jax.named_scope("feed-forward"):
+            h_BTD = enter_tensor(_norm(c, x_BTD, w["mlp_norm"], w.get("mlp_norm_bias")), 1)
+            up_BTF = save_as(_biased(linear(h_BTD, w["up"]), w.get("up_bias")), PROJECTION)
+            y_BTD = leave_tensor(linear(jax.nn.gelu(up_BTF, approximate=True), w["down"]), 1)
+            return x_BTD + drop(_biased(y_BTD, w.get("down_bias")), 2 * layer + 2)
 
     x_BTD = over_layers(block, x_BTD, held["blocks"], layers=c.layers)
     final = use(held["final_norm"], "final_norm")
-    return enter_tensor(_norm(c, x_BTD, final["scale"], final.get("bias")), 1), table_VD
+    with jax.named_scope("unembedding"):
+        return enter_tensor(_norm(c, x_BTD, final["scale"], final.get("bias")), 1), table_VD
 
 
 def _norm(c: Gpt2, x_BTD: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:

@@ -93,22 +93,27 @@ def forward(
     """Hidden states [B, T, D] and the unembedding [V/tensor, D]."""
     cos_sin = angles(text.positions, frequencies(c.head, c.theta, c.rope_scaling))
     table_VD = use(held["embed"], "embed")
-    x_BTD = drop(embed(text.tokens, table_VD), 0)
+    with jax.named_scope("embedding"):
+        x_BTD = drop(embed(text.tokens, table_VD), 0)
 
     def block(x_BTD: jax.Array, held: Tree, layer: jax.Array) -> jax.Array:
         w = use(held, "blocks")
-        h_BTD = enter_tensor(rms_norm(x_BTD, w["attention_norm"], c.norm_epsilon), 1)
-        attended_BTNH = _attend(c, h_BTD, w, text.segments, cos_sin)
-        y_BTD = leave_tensor(linear(attended_BTNH, w["attention_out"], contract=2), 1)
-        x_BTD = x_BTD + drop(y_BTD, 2 * layer + 1)
-        h_BTD = enter_tensor(rms_norm(x_BTD, w["mlp_norm"], c.norm_epsilon), 1)
-        gate_BTF = save_as(linear(h_BTD, w["gate"]), PROJECTION)
-        up_BTF = save_as(linear(h_BTD, w["up"]), PROJECTION)
-        y_BTD = leave_tensor(linear(jax.nn.silu(gate_BTF) * up_BTF, w["down"]), 1)
-        return x_BTD + drop(y_BTD, 2 * layer + 2)
+        with jax.named_scope("attention"):
+            h_BTD = enter_tensor(rms_norm(x_BTD, w["attention_norm"], c.norm_epsilon), 1)
+            attended_BTNH = _attend(c, h_BTD, w, text.segments, cos_sin)
+            y_BTD = leave_tensor(linear(attended_BTNH, w["attention_out"], contract=2), 1)
+            x_BTD = x_BTD + drop(y_BTD, 2 * layer + 1)
+        with jax.named_scope("feed-forward"):
+            h_BTD = enter_tensor(rms_norm(x_BTD, w["mlp_norm"], c.norm_epsilon), 1)
+            gate_BTF = save_as(linear(h_BTD, w["gate"]), PROJECTION)
+            up_BTF = save_as(linear(h_BTD, w["up"]), PROJECTION)
+            y_BTD = leave_tensor(linear(jax.nn.silu(gate_BTF) * up_BTF, w["down"]), 1)
+            return x_BTD + drop(y_BTD, 2 * layer + 2)
 
     x_BTD = over_layers(block, x_BTD, held["blocks"], layers=c.layers)
-    x_BTD = enter_tensor(rms_norm(x_BTD, use(held["final_norm"], "final_norm"), c.norm_epsilon), 1)
+    final_D = use(held["final_norm"], "final_norm")
+    with jax.named_scope("unembedding"):
+        x_BTD = enter_tensor(rms_norm(x_BTD, final_D, c.norm_epsilon), 1)
     return x_BTD, table_VD if c.embedding == "tied" else use(held["unembed"], "unembed")
 
 

@@ -1,0 +1,87 @@
+"""A function compiled, with what the compiler said on the way."""
+
+import contextlib
+import dataclasses
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from meshwright.census.buffers import Assignment, read_assignment
+from meshwright.census.hlo import Module, parse_module
+from meshwright.census.memory import Compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    """A compiled program and all that the census reads of it."""
+
+    executable: Any
+    """jax.stages.Compiled."""
+    jaxpr: Any
+    text: str
+    module: Module
+    assignment: Assignment | None
+    memory: Compiled
+    analysis: dict[str, float]
+    """The compiler's cost analysis; empty where it has none."""
+    warnings: tuple[str, ...]
+    """Lines that the compiler wrote on standard error."""
+    seconds: float
+    """Lowering and compilation."""
+
+
+def compile_function(function: Any, *arguments: Any, **named: Any) -> CompiledProgram:
+    """Compiles `function` for `arguments`, which may be abstract. Nothing runs."""
+    jitted = function if hasattr(function, "trace") else jax.jit(function)
+    traced = jitted.trace(*arguments, **named)
+    started = time.perf_counter()
+    with _listen() as said:
+        executable = traced.lower().compile()
+    seconds = time.perf_counter() - started
+    text = executable.as_text()
+    stats = executable.memory_analysis()
+    memory = Compiled(
+        stats.argument_size_in_bytes, stats.output_size_in_bytes, stats.alias_size_in_bytes, stats.temp_size_in_bytes,
+        stats.generated_code_size_in_bytes,
+    )  # fmt: skip
+    analysis = executable.cost_analysis() or {}
+    return CompiledProgram(
+        executable, traced.jaxpr, text, parse_module(text), _assignment(executable, stats), memory, dict(analysis),
+        tuple(said), seconds,
+    )  # fmt: skip
+
+
+def _assignment(executable: Any, stats: Any) -> Assignment | None:
+    """XLA's buffer assignment; None where the backend gives none (TPU), or does not name its instructions."""
+    data = getattr(stats, "serialized_buffer_assignment_proto", b"")
+    if not data:
+        return None
+    modules = executable.runtime_executable().hlo_modules()
+    found = read_assignment(data, modules[0].as_serialized_hlo_module_proto())
+    return found if found.temporary == stats.temp_size_in_bytes else None
+
+
+@contextlib.contextmanager
+def _listen() -> Iterator[list[str]]:
+    """Collects what XLA's C++ writes on file descriptor 2; what is no partitioner's warning is passed on after."""
+    said: list[str] = []
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as heard:
+        before = os.dup(2)
+        os.dup2(heard.fileno(), 2)
+        try:
+            yield said
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+            heard.seek(0)
+            for line in heard.read().decode(errors="replace").splitlines():
+                if "rematerialization" in line:
+                    said.append(line)
+                else:
+                    os.write(2, (line + "\n").encode())

@@ -1,0 +1,100 @@
+"""The census of a run's own steps."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from meshwright.census.lint import Finding
+from meshwright.census.take import Census, take_census
+from meshwright.data.batch import Batch
+from meshwright.families import find_family
+from meshwright.families.family import padded_vocab, vocab_of
+from meshwright.params import named
+from meshwright.step import Program, build_eval_step, build_train_step
+
+_ROLES = {
+    "state.params": "parameters", "state.optimizer": "optimizer state", "state": "counters", "params": "parameters",
+    "batch": "batch",
+}  # fmt: skip
+# A line in these files says how bytes move, not what for: the line that called them is named instead.
+_PLUMBING = ("meshwright/collectives.py", "meshwright/params.py")
+_VOCAB_WASTE = 0.05
+"""Share of padding rows from which the vocabulary is reported."""
+
+
+def abstract_batch(program: Program) -> Batch:
+    """A batch of the run, without its contents."""
+    training, sharding = program.run.training, program.batch_sharding
+
+    def array(dtype: type) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((training.batch, training.seq), dtype, sharding=sharding)
+
+    tokens, weights = array(jnp.int32), array(jnp.float32)
+    return Batch(tokens, tokens, tokens, tokens, weights)  # type: ignore[arg-type]
+
+
+def formula(program: Program, passes: float) -> Mapping[str, float]:
+    """Model FLOPs of one step on one device, by item: `passes` forward passes over the batch (flops.py)."""
+    training = program.run.training
+    tokens = training.batch * training.seq
+    items = find_family(program.run.model).flops(program.run.model, training.seq)
+    return {item: passes * tokens * each / program.mesh.size for item, each in items.items()}
+
+
+def census_of_train_step(program: Program) -> Census:
+    """The train step of a run, compiled for its mesh. Nothing runs, and no array is made."""
+    declared = _declared(program)
+    census = take_census(
+        build_train_step(program), program.abstract, abstract_batch(program), mesh=program.mesh.shape, roles=_ROLES,
+        declared=declared, formula=formula(program, 3.0), plumbing=_PLUMBING, name="train step",
+    )  # fmt: skip
+    return dataclasses.replace(census, findings=(*census.findings, *_vocabulary(program)))
+
+
+def census_of_eval_step(program: Program) -> Census:
+    """The evaluation step of a run, compiled for its mesh."""
+    declared = {path.removeprefix("state."): spec for path, spec in _declared(program).items() if "params" in path}
+    declared = {path: spec for path, spec in declared.items() if path.startswith("params.")}
+    return take_census(
+        build_eval_step(program), program.abstract.params, abstract_batch(program), mesh=program.mesh.shape,
+        roles=_ROLES, declared=declared, formula=formula(program, 1.0), plumbing=_PLUMBING, name="evaluation step",
+    )  # fmt: skip
+
+
+def _declared(program: Program) -> dict[str, PartitionSpec]:
+    """Layout of every parameter and optimizer leaf, as an argument and as a result (the new state)."""
+    leaves = jax.tree_util.tree_flatten_with_path(program.abstract)[0]
+    found: dict[str, PartitionSpec] = {}
+    for path, leaf in leaves:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        found[f"state.{name}"] = found[f"result.0.{name}"] = leaf.sharding.spec
+    return found
+
+
+
+    import dataclasses
+
+    return dataclasses.replace(census, findings=(*census.findings, *more))
+
+
+def _vocabulary(program: Program) -> list[Finding]:
+    model = program.run.model
+    real, padded = vocab_of(model), padded_vocab(model)
+    if padded / real - 1 <= _VOCAB_WASTE:
+        return []
+    tables = [p for p in named(program.params).values() if p.rows]
+    rest = jnp.dtype(program.run.training.param_dtype).itemsize
+    price = sum((padded - real) * math.prod(p.shape[1:]) * rest for p in tables) // program.mesh.size
+    tensor = program.mesh.shape["tensor"]
+    return [
+        Finding(
+            "padding", "vocabulary", f"{real} tokens are padded to {padded}, a multiple of {model.vocab_multiple}: "
+            f"{padded / real - 1:.0%} of every table and of the logits is nothing",
+            f"--model.vocab-multiple {tensor}, or a vocabulary of {padded // model.vocab_multiple * model.vocab_multiple}",
+            price,
+        )
+    ]  # fmt: skip
