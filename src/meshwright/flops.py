@@ -9,7 +9,6 @@ from meshwright.config import Model
 from meshwright.families import find_family
 from meshwright.hardware import find_chip
 
-
 SOURCES: dict[str, str] = {
     "attention projections": "2 D H (2 N + 2 K) a token and layer, x 3 for a step (scaling-book, transformers.md)",
     "attention": "4 s N H a token and layer, s positions seen on average: (T + 1) / 2 causal, fewer in a window",

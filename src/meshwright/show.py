@@ -8,9 +8,15 @@ import jax.numpy as jnp
 
 from meshwright.check import describe
 from meshwright.config import MeshShape, Run
+from meshwright.draw.blocks import ArrayPicture, picture_of
+from meshwright.draw.machine import Machine, MachinePicture, draw_machine
+from meshwright.draw.page import html_page, html_table, side_by_side
+from meshwright.errors import ConfigError, nearest
 from meshwright.layout import local_shape, notation
+from meshwright.layouts import BATCH_AXES
 from meshwright.optimizers import build_optimizer, state_placements
 from meshwright.params import Param, Tree, count, named, tree_map
+from meshwright.report.console import spell_bytes, spell_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,3 +81,56 @@ def _optimizer_bytes(run: Run, params: Tree, placed: Tree) -> int:
         math.prod(local_shape(leaf.shape, at, mesh)) * leaf.dtype.itemsize
         for leaf, at in zip(jax.tree.leaves(state), where, strict=True)
     )
+
+
+def tensor_pictures(run: Run, names: tuple[str, ...] = ()) -> list[ArrayPicture]:
+    """The parameters `names` (all, where none is named), each at rest and, where it differs, in use; then the batch.
+
+    Raises ConfigError for a name that no parameter has.
+    """
+    params, placed = describe(run)
+    flat, where = named(params), named(placed)
+    for name in names:
+        if name not in flat:
+            raise ConfigError(f"a picture of {name!r}", "the model has no such parameter", nearest(name, flat))
+    mesh = (run.mesh or MeshShape()).degrees()
+    pictures: list[ArrayPicture] = []
+    for name in names or flat:
+        p, at = flat[name], where[name]
+        pictures.append(picture_of(name, p.shape, p.dims, at.at_rest, mesh))
+        if at.in_use != at.at_rest:
+            pictures.append(picture_of(f"{name}, in use", p.shape, p.dims, at.in_use, mesh))
+    batch = (run.training.batch, run.training.seq)
+    pictures.append(picture_of("batch", batch, "BT", (BATCH_AXES, ()), mesh))
+    return pictures
+
+
+def machine_picture(run: Run, machine: Machine | None) -> MachinePicture:
+    """The run's mesh over `machine`, or over one host."""
+    return draw_machine((run.mesh or MeshShape()).degrees(), machine)
+
+
+def page_sections(run: Run, machine: Machine | None, names: tuple[str, ...] = ()) -> list[tuple[str, str]]:
+    """Mesh, tensors and their bytes, for a page."""
+    seen = picture(run)
+    rows = [
+        [r.name, r.at_rest, r.in_use, f"{r.parameters:,}", spell_bytes(r.bytes_at_rest), spell_bytes(r.bytes_in_use)]
+        for r in seen.rows
+    ]
+    headings = ("tensor", "at rest", "in use", "parameters", "a device at rest", "a layer in use")
+    says = (
+        f"<p>On each device {spell_bytes(seen.bytes_parameters)} of parameters and "
+        f"{spell_bytes(seen.bytes_optimizer)} of optimizer state.</p>"
+    )
+    return [
+        ("The mesh over the machine", side_by_side([machine_picture(run, machine).svg()])),
+        ("Tensors", says + html_table(headings, rows, (3, 4, 5))),
+        ("Which device holds which block", side_by_side([p.svg() for p in tensor_pictures(run, names)])),
+    ]
+
+
+def page(run: Run, machine: Machine | None, more: list[tuple[str, str]]) -> str:
+    """The whole page: mesh, tensors, then the sections of `more`."""
+    seen = picture(run)
+    lead = f"{spell_count(seen.parameters)} parameters on mesh {seen.mesh}, layout {run.layout}"
+    return html_page(f"{run.name} on {seen.mesh}", lead, [*page_sections(run, machine), *more])

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright.blocks.dropout import Dropout, dropout_key
 from meshwright.check import describe, fit_to_mesh
-from meshwright.collectives import position, reduce_sum, reduce_scatter, sum_gradients
+from meshwright.collectives import position, reduce_scatter, reduce_sum, sum_gradients
 from meshwright.config import MeshShape, Run
 from meshwright.data.batch import Batch
 from meshwright.errors import TrainingError

@@ -162,11 +162,11 @@ def buffers_of(module: Module, assignment: Assignment | None) -> list[Buffer]:
     return found
 
 
-_NO_MEMORY = frozenset(
-    "parameter constant tuple get-tuple-element bitcast while conditional call after-all partition-id replica-id "
-    "optimization-barrier copy-done all-gather-done all-reduce-done collective-permute-done async-done call-done "
-    "async-update call-update".split()
-)
+_NO_MEMORY = frozenset({
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all",
+    "partition-id", "replica-id", "optimization-barrier", "copy-done", "all-gather-done", "all-reduce-done",
+    "collective-permute-done", "async-done", "call-done", "async-update", "call-update",
+})  # fmt: skip
 
 
 def _in_place(instruction: Instruction, home: Computation) -> bool:

@@ -259,10 +259,7 @@ def _parse_instruction(line: str) -> Instruction | None:
     if not found:
         return None
     text = found[3]
-    if text.startswith("("):
-        end = _closing(text, 0) + 1
-    else:
-        end = text.index(" ") if " " in text else len(text)
+    end = _closing(text, 0) + 1 if text.startswith("(") else (text + " ").index(" ")
     opcode = _OPCODE.match(text, end)
     if not opcode:
         return None
@@ -287,13 +284,13 @@ def _parse_tables(lines: list[str]) -> dict[int, tuple[Frame, ...]]:
     names = {t: {i: v.strip('"') for i, v in tables.get(t, {}).items()} for t in ("FileNames", "FunctionNames")}
     frames: dict[int, tuple[Frame, ...]] = {}
     for i in sorted(numbers["StackFrames"]):
-        row = numbers["StackFrames"][i]
-        at = numbers["FileLocations"].get(row.get("file_location_id", 0), {})
+        pointers = numbers["StackFrames"][i]
+        at = numbers["FileLocations"].get(pointers.get("file_location_id", 0), {})
         frame = Frame(
             names["FileNames"].get(at.get("file_name_id", 0), "?"), at.get("line", 0),
             names["FunctionNames"].get(at.get("function_name_id", 0), ""),
         )  # fmt: skip
-        parent = row.get("parent_frame_id", 0)
+        parent = pointers.get("parent_frame_id", 0)
         frames[i] = (frame, *frames.get(parent, ())) if parent != i else (frame,)
     return frames
 

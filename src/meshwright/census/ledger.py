@@ -118,8 +118,9 @@ def _entry(
     else:
         axes = axes_of_groups(groups, mesh) if mesh else None
     size = max(len(group) for group in groups)
-    stack = [f for f in module.stack(instruction) if not f.file.endswith(plumbing)] if plumbing else []
-    frame = (stack or list(module.stack(instruction)) or [None])[0]
+    stack = module.stack(instruction)
+    # The line that called for the movement, where the program remembers it.
+    frame = next((f for f in stack if not f.file.endswith(plumbing)), stack[0] if stack else None)
     window = _window(place, instruction)
     return Entry(
         kind=_reduce_scatter_fusion(place) or kind,
@@ -198,10 +199,11 @@ def _between(computation: Computation, start: Instruction) -> tuple[str, ...]:
 
 
 _SCOPE = re.compile(r"^[A-Za-z_][\w .\-]*$")
-_NO_SCOPE = frozenset(
-    "while body cond closed_call checkpoint rematted_computation shard_map remat pjit jvp transpose "
-    "custom_vjp_call custom_jvp_call custom_vjp_call_jaxpr branch_0_fun branch_1_fun eval_jaxpr scan".split()
-)
+_NO_SCOPE = frozenset({
+    "while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "shard_map", "remat", "pjit", "jvp",
+    "transpose", "custom_vjp_call", "custom_jvp_call", "custom_vjp_call_jaxpr", "branch_0_fun", "branch_1_fun",
+    "eval_jaxpr", "scan",
+})  # fmt: skip
 
 
 def _tensor(place: Place, instruction: Instruction) -> str:

@@ -76,6 +76,7 @@ def lint_layouts(
     compiled: path -> Sharding.  sizes: path -> bytes of the whole array.
     """
     found: list[Finding] = []
+    devices = _ways([tuple(mesh)], mesh)
     for path, sharding in compiled.items():
         spec = sharding.spec if isinstance(sharding, NamedSharding) else None
         ways = _ways(_split(spec), mesh)
@@ -90,10 +91,10 @@ def lint_layouts(
                         max(price, 0),
                     )
                 )  # fmt: skip
-        elif ways == 1 and sizes[path] >= WORTH_A_WORD and _ways([tuple(mesh)], mesh) > 1:
+        elif ways == 1 and sizes[path] >= WORTH_A_WORD and devices > 1:
             found.append(
                 Finding(
-                    "replicated", path, f"whole on each of {_ways([tuple(mesh)], mesh)} devices, and nobody asked for it",
+                    "replicated", path, f"whole on each of {devices} devices, and nobody asked for it",
                     "give it a layout, or declare it as P() where it is meant to be whole", sizes[path],
                 )
             )  # fmt: skip
@@ -155,7 +156,9 @@ def lint_written(entries: Sequence[Entry], written: Sequence[Written], mesh: Map
     return found
 
 
-_REMAT = re.compile(r"from sharding \{(.*?)\} to \{(.*?)\}(?: efficiently| without)?.*? for HLO operation %?(\S+) = (\S+)")
+_REMAT = re.compile(
+    r"from sharding \{(.*?)\} to \{(.*?)\}(?: efficiently| without)?.*? for HLO operation %?(\S+) = (\S+)"
+)
 
 
 def lint_rematerialisation(module: Module, warnings: Sequence[str]) -> list[Finding]:

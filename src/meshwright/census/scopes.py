@@ -6,10 +6,11 @@ from typing import Literal
 Pass = Literal["forward", "recomputed", "backward", "update"]
 
 _WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint)\(|\)")
-_JAX = frozenset(
-    "while body cond closed_call checkpoint rematted_computation shard_map remat pjit custom_vjp_call scan "
-    "custom_jvp_call custom_vjp_call_jaxpr eval_jaxpr branch_0_fun branch_1_fun core_call remat2".split()
-)
+_JAX = frozenset({
+    "while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "shard_map", "remat", "pjit",
+    "custom_vjp_call", "scan", "custom_jvp_call", "custom_vjp_call_jaxpr", "eval_jaxpr", "branch_0_fun",
+    "branch_1_fun", "core_call", "remat2",
+})  # fmt: skip
 
 
 def pass_of(op_name: str) -> Pass:

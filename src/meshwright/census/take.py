@@ -147,7 +147,7 @@ def take_census(
     flops = Flops(
         dict(formula or {}), tuple(read_products(program.module)), analysis.get("flops"), analysis.get("bytes accessed")
     )
-    title = name or getattr(function, "__name__", "function")
+    title = name or str(getattr(function, "__name__", "function"))
     versions = f"jax {jax.__version__}"
     return Census(
         title, found, device, tuple(entries), memory, flops, tuple(findings), program.seconds, versions, program.text

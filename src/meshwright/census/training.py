@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +31,11 @@ def abstract_batch(program: Program) -> Batch:
     """A batch of the run, without its contents."""
     training, sharding = program.run.training, program.batch_sharding
 
-    def array(dtype: type) -> jax.ShapeDtypeStruct:
+    def array(dtype: Any) -> Any:
         return jax.ShapeDtypeStruct((training.batch, training.seq), dtype, sharding=sharding)
 
     tokens, weights = array(jnp.int32), array(jnp.float32)
-    return Batch(tokens, tokens, tokens, tokens, weights)  # type: ignore[arg-type]
+    return Batch(tokens, tokens, tokens, tokens, weights)
 
 
 def formula(program: Program, passes: float) -> Mapping[str, float]:
@@ -75,12 +76,6 @@ def _declared(program: Program) -> dict[str, PartitionSpec]:
     return found
 
 
-
-    import dataclasses
-
-    return dataclasses.replace(census, findings=(*census.findings, *more))
-
-
 def _vocabulary(program: Program) -> list[Finding]:
     model = program.run.model
     real, padded = vocab_of(model), padded_vocab(model)
@@ -94,7 +89,7 @@ def _vocabulary(program: Program) -> list[Finding]:
         Finding(
             "padding", "vocabulary", f"{real} tokens are padded to {padded}, a multiple of {model.vocab_multiple}: "
             f"{padded / real - 1:.0%} of every table and of the logits is nothing",
-            f"--model.vocab-multiple {tensor}, or a vocabulary of {padded // model.vocab_multiple * model.vocab_multiple}",
+            f"--model.vocab-multiple {tensor}, or a vocabulary of {padded}",
             price,
         )
     ]  # fmt: skip

@@ -5,7 +5,7 @@ import itertools
 from collections import Counter
 from typing import Any
 
-import jax
+from jax.extend import core
 
 _KINDS = {
     "psum": "all-reduce", "psum_invariant": "all-reduce", "pmax": "all-reduce", "pmin": "all-reduce",
@@ -54,7 +54,7 @@ def _read(jaxpr: Any, times: int, mesh: dict[str, int], found: dict[Any, Counter
         for value in itertools.chain.from_iterable(
             v if isinstance(v, (tuple, list)) else (v,) for v in equation.params.values()
         ):
-            if isinstance(value, jax.extend.core.ClosedJaxpr):
-                _read(value.jaxpr, inner, mesh, found)
-            elif isinstance(value, jax.extend.core.Jaxpr):
-                _read(value, inner, mesh, found)
+            # A closed jaxpr wraps an open one; either has equations.
+            jaxpr_of_it = getattr(value, "jaxpr", value)
+            if isinstance(jaxpr_of_it, core.Jaxpr):
+                _read(jaxpr_of_it, inner, mesh, found)

@@ -1,0 +1,1 @@
+"""What the devices at hand really do: collectives and matrix products, timed."""

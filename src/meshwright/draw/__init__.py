@@ -1,0 +1,9 @@
+"""Pictures of arrays, meshes and machines from abstract shapes: terminal, SVG, notebooks."""
+
+from meshwright.draw.blocks import ArrayPicture, LocalPicture, draw, local_view, picture_of
+from meshwright.draw.machine import MachinePicture, draw_machine, machine_of, parse_machine
+
+__all__ = [
+    "ArrayPicture", "LocalPicture", "MachinePicture", "draw", "draw_machine", "local_view", "machine_of",
+    "parse_machine", "picture_of",
+]  # fmt: skip

@@ -1,0 +1,57 @@
+"""One HTML page that needs no network: the pictures of a layout or of a census, side by side."""
+
+from collections.abc import Sequence
+from html import escape
+
+_STYLE = """
+:root { color-scheme: light dark; --line: #8885; --faint: #8881; --bar: #4a7fb5; --bad: #c0392b; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 0 auto; padding: 1rem; }
+h1 { font-size: 1.5rem; margin: .5rem 0 0; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem;
+  border-bottom: 1px solid var(--line); } p.lead { margin: .2rem 0 1rem; opacity: .8; }
+nav a { margin-right: 1rem; } .scroll { overflow-x: auto; } .side { display: flex; flex-wrap: wrap; gap: 1.2rem; }
+.side > div { max-width: 100%; overflow-x: auto; }
+table { border-collapse: collapse; font-size: .87rem; } th { text-align: left; font-weight: 600; opacity: .75; }
+th, td { padding: .15rem .8rem .15rem 0; border-bottom: 1px solid var(--faint); white-space: nowrap; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; }
+.bar { background: var(--bar); height: .8rem; min-width: 2px; border-radius: 2px; }
+.finding { border-left: 4px solid var(--bad); padding: .2rem .8rem; margin: .6rem 0; }
+code { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: .92em; }
+"""
+
+
+def html_page(title: str, lead: str, sections: Sequence[tuple[str, str]]) -> str:
+    """A whole page. sections: heading and HTML of each."""
+    named = [(f"part-{i}", heading, body) for i, (heading, body) in enumerate(sections)]
+    links = "".join(f'<a href="#{name}">{escape(heading)}</a>' for name, heading, _ in named)
+    parts = "".join(f'<h2 id="{name}">{escape(heading)}</h2>\n{body}\n' for name, heading, body in named)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n"
+        f'<body><h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p><nav>{links}</nav>\n{parts}</body></html>\n'
+    )
+
+
+def side_by_side(pictures: Sequence[str]) -> str:
+    """SVGs in as many columns as fit."""
+    return '<div class="side">' + "".join(f"<div>{svg}</div>" for svg in pictures) + "</div>"
+
+
+def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
+    """A table. numbers: columns to align right. Cells are escaped but for those that begin with `<div`."""
+    head = "".join(f"<th>{escape(h)}</th>" for h in headings)
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f"<td{' class=number' if i in numbers else ''}>{cell if cell.startswith('<div') else escape(cell)}</td>"
+            for i, cell in enumerate(row)
+        )
+        + "</tr>"
+        for row in rows
+    )
+    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def bar(share: float) -> str:
+    """A horizontal bar of `share` of 20 rem."""
+    return f'<div class="bar" style="width:{max(0.0, share) * 20:.2f}rem"></div>'
