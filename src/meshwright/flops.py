@@ -10,7 +10,7 @@ from meshwright.families import find_family
 from meshwright.hardware import find_chip
 
 SOURCES: dict[str, str] = {
-    "attention projections": "2 D H (2 N + 2 K) a token and layer, x 3 for a step (scaling-book, transformers.md)",
+    "attention projections": "2 D H (2 N + 2 K) a token and layer (scaling-book, transformers.md)",
     "attention": "4 s N H a token and layer, s positions seen on average: (T + 1) / 2 causal, fewer in a window",
     "feed-forward": "2 D F a matrix, token and layer: three gated, two not (scaling-book, transformers.md)",
     "unembedding": "2 D V a token (scaling-book, transformers.md)",

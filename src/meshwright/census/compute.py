@@ -32,6 +32,9 @@ def read_products(module: Module) -> list[Product]:
                 found[pass_of(name), scopes[0] if scopes else ""] += int(
                     _flops(place.computation, instruction) * place.times
                 )
+    if not any(step == "backward" for step, _ in found):
+        # Nothing was differentiated: all of it is one pass forward.
+        return [Product("forward", part, float(n)) for (_, part), n in found.items()]
     return [Product(step, part, float(n)) for (step, part), n in found.items()]
 
 

@@ -170,6 +170,8 @@ class Instruction:
     def called(self) -> tuple[str, ...]:
         """Computations that the instruction runs: a fusion's, a loop's, a branch's; no element-wise reducer."""
         found: list[str] = []
+        if self.opcode.endswith(("-done", "-update")):
+            return ()  # they name the computation that their start runs
         for key in ("calls", "body", "condition", "true_computation", "false_computation", "branch_computations"):
             if key in self.attributes:
                 found += _NAME.findall(self.attributes[key]) or [self.attributes[key].strip("{}")]
@@ -283,6 +285,8 @@ def _parse_tables(lines: list[str]) -> dict[int, tuple[Frame, ...]]:
     }
     names = {t: {i: v.strip('"') for i, v in tables.get(t, {}).items()} for t in ("FileNames", "FunctionNames")}
     frames: dict[int, tuple[Frame, ...]] = {}
+    # XLA prints the parent's number plus one: a frame without a parent says 1, and some point at themselves.
+    ahead = int(any(row.get("parent_frame_id") == i for i, row in numbers["StackFrames"].items()))
     for i in sorted(numbers["StackFrames"]):
         pointers = numbers["StackFrames"][i]
         at = numbers["FileLocations"].get(pointers.get("file_location_id", 0), {})
@@ -290,8 +294,7 @@ def _parse_tables(lines: list[str]) -> dict[int, tuple[Frame, ...]]:
             names["FileNames"].get(at.get("file_name_id", 0), "?"), at.get("line", 0),
             names["FunctionNames"].get(at.get("function_name_id", 0), ""),
         )  # fmt: skip
-        parent = pointers.get("parent_frame_id", 0)
-        frames[i] = (frame, *frames.get(parent, ())) if parent != i else (frame,)
+        frames[i] = (frame, *frames.get(pointers.get("parent_frame_id", 0) - ahead, ()))
     return frames
 
 

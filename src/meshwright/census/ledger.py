@@ -6,8 +6,9 @@ from collections import defaultdict
 from pathlib import Path
 
 from meshwright.census.groups import Groups, axes_of_groups, axes_of_pairs, expand
-from meshwright.census.hlo import Computation, Instruction, Module, arrays_of, bytes_of
+from meshwright.census.hlo import Computation, Frame, Instruction, Module, arrays_of, bytes_of
 from meshwright.census.loops import Place, walk
+from meshwright.census.scopes import plain_path, scopes_of
 
 KINDS = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -80,7 +81,7 @@ def read_ledger(module: Module, mesh: dict[str, int] | None = None, plumbing: tu
     plumbing: ends of file names that are passed over when a line is named, such as `collectives.py`.
     """
     entries: list[Entry] = []
-    seen: set[str] = set()
+    seen: set[tuple[str, ...]] = set()
     for place in walk(module):
         for instruction in place.computation.instructions.values():
             kind = _kind(instruction)
@@ -89,8 +90,7 @@ def read_ledger(module: Module, mesh: dict[str, int] | None = None, plumbing: tu
             chain = re.search(r'chain_id="(\d+)"', instruction.rest)
             if chain:
                 # On v5e one asynchronous gather is printed once for each piece that is fused with other work.
-                key = f"{place.callers[:-1]}{chain[1]}:{instruction.attributes.get('channel_id')}"
-                key = f"{[i.name for _, i in place.callers[:-1]]}{key[-24:]}"
+                key = (*(i.name for _, i in place.callers[:-1]), chain[1], instruction.attributes.get("channel_id", ""))
                 if key in seen:
                     continue
                 seen.add(key)
@@ -118,7 +118,7 @@ def _entry(
     else:
         axes = axes_of_groups(groups, mesh) if mesh else None
     size = max(len(group) for group in groups)
-    stack = module.stack(instruction)
+    stack = _nearest_stack(module, computation, instruction)
     # The line that called for the movement, where the program remembers it.
     frame = next((f for f in stack if not f.file.endswith(plumbing)), stack[0] if stack else None)
     window = _window(place, instruction)
@@ -137,6 +137,13 @@ def _entry(
         asynchronous=window is not None,
         hides=window or (),
     )
+
+
+def _nearest_stack(module: Module, computation: Computation, instruction: Instruction) -> tuple[Frame, ...]:
+    """Its own stack; that of what it moves, or of what takes it, where the partitioner put it in without one."""
+    around = [computation.instructions[name] for name in instruction.operands if name in computation.instructions]
+    around += computation.users[instruction.name]
+    return next((stack for i in (instruction, *around) if (stack := module.stack(i))), ())
 
 
 def _chains(pairs: str) -> Groups:
@@ -198,20 +205,10 @@ def _between(computation: Computation, start: Instruction) -> tuple[str, ...]:
     return tuple(found)
 
 
-_SCOPE = re.compile(r"^[A-Za-z_][\w .\-]*$")
-_NO_SCOPE = frozenset({
-    "while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "shard_map", "remat", "pjit", "jvp",
-    "transpose", "custom_vjp_call", "custom_jvp_call", "custom_vjp_call_jaxpr", "branch_0_fun", "branch_1_fun",
-    "eval_jaxpr", "scan",
-})  # fmt: skip
-
-
 def _tensor(place: Place, instruction: Instruction) -> str:
-    """The innermost scope that a program's author named, else the parameter that the first operand comes from."""
-    for part in reversed(instruction.op_name.split("/")[:-1]):
-        if "[" not in part and "(" not in part and _SCOPE.match(part) and part not in _NO_SCOPE:
-            return part
-    return _source(place, instruction)
+    """The innermost scope that a program's author named, else the argument that the first operand comes from."""
+    scopes = scopes_of(instruction.op_name)
+    return scopes[-1] if scopes else plain_path(_source(place, instruction))
 
 
 def _source(place: Place, instruction: Instruction) -> str:

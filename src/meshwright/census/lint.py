@@ -76,10 +76,9 @@ def lint_layouts(
     compiled: path -> Sharding.  sizes: path -> bytes of the whole array.
     """
     found: list[Finding] = []
-    devices = _ways([tuple(mesh)], mesh)
     for path, sharding in compiled.items():
         spec = sharding.spec if isinstance(sharding, NamedSharding) else None
-        ways = _ways(_split(spec), mesh)
+        ways, devices = _ways(_split(spec), mesh), len(sharding.device_set)
         if path in declared:
             want = declared[path]
             if _alive(_split(spec), mesh) != _alive(_split(want), mesh):

@@ -117,8 +117,8 @@ def read_memory(
 def _sorter(
     module: Module, buffers: list[Buffer], arguments: Sequence[Argument]
 ) -> Callable[[Buffer], tuple[str, str]]:  # fmt: skip
-    backward = [b.start for b in buffers if pass_of(b.instruction.op_name) in ("backward", "recomputed") and b.end]
-    first_backward = min((m for m in backward if m), default=None)
+    turns = (b.start for b in buffers if b.array.elements > 1 and _turns(b.instruction.op_name))
+    first_backward = min(turns, default=None)
     parameters = [a for a in arguments if a.role == "parameters"]
     sizes = {_product(shape) for a in parameters for shape in (a.shape, a.local)}
     # One layer of a stack, whole or split.
@@ -140,9 +140,13 @@ def _sorter(
         weight = any(s in by_name for s in scopes)
         if step in ("forward", "recomputed") and weight and "gather" in instruction.op_name:
             return "weights in use", part
-        if step == "forward" and first_backward is not None and buffer.end > first_backward:
-            return "saved activations", part
         gradient = weight or buffer.array.elements in sizes
+        spans = first_backward is not None and buffer.start < first_backward < buffer.end
+        if step == "forward" and spans:
+            return "saved activations", part
+        if step == "update" and spans and not scopes:
+            # Unnamed and alive across the turn: where a loop will stack what it saves, or what it sums up.
+            return ("gradients" if gradient else "saved activations"), ""
         if gradient and (step == "backward" or GRADIENTS in scopes or instruction.opcode in _REDUCTIONS):
             return "gradients", "" if part == GRADIENTS else part
         if step == "recomputed":
@@ -155,6 +159,12 @@ def _sorter(
 GRADIENTS = "gradients"
 """The scope in which the step reduces gradients."""
 _REDUCTIONS = ("all-reduce", "reduce-scatter", "all-reduce-start", "reduce-scatter-start")
+
+
+def _turns(op_name: str) -> bool:
+    """Whether an operation can only run once the backward pass has begun; the zeros it adds to are made earlier."""
+    made_early = op_name.endswith(("broadcast_in_dim", "/while", "iota"))
+    return pass_of(op_name) in ("backward", "recomputed") and not made_early
 
 
 def _tail(path: str, part: str) -> str:

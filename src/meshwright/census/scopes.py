@@ -24,8 +24,9 @@ def pass_of(op_name: str) -> Pass:
 
 def scopes_of(op_name: str) -> tuple[str, ...]:
     """Names given by `jax.named_scope`, outermost first, the function's own name and the operation's left out."""
-    parts = op_name.split("/")
-    inner = [_WRAPPER.sub("", part) for part in parts[1:-1]]
+    # `jit(silu)` inside a path is a function of JAX's, not a scope.
+    parts = [part for part in op_name.split("/")[1:-1] if not part.startswith(("jit(", "pjit(", "("))]
+    inner = [_WRAPPER.sub("", part) for part in parts]
     # An einsum names itself by its formula, `bskh,bkh->bs`.
     return tuple(part for part in inner if part and part not in _JAX and "->" not in part)
 

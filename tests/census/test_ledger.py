@@ -1,0 +1,182 @@
+"""The ledger of each program is what a person counts by hand: on the CPU here, and in texts of other compilers."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+from programs import AXES, PROGRAMS, Counts, F, T
+
+from meshwright.census import take_census
+from meshwright.census.groups import axes_of_groups, axes_of_pairs, expand
+from meshwright.census.hlo import parse_module
+from meshwright.census.ledger import Entry, by_kind_and_axes, read_ledger
+from meshwright.errors import CensusError
+
+TEXTS = Path(__file__).parent / "texts"
+TPUS = ("v5p", "v5e", "tpu7x")
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(tuple(AXES.values())), tuple(AXES))
+
+
+def counts(entries: list[Entry]) -> Counts:
+    return {key: (times, total) for key, (times, total, _) in by_kind_and_axes(entries).items()}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_counts_are_those_made_by_hand(name: str, mesh: Mesh) -> None:
+    program = PROGRAMS[name]
+    function, arguments = program.build(mesh)
+    census = take_census(function, *arguments)
+    assert counts(list(census.ledger)) == program.sends
+    assert all(e.exact for e in census.ledger) == program.exact
+    assert any(e.branch for e in census.ledger) == program.branch
+    assert all(e.line.startswith(("programs.py:", "collectives.py:")) for e in census.ledger)
+    inserted = [f for f in census.findings if f.kind == "unexpected"]
+    assert bool(inserted) == (not program.manual)
+
+
+# Where a chip's compiler does something else with the same program: TPUs cast the operands of a matrix product to
+# bfloat16 before they gather them, and make small reduce-scatters all-reduces, outside the loop if they can; GPUs
+# gather two arrays in one collective.
+OTHERWISE: dict[str, Counts] = {
+    "fsdp": {("all-gather", F): (1, 256)},
+    "fsdp gradient": {("all-gather", F): (1, 256), ("all-reduce", F): (1, 512)},
+    "megatron with the sequence": {("all-gather", T): (2, 512), ("all-reduce", T): (2, 1024)},
+    "fsdp x tensor": {("all-gather", F): (2, 1024), ("all-reduce", T): (1, 128)},
+    "accumulation": {("all-gather", F): (3, 768), ("all-reduce", F): (1, 512), ("all-reduce", T): (1, 128)},
+    "large layers": {("all-gather", F): (3, 3 * 2**19), ("reduce-scatter", F): (3, 3 * 2**20)},
+}
+ON_GPU: dict[str, Counts] = {
+    "fsdp x tensor": {("all-gather", F): (1, 2048), ("all-reduce", T): (1, 128)},
+    "accumulation": {("all-gather", F): (3, 1536), ("reduce-scatter", F): (3, 1536), ("all-reduce", T): (1, 128)},
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("target", [*TPUS, "h100"])
+def test_texts_of_other_compilers(target: str, name: str) -> None:
+    text = (TEXTS / target / f"{name.replace(' ', '-')}.hlo").read_text()
+    entries = read_ledger(parse_module(text), AXES)
+    otherwise = OTHERWISE if target in TPUS else ON_GPU
+    assert counts(entries) == otherwise.get(name, PROGRAMS[name].sends)
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "kind", "behind"),
+    [
+        ("v5e", "large layers", "all-gather", False),
+        ("v5p", "ring", "collective-permute", True),
+        ("tpu7x", "large layers", "all-gather", True),
+        ("tpu7x", "large layers", "reduce-scatter", True),
+        ("h100", "large layers", "reduce-scatter", True),
+        ("h100", "ring", "collective-permute", True),
+    ],
+)
+def test_what_runs_between_start_and_done(target: str, name: str, kind: str, behind: bool) -> None:
+    """Start and done pairs, calls on another thread of the chip, and asynchronous computations."""
+    text = (TEXTS / target / f"{name.replace(' ', '-')}.hlo").read_text()
+    entries = [e for e in read_ledger(parse_module(text), AXES) if e.kind == kind]
+    assert any(entry.asynchronous for entry in entries) == behind
+    assert any(entry.hides for entry in entries) == behind
+
+
+GATHER = """\
+HloModule m, num_partitions=8
+
+%fused.1 (p: f32[4,8]) -> (f32[4,8], f32[16,8]) {
+  %p = f32[4,8]{1,0} parameter(0)
+  ROOT %all-gather.1 = f32[16,8]{1,0} all-gather(%p), channel_id=5, replica_groups=[2,4]<=[4,2]T(1,0), \
+dimensions={0}, frontend_attributes={chain_id="0"}
+}
+
+%fused.2 (p: f32[4,8]) -> f32[16,8] {
+  %p.2 = f32[4,8]{1,0} parameter(0)
+  ROOT %all-gather.2 = f32[16,8]{1,0} all-gather(%p.2), channel_id=5, replica_groups=[2,4]<=[4,2]T(1,0), \
+dimensions={0}, frontend_attributes={chain_id="0"}
+}
+
+%all-reduce-scatter.3 (p.3: f32[16,8]) -> f32[4,8] {
+  %p.3 = f32[16,8]{1,0} parameter(0)
+  %all-reduce.3 = f32[16,8]{1,0} all-reduce(%p.3), channel_id=6, replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%add
+  %zero = s32[] constant(0)
+  ROOT %slice.3 = f32[4,8]{1,0} dynamic-slice(%all-reduce.3, %zero, %zero), dynamic_slice_sizes={4,8}
+}
+
+%wrapped (q: f32[4,8]) -> f32[4,8] {
+  %q = f32[4,8]{1,0} parameter(0)
+  ROOT %permute = f32[4,8]{1,0} collective-permute(%q), channel_id=7, source_target_pairs={{0,1},{1,0},{2,3},{3,2}}
+}
+
+ENTRY %main (x: f32[4,8]) -> (f32[4,8], f32[4,8]) {
+  %x = f32[4,8]{1,0} parameter(0), metadata={op_name="x"}
+  %async-collective-start = (f32[4,8]{1,0}, f32[16,8]{1,0}) fusion(%x), kind=kCustom, calls=%fused.1
+  %piece = f32[4,8]{1,0} get-tuple-element(%async-collective-start), index=0
+  %dot.1 = f32[4,4]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+  %fusion.2 = f32[16,8]{1,0} fusion(%piece), kind=kOutput, calls=%fused.2
+  %async-collective-done = f32[16,8]{1,0} fusion(%fusion.2), kind=kCustom, calls=%done
+  %scattered = f32[4,8]{1,0} fusion(%async-collective-done), kind=kCustom, calls=%all-reduce-scatter.3
+  %start = ((f32[4,8]{1,0}), f32[4,8]{1,0}) async-start(%scattered), calls=%wrapped
+  %sin = f32[4,8]{1,0} fusion(%x), kind=kLoop, calls=%sine
+  %finish = f32[4,8]{1,0} async-done(%start), calls=%wrapped
+  ROOT %tuple = (f32[4,8]{1,0}, f32[4,8]{1,0}) tuple(%scattered, %finish)
+}
+"""
+
+
+def test_forms_that_only_some_chips_print() -> None:
+    """A gather in pieces counts once; an all-reduce with a slice in one fusion is a reduce-scatter; wrapped pairs."""
+    gathered, scattered, passed = read_ledger(parse_module(GATHER), AXES)
+    assert (gathered.kind, gathered.axes, gathered.times, gathered.payload) == ("all-gather", (F,), 1, 512)
+    assert gathered.asynchronous and gathered.hides == ("dot.1", "fusion.2")
+    assert (scattered.kind, scattered.axes, scattered.payload) == ("reduce-scatter", (F,), 512)
+    assert (passed.kind, passed.axes, passed.payload) == ("collective-permute", (T,), 128)
+    assert passed.asynchronous and passed.hides == ("sin",)
+
+
+@pytest.mark.parametrize(
+    ("text", "axes"),
+    [
+        ("{{0,2,4,6},{1,3,5,7}}", ("fsdp",)),
+        ("{{0,1},{2,3},{4,5},{6,7}}", ("tensor",)),
+        ("{}", ("fsdp", "tensor")),
+        ("[2,4]<=[4,2]T(1,0)", ("fsdp",)),
+        ("[4,2]<=[8]", ("tensor",)),
+        ("[1,8]<=[8]", ("fsdp", "tensor")),
+        ("mesh['a'=4,'b'=2] {'b'}", ("tensor",)),
+        ("mesh['a'=4,'one'=1,'b'=2] {'a','b'}", ("fsdp", "tensor")),
+        ("mesh['all'=8] {'all':(1)4}", ("fsdp",)),
+        ("mesh['all'=8] {'all':(4)2}", ("tensor",)),
+        ("{{0},{1},{2},{3},{4},{5},{6},{7}}", ()),
+        ("{{0,3},{1,2},{4,7},{5,6}}", None),
+    ],
+)
+def test_the_three_spellings_of_groups(text: str, axes: tuple[str, ...] | None) -> None:
+    assert axes_of_groups(expand(text, 8), AXES) == axes
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
+def test_groups_of_any_axes_are_found_again(degrees: list[int], data: st.DataObject) -> None:
+    mesh = {f"axis{i}": n for i, n in enumerate(degrees)}
+    chosen = data.draw(st.lists(st.sampled_from(sorted(mesh)), unique=True))
+    spelled = f"mesh[{','.join(f"'{a}'={n}" for a, n in mesh.items())}] {{{','.join(f"'{a}'" for a in chosen)}}}"
+    alive = tuple(a for a in mesh if a in chosen and mesh[a] > 1)
+    assert axes_of_groups(expand(spelled, 0), mesh) == alive
+
+
+def test_a_permutation_names_the_axes_it_moves_along() -> None:
+    assert axes_of_pairs(((0, 2), (2, 4)), AXES) == ("fsdp",)
+    assert axes_of_pairs(((0, 3),), AXES) == ("fsdp", "tensor")
+    assert axes_of_pairs(((0, 9),), AXES) is None
+
+
+@pytest.mark.parametrize("text", ["", "module {", "HloModule m\n\n%a (x: f32[]) -> f32[] {\n}\n"])
+def test_what_is_no_program_is_refused(text: str) -> None:
+    with pytest.raises(CensusError):
+        parse_module(text)

@@ -1,0 +1,120 @@
+"""Memory by category adds up to the compiler's own figures; the buffers alive explain its allocation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from tiny_runs import MODELS, program_of, random_batch, tiny_run
+
+from meshwright.census import live_memory, take_census
+from meshwright.census.live import measure
+from meshwright.census.training import census_of_eval_step, census_of_train_step
+
+LAYOUTS = [
+    ("fsdp", "data=1"),
+    ("fsdp", "data=8"),
+    ("fsdp", "fsdp=8"),
+    ("fsdp", "tensor=8"),
+    ("fsdp", "data=2,fsdp=2,tensor=2"),
+    ("zero1", "data=2,fsdp=2,tensor=2"),
+]
+
+
+@pytest.mark.parametrize(("layout", "mesh"), LAYOUTS)
+def test_categories_add_up(layout: str, mesh: str) -> None:
+    program = program_of(tiny_run(MODELS["llama"], mesh, layout=layout, remat="none"))
+    census = census_of_train_step(program)
+    memory, compiled = census.memory, census.memory.compiled
+    stats = memory.by_category()
+    assert memory.total == compiled.peak == sum(stats.values()) == sum(memory.by_module().values())
+    assert compiled.peak == compiled.arguments + compiled.results - compiled.aliased + compiled.temporary
+    # Parameters, optimizer state and batch are exactly the blocks that a device is given.
+    blocks = {
+        "parameters": program.abstract.params, "optimizer state": program.abstract.optimizer,
+    }  # fmt: skip
+    for category, tree in blocks.items():
+        held = sum(
+            int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
+        )
+        assert stats[category] == held
+    # What no buffer accounts for is small: the liveness of buffers explains the compiler's allocation.
+    assert abs(stats.get("packing", 0)) < 0.12 * compiled.temporary
+    assert stats["saved activations"] > 0
+    assert stats["temporaries"] < 0.5 * compiled.temporary
+
+
+def test_remat_moves_bytes_from_saved_to_recomputed() -> None:
+    saved = {}
+    for remat in ("none", "full"):
+        program = program_of(tiny_run(MODELS["llama"], "fsdp=8", remat=remat))
+        saved[remat] = census_of_train_step(program).memory.by_category().get("saved activations", 0)
+    assert saved["full"] < 0.5 * saved["none"]
+
+
+def test_the_evaluation_step_has_no_gradients() -> None:
+    census = census_of_eval_step(program_of(tiny_run(MODELS["gpt2"], "data=2,fsdp=2,tensor=2")))
+    categories = census.memory.by_category()
+    assert census.memory.total == census.memory.compiled.peak
+    assert {"parameters", "batch"} <= set(categories)
+    assert not {"gradients", "saved activations", "optimizer state"} & set(categories)
+    assert {p.step for p in census.flops.products} == {"forward"}
+    assert not [f for f in census.findings if f.kind != "padding"]
+
+
+def test_a_function_of_the_users_own() -> None:
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+
+    def step(params: dict[str, jax.Array], batch: jax.Array) -> dict[str, jax.Array]:
+        def loss(params: dict[str, jax.Array]) -> jax.Array:
+            return (jnp.tanh(batch @ params["up"]) @ params["down"]).mean()
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    where = NamedSharding(mesh, P("data"))
+    params = {k: jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P())) for k in ("up", "down")}
+    batch = jax.ShapeDtypeStruct((128, 64), jnp.float32, sharding=where)
+    census = take_census(step, params, batch)
+    categories = census.memory.by_category()
+    assert categories["parameters"] == 2 * 64 * 64 * 4
+    assert categories["batch"] == 128 // 8 * 64 * 4
+    assert census.memory.total == census.memory.compiled.peak
+    # Backwards, [64, 64] gradients of both weights are summed: the compiler put that in, and the census says so.
+    assert {(e.kind, e.axes) for e in census.ledger} == {("all-reduce", ("data",))}
+    assert {f.kind for f in census.findings} == {"unexpected"}
+
+
+def test_live_arrays_go_to_the_tree_that_holds_them() -> None:
+    program = program_of(tiny_run(MODELS["gpt2"], "fsdp=8"))
+    state, batch = program.initial_state(), random_batch(program)
+    live = live_memory(parameters=state.params, optimizer_state=state.optimizer, batch=batch).categories
+    census = census_of_train_step(program).memory.by_category()
+    assert live["parameters"] == census["parameters"]
+    assert live["optimizer state"] == census["optimizer state"]
+    assert live["batch"] == census["batch"]
+
+
+def test_real_steps_use_the_memory_that_was_predicted(tmp_path) -> None:
+    # Large enough to stand out from what the process itself holds: 8 devices of about 20 MB each.
+    program = program_of(tiny_run(MODELS["llama"], "data=8", batch=64, seq=256, remat="none"))
+    census = census_of_train_step(program)
+    measured = measure(program, census, steps=2, profile=tmp_path / "memory.prof")
+    assert measured.expected == 8 * census.memory.compiled.peak
+    assert measured.resident is not None
+    assert 0.6 < measured.resident / measured.expected < 1.4
+    assert (tmp_path / "memory.prof").stat().st_size > 0
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("mesh", ["data=1", "data=2,fsdp=2,tensor=2"])
+def test_matrix_products_are_those_of_the_formula(family: str, mesh: str) -> None:
+    """The compiled program has the model's FLOPs, three passes of them, and the other half of every causal mask."""
+    program = program_of(tiny_run(MODELS[family], mesh, remat="none"))
+    census = census_of_train_step(program)
+    training, model = program.run.training, program.run.model
+    formula = dict(census.flops.formula)
+    # XLA's attention multiplies all T positions where the formula counts (T + 1) / 2; the vocabulary is padded.
+    formula["attention"] *= training.seq / ((training.seq + 1) / 2)
+    formula["unembedding"] *= 64 / model.vocab
+    assert census.flops.compiled == pytest.approx(sum(formula.values()), rel=1e-6)

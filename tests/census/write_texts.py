@@ -1,0 +1,47 @@
+"""Writes tests/census/texts: the programs compiled for chips that nobody here has.
+
+    JAX_PLATFORMS=cpu python tests/census/write_texts.py     (needs libtpu, or jax-cuda13-plugin with ptxas)
+
+The texts are what the chips' own compilers print, without their per-instruction settings, which the census ignores.
+"""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh
+from programs import AXES, PROGRAMS
+
+TEXTS = Path(__file__).parent / "texts"
+TPUS = {"v5p": "v5p:2x2x2", "v5e": "v5e:2x4", "tpu7x": "tpu7x:2x2x1"}
+
+
+def settings_removed(text: str) -> str:
+    text = re.sub(r', backend_config=\{"flag_configs".*?\}(?=$|\n)', "", text)
+    return re.sub(r'"(/[^"]*/)([^/"]+\.py)"', r'"\2"', text)
+
+
+def main(target: str) -> None:
+    if target in TPUS:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[target]).devices
+    else:
+        spec = Path(sys.argv[2]).read_text()
+        devices = topologies.get_topology_desc(platform="cuda", target_config=spec, topology="1x1x8").devices
+    mesh = Mesh(np.array(devices).reshape(tuple(AXES.values())), tuple(AXES))
+    for name, program in PROGRAMS.items():
+        function, arguments = program.build(mesh)
+        text = function.lower(*arguments).compile().as_text()
+        file = TEXTS / target / f"{name.replace(' ', '-')}.hlo"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(settings_removed(text))
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    main(sys.argv[1])
