@@ -83,7 +83,7 @@ def _optimizer_bytes(run: Run, params: Tree, placed: Tree) -> int:
     )
 
 
-def tensor_pictures(run: Run, names: tuple[str, ...] = ()) -> list[ArrayPicture]:
+def tensor_pictures(run: Run, names: tuple[str, ...] = ()) -> list[tuple[ArrayPicture, ...]]:
     """The parameters `names` (all, where none is named), each at rest and, where it differs, in use; then the batch.
 
     Raises ConfigError for a name that no parameter has.
@@ -94,14 +94,14 @@ def tensor_pictures(run: Run, names: tuple[str, ...] = ()) -> list[ArrayPicture]
         if name not in flat:
             raise ConfigError(f"a picture of {name!r}", "the model has no such parameter", nearest(name, flat))
     mesh = (run.mesh or MeshShape()).degrees()
-    pictures: list[ArrayPicture] = []
+    pictures: list[tuple[ArrayPicture, ...]] = []
     for name in names or flat:
         p, at = flat[name], where[name]
-        pictures.append(picture_of(name, p.shape, p.dims, at.at_rest, mesh))
-        if at.in_use != at.at_rest:
-            pictures.append(picture_of(f"{name}, in use", p.shape, p.dims, at.in_use, mesh))
+        rest = picture_of(name, p.shape, p.dims, at.at_rest, mesh)
+        use = picture_of(f"{name}, in use", p.shape, p.dims, at.in_use, mesh)
+        pictures.append((rest,) if at.in_use == at.at_rest else (rest, use))
     batch = (run.training.batch, run.training.seq)
-    pictures.append(picture_of("batch", batch, "BT", (BATCH_AXES, ()), mesh))
+    pictures.append((picture_of("batch", batch, "BT", (BATCH_AXES, ()), mesh),))
     return pictures
 
 
@@ -123,9 +123,12 @@ def page_sections(run: Run, machine: Machine | None, names: tuple[str, ...] = ()
         f"{spell_bytes(seen.bytes_optimizer)} of optimizer state.</p>"
     )
     return [
-        ("The mesh over the machine", side_by_side([machine_picture(run, machine).svg()])),
+        ("The mesh over the machine", side_by_side([[machine_picture(run, machine).svg()]])),
         ("Tensors", says + html_table(headings, rows, (3, 4, 5))),
-        ("Which device holds which block", side_by_side([p.svg() for p in tensor_pictures(run, names)])),
+        (
+            "Which device holds which block",
+            side_by_side([[p.svg() for p in group] for group in tensor_pictures(run, names)]),
+        ),
     ]
 
 

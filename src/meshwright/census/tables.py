@@ -114,7 +114,9 @@ def print_flops(console: Console, census: Census) -> None:
         says += f"; {flops.intensity:.1f} FLOPs a byte by the compiler's cost analysis"
     console.print(says)
     if flops.formula:
-        table = _table("item", "model FLOPs", "formula, forwards; a training step takes three of it", right=("model FLOPs",))
+        table = _table(
+            "item", "model FLOPs", "formula, forwards; a training step takes three of it", right=("model FLOPs",)
+        )
         for item, n in flops.formula.items():
             table.add_row(item, spell_count(n), SOURCES.get(item, ""))
         console.print(table)

@@ -63,7 +63,8 @@ def run_show(args: Show) -> int:
     fitted = fit_to_mesh(dataclasses.replace(run, training=fitting), shape)
     seen = show.picture(fitted)
     machine = parse_machine(args.machine, shape.size) if args.machine else None
-    pictures = show.tensor_pictures(fitted, () if args.draw == ("all",) else args.draw) if args.draw or args.svg else []
+    names = () if args.draw == ("all",) else args.draw
+    pictures = [p for group in show.tensor_pictures(fitted, names) for p in group] if args.draw or args.svg else []
 
     def draw() -> None:
         print_picture(fitted, seen)

@@ -14,7 +14,7 @@ def colour(index: int) -> str:
 
 
 def spell_devices(devices: tuple[int, ...], room: int) -> str:
-    """`0-3`, `0,4`, `0-14 by 2`, shortened to `room` characters as `8 of 0...`."""
+    """`0-3`, `0,4`, `0-14 by 2`; where that is longer than `room`, the first and how many: `0.. x8`, or `x8` alone."""
     if not devices:
         return "-"
     step = devices[1] - devices[0] if len(devices) > 1 else 1
@@ -25,5 +25,5 @@ def spell_devices(devices: tuple[int, ...], room: int) -> str:
         text = ",".join(map(str, devices))
     if len(text) <= room:
         return text
-    short = f"{len(devices)} dev."
-    return short if len(short) <= room else str(len(devices))[:room]
+    short = f"{devices[0]}.. x{len(devices)}"
+    return short if len(short) <= room else f"x{len(devices)}"

@@ -9,7 +9,8 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 0 auto; p
 h1 { font-size: 1.5rem; margin: .5rem 0 0; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem;
   border-bottom: 1px solid var(--line); } p.lead { margin: .2rem 0 1rem; opacity: .8; }
 nav a { margin-right: 1rem; } .scroll { overflow-x: auto; } .side { display: flex; flex-wrap: wrap; gap: 1.2rem; }
-.side > div { max-width: 100%; overflow-x: auto; }
+.group { display: flex; flex-wrap: wrap; gap: .4rem; max-width: 100%; padding: .3rem; background: var(--faint);
+  border-radius: 4px; } .group > div { max-width: 100%; overflow-x: auto; }
 table { border-collapse: collapse; font-size: .87rem; } th { text-align: left; font-weight: 600; opacity: .75; }
 th, td { padding: .15rem .8rem .15rem 0; border-bottom: 1px solid var(--faint); white-space: nowrap; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; }
@@ -32,9 +33,10 @@ def html_page(title: str, lead: str, sections: Sequence[tuple[str, str]]) -> str
     )
 
 
-def side_by_side(pictures: Sequence[str]) -> str:
-    """SVGs in as many columns as fit."""
-    return '<div class="side">' + "".join(f"<div>{svg}</div>" for svg in pictures) + "</div>"
+def side_by_side(groups: Sequence[Sequence[str]]) -> str:
+    """SVGs in as many columns as fit; those of a group stay together."""
+    drawn = ("".join(f"<div>{svg}</div>" for svg in group) for group in groups)
+    return '<div class="side">' + "".join(f'<div class="group">{group}</div>' for group in drawn) + "</div>"
 
 
 def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
