@@ -136,23 +136,27 @@ def lint_marks(marks: Sequence[Mark], mesh: Mapping[str, int]) -> list[Finding]:
 def lint_written(entries: Sequence[Entry], written: Sequence[Written], mesh: Mapping[str, int]) -> list[Finding]:
     """Collectives of the compiled program that nobody wrote: the compiler put them in to move what did not fit."""
     wrote = {(w.kind, frozenset(w.axes)) for w in written}
-    found: list[Finding] = []
+    inserted: dict[tuple[str, str, str], list[Entry]] = {}
     for entry in entries:
         axes = None if entry.axes is None else frozenset(entry.axes)
-        # A backend may form a reduce-scatter from an all-reduce or the other way round, and a gather from either.
+        # A backend may form a reduce-scatter from an all-reduce, or the other way round.
         kinds = {"all-reduce", "reduce-scatter"} if entry.kind in ("all-reduce", "reduce-scatter") else {entry.kind}
-        if axes is None or any((kind, axes) in wrote for kind in kinds) or not axes:
+        if axes == frozenset() or any((kind, axes) in wrote for kind in kinds):
             continue
+        inserted.setdefault((entry.kind, entry.over, entry.line), []).append(entry)
+    found: list[Finding] = []
+    for (kind, over, line), group in inserted.items():
+        times, payload = sum(e.times for e in group), sum(e.total for e in group)
         found.append(
             Finding(
-                "unexpected", f"{entry.kind} over {entry.over} of {', '.join(entry.arrays)}",
-                f"the compiler inserted it, {entry.times} x {entry.payload} bytes; "
-                f"{entry.op_name.rpartition('/')[2] or 'an operation'} needs its operand laid out otherwise",
+                "unexpected", f"{kind} over {over} of {group[0].arrays[0]}" + (" and others" if len(group) > 1 else ""),
+                f"nobody wrote it: the compiler put it in, {times} x, {payload} bytes in all, to lay a value out as "
+                f"{group[0].op_name.rpartition('/')[2].strip('()') or 'an operation'} needs it",
                 "lay the operands out as the operation needs them, or write the movement down",
-                int(entry.sent), entry.line,
+                int(sum(e.sent for e in group)), line,
             )
         )  # fmt: skip
-    return found
+    return sorted(found, key=lambda f: -f.bytes)
 
 
 _REMAT = re.compile(

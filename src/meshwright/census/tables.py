@@ -1,5 +1,6 @@
 """A census on a terminal."""
 
+import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from meshwright.report.console import spell_bytes, spell_count
 
 _ROWS = 16
 """Rows of the ledger that are printed; the rest is added up."""
+_FINDINGS = 8
+"""Findings that are printed."""
 _BAR = 32
 """Characters of the longest bar."""
 
@@ -29,12 +32,25 @@ def _table(*headings: str, right: Sequence[str] = ()) -> Table:
 
 
 def print_census(console: Console, census: Census) -> None:
-    """All of a census: memory, ledger, FLOPs, findings."""
+    """What was compiled, then all parts of the census."""
     mesh = ",".join(f"{axis}={n}" for axis, n in census.mesh.items() if n > 1) or "one device"
     console.print(
         f"[bold]{census.name}[/] on mesh [bold]{mesh}[/], compiled for {census.device} in {census.seconds:.1f} s "
         f"({census.versions}); every figure is of one device\n"
     )
+    print_parts(console, census)
+
+
+def census_text(census: Census) -> str:
+    """The parts of a census as plain text."""
+    console = Console(file=io.StringIO(), width=120, highlight=False)
+    print_parts(console, census)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def print_parts(console: Console, census: Census) -> None:
+    """Memory, ledger, FLOPs, findings."""
     print_memory(console, census)
     print_ledger(console, census)
     print_flops(console, census)
@@ -133,10 +149,12 @@ def print_findings(console: Console, census: Census) -> None:
         console.print("[bold]lint[/]: nothing to report")
         return
     console.print(f"[bold]lint[/]: {len(census.findings)} finding{'s' if len(census.findings) > 1 else ''}")
-    for f in census.findings:
+    for f in census.findings[:_FINDINGS]:
         where = f" at {f.line}" if f.line else ""
         console.print(f"[bold yellow]{f.kind}[/] {escape(f.subject)}{where} ({spell_bytes(f.bytes)})")
         console.print(f"  because: {escape(f.says)}\n  fix:     {escape(f.fix)}")
+    if len(census.findings) > _FINDINGS:
+        console.print(f"and {len(census.findings) - _FINDINGS} more (--json has all)")
 
 
 def print_changes(console: Console, changes: Sequence[Change], names: tuple[str, str]) -> None:

@@ -92,6 +92,11 @@ class Census:
             "traffic": summarise(self.ledger),
         }  # fmt: skip
 
+    def __str__(self) -> str:
+        from meshwright.census.tables import census_text  # the tables need the census's type
+
+        return census_text(self)
+
     def _repr_html_(self) -> str:
         from meshwright.census.html import census_html  # the page is drawn only where a notebook asks for it
 

@@ -185,7 +185,7 @@ def _print_rows(console: Console, args: Bench, rows: list[Timing] | list[Product
         if isinstance(row, Timing):
             table.add_row(
                 row.kind, row.axis, str(row.devices), spell_bytes(row.bytes), f"{row.seconds * 1e6:,.0f} us",
-                f"{spell_bytes(row.algorithm_bandwidth)}/s", f"{spell_bytes(row.bus_bandwidth)}/s", right,
+                f"{row.algorithm_bandwidth / 1e9:.3g} GB/s", f"{row.bus_bandwidth / 1e9:.3g} GB/s", right,
             )  # fmt: skip
         else:
             shape = f"{row.m} x {row.k} x {row.n}"
