@@ -82,7 +82,7 @@ def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
         assert [row["kind"] for row in csv.DictReader(file)] == [row["kind"] for row in rows]
     assert {row["axis"] for row in rows} == {"fsdp", "tensor"} and all(row["right"] for row in rows)
     assert (out / "calibration.json").exists() and (out / "collectives.svg").exists()
-    assert "FLOP/s" in meshwright("bench", "matmul", "--shapes", "16", "16", "16", "--out", str(out))
+    assert "GFLOP/s" in meshwright("bench", "matmul", "--shapes", "16", "16", "16", "--out", str(out))
     assert "sizes of at least 1" in meshwright("bench", "collectives", "--sizes", "0", "--out", str(out), code=2)
     assert "did you mean 'gather'" in meshwright("bench", "collectives", "--kinds", "gathr", "--out", str(out), code=2)
     assert "it cannot be made" in meshwright("bench", "matmul", "--out", "/proc/none", code=2)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+_LOOSE = "<!-- figures of the machine that wrote this page -->"
 _CELL = re.compile(r"^# %%(.*)\n", re.M)
 
 
@@ -84,8 +85,8 @@ def as_markdown(done: list[tuple[Cell, str, list[str]]]) -> str:
             continue
         parts.append(f"```python\n{cell.source}\n```")
         if printed.strip():
-            kind = "text" if cell.kind == "code" else "text { .loose }"
-            parts.append(f"```{kind}\n{printed.rstrip()}\n```")
+            note = "" if cell.kind == "code" else f"{_LOOSE}\n\n"
+            parts.append(f"{note}```text\n{printed.rstrip()}\n```")
         parts += [f"![a drawing of the above](img/{name})" for name in drawn]
     return "\n\n".join(parts) + "\n"
 

@@ -65,6 +65,7 @@ def plot_timings(timings: Sequence[Timing], file: Path) -> None:
             "a plot", "matplotlib is not installed", "pip install 'meshwright[plot]', or leave --plot out"
         ) from error
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
     from matplotlib import pyplot
 
     axes = list(dict.fromkeys(t.axis for t in timings))

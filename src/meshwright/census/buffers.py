@@ -18,6 +18,10 @@ class Buffer:
     """One value in memory."""
 
     instruction: Instruction
+    home: Computation
+    """Where the instruction stands."""
+    index: Index
+    """Which part of the instruction's result it is."""
     array: Array
     size: int
     offset: int | None
@@ -149,7 +153,7 @@ def buffers_of(module: Module, assignment: Assignment | None) -> list[Buffer]:
                 array = _at(instruction.shape, value.index)
                 if array is not None:
                     start, end = _life(module, clock, home, instruction, value.index)
-                    found.append(Buffer(instruction, array, value.size, value.offset, start, end))
+                    found.append(Buffer(instruction, home, value.index, array, value.size, value.offset, start, end))
         return found
     for name, home in homes.items():
         instruction = home.instructions[name]
@@ -158,7 +162,7 @@ def buffers_of(module: Module, assignment: Assignment | None) -> list[Buffer]:
         for index, array in _leaves(instruction.shape):
             if array.space == 0 and array.bytes and not _is_result(module, home, instruction):
                 start, end = _life(module, clock, home, instruction, index)
-                found.append(Buffer(instruction, array, array.bytes, None, start, end))
+                found.append(Buffer(instruction, home, index, array, array.bytes, None, start, end))
     return found
 
 
@@ -264,6 +268,35 @@ def _flows(
         yield computation, user, at[1:]
     elif _in_place(user, computation) and operand == 0:
         yield computation, user, at
+
+
+def op_names_written_into(module: Module, buffer: Buffer) -> Iterator[str]:
+    """JAX's names of what a loop writes into a buffer that it carries, such as a stack of saved activations."""
+    todo: list[tuple[Computation, Instruction, Index]] = [(buffer.home, buffer.instruction, buffer.index)]
+    for _ in range(20):
+        if not todo:
+            return
+        computation, holder, at = todo.pop()
+        for user in computation.users[holder.name]:
+            for k, operand in enumerate(user.operands):
+                if operand != holder.name:
+                    continue
+                if user.opcode == "while" and at:
+                    body = module.computations[user.attributes["body"].lstrip("%")]
+                    yield from _names_of(module, body, body.root.operands[at[0]])
+                elif user.opcode in ("tuple", "bitcast", "copy"):
+                    todo += [(computation, user, (k, *at) if user.opcode == "tuple" else at)]
+
+
+def _names_of(module: Module, body: Computation, name: str) -> Iterator[str]:
+    """Names of an instruction, of what it fuses, and of its operands' makers."""
+    writer = body.instructions.get(name)
+    if writer is None:
+        return
+    for inner in (module.computations[c] for c in writer.called if c in module.computations):
+        yield from (i.op_name for i in inner.instructions.values())
+    yield writer.op_name
+    yield from (body.instructions[o].op_name for o in writer.operands if o in body.instructions)
 
 
 @dataclasses.dataclass(frozen=True)

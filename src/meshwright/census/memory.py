@@ -4,7 +4,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from meshwright.census.buffers import Assignment, Buffer, buffers_of, peak_of
+from meshwright.census.buffers import Assignment, Buffer, buffers_of, op_names_written_into, peak_of
 from meshwright.census.hlo import Module
 from meshwright.census.scopes import pass_of, plain_path, scopes_of
 
@@ -146,7 +146,10 @@ def _sorter(
             return "saved activations", part
         if step == "update" and spans and not scopes:
             # Unnamed and alive across the turn: where a loop will stack what it saves, or what it sums up.
-            return ("gradients" if gradient else "saved activations"), ""
+            written = next((n for n in op_names_written_into(module, buffer) if scopes_of(n)), "")
+            part = next(iter(scopes_of(written)), "")
+            summed = pass_of(written) == "backward" if written else gradient
+            return ("gradients" if summed else "saved activations"), by_name.get(part, part)
         if gradient and (step == "backward" or GRADIENTS in scopes or instruction.opcode in _REDUCTIONS):
             return "gradients", "" if part == GRADIENTS else part
         if step == "recomputed":

@@ -23,7 +23,7 @@ from meshwright.cli.prepare import SIMULATED, say, start_devices, vocab
 from meshwright.config import MeshShape, Run
 from meshwright.draw.machine import machine_of, parse_machine
 from meshwright.errors import CensusError, ConfigError
-from meshwright.report.console import open_console, spell_bytes, spell_count
+from meshwright.report.console import open_console, spell_bytes
 from meshwright.step import Program, lay_out
 
 
@@ -178,7 +178,7 @@ def _print_rows(console: Console, args: Bench, rows: list[Timing] | list[Product
     table = Table(box=None, pad_edge=False, header_style="dim")
     timed = isinstance(rows[0], Timing)
     left = ("collective", "axis", "devices", "size") if timed else ("type", "m x k x n")
-    for heading in (*left, "median", *(("algorithm", "bus") if timed else ("FLOP/s",)), "result"):
+    for heading in (*left, "median", *(("algorithm", "bus") if timed else ("rate",)), "result"):
         table.add_column(heading, justify="left" if heading in left[:2] else "right")
     for row in rows:
         right = "right" if row.right else "WRONG"
@@ -189,6 +189,8 @@ def _print_rows(console: Console, args: Bench, rows: list[Timing] | list[Product
             )  # fmt: skip
         else:
             shape = f"{row.m} x {row.k} x {row.n}"
-            table.add_row(row.dtype, shape, f"{row.seconds * 1e6:,.0f} us", spell_count(row.flops_per_second), right)
+            table.add_row(
+                row.dtype, shape, f"{row.seconds * 1e6:,.0f} us", f"{row.flops_per_second / 1e9:.3g} GFLOP/s", right
+            )
     console.print(table)
     console.print(f"\nwritten to {args.out}, and kept as calibration for plans")
