@@ -63,7 +63,7 @@ def test_a_real_array_and_one_on_a_single_device(mesh: Mesh) -> None:
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.data())
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_every_device_holds_one_block_of_any_layout(degrees: list[int], data: st.DataObject) -> None:
     mesh = {f"axis{i}": n for i, n in enumerate(degrees)}
     rank = data.draw(st.integers(1, 4))

@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from programs import AXES, PROGRAMS, Counts, F, T
@@ -161,6 +161,7 @@ def test_the_three_spellings_of_groups(text: str, axes: tuple[str, ...] | None) 
     assert axes_of_groups(expand(text, 8), AXES) == axes
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
 def test_groups_of_any_axes_are_found_again(degrees: list[int], data: st.DataObject) -> None:
     mesh = {f"axis{i}": n for i, n in enumerate(degrees)}

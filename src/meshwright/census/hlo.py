@@ -1,6 +1,6 @@
 """The text of a compiled program, parsed: what `compiled.as_text()` gives on CPU, GPU and TPU.
 
-XLA prints one instruction a line, inside computations (https://openxla.org/xla/operation_semantics). Text is read
+XLA prints one instruction a line, inside computations (OpenXLA, "Operation semantics"). Text is read
 rather than JAX's private objects because it is the same for programs of any backend, live or saved to a file, and
 because `jaxlib._hlo` ends the process on some TPU programs.
 """

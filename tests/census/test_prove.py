@@ -1,0 +1,91 @@
+"""`meshwright prove` as a person types it: what it prints, writes, compares and refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from test_cli import SMALL, meshwright
+
+PROVE = ["prove", "tiny", "--mesh", "data=2,fsdp=2,tensor=2", *SMALL]
+
+
+@pytest.fixture(scope="module")
+def proved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One proof that wrote all its files."""
+    out = tmp_path_factory.mktemp("proof")
+    printed = meshwright(
+        *PROVE, "--save", str(out / "census.json"), "--save-budget", str(out / "budget.toml"),
+        "--hlo", str(out / "step.hlo"), "--html", str(out / "page.html"),
+        "--measure", "2", "--profile", str(out / "memory.prof"),
+    )  # fmt: skip
+    (out / "printed.txt").write_text(printed)
+    return out
+
+
+def test_it_prints_and_writes(proved: Path) -> None:
+    printed = (proved / "printed.txt").read_text()
+    for part in (
+        "at the peak",
+        "saved activations",
+        "all-gather",
+        "llama.py:",
+        "2 D F a matrix",
+        "lint: ",
+        "live between",
+    ):
+        assert part in printed
+    assert "the census says its devices hold" in printed
+    assert (proved / "step.hlo").read_text().startswith("HloModule")
+    assert (proved / "memory.prof").stat().st_size > 0
+    told = json.loads((proved / "census.json").read_text())
+    assert sum(told["memory"]["categories"].values()) == told["memory"]["peak"]
+    assert {"kind", "axes", "payload", "times", "total", "sent", "line", "tensor"} <= set(told["ledger"][0])
+    assert told["mesh"]["fsdp"] == 2 and told["flops"]["compiled"] > 0
+
+
+def test_its_own_budget_holds_and_a_smaller_one_does_not(proved: Path, tmp_path: Path) -> None:
+    budget = (proved / "budget.toml").read_text()
+    meshwright(*PROVE, "--budget", str(proved / "budget.toml"))
+    small = tmp_path / "small.toml"
+    small.write_text(budget.replace("peak_bytes = ", "peak_bytes = 1 # ").replace("[sent]", "[sent]\ntensor = 10"))
+    says = meshwright(*PROVE, "--budget", str(small), code=6)
+    assert "over budget peak memory" in says and "over budget sent: tensor" in says
+    small.write_text("peak_byte = 1")
+    assert "did you mean 'peak_bytes'?" in meshwright(*PROVE, "--budget", str(small), code=6)
+    small.write_text("peak_bytes 1")
+    assert "it is no TOML" in meshwright(*PROVE, "--budget", str(small), code=6)
+
+
+def test_two_meshes_and_two_commits(proved: Path, tmp_path: Path) -> None:
+    meshes = meshwright(*PROVE, "--against", "fsdp=8")
+    assert "all-gather over tensor" in meshes and "parameters" in meshes
+    same = meshwright(*PROVE, "--against", str(proved / "census.json"))
+    peak = next(line for line in same.splitlines() if line.strip().startswith("peak"))
+    assert peak.split()[-1] == "1.00"
+    broken = tmp_path / "broken.json"
+    broken.write_text("{}")
+    assert "it is no census" in meshwright(*PROVE, "--against", str(broken), code=6)
+    assert "it cannot be read" in meshwright(*PROVE, "--against", str(tmp_path / "none.json"), code=6)
+    assert "did you mean 'tensor'?" in meshwright(*PROVE, "--against", "tensr=2", code=2)
+
+
+def test_json_and_the_evaluation_step() -> None:
+    told = json.loads(meshwright(*PROVE, "--step", "evaluate", "--json"))
+    assert told["name"] == "evaluation step" and "gradients" not in told["memory"]["categories"]
+
+
+@pytest.mark.parametrize("flag", ["--hlo", "--save", "--html", "--save-budget"])
+def test_a_file_that_cannot_be_written(flag: str) -> None:
+    assert "cannot be written" in meshwright(*PROVE, flag, "/proc/none/file", code=2)
+
+
+def test_pictures_on_the_command_line(tmp_path: Path) -> None:
+    words = ["show", "llama3-8b", "--mesh", "fsdp=4,tensor=2"]
+    drawn = meshwright(*words, "--draw", "blocks.query", "--machine", "gpu:2x4", "--svg", str(tmp_path / "drawn"))
+    assert "blocks.query, in use[L, D, N/tensor, H]" in drawn and "tensor=2: within a node" in drawn
+    assert {p.name for p in (tmp_path / "drawn").iterdir()} == {
+        "mesh.svg", "blocks.query.svg", "blocks.query-in-use.svg", "batch.svg",
+    }  # fmt: skip
+    assert "did you mean 'blocks.query'?" in meshwright(*words, "--draw", "blocks.qury", code=2)
+    assert "4 * 4 = 16" in meshwright(*words, "--machine", "gpu:4x4", code=2)
+    assert "cannot be written" in meshwright(*words, "--html", "/proc/none", code=2)
