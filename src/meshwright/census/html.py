@@ -23,9 +23,8 @@ def census_sections(census: Census) -> list[tuple[str, str]]:
 
 def census_html(census: Census) -> str:
     """All parts below each other, for a notebook."""
-    from meshwright.draw.page import html_page
-
-    return html_page(census.name, lead(census), census_sections(census))
+    parts = "".join(f"<h4>{escape(heading)}</h4>{body}" for heading, body in census_sections(census))
+    return f"<p>{escape(lead(census))}; every figure is of one device</p>{parts}"
 
 
 def lead(census: Census) -> str:

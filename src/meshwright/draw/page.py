@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 
 _STYLE = """
-:root { color-scheme: light dark; --line: #8885; --faint: #8881; --bar: #4a7fb5; --bad: #c0392b; }
+:root { color-scheme: light dark; --line: #8885; --faint: #8881; --bad: #c0392b; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 0 auto; padding: 1rem; }
 h1 { font-size: 1.5rem; margin: .5rem 0 0; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem;
   border-bottom: 1px solid var(--line); } p.lead { margin: .2rem 0 1rem; opacity: .8; }
@@ -14,7 +14,6 @@ nav a { margin-right: 1rem; } .scroll { overflow-x: auto; } .side { display: fle
 table { border-collapse: collapse; font-size: .87rem; } th { text-align: left; font-weight: 600; opacity: .75; }
 th, td { padding: .15rem .8rem .15rem 0; border-bottom: 1px solid var(--faint); white-space: nowrap; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; }
-.bar { background: var(--bar); height: .8rem; min-width: 2px; border-radius: 2px; }
 .finding { border-left: 4px solid var(--bad); padding: .2rem .8rem; margin: .6rem 0; }
 code { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: .92em; }
 """
@@ -56,4 +55,6 @@ def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: 
 
 def bar(share: float) -> str:
     """A horizontal bar of `share` of 20 rem."""
-    return f'<div class="bar" style="width:{max(0.0, share) * 20:.2f}rem"></div>'
+    # Styled in place: a notebook shows it outside of the page.
+    look = "background:#4a7fb5;height:.8rem;min-width:2px;border-radius:2px"
+    return f'<div style="{look};width:{max(0.0, share) * 20:.2f}rem"></div>'
