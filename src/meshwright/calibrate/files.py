@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import importlib.util
 import json
 import time
 from collections.abc import Sequence
@@ -56,14 +57,18 @@ def read_calibration(file: Path) -> dict[str, Any]:
     return told
 
 
-def plot_timings(timings: Sequence[Timing], file: Path) -> None:
-    """Bus bandwidth over size, a line for each kind, a panel for each axis. Raises ConfigError without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError as error:
+def require_plotting() -> None:
+    """Raises ConfigError where matplotlib is not installed: asked before anything is timed."""
+    if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
             "a plot", "matplotlib is not installed", "pip install 'meshwright[plot]', or leave --plot out"
-        ) from error
+        )
+
+
+def plot_timings(timings: Sequence[Timing], file: Path) -> None:
+    """Bus bandwidth over size, a line for each kind, a panel for each axis."""
+    import matplotlib
+
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
     from matplotlib import pyplot

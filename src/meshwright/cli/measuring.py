@@ -11,7 +11,7 @@ from rich.table import Table
 
 from meshwright import mesh, show
 from meshwright.calibrate.collectives import KINDS, Product, Timing, time_collectives, time_products
-from meshwright.calibrate.files import calibration_file, plot_timings, write_calibration, write_rows
+from meshwright.calibrate.files import calibration_file, plot_timings, require_plotting, write_calibration, write_rows
 from meshwright.census.budget import check_budget, read_budget, write_budget
 from meshwright.census.compare import compare, read_census
 from meshwright.census.html import census_sections
@@ -153,6 +153,8 @@ def run_bench(args: Bench) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {args.out}", f"it cannot be made: {error.strerror}", "another folder") from error
+    if args.plot:
+        require_plotting()
     rows: list[Any]
     if args.what == "collectives":
         shape = shape or mesh.default_shape(_at_hand())
