@@ -7,6 +7,7 @@ because `jaxlib._hlo` ends the process on some TPU programs.
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Iterator
 
@@ -30,10 +31,7 @@ class Array:
 
     @property
     def elements(self) -> int:
-        product = 1
-        for n in self.dims:
-            product *= n
-        return product
+        return math.prod(self.dims)
 
     @property
     def bytes(self) -> int:
@@ -236,11 +234,8 @@ class Module:
     @property
     def partitions(self) -> int:
         """Devices that run it together."""
-        found = {key: re.search(rf"\b{key}=(\d+)", self.header) for key in ("num_partitions", "replica_count")}
-        product = 1
-        for match in found.values():
-            product *= int(match[1]) if match else 1
-        return product
+        found = [re.search(rf"\b{key}=(\d+)", self.header) for key in ("num_partitions", "replica_count")]
+        return math.prod(int(match[1]) for match in found if match)
 
     def stack(self, instruction: Instruction) -> tuple[Frame, ...]:
         """The Python lines that made it, innermost first; empty where the program does not say."""

@@ -1,6 +1,7 @@
 """What is wrong with a compiled program, and what to change."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -60,11 +61,7 @@ def _alive(parts: tuple[tuple[str, ...], ...], mesh: Mapping[str, int]) -> tuple
 
 
 def _ways(parts: Iterable[tuple[str, ...]], mesh: Mapping[str, int]) -> int:
-    product = 1
-    for axes in parts:
-        for axis in axes:
-            product *= mesh.get(axis, 1)
-    return product
+    return math.prod(mesh.get(axis, 1) for axes in parts for axis in axes)
 
 
 def lint_layouts(
@@ -105,9 +102,7 @@ def lint_marks(marks: Sequence[Mark], mesh: Mapping[str, int]) -> list[Finding]:
     found: list[Finding] = []
     for m in marks:
         spec = m.compiled.spec if isinstance(m.compiled, NamedSharding) else None
-        size = m.itemsize
-        for n in m.shape:
-            size *= n
+        size = m.itemsize * math.prod(m.shape)
         ways, wanted = _ways(_split(spec), mesh), _ways(_split(m.declared), mesh)
         if _alive(_split(spec), mesh) != _alive(_split(m.declared), mesh):
             kind = "replicated" if ways == 1 and wanted > 1 else "layout"
@@ -174,9 +169,7 @@ def lint_rematerialisation(module: Module, warnings: Sequence[str]) -> list[Find
         tiles = re.match(r"devices=\[([\d,]+)\]", match[1])
         local = parse_shape(match[4])
         dims = getattr(local, "dims", ())
-        ways = 1
-        for n in ([int(n) for n in tiles[1].split(",")] if tiles else [])[: len(dims)]:
-            ways *= n
+        ways = math.prod([int(n) for n in tiles[1].split(",")][: len(dims)]) if tiles else 1
         size = getattr(local, "bytes", 0) * ways
         name = re.search(r'op_name="([^"]*)"', text)
         found.append(

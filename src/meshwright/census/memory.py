@@ -1,6 +1,7 @@
 """Bytes on one device by category and by module, adding up to the compiler's own figures."""
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -120,9 +121,9 @@ def _sorter(
     turns = (b.start for b in buffers if b.array.elements > 1 and _turns(b.instruction.op_name))
     first_backward = min(turns, default=None)
     parameters = [a for a in arguments if a.role == "parameters"]
-    sizes = {_product(shape) for a in parameters for shape in (a.shape, a.local)}
+    sizes = {math.prod(shape) for a in parameters for shape in (a.shape, a.local)}
     # One layer of a stack, whole or split.
-    sizes |= {_product(shape[1:]) for a in parameters for shape in (a.shape, a.local) if len(shape) > 1}
+    sizes |= {math.prod(shape[1:]) for a in parameters for shape in (a.shape, a.local) if len(shape) > 1}
     sizes -= {1}
     roles = {a.path: a.role for a in arguments}
     # A parameter's scope is its path without the name of the argument that holds all of them.
@@ -173,10 +174,3 @@ def _turns(op_name: str) -> bool:
 def _tail(path: str, part: str) -> str:
     """`state.params.blocks.query` -> `blocks.query`."""
     return path[path.index(f".{part}") + 1 :]
-
-
-def _product(shape: Sequence[int]) -> int:
-    product = 1
-    for n in shape:
-        product *= n
-    return product

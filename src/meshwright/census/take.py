@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,7 @@ def take_census(
     findings += lint_host(program.module)
     device = _device(program.executable)
     if device.startswith("TPU"):
-        sizes = {a.path: a.bytes // max(1, _product(a.local)) for a in given}
+        sizes = {a.path: a.bytes // max(1, math.prod(a.local)) for a in given}
         findings += lint_tiles([a for a in given if a.role == "parameters"], sizes)
     analysis = program.analysis
     flops = Flops(
@@ -157,13 +158,6 @@ def take_census(
     return Census(
         title, found, device, tuple(entries), memory, flops, tuple(findings), program.seconds, versions, program.text
     )
-
-
-def _product(shape: Sequence[int]) -> int:
-    product = 1
-    for n in shape:
-        product *= n
-    return product
 
 
 def _device(executable: Any) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from typing import Any
 
@@ -43,9 +44,7 @@ def _read(jaxpr: Any, times: int, mesh: dict[str, int], found: dict[Any, Counter
             axes = tuple(axis for axis in mesh if axis in named and mesh[axis] > 1)
             if not axes:
                 continue
-            size = 1
-            for axis in axes:
-                size *= mesh[axis]
+            size = math.prod(mesh[axis] for axis in axes)
             payload = sum(v.aval.size * v.aval.dtype.itemsize for v in equation.invars if hasattr(v.aval, "dtype"))
             count = found.setdefault((kind, axes), Counter())
             count["times"] += times
