@@ -22,9 +22,6 @@ class Place:
     """The instructions through which it is reached, outermost first."""
 
 
-_REACHED = frozenset({"body", "condition", "calls", "to_apply", "true_computation", "false_computation"})
-
-
 def walk(module: Module) -> Iterator[Place]:
     """The entry computation and all that it runs, fusions' bodies included; each place once."""
     yield from _walk(module, Place(module.entry, 1, True, False, ()))

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import jax
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -90,7 +91,7 @@ def run_prove(args: Prove) -> int:
     budget = read_budget(args.budget) if args.budget else None
     size = args.run.mesh.size if args.run.mesh else SIMULATED
     start_devices(max(size, other.size if other else 1), args.run)
-    shape = args.run.mesh or mesh.default_shape(min(size, _at_hand()))
+    shape = args.run.mesh or mesh.default_shape(min(size, jax.device_count()))
     program, census = _census(args, shape)
     if args.json:
         say(census.to_json(), True, lambda: None)
@@ -108,12 +109,6 @@ def run_prove(args: Prove) -> int:
     excess = check_budget(census, budget) if budget is not None else []
     print_excess(console, excess)
     return CensusError.exit_code if excess else 0
-
-
-def _at_hand() -> int:
-    import jax
-
-    return jax.device_count()
 
 
 def _census(args: Prove, shape: MeshShape) -> tuple[Program, Census]:
@@ -157,7 +152,7 @@ def run_bench(args: Bench) -> int:
         require_plotting()
     rows: list[Any]
     if args.what == "collectives":
-        shape = shape or mesh.default_shape(_at_hand())
+        shape = shape or mesh.default_shape(jax.device_count())
         rows = list(time_collectives(mesh.build_mesh(shape), args.kinds, args.sizes))
         write_calibration(args.out / "calibration.json", collectives=rows, mesh=str(shape))
         write_calibration(calibration_file(mesh.default_cache()), collectives=rows, mesh=str(shape))
