@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from meshwright.kernels.attention import attention
+from meshwright.kernels import attention as kernel
+from meshwright.kernels.attention import positions_of
+
+
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, segments: np.ndarray, *, window: int | None) -> np.ndarray:
+    whole = positions_of(segments)
+    return np.asarray(kernel.attention(q, k, v, whole, whole, window=window))
 
 
 def draw(heads: int, kv_heads: int, seq: int = 12) -> tuple[np.ndarray, ...]:

@@ -96,7 +96,7 @@ def build(layout):
 
         def one(total, part):
             rows, x, labels = part
-            drop = Dropout(0.1, dropout_key(42, step), rows)
+            drop = Dropout(0.1, dropout_key(42, step), rows, jnp.arange(1))
             grads, metrics = jax.grad(loss, has_aux=True)(params, x, labels, drop)
             return jax.tree.map(jnp.add, total, (grads, metrics)), None
 

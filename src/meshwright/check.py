@@ -8,9 +8,9 @@ from meshwright.errors import ConfigError, divisors
 from meshwright.families import find_family
 from meshwright.families.family import vocab_of
 from meshwright.layouts import BATCH_AXES, find_layout
-from meshwright.params import Tree, placements
+from meshwright.params import Tree, named, placements
 
-_RUNNING = ("data", "fsdp", "tensor")
+_RUNNING = ("data", "fsdp", "tensor", "context")
 
 
 def fit_to_mesh(run: Run, shape: MeshShape) -> Run:
@@ -24,8 +24,25 @@ def fit_to_mesh(run: Run, shape: MeshShape) -> Run:
     _check_numbers(run)
     multiple = math.lcm(run.model.vocab_multiple, shape.tensor)
     fitted = dataclasses.replace(run, mesh=shape, model=dataclasses.replace(run.model, vocab_multiple=multiple))
-    describe(fitted)
+    params, _ = describe(fitted)
+    _check_heads(fitted, shape, params)
     return fitted
+
+
+def _check_heads(run: Run, shape: MeshShape, params: Tree) -> None:
+    """Heads are exchanged for positions: every device needs some of each kind."""
+    if shape.context == 1 or run.training.context != "all_to_all":
+        return
+    sizes = {letter: n for p in named(params).values() for letter, n in zip(p.dims, p.shape, strict=True)}
+    letter = "K" if "K" in sizes else "N"
+    local = sizes[letter] // shape.tensor
+    if local % shape.context:
+        raise ConfigError(
+            f"training.context all_to_all on {shape}",
+            f"it gives each device some of the {letter}={sizes[letter]} heads; over tensor={shape.tensor} there are "
+            f"{local} = {local // shape.context} * {shape.context} + {local % shape.context}",
+            f"context of {', '.join(map(str, divisors(local)))}, or --training.context ring",
+        )
 
 
 def describe(run: Run) -> tuple[Tree, Tree]:
@@ -60,13 +77,18 @@ def _check_batch(run: Run, shape: MeshShape) -> None:
 
 def _check_sequence(run: Run, shape: MeshShape) -> None:
     seq = run.training.seq
-    if seq < 1 or seq % shape.tensor:
+    # A ring gives each device one piece from the front and one from the back.
+    pieces = 2 * shape.context if shape.context > 1 and run.training.context == "ring" else shape.context
+    parts = math.lcm(pieces, shape.context * shape.tensor)
+    if seq < 1 or seq % parts:
         legal = ", ".join(str(d) for d in divisors(max(seq, 1)) if d <= 64)
+        axes = f"tensor={shape.tensor}" + (f", context={shape.context}" if shape.context > 1 else "")
         raise ConfigError(
-            f"sequences of {seq} tokens on tensor={shape.tensor}",
-            f"between blocks the sequence is split over tensor, and {seq} = {seq // shape.tensor} * {shape.tensor}"
-            f" + {seq % shape.tensor}",
-            f"--seq {(seq // shape.tensor + 1) * shape.tensor}, or tensor of {legal}",
+            f"sequences of {seq} tokens on {axes}",
+            f"between blocks the sequence is split into {parts}, and {seq} = {seq // parts} * {parts} + {seq % parts}",
+            f"--seq {(seq // parts + 1) * parts}, or tensor"
+            + (" * context" if shape.context > 1 else "")
+            + f" of {legal}",
         )
     longest = find_family(run.model).longest(run.model)
     if longest is not None and seq > longest:

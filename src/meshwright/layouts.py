@@ -24,6 +24,9 @@ LAYOUTS: dict[str, Layout] = {
 # The axes over which the batch is split, outermost first.
 BATCH_AXES: tuple[str, ...] = ("data", "fsdp")
 
+# The axes over which tokens are split: sums over all tokens go over these.
+TOKEN_AXES: tuple[str, ...] = (*BATCH_AXES, "context")
+
 
 def find_layout(name: str) -> Layout:
     """The layout called `name`. Raises ConfigError with the nearest name."""

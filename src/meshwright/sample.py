@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from meshwright.blocks.dropout import Dropout
+from meshwright.blocks.context import CONTEXT, build_attend, own_places
+from meshwright.blocks.dropout import no_dropout
 from meshwright.collectives import gather
 from meshwright.config import MeshShape
 from meshwright.families import find_family
@@ -31,11 +32,15 @@ def build_next_logits(program: Program) -> Callable[[Tree, jax.Array, jax.Array]
     family = find_family(run.model)
 
     def next_logits(params: Tree, tokens_BT: jax.Array, at: jax.Array) -> jax.Array:
-        positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-        text = Text(tokens_BT, positions_BT, jnp.zeros_like(tokens_BT))
-        off = Dropout(0.0, jnp.zeros((2,), jnp.uint32), jnp.zeros((), jnp.uint32))
-        x_BTD, table_VD = family.forward(run.model, params, text, use, off, layers)
-        x_BD = jax.lax.dynamic_index_in_dim(x_BTD, at, 1, keepdims=False)
+        strategy, seq = run.training.context, tokens_BT.shape[1]
+        attend = build_attend(strategy, jnp.zeros_like(tokens_BT))
+        places_T = own_places(strategy, seq)
+        positions_BT = jnp.broadcast_to(places_T, (tokens_BT.shape[0], len(places_T)))
+        text = Text(tokens_BT[:, places_T], positions_BT)
+        x_BTD, table_VD = family.forward(run.model, params, text, use, no_dropout(), attend, layers)
+        # Every device has its own positions; the one after which the next token comes is found among all of them.
+        held = gather(places_T, CONTEXT, 0)
+        x_BD = jax.lax.dynamic_index_in_dim(gather(x_BTD, CONTEXT, 1), jnp.argmax(held == at), 1, keepdims=False)
         logits_BV = jnp.einsum("bd,vd->bv", x_BD, table_VD, preferred_element_type=jnp.float32)
         return gather(gather(logits_BV, ("tensor",), 1), BATCH_AXES, 0)[:, : vocab_of(run.model)]
 

@@ -15,7 +15,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.blocks.dropout import Dropout, dropout_key
+from meshwright.blocks.context import build_attend, own_places
+from meshwright.blocks.dropout import Dropout, dropout_key, no_dropout
 from meshwright.check import describe, fit_to_mesh
 from meshwright.collectives import position, reduce_scatter, reduce_sum, sum_gradients
 from meshwright.config import MeshShape, Run
@@ -24,7 +25,7 @@ from meshwright.errors import TrainingError
 from meshwright.families import find_family
 from meshwright.families.family import Text, vocab_of
 from meshwright.layout import Placements, axes_of, to_spec
-from meshwright.layouts import BATCH_AXES
+from meshwright.layouts import BATCH_AXES, TOKEN_AXES
 from meshwright.loss import chunk_tokens, token_losses
 from meshwright.memory import over_layers
 from meshwright.optimizers import build_optimizer, build_schedule, state_placements
@@ -108,7 +109,8 @@ def lay_out(run: Run, mesh: Mesh) -> Program:
 def _sums(program: Program) -> Callable[..., tuple[jax.Array, Metrics]]:
     """`(params, text, targets, weights, dropout, total) -> (loss, metrics)` on one device's part of the batch.
 
-    The loss is this device's share: the sum over the axes of the batch is the mean over `total` weights.
+    The batch has whole sequences; with `context` each device takes its own positions of them. The loss is this
+    device's share: the sum over the axes of tokens is the mean over `total` weights.
     """
     run = program.run
     training, family = run.training, find_family(run.model)
@@ -121,8 +123,12 @@ def _sums(program: Program) -> Callable[..., tuple[jax.Array, Metrics]]:
     layers = functools.partial(over_layers, remat=training.remat, unroll=training.unroll)
 
     def sums(params: Tree, batch: Batch, drop: Dropout, total: jax.Array) -> tuple[jax.Array, Metrics]:
-        text = Text(batch.inputs, batch.positions, batch.segments)
-        x_BTD, table_VD = family.forward(run.model, params, text, use, drop, layers)
+        attend = build_attend(training.context, batch.segments)
+        if jax.lax.axis_size("context") > 1:
+            places_T = own_places(training.context, batch.inputs.shape[1])
+            batch = jax.tree.map(lambda field: field[:, places_T], batch)
+        text = Text(batch.inputs, batch.positions)
+        x_BTD, table_VD = family.forward(run.model, params, text, use, drop, attend, layers)
         x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
         chunk = chunk_tokens(x_TD.shape[0], table_VD.shape[0], training.logits_mib)
         with jax.named_scope("unembedding"):
@@ -152,7 +158,7 @@ def build_gradients(program: Program) -> Callable[[Tree, jax.Array, Batch], tupl
         total = jnp.maximum(reduce_sum(batch.weights.sum(), BATCH_AXES), 1e-9)
 
         def one(rows_B: jax.Array, batch: Batch) -> tuple[Tree, Metrics]:
-            drop = Dropout(training.dropout, key, rows_B)
+            drop = Dropout(training.dropout, key, rows_B, own_places(training.context, training.seq))
             return jax.grad(sums, has_aux=True)(params, batch, drop, total)
 
         if training.microbatches == 1:
@@ -189,9 +195,9 @@ def build_gradients(program: Program) -> Callable[[Tree, jax.Array, Batch], tupl
             jnp.sum(jnp.square(g.astype(jnp.float32))) * (shape.over(axes_of(where.optimizer)) / shape.size)
             for g, where in zip(jax.tree.leaves(grads), _leaves(placed, grads), strict=True)
         )
-        # The loss is whole over `tensor`, so its sums count over the axes of the batch alone.
+        # The loss is whole over `tensor`, so its sums count over the axes of tokens alone.
         norm = jnp.sqrt(reduce_sum(jnp.asarray(squares), tuple(AXES)))
-        metrics = reduce_sum(metrics, BATCH_AXES)
+        metrics = reduce_sum(metrics, TOKEN_AXES)
         if run.optimizer.clip:
             scale = jnp.minimum(1.0, run.optimizer.clip / jnp.maximum(norm, 1e-16))
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
@@ -280,8 +286,7 @@ def build_eval_step(program: Program) -> Callable[[Tree, Batch], Metrics]:
     sums = _sums(program)
 
     def evaluate(params: Tree, batch: Batch) -> Metrics:
-        off = Dropout(0.0, jnp.zeros((2,), jnp.uint32), jnp.zeros((), jnp.uint32))
-        return reduce_sum(sums(params, batch, off, jnp.ones(()))[1], BATCH_AXES)
+        return reduce_sum(sums(params, batch, no_dropout(), jnp.ones(()))[1], TOKEN_AXES)
 
     return jax.jit(
         jax.shard_map(

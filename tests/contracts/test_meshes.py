@@ -14,6 +14,7 @@ MESHES = [
     ("fsdp", "tensor=8"),
     ("fsdp", "fsdp=4,tensor=2"),
     ("fsdp", "data=2,fsdp=2,tensor=2"),
+    ("fsdp", "fsdp=2,context=2,tensor=2"),
     ("zero1", "data=8"),
     ("zero1", "data=2,fsdp=2,tensor=2"),
 ]
@@ -33,6 +34,21 @@ def test_same_numbers_as_one_device(family: str, layout: str, mesh: str) -> None
     for a, b in zip(jax.tree.leaves(many.initial), jax.tree.leaves(one.initial), strict=True):
         np.testing.assert_array_equal(a, b)
     np.testing.assert_allclose(many.losses, one.losses, rtol=1e-5)
+    assert largest_difference(many.gradients, one.gradients) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "strategy"),
+    [
+        ("qwen-like", "data=2,context=4", "gather"),
+        ("qwen-like", "data=2,context=4", "all_to_all"),
+        ("gpt2", "context=8", "ring"),
+    ],
+)
+def test_every_way_to_split_the_sequence(family: str, mesh: str, strategy: str) -> None:
+    one = alone(family)
+    many = train(tiny_run(MODELS[family], mesh, context=strategy, microbatches=2), 5)
+    np.testing.assert_allclose(many.losses, one.losses[:5], rtol=1e-5)
     assert largest_difference(many.gradients, one.gradients) < 1e-5
 
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import jax
 
+from meshwright.blocks.context import Attend
 from meshwright.blocks.dropout import Dropout
 from meshwright.config import Model
 from meshwright.errors import ConfigError
@@ -22,13 +23,11 @@ class OverLayers(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """What the model reads: each [B, T], int32."""
+    """What the model reads: each [B, T/context], int32."""
 
     tokens: jax.Array
     positions: jax.Array
     """Place within the document."""
-    segments: jax.Array
-    """Document within the sequence."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Family:
 
     config: type[Model]
     params: Callable[[Any], Tree]
-    forward: Callable[[Any, Tree, Text, Use, Dropout, OverLayers], tuple[jax.Array, jax.Array]]
+    forward: Callable[[Any, Tree, Text, Use, Dropout, Attend, OverLayers], tuple[jax.Array, jax.Array]]
     flops: Callable[[Any, int], dict[str, float]]
     longest: Callable[[Any], int | None]
     """Positions the model has; None where there is no limit."""

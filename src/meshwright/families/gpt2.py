@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import jax
 
+from meshwright.blocks.context import Attend
 from meshwright.blocks.dropout import Dropout
 from meshwright.blocks.embed import embed
 from meshwright.blocks.linear import linear
@@ -18,7 +19,6 @@ from meshwright.blocks.norm import layer_norm
 from meshwright.collectives import enter_tensor, leave_tensor, own_block
 from meshwright.config import Model
 from meshwright.families.family import Family, OverLayers, Text, head_size, padded_vocab, vocab_of
-from meshwright.kernels.attention import attention
 from meshwright.memory import PROJECTION, save_as
 from meshwright.params import Param, Tree, Use
 
@@ -72,7 +72,7 @@ def params(c: Gpt2) -> Tree:
 
 
 def forward(
-    c: Gpt2, held: Tree, text: Text, use: Use, drop: Dropout, over_layers: OverLayers
+    c: Gpt2, held: Tree, text: Text, use: Use, drop: Dropout, attend: Attend, over_layers: OverLayers
 ) -> tuple[jax.Array, jax.Array]:
     """Hidden states [B, T, D] and the unembedding [V/tensor, D]."""
     table_VD = use(held["embed"], "embed")
@@ -89,7 +89,7 @@ def forward(
                 save_as(_biased(linear(h_BTD, w[name]), w.get(f"{name}_bias")), PROJECTION)
                 for name in ("query", "key", "value")
             )
-            attended_BTNH = save_as(attention(q_BTNH, k_BTNH, v_BTNH, text.segments, window=None), PROJECTION)
+            attended_BTNH = save_as(attend(q_BTNH, k_BTNH, v_BTNH, window=None), PROJECTION)
             y_BTD = leave_tensor(linear(attended_BTNH, w["attention_out"], contract=2), 1)
             x_BTD = x_BTD + drop(_biased(y_BTD, w.get("attention_out_bias")), 2 * layer + 1)
         with jax.named_scope("feed-forward"):

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import jax
 
+from meshwright.blocks.context import Attend
 from meshwright.blocks.dropout import Dropout
 from meshwright.blocks.embed import embed
 from meshwright.blocks.linear import linear
@@ -20,7 +21,6 @@ from meshwright.blocks.rotary import RopeScaling, angles, frequencies, rotate
 from meshwright.collectives import enter_tensor, leave_tensor
 from meshwright.config import Model
 from meshwright.families.family import Family, OverLayers, Text, head_size, padded_vocab, vocab_of
-from meshwright.kernels.attention import attention
 from meshwright.memory import PROJECTION, save_as
 from meshwright.params import Param, Tree, Use
 
@@ -88,7 +88,7 @@ def params(c: Llama) -> Tree:
 
 
 def forward(
-    c: Llama, held: Tree, text: Text, use: Use, drop: Dropout, over_layers: OverLayers
+    c: Llama, held: Tree, text: Text, use: Use, drop: Dropout, attend: Attend, over_layers: OverLayers
 ) -> tuple[jax.Array, jax.Array]:
     """Hidden states [B, T, D] and the unembedding [V/tensor, D]."""
     cos_sin = angles(text.positions, frequencies(c.head, c.theta, c.rope_scaling))
@@ -100,7 +100,7 @@ def forward(
         w = use(held, "blocks")
         with jax.named_scope("attention"):
             h_BTD = enter_tensor(rms_norm(x_BTD, w["attention_norm"], c.norm_epsilon), 1)
-            attended_BTNH = _attend(c, h_BTD, w, text.segments, cos_sin)
+            attended_BTNH = _attend(c, h_BTD, w, attend, cos_sin)
             y_BTD = leave_tensor(linear(attended_BTNH, w["attention_out"], contract=2), 1)
             x_BTD = x_BTD + drop(y_BTD, 2 * layer + 1)
         with jax.named_scope("feed-forward"):
@@ -118,7 +118,7 @@ def forward(
 
 
 def _attend(
-    c: Llama, h_BTD: jax.Array, w: dict[str, Any], segments_BT: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
+    c: Llama, h_BTD: jax.Array, w: dict[str, Any], attend: Attend, cos_sin: tuple[jax.Array, jax.Array]
 ) -> jax.Array:
     q_BTNH, k_BTKH, v_BTKH = (linear(h_BTD, w[name]) for name in ("query", "key", "value"))
     if c.qkv_bias == "learned":
@@ -128,7 +128,7 @@ def _attend(
         q_BTNH, k_BTKH = norm(q_BTNH, w["query_norm"]), norm(k_BTKH, w["key_norm"])
     q_BTNH, k_BTKH = rotate(q_BTNH, cos_sin), rotate(k_BTKH, cos_sin)
     q_BTNH, k_BTKH, v_BTKH = (save_as(x, PROJECTION) for x in (q_BTNH, k_BTKH, v_BTKH))
-    return save_as(attention(q_BTNH, k_BTKH, v_BTKH, segments_BT, window=c.window), PROJECTION)
+    return save_as(attend(q_BTNH, k_BTKH, v_BTKH, window=c.window), PROJECTION)
 
 
 def flops(c: Llama, seq: int) -> dict[str, float]:

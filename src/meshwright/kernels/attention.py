@@ -1,4 +1,6 @@
-"""Attention: one function, whatever the hardware."""
+"""Attention on one device: one function, whatever the hardware."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -6,12 +8,26 @@ import jax.numpy as jnp
 from meshwright.memory import SCORES, save_as
 
 
+@dataclasses.dataclass(frozen=True)
+class Positions:
+    """Where the positions of some queries or keys stand."""
+
+    segments_BT: jax.Array
+    """Document of each; positions of different documents do not see each other."""
+    places_T: jax.Array
+    """Place of each in the whole sequence, int32: what comes after is not seen."""
+
+
+def positions_of(segments_BT: jax.Array) -> Positions:
+    """A whole sequence in its order."""
+    return Positions(segments_BT, jnp.arange(segments_BT.shape[1]))
+
+
 def attention(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segments_BT: jax.Array, *, window: int | None
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, queries: Positions, keys: Positions, *, window: int | None
 ) -> jax.Array:
     """Causal attention within documents; each key/value head serves N/K query heads without being repeated.
 
-    segments_BT: document of each position; positions of different documents do not see each other.
     window: a position sees itself and the `window - 1` before it; None sees all before it.
     Returns [B, T, N, H] in the type of q. Scores and softmax are float32.
     """
@@ -19,18 +35,17 @@ def attention(
     K = k_BSKH.shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * (H**-0.5)
     scores_BKGTS = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
-    scores_BKGTS = jnp.where(_visible(segments_BT, window)[:, None, None], scores_BKGTS, -1e30)
+    scores_BKGTS = jnp.where(visible(queries, keys, window)[:, None, None], scores_BKGTS, -1e30)
     weights_BKGTS = save_as(_softmax(scores_BKGTS), SCORES)
     out_BTKGH = jnp.einsum("bkgts,bskh->btkgh", weights_BKGTS.astype(q_BTNH.dtype), v_BSKH)
     return out_BTKGH.reshape(B, T, N, H)
 
 
-def _visible(segments_BT: jax.Array, window: int | None) -> jax.Array:
+def visible(queries: Positions, keys: Positions, window: int | None) -> jax.Array:
     """Which key position [B, T, S] each query position sees."""
-    T = segments_BT.shape[1]
-    behind = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
+    behind = queries.places_T[:, None] - keys.places_T[None, :]
     causal = behind >= 0 if window is None else (behind >= 0) & (behind < window)
-    return causal[None] & (segments_BT[:, :, None] == segments_BT[:, None, :])
+    return causal[None] & (queries.segments_BT[:, :, None] == keys.segments_BT[:, None, :])
 
 
 def _softmax(scores: jax.Array) -> jax.Array:

@@ -1,0 +1,136 @@
+"""Attention over a split sequence is attention; nothing leaks between documents; the ring sends what it says."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from meshwright.blocks.context import CONTEXTS, build_attend, order_of
+from meshwright.census import take_census
+from meshwright.kernels.attention import attention, positions_of
+
+B, T, N, K, H = 2, 32, 8, 4, 4
+
+
+def mesh_of(shards: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[:shards]), ("context",))
+
+
+def draw(seed: int = 0, seq: int = T) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.normal(size=(B, seq, n, H)).astype(np.float32) for n in (N, K, K))
+    return q, k, v, np.sort(rng.integers(0, 3, (B, seq)), axis=1).astype(np.int32)
+
+
+def split_attention(strategy: str, shards: int, window: int | None) -> Callable[..., Any]:
+    """Attention of whole arrays in their order, by `strategy` inside."""
+    order = order_of(strategy, T, shards)
+    back = np.argsort(order)
+
+    def body(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+        return build_attend(strategy, segments)(q, k, v, window=window)
+
+    spec = P(None, "context")
+    inside = jax.shard_map(
+        body, mesh=mesh_of(shards), in_specs=(spec, spec, spec, P()), out_specs=spec, check_vma=False
+    )
+
+    def whole(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+        return inside(q[:, order], k[:, order], v[:, order], segments)[:, back]
+
+    return whole
+
+
+def plain(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, window: int | None) -> jax.Array:
+    return attention(q, k, v, positions_of(segments), positions_of(segments), window=window)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7])
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("strategy", CONTEXTS)
+def test_values_and_gradients_are_those_of_one_device(strategy: str, shards: int, window: int | None) -> None:
+    q, k, v, segments = draw()
+    weights = np.random.default_rng(1).normal(size=(B, T, N, H)).astype(np.float32)
+    split = split_attention(strategy, shards, window)
+
+    def loss(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        return lambda q, k, v: (jnp.sin(function(q, k, v)) * weights).sum()
+
+    many = jax.jit(jax.value_and_grad(loss(lambda q, k, v: split(q, k, v, segments)), (0, 1, 2)))(q, k, v)
+    one = jax.jit(jax.value_and_grad(loss(lambda q, k, v: plain(q, k, v, segments, window)), (0, 1, 2)))(q, k, v)
+    for a, b in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("strategy", CONTEXTS)
+def test_no_position_sees_another_document_or_the_future(strategy: str, shards: int) -> None:
+    """Bit for bit: what stands elsewhere changes nothing, wherever the boundary falls."""
+    run = jax.jit(split_attention(strategy, shards, None))
+    q, k, v, segments = draw()
+    for boundary in (1, T // 4, T // 2 + 3, T - 1):
+        segments[:] = np.arange(T) >= boundary
+        before = np.asarray(run(q, k, v, segments))
+        for hidden, seen in ((slice(boundary, T), slice(0, boundary)), (slice(0, boundary), slice(boundary, T))):
+            k2, v2 = k.copy(), v.copy()
+            k2[:, hidden], v2[:, hidden] = 7.0, -7.0
+            np.testing.assert_array_equal(np.asarray(run(q, k2, v2, segments))[:, seen], before[:, seen])
+
+
+@pytest.mark.parametrize("strategy", CONTEXTS)
+def test_gradients_do_not_leak_either(strategy: str) -> None:
+    q, k, v, segments = draw()
+    segments[:] = np.arange(T) >= T // 2
+    split = split_attention(strategy, 4, None)
+    g_k, g_v = jax.jit(jax.grad(lambda k, v: split(q, k, v, segments)[:, T // 2 :].sum(), (0, 1)))(k, v)
+    assert float(abs(g_k[:, : T // 2]).max()) == float(abs(g_v[:, : T // 2]).max()) == 0.0
+    assert float(abs(g_v[:, T // 2 :]).max()) > 0
+
+
+def compiled(strategy: str, shards: int, seq: int) -> Any:
+    spec = P(None, "context")
+    mesh = mesh_of(shards)
+
+    def body(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> Any:
+        def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return jnp.sin(build_attend(strategy, segments)(q, k, v, window=None)).sum()
+
+        return jax.grad(loss, (0, 1, 2))(q, k, v)
+
+    function = jax.shard_map(body, mesh=mesh, in_specs=(spec, spec, spec, P()), out_specs=spec, check_vma=False)
+    arrays = [jax.ShapeDtypeStruct((B, seq, n, H), jnp.float32, sharding=NamedSharding(mesh, spec)) for n in (N, K, K)]
+    segments = jax.ShapeDtypeStruct((B, seq), jnp.int32, sharding=NamedSharding(mesh, P()))
+    return take_census(jax.jit(function), *arrays, segments)
+
+
+def test_the_ring_sends_blocks_of_keys_and_values_alone() -> None:
+    shards = 4
+    census = compiled("ring", shards, T)
+    block = B * T // shards * K * H * 4
+    assert {e.kind for e in census.ledger} == {"collective-permute"}
+    # Keys and values go round together in n - 1 shifts, backwards again, and their gradients in n.
+    shifts = (shards - 1) + (shards - 1) + shards
+    assert sum(e.times for e in census.ledger) == shifts
+    assert sum(e.total for e in census.ledger) == shifts * 2 * block
+    assert census.findings == ()
+
+
+def test_its_memory_falls_with_the_shards() -> None:
+    peaks = [compiled("ring", shards, 1024).memory.compiled.peak for shards in (2, 4, 8)]
+    assert peaks[1] <= peaks[0] / 2 and peaks[2] <= peaks[1] / 2
+
+
+def test_the_zigzag_gives_every_device_the_same_work() -> None:
+    """Pairs of pieces that are not hidden: as many on each device."""
+    for shards in (2, 4, 8):
+        work = []
+        for shard in range(shards):
+            own = order_of("ring", T, shards).reshape(shards, 2, -1)[shard]
+            others = order_of("ring", T, shards).reshape(2 * shards, -1)
+            work.append(sum(bool(mine[-1] >= other[0]) for mine in own for other in others))
+        assert len(set(work)) == 1
