@@ -34,6 +34,11 @@ def exchanged(x: np.ndarray) -> np.ndarray:
     return x.reshape(N, N, -1).transpose(1, 0, 2).reshape(N, -1)
 
 
+def in_pairs(x: np.ndarray) -> np.ndarray:
+    """Devices 0 and 1 exchange halves, and so do 2 and 3."""
+    return x.reshape(2, 2, 2, -1).transpose(0, 2, 1, 3).reshape(N, -1)
+
+
 def only_from(x: np.ndarray, source: int) -> np.ndarray:
     return np.where(np.arange(N)[:, None] == source, x.sum(0), 0.0)
 
@@ -56,6 +61,9 @@ MOVEMENTS: dict[str, tuple[Callable[[jax.Array], jax.Array], Callable[..., Any],
         lambda g: np.tile(g.reshape(-1), (N, 1)),
     ),
     "all_to_all": (lambda x: c.all_to_all(x, ("ring",), 0, 0), exchanged, exchanged),
+    "all_to_all_within": (
+        lambda x: c.all_to_all_within(x, "ring", 2, 0, 0), lambda x: in_pairs(x), lambda g: in_pairs(g),
+    ),
     "shift": (lambda x: c.shift(x, "ring", 1), lambda x: np.roll(x, 1, 0), lambda g: np.roll(g, -1, 0)),
     "shift back": (lambda x: c.shift(x, "ring", -3), lambda x: np.roll(x, -3, 0), lambda g: np.roll(g, 3, 0)),
     "broadcast": (
@@ -130,11 +138,12 @@ def test_keys_differ_along_their_axis_alone(mesh: Mesh) -> None:
 @pytest.mark.parametrize("name", MOVEMENTS)
 def test_an_axis_of_one_device_sends_nothing(name: str) -> None:
     alone = Mesh(np.array(jax.devices()[:1]), ("ring",))
-    if "broadcast" in name or "shift back" in name:
-        return_source_zero = {"broadcast": lambda x: c.broadcast(x, ("ring",), 0)}
-        move = return_source_zero.get(name, lambda x: c.shift(x, "ring", -1))
-    else:
-        move = MOVEMENTS[name][0]
+    # Their own arguments name devices that are not there.
+    alone_only = {
+        "broadcast": lambda x: c.broadcast(x, ("ring",), 0),
+        "all_to_all_within": lambda x: c.all_to_all_within(x, "ring", 1, 0, 0),
+    }
+    move = alone_only.get(name, MOVEMENTS[name][0])
     program = jax.jit(jax.shard_map(move, mesh=alone, in_specs=P(), out_specs=P(), check_vma=False))
     x = jnp.arange(8.0)
     np.testing.assert_array_equal(program(x), x)

@@ -29,19 +29,25 @@ def fit_to_mesh(run: Run, shape: MeshShape) -> Run:
     return fitted
 
 
+def heads_of(params: Tree) -> tuple[str, int]:
+    """Letter and number of the heads that serve as keys and values."""
+    sizes = {letter: n for p in named(params).values() for letter, n in zip(p.dims, p.shape, strict=True)}
+    letter = "K" if "K" in sizes else "N"
+    return letter, sizes[letter]
+
+
 def _check_heads(run: Run, shape: MeshShape, params: Tree) -> None:
     """Heads are exchanged for positions: every device needs some of each kind."""
     if shape.context == 1 or run.training.context != "all_to_all":
         return
-    sizes = {letter: n for p in named(params).values() for letter, n in zip(p.dims, p.shape, strict=True)}
-    letter = "K" if "K" in sizes else "N"
-    local = sizes[letter] // shape.tensor
+    letter, heads = heads_of(params)
+    local = heads // shape.tensor
     if local % shape.context:
         raise ConfigError(
             f"training.context all_to_all on {shape}",
-            f"it gives each device some of the {letter}={sizes[letter]} heads; over tensor={shape.tensor} there are "
+            f"it gives each device some of the {letter}={heads} heads; over tensor={shape.tensor} there are "
             f"{local} = {local // shape.context} * {shape.context} + {local % shape.context}",
-            f"context of {', '.join(map(str, divisors(local)))}, or --training.context ring",
+            f"context of {', '.join(map(str, divisors(local)))}, or --training.context ring_of_groups",
         )
 
 
@@ -77,9 +83,8 @@ def _check_batch(run: Run, shape: MeshShape) -> None:
 
 def _check_sequence(run: Run, shape: MeshShape) -> None:
     seq = run.training.seq
-    # A ring gives each device one piece from the front and one from the back.
-    pieces = 2 * shape.context if shape.context > 1 and run.training.context == "ring" else shape.context
-    parts = math.lcm(pieces, shape.context * shape.tensor)
+    # Each device has one piece from the front and one from the back.
+    parts = (2 if shape.context > 1 else 1) * shape.context * shape.tensor
     if seq < 1 or seq % parts:
         legal = ", ".join(str(d) for d in divisors(max(seq, 1)) if d <= 64)
         axes = f"tensor={shape.tensor}" + (f", context={shape.context}" if shape.context > 1 else "")

@@ -182,6 +182,32 @@ all_to_all.defvjp(
 )
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def all_to_all_within(x: jax.Array, axis: str, group: int, split: int, join: int) -> jax.Array:
+    """`all_to_all` among each `group` neighbouring devices of an axis.
+
+        abcd | efgh | ijkl | mnop   ->   abef | cdgh | ijmn | klop        (group 2)
+
+    Backward is the same movement with `split` and `join` exchanged. Sends v(g-1)/g for the v bytes a device holds and
+    groups of g, forward and backward.
+    """
+    return _exchange_within(x, axis, group, split, join)
+
+
+def _exchange_within(x: jax.Array, axis: str, group: int, split: int, join: int) -> jax.Array:
+    n = lax.axis_size(axis)
+    groups = [list(range(first, first + group)) for first in range(0, n, group)]
+    if group == 1:
+        return x
+    return lax.all_to_all(x, axis, split_axis=split, concat_axis=join, axis_index_groups=groups, tiled=True)
+
+
+all_to_all_within.defvjp(
+    lambda x, axis, group, split, join: (_exchange_within(x, axis, group, split, join), None),
+    lambda axis, group, split, join, _, g: (_exchange_within(g, axis, group, join, split),),
+)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def shift(x: jax.Array, axis: str, by: int) -> jax.Array:
     """Passes the value on along the ring of `axis`: the device at i receives from i - by.

@@ -137,9 +137,10 @@ class Training:
     remat: Literal["none", "attention", "projections", "full"] = "full"
     """What the backward pass finds saved: everything (none), all but the attention scores (attention),
     the outputs of the projections (projections), or only each layer's input (full)."""
-    context: Literal["ring", "gather", "all_to_all"] = "ring"
+    context: Literal["ring", "gather", "all_to_all", "ring_of_groups"] = "ring"
     """How attention sees a sequence that is split over the mesh axis `context`: blocks of keys and values pass along a
-    ring (ring), are gathered (gather), or heads are exchanged for positions (all_to_all, Ulysses)."""
+    ring (ring), are gathered (gather), heads are exchanged for positions (all_to_all, Ulysses), or both where there
+    are fewer heads than devices (ring_of_groups)."""
     unroll: int = 1
     """Layers per iteration of the loop over layers."""
     dropout: float = 0.0

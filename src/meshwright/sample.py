@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from meshwright.blocks.context import CONTEXT, build_attend, own_places
+from meshwright.blocks.context import CONTEXT, build_attend
 from meshwright.blocks.dropout import no_dropout
 from meshwright.collectives import gather
 from meshwright.config import MeshShape
@@ -32,9 +32,8 @@ def build_next_logits(program: Program) -> Callable[[Tree, jax.Array, jax.Array]
     family = find_family(run.model)
 
     def next_logits(params: Tree, tokens_BT: jax.Array, at: jax.Array) -> jax.Array:
-        strategy, seq = run.training.context, tokens_BT.shape[1]
-        attend = build_attend(strategy, jnp.zeros_like(tokens_BT))
-        places_T = own_places(strategy, seq)
+        attend = build_attend(program.split, jnp.zeros_like(tokens_BT))
+        places_T = program.split.own()
         positions_BT = jnp.broadcast_to(places_T, (tokens_BT.shape[0], len(places_T)))
         text = Text(tokens_BT[:, places_T], positions_BT)
         x_BTD, table_VD = family.forward(run.model, params, text, use, no_dropout(), attend, layers)

@@ -15,9 +15,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.blocks.context import build_attend, own_places
+from meshwright.blocks.context import Split, build_attend, split_of
 from meshwright.blocks.dropout import Dropout, dropout_key, no_dropout
-from meshwright.check import describe, fit_to_mesh
+from meshwright.check import describe, fit_to_mesh, heads_of
 from meshwright.collectives import position, reduce_scatter, reduce_sum, sum_gradients
 from meshwright.config import MeshShape, Run
 from meshwright.data.batch import Batch
@@ -67,6 +67,13 @@ class Program:
     optimizer: optax.GradientTransformation
     abstract: State
     """ShapeDtypeStructs with their shardings."""
+
+    @property
+    def split(self) -> Split:
+        """How its sequences lie over `context`."""
+        shape, training = self.mesh.shape, self.run.training
+        heads = heads_of(self.params)[1] // shape["tensor"]
+        return split_of(training.context, training.seq, shape["context"], heads)
 
     @property
     def state_shardings(self) -> State:
@@ -123,9 +130,9 @@ def _sums(program: Program) -> Callable[..., tuple[jax.Array, Metrics]]:
     layers = functools.partial(over_layers, remat=training.remat, unroll=training.unroll)
 
     def sums(params: Tree, batch: Batch, drop: Dropout, total: jax.Array) -> tuple[jax.Array, Metrics]:
-        attend = build_attend(training.context, batch.segments)
-        if jax.lax.axis_size("context") > 1:
-            places_T = own_places(training.context, batch.inputs.shape[1])
+        attend = build_attend(program.split, batch.segments)
+        if program.split.shards > 1:
+            places_T = program.split.own()
             batch = jax.tree.map(lambda field: field[:, places_T], batch)
         text = Text(batch.inputs, batch.positions)
         x_BTD, table_VD = family.forward(run.model, params, text, use, drop, attend, layers)
@@ -158,7 +165,7 @@ def build_gradients(program: Program) -> Callable[[Tree, jax.Array, Batch], tupl
         total = jnp.maximum(reduce_sum(batch.weights.sum(), BATCH_AXES), 1e-9)
 
         def one(rows_B: jax.Array, batch: Batch) -> tuple[Tree, Metrics]:
-            drop = Dropout(training.dropout, key, rows_B, own_places(training.context, training.seq))
+            drop = Dropout(training.dropout, key, rows_B, program.split.own())
             return jax.grad(sums, has_aux=True)(params, batch, drop, total)
 
         if training.microbatches == 1:

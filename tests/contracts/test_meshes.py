@@ -42,6 +42,7 @@ def test_same_numbers_as_one_device(family: str, layout: str, mesh: str) -> None
     [
         ("qwen-like", "data=2,context=4", "gather"),
         ("qwen-like", "data=2,context=4", "all_to_all"),
+        ("llama", "context=4,tensor=2", "ring_of_groups"),
         ("gpt2", "context=8", "ring"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is split over `context`: three ways to see what other devices hold.
+"""Attention over a sequence that is split over `context`: four ways to see what other devices hold.
 
 - `gather`: keys and values of the whole sequence are gathered (Llama 3, arXiv:2407.21783, section 3.3.2).
 - `ring`: blocks of keys and values pass along the ring while a running softmax adds them up (Liu et al. 2023,
@@ -7,11 +7,15 @@
   the blocks around again rather than keeping them.
 - `all_to_all`: heads are exchanged for positions, so each device sees the whole sequence for some of the heads
   (Ulysses: Jacobs et al. 2023, arXiv:2309.14509).
+- `ring_of_groups`: both, where there are fewer heads than devices: neighbours exchange heads for positions, and the
+  groups pass their blocks along a ring (USP: Fang and Zhao 2024, arXiv:2405.07719).
 
 Which documents and places stand where is known to every device; only queries, keys and values are sent.
 """
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -20,10 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshwright.collectives import all_to_all, gather, shift
+from meshwright.collectives import all_to_all_within, gather, shift
 from meshwright.kernels.attention import Positions, attention, positions_of, visible
 
 CONTEXT = ("context",)
+STRATEGIES = ("ring", "gather", "all_to_all", "ring_of_groups")
 _HIDDEN = -1e30
 
 
@@ -35,41 +40,72 @@ class Attend(Protocol):
     ) -> jax.Array: ...
 
 
-def places_of(strategy: str, seq: int, shards: int, shard: Any) -> jax.Array:
-    """Places in the sequence that a shard holds, [T/shards] int32, in the order it holds them."""
-    if strategy == "ring":
-        piece = seq // (2 * shards)
-        starts = jnp.stack([jnp.asarray(shard), 2 * shards - 1 - jnp.asarray(shard)]) * piece
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How a sequence of `seq` tokens lies over the devices of `context`.
+
+    Neighbouring devices form groups of `group`; the groups are a ring. A group has one piece from the front and one
+    from the back of the sequence, which its devices share out in order.
+    """
+
+    strategy: str
+    seq: int
+    shards: int
+    group: int
+
+    @property
+    def rings(self) -> int:
+        """Groups along the ring."""
+        return self.shards // self.group
+
+    def of_group(self, number: Any) -> jax.Array:
+        """Places that a group holds, int32 [T/rings], in its order."""
+        piece = self.seq // (2 * self.rings)
+        starts = jnp.stack([jnp.asarray(number), 2 * self.rings - 1 - jnp.asarray(number)]) * piece
         return (starts[:, None] + jnp.arange(piece)).reshape(-1).astype(jnp.int32)
-    return (jnp.asarray(shard) * (seq // shards) + jnp.arange(seq // shards)).astype(jnp.int32)
+
+    def of_shard(self, shard: Any) -> jax.Array:
+        """Places that a device holds, int32 [T/shards], in its order."""
+        size = self.seq // self.shards
+        return lax.dynamic_slice_in_dim(self.of_group(shard // self.group), shard % self.group * size, size)
+
+    def own(self) -> jax.Array:
+        """Places of this device."""
+        return self.of_shard(lax.axis_index("context")) if self.shards > 1 else jnp.arange(self.seq, dtype=jnp.int32)
+
+    def order(self) -> np.ndarray:
+        """Places of all shards one after another, [T]."""
+        with jax.ensure_compile_time_eval():
+            return np.concatenate([np.asarray(self.of_shard(i)) for i in range(self.shards)])
 
 
-def own_places(strategy: str, seq: int) -> jax.Array:
-    """Those of this device."""
-    shards = lax.axis_size("context")
-    return places_of(strategy, seq, shards, lax.axis_index("context") if shards > 1 else 0)
+def split_of(strategy: str, seq: int, shards: int, heads: int) -> Split:
+    """The split of a sequence by `strategy`. heads: key/value heads of a device before any exchange."""
+    groups = {"ring": 1, "gather": shards, "all_to_all": shards, "ring_of_groups": math.gcd(shards, heads)}
+    return Split(strategy, seq, shards, groups[strategy])
 
 
-def order_of(strategy: str, seq: int, shards: int) -> np.ndarray:
-    """Places of all shards one after another, [T]."""
-    with jax.ensure_compile_time_eval():
-        return np.concatenate([np.asarray(places_of(strategy, seq, shards, i)) for i in range(shards)])
-
-
-def build_attend(strategy: str, segments_BT: jax.Array) -> Attend:
-    """Attention by `strategy`, a key of CONTEXTS. segments_BT: documents of the whole sequence."""
-    if lax.axis_size("context") == 1:
-        whole = positions_of(segments_BT)
+def build_attend(split: Split, segments_BT: jax.Array) -> Attend:
+    """Attention over a split sequence. segments_BT: documents of the whole sequence."""
+    whole = positions_of(segments_BT)
+    if split.shards == 1:
         return lambda q, k, v, *, window: attention(q, k, v, whole, whole, window=window)
-    return CONTEXTS[strategy](segments_BT)
+    if split.strategy == "gather":
+        return _gathered(split, segments_BT)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None) -> jax.Array:
+        q, k, v = (all_to_all_within(x, "context", split.group, 2, 1) for x in (q, k, v))
+        if split.rings == 1:
+            out = attention(q, k, v, whole, whole, window=window)
+        else:
+            out = _ring(q, k, v, segments_BT, split, window)
+        return all_to_all_within(out, "context", split.group, 1, 2)
+
+    return attend
 
 
-def _at(segments_BT: jax.Array, places_T: Any) -> Positions:
-    return Positions(segments_BT[:, places_T], jnp.asarray(places_T))
-
-
-def _gathered(segments_BT: jax.Array) -> Attend:
-    queries = _at(segments_BT, own_places("gather", segments_BT.shape[1]))
+def _gathered(split: Split, segments_BT: jax.Array) -> Attend:
+    queries = _at(segments_BT, split.own())
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None) -> jax.Array:
         k, v = gather(k, CONTEXT, 1), gather(v, CONTEXT, 1)
@@ -78,47 +114,29 @@ def _gathered(segments_BT: jax.Array) -> Attend:
     return attend
 
 
-def _exchanged(segments_BT: jax.Array) -> Attend:
-    whole = positions_of(segments_BT)
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None) -> jax.Array:
-        q, k, v = (all_to_all(x, CONTEXT, 2, 1) for x in (q, k, v))
-        return all_to_all(attention(q, k, v, whole, whole, window=window), CONTEXT, 1, 2)
-
-    return attend
-
-
-def _ringed(segments_BT: jax.Array) -> Attend:
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None) -> jax.Array:
-        return _ring(q, k, v, segments_BT, window)
-
-    return attend
-
-
-CONTEXTS: dict[str, Callable[[jax.Array], Attend]] = {
-    "ring": _ringed,
-    "gather": _gathered,
-    "all_to_all": _exchanged,
-}
+def _at(segments_BT: jax.Array, places_T: Any) -> Positions:
+    return Positions(segments_BT[:, places_T], jnp.asarray(places_T))
 
 
 class _Pieces:
     """The pieces of the ring: what stands where, and how two pieces meet."""
 
-    def __init__(self, segments_BT: jax.Array, window: int | None):
-        self.shards = lax.axis_size("context")
-        self.segments_BT, self.window = segments_BT, window
-        self.index = lax.axis_index("context")
+    def __init__(self, segments_BT: jax.Array, split: Split, window: int | None):
+        self.segments_BT, self.split, self.window = segments_BT, split, window
+        self.index = lax.axis_index("context") // split.group
         self.queries = self.positions(self.index)
 
-    def positions(self, shard: jax.Array) -> list[Positions]:
-        """Of the two pieces of a shard."""
-        halves = jnp.split(places_of("ring", self.segments_BT.shape[1], self.shards, shard), 2)
-        return [_at(self.segments_BT, half) for half in halves]
+    def positions(self, group: jax.Array) -> list[Positions]:
+        """Of the two pieces of a group."""
+        return [_at(self.segments_BT, half) for half in jnp.split(self.split.of_group(group), 2)]
 
-    def from_shard(self, turn: jax.Array | int) -> list[Positions]:
+    def after(self, turn: jax.Array | int) -> list[Positions]:
         """Of the keys that are here after `turn` shifts."""
-        return self.positions((self.index - turn) % self.shards)
+        return self.positions((self.index - turn) % self.split.rings)
+
+    def pass_on(self, x: jax.Array) -> jax.Array:
+        """To the same device of the next group."""
+        return shift(x, "context", self.split.group)
 
     def where_seen(
         self, queries: Positions, keys: Positions, work: Callable[[Any, jax.Array], Any], carry: Any
@@ -140,15 +158,17 @@ def _grouped(x_BTNH: jax.Array, kv_heads: int) -> list[jax.Array]:
     return _halves(x_BTNH.reshape(B, T, kv_heads, N // kv_heads, H))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _ring(q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array, window: int | None) -> jax.Array:
-    return _ring_forward(q, k, v, segments_BT, window)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _ring(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array, split: Split, window: int | None
+) -> jax.Array:  # fmt: skip
+    return _ring_forward(q, k, v, segments_BT, split, window)[0]
 
 
 def _ring_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array, window: int | None
+    q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array, split: Split, window: int | None
 ) -> tuple[jax.Array, Any]:
-    pieces = _Pieces(segments_BT, window)
+    pieces = _Pieces(segments_BT, split, window)
     B, T, N, H = q.shape
     K = k.shape[2]
     grouped = _grouped(q * H**-0.5, K)
@@ -156,7 +176,7 @@ def _ring_forward(
     start = (jnp.full(shape, _HIDDEN, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, H), jnp.float32))
 
     def meet(states: list[Any], k: jax.Array, v: jax.Array, turn: jax.Array | int) -> list[Any]:
-        keys = pieces.from_shard(turn)
+        keys = pieces.after(turn)
         for i, q_half in enumerate(grouped):
             for k_half, v_half, at in zip(_halves(k), _halves(v), keys, strict=True):
                 add = functools.partial(_add, q_half, k_half, v_half)
@@ -166,9 +186,9 @@ def _ring_forward(
     def turn(carry: Any, number: jax.Array) -> tuple[Any, None]:
         kv, states = carry
         states = meet(list(states), kv[0], kv[1], number)
-        return (shift(kv, "context", 1), states), None
+        return (pieces.pass_on(kv), states), None
 
-    last = pieces.shards - 1
+    last = split.rings - 1
     (kv, states), _ = lax.scan(turn, (jnp.stack([k, v]), [start, start]), jnp.arange(last))
     states = meet(list(states), kv[0], kv[1], last)
     out = jnp.concatenate([total / weight[..., None] for _, weight, total in states], axis=3)
@@ -189,9 +209,9 @@ def _add(q: jax.Array, k: jax.Array, v: jax.Array, state: Any, mask: jax.Array) 
     return new_top, weight * fade + weights.sum(-1), total * fade[..., None] + added
 
 
-def _ring_backward(window: int | None, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+def _ring_backward(split: Split, window: int | None, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     q, k, v, segments_BT, out, log_BKGT = saved
-    pieces = _Pieces(segments_BT, window)
+    pieces = _Pieces(segments_BT, split, window)
     K, H = k.shape[2], k.shape[3]
     grouped, cotangents = _grouped(q * H**-0.5, K), _grouped(g, K)
     inner = [
@@ -201,7 +221,7 @@ def _ring_backward(window: int | None, saved: Any, g: jax.Array) -> tuple[Any, .
     logs = jnp.split(log_BKGT, 2, axis=3)
 
     def meet(g_q: list[Any], g_kv: list[Any], k: jax.Array, v: jax.Array, turn: jax.Array | int) -> None:
-        keys = pieces.from_shard(turn)
+        keys = pieces.after(turn)
         for i, q_half in enumerate(grouped):
             for j, (k_half, v_half, at) in enumerate(zip(_halves(k), _halves(v), keys, strict=True)):
                 add = functools.partial(_add_back, q_half, k_half, v_half, cotangents[i], inner[i], logs[i])
@@ -211,16 +231,16 @@ def _ring_backward(window: int | None, saved: Any, g: jax.Array) -> tuple[Any, .
         kv, g_q, g_kv = carry
         g_q, halves = list(g_q), _pairs(g_kv)
         meet(g_q, halves, kv[0], kv[1], number)
-        return (shift(kv, "context", 1), g_q, shift(_whole(halves), "context", 1)), None
+        return (pieces.pass_on(kv), g_q, pieces.pass_on(_whole(halves))), None
 
     kv = jnp.stack([k, v])
     zero_q = [jnp.zeros(q_half.shape, jnp.float32) for q_half in grouped]
-    last = pieces.shards - 1
+    last = split.rings - 1
     (kv, g_q, g_kv), _ = lax.scan(turn, (kv, zero_q, jnp.zeros(kv.shape, jnp.float32)), jnp.arange(last))
     g_q, halves = list(g_q), _pairs(g_kv)
     meet(g_q, halves, kv[0], kv[1], last)
     # One more shift and every block of gradients is home.
-    g_keys, g_values = shift(_whole(halves), "context", 1)
+    g_keys, g_values = pieces.pass_on(_whole(halves))
     g_queries = (jnp.concatenate(g_q, axis=1) * H**-0.5).reshape(q.shape).astype(q.dtype)
     none = np.zeros(segments_BT.shape, jax.dtypes.float0)
     return g_queries, g_keys.astype(k.dtype), g_values.astype(v.dtype), none
