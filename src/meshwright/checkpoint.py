@@ -12,7 +12,8 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,23 @@ from meshwright.params import is_param, named
 from meshwright.runfile import run_from_dict, run_to_dict
 from meshwright.step import Program, State
 
-# Orbax logs a traceback of what it also raises, and what it raises is explained below.
+# Orbax logs a traceback of what it also raises, and asyncio one for every other tensor of a save that failed; what is
+# raised is explained below.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
+logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+
+
+def _without_stragglers(report: Callable[..., Any]) -> Callable[..., None]:
+    """A hook that says nothing of the writes that TensorStore still reports to a save which has already failed."""
+
+    def hook(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            report(unraisable)
+
+    return hook
+
+
+sys.unraisablehook = _without_stragglers(sys.unraisablehook)
 
 _FORMAT = 1
 
