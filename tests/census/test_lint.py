@@ -56,6 +56,7 @@ def test_a_parameter_laid_out_otherwise_than_declared(mesh: Mesh) -> None:
     found = only(census.findings, "layout")
     assert found.subject == "params" and "P('fsdp', 'tensor')" in found.says
     assert found.bytes == 64 * 64 * 4 - 64 * 64 * 4 // 8
+    assert found.line == line_of(test_a_parameter_laid_out_otherwise_than_declared, "def step")
 
 
 def test_a_result_that_loses_its_layout(mesh: Mesh) -> None:
@@ -83,6 +84,7 @@ def test_a_large_result_replicated_unasked(mesh: Mesh) -> None:
     census = take_census(step, array(mesh, (64, 64), None, "tensor"))
     found = only(census.findings, "replicated")
     assert found.subject == "result.1" and found.bytes == 2**21
+    assert found.line == line_of(test_a_large_result_replicated_unasked, "def step")
 
 
 def test_a_marked_activation_that_the_compiler_replicates(mesh: Mesh) -> None:
@@ -93,6 +95,7 @@ def test_a_marked_activation_that_the_compiler_replicates(mesh: Mesh) -> None:
     whole = [array(mesh, (64, 64)), array(mesh, (64, 64))]
     found = only(take_census(step, *whole).findings, "replicated")
     assert found.subject == "hidden" and found.bytes == 64 * 64 * 4 * 7 // 8
+    assert found.line == line_of(test_a_marked_activation_that_the_compiler_replicates, "mark(")
     split = [array(mesh, (64, 64), "fsdp"), array(mesh, (64, 64), None, "tensor")]
     findings = take_census(step, *split).findings
     assert {f.kind for f in findings} == {"unexpected"}  # only the sum that the compiler must add
@@ -106,6 +109,7 @@ def test_a_dimension_that_wastes_padding(mesh: Mesh) -> None:
     findings = take_census(step, array(mesh, (64, 64), "fsdp")).findings
     found = next(f for f in findings if f.kind == "padding")
     assert found.subject == "part" and "17 over 4 is padded to 20 = 4 * 5" in found.says
+    assert found.line == line_of(test_a_dimension_that_wastes_padding, "mark(")
 
 
 def test_a_vocabulary_that_wastes_padding() -> None:
@@ -117,9 +121,9 @@ def test_blocks_that_fill_a_tpus_tiles_badly() -> None:
     def argument(*local: int) -> Argument:
         return Argument("params.w", "parameters", "", local, local, 4 * int(np.prod(local)))
 
-    assert lint_tiles([argument(1024, 1024), argument(8, 64)], {"params.w": 4}) == []
-    (found,) = lint_tiles([argument(4096, 80)], {"params.w": 4})
-    assert "padded to 4096 x 128, 60% of it nothing" in found.says
+    assert lint_tiles([argument(1024, 1024), argument(8, 64)], {"params.w": 4}, "x.py:1") == []
+    (found,) = lint_tiles([argument(4096, 80)], {"params.w": 4}, "x.py:1")
+    assert "padded to 4096 x 128, 60% of it nothing" in found.says and found.line == "x.py:1"
 
 
 @pytest.mark.filterwarnings("ignore")

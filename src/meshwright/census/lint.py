@@ -66,11 +66,11 @@ def _ways(parts: Iterable[tuple[str, ...]], mesh: Mapping[str, int]) -> int:
 
 def lint_layouts(
     compiled: Mapping[str, Any], declared: Mapping[str, PartitionSpec], sizes: Mapping[str, int],
-    mesh: Mapping[str, int],
+    mesh: Mapping[str, int], line: str,
 ) -> list[Finding]:  # fmt: skip
     """Arguments and results whose compiled layout is not the declared one, and large ones replicated unasked.
 
-    compiled: path -> Sharding.  sizes: path -> bytes of the whole array.
+    compiled: path -> Sharding.  sizes: path -> bytes of the whole array.  line: where the function is defined.
     """
     found: list[Finding] = []
     for path, sharding in compiled.items():
@@ -84,14 +84,14 @@ def lint_layouts(
                     Finding(
                         "layout", path, f"declared {_spell(want)}, compiled {_spell(spec)}",
                         "give the function the array in its declared layout (jax.device_put, or in_shardings)",
-                        max(price, 0),
+                        max(price, 0), line,
                     )
                 )  # fmt: skip
         elif ways == 1 and sizes[path] >= WORTH_A_WORD and devices > 1:
             found.append(
                 Finding(
                     "replicated", path, f"whole on each of {devices} devices, and nobody asked for it",
-                    "give it a layout, or declare it as P() where it is meant to be whole", sizes[path],
+                    "give it a layout, or declare it as P() where it is meant to be whole", sizes[path], line,
                 )
             )  # fmt: skip
     return found
@@ -110,7 +110,7 @@ def lint_marks(marks: Sequence[Mark], mesh: Mapping[str, int]) -> list[Finding]:
                 Finding(
                     kind, m.name, f"declared {_spell(m.declared)}, compiled {_spell(spec)}",
                     f"jax.lax.with_sharding_constraint(x, {_spell(m.declared)}) where it is made",
-                    max(size // ways - size // wanted, 0),
+                    max(size // ways - size // wanted, 0), m.line,
                 )
             )  # fmt: skip
         for dim, axes in enumerate(_split(spec)):
@@ -122,7 +122,7 @@ def lint_marks(marks: Sequence[Mark], mesh: Mapping[str, int]) -> list[Finding]:
                         "padding", m.name, f"dimension {dim} of {n} over {degree} is padded to {local * degree} = "
                         f"{degree} * {local}: {(local * degree - n) / n:.0%} of it is nothing",
                         f"a dimension of {n // degree * degree or degree} or {local * degree}",
-                        (local * degree - n) * size // n // degree,
+                        (local * degree - n) * size // n // degree, m.line,
                     )
                 )  # fmt: skip
     return found
@@ -229,8 +229,11 @@ def lint_host(module: Module) -> list[Finding]:
 _LANES, _SUBLANES = 128, 8
 
 
-def lint_tiles(arguments: Sequence[Argument], itemsize: Mapping[str, int]) -> list[Finding]:
-    """Parameters whose blocks fill a TPU's tiles badly. itemsize: path -> bytes of an element."""
+def lint_tiles(arguments: Sequence[Argument], itemsize: Mapping[str, int], line: str) -> list[Finding]:
+    """Parameters whose blocks fill a TPU's tiles badly. itemsize: path -> bytes of an element.
+
+    line: where the function is defined that takes them.
+    """
     found: list[Finding] = []
     for a in arguments:
         if len(a.local) < 2 or a.bytes < WORTH_A_WORD:
@@ -243,7 +246,7 @@ def lint_tiles(arguments: Sequence[Argument], itemsize: Mapping[str, int]) -> li
                 Finding(
                     "padding", a.path, f"blocks of {a.local[-2]} x {a.local[-1]} fill tiles of {rows} x {_LANES}: "
                     f"padded to {padded[1]} x {padded[0]}, {waste:.0%} of it nothing",
-                    f"a last dimension of {_LANES} or a multiple of it on each device", int(a.bytes * waste),
+                    f"a last dimension of {_LANES} or a multiple of it on each device", int(a.bytes * waste), line,
                 )
             )  # fmt: skip
     return found

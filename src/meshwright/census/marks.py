@@ -3,7 +3,9 @@
 import contextlib
 import contextvars
 import dataclasses
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +22,8 @@ class Mark:
     declared: PartitionSpec
     compiled: Any
     """A Sharding."""
+    line: str
+    """FILE:LINE that marked it."""
 
 
 _marks: contextvars.ContextVar[list[Mark] | None] = contextvars.ContextVar("marks", default=None)
@@ -32,10 +36,13 @@ def mark(x: jax.Array, name: str, declared: PartitionSpec) -> jax.Array:
     chooses; inside a `shard_map` a value's layout is what was written.
     """
 
+    caller = sys._getframe(1)
+    line = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
+
     def seen(sharding: Any) -> None:
         found = _marks.get()
         if found is not None:
-            found.append(Mark(name, x.shape, x.dtype.itemsize, declared, sharding))
+            found.append(Mark(name, x.shape, x.dtype.itemsize, declared, sharding, line))
 
     jax.debug.inspect_array_sharding(x, callback=seen)
     return x

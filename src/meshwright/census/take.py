@@ -139,7 +139,8 @@ def take_census(
     given = _arguments(program, _leaves_of(names, arguments), {**ROLES, **(roles or {})})
     entries = read_ledger(program.module, found, plumbing)
     memory = read_memory(program.module, program.memory, program.assignment, given)
-    findings = _layout_findings(program, names, arguments, dict(declared or {}), found)
+    defined = _definition(function)
+    findings = _layout_findings(program, names, arguments, dict(declared or {}), found, defined)
     findings += lint_marks(marks, found)
     findings += lint_rematerialisation(program.module, program.warnings)
     # Where the partitioner had no part everything sent was written; elsewhere it may have put movements in.
@@ -148,7 +149,7 @@ def take_census(
     device = _device(program.executable)
     if device.startswith("TPU"):
         sizes = {a.path: a.bytes // max(1, math.prod(a.local)) for a in given}
-        findings += lint_tiles([a for a in given if a.role == "parameters"], sizes)
+        findings += lint_tiles([a for a in given if a.role == "parameters"], sizes, defined)
     analysis = program.analysis
     flops = Flops(
         dict(formula or {}), tuple(read_products(program.module)), analysis.get("flops"), analysis.get("bytes accessed")
@@ -158,6 +159,12 @@ def take_census(
     return Census(
         title, found, device, tuple(entries), memory, flops, tuple(findings), program.seconds, versions, program.text
     )
+
+
+def _definition(function: Any) -> str:
+    """FILE:LINE where a function is defined; empty for one that is not Python's."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""
 
 
 def _device(executable: Any) -> str:
@@ -234,6 +241,7 @@ def _layout_findings(
     arguments: Sequence[Any],
     declared: dict[str, PartitionSpec],
     mesh: Mapping[str, int],
+    defined: str,
 ) -> list[Finding]:
     given = program.executable.input_shardings[0]
     leaves = _leaves_of(names, arguments)
@@ -251,7 +259,7 @@ def _layout_findings(
         )  # fmt: skip
     sizes = {p: a.size * a.dtype.itemsize for p, a in {**leaves, **shapes}.items() if hasattr(a, "dtype")}
     everything = {p: s for p, s in {**compiled, **results}.items() if p in sizes}
-    return lint_layouts(everything, {**asked, **declared}, sizes, mesh)
+    return lint_layouts(everything, {**asked, **declared}, sizes, mesh, defined)
 
 
 def save_census(census: Census, file: Path) -> None:
