@@ -7,14 +7,16 @@ from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError, divisors
 from meshwright.families import find_family
 from meshwright.families.family import vocab_of
-from meshwright.layouts import BATCH_AXES, find_layout
-from meshwright.params import Tree, named, placements
+from meshwright.layouts import BATCH_AXES, VOCAB_AXES, find_layout
+from meshwright.params import Tree, arrange, named, placements
+from meshwright.schedules import IN_CHUNKS
+from meshwright.stages import NO_LAYER, Balance, balance
 
-_RUNNING = ("data", "fsdp", "tensor", "context")
+_RUNNING = ("stage", "data", "fsdp", "tensor", "context")
 
 
 def fit_to_mesh(run: Run, shape: MeshShape) -> Run:
-    """`run` on the mesh `shape`, its vocabulary padded so that `tensor` divides it.
+    """`run` on the mesh `shape`, its vocabulary padded so that `stage` and `tensor` divide it.
 
     Raises ConfigError where batch, sequence or a parameter does not divide, naming it and the nearest legal sizes.
     """
@@ -22,7 +24,7 @@ def fit_to_mesh(run: Run, shape: MeshShape) -> Run:
     _check_batch(run, shape)
     _check_sequence(run, shape)
     _check_numbers(run)
-    multiple = math.lcm(run.model.vocab_multiple, shape.tensor)
+    multiple = math.lcm(run.model.vocab_multiple, shape.over(VOCAB_AXES))
     fitted = dataclasses.replace(run, mesh=shape, model=dataclasses.replace(run.model, vocab_multiple=multiple))
     params, _ = describe(fitted)
     _check_heads(fitted, shape, params)
@@ -51,10 +53,26 @@ def _check_heads(run: Run, shape: MeshShape, params: Tree) -> None:
         )
 
 
+def chunks_of(run: Run) -> int:
+    """Parts of the model on each stage."""
+    shape = run.mesh or MeshShape()
+    return run.training.chunks if shape.stage > 1 and run.training.schedule in IN_CHUNKS else 1
+
+
+def balance_of(run: Run) -> Balance:
+    """Which layers lie on which stage. Raises ConfigError where there are too few."""
+    costs = find_family(run.model).layer_flops(run.model, run.training.seq)
+    return balance(costs, (run.mesh or MeshShape()).stage, chunks_of(run))
+
+
 def describe(run: Run) -> tuple[Tree, Tree]:
     """Descriptions of the run's parameters, and their placements on its mesh."""
-    params = find_family(run.model).params(run.model)
-    shape = run.mesh or MeshShape()
+    family, shape, cut = find_family(run.model), run.mesh or MeshShape(), balance_of(run)
+    orders, first = {}, 0
+    for path, layers in family.stacks(run.model).items():
+        orders[path] = tuple(int(i) - first if i != NO_LAYER else NO_LAYER for i in cut.rows(first, layers).flat)
+        first += layers
+    params = arrange(family.params(run.model), orders)
     placed = placements(params, layout=find_layout(run.layout), mesh=shape, min_size=run.fsdp_min_size)
     return params, placed
 

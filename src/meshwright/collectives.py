@@ -144,18 +144,37 @@ def broadcast(x: jax.Array, axes: Axes, source: int) -> jax.Array:
 
 
 def _from(x: jax.Array, axes: Axes, source: int) -> jax.Array:
-    alone = jnp.where(position(axes) == source, x, jnp.zeros_like(x))
-    return lax.psum(alone, alive(axes)) if alive(axes) else x
+    if not alive(axes):
+        return x
+    return lax.psum(jnp.where(position(axes) == source, x, jnp.zeros_like(x)), alive(axes))
 
 
 def _to(g: jax.Array, axes: Axes, source: int) -> jax.Array:
-    total = lax.psum(g, alive(axes)) if alive(axes) else g
-    return jnp.where(position(axes) == source, total, jnp.zeros_like(g))
+    if not alive(axes):
+        return g
+    return jnp.where(position(axes) == source, lax.psum(g, alive(axes)), jnp.zeros_like(g))
 
 
 broadcast.defvjp(
     lambda x, axes, source: (_from(x, axes, source), None),
     lambda axes, source, _, g: (_to(g, axes, source),),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def reduce_to(x: jax.Array, axes: Axes, target: int) -> jax.Array:
+    """Sum over `axes`, kept by the device at `target`; the others have zeros.
+
+        a | b | c | d   ->   0 | a+b+c+d | 0 | 0        (target 1)
+
+    Backward is `broadcast`, and the other way round. Sends 2V(n-1)/n either way.
+    """
+    return _to(x, axes, target)
+
+
+reduce_to.defvjp(
+    lambda x, axes, target: (_to(x, axes, target), None),
+    lambda axes, target, _, g: (_from(g, axes, target),),
 )
 
 

@@ -125,7 +125,12 @@ class Training:
     seq: Annotated[int, tyro.conf.arg(aliases=["--seq"])] = 128
     """Tokens per sequence T."""
     microbatches: int = 1
-    """Parts in which each device takes its share of the batch, one after another (gradient accumulation)."""
+    """Parts in which each device takes its share of the batch, one after another (gradient accumulation); with
+    `stage` they follow each other through the pipeline."""
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble", "circular"] = "1f1b"
+    """Order of work of the pipeline stages (schedules.py)."""
+    chunks: int = 2
+    """Parts of the model on each stage, where the schedule is interleaved or circular."""
     seed: Annotated[int, tyro.conf.arg(aliases=["--seed"])] = 0
     """Seed of initial values, data order and dropout; the same on any mesh."""
     param_dtype: Precision = "float32"

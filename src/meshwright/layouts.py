@@ -3,8 +3,15 @@
 from meshwright.errors import ConfigError, nearest
 from meshwright.layout import Layout
 
+# The axes over which the vocabulary is split. Embedding and loss are shared out over all stages of a pipeline, so that
+# no stage holds more of them than another and none waits (Yeung et al. 2024, arXiv:2411.05288).
+VOCAB_AXES: tuple[str, ...] = ("stage", "tensor")
+
 # Megatron (Shoeybi et al. 2019, arXiv:1909.08053, section 3): columns of the first matrix, rows of the second.
-MEGATRON: dict[str, tuple[str, ...]] = {"N": ("tensor",), "K": ("tensor",), "F": ("tensor",), "V": ("tensor",)}
+# Layers lie on stages, in the order of stages.py.
+MEGATRON: dict[str, tuple[str, ...]] = {
+    "L": ("stage",), "N": ("tensor",), "K": ("tensor",), "F": ("tensor",), "V": VOCAB_AXES,
+}  # fmt: skip
 
 LAYOUTS: dict[str, Layout] = {
     "fsdp": Layout(

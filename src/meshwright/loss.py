@@ -1,7 +1,7 @@
 """Vocabulary-parallel cross-entropy that never holds the logits whole.
 
 Each device has a block of the vocabulary (Shoeybi et al. 2019, arXiv:1909.08053, section 3), and goes over the
-tokens in chunks, so at most `chunk` x V/tensor logits exist on it at once, forwards and backwards.
+tokens in chunks, so at most `chunk` x V/stage+tensor logits exist on it at once, forwards and backwards.
 """
 
 import functools
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.collectives import position, reduce_max, reduce_sum
+from meshwright.layouts import VOCAB_AXES
 
 
 def chunk_tokens(tokens: int, vocab: int, logits_mib: int) -> int:
@@ -29,7 +30,7 @@ def token_losses(
 ) -> tuple[jax.Array, jax.Array]:
     """Negative log-likelihood of each label and the log-normaliser (for the z-loss); both [T], float32.
 
-    x_TD: hidden states, whole over `tensor`.  table_VD: this device's block of the unembedding.
+    x_TD: hidden states, whole over `tensor` and `stage`.  table_VD: this device's block of the unembedding.
     vocab: rows of the whole table that mean something; the padding behind them has no probability.
     chunk: tokens at a time; divides T.
     """
@@ -39,14 +40,14 @@ def token_losses(
 def _logits(x_TD: jax.Array, table_VD: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
     """Logits of this device's block, float32, padding at -1e30; and the block's first row."""
     rows = table_VD.shape[0]
-    first = position(("tensor",)) * rows
+    first = position(VOCAB_AXES) * rows
     logits_TV = jax.lax.dot_general(x_TD, table_VD, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     real_V = first + jnp.arange(rows) < vocab
     return jnp.where(real_V[None], logits_TV, -1e30), first
 
 
 def _hit(labels_T: jax.Array, first: jax.Array, rows: int) -> jax.Array:
-    """One-hot [T, V/tensor] of the labels that lie in this block."""
+    """One-hot [T, V/stage+tensor] of the labels that lie in this block."""
     return (labels_T - first)[:, None] == jnp.arange(rows)[None]
 
 
@@ -56,10 +57,10 @@ def _forward(
     def one(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x_TD, labels_T = part
         logits_TV, first = _logits(x_TD, table_VD, vocab)
-        top_T = reduce_max(logits_TV.max(-1), ("tensor",))
+        top_T = reduce_max(logits_TV.max(-1), VOCAB_AXES)
         hit_TV = _hit(labels_T, first, table_VD.shape[0])
         total_T, label_T = reduce_sum(
-            (jnp.exp(logits_TV - top_T[:, None]).sum(-1), jnp.where(hit_TV, logits_TV, 0).sum(-1)), ("tensor",)
+            (jnp.exp(logits_TV - top_T[:, None]).sum(-1), jnp.where(hit_TV, logits_TV, 0).sum(-1)), VOCAB_AXES
         )
         log_normaliser_T = top_T + jnp.log(total_T)
         return log_normaliser_T - label_T, log_normaliser_T
@@ -86,7 +87,7 @@ def _backward(
         g_table_VD += jax.lax.dot_general(
             g_logits_TV, x_TD, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
         )
-        # Unreduced over tensor: the backward of enter_tensor, through which x came, adds the blocks up.
+        # Unreduced: the backward passes of enter_tensor and broadcast, through which x came, add the blocks up.
         return g_table_VD, (g_logits_TV @ table_VD).astype(x_TD.dtype)
 
     parts = (x_TD, labels_T, log_normaliser_T, g_nll_T, g_log_T)

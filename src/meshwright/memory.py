@@ -24,23 +24,23 @@ def save_as(x: jax.Array, mark: str) -> jax.Array:
 
 
 def over_layers(
-    block: Callable[[jax.Array, Any, jax.Array], jax.Array],
+    block: Callable[[jax.Array, Any, jax.Array], tuple[jax.Array, Any]],
     x: jax.Array,
     stacked: Any,
+    layers_L: Any,
     *,
-    layers: int,
     remat: str,
     unroll: int,
-) -> jax.Array:
-    """`block(x, held, layer)` for each layer in turn.
+) -> tuple[jax.Array, Any]:
+    """`block(x, held, layer) -> (x, told)` for each layer in turn; what they tell is stacked, [L, ...].
 
-    stacked: the layers' parameters with a leading dimension L.  layer: int32 scalar.
+    stacked: the layers' parameters with a leading dimension L.  layers_L: their numbers, int32.
     """
     policy = POLICIES[remat]
     # Inside a scan nothing can be merged across the barrier that prevent_cse inserts, so it is left out.
     body = block if policy is None else jax.checkpoint(block, policy=policy, prevent_cse=False)
 
-    def step(x: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
-        return body(x, *layer), None
+    def step(x: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, Any]:
+        return body(x, *layer)
 
-    return jax.lax.scan(step, x, (stacked, jax.numpy.arange(layers)), unroll=unroll)[0]
+    return jax.lax.scan(step, x, (stacked, layers_L), unroll=unroll)

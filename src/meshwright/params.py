@@ -5,6 +5,7 @@ Abstract arrays, shardings, initial values, counts and the checkpoint's manifest
 """
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.random import threefry2x32_p
 from jax.sharding import Mesh, NamedSharding
 
 from meshwright.collectives import Axes, gather_weight
@@ -34,6 +36,13 @@ class Param:
     """Standard deviation of `normal`."""
     rows: int | None = None
     """Rows of the first dimension that mean something; the padding behind them is zero and stays zero."""
+    order: tuple[int, ...] | None = None
+    """The layer that each row of a stack holds, where they are not in their order; NO_LAYER is a row of zeros."""
+
+    @property
+    def logical(self) -> tuple[int, ...]:
+        """The shape with one row for each layer."""
+        return self.shape if self.order is None else (max(self.order) + 1, *self.shape[1:])
 
     @property
     def size(self) -> int:
@@ -59,10 +68,25 @@ def named(params: Tree) -> dict[str, Any]:
 
 
 def count(params: Tree) -> int:
-    """Parameters that mean something: the padding of the vocabulary is not counted."""
+    """Parameters that mean something: the padding of vocabulary and stacks is not counted."""
     return sum(
-        p.size if p.rows is None else p.size // p.shape[0] * p.rows for p in jax.tree.leaves(params, is_leaf=is_param)
+        math.prod(p.logical) if p.rows is None else p.size // p.shape[0] * p.rows
+        for p in jax.tree.leaves(params, is_leaf=is_param)
     )
+
+
+def arrange(params: Tree, orders: dict[str, tuple[int, ...]]) -> Tree:
+    """`params` with the rows of each stack in the order given for its sub-tree."""
+
+    def reorder(p: Param, order: tuple[int, ...]) -> Param:
+        if order == tuple(range(p.shape[0])):
+            return p
+        return dataclasses.replace(p, shape=(len(order), *p.shape[1:]), order=order)
+
+    def of(path: str, tree: Tree) -> Tree:
+        return tree_map(lambda p: reorder(p, orders[path]), tree) if path in orders else tree
+
+    return {path: of(path, tree) for path, tree in params.items()}
 
 
 def placements(params: Tree, *, layout: Layout, mesh: MeshShape, min_size: int) -> Tree:
@@ -83,16 +107,66 @@ def placements(params: Tree, *, layout: Layout, mesh: MeshShape, min_size: int) 
     return treedef.unflatten(placed)
 
 
+def by_layer(p: Param, x: Any) -> Any:
+    """`x`, whose rows are those of `p`, with one row for each layer in order. x: an array of numpy or of JAX."""
+    if p.order is None:
+        return x
+    return x[np.array([p.order.index(layer) for layer in range(max(p.order) + 1)])]
+
+
+def in_rows(p: Param, x: Any) -> Any:
+    """The inverse of `by_layer`: the rows of `p`, zero where there is no layer."""
+    if p.order is None:
+        return x
+    order = np.array(p.order)
+    return jnp.where(_real_rows(p).reshape(-1, *(1,) * (x.ndim - 1)), x[np.maximum(order, 0)], 0)
+
+
 def _initial(p: Param, words: jax.Array, dtype: Any) -> jax.Array:
     if p.init == "zeros":
         return jnp.zeros(p.shape, dtype)
+    real = _real_rows(p)
     if p.init == "ones":
-        return jnp.ones(p.shape, dtype)
-    w = p.std * jax.random.normal(jax.random.wrap_key_data(words, impl="threefry2x32"), p.shape, jnp.float32)
-    if p.rows is not None and p.rows < p.shape[0]:
-        row = jax.lax.broadcasted_iota(jnp.int32, p.shape, 0)
-        w = jnp.where(row < p.rows, w, 0.0)
-    return w.astype(dtype)
+        return jnp.broadcast_to(real, p.shape).astype(dtype)
+    if p.order is None:
+        w = jax.random.normal(jax.random.wrap_key_data(words, impl="threefry2x32"), p.shape, jnp.float32)
+    else:
+        w = _normal_in_order(p, words)
+    return jnp.where(real, p.std * w, 0.0).astype(dtype)
+
+
+def _real_rows(p: Param) -> jax.Array:
+    """Which rows of the first dimension mean something; bool, [rows, 1, ...]."""
+    rows = np.arange(p.shape[0]) if p.order is None else np.array(p.order)
+    real = (rows >= 0) & (rows < (p.shape[0] if p.rows is None else p.rows))
+    return jnp.asarray(real).reshape(-1, *(1,) * (len(p.shape) - 1))
+
+
+def _normal_in_order(p: Param, words: jax.Array) -> jax.Array:
+    """The rows of `jax.random.normal(key, p.logical)` in the order of `p`, each made where it is kept.
+
+    Taking them from the whole would make the whole on every device. Threefry hashes an element's index, so it is
+    enough to count as the whole does (jax.random under `jax_threefry_partitionable`).
+    """
+    assert p.order is not None
+    inner = p.shape[2:]
+    layer = np.maximum(np.array(p.order), 0).astype(np.uint64)[:, None]
+    # Indices are 64 bits wide, which JAX has not: two words of 32, the last dimensions counted in one.
+    first = (layer * np.uint64(p.shape[1]) + np.arange(p.shape[1], dtype=np.uint64)) * np.uint64(math.prod(inner))
+    within = jnp.zeros(inner, jnp.uint32)
+    for dim, size in enumerate(inner):
+        within = within * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, inner, dim)
+    high, low = (
+        jnp.asarray(word.astype(np.uint32)).reshape(*p.shape[:2], *(1,) * len(inner))
+        for word in (first >> np.uint64(32), first & np.uint64(2**32 - 1))
+    )
+    low = jnp.broadcast_to(low + within, p.shape)
+    high = jnp.broadcast_to(high, p.shape) + (low < within).astype(jnp.uint32)
+    one, other = threefry2x32_p.bind(*(jnp.broadcast_to(w, p.shape) for w in words), high, low)
+    # Twenty-three random bits make a number of [1, 2).
+    unit = jax.lax.bitcast_convert_type(((one ^ other) >> 9) | jnp.uint32(0x3F800000), jnp.float32) - 1.0
+    least = np.nextafter(np.float32(-1.0), np.float32(0.0))
+    return np.float32(np.sqrt(2)) * jax.lax.erf_inv(jnp.maximum(least, unit * (np.float32(1.0) - least) + least))
 
 
 def initialise(params: Tree, shardings: Tree, *, seed: int, dtype: Any) -> Tree:

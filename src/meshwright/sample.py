@@ -3,45 +3,54 @@
 Every token reads the whole window again: right for a look at what a run has learned, not for serving.
 """
 
-import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from meshwright.blocks.context import CONTEXT, build_attend
+from meshwright.blocks.context import CONTEXT
 from meshwright.blocks.dropout import no_dropout
+from meshwright.check import chunks_of
 from meshwright.collectives import gather
 from meshwright.config import MeshShape
-from meshwright.families import find_family
-from meshwright.families.family import Text, vocab_of
-from meshwright.layouts import BATCH_AXES
-from meshwright.memory import over_layers
-from meshwright.params import Tree, plan_use
+from meshwright.data.batch import Batch
+from meshwright.families.family import vocab_of
+from meshwright.layouts import BATCH_AXES, VOCAB_AXES
+from meshwright.params import Tree
+from meshwright.pipeline import Parts, run_forward
+from meshwright.schedules import build_table
 from meshwright.step import BATCH_SPEC, Program, specs
 
 
 def build_next_logits(program: Program) -> Callable[[Tree, jax.Array, jax.Array], jax.Array]:
     """`(params, tokens [B, T], at) -> logits [B, V]` after position `at` of each sequence, whole on every device."""
-    run = program.run
-    dtype = jnp.dtype(run.training.compute_dtype)
-    use = plan_use(program.params, program.placed, compute_dtype=dtype, reduce_dtype=dtype)
-    layers = functools.partial(over_layers, remat="none", unroll=run.training.unroll)
-    family = find_family(run.model)
+    run, model = program.run, program.local
 
     def next_logits(params: Tree, tokens_BT: jax.Array, at: jax.Array) -> jax.Array:
-        attend = build_attend(program.split, jnp.zeros_like(tokens_BT))
-        places_T = program.split.own()
-        positions_BT = jnp.broadcast_to(places_T, (tokens_BT.shape[0], len(places_T)))
-        text = Text(tokens_BT[:, places_T], positions_BT)
-        x_BTD, table_VD = family.forward(run.model, params, text, use, no_dropout(), attend, layers)
-        # Every device has its own positions; the one after which the next token comes is found among all of them.
-        held = gather(places_T, CONTEXT, 0)
-        x_BD = jax.lax.dynamic_index_in_dim(gather(x_BTD, CONTEXT, 1), jnp.argmax(held == at), 1, keepdims=False)
-        logits_BV = jnp.einsum("bd,vd->bv", x_BD, table_VD, preferred_element_type=jnp.float32)
-        return gather(gather(logits_BV, ("tensor",), 1), BATCH_AXES, 0)[:, : vocab_of(run.model)]
+        places_T = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        batch = Batch(tokens_BT, tokens_BT, jnp.zeros_like(tokens_BT), places_T, jnp.ones(tokens_BT.shape))
+        see = model.see(batch, no_dropout())
+
+        def logits(held: Tree, x_BTD: jax.Array, _: Any) -> tuple[jax.Array, jax.Array]:
+            x_BTD, table_VD = model.hidden(held, x_BTD)
+            # Every device has its own positions; the one after which the next token comes is found among all of them.
+            places_T = gather(program.split.own(), CONTEXT, 0)
+            x_BD = gather(x_BTD, CONTEXT, 1)[:, jnp.argmax(places_T == at)]
+            return jnp.zeros(()), jnp.einsum("bd,vd->bv", x_BD, table_VD, preferred_element_type=jnp.float32)
+
+        parts = Parts(
+            embed=lambda held, _: model.embed(held, see),
+            chunk=lambda layers, x, chunk, _: model.chunk(layers, x, see, chunk),
+            finish=logits,
+            penalty=lambda _: 0.0,
+            stacks=tuple(model.stacks),
+        )
+        stages = program.mesh.shape["stage"]
+        logits_BV = run_forward(build_table("evaluation", stages, 1, chunks_of(run)), parts, params)
+        return gather(gather(logits_BV, VOCAB_AXES, 1), BATCH_AXES, 0)[:, : vocab_of(run.model)]
 
     return jax.jit(
         jax.shard_map(

@@ -15,21 +15,21 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.blocks.context import Split, build_attend, split_of
+from meshwright.blocks.context import Split, split_of
 from meshwright.blocks.dropout import Dropout, dropout_key, no_dropout
-from meshwright.check import describe, fit_to_mesh, heads_of
+from meshwright.check import balance_of, chunks_of, describe, fit_to_mesh, heads_of
 from meshwright.collectives import position, reduce_scatter, reduce_sum, sum_gradients
 from meshwright.config import MeshShape, Run
 from meshwright.data.batch import Batch
 from meshwright.errors import TrainingError
-from meshwright.families import find_family
-from meshwright.families.family import Text, vocab_of
+from meshwright.families.family import Sight, Told
 from meshwright.layout import Placements, axes_of, to_spec
 from meshwright.layouts import BATCH_AXES, TOKEN_AXES
-from meshwright.loss import chunk_tokens, token_losses
-from meshwright.memory import over_layers
+from meshwright.model import LocalModel, penalty
 from meshwright.optimizers import build_optimizer, build_schedule, state_placements
 from meshwright.params import Tree, initialise, plan_use, shardings, tree_map
+from meshwright.pipeline import Parts, run_forward, run_schedule
+from meshwright.schedules import Table, build_table
 from meshwright.words import AXES
 
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
@@ -76,6 +76,23 @@ class Program:
         return split_of(training.context, training.seq, shape["context"], heads)
 
     @property
+    def local(self) -> LocalModel:
+        """The model on one device."""
+        training = self.run.training
+        use = plan_use(
+            self.params,
+            self.placed,
+            compute_dtype=jnp.dtype(training.compute_dtype),
+            reduce_dtype=jnp.dtype(training.reduce_dtype),
+        )
+        return LocalModel(self.run, use, self.split, balance_of(self.run))
+
+    def table(self, schedule: str) -> Table:
+        """What its stages do when, by `schedule`."""
+        training = self.run.training
+        return build_table(schedule, self.mesh.shape["stage"], training.microbatches, chunks_of(self.run))
+
+    @property
     def state_shardings(self) -> State:
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
 
@@ -113,68 +130,34 @@ def lay_out(run: Run, mesh: Mesh) -> Program:
     return Program(run, mesh, params, placed, optimizer, State(cast(Any, step), cast(Any, healthy), abstract, state))
 
 
-def _sums(program: Program) -> Callable[..., tuple[jax.Array, Metrics]]:
-    """`(params, text, targets, weights, dropout, total) -> (loss, metrics)` on one device's part of the batch.
-
-    The batch has whole sequences; with `context` each device takes its own positions of them. The loss is this
-    device's share: the sum over the axes of tokens is the mean over `total` weights.
-    """
-    run = program.run
-    training, family = run.training, find_family(run.model)
-    use = plan_use(
-        program.params,
-        program.placed,
-        compute_dtype=jnp.dtype(training.compute_dtype),
-        reduce_dtype=jnp.dtype(training.reduce_dtype),
-    )
-    layers = functools.partial(over_layers, remat=training.remat, unroll=training.unroll)
-
-    def sums(params: Tree, batch: Batch, drop: Dropout, total: jax.Array) -> tuple[jax.Array, Metrics]:
-        attend = build_attend(program.split, batch.segments)
-        if program.split.shards > 1:
-            places_T = program.split.own()
-            batch = jax.tree.map(lambda field: field[:, places_T], batch)
-        text = Text(batch.inputs, batch.positions)
-        x_BTD, table_VD = family.forward(run.model, params, text, use, drop, attend, layers)
-        x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
-        chunk = chunk_tokens(x_TD.shape[0], table_VD.shape[0], training.logits_mib)
-        with jax.named_scope("unembedding"):
-            nll_T, log_T = token_losses(x_TD, table_VD, batch.targets.reshape(-1), vocab_of(run.model), chunk)
-        weights_T = batch.weights.reshape(-1)
-        nll, weight = (nll_T * weights_T).sum(), weights_T.sum()
-        loss, metrics = nll / total, {"loss": (nll, weight)}
-        if training.z_loss:
-            squared = (log_T * log_T * weights_T).sum()
-            loss += training.z_loss * squared / total
-            metrics["squared log-normaliser"] = (squared, weight)
-        return loss, metrics
-
-    return sums
-
-
 def build_gradients(program: Program) -> Callable[[Tree, jax.Array, Batch], tuple[Tree, Metrics]]:
     """`(params, step, batch) -> (gradients, metrics)`: clipped gradients in the optimizer's placement."""
-    run, mesh, placed = program.run, program.mesh, program.placed
+    run, mesh, placed, model = program.run, program.mesh, program.placed, program.local
     training, shape = run.training, MeshShape(**mesh.shape)
-    sums = _sums(program)
 
-    def accumulate(params: Tree, step: jax.Array, batch: Batch) -> tuple[Tree, Metrics]:
+    def accumulate(params: Tree, step: jax.Array, batch: Batch) -> tuple[Tree, tuple[Metrics, dict[str, Told]]]:
         local = batch.inputs.shape[0]
         rows_B = (position(BATCH_AXES) * local + jnp.arange(local)).astype(jnp.uint32)
         key = dropout_key(training.seed, step)
         total = jnp.maximum(reduce_sum(batch.weights.sum(), BATCH_AXES), 1e-9)
 
-        def one(rows_B: jax.Array, batch: Batch) -> tuple[Tree, Metrics]:
-            drop = Dropout(training.dropout, key, rows_B, program.split.own())
-            return jax.grad(sums, has_aux=True)(params, batch, drop, total)
+        def drop(rows_B: jax.Array) -> Dropout:
+            return Dropout(training.dropout, key, rows_B, program.split.own())
 
-        if training.microbatches == 1:
+        def one(rows_B: jax.Array, batch: Batch) -> tuple[Tree, Any]:
+            return jax.grad(model.whole, has_aux=True)(params, batch, drop(rows_B), total)
+
+        if training.microbatches == 1 and shape.stage == 1:
             return one(rows_B, batch)
+        parts = jax.tree.map(lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), (rows_B, batch))
+        if shape.stage > 1:
+            table = program.table(training.schedule)
+            grads, sums, told = run_schedule(table, _parts(model, *parts, drop, total), params)
+            return grads, (sums, told)
 
         def add(carry: Any, part: tuple[jax.Array, Batch]) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, carry, one(*part)), None
 
-        parts = jax.tree.map(lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), (rows_B, batch))
         zero = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(one, *jax.tree.map(lambda x: x[0], parts))
         )
@@ -186,7 +169,7 @@ def build_gradients(program: Program) -> Callable[[Tree, jax.Array, Batch], tupl
         return grad
 
     def gradients(params: Tree, step: jax.Array, batch: Batch) -> tuple[Tree, Metrics]:
-        grads, metrics = accumulate(params, step, batch)
+        grads, (metrics, told) = accumulate(params, step, batch)
         with jax.named_scope("gradients"):
             return reduced(grads, metrics)
 
@@ -290,10 +273,15 @@ def _changed(expected: Any, given: Any) -> str | None:
 
 def build_eval_step(program: Program) -> Callable[[Tree, Batch], Metrics]:
     """`(params, batch) -> metrics`, jitted: the same loss without dropout."""
-    sums = _sums(program)
+    training, model = program.run.training, program.local
 
     def evaluate(params: Tree, batch: Batch) -> Metrics:
-        return reduce_sum(sums(params, batch, no_dropout(), jnp.ones(()))[1], TOKEN_AXES)
+        one = jnp.ones(())
+        if program.mesh.shape["stage"] == 1:
+            return reduce_sum(model.whole(params, batch, no_dropout(), one)[1][0], TOKEN_AXES)
+        parts = jax.tree.map(lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), (batch.inputs[:, 0], batch))
+        parts = _parts(model, *parts, lambda rows_B: no_dropout(), one)
+        return reduce_sum(run_forward(program.table("evaluation"), parts, params), TOKEN_AXES)
 
     return jax.jit(
         jax.shard_map(
@@ -303,4 +291,25 @@ def build_eval_step(program: Program) -> Callable[[Tree, Batch], Metrics]:
             out_specs=PartitionSpec(),
             check_vma=False,
         )
+    )
+
+
+def _parts(
+    model: LocalModel, rows_MB: jax.Array, batch_M: Batch, drop: Callable[[jax.Array], Dropout], total: jax.Array
+) -> Parts:
+    """The model for a pipeline. rows_MB, batch_M: of each microbatch."""
+
+    def take(m: jax.Array) -> tuple[jax.Array, Batch]:
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, m, keepdims=False), (rows_MB, batch_M))
+
+    def see(m: jax.Array) -> Sight:
+        rows_B, batch = take(m)
+        return model.see(batch, drop(rows_B))
+
+    return Parts(
+        embed=lambda held, microbatch: model.embed(held, see(microbatch)),
+        chunk=lambda layers, x, chunk, microbatch: model.chunk(layers, x, see(microbatch), chunk),
+        finish=lambda held, x, microbatch: model.losses(held, x, take(microbatch)[1], total),
+        penalty=lambda told: model.penalty_weight * penalty(told),
+        stacks=tuple(model.stacks),
     )

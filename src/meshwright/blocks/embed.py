@@ -4,19 +4,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.collectives import leave_tensor, position
+from meshwright.collectives import leave_tensor, position, reduce_to
+from meshwright.layouts import VOCAB_AXES
 
 
 def embed(tokens_BT: jax.Array, table_VD: jax.Array) -> jax.Array:
-    """Rows of the table, of which this device holds a block of the vocabulary; [B, T/tensor, D].
+    """Rows of the table, of which this device holds a block of the vocabulary; [B, T/tensor, D], on the first stage.
 
-    Each device looks up the tokens of its own block and zero for the rest; `leave_tensor` adds them up.
+    Each device looks up the tokens of its own block and zero for the rest; `leave_tensor` and `reduce_to` add them up.
     """
     rows = table_VD.shape[0]
-    local_BT = tokens_BT - position(("tensor",)) * rows
+    local_BT = tokens_BT - position(VOCAB_AXES) * rows
     mine_BT = (local_BT >= 0) & (local_BT < rows)
     x_BTD = _rows(table_VD, jnp.where(mine_BT, local_BT, 0))
-    return leave_tensor(jnp.where(mine_BT[..., None], x_BTD, 0), 1)
+    return reduce_to(leave_tensor(jnp.where(mine_BT[..., None], x_BTD, 0), 1), ("stage",), 0)
 
 
 @jax.custom_vjp

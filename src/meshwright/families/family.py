@@ -13,12 +13,16 @@ from meshwright.errors import ConfigError
 from meshwright.params import Tree, Use
 
 
-class OverLayers(Protocol):
-    """`memory.over_layers` with the remat policy and the unrolling already chosen."""
+Told = dict[str, jax.Array]
+"""What a layer says of itself beside its output, summed over the tokens of this device; nothing for dense layers.
 
-    def __call__(
-        self, block: Callable[[jax.Array, Any, jax.Array], jax.Array], x: jax.Array, stacked: Any, *, layers: int
-    ) -> jax.Array: ...
+`penalty`: what it adds to the loss, a scalar, to be divided by the sequences of the global batch."""
+
+
+class Block(Protocol):
+    """One layer: `(x [B, T/tensor, D], its parameters at rest, its number) -> (x, what it tells)`."""
+
+    def __call__(self, x_BTD: jax.Array, held: Any, layer: jax.Array, /) -> tuple[jax.Array, Told]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,16 +35,36 @@ class Text:
 
 
 @dataclasses.dataclass(frozen=True)
+class Sight:
+    """What all layers of a model see of its text."""
+
+    text: Text
+    use: Use
+    drop: Dropout
+    attend: Attend
+
+
+@dataclasses.dataclass(frozen=True)
 class Family:
-    """params(config) describes the parameters; forward gives hidden states [B, T, D], whole over `tensor`,
-    and the unembedding [V/tensor, D]; flops(config, seq) itemises one token's forward pass, in FLOPs."""
+    """A model in the parts that a pipeline may hold apart. `c` is the configuration."""
 
     config: type[Model]
     params: Callable[[Any], Tree]
-    forward: Callable[[Any, Tree, Text, Use, Dropout, Attend, OverLayers], tuple[jax.Array, jax.Array]]
+    """c -> descriptions of all parameters."""
+    stacks: Callable[[Any], dict[str, int]]
+    """c -> for each sub-tree of stacked layers, in the order of the layers, how many it has."""
+    embed: Callable[[Any, Tree, Sight], jax.Array]
+    """(c, held, sight) -> [B, T/tensor, D], on the first stage."""
+    blocks: Callable[[Any, Sight], dict[str, Block]]
+    """(c, sight) -> the layer of each stack."""
+    unembed: Callable[[Any, Tree, jax.Array, Use], tuple[jax.Array, jax.Array]]
+    """(c, held, x, use) -> hidden states [B, T, D], whole over `tensor`, and the table [V/stage+tensor, D]."""
     flops: Callable[[Any, int], dict[str, float]]
+    """(c, seq) -> one token's forward pass, in FLOPs, by item."""
+    layer_flops: Callable[[Any, int], tuple[float, ...]]
+    """(c, seq) -> the same for each layer."""
     longest: Callable[[Any], int | None]
-    """Positions the model has; None where there is no limit."""
+    """c -> positions the model has; None where there is no limit."""
 
 
 def vocab_of(model: Model) -> int:
@@ -53,6 +77,11 @@ def vocab_of(model: Model) -> int:
 def padded_vocab(model: Model) -> int:
     """Rows of the embedding tables: the vocabulary rounded up to `vocab_multiple`."""
     return -(-vocab_of(model) // model.vocab_multiple) * model.vocab_multiple
+
+
+def alike(flops: dict[str, float], layers: int) -> tuple[float, ...]:
+    """FLOPs of each of `layers` equal layers, where `flops` are those of the whole model by item."""
+    return (sum(n for item, n in flops.items() if item != "unembedding") / layers,) * layers
 
 
 def head_size(model: Model) -> int:

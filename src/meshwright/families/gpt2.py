@@ -11,14 +11,12 @@ from typing import Any, Literal
 
 import jax
 
-from meshwright.blocks.context import Attend
-from meshwright.blocks.dropout import Dropout
 from meshwright.blocks.embed import embed
 from meshwright.blocks.linear import linear
 from meshwright.blocks.norm import layer_norm
 from meshwright.collectives import enter_tensor, leave_tensor, own_block
 from meshwright.config import Model
-from meshwright.families.family import Family, OverLayers, Text, head_size, padded_vocab, vocab_of
+from meshwright.families.family import Block, Family, Sight, Told, alike, head_size, padded_vocab, vocab_of
 from meshwright.memory import PROJECTION, save_as
 from meshwright.params import Param, Tree, Use
 
@@ -71,17 +69,20 @@ def params(c: Gpt2) -> Tree:
     }
 
 
-def forward(
-    c: Gpt2, held: Tree, text: Text, use: Use, drop: Dropout, attend: Attend, over_layers: OverLayers
-) -> tuple[jax.Array, jax.Array]:
-    """Hidden states [B, T, D] and the unembedding [V/tensor, D]."""
-    table_VD = use(held["embed"], "embed")
-    place_TD = use(held["positions"], "positions")
+def embed_text(c: Gpt2, held: Tree, see: Sight) -> jax.Array:
+    """Hidden states [B, T/tensor, D] before the first layer."""
+    table_VD = see.use(held["embed"], "embed")
+    place_TD = see.use(held["positions"], "positions")
     with jax.named_scope("embedding"):
-        x_BTD = embed(text.tokens, table_VD) + place_TD[own_block(text.positions, ("tensor",), 1)]
-        x_BTD = drop(x_BTD, 0)
+        x_BTD = embed(see.text.tokens, table_VD) + place_TD[own_block(see.text.positions, ("tensor",), 1)]
+        return see.drop(x_BTD, 0)
 
-    def block(x_BTD: jax.Array, held: Tree, layer: jax.Array) -> jax.Array:
+
+def blocks(c: Gpt2, see: Sight) -> dict[str, Block]:
+    """One layer, as above."""
+    use, drop = see.use, see.drop
+
+    def block(x_BTD: jax.Array, held: Tree, layer: jax.Array) -> tuple[jax.Array, Told]:
         w = use(held, "blocks")
         with jax.named_scope("attention"):
             h_BTD = enter_tensor(_norm(c, x_BTD, w["attention_norm"], w.get("attention_norm_bias")), 1)
@@ -89,17 +90,21 @@ def forward(
                 save_as(_biased(linear(h_BTD, w[name]), w.get(f"{name}_bias")), PROJECTION)
                 for name in ("query", "key", "value")
             )
-            attended_BTNH = save_as(attend(q_BTNH, k_BTNH, v_BTNH, window=None), PROJECTION)
+            attended_BTNH = save_as(see.attend(q_BTNH, k_BTNH, v_BTNH, window=None), PROJECTION)
             y_BTD = leave_tensor(linear(attended_BTNH, w["attention_out"], contract=2), 1)
             x_BTD = x_BTD + drop(_biased(y_BTD, w.get("attention_out_bias")), 2 * layer + 1)
         with jax.named_scope("feed-forward"):
             h_BTD = enter_tensor(_norm(c, x_BTD, w["mlp_norm"], w.get("mlp_norm_bias")), 1)
             up_BTF = save_as(_biased(linear(h_BTD, w["up"]), w.get("up_bias")), PROJECTION)
             y_BTD = leave_tensor(linear(jax.nn.gelu(up_BTF, approximate=True), w["down"]), 1)
-            return x_BTD + drop(_biased(y_BTD, w.get("down_bias")), 2 * layer + 2)
+            return x_BTD + drop(_biased(y_BTD, w.get("down_bias")), 2 * layer + 2), {}
 
-    x_BTD = over_layers(block, x_BTD, held["blocks"], layers=c.layers)
-    final = use(held["final_norm"], "final_norm")
+    return {"blocks": block}
+
+
+def unembed(c: Gpt2, held: Tree, x_BTD: jax.Array, use: Use) -> tuple[jax.Array, jax.Array]:
+    """Normalised hidden states [B, T, D] and the embedding again, [V/stage+tensor, D]."""
+    table_VD, final = use(held["embed"], "embed"), use(held["final_norm"], "final_norm")
     with jax.named_scope("unembedding"):
         return enter_tensor(_norm(c, x_BTD, final["scale"], final.get("bias")), 1), table_VD
 
@@ -123,4 +128,14 @@ def flops(c: Gpt2, seq: int) -> dict[str, float]:
     }
 
 
-FAMILY = Family(Gpt2, params, forward, flops, longest=lambda c: c.positions)
+FAMILY = Family(
+    Gpt2,
+    params,
+    stacks=lambda c: {"blocks": c.layers},
+    embed=embed_text,
+    blocks=blocks,
+    unembed=unembed,
+    flops=flops,
+    layer_flops=lambda c, seq: alike(flops(c, seq), c.layers),
+    longest=lambda c: c.positions,
+)

@@ -8,19 +8,19 @@ One layer, D wide, N query heads and K key/value heads of size H, feed-forward w
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 
 from meshwright.blocks.context import Attend
-from meshwright.blocks.dropout import Dropout
 from meshwright.blocks.embed import embed
 from meshwright.blocks.linear import linear
 from meshwright.blocks.norm import rms_norm
 from meshwright.blocks.rotary import RopeScaling, angles, frequencies, rotate
 from meshwright.collectives import enter_tensor, leave_tensor
 from meshwright.config import Model
-from meshwright.families.family import Family, OverLayers, Text, head_size, padded_vocab, vocab_of
+from meshwright.families.family import Block, Family, Sight, Told, alike, head_size, padded_vocab, vocab_of
 from meshwright.memory import PROJECTION, save_as
 from meshwright.params import Param, Tree, Use
 
@@ -87,34 +87,56 @@ def params(c: Llama) -> Tree:
     return tree
 
 
-def forward(
-    c: Llama, held: Tree, text: Text, use: Use, drop: Dropout, attend: Attend, over_layers: OverLayers
-) -> tuple[jax.Array, jax.Array]:
-    """Hidden states [B, T, D] and the unembedding [V/tensor, D]."""
-    cos_sin = angles(text.positions, frequencies(c.head, c.theta, c.rope_scaling))
-    table_VD = use(held["embed"], "embed")
+def embed_text(c: Llama, held: Tree, see: Sight) -> jax.Array:
+    """Hidden states [B, T/tensor, D] before the first layer."""
+    table_VD = see.use(held["embed"], "embed")
     with jax.named_scope("embedding"):
-        x_BTD = drop(embed(text.tokens, table_VD), 0)
+        return see.drop(embed(see.text.tokens, table_VD), 0)
 
-    def block(x_BTD: jax.Array, held: Tree, layer: jax.Array) -> jax.Array:
-        w = use(held, "blocks")
-        with jax.named_scope("attention"):
-            h_BTD = enter_tensor(rms_norm(x_BTD, w["attention_norm"], c.norm_epsilon), 1)
-            attended_BTNH = _attend(c, h_BTD, w, attend, cos_sin)
-            y_BTD = leave_tensor(linear(attended_BTNH, w["attention_out"], contract=2), 1)
-            x_BTD = x_BTD + drop(y_BTD, 2 * layer + 1)
+
+def blocks(c: Llama, see: Sight) -> dict[str, Block]:
+    """One layer, as above."""
+    attend = attention_block(c, see)
+
+    def block(x_BTD: jax.Array, held: Tree, layer: jax.Array) -> tuple[jax.Array, Told]:
+        w = see.use(held, "blocks")
+        x_BTD = attend(x_BTD, w, layer)
         with jax.named_scope("feed-forward"):
             h_BTD = enter_tensor(rms_norm(x_BTD, w["mlp_norm"], c.norm_epsilon), 1)
-            gate_BTF = save_as(linear(h_BTD, w["gate"]), PROJECTION)
-            up_BTF = save_as(linear(h_BTD, w["up"]), PROJECTION)
-            y_BTD = leave_tensor(linear(jax.nn.silu(gate_BTF) * up_BTF, w["down"]), 1)
-            return x_BTD + drop(y_BTD, 2 * layer + 2)
+            y_BTD = leave_tensor(gated(h_BTD, w), 1)
+            return x_BTD + see.drop(y_BTD, 2 * layer + 2), {}
 
-    x_BTD = over_layers(block, x_BTD, held["blocks"], layers=c.layers)
+    return {"blocks": block}
+
+
+def attention_block(c: Llama, see: Sight) -> Callable[[jax.Array, dict[str, Any], jax.Array], jax.Array]:
+    """The first half of a layer: `(x, weights in use, number of the layer) -> x`."""
+    cos_sin = angles(see.text.positions, frequencies(c.head, c.theta, c.rope_scaling))
+
+    def attend(x_BTD: jax.Array, w: dict[str, Any], layer: jax.Array) -> jax.Array:
+        with jax.named_scope("attention"):
+            h_BTD = enter_tensor(rms_norm(x_BTD, w["attention_norm"], c.norm_epsilon), 1)
+            attended_BTNH = _attend(c, h_BTD, w, see.attend, cos_sin)
+            y_BTD = leave_tensor(linear(attended_BTNH, w["attention_out"], contract=2), 1)
+            return x_BTD + see.drop(y_BTD, 2 * layer + 1)
+
+    return attend
+
+
+def gated(h_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
+    """silu(h gate) * h up, times down: a sum that `tensor` has yet to reduce."""
+    gate_BTF = save_as(linear(h_BTD, w["gate"]), PROJECTION)
+    up_BTF = save_as(linear(h_BTD, w["up"]), PROJECTION)
+    return linear(jax.nn.silu(gate_BTF) * up_BTF, w["down"])
+
+
+def unembed(c: Llama, held: Tree, x_BTD: jax.Array, use: Use) -> tuple[jax.Array, jax.Array]:
+    """Normalised hidden states [B, T, D] and the table [V/stage+tensor, D]."""
     final_D = use(held["final_norm"], "final_norm")
+    name = "embed" if c.embedding == "tied" else "unembed"
+    table_VD = use(held[name], name)
     with jax.named_scope("unembedding"):
-        x_BTD = enter_tensor(rms_norm(x_BTD, final_D, c.norm_epsilon), 1)
-    return x_BTD, table_VD if c.embedding == "tied" else use(held["unembed"], "unembed")
+        return enter_tensor(rms_norm(x_BTD, final_D, c.norm_epsilon), 1), table_VD
 
 
 def _attend(
@@ -147,4 +169,14 @@ def flops(c: Llama, seq: int) -> dict[str, float]:
     }
 
 
-FAMILY = Family(Llama, params, forward, flops, longest=lambda c: None)
+FAMILY = Family(
+    Llama,
+    params,
+    stacks=lambda c: {"blocks": c.layers},
+    embed=embed_text,
+    blocks=blocks,
+    unembed=unembed,
+    flops=flops,
+    layer_flops=lambda c, seq: alike(flops(c, seq), c.layers),
+    longest=lambda c: None,
+)
