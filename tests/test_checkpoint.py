@@ -138,7 +138,7 @@ def test_one_flipped_bit_names_the_tensor_and_the_checkpoint_before(tmp_path: Pa
     params = {**state.params, "blocks": {**state.params["blocks"], "up": harmed}}
     shutil.rmtree(out / "checkpoints" / "4")
     with Checkpoints(out / "checkpoints", keep=9) as checkpoints:
-        checkpoints.save(dataclasses.replace(state, params=params), step=4, cursor=manifest.cursor, run=run)
+        checkpoints.save(dataclasses.replace(state, params=params), program, step=4, cursor=manifest.cursor)
     told = out / "checkpoints" / "4" / "manifest" / "metadata"
     content = json.loads(told.read_text())
     content["tensors"] = manifest.tensors

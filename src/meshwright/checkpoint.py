@@ -7,6 +7,7 @@ on one mesh is verified on another, each device reading and hashing only its own
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -22,10 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.config import Run
 from meshwright.errors import CheckpointError
-from meshwright.params import is_param, named
+from meshwright.params import Param, by_layer, in_rows, is_param, named
 from meshwright.runfile import run_from_dict, run_to_dict
 from meshwright.step import Program, State
 
@@ -70,6 +72,59 @@ def _saved(state: State) -> dict[str, Any]:
 def _tensors(state: State) -> dict[str, Any]:
     """Leaves by dotted name."""
     return named(_saved(state))
+
+
+def _stacked(tensors: dict[str, Any], program: Program) -> dict[str, Param]:
+    """Of those tensors whose rows are not in the order of the layers, the parameter that they belong to."""
+    moved = {path: p for path, p in named(program.params).items() if p.order is not None}
+    return {
+        name: p
+        for name, x in tensors.items()
+        for path, p in moved.items()
+        if name.endswith(f".{path}") and x.shape and x.shape[0] == p.shape[0]
+    }
+
+
+def _abstract_by_layer(tensors: dict[str, Any], program: Program) -> dict[str, Any]:
+    """The tensors as a checkpoint has them, which knows nothing of stages: a row for each layer, in order."""
+
+    def of(x: Any, p: Param) -> Any:
+        shape, spec = (*p.logical[:1], *x.shape[1:]), [*x.sharding.spec, *[None] * (x.ndim - len(x.sharding.spec))]
+        mesh = x.sharding.mesh
+        if shape[0] % mesh.shape["stage"]:
+            # The layers cannot be shared out over the stages, so another dimension is.
+            spec[0] = None
+            for dim in range(1, x.ndim):
+                held = spec[dim] if isinstance(spec[dim], tuple) else (spec[dim],) if spec[dim] else ()
+                split = math.prod(mesh.shape[axis] for axis in (*held, "stage"))
+                if shape[dim] % split == 0:
+                    spec[dim] = (*held, "stage")
+                    break
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+    stacked = _stacked(tensors, program)
+    return {name: of(x, stacked[name]) if name in stacked else x for name, x in tensors.items()}
+
+
+def _by_layer(tensors: dict[str, jax.Array], program: Program) -> dict[str, jax.Array]:
+    where = _abstract_by_layer(tensors, program)
+
+    def of(name: str, p: Param) -> jax.Array:
+        return jax.jit(functools.partial(by_layer, p), out_shardings=where[name].sharding)(tensors[name])
+
+    stacked = _stacked(tensors, program)
+    return {name: of(name, stacked[name]) if name in stacked else x for name, x in tensors.items()}
+
+
+def _in_rows(found: dict[str, jax.Array], wanted: dict[str, Any], program: Program) -> dict[str, jax.Array]:
+    stacked = _stacked(wanted, program)
+
+    def of(name: str, x: Any) -> jax.Array:
+        if name not in stacked:
+            return found[name]
+        return jax.jit(functools.partial(in_rows, stacked[name]), out_shardings=x.sharding)(found[name])
+
+    return {name: of(name, x) for name, x in wanted.items()}
 
 
 @jax.jit
@@ -118,15 +173,15 @@ class Checkpoints:
         """Committed steps, oldest first."""
         return sorted(self._manager.all_steps(read=True))
 
-    def save(self, state: State, *, step: int, cursor: int, run: Run) -> None:
+    def save(self, state: State, program: Program, *, step: int, cursor: int) -> None:
         """Starts writing `state`; returns when its buffers may be donated. Raises CheckpointError where it fails."""
-        tensors = _tensors(state)
+        tensors = _by_layer(_tensors(state), program)
         prints = jax.device_get(fingerprints(tensors))
         told = {
             "format": _FORMAT,
             "step": step,
             "cursor": cursor,
-            "run": run_to_dict(run),
+            "run": run_to_dict(program.run),
             "versions": {"jax": jax.__version__, "orbax": ocp.__version__, "numpy": np.__version__},
             "tensors": {
                 name: {"shape": list(x.shape), "dtype": str(x.dtype), "fingerprint": [int(v) for v in prints[name]]}
@@ -207,17 +262,20 @@ class Checkpoints:
         return step
 
     def _read(self, program: Program, manifest: Manifest, wanted: dict[str, Any]) -> dict[str, jax.Array]:
-        _check_same(program, manifest, wanted)
+        abstract = _abstract_by_layer(wanted, program)
+        _check_same(program, manifest, abstract)
         args = {
             name: ocp.ArrayRestoreArgs(
                 sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=_shape(manifest, name) == x.shape
             )
-            for name, x in wanted.items()
+            for name, x in abstract.items()
         }
         try:
             found = self._manager.restore(
                 manifest.step,
-                args=ocp.args.Composite(state=ocp.args.PyTreeRestore(wanted, restore_args=args, partial_restore=True)),
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeRestore(abstract, restore_args=args, partial_restore=True)
+                ),
             )["state"]
         except Exception as error:  # TensorStore raises many kinds, with pages of text
             text = str(error)
@@ -229,7 +287,7 @@ class Checkpoints:
             raise self._damaged(
                 manifest.step, f"tensor {wrong[0]!r} is not what was saved ({len(wrong)} of {len(wanted)} differ)", None
             )
-        return {name: found[name] for name in wanted}
+        return _in_rows(found, wanted, program)
 
     def _damaged(self, step: int, what: str, error: Exception | None) -> CheckpointError:
         before = [s for s in self.steps() if s < step]

@@ -230,11 +230,11 @@ def _run(
             meter.tell(step, {"held-out loss": held_out})
         if training.save_every and step % training.save_every == 0 and step < training.steps:
             meter.read(_Evidence(out, program, state, batch))
-            checkpoints.save(state, step=step, cursor=cursor + (step - first) * training.batch, run=program.run)
+            checkpoints.save(state, program, step=step, cursor=cursor + (step - first) * training.batch)
             saved = step
     meter.read(_Evidence(out, program, state, batch))
     if step > saved:
-        checkpoints.save(state, step=step, cursor=cursor + (step - first) * training.batch, run=program.run)
+        checkpoints.save(state, program, step=step, cursor=cursor + (step - first) * training.batch)
     sample = ""
     if not stop.signal:
         if setting.held_out:
@@ -268,7 +268,7 @@ class _Evidence:
     def __call__(self, step: int, values: Values) -> NoReturn:
         folder, training = self.out / f"evidence-step-{step}", self.program.run.training
         with Checkpoints(folder / "checkpoints", keep=1) as checkpoints:
-            checkpoints.save(self.state, step=step - 1, cursor=(step - 1) * training.batch, run=self.program.run)
+            checkpoints.save(self.state, self.program, step=step - 1, cursor=(step - 1) * training.batch)
         if self.batch is not None:
             local: dict[str, Any] = {
                 field.name: np.concatenate(

@@ -20,7 +20,7 @@ from jax import lax
 
 from meshwright.collectives import shift
 from meshwright.params import Tree
-from meshwright.schedules import BACKWARD, FORWARD, NOTHING, WEIGHT, Table
+from meshwright.schedules import FORWARD, NOTHING, WEIGHT, Table
 
 Layers = dict[str, Tree]
 _FIRST = 0
@@ -275,8 +275,9 @@ class _Engine:
 
     def _loss(self, now: Any, x: jax.Array, carry: _Carry) -> _Carry:
         """Of a microbatch that the last stage has finished in this tick."""
-        finish = functools.partial(self.parts.finish, microbatch=now["ends"])
-        loss, back, sums = jax.vjp(finish, {**self.parts.rest(self.held)}, x, has_aux=True)
+        loss, back, sums = jax.vjp(
+            lambda held, x: self.parts.finish(held, x, now["ends"]), self.parts.rest(self.held), x, has_aux=True
+        )
         g_rest, g_x = back(jnp.ones_like(loss))
         return dataclasses.replace(
             carry,
@@ -289,6 +290,5 @@ class _Engine:
         """The embedding's gradient, of a microbatch whose last backward pass was in this tick."""
         # Elsewhere than on the first stage this is the gradient of some other microbatch.
         g_x = jnp.where(lax.axis_index("stage") == _FIRST, g_x, jnp.zeros_like(g_x))
-        embed = functools.partial(self.parts.embed, microbatch=now["returns"])
-        (g_rest,) = jax.vjp(embed, self.parts.rest(self.held))[1](g_x)
+        (g_rest,) = jax.vjp(lambda held: self.parts.embed(held, now["returns"]), self.parts.rest(self.held))[1](g_x)
         return dataclasses.replace(carry, rest=jax.tree.map(jnp.add, carry.rest, g_rest))

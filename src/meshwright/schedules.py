@@ -60,6 +60,8 @@ class Table:
     input_slots: int
     """Inputs that a stage has room for: the most microbatches (of a chunk each) that any stage holds at once."""
     gradient_slots: int
+    held: np.ndarray
+    """Inputs that a stage holds in a tick, [ticks, stages]."""
 
     @property
     def ticks(self) -> int:
@@ -74,11 +76,6 @@ class Table:
         """Idle ticks over busy ones, all stages together."""
         busy = int((self.kind != IDLE).sum())
         return (self.ticks * self.stages - busy) / busy
-
-    @property
-    def held(self) -> int:
-        """The most inputs that any stage holds at once."""
-        return self.input_slots
 
     def task(self, tick: int, stage: int) -> Task:
         return Task(*(int(a[tick, stage]) for a in (self.kind, self.chunk, self.microbatch)))
@@ -227,19 +224,17 @@ def _tabulate(name: str, done: _Done, stages: int, microbatches: int, chunks: in
     ticks = max(done.values()) + 1
     kind, chunk, microbatch, x, g, x_in, g_in = (np.full((ticks, stages), NOTHING, np.int32) for _ in range(7))
     kind[:] = IDLE
-    from_loss = np.full(ticks, NOTHING, np.int32)
+    from_loss, held = np.full(ticks, NOTHING, np.int32), np.zeros((ticks, stages), np.int32)
     most = {"input": 1, "gradient": 1}
     for s in range(stages):
         mine = {task: tick for (stage, task), tick in done.items() if stage == s}
         inputs, gradients = _Slots(), _Slots()
-        for (c, m) in sorted({(t.chunk, t.microbatch) for t in mine}, key=lambda cm: mine[Task(FORWARD, *cm)]):
+        for sent, c, m in sorted(_inputs(s, mine, done, stages, chunks)):
             uses = [(t, mine[t]) for k in KINDS if (t := Task(k, c, m)) in mine]
-            first, last = uses[0][1], max(tick for _, tick in uses)
-            needed = _needs(s, uses[0][0], stages, chunks)
-            # What arrives is put away at the end of the tick in which it was sent.
-            sent = done[needed] if needed else first - 1
+            last = max(tick for _, tick in uses)
             slot = inputs.take(sent + 1, last)
-            if needed:
+            held[sent + 1 : last + 1, s] += 1
+            if _needs(s, uses[0][0], stages, chunks):
                 x_in[sent, s] = slot
             for task, tick in uses:
                 kind[tick, s], chunk[tick, s], microbatch[tick, s], x[tick, s] = task.kind, c, m, slot
@@ -257,8 +252,19 @@ def _tabulate(name: str, done: _Done, stages: int, microbatches: int, chunks: in
                 g[tick, s] = slot
         most = {"input": max(most["input"], inputs.count), "gradient": max(most["gradient"], gradients.count)}
     return Table(
-        name, microbatches, chunks, kind, chunk, microbatch, x, g, x_in, g_in, from_loss, most["input"], most["gradient"]
+        name, microbatches, chunks, kind, chunk, microbatch, x, g, x_in, g_in, from_loss,
+        most["input"], most["gradient"], held,
     )  # fmt: skip
+
+
+def _inputs(
+    stage: int, mine: dict[Task, int], done: _Done, stages: int, chunks: int
+) -> Iterator[tuple[int, int, int]]:  # fmt: skip
+    """(tick, chunk, microbatch) of every input: what is sent in a tick is put away at its end."""
+    for task, tick in mine.items():
+        if task.kind == FORWARD:
+            needed = _needs(stage, task, stages, chunks)
+            yield done[needed] if needed else tick - 1, task.chunk, task.microbatch
 
 
 class _Slots:

@@ -6,17 +6,19 @@ import math
 import jax
 import jax.numpy as jnp
 
-from meshwright.check import describe
+from meshwright.check import balance_of, chunks_of, describe
 from meshwright.config import MeshShape, Run
 from meshwright.draw.blocks import ArrayPicture, picture_of
 from meshwright.draw.machine import Machine, MachinePicture, draw_machine
-from meshwright.draw.page import html_page, html_table, side_by_side
+from meshwright.draw.page import bar, html_page, html_table, side_by_side
+from meshwright.draw.timeline import Timeline
 from meshwright.errors import ConfigError, nearest
 from meshwright.layout import local_shape, notation
 from meshwright.layouts import BATCH_AXES
 from meshwright.optimizers import build_optimizer, state_placements
 from meshwright.params import Param, Tree, count, named, tree_map
 from meshwright.report.console import spell_bytes, spell_count
+from meshwright.schedules import build_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +37,15 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
+class Stage:
+    """One stage of a pipeline."""
+
+    layers: str
+    share: float
+    """Of the FLOPs of all layers."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Picture:
     """A run's parameters on its mesh."""
 
@@ -45,6 +56,29 @@ class Picture:
     """On one device, at rest."""
     bytes_optimizer: int
     """On one device."""
+    stages: tuple[Stage, ...]
+    """Of its pipeline; none where there is but one."""
+
+
+def timeline(run: Run) -> Timeline | None:
+    """What the stages of the run's pipeline do when; None where there is but one."""
+    stages = (run.mesh or MeshShape()).stage
+    if stages == 1:
+        return None
+    training = run.training
+    return Timeline(build_table(training.schedule, stages, training.microbatches, chunks_of(run)))
+
+
+def _stages(run: Run) -> tuple[Stage, ...]:
+    cut = balance_of(run)
+    if cut.stages == 1:
+        return ()
+    layers = [" and ".join(_spell(part) for part in cut.layers_of(s) if part) for s in range(cut.stages)]
+    return tuple(Stage(spelled, cut.share(s)) for s, spelled in enumerate(layers))
+
+
+def _spell(part: range) -> str:
+    return f"{part[0]} to {part[-1]}" if len(part) > 1 else f"{part[0]}"
 
 
 def picture(run: Run) -> Picture:
@@ -57,7 +91,8 @@ def picture(run: Run) -> Picture:
 
     def row(name: str, p: Param) -> Row:
         at = where[name]
-        layers = p.shape[0] if p.dims.startswith("L") else 1
+        in_use = local_shape(p.shape, at.in_use, mesh)
+        layers = in_use[0] if p.dims.startswith("L") else 1
         return Row(
             name,
             p.shape,
@@ -65,11 +100,12 @@ def picture(run: Run) -> Picture:
             notation("w", p.dims, at.in_use),
             p.size,
             math.prod(local_shape(p.shape, at.at_rest, mesh)) * rest,
-            math.prod(local_shape(p.shape, at.in_use, mesh)) * use // layers,
+            math.prod(in_use) * use // layers,
         )
 
     rows = tuple(row(name, p) for name, p in flat.items())
-    return Picture(mesh, rows, count(params), sum(r.bytes_at_rest for r in rows), _optimizer_bytes(run, params, placed))
+    at_rest, optimizer = sum(r.bytes_at_rest for r in rows), _optimizer_bytes(run, params, placed)
+    return Picture(mesh, rows, count(params), at_rest, optimizer, _stages(run))
 
 
 def _optimizer_bytes(run: Run, params: Tree, placed: Tree) -> int:
@@ -122,7 +158,13 @@ def page_sections(run: Run, machine: Machine | None, names: tuple[str, ...] = ()
         f"<p>On each device {spell_bytes(seen.bytes_parameters)} of parameters and "
         f"{spell_bytes(seen.bytes_optimizer)} of optimizer state.</p>"
     )
+    pipeline, drawn = [], timeline(run)
+    if drawn is not None:
+        stages = [[str(s), stage.layers, f"{stage.share:.1%}", bar(stage.share)] for s, stage in enumerate(seen.stages)]
+        shares = html_table(("stage", "layers", "of their FLOPs", ""), stages, (0, 2))
+        pipeline = [("The pipeline", shares + f'<div class="scroll">{drawn.svg()}</div>')]
     return [
+        *pipeline,
         ("The mesh over the machine", side_by_side([[machine_picture(run, machine).svg()]])),
         ("Tensors", says + html_table(headings, rows, (3, 4, 5))),
         (

@@ -149,7 +149,7 @@ def build_gradients(program: Program) -> Callable[[Tree, jax.Array, Batch], tupl
 
         if training.microbatches == 1 and shape.stage == 1:
             return one(rows_B, batch)
-        parts = jax.tree.map(lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), (rows_B, batch))
+        parts: Any = jax.tree.map(lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), (rows_B, batch))
         if shape.stage > 1:
             table = program.table(training.schedule)
             grads, sums, told = run_schedule(table, _parts(model, *parts, drop, total), params)
@@ -279,8 +279,8 @@ def build_eval_step(program: Program) -> Callable[[Tree, Batch], Metrics]:
         one = jnp.ones(())
         if program.mesh.shape["stage"] == 1:
             return reduce_sum(model.whole(params, batch, no_dropout(), one)[1][0], TOKEN_AXES)
-        parts = jax.tree.map(lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), (batch.inputs[:, 0], batch))
-        parts = _parts(model, *parts, lambda rows_B: no_dropout(), one)
+        batch_M = jax.tree.map(lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), batch)
+        parts = _parts(model, batch_M.positions[:, :, 0], batch_M, lambda rows_B: no_dropout(), one)
         return reduce_sum(run_forward(program.table("evaluation"), parts, params), TOKEN_AXES)
 
     return jax.jit(

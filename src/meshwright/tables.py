@@ -10,6 +10,8 @@ from meshwright.layouts import find_layout
 from meshwright.params import count
 from meshwright.report.console import open_console, spell_bytes, spell_count, spell_time
 
+_MOST_STAGES = 8
+
 
 def print_setting(console: Console, setting: loop.Setting) -> None:
     """The run on its mesh: parameters, layout of a few tensors, text."""
@@ -31,12 +33,26 @@ def print_setting(console: Console, setting: loop.Setting) -> None:
             row = rows[name]
             table.add_row(name, escape(row.at_rest), escape(row.in_use), spell_bytes(row.bytes_at_rest))
     console.print(table)
+    print_stages(console, run)
     tokens = sum(len(file.tokens) for file in setting.corpus.files)
     console.print(
         f"text: {spell_count(tokens)} tokens of a vocabulary of {setting.corpus.vocab}, "
         f"{run.data.held_out:.0%} held out; {run.training.steps} steps of "
         f"{run.training.batch} x {run.training.seq} tokens\n"
     )
+
+
+def print_stages(console: Console, run: Run) -> None:
+    """Which layers each stage of a pipeline has, and what its schedule costs; nothing without a pipeline."""
+    drawn = show.timeline(run)
+    if drawn is None:
+        return
+    stages = show.picture(run).stages
+    console.print(f"pipeline [bold]{drawn.title}[/]: {drawn.says}")
+    for number, stage in enumerate(stages[:_MOST_STAGES]):
+        console.print(f"  stage {number}: layers {stage.layers}, {stage.share:.1%} of their FLOPs")
+    if len(stages) > _MOST_STAGES:
+        console.print(f"  ... and {len(stages) - _MOST_STAGES} more")
 
 
 def print_summary(console: Console, s: loop.Summary) -> None:
@@ -88,6 +104,7 @@ def print_picture(run: Run, seen: show.Picture) -> None:
         f"\non each device: {spell_bytes(seen.bytes_parameters)} of parameters ({run.training.param_dtype}), "
         f"{spell_bytes(seen.bytes_optimizer)} of optimizer state ({run.optimizer.name})"
     )
+    print_stages(console, run)
 
 
 def print_parity(found: parity.Parity) -> None:

@@ -68,7 +68,10 @@ def run_show(args: Show) -> int:
 
     def draw() -> None:
         print_picture(fitted, seen)
-        console = open_console()
+        console, drawn = open_console(), show.timeline(fitted)
+        if drawn is not None:
+            console.print()
+            console.print(drawn)
         if machine is not None:
             console.print()
             console.print(show.machine_picture(fitted, machine))
@@ -81,6 +84,9 @@ def run_show(args: Show) -> int:
         if args.svg:
             args.svg.mkdir(parents=True, exist_ok=True)
             (args.svg / "mesh.svg").write_text(show.machine_picture(fitted, machine).svg(), encoding="utf-8")
+            drawn = show.timeline(fitted)
+            if drawn is not None:
+                (args.svg / "pipeline.svg").write_text(drawn.svg(), encoding="utf-8")
             for p in pictures:
                 (args.svg / f"{p.name.replace(', ', '-').replace(' ', '-')}.svg").write_text(p.svg(), encoding="utf-8")
         if args.html:

@@ -2,8 +2,9 @@
 
 from meshwright.draw.blocks import ArrayPicture, LocalPicture, draw, local_view, picture_of
 from meshwright.draw.machine import MachinePicture, draw_machine, machine_of, parse_machine
+from meshwright.draw.timeline import Timeline
 
 __all__ = [
-    "ArrayPicture", "LocalPicture", "MachinePicture", "draw", "draw_machine", "local_view", "machine_of",
+    "ArrayPicture", "LocalPicture", "MachinePicture", "Timeline", "draw", "draw_machine", "local_view", "machine_of",
     "parse_machine", "picture_of",
 ]  # fmt: skip

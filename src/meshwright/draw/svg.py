@@ -8,6 +8,8 @@ from meshwright.draw.blocks import ArrayPicture, LocalPicture
 from meshwright.draw.colours import colour, spell_devices
 from meshwright.draw.machine import MachinePicture
 from meshwright.draw.panels import Panel, panels_of
+from meshwright.draw.timeline import Timeline, fill
+from meshwright.schedules import IDLE, KINDS
 
 _FONT = "font-family:ui-monospace,Menlo,Consolas,monospace"
 _TEXT = "fill:currentColor"
@@ -155,4 +157,39 @@ def machine_svg(picture: MachinePicture) -> str:
             )  # fmt: skip
         tallest = max(tallest, high + 6)
         x += wide + 16
+    return drawing.render(picture.title)
+
+
+def timeline_svg(picture: Timeline) -> str:
+    """A row for each stage, a column for each tick; the steps below a row are the inputs it holds."""
+    table, drawing = picture.table, _Drawing()
+    drawing.text(4, 14, picture.title, 13)
+    drawing.text(4, 32, picture.says, 11)
+    w = 26.0 if table.ticks <= 48 else max(7.0, 1240.0 / table.ticks)
+    left, top, high, below = 66.0, 62.0, 24.0, 22.0
+    most = max(1, int(table.held.max()))
+    for s in range(table.stages):
+        y = top + s * (high + below + 6)
+        drawing.text(4, y + 16, f"stage {s}", 12)
+        for t in range(table.ticks):
+            task = table.task(t, s)
+            if task.kind != IDLE:
+                chunk = f", chunk {task.chunk}" if table.chunks > 1 else ""
+                tip = f"tick {t}: {KINDS[task.kind]} of microbatch {task.microbatch}{chunk}; {table.held[t, s]} held"
+                drawing.box(left + t * w, y, w, high, fill(task.kind, task.microbatch), picture.label(t, s), tip)
+            n = int(table.held[t, s])
+            if n:
+                h = below * n / most
+                drawing.shapes.append(
+                    f'<rect x="{left + t * w:.1f}" y="{y + high + below - h:.1f}" width="{w:.1f}" height="{h:.1f}" '
+                    f'fill="currentColor" opacity="0.18"><title>{n} inputs held</title></rect>'
+                )
+        drawing.text(left + table.ticks * w + 6, y + 16, f"{int((table.kind[:, s] == IDLE).sum())} idle", 11)
+        drawing.text(left + table.ticks * w + 6, y + high + below - 4, f"{int(table.held[:, s].max())} held", 11)
+    x, y = left, top + table.stages * (high + below + 6) + 12
+    for kind in sorted({int(k) for k in table.kind.flat} - {IDLE}):
+        drawing.box(x, y - 11, 14, 14, fill(kind, 0), "", KINDS[kind])
+        drawing.text(x + 20, y, KINDS[kind], 11)
+        x += 34 + len(KINDS[kind]) * 7
+    drawing.text(x, y, "grey: inputs held", 11)
     return drawing.render(picture.title)

@@ -9,6 +9,8 @@ from meshwright.draw.blocks import ArrayPicture, LocalPicture
 from meshwright.draw.colours import colour, spell_devices
 from meshwright.draw.machine import MachinePicture
 from meshwright.draw.panels import Panel, panels_of
+from meshwright.draw.timeline import Timeline, fill, kinds_of
+from meshwright.schedules import IDLE
 
 _MOST_ROWS, _MOST_COLUMNS, _MOST_PANELS = 16, 16, 8
 """Blocks drawn; the rest is counted."""
@@ -115,4 +117,31 @@ def machine_text(picture: MachinePicture) -> Text:
             text.append("\n")
     if len(picture.panels) > _MOST_PANELS:
         text.append(f"... and {len(picture.panels) - _MOST_PANELS} more\n", style="dim")
+    return text
+
+
+def timeline_text(picture: Timeline) -> Text:
+    """A line for each stage, a column for each tick; below it, how many inputs the stage holds."""
+    table = picture.table
+    labels = [[picture.label(t, s) for t in range(table.ticks)] for s in range(table.stages)]
+    wide = max(len(label) for row in labels for label in row) + 1
+    shown = min(table.ticks, max(8, (_WIDTH - 12) // wide))
+    text = Text(picture.title + "\n", style="bold")
+    text.append(f"{picture.says}\n")
+    for s in range(min(table.stages, _MOST_ROWS)):
+        text.append(f"stage {s:<3} ")
+        for t in range(shown):
+            kind, label = int(table.kind[t, s]), labels[s][t]
+            if kind == IDLE:
+                text.append("·".rjust(wide), style="dim")
+            else:
+                text.append(label.rjust(wide), style=f"black on {fill(kind, int(table.microbatch[t, s]))}")
+        text.append("\n" if shown == table.ticks else " ...\n")
+        held = "".join((str(n) if n else "").rjust(wide) for n in table.held[:shown, s])
+        text.append(f"{'holds':>9} {held}\n", style="dim")
+    if table.stages > _MOST_ROWS:
+        text.append(f"... and {table.stages - _MOST_ROWS} more stages\n", style="dim")
+    if shown < table.ticks:
+        text.append(f"... and {table.ticks - shown} more ticks\n", style="dim")
+    text.append(f"{', '.join(kinds_of(table))}\n", style="dim")
     return text

@@ -12,7 +12,6 @@ from meshwright.config import Model
 from meshwright.errors import ConfigError
 from meshwright.params import Tree, Use
 
-
 Told = dict[str, jax.Array]
 """What a layer says of itself beside its output, summed over the tokens of this device; nothing for dense layers.
 
