@@ -10,6 +10,7 @@ from meshwright.config import Data, MeshShape, Model, Optimizer, Run, Training
 from meshwright.data.batch import Batch
 from meshwright.families.gpt2 import Gpt2
 from meshwright.families.llama import Llama
+from meshwright.families.mixtral import Mixtral
 from meshwright.mesh import build_mesh
 from meshwright.step import CompiledTrainStep, Program, lay_out
 
@@ -21,6 +22,11 @@ MODELS: dict[str, Model] = {
     "qwen-like": Llama(
         VOCAB, 64, 2, 16, vocab_multiple=16, kv_heads=8, mlp=96, qkv_bias="learned", query_key_norm="rms",
         embedding="tied", window=5, head_size=8,
+    ),
+    "mixtral": Mixtral(VOCAB, 64, 2, 16, vocab_multiple=16, kv_heads=8, experts=8, active=2, expert_mlp=32),
+    "deepseek-like": Mixtral(
+        VOCAB, 64, 3, 16, vocab_multiple=16, kv_heads=8, mlp=96, experts=8, active=3, expert_mlp=16, shared=2,
+        dense_layers=1, scores="sigmoid", scale=2.5, groups=4, groups_kept=2, bias_rate=0.01,
     ),
 }  # fmt: skip
 

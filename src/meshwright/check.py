@@ -12,15 +12,12 @@ from meshwright.params import Tree, arrange, named, placements
 from meshwright.schedules import IN_CHUNKS
 from meshwright.stages import NO_LAYER, Balance, balance
 
-_RUNNING = ("stage", "data", "fsdp", "tensor", "context")
-
 
 def fit_to_mesh(run: Run, shape: MeshShape) -> Run:
     """`run` on the mesh `shape`, its vocabulary padded so that `stage` and `tensor` divide it.
 
     Raises ConfigError where batch, sequence or a parameter does not divide, naming it and the nearest legal sizes.
     """
-    _check_axes(shape)
     _check_batch(run, shape)
     _check_sequence(run, shape)
     _check_numbers(run)
@@ -75,14 +72,6 @@ def describe(run: Run) -> tuple[Tree, Tree]:
     params = arrange(family.params(run.model), orders)
     placed = placements(params, layout=find_layout(run.layout), mesh=shape, min_size=run.fsdp_min_size)
     return params, placed
-
-
-def _check_axes(shape: MeshShape) -> None:
-    idle = [axis for axis, degree in shape.degrees().items() if degree > 1 and axis not in _RUNNING]
-    if idle:
-        raise ConfigError(
-            f"mesh {shape}", f"no model is split over {', '.join(idle)} here", f"a mesh of {', '.join(_RUNNING)}"
-        )
 
 
 def _check_batch(run: Run, shape: MeshShape) -> None:

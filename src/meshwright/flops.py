@@ -13,6 +13,8 @@ SOURCES: dict[str, str] = {
     "attention projections": "2 D H (2 N + 2 K) a token and layer (scaling-book, transformers.md)",
     "attention": "4 s N H a token and layer, s positions seen on average: (T + 1) / 2 causal, fewer in a window",
     "feed-forward": "2 D F a matrix, token and layer: three gated, two not (scaling-book, transformers.md)",
+    "router": "2 D E a token and layer with experts",
+    "experts": "6 D F a token for each of the k experts it goes to and each shared one (Mixtral, arXiv:2401.04088)",
     "unembedding": "2 D V a token (scaling-book, transformers.md)",
 }
 """Item of `Family.flops` -> its formula and where it comes from; letters are those of words.py."""

@@ -55,7 +55,9 @@ def place(
                 f"layout of {name}", f"{notation('w', dims, in_use)} spends a mesh axis twice", "change the table"
             )
         spent |= set(axes)
-    at_rest = _split_further(name, shape, dims, in_use, _alive(layout.params_over, mesh), mesh, min_size)
+    # An axis that the parameter in use is split over already is spent.
+    over = tuple(axis for axis in layout.params_over if axis not in spent)
+    at_rest = _split_further(name, shape, dims, in_use, _alive(over, mesh), mesh, min_size)
     rest = tuple(axis for axis in layout.optimizer_over if axis not in layout.params_over)
     optimizer = _split_further(name, shape, dims, at_rest, _alive(rest, mesh), mesh, min_size)
     return Placements(in_use, at_rest, optimizer)

@@ -11,25 +11,27 @@ VOCAB_AXES: tuple[str, ...] = ("stage", "tensor")
 # Layers lie on stages, in the order of stages.py.
 MEGATRON: dict[str, tuple[str, ...]] = {
     "L": ("stage",), "N": ("tensor",), "K": ("tensor",), "F": ("tensor",), "V": VOCAB_AXES,
+    "E": ("expert",),
 }  # fmt: skip
 
 LAYOUTS: dict[str, Layout] = {
     "fsdp": Layout(
         MEGATRON,
-        params_over=("fsdp",),
-        optimizer_over=("fsdp",),
+        params_over=("fsdp", "expert"),
+        optimizer_over=("fsdp", "expert"),
         says="parameters and optimizer state split over fsdp (ZeRO-3), whole over data; Megatron over tensor",
     ),
     "zero1": Layout(
         MEGATRON,
-        params_over=("fsdp",),
-        optimizer_over=("fsdp", "data"),
+        params_over=("fsdp", "expert"),
+        optimizer_over=("fsdp", "expert", "data"),
         says="as fsdp, and the optimizer state split over data as well (ZeRO-1)",
     ),
 }
 
-# The axes over which the batch is split, outermost first.
-BATCH_AXES: tuple[str, ...] = ("data", "fsdp")
+# The axes over which the batch is split, outermost first. Outside of experts, `expert` is one more shard of parameters
+# and batch, so that no device does what another does.
+BATCH_AXES: tuple[str, ...] = ("data", "fsdp", "expert")
 
 # The axes over which tokens are split: sums over all tokens go over these.
 TOKEN_AXES: tuple[str, ...] = (*BATCH_AXES, "context")

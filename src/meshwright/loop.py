@@ -27,7 +27,8 @@ from meshwright.report import Reporter, Values
 from meshwright.report.files import JsonLines
 from meshwright.runfile import write_run
 from meshwright.sample import generate
-from meshwright.step import CompiledTrainStep, Metrics, Program, State, build_eval_step, lay_out
+from meshwright.families.family import Metrics
+from meshwright.step import CompiledTrainStep, Program, State, build_eval_step, lay_out
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,14 +18,11 @@ from meshwright.collectives import broadcast, position
 from meshwright.config import Run
 from meshwright.data.batch import Batch
 from meshwright.families import find_family
-from meshwright.families.family import Block, Sight, Text, Told, vocab_of
+from meshwright.families.family import Block, Metrics, Sight, Text, Told, vocab_of
 from meshwright.loss import chunk_tokens, token_losses
 from meshwright.memory import over_layers
 from meshwright.params import Tree, Use
 from meshwright.stages import NO_LAYER, Balance
-
-Sums = dict[str, tuple[jax.Array, jax.Array]]
-"""Each metric as (sum, count) over this device's tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +44,7 @@ class LocalModel:
         """What all layers see of a batch."""
         attend = build_attend(self.split, batch.segments)
         batch = self._own(batch)
-        return Sight(Text(batch.inputs, batch.positions), self.use, drop, attend)
+        return Sight(Text(batch.inputs, batch.positions), self.use, drop, attend, self.split)
 
     def _own(self, batch: Batch) -> Batch:
         if self.split.shards == 1:
@@ -82,7 +79,7 @@ class LocalModel:
         x_BTD = broadcast(x_BTD, ("stage",), self.balance.stages - 1)
         return find_family(self.run.model).unembed(self.run.model, held, x_BTD, self.use)
 
-    def losses(self, held: Tree, x_BTD: jax.Array, batch: Batch, total: jax.Array) -> tuple[jax.Array, Sums]:
+    def losses(self, held: Tree, x_BTD: jax.Array, batch: Batch, total: jax.Array) -> tuple[jax.Array, Metrics]:
         """This device's share of the loss, the sum over the axes of tokens being the mean over `total` weights."""
         batch, z_loss = self._own(batch), self.run.training.z_loss
         x_BTD, table_VD = self.hidden(held, x_BTD)
@@ -101,7 +98,7 @@ class LocalModel:
 
     def whole(
         self, held: Tree, batch: Batch, drop: Dropout, total: jax.Array
-    ) -> tuple[jax.Array, tuple[Sums, dict[str, Told]]]:
+    ) -> tuple[jax.Array, tuple[Metrics, dict[str, Told]]]:
         """Loss of a model that lies on one stage; `(loss, (metrics, told))`."""
         see = self.see(batch, drop)
         x_BTD, told = self.chunk({path: held[path] for path in self.stacks}, self.embed(held, see), see)

@@ -71,8 +71,10 @@ def _muon_dimensions(p: Param) -> Any:
     """Input and output dimensions of a hidden matrix; None (plain Adam) for embeddings, norms and biases."""
     if "L" not in p.dims or p.init != "normal":
         return None
-    inputs = {"LNHD": (1, 2), "LFD": (1,)}.get(p.dims, (1,))
-    outputs = tuple(i for i in range(1, len(p.dims)) if i not in inputs)
+    # Every expert is a matrix of its own.
+    first = 2 if "E" in p.dims else 1
+    inputs = (1, 2) if p.dims == "LNHD" else (first,)
+    outputs = tuple(i for i in range(first, len(p.dims)) if i not in inputs)
     return optax.contrib.MuonDimensionNumbers(reduction_axis=inputs, output_axis=outputs)
 
 

@@ -9,8 +9,9 @@ import numpy as np
 
 from meshwright.config import MeshShape
 from meshwright.data.feed import Feed, Windows, build_stream
+from meshwright.layouts import VOCAB_AXES
 from meshwright.mesh import build_mesh
-from meshwright.params import named
+from meshwright.params import by_layer, named
 from meshwright.step import CompiledTrainStep, Program, build_gradients, lay_out
 
 TOLERANCE = 1e-5
@@ -60,12 +61,12 @@ def compare(
     exact = dataclasses.replace(run.training, compute_dtype="float32", param_dtype="float32", reduce_dtype="float32")
     run = dataclasses.replace(run, training=exact)
     # One padding of the vocabulary for both meshes, or their tables would differ in shape.
-    multiple = math.lcm(run.model.vocab_multiple, other.tensor)
+    multiple = math.lcm(run.model.vocab_multiple, other.over(VOCAB_AXES))
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab_multiple=multiple))
     first = lay_out(run, program.mesh)
     second = lay_out(dataclasses.replace(first.run, mesh=other), build_mesh(other, jax.devices()))
     sides = [_Side(side, windows, weights, steps) for side in (first, second)]
-    initial = [named(jax.device_get(side.state.params)) for side in sides]
+    initial = [side.on_host(side.state.params) for side in sides]
     unequal = tuple(n for n, a in initial[0].items() if not np.array_equal(a, initial[1][n]))
     found = []
     for step in range(1, steps + 1):
@@ -90,11 +91,16 @@ class _Side:
         self._step: CompiledTrainStep | None = None
         self.state = program.initial_state()
 
+    def on_host(self, tree: Any) -> dict[str, Any]:
+        """Arrays by name, with a row for each layer in order, wherever the layers lie."""
+        descriptions = named(self._program.params)
+        return {name: by_layer(descriptions[name], x) for name, x in named(jax.device_get(tree)).items()}
+
     def advance(self) -> tuple[float, dict[str, Any]]:
         """One step: its loss, and its gradients on the host."""
         batch = next(self._feed)
         if self._step is None:
             self._step = CompiledTrainStep(self._program, batch)
-        grads = named(jax.device_get(self._gradients(self.state.params, self.state.step, batch)[0]))
+        grads = self.on_host(self._gradients(self.state.params, self.state.step, batch)[0])
         self.state, metrics = self._step(self.state, batch)
         return float(metrics["loss"][0] / metrics["loss"][1]), grads

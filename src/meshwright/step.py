@@ -18,22 +18,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshwright.blocks.context import Split, split_of
 from meshwright.blocks.dropout import Dropout, dropout_key, no_dropout
 from meshwright.check import balance_of, chunks_of, describe, fit_to_mesh, heads_of
-from meshwright.collectives import position, reduce_scatter, reduce_sum, sum_gradients
+from meshwright.collectives import gather, position, reduce_scatter, reduce_sum, sum_gradients
 from meshwright.config import MeshShape, Run
 from meshwright.data.batch import Batch
 from meshwright.errors import TrainingError
-from meshwright.families.family import Sight, Told
+from meshwright.families import find_family
+from meshwright.families.family import Metrics, Sight, Told
 from meshwright.layout import Placements, axes_of, to_spec
 from meshwright.layouts import BATCH_AXES, TOKEN_AXES
 from meshwright.model import LocalModel, penalty
 from meshwright.optimizers import build_optimizer, build_schedule, state_placements
-from meshwright.params import Tree, initialise, plan_use, shardings, tree_map
+from meshwright.params import Tree, by_layer, initialise, is_param, plan_use, shardings, tree_map
 from meshwright.pipeline import Parts, run_forward, run_schedule
 from meshwright.schedules import Table, build_table
 from meshwright.words import AXES
-
-Metrics = dict[str, tuple[jax.Array, jax.Array]]
-"""Each metric as (sum, count), already summed over all devices; its value is sum / count."""
 
 
 @functools.partial(
@@ -130,10 +128,15 @@ def lay_out(run: Run, mesh: Mesh) -> Program:
     return Program(run, mesh, params, placed, optimizer, State(cast(Any, step), cast(Any, healthy), abstract, state))
 
 
-def build_gradients(program: Program) -> Callable[[Tree, jax.Array, Batch], tuple[Tree, Metrics]]:
-    """`(params, step, batch) -> (gradients, metrics)`: clipped gradients in the optimizer's placement."""
+def build_gradients(program: Program) -> Callable[[Tree, jax.Array, Batch], tuple[Tree, Metrics, dict[str, Told]]]:
+    """`(params, step, batch) -> (gradients, metrics, told)`: clipped gradients in the optimizer's placement.
+
+    Metrics are summed over all devices; what the layers told too, in the rows of their parameters.
+    """
     run, mesh, placed, model = program.run, program.mesh, program.placed, program.local
     training, shape = run.training, MeshShape(**mesh.shape)
+    # Any parameter of a stack says in which rows its layers lie.
+    stacked = {path: jax.tree.leaves(program.params[path], is_leaf=is_param)[0] for path in model.stacks}
 
     def accumulate(params: Tree, step: jax.Array, batch: Batch) -> tuple[Tree, tuple[Metrics, dict[str, Told]]]:
         local = batch.inputs.shape[0]
@@ -151,8 +154,8 @@ def build_gradients(program: Program) -> Callable[[Tree, jax.Array, Batch], tupl
             return one(rows_B, batch)
         parts: Any = jax.tree.map(lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), (rows_B, batch))
         if shape.stage > 1:
-            table = program.table(training.schedule)
-            grads, sums, told = run_schedule(table, _parts(model, *parts, drop, total), params)
+            table, (rows_MB, batch_M) = program.table(training.schedule), parts
+            grads, sums, told = run_schedule(table, _parts(model, rows_MB, batch_M, drop, total), params)
             return grads, (sums, told)
 
         def add(carry: Any, part: tuple[jax.Array, Batch]) -> tuple[Any, None]:
@@ -168,10 +171,13 @@ def build_gradients(program: Program) -> Callable[[Tree, jax.Array, Batch], tupl
             grad = reduce_scatter(grad, end[len(rest) :], dim)
         return grad
 
-    def gradients(params: Tree, step: jax.Array, batch: Batch) -> tuple[Tree, Metrics]:
+    def gradients(params: Tree, step: jax.Array, batch: Batch) -> tuple[Tree, Metrics, dict[str, Told]]:
         grads, (metrics, told) = accumulate(params, step, batch)
         with jax.named_scope("gradients"):
-            return reduced(grads, metrics)
+            grads, metrics = reduced(grads, metrics)
+            told = jax.tree.map(lambda t: gather(reduce_sum(t, TOKEN_AXES), ("stage",), 0), told)
+        in_order = {path: jax.tree.map(lambda t, p=p: by_layer(p, t), told[path]) for path, p in stacked.items()}
+        return grads, {**metrics, **find_family(run.model).metrics(run.model, in_order, training.batch)}, told
 
     def reduced(grads: Tree, metrics: Metrics) -> tuple[Tree, Metrics]:
         reduced_in = jnp.dtype(training.reduce_dtype)
@@ -197,7 +203,7 @@ def build_gradients(program: Program) -> Callable[[Tree, jax.Array, Batch], tupl
         gradients,
         mesh=mesh,
         in_specs=(specs(placed, "at_rest"), PartitionSpec(), BATCH_SPEC),
-        out_specs=(specs(placed, "optimizer"), PartitionSpec()),
+        out_specs=(specs(placed, "optimizer"), PartitionSpec(), PartitionSpec()),
         check_vma=False,
     )
 
@@ -218,17 +224,18 @@ def build_train_step(program: Program) -> Any:
     `(state, batch) -> (state, metrics)`. A step whose loss or gradient is not finite leaves the state as it was, but
     for `healthy`.
     """
-    gradients, where = build_gradients(program), program.state_shardings
+    gradients, where, family = build_gradients(program), program.state_shardings, find_family(program.run.model)
     for_update = shardings(program.mesh, program.placed, "optimizer")
     schedule = build_schedule(program.run.optimizer, program.run.training.steps)
 
     def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
-        grads, metrics = gradients(state.params, state.step, batch)
+        grads, metrics, told = gradients(state.params, state.step, batch)
         params = jax.lax.with_sharding_constraint(state.params, for_update)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         updates, optimizer = program.optimizer.update(grads, state.optimizer, params)
+        after = family.adjust(program.run.model, optax.apply_updates(params, updates), told)
         finite = jnp.isfinite(metrics["loss"][0]) & jnp.isfinite(metrics["gradient norm"][0]) & state.healthy
-        new = State(state.step + 1, jnp.ones_like(finite), optax.apply_updates(params, updates), optimizer)
+        new = State(state.step + 1, jnp.ones_like(finite), after, optimizer)
         new = jax.tree.map(
             lambda after, before: jnp.where(finite, after, before), new, dataclasses.replace(state, healthy=finite)
         )

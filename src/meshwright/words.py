@@ -10,7 +10,7 @@ AXES: dict[str, str] = {
     "stage": "pipeline stages: whole layers live on different devices",
     "data": "replicas: each holds the parameters and takes its own part of the batch",
     "fsdp": "shards of the parameters at rest; also takes its own part of the batch",
-    "expert": "shards of the experts of a mixture-of-experts layer",
+    "expert": "shards of the experts of a layer; also takes its own part of the batch",
     "context": "shards of the sequence",
     "tensor": "shards of heads, feed-forward and vocabulary (Megatron columns and rows)",
 }
@@ -28,7 +28,9 @@ DIMENSIONS: dict[str, str] = {
     "V": "vocabulary",
     "L": "layers",
     "E": "experts",
-    "C": "expert capacity",
+    "R": "scores of a router, one for each expert",
+    "X": "choices of a token among the experts",
+    "C": "expert capacity, in tokens",
     "M": "microbatches",
     "P": "pipeline stages",
 }

@@ -2,10 +2,10 @@
 
 from meshwright.config import Model
 from meshwright.errors import ConfigError, nearest
-from meshwright.families import gpt2, llama
+from meshwright.families import gpt2, llama, mixtral
 from meshwright.families.family import Family
 
-FAMILIES: dict[str, Family] = {"gpt2": gpt2.FAMILY, "llama": llama.FAMILY}
+FAMILIES: dict[str, Family] = {"gpt2": gpt2.FAMILY, "llama": llama.FAMILY, "mixtral": mixtral.FAMILY}
 
 
 def find_family(model: Model) -> Family:

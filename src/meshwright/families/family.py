@@ -6,11 +6,14 @@ from typing import Any, Protocol
 
 import jax
 
-from meshwright.blocks.context import Attend
+from meshwright.blocks.context import Attend, Split
 from meshwright.blocks.dropout import Dropout
 from meshwright.config import Model
 from meshwright.errors import ConfigError
 from meshwright.params import Tree, Use
+
+Metrics = dict[str, tuple[jax.Array, jax.Array]]
+"""Each metric as (sum, count); its value is sum / count."""
 
 Told = dict[str, jax.Array]
 """What a layer says of itself beside its output, summed over the tokens of this device; nothing for dense layers.
@@ -41,6 +44,7 @@ class Sight:
     use: Use
     drop: Dropout
     attend: Attend
+    split: Split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +68,10 @@ class Family:
     """(c, seq) -> the same for each layer."""
     longest: Callable[[Any], int | None]
     """c -> positions the model has; None where there is no limit."""
+    metrics: Callable[[Any, dict[str, Told], int], Metrics] = lambda c, told, sequences: {}
+    """(c, what the layers of each stack told, [L, ...], sequences of the batch) -> metrics of a step."""
+    adjust: Callable[[Any, Tree, dict[str, Told]], Tree] = lambda c, params, told: params
+    """(c, params, what the layers told, in their rows) -> params: what a step changes beside the optimizer."""
 
 
 def vocab_of(model: Model) -> int:

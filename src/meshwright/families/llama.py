@@ -96,17 +96,21 @@ def embed_text(c: Llama, held: Tree, see: Sight) -> jax.Array:
 
 def blocks(c: Llama, see: Sight) -> dict[str, Block]:
     """One layer, as above."""
+    return {"blocks": dense_block(c, see, "blocks")}
+
+
+def dense_block(c: Llama, see: Sight, path: str) -> Block:
+    """A layer whose parameters are those of the sub-tree `path`."""
     attend = attention_block(c, see)
 
     def block(x_BTD: jax.Array, held: Tree, layer: jax.Array) -> tuple[jax.Array, Told]:
-        w = see.use(held, "blocks")
+        w = see.use(held, path)
         x_BTD = attend(x_BTD, w, layer)
         with jax.named_scope("feed-forward"):
             h_BTD = enter_tensor(rms_norm(x_BTD, w["mlp_norm"], c.norm_epsilon), 1)
-            y_BTD = leave_tensor(gated(h_BTD, w), 1)
-            return x_BTD + see.drop(y_BTD, 2 * layer + 2), {}
+            return x_BTD + see.drop(leave_tensor(gated(h_BTD, w), 1), 2 * layer + 2), {}
 
-    return {"blocks": block}
+    return block
 
 
 def attention_block(c: Llama, see: Sight) -> Callable[[jax.Array, dict[str, Any], jax.Array], jax.Array]:

@@ -84,6 +84,8 @@ class ConsoleReport:
             parts.append(f"{values['tokens/s']:,.0f} tokens/s")
         if "utilisation" in values:
             parts.append(f"MFU {values['utilisation']:.1%}")
+        if "largest expert load" in values:
+            parts.append(f"busiest expert {values['largest expert load']:.2f}x")
         if step > self._first:
             parts.append(f"{spell_time(left)} left")
         text = "  ".join(parts)

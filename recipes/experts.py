@@ -1,0 +1,70 @@
+"""Mixtures of experts by name; dimensions from their published configurations.
+
+The text is yours: `--data PATH --data.tokenizer FOLDER/tokenizer.json`. `tiny-moe` needs none.
+"""
+
+from meshwright.config import Data, Optimizer, Run, Training
+from meshwright.families.mixtral import Mixtral
+
+
+def tiny_moe() -> Run:
+    """2.5 M parameters, of which a token uses 0.95 M: 8 experts, 2 active, 1 shared, the first layer dense."""
+    return Run(
+        name="tiny-moe",
+        model=Mixtral(
+            width=128, layers=4, heads=4, kv_heads=2, mlp=352, vocab_multiple=16, experts=8, active=2, expert_mlp=128,
+            shared=1, dense_layers=1,
+        ),
+        training=Training(
+            steps=250,
+            batch=16,
+            seq=128,
+            compute_dtype="float32",
+            remat="none",
+            eval_every=125,
+            eval_samples=128,
+            save_every=125,
+        ),
+        optimizer=Optimizer(learning_rate=4e-3, warmup=20, weight_decay=0.1, beta2=0.98),
+        data=Data(paths=("stdlib",), tokenizer="bpe:1024", prompt="def "),
+    )  # fmt: skip
+
+
+def _run(name: str, model: Mixtral, *, seq: int, batch: int, learning_rate: float) -> Run:
+    return Run(
+        name=name,
+        model=model,
+        training=Training(steps=100_000, batch=batch, seq=seq, eval_every=1000, save_every=1000),
+        optimizer=Optimizer(learning_rate=learning_rate, warmup=2000, weight_decay=0.1),
+        data=Data(paths=("data/*.parquet",), tokenizer="tokenizer.json", held_out=0.001),
+    )
+
+
+def mixtral_8x7b() -> Run:
+    """Mixtral 8x7B: 46.7 B parameters, of which a token uses 12.9 B (arXiv:2401.04088, table 1)."""
+    model = Mixtral(32000, 4096, 32, 32, kv_heads=8, theta=1e6, experts=8, active=2, expert_mlp=14336)
+    return _run("mixtral-8x7b", model, seq=8192, batch=512, learning_rate=3e-4)
+
+
+def mixtral_8x22b() -> Run:
+    """Mixtral 8x22B: 141 B parameters, of which a token uses 39 B (its published configuration)."""
+    model = Mixtral(32768, 6144, 56, 48, kv_heads=8, theta=1e6, experts=8, active=2, expert_mlp=16384)
+    return _run("mixtral-8x22b", model, seq=8192, batch=512, learning_rate=2e-4)
+
+
+def _qwen3_moe(name: str, width: int, layers: int, heads: int, kv_heads: int, expert_mlp: int) -> Run:
+    model = Mixtral(
+        151936, width, layers, heads, kv_heads=kv_heads, head_size=128, theta=1e6, norm_epsilon=1e-6,
+        query_key_norm="rms", experts=128, active=8, expert_mlp=expert_mlp, balance=0.001,
+    )  # fmt: skip
+    return _run(name, model, seq=4096, batch=1024, learning_rate=3e-4)
+
+
+def qwen3_30b_a3b() -> Run:
+    """Qwen3-30B-A3B: 30.5 B parameters, of which a token uses 3.3 B (arXiv:2505.09388, table 2)."""
+    return _qwen3_moe("qwen3-30b-a3b", 2048, 48, 32, 4, 768)
+
+
+def qwen3_235b_a22b() -> Run:
+    """Qwen3-235B-A22B: 235 B parameters, of which a token uses 22 B (arXiv:2505.09388, table 2)."""
+    return _qwen3_moe("qwen3-235b-a22b", 4096, 94, 64, 4, 1536)
