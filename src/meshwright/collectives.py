@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-Axes = tuple[str, ...]
+from meshwright.slices import ONE_SLICE, Axes, Slices, gathered, scattered, summed
 
 
 def alive(axes: Axes) -> Axes:
@@ -47,14 +47,8 @@ def own_block(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, position(axes) * size, size, dim)
 
 
-def _gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    axes = alive(axes)
-    return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
-
-
-def _scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    axes = alive(axes)
-    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
+_gather = functools.partial(gathered, slices=ONE_SLICE)
+_scatter = functools.partial(scattered, slices=ONE_SLICE)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -249,25 +243,29 @@ shift.defvjp(
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def gather_weight(w: jax.Array, axes: Axes, dim: int, compute_dtype: Any, reduce_dtype: Any) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
+def gather_weight(
+    w: jax.Array, axes: Axes, dim: int, compute_dtype: Any, reduce_dtype: Any, slices: Slices
+) -> jax.Array:
     """The weight in use, whole along `axes`, of a parameter that is split over them at rest.
 
     Cast first, so the gather moves `compute_dtype`; the backward pass casts the gradient to `reduce_dtype`
-    and reduce-scatters it. Forward sends V(n-1)/n, backward V(n-1)/n.
+    and reduce-scatters it, inside a slice before between slices. Forward sends V(n-1)/n, backward V(n-1)/n.
     """
-    return _gather(w.astype(compute_dtype), axes, dim)
+    return gathered(w.astype(compute_dtype), axes, dim, slices)
 
 
-def _gather_weight_fwd(w: jax.Array, axes: Axes, dim: int, compute: Any, reduce: Any) -> tuple[jax.Array, jax.Array]:
+def _gather_weight_fwd(
+    w: jax.Array, axes: Axes, dim: int, compute: Any, reduce: Any, slices: Slices
+) -> tuple[jax.Array, jax.Array]:
     # An empty array carries the type of the parameter to the backward pass: residuals hold arrays alone.
-    return gather_weight(w, axes, dim, compute, reduce), jnp.zeros((0,), w.dtype)
+    return gather_weight(w, axes, dim, compute, reduce, slices), jnp.zeros((0,), w.dtype)
 
 
 def _gather_weight_bwd(
-    axes: Axes, dim: int, compute: Any, reduce: Any, like: jax.Array, g: jax.Array
+    axes: Axes, dim: int, compute: Any, reduce: Any, slices: Slices, like: jax.Array, g: jax.Array
 ) -> tuple[jax.Array]:
-    return (_scatter(g.astype(reduce), axes, dim).astype(like.dtype),)
+    return (scattered(g.astype(reduce), axes, dim, slices).astype(like.dtype),)
 
 
 gather_weight.defvjp(_gather_weight_fwd, _gather_weight_bwd)
@@ -283,10 +281,11 @@ def leave_tensor(y_BTD: jax.Array, dim: int) -> jax.Array:
     return reduce_scatter(y_BTD, ("tensor",), dim)
 
 
-def sum_gradients(grads: Any, lacking: Any) -> Any:
+def sum_gradients(grads: Any, lacking: Any, slices: Slices = ONE_SLICE) -> Any:
     """Each gradient summed over the axes its parameter lacks, one collective per set of axes.
 
-    grads: tree of arrays.  lacking: the same tree of tuples of axes. Sends 2V(n-1)/n of each; not differentiated.
+    grads: tree of arrays.  lacking: the same tree of tuples of axes. Where one of them crosses slices, the sum goes
+    inside a slice first. Sends 2V(n-1)/n of each; not differentiated.
     """
     leaves: list[jax.Array]
     treedef: Any
@@ -296,8 +295,8 @@ def sum_gradients(grads: Any, lacking: Any) -> Any:
         groups.setdefault(alive(axes), []).append(i)
     for axes, members in groups.items():
         if axes:
-            summed = reduce_sum([leaves[i] for i in members], axes)
-            for i, leaf in zip(members, summed, strict=True):
+            sums = summed([leaves[i] for i in members], axes, slices)
+            for i, leaf in zip(members, sums, strict=True):
                 leaves[i] = leaf
     return treedef.unflatten(leaves)
 
@@ -306,5 +305,5 @@ def mean_gradients(grads: Any, lacking: Any) -> Any:
     """Each gradient averaged over the axes its parameter lacks; over the others `gather_mean` has done so already."""
     treedef: Any = jax.tree.structure(grads)
     sizes = [lax.axis_size(axes) if axes else 1 for axes in treedef.flatten_up_to(lacking)]
-    summed = jax.tree.leaves(sum_gradients(grads, lacking))
-    return treedef.unflatten([g / n for g, n in zip(summed, sizes, strict=True)])
+    sums = jax.tree.leaves(sum_gradients(grads, lacking))
+    return treedef.unflatten([g / n for g, n in zip(sums, sizes, strict=True)])

@@ -23,8 +23,24 @@ class MeshShape:
     expert: int = 1
     context: int = 1
     tensor: int = 1
+    slices: int = 1
+    """Slices (of TPUs, or nodes of GPUs) that the mesh is made of."""
+    across: str = "data"
+    """The axis that crosses slices; all others lie inside of one."""
 
     def __post_init__(self) -> None:
+        if self.across not in AXES or self.slices < 1:
+            raise ConfigError(
+                f"{self.slices} slices across {self.across!r}", "an axis of the mesh crosses at least one slice",
+                f"one of {', '.join(AXES)}",
+            )  # fmt: skip
+        if self.degrees()[self.across] % self.slices:
+            degree = self.degrees()[self.across]
+            raise ConfigError(
+                f"mesh axis {self.across}={degree} across {self.slices} slices",
+                f"{degree} = {degree // self.slices} * {self.slices} + {degree % self.slices}",
+                f"{self.across}={self.slices}*{max(1, round(degree / self.slices))}",
+            )
         for axis, degree in self.degrees().items():
             if degree < 1:
                 raise ConfigError(
@@ -50,23 +66,34 @@ class MeshShape:
         return product
 
     def __str__(self) -> str:
-        spelled = [f"{axis}={degree}" for axis, degree in self.degrees().items() if degree > 1]
-        return ",".join(spelled) or "data=1"
+        def spell(axis: str, degree: int) -> str:
+            crosses = axis == self.across and self.slices > 1
+            return f"{axis}={self.slices}*{degree // self.slices}" if crosses else f"{axis}={degree}"
+
+        return ",".join(spell(axis, degree) for axis, degree in self.degrees().items() if degree > 1) or "data=1"
 
     @classmethod
     def parse(cls, text: str) -> "MeshShape":
-        """`data=2,fsdp=2,tensor=2` -> MeshShape. Raises ConfigError on anything else."""
+        """`data=2,fsdp=2,tensor=2` -> MeshShape; `data=4*2` is 4 slices of 2. Raises ConfigError on anything else."""
         degrees: dict[str, int] = {}
+        slices, across = 1, "data"
         for part in text.split(","):
             axis, equals, degree = part.strip().partition("=")
             if axis not in AXES:
                 raise ConfigError(f"mesh {text!r}", f"{axis!r} is no mesh axis", nearest(axis, AXES))
             if axis in degrees:
                 raise ConfigError(f"mesh {text!r}", f"{axis!r} is given twice", "give each axis once")
-            if not equals or not degree.isdigit():
+            outer, star, inner = degree.partition("*")
+            if not equals or not outer.isdigit() or (star and not inner.isdigit()):
                 raise ConfigError(f"mesh {text!r}", f"{part!r} is not axis=degree", "write for example data=2,fsdp=4")
-            degrees[axis] = int(degree)
-        return cls(**degrees)
+            if star and slices > 1:
+                raise ConfigError(
+                    f"mesh {text!r}", f"{across} and {axis} both cross slices", "one axis that does, say data=4*2"
+                )
+            if star:
+                slices, across = int(outer), axis
+            degrees[axis] = int(outer) * int(inner or 1)
+        return cls(**degrees, slices=slices, across=across)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,13 +21,13 @@ from meshwright.data.batch import Batch
 from meshwright.data.feed import Feed, Windows, build_stream, held_out_batches, split
 from meshwright.data.tokens import Corpus, load_corpus
 from meshwright.errors import CheckpointError, ConfigError, DataError, TrainingError
+from meshwright.families.family import Metrics
 from meshwright.flops import training_flops_per_token, utilisation
 from meshwright.mesh import build_mesh, default_shape, keep_programs
 from meshwright.report import Reporter, Values
 from meshwright.report.files import JsonLines
 from meshwright.runfile import write_run
 from meshwright.sample import generate
-from meshwright.families.family import Metrics
 from meshwright.step import CompiledTrainStep, Program, State, build_eval_step, lay_out
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from meshwright.config import MeshShape
@@ -98,10 +99,11 @@ def default_shape(devices: int) -> MeshShape:
 
 
 def build_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mesh:
-    """The mesh of `shape` over the first devices. Raises ConfigError where there are too few.
+    """The mesh of `shape` over the first devices. Raises ConfigError where there are too few, or in other slices.
 
-    Devices keep the order of their processes, so the innermost axes stay within a host; on a TPU torus
-    `jax.make_mesh` assigns them by the wires.
+    Devices follow the topology: first by slice, which the axis `across` alone crosses, then on a TPU by the wires of
+    the torus, elsewhere in the order of their processes, so that the innermost axes stay within a host. Devices that
+    know of no slice are taken to be in as many as the shape says, one after another.
     """
     devices = jax.devices() if devices is None else devices
     if shape.size > len(devices):
@@ -112,8 +114,37 @@ def build_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mes
             f"it takes {product} = {shape.size} devices, and there are {len(devices)} ({devices[0].device_kind})",
             f"--devices {shape.size} to simulate them" if cpu else f"a mesh whose degrees multiply to {len(devices)}",
         )
-    degrees, axis_types = tuple(shape.degrees().values()), (AxisType.Auto,) * len(AXES)
-    if devices[0].platform == "tpu" and shape.size == len(devices):
-        return jax.make_mesh(degrees, tuple(AXES), axis_types=axis_types, devices=devices)
-    ordered = sorted(devices, key=lambda d: (d.process_index, d.id))[: shape.size]
-    return Mesh(np.array(ordered).reshape(degrees), tuple(AXES), axis_types=axis_types)
+    degrees = shape.degrees()
+    inside = {axis: n // (shape.slices if axis == shape.across else 1) for axis, n in degrees.items()}
+    order = _by_wires if devices[0].platform == "tpu" and shape.size == len(devices) else _as_they_are
+    found = [order(part, tuple(inside.values())) for part in _in_slices(shape, devices)]
+    array = np.concatenate(found, axis=list(degrees).index(shape.across))
+    return Mesh(array, tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _in_slices(shape: MeshShape, devices: list[jax.Device]) -> list[list[jax.Device]]:
+    """As many devices as the shape takes, by slice."""
+    ordered = sorted(devices, key=lambda d: (getattr(d, "slice_index", 0) or 0, d.process_index, d.id))
+    slices = sorted({getattr(d, "slice_index", 0) or 0 for d in ordered})
+    each = shape.size // shape.slices
+    if len(slices) == 1:
+        return [ordered[i * each : (i + 1) * each] for i in range(shape.slices)]
+    by_slice = [[d for d in ordered if getattr(d, "slice_index", 0) == s] for s in slices]
+    if shape.slices != len(slices) or any(len(part) != each for part in by_slice):
+        number, degree = len(slices), shape.degrees()[shape.across]
+        raise ConfigError(
+            f"mesh {shape} over {len(devices)} devices in {number} slices",
+            f"it says {shape.slices} slice{'s' if shape.slices > 1 else ''} of {each}, and there are "
+            f"{', '.join(str(len(part)) for part in by_slice)} devices in them",
+            f"{shape.across}={number}*{max(1, degree // number)}, and all devices of each slice",
+        )
+    return by_slice
+
+
+def _by_wires(devices: list[jax.Device], degrees: tuple[int, ...]) -> np.ndarray:
+    """The devices of one slice of TPUs, neighbours in the mesh being neighbours on the torus."""
+    return mesh_utils.create_device_mesh(degrees, devices, allow_split_physical_axes=True)
+
+
+def _as_they_are(devices: list[jax.Device], degrees: tuple[int, ...]) -> np.ndarray:
+    return np.array(devices).reshape(degrees)

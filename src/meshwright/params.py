@@ -16,10 +16,11 @@ import numpy as np
 from jax.extend.random import threefry2x32_p
 from jax.sharding import Mesh, NamedSharding
 
-from meshwright.collectives import Axes, gather_weight
+from meshwright.collectives import gather_weight
 from meshwright.config import MeshShape
 from meshwright.layout import Layout, Placements, place, to_spec
 from meshwright.mesh import kept
+from meshwright.slices import Axes, Slices
 
 Tree = Any
 """A nested dictionary with the same keys everywhere: of Params, of arrays, of placements."""
@@ -205,6 +206,7 @@ class Use:
     """For each parameter: the dimension to gather (counted without the layers) and the axes to gather it over."""
     compute_dtype: Any
     reduce_dtype: Any
+    slices: Slices
 
     def __call__(self, held: Tree, path: str) -> Tree:
         """Weights in use of the sub-tree `path` (one layer of it where it is stacked), of which `held` is at rest."""
@@ -212,7 +214,9 @@ class Use:
         def use(at: Any, w: jax.Array, how: _Gather) -> jax.Array:
             # The scope is the parameter's name in the compiled program, by which the census finds it.
             with jax.named_scope(".".join((path, *(key.key for key in at)))):
-                return gather_weight(w, how.axes, how.dim, how.dtype or self.compute_dtype, self.reduce_dtype)
+                return gather_weight(
+                    w, how.axes, how.dim, how.dtype or self.compute_dtype, self.reduce_dtype, self.slices
+                )
 
         return jax.tree_util.tree_map_with_path(use, held, self.gathers[path])
 
@@ -225,7 +229,7 @@ class _Gather:
     """None is the compute type."""
 
 
-def plan_use(params: Tree, placed: Tree, *, compute_dtype: Any, reduce_dtype: Any) -> Use:
+def plan_use(params: Tree, placed: Tree, *, compute_dtype: Any, reduce_dtype: Any, slices: Slices) -> Use:
     """The gathers that lead from `at_rest` to `in_use`."""
 
     def difference(p: Param, where: Placements) -> _Gather:
@@ -235,4 +239,4 @@ def plan_use(params: Tree, placed: Tree, *, compute_dtype: Any, reduce_dtype: An
                 return _Gather(rest[len(use) :], i - p.dims.count("L"), dtype)
         return _Gather((), 0, dtype)
 
-    return Use(tree_map(difference, params, placed), compute_dtype, reduce_dtype)
+    return Use(tree_map(difference, params, placed), compute_dtype, reduce_dtype, slices)

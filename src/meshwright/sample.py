@@ -15,7 +15,6 @@ from meshwright.blocks.context import CONTEXT
 from meshwright.blocks.dropout import no_dropout
 from meshwright.check import chunks_of
 from meshwright.collectives import gather
-from meshwright.config import MeshShape
 from meshwright.data.batch import Batch
 from meshwright.families.family import vocab_of
 from meshwright.layouts import BATCH_AXES, VOCAB_AXES
@@ -48,7 +47,7 @@ def build_next_logits(program: Program) -> Callable[[Tree, jax.Array, jax.Array]
             penalty=lambda _: 0.0,
             stacks=tuple(model.stacks),
         )
-        stages = program.mesh.shape["stage"]
+        stages = program.shape.stage
         logits_BV = run_forward(build_table("evaluation", stages, 1, chunks_of(run)), parts, params)
         return gather(gather(logits_BV, VOCAB_AXES, 1), BATCH_AXES, 0)[:, : vocab_of(run.model)]
 
@@ -69,7 +68,7 @@ def generate(
     """`tokens` tokens after `prompt`, one by one, seeing at most the last `seq` before each."""
     next_logits = build_next_logits(program)
     seq = program.run.training.seq
-    rows = MeshShape(**program.mesh.shape).over(BATCH_AXES)
+    rows = program.shape.over(BATCH_AXES)
     seen = [int(t) for t in prompt]
     rng = np.random.default_rng(seed)
     for _ in range(tokens):

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshwright.blocks.context import Split, split_of
 from meshwright.blocks.dropout import Dropout, dropout_key, no_dropout
 from meshwright.check import balance_of, chunks_of, describe, fit_to_mesh, heads_of
-from meshwright.collectives import gather, position, reduce_scatter, reduce_sum, sum_gradients
+from meshwright.collectives import gather, position, reduce_sum, sum_gradients
 from meshwright.config import MeshShape, Run
 from meshwright.data.batch import Batch
 from meshwright.errors import TrainingError
@@ -31,6 +31,7 @@ from meshwright.optimizers import build_optimizer, build_schedule, state_placeme
 from meshwright.params import Tree, by_layer, initialise, is_param, plan_use, shardings, tree_map
 from meshwright.pipeline import Parts, run_forward, run_schedule
 from meshwright.schedules import Table, build_table
+from meshwright.slices import Slices, scattered
 from meshwright.words import AXES
 
 
@@ -69,9 +70,19 @@ class Program:
     @property
     def split(self) -> Split:
         """How its sequences lie over `context`."""
-        shape, training = self.mesh.shape, self.run.training
-        heads = heads_of(self.params)[1] // shape["tensor"]
-        return split_of(training.context, training.seq, shape["context"], heads)
+        shape, training = self.shape, self.run.training
+        heads = heads_of(self.params)[1] // shape.tensor
+        return split_of(training.context, training.seq, shape.context, heads)
+
+    @property
+    def shape(self) -> MeshShape:
+        """Degrees of its mesh, and the axis that crosses slices."""
+        assert self.run.mesh is not None  # lay_out has filled it in
+        return self.run.mesh
+
+    @property
+    def slices(self) -> Slices:
+        return Slices(self.shape.slices, self.shape.across)
 
     @property
     def local(self) -> LocalModel:
@@ -82,13 +93,14 @@ class Program:
             self.placed,
             compute_dtype=jnp.dtype(training.compute_dtype),
             reduce_dtype=jnp.dtype(training.reduce_dtype),
+            slices=self.slices,
         )
         return LocalModel(self.run, use, self.split, balance_of(self.run))
 
     def table(self, schedule: str) -> Table:
         """What its stages do when, by `schedule`."""
         training = self.run.training
-        return build_table(schedule, self.mesh.shape["stage"], training.microbatches, chunks_of(self.run))
+        return build_table(schedule, self.shape.stage, training.microbatches, chunks_of(self.run))
 
     @property
     def state_shardings(self) -> State:
@@ -111,7 +123,9 @@ class Program:
 
 def lay_out(run: Run, mesh: Mesh) -> Program:
     """`run` on `mesh`. Raises ConfigError where it does not fit."""
-    run = fit_to_mesh(run, MeshShape(**mesh.shape))
+    # The mesh of a run also says which axis crosses slices, which JAX's has no word for.
+    same = run.mesh is not None and run.mesh.degrees() == dict(mesh.shape)
+    run = fit_to_mesh(run, run.mesh if same and run.mesh is not None else MeshShape(**mesh.shape))
     params, placed = describe(run)
     at_rest = shardings(mesh, placed, "at_rest")
     dtype = jnp.dtype(run.training.param_dtype)
@@ -134,7 +148,7 @@ def build_gradients(program: Program) -> Callable[[Tree, jax.Array, Batch], tupl
     Metrics are summed over all devices; what the layers told too, in the rows of their parameters.
     """
     run, mesh, placed, model = program.run, program.mesh, program.placed, program.local
-    training, shape = run.training, MeshShape(**mesh.shape)
+    training, shape, slices = run.training, program.shape, program.slices
     # Any parameter of a stack says in which rows its layers lie.
     stacked = {path: jax.tree.leaves(program.params[path], is_leaf=is_param)[0] for path in model.stacks}
 
@@ -168,7 +182,7 @@ def build_gradients(program: Program) -> Callable[[Tree, jax.Array, Batch], tupl
 
     def reduce(grad: jax.Array, where: Placements) -> jax.Array:
         for dim, (rest, end) in enumerate(zip(where.at_rest, where.optimizer, strict=True)):
-            grad = reduce_scatter(grad, end[len(rest) :], dim)
+            grad = scattered(grad, end[len(rest) :], dim, slices)
         return grad
 
     def gradients(params: Tree, step: jax.Array, batch: Batch) -> tuple[Tree, Metrics, dict[str, Told]]:
@@ -185,7 +199,7 @@ def build_gradients(program: Program) -> Callable[[Tree, jax.Array, Batch], tupl
         # Every use of a parameter is partial over every axis that does not split it: over the batch axes because
         # each device sees its own sequences, over `tensor` because it sees its own part of the sequence or its heads.
         lacking = jax.tree.map(lambda where: tuple(a for a in AXES if a not in axes_of(where.optimizer)), placed)
-        grads = sum_gradients(grads, lacking)
+        grads = sum_gradients(grads, lacking, slices)
         # A value that several devices hold counts once: the share of each is divided by the number of holders.
         squares = sum(
             jnp.sum(jnp.square(g.astype(jnp.float32))) * (shape.over(axes_of(where.optimizer)) / shape.size)
@@ -284,7 +298,7 @@ def build_eval_step(program: Program) -> Callable[[Tree, Batch], Metrics]:
 
     def evaluate(params: Tree, batch: Batch) -> Metrics:
         one = jnp.ones(())
-        if program.mesh.shape["stage"] == 1:
+        if program.shape.stage == 1:
             return reduce_sum(model.whole(params, batch, no_dropout(), one)[1][0], TOKEN_AXES)
         batch_M = jax.tree.map(lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), batch)
         parts = _parts(model, batch_M.positions[:, :, 0], batch_M, lambda rows_B: no_dropout(), one)

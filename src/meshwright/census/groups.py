@@ -7,6 +7,7 @@ which are compared with every subset of the axes. A position counts the devices 
 
 import itertools
 import re
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -67,8 +68,26 @@ def _expand_mesh(axes: str, ids: str | None, over: str) -> Groups:
 def axes_of_groups(groups: Groups, mesh: dict[str, int]) -> tuple[str, ...] | None:
     """The smallest set of axes whose groups these are, in the mesh's order; None where no set has them.
 
-    mesh: degree of each axis, outermost first.
+    Where a part of an axis is meant, as where it crosses slices, `data within 4` are each 4 neighbours along it and
+    `data between 2` those at equal places of its 2 parts. mesh: degree of each axis, outermost first.
     """
+    whole = _whole_axes(groups, mesh)
+    return whole if whole is not None else next(_parts_of_axes(groups, mesh), None)
+
+
+def _parts_of_axes(groups: Groups, mesh: dict[str, int]) -> Iterator[tuple[str, ...]]:
+    for axis, degree in mesh.items():
+        for parts in (d for d in range(2, degree) if degree % d == 0):
+            cut = {f"{axis} between {parts}": parts, f"{axis} within {degree // parts}": degree // parts}
+            split: dict[str, int] = {}
+            for name, n in mesh.items():
+                split |= cut if name == axis else {name: n}
+            found = _whole_axes(groups, split)
+            if found is not None:
+                yield found
+
+
+def _whole_axes(groups: Groups, mesh: dict[str, int]) -> tuple[str, ...] | None:
     wanted = frozenset(frozenset(group) for group in groups)
     alive = [axis for axis, degree in mesh.items() if degree > 1]
     ids = np.arange(int(np.prod(list(mesh.values()) or [1]))).reshape([mesh[a] for a in alive] or [1])
