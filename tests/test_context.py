@@ -10,10 +10,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshwright.blocks.context import STRATEGIES, Split, build_attend, split_of
+from meshwright.blocks.context import Split, build_attend, split_of
 from meshwright.census import take_census
 from meshwright.kernels.attention import attention, positions_of
 
+STRATEGIES = ("ring", "gather", "all_to_all", "ring_of_groups")
 B, T, N, K, H = 2, 32, 8, 4, 4
 
 

@@ -12,7 +12,8 @@ from meshwright.families.gpt2 import Gpt2
 from meshwright.families.llama import Llama
 from meshwright.families.mixtral import Mixtral
 from meshwright.mesh import build_mesh
-from meshwright.step import CompiledTrainStep, Program, lay_out
+from meshwright.params import by_layer, tree_map
+from meshwright.step import CompiledTrainStep, Program, build_eval_step, lay_out
 
 VOCAB = 50
 
@@ -72,25 +73,33 @@ class Trained:
     """What a few steps gave."""
 
     initial: Any
+    """Parameters, like all below, with a row for each layer in order, wherever the layers lie."""
     gradients: Any
     losses: list[float]
     params: Any
+    held_out: float
+    """Loss of the evaluation step on one more batch."""
 
 
 def train(run: Run, steps: int) -> Trained:
     """`steps` steps on random batches, and the (clipped) gradients of the first."""
     program = program_of(run)
     state = program.initial_state()
-    initial = jax.device_get(state.params)
+
+    def on_host(tree: Any) -> Any:
+        return tree_map(by_layer, program.params, jax.device_get(tree))
+
+    initial = on_host(state.params)
     step, losses, gradients = CompiledTrainStep(program, random_batch(program)), [], None
     for number in range(steps):
         state, metrics = step(state, random_batch(program, number))
         if number == 0 and run.optimizer.name == "adamw":
             # Adam's first moment after one step is (1 - beta1) times the gradient: no second program to compile.
-            first = jax.device_get(state.optimizer[0].mu)
+            first = on_host(state.optimizer[0].mu)
             gradients = jax.tree.map(lambda mu: mu / (1 - run.optimizer.beta1), first)
         losses.append(float(metrics["loss"][0] / metrics["loss"][1]))
-    return Trained(initial, gradients, losses, jax.device_get(state.params))
+    total, weight = build_eval_step(program)(state.params, random_batch(program, steps))["loss"]
+    return Trained(initial, gradients, losses, on_host(state.params), float(total / weight))
 
 
 def largest_difference(a: Any, b: Any) -> float:

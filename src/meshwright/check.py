@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from meshwright.composition import check_composition
 from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError, divisors
 from meshwright.families import find_family
@@ -24,6 +25,7 @@ def fit_to_mesh(run: Run, shape: MeshShape) -> Run:
     multiple = math.lcm(run.model.vocab_multiple, shape.over(VOCAB_AXES))
     fitted = dataclasses.replace(run, mesh=shape, model=dataclasses.replace(run.model, vocab_multiple=multiple))
     params, _ = describe(fitted)
+    check_composition(fitted, unequal=any(p.order and NO_LAYER in p.order for p in named(params).values()))
     _check_heads(fitted, shape, params)
     return fitted
 
@@ -117,6 +119,7 @@ def _check_numbers(run: Run) -> None:
         (f"{training.microbatches} microbatches", "there is at least one", training.microbatches < 1, "1"),
         (f"dropout {training.dropout}", "it is a share below 1", not 0 <= training.dropout < 1, "0.1"),
         (f"warm-up of {optimizer.warmup} steps", "it cannot be negative", optimizer.warmup < 0, "0"),
+        (f"{training.chunks} chunks a stage", "there is at least one", training.chunks < 1, "2"),
         (f"{training.unroll} layers per iteration", "there is at least one", training.unroll < 1, "1"),
         (f"--keep {training.keep}", "the last checkpoint is always kept", training.keep < 1, "1"),
         (f"held-out share {run.data.held_out}", "it lies in [0, 1)", not 0 <= run.data.held_out < 1, "0.1"),

@@ -7,7 +7,6 @@ on one mesh is verified on another, each device reading and hashing only its own
 
 import contextlib
 import dataclasses
-import functools
 import json
 import logging
 import math
@@ -107,24 +106,27 @@ def _abstract_by_layer(tensors: dict[str, Any], program: Program) -> dict[str, A
 
 
 def _by_layer(tensors: dict[str, jax.Array], program: Program) -> dict[str, jax.Array]:
-    where = _abstract_by_layer(tensors, program)
-
-    def of(name: str, p: Param) -> jax.Array:
-        return jax.jit(functools.partial(by_layer, p), out_shardings=where[name].sharding)(tensors[name])
-
-    stacked = _stacked(tensors, program)
-    return {name: of(name, stacked[name]) if name in stacked else x for name, x in tensors.items()}
+    stacked, where = _stacked(tensors, program), _abstract_by_layer(tensors, program)
+    return tensors | _converted(by_layer, stacked, tensors, {name: where[name].sharding for name in stacked})
 
 
 def _in_rows(found: dict[str, jax.Array], wanted: dict[str, Any], program: Program) -> dict[str, jax.Array]:
     stacked = _stacked(wanted, program)
+    moved = _converted(in_rows, stacked, found, {name: wanted[name].sharding for name in stacked})
+    return {name: moved.get(name, found[name]) for name in wanted}
 
-    def of(name: str, x: Any) -> jax.Array:
-        if name not in stacked:
-            return found[name]
-        return jax.jit(functools.partial(in_rows, stacked[name]), out_shardings=x.sharding)(found[name])
 
-    return {name: of(name, x) for name, x in wanted.items()}
+def _converted(
+    convert: Callable[[Param, Any], Any], stacked: dict[str, Param], tensors: dict[str, Any], shardings: dict[str, Any]
+) -> dict[str, jax.Array]:
+    """`convert(p, tensor)` of the tensors in `stacked`, in one program."""
+    if not stacked:
+        return {}
+
+    def run(moved: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {name: convert(stacked[name], x) for name, x in moved.items()}
+
+    return dict(jax.jit(run, out_shardings=shardings)({name: tensors[name] for name in stacked}))
 
 
 @jax.jit

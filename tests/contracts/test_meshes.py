@@ -15,6 +15,7 @@ MESHES = [
     ("fsdp", "fsdp=4,tensor=2"),
     ("fsdp", "data=2,fsdp=2,tensor=2"),
     ("fsdp", "fsdp=2,context=2,tensor=2"),
+    ("fsdp", "data=2*2,tensor=2"),
     ("zero1", "data=8"),
     ("zero1", "data=2,fsdp=2,tensor=2"),
 ]
@@ -34,6 +35,26 @@ def test_same_numbers_as_one_device(family: str, layout: str, mesh: str) -> None
     for a, b in zip(jax.tree.leaves(many.initial), jax.tree.leaves(one.initial), strict=True):
         np.testing.assert_array_equal(a, b)
     np.testing.assert_allclose(many.losses, one.losses, rtol=1e-5)
+    np.testing.assert_allclose(many.held_out, one.held_out, rtol=1e-5)
+    assert largest_difference(many.gradients, one.gradients) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [("mixtral", "expert=8"), ("mixtral", "fsdp=2,expert=4"), ("deepseek-like", "expert=2,context=2,tensor=2")],
+)
+def test_experts_over_devices(family: str, mesh: str) -> None:
+    one, many = alone(family), train(tiny_run(MODELS[family], mesh), STEPS)
+    np.testing.assert_allclose(many.losses, one.losses, rtol=1e-5)
+    np.testing.assert_allclose(many.held_out, one.held_out, rtol=1e-5)
+    assert largest_difference(many.gradients, one.gradients) < 1e-5
+    assert largest_difference(many.params, one.params) < 1e-4
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2*4", "fsdp=4,data=2*1", "tensor=2*2,fsdp=2", "expert=2*2,fsdp=2"])
+def test_any_axis_crosses_slices(mesh: str) -> None:
+    one, many = alone("mixtral"), train(tiny_run(MODELS["mixtral"], mesh, layout="zero1"), 3)
+    np.testing.assert_allclose(many.losses, one.losses[:3], rtol=1e-5)
     assert largest_difference(many.gradients, one.gradients) < 1e-5
 
 

@@ -28,7 +28,6 @@ from meshwright.collectives import all_to_all_within, gather, shift
 from meshwright.kernels.attention import Positions, attention, positions_of, visible
 
 CONTEXT = ("context",)
-STRATEGIES = ("ring", "gather", "all_to_all", "ring_of_groups")
 _HIDDEN = -1e30
 
 

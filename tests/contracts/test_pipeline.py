@@ -1,0 +1,98 @@
+"""Every schedule gives the numbers of one device, wherever the layers lie; 1F1B holds no more for more microbatches."""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tiny_runs import MODELS, Trained, largest_difference, program_of, tiny_run, train
+
+from meshwright.census.training import abstract_batch
+from meshwright.sample import generate
+from meshwright.step import build_gradients
+
+STEPS = 3
+
+
+@functools.cache
+def alone(family: str, layers: int) -> Trained:
+    return train(tiny_run(dataclasses.replace(MODELS[family], layers=layers)), STEPS)
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "mesh", "microbatches", "schedule"),
+    [
+        ("llama", 3, "stage=1,data=2", 8, "1f1b"),
+        ("llama", 4, "stage=2,fsdp=2,tensor=2", 4, "1f1b"),
+        ("gpt2", 4, "stage=4,data=2", 8, "1f1b"),
+        ("qwen-like", 6, "stage=4,tensor=2", 2, "1f1b"),
+        ("qwen-like", 3, "stage=2,data=2", 8, "gpipe"),
+        ("llama", 4, "stage=4,fsdp=2", 2, "gpipe"),
+        ("gpt2", 3, "stage=2,fsdp=4", 2, "zero_bubble"),
+        ("llama", 4, "stage=4", 16, "zero_bubble"),
+        ("qwen-like", 5, "stage=2,tensor=2", 4, "interleaved"),
+        ("llama", 8, "stage=4,data=2", 2, "interleaved"),
+        ("llama", 4, "stage=2,data=2,fsdp=2", 4, "circular"),
+        ("gpt2", 8, "stage=4,tensor=2", 8, "circular"),
+        ("deepseek-like", 3, "stage=2,expert=2,tensor=2", 4, "1f1b"),
+        ("mixtral", 4, "stage=2,expert=4", 2, "interleaved"),
+    ],
+)
+def test_same_numbers_as_one_device(family: str, layers: int, mesh: str, microbatches: int, schedule: str) -> None:
+    one = alone(family, layers)
+    model = dataclasses.replace(MODELS[family], layers=layers)
+    many = train(tiny_run(model, mesh, microbatches=microbatches, schedule=schedule), STEPS)
+    for a, b in zip(jax.tree.leaves(many.initial), jax.tree.leaves(one.initial), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_allclose(many.losses, one.losses, rtol=1e-5)
+    np.testing.assert_allclose(many.held_out, one.held_out, rtol=1e-5)
+    assert largest_difference(many.gradients, one.gradients) < 1e-5
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 5, 7])
+def test_uneven_microbatches(microbatches: int) -> None:
+    """Fewer than there are stages, and numbers that they do not divide."""
+    changes: dict[str, Any] = {"batch": microbatches * 2}
+    one = train(tiny_run(MODELS["llama"], **changes), 2)
+    schedule = "interleaved" if microbatches == 3 else "zero_bubble" if microbatches == 5 else "1f1b"
+    model = dataclasses.replace(MODELS["llama"], layers=4) if schedule == "interleaved" else MODELS["llama"]
+    if schedule == "interleaved":
+        one = train(tiny_run(model, **changes), 2)
+    many = train(tiny_run(model, "stage=2,data=2", microbatches=microbatches, schedule=schedule, **changes), 2)
+    np.testing.assert_allclose(many.losses, one.losses, rtol=1e-5)
+    assert largest_difference(many.gradients, one.gradients) < 1e-5
+
+
+def peak(schedule: str, microbatches: int) -> int:
+    """Bytes of temporaries on a device, by the compiler, for microbatches of two sequences."""
+    model = dataclasses.replace(MODELS["llama"], layers=4)
+    run = tiny_run(
+        model, "stage=4", batch=2 * microbatches, seq=128, microbatches=microbatches, schedule=schedule, dropout=0.0
+    )  # fmt: skip
+    program = program_of(run)
+    gradients = jax.jit(build_gradients(program))
+    compiled = gradients.lower(program.abstract.params, program.abstract.step, abstract_batch(program)).compile()
+    return int(compiled.memory_analysis().temp_size_in_bytes)
+
+
+def test_1f1b_stays_flat_where_gpipe_grows() -> None:
+    flat, grows = ([peak(schedule, m) for m in (4, 8, 16, 32)] for schedule in ("1f1b", "gpipe"))
+    one_input = 2 * 128 * 64 * 4
+    # Tables of ticks grow by some bytes.
+    assert max(flat) - min(flat) < one_input / 10
+    # An input and a gradient for each microbatch more.
+    assert [b - a for a, b in itertools.pairwise(grows)] == pytest.approx(
+        [2 * one_input * more for more in (4, 8, 16)], rel=0.01
+    )
+
+
+def test_a_model_on_stages_writes_what_it_writes_on_one() -> None:
+    texts = []
+    for mesh in ("data=1", "stage=2,tensor=2"):
+        program = program_of(tiny_run(MODELS["llama"], mesh))
+        state = program.initial_state()
+        texts.append(list(generate(program, state.params, np.array([1, 2, 3], np.int32), tokens=6, seed=0)))
+    assert texts[0] == texts[1]
