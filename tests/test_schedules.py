@@ -1,7 +1,9 @@
 """Schedules: every table does all work once, in an order that can be, with the bubble and memory of its formula."""
 
 import re
+import runpy
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -145,3 +147,11 @@ def test_uneven_layers_are_shared_out() -> None:
     assert np.array_equal(balance((1.0,) * 3, 2, 1).rows(0, 3), [[[0, 1]], [[2, NO_LAYER]]])
     # Three cheap layers go with one dear one.
     assert balance((1.0,) * 3 + (3.0,) * 5, 4, 1).cuts == (0, 4, 6, 7, 8)
+
+
+def test_the_pages_show_what_is_true() -> None:
+    """The drawings and the matrix in the documentation are those that `python docs/parallelism.py` makes."""
+    docs = Path(__file__).parents[1] / "docs"
+    made = runpy.run_path(str(docs / "parallelism.py"))
+    for file, drawing in {**made["schedules"](), "composition.md": made["matrix"]()}.items():
+        assert (docs / file).read_text(encoding="utf-8") == drawing, f"{file}: python docs/parallelism.py"

@@ -47,13 +47,15 @@ def covering(choices: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
     }  # fmt: skip
     found = []
     while missing:
-        row = dict(min(missing, key=lambda pair: sorted((names.index(name), str(value)) for name, value in pair)))
+        # Sets have an order of their own in every process; the rows must not.
+        first = min(missing, key=lambda pair: sorted((names.index(name), str(value)) for name, value in pair))
+        row = dict(sorted(first, key=lambda taken: names.index(taken[0])))
         for name in (n for n in names if n not in row):
             pairs = {value: {frozenset({(name, value), taken}) for taken in row.items()} for value in choices[name]}
             met = {value: len(missing & pairs[value]) for value in choices[name]}
             row[name] = max(choices[name], key=met.__getitem__)
         missing -= {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
-        found.append(row)
+        found.append({name: row[name] for name in names})
     return found
 
 

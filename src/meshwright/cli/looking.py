@@ -13,6 +13,7 @@ from meshwright.check import fit_to_mesh
 from meshwright.cli.prepare import say, vocab
 from meshwright.config import MeshShape, Run
 from meshwright.draw.machine import parse_machine
+from meshwright.draw.svg import standalone
 from meshwright.errors import ConfigError
 from meshwright.recipe import list_recipes
 from meshwright.report.console import open_console
@@ -83,12 +84,12 @@ def run_show(args: Show) -> int:
     try:
         if args.svg:
             args.svg.mkdir(parents=True, exist_ok=True)
-            (args.svg / "mesh.svg").write_text(show.machine_picture(fitted, machine).svg(), encoding="utf-8")
+            drawings = {"mesh": show.machine_picture(fitted, machine).svg()}
+            drawings |= {p.name.replace(", ", "-").replace(" ", "-"): p.svg() for p in pictures}
             drawn = show.timeline(fitted)
-            if drawn is not None:
-                (args.svg / "pipeline.svg").write_text(drawn.svg(), encoding="utf-8")
-            for p in pictures:
-                (args.svg / f"{p.name.replace(', ', '-').replace(' ', '-')}.svg").write_text(p.svg(), encoding="utf-8")
+            drawings |= {} if drawn is None else {"pipeline": drawn.svg()}
+            for name, svg in drawings.items():
+                (args.svg / f"{name}.svg").write_text(standalone(svg), encoding="utf-8")
         if args.html:
             args.html.write_text(show.page(fitted, machine, []), encoding="utf-8")
     except OSError as error:

@@ -53,6 +53,12 @@ class _Drawing:
         )
 
 
+def standalone(svg: str) -> str:
+    """The same picture as a file of its own: light on dark where the reader's screen is dark."""
+    style = "<style>svg{color:#222}@media(prefers-color-scheme:dark){svg{color:#ddd}}</style>"
+    return svg.replace("</title>", f"</title>{style}", 1)
+
+
 def array_svg(picture: ArrayPicture) -> str:
     """Panels side by side, the sizes of blocks in the proportions of the array."""
     drawing = _Drawing()
