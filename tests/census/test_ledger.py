@@ -14,6 +14,7 @@ from meshwright.census import take_census
 from meshwright.census.groups import axes_of_groups, axes_of_pairs, expand
 from meshwright.census.hlo import parse_module
 from meshwright.census.ledger import Entry, by_kind_and_axes, read_ledger
+from meshwright.census.lint import lint_host
 from meshwright.errors import CensusError
 
 TEXTS = Path(__file__).parent / "texts"
@@ -37,7 +38,7 @@ def test_counts_are_those_made_by_hand(name: str, mesh: Mesh) -> None:
     assert counts(list(census.ledger)) == program.sends
     assert all(e.exact for e in census.ledger) == program.exact
     assert any(e.branch for e in census.ledger) == program.branch
-    assert all(e.line.startswith(("programs.py:", "collectives.py:")) for e in census.ledger)
+    assert all(e.line.startswith(("programs.py:", "collectives.py:", "slices.py:")) for e in census.ledger)
     inserted = [f for f in census.findings if f.kind == "unexpected"]
     assert bool(inserted) == (not program.manual)
 
@@ -181,3 +182,18 @@ def test_a_permutation_names_the_axes_it_moves_along() -> None:
 def test_what_is_no_program_is_refused(text: str) -> None:
     with pytest.raises(CensusError):
         parse_module(text)
+
+
+def test_what_slices_send_each_other() -> None:
+    """Two slices of eight v5e: a sum of 64 x 128 words is summed over 2 inside, half of it crosses, then gathered."""
+    module = parse_module((Path(__file__).parent / "texts" / "slices" / "v5e.hlo").read_text())
+    entries = read_ledger(module, {"data": 4, "fsdp": 4})
+    found = {(e.kind, e.over): (e.times, e.payload) for e in entries}
+    whole = 64 * 128 * 4
+    # This chip scatters so little by summing it and cutting.
+    assert found == {
+        ("all-reduce", "data within 2"): (1, whole),
+        ("all-reduce", "slices"): (1, whole // 2),
+        ("all-gather", "data within 2"): (1, whole),
+    }
+    assert not lint_host(module)

@@ -5,6 +5,7 @@
 The texts are what the chips' own compilers print, without their per-instruction settings, which the census ignores.
 """
 
+import functools
 import os
 import re
 import sys
@@ -15,8 +16,12 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPL
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from programs import AXES, PROGRAMS
+
+from meshwright.config import MeshShape
+from meshwright.mesh import build_mesh
+from meshwright.slices import Slices, summed
 
 TEXTS = Path(__file__).parent / "texts"
 TPUS = {"v5p": "v5p:2x2x2", "v5e": "v5e:2x4", "tpu7x": "tpu7x:2x2x1"}
@@ -27,7 +32,20 @@ def settings_removed(text: str) -> str:
     return re.sub(r'"(/[^"]*/)([^/"]+\.py)"', r'"\2"', text)
 
 
+def write_slices() -> None:
+    """A sum over an axis of which two slices have two devices each."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4", num_slices=2).devices
+    mesh = build_mesh(MeshShape.parse("data=2*2,fsdp=4"), list(devices))
+    body = functools.partial(summed, axes=("data",), slices=Slices(2, "data"))
+    step = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False))
+    x = jax.ShapeDtypeStruct((64, 128), "float32", sharding=NamedSharding(mesh, PartitionSpec()))
+    (TEXTS / "slices").mkdir(exist_ok=True)
+    (TEXTS / "slices" / "v5e.hlo").write_text(settings_removed(step.lower([x]).compile().as_text()))
+
+
 def main(target: str) -> None:
+    if target == "slices":
+        return write_slices()
     if target in TPUS:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[target]).devices
     else:

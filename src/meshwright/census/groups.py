@@ -89,6 +89,8 @@ def _parts_of_axes(groups: Groups, mesh: dict[str, int]) -> Iterator[tuple[str, 
 
 def _whole_axes(groups: Groups, mesh: dict[str, int]) -> tuple[str, ...] | None:
     wanted = frozenset(frozenset(group) for group in groups)
+    # The program of one of several slices lists its own devices alone.
+    listed = frozenset(device for group in groups for device in group)
     alive = [axis for axis, degree in mesh.items() if degree > 1]
     ids = np.arange(int(np.prod(list(mesh.values()) or [1]))).reshape([mesh[a] for a in alive] or [1])
     for n in range(len(alive) + 1):
@@ -96,7 +98,8 @@ def _whole_axes(groups: Groups, mesh: dict[str, int]) -> tuple[str, ...] | None:
             kept = [i for i in range(len(alive)) if i not in chosen]
             size = int(np.prod([mesh[alive[i]] for i in chosen], dtype=np.int64))
             rows = (ids.transpose(*kept, *chosen) if alive else ids).reshape(-1, size)
-            if frozenset(frozenset(int(i) for i in row) for row in rows) == wanted:
+            found = (frozenset(int(i) for i in row) for row in rows)
+            if frozenset(row for row in found if row <= listed) == wanted:
                 return tuple(alive[i] for i in chosen)
     return None
 

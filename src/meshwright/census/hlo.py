@@ -10,6 +10,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from meshwright.errors import CensusError
 
@@ -215,6 +216,11 @@ class Frame:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
+
+    @property
+    def line_of_file(self) -> str:
+        """FILE:LINE, the folders left out."""
+        return f"{Path(self.file).name}:{self.line}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import dataclasses
 import re
 from collections import defaultdict
-from pathlib import Path
 
 from meshwright.census.groups import Groups, axes_of_groups, axes_of_pairs, expand
 from meshwright.census.hlo import Computation, Frame, Instruction, Module, arrays_of, bytes_of
@@ -99,8 +98,17 @@ def read_ledger(module: Module, mesh: dict[str, int] | None = None, plumbing: tu
 
 
 def _kind(instruction: Instruction) -> str | None:
-    name = instruction.opcode.removesuffix("-start")
+    if instruction.opcode == "send":
+        # Between slices of TPUs the runtime moves what a program hands to its host (MegaScale).
+        between = _BETWEEN_SLICES.search(instruction.rest)
+        name = between[1].lower().replace("_", "-") if between else ""
+    else:
+        name = instruction.opcode.removesuffix("-start")
     return name if name in KINDS else None
+
+
+_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_TARGET = re.compile(r'_xla_megascale_target="\{([\d,]+)\}')
 
 
 def _entry(
@@ -112,7 +120,11 @@ def _entry(
     moved = sum(bytes_of(shape) for shape in given)
     pairs = instruction.attributes.get("source_target_pairs")
     groups = expand(instruction.attributes.get("replica_groups", "{}"), module.partitions)
-    if pairs is not None:
+    if instruction.opcode == "send":
+        target = _TARGET.search(instruction.rest)
+        groups = (tuple(range(len(target[1].split(",")) if target else 1)),)
+        axes: tuple[str, ...] | None = ("slices",)
+    elif pairs is not None:
         groups = _chains(pairs)
         axes = axes_of_pairs(expand(pairs, 1), mesh) if mesh else None
     else:
@@ -132,7 +144,7 @@ def _entry(
         branch=place.branch,
         arrays=tuple(str(array) for shape in given for array in arrays_of(shape)),
         tensor=_tensor(place, instruction),
-        line=f"{Path(frame.file).name}:{frame.line}" if frame else "",
+        line=frame.line_of_file if frame else "",
         op_name=instruction.op_name,
         asynchronous=window is not None,
         hides=window or (),

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from meshwright.census.hlo import Module, parse_shape
 from meshwright.census.ledger import Entry
 from meshwright.census.loops import walk
-from meshwright.census.marks import Mark
+from meshwright.census.marks import Mark, spec_of
 from meshwright.census.memory import Argument
 from meshwright.census.written import Written
 
@@ -74,7 +74,7 @@ def lint_layouts(
     """
     found: list[Finding] = []
     for path, sharding in compiled.items():
-        spec = sharding.spec if isinstance(sharding, NamedSharding) else None
+        spec = spec_of(sharding)
         ways, devices = _ways(_split(spec), mesh), len(sharding.device_set)
         if path in declared:
             want = declared[path]
@@ -101,7 +101,7 @@ def lint_marks(marks: Sequence[Mark], mesh: Mapping[str, int]) -> list[Finding]:
     """Marked values that the compiler laid out otherwise, and those whose dimensions it had to pad."""
     found: list[Finding] = []
     for m in marks:
-        spec = m.compiled.spec if isinstance(m.compiled, NamedSharding) else None
+        spec = spec_of(m.compiled)
         size = m.itemsize * math.prod(m.shape)
         ways, wanted = _ways(_split(spec), mesh), _ways(_split(m.declared), mesh)
         if _alive(_split(spec), mesh) != _alive(_split(m.declared), mesh):
@@ -128,7 +128,7 @@ def lint_marks(marks: Sequence[Mark], mesh: Mapping[str, int]) -> list[Finding]:
     return found
 
 
-def lint_written(entries: Sequence[Entry], written: Sequence[Written], mesh: Mapping[str, int]) -> list[Finding]:
+def lint_written(entries: Sequence[Entry], written: Sequence[Written]) -> list[Finding]:
     """Collectives of the compiled program that nobody wrote: the compiler put them in to move what did not fit."""
     wrote = {(w.kind, frozenset(w.axes)) for w in written}
     inserted: dict[tuple[str, str, str], list[Entry]] = {}
@@ -195,7 +195,7 @@ def _line_of(module: Module, text: str, op_name: str) -> str:
             for instruction in place.computation.instructions.values():
                 if instruction.op_name == op_name and module.stack(instruction):
                     stack = module.stack(instruction)
-    return f"{Path(stack[0].file).name}:{stack[0].line}" if stack else ""
+    return stack[0].line_of_file if stack else ""
 
 
 _HOST = ("infeed", "outfeed", "send", "recv")
@@ -208,7 +208,7 @@ def lint_host(module: Module) -> list[Finding]:
         for instruction in place.computation.instructions.values():
             target = instruction.attributes.get("custom_call_target", "").strip('"')
             host = instruction.opcode in _HOST or "callback" in target
-            if not host:
+            if not host or "_xla_megascale" in instruction.rest:
                 continue
             shapes = [place.computation.instructions[name].shape for name in instruction.operands]
             size = sum(getattr(shape, "bytes", 0) for shape in shapes)
@@ -218,7 +218,7 @@ def lint_host(module: Module) -> list[Finding]:
                     "host", instruction.op_name.rpartition("/")[2] or instruction.opcode,
                     f"{target or instruction.opcode} runs on the host {place.times} x in a step; the device waits",
                     "take the callback out of the step, and read its value from the results", size * place.times,
-                    f"{Path(stack[0].file).name}:{stack[0].line}" if stack else "",
+                    stack[0].line_of_file if stack else "",
                 )
             )  # fmt: skip
     return found

@@ -144,7 +144,7 @@ def take_census(
     findings += lint_marks(marks, found)
     findings += lint_rematerialisation(program.module, program.warnings)
     # Where the partitioner had no part everything sent was written; elsewhere it may have put movements in.
-    findings += lint_written(entries, read_written(program.jaxpr, found), found) if found else []
+    findings += lint_written(entries, read_written(program.jaxpr, found)) if found else []
     findings += lint_host(program.module)
     device = _device(program.executable)
     if device.startswith("TPU"):

@@ -22,7 +22,7 @@ _ROLES = {
     "batch": "batch",
 }  # fmt: skip
 # A line in these files says how bytes move, not what for: the line that called them is named instead.
-_PLUMBING = ("meshwright/collectives.py", "meshwright/params.py")
+_PLUMBING = tuple(f"meshwright/{room}.py" for room in ("collectives", "exchange", "params", "slices"))
 _VOCAB_WASTE = 0.05
 """Share of padding rows from which the vocabulary is reported."""
 

@@ -1,0 +1,54 @@
+"""Sixteen devices: two meshes of four axes against one device, and a checkpoint that moves. Prints JSON."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+jax.config.update("jax_num_cpu_devices", 16)
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tiny_runs import MODELS, largest_difference, tiny_run, train
+
+from meshwright import loop
+from meshwright.config import Data, MeshShape
+
+DENSE, EXPERTS = "data=2,fsdp=2,tensor=2,stage=2", "fsdp=2,context=2,expert=4"
+folder = Path(sys.argv[1])
+told: dict[str, object] = {"devices": len(jax.devices())}
+
+for family, mesh, changes in (("llama", DENSE, {"microbatches": 4}), ("mixtral", EXPERTS, {})):
+    one = train(tiny_run(MODELS[family]), 3)
+    many = train(tiny_run(MODELS[family], mesh, **changes), 3)
+    told[mesh] = {
+        "losses": float(np.max(np.abs(np.array(many.losses) / np.array(one.losses) - 1))),
+        "gradients": largest_difference(many.gradients, one.gradients),
+    }
+
+text = folder / "text.txt"
+text.write_text("the quick brown fox jumps over the lazy dog; " * 400)
+model = dataclasses.replace(MODELS["llama"], vocab=None)
+data = Data(paths=(str(text),), tokenizer="chars", sample=0)
+run = tiny_run(model, DENSE, data=data, steps=8, microbatches=4, save_every=4, keep=9)
+loop.train(loop.set_up(run, cache=folder), folder / "out")
+for mesh in ("fsdp=2,context=2,data=4", "data=1"):
+    out = folder / mesh
+    (out / "checkpoints").mkdir(parents=True)
+    (folder / "out" / "checkpoints" / "4").rename(out / "checkpoints" / "4")
+    moved = dataclasses.replace(run, mesh=MeshShape.parse(mesh))
+    moved = dataclasses.replace(moved, training=dataclasses.replace(moved.training, microbatches=1))
+    loop.train(loop.set_up(moved, cache=folder), out, start="resume")
+    (out / "checkpoints" / "4").rename(folder / "out" / "checkpoints" / "4")
+
+
+def losses(out: Path) -> list[float]:
+    lines = (json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line and line["step"] > 4]
+
+
+told["moved"] = {mesh: losses(folder / mesh) for mesh in ("fsdp=2,context=2,data=4", "data=1")}
+told["stayed"] = losses(folder / "out")
+print(json.dumps(told))
