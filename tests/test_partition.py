@@ -16,8 +16,9 @@ from meshwright.partition import (
     cut,
     pad,
     padded_shape,
+    partition_eval_step,
     partition_state,
-    partition_step,
+    partition_train_step,
     take_microbatch,
 )  # fmt: skip
 
@@ -59,8 +60,8 @@ def test_a_step_sees_the_real_shapes_and_keeps_the_padding_zero(mesh: Mesh) -> N
         loss, g = jax.value_and_grad(lambda w: jnp.square(batch @ w - 1).mean())(state["w"])
         return {"w": state["w"] - 0.1 * g, "steps": state["steps"] + 1}, loss
 
-    step = partition_step(train, state, specs, mesh, updates=True)
-    evaluate = partition_step(lambda s, b: (b @ s["w"]).sum(), state, specs, mesh, updates=False)
+    step = partition_train_step(train, state, specs, mesh)
+    evaluate = partition_eval_step(lambda s, b: (b @ s["w"]).sum(), state, mesh)
     held, one = partition_state(state, specs, mesh), state
     batch = jax.random.normal(jax.random.key(1), (16, 10))
     for _ in range(3):

@@ -1,6 +1,7 @@
 """Runs small enough to compile in seconds, wide enough to be split eight ways."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,9 +28,11 @@ MODELS: dict[str, Model] = {
     "mixtral": Mixtral(VOCAB, 64, 2, 16, vocab_multiple=16, kv_heads=8, experts=8, active=2, expert_mlp=32),
     "deepseek-like": Mixtral(
         VOCAB, 64, 3, 16, vocab_multiple=16, kv_heads=8, mlp=96, experts=8, active=3, expert_mlp=16, shared=2,
-        dense_layers=1, scores="sigmoid", scale=2.5, groups=4, groups_kept=2, bias_rate=0.01,
+        dense_layers=1, scores="sigmoid", scale=2.5, groups=4, groups_kept=2, bias_rate=0.01, embedding="tied",
     ),
 }  # fmt: skip
+
+DENSE = ("gpt2", "llama", "qwen-like")
 
 TRAINING = Training(
     steps=20, batch=16, seq=16, compute_dtype="float32", dropout=0.1, z_loss=1e-3, remat="full", eval_samples=32
@@ -77,7 +80,7 @@ class Trained:
     gradients: Any
     losses: list[float]
     params: Any
-    held_out: float
+    evaluate: Callable[[], float]
     """Loss of the evaluation step on one more batch."""
 
 
@@ -98,8 +101,12 @@ def train(run: Run, steps: int) -> Trained:
             first = on_host(state.optimizer[0].mu)
             gradients = jax.tree.map(lambda mu: mu / (1 - run.optimizer.beta1), first)
         losses.append(float(metrics["loss"][0] / metrics["loss"][1]))
-    total, weight = build_eval_step(program)(state.params, random_batch(program, steps))["loss"]
-    return Trained(initial, gradients, losses, on_host(state.params), float(total / weight))
+
+    def evaluate() -> float:
+        total, weight = build_eval_step(program)(state.params, random_batch(program, steps))["loss"]
+        return float(total / weight)
+
+    return Trained(initial, gradients, losses, on_host(state.params), evaluate)
 
 
 def largest_difference(a: Any, b: Any) -> float:

@@ -22,7 +22,14 @@ from meshwright.census import take_census
 from meshwright.collectives import shift
 from meshwright.draw import draw
 from meshwright.errors import ConfigError
-from meshwright.partition import batch_over_mesh, by_rank, partition_state, partition_step, take_microbatch
+from meshwright.partition import (
+    batch_over_mesh,
+    by_rank,
+    partition_eval_step,
+    partition_state,
+    partition_train_step,
+    take_microbatch,
+)  # fmt: skip
 
 mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 VOCAB, WIDTH = 27, 50
@@ -98,9 +105,9 @@ rng = np.random.default_rng(0)
 tokens = rng.integers(0, VOCAB, (64, 16))
 batch = {"tokens": tokens, "next": (tokens * 5 + 3) % VOCAB}
 print("batch specs:", batch_over_mesh(batch, mesh)["tokens"])
-train = partition_step(train_step, state, specs, mesh, updates=True)
-evaluate = partition_step(eval_step, state, specs, mesh, updates=False)
-decode = partition_step(decode_step, state, specs, mesh, updates=False)
+train = partition_train_step(train_step, state, specs, mesh)
+evaluate = partition_eval_step(eval_step, state, mesh)
+decode = partition_eval_step(decode_step, state, mesh)
 
 alone = jax.jit(train_step)
 one = state

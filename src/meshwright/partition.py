@@ -65,32 +65,42 @@ def cut(tree: Any, shapes: Any) -> Any:
 
 def partition_state(state: Any, specs: Any, mesh: Mesh) -> Any:
     """The state at rest: padded and laid out by its specs."""
-    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
     # A copy: a step that gives its state away must not take the caller's arrays with it.
     return jax.device_put(jax.tree.map(lambda x: jnp.array(x, copy=True), pad(state, specs, mesh)), where)
 
 
-def partition_step(
-    step: Callable[..., Any], state: Any, specs: Any, mesh: Mesh, *, updates: bool
-) -> Callable[..., Any]:  # fmt: skip
-    """`step(state, batch)` over the mesh, jitted: the padded state is cut before it runs.
+def partition_train_step(step: Callable[..., Any], state: Any, specs: Any, mesh: Mesh) -> Callable[..., Any]:
+    """`step(state, batch) -> (new state, results)` over the mesh, jitted: the padded state is cut before it runs.
 
-    state: the state as it really is, abstract or not.  specs: the same tree of PartitionSpecs.
-    updates: whether the step returns (new state, results), of which the state is padded again and the old one donated,
-    rather than results alone. The batch is split over the whole mesh; results are whole.
+    state: the state as it really is, abstract or not.  specs: the same tree of PartitionSpecs. The batch is split over
+    the whole mesh; the new state is padded again and the old one donated; results are whole.
     """
-    spec_leaf = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    at_rest = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=spec_leaf)
-    whole = NamedSharding(mesh, PartitionSpec())
+    at_rest = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
 
     def run(held: Any, batch: Any) -> Any:
-        split = jax.tree.map(lambda s: NamedSharding(mesh, s), batch_over_mesh(batch, mesh), is_leaf=spec_leaf)
-        out = step(cut(held, state), jax.lax.with_sharding_constraint(batch, split))
-        return (pad(out[0], specs, mesh), out[1]) if updates else out
+        new, results = step(cut(held, state), _over_mesh(batch, mesh))
+        return pad(new, specs, mesh), results
 
-    if updates:
-        return jax.jit(run, out_shardings=(at_rest, whole), donate_argnums=(0,))
-    return jax.jit(run, out_shardings=whole)
+    return jax.jit(run, out_shardings=(at_rest, NamedSharding(mesh, PartitionSpec())), donate_argnums=(0,))
+
+
+def partition_eval_step(step: Callable[..., Any], state: Any, mesh: Mesh) -> Callable[..., Any]:
+    """`step(state, batch) -> results` over the mesh, jitted, on the state that `partition_train_step` keeps."""
+
+    def run(held: Any, batch: Any) -> Any:
+        return step(cut(held, state), _over_mesh(batch, mesh))
+
+    return jax.jit(run, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def _over_mesh(batch: Any, mesh: Mesh) -> Any:
+    split = jax.tree.map(lambda s: NamedSharding(mesh, s), batch_over_mesh(batch, mesh), is_leaf=_is_spec)
+    return jax.lax.with_sharding_constraint(batch, split)
 
 
 def take_microbatch(xs: jax.Array, ids: jax.Array, axis: str) -> jax.Array:

@@ -48,7 +48,7 @@ def test_same_numbers_as_one_device(family: str, layers: int, mesh: str, microba
     for a, b in zip(jax.tree.leaves(many.initial), jax.tree.leaves(one.initial), strict=True):
         np.testing.assert_array_equal(a, b)
     np.testing.assert_allclose(many.losses, one.losses, rtol=1e-5)
-    np.testing.assert_allclose(many.held_out, one.held_out, rtol=1e-5)
+    np.testing.assert_allclose(many.evaluate(), one.evaluate(), rtol=1e-5)
     assert largest_difference(many.gradients, one.gradients) < 1e-5
 
 

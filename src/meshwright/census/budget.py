@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright.census.ledger import by_kind_and_axes
 from meshwright.census.take import Census
 from meshwright.errors import CensusError, nearest
 
@@ -36,14 +37,10 @@ def read_budget(file: Path) -> dict[str, Any]:
 
 def check_budget(census: Census, budget: Mapping[str, Any]) -> list[Excess]:
     """The limits that `census` breaks."""
-    traffic = {f"{e.kind} over {e.over}": 0.0 for e in census.ledger}
-    times = dict.fromkeys(traffic, 0)
-    over: dict[str, float] = {}
-    for entry in census.ledger:
-        key = f"{entry.kind} over {entry.over}"
-        traffic[key] += entry.sent
-        times[key] += entry.times
-        over[entry.over] = over.get(entry.over, 0.0) + entry.sent
+    traffic, times, over = {}, {}, dict[str, float]()
+    for (kind, axes), (count, _, sent) in by_kind_and_axes(list(census.ledger)).items():
+        traffic[f"{kind} over {axes}"], times[f"{kind} over {axes}"] = sent, count
+        over[axes] = over.get(axes, 0.0) + sent
     measured: list[tuple[str, float, float]] = [
         (what, float(budget[key]), found)
         for key, what, found in (
@@ -56,8 +53,8 @@ def check_budget(census: Census, budget: Mapping[str, Any]) -> list[Excess]:
     categories = census.memory.by_category()
     measured += [(f"{k}, bytes", float(v), categories.get(k, 0)) for k, v in budget.get("memory", {}).items()]
     # A key is a set of axes, or a kind over a set of axes.
-    sent = {**over, **traffic}
-    measured += [(f"sent: {k}, bytes", float(v), sent.get(k, 0.0)) for k, v in budget.get("sent", {}).items()]
+    sends = {**over, **traffic}
+    measured += [(f"sent: {k}, bytes", float(v), sends.get(k, 0.0)) for k, v in budget.get("sent", {}).items()]
     measured += [(f"times: {k}", float(v), times.get(k, 0)) for k, v in budget.get("times", {}).items()]
     return [Excess(what, limit, found) for what, limit, found in measured if found > limit]
 
@@ -66,9 +63,6 @@ def write_budget(census: Census) -> str:
     """The census's own figures as a budget: what it may not exceed from now on."""
     lines = [f"peak_bytes = {census.memory.compiled.peak}", f"findings = {len(census.findings)}", ""]
     lines += ["[memory]", *(f'"{k}" = {v}' for k, v in census.memory.by_category().items()), ""]
-    traffic: dict[str, float] = {}
-    for entry in census.ledger:
-        key = f"{entry.kind} over {entry.over}"
-        traffic[key] = traffic.get(key, 0.0) + entry.sent
+    traffic = {f"{k} over {axes}": sent for (k, axes), (_, _, sent) in by_kind_and_axes(list(census.ledger)).items()}
     lines += ["[sent]", *(f'"{k}" = {v:.0f}' for k, v in traffic.items())]
     return "\n".join(lines) + "\n"

@@ -58,8 +58,8 @@ def census_of_train_step(program: Program) -> Census:
 
 def census_of_eval_step(program: Program) -> Census:
     """The evaluation step of a run, compiled for its mesh."""
-    declared = {path.removeprefix("state."): spec for path, spec in _declared(program).items() if "params" in path}
-    declared = {path: spec for path, spec in declared.items() if path.startswith("params.")}
+    arguments = {path.removeprefix("state."): spec for path, spec in _declared(program).items()}
+    declared = {path: spec for path, spec in arguments.items() if path.startswith("params.")}
     return take_census(
         build_eval_step(program), program.abstract.params, abstract_batch(program), mesh=program.mesh.shape,
         roles=_ROLES, declared=declared, formula=formula(program, 1.0), plumbing=_PLUMBING, name="evaluation step",
