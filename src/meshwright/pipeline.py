@@ -20,10 +20,20 @@ from jax import lax
 
 from meshwright.collectives import shift
 from meshwright.params import Tree
-from meshwright.schedules import FORWARD, NOTHING, WEIGHT, Table
+from meshwright.schedules import FORWARD, KINDS, NOTHING, WEIGHT, Table
 
 Layers = dict[str, Tree]
 _FIRST = 0
+# The scopes of what a tick may do; the census knows by them how often it does.
+_SCOPE = {kind: f"pipeline: {name}" for kind, name in KINDS.items()}
+_BEGINS, _ENDS, _RETURNS = "pipeline: begins", "pipeline: ends", "pipeline: returns"
+
+
+def taken_in(table: Table) -> dict[str, tuple[int, int]]:
+    """Scope of each branch -> in how many of the ticks a stage takes it."""
+    counts = {_SCOPE[kind]: int((table.kind[:, _FIRST] == kind).sum()) for kind in KINDS}
+    counts |= dict.fromkeys((_BEGINS, _ENDS, _RETURNS), table.microbatches)
+    return {scope: (count, table.ticks) for scope, count in counts.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,18 +58,15 @@ class Parts:
         return {path: tree for path, tree in held.items() if path not in self.stacks}
 
 
-class _Slots:
-    """Reading and writing one of several places of a buffer [slots, ...]; NOTHING writes nowhere."""
+def _read(buffer: jax.Array, slot: jax.Array) -> jax.Array:
+    """What lies in one of several places of a buffer [slots, ...]."""
+    return lax.dynamic_index_in_dim(buffer, jnp.maximum(slot, 0), keepdims=False)
 
-    @staticmethod
-    def read(buffer: jax.Array, slot: jax.Array) -> jax.Array:
-        return lax.dynamic_index_in_dim(buffer, jnp.maximum(slot, 0), keepdims=False)
 
-    @staticmethod
-    def write(buffer: jax.Array, value: jax.Array, slot: jax.Array) -> jax.Array:
-        at = jnp.maximum(slot, 0)
-        value = jnp.where(slot == NOTHING, lax.dynamic_index_in_dim(buffer, at, keepdims=False), value)
-        return lax.dynamic_update_index_in_dim(buffer, value, at, 0)
+def _write(buffer: jax.Array, value: jax.Array, slot: jax.Array) -> jax.Array:
+    """The buffer with `value` in one of its places; NOTHING writes nowhere."""
+    value = jnp.where(slot == NOTHING, _read(buffer, slot), value)
+    return lax.dynamic_update_index_in_dim(buffer, value, jnp.maximum(slot, 0), 0)
 
 
 def _rows(tree: Any, chunk: jax.Array, chunks: int) -> Any:
@@ -128,15 +135,16 @@ def _begin(parts: Parts, held: Tree, inputs: jax.Array, now: dict[str, jax.Array
 
     def embed(inputs: jax.Array) -> jax.Array:
         slot = jnp.where(lax.axis_index("stage") == _FIRST, now["input_slot"], NOTHING)
-        return _Slots.write(inputs, parts.embed(held, now["begins"]), slot)
+        with jax.named_scope(_BEGINS):
+            return _write(inputs, parts.embed(held, now["begins"]), slot)
 
     return lax.cond(now["begins"] != NOTHING, embed, lambda inputs: inputs, inputs)
 
 
 def run_forward(table: Table, parts: Parts, held: Tree) -> Any:
     """Goes through a table of forward passes; the sums of `parts.finish`, whole over `stage`."""
-    one = jnp.int32(0)
-    x = jax.eval_shape(parts.embed, held, one)
+    first = jnp.int32(0)
+    x = jax.eval_shape(parts.embed, held, first)
     layers = parts.layers(held)
 
     def tick(carry: Any, now: dict[str, jax.Array]) -> tuple[Any, None]:
@@ -145,21 +153,23 @@ def run_forward(table: Table, parts: Parts, held: Tree) -> Any:
 
         def forward(inputs: jax.Array) -> jax.Array:
             at = now["chunk"]
-            given = _Slots.read(inputs, now["input_slot"])
-            return parts.chunk(_rows(layers, at, table.chunks), given, at, now["microbatch"])[0]
+            given = _read(inputs, now["input_slot"])
+            with jax.named_scope(_SCOPE[FORWARD]):
+                return parts.chunk(_rows(layers, at, table.chunks), given, at, now["microbatch"])[0]
 
         sent = lax.cond(now["kind"] == FORWARD, forward, lambda inputs: jnp.zeros(x.shape, x.dtype), inputs)
         finish = functools.partial(_finish, parts, held, sent, now["ends"])
         sums = lax.cond(now["ends"] != NOTHING, finish, lambda sums: sums, sums)
-        return (_Slots.write(inputs, shift(sent, "stage", 1), now["input_arrives"]), sums), None
+        return (_write(inputs, shift(sent, "stage", 1), now["input_arrives"]), sums), None
 
-    sums = _zeros(jax.eval_shape(lambda held, x: parts.finish(held, x, one)[1], held, x))
+    sums = _zeros(jax.eval_shape(lambda held, x: parts.finish(held, x, first)[1], held, x))
     inputs = jnp.zeros((table.input_slots, *x.shape), x.dtype)
     return lax.scan(tick, (inputs, sums), _schedule(table))[0][1]
 
 
 def _finish(parts: Parts, held: Tree, x: jax.Array, microbatch: jax.Array, sums: Any) -> Any:
-    return jax.tree.map(jnp.add, sums, parts.finish(held, x, microbatch)[1])
+    with jax.named_scope(_ENDS):
+        return jax.tree.map(jnp.add, sums, parts.finish(held, x, microbatch)[1])
 
 
 def run_schedule(table: Table, parts: Parts, held: Tree) -> tuple[Tree, Any, Any]:
@@ -168,11 +178,11 @@ def run_schedule(table: Table, parts: Parts, held: Tree) -> tuple[Tree, Any, Any
     Sums and the gradients of embedding and unembedding are this device's shares; what the layers told is this stage's,
     [chunks * rows, ...].
     """
-    one = jnp.int32(0)
-    x = jax.eval_shape(parts.embed, held, one)
+    first = jnp.int32(0)
+    x = jax.eval_shape(parts.embed, held, first)
     engine = _Engine(table, parts, held, x)
     told = _told_of_all_chunks(parts, held, x, table.chunks)
-    sums = _zeros(jax.eval_shape(lambda held, x: parts.finish(held, x, one)[1], held, x))
+    sums = _zeros(jax.eval_shape(lambda held, x: parts.finish(held, x, first)[1], held, x))
     grads = _zeros(held)
     carry = _Carry(
         jnp.zeros((table.input_slots, *x.shape), x.dtype),
@@ -184,6 +194,10 @@ def run_schedule(table: Table, parts: Parts, held: Tree) -> tuple[Tree, Any, Any
     )
     end = lax.scan(lambda carry, now: (engine.tick(carry, now), None), carry, _schedule(table))[0]
     return {path: {**end.layers, **end.rest}[path] for path in held}, end.sums, end.told
+
+
+def _named(kind: int, work: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.named_scope(_SCOPE[kind])(work) if kind in _SCOPE else work
 
 
 @functools.partial(
@@ -218,17 +232,19 @@ class _Engine:
         work = (self._idle, self._forward, self._backward, self._of_input, self._of_weights)
         kinds = sorted({int(k) for k in self.table.kind.flat})
         branch = jnp.searchsorted(jnp.asarray(kinds, jnp.int32), now["kind"])
-        branches = [functools.partial(work[kind], now) for kind in kinds]
+        branches = [_named(kind, functools.partial(work[kind], now)) for kind in kinds]
         forwards, backwards, layers, told = lax.switch(
             branch, branches, carry.inputs, carry.gradients, carry.layers, carry.told
         )
         carry = dataclasses.replace(carry, layers=layers, told=told)
-        carry = lax.cond(now["ends"] != NOTHING, functools.partial(self._loss, now, forwards), lambda c: c, carry)
-        carry = lax.cond(now["returns"] != NOTHING, functools.partial(self._embed, now, backwards), lambda c: c, carry)
+        loss = jax.named_scope(_ENDS)(functools.partial(self._loss, now, forwards))
+        embed = jax.named_scope(_RETURNS)(functools.partial(self._embed, now, backwards))
+        carry = lax.cond(now["ends"] != NOTHING, loss, lambda c: c, carry)
+        carry = lax.cond(now["returns"] != NOTHING, embed, lambda c: c, carry)
         return dataclasses.replace(
             carry,
-            inputs=_Slots.write(carry.inputs, shift(forwards, "stage", 1), now["input_arrives"]),
-            gradients=_Slots.write(carry.gradients, shift(backwards, "stage", -1), now["gradient_arrives"]),
+            inputs=_write(carry.inputs, shift(forwards, "stage", 1), now["input_arrives"]),
+            gradients=_write(carry.gradients, shift(backwards, "stage", -1), now["gradient_arrives"]),
         )
 
     def _nothing(self) -> jax.Array:
@@ -238,22 +254,22 @@ class _Engine:
         return self._nothing(), self._nothing(), layers, told
 
     def _forward(self, now: Any, inputs: Any, gradients: Any, layers: Layers, told: Any) -> tuple[Any, ...]:
-        x, more = self._chunk(now)(self._held_rows(now), _Slots.read(inputs, now["input_slot"]))
+        x, more = self._chunk(now)(self._held_rows(now), _read(inputs, now["input_slot"]))
         return x, self._nothing(), layers, _add_rows(told, more, now["chunk"], self.table.chunks)
 
     def _backward(self, now: Any, inputs: Any, gradients: Any, layers: Layers, told: Any) -> tuple[Any, ...]:
-        x, g = _Slots.read(inputs, now["input_slot"]), _Slots.read(gradients, now["gradient_slot"])
+        x, g = _read(inputs, now["input_slot"]), _read(gradients, now["gradient_slot"])
         back = jax.vjp(self._share(now), self._held_rows(now), x)[1]
         g_layers, g_x = back((g, jnp.ones(())))
         return self._nothing(), g_x, _add_rows(layers, g_layers, now["chunk"], self.table.chunks), told
 
     def _of_input(self, now: Any, inputs: Any, gradients: Any, layers: Layers, told: Any) -> tuple[Any, ...]:
-        x, g = _Slots.read(inputs, now["input_slot"]), _Slots.read(gradients, now["gradient_slot"])
+        x, g = _read(inputs, now["input_slot"]), _read(gradients, now["gradient_slot"])
         (g_x,) = jax.vjp(functools.partial(self._share(now), self._held_rows(now)), x)[1]((g, jnp.ones(())))
         return self._nothing(), g_x, layers, told
 
     def _of_weights(self, now: Any, inputs: Any, gradients: Any, layers: Layers, told: Any) -> tuple[Any, ...]:
-        x, g = _Slots.read(inputs, now["input_slot"]), _Slots.read(gradients, now["gradient_slot"])
+        x, g = _read(inputs, now["input_slot"]), _read(gradients, now["gradient_slot"])
         share = self._share(now)
         (g_layers,) = jax.vjp(lambda held: share(held, x), self._held_rows(now))[1]((g, jnp.ones(())))
         return self._nothing(), self._nothing(), _add_rows(layers, g_layers, now["chunk"], self.table.chunks), told
@@ -281,7 +297,7 @@ class _Engine:
         g_rest, g_x = back(jnp.ones_like(loss))
         return dataclasses.replace(
             carry,
-            gradients=_Slots.write(carry.gradients, g_x, now["loss_arrives"]),
+            gradients=_write(carry.gradients, g_x, now["loss_arrives"]),
             rest=jax.tree.map(jnp.add, carry.rest, g_rest),
             sums=jax.tree.map(jnp.add, carry.sums, sums),
         )

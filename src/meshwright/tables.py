@@ -27,7 +27,8 @@ def print_setting(console: Console, setting: loop.Setting) -> None:
     for heading in ("tensor", "at rest", "in use", "on a device"):
         table.add_column(heading, justify="right" if heading == "on a device" else "left")
     rows = {row.name: row for row in show.picture(run).rows}
-    wanted = ("embed", "blocks.query", "blocks.attention_out", "blocks.up", "blocks.down", "blocks.mlp_norm")
+    wanted = ("embed", "blocks.query", "blocks.attention_out", "blocks.up", "blocks.down", "blocks.expert_up",
+              "blocks.expert_down", "blocks.mlp_norm")  # fmt: skip
     for name in wanted:
         if name in rows:
             row = rows[name]

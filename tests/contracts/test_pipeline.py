@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny_runs import MODELS, Trained, largest_difference, program_of, tiny_run, train
 
-from meshwright.census.training import abstract_batch
+from meshwright.census.training import abstract_batch, census_of_train_step
 from meshwright.sample import generate
 from meshwright.step import build_gradients
 
@@ -96,3 +96,23 @@ def test_a_model_on_stages_writes_what_it_writes_on_one() -> None:
         state = program.initial_state()
         texts.append(list(generate(program, state.params, np.array([1, 2, 3], np.int32), tokens=6, seed=0)))
     assert texts[0] == texts[1]
+
+
+def test_a_pipeline_is_counted_by_its_table() -> None:
+    """Branches count as often as the table takes them, not once a tick."""
+    run = tiny_run(MODELS["llama"], "stage=2,tensor=2", microbatches=4, dropout=0.0, remat="none")
+    program = program_of(run)
+    census = census_of_train_step(program)
+    ticks = program.table("1f1b").ticks
+    assert not any(entry.branch for entry in census.ledger)
+    (passes,) = {e.times for e in census.ledger if e.kind == "collective-permute"}
+    assert passes == ticks == 10
+    # A layer enters twice: in four forward ticks, again in four backward ticks, and its leaving enters twice back.
+    entered = sum(e.times for e in census.ledger if e.kind == "all-gather" and e.over == "tensor")
+    unembedding = 4
+    assert entered == 4 * (2 + 2 + 2) + unembedding + 4
+    by_pass = {product.step: 0.0 for product in census.flops.products}
+    for product in census.flops.products:
+        by_pass[product.step] += product.flops
+    assert by_pass["recomputed"] == pytest.approx(by_pass["forward"], rel=0.3)
+    assert by_pass["backward"] == pytest.approx(2 * by_pass["forward"], rel=0.3)

@@ -41,10 +41,10 @@ _AFRESH = {"xla_detailed_logging": True}
 _heard: dict[int, list[str]] = {}
 
 
-def compile_function(function: Any, *arguments: Any, **named: Any) -> CompiledProgram:
+def compile_function(function: Any, *arguments: Any) -> CompiledProgram:
     """Compiles `function` for `arguments`, which may be abstract. Nothing runs."""
     jitted = function if hasattr(function, "trace") else jax.jit(function)
-    traced = jitted.trace(*arguments, **named)
+    traced = jitted.trace(*arguments)
     started = time.perf_counter()
     with _listen() as said:
         executable = traced.lower().compile(compiler_options=_AFRESH)

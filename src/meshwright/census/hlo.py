@@ -232,6 +232,8 @@ class Module:
     computations: dict[str, Computation]
     frames: dict[int, tuple[Frame, ...]]
     """Stack of each stack_frame_id, innermost first."""
+    taken: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    """Scope inside a branch -> in how many of how many executions it is taken, where somebody knows."""
 
     @functools.cached_property
     def entry(self) -> Computation:

@@ -17,7 +17,7 @@ class Place:
     exact: bool
     """False where a loop around it has no trip count that the program states; it is then counted as one."""
     branch: bool
-    """Whether it stands under a conditional, so that not every execution reaches it."""
+    """Whether it stands under a conditional of which nobody has said how often it is taken (`Module.taken`)."""
     callers: tuple[tuple[Computation, Instruction], ...]
     """The instructions through which it is reached, outermost first."""
 
@@ -38,17 +38,26 @@ def _walk(module: Module, place: Place) -> Iterator[Place]:
         for name in instruction.called:
             if name not in module.computations:
                 continue
+            inside = module.computations[name]
+            taken = _taken(module, inside) if instruction.opcode == "conditional" else (1, 1)
+            some, of = taken or (1, 1)
             # A condition runs once more than its body; it holds no work worth the difference.
             yield from _walk(
                 module,
                 Place(
-                    module.computations[name],
-                    place.times * (trips or 1),
+                    inside,
+                    place.times * (trips or 1) * some // of,
                     place.exact and trips is not None,
-                    place.branch or instruction.opcode == "conditional",
+                    place.branch or taken is None,
                     (*place.callers, (place.computation, instruction)),
                 ),
             )
+
+
+def _taken(module: Module, branch: Computation) -> tuple[int, int] | None:
+    """In how many of how many executions a branch is taken, where the program's author has said."""
+    names = [i.op_name for i in branch.instructions.values()]
+    return next((taken for scope, taken in module.taken.items() if any(f"/{scope}/" in name for name in names)), None)
 
 
 def trip_count(module: Module, inside: Computation, loop: Instruction) -> int | None:

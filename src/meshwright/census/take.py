@@ -120,6 +120,7 @@ def take_census(
     declared: Mapping[str, PartitionSpec] | None = None,
     formula: Mapping[str, float] | None = None,
     plumbing: tuple[str, ...] = (),
+    taken: Mapping[str, tuple[int, int]] | None = None,
     name: str | None = None,
 ) -> Census:
     """Compiles `function` for `arguments` (arrays, or abstract ones with shardings) and reads the program.
@@ -130,11 +131,13 @@ def take_census(
     declared: path of an argument or result -> the layout it must have.
     formula: FLOPs of one execution on one device, by item, to set beside the compiler's.
     plumbing: ends of file names passed over when a line is named.
+    taken: scope inside a branch -> in how many of how many executions that branch is taken; others count as always.
     Raises CensusError where a path of `declared` names nothing.
     """
     found = _mesh_of(arguments) if mesh is None else dict(mesh)
     with collect_marks() as marks:
         program = compile_function(function, *arguments)
+    program = dataclasses.replace(program, module=dataclasses.replace(program.module, taken=dict(taken or {})))
     names = _names(function, arguments)
     given = _arguments(program, _leaves_of(names, arguments), {**ROLES, **(roles or {})})
     entries = read_ledger(program.module, found, plumbing)

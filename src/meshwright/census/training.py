@@ -15,6 +15,7 @@ from meshwright.data.batch import Batch
 from meshwright.families import find_family
 from meshwright.families.family import padded_vocab, vocab_of
 from meshwright.params import named
+from meshwright.pipeline import taken_in
 from meshwright.step import Program, build_eval_step, build_train_step
 
 _ROLES = {
@@ -51,7 +52,8 @@ def census_of_train_step(program: Program) -> Census:
     declared = _declared(program)
     census = take_census(
         build_train_step(program), program.abstract, abstract_batch(program), mesh=program.mesh.shape, roles=_ROLES,
-        declared=declared, formula=formula(program, 3.0), plumbing=_PLUMBING, name="train step",
+        declared=declared, formula=formula(program, 3.0), plumbing=_PLUMBING,
+        taken=_taken(program, program.run.training.schedule), name="train step",
     )  # fmt: skip
     return dataclasses.replace(census, findings=(*census.findings, *_vocabulary(program)))
 
@@ -62,8 +64,14 @@ def census_of_eval_step(program: Program) -> Census:
     declared = {path: spec for path, spec in arguments.items() if path.startswith("params.")}
     return take_census(
         build_eval_step(program), program.abstract.params, abstract_batch(program), mesh=program.mesh.shape,
-        roles=_ROLES, declared=declared, formula=formula(program, 1.0), plumbing=_PLUMBING, name="evaluation step",
+        roles=_ROLES, declared=declared, formula=formula(program, 1.0), plumbing=_PLUMBING,
+        taken=_taken(program, "evaluation"), name="evaluation step",
     )  # fmt: skip
+
+
+def _taken(program: Program, schedule: str) -> dict[str, tuple[int, int]]:
+    """How often the branches of the pipeline are taken."""
+    return taken_in(program.table(schedule)) if program.shape.stage > 1 else {}
 
 
 def _declared(program: Program) -> dict[str, PartitionSpec]:
