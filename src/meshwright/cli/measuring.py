@@ -20,20 +20,29 @@ from meshwright.census.live import measure
 from meshwright.census.tables import print_census, print_changes, print_excess, print_measured
 from meshwright.census.take import Census, save_census
 from meshwright.census.training import census_of_eval_step, census_of_train_step
+from meshwright.cli.absent import compile_elsewhere, is_inside
 from meshwright.cli.prepare import SIMULATED, say, start_devices, vocab
 from meshwright.config import MeshShape, Run
 from meshwright.draw.machine import machine_of, parse_machine
 from meshwright.errors import CensusError, ConfigError
+from meshwright.hardware import find_chip
 from meshwright.report.console import open_console, spell_bytes
 from meshwright.step import Program, lay_out
+from meshwright.target import devices_of, parse_target
 
 
 @dataclasses.dataclass(frozen=True)
 class Prove:
-    """Compile RECIPE's step (or `tiny`'s) for a mesh of the devices at hand, simulated where there is none, and read
-    it: memory by category, every collective, FLOPs, and what is wrong. Nothing is trained."""
+    """Compile RECIPE's step (or `tiny`'s) for a mesh of the devices at hand, simulated where there is none, or for
+    hardware that is not here, and read it: memory by category, every collective, FLOPs, and what is wrong. Nothing is
+    trained."""
 
     run: Annotated[Run, tyro.conf.arg(name="")]
+    on: str | None = None
+    """Compile for TPUs that nobody here has, by their own compiler: v5p:4x4x8, v5e:16x16, v6e:16x16, tpu7x:4x4x4, or
+    2*v6e:16x16 for two slices. Exit code 6 where the step does not fit their memory."""
+    limit: int = 900
+    """Seconds that compiling for absent hardware may take."""
     step: Literal["train", "evaluate"] = "train"
     """Which of the run's programs."""
     against: str | None = None
@@ -89,10 +98,14 @@ def run_prove(args: Prove) -> int:
     other = MeshShape.parse(args.against) if args.against and not args.against.endswith(".json") else None
     saved = read_census(Path(args.against)) if args.against and other is None else None
     budget = read_budget(args.budget) if args.budget else None
-    size = args.run.mesh.size if args.run.mesh else SIMULATED
-    start_devices(max(size, other.size if other else 1), args.run)
-    shape = args.run.mesh or mesh.default_shape(min(size, jax.device_count()))
-    program, census = _census(args, shape)
+    target = parse_target(args.on) if args.on else None
+    if target is not None and args.measure:
+        raise ConfigError("--measure with --on", "what is not here cannot run", "one of them")
+    if target is not None and not is_inside(target):
+        return compile_elsewhere(target, args.limit)
+    devices = devices_of(target) if target else _devices_here(args, other)
+    shape = args.run.mesh or (MeshShape(fsdp=len(devices)) if target else mesh.default_shape(len(devices)))
+    program, census = _census(args, shape, devices)
     if args.json:
         say(census.to_json(), True, lambda: None)
     elif saved is None and other is None:
@@ -101,21 +114,38 @@ def run_prove(args: Prove) -> int:
         changes = compare(saved, census.to_json())
         print_changes(console, changes, (str(args.against), str(shape)))
     elif other is not None:
-        changes = compare(census.to_json(), _census(args, other)[1].to_json())
+        changes = compare(census.to_json(), _census(args, other, devices)[1].to_json())
         print_changes(console, changes, (str(shape), str(other)))
     _write_files(args, program, census)
     if args.measure:
         print_measured(console, measure(program, census, steps=args.measure, profile=args.profile))
     excess = check_budget(census, budget) if budget is not None else []
     print_excess(console, excess)
-    return CensusError.exit_code if excess else 0
+    fits = target is None or _say_whether_it_fits(console, census)
+    return CensusError.exit_code if excess or not fits else 0
 
 
-def _census(args: Prove, shape: MeshShape) -> tuple[Program, Census]:
+def _devices_here(args: Prove, other: MeshShape | None) -> list[Any]:
+    size = args.run.mesh.size if args.run.mesh else SIMULATED
+    start_devices(max(size, other.size if other else 1), args.run)
+    return jax.devices()[: max(size, other.size if other else 1)]
+
+
+def _say_whether_it_fits(console: Console, census: Census) -> bool:
+    chip = find_chip(census.device)
+    if chip is None:
+        return True
+    peak = census.memory.compiled.peak
+    verdict = f"{spell_bytes(peak)} of the {spell_bytes(chip.memory)} of a {census.device}, {peak / chip.memory:.0%}"
+    console.print(f"\n[bold]{'it fits' if peak <= chip.memory else 'it does not fit'}[/]: {verdict}")
+    return peak <= chip.memory
+
+
+def _census(args: Prove, shape: MeshShape, devices: list[Any]) -> tuple[Program, Census]:
     run = args.run
     if run.model.vocab is None:
         run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=vocab(run)))
-    program = lay_out(run, mesh.build_mesh(shape))
+    program = lay_out(dataclasses.replace(run, mesh=shape), mesh.build_mesh(shape, devices))
     return program, census_of_train_step(program) if args.step == "train" else census_of_eval_step(program)
 
 
