@@ -66,7 +66,8 @@ def run_of(row: dict[str, Any], mesh: str) -> Run:
     model = dataclasses.replace(MODELS[row["family"]], layers=row["layers"])
     if hasattr(model, "dispatch"):
         model = dataclasses.replace(model, dispatch=row["dispatch"])
-    return tiny_run(model, mesh, **{n: row[n] for n in ("schedule", "context", "microbatches", "remat", "layout")})
+    changes = {n: row[n] for n in ("schedule", "context", "microbatches", "remat", "layout")}
+    return tiny_run(model, mesh, dropout=0.1 if row["family"] == "gpt2" else 0.0, **changes)
 
 
 def unequal(run: Run) -> bool:
