@@ -29,7 +29,7 @@ from meshwright.partition import (
     partition_state,
     partition_train_step,
     take_microbatch,
-)  # fmt: skip
+)
 
 mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 VOCAB, WIDTH = 27, 50
