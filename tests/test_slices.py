@@ -50,7 +50,7 @@ def test_between_slices_goes_only_what_must() -> None:
     flat = census_of_train_step(program_of(tiny_run(MODELS["llama"], "data=8", dropout=0.0)))
 
     def largest(census: Any, over: str) -> int:
-        return max((e.bytes for e in census.ledger if e.over == over), default=0)
+        return max((e.payload for e in census.ledger if e.over == over), default=0)
 
     whole = largest(flat, "data")
     assert largest(crossing, "data") < whole / 1000  # metrics alone
