@@ -58,10 +58,10 @@ def test_between_slices_goes_only_what_must() -> None:
     assert largest(crossing, "data within 4") == pytest.approx(whole, rel=0.01)
 
 
-def fake(slices: list[int]) -> Any:
+def fake(slices: list[int], platform: str = "tpu") -> Any:
     """Devices that say in which slice they are, in no order."""
     made = [
-        SimpleNamespace(id=i, process_index=i // 2, slice_index=s, platform="fake", device_kind="fake")
+        SimpleNamespace(id=i, process_index=i // 2, slice_index=s, platform=platform, device_kind="fake")
         for i, s in enumerate(slices)
     ]
     return list(reversed(made))
@@ -72,6 +72,8 @@ def test_devices_come_by_slice() -> None:
     assert [[d.id for d in part] for part in _in_slices(shape, fake([0, 1, 0, 1]))] == [[0, 2], [1, 3]]
     with pytest.raises(ConfigError, match=r"data=2\*2, and all devices of each slice"):
         _in_slices(MeshShape(data=4), fake([0, 1, 0, 1]))
+    # A mesh that says nothing of nodes takes GPUs node by node.
+    assert [[d.id for d in part] for part in _in_slices(MeshShape(data=4), fake([0, 1, 0, 1], "gpu"))] == [[0, 2, 1, 3]]
     with pytest.raises(ConfigError, match="there are 3, 1 devices in them"):
         _in_slices(shape, fake([0, 0, 0, 1]))
 

@@ -127,7 +127,8 @@ def _in_slices(shape: MeshShape, devices: list[jax.Device]) -> list[list[jax.Dev
     ordered = sorted(devices, key=lambda d: (getattr(d, "slice_index", 0) or 0, d.process_index, d.id))
     slices = sorted({getattr(d, "slice_index", 0) or 0 for d in ordered})
     each = shape.size // shape.slices
-    if len(slices) == 1:
+    # Nodes of GPUs are joined by one network whether the mesh knows of them or not; slices of TPUs are not.
+    if len(slices) == 1 or (shape.slices == 1 and devices[0].platform != "tpu"):
         return [ordered[i * each : (i + 1) * each] for i in range(shape.slices)]
     by_slice = [[d for d in ordered if getattr(d, "slice_index", 0) == s] for s in slices]
     if shape.slices != len(slices) or any(len(part) != each for part in by_slice):

@@ -104,7 +104,8 @@ def run_prove(args: Prove) -> int:
     if target is not None and not is_inside(target):
         return compile_elsewhere(target, args.limit)
     devices = devices_of(target) if target else _devices_here(args, other)
-    shape = args.run.mesh or (MeshShape(fsdp=len(devices)) if target else mesh.default_shape(len(devices)))
+    here = min(SIMULATED, len(devices))
+    shape = args.run.mesh or (MeshShape(fsdp=len(devices)) if target else mesh.default_shape(here))
     program, census = _census(args, shape, devices)
     if args.json:
         say(census.to_json(), True, lambda: None)
@@ -128,7 +129,7 @@ def run_prove(args: Prove) -> int:
 def _devices_here(args: Prove, other: MeshShape | None) -> list[Any]:
     size = args.run.mesh.size if args.run.mesh else SIMULATED
     start_devices(max(size, other.size if other else 1), args.run)
-    return jax.devices()[: max(size, other.size if other else 1)]
+    return list(jax.devices())
 
 
 def _say_whether_it_fits(console: Console, census: Census) -> bool:
