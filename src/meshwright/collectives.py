@@ -18,11 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.slices import ONE_SLICE, Axes, Slices, gathered, scattered, summed
-
-
-def alive(axes: Axes) -> Axes:
-    """Those of `axes` that have more than one device."""
-    return tuple(axis for axis in axes if lax.axis_size(axis) > 1)
+from meshwright.slices import alive as alive
 
 
 def position(axes: Axes) -> jax.Array:

@@ -9,6 +9,7 @@ import dataclasses
 from meshwright.config import Run
 from meshwright.errors import ConfigError
 from meshwright.families import FAMILIES, family_name
+from meshwright.memory import POLICIES
 from meshwright.schedules import SCHEDULES
 from meshwright.words import AXES
 
@@ -45,7 +46,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "pipeline": (*(f"schedule: {s}" for s in SCHEDULES if s != "evaluation"), "unequal stages"),
     "sequence": tuple(f"context: {s}" for s in ("ring", "gather", "all_to_all", "ring_of_groups")),
     "experts": ("dispatch: dropless", "dispatch: capacity", "leading dense layers"),
-    "memory": ("accumulation", *(f"remat: {r}" for r in ("none", "attention", "projections", "full")), "zero1"),
+    "memory": ("accumulation", *(f"remat: {r}" for r in POLICIES), "zero1"),
     "model": ("tied embeddings", "dropout"),
     "optimizer": ("adamw", "adafactor", "lion", "muon", "sgd"),
     "always": ("packing", "evaluation", "checkpoint on another mesh"),

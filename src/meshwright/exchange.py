@@ -1,7 +1,7 @@
 """Rows exchanged between devices, to each as many as it asks for: the all-to-all of a dropless mixture of experts.
 
 `lax.ragged_all_to_all` sends what is there; XLA:CPU has no such operation, and there blocks of full size are sent, most
-of them filling. The result is the same to the bit.
+of them filling. The rows that arrive are the same.
 """
 
 import functools

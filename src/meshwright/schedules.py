@@ -28,7 +28,7 @@ KINDS = {
 NOTHING = -1
 
 
-@dataclasses.dataclass(frozen=True, order=True)
+@dataclasses.dataclass(frozen=True)
 class Task:
     """What a stage does in a tick. Chunk `c` of stage `s` is part `c P + s` of the model's layers."""
 

@@ -69,7 +69,8 @@ def timeline(run: Run) -> Timeline | None:
     return Timeline(build_table(training.schedule, stages, training.microbatches, chunks_of(run)))
 
 
-def _stages(run: Run) -> tuple[Stage, ...]:
+def stages(run: Run) -> tuple[Stage, ...]:
+    """The stages of the run's pipeline; none where there is but one."""
     cut = balance_of(run)
     if cut.stages == 1:
         return ()
@@ -105,7 +106,7 @@ def picture(run: Run) -> Picture:
 
     rows = tuple(row(name, p) for name, p in flat.items())
     at_rest, optimizer = sum(r.bytes_at_rest for r in rows), _optimizer_bytes(run, params, placed)
-    return Picture(mesh, rows, count(params), at_rest, optimizer, _stages(run))
+    return Picture(mesh, rows, count(params), at_rest, optimizer, stages(run))
 
 
 def _optimizer_bytes(run: Run, params: Tree, placed: Tree) -> int:

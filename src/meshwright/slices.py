@@ -15,6 +15,11 @@ from jax import lax
 Axes = tuple[str, ...]
 
 
+def alive(axes: Axes) -> Axes:
+    """Those of `axes` that have more than one device."""
+    return tuple(axis for axis in axes if lax.axis_size(axis) > 1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Slices:
     """How many slices the mesh has, and the axis that crosses them."""
@@ -58,7 +63,7 @@ def _crosses(axes: Axes, slices: Slices) -> bool:
 
 def gathered(x: jax.Array, axes: Axes, dim: int, slices: Slices) -> jax.Array:
     """All blocks of `dim` along `axes`, in order. Sends V(n-1)/n of the V bytes of the whole."""
-    axes = tuple(axis for axis in axes if lax.axis_size(axis) > 1)
+    axes = alive(axes)
     if not axes:
         return x
     if not _crosses(axes, slices):
@@ -73,7 +78,7 @@ def gathered(x: jax.Array, axes: Axes, dim: int, slices: Slices) -> jax.Array:
 
 def scattered(x: jax.Array, axes: Axes, dim: int, slices: Slices) -> jax.Array:
     """The sum over `axes`, of which each device keeps its block of `dim`. Sends V(n-1)/n."""
-    axes = tuple(axis for axis in axes if lax.axis_size(axis) > 1)
+    axes = alive(axes)
     if not axes:
         return x
     if not _crosses(axes, slices):
@@ -90,7 +95,7 @@ def scattered(x: jax.Array, axes: Axes, dim: int, slices: Slices) -> jax.Array:
 
 def summed(leaves: list[jax.Array], axes: Axes, slices: Slices) -> list[jax.Array]:
     """The sums over `axes` of arrays of one type: scattered inside a slice, summed between, gathered inside."""
-    axes = tuple(axis for axis in axes if lax.axis_size(axis) > 1)
+    axes = alive(axes)
     if not axes:
         return leaves
     if not _crosses(axes, slices):

@@ -48,7 +48,7 @@ def print_stages(console: Console, run: Run) -> None:
     drawn = show.timeline(run)
     if drawn is None:
         return
-    stages = show.picture(run).stages
+    stages = show.stages(run)
     console.print(f"pipeline [bold]{drawn.title}[/]: {drawn.says}")
     for number, stage in enumerate(stages[:_MOST_STAGES]):
         console.print(f"  stage {number}: layers {stage.layers}, {stage.share:.1%} of their FLOPs")

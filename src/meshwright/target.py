@@ -1,6 +1,6 @@
 """Hardware that is not here: slices of TPUs that their own compiler compiles for, without a TPU.
 
-libtpu describes a topology to JAX, whose devices can be compiled for and nothing else. All of it runs in a process
+libtpu describes a topology to JAX, whose devices can be compiled for and nothing else. Compiling has a process
 of its own (`cli/absent.py`): a compiler for hardware that is not there may end the process that calls it.
 """
 

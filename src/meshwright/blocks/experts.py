@@ -168,8 +168,8 @@ def within_capacity(
     Returns the outputs, and how many choices of this device were left out.
     """
     B, T, D = h_BTD.shape
-    kept_BTX = _kept(r, routes.chosen_BTX, split, capacity_of(r, split.seq, factor))
-    room = min(capacity_of(r, split.seq, factor), T)
+    capacity = capacity_of(r, split.seq, factor)
+    kept_BTX, room = _kept(r, routes.chosen_BTX, split, capacity), min(capacity, T)
     # Places among the kept tokens of this device; what is not kept gets a place that is out of bounds.
     hit_BTXE = (routes.chosen_BTX[..., None] == jnp.arange(r.experts)) & kept_BTX[..., None]
     hits_BTE = hit_BTXE.any(2)

@@ -58,9 +58,9 @@ class Timeline:
 
 
 def fill(kind: int, microbatch: int) -> str:
-    """Colour of a cell: a microbatch's own, lighter forwards than backwards, lightest for the weights' gradient."""
+    """Colour of a cell: a microbatch's own, darkest backwards, between the two for the weights' gradient."""
     red, green, blue = (int(colour(microbatch)[i : i + 2], 16) for i in (1, 3, 5))
-    shade = {FORWARD: 1.0, INPUT: 0.72, WEIGHT: 0.86}.get(kind, 0.72)
+    shade = {FORWARD: 1.0, WEIGHT: 0.86}.get(kind, 0.72)
     return f"#{round(red * shade):02x}{round(green * shade):02x}{round(blue * shade):02x}"
 
 
