@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from meshwright.blocks.context import Split, build_attend, split_of
 from meshwright.census import take_census
 from meshwright.kernels.attention import attention, positions_of
+from meshwright.kernels.choose import KERNELS
 
 STRATEGIES = ("ring", "gather", "all_to_all", "ring_of_groups")
 B, T, N, K, H = 2, 32, 8, 4, 4
@@ -40,7 +41,7 @@ def split_attention(strategy: str, shards: int, window: int | None) -> Callable[
     back = np.argsort(order)
 
     def body(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
-        return build_attend(split, segments)(q, k, v, window=window)
+        return build_attend(split, segments, KERNELS["cpu"])(q, k, v, window=window)
 
     spec = P(None, "context")
     inside = jax.shard_map(
@@ -105,7 +106,7 @@ def compiled(strategy: str, shards: int, seq: int) -> Any:
 
     def body(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> Any:
         def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return jnp.sin(build_attend(split, segments)(q, k, v, window=None)).sum()
+            return jnp.sin(build_attend(split, segments, KERNELS["cpu"])(q, k, v, window=None)).sum()
 
         return jax.grad(loss, (0, 1, 2))(q, k, v)
 

@@ -166,9 +166,10 @@ class Training:
     """Type of weights in use and of activations."""
     reduce_dtype: Precision = "float32"
     """Type in which gradients are summed over devices."""
-    remat: Literal["none", "attention", "projections", "full"] = "full"
-    """What the backward pass finds saved: everything (none), all but the attention scores (attention),
-    the outputs of the projections (projections), or only each layer's input (full)."""
+    remat: Literal["none", "attention", "projections", "feed_forward", "full", "offload_attention", "offload"] = "full"
+    """What the backward pass computes again: nothing (none), the attention scores (attention), what lies between the
+    projections (projections), the feed-forward half of a layer (feed_forward), or all of a layer (full). On TPUs a
+    layer's input may wait in the host's memory (offload), with it what attention made (offload_attention)."""
     context: Literal["ring", "gather", "all_to_all", "ring_of_groups"] = "ring"
     """How attention sees a sequence that is split over the mesh axis `context`: blocks of keys and values pass along a
     ring (ring), are gathered (gather), heads are exchanged for positions (all_to_all, Ulysses), or both where there

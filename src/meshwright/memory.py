@@ -1,20 +1,59 @@
 """What the backward pass finds saved, and what it computes again."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-# Marks that a model puts on its activations with `save_as`; the residual stream between layers is always kept.
-SCORES, PROJECTION = "scores", "projection"
+# Marks that a model puts on its activations with `save_as`.
+INPUT = "layer input"
+"""What a layer is given: the residual stream."""
+QKV = "queries, keys, values"
+ATTENDED = "attended"
+"""What attention makes of them, before its last projection."""
+WIDE = "feed-forward width"
+"""The outputs of the feed-forward's first products."""
+SCORES = "scores"
 
-_KEEP = jax.checkpoint_policies
-POLICIES: dict[str, Callable[..., Any] | None] = {
-    "none": None,
-    "attention": _KEEP.save_anything_except_these_names(SCORES),
-    "projections": _KEEP.save_only_these_names(PROJECTION),
-    "full": _KEEP.nothing_saveable,
+
+@dataclasses.dataclass(frozen=True)
+class Remat:
+    """What the backward pass finds saved; all else is computed again."""
+
+    saved: tuple[str, ...] | None
+    """Marks kept on the device; None is everything that has no mark, too."""
+    dropped: tuple[str, ...] = ()
+    """Marks that are not kept, where everything else is."""
+    offloaded: tuple[str, ...] = ()
+    """Marks kept in the memory of the host."""
+
+    @property
+    def policy(self) -> Callable[..., Any] | None:
+        """For `jax.checkpoint`; None where nothing is computed again."""
+        keep = jax.checkpoint_policies
+        if self.saved is None:
+            return keep.save_anything_except_these_names(*self.dropped) if self.dropped else None
+        if self.offloaded:
+            return keep.save_and_offload_only_these_names(
+                names_which_can_be_saved=list(self.saved),
+                names_which_can_be_offloaded=list(self.offloaded),
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+        return keep.save_only_these_names(*self.saved)
+
+
+# A layer's input is what the loop over layers hands on: it is kept in any case, unless it goes to the host.
+POLICIES: dict[str, Remat] = {
+    "none": Remat(None),
+    "attention": Remat(None, dropped=(SCORES,)),
+    "projections": Remat((QKV, ATTENDED, WIDE)),
+    "feed_forward": Remat((QKV, ATTENDED)),
+    "full": Remat(()),
+    "offload_attention": Remat((), offloaded=(INPUT, QKV, ATTENDED)),
+    "offload": Remat((), offloaded=(INPUT,)),
 }
 
 
@@ -36,9 +75,13 @@ def over_layers(
 
     stacked: the layers' parameters with a leading dimension L.  layers_L: their numbers, int32.
     """
-    policy = POLICIES[remat]
+    policy = POLICIES[remat].policy
+
+    def named(x: jax.Array, held: Any, layer: jax.Array) -> tuple[jax.Array, Any]:
+        return block(save_as(x, INPUT), held, layer)
+
     # Inside a scan nothing can be merged across the barrier that prevent_cse inserts, so it is left out.
-    body = block if policy is None else jax.checkpoint(block, policy=policy, prevent_cse=False)
+    body = block if policy is None else jax.checkpoint(named, policy=policy, prevent_cse=False)
 
     def step(x: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, Any]:
         return body(x, *layer)

@@ -19,6 +19,7 @@ from meshwright.config import Run
 from meshwright.data.batch import Batch
 from meshwright.families import find_family
 from meshwright.families.family import Block, Metrics, Sight, Text, Told, vocab_of
+from meshwright.kernels.choose import Kernels
 from meshwright.loss import chunk_tokens, token_losses
 from meshwright.memory import over_layers
 from meshwright.params import Tree, Use
@@ -34,6 +35,7 @@ class LocalModel:
     use: Use
     split: Split
     balance: Balance
+    kernels: Kernels
 
     @property
     def stacks(self) -> dict[str, int]:
@@ -42,7 +44,7 @@ class LocalModel:
 
     def see(self, batch: Batch, drop: Dropout) -> Sight:
         """What all layers see of a batch."""
-        attend = build_attend(self.split, batch.segments)
+        attend = build_attend(self.split, batch.segments, self.kernels)
         batch = self._own(batch)
         return Sight(Text(batch.inputs, batch.positions), self.use, drop, attend, self.split)
 

@@ -24,6 +24,7 @@ from meshwright.data.batch import Batch
 from meshwright.errors import TrainingError
 from meshwright.families import find_family
 from meshwright.families.family import Metrics, Sight, Told
+from meshwright.kernels.choose import kernels_of
 from meshwright.layout import Placements, axes_of, to_spec
 from meshwright.layouts import BATCH_AXES, TOKEN_AXES
 from meshwright.model import LocalModel, penalty
@@ -95,7 +96,8 @@ class Program:
             reduce_dtype=jnp.dtype(training.reduce_dtype),
             slices=self.slices,
         )
-        return LocalModel(self.run, use, self.split, balance_of(self.run))
+        kernels = kernels_of(self.mesh.devices.flat[0].platform)
+        return LocalModel(self.run, use, self.split, balance_of(self.run), kernels)
 
     def table(self, schedule: str) -> Table:
         """What its stages do when, by `schedule`."""

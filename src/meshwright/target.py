@@ -1,79 +1,96 @@
-"""Hardware that is not here: slices of TPUs that their own compiler compiles for, without a TPU.
-
-libtpu describes a topology to JAX, whose devices can be compiled for and nothing else. Compiling has a process
-of its own (`cli/absent.py`): a compiler for hardware that is not there may end the process that calls it.
-"""
+"""Hardware by name: `v5p:4x4x8`, two slices `2*v6e:16x16`, `h100:64`, `gb200:144`, or a chip of your own by file."""
 
 import dataclasses
-import importlib.util
+import math
 import re
-from typing import Any
+from pathlib import Path
 
-from meshwright.errors import CensusError, ConfigError, nearest
-
-ENVIRONMENT = {
-    # No TPU is asked for, several processes may compile at once, and libtpu does not look for a cloud's metadata.
-    "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_STDERR_LOG_LEVEL": "3",
-    "TPU_MIN_LOG_LEVEL": "3",
-}  # fmt: skip
-
-CHIPS = {"v5e": 2, "v6e": 2, "v5p": 3, "tpu7x": 3}
-"""Name of a TPU -> dimensions of its torus."""
+from meshwright.errors import ConfigError, nearest
+from meshwright.hardware import CHIPS, Chip, Nodes, Torus, read_chip
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """`slices` slices of `chip`, each a torus of `topology` chips."""
+    """`slices` slices of a torus of `topology` chips, or (nodes, chips a node) of chips behind switches."""
 
-    chip: str
+    name: str
+    """Of the chip: a row of `hardware.CHIPS`, or a file."""
+    chip: Chip
     topology: tuple[int, ...]
-    slices: int
+    slices: int = 1
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.topology))
-        return f"{self.slices}*{self.chip}:{size}" if self.slices > 1 else f"{self.chip}:{size}"
+        return f"{self.slices}*{self.name}:{size}" if self.slices > 1 else f"{self.name}:{size}"
+
+    @property
+    def chips(self) -> int:
+        return math.prod(self.topology) * self.slices
+
+    @property
+    def devices(self) -> int:
+        """JAX devices of all its chips."""
+        return self.chips * self.chip.devices
+
+    @property
+    def parts(self) -> int:
+        """Parts that a network joins: slices of TPUs, nodes of GPUs."""
+        return self.slices if isinstance(self.chip.wires, Torus) else self.topology[0]
 
 
 def parse_target(text: str) -> Target:
-    """`v5p:4x4x8`, or `2*v6e:16x16` for two slices. Raises ConfigError with the nearest chip, or the right form."""
-    found = re.fullmatch(r"(?:(\d+)\*)?([a-z0-9]+):(\d+(?:x\d+)*)", text.strip().lower())
-    if not found:
-        raise ConfigError(f"target {text!r}", "it is CHIP:SIZE, the sizes of the torus joined by x", "v5p:4x4x8")
-    slices, chip, size = int(found[1] or 1), found[2], tuple(int(n) for n in found[3].split("x"))
-    if chip not in CHIPS:
-        raise ConfigError(f"target {text!r}", f"there is no compiler here for {chip!r}", nearest(chip, CHIPS))
-    if len(size) != CHIPS[chip] or slices < 1 or min(size) < 1:
-        example = "x".join(["4"] * CHIPS[chip])
-        raise ConfigError(
-            f"target {text!r}", f"the torus of a {chip} has {CHIPS[chip]} dimensions", f"{chip}:{example}"
-        )
-    return Target(chip, size, slices)
+    """What `--on` names. Raises ConfigError with the nearest chip, or the right form.
 
-
-def require_compiler() -> None:
-    """Raises CensusError with the one command that installs it where the TPU's compiler is missing."""
-    if importlib.util.find_spec("libtpu") is None:
-        raise CensusError(
-            "compiling for a TPU",
-            "its compiler, the package libtpu, is not installed here",
-            "pip install 'meshwright[tpu]' (no TPU is needed)",
-        )
-
-
-def devices_of(target: Target) -> list[Any]:
-    """Devices that can be compiled for and nothing else. Raises ConfigError for a size that is not built.
-
-    Needs ENVIRONMENT to have been set before JAX was imported.
+    `CHIP:4x4x8` is the torus of a slice and `2*CHIP:...` two slices; of GPUs `CHIP:64` counts all of them, `CHIP:8x8`
+    nodes and GPUs a node. CHIP may be the TOML file of a chip of your own.
     """
-    from jax.experimental import topologies  # libtpu is loaded here, and only where a target is asked for
-
-    more = {"num_slices": target.slices} if target.slices > 1 else {}
-    name = f"{target.chip}:{'x'.join(map(str, target.topology))}"
-    try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **more).devices)
-    except Exception as error:
+    found = re.fullmatch(r"(?:(\d+)\*)?(.+?):(\d+(?:x\d+)*)", text.strip())
+    if not found:
+        raise ConfigError(f"target {text!r}", "it is CHIP:SIZE, sizes joined by x", "v5p:4x4x8, or h100:64")
+    slices, name, size = int(found[1] or 1), found[2], tuple(int(n) for n in found[3].split("x"))
+    own = name.endswith(".toml")
+    if not own and name.lower() not in CHIPS:
+        raise ConfigError(f"target {text!r}", f"no chip of the name {name!r} is known", nearest(name.lower(), CHIPS))
+    name = name if own else name.lower()
+    chip = read_chip(Path(name)) if own else CHIPS[name]
+    if slices < 1 or min(size) < 1:
+        raise ConfigError(f"target {text!r}", "sizes and slices are at least 1", f"{name}:{_example(chip)}")
+    if isinstance(chip.wires, Nodes):
+        return Target(name, chip, _in_nodes(text, name, chip.wires, size, slices))
+    if len(size) != chip.wires.dims:
         raise ConfigError(
-            f"target {target}",
-            f"libtpu knows no such slice: {str(error).splitlines()[0][:200]}",
-            f"{target.chip}:{'x'.join('4' * CHIPS[target.chip])}, or another size that is built",
-        ) from error
+            f"target {text!r}", f"the torus of a {name} has {chip.wires.dims} dimensions", f"{name}:{_example(chip)}"
+        )
+    if any(n > most for n, most in zip(sorted(size), sorted(chip.wires.largest), strict=True)):
+        most = "x".join(map(str, chip.wires.largest))
+        raise ConfigError(f"target {text!r}", f"the largest slice of {name} is {most}", f"slices of it: 2*{name}:{most}")
+    return Target(name, chip, size, slices)
+
+
+def _in_nodes(text: str, name: str, wires: Nodes, size: tuple[int, ...], slices: int) -> tuple[int, int]:
+    """(nodes, GPUs a node) of a count, or of both given."""
+    if slices > 1 or len(size) > 2:
+        raise ConfigError(f"target {text!r}", f"{name} come in nodes, not in slices", f"{name}:{slices * math.prod(size)}")
+    if len(size) == 2:
+        if size[1] > wires.domain:
+            raise ConfigError(
+                f"target {text!r}", f"a node of {name} joins at most {wires.domain} GPUs", f"{name}:{math.prod(size)}"
+            )
+        return size[0], size[1]
+    if size[0] <= wires.domain:
+        return 1, size[0]
+    # A domain of 72 is filled with as many GPUs as make all nodes equal: powers of two go in nodes of 64.
+    node = next(n for n in range(wires.domain, 0, -1) if size[0] % n == 0)
+    if node * 2 <= wires.domain and wires.domain <= 8:
+        below = size[0] // wires.domain * wires.domain
+        raise ConfigError(
+            f"target {text!r}",
+            f"nodes of {name} have {wires.domain} GPUs, and {size[0]} = {below // wires.domain} * {wires.domain} + "
+            f"{size[0] - below}",
+            f"{name}:{below} or {name}:{below + wires.domain}",
+        )
+    return size[0] // node, node
+
+
+def _example(chip: Chip) -> str:
+    return "x".join(["4"] * chip.wires.dims) if isinstance(chip.wires, Torus) else "64"

@@ -25,7 +25,8 @@ import numpy as np
 from jax import lax
 
 from meshwright.collectives import all_to_all_within, gather, shift
-from meshwright.kernels.attention import Positions, attention, positions_of, visible
+from meshwright.kernels.attention import Positions, positions_of, visible
+from meshwright.kernels.choose import Kernels
 
 CONTEXT = ("context",)
 _HIDDEN = -1e30
@@ -84,18 +85,17 @@ def split_of(strategy: str, seq: int, shards: int, heads: int) -> Split:
     return Split(strategy, seq, shards, groups[strategy])
 
 
-def build_attend(split: Split, segments_BT: jax.Array) -> Attend:
+def build_attend(split: Split, segments_BT: jax.Array, kernels: Kernels) -> Attend:
     """Attention over a split sequence. segments_BT: documents of the whole sequence."""
-    whole = positions_of(segments_BT)
     if split.shards == 1:
-        return lambda q, k, v, *, window: attention(q, k, v, whole, whole, window=window)
+        return lambda q, k, v, *, window: kernels.whole(q, k, v, segments_BT, window=window)
     if split.strategy == "gather":
-        return _gathered(split, segments_BT)
+        return _gathered(split, segments_BT, kernels)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None) -> jax.Array:
         q, k, v = (all_to_all_within(x, "context", split.group, 2, 1) for x in (q, k, v))
         if split.rings == 1:
-            out = attention(q, k, v, whole, whole, window=window)
+            out = kernels.whole(q, k, v, segments_BT, window=window)
         else:
             out = _ring(q, k, v, segments_BT, split, window)
         return all_to_all_within(out, "context", split.group, 1, 2)
@@ -103,12 +103,12 @@ def build_attend(split: Split, segments_BT: jax.Array) -> Attend:
     return attend
 
 
-def _gathered(split: Split, segments_BT: jax.Array) -> Attend:
+def _gathered(split: Split, segments_BT: jax.Array, kernels: Kernels) -> Attend:
     queries = _at(segments_BT, split.own())
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None) -> jax.Array:
         k, v = gather(k, CONTEXT, 1), gather(v, CONTEXT, 1)
-        return attention(q, k, v, queries, positions_of(segments_BT), window=window)
+        return kernels.between(q, k, v, queries, positions_of(segments_BT), window=window)
 
     return attend
 

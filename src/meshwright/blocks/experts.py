@@ -25,7 +25,7 @@ from jax import lax
 from meshwright.blocks.context import CONTEXT, Split
 from meshwright.collectives import alive, all_to_all, gather, own_block, reduce_sum
 from meshwright.exchange import exchange_counts, exchange_rows, return_rows
-from meshwright.memory import PROJECTION, save_as
+from meshwright.memory import WIDE, save_as
 
 EXPERT = ("expert",)
 
@@ -131,8 +131,8 @@ def _weighted(out_BTXD: jax.Array, weights_BTX: jax.Array) -> jax.Array:
 
 def _grouped(x_ND: jax.Array, sizes_E: jax.Array, w: Weights) -> jax.Array:
     """Each group of rows through its own expert. sizes_E: rows of each, one after another."""
-    gate_NF = save_as(lax.ragged_dot(x_ND, w["gate"], sizes_E), PROJECTION)
-    up_NF = save_as(lax.ragged_dot(x_ND, w["up"], sizes_E), PROJECTION)
+    gate_NF = save_as(lax.ragged_dot(x_ND, w["gate"], sizes_E), WIDE)
+    up_NF = save_as(lax.ragged_dot(x_ND, w["up"], sizes_E), WIDE)
     return lax.ragged_dot(jax.nn.silu(gate_NF) * up_NF, w["down"], sizes_E)
 
 
@@ -179,7 +179,7 @@ def within_capacity(
     at = (routes.chosen_BTX, jnp.arange(B)[:, None, None], place_BTX)
     x_EBCD = jnp.zeros((r.experts, B, room, D), h_BTD.dtype).at[at].set(h_BTD[:, :, None], mode="drop")
     x_EBCD = all_to_all(x_EBCD, EXPERT, 0, 1)
-    gate_EBCF, up_EBCF = (save_as(jnp.einsum("ebcd,edf->ebcf", x_EBCD, w[n]), PROJECTION) for n in ("gate", "up"))
+    gate_EBCF, up_EBCF = (save_as(jnp.einsum("ebcd,edf->ebcf", x_EBCD, w[n]), WIDE) for n in ("gate", "up"))
     out_EBCD = jnp.einsum("ebcf,efd->ebcd", jax.nn.silu(gate_EBCF) * up_EBCF, w["down"])
     out_EBCD = all_to_all(out_EBCD, EXPERT, 1, 0)
     out_BTXD = out_EBCD.at[at].get(mode="fill", fill_value=0)

@@ -67,6 +67,8 @@ _BARE = re.compile(r"^(?:[\w\[\],{}:()*]+ )?([A-Za-z_][\w.\-]*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{([^}]*)\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
 _COMMENT = re.compile(r"/\*.*?\*/")
+# What a Pallas kernel says of itself runs over several lines; nothing here reads it.
+_KERNEL = re.compile(r"kernel_metadata=\{\n.*?\n\}", re.DOTALL)
 _OPEN, _CLOSE = "([{", ")]}"
 
 
@@ -303,7 +305,7 @@ def _parse_tables(lines: list[str]) -> dict[int, tuple[Frame, ...]]:
 
 def parse_module(text: str) -> Module:
     """The program that `text` prints. Raises CensusError where it is no program of XLA's."""
-    lines = _COMMENT.sub("", text).splitlines()
+    lines = _COMMENT.sub("", _KERNEL.sub("kernel_metadata={}", text)).splitlines()
     if not lines or not lines[0].startswith("HloModule"):
         raise CensusError("the text of a program", "it does not begin with HloModule", "what as_text() prints")
     computations: dict[str, Computation] = {}

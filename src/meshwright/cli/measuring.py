@@ -22,13 +22,14 @@ from meshwright.census.take import Census, save_census
 from meshwright.census.training import census_of_eval_step, census_of_train_step
 from meshwright.cli.absent import compile_elsewhere, is_inside
 from meshwright.cli.prepare import SIMULATED, say, start_devices, vocab
+from meshwright.compilers import devices_of
 from meshwright.config import MeshShape, Run
 from meshwright.draw.machine import machine_of, parse_machine
 from meshwright.errors import CensusError, ConfigError
 from meshwright.hardware import find_chip
 from meshwright.report.console import open_console, spell_bytes
 from meshwright.step import Program, lay_out
-from meshwright.target import devices_of, parse_target
+from meshwright.target import parse_target
 
 
 @dataclasses.dataclass(frozen=True)

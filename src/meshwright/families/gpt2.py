@@ -17,7 +17,7 @@ from meshwright.blocks.norm import layer_norm
 from meshwright.collectives import enter_tensor, leave_tensor, own_block
 from meshwright.config import Model
 from meshwright.families.family import Block, Family, Sight, Told, alike, head_size, padded_vocab, vocab_of
-from meshwright.memory import PROJECTION, save_as
+from meshwright.memory import ATTENDED, QKV, WIDE, save_as
 from meshwright.params import Param, Tree, Use
 
 
@@ -87,15 +87,15 @@ def blocks(c: Gpt2, see: Sight) -> dict[str, Block]:
         with jax.named_scope("attention"):
             h_BTD = enter_tensor(_norm(c, x_BTD, w["attention_norm"], w.get("attention_norm_bias")), 1)
             q_BTNH, k_BTNH, v_BTNH = (
-                save_as(_biased(linear(h_BTD, w[name]), w.get(f"{name}_bias")), PROJECTION)
+                save_as(_biased(linear(h_BTD, w[name]), w.get(f"{name}_bias")), QKV)
                 for name in ("query", "key", "value")
             )
-            attended_BTNH = save_as(see.attend(q_BTNH, k_BTNH, v_BTNH, window=None), PROJECTION)
+            attended_BTNH = save_as(see.attend(q_BTNH, k_BTNH, v_BTNH, window=None), ATTENDED)
             y_BTD = leave_tensor(linear(attended_BTNH, w["attention_out"], contract=2), 1)
             x_BTD = x_BTD + drop(_biased(y_BTD, w.get("attention_out_bias")), 2 * layer + 1)
         with jax.named_scope("feed-forward"):
             h_BTD = enter_tensor(_norm(c, x_BTD, w["mlp_norm"], w.get("mlp_norm_bias")), 1)
-            up_BTF = save_as(_biased(linear(h_BTD, w["up"]), w.get("up_bias")), PROJECTION)
+            up_BTF = save_as(_biased(linear(h_BTD, w["up"]), w.get("up_bias")), WIDE)
             y_BTD = leave_tensor(linear(jax.nn.gelu(up_BTF, approximate=True), w["down"]), 1)
             return x_BTD + drop(_biased(y_BTD, w.get("down_bias")), 2 * layer + 2), {}
 

@@ -21,7 +21,7 @@ from meshwright.blocks.rotary import RopeScaling, angles, frequencies, rotate
 from meshwright.collectives import enter_tensor, leave_tensor
 from meshwright.config import Model
 from meshwright.families.family import Block, Family, Sight, Told, alike, head_size, padded_vocab, vocab_of
-from meshwright.memory import PROJECTION, save_as
+from meshwright.memory import ATTENDED, QKV, WIDE, save_as
 from meshwright.params import Param, Tree, Use
 
 
@@ -129,8 +129,8 @@ def attention_block(c: Llama, see: Sight) -> Callable[[jax.Array, dict[str, Any]
 
 def gated(h_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
     """silu(h gate) * h up, times down: a sum that `tensor` has yet to reduce."""
-    gate_BTF = save_as(linear(h_BTD, w["gate"]), PROJECTION)
-    up_BTF = save_as(linear(h_BTD, w["up"]), PROJECTION)
+    gate_BTF = save_as(linear(h_BTD, w["gate"]), WIDE)
+    up_BTF = save_as(linear(h_BTD, w["up"]), WIDE)
     return linear(jax.nn.silu(gate_BTF) * up_BTF, w["down"])
 
 
@@ -153,8 +153,8 @@ def _attend(
         norm = functools.partial(rms_norm, epsilon=c.norm_epsilon)
         q_BTNH, k_BTKH = norm(q_BTNH, w["query_norm"]), norm(k_BTKH, w["key_norm"])
     q_BTNH, k_BTKH = rotate(q_BTNH, cos_sin), rotate(k_BTKH, cos_sin)
-    q_BTNH, k_BTKH, v_BTKH = (save_as(x, PROJECTION) for x in (q_BTNH, k_BTKH, v_BTKH))
-    return save_as(attend(q_BTNH, k_BTKH, v_BTKH, window=c.window), PROJECTION)
+    q_BTNH, k_BTKH, v_BTKH = (save_as(x, QKV) for x in (q_BTNH, k_BTKH, v_BTKH))
+    return save_as(attend(q_BTNH, k_BTKH, v_BTKH, window=c.window), ATTENDED)
 
 
 def flops(c: Llama, seq: int) -> dict[str, float]:

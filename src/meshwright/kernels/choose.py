@@ -1,0 +1,60 @@
+"""Which attention runs on which hardware."""
+
+import dataclasses
+from typing import Protocol
+
+import jax
+
+from meshwright.kernels.attention import Positions, attention, positions_of
+from meshwright.kernels.blocked import blocked
+from meshwright.kernels.splash import splash_attention
+
+
+class Whole(Protocol):
+    """Attention of whole sequences to themselves."""
+
+    def __call__(
+        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array, /, *, window: int | None
+    ) -> jax.Array: ...
+
+
+class Between(Protocol):
+    """Attention of some positions to others."""
+
+    def __call__(
+        self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, queries: Positions, keys: Positions, /, *,
+        window: int | None,
+    ) -> jax.Array: ...  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """The attention of one kind of hardware; all of them give the same numbers."""
+
+    name: str
+    whole: Whole
+    between: Between
+
+
+def _through(between: Between) -> Whole:
+    def whole(
+        q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array, /, *, window: int | None
+    ) -> jax.Array:
+        at = positions_of(segments_BT)
+        return between(q_BTNH, k_BTKH, v_BTKH, at, at, window=window)
+
+    return whole
+
+
+# By `jax.Device.platform`.
+KERNELS: dict[str, Kernels] = {
+    "cpu": Kernels("reference", _through(attention), attention),
+    "tpu": Kernels("splash", splash_attention, blocked),
+    "gpu": Kernels("blocked", _through(blocked), blocked),
+    "cuda": Kernels("blocked", _through(blocked), blocked),
+}
+
+
+def kernels_of(platform: str) -> Kernels:
+    """Attention for the devices of a platform; XLA in blocks where it is none of those known."""
+    return KERNELS.get(platform, KERNELS["gpu"])
