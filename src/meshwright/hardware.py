@@ -55,7 +55,7 @@ class Chip:
     """Bytes/s that a chip sends between slices or nodes."""
     host_link: float
     """Bytes/s between a chip and the memory of its host."""
-    sources: dict[str, str]
+    sources: dict[str, str] = dataclasses.field(hash=False, compare=False)
     """Where each number comes from."""
     devices: int = 1
     """JAX devices of a chip; what they share is divided among them here."""

@@ -30,7 +30,7 @@ def read_products(module: Module) -> list[Product]:
                 name = next((n for n in names if n), "")
                 scopes = scopes_of(name)
                 found[pass_of(name), scopes[0] if scopes else ""] += int(
-                    _flops(place.computation, instruction) * place.times
+                    flops_of(place.computation, instruction) * place.times
                 )
     if not any(step == "backward" for step, _ in found):
         # Nothing was differentiated: all of it is one pass forward.
@@ -38,7 +38,8 @@ def read_products(module: Module) -> list[Product]:
     return [Product(step, part, float(n)) for (step, part), n in found.items()]
 
 
-def _flops(computation: Computation, instruction: Instruction) -> float:
+def flops_of(computation: Computation, instruction: Instruction) -> float:
+    """FLOPs of one execution of a `dot` or `convolution`."""
     left, right = (computation.instructions[name].shape for name in instruction.operands[:2])
     out = instruction.shape
     if not (isinstance(left, Array) and isinstance(right, Array) and isinstance(out, Array)):

@@ -83,7 +83,7 @@ def read_ledger(module: Module, mesh: dict[str, int] | None = None, plumbing: tu
     seen: set[tuple[str, ...]] = set()
     for place in walk(module):
         for instruction in place.computation.instructions.values():
-            kind = _kind(instruction)
+            kind = kind_of(instruction)
             if kind is None:
                 continue
             chain = re.search(r'chain_id="(\d+)"', instruction.rest)
@@ -97,7 +97,8 @@ def read_ledger(module: Module, mesh: dict[str, int] | None = None, plumbing: tu
     return entries
 
 
-def _kind(instruction: Instruction) -> str | None:
+def kind_of(instruction: Instruction) -> str | None:
+    """What a collective is; None of any other instruction."""
     if instruction.opcode == "send":
         # Between slices of TPUs the runtime moves what a program hands to its host (MegaScale).
         between = _BETWEEN_SLICES.search(instruction.rest)
@@ -111,24 +112,34 @@ _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _TARGET = re.compile(r'_xla_megascale_target="\{([\d,]+)\}')
 
 
+def group_of(
+    module: Module, instruction: Instruction, mesh: dict[str, int] | None
+) -> tuple[Groups, tuple[str, ...] | None]:
+    """The devices that move bytes together, and the mesh axes that these are."""
+    pairs = instruction.attributes.get("source_target_pairs")
+    if instruction.opcode == "send":
+        target = _TARGET.search(instruction.rest)
+        return (tuple(range(len(target[1].split(",")) if target else 1)),), ("slices",)
+    if pairs is not None:
+        return _chains(pairs), axes_of_pairs(expand(pairs, 1), mesh) if mesh else None
+    groups = expand(instruction.attributes.get("replica_groups", "{}"), module.partitions)
+    return groups, axes_of_groups(groups, mesh) if mesh else None
+
+
+def payload_of(computation: Computation, instruction: Instruction, kind: str, devices: int) -> int:
+    """Bytes of the whole array that one group moves."""
+    given = [computation.instructions[name].shape for name in instruction.operands if name in computation.instructions]
+    moved = sum(bytes_of(shape) for shape in given)
+    return moved * devices if kind == "all-gather" else moved
+
+
 def _entry(
     module: Module, place: Place, instruction: Instruction, kind: str, mesh: dict[str, int] | None,
     plumbing: tuple[str, ...],
 ) -> Entry:  # fmt: skip
     computation = place.computation
     given = [computation.instructions[name].shape for name in instruction.operands if name in computation.instructions]
-    moved = sum(bytes_of(shape) for shape in given)
-    pairs = instruction.attributes.get("source_target_pairs")
-    groups = expand(instruction.attributes.get("replica_groups", "{}"), module.partitions)
-    if instruction.opcode == "send":
-        target = _TARGET.search(instruction.rest)
-        groups = (tuple(range(len(target[1].split(",")) if target else 1)),)
-        axes: tuple[str, ...] | None = ("slices",)
-    elif pairs is not None:
-        groups = _chains(pairs)
-        axes = axes_of_pairs(expand(pairs, 1), mesh) if mesh else None
-    else:
-        axes = axes_of_groups(groups, mesh) if mesh else None
+    groups, axes = group_of(module, instruction, mesh)
     size = max(len(group) for group in groups)
     stack = _nearest_stack(module, computation, instruction)
     # The line that called for the movement, where the program remembers it.
@@ -138,7 +149,7 @@ def _entry(
         kind=_reduce_scatter_fusion(place) or kind,
         axes=axes,
         groups=size,
-        payload=moved * size if kind == "all-gather" else moved,
+        payload=payload_of(computation, instruction, kind, size),
         times=place.times,
         exact=place.exact,
         branch=place.branch,

@@ -105,7 +105,7 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
-    if code and jax.process_count() > 1:
+    if code and jax.distributed.is_initialized() and jax.process_count() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # the others are gone or waiting: leaving in order would wait for them

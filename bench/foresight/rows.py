@@ -1,0 +1,246 @@
+"""Published measurements as runs of ours: what each row says of model, machine, mesh, batch and remat.
+
+`published.csv` holds what reports, benchmark pages and logs print of their training runs. A row is priced where it
+gives all that a plan needs; every other one has its reason here.
+"""
+
+import csv
+import dataclasses
+import re
+from pathlib import Path
+
+from meshwright.check import fit_to_mesh
+from meshwright.config import MeshShape, Run, Training
+from meshwright.errors import MeshwrightError
+from meshwright.families.llama import Llama
+from meshwright.families.mixtral import Mixtral
+from meshwright.params import count
+from meshwright.check import describe
+from meshwright.target import Target, parse_target
+
+FILE = Path(__file__).with_name("published.csv")
+
+
+class NotPriced(Exception):
+    """Why a row is left out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A published run."""
+
+    id: str
+    system: str
+    name: str
+    run: Run
+    target: Target
+    measured: float
+    """Seconds of a step."""
+
+
+def read_rows() -> tuple[list[Row], dict[str, str]]:
+    """All rows that can be priced, and for each of the others the reason."""
+    found, left = [], {}
+    with FILE.open(encoding="utf-8") as opened:
+        for row in csv.DictReader(opened):
+            try:
+                found.append(read_row(row))
+            except NotPriced as reason:
+                left[row["id"]] = str(reason)
+    return found, left
+
+
+def read_row(row: dict[str, str]) -> Row:
+    """Raises NotPriced."""
+    low = row["precision"].lower()
+    if any(word in low for word in ("fp8", "float8", "int8", "fp4")):
+        raise NotPriced("its precision is below bfloat16")
+    if "V100" in row["hardware"] or "v3" in row["hardware"]:
+        raise NotPriced("a chip that is not in hardware.py")
+    if "MLA" in row["notes"]:
+        raise NotPriced("multi-head latent attention, which no family here has")
+    model, target = read_model(row), read_target(row)
+    batch = re.search(r"GBS=(\d+) seqs", row["per_device_batch or global_batch (tokens)"])
+    if not batch:
+        raise NotPriced("no global batch")
+    sequences, seq = int(batch[1]), int(row["seq_len"])
+    mesh, microbatches, more = read_mesh(row, target, sequences)
+    training = Training(
+        batch=sequences, seq=seq, microbatches=microbatches, remat=read_remat(row, mesh), logits_mib=1024, **more
+    )
+    run = Run(model=model, mesh=mesh, training=training, layout="zero1" if mesh.data > 1 else "fsdp", name=row["id"],
+              fsdp_min_size=2**20)
+    try:
+        run = fit_to_mesh(run, mesh)
+    except MeshwrightError as error:
+        raise NotPriced(f"its mesh is not ours: {error.args[0]}") from error
+    return Row(row["id"], row["system"], row["model"], run, target, read_seconds(row, run, target))
+
+
+def read_model(row: dict[str, str]) -> Llama:
+    """The model by its dimensions; two-matrix feed-forwards have two thirds of the width, for the same products."""
+    wanted = ("layers", "d_model", "n_heads", "d_ff", "vocab", "seq_len")
+    missing = [key for key in wanted if not row[key]]
+    if missing:
+        raise NotPriced(f"no {missing[0]}")
+    notes = row["notes"]
+    heads = int(row["n_heads"])
+    size = re.search(r"head_dim (\d+)", notes)
+    head = int(size[1]) if size else int(row["d_model"]) // heads
+    two = "2-matrix" in notes or "MPT" in row["model"] or "GPT" in row["model"].upper().replace("GPT OSS", "")
+    shape = dict(
+        vocab=int(row["vocab"]), width=int(row["d_model"]), layers=int(row["layers"]), heads=heads,
+        kv_heads=int(row["n_kv_heads"] or heads), head_size=head,
+        embedding="tied" if "tied" in notes or "MPT" in row["model"] else "untied",
+    )  # fmt: skip
+    experts = re.search(r"MoE E(\d+) top-?(\d+)", notes)
+    wide = [int(n) for n in re.findall(r"\d+", row["d_ff"])]
+    if experts:
+        return Mixtral(
+            **shape, mlp=wide[0], experts=int(experts[1]), active=int(experts[2]), expert_mlp=wide[-1],
+            shared=1 if "shared" in notes else 0,
+        )  # fmt: skip
+    width = round(wide[0] * 2 / 3 / 256) * 256 if two else wide[0]
+    return Llama(**shape, mlp=width)
+
+
+# Chips of a slice -> its torus.
+_TORUS_3D = {8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 192: "4x4x12", 256: "4x8x8",
+             512: "8x8x8", 1024: "8x8x16", 2048: "8x16x16", 4096: "16x16x16"}  # fmt: skip
+_TORUS_2D = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+
+
+def read_target(row: dict[str, str]) -> Target:
+    """The machine."""
+    hardware = row["hardware"]
+    chips = int(row["n_chips"])
+    slices = re.search(r" x(\d+)\b", hardware)
+    number = int(slices[1]) if slices else 1
+    for words, name in (
+        ("TPU7x", "tpu7x"), ("v6e", "v6e"), ("v5p", "v5p"), ("v5e", "v5e"), ("v4", "v4"), ("GB300", "gb300"),
+        ("B300", "b300"), ("GB200", "gb200"), ("B200", "b200"), ("H200", "h200"), ("H100", "h100"),
+        ("A100 40GB", "a100-40gb"), ("A100", "a100"),
+    ):  # fmt: skip
+        if words in hardware:
+            break
+    else:
+        raise NotPriced("a chip that is not in hardware.py")
+    if name in ("v4", "v5p", "tpu7x", "v6e", "v5e"):
+        torus = (_TORUS_2D if name in ("v6e", "v5e") else _TORUS_3D).get(chips // number)
+        found = re.search(r"(\d+x\d+x\d+)", hardware)
+        if not torus and not found:
+            raise NotPriced(f"a slice of {chips // number} chips of no known shape")
+        return parse_target(f"{number}*{name}:{found[1] if found else torus}")
+    return parse_target(f"{name}:{chips}")
+
+
+def read_mesh(row: dict[str, str], target: Target, sequences: int) -> tuple[MeshShape, int, dict[str, str]]:
+    """Mesh, microbatches, and what else the training has."""
+    text = row["mesh_or_parallelism"]
+    if not text:
+        raise NotPriced("no mesh")
+    if "transpose" in text:
+        raise NotPriced("FSDP over two dimensions of a weight, which no layout here has")
+    total = target.devices
+    if re.search(r"\bTP\d|\bPP\d|\bEP\d", text) or re.fullmatch(r"FSDP\d* ?\d*( .*)?", text):
+        return _megatron(row, text, total, sequences)
+    degrees = {key: int(n) for key, n in re.findall(r"\b(?:ici_)?(fsdp|tensor|data|expert)=(-?\d+)", text)}
+    between = {key: int(n) for key, n in re.findall(r"dcn_(\w+)=(\d+)", text)}
+    if not degrees:
+        degrees = {"fsdp": -1}
+    known = 1
+    for key, n in degrees.items():
+        known *= n if n > 0 else 1
+    for n in between.values():
+        known *= n
+    degrees = {key: (total // known if n < 0 else n) for key, n in degrees.items()}
+    if "128 devices" in text:
+        degrees = {"fsdp": total}
+    data = degrees.get("data", 1) * between.get("data", 1)
+    fsdp = degrees.get("fsdp", 1) * between.get("fsdp", 1)
+    slices = {"data": between.get("data", 1), "fsdp": between.get("fsdp", 1)}
+    across = max(slices, key=lambda k: slices[k])
+    shape = MeshShape(
+        data=data, fsdp=fsdp, tensor=degrees.get("tensor", 1), expert=degrees.get("expert", 1),
+        slices=target.slices if target.slices > 1 else 1, across=across,
+    )  # fmt: skip
+    if shape.size != total:
+        raise NotPriced(f"its mesh has {shape.size} devices and its machine {total}")
+    return shape, 1, {}
+
+
+def _megatron(row: dict[str, str], text: str, total: int, sequences: int) -> tuple[MeshShape, int, dict[str, str]]:
+    degree = {key: int(n) for key, n in re.findall(r"\b(TP|PP|CP|EP|DP|VP|FSDP|GA)(\d+)", text)}
+    tensor, stage, context = (degree.get(key, 1) for key in ("TP", "PP", "CP"))
+    sharded = "FSDP" in text and "DP(FSDP)" not in text
+    replicas = total // (tensor * stage * context)
+    if replicas < 1 or replicas * tensor * stage * context != total:
+        raise NotPriced("its degrees do not multiply to its chips")
+    expert = degree.get("EP", 1)
+    if replicas % expert:
+        raise NotPriced("experts over more devices than its data parallel groups have")
+    each = replicas // expert
+    local = re.search(r"(?:MBS|local batch|per-GPU batch|BS/GPU)=(\d+)", row["per_device_batch or global_batch (tokens)"])
+    share = sequences // replicas
+    # A pipeline whose microbatch nobody names is taken to have one sequence in it.
+    size = int(local[1]) if local else share if stage == 1 else 1
+    microbatches = max(1, share // max(1, size)) if stage > 1 or not sharded or "GA" in text else 1
+    if "GA" in degree and sharded:
+        microbatches = degree["GA"]
+    while share % microbatches:
+        microbatches -= 1
+    # Megatron's distributed optimizer is ZeRO-1 over data; SHARD_GRAD_OP keeps the weights gathered (ZeRO-2).
+    shape = MeshShape(
+        stage=stage, tensor=tensor, context=context, expert=expert,
+        fsdp=each if sharded and "SHARD_GRAD_OP" not in text else 1,
+        data=1 if sharded and "SHARD_GRAD_OP" not in text else each,
+    )  # fmt: skip
+    chunks = degree.get("VP", 1)
+    more = {"schedule": "interleaved", "chunks": chunks} if stage > 1 and chunks > 1 else {}
+    if context > 1:
+        more["context"] = "gather" if stage > 1 else "ring"
+    return shape, microbatches, more
+
+
+def read_remat(row: dict[str, str], mesh: MeshShape) -> str:
+    """Our policy that comes nearest."""
+    text, mesh_text = row["remat"].lower(), row["mesh_or_parallelism"]
+    if "offload" in text and ("q" in text.split("custom:")[-1] or "out_proj" in text):
+        return "offload_attention"
+    if "offload" in text:
+        return "offload"
+    if text in ("none", "none at 8k"):
+        return "attention"
+    if "per-op selective" in text or "save_dot_with_context" in text:
+        return "feed_forward"
+    if "selective" in text and row["system"] == "PyTorch FSDP":
+        return "feed_forward"
+    if "selective" in text or "minimal" in text:
+        return "projections"
+    if "full" in text or "activation checkpointing" in text or text == "yes":
+        return "full"
+    if "custom" in text:
+        return "feed_forward"
+    if text == "" and ("TP" in mesh_text or "PP" in mesh_text):
+        return "attention"  # Megatron-Core's recipes keep all but the scores of flash attention
+    return "full" if text == "" and row["hardware"].startswith("TPU") else "attention"
+
+
+def read_seconds(row: dict[str, str], run: Run, target: Target) -> float:
+    """Measured seconds of a step, from what the row prints first: time, tokens/s, FLOP/s by its own convention."""
+    if row["measured_step_time_s"]:
+        return float(row["measured_step_time_s"])
+    derived = re.search(r"derived_step_s=([\d.]+)", row["notes"])
+    if derived:
+        return float(derived[1])
+    tokens = run.training.batch * run.training.seq
+    if row["measured_tokens_per_s_per_chip"]:
+        return tokens / (float(row["measured_tokens_per_s_per_chip"]) * target.chips)
+    if not row["measured_tflops_per_chip"]:
+        raise NotPriced("no figure of its speed")
+    c = run.model
+    assert isinstance(c, Llama)
+    attention = 12 * c.layers * c.heads * c.head * run.training.seq * tokens
+    causal = "causal attention FLOPs" in row["notes"] and "non-causal" not in row["notes"]
+    flops = 6 * count(describe(run)[0]) * tokens + attention * (0.5 if causal or "Meta" in row["system"] else 1.0)
+    return flops / (float(row["measured_tflops_per_chip"]) * 1e12 * target.chips)
