@@ -77,6 +77,20 @@ class Table:
         busy = int((self.kind != IDLE).sum())
         return (self.ticks * self.stages - busy) / busy
 
+    @functools.cached_property
+    def meetings(self) -> dict[frozenset[int], int]:
+        """Kinds of work that are under way on some stage in a tick -> in how many ticks; IDLE is not among them."""
+        found: dict[frozenset[int], int] = {}
+        for row in self.kind:
+            kinds = frozenset(int(k) for k in np.unique(row) if k != IDLE)
+            found[kinds] = found.get(kinds, 0) + 1
+        return found
+
+    @functools.cached_property
+    def of_a_stage(self) -> dict[int, int]:
+        """Kind of work -> in how many ticks the first stage does it; all stages do as much."""
+        return {kind: int((self.kind[:, 0] == kind).sum()) for kind in KINDS}
+
     def task(self, tick: int, stage: int) -> Task:
         return Task(*(int(a[tick, stage]) for a in (self.kind, self.chunk, self.microbatch)))
 

@@ -7,6 +7,7 @@ import jax
 
 from meshwright.kernels.attention import Positions, attention, positions_of
 from meshwright.kernels.blocked import blocked
+from meshwright.kernels.cudnn import cudnn_attention, has_cudnn
 from meshwright.kernels.splash import splash_attention
 
 
@@ -50,11 +51,12 @@ def _through(between: Between) -> Whole:
 KERNELS: dict[str, Kernels] = {
     "cpu": Kernels("reference", _through(attention), attention),
     "tpu": Kernels("splash", splash_attention, blocked),
-    "gpu": Kernels("blocked", _through(blocked), blocked),
-    "cuda": Kernels("blocked", _through(blocked), blocked),
+    "gpu": Kernels("cuDNN", cudnn_attention, blocked),
 }
+_BLOCKED = Kernels("blocked", _through(blocked), blocked)
 
 
 def kernels_of(platform: str) -> Kernels:
-    """Attention for the devices of a platform; XLA in blocks where it is none of those known."""
-    return KERNELS.get(platform, KERNELS["gpu"])
+    """Attention for the devices of a platform; XLA in blocks where there is no kernel for them."""
+    name = "gpu" if platform == "cuda" else platform
+    return _BLOCKED if name not in KERNELS or (name == "gpu" and not has_cudnn()) else KERNELS[name]

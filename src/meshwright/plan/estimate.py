@@ -5,11 +5,12 @@ up to the share that the chip's `Efficiency` says. A pipeline's ticks come from 
 """
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
 
 from meshwright.check import chunks_of, describe
-from meshwright.config import MeshShape, Run
+from meshwright.config import Data, MeshShape, Optimizer, Run, Training
 from meshwright.efficiency import Efficiency, efficiency_of
 from meshwright.flops import training_flops_per_token
 from meshwright.plan.memory import held, offloaded
@@ -26,6 +27,8 @@ ATTENTION_BACKWARD = 3.5
 """Of splash attention's backward pass, in forward passes: seven products for two (kernels/splash.py)."""
 OPTIMIZER_BYTES = {"adamw": 32, "lion": 24, "sgd": 24, "muon": 40, "adafactor": 24}
 """Bytes of HBM that an update reads and writes for each parameter: gradients, norm and clipping among them."""
+SCORES = {"forward": 14, "recomputed": 14, "backward": 32}
+"""Bytes of HBM that unfused attention moves for each score."""
 STREAM = {"forward": 10, "recomputed": 8, "backward": 20}
 """Copies of the residual stream that a layer's norms, sums and rotations read and write beside its products."""
 
@@ -93,7 +96,7 @@ def estimate(
     pipeline: how long its stages take; None is as ours do, in ticks.
     """
     shape = run.mesh or MeshShape()
-    params, placed = describe(run)
+    params, placed = _described(_canonical(run))
     share = efficiency or efficiency_of(target.name)
     work, again, placement = work_of(run, shape, params, placed), recomputed(run, shape), place_mesh(shape, target)
     table = _table(run, shape)
@@ -101,6 +104,16 @@ def estimate(
     memory = held(run, shape, params, placed, work, float(table.held.max()) if table is not None else 1.0)
     at_optimizer = memory["parameters"] / _width(run)
     return _add_up(run, shape, target, share, work, again, placement, table, sent, memory, at_optimizer, pipeline or in_ticks)
+
+
+def _canonical(run: Run) -> Run:
+    """The run without what its parameters' descriptions do not depend on."""
+    t = run.training
+    piped = {"schedule": t.schedule, "chunks": t.chunks} if run.mesh is not None and run.mesh.stage > 1 else {}
+    return dataclasses.replace(run, training=Training(seq=t.seq, **piped), optimizer=Optimizer(), data=Data(), name="")
+
+
+_described = functools.lru_cache(maxsize=4096)(describe)
 
 
 def _width(run: Run) -> int:
@@ -120,7 +133,8 @@ def _add_up(
 ) -> Estimate:  # fmt: skip
     training, chip = run.training, target.chip
     microbatches = training.microbatches
-    compute = {name: _compute(work, again, name, target, share) for name in PASSES}
+    unfused = shape.context > 1 and training.context not in ("all_to_all",)
+    compute = {name: _compute(work, again, name, target, share, unfused) for name in PASSES}
     unembedding = _unembedding(work, target, share)
     moved, routes = _moved(sent, placement, target, share)
     # Of one microbatch, in each pass.
@@ -169,8 +183,10 @@ def _add_up(
     )  # fmt: skip
 
 
-def _compute(work: Work, again: frozenset[str], name: str, target: Target, share: Efficiency) -> dict[str, float]:
-    """Seconds of one microbatch's layers in a pass."""
+def _compute(
+    work: Work, again: frozenset[str], name: str, target: Target, share: Efficiency, unfused: bool
+) -> dict[str, float]:
+    """Seconds of one microbatch's layers in a pass. unfused: attention between pieces of the sequence, by XLA."""
     chip = target.chip
     rate, bandwidth = chip.flops_bf16 * share.matmul, chip.bandwidth * share.memory
     factor = 2.0 if name == "backward" else 1.0
@@ -182,6 +198,10 @@ def _compute(work: Work, again: frozenset[str], name: str, target: Target, share
     )
     passes = {"forward": 1.0, "backward": ATTENTION_BACKWARD, "recomputed": 1.0 if "attention" in again else 0.0}
     attention = passes[name] * work.attention / (chip.flops_bf16 * share.attention)
+    if unfused and passes[name]:
+        # Scores of pieces are written and read: float32 and the weights of the compute type (blocks/context.py).
+        scores = work.attention / (4 * work.heads[2])
+        attention = max(attention, scores * SCORES[name] / bandwidth)
     copies = STREAM[name] if name != "recomputed" or again - {"scores"} else 0
     stream = copies * work.tokens * work.width * 2 * work.layers / bandwidth
     return {"matmul": matmul, "attention": attention, "memory": stream}
@@ -233,8 +253,8 @@ def in_ticks(parts: dict[str, float], table: Table, busy: dict[str, float]) -> d
         INPUT: (forward + recomputed + backward / 2) / chunks,
         WEIGHT: (forward + recomputed + backward / 2) / chunks,
     }
-    ticks = sum(max((lasts[int(k)] for k in row if int(k) in lasts), default=0.0) for row in table.kind)
-    own = sum(lasts.get(int(kind), 0.0) for kind in table.kind[:, 0])
+    ticks = sum(count * max((lasts[k] for k in kinds), default=0.0) for kinds, count in table.meetings.items())
+    own = sum(count * lasts[kind] for kind, count in table.of_a_stage.items())
     again = own - table.microbatches * (forward + backward)
     return {**parts, "recomputed": max(0.0, again), "bubble": max(0.0, ticks - own)}
 

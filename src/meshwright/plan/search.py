@@ -1,0 +1,235 @@
+"""Searches the meshes, schedules, microbatches and remat policies of a run on a machine.
+
+Only what the trainer itself accepts is priced (`check.fit_to_mesh`). For every mesh the policies are tried from the one
+that computes least again to the one that keeps least, and accumulation grows, until one fits: what comes after it would
+only be slower.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+
+from meshwright.check import fit_to_mesh
+from meshwright.config import MeshShape, Run
+from meshwright.errors import ConfigError, divisors
+from meshwright.families import find_family
+from meshwright.hardware import Nodes, Torus
+from meshwright.layouts import BATCH_AXES
+from meshwright.plan.estimate import Estimate, estimate
+from meshwright.target import Target
+
+POLICIES = ("none", "attention", "projections", "feed_forward", "offload_attention", "full", "offload")
+"""Remat policies, from the one that computes least again to the one that holds least."""
+OFFLOADED = ("offload_attention", "offload")
+"""Those that use the memory of the host, on TPUs alone: XLA loses them in silence on GPUs."""
+_HOPELESS = 1.5
+"""Seconds over those of the best plan, from which no other policy of a mesh is tried: all the others are slower yet."""
+_WIDEST_TENSOR, _LONGEST_PIPELINE, _MOST_CONTEXT = 64, 32, 64
+_MOST_MICROBATCHES = 128
+_SHORTEST = 1024
+"""Positions of a sequence below which splitting it further is not tried."""
+_ROOM = 0.95
+"""Of a chip's memory, what a plan may take: the rest is for what arithmetic does not see."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A run on a machine, with its price."""
+
+    run: Run
+    """Fitted to its mesh."""
+    estimate: Estimate
+
+    @property
+    def mesh(self) -> MeshShape:
+        assert self.run.mesh is not None
+        return self.run.mesh
+
+    @property
+    def name(self) -> str:
+        """`fsdp=64,tensor=4, full`, with what else is not the default."""
+        training = self.run.training
+        more = [training.remat]
+        if training.microbatches > 1:
+            more.append(f"{training.microbatches} microbatches")
+        if self.mesh.stage > 1:
+            more.append(training.schedule + (f" x{training.chunks}" if training.schedule == "interleaved" else ""))
+        if self.mesh.context > 1:
+            more.append(training.context)
+        return f"{self.mesh}, {', '.join(more)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a search came to."""
+
+    target: Target
+    plans: tuple[Plan, ...]
+    """That fit, the fastest first; one for each mesh and schedule."""
+    closest: tuple[Plan, ...]
+    """That do not fit, by how much they lack, the least first."""
+    refused: dict[str, str]
+    """Mesh -> why the trainer refuses it."""
+    priced: int
+    """Plans that were priced."""
+
+
+def search(run: Run, target: Target) -> Found:
+    """The best plans of `run` on all devices of `target`. Its mesh, remat and microbatches are found anew."""
+    plans: list[Plan] = []
+    misses: list[Plan] = []
+    refused: dict[str, str] = {}
+    priced, fastest = 0, math.inf
+    # Without a pipeline first: those are many plans fewer, and set the mark for the rest.
+    for shape in sorted(meshes(run, target), key=lambda shape: (shape.stage, shape.tensor * shape.context)):
+        try:
+            options = list(schedules(run, shape))
+        except ConfigError as error:
+            refused[str(shape)] = str(error)
+            continue
+        for training in options:
+            best, closest, count = _best(run, target, shape, training, refused, fastest * _HOPELESS)
+            priced += count
+            if best is not None:
+                plans.append(best)
+                fastest = min(fastest, best.estimate.seconds)
+            elif closest is not None:
+                misses.append(closest)
+    plans.sort(key=lambda plan: plan.estimate.seconds)
+    misses.sort(key=lambda plan: plan.estimate.bytes)
+    return Found(target, tuple(plans), tuple(misses), refused, priced)
+
+
+def meshes(run: Run, target: Target) -> Iterator[MeshShape]:
+    """Every mesh over all devices worth a price: degrees that divide what they split."""
+    model, seq, devices = run.model, run.training.seq, target.devices
+    heads = math.gcd(model.heads, getattr(model, "kv_heads", model.heads))
+    experts = getattr(model, "experts", 1)
+    node = target.topology[-1] if isinstance(target.chip.wires, Nodes) else _WIDEST_TENSOR
+    tensors = [t for t in divisors(heads) if t <= min(_WIDEST_TENSOR, node)]
+    stages = [s for s in divisors(devices) if s <= min(model.layers, _LONGEST_PIPELINE)]
+    contexts = [c for c in divisors(devices) if c == 1 or (c <= _MOST_CONTEXT and seq // c >= _SHORTEST)]
+    for tensor, stage, context, expert in itertools.product(tensors, stages, contexts, divisors(experts)):
+        inner = tensor * stage * context * expert
+        if devices % inner:
+            continue
+        for data in _replicas(devices // inner, target):
+            found = _in_slices(
+                {"stage": stage, "data": data, "fsdp": devices // inner // data, "expert": expert, "context": context,
+                 "tensor": tensor}, target,
+            )  # fmt: skip
+            if found is not None and run.training.batch % found.over(BATCH_AXES) == 0:
+                yield found
+
+
+def _replicas(devices: int, target: Target) -> list[int]:
+    """Degrees of `data` beside `fsdp`: one, one a slice or node, and all of them."""
+    parts = target.parts
+    return sorted({d for d in (1, parts, devices) if devices % d == 0})
+
+
+def _in_slices(degrees: dict[str, int], target: Target) -> MeshShape | None:
+    """The mesh with the outermost axis that can crossing the slices of TPUs."""
+    if isinstance(target.chip.wires, Nodes) or target.slices == 1:
+        return MeshShape(**degrees)
+    for axis in ("data", "stage", "fsdp"):
+        if degrees[axis] % target.slices == 0:
+            return MeshShape(**degrees, slices=target.slices, across=axis)
+    return None
+
+
+def schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
+    """The run on a mesh with each way through its pipeline and its sequence. Raises ConfigError where it has none."""
+    training = run.training
+    if shape.context > 1:
+        # A ring cannot stand in the branches of a pipeline (composition.py), and heads may be too few for the others.
+        kv = getattr(run.model, "kv_heads", run.model.heads) // shape.tensor
+        whole = "all_to_all" if kv % shape.context == 0 else "gather" if shape.stage > 1 else "ring"
+        training = dataclasses.replace(training, context=whole)
+    if shape.stage == 1:
+        yield dataclasses.replace(run, mesh=shape, training=dataclasses.replace(training, microbatches=1))
+        return
+    share = training.batch // shape.over(BATCH_AXES)
+    counts = [m for m in divisors(share) if shape.stage <= m <= _MOST_MICROBATCHES] or [min(share, shape.stage)]
+    chosen = sorted({min(counts, key=lambda m: abs(m - k * shape.stage)) for k in (2, 4, 8)})
+    for microbatches in chosen:
+        for schedule in ("1f1b", "interleaved"):
+            if schedule == "interleaved" and (run.model.layers < 2 * shape.stage or microbatches % shape.stage):
+                continue
+            yield dataclasses.replace(
+                run, mesh=shape,
+                training=dataclasses.replace(training, microbatches=microbatches, schedule=schedule, chunks=2),
+            )  # fmt: skip
+
+
+def _best(
+    run: Run, target: Target, shape: MeshShape, base: Run, refused: dict[str, str], limit: float
+) -> tuple[Plan | None, Plan | None, int]:
+    """The fastest that fits, else the one that lacks least, of one mesh and schedule; and how many were priced."""
+    best: Plan | None = None
+    closest: Plan | None = None
+    count = 0
+    share = base.training.batch // shape.over(BATCH_AXES)
+    accumulations = [base.training.microbatches] if shape.stage > 1 else _accumulations(share)
+    host = isinstance(target.chip.wires, Torus)
+    policies = [policy for policy in POLICIES if host or policy not in OFFLOADED]
+    for microbatches in accumulations:
+        for remat in policies:
+            training = dataclasses.replace(base.training, microbatches=microbatches, remat=remat)
+            try:
+                fitted = _fitted(dataclasses.replace(base, training=training), shape)
+            except ConfigError as error:
+                refused[str(shape)] = str(error)
+                return best, closest, count
+            plan = Plan(fitted, estimate(fitted, target))
+            count += 1
+            if plan.estimate.bytes <= _ROOM * plan.estimate.budget:
+                if best is None or plan.estimate.seconds < best.estimate.seconds:
+                    best = plan
+                if remat not in OFFLOADED:
+                    break
+            elif closest is None or plan.estimate.bytes < closest.estimate.bytes:
+                closest = plan
+            if plan.estimate.seconds > limit:
+                return best, closest, count
+        if best is not None:
+            break
+    return best, closest, count
+
+
+def _accumulations(share: int) -> list[int]:
+    """Microbatches without a pipeline: as few as fit, doubling."""
+    return [m for m in divisors(share) if m & (m - 1) == 0 or m == share]
+
+
+@functools.lru_cache(maxsize=65536)
+def _fits(run: Run, shape: MeshShape) -> Run | str:
+    try:
+        return fit_to_mesh(run, shape)
+    except ConfigError as error:
+        return str(error)
+
+
+def _fitted(run: Run, shape: MeshShape) -> Run:
+    """`run` fitted to the mesh; what depends on neither remat nor microbatches is asked once."""
+    canonical = dataclasses.replace(run, training=dataclasses.replace(run.training, remat="full"))
+    found = _fits(canonical, shape)
+    if isinstance(found, str):
+        raise ConfigError("this mesh", found.partition("\n")[0], "another")
+    return dataclasses.replace(found, training=run.training)
+
+
+def tokens_in_batch(run: Run, tokens: int) -> Run:
+    """The run with as many sequences as make about so many tokens a step."""
+    batch = max(1, round(tokens / run.training.seq))
+    # A number that many meshes divide: rounded to a multiple of the largest power of two not above a quarter of it.
+    step = 2 ** max(0, int(math.log2(max(1, batch / 4))))
+    batch = max(1, round(batch / step)) * step
+    return dataclasses.replace(run, training=dataclasses.replace(run.training, batch=batch))
+
+
+def longest_of(run: Run) -> int | None:
+    """Positions that the model has."""
+    return find_family(run.model).longest(run.model)
