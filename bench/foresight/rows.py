@@ -9,13 +9,12 @@ import dataclasses
 import re
 from pathlib import Path
 
-from meshwright.check import fit_to_mesh
+from meshwright.check import describe, fit_to_mesh
 from meshwright.config import MeshShape, Run, Training
 from meshwright.errors import MeshwrightError
 from meshwright.families.llama import Llama
 from meshwright.families.mixtral import Mixtral
 from meshwright.params import count
-from meshwright.check import describe
 from meshwright.target import Target, parse_target
 
 FILE = Path(__file__).with_name("published.csv")
@@ -68,8 +67,14 @@ def read_row(row: dict[str, str]) -> Row:
     training = Training(
         batch=sequences, seq=seq, microbatches=microbatches, remat=read_remat(row, mesh), logits_mib=1024, **more
     )
-    run = Run(model=model, mesh=mesh, training=training, layout="zero1" if mesh.data > 1 else "fsdp", name=row["id"],
-              fsdp_min_size=2**20)
+    run = Run(
+        model=model,
+        mesh=mesh,
+        training=training,
+        layout="zero1" if mesh.data > 1 else "fsdp",
+        name=row["id"],
+        fsdp_min_size=2**20,
+    )
     try:
         run = fit_to_mesh(run, mesh)
     except MeshwrightError as error:
@@ -110,20 +115,21 @@ _TORUS_3D = {8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 19
 _TORUS_2D = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 
 
+_NAMES = (
+    ("TPU7x", "tpu7x"), ("v6e", "v6e"), ("v5p", "v5p"), ("v5e", "v5e"), ("v4", "v4"), ("GB300", "gb300"),
+    ("B300", "b300"), ("GB200", "gb200"), ("B200", "b200"), ("H200", "h200"), ("H100", "h100"),
+    ("A100 40GB", "a100-40gb"), ("A100", "a100"),
+)  # fmt: skip
+
+
 def read_target(row: dict[str, str]) -> Target:
     """The machine."""
     hardware = row["hardware"]
     chips = int(row["n_chips"])
     slices = re.search(r" x(\d+)\b", hardware)
     number = int(slices[1]) if slices else 1
-    for words, name in (
-        ("TPU7x", "tpu7x"), ("v6e", "v6e"), ("v5p", "v5p"), ("v5e", "v5e"), ("v4", "v4"), ("GB300", "gb300"),
-        ("B300", "b300"), ("GB200", "gb200"), ("B200", "b200"), ("H200", "h200"), ("H100", "h100"),
-        ("A100 40GB", "a100-40gb"), ("A100", "a100"),
-    ):  # fmt: skip
-        if words in hardware:
-            break
-    else:
+    name = next((name for words, name in _NAMES if words in hardware), None)
+    if name is None:
         raise NotPriced("a chip that is not in hardware.py")
     if name in ("v4", "v5p", "tpu7x", "v6e", "v5e"):
         torus = (_TORUS_2D if name in ("v6e", "v5e") else _TORUS_3D).get(chips // number)
@@ -149,7 +155,7 @@ def read_mesh(row: dict[str, str], target: Target, sequences: int) -> tuple[Mesh
     if not degrees:
         degrees = {"fsdp": -1}
     known = 1
-    for key, n in degrees.items():
+    for n in degrees.values():
         known *= n if n > 0 else 1
     for n in between.values():
         known *= n
@@ -180,7 +186,9 @@ def _megatron(row: dict[str, str], text: str, total: int, sequences: int) -> tup
     if replicas % expert:
         raise NotPriced("experts over more devices than its data parallel groups have")
     each = replicas // expert
-    local = re.search(r"(?:MBS|local batch|per-GPU batch|BS/GPU)=(\d+)", row["per_device_batch or global_batch (tokens)"])
+    local = re.search(
+        r"(?:MBS|local batch|per-GPU batch|BS/GPU)=(\d+)", row["per_device_batch or global_batch (tokens)"]
+    )
     share = sequences // replicas
     # A pipeline whose microbatch nobody names is taken to have one sequence in it.
     size = int(local[1]) if local else share if stage == 1 else 1

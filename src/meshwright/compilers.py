@@ -82,13 +82,9 @@ def devices_of(target: Target) -> list[Any]:
         if isinstance(target.chip.wires, Nodes):
             # One partition of so many hosts with so many GPUs.
             spec = gpu_description(target.name)
-            return list(
-                topologies.get_topology_desc(platform="cuda", target_config=spec, topology=f"1x{size}").devices
-            )
+            return list(topologies.get_topology_desc(platform="cuda", target_config=spec, topology=f"1x{size}").devices)
         more: dict[str, Any] = {"num_slices": target.slices} if target.slices > 1 else {}
-        return list(
-            topologies.get_topology_desc(platform="tpu", topology_name=f"{target.name}:{size}", **more).devices
-        )
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=f"{target.name}:{size}", **more).devices)
     except Exception as error:
         raise ConfigError(
             f"target {target}",

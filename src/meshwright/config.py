@@ -139,6 +139,9 @@ class Optimizer:
 
 
 Precision = Literal["float32", "bfloat16"]
+Schedule = Literal["1f1b", "gpipe", "interleaved", "zero_bubble", "circular"]
+Remat = Literal["none", "attention", "projections", "feed_forward", "full", "offload_attention", "offload"]
+Context = Literal["ring", "gather", "all_to_all", "ring_of_groups"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +157,7 @@ class Training:
     microbatches: int = 1
     """Parts in which each device takes its share of the batch, one after another (gradient accumulation); with
     `stage` they follow each other through the pipeline."""
-    schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble", "circular"] = "1f1b"
+    schedule: Schedule = "1f1b"
     """Order of work of the pipeline stages (schedules.py)."""
     chunks: int = 2
     """Parts of the model on each stage, where the schedule is interleaved or circular."""
@@ -166,11 +169,11 @@ class Training:
     """Type of weights in use and of activations."""
     reduce_dtype: Precision = "float32"
     """Type in which gradients are summed over devices."""
-    remat: Literal["none", "attention", "projections", "feed_forward", "full", "offload_attention", "offload"] = "full"
+    remat: Remat = "full"
     """What the backward pass computes again: nothing (none), the attention scores (attention), what lies between the
     projections (projections), the feed-forward half of a layer (feed_forward), or all of a layer (full). On TPUs a
     layer's input may wait in the host's memory (offload), with it what attention made (offload_attention)."""
-    context: Literal["ring", "gather", "all_to_all", "ring_of_groups"] = "ring"
+    context: Context = "ring"
     """How attention sees a sequence that is split over the mesh axis `context`: blocks of keys and values pass along a
     ring (ring), are gathered (gather), heads are exchanged for positions (all_to_all, Ulysses), or both where there
     are fewer heads than devices (ring_of_groups)."""

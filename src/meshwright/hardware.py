@@ -176,10 +176,16 @@ def read_chip(file: Path) -> Chip:
     try:
         wires: Torus | Nodes
         if "torus" in told:
-            wires = Torus(dims=len(told["torus"]["largest"]), **{**told["torus"], "largest": tuple(told["torus"]["largest"])})
+            wires = Torus(
+                dims=len(told["torus"]["largest"]), **{**told["torus"], "largest": tuple(told["torus"]["largest"])}
+            )
         else:
             wires = Nodes(**told["nodes"])
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"the wires of the chip in {file}", str(error), "link and domain, or link, wraps, largest") from error
+        raise ConfigError(
+            f"the wires of the chip in {file}", str(error), "link and domain, or link, wraps, largest"
+        ) from error
     rest = {key: value for key, value in told.items() if key not in ("torus", "nodes", "sources")}
-    return Chip(**{"name": file.stem, **rest}, wires=wires, sources=dict.fromkeys((*_FIELDS, "wires", "clock"), str(file)))
+    return Chip(
+        **{"name": file.stem, **rest}, wires=wires, sources=dict.fromkeys((*_FIELDS, "wires", "clock"), str(file))
+    )

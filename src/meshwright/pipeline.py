@@ -25,13 +25,13 @@ from meshwright.schedules import FORWARD, KINDS, NOTHING, WEIGHT, Table
 Layers = dict[str, Tree]
 _FIRST = 0
 # The scopes of what a tick may do; the census knows by them how often it does.
-_SCOPE = {kind: f"pipeline: {name}" for kind, name in KINDS.items()}
+SCOPES = {kind: f"pipeline: {name}" for kind, name in KINDS.items()}
 _BEGINS, _ENDS, _RETURNS = "pipeline: begins", "pipeline: ends", "pipeline: returns"
 
 
 def taken_in(table: Table) -> dict[str, tuple[int, int]]:
     """Scope of each branch -> in how many of the ticks a stage takes it."""
-    counts = {_SCOPE[kind]: int((table.kind[:, _FIRST] == kind).sum()) for kind in KINDS}
+    counts = {SCOPES[kind]: int((table.kind[:, _FIRST] == kind).sum()) for kind in KINDS}
     counts |= dict.fromkeys((_BEGINS, _ENDS, _RETURNS), table.microbatches)
     return {scope: (count, table.ticks) for scope, count in counts.items()}
 
@@ -154,7 +154,7 @@ def run_forward(table: Table, parts: Parts, held: Tree) -> Any:
         def forward(inputs: jax.Array) -> jax.Array:
             at = now["chunk"]
             given = _read(inputs, now["input_slot"])
-            with jax.named_scope(_SCOPE[FORWARD]):
+            with jax.named_scope(SCOPES[FORWARD]):
                 return parts.chunk(_rows(layers, at, table.chunks), given, at, now["microbatch"])[0]
 
         sent = lax.cond(now["kind"] == FORWARD, forward, lambda inputs: jnp.zeros(x.shape, x.dtype), inputs)
@@ -197,7 +197,7 @@ def run_schedule(table: Table, parts: Parts, held: Tree) -> tuple[Tree, Any, Any
 
 
 def _named(kind: int, work: Callable[..., Any]) -> Callable[..., Any]:
-    return jax.named_scope(_SCOPE[kind])(work) if kind in _SCOPE else work
+    return jax.named_scope(SCOPES[kind])(work) if kind in SCOPES else work
 
 
 @functools.partial(

@@ -63,14 +63,18 @@ def parse_target(text: str) -> Target:
         )
     if any(n > most for n, most in zip(sorted(size), sorted(chip.wires.largest), strict=True)):
         most = "x".join(map(str, chip.wires.largest))
-        raise ConfigError(f"target {text!r}", f"the largest slice of {name} is {most}", f"slices of it: 2*{name}:{most}")
+        raise ConfigError(
+            f"target {text!r}", f"the largest slice of {name} is {most}", f"slices of it: 2*{name}:{most}"
+        )
     return Target(name, chip, size, slices)
 
 
 def _in_nodes(text: str, name: str, wires: Nodes, size: tuple[int, ...], slices: int) -> tuple[int, int]:
     """(nodes, GPUs a node) of a count, or of both given."""
     if slices > 1 or len(size) > 2:
-        raise ConfigError(f"target {text!r}", f"{name} come in nodes, not in slices", f"{name}:{slices * math.prod(size)}")
+        raise ConfigError(
+            f"target {text!r}", f"{name} come in nodes, not in slices", f"{name}:{slices * math.prod(size)}"
+        )
     if len(size) == 2:
         if size[1] > wires.domain:
             raise ConfigError(

@@ -3,10 +3,11 @@
 import contextlib
 import dataclasses
 import os
+import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,6 +15,8 @@ import jax
 from meshwright.census.buffers import Assignment, read_assignment
 from meshwright.census.hlo import Module, parse_module
 from meshwright.census.memory import Compiled
+from meshwright.errors import CensusError
+from meshwright.report.console import spell_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +44,44 @@ _AFRESH = {"xla_detailed_logging": True}
 _heard: dict[int, list[str]] = {}
 
 
-def compile_function(function: Any, *arguments: Any) -> CompiledProgram:
-    """Compiles `function` for `arguments`, which may be abstract. Nothing runs."""
+class OutOfMemory(CensusError):
+    """The compiler found no place for what the program holds."""
+
+    def __init__(self, needs: float, has: float):
+        super().__init__(
+            "the program on this device",
+            f"the compiler needs {spell_bytes(needs)} of HBM at once, and there are {spell_bytes(has)}",
+            "one of the remedies below, or more devices",
+        )
+        self.needs, self.has = needs, has
+
+
+_SIZES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_NO_ROOM = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)")
+
+
+def _explained(error: Exception) -> Exception:
+    found = _NO_ROOM.search(str(error))
+    if found:
+        return OutOfMemory(float(found[1]) * _SIZES[found[2]], float(found[3]) * _SIZES[found[4]])
+    first = str(error).splitlines()[0][:400]
+    return CensusError("compiling the program", f"the compiler refuses it: {first}", "another mesh, batch or target")
+
+
+def compile_function(function: Any, *arguments: Any, options: Mapping[str, Any] | None = None) -> CompiledProgram:
+    """Compiles `function` for `arguments`, which may be abstract. Nothing runs.
+
+    options: of the compiler, by name.  Raises OutOfMemory, or CensusError with what the compiler said.
+    """
     jitted = function if hasattr(function, "trace") else jax.jit(function)
     traced = jitted.trace(*arguments)
     started = time.perf_counter()
     with _listen() as said:
-        executable = traced.lower().compile(compiler_options=_AFRESH)
+        lowered = traced.lower()
+        try:
+            executable = lowered.compile(compiler_options={**_AFRESH, **(options or {})})
+        except jax.errors.JaxRuntimeError as error:
+            raise _explained(error) from error
     seconds = time.perf_counter() - started
     text = executable.as_text()
     # The second census of one program finds it compiled: what the compiler said the first time holds.
@@ -55,13 +89,21 @@ def compile_function(function: Any, *arguments: Any) -> CompiledProgram:
     stats = executable.memory_analysis()
     memory = Compiled(
         stats.argument_size_in_bytes, stats.output_size_in_bytes, stats.alias_size_in_bytes, stats.temp_size_in_bytes,
-        stats.generated_code_size_in_bytes,
+        stats.generated_code_size_in_bytes, live=_live(stats), host=getattr(stats, "host_temp_size_in_bytes", 0),
     )  # fmt: skip
     analysis = executable.cost_analysis() or {}
     return CompiledProgram(
         executable, traced.jaxpr, text, parse_module(text), _assignment(executable, stats), memory, dict(analysis),
         tuple(said), seconds,
     )  # fmt: skip
+
+
+def _live(stats: Any) -> int | None:
+    """Most bytes alive at once; what waits on the host is counted there by the compiler, too, and taken off."""
+    peak = getattr(stats, "peak_memory_in_bytes", 0)
+    host = getattr(stats, "host_temp_size_in_bytes", 0)
+    # With offloading the peak is that of the host's heap: it says nothing of the device.
+    return peak if peak and not host else None
 
 
 def _assignment(executable: Any, stats: Any) -> Assignment | None:

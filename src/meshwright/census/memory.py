@@ -37,11 +37,20 @@ class Compiled:
     """Results that are written over arguments."""
     temporary: int
     code: int
+    live: int | None = None
+    """Most that is alive at once, where the compiler says; the heap that holds it has gaps besides."""
+    host: int = 0
+    """Temporaries in the memory of the host."""
 
     @property
     def peak(self) -> int:
-        """Most that the program holds: arguments, results that are no arguments, temporaries."""
+        """Most that the program takes of a device: arguments, results that are no arguments, temporaries."""
         return self.arguments + self.results - self.aliased + self.temporary
+
+    @property
+    def alive(self) -> int:
+        """Most that is alive at once; what the program takes where the compiler does not say."""
+        return self.peak if self.live is None else min(self.live, self.peak)
 
 
 @dataclasses.dataclass(frozen=True)

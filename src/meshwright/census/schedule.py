@@ -7,7 +7,7 @@ collective at a time. A loop's body is played once and counted as often as it ru
 
 import dataclasses
 import functools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from meshwright.census.groups import Groups
@@ -70,9 +70,9 @@ class _Played:
     """One execution of a computation."""
 
     seconds: float = 0.0
-    by_kind: Counter[str] = dataclasses.field(default_factory=Counter)
-    exposed: Counter[str] = dataclasses.field(default_factory=Counter)
-    sent: Counter[str] = dataclasses.field(default_factory=Counter)
+    by_kind: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
+    exposed: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
+    sent: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
     bubble: float = 0.0
     spans: list[Span] = dataclasses.field(default_factory=list)
 
@@ -138,7 +138,7 @@ class _Player:
             self._branches(now, instruction)
         elif opcode == "call":
             self._nested(now, instruction.called[0], 1, _name(instruction))
-        elif opcode.endswith("-done") or opcode.endswith("-update") or _is_fused_done(instruction):
+        elif opcode.endswith(("-done", "-update")) or _is_fused_done(instruction):
             now.wait(self._started(computation, instruction))
         elif self._collective(computation, instruction) is not None:
             self._send(now, computation, instruction)
@@ -258,7 +258,7 @@ class _Now:
         self.at = 0.0
         self.played = _Played()
         self._ends: dict[str, tuple[float, int | None, str]] = {}
-        self._free: Counter[str] = Counter()
+        self._free: defaultdict[str, float] = defaultdict(float)
 
     def run(self, name: str, kind: str, seconds: float) -> None:
         """Work that the compute units do now."""
@@ -323,4 +323,3 @@ def _scope_of(module: Module, branch: Computation) -> str | None:
     """The scope of a pipeline's branch, where it is one."""
     names = [i.op_name for i in branch.instructions.values()]
     return next((scope for scope in module.taken if any(f"/{scope}/" in name for name in names)), None)
-

@@ -14,7 +14,9 @@ from meshwright.census.ledger import Entry
 from meshwright.census.live import Measured
 from meshwright.census.take import Census, summarise
 from meshwright.flops import SOURCES
+from meshwright.plan.estimate import Estimate
 from meshwright.report.console import spell_bytes, spell_count
+from meshwright.target import Target
 
 _ROWS = 16
 """Rows of the ledger that are printed; the rest is added up."""
@@ -55,6 +57,40 @@ def print_parts(console: Console, census: Census) -> None:
     print_ledger(console, census)
     print_flops(console, census)
     print_findings(console, census)
+
+
+def print_foresight(console: Console, census: Census, target: Target, priced: Estimate | None) -> None:
+    """The predicted schedule, and the plan's arithmetic beside the compiler's figures."""
+    schedule, alive = census.schedule, census.memory.compiled.alive
+    flops = sum(census.flops.formula.values())
+    if schedule is not None:
+        share = schedule.utilisation(flops, target.chip.flops_bf16)
+        console.print(f"\n[bold]predicted schedule[/]: {schedule.seconds:.3g} s a step, {share:.0%} MFU on {target}")
+        table = _table("", "seconds", "", right=("seconds",))
+        rows = {**{kind: schedule.by_kind.get(kind, 0.0) for kind in ("matmul", "attention", "memory")},
+                **{f"exposed, {axes} ({schedule.routes.get(axes, 'HBM')})": n for axes, n in schedule.exposed.items()},
+                "pipeline bubble": schedule.bubble}  # fmt: skip
+        for name, seconds in rows.items():
+            if seconds > 0.0005 * schedule.seconds:
+                table.add_row(name, f"{seconds:.3f}", "█" * max(1, round(seconds / schedule.seconds * _BAR)))
+        console.print(table)
+    if priced is not None:
+        gap = priced.bytes / alive - 1
+        heap = spell_bytes(census.memory.compiled.peak)
+        console.print(
+            f"[bold]planned[/]: {spell_bytes(priced.bytes)} a device, the compiler's peak is {spell_bytes(alive)} "
+            f"({gap:+.0%} planned), its heap {heap}; {priced.seconds:.3g} s a step by arithmetic"
+        )
+
+
+def print_remedies(console: Console, over: float, found: Sequence[tuple[str, float, float]]) -> None:
+    """What would bring a step below its budget, cheapest first."""
+    if not found:
+        return
+    console.print(f"\n[bold]{spell_bytes(over)} too many[/]; what would help, by arithmetic:")
+    for words, saved, seconds in found:
+        enough = "" if saved >= over else ", not enough alone"
+        console.print(f"  {words}: {spell_bytes(saved)} less, {seconds * 1e3:+,.0f} ms a step{enough}")
 
 
 def print_memory(console: Console, census: Census) -> None:

@@ -1,6 +1,8 @@
 """The census: one compiled program, read whole."""
 
+import contextlib
 import dataclasses
+import importlib.metadata
 import inspect
 import json
 import math
@@ -26,9 +28,13 @@ from meshwright.census.lint import (
 )
 from meshwright.census.marks import collect_marks
 from meshwright.census.memory import Argument, Memory, read_memory
+from meshwright.census.schedule import Schedule, read_schedule
 from meshwright.census.scopes import plain_path
 from meshwright.census.written import read_written
+from meshwright.efficiency import Efficiency
 from meshwright.errors import CensusError
+from meshwright.hardware import Chip
+from meshwright.wires import Place
 
 # Where an argument of a usual name belongs, for a function of the user's own.
 ROLES: dict[str, str] = {
@@ -77,11 +83,15 @@ class Census:
     versions: str
     text: str = dataclasses.field(repr=False)
     """The compiled program."""
+    schedule: Schedule | None = None
+    """The program played on the timeline of its chip; None where the chip is not known."""
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the program's text."""
-        told = dataclasses.asdict(dataclasses.replace(self, text="", mesh={}, ledger=()))
+        bare = dataclasses.replace(self, text="", mesh={}, ledger=(), schedule=None)
+        told = dataclasses.asdict(bare)
         del told["text"]
+        told["schedule"] = None if self.schedule is None else _summary(self.schedule)
         flops = {**told["flops"], "compiled": self.flops.compiled, "intensity": self.flops.intensity}
         ledger = [{**dataclasses.asdict(e), "total": e.total, "sent": e.sent, "over": e.over} for e in self.ledger]
         memory = {
@@ -104,6 +114,24 @@ class Census:
         return census_html(self)
 
 
+def _summary(schedule: Schedule) -> dict[str, Any]:
+    """All but the spans, which `trace.py` writes."""
+    told = {field.name: getattr(schedule, field.name) for field in dataclasses.fields(schedule)}
+    del told["spans"]
+    return {**told, "by_kind": dict(schedule.by_kind)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """The chip and wires that a schedule is played on."""
+
+    chip: Chip
+    topology: tuple[int, ...]
+    places: tuple[Place, ...]
+    """Where each device of the mesh stands, in its order."""
+    efficiency: Efficiency
+
+
 def summarise(entries: Sequence[Entry]) -> list[dict[str, Any]]:
     """The ledger by kind and axes."""
     return [
@@ -122,6 +150,10 @@ def take_census(
     plumbing: tuple[str, ...] = (),
     taken: Mapping[str, tuple[int, int]] | None = None,
     name: str | None = None,
+    machine: Machine | None = None,
+    seen: float = 0.5,
+    ticks: Mapping[str, int] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Census:
     """Compiles `function` for `arguments` (arrays, or abstract ones with shardings) and reads the program.
 
@@ -132,11 +164,15 @@ def take_census(
     formula: FLOPs of one execution on one device, by item, to set beside the compiler's.
     plumbing: ends of file names passed over when a line is named.
     taken: scope inside a branch -> in how many of how many executions that branch is taken; others count as always.
-    Raises CensusError where a path of `declared` names nothing.
+    machine: what the schedule is played on; None plays none.
+    seen: share of the positions that attention sees.
+    ticks: of a pipeline, as `schedule.read_schedule` takes them.
+    options: of the compiler, by name.
+    Raises CensusError where a path of `declared` names nothing, or the compiler refuses the program.
     """
     found = _mesh_of(arguments) if mesh is None else dict(mesh)
     with collect_marks() as marks:
-        program = compile_function(function, *arguments)
+        program = compile_function(function, *arguments, options=options)
     program = dataclasses.replace(program, module=dataclasses.replace(program.module, taken=dict(taken or {})))
     names = _names(function, arguments)
     given = _arguments(program, _leaves_of(names, arguments), {**ROLES, **(roles or {})})
@@ -158,16 +194,33 @@ def take_census(
         dict(formula or {}), tuple(read_products(program.module)), analysis.get("flops"), analysis.get("bytes accessed")
     )
     title = name or str(getattr(function, "__name__", "function"))
-    versions = f"jax {jax.__version__}"
+    versions = _versions(device)
+    schedule = None
+    if machine is not None:
+        schedule = read_schedule(
+            program.module, machine.chip, machine.places, machine.topology, machine.efficiency, mesh=found, seen=seen,
+            ticks=ticks,
+        )  # fmt: skip
     return Census(
-        title, found, device, tuple(entries), memory, flops, tuple(findings), program.seconds, versions, program.text
-    )
+        title, found, device, tuple(entries), memory, flops, tuple(findings), program.seconds, versions, program.text,
+        schedule,
+    )  # fmt: skip
 
 
 def _definition(function: Any) -> str:
     """FILE:LINE where a function is defined; empty for one that is not Python's."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""
+
+
+def _versions(device: str) -> str:
+    """What the program was made with."""
+    found = [f"jax {jax.__version__}"]
+    for kind, package in (("TPU", "libtpu"), ("NVIDIA", "jax-cuda13-plugin")):
+        if device.startswith(kind):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found.append(f"{package} {importlib.metadata.version(package)}")
+    return ", ".join(found)
 
 
 def _device(executable: Any) -> str:

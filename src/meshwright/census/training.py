@@ -10,13 +10,16 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshwright.census.lint import Finding
-from meshwright.census.take import Census, take_census
+from meshwright.census.take import Census, Machine, take_census
 from meshwright.data.batch import Batch
+from meshwright.efficiency import efficiency_of
 from meshwright.families import find_family
 from meshwright.families.family import padded_vocab, vocab_of
+from meshwright.hardware import Torus
 from meshwright.params import named
-from meshwright.pipeline import taken_in
+from meshwright.pipeline import SCOPES, taken_in
 from meshwright.step import Program, build_eval_step, build_train_step
+from meshwright.target import Target
 
 _ROLES = {
     "state.params": "parameters", "state.optimizer": "optimizer state", "state": "counters", "params": "parameters",
@@ -47,13 +50,20 @@ def formula(program: Program, passes: float) -> Mapping[str, float]:
     return {item: passes * tokens * each / program.mesh.size for item, each in items.items()}
 
 
-def census_of_train_step(program: Program) -> Census:
-    """The train step of a run, compiled for its mesh. Nothing runs, and no array is made."""
+def census_of_train_step(
+    program: Program, target: Target | None = None, options: Mapping[str, Any] | None = None
+) -> Census:
+    """The train step of a run, compiled for its mesh. Nothing runs, and no array is made.
+
+    target: the machine that its devices are; its schedule is then played.  options: of the compiler, by name.
+    """
     declared = _declared(program)
     census = take_census(
         build_train_step(program), program.abstract, abstract_batch(program), mesh=program.mesh.shape, roles=_ROLES,
         declared=declared, formula=formula(program, 3.0), plumbing=_PLUMBING,
         taken=_taken(program, program.run.training.schedule), name="train step",
+        machine=None if target is None else machine_of(program, target), seen=_seen(program), ticks=_ticks(program),
+        options=options,
     )  # fmt: skip
     return dataclasses.replace(census, findings=(*census.findings, *_vocabulary(program)))
 
@@ -67,6 +77,36 @@ def census_of_eval_step(program: Program) -> Census:
         roles=_ROLES, declared=declared, formula=formula(program, 1.0), plumbing=_PLUMBING,
         taken=_taken(program, "evaluation"), name="evaluation step",
     )  # fmt: skip
+
+
+def machine_of(program: Program, target: Target) -> Machine:
+    """Where the devices of a program stand in the machine that they are."""
+    wires, devices = target.chip.wires, list(program.mesh.devices.flat)
+    if isinstance(wires, Torus):
+        places = [(getattr(d, "slice_index", 0) or 0, *d.coords, *_core(d, target)) for d in devices]
+    else:
+        places = [(d.id // target.topology[1], d.id % target.topology[1]) for d in devices]
+    return Machine(target.chip, target.topology, tuple(places), efficiency_of(target.name))
+
+
+def _core(device: Any, target: Target) -> tuple[int, ...]:
+    return (int(getattr(device, "core_on_chip", 0)),) if target.chip.devices > 1 else ()
+
+
+def _seen(program: Program) -> float:
+    """Positions that a token sees on average over those of its sequence."""
+    run = program.run
+    seq, window = run.training.seq, getattr(run.model, "window", None)
+    wide = min(window or seq, seq)
+    return (wide * (wide + 1) / 2 + (seq - wide) * wide) / seq**2
+
+
+def _ticks(program: Program) -> dict[str, int]:
+    """Scopes of the branches under way in a tick -> in how many ticks."""
+    if program.shape.stage == 1:
+        return {}
+    table = program.table(program.run.training.schedule)
+    return {"|".join(sorted(SCOPES[kind] for kind in kinds)): count for kinds, count in table.meetings.items()}
 
 
 def _taken(program: Program, schedule: str) -> dict[str, tuple[int, int]]:

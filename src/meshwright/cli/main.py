@@ -15,8 +15,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from meshwright.cli.looking import Recipes, Show, Words, run_recipes, run_show, run_words
-from meshwright.cli.measuring import Bench, Prove, run_bench, run_prove
+from meshwright.cli.measuring import Bench, run_bench
+from meshwright.cli.planning import MakePlan, run_plan
 from meshwright.cli.prepare import run_of
+from meshwright.cli.proving import Prove, run_prove
 from meshwright.cli.training import (
     CompareMeshes,
     Evaluate,
@@ -29,6 +31,7 @@ from meshwright.cli.training import (
 )  # fmt: skip
 from meshwright.config import Run
 from meshwright.errors import ConfigError, MeshwrightError, nearest
+from meshwright.plan.file import read_plan
 from meshwright.recipe import find_recipe
 from meshwright.report.console import open_console
 from meshwright.runfile import read_run
@@ -38,13 +41,14 @@ _VERBS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "evaluate": (Evaluate, run_evaluate),
     "tokenize": (Tokenize, run_tokenize),
     "show": (Show, run_show),
+    "plan": (MakePlan, run_plan),
     "prove": (Prove, run_prove),
     "parity": (CompareMeshes, run_parity),
     "bench": (Bench, run_bench),
     "words": (Words, run_words),
     "recipes": (Recipes, run_recipes),
 }
-_WITH_RECIPE = ("train", "show", "parity", "prove")
+_WITH_RECIPE = ("train", "show", "parity", "prove", "plan")
 
 
 def _base_run(verb: str, rest: list[str]) -> tuple[Run, list[str]]:
@@ -65,7 +69,10 @@ def _base_run(verb: str, rest: list[str]) -> tuple[Run, list[str]]:
             raise ConfigError("--resume", "it goes on with a run in a folder", "--out DIR --resume")
         if recipe is None:
             return run_of(told.out), rest
-    base = find_recipe(recipe or "tiny")
+    if recipe is not None and recipe.endswith(".json"):
+        base = read_plan(Path(recipe)).run
+    else:
+        base = find_recipe(recipe or "tiny")
     if verb == "parity":
         base = dataclasses.replace(base, training=dataclasses.replace(base.training, steps=5))
     return base, rest
@@ -91,8 +98,9 @@ def _dispatch(argv: list[str]) -> int:
     if verb not in _WITH_RECIPE:
         return act(tyro.cli(kind, args=rest, prog=f"meshwright {verb}"))
     base, rest = _base_run(verb, rest)
+    missing = {"on": tyro.MISSING} if verb == "plan" else {}
     # The recipe decides the family: its options are those of that family's configuration.
-    return act(tyro.cli(kind, args=rest, prog=f"meshwright {verb} [RECIPE]", default=kind(run=base)))
+    return act(tyro.cli(kind, args=rest, prog=f"meshwright {verb} [RECIPE]", default=kind(run=base, **missing)))
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ up to the share that the chip's `Efficiency` says. A pipeline's ticks come from 
 
 import dataclasses
 import functools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 from meshwright.check import chunks_of, describe
@@ -103,14 +103,17 @@ def estimate(
     sent = movements(run, shape, params, placed, work, again)
     memory = held(run, shape, params, placed, work, float(table.held.max()) if table is not None else 1.0)
     at_optimizer = memory["parameters"] / _width(run)
-    return _add_up(run, shape, target, share, work, again, placement, table, sent, memory, at_optimizer, pipeline or in_ticks)
+    return _add_up(
+        run, shape, target, share, work, again, placement, table, sent, memory, at_optimizer, pipeline or in_ticks
+    )
 
 
 def _canonical(run: Run) -> Run:
     """The run without what its parameters' descriptions do not depend on."""
-    t = run.training
-    piped = {"schedule": t.schedule, "chunks": t.chunks} if run.mesh is not None and run.mesh.stage > 1 else {}
-    return dataclasses.replace(run, training=Training(seq=t.seq, **piped), optimizer=Optimizer(), data=Data(), name="")
+    told, plain = run.training, Training(seq=run.training.seq)
+    if run.mesh is not None and run.mesh.stage > 1:
+        plain = dataclasses.replace(plain, schedule=told.schedule, chunks=told.chunks)
+    return dataclasses.replace(run, training=plain, optimizer=Optimizer(), data=Data(), name="")
 
 
 _described = functools.lru_cache(maxsize=4096)(describe)
@@ -139,11 +142,11 @@ def _add_up(
     moved, routes = _moved(sent, placement, target, share)
     # Of one microbatch, in each pass.
     busy = {name: sum(compute[name].values()) for name in PASSES}
-    exposed: Counter[str] = Counter()
-    total_sent: Counter[str] = Counter()
+    exposed: defaultdict[str, float] = defaultdict(float)
+    total_sent: defaultdict[str, float] = defaultdict(float)
     hideable = {"forward": busy["forward"] + unembedding / 3, "recomputed": busy["recomputed"],
                 "backward": busy["backward"] + busy["recomputed"] + unembedding * 2 / 3, "step": 0.0}  # fmt: skip
-    by_pass: Counter[str] = Counter()
+    by_pass: defaultdict[str, float] = defaultdict(float)
     for movement, seconds in moved:
         over = "+".join(movement.axes)
         total_sent[over] += seconds
@@ -193,7 +196,10 @@ def _compute(
     chosen = [p for p in work.products if name != "recomputed" or p.role in again]
     # A product is as fast as the matrix unit or the HBM lets it be.
     matmul = sum(
-        factor * max(p.flops / (rate * shape_share(p.m, p.k, p.n) * (share.grouped if p.grouped else 1)), p.bytes(2) / bandwidth)
+        factor
+        * max(
+            p.flops / (rate * shape_share(p.m, p.k, p.n) * (share.grouped if p.grouped else 1)), p.bytes(2) / bandwidth
+        )
         for p in chosen
     )
     passes = {"forward": 1.0, "backward": ATTENTION_BACKWARD, "recomputed": 1.0 if "attention" in again else 0.0}
@@ -209,6 +215,7 @@ def _compute(
 
 def shape_share(m: float, k: float, n: float) -> float:
     """Of what a large product reaches, what this one does: tiles of 128 that are not full, pipelines that fill up."""
+
     def full(size: float) -> float:
         tiles = -(-size // 128)
         return size / (tiles * 128)

@@ -31,30 +31,31 @@ def held(run: Run, shape: MeshShape, params: Tree, placed: Tree, work: Work, und
     where = named(placed)
     at_rest = at_optimizer = 0.0
     gathered: dict[str, float] = {}
-    outside = 0.0
     for path, p in named(params).items():
         place: Placements = where[path]
         count = math.prod(p.shape)
         at_rest += count / shape.over(axes_of(place.at_rest))
         at_optimizer += count / shape.over(axes_of(place.optimizer))
-        in_use = count / shape.over(axes_of(place.in_use))
         if "L" in p.dims:
+            in_use = count / shape.over(axes_of(place.in_use))
             stack = path.partition(".")[0]
             gathered[stack] = gathered.get(stack, 0.0) + in_use / p.logical[0] * shape.stage
-        else:
-            outside += in_use
     one_layer = max(gathered.values(), default=0.0)
     policy = POLICIES[training.remat]
     everything = policy.saved is None
     layers = work.layers
     kept_weights = compute * sum(
-        math.prod(p.shape) / shape.over(axes_of(where[path].in_use)) for path, p in named(params).items() if "L" in p.dims
-    ) if everything and at_rest else 0.0  # fmt: skip
+        math.prod(p.shape) / shape.over(axes_of(where[path].in_use))
+        for path, p in named(params).items()
+        if everything and "L" in p.dims
+    )
     saved = _saved(run, shape, work, compute)
+    # Two moments may be the peak: a layer on its way back, or the loss with its table, its gradient and the logits.
     logits = chunk_tokens(int(work.tokens), work.unembedding.n, training.logits_mib) * work.unembedding.n
-    tables = outside * (compute + 4)
+    table = work.unembedding.n * work.width * (compute + 4)
+    loss = table + 3.0 * logits * 4
     inner = work.tokens * (4 * work.width + 2.5 * work.wide + sum(work.heads[:2]) * work.heads[2] * 2) * compute
-    inside = one_layer * (2 * compute + reduce) + inner
+    layer = one_layer * (2 * compute + reduce) + inner
     activations = saved * layers
     if shape.stage > 1:
         # A stage keeps the inputs of its microbatches; what its layers keep exists while one of them goes back.
@@ -65,8 +66,7 @@ def held(run: Run, shape: MeshShape, params: Tree, placed: Tree, work: Work, und
         "gradients": at_rest * max(rest, reduce if training.microbatches == 1 else rest),
         "activations": activations,
         "gathered weights": kept_weights,
-        "one layer": inside,
-        "embedding and logits": tables + 4.0 * logits * 2,
+        "one layer" if layer > loss else "loss and its table": max(layer, loss),
     }
 
 
@@ -94,6 +94,11 @@ def offloaded(run: Run, shape: MeshShape, work: Work) -> float:
     """Bytes that a step brings to the host, and back, of a device and microbatch."""
     policy = POLICIES[run.training.remat]
     heads, kv, size = work.heads
-    per_token = {INPUT: work.width / shape.tensor, QKV: (heads + 2 * kv) * size, ATTENDED: heads * size, WIDE: work.wide}
+    per_token = {
+        INPUT: work.width / shape.tensor,
+        QKV: (heads + 2 * kv) * size,
+        ATTENDED: heads * size,
+        WIDE: work.wide,
+    }
     compute = jnp.dtype(run.training.compute_dtype).itemsize
     return sum(n for mark, n in per_token.items() if mark in policy.offloaded) * work.tokens * compute * work.layers

@@ -12,15 +12,24 @@ import math
 from collections.abc import Iterator
 
 from meshwright.check import fit_to_mesh
-from meshwright.config import MeshShape, Run
+from meshwright.config import Context, MeshShape, Remat, Run, Schedule
 from meshwright.errors import ConfigError, divisors
-from meshwright.families import find_family
 from meshwright.hardware import Nodes, Torus
 from meshwright.layouts import BATCH_AXES
 from meshwright.plan.estimate import Estimate, estimate
+from meshwright.schedules import IN_CHUNKS
 from meshwright.target import Target
+from meshwright.words import AXES
 
-POLICIES = ("none", "attention", "projections", "feed_forward", "offload_attention", "full", "offload")
+POLICIES: tuple[Remat, ...] = (
+    "none",
+    "attention",
+    "projections",
+    "feed_forward",
+    "offload_attention",
+    "full",
+    "offload",
+)
 """Remat policies, from the one that computes least again to the one that holds least."""
 OFFLOADED = ("offload_attention", "offload")
 """Those that use the memory of the host, on TPUs alone: XLA loses them in silence on GPUs."""
@@ -51,11 +60,11 @@ class Plan:
     def name(self) -> str:
         """`fsdp=64,tensor=4, full`, with what else is not the default."""
         training = self.run.training
-        more = [training.remat]
+        more: list[str] = [training.remat]
         if training.microbatches > 1:
             more.append(f"{training.microbatches} microbatches")
         if self.mesh.stage > 1:
-            more.append(training.schedule + (f" x{training.chunks}" if training.schedule == "interleaved" else ""))
+            more.append(training.schedule + (f" x{training.chunks}" if training.schedule in IN_CHUNKS else ""))
         if self.mesh.context > 1:
             more.append(training.context)
         return f"{self.mesh}, {', '.join(more)}"
@@ -130,13 +139,18 @@ def _replicas(devices: int, target: Target) -> list[int]:
     return sorted({d for d in (1, parts, devices) if devices % d == 0})
 
 
+def mesh_of(degrees: dict[str, int]) -> MeshShape:
+    """The mesh of these degrees, in one slice: its fields are the axes in their order."""
+    return MeshShape(*(degrees[axis] for axis in AXES))
+
+
 def _in_slices(degrees: dict[str, int], target: Target) -> MeshShape | None:
     """The mesh with the outermost axis that can crossing the slices of TPUs."""
     if isinstance(target.chip.wires, Nodes) or target.slices == 1:
-        return MeshShape(**degrees)
+        return mesh_of(degrees)
     for axis in ("data", "stage", "fsdp"):
         if degrees[axis] % target.slices == 0:
-            return MeshShape(**degrees, slices=target.slices, across=axis)
+            return dataclasses.replace(mesh_of(degrees), slices=target.slices, across=axis)
     return None
 
 
@@ -146,7 +160,7 @@ def schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
     if shape.context > 1:
         # A ring cannot stand in the branches of a pipeline (composition.py), and heads may be too few for the others.
         kv = getattr(run.model, "kv_heads", run.model.heads) // shape.tensor
-        whole = "all_to_all" if kv % shape.context == 0 else "gather" if shape.stage > 1 else "ring"
+        whole: Context = "all_to_all" if kv % shape.context == 0 else "gather" if shape.stage > 1 else "ring"
         training = dataclasses.replace(training, context=whole)
     if shape.stage == 1:
         yield dataclasses.replace(run, mesh=shape, training=dataclasses.replace(training, microbatches=1))
@@ -155,8 +169,10 @@ def schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
     counts = [m for m in divisors(share) if shape.stage <= m <= _MOST_MICROBATCHES] or [min(share, shape.stage)]
     chosen = sorted({min(counts, key=lambda m: abs(m - k * shape.stage)) for k in (2, 4, 8)})
     for microbatches in chosen:
-        for schedule in ("1f1b", "interleaved"):
-            if schedule == "interleaved" and (run.model.layers < 2 * shape.stage or microbatches % shape.stage):
+        # A forward pass beside a backward one waits for it: keeping them apart is faster, 1F1B smaller.
+        orders: tuple[Schedule, ...] = ("gpipe", "circular", "1f1b")
+        for schedule in orders:
+            if schedule == "circular" and run.model.layers < 2 * shape.stage:
                 continue
             yield dataclasses.replace(
                 run, mesh=shape,
@@ -221,6 +237,51 @@ def _fitted(run: Run, shape: MeshShape) -> Run:
     return dataclasses.replace(found, training=run.training)
 
 
+def price_mesh(run: Run, target: Target, shape: MeshShape) -> tuple[Plan | None, Plan | None]:
+    """The fastest plan on one mesh that fits, and the one that lacks least. Raises ConfigError where it is refused."""
+    best: Plan | None = None
+    closest: Plan | None = None
+    refused: dict[str, str] = {}
+    for training in schedules(run, shape):
+        fits, misses, _ = _best(run, target, shape, training, refused, math.inf)
+        if fits is not None and (best is None or fits.estimate.seconds < best.estimate.seconds):
+            best = fits
+        if misses is not None and (closest is None or misses.estimate.bytes < closest.estimate.bytes):
+            closest = misses
+    if best is None and closest is None:
+        fit_to_mesh(dataclasses.replace(run, mesh=shape), shape)
+        raise ConfigError(f"mesh {shape}", next(iter(refused.values()), "no schedule fits it"), "another mesh")
+    return best, closest
+
+
+def variants(run: Run, target: Target, shape: MeshShape) -> tuple[Plan, list[tuple[str, Plan]]]:
+    """`run` as it is, and with one thing changed: remat, microbatches, half of an axis given to `tensor`."""
+    base = Plan(fit_to_mesh(run, shape), estimate(fit_to_mesh(run, shape), target))
+    host = isinstance(target.chip.wires, Torus)
+    changed: list[tuple[str, Run, MeshShape]] = []
+    for remat in POLICIES:
+        if remat != run.training.remat and (host or remat not in OFFLOADED):
+            training = dataclasses.replace(run.training, remat=remat)
+            changed.append((f"--training.remat {remat}", dataclasses.replace(run, training=training), shape))
+    for microbatches in (2 * run.training.microbatches, 4 * run.training.microbatches):
+        training = dataclasses.replace(run.training, microbatches=microbatches)
+        words = f"--training.microbatches {microbatches}"
+        changed.append((words, dataclasses.replace(run, training=training), shape))
+    for outer in ("fsdp", "data"):
+        if shape.degrees()[outer] % 2 == 0 and shape.slices == 1:
+            degrees = {**shape.degrees(), outer: shape.degrees()[outer] // 2, "tensor": shape.tensor * 2}
+            narrower = mesh_of(degrees)
+            changed.append((f"--mesh {narrower}", run, narrower))
+    found = []
+    for words, other, at in changed:
+        try:
+            fitted = fit_to_mesh(dataclasses.replace(other, mesh=at), at)
+        except ConfigError:
+            continue
+        found.append((words, Plan(fitted, estimate(fitted, target))))
+    return base, found
+
+
 def tokens_in_batch(run: Run, tokens: int) -> Run:
     """The run with as many sequences as make about so many tokens a step."""
     batch = max(1, round(tokens / run.training.seq))
@@ -228,8 +289,3 @@ def tokens_in_batch(run: Run, tokens: int) -> Run:
     step = 2 ** max(0, int(math.log2(max(1, batch / 4))))
     batch = max(1, round(batch / step)) * step
     return dataclasses.replace(run, training=dataclasses.replace(run.training, batch=batch))
-
-
-def longest_of(run: Run) -> int | None:
-    """Positions that the model has."""
-    return find_family(run.model).longest(run.model)

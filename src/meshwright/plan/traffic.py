@@ -31,7 +31,9 @@ class Movement:
     what: str
 
 
-def movements(run: Run, shape: MeshShape, params: Tree, placed: Tree, work: Work, again: frozenset[str]) -> list[Movement]:
+def movements(
+    run: Run, shape: MeshShape, params: Tree, placed: Tree, work: Work, again: frozenset[str]
+) -> list[Movement]:
     """All that a device sends in a step. again: what the backward pass computes again (`work.recomputed`)."""
     microbatches = float(run.training.microbatches)
     found = _weights(run, shape, params, placed, microbatches, bool(again - {"scores"}))
@@ -55,9 +57,7 @@ def movements(run: Run, shape: MeshShape, params: Tree, placed: Tree, work: Work
     vocab_axes = tuple(axis for axis in VOCAB_AXES if shape.degrees()[axis] > 1)
     if vocab_axes:
         # Maximum, sum and label of every token; and the hidden states' gradient over `stage`.
-        found.append(
-            Movement("all-reduce", vocab_axes, work.tokens * 4 * 3, microbatches, "forward", True, "softmax")
-        )
+        found.append(Movement("all-reduce", vocab_axes, work.tokens * 4 * 3, microbatches, "forward", True, "softmax"))
     return found
 
 
@@ -84,7 +84,9 @@ def _weights(
             times = layers * (passes - microbatches if shape.stage > 1 else microbatches)
             found.append(Movement("all-gather", axes, per * compute, times, "backward", False, f"{what} again"))
         found.append(
-            Movement("reduce-scatter", axes, per * reduce, layers * microbatches, "backward", False, f"gradients of {what}")
+            Movement(
+                "reduce-scatter", axes, per * reduce, layers * microbatches, "backward", False, f"gradients of {what}"
+            )
         )
     return found
 
@@ -166,7 +168,9 @@ def _stages(run: Run, shape: MeshShape, stream: float, microbatches: float) -> l
         Movement("collective-permute", axes, stream, microbatches * chunks, "forward", True, "activations"),
         Movement("collective-permute", axes, stream, microbatches * chunks, "backward", True, "their gradients"),
         # Embedding and loss are shared out over the stages: what the last one has goes to all, and back.
-        Movement("all-reduce", axes, stream * shape.tensor, 4 * microbatches, "forward", True, "hidden states to all stages"),
+        Movement(
+            "all-reduce", axes, stream * shape.tensor, 4 * microbatches, "forward", True, "hidden states to all stages"
+        ),
     ]
 
 

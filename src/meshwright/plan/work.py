@@ -94,7 +94,7 @@ def work_of(run: Run, shape: MeshShape, params: Tree, placed: Tree) -> Work:
     active, experts = getattr(model, "active", 0), getattr(model, "experts", 0)
     found: dict[tuple[str, int, int, bool], Product] = {}
     expert_layers = 0.0
-    for where, p, place in _stacked(params, placed):
+    for _, p, place in _stacked(params, placed):
         role = role_of(p)
         if role is None:
             continue
@@ -117,7 +117,9 @@ def work_of(run: Run, shape: MeshShape, params: Tree, placed: Tree) -> Work:
         layers=sum(p.logical[0] for p in _one_of_each_stack(params)) * share,
         width=model.width,
         products=tuple(found.values()),
-        unembedding=Product("unembedding", tokens * (shape.stage if shape.stage > 1 else 1) / shape.stage, model.width, vocab),
+        unembedding=Product(
+            "unembedding", tokens * (shape.stage if shape.stage > 1 else 1) / shape.stage, model.width, vocab
+        ),
         attention=flops.get("attention", 0.0) * tokens * share / shape.tensor,
         heads=(size["N"] // shape.tensor, max(1, size.get("K", size["N"]) // shape.tensor), size["H"]),
         wide=_wide(run, params, shape),

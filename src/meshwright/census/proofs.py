@@ -1,0 +1,50 @@
+"""Proofs that were made before: what a program compiled to, kept by program, options and versions."""
+
+import hashlib
+import importlib.metadata
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from meshwright.census.take import Census
+from meshwright.census.training import abstract_batch, census_of_train_step
+from meshwright.step import Program, build_train_step
+from meshwright.target import Target
+
+
+def kept_proof(
+    folder: Path, program: Program, target: Target, options: Mapping[str, Any], *, fresh: bool
+) -> Census:  # fmt: skip
+    """The census of a train step on a machine, read from `folder` where the same one was made before.
+
+    fresh: compile anew in any case.
+    """
+    file = folder / f"{key_of(program, target, options)}.pickle"
+    if file.is_file() and not fresh:
+        try:
+            kept = pickle.loads(file.read_bytes())
+        except (OSError, pickle.PickleError, EOFError, AttributeError, ImportError):
+            kept = None  # a file that was cut short, or of another version: proved again
+        if isinstance(kept, Census):
+            return kept
+    census = census_of_train_step(program, target, options)
+    folder.mkdir(parents=True, exist_ok=True)
+    begun = file.with_suffix(".begun")
+    begun.write_bytes(pickle.dumps(census))
+    begun.replace(file)
+    return census
+
+
+def key_of(program: Program, target: Target, options: Mapping[str, Any]) -> str:
+    """Changes with the program's text, the machine, the compiler's options and all versions that matter."""
+    lowered = build_train_step(program).lower(program.abstract, abstract_batch(program))
+    parts = [lowered.as_text(), str(target), repr(sorted(options.items())), repr(target.chip), jax.__version__]
+    for package in ("libtpu", "jax-cuda13-plugin", "meshwright"):
+        try:
+            parts.append(importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            parts.append("")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]

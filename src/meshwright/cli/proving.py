@@ -1,0 +1,213 @@
+"""The verb that proves: compile a step for a machine, here or not, and read it."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import tyro
+from rich.console import Console
+
+from meshwright import mesh, show
+from meshwright.census.budget import check_budget, read_budget, write_budget
+from meshwright.census.compare import compare, read_census
+from meshwright.census.compile import OutOfMemory
+from meshwright.census.html import census_sections
+from meshwright.census.live import measure
+from meshwright.census.proofs import kept_proof
+from meshwright.census.tables import (
+    print_census,
+    print_changes,
+    print_excess,
+    print_foresight,
+    print_measured,
+    print_remedies,
+)
+from meshwright.census.take import Census, save_census
+from meshwright.census.trace import write_trace
+from meshwright.census.training import census_of_eval_step, census_of_train_step
+from meshwright.check import fit_to_mesh
+from meshwright.cli.absent import compile_elsewhere, is_inside
+from meshwright.cli.prepare import SIMULATED, say, start_devices, vocab
+from meshwright.compilers import devices_of
+from meshwright.config import MeshShape, Run
+from meshwright.draw.machine import machine_of, parse_machine
+from meshwright.errors import CensusError, ConfigError
+from meshwright.plan.estimate import Estimate, estimate
+from meshwright.plan.explain import remedies
+from meshwright.plan.file import read_plan
+from meshwright.report.console import open_console, spell_bytes
+from meshwright.step import Program, lay_out
+from meshwright.target import Target, parse_target
+
+
+@dataclasses.dataclass(frozen=True)
+class Prove:
+    """Compile RECIPE's step (or `tiny`'s) for a mesh of the devices at hand, simulated where there is none, or for
+    hardware that is not here, and read it: memory by category, every collective, FLOPs, and what is wrong. Nothing is
+    trained."""
+
+    run: Annotated[Run, tyro.conf.arg(name="")]
+    on: str | None = None
+    """Compile for hardware that nobody here has, by its own compiler: v5p:4x4x8, 2*v6e:16x16, tpu7x:4x4x4, h100:64,
+    b200:256. A plan's file names its own. Exit code 6 where the step does not fit the memory."""
+    option: tuple[str, ...] = ()
+    """Options of the compiler, as NAME=VALUE."""
+    trace: Path | None = None
+    """Write the predicted schedule as a trace for ui.perfetto.dev or chrome://tracing."""
+    limit: int = 900
+    """Seconds that compiling for absent hardware may take."""
+    step: Literal["train", "evaluate"] = "train"
+    """Which of the run's programs."""
+    against: str | None = None
+    """Compare with another mesh (axis=degree,...) or with a census saved in FILE.json."""
+    budget: Path | None = None
+    """Fail with exit code 6 where the program breaks a limit of this TOML file."""
+    save_budget: Path | None = None
+    """Write the program's own figures as a budget."""
+    save: Path | None = None
+    """Write the census as JSON."""
+    hlo: Path | None = None
+    """Write the compiled program's text."""
+    html: Path | None = None
+    """Write one offline page: mesh, tensors, memory, ledger, FLOPs, findings."""
+    machine: str | None = None
+    """What the page lays the mesh over: v5p:4x4x8, gpu:8x8, or host; None asks the devices."""
+    measure: int = 0
+    """Also run so many steps on random tokens and compare memory."""
+    profile: Path | None = None
+    """With --measure: write JAX's device memory profile, for pprof."""
+    fresh: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Compile anew also what was proved before with the same program, options and versions."""
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print the census as JSON on standard output."""
+
+
+def run_prove(args: Prove) -> int:
+    """Compiles, reads, prints; the exit code."""
+    console = open_console(sys.stderr if args.json else sys.stdout)
+    other = MeshShape.parse(args.against) if args.against and not args.against.endswith(".json") else None
+    saved = read_census(Path(args.against)) if args.against and other is None else None
+    budget = read_budget(args.budget) if args.budget else None
+    target = _target(args)
+    if target is not None and args.measure:
+        raise ConfigError("--measure with --on", "what is not here cannot run", "one of them")
+    if target is not None and not is_inside(target):
+        return compile_elsewhere(target, args.limit)
+    devices = devices_of(target) if target else _devices_here(args, other)
+    here = min(SIMULATED, len(devices))
+    shape = args.run.mesh or (MeshShape(fsdp=len(devices)) if target else mesh.default_shape(here))
+    try:
+        program, census = _census(args, shape, devices, target)
+    except OutOfMemory as error:
+        if target is not None:
+            print_remedies(console, *_remedies(args, shape, target, error.needs - error.has))
+        raise
+    if args.json:
+        say(census.to_json(), True, lambda: None)
+    elif saved is None and other is None:
+        print_census(console, census)
+    if saved is not None:
+        changes = compare(saved, census.to_json())
+        print_changes(console, changes, (str(args.against), str(shape)))
+    elif other is not None:
+        changes = compare(census.to_json(), _census(args, other, devices, target)[1].to_json())
+        print_changes(console, changes, (str(shape), str(other)))
+    _write_files(args, program, census)
+    if args.measure:
+        print_measured(console, measure(program, census, steps=args.measure, profile=args.profile))
+    excess = check_budget(census, budget) if budget is not None else []
+    print_excess(console, excess)
+    fits = target is None or _say_what_was_foreseen(console, args, shape, target, census)
+    return CensusError.exit_code if excess or not fits else 0
+
+
+def _devices_here(args: Prove, other: MeshShape | None) -> list[Any]:
+    size = args.run.mesh.size if args.run.mesh else SIMULATED
+    start_devices(max(size, other.size if other else 1), args.run)
+    return list(jax.devices())
+
+
+def _target(args: Prove) -> Target | None:
+    """What the command names, else what the plan is for."""
+    if args.on:
+        return parse_target(args.on)
+    words = [word for word in sys.argv[2:3] if word.endswith(".json")]
+    return parse_target(read_plan(Path(words[0])).target) if words else None
+
+
+def _say_what_was_foreseen(
+    console: Console, args: Prove, shape: MeshShape, target: Target, census: Census
+) -> bool:  # fmt: skip
+    """Arithmetic beside the compiler, and whether it fits; where it does not, what would help."""
+    priced = _priced(args, shape, target) if args.step == "train" else None
+    print_foresight(console, census, target, priced)
+    peak, has = census.memory.compiled.alive, target.chip.memory
+    verdict = f"{spell_bytes(peak)} of the {spell_bytes(has)} of a {target.chip.name}, {peak / has:.0%}"
+    console.print(f"\n[bold]{'it fits' if peak <= has else 'it does not fit'}[/]: {verdict}")
+    if peak > has:
+        print_remedies(console, *_remedies(args, shape, target, peak - has))
+    return peak <= has
+
+
+def _with_vocab(run: Run) -> Run:
+    if run.model.vocab is not None:
+        return run
+    return dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=vocab(run)))
+
+
+def _priced(args: Prove, shape: MeshShape, target: Target) -> Estimate:
+    return estimate(fit_to_mesh(_with_vocab(args.run), shape), target)
+
+
+def _remedies(
+    args: Prove, shape: MeshShape, target: Target, over: float
+) -> tuple[float, list[tuple[str, float, float]]]:  # fmt: skip
+    run = _with_vocab(args.run)
+    return over, remedies(dataclasses.replace(run, mesh=shape), target, shape, over)
+
+
+def _options(args: Prove) -> dict[str, str]:
+    """Options of the compiler. Raises ConfigError where one has no value."""
+    found = {}
+    for text in args.option:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--option {text}", "it has a name and a value", f"--option {text}=true")
+        found[name] = value
+    return found
+
+
+def _census(
+    args: Prove, shape: MeshShape, devices: list[Any], target: Target | None
+) -> tuple[Program, Census]:  # fmt: skip
+    run = _with_vocab(args.run)
+    program = lay_out(dataclasses.replace(run, mesh=shape), mesh.build_mesh(shape, devices))
+    if args.step != "train":
+        return program, census_of_eval_step(program)
+    if target is None:
+        return program, census_of_train_step(program, options=_options(args))
+    folder = mesh.default_cache() / "proofs"
+    return program, kept_proof(folder, program, target, _options(args), fresh=args.fresh)
+
+
+def _write_files(args: Prove, program: Program, census: Census) -> None:
+    run = program.run
+    try:
+        if args.hlo:
+            args.hlo.write_text(census.text, encoding="utf-8")
+        if args.save:
+            save_census(census, args.save)
+        if args.trace and census.schedule is not None:
+            write_trace(census.schedule, args.trace)
+        if args.save_budget:
+            args.save_budget.write_text(write_budget(census), encoding="utf-8")
+        if args.html:
+            devices = list(program.mesh.devices.flat)
+            machine = parse_machine(args.machine, len(devices)) if args.machine else machine_of(devices)
+            args.html.write_text(show.page(run, machine, census_sections(census)), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"writing {error.filename}", f"the file cannot be written: {error.strerror}", "a folder that is there"
+        ) from error  # fmt: skip
