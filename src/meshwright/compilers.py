@@ -89,7 +89,7 @@ def devices_of(target: Target) -> list[Any]:
         raise ConfigError(
             f"target {target}",
             f"the compiler knows no such machine: {str(error).splitlines()[0][:200]}",
-            "another size that is built, say " + "x".join(["4"] * len(target.topology)),
+            f"another size that is built, say {target.name}:" + "x".join(["4"] * len(target.topology)),
         ) from error
 
 

@@ -177,6 +177,10 @@ class Training:
     """How attention sees a sequence that is split over the mesh axis `context`: blocks of keys and values pass along a
     ring (ring), are gathered (gather), heads are exchanged for positions (all_to_all, Ulysses), or both where there
     are fewer heads than devices (ring_of_groups)."""
+    attention_block: int = 512
+    """Most queries, and keys, that the TPU's attention kernel takes at a time; a multiple of 128."""
+    compiler_options: tuple[str, ...] = ()
+    """Options of XLA's compiler for accelerators, each as NAME=VALUE; simulated devices leave them out."""
     unroll: int = 1
     """Layers per iteration of the loop over layers."""
     dropout: float = 0.0

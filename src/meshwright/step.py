@@ -21,7 +21,7 @@ from meshwright.check import balance_of, chunks_of, describe, fit_to_mesh, heads
 from meshwright.collectives import gather, position, reduce_sum, sum_gradients
 from meshwright.config import MeshShape, Run
 from meshwright.data.batch import Batch
-from meshwright.errors import TrainingError
+from meshwright.errors import ConfigError, TrainingError
 from meshwright.families import find_family
 from meshwright.families.family import Metrics, Sight, Told
 from meshwright.kernels.choose import kernels_of
@@ -96,7 +96,7 @@ class Program:
             reduce_dtype=jnp.dtype(training.reduce_dtype),
             slices=self.slices,
         )
-        kernels = kernels_of(self.mesh.devices.flat[0].platform)
+        kernels = kernels_of(self.mesh.devices.flat[0].platform, training.attention_block)
         return LocalModel(self.run, use, self.split, balance_of(self.run), kernels)
 
     def table(self, schedule: str) -> Table:
@@ -261,12 +261,27 @@ def build_train_step(program: Program) -> Any:
     return jax.jit(train_step, donate_argnums=(0,), out_shardings=(where, None))
 
 
+def compiler_options(program: Program) -> dict[str, str]:
+    """The options that the run asks of XLA; none on simulated devices, which do not know them.
+
+    Raises ConfigError where one has no value.
+    """
+    found = {}
+    for text in program.run.training.compiler_options:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"compiler option {text!r}", "it has a name and a value", f"{text}=true")
+        found[name] = value
+    return {} if program.mesh.devices.flat[0].platform == "cpu" else found
+
+
 class CompiledTrainStep:
     """The train step, compiled once; it refuses to compile again and says which leaf changed."""
 
     def __init__(self, program: Program, like: Batch):
         self._expected = (program.abstract, like)
-        self._run = build_train_step(program).lower(program.abstract, like).compile()
+        lowered = build_train_step(program).lower(program.abstract, like)
+        self._run = lowered.compile(compiler_options=compiler_options(program))
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         try:

@@ -3,26 +3,24 @@
 import hashlib
 import importlib.metadata
 import pickle
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from meshwright.census.take import Census
 from meshwright.census.training import abstract_batch, census_of_train_step
-from meshwright.step import Program, build_train_step
+from meshwright.step import Program, build_train_step, compiler_options
 from meshwright.target import Target
 
 
 def kept_proof(
-    folder: Path, program: Program, target: Target, options: Mapping[str, Any], *, fresh: bool
+    folder: Path, program: Program, target: Target, *, fresh: bool
 ) -> Census:  # fmt: skip
     """The census of a train step on a machine, read from `folder` where the same one was made before.
 
     fresh: compile anew in any case.
     """
-    file = folder / f"{key_of(program, target, options)}.pickle"
+    file = folder / f"{key_of(program, target)}.pickle"
     if file.is_file() and not fresh:
         try:
             kept = pickle.loads(file.read_bytes())
@@ -30,7 +28,7 @@ def kept_proof(
             kept = None  # a file that was cut short, or of another version: proved again
         if isinstance(kept, Census):
             return kept
-    census = census_of_train_step(program, target, options)
+    census = census_of_train_step(program, target)
     folder.mkdir(parents=True, exist_ok=True)
     begun = file.with_suffix(".begun")
     begun.write_bytes(pickle.dumps(census))
@@ -38,10 +36,16 @@ def kept_proof(
     return census
 
 
-def key_of(program: Program, target: Target, options: Mapping[str, Any]) -> str:
+def key_of(program: Program, target: Target) -> str:
     """Changes with the program's text, the machine, the compiler's options and all versions that matter."""
     lowered = build_train_step(program).lower(program.abstract, abstract_batch(program))
-    parts = [lowered.as_text(), str(target), repr(sorted(options.items())), repr(target.chip), jax.__version__]
+    parts = [
+        lowered.as_text(),
+        str(target),
+        repr(sorted(compiler_options(program).items())),
+        repr(target.chip),
+        jax.__version__,
+    ]
     for package in ("libtpu", "jax-cuda13-plugin", "meshwright"):
         try:
             parts.append(importlib.metadata.version(package))

@@ -18,7 +18,7 @@ from meshwright.families.family import padded_vocab, vocab_of
 from meshwright.hardware import Torus
 from meshwright.params import named
 from meshwright.pipeline import SCOPES, taken_in
-from meshwright.step import Program, build_eval_step, build_train_step
+from meshwright.step import Program, build_eval_step, build_train_step, compiler_options
 from meshwright.target import Target
 
 _ROLES = {
@@ -50,12 +50,10 @@ def formula(program: Program, passes: float) -> Mapping[str, float]:
     return {item: passes * tokens * each / program.mesh.size for item, each in items.items()}
 
 
-def census_of_train_step(
-    program: Program, target: Target | None = None, options: Mapping[str, Any] | None = None
-) -> Census:
+def census_of_train_step(program: Program, target: Target | None = None) -> Census:
     """The train step of a run, compiled for its mesh. Nothing runs, and no array is made.
 
-    target: the machine that its devices are; its schedule is then played.  options: of the compiler, by name.
+    target: the machine that its devices are; its schedule is then played.
     """
     declared = _declared(program)
     census = take_census(
@@ -63,7 +61,7 @@ def census_of_train_step(
         declared=declared, formula=formula(program, 3.0), plumbing=_PLUMBING,
         taken=_taken(program, program.run.training.schedule), name="train step",
         machine=None if target is None else machine_of(program, target), seen=_seen(program), ticks=_ticks(program),
-        options=options,
+        options=compiler_options(program),
     )  # fmt: skip
     return dataclasses.replace(census, findings=(*census.findings, *_vocabulary(program)))
 

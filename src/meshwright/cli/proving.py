@@ -52,8 +52,6 @@ class Prove:
     on: str | None = None
     """Compile for hardware that nobody here has, by its own compiler: v5p:4x4x8, 2*v6e:16x16, tpu7x:4x4x4, h100:64,
     b200:256. A plan's file names its own. Exit code 6 where the step does not fit the memory."""
-    option: tuple[str, ...] = ()
-    """Options of the compiler, as NAME=VALUE."""
     trace: Path | None = None
     """Write the predicted schedule as a trace for ui.perfetto.dev or chrome://tracing."""
     limit: int = 900
@@ -168,17 +166,6 @@ def _remedies(
     return over, remedies(dataclasses.replace(run, mesh=shape), target, shape, over)
 
 
-def _options(args: Prove) -> dict[str, str]:
-    """Options of the compiler. Raises ConfigError where one has no value."""
-    found = {}
-    for text in args.option:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(f"--option {text}", "it has a name and a value", f"--option {text}=true")
-        found[name] = value
-    return found
-
-
 def _census(
     args: Prove, shape: MeshShape, devices: list[Any], target: Target | None
 ) -> tuple[Program, Census]:  # fmt: skip
@@ -187,9 +174,9 @@ def _census(
     if args.step != "train":
         return program, census_of_eval_step(program)
     if target is None:
-        return program, census_of_train_step(program, options=_options(args))
+        return program, census_of_train_step(program)
     folder = mesh.default_cache() / "proofs"
-    return program, kept_proof(folder, program, target, _options(args), fresh=args.fresh)
+    return program, kept_proof(folder, program, target, fresh=args.fresh)
 
 
 def _write_files(args: Prove, program: Program, census: Census) -> None:

@@ -1,6 +1,7 @@
 """Which attention runs on which hardware."""
 
 import dataclasses
+import functools
 from typing import Protocol
 
 import jax
@@ -56,7 +57,13 @@ KERNELS: dict[str, Kernels] = {
 _BLOCKED = Kernels("blocked", _through(blocked), blocked)
 
 
-def kernels_of(platform: str) -> Kernels:
-    """Attention for the devices of a platform; XLA in blocks where there is no kernel for them."""
+def kernels_of(platform: str, block: int) -> Kernels:
+    """Attention for the devices of a platform; XLA in blocks where there is no kernel for them.
+
+    block: most queries and keys that a kernel takes at a time, where it asks.
+    """
+    if platform == "tpu":
+        splash = functools.partial(splash_attention, block=block)
+        return dataclasses.replace(KERNELS[platform], whole=splash)
     name = "gpu" if platform == "cuda" else platform
     return _BLOCKED if name not in KERNELS or (name == "gpu" and not has_cudnn()) else KERNELS[name]

@@ -16,8 +16,6 @@ from meshwright.memory import ATTENDED
 
 LANES = 128
 """Keys of a block are a multiple of this."""
-BLOCK = 512
-"""Most queries, and most keys, of a block."""
 
 
 def splash_attention(
@@ -27,36 +25,36 @@ def splash_attention(
     segments_BT: jax.Array,
     *,
     window: int | None,
+    block: int = 512,
     interpret: Any = False,
 ) -> jax.Array:
     """Causal attention within documents, keys and values of fewer heads not repeated.
 
     Sequences that are no multiple of LANES, or heads that are not, go in blocks through XLA instead.
-    interpret: runs the kernel on a CPU.
+    block: most queries, and keys, of a block.  interpret: runs the kernel on a CPU.
     """
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
     if T % LANES or H % LANES:
         whole = positions_of(segments_BT)
         return blocked(q_BTNH, k_BTKH, v_BTKH, whole, whole, window=window)
-    kernel = _kernel(T, q_BTNH.shape[2], window, interpret)
+    kernel = _kernel(T, q_BTNH.shape[2], window, block_of(T, block), interpret)
     q, k, v = ((x.swapaxes(1, 2)) for x in (q_BTNH * H**-0.5, k_BTKH, v_BTKH))
     out = jax.vmap(lambda q, k, v, s: kernel(q, k, v, segment_ids=splash.SegmentIds(s, s)))(q, k, v, segments_BT)
     return out.swapaxes(1, 2)
 
 
-def block_of(seq: int) -> int:
-    """Queries and keys of a block: the largest multiple of LANES that divides `seq`, BLOCK at most."""
-    return max(b for b in range(LANES, min(seq, BLOCK) + 1, LANES) if seq % b == 0)
+def block_of(seq: int, most: int) -> int:
+    """Queries and keys of a block: the largest multiple of LANES that divides `seq`, `most` at most."""
+    return max(b for b in range(LANES, max(LANES, min(seq, most)) + 1, LANES) if seq % b == 0)
 
 
 @functools.lru_cache(maxsize=16)
-def _kernel(seq: int, heads: int, window: int | None, interpret: Any) -> Any:
+def _kernel(seq: int, heads: int, window: int | None, block: int, interpret: Any) -> Any:
     one: masks.Mask
     if window is None or window >= seq:
         one = masks.CausalMask((seq, seq))
     else:
         one = masks.LocalMask((seq, seq), (window - 1, 0), 0)
-    block = block_of(seq)
     # The tables of blocks are constants of the program, whatever is being traced around them.
     with jax.ensure_compile_time_eval():
         return splash.make_splash_mha(

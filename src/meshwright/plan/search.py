@@ -19,7 +19,6 @@ from meshwright.layouts import BATCH_AXES
 from meshwright.plan.estimate import Estimate, estimate
 from meshwright.schedules import IN_CHUNKS
 from meshwright.target import Target
-from meshwright.words import AXES
 
 POLICIES: tuple[Remat, ...] = (
     "none",
@@ -140,8 +139,11 @@ def _replicas(devices: int, target: Target) -> list[int]:
 
 
 def mesh_of(degrees: dict[str, int]) -> MeshShape:
-    """The mesh of these degrees, in one slice: its fields are the axes in their order."""
-    return MeshShape(*(degrees[axis] for axis in AXES))
+    """The mesh of these degrees, in one slice."""
+    return MeshShape(
+        stage=degrees["stage"], data=degrees["data"], fsdp=degrees["fsdp"], expert=degrees["expert"],
+        context=degrees["context"], tensor=degrees["tensor"],
+    )  # fmt: skip
 
 
 def _in_slices(degrees: dict[str, int], target: Target) -> MeshShape | None:
