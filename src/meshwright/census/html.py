@@ -1,24 +1,71 @@
 """A census as HTML: memory bars, ledger, FLOPs, findings."""
 
+import itertools
+from collections.abc import Sequence
 from html import escape
 
+from meshwright.census.schedule import Schedule, Span
 from meshwright.census.take import Census, summarise
 from meshwright.draw.page import bar, html_table
+from meshwright.draw.tracks import Box, legend, tracks_svg
 from meshwright.flops import SOURCES
 from meshwright.report.console import spell_bytes, spell_count
 
 _ROWS = 40
 """Rows of the ledger on a page."""
+_LOOPS = 3
+"""Loops of which a trip is drawn."""
 
 
 def census_sections(census: Census) -> list[tuple[str, str]]:
     """Heading and HTML of each part."""
     return [
+        *([] if census.schedule is None else [("Predicted schedule", schedule_section(census.schedule))]),
         ("Memory of one device", _memory(census)),
         ("Ledger: what crosses the links", _ledger(census)),
         ("FLOPs", _flops(census)),
         ("Lint", _lint(census)),
     ]
+
+
+def schedule_section(schedule: Schedule) -> str:
+    """The step on a timeline, then one trip of its longest loops."""
+    links = sorted({span.axes for span in schedule.spans if span.kind == "collective"})
+    host = ["host"] if any(span.kind == "host" for span in schedule.spans) else []
+    drawn = [_tracks("the whole step", schedule.spans, 0, 0.0, schedule.seconds, links, host)]
+    loops = [(i, s) for i, s in enumerate(schedule.spans) if s.kind == "loop" and s.depth == 0]
+    for index, loop in sorted(loops, key=lambda pair: -pair[1].seconds)[:_LOOPS]:
+        inner = list(itertools.takewhile(lambda s: s.depth > 0, schedule.spans[index + 1 :]))
+        one = loop.seconds / loop.times
+        title = f"one of {loop.times} trips of {loop.name}: {one * 1e3:.3g} ms"
+        drawn.append(_tracks(title, inner, 1, loop.start, one, links, host))
+    rows = [[kind, f"{n:.3g} s", f"{n / schedule.seconds:.1%}", bar(n / schedule.seconds)]
+            for kind, n in schedule.by_kind.items() if kind != "exposed" and n]  # fmt: skip
+    rows += [[f"exposed, {axes} ({schedule.routes.get(axes, 'HBM')})", f"{n:.3g} s", f"{n / schedule.seconds:.1%}",
+              bar(n / schedule.seconds)] for axes, n in schedule.exposed.items() if n]  # fmt: skip
+    rows += [["pipeline bubble", f"{schedule.bubble:.3g} s", "", bar(schedule.bubble / schedule.seconds)]] * bool(
+        schedule.bubble
+    )
+    return (
+        f"<p>{schedule.seconds:.3g} s a step on {escape(schedule.chip)}. {legend()}</p>"
+        + "".join(f'<div class="scroll">{svg}</div>' for svg in drawn)
+        + html_table(("", "seconds", "", ""), rows, (1, 2))
+    )
+
+
+def _tracks(
+    title: str, spans: Sequence[Span], depth: int, start: float, seconds: float, links: list[str], host: list[str]
+) -> str:
+    def row(span: Span) -> str:
+        return {"collective": span.axes, "host": "host"}.get(span.kind, "computation")
+
+    boxes = [
+        Box(row(s), s.kind, s.start - start, s.seconds, s.name if s.times == 1 or depth else f"{s.name} x{s.times}",
+            f"{s.name}: {s.seconds * 1e3:.3g} ms" + (f", {s.exposed * 1e3:.3g} ms exposed" if s.exposed else ""))
+        for s in spans
+        if s.depth == depth
+    ]  # fmt: skip
+    return tracks_svg(title, boxes, ["computation", *links, *host], seconds)
 
 
 def census_html(census: Census) -> str:

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from rich.console import Console
 
 from meshwright.cli.prepare import say, vocab
+from meshwright.cli.trials import print_proofs, print_trials, prove_best, tune
 from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
 from meshwright.plan.explain import lacks, verdicts, why
 from meshwright.plan.file import predicted_of, write_plan
+from meshwright.plan.page import compare_page, plan_page
 from meshwright.plan.search import Found, Plan, price_mesh, search, tokens_in_batch
 from meshwright.plan.tables import print_comparison, print_found, print_verdicts, print_winner
 from meshwright.report.console import open_console
@@ -36,6 +39,15 @@ class MakePlan:
     """Also explain the mesh that you had in mind, as axis=degree,..."""
     compare: tuple[str, str] | None = None
     """Set two meshes side by side."""
+    prove: int = 0
+    """Compile the best so many plans for the machine, and rank them by what their compiler says."""
+    tune: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Compile variants of the best plan: remat, types of sums, blocks, compiler options; keep what helps."""
+    limit: int = 900
+    """Seconds that each compilation may take."""
+    html: Path | None = None
+    """Write one offline page: the best plan over the machine, where its seconds and bytes go, why not the others; with
+    --compare, the two plans side by side."""
     out: Path | None = None
     """Write the best plan, which train, prove and rehearse take."""
     shown: int = 8
@@ -88,10 +100,36 @@ def run_plan(args: MakePlan) -> int:
             print_comparison(console, *(_priced(run, target, shape) for shape in asked))
 
     say(told, args.json, draw)
+    best = _proved(args, found, target, console)
+    if args.html:
+        pair = [_priced(run, target, shape) for shape in asked]
+        _write_page(args.html, compare_page(pair[0], pair[1], target) if pair else plan_page(best, found))
     if args.out:
-        write_plan(found.plans[0], target, args.out)
+        write_plan(best, target, args.out)
         console.print(f"\nwritten: {args.out} (meshwright prove {args.out}, meshwright train {args.out})")
     return 0
+
+
+def _proved(args: MakePlan, found: Found, target: Target, console: Console) -> Plan:
+    """The best plan by what was asked for: arithmetic, proofs, or proofs of its variants."""
+    if not args.prove and not args.tune:
+        return found.plans[0]
+    proofs = prove_best(list(found.plans[: max(1, args.prove)]), target, args.limit, console)
+    console.print()
+    print_proofs(console, proofs)
+    if not args.tune:
+        return proofs[0].plan if not proofs[0].refused else found.plans[0]
+    best, tried = tune(proofs[0], target, args.limit, console)
+    console.print()
+    print_trials(console, proofs[0], best, tried)
+    return best.plan
+
+
+def _write_page(file: Path, page: str) -> None:
+    try:
+        file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"writing {file}", f"{error.strerror}", "a folder that is there") from error
 
 
 def _priced(run: Run, target: Target, shape: MeshShape) -> Plan:

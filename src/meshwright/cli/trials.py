@@ -1,0 +1,173 @@
+"""`plan --prove` and `plan --tune`: plans compiled for their machine, one after another, and ranked again."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from meshwright.config import Run
+from meshwright.errors import ConfigError
+from meshwright.hardware import Nodes
+from meshwright.plan.estimate import estimate
+from meshwright.plan.file import write_plan
+from meshwright.plan.search import OFFLOADED, POLICIES, Plan
+from meshwright.report.console import spell_bytes
+from meshwright.target import Target
+
+# What is worth a try beside a run's own choices, by name of the chip. SparseCore moves bytes beside the matrix units;
+# a larger VMEM lets products have larger tiles (docs/plan.md says what each was seen to do).
+COMPILER_OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
+    "v5p": {
+        "collectives on SparseCore": (
+            "xla_tpu_enable_sparse_core_collective_offload_all_gather=true",
+            "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather=true",
+            "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=true",
+            "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter=true",
+        ),
+    },
+    "v6e": {"96 MiB of VMEM a product": ("xla_tpu_scoped_vmem_limit_kib=98304",)},
+}
+
+
+_WORTH = 0.998
+"""Of a step, from which a change is kept."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """What the compiler made of a plan."""
+
+    plan: Plan
+    seconds: float | None
+    """Of the predicted schedule; None where it was refused."""
+    bytes: float | None
+    """Peak of a device."""
+    compiled_in: float | None
+    refused: str = ""
+
+
+def prove_plan(plan: Plan, target: Target, limit: int) -> Proof:
+    """Compiles a plan for its machine in a process of its own (`meshwright prove PLAN --json`)."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "plan.json"
+        write_plan(plan, target, file)
+        command = [sys.executable, "-m", "meshwright", "prove", str(file), "--json", "--limit", str(limit)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        said = done.stderr[done.stderr.find("error:") :] if "error:" in done.stderr else done.stderr
+        because = next((line.split(":", 1)[1] for line in said.splitlines() if "because:" in line), said[-200:])
+        return Proof(plan, None, None, None, " ".join(because.split()))
+    told = json.loads(lines[-1])
+    schedule, compiled = told["schedule"], told["memory"]["compiled"]
+    alive = compiled["live"] or told["memory"]["peak"]
+    fits = alive <= target.chip.memory
+    return Proof(
+        plan, schedule["seconds"], alive, told["seconds"],
+        "" if fits else f"{spell_bytes(alive)} of {spell_bytes(target.chip.memory)}",
+    )  # fmt: skip
+
+
+def prove_best(plans: list[Plan], target: Target, limit: int, console: Console) -> list[Proof]:
+    """The plans compiled, those that fit first, the fastest first."""
+    proofs = []
+    for plan in plans:
+        console.print(f"[dim]compiling {escape(plan.name)} for {target} ...[/]")
+        proofs.append(prove_plan(plan, target, limit))
+    return sorted(proofs, key=lambda p: (bool(p.refused), p.seconds or 0.0))
+
+
+def trials(run: Run, target: Target) -> Iterator[tuple[str, Run]]:
+    """`run` with one thing changed: the neighbouring remat policies, the type of gradients' sums, the blocks of
+    attention and of the loss, compiler options."""
+    training = run.training
+    at = POLICIES.index(training.remat)
+    host = not isinstance(target.chip.wires, Nodes)
+    for remat in POLICIES[max(0, at - 1) : at + 3]:
+        if remat != training.remat and (host or remat not in OFFLOADED):
+            yield f"remat {remat}", dataclasses.replace(run, training=dataclasses.replace(training, remat=remat))
+    if training.reduce_dtype == "float32":
+        changed = dataclasses.replace(training, reduce_dtype="bfloat16")
+        yield "gradients summed in bfloat16", dataclasses.replace(run, training=changed)
+    if host:
+        for block in (1024, 256):
+            if run.training.seq % block == 0:
+                changed = dataclasses.replace(training, attention_block=block)
+                yield f"attention in blocks of {block}", dataclasses.replace(run, training=changed)
+    for mib in (256, 2048):
+        changed = dataclasses.replace(training, logits_mib=mib)
+        yield f"logits of {mib} MiB", dataclasses.replace(run, training=changed)
+    for words, options in COMPILER_OPTIONS.get(target.name, {}).items():
+        changed = dataclasses.replace(training, compiler_options=(*training.compiler_options, *options))
+        yield words, dataclasses.replace(run, training=changed)
+
+
+def tune(proof: Proof, target: Target, limit: int, console: Console) -> tuple[Proof, list[tuple[str, Proof]]]:
+    """Tries each change on top of those that helped; the best proof, and what was tried.
+
+    Raises ConfigError where the plan itself has no proof.
+    """
+    if proof.seconds is None:
+        raise ConfigError(f"tuning {proof.plan.name}", f"it cannot be compiled: {proof.refused}", "another plan")
+    best, fastest, tried = proof, proof.seconds, list[tuple[str, Proof]]()
+    names = [name for name, _ in trials(best.plan.run, target)]
+    for name in names:
+        changed = dict(trials(best.plan.run, target)).get(name)
+        if changed is None:
+            continue
+        console.print(f"[dim]trying {name} ...[/]")
+        found = prove_plan(Plan(changed, estimate(changed, target)), target, limit)
+        tried.append((name, found))
+        if found.seconds is not None and not found.refused and found.seconds < fastest * _WORTH:
+            best, fastest = found, found.seconds
+    return best, tried
+
+
+def print_proofs(console: Console, proofs: list[Proof]) -> None:
+    """What the compiler says of each plan, beside the arithmetic."""
+    table = Table(
+        box=None, pad_edge=False, header_style="dim", title="proved", title_justify="left", title_style="bold"
+    )
+    for heading in (
+        "plan",
+        "step, planned",
+        "step, compiled",
+        "memory, planned",
+        "memory, compiled",
+        "compiled in",
+        "",
+    ):
+        table.add_column(heading, justify="left" if heading in ("plan", "") else "right", overflow="fold")
+    for proof in proofs:
+        e = proof.plan.estimate
+        table.add_row(
+            escape(proof.plan.name), f"{e.seconds:.3g} s", f"{proof.seconds:.3g} s" if proof.seconds else "",
+            spell_bytes(e.bytes), spell_bytes(proof.bytes) if proof.bytes else "",
+            f"{proof.compiled_in:.0f} s" if proof.compiled_in else "", escape(proof.refused),
+        )  # fmt: skip
+    console.print(table)
+
+
+def print_trials(console: Console, start: Proof, best: Proof, tried: list[tuple[str, Proof]]) -> None:
+    """What was tried, and what it did to the compiled step."""
+    table = Table(box=None, pad_edge=False, header_style="dim", title="tuned", title_justify="left", title_style="bold")
+    for heading in ("change", "step", "memory", ""):
+        table.add_column(heading, justify="left" if heading in ("change", "") else "right", overflow="fold")
+    assert start.seconds is not None and best.seconds is not None
+    table.add_row("(as planned)", f"{start.seconds:.3g} s", spell_bytes(start.bytes or 0), "")
+    for name, proof in tried:
+        said = proof.refused if proof.seconds is None or proof.refused else ""
+        table.add_row(
+            name, f"{proof.seconds:.3g} s" if proof.seconds else "",
+            spell_bytes(proof.bytes) if proof.bytes else "", escape(said),
+        )  # fmt: skip
+    console.print(table)
+    gain = 1 - best.seconds / start.seconds
+    console.print(f"best: {best.seconds:.3g} s, {gain:.1%} less than planned: {escape(best.plan.name)}")
