@@ -130,21 +130,17 @@ def tune(proof: Proof, target: Target, limit: int, console: Console) -> tuple[Pr
     return best, tried
 
 
+def _table(title: str, headings: tuple[str, ...], left: tuple[str, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", title=title, title_justify="left", title_style="bold")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right", overflow="fold")
+    return table
+
+
 def print_proofs(console: Console, proofs: list[Proof]) -> None:
     """What the compiler says of each plan, beside the arithmetic."""
-    table = Table(
-        box=None, pad_edge=False, header_style="dim", title="proved", title_justify="left", title_style="bold"
-    )
-    for heading in (
-        "plan",
-        "step, planned",
-        "step, compiled",
-        "memory, planned",
-        "memory, compiled",
-        "compiled in",
-        "",
-    ):
-        table.add_column(heading, justify="left" if heading in ("plan", "") else "right", overflow="fold")
+    headings = ("plan", "step, planned", "step, compiled", "memory, planned", "memory, compiled", "compiled in", "")
+    table = _table("proved", headings, ("plan", ""))
     for proof in proofs:
         e = proof.plan.estimate
         table.add_row(
@@ -157,9 +153,7 @@ def print_proofs(console: Console, proofs: list[Proof]) -> None:
 
 def print_trials(console: Console, start: Proof, best: Proof, tried: list[tuple[str, Proof]]) -> None:
     """What was tried, and what it did to the compiled step."""
-    table = Table(box=None, pad_edge=False, header_style="dim", title="tuned", title_justify="left", title_style="bold")
-    for heading in ("change", "step", "memory", ""):
-        table.add_column(heading, justify="left" if heading in ("change", "") else "right", overflow="fold")
+    table = _table("tuned", ("change", "step", "memory", ""), ("change", ""))
     assert start.seconds is not None and best.seconds is not None
     table.add_row("(as planned)", f"{start.seconds:.3g} s", spell_bytes(start.bytes or 0), "")
     for name, proof in tried:

@@ -13,7 +13,8 @@ nav a { margin-right: 1rem; } .scroll { overflow-x: auto; } .side { display: fle
   border-radius: 4px; } .group > div { max-width: 100%; overflow-x: auto; }
 table { border-collapse: collapse; font-size: .87rem; } th { text-align: left; font-weight: 600; opacity: .75; }
 th, td { padding: .15rem .8rem .15rem 0; border-bottom: 1px solid var(--faint); white-space: nowrap; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; }
+td:last-child { white-space: normal; min-width: 9rem; }
+td.number { white-space: nowrap; text-align: right; font-variant-numeric: tabular-nums; }
 .finding { border-left: 4px solid var(--bad); padding: .2rem .8rem; margin: .6rem 0; }
 code { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: .92em; }
 """

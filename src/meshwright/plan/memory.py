@@ -55,7 +55,9 @@ def held(run: Run, shape: MeshShape, params: Tree, placed: Tree, work: Work, und
     table = work.unembedding.n * work.width * (compute + 4)
     loss = table + 3.0 * logits * 4
     inner = work.tokens * (4 * work.width + 2.5 * work.wide + sum(work.heads[:2]) * work.heads[2] * 2) * compute
-    layer = one_layer * (2 * compute + reduce) + inner
+    # What comes back from the host for one layer and for the next.
+    from_host = 2 * offloaded(run, shape, work) / max(1.0, work.layers)
+    layer = from_host + one_layer * (2 * compute + reduce) + inner
     activations = saved * layers
     if shape.stage > 1:
         # A stage keeps the inputs of its microbatches; what its layers keep exists while one of them goes back.

@@ -90,11 +90,11 @@ def links_section(e: Estimate) -> str:
 
 
 def _ranked(found: Found) -> str:
-    rows = [
-        [str(rank), p.name, f"{p.estimate.seconds:.3g} s", f"{p.estimate.utilisation:.0%}", spell_bytes(p.estimate.bytes),
-         p.estimate.bound, bar(found.plans[0].estimate.seconds / p.estimate.seconds / 2)]
-        for rank, p in enumerate(found.plans[:_SHOWN], 1)
-    ]  # fmt: skip
+    fastest, rows = found.plans[0].estimate.seconds, []
+    for rank, plan in enumerate(found.plans[:_SHOWN], 1):
+        e = plan.estimate
+        told = [f"{e.seconds:.3g} s", f"{e.utilisation:.0%}", spell_bytes(e.bytes), e.bound]
+        rows.append([str(rank), plan.name, *told, bar(fastest / e.seconds / 2)])
     return html_table(("", "plan", "step", "MFU", "memory", "bound by", ""), rows, (0, 2, 3, 4))
 
 
