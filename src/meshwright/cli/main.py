@@ -19,6 +19,7 @@ from meshwright.cli.measuring import Bench, run_bench
 from meshwright.cli.planning import MakePlan, run_plan
 from meshwright.cli.prepare import run_of
 from meshwright.cli.proving import Prove, run_prove
+from meshwright.cli.rehearsing import Rehearse, run_rehearse
 from meshwright.cli.training import (
     CompareMeshes,
     Evaluate,
@@ -43,12 +44,13 @@ _VERBS: dict[str, tuple[type, Callable[[Any], int]]] = {
     "show": (Show, run_show),
     "plan": (MakePlan, run_plan),
     "prove": (Prove, run_prove),
+    "rehearse": (Rehearse, run_rehearse),
     "parity": (CompareMeshes, run_parity),
     "bench": (Bench, run_bench),
     "words": (Words, run_words),
     "recipes": (Recipes, run_recipes),
 }
-_WITH_RECIPE = ("train", "show", "parity", "prove", "plan")
+_WITH_RECIPE = ("train", "show", "parity", "prove", "plan", "rehearse")
 
 
 def _base_run(verb: str, rest: list[str]) -> tuple[Run, list[str]]:
