@@ -27,6 +27,8 @@ class Efficiency:
     """Of the communication that could run beside computation, what does."""
     hidden_tensor: float
     """The same of what `tensor` sends: in pieces, beside the products that it opens or closes."""
+    tile: int = 128
+    """Rows and columns that the matrix unit takes at a time; not a share."""
 
 
 _TPU = Efficiency(

@@ -1,5 +1,6 @@
 """Build, restore, then: feed, step, report, save, evaluate."""
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -54,6 +55,12 @@ class Summary:
     seconds: float
     waited: float
     """Seconds spent waiting for data."""
+    compiled: float
+    """Seconds until the first step's program was there."""
+    saving: float
+    """Seconds that checkpoints kept the run from going on."""
+    step_seconds: float
+    """Median seconds from one step to the next, waiting for data included."""
     interrupted: int
     """Number of the signal that ended the run early; 0 where it came to its end."""
     sample: str
@@ -216,11 +223,14 @@ def _run(
     )
     meter = _Meter(program, sinks, first)
     began, saved, step, held_out, compiled = time.perf_counter(), first, first, None, None
+    compiling = saving = 0.0
     batch: Batch | None = None
     while step < training.steps and not stop.asked(step):
         previous, batch = batch, next(feed)
         if compiled is None:
+            since = time.perf_counter()
             compiled = CompiledTrainStep(program, batch)
+            compiling = time.perf_counter() - since
         state, metrics = compiled(state, batch)
         step += 1
         # The metrics of the step before are read while this one runs: the device never waits for the console.
@@ -231,7 +241,9 @@ def _run(
             meter.tell(step, {"held-out loss": held_out})
         if training.save_every and step % training.save_every == 0 and step < training.steps:
             meter.read(_Evidence(out, program, state, batch))
+            since = time.perf_counter()
             checkpoints.save(state, program, step=step, cursor=cursor + (step - first) * training.batch)
+            saving += time.perf_counter() - since
             saved = step
     meter.read(_Evidence(out, program, state, batch))
     if step > saved:
@@ -251,6 +263,9 @@ def _run(
         tokens=(step - first) * training.batch * training.seq,
         seconds=time.perf_counter() - began,
         waited=feed.waited,
+        compiled=compiling,
+        saving=saving,
+        step_seconds=meter.step_seconds,
         interrupted=stop.signal,
         sample=sample,
     )
@@ -296,6 +311,8 @@ class _Meter:
     """Reads each step's metrics one step late, and tells the sinks."""
 
     _RECENT = 20
+    _KEPT = 500
+    """Steps whose times are kept for the median."""
 
     def __init__(self, program: Program, sinks: list[Reporter], first: int):
         training = program.run.training
@@ -306,11 +323,17 @@ class _Meter:
         self._kind, self._devices = devices[0].device_kind, program.mesh.size
         self._pending: tuple[int, Metrics] | None = None
         self._losses: list[float] = []
+        self._intervals: collections.deque[float] = collections.deque(maxlen=self._KEPT)
         self._read_at: float | None = None
 
     @property
     def recent(self) -> float:
         return float(np.mean(self._losses[-self._RECENT :])) if self._losses else float("nan")
+
+    @property
+    def step_seconds(self) -> float:
+        """Median time from one step to the next."""
+        return float(np.median(self._intervals)) if self._intervals else float("nan")
 
     def push(self, step: int, metrics: Metrics) -> None:
         self._pending = (step, metrics)
@@ -330,6 +353,7 @@ class _Meter:
         }
         now = time.perf_counter()
         if self._read_at is not None:
+            self._intervals.append(now - self._read_at)
             values["tokens/s"] = self._tokens / (now - self._read_at)
             share = utilisation(self._flops, values["tokens/s"], self._kind, self._devices)
             if share is not None:

@@ -157,3 +157,11 @@ def time_products(sizes: tuple[tuple[int, int, int], ...], dtypes: tuple[str, ..
             right = np.allclose(np.asarray(run(x, w)[:4], np.float32), want, rtol=close)
             seconds, calls = median_seconds(run, x, w)
             yield Product(m, k, n, dtype, seconds, calls, 2.0 * m * k * n / seconds, bool(right))
+
+
+def time_copy(size: int) -> float:
+    """Bytes a second that one device reads and writes, by adding one to an array of `size` bytes."""
+    x = jnp.zeros(size // 4, jnp.float32)
+    run: Any = jax.jit(lambda x: x + 1).lower(x).compile()
+    seconds, _ = median_seconds(lambda: run(x))
+    return 2 * x.nbytes / seconds

@@ -30,13 +30,23 @@ def calibration_file(cache: Path) -> Path:
 
 
 def write_calibration(
-    file: Path, *, collectives: Sequence[Timing] = (), products: Sequence[Product] = (), mesh: str = ""
+    file: Path,
+    *,
+    collectives: Sequence[Timing] = (),
+    products: Sequence[Product] = (),
+    mesh: str = "",
+    copied: float | None = None,
 ) -> None:
-    """Adds what was measured to the calibration in `file`; what it said of the same things before is replaced."""
+    """Adds what was measured to the calibration in `file`; what it said of the same things before is replaced.
+
+    copied: bytes a second that a device reads and writes (`time_copy`).
+    """
     told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     if collectives:
         told["collectives"] = [dataclasses.asdict(t) for t in collectives]
         told["mesh"] = mesh
+    if copied is not None:
+        told["copied"] = copied
     if products:
         told["products"] = [dataclasses.asdict(p) for p in products]
     told |= {

@@ -11,12 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright import mesh
-from meshwright.calibrate.collectives import KINDS, Product, Timing, time_collectives, time_products
+from meshwright.calibrate.collectives import KINDS, Product, Timing, time_collectives, time_copy, time_products
 from meshwright.calibrate.files import calibration_file, plot_timings, require_plotting, write_calibration, write_rows
 from meshwright.cli.prepare import SIMULATED, say
 from meshwright.config import MeshShape
 from meshwright.errors import CensusError, ConfigError
 from meshwright.report.console import open_console, spell_bytes
+
+_COPIED = 2**28
+"""Bytes of the array by which memory is timed: more than any cache."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +70,9 @@ def run_bench(args: Bench) -> int:
             plot_timings(rows, args.out / "collectives.svg")
     else:
         rows = list(time_products(args.shapes, args.dtypes))
-        write_calibration(args.out / "calibration.json", products=rows)
-        write_calibration(calibration_file(mesh.default_cache()), products=rows)
+        copied = time_copy(_COPIED)
+        write_calibration(args.out / "calibration.json", products=rows, copied=copied)
+        write_calibration(calibration_file(mesh.default_cache()), products=rows, copied=copied)
     write_rows(rows, args.out / f"{args.what}.csv")
     told = {"rows": [dataclasses.asdict(row) for row in rows], "out": str(args.out)}
     say(told, args.json, lambda: _print_rows(console, args, rows))

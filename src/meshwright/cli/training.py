@@ -1,19 +1,24 @@
 """Verbs that train, evaluate and compare."""
 
 import dataclasses
+import json
 import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
 import tyro
+from rich.console import Console
 
 from meshwright import loop, mesh, parity
+from meshwright.calibrate.files import calibration_file, read_calibration
 from meshwright.checkpoint import Checkpoints
 from meshwright.cli.prepare import run_of, say, start_devices
 from meshwright.config import MeshShape, Run
 from meshwright.data.tokens import tokenize
 from meshwright.errors import ConfigError
+from meshwright.plan.here import Budget, foresee, gaps
+from meshwright.plan.tables import print_gaps, spell_step
 from meshwright.report import Reporter
 from meshwright.report.console import ConsoleReport, open_console
 from meshwright.report.files import TensorBoard
@@ -102,6 +107,7 @@ def run_train(args: Train) -> int:
     out = args.out or Path("runs") / f"{args.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     setting = loop.set_up(args.run, cache=mesh.default_cache(), devices=args.devices)
     print_setting(console, setting)
+    budget = _foreseen(console, setting)
 
     def reporters(start: int) -> list[Reporter]:
         found: list[Reporter] = []
@@ -116,8 +122,35 @@ def run_train(args: Train) -> int:
     if chief:
         told = {**dataclasses.asdict(summary), "out": str(out)}
         say(told, args.json, lambda: print_summary(console, summary))
+        if budget is not None and summary.tokens:
+            _hold_against(console, budget, summary, setting)
     # As a shell reports a process that a signal ended, so a supervisor can tell this from the run's own end.
     return 128 + summary.interrupted if summary.interrupted else 0
+
+
+def _foreseen(console: Console, setting: loop.Setting) -> Budget | None:
+    """Prints what a step should take on these devices; nothing where nothing is known of them."""
+    kept = calibration_file(mesh.default_cache())
+    calibration = read_calibration(kept) if kept.is_file() else None
+    program = setting.program
+    budget = foresee(program.run, list(program.mesh.devices.flat), calibration)
+    if budget is not None:
+        console.print(
+            f"foreseen: {spell_step(budget.step)} a step, of which {spell_step(budget.exposed)} communication that "
+            f"nothing hides ({budget.by})\n"
+        )
+    return budget
+
+
+def _hold_against(console: Console, budget: Budget, summary: loop.Summary, setting: loop.Setting) -> None:
+    """Prints and keeps the step budget, foreseen and measured, and names its largest gap."""
+    steps = max(1, summary.tokens // (setting.program.run.training.batch * setting.program.run.training.seq))
+    waited, saving = summary.waited / steps, summary.saving / steps
+    step = max(0.0, summary.step_seconds - waited)
+    found = gaps(budget, step=step, waited=waited, saving=saving)
+    print_gaps(console, found)
+    told = {"foreseen_by": budget.by, "gaps": [dataclasses.asdict(gap) for gap in found]}
+    (summary.out / "foresight.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
 def run_evaluate(args: Evaluate) -> int:

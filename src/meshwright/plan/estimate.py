@@ -16,7 +16,7 @@ from meshwright.flops import training_flops_per_token
 from meshwright.plan.memory import held, offloaded
 from meshwright.plan.placement import Placement, place_mesh
 from meshwright.plan.traffic import Movement, movements
-from meshwright.plan.work import Work, recomputed, work_of
+from meshwright.plan.work import Product, Work, recomputed, work_of
 from meshwright.schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Table, build_table, formula
 from meshwright.target import Target
 from meshwright.wires import Route, route
@@ -194,14 +194,7 @@ def _compute(
     rate, bandwidth = chip.flops_bf16 * share.matmul, chip.bandwidth * share.memory
     factor = 2.0 if name == "backward" else 1.0
     chosen = [p for p in work.products if name != "recomputed" or p.role in again]
-    # A product is as fast as the matrix unit or the HBM lets it be.
-    matmul = sum(
-        factor
-        * max(
-            p.flops / (rate * shape_share(p.m, p.k, p.n) * (share.grouped if p.grouped else 1)), p.bytes(2) / bandwidth
-        )
-        for p in chosen
-    )
+    matmul = sum(factor * _product(p, rate, bandwidth, share) for p in chosen)
     passes = {"forward": 1.0, "backward": ATTENTION_BACKWARD, "recomputed": 1.0 if "attention" in again else 0.0}
     attention = passes[name] * work.attention / (chip.flops_bf16 * share.attention)
     if unfused and passes[name]:
@@ -213,21 +206,26 @@ def _compute(
     return {"matmul": matmul, "attention": attention, "memory": stream}
 
 
-def shape_share(m: float, k: float, n: float) -> float:
-    """Of what a large product reaches, what this one does: tiles of 128 that are not full, pipelines that fill up."""
+def _product(p: Product, rate: float, bandwidth: float, share: Efficiency) -> float:
+    """A product is as fast as the matrix unit or the HBM lets it be."""
+    reached = rate * shape_share(p.m, p.k, p.n, share.tile) * (share.grouped if p.grouped else 1.0)
+    return max(p.flops / reached, p.bytes(2) / bandwidth)
+
+
+def shape_share(m: float, k: float, n: float, tile: int) -> float:
+    """Of what a large product reaches, what this one does: tiles that are not full, pipelines that fill up."""
 
     def full(size: float) -> float:
-        tiles = -(-size // 128)
-        return size / (tiles * 128)
+        return size / (-(-size // tile) * tile)
 
-    filling = (m / (m + 128)) * (k / (k + 128)) * (n / (n + 128))
+    filling = (m / (m + tile)) * (k / (k + tile)) * (n / (n + tile))
     return max(0.02, full(k) * full(n) * filling)
 
 
 def _unembedding(work: Work, target: Target, share: Efficiency) -> float:
     """Logits forwards, again and twice backwards."""
     p = work.unembedding
-    return 4 * p.flops / (target.chip.flops_bf16 * share.matmul * shape_share(p.m, p.k, p.n))
+    return 4 * p.flops / (target.chip.flops_bf16 * share.matmul * shape_share(p.m, p.k, p.n, share.tile))
 
 
 def _moved(

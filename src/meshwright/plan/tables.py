@@ -4,8 +4,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from meshwright.flops import training_flops_per_token
 from meshwright.plan.explain import PARTS, Verdict, differences
+from meshwright.plan.here import Gap
 from meshwright.plan.search import Found, Plan
 from meshwright.report.console import spell_bytes, spell_count
 from meshwright.target import Target
@@ -93,7 +93,25 @@ def print_comparison(console: Console, a: Plan, b: Plan) -> None:
     console.print(table)
 
 
-def model_flops(plan: Plan) -> float:
-    """FLOPs of a step, of all devices."""
-    training = plan.run.training
-    return training_flops_per_token(plan.run.model, training.seq) * training.batch * training.seq
+def print_gaps(console: Console, found: list[Gap]) -> None:
+    """The step budget, foreseen and measured."""
+    table = Table(
+        box=None, pad_edge=False, header_style="dim", title="a step", title_justify="left", title_style="bold"
+    )
+    for heading in ("", "foreseen", "measured", "gap"):
+        table.add_column(heading, justify="left" if heading == "a step" else "right")
+    for gap in found:
+        sign = "-" if gap.seconds < 0 else "+"
+        table.add_row(
+            gap.part, spell_step(gap.foreseen), spell_step(gap.measured), f"{sign}{spell_step(abs(gap.seconds))}"
+        )  # fmt: skip
+    console.print()
+    console.print(table)
+    console.print(f"largest gap: {found[0].part}")
+
+
+def spell_step(seconds: float) -> str:
+    """`812 us`, `35 ms`, `4.2 s`."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
