@@ -1,0 +1,157 @@
+"""Our step and MaxText's, compiled for the same chips and read by the same census.
+
+    python bench/peers.py --maxtext VENV/bin/python [--case 7b] [--ours ...]
+
+VENV has MaxText and its requirements (`pip install maxtext==0.2.5`, then what its
+dependencies/requirements/generated_requirements/tpu-requirements.txt lists); this process has meshwright with its `tpu`
+extra. MaxText's own `train_compile` runs with its shipped settings; what it compiles is written out as text and played
+on the timeline of the chip as ours is (census/schedule.py). Nothing runs on a TPU.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from meshwright.census.hlo import parse_module
+from meshwright.census.schedule import read_schedule
+from meshwright.compilers import environment
+from meshwright.config import MeshShape
+from meshwright.efficiency import efficiency_of
+from meshwright.target import parse_target
+from meshwright.wires import fixed_places
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One model on one machine at one global batch."""
+
+    target: str
+    maxtext: tuple[str, ...]
+    """Its arguments."""
+    ours: tuple[str, ...]
+    """Arguments of `meshwright prove`: the best that `plan --tune` and trials found."""
+    fsdp: int
+
+
+_SPARSE_CORE = tuple(
+    f"xla_tpu_enable_sparse_core_collective_offload_{kind}=true"
+    for kind in ("all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter")
+)
+
+CASES = {
+    "7b": Case(
+        "v5p:2x2x4",
+        ("compile_topology=v5p-32", "model_name=llama2-7b", "per_device_batch_size=4", "max_target_length=4096",
+         "ici_fsdp_parallelism=16"),
+        ("llama2-7b", "--mesh", "fsdp=16", "--batch", "64", "--seq", "4096", "--training.remat", "feed_forward",
+         "--training.compiler-options", *_SPARSE_CORE), 16,
+    ),
+    "70b": Case(
+        "v5p:4x4x8",
+        ("compile_topology=v5p-256", "model_name=llama2-70b", "per_device_batch_size=4", "max_target_length=4096",
+         "ici_fsdp_parallelism=128"),
+        ("llama2-70b", "--mesh", "fsdp=128", "--batch", "512", "--seq", "4096", "--training.remat",
+         "offload_attention", "--training.compiler-options", *_SPARSE_CORE), 128,
+    ),
+    "8b": Case(
+        "v6e:16x16",
+        ("compile_topology=v6e-256", "model_name=llama3-8b", "per_device_batch_size=4", "max_target_length=8192",
+         "ici_fsdp_parallelism=256", "remat_policy=full"),
+        ("llama3-8b", "--mesh", "fsdp=256", "--batch", "1024", "--seq", "8192", "--training.remat",
+         "offload_attention", "--training.compiler-options", "xla_tpu_scoped_vmem_limit_kib=98304"), 256,
+    ),
+}  # fmt: skip
+
+# Runs in MaxText's environment: what it compiles last is written out.
+_DRIVER = textwrap.dedent("""
+    import json, os, sys, jax
+    before = jax.stages.Lowered.compile
+    def compile(self, *words, **more):
+        compiled = before(self, *words, **more)
+        stats = compiled.memory_analysis()
+        with open(os.environ["PEER_OUT"], "w") as out:
+            json.dump({"text": compiled.as_text(), "peak": stats.peak_memory_in_bytes,
+                       "arguments": stats.argument_size_in_bytes, "temporary": stats.temp_size_in_bytes,
+                       "host": stats.host_temp_size_in_bytes}, out)
+        return compiled
+    jax.stages.Lowered.compile = compile
+    from absl import app
+    from maxtext.trainers.pre_train import train_compile
+    app.run(train_compile.main)
+""")
+
+
+def compile_maxtext(python: str, case: Case) -> dict[str, Any]:
+    """What MaxText's train_compile makes of a case: text of the program, and bytes."""
+    base = subprocess.run(
+        [python, "-c", "import maxtext, os; print(os.path.dirname(maxtext.__file__))"],
+        capture_output=True, text=True, check=True,
+    ).stdout.strip()  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        driver, out = Path(folder) / "driver.py", Path(folder) / "out.json"
+        driver.write_text(_DRIVER)
+        words = [f"{base}/configs/base.yml", "compile_topology_num_slices=1", *case.maxtext]
+        more = {**os.environ, **environment(parse_target(case.target)), "PEER_OUT": str(out)}
+        more.pop("PYTHONPATH", None)
+        done = subprocess.run([python, str(driver), *words], env=more, capture_output=True, text=True, check=False)
+        if not out.is_file():
+            raise SystemExit(f"MaxText did not compile:\n{done.stderr[-2000:]}")
+        return dict(json.loads(out.read_text()))
+
+
+def prove_ours(case: Case) -> dict[str, Any]:
+    """Our proof of the case."""
+    command = [sys.executable, "-m", "meshwright", "prove", *case.ours, "--on", case.target, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        raise SystemExit(f"ours did not compile:\n{done.stderr[-2000:]}")
+    return dict(json.loads(lines[-1]))
+
+
+def play(text: str, case: Case) -> dict[str, Any]:
+    """The predicted schedule of any program on a case's machine."""
+    target = parse_target(case.target)
+    schedule = read_schedule(
+        parse_module(text), target.chip, fixed_places(target.chip, target.topology, target.parts), target.topology,
+        efficiency_of(target.name), mesh=MeshShape(fsdp=case.fsdp).degrees(),
+    )  # fmt: skip
+    return {
+        "seconds": schedule.seconds, "by_kind": dict(schedule.by_kind), "exposed": dict(schedule.exposed)
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--maxtext", required=True, help="Python of an environment that has MaxText")
+    parser.add_argument("--case", choices=CASES, action="append")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "peers.json")
+    given = parser.parse_args()
+    results = json.loads(given.out.read_text()) if given.out.is_file() else {}
+    for name in given.case or CASES:
+        case = CASES[name]
+        theirs, ours = compile_maxtext(given.maxtext, case), prove_ours(case)
+        played = play(theirs["text"], case)
+        mine = ours["memory"]["compiled"]
+        row = {
+            "target": case.target, "maxtext_seconds": played["seconds"], "ours_seconds": ours["schedule"]["seconds"],
+            "ratio": ours["schedule"]["seconds"] / played["seconds"],
+            "maxtext_peak": theirs["peak"], "ours_peak": mine["live"] or ours["memory"]["peak"],
+            "maxtext_heap": theirs["arguments"] + theirs["temporary"], "ours_heap": ours["memory"]["peak"],
+            "maxtext_by_kind": played["by_kind"], "ours_by_kind": ours["schedule"]["by_kind"],
+            "maxtext": " ".join(case.maxtext), "ours": " ".join(case.ours), "versions": ours["versions"],
+        }  # fmt: skip
+        results[name] = row
+        print(json.dumps({name: row}, indent=1), flush=True)
+        given.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
