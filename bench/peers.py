@@ -50,7 +50,7 @@ CASES = {
         "v5p:2x2x4",
         ("compile_topology=v5p-32", "model_name=llama2-7b", "per_device_batch_size=4", "max_target_length=4096",
          "ici_fsdp_parallelism=16"),
-        ("llama2-7b", "--mesh", "fsdp=16", "--batch", "64", "--seq", "4096", "--training.remat", "feed_forward",
+        ("llama2-7b", "--mesh", "fsdp=16", "--batch", "64", "--seq", "4096", "--training.remat", "full",
          "--training.compiler-options", *_SPARSE_CORE), 16,
     ),
     "70b": Case(

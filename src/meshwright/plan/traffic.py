@@ -42,7 +42,7 @@ def movements(
     compute = jnp.dtype(run.training.compute_dtype).itemsize
     stream = work.tokens * work.width * compute
     if shape.tensor > 1:
-        found += _tensor(stream, layers, again)
+        found += _tensor(stream, layers, microbatches, again)
     if shape.context > 1:
         found += _context(run, shape, work, layers, compute, again)
     if shape.expert > 1 and work.experts:
@@ -123,14 +123,16 @@ def _gradients(run: Run, shape: MeshShape, params: Tree, placed: Tree) -> list[M
     return found
 
 
-def _tensor(stream: float, layers: float, again: frozenset[str]) -> list[Movement]:
+def _tensor(stream: float, layers: float, microbatches: float, again: frozenset[str]) -> list[Movement]:
     """Korthikanti et al. 2022, section 4.2: each half of a layer is entered by a gather and left by a scatter."""
     axes = ("tensor",)
+    # The embedding is left and the unembedding entered once a microbatch.
+    times = 2 * layers + microbatches
     found = [
-        Movement("all-gather", axes, stream, 2 * layers, "forward", True, "enter"),
-        Movement("reduce-scatter", axes, stream, 2 * layers, "forward", True, "leave"),
-        Movement("all-gather", axes, stream, 2 * layers, "backward", True, "leave, backwards"),
-        Movement("reduce-scatter", axes, stream, 2 * layers, "backward", True, "enter, backwards"),
+        Movement("all-gather", axes, stream, times, "forward", True, "enter"),
+        Movement("reduce-scatter", axes, stream, times, "forward", True, "leave"),
+        Movement("all-gather", axes, stream, times, "backward", True, "leave, backwards"),
+        Movement("reduce-scatter", axes, stream, times, "backward", True, "enter, backwards"),
     ]
     if again - {"scores"}:
         found.append(Movement("all-gather", axes, stream, 2 * layers, "recomputed", True, "enter again"))
@@ -146,7 +148,9 @@ def _context(
     queries = 2 * work.tokens * heads * size * compute
     strategy, axes, n = run.training.context, ("context",), shape.context
     passes = [("forward", 1.0), ("backward", 2.0 if strategy == "ring" else 1.0)]
-    passes += [("recomputed", 1.0)] if "attention" in again else []
+    # Queries, keys and values are kept as they were before they moved: what was gathered moves again.
+    moves_again = "attention" in again if strategy == "ring" else bool(again - {"scores"})
+    passes += [("recomputed", 1.0)] if moves_again else []
     found = []
     for during, count in passes:
         if strategy == "gather":
