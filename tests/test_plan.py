@@ -329,7 +329,7 @@ def test_bad_questions_teach(words: tuple[str, ...], says: str) -> None:
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        ("llama3-70b", "fsdp=4,tensor=8"), ("llama3-405b", "stage=4,fsdp=2,tensor=4"), ("gpt2-xl", "fsdp=4,tensor=5"),
+        ("llama3-70b", "fsdp=4,tensor=8"), ("llama3-405b", "stage=4,fsdp=2,tensor=4"), ("gpt2-xl", "data=2,fsdp=4"),
         ("mixtral-8x7b", "fsdp=2,expert=4,tensor=2"), ("qwen2-7b", "data=2,fsdp=2,tensor=4"),
         ("llama31-8b", "fsdp=2,context=4,tensor=2"), ("mistral-7b", "data=2*2,fsdp=4"),
     ],

@@ -1,0 +1,195 @@
+"""The schedule played: by hand on small programs, and on what the chips' own compilers made."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.census.hlo import parse_module
+from meshwright.census.prices import Prices, touched
+from meshwright.census.schedule import Schedule, read_schedule
+from meshwright.census.trace import trace_events, write_trace
+from meshwright.efficiency import Efficiency
+from meshwright.target import Target, parse_target
+from meshwright.wires import fixed_places
+
+WHOLE = Efficiency(1, 1, 1, 1, 1, 1, 1, 1)
+V5P = parse_target("v5p:4x1x1")
+TEXTS = Path(__file__).parent / "texts"
+
+# 2 MiB of bfloat16 gathered over four chips of a ring, beside a product of a million cycles; a loop of ten copies.
+PROGRAM = """HloModule step, is_scheduled=true, num_partitions=4
+
+%body (p: (s32[], f32[1024,1024])) -> (s32[], f32[1024,1024]) {
+  %p = (s32[], f32[1024,1024]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[1024,1024] get-tuple-element(%p), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %y = f32[1024,1024] negate(%x)
+  ROOT %out = (s32[], f32[1024,1024]) tuple(%next, %y)
+}
+
+%condition (p: (s32[], f32[1024,1024])) -> pred[] {
+  %p = (s32[], f32[1024,1024]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %n = s32[] constant(10)
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+
+%product (a: bf16[1024,1024], b: bf16[1024,1024]) -> bf16[1024,1024] {
+  %a = bf16[1024,1024] parameter(0)
+  %b = bf16[1024,1024] parameter(1)
+  ROOT %dot = bf16[1024,1024] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (w: bf16[256,1024], a: bf16[1024,1024], x: f32[1024,1024]) -> f32[1024,1024] {
+  %w = bf16[256,1024] parameter(0)
+  %a = bf16[1024,1024] parameter(1)
+  %x = f32[1024,1024] parameter(2)
+  %start = (bf16[256,1024], bf16[1024,1024]) all-gather-start(%w), replica_groups={{0,1,2,3}}, dimensions={0}
+  %before = bf16[1024,1024] fusion(%a, %a), kind=kOutput, calls=%product, config={"estimated_cycles":"CYCLES"}
+  %done = bf16[1024,1024] all-gather-done(%start)
+  %after = bf16[1024,1024] fusion(%before, %done), kind=kOutput, calls=%product, config={"estimated_cycles":"17500"}
+  %zero = s32[] constant(0)
+  %carry = (s32[], f32[1024,1024]) tuple(%zero, %x)
+  %loop = (s32[], f32[1024,1024]) while(%carry), condition=%condition, body=%body
+  ROOT %end = f32[1024,1024] get-tuple-element(%loop), index=1
+}
+"""
+RING = 2**21 * 3 / 4 / (2 * 90e9) + 2e-6
+"""Seconds of the gather: three quarters of it over both directions of a ring, two hops of latency."""
+COPY = 10 * (2 * 2**22 + 3 * 4) / 2.765e12
+"""Ten times 4 MiB read and written, and the counter."""
+
+
+def play(text: str, target: Target = V5P, mesh: dict[str, int] | None = None, **more: Any) -> Schedule:
+    places = fixed_places(target.chip, target.topology, target.parts)
+    given = {"fsdp": target.devices} if mesh is None else mesh
+    return read_schedule(parse_module(text), target.chip, places, target.topology, WHOLE, mesh=given, **more)
+
+
+@pytest.mark.parametrize(("cycles", "hidden"), [(1_750_000, True), (1_750, False)])
+def test_a_gather_runs_beside_what_stands_before_its_done(cycles: int, hidden: bool) -> None:
+    played = play(PROGRAM.replace("CYCLES", str(cycles)))
+    # 17500 cycles at 1.75 GHz; the short product is as long as its bytes take.
+    before = max(cycles / 1.75e9, 3 * 2**21 / 2.765e12)
+    exposed = 0.0 if hidden else RING - before
+    assert played.exposed.get("fsdp", 0.0) == pytest.approx(exposed, abs=1e-9)
+    assert played.sent["fsdp"] == pytest.approx(RING)
+    assert played.by_kind["matmul"] == pytest.approx(before + 1e-5)
+    assert played.by_kind["memory"] == pytest.approx(COPY, rel=0.01)
+    assert played.seconds == pytest.approx(before + exposed + 1e-5 + COPY, rel=0.01)
+    assert played.routes == {"fsdp": "torus x"}
+
+
+def test_a_loop_is_drawn_once_and_counted_as_often_as_it_runs() -> None:
+    played = play(PROGRAM.replace("CYCLES", "1750"))
+    (loop,) = [span for span in played.spans if span.kind == "loop"]
+    (copy,) = [span for span in played.spans if span.depth == 1 and span.seconds > 1e-7]
+    assert loop.times == copy.times == 10
+    assert loop.seconds == pytest.approx(10 * copy.seconds, rel=0.01) and copy.start >= loop.start
+
+
+def test_a_trace_is_what_perfetto_opens(tmp_path: Path) -> None:
+    played = play(PROGRAM.replace("CYCLES", "1750"))
+    write_trace(played, tmp_path / "trace.json")
+    told = json.loads((tmp_path / "trace.json").read_text())
+    assert told["traceEvents"] == trace_events(played)
+    rows = {e["tid"]: e["args"]["name"] for e in told["traceEvents"] if e["name"] == "thread_name"}
+    assert "fsdp (torus x)" in rows.values()
+    work = [e for e in told["traceEvents"] if e["ph"] == "X"]
+    assert len(work) == len(played.spans) and all(e["dur"] > 0 and e["ts"] >= 0 for e in work)
+    gather = next(e for e in work if e["cat"] == "collective")
+    assert rows[gather["tid"]] == "fsdp (torus x)" and gather["dur"] == pytest.approx(RING * 1e6, rel=1e-3)
+
+
+def test_a_slice_of_a_stack_is_read_and_written_alone() -> None:
+    text = """HloModule step, is_scheduled=true
+
+%update (stack: f32[80,1024], row: f32[1,1024], i: s32[]) -> f32[80,1024] {
+  %stack = f32[80,1024] parameter(0)
+  %row = f32[1,1024] parameter(1)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %new = f32[80,1024] dynamic-update-slice(%stack, %row, %i, %zero)
+}
+
+ENTRY %main (stack: f32[80,1024], row: f32[1,1024], i: s32[]) -> f32[80,1024] {
+  %stack = f32[80,1024] parameter(0)
+  %row = f32[1,1024] parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %out = f32[80,1024] fusion(%stack, %row, %i), kind=kLoop, calls=%update
+}
+"""
+    module = parse_module(text)
+    assert touched(module.entry, module.entry.root, module.computations["update"]) == 2 * 4096 + 4
+
+
+def test_what_lies_in_vmem_costs_no_hbm() -> None:
+    text = PROGRAM.replace("CYCLES", "1750").replace(
+        "%y = f32[1024,1024] negate", "%y = f32[1024,1024]{1,0:S(1)} negate"
+    )
+    assert play(text).by_kind["memory"] == pytest.approx(COPY / 2, rel=0.01)
+
+
+BRANCHES = """HloModule step, is_scheduled=true
+
+%forward (x: f32[1024,1024]) -> f32[1024,1024] {
+  %x = f32[1024,1024] parameter(0)
+  ROOT %y = f32[1024,1024] negate(%x), metadata={op_name="jit(f)/pipeline: forward/neg"}
+}
+
+%backward (x: f32[1024,1024]) -> f32[1024,1024] {
+  %x = f32[1024,1024] parameter(0)
+  %y = f32[1024,1024] negate(%x), metadata={op_name="jit(f)/pipeline: backward/neg"}
+  ROOT %z = f32[1024,1024] negate(%y)
+}
+
+ENTRY %main (kind: s32[], x: f32[1024,1024]) -> f32[1024,1024] {
+  %kind = s32[] parameter(0)
+  %x = f32[1024,1024] parameter(1)
+  ROOT %out = f32[1024,1024] conditional(%kind, %x, %x), branch_computations={%forward, %backward}
+}
+"""
+
+
+def test_a_tick_lasts_as_long_as_its_longest_stage() -> None:
+    module = dataclasses.replace(
+        parse_module(BRANCHES), taken={"pipeline: forward": (2, 5), "pipeline: backward": (2, 5)}
+    )
+    one = 2 * 2**22 / 2.765e12
+    # Of five ticks one has forward passes alone, three both, one backward passes alone.
+    ticks = {"pipeline: forward": 1, "pipeline: backward|pipeline: forward": 3, "pipeline: backward": 1}
+    places = fixed_places(V5P.chip, V5P.topology, 1)
+    played = read_schedule(module, V5P.chip, places, V5P.topology, WHOLE, mesh={"stage": 4}, ticks=ticks)
+    assert played.seconds == pytest.approx((one + 4 * 2 * one) / 5)
+    assert played.by_kind["memory"] == pytest.approx((2 * one + 2 * 2 * one) / 5)
+    assert played.bubble == pytest.approx(played.seconds - played.by_kind["memory"])
+
+
+@pytest.mark.parametrize("file", sorted(TEXTS.rglob("*.hlo")), ids=lambda file: f"{file.parent.name}-{file.stem}")
+def test_programs_of_every_chip_are_played(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    sizes = {
+        "v5e": "v5e:4x4", "v5p": "v5p:2x2x4", "tpu7x": "tpu7x:2x2x2", "h100": "h100:2x8", "slices": "2*v5e:4x4",
+    }  # fmt: skip
+    target = parse_target(sizes[file.parent.name])
+    devices = max(parse_module(text).partitions, 1)
+    assert devices <= target.devices
+    played = play(text, target, mesh={"fsdp": devices})
+    assert played.seconds > 0
+    assert sum(n for k, n in played.by_kind.items()) == pytest.approx(played.seconds, rel=1e-6)
+    assert sum(played.exposed.values()) == pytest.approx(played.by_kind.get("exposed", 0.0))
+    assert all(span.start <= played.seconds * (1 + 1e-9) for span in played.spans)
+
+
+def test_prices_need_no_estimate() -> None:
+    """A GPU's program carries no cycles: FLOPs over the peak."""
+    target = parse_target("h100:4")
+    module = parse_module(PROGRAM.replace("CYCLES", "9"))
+    price = Prices(target.chip, WHOLE, 0.5).of(module, module.entry, module.entry.instructions["after"])
+    assert price.kind == "matmul"
+    assert price.seconds == pytest.approx(max(2 * 1024**3 / 989e12, 3 * 2**21 / 3.35e12))
