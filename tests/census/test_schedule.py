@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from meshwright.census.hlo import parse_module
+from meshwright.census.html import schedule_section
 from meshwright.census.prices import Prices, touched
 from meshwright.census.schedule import Schedule, read_schedule
 from meshwright.census.trace import trace_events, write_trace
@@ -104,6 +105,12 @@ def test_a_trace_is_what_perfetto_opens(tmp_path: Path) -> None:
     assert len(work) == len(played.spans) and all(e["dur"] > 0 and e["ts"] >= 0 for e in work)
     gather = next(e for e in work if e["cat"] == "collective")
     assert rows[gather["tid"]] == "fsdp (torus x)" and gather["dur"] == pytest.approx(RING * 1e6, rel=1e-3)
+
+
+def test_a_schedule_is_drawn_with_its_loops() -> None:
+    drawn = schedule_section(play(PROGRAM.replace("CYCLES", "1750")))
+    assert drawn.count("<svg") == 2 and "one of 10 trips" in drawn
+    assert "exposed, fsdp (torus x)" in drawn
 
 
 def test_a_slice_of_a_stack_is_read_and_written_alone() -> None:

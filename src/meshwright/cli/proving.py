@@ -103,7 +103,8 @@ def run_prove(args: Prove) -> int:
             print_remedies(console, *_remedies(args, shape, target, error.needs - error.has))
         raise
     if args.json:
-        say(census.to_json(), True, lambda: None)
+        planned = _planned(args, shape, target)
+        say({**census.to_json(), **({"planned": planned} if planned else {})}, True, lambda: None)
     elif saved is None and other is None:
         print_census(console, census)
     if saved is not None:
@@ -147,6 +148,14 @@ def _say_what_was_foreseen(
     if peak > has:
         print_remedies(console, *_remedies(args, shape, target, peak - has))
     return peak <= has
+
+
+def _planned(args: Prove, shape: MeshShape, target: Target | None) -> dict[str, float] | None:
+    """What arithmetic says of the same program; nothing of an evaluation, or of simulated devices."""
+    if target is None or args.step != "train":
+        return None
+    priced = _priced(args, shape, target)
+    return {"seconds": priced.seconds, "bytes": priced.bytes}
 
 
 def _with_vocab(run: Run) -> Run:

@@ -1,0 +1,155 @@
+"""Plans compiled in processes of their own: what comes back, what is kept, what is tuned."""
+
+import dataclasses
+import io
+import json
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+from tiny_runs import MODELS, tiny_run
+
+from meshwright.census import proofs
+from meshwright.census.compile import OutOfMemory, _explained
+from meshwright.census.take import Census, take_census
+from meshwright.check import fit_to_mesh
+from meshwright.cli import trials
+from meshwright.cli.trials import COMPILER_OPTIONS, Proof, prove_best, prove_plan, tune
+from meshwright.compilers import GPUS, TPUS
+from meshwright.config import MeshShape
+from meshwright.errors import CensusError, ConfigError
+from meshwright.plan.estimate import estimate
+from meshwright.plan.search import Plan
+from meshwright.recipe import find_recipe
+from meshwright.target import parse_target
+
+TARGET = parse_target("v5p:2x2x2")
+
+
+def plan(remat: str = "full") -> Plan:
+    shape = MeshShape(fsdp=8)
+    run = find_recipe("llama3-8b")
+    training = dataclasses.replace(run.training, batch=64, remat=remat)
+    fitted = fit_to_mesh(dataclasses.replace(run, mesh=shape, training=training), shape)
+    return Plan(fitted, estimate(fitted, TARGET))
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, out: str = "", err: str = "") -> list[list[str]]:
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> object:
+        asked.append(command)
+        assert json.loads(Path(command[4]).read_text())["target"] == str(TARGET)
+        return SimpleNamespace(stdout=out, stderr=err)
+
+    monkeypatch.setattr(trials.subprocess, "run", run)
+    return asked
+
+
+def told(seconds: float, live: float) -> str:
+    memory = {"compiled": {"live": live}, "peak": live * 1.1}
+    return json.dumps({"schedule": {"seconds": seconds}, "memory": memory, "seconds": 40.0}) + "\n"
+
+
+def test_a_proof_brings_back_seconds_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = answer(monkeypatch, "noise\n" + told(7.5, 2e10))
+    proof = prove_plan(plan(), TARGET, 60)
+    assert (proof.seconds, proof.bytes, proof.compiled_in, proof.refused) == (7.5, 2e10, 40.0, "")
+    assert asked[0][2:4] == ["meshwright", "prove"] and asked[0][-2:] == ["--limit", "60"]
+
+
+def test_a_proof_that_is_too_large_or_refused_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, told(7.5, 2e11))
+    assert prove_plan(plan(), TARGET, 60).refused == "186 GiB of 95 GiB"
+    answer(monkeypatch, "", "error: compiling\n  because: it took more than 60 s\n  fix: a larger --limit\n")
+    refused = prove_plan(plan(), TARGET, 60)
+    assert refused.seconds is None and refused.refused == "it took more than 60 s"
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+def test_proofs_rank_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"full": 9.0, "projections": 8.0, "none": 1.0}
+
+    def prove(plan: Plan, target: Any, limit: int) -> Proof:
+        remat = plan.run.training.remat
+        return Proof(plan, seconds[remat], 1e10, 1.0, "too large" if remat == "none" else "")
+
+    monkeypatch.setattr(trials, "prove_plan", prove)
+    ranked = prove_best([plan("full"), plan("none"), plan("projections")], TARGET, 60, quiet())
+    assert [p.plan.run.training.remat for p in ranked] == ["projections", "full", "none"]
+
+
+def test_tuning_keeps_what_helps_and_tells_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prove(plan: Plan, target: Any, limit: int) -> Proof:
+        training = plan.run.training
+        seconds = 10.0 - (2.0 if training.reduce_dtype == "bfloat16" else 0) - (1.0 if training.compiler_options else 0)
+        seconds += 1.0 if training.logits_mib != 1024 else 0.0
+        too_large = training.remat != "full"
+        return Proof(plan, seconds - 5.0 * too_large, 1e10, 1.0, "too large" if too_large else "")
+
+    monkeypatch.setattr(trials, "prove_plan", prove)
+    best, tried = tune(prove(plan(), TARGET, 60), TARGET, 60, quiet())
+    training = best.plan.run.training
+    assert best.seconds == 7.0 and training.reduce_dtype == "bfloat16" and training.remat == "full"
+    assert training.compiler_options == next(iter(COMPILER_OPTIONS["v5p"].values())) and training.logits_mib == 1024
+    assert {"gradients summed in bfloat16", "logits of 2048 MiB", "attention in blocks of 1024"} <= {
+        n for n, _ in tried
+    }
+    with pytest.raises(ConfigError, match="it cannot be compiled: no room"):
+        tune(Proof(plan(), None, None, None, "no room"), TARGET, 60, quiet())
+
+
+def test_options_are_of_chips_that_can_be_compiled_for() -> None:
+    assert set(COMPILER_OPTIONS) <= {*TPUS, *GPUS}
+    assert all("=" in option for options in COMPILER_OPTIONS.values() for o in options.values() for option in o)
+
+
+def test_a_proof_is_kept_and_a_broken_one_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = []
+
+    def census(program: Any, target: Any) -> Census:
+        made.append(program)
+        return take_census(lambda x: x + 1, jnp.ones(3))
+
+    monkeypatch.setattr(proofs, "census_of_train_step", census)
+    monkeypatch.setattr(proofs, "key_of", lambda program, target: "key")
+    program: Any = object()
+    first = proofs.kept_proof(tmp_path, program, TARGET, fresh=False)
+    again = proofs.kept_proof(tmp_path, program, TARGET, fresh=False)
+    assert len(made) == 1 and again.text == first.text
+    proofs.kept_proof(tmp_path, program, TARGET, fresh=True)
+    assert len(made) == 2
+    for broken in (b"", b"\x80", pickle.dumps({"no": "census"})):
+        (tmp_path / "key.pickle").write_bytes(broken)
+        assert proofs.kept_proof(tmp_path, program, TARGET, fresh=False).text == first.text
+    assert len(made) == 5
+
+
+def test_a_proof_is_of_its_program_machine_and_options() -> None:
+    from tiny_runs import program_of
+
+    def key(target: str, **changes: Any) -> str:
+        return proofs.key_of(program_of(tiny_run(MODELS["llama"], "fsdp=2", **changes)), parse_target(target))
+
+    same = key("v5p:2x1x1")
+    assert same == key("v5p:2x1x1")
+    assert len({same, key("v5e:2x1"), key("v5p:2x1x1", remat="none"), key("v5p:2x1x1", batch=32)}) == 4
+
+
+def test_what_the_compiler_says_is_explained() -> None:
+    error = RuntimeError(
+        "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (101.49G) exceeds available HBM (95.73G)."
+    )
+    found = _explained(error)
+    assert isinstance(found, OutOfMemory) and found.exit_code == 6
+    assert found.needs - found.has == pytest.approx(5.76 * 2**30) and "101 GiB of HBM at once" in str(found)
+    other = _explained(RuntimeError("INVALID_ARGUMENT: No such compile option: 'xla_nothing'\nmore"))
+    assert isinstance(other, CensusError) and "No such compile option" in str(other) and "more\n" not in str(other)
