@@ -16,6 +16,10 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "proofs.json"
+_HEADINGS = (
+    "model", "machine", "mesh", "remat", "planned GiB", "compiled GiB", "error", "compile s", "step planned",
+    "step compiled",
+)  # fmt: skip
 _BEGIN, _END = "<!-- table: bench/proofs.py -->\n", "<!-- end of the table -->\n"
 
 # Model, machine, mesh, sequences, tokens of each, remat, and what else.
@@ -61,19 +65,7 @@ def prove(case: tuple[str, str, str, int, int, str, tuple[str, ...]]) -> dict[st
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
-    headings = (
-        "model",
-        "machine",
-        "mesh",
-        "remat",
-        "planned GiB",
-        "compiled GiB",
-        "error",
-        "compile s",
-        "step planned",
-        "step compiled",
-    )
-    lines = [f"| {' | '.join(headings)} |"]
+    lines = [f"| {' | '.join(_HEADINGS)} |"]
     lines += ["|---|---|---|---|---|---|---|---|---|---|"]
     for row in rows:
         model, target, mesh, batch, seq, remat, _ = row["case"]

@@ -128,7 +128,7 @@ def test_a_proof_is_kept_and_a_broken_one_made_again(monkeypatch: pytest.MonkeyP
     assert len(made) == 2
     for broken in (b"", b"\x80", pickle.dumps({"no": "census"})):
         (tmp_path / "key.pickle").write_bytes(broken)
-        assert proofs.kept_proof(tmp_path, program, TARGET, fresh=False).text == first.text
+        assert proofs.kept_proof(tmp_path, program, TARGET, fresh=False).name == first.name
     assert len(made) == 5
 
 
