@@ -40,9 +40,12 @@ class Case:
     fsdp: int
 
 
-_SPARSE_CORE = tuple(
-    f"xla_tpu_enable_sparse_core_collective_offload_{kind}=true"
-    for kind in ("all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter")
+_V5P = (
+    *(
+        f"xla_tpu_enable_sparse_core_collective_offload_{kind}=true"
+        for kind in ("all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter")
+    ),
+    "xla_tpu_scoped_vmem_limit_kib=49152",
 )
 
 CASES = {
@@ -51,14 +54,14 @@ CASES = {
         ("compile_topology=v5p-32", "model_name=llama2-7b", "per_device_batch_size=4", "max_target_length=4096",
          "ici_fsdp_parallelism=16"),
         ("llama2-7b", "--mesh", "fsdp=16", "--batch", "64", "--seq", "4096", "--training.remat", "full",
-         "--training.compiler-options", *_SPARSE_CORE), 16,
+         "--training.compiler-options", *_V5P), 16,
     ),
     "70b": Case(
         "v5p:4x4x8",
         ("compile_topology=v5p-256", "model_name=llama2-70b", "per_device_batch_size=4", "max_target_length=4096",
          "ici_fsdp_parallelism=128"),
         ("llama2-70b", "--mesh", "fsdp=128", "--batch", "512", "--seq", "4096", "--training.remat",
-         "offload_attention", "--training.compiler-options", *_SPARSE_CORE), 128,
+         "offload_attention", "--training.compiler-options", *_V5P), 128,
     ),
     "8b": Case(
         "v6e:16x16",

@@ -31,7 +31,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "layers": (4, 5),
     "dispatch": ("dropless", "capacity"),
     "microbatches": (2, 1),
-    "remat": ("full", "none", "attention", "projections"),
+    "remat": ("full", "none", "attention", "projections", "feed_forward", "offload_attention", "offload"),
     "layout": ("fsdp", "zero1"),
 }  # fmt: skip
 

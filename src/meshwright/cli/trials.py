@@ -31,6 +31,7 @@ COMPILER_OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
             "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=true",
             "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter=true",
         ),
+        "48 MiB of VMEM a product": ("xla_tpu_scoped_vmem_limit_kib=49152",),
     },
     "v6e": {"96 MiB of VMEM a product": ("xla_tpu_scoped_vmem_limit_kib=98304",)},
 }
