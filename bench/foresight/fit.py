@@ -11,7 +11,8 @@ from collections import defaultdict
 from rows import Row, read_rows
 
 from meshwright.efficiency import EFFICIENCY, Efficiency
-from meshwright.plan.estimate import estimate, free_running
+from meshwright.plan.engines import FREE_RUNNING
+from meshwright.plan.estimate import estimate
 
 # Chips fitted together: a family shares what its software and its wires are like.
 FAMILIES = {
@@ -33,7 +34,7 @@ def halves(rows: list[Row]) -> tuple[list[Row], list[Row]]:
 
 def error(row: Row, share: Efficiency) -> float:
     """Predicted over measured, as a logarithm."""
-    return math.log(estimate(row.run, row.target, share, free_running).seconds / row.measured)
+    return math.log(estimate(row.run, row.target, share, FREE_RUNNING).seconds / row.measured)
 
 
 def fit_family(rows: list[Row], share: Efficiency) -> Efficiency:

@@ -8,7 +8,8 @@ from pathlib import Path
 from fit import FAMILIES, halves
 from rows import Row, read_rows
 
-from meshwright.plan.estimate import Estimate, estimate, free_running
+from meshwright.plan.engines import FREE_RUNNING
+from meshwright.plan.estimate import Estimate, estimate
 
 ROOT = Path(__file__).parents[2]
 _BEGIN, _END = "<!-- table: bench/foresight/report.py -->\n", "<!-- end of the table -->\n"
@@ -18,7 +19,7 @@ def errors(rows: list[Row]) -> dict[str, tuple[Row, Estimate, float]]:
     """Of each row: predicted over measured, less one."""
     found = {}
     for row in rows:
-        priced = estimate(row.run, row.target, pipeline=free_running)
+        priced = estimate(row.run, row.target, engine=FREE_RUNNING)
         found[row.id] = (row, priced, priced.seconds / row.measured - 1)
     return found
 

@@ -7,17 +7,18 @@ up to the share that the chip's `Efficiency` says. A pipeline's ticks come from 
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from meshwright.check import chunks_of, describe
 from meshwright.config import Data, MeshShape, Optimizer, Run, Training
 from meshwright.efficiency import Efficiency, efficiency_of
 from meshwright.flops import training_flops_per_token
-from meshwright.plan.memory import held, offloaded
+from meshwright.plan.engines import OURS, Engine
+from meshwright.plan.memory import FRAGMENTATION, held, offloaded
 from meshwright.plan.placement import Placement, place_mesh
 from meshwright.plan.traffic import Movement, movements
 from meshwright.plan.work import Product, Work, recomputed, work_of
-from meshwright.schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Table, build_table, formula
+from meshwright.schedules import Table, build_table
 from meshwright.target import Target
 from meshwright.wires import Route, route
 
@@ -27,8 +28,6 @@ ATTENTION_BACKWARD = 3.5
 """Of splash attention's backward pass, in forward passes: seven products for two (kernels/splash.py)."""
 OPTIMIZER_BYTES = {"adamw": 32, "lion": 24, "sgd": 24, "muon": 40, "adafactor": 24}
 """Bytes of HBM that an update reads and writes for each parameter: gradients, norm and clipping among them."""
-SCORES = {"forward": 14, "recomputed": 14, "backward": 32}
-"""Bytes of HBM that unfused attention moves for each score."""
 STREAM = {"forward": 10, "recomputed": 8, "backward": 20}
 """Copies of the residual stream that a layer's norms, sums and rotations read and write beside its products."""
 
@@ -64,7 +63,8 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.bytes <= self.budget
+        """Whether the heap that holds it has room."""
+        return self.bytes * FRAGMENTATION <= self.budget
 
     @property
     def utilisation(self) -> float:
@@ -88,12 +88,10 @@ class Estimate:
         return max(kinds, key=lambda kind: kinds[kind])
 
 
-def estimate(
-    run: Run, target: Target, efficiency: Efficiency | None = None, pipeline: "Pipeline | None" = None
-) -> Estimate:
+def estimate(run: Run, target: Target, efficiency: Efficiency | None = None, engine: Engine = OURS) -> Estimate:
     """Prices `run`, which has been fitted to its mesh (`check.fit_to_mesh`), on `target`.
 
-    pipeline: how long its stages take; None is as ours do, in ticks.
+    engine: whose pipeline runs it, and whose attention between pieces of a sequence.
     """
     shape = run.mesh or MeshShape()
     params, placed = _described(_canonical(run))
@@ -103,9 +101,7 @@ def estimate(
     sent = movements(run, shape, params, placed, work, again)
     memory = held(run, shape, params, placed, work, float(table.held.max()) if table is not None else 1.0)
     at_optimizer = memory["parameters"] / _width(run)
-    return _add_up(
-        run, shape, target, share, work, again, placement, table, sent, memory, at_optimizer, pipeline or in_ticks
-    )
+    return _add_up(run, shape, target, share, work, again, placement, table, sent, memory, at_optimizer, engine)
 
 
 def _canonical(run: Run) -> Run:
@@ -132,12 +128,12 @@ def _table(run: Run, shape: MeshShape) -> Table | None:
 def _add_up(
     run: Run, shape: MeshShape, target: Target, share: Efficiency, work: Work, again: frozenset[str],
     placement: Placement, table: Table | None, sent: list[Movement], memory: dict[str, float], parameters: float,
-    pipeline: "Pipeline",
+    engine: Engine,
 ) -> Estimate:  # fmt: skip
     training, chip = run.training, target.chip
     microbatches = training.microbatches
-    unfused = shape.context > 1 and training.context not in ("all_to_all",)
-    compute = {name: _compute(work, again, name, target, share, unfused) for name in PASSES}
+    scores = engine.scores if shape.context > 1 and training.context != "all_to_all" else {}
+    compute = {name: _compute(work, again, name, target, share, scores.get(name, 0)) for name in PASSES}
     unembedding = _unembedding(work, target, share)
     moved, routes = _moved(sent, placement, target, share)
     # Of one microbatch, in each pass.
@@ -176,7 +172,7 @@ def _add_up(
         "bubble": 0.0,
     }
     if table is not None:
-        parts = pipeline(parts, table, busy)
+        parts = engine.pipeline(parts, table, busy)
     seconds = sum(parts.values())
     tokens = training.batch * training.seq
     flops = training_flops_per_token(run.model, training.seq) * tokens / shape.size
@@ -187,9 +183,9 @@ def _add_up(
 
 
 def _compute(
-    work: Work, again: frozenset[str], name: str, target: Target, share: Efficiency, unfused: bool
+    work: Work, again: frozenset[str], name: str, target: Target, share: Efficiency, per_score: int
 ) -> dict[str, float]:
-    """Seconds of one microbatch's layers in a pass. unfused: attention between pieces of the sequence, by XLA."""
+    """Seconds of one microbatch's layers in a pass. per_score: bytes of HBM that attention moves for each score."""
     chip = target.chip
     rate, bandwidth = chip.flops_bf16 * share.matmul, chip.bandwidth * share.memory
     factor = 2.0 if name == "backward" else 1.0
@@ -197,10 +193,8 @@ def _compute(
     matmul = sum(factor * _product(p, rate, bandwidth, share) for p in chosen)
     passes = {"forward": 1.0, "backward": ATTENTION_BACKWARD, "recomputed": 1.0 if "attention" in again else 0.0}
     attention = passes[name] * work.attention / (chip.flops_bf16 * share.attention)
-    if unfused and passes[name]:
-        # Scores of pieces are written and read: float32 and the weights of the compute type (blocks/context.py).
-        scores = work.attention / (4 * work.heads[2])
-        attention = max(attention, scores * SCORES[name] / bandwidth)
+    if passes[name]:
+        attention = max(attention, work.attention / (4 * work.heads[2]) * per_score / bandwidth)
     copies = STREAM[name] if name != "recomputed" or again - {"scores"} else 0
     stream = copies * work.tokens * work.width * 2 * work.layers / bandwidth
     return {"matmul": matmul, "attention": attention, "memory": stream}
@@ -242,29 +236,3 @@ def _moved(
             ways[movement.axes] = route(target.chip, target.topology, reach, share)
         found.append((movement, movement.times * ways[movement.axes].seconds(movement.kind, movement.payload)))
     return found, {"+".join(axes): way.over for axes, way in ways.items()}
-
-
-Pipeline = Callable[[dict[str, float], Table, dict[str, float]], dict[str, float]]
-"""(parts of a step without its pipeline, table, seconds of a microbatch in each pass) -> the parts with it."""
-
-
-def in_ticks(parts: dict[str, float], table: Table, busy: dict[str, float]) -> dict[str, float]:
-    """Ours: stages meet every tick, which lasts as long as the longest task under way in it (pipeline.py)."""
-    chunks, forward, recomputed, backward = table.chunks, busy["forward"], busy["recomputed"], busy["backward"]
-    # A backward tick computes its stage again, and once more what the remat policy has dropped.
-    lasts = {
-        FORWARD: forward / chunks,
-        BACKWARD: (forward + recomputed + backward) / chunks,
-        INPUT: (forward + recomputed + backward / 2) / chunks,
-        WEIGHT: (forward + recomputed + backward / 2) / chunks,
-    }
-    ticks = sum(count * max((lasts[k] for k in kinds), default=0.0) for kinds, count in table.meetings.items())
-    own = sum(count * lasts[kind] for kind, count in table.of_a_stage.items())
-    again = own - table.microbatches * (forward + backward)
-    return {**parts, "recomputed": max(0.0, again), "bubble": max(0.0, ticks - own)}
-
-
-def free_running(parts: dict[str, float], table: Table, busy: dict[str, float]) -> dict[str, float]:
-    """Megatron's: a stage keeps its activations and waits for its neighbours alone (arXiv:2104.04473, section 2.2)."""
-    own = table.microbatches * sum(busy.values())
-    return {**parts, "bubble": own * formula(table.name, table.stages, table.microbatches, table.chunks)}

@@ -5,6 +5,7 @@ import dataclasses
 from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
 from meshwright.plan.estimate import Estimate
+from meshwright.plan.memory import FRAGMENTATION
 from meshwright.plan.search import Found, Plan, price_mesh, variants
 from meshwright.report.console import spell_bytes
 from meshwright.target import Target
@@ -73,8 +74,8 @@ def lacks(plan: Plan) -> str:
     e = plan.estimate
     largest = max(e.memory, key=lambda category: e.memory[category])
     return (
-        f"does not fit: {spell_bytes(e.bytes)} of {spell_bytes(e.budget)}, {spell_bytes(e.memory[largest])} of it "
-        f"{largest}"
+        f"does not fit: {spell_bytes(e.bytes)} and what a heap loses between them ({FRAGMENTATION - 1:.0%}), of "
+        f"{spell_bytes(e.budget)}; {spell_bytes(e.memory[largest])} of it {largest}"
     )
 
 

@@ -38,8 +38,6 @@ _WIDEST_TENSOR, _LONGEST_PIPELINE, _MOST_CONTEXT = 64, 32, 64
 _MOST_MICROBATCHES = 128
 _SHORTEST = 1024
 """Positions of a sequence below which splitting it further is not tried."""
-_ROOM = 0.95
-"""Of a chip's memory, what a plan may take: the rest is for what arithmetic does not see."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +201,7 @@ def _best(
                 return best, closest, count
             plan = Plan(fitted, estimate(fitted, target))
             count += 1
-            if plan.estimate.bytes <= _ROOM * plan.estimate.budget:
+            if plan.estimate.fits:
                 if best is None or plan.estimate.seconds < best.estimate.seconds:
                     best = plan
                 if remat not in OFFLOADED:
