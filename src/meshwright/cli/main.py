@@ -53,8 +53,8 @@ _VERBS: dict[str, tuple[type, Callable[[Any], int]]] = {
 _WITH_RECIPE = ("train", "show", "parity", "prove", "plan", "rehearse")
 
 
-def _base_run(verb: str, rest: list[str]) -> tuple[Run, list[str]]:
-    """The Run that the options are laid over, and the options."""
+def _base_run(verb: str, rest: list[str]) -> tuple[Run, str | None, list[str]]:
+    """The Run that the options are laid over, the machine it was planned for, and the options."""
     recipe = rest.pop(0) if rest and not rest[0].startswith("-") else None
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--run", type=Path)
@@ -65,19 +65,17 @@ def _base_run(verb: str, rest: list[str]) -> tuple[Run, list[str]]:
     if verb == "train" and told.run:
         if recipe:
             raise ConfigError(f"recipe {recipe} and --run {told.run}", "each gives a whole Run", "one of them")
-        return read_run(told.run), rest
+        return read_run(told.run), None, rest
     if verb == "train" and (told.resume or told.at is not None):
         if told.out is None:
             raise ConfigError("--resume", "it goes on with a run in a folder", "--out DIR --resume")
         if recipe is None:
-            return run_of(told.out), rest
-    if recipe is not None and recipe.endswith(".json"):
-        base = read_plan(Path(recipe)).run
-    else:
-        base = find_recipe(recipe or "tiny")
+            return run_of(told.out), None, rest
+    planned = read_plan(Path(recipe)) if recipe is not None and recipe.endswith(".json") else None
+    base = planned.run if planned is not None else find_recipe(recipe or "tiny")
     if verb == "parity":
         base = dataclasses.replace(base, training=dataclasses.replace(base.training, steps=5))
-    return base, rest
+    return base, planned.target if planned is not None else None, rest
 
 
 def _overview(console: Console) -> None:
@@ -99,10 +97,12 @@ def _dispatch(argv: list[str]) -> int:
     kind, act = _VERBS[verb]
     if verb not in _WITH_RECIPE:
         return act(tyro.cli(kind, args=rest, prog=f"meshwright {verb}"))
-    base, rest = _base_run(verb, rest)
-    missing = {"on": tyro.MISSING} if verb == "plan" else {}
+    base, target, rest = _base_run(verb, rest)
+    more: dict[str, Any] = {}
+    if verb in ("plan", "prove"):
+        more["on"] = target or (tyro.MISSING if verb == "plan" else None)
     # The recipe decides the family: its options are those of that family's configuration.
-    return act(tyro.cli(kind, args=rest, prog=f"meshwright {verb} [RECIPE]", default=kind(run=base, **missing)))
+    return act(tyro.cli(kind, args=rest, prog=f"meshwright {verb} [RECIPE]", default=kind(run=base, **more)))
 
 
 def main() -> None:

@@ -36,7 +36,6 @@ from meshwright.draw.machine import machine_of, parse_machine
 from meshwright.errors import CensusError, ConfigError
 from meshwright.plan.estimate import Estimate, estimate
 from meshwright.plan.explain import remedies
-from meshwright.plan.file import read_plan
 from meshwright.report.console import open_console, spell_bytes
 from meshwright.step import Program, lay_out
 from meshwright.target import Target, parse_target
@@ -88,7 +87,7 @@ def run_prove(args: Prove) -> int:
     other = MeshShape.parse(args.against) if args.against and not args.against.endswith(".json") else None
     saved = read_census(Path(args.against)) if args.against and other is None else None
     budget = read_budget(args.budget) if args.budget else None
-    target = _target(args)
+    target = parse_target(args.on) if args.on else None
     if target is not None and args.measure:
         raise ConfigError("--measure with --on", "what is not here cannot run", "one of them")
     if target is not None and not is_inside(target):
@@ -126,14 +125,6 @@ def _devices_here(args: Prove, other: MeshShape | None) -> list[Any]:
     size = args.run.mesh.size if args.run.mesh else SIMULATED
     start_devices(max(size, other.size if other else 1), args.run)
     return list(jax.devices())
-
-
-def _target(args: Prove) -> Target | None:
-    """What the command names, else what the plan is for."""
-    if args.on:
-        return parse_target(args.on)
-    words = [word for word in sys.argv[2:3] if word.endswith(".json")]
-    return parse_target(read_plan(Path(words[0])).target) if words else None
 
 
 def _say_what_was_foreseen(
