@@ -54,7 +54,8 @@ def held(run: Run, shape: MeshShape, params: Tree, placed: Tree, work: Work, und
     # Two moments may be the peak: a layer on its way back, or the loss with its table, its gradient and the logits.
     logits = chunk_tokens(int(work.tokens), work.unembedding.n, training.logits_mib) * work.unembedding.n
     table = work.unembedding.n * work.width * (compute + 4)
-    loss = table + 3.0 * logits * 4
+    # Logits in float32, and their gradient in both types on its way.
+    loss = table + 2.0 * logits * 4
     inner = work.tokens * (4 * work.width + 2.5 * work.wide + sum(work.heads[:2]) * work.heads[2] * 2) * compute
     # What comes back from the host for one layer and for the next.
     from_host = 2 * offloaded(run, shape, work) / max(1.0, work.layers)
