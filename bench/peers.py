@@ -1,6 +1,6 @@
 """Our step and MaxText's, compiled for the same chips and read by the same census.
 
-    python bench/peers.py --maxtext VENV/bin/python [--case 7b] [--ours ...]
+    python bench/peers.py --maxtext VENV/bin/python [--case 7b]
 
 VENV has MaxText and its requirements (`pip install maxtext==0.2.5`, then what its
 dependencies/requirements/generated_requirements/tpu-requirements.txt lists); this process has meshwright with its `tpu`

@@ -162,7 +162,7 @@ def test_planned_traffic_is_the_compiled_programs(mesh: str, remat: str) -> None
     params, placed = describe(run)
     work = work_of(run, shape, params, placed)
     planned: dict[tuple[str, ...], float] = {}
-    for m in movements(run, shape, params, placed, work, recomputed(run, shape)):
+    for m in movements(run, shape, params, placed, work, recomputed(run)):
         if m.what != "softmax":
             # A scatter is a sum whose rest is thrown away, on XLA:CPU.
             planned[m.axes] = planned.get(m.axes, 0.0) + m.payload * m.times
@@ -175,9 +175,8 @@ def test_planned_traffic_is_the_compiled_programs(mesh: str, remat: str) -> None
 
 
 def test_policies_compute_again_what_they_do_not_keep() -> None:
-    shape = MeshShape(fsdp=8)
     again = {
-        remat: recomputed(run_of("llama3-8b", "fsdp=8", batch=8, remat=remat), shape)
+        remat: recomputed(run_of("llama3-8b", "fsdp=8", batch=8, remat=remat))
         for remat in ("none", "attention", "projections", "feed_forward", "full", "offload_attention", "offload")
     }
     assert again["none"] == frozenset() and again["attention"] == {"scores"}

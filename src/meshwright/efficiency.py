@@ -1,7 +1,7 @@
 """What of a chip's paper figures a training step gets: few shares, each with a meaning, by family of chips.
 
-They are fitted on half of the published measurements and judged on the other half (bench/foresight), but for `wires`
-and `network`, which are measured collectives over what the links could do (docs/foresight.md).
+`matmul`, `grouped`, `attention` and `hidden_tensor` are fitted on half of the published measurements and judged on the
+other half; `wires` and `network` of GPUs are measured collectives, the rest is taken to be so (docs/foresight.md).
 """
 
 import dataclasses
@@ -41,8 +41,8 @@ _A100 = dataclasses.replace(_GPU, matmul=0.68, attention=0.40)
 _HOPPER = dataclasses.replace(_GPU, matmul=0.59, attention=0.23)
 _BLACKWELL = dataclasses.replace(_GPU, matmul=0.62, grouped=0.54, attention=0.42)
 
-# `bench/foresight/fit.py` prints these. A v6e's own compiler estimates large products at 0.58 to 0.76 of the peak, a
-# v5p's at 0.86 to 0.93 (docs/log.md): the shares of `matmul` are what their matrix units can do.
+# What `bench/foresight/fit.py` prints, rounded. A v6e's own compiler estimates large products at 0.58 to 0.76 of the
+# peak, a v5p's at 0.86 to 0.93 (docs/log.md): the shares of `matmul` are what their matrix units can do.
 EFFICIENCY: dict[str, Efficiency] = {
     "v4": dataclasses.replace(_TPU, matmul=0.77),
     "v5e": dataclasses.replace(_TPU, matmul=0.93, attention=0.20, hidden_tensor=0.9),

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from meshwright.efficiency import Efficiency
-from meshwright.hardware import Chip, Nodes, Torus
+from meshwright.hardware import Chip, Torus
 
 Place = tuple[int, ...]
 """Slice or node, then the coordinates in it; of a chip with several devices the last one counts them."""
@@ -124,8 +124,3 @@ def fixed_places(chip: Chip, topology: tuple[int, ...], parts: int) -> list[Plac
     ranges = [range(n) for n in topology] if isinstance(chip.wires, Torus) else [range(topology[-1])]
     cores = [range(chip.devices)] if chip.devices > 1 else []
     return [(part, *place) for part in range(parts) for place in itertools.product(*ranges, *cores)]
-
-
-def is_node(chip: Chip) -> bool:
-    """Whether the parts of a machine are nodes."""
-    return isinstance(chip.wires, Nodes)

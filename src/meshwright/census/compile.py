@@ -51,7 +51,7 @@ class OutOfMemory(CensusError):
         super().__init__(
             "the program on this device",
             f"the compiler needs {spell_bytes(needs)} of HBM at once, and there are {spell_bytes(has)}",
-            "one of the remedies below, or more devices",
+            "a remat policy that keeps less, more microbatches, or more devices",
         )
         self.needs, self.has = needs, has
 
@@ -60,7 +60,7 @@ _SIZES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NO_ROOM = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)")
 
 
-def _explained(error: Exception) -> Exception:
+def _explained(error: Exception) -> CensusError:
     found = _NO_ROOM.search(str(error))
     if found:
         return OutOfMemory(float(found[1]) * _SIZES[found[2]], float(found[3]) * _SIZES[found[4]])
@@ -99,7 +99,7 @@ def compile_function(function: Any, *arguments: Any, options: Mapping[str, Any] 
 
 
 def _live(stats: Any) -> int | None:
-    """Most bytes alive at once; what waits on the host is counted there by the compiler, too, and taken off."""
+    """Most bytes alive at once; None where the compiler does not say."""
     peak = getattr(stats, "peak_memory_in_bytes", 0)
     host = getattr(stats, "host_temp_size_in_bytes", 0)
     # With offloading the peak is that of the host's heap: it says nothing of the device.

@@ -22,7 +22,7 @@ from meshwright.report.console import spell_bytes
 from meshwright.target import Target
 
 # What is worth a try beside a run's own choices, by name of the chip. SparseCore moves bytes beside the matrix units;
-# a larger VMEM lets products have larger tiles (docs/plan.md says what each was seen to do).
+# a larger VMEM lets products have larger tiles (docs/log.md says what each was seen to do).
 COMPILER_OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "v5p": {
         "collectives on SparseCore": (
@@ -158,10 +158,9 @@ def print_trials(console: Console, start: Proof, best: Proof, tried: list[tuple[
     assert start.seconds is not None and best.seconds is not None
     table.add_row("(as planned)", f"{start.seconds:.3g} s", spell_bytes(start.bytes or 0), "")
     for name, proof in tried:
-        said = proof.refused if proof.seconds is None or proof.refused else ""
         table.add_row(
             name, f"{proof.seconds:.3g} s" if proof.seconds else "",
-            spell_bytes(proof.bytes) if proof.bytes else "", escape(said),
+            spell_bytes(proof.bytes) if proof.bytes else "", escape(proof.refused),
         )  # fmt: skip
     console.print(table)
     gain = 1 - best.seconds / start.seconds

@@ -9,6 +9,8 @@ import functools
 from collections import defaultdict
 from collections.abc import Mapping
 
+import jax.numpy as jnp
+
 from meshwright.check import chunks_of, describe
 from meshwright.config import Data, MeshShape, Optimizer, Run, Training
 from meshwright.efficiency import Efficiency, efficiency_of
@@ -96,12 +98,12 @@ def estimate(run: Run, target: Target, efficiency: Efficiency | None = None, eng
     shape = run.mesh or MeshShape()
     params, placed = _described(_canonical(run))
     share = efficiency or efficiency_of(target.name)
-    work, again, placement = work_of(run, shape, params, placed), recomputed(run, shape), place_mesh(shape, target)
+    work, again, placement = work_of(run, shape, params, placed), recomputed(run), place_mesh(shape, target)
     table = _table(run, shape)
     sent = movements(run, shape, params, placed, work, again)
     memory = held(run, shape, params, placed, work, float(table.held.max()) if table is not None else 1.0)
-    at_optimizer = memory["parameters"] / _width(run)
-    return _add_up(run, shape, target, share, work, again, placement, table, sent, memory, at_optimizer, engine)
+    at_rest = memory["parameters"] / jnp.dtype(run.training.param_dtype).itemsize
+    return _add_up(run, shape, target, share, work, again, placement, table, sent, memory, at_rest, engine)
 
 
 def _canonical(run: Run) -> Run:
@@ -113,10 +115,6 @@ def _canonical(run: Run) -> Run:
 
 
 _described = functools.lru_cache(maxsize=4096)(describe)
-
-
-def _width(run: Run) -> int:
-    return 2 if run.training.param_dtype == "bfloat16" else 4
 
 
 def _table(run: Run, shape: MeshShape) -> Table | None:

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
+from meshwright import memory
 from meshwright.check import fit_to_mesh
 from meshwright.config import Context, MeshShape, Remat, Run, Schedule
 from meshwright.errors import ConfigError, divisors
@@ -30,8 +31,8 @@ POLICIES: tuple[Remat, ...] = (
     "offload",
 )
 """Remat policies, from the one that computes least again to the one that holds least."""
-OFFLOADED = ("offload_attention", "offload")
-"""Those that use the memory of the host, on TPUs alone: XLA loses them in silence on GPUs."""
+OFFLOADED = tuple(name for name in POLICIES if memory.POLICIES[name].offloaded)
+"""Those that use the memory of the host."""
 _HOPELESS = 1.5
 """Seconds over those of the best plan, from which no other policy of a mesh is tried: all the others are slower yet."""
 _WIDEST_TENSOR, _LONGEST_PIPELINE, _MOST_CONTEXT = 64, 32, 64
@@ -82,6 +83,11 @@ class Found:
     """Plans that were priced."""
 
 
+def policies_of(target: Target) -> tuple[Remat, ...]:
+    """Remat policies for a machine: those that offload are for TPUs alone, XLA loses them in silence on GPUs."""
+    return POLICIES if isinstance(target.chip.wires, Torus) else tuple(p for p in POLICIES if p not in OFFLOADED)
+
+
 def search(run: Run, target: Target) -> Found:
     """The best plans of `run` on all devices of `target`. Its mesh, remat and microbatches are found anew."""
     plans: list[Plan] = []
@@ -90,12 +96,7 @@ def search(run: Run, target: Target) -> Found:
     priced, fastest = 0, math.inf
     # Without a pipeline first: those are many plans fewer, and set the mark for the rest.
     for shape in sorted(meshes(run, target), key=lambda shape: (shape.stage, shape.tensor * shape.context)):
-        try:
-            options = list(schedules(run, shape))
-        except ConfigError as error:
-            refused[str(shape)] = str(error)
-            continue
-        for training in options:
+        for training in schedules(run, shape):
             best, closest, count = _best(run, target, shape, training, refused, fastest * _HOPELESS)
             priced += count
             if best is not None:
@@ -155,7 +156,7 @@ def _in_slices(degrees: dict[str, int], target: Target) -> MeshShape | None:
 
 
 def schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
-    """The run on a mesh with each way through its pipeline and its sequence. Raises ConfigError where it has none."""
+    """The run on a mesh with each way through its pipeline and its sequence."""
     training = run.training
     if shape.context > 1:
         # A ring cannot stand in the branches of a pipeline (composition.py), and heads may be too few for the others.
@@ -189,10 +190,8 @@ def _best(
     count = 0
     share = base.training.batch // shape.over(BATCH_AXES)
     accumulations = [base.training.microbatches] if shape.stage > 1 else _accumulations(share)
-    host = isinstance(target.chip.wires, Torus)
-    policies = [policy for policy in POLICIES if host or policy not in OFFLOADED]
     for microbatches in accumulations:
-        for remat in policies:
+        for remat in policies_of(target):
             training = dataclasses.replace(base.training, microbatches=microbatches, remat=remat)
             try:
                 fitted = _fitted(dataclasses.replace(base, training=training), shape)
@@ -256,11 +255,11 @@ def price_mesh(run: Run, target: Target, shape: MeshShape) -> tuple[Plan | None,
 
 def variants(run: Run, target: Target, shape: MeshShape) -> tuple[Plan, list[tuple[str, Plan]]]:
     """`run` as it is, and with one thing changed: remat, microbatches, half of an axis given to `tensor`."""
-    base = Plan(fit_to_mesh(run, shape), estimate(fit_to_mesh(run, shape), target))
-    host = isinstance(target.chip.wires, Torus)
+    as_it_is = fit_to_mesh(run, shape)
+    base = Plan(as_it_is, estimate(as_it_is, target))
     changed: list[tuple[str, Run, MeshShape]] = []
-    for remat in POLICIES:
-        if remat != run.training.remat and (host or remat not in OFFLOADED):
+    for remat in policies_of(target):
+        if remat != run.training.remat:
             training = dataclasses.replace(run.training, remat=remat)
             changed.append((f"--training.remat {remat}", dataclasses.replace(run, training=training), shape))
     for microbatches in (2 * run.training.microbatches, 4 * run.training.microbatches):

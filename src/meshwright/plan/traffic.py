@@ -8,9 +8,10 @@ import math
 
 import jax.numpy as jnp
 
+from meshwright.check import chunks_of
 from meshwright.config import MeshShape, Run
 from meshwright.layout import Placements, axes_of
-from meshwright.layouts import BATCH_AXES, VOCAB_AXES
+from meshwright.layouts import VOCAB_AXES
 from meshwright.params import Param, Tree, named
 from meshwright.plan.work import Work
 from meshwright.words import AXES
@@ -46,7 +47,7 @@ def movements(
     if shape.context > 1:
         found += _context(run, shape, work, layers, compute, again)
     if shape.expert > 1 and work.experts:
-        sent = work.tokens / shape.tensor * work.experts * work.width * compute * shape.tensor
+        sent = work.tokens * work.experts * work.width * compute
         layers_E = work.expert_layers * microbatches
         for during, passes in (("forward", 2), ("backward", 2), *((("recomputed", 2),) if "wide" in again else ())):
             found.append(
@@ -74,14 +75,15 @@ def _weights(
             key = (axes, "L" in p.dims)
             sizes[key] = sizes.get(key, 0.0) + _in_use(p, place, shape)
     found: list[Movement] = []
-    passes = microbatches * (3 if shape.stage > 1 and gathered_again else 2 if shape.stage > 1 else 1)
+    # A backward tick of a pipeline gathers for the forward pass that it repeats, too.
+    more = int(shape.stage > 1) + int(gathered_again)
     for (axes, stacked), elements in sizes.items():
         what = "weights" if stacked else "embedding and unembedding"
         layers = _layers(params) if stacked else 1.0
         per = elements / layers
         found.append(Movement("all-gather", axes, per * compute, layers * microbatches, "forward", False, what))
-        if stacked and (gathered_again or shape.stage > 1):
-            times = layers * (passes - microbatches if shape.stage > 1 else microbatches)
+        if stacked and more:
+            times = layers * microbatches * more
             found.append(Movement("all-gather", axes, per * compute, times, "backward", False, f"{what} again"))
         found.append(
             Movement(
@@ -166,7 +168,7 @@ def _context(
 
 
 def _stages(run: Run, shape: MeshShape, stream: float, microbatches: float) -> list[Movement]:
-    chunks = run.training.chunks if run.training.schedule in ("interleaved", "circular") else 1
+    chunks = chunks_of(run)
     axes = ("stage",)
     return [
         Movement("collective-permute", axes, stream, microbatches * chunks, "forward", True, "activations"),
@@ -176,8 +178,3 @@ def _stages(run: Run, shape: MeshShape, stream: float, microbatches: float) -> l
             "all-reduce", axes, stream * shape.tensor, 4 * microbatches, "forward", True, "hidden states to all stages"
         ),
     ]
-
-
-def batch_axes(shape: MeshShape) -> tuple[str, ...]:
-    """Axes of degree above 1 over which the batch is split."""
-    return tuple(axis for axis in BATCH_AXES if shape.degrees()[axis] > 1)

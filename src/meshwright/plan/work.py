@@ -17,8 +17,6 @@ from meshwright.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.memory import ATTENDED, POLICIES, QKV, WIDE
 from meshwright.params import Param, Tree, named
 
-ROLES = ("query_key_value", "attention_out", "wide", "down", "router", "unembedding")
-
 
 @dataclasses.dataclass(frozen=True)
 class Product:
@@ -39,17 +37,6 @@ class Product:
     def bytes(self, width: int) -> float:
         """Read and written once each."""
         return width * (self.m * self.k + self.k * self.n + self.m * self.n) * self.times
-
-
-@dataclasses.dataclass(frozen=True)
-class Weights:
-    """The bytes of a kind of parameter on one device, summed over its layers."""
-
-    at_rest: int
-    in_use: int
-    """Elements gathered for use."""
-    largest: int
-    """Elements in use of the largest layer of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +78,7 @@ def work_of(run: Run, shape: MeshShape, params: Tree, placed: Tree) -> Work:
     flops = family.flops(model, run.training.seq)
     cut = balance_of(run)
     share = max(cut.share(stage) for stage in range(shape.stage))
-    active, experts = getattr(model, "active", 0), getattr(model, "experts", 0)
+    active = getattr(model, "active", 0)
     found: dict[tuple[str, int, int, bool], Product] = {}
     expert_layers = 0.0
     for _, p, place in _stacked(params, placed):
@@ -99,13 +86,12 @@ def work_of(run: Run, shape: MeshShape, params: Tree, placed: Tree) -> Work:
         if role is None:
             continue
         local = dict(zip(p.dims, local_shape(p.shape, place.in_use, shape), strict=True))
-        whole = dict(zip(p.dims, p.shape, strict=True))
         layers = p.logical[0] * share
         m = tokens
         if "E" in p.dims:
             expert_layers = max(expert_layers, layers)
-            # Every expert of the device has its share of the choices of all devices of `expert`.
-            m = tokens * active / experts * whole["E"]
+            # What goes to the experts of other devices is made up for by what comes from them.
+            m = tokens * active
         k, n = _sides(role, local)
         key = (role, k, n, "E" in p.dims)
         times = found[key].times + layers if key in found else layers
@@ -117,9 +103,7 @@ def work_of(run: Run, shape: MeshShape, params: Tree, placed: Tree) -> Work:
         layers=sum(p.logical[0] for p in _one_of_each_stack(params)) * share,
         width=model.width,
         products=tuple(found.values()),
-        unembedding=Product(
-            "unembedding", tokens * (shape.stage if shape.stage > 1 else 1) / shape.stage, model.width, vocab
-        ),
+        unembedding=Product("unembedding", tokens, model.width, vocab),
         attention=flops.get("attention", 0.0) * tokens * share / shape.tensor,
         heads=(size["N"] // shape.tensor, max(1, size.get("K", size["N"]) // shape.tensor), size["H"]),
         wide=_wide(run, params, shape),
@@ -128,7 +112,7 @@ def work_of(run: Run, shape: MeshShape, params: Tree, placed: Tree) -> Work:
     )
 
 
-def recomputed(run: Run, shape: MeshShape) -> frozenset[str]:
+def recomputed(run: Run) -> frozenset[str]:
     """Roles whose products the backward pass computes again, and `attention` among them."""
     policy = POLICIES[run.training.remat]
     if policy.saved is None and not policy.dropped:
