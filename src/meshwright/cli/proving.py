@@ -92,7 +92,7 @@ def run_prove(args: Prove) -> int:
         raise ConfigError("--measure with --on", "what is not here cannot run", "one of them")
     if target is not None and not is_inside(target):
         return compile_elsewhere(target, args.limit)
-    devices = devices_of(target) if target else _devices_here(args, other)
+    devices = _described(target) if target else _devices_here(args, other)
     here = min(SIMULATED, len(devices))
     shape = args.run.mesh or (MeshShape(fsdp=len(devices)) if target else mesh.default_shape(here))
     try:
@@ -119,6 +119,18 @@ def run_prove(args: Prove) -> int:
     print_excess(console, excess)
     fits = target is None or _say_what_was_foreseen(console, args, shape, target, census)
     return CensusError.exit_code if excess or not fits else 0
+
+
+def _described(target: Target) -> list[Any]:
+    """The devices of a machine. Raises CensusError where its compiler counts them otherwise."""
+    devices = devices_of(target)
+    if len(devices) != target.devices:
+        raise CensusError(
+            f"compiling for {target}",
+            f"its compiler describes {len(devices)} devices, and it runs as {target.devices}",
+            "meshwright plan, which needs no compiler, or another chip",
+        )
+    return devices
 
 
 def _devices_here(args: Prove, other: MeshShape | None) -> list[Any]:
