@@ -1,6 +1,7 @@
 """Attention of each kind of hardware gives the numbers of the reference."""
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -8,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
+from tiny_runs import MODELS, tiny_run
 
+from meshwright.errors import ConfigError
 from meshwright.kernels import blocked as blocked_room
 from meshwright.kernels.attention import attention, positions_of
 from meshwright.kernels.blocked import block_of, blocked
@@ -16,6 +19,7 @@ from meshwright.kernels.choose import KERNELS, kernels_of
 from meshwright.kernels.cudnn import cudnn_attention
 from meshwright.kernels.splash import block_of as splash_block
 from meshwright.kernels.splash import splash_attention
+from meshwright.step import lay_out
 
 
 def inputs(T: int, N: int, K: int, H: int) -> tuple[Any, ...]:
@@ -116,3 +120,12 @@ def test_each_platform_has_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshwright.kernels.choose.has_cudnn", lambda: False)
     assert kernels_of("cuda", 512).name == "blocked"
     assert set(KERNELS) == {"cpu", "tpu", "gpu"}
+
+
+@pytest.mark.parametrize(("remat", "instead"), [("offload", "full"), ("offload_attention", "projections")])
+def test_what_xla_would_lose_on_gpus_is_refused(remat: Any, instead: str) -> None:
+    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100")
+    mesh: Any = SimpleNamespace(devices=np.array([device], dtype=object), shape={"data": 1})
+    with pytest.raises(ConfigError, match="on NVIDIA H100") as error:
+        lay_out(tiny_run(MODELS["llama"], "data=1", remat=remat), mesh)
+    assert f"--training.remat {instead}" in str(error.value)

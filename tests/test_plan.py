@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from meshwright.plan.engines import free_running, in_ticks
 from meshwright.plan.estimate import estimate
 from meshwright.plan.explain import differences, remedies, verdicts, why
 from meshwright.plan.file import read_plan, write_plan
-from meshwright.plan.here import foresee, gaps
+from meshwright.plan.here import foresee, gaps, target_here
 from meshwright.plan.placement import place_mesh
 from meshwright.plan.search import Found, search, tokens_in_batch
 from meshwright.plan.shrink import shape_within, shrink
@@ -389,3 +390,14 @@ def test_measured_devices_are_foreseen() -> None:
     assert twice is not None and twice.compute < budget.compute
     largest = gaps(budget, step=budget.step * 1.5, waited=10 * budget.step, saving=0.0)[0]
     assert largest.part == "waiting for data" and largest.seconds == pytest.approx(10 * budget.step)
+
+
+def test_slices_at_hand_are_counted() -> None:
+    def device(piece: int, x: int, y: int) -> Any:
+        return SimpleNamespace(device_kind="TPU v5 lite", coords=(x, y, 0), slice_index=piece, process_index=0)
+
+    devices = [device(piece, x, y) for piece in (0, 1) for x in range(4) for y in range(2)]
+    found = target_here(devices, None)
+    assert found is not None and str(found[0]) == "2*v5e:4x2" and found[0].devices == len(devices)
+    one = target_here([d for d in devices if d.slice_index == 1], None)
+    assert one is not None and str(one[0]) == "v5e:4x2"

@@ -18,11 +18,13 @@ from meshwright.census.compile import OutOfMemory, _explained
 from meshwright.census.take import Census, take_census
 from meshwright.check import fit_to_mesh
 from meshwright.cli import trials
+from meshwright.cli.planning import MakePlan, run_plan
 from meshwright.cli.trials import COMPILER_OPTIONS, Proof, prove_best, prove_plan, tune
 from meshwright.compilers import GPUS, TPUS
 from meshwright.config import MeshShape
 from meshwright.errors import CensusError, ConfigError
 from meshwright.plan.estimate import estimate
+from meshwright.plan.file import read_plan
 from meshwright.plan.search import Plan
 from meshwright.recipe import find_recipe
 from meshwright.target import parse_target
@@ -91,19 +93,61 @@ def test_tuning_keeps_what_helps_and_tells_what_does_not(monkeypatch: pytest.Mon
         training = plan.run.training
         seconds = 10.0 - (2.0 if training.reduce_dtype == "bfloat16" else 0) - (1.0 if training.compiler_options else 0)
         seconds += 1.0 if training.logits_mib != 1024 else 0.0
+        seconds += 0.5 if training.microbatches > 1 else 0.0
         too_large = training.remat != "full"
         return Proof(plan, seconds - 5.0 * too_large, 1e10, 1.0, "too large" if too_large else "")
 
     monkeypatch.setattr(trials, "prove_plan", prove)
-    best, tried = tune(prove(plan(), TARGET, 60), TARGET, 60, quiet())
-    training = best.plan.run.training
-    assert best.seconds == 7.0 and training.reduce_dtype == "bfloat16" and training.remat == "full"
+    tuned = tune(prove(plan(), TARGET, 60), TARGET, 60, quiet())
+    training = tuned.best.plan.run.training
+    assert tuned.best.seconds == 7.0 and training.reduce_dtype == "bfloat16" and training.remat == "full"
     assert training.compiler_options == next(iter(COMPILER_OPTIONS["v5p"].values())) and training.logits_mib == 1024
-    assert {"gradients summed in bfloat16", "logits of 2048 MiB", "attention in blocks of 1024"} <= {
-        n for n, _ in tried
-    }
+    names = {name for name, _ in tuned.tried}
+    assert tuned.helped == {"gradients summed in bfloat16", "collectives on SparseCore"}
+    assert {*tuned.helped, "logits of 2048 MiB", "attention in blocks of 1024", "2 microbatches"} <= names
+    assert "0 microbatch" not in names  # one is the least
+    became = {row[0]: row[-1] for row in trials.rows_of(tuned)}
+    assert became["gradients summed in bfloat16"] == "kept" and became["2 microbatches"] == ""
+    assert became["remat feed_forward"] == "too large"
     with pytest.raises(ConfigError, match="it cannot be compiled: no room"):
         tune(Proof(plan(), None, None, None, "no room"), TARGET, 60, quiet())
+
+
+@pytest.mark.parametrize(
+    ("target", "remats"),
+    [("v5p:2x2x2", {"feed_forward", "offload_attention", "offload"}), ("h100:8", {"projections", "feed_forward"})],
+)
+def test_neighbours_of_a_policy_are_those_of_the_machine(target: str, remats: set[str]) -> None:
+    tried = [run.training.remat for name, run in trials.trials(plan().run, parse_target(target)) if "remat" in name]
+    assert set(tried) == remats
+
+
+def test_what_was_tuned_is_printed_drawn_and_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prove(plan: Plan, target: Any, limit: int) -> Proof:
+        training = plan.run.training
+        refused = "took too long" if training.logits_mib == 256 else ""
+        return Proof(plan, 9.0 if training.reduce_dtype == "bfloat16" else 10.0, 1e10, 40.0, refused)
+
+    monkeypatch.setattr(trials, "prove_plan", prove)
+    page, file = tmp_path / "plan.html", tmp_path / "plan.json"
+    run = find_recipe("llama3-8b")
+    words = MakePlan(run, on=str(TARGET), tokens_per_step="256k", prove=2, tune=True, html=page, out=file)
+    assert run_plan(words) == 0
+    printed = capsys.readouterr().out
+    assert "proved" in printed and "gradients summed in bfloat16" in printed and "10.0% less than planned" in printed
+    drawn = page.read_text()
+    assert "Compiled for the machine" in drawn and "Tuned, each change on top of those kept" in drawn
+    assert "took too long" in drawn
+    told = json.loads(file.read_text())
+    assert len(told["proofs"]) == 2 and [t["change"] for t in told["tuned"] if t["kept"]] == [
+        "gradients summed in bfloat16"
+    ]
+    assert read_plan(file).run.training.reduce_dtype == "bfloat16"
+    assert run_plan(dataclasses.replace(words, json=True, html=None, out=None)) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["proofs"][0]["seconds"] == 10.0 and said["tuned"][0]["planned_seconds"] > 0
 
 
 def test_options_are_of_chips_that_can_be_compiled_for() -> None:

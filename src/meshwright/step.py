@@ -27,6 +27,7 @@ from meshwright.families.family import Metrics, Sight, Told
 from meshwright.kernels.choose import kernels_of
 from meshwright.layout import Placements, axes_of, to_spec
 from meshwright.layouts import BATCH_AXES, TOKEN_AXES
+from meshwright.memory import POLICIES
 from meshwright.model import LocalModel, penalty
 from meshwright.optimizers import build_optimizer, build_schedule, state_placements
 from meshwright.params import Tree, by_layer, initialise, is_param, plan_use, shardings, tree_map
@@ -124,7 +125,15 @@ class Program:
 
 
 def lay_out(run: Run, mesh: Mesh) -> Program:
-    """`run` on `mesh`. Raises ConfigError where it does not fit."""
+    """`run` on `mesh`. Raises ConfigError where it does not fit, or its remat policy is not for these devices."""
+    remat = run.training.remat
+    if POLICIES[remat].offloaded and mesh.devices.flat[0].platform not in ("tpu", "cpu"):
+        raise ConfigError(
+            f"--training.remat {remat} on {mesh.devices.flat[0].device_kind}",
+            "it lets activations wait in the host's memory, which XLA does on TPUs; on GPUs it keeps them on the "
+            "device and says nothing",
+            f"--training.remat {'full' if remat == 'offload' else 'projections'}",
+        )
     # The mesh of a run also says which axis crosses slices, which JAX's has no word for.
     same = run.mesh is not None and run.mesh.degrees() == dict(mesh.shape)
     run = fit_to_mesh(run, run.mesh if same and run.mesh is not None else MeshShape(**mesh.shape))

@@ -57,14 +57,22 @@ def test_its_own_budget_holds_and_a_smaller_one_does_not(proved: Path, tmp_path:
 
 
 def test_two_meshes_and_two_commits(proved: Path, tmp_path: Path) -> None:
-    meshes = meshwright(*PROVE, "--against", "fsdp=8")
+    page = tmp_path / "both.html"
+    meshes = meshwright(*PROVE, "--against", "fsdp=8", "--html", str(page))
     assert "all-gather over tensor" in meshes and "parameters" in meshes
+    drawn = page.read_text()
+    assert "data=2,fsdp=2,tensor=2 against fsdp=8" in drawn
+    assert "Ledger: what crosses the links: data=2,fsdp=2,tensor=2" in drawn
+    assert "Ledger: what crosses the links: fsdp=8" in drawn
     same = meshwright(*PROVE, "--against", str(proved / "census.json"))
     peak = next(line for line in same.splitlines() if line.strip().startswith("peak"))
     assert peak.split()[-1] == "1.00"
     broken = tmp_path / "broken.json"
     broken.write_text("{}")
     assert "it is no census" in meshwright(*PROVE, "--against", str(broken), code=6)
+    plan = tmp_path / "plan.json"
+    meshwright("plan", "llama32-1b", "--on", "h100:8", "--tokens-per-step", "64k", "--out", str(plan))
+    assert "--on h100:1x8" in meshwright(*PROVE, "--against", str(plan), code=2)
     assert "it cannot be read" in meshwright(*PROVE, "--against", str(tmp_path / "none.json"), code=6)
     assert "did you mean 'tensor'?" in meshwright(*PROVE, "--against", "tensr=2", code=2)
 

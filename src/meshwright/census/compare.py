@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import CensusError
+from meshwright.report.console import spell_bytes, spell_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +15,7 @@ class Change:
     """One figure that two censuses give."""
 
     part: str
-    """memory, traffic, flops, or findings."""
+    """seconds, memory, traffic, flops, or findings."""
     what: str
     before: float
     after: float
@@ -23,6 +24,16 @@ class Change:
     def ratio(self) -> float | None:
         """After over before; None where there was nothing before."""
         return self.after / self.before if self.before else None
+
+    @property
+    def spelled(self) -> tuple[str, str, str]:
+        """Before, after, and the ratio."""
+        spell = {"seconds": _spell_seconds, "memory": spell_bytes, "traffic": spell_bytes}.get(self.part, spell_count)
+        return spell(self.before), spell(self.after), "" if self.ratio is None else f"{self.ratio:.2f}"
+
+
+def _spell_seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s"
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
@@ -34,12 +45,21 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
             if a.get(key) or b.get(key):
                 changes.append(Change(part, key, float(a.get(key, 0)), float(b.get(key, 0))))
 
+    if before.get("schedule") and after.get("schedule"):
+        both("seconds", _seconds(before["schedule"]), _seconds(after["schedule"]))
     both("memory", {"peak": before["memory"]["peak"]}, {"peak": after["memory"]["peak"]})
     both("memory", before["memory"]["categories"], after["memory"]["categories"])
     both("traffic", _traffic(before), _traffic(after))
     both("flops", _flops(before), _flops(after))
     both("findings", {"findings": len(before["findings"])}, {"findings": len(after["findings"])})
     return changes
+
+
+def _seconds(schedule: Mapping[str, Any]) -> dict[str, float]:
+    """The predicted step, and what its seconds go to."""
+    work = {kind: n for kind, n in schedule["by_kind"].items() if kind != "exposed"}
+    exposed = {f"exposed, {axes}": n for axes, n in schedule["exposed"].items()}
+    return {"step": schedule["seconds"], **work, **exposed, "pipeline bubble": schedule["bubble"]}
 
 
 def _traffic(census: Mapping[str, Any]) -> dict[str, float]:

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 from html import escape
 
+from meshwright.census.compare import Change
 from meshwright.census.schedule import Schedule, Span
 from meshwright.census.take import Census, summarise
 from meshwright.draw.page import bar, html_table
@@ -26,6 +27,13 @@ def census_sections(census: Census) -> list[tuple[str, str]]:
         ("FLOPs", _flops(census)),
         ("Lint", _lint(census)),
     ]
+
+
+def difference_section(changes: Sequence[Change], names: tuple[str, str]) -> tuple[str, str]:
+    """Heading and HTML of two censuses side by side."""
+    rows = [[c.part, c.what, *c.spelled, bar(min(c.ratio or 0.0, 2.0) / 2)] for c in changes]
+    table = html_table(("", "", *names, "ratio", ""), rows, (2, 3, 4))
+    return f"{names[0]} against {names[1]}", f"<p>Of one device; traffic is what it sends.</p>{table}"
 
 
 def schedule_section(schedule: Schedule) -> str:

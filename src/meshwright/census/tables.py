@@ -202,9 +202,7 @@ def print_changes(console: Console, changes: Sequence[Change], names: tuple[str,
         if c.part != part:
             part = c.part
             table.add_row(f"[bold]{part}[/]" + (" (bytes sent)" if part == "traffic" else ""), "", "", "")
-        spell = spell_bytes if part in ("memory", "traffic") else spell_count
-        ratio = "" if c.ratio is None else f"{c.ratio:.2f}"
-        table.add_row(f"  {escape(c.what)}", spell(c.before), spell(c.after), ratio)
+        table.add_row(f"  {escape(c.what)}", *c.spelled)
     console.print(table)
 
 

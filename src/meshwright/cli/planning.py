@@ -1,25 +1,27 @@
 """The verb that plans: search, explain, compare, write."""
 
 import dataclasses
+import json
 import re
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 
-from meshwright.cli.prepare import say, vocab
-from meshwright.cli.trials import print_proofs, print_trials, prove_best, tune
+from meshwright.cli.prepare import vocab
+from meshwright.cli.trials import Proof, Tuned, print_proofs, print_trials, prove_best, rows_of, tune
 from meshwright.config import MeshShape, Run
+from meshwright.draw.page import html_table
 from meshwright.errors import ConfigError
 from meshwright.plan.explain import lacks, verdicts, why
 from meshwright.plan.file import predicted_of, write_plan
 from meshwright.plan.page import compare_page, plan_page
 from meshwright.plan.search import Found, Plan, price_mesh, search, tokens_in_batch
 from meshwright.plan.tables import print_comparison, print_found, print_verdicts, print_winner
-from meshwright.report.console import open_console
+from meshwright.report.console import open_console, spell_bytes
 from meshwright.target import Target, parse_target
 
 
@@ -99,30 +101,62 @@ def run_plan(args: MakePlan) -> int:
             console.print()
             print_comparison(console, *(_priced(run, target, shape) for shape in asked))
 
-    say(told, args.json, draw)
-    best = _proved(args, found, target, console)
+    if not args.json:
+        draw()
+    best, proofs, tuned = _proved(args, found, target, console)
+    compiled = {
+        **({"proofs": [proof.to_json() for proof in proofs]} if proofs else {}),
+        **({"tuned": _told(tuned)} if tuned else {}),
+    }
+    if args.json:
+        print(json.dumps({**told, **compiled}))
     if args.html:
         pair = [_priced(run, target, shape) for shape in asked]
-        _write_page(args.html, compare_page(pair[0], pair[1], target) if pair else plan_page(best, found))
+        drawn = compare_page(pair[0], pair[1], target) if pair else plan_page(best, found, _sections(proofs, tuned))
+        _write_page(args.html, drawn)
     if args.out:
-        write_plan(best, target, args.out)
+        write_plan(best, target, args.out, compiled)
         console.print(f"\nwritten: {args.out} (meshwright prove {args.out}, meshwright train {args.out})")
     return 0
 
 
-def _proved(args: MakePlan, found: Found, target: Target, console: Console) -> Plan:
-    """The best plan by what was asked for: arithmetic, proofs, or proofs of its variants."""
+def _proved(
+    args: MakePlan, found: Found, target: Target, console: Console
+) -> tuple[Plan, list[Proof], Tuned | None]:  # fmt: skip
+    """The best plan by what was asked for (arithmetic, proofs, or proofs of its variants), and what was compiled."""
     if not args.prove and not args.tune:
-        return found.plans[0]
+        return found.plans[0], [], None
     proofs = prove_best(list(found.plans[: max(1, args.prove)]), target, args.limit, console)
     console.print()
     print_proofs(console, proofs)
     if not args.tune:
-        return proofs[0].plan if not proofs[0].refused else found.plans[0]
-    best, tried = tune(proofs[0], target, args.limit, console)
+        return proofs[0].plan if not proofs[0].refused else found.plans[0], proofs, None
+    tuned = tune(proofs[0], target, args.limit, console)
     console.print()
-    print_trials(console, proofs[0], best, tried)
-    return best.plan
+    print_trials(console, tuned)
+    return tuned.best.plan, proofs, tuned
+
+
+def _told(tuned: Tuned) -> list[dict[str, Any]]:
+    """The trials as JSON, in their order."""
+    return [{"change": name, "kept": name in tuned.helped, **proof.to_json()} for name, proof in tuned.tried]
+
+
+def _sections(proofs: list[Proof], tuned: Tuned | None) -> list[tuple[str, str]]:
+    """Of the page: what the compiler made of the plans, and of the variants of the best."""
+    sections = []
+    if proofs:
+        rows = [
+            [p.plan.name, f"{p.plan.estimate.seconds:.3g} s", f"{p.seconds:.3g} s" if p.seconds else "",
+             spell_bytes(p.plan.estimate.bytes), spell_bytes(p.bytes) if p.bytes else "", p.refused]
+            for p in proofs
+        ]  # fmt: skip
+        headings = ("plan", "step, planned", "step, compiled", "memory, planned", "memory, compiled", "")
+        sections.append(("Compiled for the machine", html_table(headings, rows, (1, 2, 3, 4))))
+    if tuned is not None:
+        table = html_table(("change", "step", "memory", ""), rows_of(tuned), (1, 2))
+        sections.append(("Tuned, each change on top of those kept", table))
+    return sections
 
 
 def _write_page(file: Path, page: str) -> None:

@@ -13,7 +13,7 @@ from meshwright import mesh, show
 from meshwright.census.budget import check_budget, read_budget, write_budget
 from meshwright.census.compare import compare, read_census
 from meshwright.census.compile import OutOfMemory
-from meshwright.census.html import census_sections
+from meshwright.census.html import census_sections, difference_section
 from meshwright.census.live import measure
 from meshwright.census.proofs import kept_proof
 from meshwright.census.tables import (
@@ -36,6 +36,7 @@ from meshwright.draw.machine import machine_of, parse_machine
 from meshwright.errors import CensusError, ConfigError
 from meshwright.plan.estimate import Estimate, estimate
 from meshwright.plan.explain import remedies
+from meshwright.plan.file import is_plan, read_plan
 from meshwright.report.console import open_console, spell_bytes
 from meshwright.step import Program, lay_out
 from meshwright.target import Target, parse_target
@@ -58,7 +59,8 @@ class Prove:
     step: Literal["train", "evaluate"] = "train"
     """Which of the run's programs."""
     against: str | None = None
-    """Compare with another mesh (axis=degree,...) or with a census saved in FILE.json."""
+    """Compare with another mesh (axis=degree,...), another PLAN.json for the same machine, or a census saved in
+    FILE.json; --html then shows both."""
     budget: Path | None = None
     """Fail with exit code 6 where the program breaks a limit of this TOML file."""
     save_budget: Path | None = None
@@ -84,19 +86,18 @@ class Prove:
 def run_prove(args: Prove) -> int:
     """Compiles, reads, prints; the exit code."""
     console = open_console(sys.stderr if args.json else sys.stdout)
-    other = MeshShape.parse(args.against) if args.against and not args.against.endswith(".json") else None
-    saved = read_census(Path(args.against)) if args.against and other is None else None
     budget = read_budget(args.budget) if args.budget else None
     target = parse_target(args.on) if args.on else None
     if target is not None and args.measure:
         raise ConfigError("--measure with --on", "what is not here cannot run", "one of them")
+    other, saved = _other_side(args, target)
     if target is not None and not is_inside(target):
         return compile_elsewhere(target, args.limit)
     devices = _described(target) if target else _devices_here(args, other)
     here = min(SIMULATED, len(devices))
     shape = args.run.mesh or (MeshShape(fsdp=len(devices)) if target else mesh.default_shape(here))
     try:
-        program, census = _census(args, shape, devices, target)
+        program, census = _census(args, dataclasses.replace(args.run, mesh=shape), devices, target)
     except OutOfMemory as error:
         if target is not None:
             print_remedies(console, *_remedies(args, shape, target, error.needs - error.has))
@@ -106,19 +107,56 @@ def run_prove(args: Prove) -> int:
         say({**census.to_json(), **({"planned": planned} if planned else {})}, True, lambda: None)
     elif saved is None and other is None:
         print_census(console, census)
+    sections = census_sections(census)
     if saved is not None:
+        names = (str(args.against), str(shape))
         changes = compare(saved, census.to_json())
-        print_changes(console, changes, (str(args.against), str(shape)))
+        print_changes(console, changes, names)
+        sections = [difference_section(changes, names), *sections]
     elif other is not None:
-        changes = compare(census.to_json(), _census(args, other, devices, target)[1].to_json())
-        print_changes(console, changes, (str(shape), str(other)))
-    _write_files(args, program, census)
+        names = (str(shape), str(other.mesh or shape))
+        if args.run.training != other.training:
+            names = (_short(args.run, shape), _short(other, other.mesh or shape))
+        its = _census(args, other, devices, target)[1]
+        changes = compare(census.to_json(), its.to_json())
+        print_changes(console, changes, names)
+        both = [(f"{heading}: {name}", body) for name, each in zip(names, (census, its), strict=True)
+                for heading, body in census_sections(each)]  # fmt: skip
+        sections = [difference_section(changes, names), *both]
+    _write_files(args, program, census, sections)
     if args.measure:
         print_measured(console, measure(program, census, steps=args.measure, profile=args.profile))
     excess = check_budget(census, budget) if budget is not None else []
     print_excess(console, excess)
     fits = target is None or _say_what_was_foreseen(console, args, shape, target, census)
     return CensusError.exit_code if excess or not fits else 0
+
+
+def _other_side(args: Prove, target: Target | None) -> tuple[Run | None, dict[str, Any] | None]:
+    """What the proof is compared with: the run on another mesh, the run of another plan, or a census that was saved.
+
+    Raises ConfigError for a plan of another machine.
+    """
+    if args.against is None:
+        return None, None
+    file = Path(args.against)
+    if file.suffix != ".json":
+        return dataclasses.replace(args.run, mesh=MeshShape.parse(args.against)), None
+    if not is_plan(file):
+        return None, read_census(file)
+    planned = read_plan(file)
+    if target is None or planned.target != str(target):
+        raise ConfigError(
+            f"--against {file}", f"it is a plan for {planned.target}, and this proof is for {target or 'devices here'}",
+            f"--on {planned.target}, or --save a census of that one and compare with it",
+        )  # fmt: skip
+    return planned.run, None
+
+
+def _short(run: Run, shape: MeshShape) -> str:
+    """A run in a heading: its mesh and what of the step the planner chooses."""
+    microbatches = f", {run.training.microbatches} microbatches" if run.training.microbatches > 1 else ""
+    return f"{shape}, {run.training.remat}{microbatches}"
 
 
 def _described(target: Target) -> list[Any]:
@@ -133,9 +171,9 @@ def _described(target: Target) -> list[Any]:
     return devices
 
 
-def _devices_here(args: Prove, other: MeshShape | None) -> list[Any]:
+def _devices_here(args: Prove, other: Run | None) -> list[Any]:
     size = args.run.mesh.size if args.run.mesh else SIMULATED
-    start_devices(max(size, other.size if other else 1), args.run)
+    start_devices(max(size, other.mesh.size if other and other.mesh else 1), args.run)
     return list(jax.devices())
 
 
@@ -179,10 +217,10 @@ def _remedies(
 
 
 def _census(
-    args: Prove, shape: MeshShape, devices: list[Any], target: Target | None
+    args: Prove, run: Run, devices: list[Any], target: Target | None
 ) -> tuple[Program, Census]:  # fmt: skip
-    run = _with_vocab(args.run)
-    program = lay_out(dataclasses.replace(run, mesh=shape), mesh.build_mesh(shape, devices))
+    assert run.mesh is not None
+    program = lay_out(_with_vocab(run), mesh.build_mesh(run.mesh, devices))
     if args.step != "train":
         return program, census_of_eval_step(program)
     if target is None:
@@ -191,7 +229,7 @@ def _census(
     return program, kept_proof(folder, program, target, fresh=args.fresh)
 
 
-def _write_files(args: Prove, program: Program, census: Census) -> None:
+def _write_files(args: Prove, program: Program, census: Census, sections: list[tuple[str, str]]) -> None:
     run = program.run
     try:
         if args.hlo:
@@ -205,7 +243,7 @@ def _write_files(args: Prove, program: Program, census: Census) -> None:
         if args.html:
             devices = list(program.mesh.devices.flat)
             machine = parse_machine(args.machine, len(devices)) if args.machine else machine_of(devices)
-            args.html.write_text(show.page(run, machine, census_sections(census)), encoding="utf-8")
+            args.html.write_text(show.page(run, machine, sections), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"writing {error.filename}", f"the file cannot be written: {error.strerror}", "a folder that is there"

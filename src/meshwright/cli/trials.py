@@ -7,17 +7,19 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from meshwright.check import fit_to_mesh
 from meshwright.config import Run
 from meshwright.errors import ConfigError
-from meshwright.hardware import Nodes
+from meshwright.hardware import Torus
 from meshwright.plan.estimate import estimate
 from meshwright.plan.file import write_plan
-from meshwright.plan.search import OFFLOADED, POLICIES, Plan
+from meshwright.plan.search import Plan, policies_of
 from meshwright.report.console import spell_bytes
 from meshwright.target import Target
 
@@ -53,6 +55,25 @@ class Proof:
     compiled_in: float | None
     refused: str = ""
 
+    def to_json(self) -> dict[str, Any]:
+        """Beside what was planned."""
+        e = self.plan.estimate
+        return {
+            "plan": self.plan.name, "planned_seconds": e.seconds, "planned_bytes": e.bytes, "seconds": self.seconds,
+            "bytes": self.bytes, "compiled_in": self.compiled_in, "refused": self.refused,
+        }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """What became of a plan's variants."""
+
+    start: Proof
+    best: Proof
+    tried: tuple[tuple[str, Proof], ...]
+    """What was changed, on top of what had helped before; and what came of it."""
+    helped: frozenset[str]
+
 
 def prove_plan(plan: Plan, target: Target, limit: int) -> Proof:
     """Compiles a plan for its machine in a process of its own (`meshwright prove PLAN --json`)."""
@@ -86,18 +107,22 @@ def prove_best(plans: list[Plan], target: Target, limit: int, console: Console) 
 
 
 def trials(run: Run, target: Target) -> Iterator[tuple[str, Run]]:
-    """`run` with one thing changed: the neighbouring remat policies, the type of gradients' sums, the blocks of
-    attention and of the loss, compiler options."""
+    """`run` with one thing changed: the neighbouring remat policies, half or twice the microbatches, the type of
+    gradients' sums, the blocks of attention and of the loss, compiler options."""
     training = run.training
-    at = POLICIES.index(training.remat)
-    host = not isinstance(target.chip.wires, Nodes)
-    for remat in POLICIES[max(0, at - 1) : at + 3]:
-        if remat != training.remat and (host or remat not in OFFLOADED):
+    policies = policies_of(target)
+    at = policies.index(training.remat)
+    for remat in policies[max(0, at - 2) : at + 2]:
+        if remat != training.remat:
             yield f"remat {remat}", dataclasses.replace(run, training=dataclasses.replace(training, remat=remat))
+    for microbatches in (training.microbatches // 2, 2 * training.microbatches):
+        other = dataclasses.replace(run, training=dataclasses.replace(training, microbatches=microbatches))
+        if _is_legal(other):
+            yield f"{microbatches} microbatch{'es' if microbatches > 1 else ''}", other
     if training.reduce_dtype == "float32":
         changed = dataclasses.replace(training, reduce_dtype="bfloat16")
         yield "gradients summed in bfloat16", dataclasses.replace(run, training=changed)
-    if host:
+    if isinstance(target.chip.wires, Torus):
         for block in (1024, 256):
             if run.training.seq % block == 0:
                 changed = dataclasses.replace(training, attention_block=block)
@@ -110,14 +135,25 @@ def trials(run: Run, target: Target) -> Iterator[tuple[str, Run]]:
         yield words, dataclasses.replace(run, training=changed)
 
 
-def tune(proof: Proof, target: Target, limit: int, console: Console) -> tuple[Proof, list[tuple[str, Proof]]]:
-    """Tries each change on top of those that helped; the best proof, and what was tried.
+def _is_legal(run: Run) -> bool:
+    assert run.mesh is not None
+    if run.training.microbatches < 1:
+        return False
+    try:
+        fit_to_mesh(run, run.mesh)
+    except ConfigError:
+        return False
+    return True
+
+
+def tune(proof: Proof, target: Target, limit: int, console: Console) -> Tuned:
+    """Tries each change on top of those that helped.
 
     Raises ConfigError where the plan itself has no proof.
     """
     if proof.seconds is None:
         raise ConfigError(f"tuning {proof.plan.name}", f"it cannot be compiled: {proof.refused}", "another plan")
-    best, fastest, tried = proof, proof.seconds, list[tuple[str, Proof]]()
+    best, fastest, tried, helped = proof, proof.seconds, list[tuple[str, Proof]](), set[str]()
     names = [name for name, _ in trials(best.plan.run, target)]
     for name in names:
         changed = dict(trials(best.plan.run, target)).get(name)
@@ -128,7 +164,8 @@ def tune(proof: Proof, target: Target, limit: int, console: Console) -> tuple[Pr
         tried.append((name, found))
         if found.seconds is not None and not found.refused and found.seconds < fastest * _WORTH:
             best, fastest = found, found.seconds
-    return best, tried
+            helped.add(name)
+    return Tuned(proof, best, tuple(tried), frozenset(helped))
 
 
 def _table(title: str, headings: tuple[str, ...], left: tuple[str, ...]) -> Table:
@@ -145,23 +182,35 @@ def print_proofs(console: Console, proofs: list[Proof]) -> None:
     for proof in proofs:
         e = proof.plan.estimate
         table.add_row(
-            escape(proof.plan.name), f"{e.seconds:.3g} s", f"{proof.seconds:.3g} s" if proof.seconds else "",
-            spell_bytes(e.bytes), spell_bytes(proof.bytes) if proof.bytes else "",
+            escape(proof.plan.name), f"{e.seconds:.3g} s", _step(proof), spell_bytes(e.bytes), _bytes(proof),
             f"{proof.compiled_in:.0f} s" if proof.compiled_in else "", escape(proof.refused),
         )  # fmt: skip
     console.print(table)
 
 
-def print_trials(console: Console, start: Proof, best: Proof, tried: list[tuple[str, Proof]]) -> None:
+def rows_of(tuned: Tuned) -> list[list[str]]:
+    """Change, step, memory of a device, and what became of it; the plan itself first."""
+    rows = [["(as planned)", _step(tuned.start), _bytes(tuned.start), ""]]
+    for name, proof in tuned.tried:
+        became = "kept" if name in tuned.helped else proof.refused
+        rows.append([name, _step(proof), _bytes(proof), became])
+    return rows
+
+
+def print_trials(console: Console, tuned: Tuned) -> None:
     """What was tried, and what it did to the compiled step."""
-    table = _table("tuned", ("change", "step", "memory", ""), ("change", ""))
-    assert start.seconds is not None and best.seconds is not None
-    table.add_row("(as planned)", f"{start.seconds:.3g} s", spell_bytes(start.bytes or 0), "")
-    for name, proof in tried:
-        table.add_row(
-            name, f"{proof.seconds:.3g} s" if proof.seconds else "",
-            spell_bytes(proof.bytes) if proof.bytes else "", escape(proof.refused),
-        )  # fmt: skip
+    table = _table("tuned, each change on top of those kept", ("change", "step", "memory", ""), ("change", ""))
+    for row in rows_of(tuned):
+        table.add_row(*map(escape, row))
     console.print(table)
-    gain = 1 - best.seconds / start.seconds
-    console.print(f"best: {best.seconds:.3g} s, {gain:.1%} less than planned: {escape(best.plan.name)}")
+    start, best = tuned.start.seconds, tuned.best.seconds
+    assert start is not None and best is not None
+    console.print(f"best: {best:.3g} s, {1 - best / start:.1%} less than planned: {escape(tuned.best.plan.name)}")
+
+
+def _step(proof: Proof) -> str:
+    return "" if proof.seconds is None else f"{proof.seconds:.3g} s"
+
+
+def _bytes(proof: Proof) -> str:
+    return "" if proof.bytes is None else spell_bytes(proof.bytes)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,28 @@ def predicted_of(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write_plan(plan: Plan, target: Target, file: Path) -> None:
-    """Raises ConfigError where the file cannot be written."""
-    told = {"plan": FORMAT, "target": str(target), "run": run_to_dict(plan.run), "predicted": predicted_of(plan)}
+def write_plan(plan: Plan, target: Target, file: Path, compiled: Mapping[str, Any] | None = None) -> None:
+    """compiled: what the machine's compiler said of this plan and of others.
+
+    Raises ConfigError where the file cannot be written.
+    """
+    told = {
+        "plan": FORMAT, "target": str(target), "run": run_to_dict(plan.run), "predicted": predicted_of(plan),
+        **(compiled or {}),
+    }  # fmt: skip
     try:
         file.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"writing {file}", f"{error.strerror}", "a folder that is there") from error
+
+
+def is_plan(file: Path) -> bool:
+    """Whether a JSON file is a plan, readable or not by this version."""
+    try:
+        told = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(told, dict) and "plan" in told
 
 
 def read_plan(file: Path) -> PlanFile:

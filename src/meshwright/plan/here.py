@@ -64,16 +64,21 @@ def target_here(devices: Sequence[Any], calibration: Mapping[str, Any] | None) -
     chip = find_chip(devices[0].device_kind)
     if chip is not None:
         name = next(name for name, known in CHIPS.items() if known is chip)
-        return Target(name, chip, _topology(chip, devices)), "hardware.py"
+        slices = len({_slice(d) for d in devices}) if isinstance(chip.wires, Torus) else 1
+        return Target(name, chip, _topology(chip, devices), slices), "hardware.py"
     if not calibration or not calibration.get("products"):
         return None
     measured = measured_chip(calibration, len(devices))
     return Target(measured.name, measured, (1, len(devices))), f"meshwright bench, {calibration['date']}"
 
 
+def _slice(device: Any) -> int:
+    return getattr(device, "slice_index", 0) or 0
+
+
 def _topology(chip: Chip, devices: Sequence[Any]) -> tuple[int, ...]:
     if isinstance(chip.wires, Torus):
-        inside = [d.coords for d in devices if (getattr(d, "slice_index", 0) or 0) == 0]
+        inside = [d.coords for d in devices if _slice(d) == _slice(devices[0])]
         return tuple(max(c[d] for c in inside) + 1 for d in range(chip.wires.dims))
     nodes = len({d.process_index for d in devices})
     return nodes, math.ceil(len(devices) / nodes)

@@ -1,5 +1,7 @@
 """A plan as one offline HTML page: machine, seconds, bytes, links, why not the others, and the layout."""
 
+from collections.abc import Sequence
+
 from meshwright import show
 from meshwright.draw.machine import Machine
 from meshwright.draw.page import bar, html_page, html_table
@@ -20,14 +22,18 @@ _KINDS = {
 }  # fmt: skip
 
 
-def plan_page(plan: Plan, found: Found) -> str:
-    """The page of the best plan and of what it was chosen from."""
+def plan_page(plan: Plan, found: Found, compiled: Sequence[tuple[str, str]] = ()) -> str:
+    """The page of the best plan and of what it was chosen from.
+
+    compiled: headings and HTML of what the machine's compiler said.
+    """
     e, target = plan.estimate, found.target
     lead = (
         f"{plan.name} on {target}: {e.seconds:.3g} s a step, {e.utilisation:.0%} MFU, "
         f"{spell_count(e.tokens_per_second)} tokens/s, {spell_bytes(e.bytes)} of {spell_bytes(e.budget)} a device"
     )
     sections = [
+        *compiled,
         ("Where the seconds go", seconds_section(e)),
         ("Memory of one device", memory_section(e)),
         ("What crosses the links", links_section(e)),
