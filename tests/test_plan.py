@@ -21,12 +21,14 @@ from meshwright.efficiency import Efficiency, efficiency_of
 from meshwright.errors import ConfigError, divisors
 from meshwright.families import find_family
 from meshwright.flops import training_flops_per_token
+from meshwright.hardware import Nodes
 from meshwright.mesh import build_mesh
 from meshwright.plan.engines import free_running, in_ticks
 from meshwright.plan.estimate import estimate
 from meshwright.plan.explain import differences, remedies, verdicts, why
 from meshwright.plan.file import read_plan, write_plan
 from meshwright.plan.here import foresee, gaps, target_here
+from meshwright.plan.measured import calibrated
 from meshwright.plan.placement import place_mesh
 from meshwright.plan.search import Found, search, tokens_in_batch
 from meshwright.plan.shrink import shape_within, shrink
@@ -194,7 +196,8 @@ def test_nothing_that_is_faster_makes_a_step_slower(faster: str) -> None:
     run = run_of("llama3-8b", "fsdp=8,tensor=2", batch=32)
     share, target = efficiency_of("v5p"), parse_target("v5p:2x2x4")
     better = dataclasses.replace(share, **{faster: min(1.0, getattr(share, faster) * 1.1)})
-    assert estimate(run, target, better).seconds <= estimate(run, target, share).seconds
+    other = dataclasses.replace(target, measured=better)
+    assert estimate(run, other).seconds <= estimate(run, target).seconds
 
 
 def test_the_parts_of_a_step_are_all_of_it() -> None:
@@ -390,6 +393,34 @@ def test_measured_devices_are_foreseen() -> None:
     assert twice is not None and twice.compute < budget.compute
     largest = gaps(budget, step=budget.step * 1.5, waited=10 * budget.step, saving=0.0)[0]
     assert largest.part == "waiting for data" and largest.seconds == pytest.approx(10 * budget.step)
+
+
+def test_what_a_bench_measured_of_a_chip_is_planned_with() -> None:
+    chip = parse_target("h100:2x8")
+    assert isinstance(chip.chip.wires, Nodes)
+    product = {"dtype": "bfloat16", "m": 2**20, "k": 2**20, "n": 2**20, "flops_per_second": 0.5 * chip.chip.flops_bf16}
+    calibration = {
+        "device": "NVIDIA H100 80GB HBM3", "date": "2026-11-01",
+        "products": [product, {**product, "dtype": "float32", "flops_per_second": 1e16}],
+        "copied": 0.7 * chip.chip.bandwidth,
+        "collectives": [
+            {"devices": 8, "bus_bandwidth": 0.6 * chip.chip.wires.link},
+            {"devices": 16, "bus_bandwidth": 2 * chip.chip.wires.link},  # over the network too
+        ],
+    }  # fmt: skip
+    found = calibrated(chip, calibration)
+    share = found.efficiency
+    assert (share.matmul, share.memory, share.wires) == pytest.approx((0.5, 0.7, 0.6), rel=1e-3)
+    assert (share.network, share.attention) == (chip.efficiency.network, chip.efficiency.attention)
+    assert "2026-11-01: matmul 0.50 for 0.59" in found.source and str(found) == str(chip)
+    run = run_of("llama3-8b", "fsdp=16", batch=16)
+    assert estimate(run, found).seconds > estimate(run, chip).seconds
+    for other in ({**calibration, "device": "cpu"}, {"device": "NVIDIA H100 80GB HBM3", "date": "2026-11-01"}):
+        assert calibrated(chip, other) is chip
+    torus = calibrated(
+        parse_target("v5e:4x4"), {**calibration, "device": "TPU v5 lite", "products": [], "copied": 4e11}
+    )
+    assert torus.efficiency.memory < 0.85 and torus.efficiency.wires == 0.85
 
 
 def test_slices_at_hand_are_counted() -> None:

@@ -34,7 +34,8 @@ def halves(rows: list[Row]) -> tuple[list[Row], list[Row]]:
 
 def error(row: Row, share: Efficiency) -> float:
     """Predicted over measured, as a logarithm."""
-    return math.log(estimate(row.run, row.target, share, FREE_RUNNING).seconds / row.measured)
+    target = dataclasses.replace(row.target, measured=share)
+    return math.log(estimate(row.run, target, FREE_RUNNING).seconds / row.measured)
 
 
 def fit_family(rows: list[Row], share: Efficiency) -> Efficiency:

@@ -5,6 +5,7 @@ import math
 import re
 from pathlib import Path
 
+from meshwright.efficiency import Efficiency, efficiency_of
 from meshwright.errors import ConfigError, nearest
 from meshwright.hardware import CHIPS, Chip, Nodes, Torus, read_chip
 
@@ -18,6 +19,15 @@ class Target:
     chip: Chip
     topology: tuple[int, ...]
     slices: int = 1
+    measured: Efficiency | None = None
+    """Shares of the chip's figures that were measured on one; None takes those of `efficiency.py`."""
+    source: str = ""
+    """Of what was measured."""
+
+    @property
+    def efficiency(self) -> Efficiency:
+        """Shares of the chip's figures that a step gets."""
+        return self.measured or efficiency_of(self.name)
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.topology))

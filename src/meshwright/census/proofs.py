@@ -44,6 +44,7 @@ def key_of(program: Program, target: Target) -> str:
         str(target),
         repr(sorted(compiler_options(program).items())),
         repr(target.chip),
+        repr(target.efficiency),
         jax.__version__,
     ]
     for package in ("libtpu", "jax-cuda13-plugin", "meshwright"):

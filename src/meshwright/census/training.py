@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec
 from meshwright.census.lint import Finding
 from meshwright.census.take import Census, Machine, take_census
 from meshwright.data.batch import Batch
-from meshwright.efficiency import efficiency_of
 from meshwright.families import find_family
 from meshwright.families.family import padded_vocab, vocab_of
 from meshwright.hardware import Torus
@@ -84,7 +83,7 @@ def machine_of(program: Program, target: Target) -> Machine:
         places = [(getattr(d, "slice_index", 0) or 0, *d.coords, *_core(d, target)) for d in devices]
     else:
         places = [(d.id // target.topology[1], d.id % target.topology[1]) for d in devices]
-    return Machine(target.chip, target.topology, tuple(places), efficiency_of(target.name))
+    return Machine(target.chip, target.topology, tuple(places), target.efficiency)
 
 
 def _core(device: Any, target: Target) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
-from meshwright.cli.prepare import vocab
+from meshwright.cli.prepare import find_target, vocab
 from meshwright.cli.trials import Proof, Tuned, print_proofs, print_trials, prove_best, rows_of, tune
 from meshwright.config import MeshShape, Run
 from meshwright.draw.page import html_table
@@ -22,7 +22,7 @@ from meshwright.plan.page import compare_page, plan_page
 from meshwright.plan.search import Found, Plan, price_mesh, search, tokens_in_batch
 from meshwright.plan.tables import print_comparison, print_found, print_verdicts, print_winner
 from meshwright.report.console import open_console, spell_bytes
-from meshwright.target import Target, parse_target
+from meshwright.target import Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ def count_of(text: str, option: str) -> int:
 
 
 def run_plan(args: MakePlan) -> int:
-    target = parse_target(args.on)
+    target = find_target(args.on)
     tokens = count_of(args.tokens, "--tokens")
     run = args.run
     if run.model.vocab is None:

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import mesh
+from meshwright.calibrate.files import read_calibration
 from meshwright.config import Run
 from meshwright.data.tokens import load_tokens
 from meshwright.errors import CheckpointError, ConfigError
+from meshwright.plan.measured import calibrated
 from meshwright.runfile import read_run
+from meshwright.target import Target, parse_target
 
 SIMULATED = 8
 """Devices simulated where there is no accelerator and neither --devices nor a mesh is given."""
@@ -20,6 +23,14 @@ def say(told: dict[str, Any], asked_json: bool, draw: Callable[[], None]) -> Non
         print(json.dumps(told))
     else:
         draw()
+
+
+def find_target(text: str) -> Target:
+    """The machine that `--on` names, with what `meshwright bench` measured of such a chip where it did."""
+    target = parse_target(text)
+    for file in sorted((mesh.default_cache() / "calibration").glob("*.json")):
+        target = calibrated(target, read_calibration(file))
+    return target
 
 
 def start_devices(devices: int | None, run: Run, processes: int = 1) -> None:

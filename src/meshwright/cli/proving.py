@@ -29,7 +29,7 @@ from meshwright.census.trace import write_trace
 from meshwright.census.training import census_of_eval_step, census_of_train_step
 from meshwright.check import fit_to_mesh
 from meshwright.cli.absent import compile_elsewhere, is_inside
-from meshwright.cli.prepare import SIMULATED, say, start_devices, vocab
+from meshwright.cli.prepare import SIMULATED, find_target, say, start_devices, vocab
 from meshwright.compilers import devices_of
 from meshwright.config import MeshShape, Run
 from meshwright.draw.machine import machine_of, parse_machine
@@ -39,7 +39,7 @@ from meshwright.plan.explain import remedies
 from meshwright.plan.file import is_plan, read_plan
 from meshwright.report.console import open_console, spell_bytes
 from meshwright.step import Program, lay_out
-from meshwright.target import Target, parse_target
+from meshwright.target import Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ def run_prove(args: Prove) -> int:
     """Compiles, reads, prints; the exit code."""
     console = open_console(sys.stderr if args.json else sys.stdout)
     budget = read_budget(args.budget) if args.budget else None
-    target = parse_target(args.on) if args.on else None
+    target = find_target(args.on) if args.on else None
     if target is not None and args.measure:
         raise ConfigError("--measure with --on", "what is not here cannot run", "one of them")
     other, saved = _other_side(args, target)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from meshwright.check import chunks_of, describe
 from meshwright.config import Data, MeshShape, Optimizer, Run, Training
-from meshwright.efficiency import Efficiency, efficiency_of
+from meshwright.efficiency import Efficiency
 from meshwright.flops import training_flops_per_token
 from meshwright.plan.engines import OURS, Engine
 from meshwright.plan.memory import FRAGMENTATION, held, offloaded
@@ -90,20 +90,19 @@ class Estimate:
         return max(kinds, key=lambda kind: kinds[kind])
 
 
-def estimate(run: Run, target: Target, efficiency: Efficiency | None = None, engine: Engine = OURS) -> Estimate:
+def estimate(run: Run, target: Target, engine: Engine = OURS) -> Estimate:
     """Prices `run`, which has been fitted to its mesh (`check.fit_to_mesh`), on `target`.
 
     engine: whose pipeline runs it, and whose attention between pieces of a sequence.
     """
     shape = run.mesh or MeshShape()
     params, placed = _described(_canonical(run))
-    share = efficiency or efficiency_of(target.name)
     work, again, placement = work_of(run, shape, params, placed), recomputed(run), place_mesh(shape, target)
     table = _table(run, shape)
     sent = movements(run, shape, params, placed, work, again)
     memory = held(run, shape, params, placed, work, float(table.held.max()) if table is not None else 1.0)
     at_rest = memory["parameters"] / jnp.dtype(run.training.param_dtype).itemsize
-    return _add_up(run, shape, target, share, work, again, placement, table, sent, memory, at_rest, engine)
+    return _add_up(run, shape, target, target.efficiency, work, again, placement, table, sent, memory, at_rest, engine)
 
 
 def _canonical(run: Run) -> Run:

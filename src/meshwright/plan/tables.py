@@ -20,8 +20,9 @@ def print_found(console: Console, found: Found, model: str, shown: int, tokens: 
     console.print(
         f"[bold]{escape(model)}[/] on [bold]{found.target}[/] ({found.target.chips} chips): {training.batch} x "
         f"{training.seq} = {spell_count(training.batch * training.seq)} tokens a step; {found.priced} plans priced in "
-        f"{seconds:.1f} s, {len(found.plans)} fit\n"
+        f"{seconds:.1f} s, {len(found.plans)} fit"
     )
+    console.print(f"[dim]by {escape(found.target.source)}[/]\n" if found.target.source else "")
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("", "plan", "step", "MFU", "tokens/s", "memory", "bound by", "days", "chip-hours"):
         table.add_column(heading, justify="left" if heading in ("plan", "bound by") else "right", overflow="fold")
