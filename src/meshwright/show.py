@@ -175,8 +175,8 @@ def page_sections(run: Run, machine: Machine | None, names: tuple[str, ...] = ()
     ]
 
 
-def page(run: Run, machine: Machine | None, more: list[tuple[str, str]]) -> str:
-    """The whole page: mesh, tensors, then the sections of `more`."""
+def page(run: Run, machine: Machine | None, first: list[tuple[str, str]]) -> str:
+    """The whole page: the sections of `first`, then mesh and tensors."""
     seen = picture(run)
     lead = f"{spell_count(seen.parameters)} parameters on mesh {seen.mesh}, layout {run.layout}"
-    return html_page(f"{run.name} on {seen.mesh}", lead, [*page_sections(run, machine), *more])
+    return html_page(f"{run.name} on {seen.mesh}", lead, [*first, *page_sections(run, machine)])

@@ -31,8 +31,7 @@ def census_sections(census: Census) -> list[tuple[str, str]]:
 
 def difference_section(changes: Sequence[Change], names: tuple[str, str]) -> tuple[str, str]:
     """Heading and HTML of two censuses side by side."""
-    rows = [[c.part, c.what, *c.spelled, bar(min(c.ratio or 0.0, 2.0) / 2)] for c in changes]
-    table = html_table(("", "", *names, "ratio", ""), rows, (2, 3, 4))
+    table = html_table(("", "", *names, "ratio"), [[c.part, c.what, *c.spelled] for c in changes], (2, 3, 4))
     return f"{names[0]} against {names[1]}", f"<p>Of one device; traffic is what it sends.</p>{table}"
 
 
