@@ -114,12 +114,27 @@ def test_cudnn_leaves_float32_to_the_blocks() -> None:
 
 def test_each_platform_has_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshwright.kernels.choose.has_cudnn", lambda: True)
-    assert [kernels_of(p, 512).name for p in ("cpu", "tpu", "gpu", "cuda", "rocm")] == [
+    assert [kernels_of(p, 512, "full").name for p in ("cpu", "tpu", "gpu", "cuda", "rocm")] == [
         "reference", "splash", "cuDNN", "cuDNN", "blocked",
     ]  # fmt: skip
     monkeypatch.setattr("meshwright.kernels.choose.has_cudnn", lambda: False)
-    assert kernels_of("cuda", 512).name == "blocked"
+    assert kernels_of("cuda", 512, "full").name == "blocked"
+    assert [kernels_of("cpu", 512, remat).name for remat in ("none", "attention")] == ["reference", "blocked"]
     assert set(KERNELS) == {"cpu", "tpu", "gpu"}
+
+
+@pytest.mark.parametrize("room", [2**28, 24 * 4 * 4 * 96], ids=["whole", "blocks"])
+def test_scores_that_are_dropped_are_not_kept(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked_room, "_SCORES", room)
+    q, k, v, segments = (x[:1] for x in inputs(96, 4, 2, 16))
+
+    def kept(remat: str) -> int:
+        whole = kernels_of("cpu", 512, remat).whole
+        _, pull = jax.vjp(lambda q, k, v: jnp.sin(whole(jnp.sin(q), k, v, segments, window=None)), q, k, v)
+        return sum(x.nbytes for x in jax.tree.leaves(pull))
+
+    scores = 4 * 4 * 96 * 96
+    assert kept("none") > 3 * scores and kept("attention") < scores
 
 
 @pytest.mark.parametrize(("remat", "instead"), [("offload", "full"), ("offload_attention", "projections")])

@@ -16,6 +16,7 @@ ATTENDED = "attended"
 WIDE = "feed-forward width"
 """The outputs of the feed-forward's first products."""
 SCORES = "scores"
+"""Of attention: no mark, a kernel keeps them or computes them again (kernels/choose.py)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +24,9 @@ class Remat:
     """What the backward pass finds saved; all else is computed again."""
 
     saved: tuple[str, ...] | None
-    """Marks kept on the device; None is everything that has no mark, too."""
+    """Marks kept on the device; None is everything, and no layer is computed again."""
     dropped: tuple[str, ...] = ()
-    """Marks that are not kept, where everything else is."""
+    """What is not kept, where everything else is."""
     offloaded: tuple[str, ...] = ()
     """Marks kept in the memory of the host."""
 
@@ -34,7 +35,7 @@ class Remat:
         """For `jax.checkpoint`; None where nothing is computed again."""
         keep = jax.checkpoint_policies
         if self.saved is None:
-            return keep.save_anything_except_these_names(*self.dropped) if self.dropped else None
+            return None
         if self.offloaded:
             return keep.save_and_offload_only_these_names(
                 names_which_can_be_saved=list(self.saved),

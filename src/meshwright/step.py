@@ -97,7 +97,7 @@ class Program:
             reduce_dtype=jnp.dtype(training.reduce_dtype),
             slices=self.slices,
         )
-        kernels = kernels_of(self.mesh.devices.flat[0].platform, training.attention_block)
+        kernels = kernels_of(self.mesh.devices.flat[0].platform, training.attention_block, training.remat)
         return LocalModel(self.run, use, self.split, balance_of(self.run), kernels)
 
     def table(self, schedule: str) -> Table:

@@ -5,8 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from meshwright.memory import SCORES, save_as
-
 
 @dataclasses.dataclass(frozen=True)
 class Positions:
@@ -36,7 +34,7 @@ def attention(
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * (H**-0.5)
     scores_BKGTS = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
     scores_BKGTS = jnp.where(visible(queries, keys, window)[:, None, None], scores_BKGTS, -1e30)
-    weights_BKGTS = save_as(_softmax(scores_BKGTS), SCORES)
+    weights_BKGTS = _softmax(scores_BKGTS)
     out_BTKGH = jnp.einsum("bkgts,bskh->btkgh", weights_BKGTS.astype(q_BTNH.dtype), v_BSKH)
     return out_BTKGH.reshape(B, T, N, H)
 

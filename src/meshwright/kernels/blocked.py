@@ -1,4 +1,4 @@
-"""Attention in blocks of queries: the scores of one block at a time exist, forwards and backwards.
+"""Attention in blocks of queries: the scores of one block at a time exist, forwards and backwards, and none are kept.
 
 For accelerators where no fused kernel can be had; XLA compiles it anywhere.
 """
@@ -21,14 +21,14 @@ def blocked(
     """As `attention`, to the same numbers."""
     B, T, N, H = q_BTNH.shape
     block = block_of(T, 4 * B * N * k_BSKH.shape[1])
-    if block == T:
-        return attention(q_BTNH, k_BSKH, v_BSKH, queries, keys, window=window)
     pieces = T // block
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def one(q: jax.Array, segments: jax.Array, places: jax.Array) -> jax.Array:
         return attention(q, k_BSKH, v_BSKH, Positions(segments, places), keys, window=window)
 
+    if pieces == 1:
+        return one(q_BTNH, queries.segments_BT, queries.places_T)
     q = q_BTNH.reshape(B, pieces, block, N, H).swapaxes(0, 1)
     segments = queries.segments_BT.reshape(B, pieces, block).swapaxes(0, 1)
     out = lax.map(lambda part: one(*part), (q, segments, queries.places_T.reshape(pieces, block)))

@@ -10,6 +10,7 @@ from meshwright.kernels.attention import Positions, attention, positions_of
 from meshwright.kernels.blocked import blocked
 from meshwright.kernels.cudnn import cudnn_attention, has_cudnn
 from meshwright.kernels.splash import splash_attention
+from meshwright.memory import POLICIES, SCORES
 
 
 class Whole(Protocol):
@@ -57,11 +58,15 @@ KERNELS: dict[str, Kernels] = {
 _BLOCKED = Kernels("blocked", _through(blocked), blocked)
 
 
-def kernels_of(platform: str, block: int) -> Kernels:
+def kernels_of(platform: str, block: int, remat: str) -> Kernels:
     """Attention for the devices of a platform; XLA in blocks where there is no kernel for them.
 
     block: most queries and keys that a kernel takes at a time, where it asks.
+    remat: of all kernels the reference alone keeps scores; blocks take its place where the policy drops them. (A policy
+    of `jax.checkpoint` cannot drop them: what a name was given to is kept all the same.)
     """
+    if platform == "cpu" and SCORES in POLICIES[remat].dropped:
+        return _BLOCKED
     if platform == "tpu":
         splash = functools.partial(splash_attention, block=block)
         return dataclasses.replace(KERNELS[platform], whole=splash)
