@@ -9,7 +9,7 @@ train: .venv/run
 	$(BIN)/meshwright train
 
 test: .venv/dev
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 check: .venv/dev
 	$(BIN)/ruff check .
