@@ -12,7 +12,18 @@ import tyro
 from rich.console import Console
 
 from meshwright.cli.prepare import find_target, vocab
-from meshwright.cli.trials import Proof, Tuned, print_proofs, print_trials, prove_best, rows_of, tune
+from meshwright.cli.trials import (
+    PROVED,
+    TUNED,
+    Proof,
+    Tuned,
+    print_proofs,
+    print_trials,
+    prove_best,
+    rows_of,
+    rows_of_proofs,
+    tune,
+)
 from meshwright.config import MeshShape, Run
 from meshwright.draw.page import html_table
 from meshwright.errors import ConfigError
@@ -21,7 +32,7 @@ from meshwright.plan.file import predicted_of, write_plan
 from meshwright.plan.page import compare_page, plan_page
 from meshwright.plan.search import Found, Plan, price_mesh, search, tokens_in_batch
 from meshwright.plan.tables import print_comparison, print_found, print_verdicts, print_winner
-from meshwright.report.console import open_console, spell_bytes
+from meshwright.report.console import open_console
 from meshwright.target import Target
 
 
@@ -134,7 +145,7 @@ def _proved(
     tuned = tune(proofs[0], target, args.limit, console)
     console.print()
     print_trials(console, tuned)
-    return tuned.best.plan, proofs, tuned
+    return tuned.best.plan if not tuned.best.refused else found.plans[0], proofs, tuned
 
 
 def _told(tuned: Tuned) -> list[dict[str, Any]]:
@@ -146,15 +157,10 @@ def _sections(proofs: list[Proof], tuned: Tuned | None) -> list[tuple[str, str]]
     """Of the page: what the compiler made of the plans, and of the variants of the best."""
     sections = []
     if proofs:
-        rows = [
-            [p.plan.name, f"{p.plan.estimate.seconds:.3g} s", f"{p.seconds:.3g} s" if p.seconds else "",
-             spell_bytes(p.plan.estimate.bytes), spell_bytes(p.bytes) if p.bytes else "", p.refused]
-            for p in proofs
-        ]  # fmt: skip
-        headings = ("plan", "step, planned", "step, compiled", "memory, planned", "memory, compiled", "")
-        sections.append(("Compiled for the machine", html_table(headings, rows, (1, 2, 3, 4))))
+        table = html_table(PROVED, rows_of_proofs(proofs), (1, 2, 3, 4, 5))
+        sections.append(("Compiled for the machine", table))
     if tuned is not None:
-        table = html_table(("change", "step", "memory", ""), rows_of(tuned), (1, 2))
+        table = html_table(TUNED, rows_of(tuned), (1, 2))
         sections.append(("Tuned, each change on top of those kept", table))
     return sections
 

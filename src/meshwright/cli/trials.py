@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -153,7 +154,9 @@ def tune(proof: Proof, target: Target, limit: int, console: Console) -> Tuned:
     """
     if proof.seconds is None:
         raise ConfigError(f"tuning {proof.plan.name}", f"it cannot be compiled: {proof.refused}", "another plan")
-    best, fastest, tried, helped = proof, proof.seconds, list[tuple[str, Proof]](), set[str]()
+    # A plan that does not fit is worse than any of its variants that does.
+    best, fastest = proof, math.inf if proof.refused else proof.seconds
+    tried, helped = list[tuple[str, Proof]](), set[str]()
     names = [name for name, _ in trials(best.plan.run, target)]
     for name in names:
         changed = dict(trials(best.plan.run, target)).get(name)
@@ -177,15 +180,27 @@ def _table(title: str, headings: tuple[str, ...], left: tuple[str, ...]) -> Tabl
 
 def print_proofs(console: Console, proofs: list[Proof]) -> None:
     """What the compiler says of each plan, beside the arithmetic."""
-    headings = ("plan", "step, planned", "step, compiled", "memory, planned", "memory, compiled", "compiled in", "")
-    table = _table("proved", headings, ("plan", ""))
-    for proof in proofs:
-        e = proof.plan.estimate
-        table.add_row(
-            escape(proof.plan.name), f"{e.seconds:.3g} s", _step(proof), spell_bytes(e.bytes), _bytes(proof),
-            f"{proof.compiled_in:.0f} s" if proof.compiled_in else "", escape(proof.refused),
-        )  # fmt: skip
+    table = _table("proved", PROVED, ("plan", ""))
+    for row in rows_of_proofs(proofs):
+        table.add_row(*map(escape, row))
     console.print(table)
+
+
+PROVED = ("plan", "step, planned", "step, compiled", "memory, planned", "memory, compiled", "compiled in", "")
+"""Headings of `rows_of_proofs`."""
+
+
+def rows_of_proofs(proofs: list[Proof]) -> list[list[str]]:
+    """Each plan, and what the compiler made of it."""
+    return [
+        [p.plan.name, f"{p.plan.estimate.seconds:.3g} s", _step(p), spell_bytes(p.plan.estimate.bytes), _bytes(p),
+         f"{p.compiled_in:.0f} s" if p.compiled_in else "", p.refused]
+        for p in proofs
+    ]  # fmt: skip
+
+
+TUNED = ("change", "step", "memory", "")
+"""Headings of `rows_of`."""
 
 
 def rows_of(tuned: Tuned) -> list[list[str]]:
@@ -199,13 +214,13 @@ def rows_of(tuned: Tuned) -> list[list[str]]:
 
 def print_trials(console: Console, tuned: Tuned) -> None:
     """What was tried, and what it did to the compiled step."""
-    table = _table("tuned, each change on top of those kept", ("change", "step", "memory", ""), ("change", ""))
+    table = _table("tuned, each change on top of those kept", TUNED, ("change", ""))
     for row in rows_of(tuned):
         table.add_row(*map(escape, row))
     console.print(table)
     start, best = tuned.start.seconds, tuned.best.seconds
     assert start is not None and best is not None
-    console.print(f"best: {best:.3g} s, {1 - best / start:.1%} less than planned: {escape(tuned.best.plan.name)}")
+    console.print(f"best: {best:.3g} s, {best / start - 1:+.1%}: {escape(tuned.best.plan.name)}")
 
 
 def _step(proof: Proof) -> str:
