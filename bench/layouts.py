@@ -29,8 +29,9 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "layouts.json"
 _BEGIN, _END = "<!-- table: bench/layouts.py -->\n", "<!-- end of the layouts -->\n"
 
-CASES = ("P032", "P034", "P077", "P081", "P083", "P059", "P095", "P145")
-"""Llama 3.1 8B and GPT-3 175B on v6e, MaxText 32B and 128B on v5p and v5e, Llama 2 7B on H100, Llama 3 70B on A100."""
+CASES = ("P032", "P077", "P081", "P083", "P059", "P095", "P135", "P145", "P151")
+"""Llama 3.1 8B on v6e, MaxText 32B and 128B on v5p and v5e; Llama 2 7B, Llama 3.1 8B and 405B on H100, Llama 3 70B on
+A100."""
 
 
 def with_options(run: Run, target: Target) -> Run:

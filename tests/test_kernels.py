@@ -19,6 +19,7 @@ from meshwright.kernels.choose import KERNELS, kernels_of
 from meshwright.kernels.cudnn import cudnn_attention
 from meshwright.kernels.splash import block_of as splash_block
 from meshwright.kernels.splash import splash_attention
+from meshwright.memory import POLICIES
 from meshwright.step import lay_out
 
 
@@ -135,6 +136,29 @@ def test_scores_that_are_dropped_are_not_kept(room: int, monkeypatch: pytest.Mon
 
     scores = 4 * 4 * 96 * 96
     assert kept("none") > 3 * scores and kept("attention") < scores
+
+
+def test_the_kernel_keeps_its_output_once() -> None:
+    q, k, v, segments = (x[:1] for x in inputs(256, 4, 2, 128))
+
+    def attended(q: Any, k: Any, v: Any) -> Any:
+        return jnp.sin(splash_attention(q, k, v, segments, window=None, block=128, interpret=True))
+
+    policy = POLICIES["projections"].policy
+    _, pull = jax.vjp(jax.checkpoint(attended, policy=policy), q, k, v)
+    # The queries that were given, and what attention made of them; once.
+    assert sum(x.size == q.size for x in jax.tree.leaves(pull)) == 2
+
+
+def test_what_cudnn_keeps_is_kept_where_attention_is() -> None:
+    def primitive(name: str) -> Any:
+        return SimpleNamespace(name=name)
+
+    kept = {name: POLICIES[name].policy for name in ("projections", "feed_forward", "full")}
+    for name, policy in kept.items():
+        assert policy is not None
+        assert bool(policy(primitive("dot_product_attention_fwd_wrapper"))) == (name != "full")
+        assert not policy(primitive("dot_general"))
 
 
 @pytest.mark.parametrize(("remat", "instead"), [("offload", "full"), ("offload_attention", "projections")])

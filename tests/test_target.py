@@ -181,7 +181,8 @@ def test_a_bad_chip_file_teaches(tmp_path: Path, text: str, says: str) -> None:
 
 def test_missing_tools_of_cuda_name_their_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(compilers, "_package", lambda name: None)
-    with pytest.raises(CensusError, match=r"the CUDA plugin and ptxas and libdevice cannot be found(.|\n)*nvidia-nvvm"):
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
+    with pytest.raises(CensusError, match=r"ptxas and libdevice and cuDNN cannot be found(.|\n)*nvidia-cudnn-cu13"):
         require_compiler(H100)
 
 

@@ -4,6 +4,7 @@ They describe devices to JAX that can be compiled for and nothing else. Compilin
 (`cli/absent.py`): a compiler for hardware that is not there may end the process that calls it.
 """
 
+import ctypes.util
 import importlib.util
 import mmap
 import os
@@ -50,11 +51,13 @@ def require_compiler(target: Target) -> None:
             )  # fmt: skip
         return
     # Without ptxas or libdevice the compiler ends the process (signal 11) rather than say so.
-    missing = [name for name, file in (("the CUDA plugin", _plugin()), *_tools().items()) if file is None]
+    wanted = (("the CUDA plugin", _plugin()), *_tools().items(), ("cuDNN", _cudnn()))
+    missing = [name for name, file in wanted if file is None]
     if missing:
         raise CensusError(
             "compiling for an NVIDIA GPU", f"{' and '.join(missing)} cannot be found here",
-            "pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm (no GPU is needed)",
+            "pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm nvidia-cudnn-cu13 "
+            "(no GPU is needed)",
         )  # fmt: skip
 
 
@@ -109,6 +112,13 @@ def _plugin() -> Path | None:
         if folder is not None and (folder / "xla_cuda_plugin.so").is_file():
             return folder / "xla_cuda_plugin.so"
     return None
+
+
+def _cudnn() -> str | None:
+    """cuDNN, whose attention the step has on NVIDIA: in NVIDIA's wheel, or the system's."""
+    nvidia = _package("nvidia")
+    found = sorted(nvidia.glob("cudnn/lib/libcudnn.so.9")) if nvidia else []
+    return str(found[0]) if found else ctypes.util.find_library("cudnn")
 
 
 def _tools() -> dict[str, Path | None]:

@@ -12,7 +12,9 @@ INPUT = "layer input"
 """What a layer is given: the residual stream."""
 QKV = "queries, keys, values"
 ATTENDED = "attended"
-"""What attention makes of them, before its last projection."""
+"""What attention makes of them, before its last projection, and what its kernel keeps beside: the log-normalisers."""
+_CUDNN = "dot_product_attention_fwd"
+"""JAX's primitive of cuDNN's attention, whose results can be given no mark, begins so: it is kept where ATTENDED is."""
 WIDE = "feed-forward width"
 """The outputs of the feed-forward's first products."""
 SCORES = "scores"
@@ -43,7 +45,10 @@ class Remat:
                 offload_src="device",
                 offload_dst="pinned_host",
             )
-        return keep.save_only_these_names(*self.saved)
+        marked = keep.save_only_these_names(*self.saved)
+        if ATTENDED not in self.saved:
+            return marked
+        return lambda primitive, *given, **more: primitive.name.startswith(_CUDNN) or marked(primitive, *given, **more)
 
 
 # A layer's input is what the loop over layers hands on: it is kept in any case, unless it goes to the host.

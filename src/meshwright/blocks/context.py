@@ -27,6 +27,7 @@ from jax import lax
 from meshwright.collectives import all_to_all_within, gather, shift
 from meshwright.kernels.attention import Positions, positions_of, visible
 from meshwright.kernels.choose import Kernels
+from meshwright.memory import ATTENDED, save_as
 
 CONTEXT = ("context",)
 _HIDDEN = -1e30
@@ -98,7 +99,8 @@ def build_attend(split: Split, segments_BT: jax.Array, kernels: Kernels) -> Atte
             out = kernels.whole(q, k, v, segments_BT, window=window)
         else:
             out = _ring(q, k, v, segments_BT, split, window)
-        return all_to_all_within(out, "context", split.group, 1, 2)
+        # Kernel and ring mark what they keep; heads that were exchanged are other values, which the projection keeps.
+        return save_as(all_to_all_within(out, "context", split.group, 1, 2), ATTENDED) if split.group > 1 else out
 
     return attend
 
@@ -108,7 +110,7 @@ def _gathered(split: Split, segments_BT: jax.Array, kernels: Kernels) -> Attend:
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None) -> jax.Array:
         k, v = gather(k, CONTEXT, 1), gather(v, CONTEXT, 1)
-        return kernels.between(q, k, v, queries, positions_of(segments_BT), window=window)
+        return save_as(kernels.between(q, k, v, queries, positions_of(segments_BT), window=window), ATTENDED)
 
     return attend
 
@@ -192,7 +194,8 @@ def _ring_forward(
     states = meet(list(states), kv[0], kv[1], last)
     out = jnp.concatenate([total / weight[..., None] for _, weight, total in states], axis=3)
     log_BKGT = jnp.concatenate([top + jnp.log(weight) for top, weight, _ in states], axis=3)
-    out_BTNH = out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
+    out_BTNH = save_as(out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype), ATTENDED)
+    log_BKGT = save_as(log_BKGT, ATTENDED)
     return out_BTNH, (q, k, v, segments_BT, out_BTNH, log_BKGT)
 
 

@@ -71,8 +71,10 @@ class Prices:
         target = re.search(r'custom_call_target="([^"]*)"', instruction.rest)
         name = target[1] if target else ""
         memory = self.memory(touched(computation, instruction, None))
-        if name == "tpu_custom_call" and "splash" in instruction.op_name + instruction.name:
-            flops = _attention(computation, instruction) * self.seen
+        splash = name == "tpu_custom_call" and "splash" in instruction.op_name + instruction.name
+        if splash or name.startswith(_CUDNN):
+            kernel = _splash if splash else _cudnn
+            flops = kernel(computation, instruction) * self.seen
             return Price("attention", max(flops / (self.chip.flops_bf16 * self.efficiency.attention), memory))
         if "gemm" in name or "matmul" in name:
             flops = _gemm(computation, instruction)
@@ -151,13 +153,27 @@ _PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 """Matrix products of each of splash attention's kernels, scores made again included."""
 
 
-def _attention(computation: Computation, instruction: Instruction) -> float:
+def _splash(computation: Computation, instruction: Instruction) -> float:
     """FLOPs of a splash kernel that sees every key: its first operand of rank three or four is the queries."""
     kernel = next((k for k in ("dkv", "dq", "fwd") if k in instruction.name), "fwd")
     wide = [a for a in _shapes(computation, instruction) if len(a.dims) >= 3 and a.dtype in ("bf16", "f32", "f16")]
     queries, keys = wide[0], wide[1]
     rows = math.prod(queries.dims[:-1])
     return _PRODUCTS[kernel] * 2.0 * rows * keys.dims[-2] * queries.dims[-1]
+
+
+_CUDNN = "__cudnn$fmha"
+
+
+def _cudnn(computation: Computation, instruction: Instruction) -> float:
+    """FLOPs of one of cuDNN's kernels that sees every key; operands are queries [B, T, N, H] and keys [B, S, K, H].
+
+    The backward kernel has five products. It is slower for each, and counts as the seven that splash's two have: so the
+    share of the peak that published runs were fitted with was defined.
+    """
+    queries, keys = _shapes(computation, instruction)[:2]
+    products = 7 if "Backward" in instruction.rest.partition("custom_call_target=")[2].partition(",")[0] else 2
+    return products * 2.0 * queries.elements * keys.dims[1]
 
 
 def _gemm(computation: Computation, instruction: Instruction) -> float:

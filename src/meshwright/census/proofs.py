@@ -47,7 +47,7 @@ def key_of(program: Program, target: Target) -> str:
         repr(target.efficiency),
         jax.__version__,
     ]
-    for package in ("libtpu", "jax-cuda13-plugin", "meshwright"):
+    for package in ("libtpu", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "meshwright"):
         try:
             parts.append(importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:

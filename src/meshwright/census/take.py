@@ -216,7 +216,7 @@ def _definition(function: Any) -> str:
 def _versions(device: str) -> str:
     """What the program was made with."""
     found = [f"jax {jax.__version__}"]
-    for kind, package in (("TPU", "libtpu"), ("NVIDIA", "jax-cuda13-plugin")):
+    for kind, package in (("TPU", "libtpu"), ("NVIDIA", "jax-cuda13-plugin"), ("NVIDIA", "nvidia-cudnn-cu13")):
         if device.startswith(kind):
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 found.append(f"{package} {importlib.metadata.version(package)}")

@@ -17,7 +17,7 @@ from meshwright.blocks.norm import layer_norm
 from meshwright.collectives import enter_tensor, leave_tensor, own_block
 from meshwright.config import Model
 from meshwright.families.family import Block, Family, Sight, Told, alike, head_size, padded_vocab, vocab_of
-from meshwright.memory import ATTENDED, QKV, WIDE, save_as
+from meshwright.memory import QKV, WIDE, save_as
 from meshwright.params import Param, Tree, Use
 
 
@@ -90,7 +90,7 @@ def blocks(c: Gpt2, see: Sight) -> dict[str, Block]:
                 save_as(_biased(linear(h_BTD, w[name]), w.get(f"{name}_bias")), QKV)
                 for name in ("query", "key", "value")
             )
-            attended_BTNH = save_as(see.attend(q_BTNH, k_BTNH, v_BTNH, window=None), ATTENDED)
+            attended_BTNH = see.attend(q_BTNH, k_BTNH, v_BTNH, window=None)
             y_BTD = leave_tensor(linear(attended_BTNH, w["attention_out"], contract=2), 1)
             x_BTD = x_BTD + drop(_biased(y_BTD, w.get("attention_out_bias")), 2 * layer + 1)
         with jax.named_scope("feed-forward"):

@@ -21,7 +21,7 @@ from meshwright.blocks.rotary import RopeScaling, angles, frequencies, rotate
 from meshwright.collectives import enter_tensor, leave_tensor
 from meshwright.config import Model
 from meshwright.families.family import Block, Family, Sight, Told, alike, head_size, padded_vocab, vocab_of
-from meshwright.memory import ATTENDED, QKV, WIDE, save_as
+from meshwright.memory import QKV, WIDE, save_as
 from meshwright.params import Param, Tree, Use
 
 
@@ -154,7 +154,7 @@ def _attend(
         q_BTNH, k_BTKH = norm(q_BTNH, w["query_norm"]), norm(k_BTKH, w["key_norm"])
     q_BTNH, k_BTKH = rotate(q_BTNH, cos_sin), rotate(k_BTKH, cos_sin)
     q_BTNH, k_BTKH, v_BTKH = (save_as(x, QKV) for x in (q_BTNH, k_BTKH, v_BTKH))
-    return save_as(attend(q_BTNH, k_BTKH, v_BTKH, window=c.window), ATTENDED)
+    return attend(q_BTNH, k_BTKH, v_BTKH, window=c.window)
 
 
 def flops(c: Llama, seq: int) -> dict[str, float]:

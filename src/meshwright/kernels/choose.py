@@ -10,11 +10,11 @@ from meshwright.kernels.attention import Positions, attention, positions_of
 from meshwright.kernels.blocked import blocked
 from meshwright.kernels.cudnn import cudnn_attention, has_cudnn
 from meshwright.kernels.splash import splash_attention
-from meshwright.memory import POLICIES, SCORES
+from meshwright.memory import ATTENDED, POLICIES, SCORES, save_as
 
 
 class Whole(Protocol):
-    """Attention of whole sequences to themselves."""
+    """Attention of whole sequences to themselves; what it saves for its backward pass is marked ATTENDED."""
 
     def __call__(
         self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array, /, *, window: int | None
@@ -44,7 +44,7 @@ def _through(between: Between) -> Whole:
         q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array, /, *, window: int | None
     ) -> jax.Array:
         at = positions_of(segments_BT)
-        return between(q_BTNH, k_BTKH, v_BTKH, at, at, window=window)
+        return save_as(between(q_BTNH, k_BTKH, v_BTKH, at, at, window=window), ATTENDED)
 
     return whole
 

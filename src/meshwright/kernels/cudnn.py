@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from meshwright.kernels.attention import positions_of
 from meshwright.kernels.blocked import blocked
+from meshwright.memory import ATTENDED, save_as
 
 _LARGEST_HEAD = 128
 
@@ -27,11 +28,12 @@ def cudnn_attention(
 ) -> jax.Array:
     """Causal attention within documents, keys and values of fewer heads not repeated.
 
-    cuDNN takes 16-bit types and heads up to 128; anything else goes in blocks through XLA.
+    cuDNN takes 16-bit types and heads up to 128; anything else goes in blocks through XLA. Its output and
+    log-normaliser have no mark: the remat policies know its primitive (memory.py).
     """
     if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16) or q_BTNH.shape[3] > _LARGEST_HEAD:
         whole = positions_of(segments_BT)
-        return blocked(q_BTNH, k_BTKH, v_BTKH, whole, whole, window=window)
+        return save_as(blocked(q_BTNH, k_BTKH, v_BTKH, whole, whole, window=window), ATTENDED)
     together = segments_BT[:, None, :, None] == segments_BT[:, None, None, :]
     return jax.nn.dot_product_attention(
         q_BTNH, k_BTKH, v_BTKH, mask=together, is_causal=True, implementation="cudnn",

@@ -12,7 +12,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from meshwright.kernels.attention import positions_of
 from meshwright.kernels.blocked import blocked
-from meshwright.memory import ATTENDED
+from meshwright.memory import ATTENDED, save_as
 
 LANES = 128
 """Keys of a block are a multiple of this."""
@@ -36,7 +36,7 @@ def splash_attention(
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
     if T % LANES or H % LANES:
         whole = positions_of(segments_BT)
-        return blocked(q_BTNH, k_BTKH, v_BTKH, whole, whole, window=window)
+        return save_as(blocked(q_BTNH, k_BTKH, v_BTKH, whole, whole, window=window), ATTENDED)
     kernel = _kernel(T, q_BTNH.shape[2], window, block_of(T, block), interpret)
     q, k, v = ((x.swapaxes(1, 2)) for x in (q_BTNH * H**-0.5, k_BTKH, v_BTKH))
     out = jax.vmap(lambda q, k, v, s: kernel(q, k, v, segment_ids=splash.SegmentIds(s, s)))(q, k, v, segments_BT)
@@ -62,7 +62,7 @@ def _kernel(seq: int, heads: int, window: int | None, block: int, interpret: Any
             head_shards=1,
             q_seq_shards=1,
             block_sizes=splash.BlockSizes(*(block,) * 8),
-            # The kernel's own residuals, its output and log-normaliser, are kept as attention's output is.
+            # The kernel's own residuals, its output and log-normaliser; with a second mark the output is kept twice.
             residual_checkpoint_name=ATTENDED,
             interpret=interpret,
         )
