@@ -1,6 +1,6 @@
 """Planned memory against the compiler's, over models, chips and meshes: `python bench/proofs.py [--only N]`.
 
-Needs the `tpu` extra, and for GPUs the four wheels that `meshwright prove` names. Every row is one
+Needs the `tpu` extra, and for GPUs the five wheels that `meshwright prove` names. Every row is one
 `meshwright prove ... --json`; results go to bench/results/proofs.json, the table to docs/plan.md.
 """
 

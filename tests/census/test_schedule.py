@@ -200,3 +200,33 @@ def test_prices_need_no_estimate() -> None:
     price = Prices(target.chip, WHOLE, 0.5).of(module, module.entry, module.entry.instructions["after"])
     assert price.kind == "matmul"
     assert price.seconds == pytest.approx(max(2 * 1024**3 / 989e12, 3 * 2**21 / 3.35e12))
+
+
+CUDNN = """HloModule step, is_scheduled=true, num_partitions=1
+
+ENTRY %main (q: bf16[2,512,8,128], k: bf16[2,512,2,128], bias: bf16[2,1,512,512]) -> bf16[2,8,512,128] {
+  %q = bf16[2,512,8,128] parameter(0)
+  %k = bf16[2,512,2,128] parameter(1)
+  %bias = bf16[2,1,512,512] parameter(2)
+  %forward = (bf16[2,8,512,128], f32[2,8,512], u8[0]) custom-call(%q, %k, %k, %bias), custom_call_target="__cudnn$fmhaScaleBiasSoftmax", api_version=API_VERSION_STATUS_RETURNING
+  %out = bf16[2,8,512,128] get-tuple-element(%forward), index=0
+  %sums = f32[2,8,512] get-tuple-element(%forward), index=1
+  %backward = (bf16[2,8,512,128], bf16[2,2,512,128], bf16[2,2,512,128], u8[0]) custom-call(%q, %k, %k, %sums, %out, %bias, %out), custom_call_target="__cudnn$fmhaScaleBiasSoftmaxBackward", api_version=API_VERSION_STATUS_RETURNING
+  ROOT %end = bf16[2,8,512,128] get-tuple-element(%backward), index=0
+}
+"""  # noqa: E501
+
+
+def test_attention_of_cudnn_is_priced_by_its_shapes() -> None:
+    target = parse_target("h100:1")
+    module = parse_module(CUDNN)
+    slow = dataclasses.replace(WHOLE, attention=0.01)
+    forward, backward = (
+        Prices(target.chip, slow, 0.5).of(module, module.entry, module.entry.instructions[name])
+        for name in ("forward", "backward")
+    )
+    # Two products of [512, 128] and [128, 512] for each of 2 x 8 heads; half of the keys are seen.
+    product = 2 * 2 * 8 * 512 * 512 * 128
+    assert forward.kind == backward.kind == "attention"
+    assert forward.seconds == pytest.approx(0.5 * 2 * product / (0.01 * 989e12), rel=1e-3)
+    assert backward.seconds == pytest.approx(3.5 * forward.seconds)
