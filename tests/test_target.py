@@ -192,6 +192,8 @@ def test_cuda_is_described_by_its_own_plugin(monkeypatch: pytest.MonkeyPatch, tm
     (home / "bin" / "ptxas").touch()
     (home / "nvvm" / "libdevice").mkdir(parents=True)
     (home / "nvvm" / "libdevice" / "libdevice.10.bc").touch()
+    (tmp_path / "nvidia" / "cudnn" / "lib").mkdir(parents=True)
+    (tmp_path / "nvidia" / "cudnn" / "lib" / "libcudnn.so.9").touch()
     plugin = tmp_path / "xla_cuda13"
     plugin.mkdir()
     text = 'gpu_device_info {\n  core_count: 132\n}\ndevice_description_str: "NVIDIA H100 80GB HBM3"\n'
