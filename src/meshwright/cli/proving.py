@@ -1,7 +1,9 @@
 """The verb that proves: compile a step for a machine, here or not, and read it."""
 
 import dataclasses
+import functools
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,7 +13,7 @@ from rich.console import Console
 
 from meshwright import mesh, show
 from meshwright.census.budget import check_budget, read_budget, write_budget
-from meshwright.census.compare import compare, read_census
+from meshwright.census.compare import Change, compare, read_census
 from meshwright.census.compile import OutOfMemory
 from meshwright.census.html import census_sections, difference_section
 from meshwright.census.live import measure
@@ -60,7 +62,7 @@ class Prove:
     """Which of the run's programs."""
     against: str | None = None
     """Compare with another mesh (axis=degree,...), another PLAN.json for the same machine, or a census saved in
-    FILE.json; --html then shows both."""
+    FILE.json; --html then shows the difference."""
     budget: Path | None = None
     """Fail with exit code 6 where the program breaks a limit of this TOML file."""
     save_budget: Path | None = None
@@ -107,12 +109,12 @@ def run_prove(args: Prove) -> int:
         say({**census.to_json(), **({"planned": planned} if planned else {})}, True, lambda: None)
     elif saved is None and other is None:
         print_census(console, census)
-    sections = census_sections(census)
+    draw = functools.partial(census_sections, census)
     if saved is not None:
         names = (str(args.against), str(shape))
         changes = compare(saved, census.to_json())
         print_changes(console, changes, names)
-        sections = [difference_section(changes, names), *sections]
+        draw = functools.partial(_difference, changes, names, [("", census)])
     elif other is not None:
         names = (str(shape), str(other.mesh or shape))
         if args.run.training != other.training:
@@ -120,10 +122,8 @@ def run_prove(args: Prove) -> int:
         its = _census(args, other, devices, target)[1]
         changes = compare(census.to_json(), its.to_json())
         print_changes(console, changes, names)
-        both = [(f"{heading}: {name}", body) for name, each in zip(names, (census, its), strict=True)
-                for heading, body in census_sections(each)]  # fmt: skip
-        sections = [difference_section(changes, names), *both]
-    _write_files(args, program, census, sections)
+        draw = functools.partial(_difference, changes, names, [(f": {names[0]}", census), (f": {names[1]}", its)])
+    _write_files(args, program, census, draw)
     if args.measure:
         print_measured(console, measure(program, census, steps=args.measure, profile=args.profile))
     excess = check_budget(census, budget) if budget is not None else []
@@ -151,6 +151,14 @@ def _other_side(args: Prove, target: Target | None) -> tuple[Run | None, dict[st
             f"--on {planned.target}, or --save a census of that one and compare with it",
         )  # fmt: skip
     return planned.run, None
+
+
+def _difference(
+    changes: Sequence[Change], names: tuple[str, str], drawn: Sequence[tuple[str, Census]]
+) -> list[tuple[str, str]]:  # fmt: skip
+    """Sections of a page: two censuses side by side, then those that are drawn, with the ends of their headings."""
+    parts = [(heading + end, body) for end, census in drawn for heading, body in census_sections(census)]
+    return [difference_section(changes, names), *parts]
 
 
 def _short(run: Run, shape: MeshShape) -> str:
@@ -229,7 +237,10 @@ def _census(
     return program, kept_proof(folder, program, target, fresh=args.fresh)
 
 
-def _write_files(args: Prove, program: Program, census: Census, sections: list[tuple[str, str]]) -> None:
+def _write_files(
+    args: Prove, program: Program, census: Census, draw: Callable[[], list[tuple[str, str]]]
+) -> None:  # fmt: skip
+    """draw: makes the sections of the page, where one is asked for."""
     run = program.run
     try:
         if args.hlo:
@@ -243,7 +254,7 @@ def _write_files(args: Prove, program: Program, census: Census, sections: list[t
         if args.html:
             devices = list(program.mesh.devices.flat)
             machine = parse_machine(args.machine, len(devices)) if args.machine else machine_of(devices)
-            args.html.write_text(show.page(run, machine, sections), encoding="utf-8")
+            args.html.write_text(show.page(run, machine, draw()), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"writing {error.filename}", f"the file cannot be written: {error.strerror}", "a folder that is there"

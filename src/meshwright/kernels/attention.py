@@ -1,9 +1,12 @@
 """Attention on one device: one function, whatever the hardware."""
 
 import dataclasses
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+
+from meshwright.memory import ATTENDED, save_as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,38 @@ def attention(
     weights_BKGTS = _softmax(scores_BKGTS)
     out_BTKGH = jnp.einsum("bkgts,bskh->btkgh", weights_BKGTS.astype(q_BTNH.dtype), v_BSKH)
     return out_BTKGH.reshape(B, T, N, H)
+
+
+class Whole(Protocol):
+    """Attention of whole sequences to themselves.
+
+    What it saves for its backward pass is marked ATTENDED, or known to the remat policies by its primitive (memory.py).
+    """
+
+    def __call__(
+        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array, /, *, window: int | None
+    ) -> jax.Array: ...
+
+
+class Between(Protocol):
+    """Attention of some positions to others."""
+
+    def __call__(
+        self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, queries: Positions, keys: Positions, /, *,
+        window: int | None,
+    ) -> jax.Array: ...  # fmt: skip
+
+
+def whole_of(between: Between) -> Whole:
+    """Attention of whole sequences by one of some positions to others."""
+
+    def whole(
+        q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array, /, *, window: int | None
+    ) -> jax.Array:
+        at = positions_of(segments_BT)
+        return save_as(between(q_BTNH, k_BTKH, v_BTKH, at, at, window=window), ATTENDED)
+
+    return whole
 
 
 def visible(queries: Positions, keys: Positions, window: int | None) -> jax.Array:

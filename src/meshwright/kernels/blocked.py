@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.kernels.attention import Positions, attention
+from meshwright.kernels.attention import Positions, attention, whole_of
 
 _SCORES = 2**28
 """Bytes that the float32 scores of a block may take."""
@@ -33,6 +33,10 @@ def blocked(
     segments = queries.segments_BT.reshape(B, pieces, block).swapaxes(0, 1)
     out = lax.map(lambda part: one(*part), (q, segments, queries.places_T.reshape(pieces, block)))
     return jnp.swapaxes(out, 0, 1).reshape(B, T, N, H)
+
+
+in_blocks = whole_of(blocked)
+"""Of whole sequences to themselves."""
 
 
 def block_of(queries: int, bytes_a_query: int) -> int:

@@ -2,32 +2,12 @@
 
 import dataclasses
 import functools
-from typing import Protocol
 
-import jax
-
-from meshwright.kernels.attention import Positions, attention, positions_of
-from meshwright.kernels.blocked import blocked
+from meshwright.kernels.attention import Between, Whole, attention, whole_of
+from meshwright.kernels.blocked import blocked, in_blocks
 from meshwright.kernels.cudnn import cudnn_attention, has_cudnn
 from meshwright.kernels.splash import splash_attention
-from meshwright.memory import ATTENDED, POLICIES, SCORES, save_as
-
-
-class Whole(Protocol):
-    """Attention of whole sequences to themselves; what it saves for its backward pass is marked ATTENDED."""
-
-    def __call__(
-        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array, /, *, window: int | None
-    ) -> jax.Array: ...
-
-
-class Between(Protocol):
-    """Attention of some positions to others."""
-
-    def __call__(
-        self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, queries: Positions, keys: Positions, /, *,
-        window: int | None,
-    ) -> jax.Array: ...  # fmt: skip
+from meshwright.memory import POLICIES, SCORES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,23 +19,13 @@ class Kernels:
     between: Between
 
 
-def _through(between: Between) -> Whole:
-    def whole(
-        q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array, /, *, window: int | None
-    ) -> jax.Array:
-        at = positions_of(segments_BT)
-        return save_as(between(q_BTNH, k_BTKH, v_BTKH, at, at, window=window), ATTENDED)
-
-    return whole
-
-
 # By `jax.Device.platform`.
 KERNELS: dict[str, Kernels] = {
-    "cpu": Kernels("reference", _through(attention), attention),
+    "cpu": Kernels("reference", whole_of(attention), attention),
     "tpu": Kernels("splash", splash_attention, blocked),
     "gpu": Kernels("cuDNN", cudnn_attention, blocked),
 }
-_BLOCKED = Kernels("blocked", _through(blocked), blocked)
+_BLOCKED = Kernels("blocked", in_blocks, blocked)
 
 
 def kernels_of(platform: str, block: int, remat: str) -> Kernels:

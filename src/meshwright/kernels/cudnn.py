@@ -6,9 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from meshwright.kernels.attention import positions_of
-from meshwright.kernels.blocked import blocked
-from meshwright.memory import ATTENDED, save_as
+from meshwright.kernels.blocked import in_blocks
 
 _LARGEST_HEAD = 128
 
@@ -32,8 +30,7 @@ def cudnn_attention(
     log-normaliser have no mark: the remat policies know its primitive (memory.py).
     """
     if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16) or q_BTNH.shape[3] > _LARGEST_HEAD:
-        whole = positions_of(segments_BT)
-        return save_as(blocked(q_BTNH, k_BTKH, v_BTKH, whole, whole, window=window), ATTENDED)
+        return in_blocks(q_BTNH, k_BTKH, v_BTKH, segments_BT, window=window)
     together = segments_BT[:, None, :, None] == segments_BT[:, None, None, :]
     return jax.nn.dot_product_attention(
         q_BTNH, k_BTKH, v_BTKH, mask=together, is_causal=True, implementation="cudnn",
