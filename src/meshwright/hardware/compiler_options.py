@@ -39,12 +39,11 @@ def _vmem(mib: int) -> OptionSet:
     return OptionSet(f"{mib} MiB of VMEM per operation", {"xla_tpu_scoped_vmem_limit_kib": str(mib * 1024)})
 
 
-_3D = ("all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter", "all_reduce")
-_2D = ("all_gather", "reduce_scatter", "all_reduce")
+_KINDS = ("all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter", "all_reduce")
 
 COMPILER_OPTIONS: dict[str, tuple[OptionSet, ...]] = {
-    "v5p": (_sparse_core(*_3D), _vmem(48)),
-    "v6e": (_sparse_core(*_2D), _vmem(96)),
+    "v5p": (_sparse_core(*_KINDS), _vmem(48)),
+    "v6e": (_sparse_core(*_KINDS), _vmem(96)),
     "tpu7x": (_vmem(48),),
 }
 """Option sets by chip name (`chips.CHIPS`)."""

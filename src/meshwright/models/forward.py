@@ -102,26 +102,18 @@ class LocalModel:
         """Runs a stack whose first weights are gathered one layer ahead."""
         from meshwright.models.gather_ahead import scan_layers_ahead  # not needed on one device
 
-        ahead, rest = (
-            {n: p for n, p in params.items() if (n in self.ahead[stack]) == first} for first in (True, False)
+        first = {name: p for name, p in params.items() if name in self.ahead[stack]}
+        rest = {name: p for name, p in params.items() if name not in first}
+        gather_first, gather_rest = (
+            functools.partial(self.gather_params.only(stack, names), path=stack) for names in (first, rest)
         )
-        gather_ahead, gather_rest = (self.gather_params.only(stack, names) for names in (ahead, rest))
 
         def gather(given: Tree, path: str) -> Tree:
-            if path != stack:
-                return self.gather_params(given, path)
-            return {**given["weights"], **gather_rest(given["rest"], path)}
+            return given if path == stack else self.gather_params(given, path)
 
         layer = self.model.layer_functions(dataclasses.replace(ctx, gather_params=gather))[stack]
-        return scan_layers_ahead(
-            lambda x, weights, rest, index: layer(x, {"weights": weights, "rest": rest}, index),
-            lambda given: gather_ahead(given, stack),
-            x_BTD,
-            ahead,
-            rest,
-            index_L,
-            remat=self.training.remat,
-        )
+        gathers, remat = (gather_first, gather_rest), self.training.remat
+        return scan_layers_ahead(layer, gathers, x_BTD, (first, rest), index_L, remat=remat)
 
     def unembed(self, params: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the final hidden states [B, T/context, D] on every stage, and the unembedding [V/stage+tensor, D]."""

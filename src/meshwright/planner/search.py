@@ -27,6 +27,7 @@ REMAT_ORDER: tuple[Remat, ...] = (
     "attention",
     "projections",
     "feed_forward",
+    "attention_out",
     "offload_attention",
     "full",
     "offload",
@@ -110,6 +111,21 @@ def remat_policies(target: Target) -> tuple[Remat, ...]:
     """Returns the remat policies of a target: offloading is for TPUs alone, because XLA ignores it on GPUs."""
     on_tpu = isinstance(target.chip.interconnect, Torus)
     return REMAT_ORDER if on_tpu else tuple(name for name in REMAT_ORDER if name not in OFFLOADING)
+
+
+def with_best_remat(run: Run, target: Target) -> Run:
+    """Returns the run with the remat policy of the shortest predicted step that fits; unchanged unless it is `auto`.
+
+    Where none fits it is the policy that needs least memory. Raises ConfigError where the run does not fit its mesh.
+    """
+    if run.training.remat != "auto":
+        return run
+    placed = place_run(run)
+    plans = [_price(_with_remat(placed, remat), target) for remat in remat_policies(target)]
+    fitting = [plan for plan in plans if plan.estimate.fits]
+    best = min(fitting, key=lambda plan: plan.estimate.seconds, default=None)
+    best = best or min(plans, key=lambda plan: plan.estimate.bytes)
+    return dataclasses.replace(run, training=dataclasses.replace(run.training, remat=best.run.training.remat))
 
 
 def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> SearchResult:

@@ -8,7 +8,7 @@ import dataclasses
 import math
 
 from meshwright.models.model import AttentionSpec, padded_vocab
-from meshwright.models.remat import ATTN_OUT, FFN_HIDDEN, QKV, REMAT_POLICIES
+from meshwright.models.remat import ATTN_OUT, ATTN_RESIDUAL, FFN_HIDDEN, QKV, REMAT_POLICIES
 from meshwright.planner.layout_cache import cached_by_layout
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
@@ -130,8 +130,9 @@ def recomputed_roles(remat: str) -> frozenset[str]:
     if policy.saved is None:
         return frozenset({"scores"} if policy.dropped else ())
     saved = set(policy.saved) | set(policy.offloaded)
-    # The residual stream between the two halves is recomputed in any case; the layer's output is not needed.
-    again = {"attention_out", "router", "projection"}
+    # The layer's output is not needed, and of other matmuls nothing is known.
+    again = {"router", "projection"}
+    again |= set() if ATTN_RESIDUAL in saved else {"attention_out"}
     again |= set() if QKV in saved else {"qkv"}
     again |= set() if ATTN_OUT in saved else {"attention"}
     again |= set() if FFN_HIDDEN in saved else {"ffn_in"}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, cast
 
 import jax
@@ -105,12 +106,14 @@ class DeviceRun:
         strategy, platform = self.run.training.tensor_strategy, self.mesh.devices.flat[0].platform
         if self.shape.tensor == 1 or strategy == "gather" or (strategy == "auto" and platform != "tpu"):
             return ()
-        return ring_order(dict(self.links.torus).get("tensor", (self.shape.tensor,)))
+        return ring_order(dict(torus_degrees(self.mesh)).get("tensor", (self.shape.tensor,)))
 
     @functools.cached_property
     def links(self) -> DcnAxis:
         """Levels of links under the mesh axes: slices, and dimensions of the torus."""
-        return dataclasses.replace(self.placed.dcn, torus=torus_degrees(self.mesh))
+        torus = ((axis, _gather_levels(degrees)) for axis, degrees in torus_degrees(self.mesh))
+        levels = tuple((axis, degrees) for axis, degrees in torus if len(degrees) > 1)
+        return dataclasses.replace(self.placed.dcn, torus=levels)
 
     @property
     def state_shardings(self) -> State:
@@ -159,6 +162,14 @@ class DeviceRun:
         device = self.mesh.devices.flat[0]
         options = compiler_options_of(chip_name(device.device_kind), self.run.training.compiler_options)
         return {} if device.platform == "cpu" else options
+
+
+def _gather_levels(degrees: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the levels of gathers over an axis. degrees: along each dimension of the torus, outermost first.
+
+    SparseCores gather over two dimensions at once, not over three. The outer level moves nearly all bytes: it gets two.
+    """
+    return (math.prod(degrees),) if len(degrees) < 3 else (math.prod(degrees[:-1]), degrees[-1])
 
 
 def param_specs(placements: Tree, which: str) -> Tree:

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,10 +74,17 @@ class Summary:
     """Text sampled from the model at the end."""
 
 
-def prepare_run(run: Run, *, cache: Path, devices: int | None = None) -> PreparedRun:
+Choose = Callable[[Run, Sequence[Any]], Run]
+"""`(run, devices) -> run` with the choices filled in that it leaves to the machine (remat policy)."""
+
+
+def prepare_run(
+    run: Run, *, cache: Path, devices: int | None = None, choose: Choose = lambda run, devices: run
+) -> PreparedRun:
     """Tokenises the text, chooses the mesh where the run leaves it open, and places the run on devices.
 
-    cache: folder of token files and compiled programs.  devices: use the first so many; None uses all.
+    cache: folder of token files and compiled programs.  devices: use the first so many; None uses all.  choose: makes
+    the choices that need the planner; without it a run that leaves the remat policy open recomputes whole layers.
     Raises ConfigError or DataError before anything is traced.
     """
     enable_compilation_cache(cache / "compiled")
@@ -87,7 +94,7 @@ def prepare_run(run: Run, *, cache: Path, devices: int | None = None) -> Prepare
         run = dataclasses.replace(run, mesh=default_mesh_shape(len(available)))
     corpus = load_corpus(run.data.paths, run.data.tokenizer, cache)
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=_common_vocab(run, corpus)))
-    device_run = place_on_devices(run, mesh)
+    device_run = place_on_devices(choose(run, list(mesh.devices.flat)), mesh)
     parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
     return PreparedRun(device_run, corpus, tuple(p[0] for p in parts), tuple(p[1] for p in parts if len(p[1])))
 

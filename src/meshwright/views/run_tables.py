@@ -35,11 +35,26 @@ def print_prepared_run(console: Console, prepared: loop.PreparedRun) -> None:
             table.add_row(path, escape(row.sharded), escape(row.gathered), format_bytes(row.bytes_sharded))
     console.print(table)
     print_stages(console, placed)
+    _print_step(console, prepared)
     tokens = sum(len(file.tokens) for file in prepared.corpus.files)
     console.print(
         f"text: {format_count(tokens)} tokens of a vocabulary of {prepared.corpus.vocab}, {run.data.held_out:.0%} "
         f"held-out; {run.training.steps} steps of {run.training.batch} x {run.training.seq} tokens\n"
     )
+
+
+def _print_step(console: Console, prepared: loop.PreparedRun) -> None:
+    """Prints what of the step was chosen for this machine: remat policy, kernel, overlap, compiler options."""
+    device_run = prepared.device_run
+    options, refused = device_run.compiler_options(), device_run.refused_compiler_options
+    model = device_run.local_model
+    overlap = ["weights gathered one layer ahead"] if model.ahead else []
+    overlap += ["collective matmul over tensor"] if model.tensor_ring else []
+    parts = [f"remat {device_run.run.training.remat}", f"attention {device_run.kernels.name}", *overlap]
+    parts += [f"{len(options)} compiler options of the chip"] if options else []
+    console.print(f"step: {', '.join(parts)}", markup=False)
+    if refused:
+        console.print(f"the installed compiler does not know {', '.join(refused)}: left out", markup=False)
 
 
 def print_summary(console: Console, summary: loop.Summary) -> None:
