@@ -61,7 +61,7 @@ class CostModel:
         return Cost("memory", memory if estimate is None else min(estimate, memory))
 
     def _matmul_seconds(self, module: Module, computation: Computation, instruction: Instruction) -> float:
-        """Seconds of a matrix product, or of those in a fusion and the fusions nested in it, at the peak of its type."""
+        """Seconds of a matrix product, or of those in a fusion, nested ones included, at the peaks of their types."""
         if instruction.opcode in ("dot", "convolution"):
             return matmul_flops(computation, instruction) / self._matmul_rate(computation, instruction)
         body = _fused_body(module, instruction) if instruction.opcode == "fusion" else None

@@ -69,7 +69,7 @@ class DeviceRun:
             dcn=self.placed.dcn,
         )
         if training.matmul_precision != "compute":
-            from meshwright.models.quantisation import low_precision_gather  # loaded for runs that ask for it
+            from meshwright.models.blocks.quantised import low_precision_gather  # loaded for runs that ask for it
 
             gather = low_precision_gather(gather, self.params, self.placements, training.matmul_precision)
         placed = self.placed
@@ -122,9 +122,9 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     platform = mesh.devices.flat[0].platform
     _check_offload(run, platform, mesh.devices.flat[0].device_kind)
     if run.training.matmul_precision != "compute":
-        from meshwright.models.quantisation import check_precision
+        from meshwright.models.quantisation import check_devices
 
-        check_precision(run.training.matmul_precision, platform, mesh.devices.flat[0].device_kind)
+        check_devices(run.training.matmul_precision, platform, mesh.devices.flat[0].device_kind)
     # A JAX mesh does not say which axis crosses slices; the run's own mesh does.
     same = run.mesh is not None and run.mesh.degrees() == dict(mesh.shape)
     placed = place_run(run, run.mesh if same else MeshShape(**mesh.shape))
