@@ -14,6 +14,8 @@ from meshwright.sharding.params import LOW_PRECISION_ROLES, Param
 
 SCOPE = "low precision"
 """Named scope of the matmuls, by which the census finds them in the compiled program."""
+IN_COMPUTE_DTYPE = "embedding, unembedding, norms, router, attention itself and the experts' grouped matmuls"
+"""What stays in the compute dtype."""
 
 Scaling = Literal["tensor", "row", "block", "mx"]
 
