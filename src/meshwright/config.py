@@ -247,6 +247,10 @@ class Training:
     """Type of gathered weights and of activations."""
     reduce_dtype: Precision = "float32"
     """Type in which gradients are summed over devices."""
+    matmul_precision: str = "compute"
+    """Precision of the layers' matmuls, forward and backward: compute (the compute dtype), fp8, fp8_rowwise, mxfp8,
+    int8, fp8_block (simulated alone), or module:attribute of a `MatmulPrecision`. Embedding, unembedding, norms,
+    router, attention itself and the experts' grouped matmuls stay in the compute dtype."""
     remat: Remat = "auto"
     """Rematerialisation (activation checkpointing): the backward pass recomputes nothing (none), the attention scores
     (attention), everything between the projections (projections), the feed-forward half of a layer (feed_forward), all
@@ -291,7 +295,7 @@ class Training:
     """Checkpoints kept; older ones are deleted."""
 
     def __post_init__(self) -> None:
-        _keep_names(self, "pipeline_schedule", "attention_kernel")
+        _keep_names(self, "pipeline_schedule", "attention_kernel", "matmul_precision")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,14 +52,32 @@ class CostModel:
             return Cost("memory", 0.0)
         if instruction.opcode == "custom-call":
             return self._custom_call(module, computation, instruction)
-        flops = _fused_matmul_flops(module, computation, instruction)
+        compute = self._matmul_seconds(module, computation, instruction)
         memory = self.memory_seconds(hbm_bytes_accessed(module, computation, instruction))
         cycles = _estimated_cycles(instruction)
         estimate = cycles / self.chip.clock_hz if cycles is not None and self.chip.clock_hz else None
-        if flops:
-            compute = flops / (self.chip.flops_bf16 * self.efficiency.matmul) if estimate is None else estimate
-            return Cost("matmul", max(compute, memory))
+        if compute:
+            return Cost("matmul", max(compute if estimate is None else estimate, memory))
         return Cost("memory", memory if estimate is None else min(estimate, memory))
+
+    def _matmul_seconds(self, module: Module, computation: Computation, instruction: Instruction) -> float:
+        """Seconds of a matrix product, or of those in a fusion, nested ones included, at the peaks of their types."""
+        if instruction.opcode in ("dot", "convolution"):
+            return matmul_flops(computation, instruction) / self._matmul_rate(computation, instruction)
+        body = _fused_body(module, instruction) if instruction.opcode == "fusion" else None
+        if body is None:
+            return 0.0
+        return sum(self._matmul_seconds(module, body, inner) for inner in body.instructions.values())
+
+    def _matmul_rate(self, computation: Computation, instruction: Instruction) -> float:
+        """Achieved FLOP/s of a product with operands of these types."""
+        types = {array.dtype for array in _operand_arrays(computation, instruction)[:2]}
+        peak = self.chip.flops_bf16
+        if types and all(dtype.startswith("f8") for dtype in types):
+            peak = self.chip.flops_fp8 or peak
+        elif types == {"s8"}:
+            peak = self.chip.flops_int8 or peak
+        return peak * self.efficiency.matmul
 
     def memory_seconds(self, num_bytes: float) -> float:
         """Returns the time to move bytes to or from HBM."""
@@ -76,7 +94,11 @@ class CostModel:
             return Cost("attention", max(flops / (self.chip.flops_bf16 * self.efficiency.attention), memory))
         if "gemm" in name or "matmul" in name:
             flops = _gemm_flops(computation, instruction)
-            return Cost("matmul", max(flops / (self.chip.flops_bf16 * self.efficiency.matmul), memory))
+            return Cost("matmul", max(flops / self._matmul_rate(computation, instruction), memory))
+        if name.startswith(_BLOCK_SCALED):
+            flops = _gemm_flops(computation, instruction)
+            rate = (self.chip.flops_mxfp8 or self.chip.flops_bf16) * self.efficiency.matmul
+            return Cost("matmul", max(flops / rate, memory))
         return Cost("memory", 0.0 if name in ("AllocateBuffer", "ConcatBitcast", "Sharding") else memory)
 
 
@@ -162,16 +184,6 @@ def _estimated_cycles(instruction: Instruction) -> int | None:
     return int(match[1]) if match and 0 < int(match[1]) < _NO_ESTIMATE else None
 
 
-def _fused_matmul_flops(module: Module, computation: Computation, instruction: Instruction) -> float:
-    """Counts the FLOPs of a matrix product, or of those in a fusion and the fusions nested in it."""
-    if instruction.opcode in ("dot", "convolution"):
-        return matmul_flops(computation, instruction)
-    body = _fused_body(module, instruction) if instruction.opcode == "fusion" else None
-    if body is None:
-        return 0.0
-    return sum(_fused_matmul_flops(module, body, inner) for inner in body.instructions.values())
-
-
 def _operand_arrays(computation: Computation, instruction: Instruction) -> list[Array]:
     return [shape for shape in computation.operand_shapes(instruction) if isinstance(shape, Array)]
 
@@ -194,6 +206,7 @@ def _splash_flops(computation: Computation, instruction: Instruction) -> float:
 
 
 _CUDNN = "__cudnn$fmha"
+_BLOCK_SCALED = "__cudnn$blockScaledDot"
 
 
 def _cudnn_flops(computation: Computation, instruction: Instruction) -> float:

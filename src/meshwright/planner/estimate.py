@@ -31,6 +31,8 @@ ATTENTION_BACKWARD = 3.5
 """Backward pass of splash attention, in forward passes: seven matmuls for two (kernels/splash.py)."""
 UPDATE_BYTES = {"adamw": 32, "lion": 24, "sgd": 24, "muon": 40, "adafactor": 24}
 """HBM bytes that a built-in update reads and writes per parameter, with gradients, norm and clipping."""
+QUANTISE_BYTES = 5
+"""HBM bytes per element that is quantised: read for the maximum, read and written for the conversion, bfloat16."""
 _UPDATE_BASE = 16
 """HBM bytes per parameter of any other update, without its state, which is read and written on top."""
 RESIDUAL_COPIES = {"forward": 10, "recomputation": 8, "backward": 20}
@@ -102,6 +104,10 @@ def estimate(placed: PlacedRun, target: Target, engine: Engine = MESHWRIGHT) -> 
     """Predicts a step of `placed` on `target`. engine: whose pipeline and whose split attention is priced."""
     run, shape, chip = placed.run, placed.shape, target.chip
     training, microbatches = run.training, run.training.microbatches
+    if training.matmul_precision != "compute":
+        from meshwright.models.quantisation import check_chip  # loaded for runs that ask for it
+
+        check_chip(training.matmul_precision, chip)
     work, again, mapping = work_of(placed), recomputed_roles(training.remat), map_axes(shape, target)
     tasks = None
     if shape.stage > 1:
@@ -193,14 +199,25 @@ def _layers_seconds(work: Work, again: frozenset[str], name: str, target: Target
     if passes[name]:
         attention = max(attention, work.scores * score_bytes / bandwidth)
     copies = RESIDUAL_COPIES[name] if name != "recomputation" or again - {"scores"} else 0
-    elementwise = copies * work.tokens * work.width * 2 * work.layers / bandwidth
+    elementwise = (
+        copies * work.tokens * work.width * 2 * work.layers + _quantising_bytes(work, name, again)
+    ) / bandwidth
     return {"matmul": matmul, "attention": attention, "elementwise": elementwise}
+
+
+def _quantising_bytes(work: Work, name: str, again: frozenset[str]) -> float:
+    """HBM bytes of quantising activations (forward, and where layers are recomputed) or gradients (backward)."""
+    recomputed = work.quantised_inputs if again - {"scores"} else 0.0
+    elements = {"forward": work.quantised_inputs, "recomputation": recomputed, "backward": work.quantised_gradients}
+    return QUANTISE_BYTES * elements[name]
 
 
 def _matmul_seconds(m: Matmul, target: Target) -> float:
     """A matmul is as fast as the matrix unit or the HBM lets it be."""
     chip, efficiency = target.chip, target.efficiency
-    reached = chip.flops_bf16 * efficiency.matmul * shape_efficiency(m.m, m.k, m.n, efficiency.tile)
+    reached: float = (
+        getattr(chip, f"flops_{m.rate}") * efficiency.matmul * shape_efficiency(m.m, m.k, m.n, efficiency.tile)
+    )
     reached *= efficiency.grouped_matmul if m.grouped else 1.0
     return max(m.flops / reached, m.bytes(2) / (chip.hbm_bandwidth * efficiency.hbm))
 

@@ -31,6 +31,10 @@ Role = Literal["qkv", "attention_out", "ffn_in", "ffn_out", "router", "projectio
 """Matmul of a weight in its layer; planner, FLOPs and Muon read it. `projection` is any other."""
 
 
+LOW_PRECISION_ROLES: tuple[Role, ...] = ("qkv", "attention_out", "ffn_in", "ffn_out", "projection")
+"""Roles of the weights that `--training.matmul-precision` is about; those of experts (dimension E) are not."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Param:
     """One parameter: its shape, a dimension letter for each dimension (words.py), and its initial values."""

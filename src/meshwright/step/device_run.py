@@ -73,6 +73,10 @@ class DeviceRun:
             reduce_dtype=jnp.dtype(training.reduce_dtype),
             dcn=self.links,
         )
+        if training.matmul_precision != "compute":
+            from meshwright.models.blocks.quantised import low_precision_gather  # loaded for runs that ask for it
+
+            gather = low_precision_gather(gather, self.params, self.placements, training.matmul_precision)
         placed = self.placed
         return LocalModel(
             self.run.model,
@@ -184,6 +188,10 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     """
     platform = mesh.devices.flat[0].platform
     _check_offload(run, platform, mesh.devices.flat[0].device_kind)
+    if run.training.matmul_precision != "compute":
+        from meshwright.models.quantisation import check_devices
+
+        check_devices(run.training.matmul_precision, platform, mesh.devices.flat[0].device_kind)
     # A JAX mesh does not say which axis crosses slices; the run's own mesh does.
     same = run.mesh is not None and run.mesh.degrees() == dict(mesh.shape)
     placed = place_run(run, run.mesh if same else MeshShape(**mesh.shape))

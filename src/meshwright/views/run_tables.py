@@ -8,7 +8,7 @@ from meshwright.formatting import format_bytes, format_count, format_time
 from meshwright.sharding.layouts import find_layout
 from meshwright.sharding.params import count_params
 from meshwright.trainer import loop, parity
-from meshwright.views.layout_tables import print_stages
+from meshwright.views.layout_tables import print_precision, print_stages
 from meshwright.views.plain_table import plain_table
 from meshwright.views.show import layout_report
 
@@ -34,6 +34,7 @@ def print_prepared_run(console: Console, prepared: loop.PreparedRun) -> None:
             row = rows[path]
             table.add_row(path, escape(row.sharded), escape(row.gathered), format_bytes(row.bytes_sharded))
     console.print(table)
+    print_precision(console, placed)
     print_stages(console, placed)
     _print_step(console, prepared)
     tokens = sum(len(file.tokens) for file in prepared.corpus.files)
