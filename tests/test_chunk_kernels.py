@@ -13,9 +13,9 @@ from meshwright.models.blocks.context import build_attend
 from meshwright.models.kernels import cudnn
 from meshwright.models.kernels.attention import reference_attention, sequence_positions
 from meshwright.models.kernels.blocked import blocked_chunks
-from meshwright.models.kernels.choose import KERNELS, Kernels
-from meshwright.models.kernels.chunks import FULL, ChunkAttention, ChunkMask, pair_mask, self_attention_of
-from meshwright.models.kernels.splash import SplashChunks
+from meshwright.models.kernels.choose import KERNELS
+from meshwright.models.kernels.chunks import FULL, ChunkMask, pair_mask, self_attention_of
+from meshwright.models.kernels.splash import splash_kernels
 from meshwright.models.remat import QKV, REMAT_POLICIES
 from meshwright.sharding.sequence import split_sequence
 
@@ -87,7 +87,7 @@ def test_cudnn_runs_documents_pair_by_pair(
     def value_and_gradients(attend: Any) -> Any:
         return jax.jit(jax.value_and_grad(lambda q, k, v: jnp.sin(attend(q, k, v)).sum(), (0, 1, 2)))(q, k, v)
 
-    attention = self_attention_of(ChunkAttention(cudnn.cudnn_chunks.forward, cudnn.cudnn_chunks.backward))
+    attention = self_attention_of(cudnn.cudnn_chunks)
     ours = value_and_gradients(lambda q, k, v: attention(q, k, v, segments, window=window))
     jax.effects_barrier()
     truth = value_and_gradients(lambda q, k, v: reference_attention(q, k, v, positions, positions, window=window))
@@ -109,7 +109,7 @@ def test_cudnn_in_context_parallelism(strategy: str, monkeypatch: pytest.MonkeyP
     mesh, spec = Mesh(np.array(jax.devices()[:shards]), ("context",)), P(None, "context")
 
     def body(q: Any, k: Any, v: Any, segments: Any) -> Any:
-        return build_attend(split, segments, KERNELS["cudnn"])(q, k, v, window=None)
+        return build_attend(split, segments, KERNELS["cudnn"](512))(q, k, v, window=None)
 
     sharded = jax.shard_map(body, mesh=mesh, in_specs=(*(spec,) * 3, P()), out_specs=spec, check_vma=False)
     out = jax.jit(sharded)(q[:, order], k[:, order], v[:, order], segments)[:, np.argsort(order)]
@@ -133,8 +133,7 @@ def calls(jaxpr: Any, name: str) -> int:
 @pytest.mark.parametrize(("remat", "forward"), [("full", 2), ("projections", 1), ("none", 1)])
 @pytest.mark.parametrize(("strategy", "shards"), [("ring", 1), ("ring", 4), ("all_gather", 2)])
 def test_a_saved_output_is_not_computed_again(strategy: str, shards: int, remat: str, forward: int) -> None:
-    chunks = SplashChunks(128, interpret=True).attention()
-    kernels = Kernels("splash", self_attention_of(chunks), chunk_attention=chunks)
+    kernels = splash_kernels(128, interpret=True)
     split = split_sequence(strategy, 256 * shards, shards, 1)
     mesh, spec = Mesh(np.array(jax.devices()[:shards]), ("context",)), P(None, "context")
     policy = REMAT_POLICIES[remat].policy

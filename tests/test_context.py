@@ -16,10 +16,10 @@ from meshwright.models.blocks.context import build_attend
 from meshwright.models.kernels import blocked
 from meshwright.models.kernels.attention import reference_attention, sequence_positions
 from meshwright.models.kernels.choose import KERNELS, Kernels
-from meshwright.models.kernels.chunks import self_attention_of
-from meshwright.models.kernels.splash import SplashChunks
+from meshwright.models.kernels.splash import splash_kernels
 from meshwright.sharding.sequence import SequenceSplit, split_sequence
 
+BLOCKED = KERNELS["blocked"](512)
 STRATEGIES = ("ring", "all_gather", "ulysses", "usp")
 B, T, N, K, H = 2, 32, 8, 4, 4
 
@@ -40,7 +40,7 @@ def split_by(strategy: str, seq: int, shards: int) -> SequenceSplit:
 
 
 def split_attention(
-    strategy: str, shards: int, window: int | None, kernels: Kernels = KERNELS["blocked"], seq: int = T
+    strategy: str, shards: int, window: int | None, kernels: Kernels = BLOCKED, seq: int = T
 ) -> Callable[..., Any]:
     """Returns attention of whole arrays in their order, computed by `strategy`."""
     split = split_by(strategy, seq, shards)
@@ -86,8 +86,7 @@ def test_values_and_gradients_match_one_device(strategy: str, shards: int, windo
 )  # fmt: skip
 def test_splash_in_every_strategy_matches_one_device(strategy: str, shards: int, window: int | None) -> None:
     """The TPU's kernel, interpreted, between chunks of 128 positions, heads of 64."""
-    chunks = SplashChunks(128, interpret=True).attention()
-    kernels = Kernels("splash", self_attention_of(chunks), chunk_attention=chunks)
+    kernels = splash_kernels(128, interpret=True)
     seq = 256 * shards
     q, k, v, segments = draw(seq=seq, size=64)
     heads = (q[:1, :, :4], k[:1, :, :2], v[:1, :, :2], segments[:1])
@@ -139,7 +138,7 @@ def compiled(strategy: str, shards: int, seq: int) -> Any:
 
     def body(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> Any:
         def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return jnp.sin(build_attend(split, segments, KERNELS["blocked"])(q, k, v, window=None)).sum()
+            return jnp.sin(build_attend(split, segments, BLOCKED)(q, k, v, window=None)).sum()
 
         return jax.grad(loss, (0, 1, 2))(q, k, v)
 
@@ -154,7 +153,7 @@ def test_ring_sends_only_keys_and_values() -> None:
     census = compiled("ring", shards, T)
     block = B * T // shards * K * H * 4
     assert {e.kind for e in census.ledger} == {"collective-permute"}
-    # Keys and values go around together in n - 1 shifts, once more in the backward pass, and the gradients of each in n.
+    # Keys and values go around together in n - 1 shifts, once more in the backward pass, the gradients of each in n.
     # XLA merges the first shift of both passes, which are one program here.
     shifts = (shards - 1) + (shards - 1) - 1
     assert sum(e.count for e in census.ledger) == shifts + 2 * shards

@@ -17,8 +17,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.kernels import blocked
 from meshwright.models.kernels.attention import reference_attention, sequence_positions
 from meshwright.models.kernels.choose import KERNELS, Kernels, choose_kernels
-from meshwright.models.kernels.chunks import self_attention_of
-from meshwright.models.kernels.splash import SplashChunks, block_size
+from meshwright.models.kernels.splash import block_size, splash_kernels
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.sharding.sequence import split_sequence
 from meshwright.step.device_run import place_on_devices
@@ -52,7 +51,7 @@ def assert_close(a: Any, b: Any) -> None:
 
 
 def splash_attention(block: int = 128) -> Any:
-    return self_attention_of(SplashChunks(block, interpret=True).attention())
+    return splash_kernels(block, interpret=True).self_attention
 
 
 @pytest.mark.parametrize(
@@ -80,7 +79,7 @@ def test_blocked_matches_the_reference(window: int | None, monkeypatch: pytest.M
     # Scores of 24 queries and 24 keys fit, with 2 x 4 heads: four blocks of each.
     monkeypatch.setattr(blocked, "_SCORE_BYTES", 24 * 24 * 4 * 2 * 4)
 
-    attend = KERNELS["blocked"].self_attention
+    attend = KERNELS["blocked"](512).self_attention
     text = str(jax.make_jaxpr(functools.partial(attend, window=window))(*arrays))
     # Of the 16 pairs, 10 are causal; a window of 20 reaches the block before alone.
     assert "f32[2,2,2,24,24]" in text and f"length={10 if window is None else 7}" in text
@@ -97,7 +96,7 @@ def test_blocked_computes_the_visible_blocks_only() -> None:
 
         return mw.census(jax.jit(jax.grad(loss, (0, 1, 2))), *arrays[:3]).flops.compiled
 
-    attend = KERNELS["blocked"].self_attention
+    attend = KERNELS["blocked"](512).self_attention
     whole = flops(reference, None)
     # The reference's gradients take five matmuls; blocked attention computes output and scores as well: seven.
     assert flops(attend, None) / whole == pytest.approx(7 / 5 * 36 / 64, rel=0.02)
@@ -111,7 +110,7 @@ def test_memory_of_blocked_attention_is_linear_in_the_sequence(monkeypatch: pyte
         q, k, v, segments = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs(T, 2, 1, 16))
 
         def loss(q: Any, k: Any, v: Any, segments: Any) -> Any:
-            return KERNELS["blocked"].self_attention(q, k, v, segments, window=None).sum()
+            return KERNELS["blocked"](512).self_attention(q, k, v, segments, window=None).sum()
 
         compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, v, segments).compile()
         return int(compiled.memory_analysis().temp_size_in_bytes)
@@ -143,7 +142,7 @@ def choose(name: str, platform: str, **changes: Any) -> Kernels:
 
 @pytest.fixture
 def cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.models.kernels.choose.has_cudnn", lambda: True)
+    monkeypatch.setattr("meshwright.models.kernels.cudnn.has_cudnn", lambda: True)
 
 
 @pytest.mark.usefixtures("cudnn")
@@ -180,7 +179,7 @@ def test_auto_states_why_it_passed_over_the_platforms_kernel() -> None:
 
 
 def test_without_cudnn_gpus_use_blocked_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.models.kernels.choose.has_cudnn", lambda: False)
+    monkeypatch.setattr("meshwright.models.kernels.cudnn.has_cudnn", lambda: False)
     assert choose("auto", "cuda").name == "blocked"
     with pytest.raises(ConfigError, match=r"libcudnn.so.9"):
         choose("cudnn", "cuda")

@@ -3,9 +3,9 @@
 The sequence is cut into 2n chunks for a ring of n groups, and group i holds chunks i and 2n-1-i (zigzag,
 sharding/sequence.py). Under a causal mask every group then has the same work: its own two chunks, and two full pairs of
 chunks for every other group. A group attends to its own keys with a causal mask. For the keys of group j it computes
-its back chunk with their front chunk, and, exclusively, front with front (i > j) or back with back (i < j): two pairs of
-equal size whatever the group, so that the compiled step has no branch. With a sliding window a branch chooses between
-the kinds of pairs, and skips the empty ones.
+its back chunk with their front chunk, and either front with front (i > j) or back with back (i < j): two pairs of equal
+size whatever the group, so that the compiled step has no branch. With a sliding window a branch chooses between the
+kinds of pairs, and skips the empty ones.
 """
 
 import functools
@@ -96,7 +96,7 @@ class _Ring:
         return Keys(kv[:, 0], kv[:, 1], self.group_segments((self.index - shifts) % self.plan.groups))
 
     def steps(self, shifts: jax.Array | int) -> list[Step]:
-        """Returns the pairs of chunks (front 0, back 1) with the keys of another group, and the kinds of their masks."""
+        """Returns the pairs of chunks (front 0, back 1) with the keys of another group, and their masks."""
         other = (self.index - shifts) % self.plan.groups
         same = jnp.where(self.index > other, 0, 1)
         far, near = self.last - self.index - other, abs(self.index - other)

@@ -30,7 +30,7 @@ _SCORE_BYTES = 2**28
 _LEAST_BLOCK = 128
 """Smallest block, where the number of tokens has one that divides it."""
 _BLOCKS = 8
-"""Blocks that a chunk is cut into at least, if they are not smaller than _LEAST_BLOCK: of 8 x 8 pairs, 36 are causal."""
+"""Blocks of a chunk, at least, unless they are smaller than _LEAST_BLOCK: of 8 x 8 pairs, 36 are causal."""
 _MASKED = -1e30
 """Score of a masked key before the softmax."""
 
@@ -148,7 +148,7 @@ def _backward(queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, m
     columns = (blocks.cut(keys.k_BSKH), blocks.cut(keys.v_BSKH))
 
     def add(sums: Any, i: Any, j: Any) -> Any:
-        g_q, g_kv = _gradients(*select(rows, i), *select(columns, j), blocks.visible(i, j))
+        g_q, g_kv = _gradients(select(rows, i), select(columns, j), blocks.visible(i, j))
         totals = (select(sums[0], i), select(sums[1], j))
         g_q, g_kv = jax.tree.map(jnp.add, totals, (g_q, g_kv))
         return update(sums[0], i, g_q), update(sums[1], j, g_kv)
@@ -160,9 +160,10 @@ def _backward(queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, m
 
 
 def _gradients(
-    q: jax.Array, g: jax.Array, inner: jax.Array, lse: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
+    row: tuple[jax.Array, ...], column: tuple[jax.Array, jax.Array], mask: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Returns the gradients of a pair of blocks; recomputes its softmax from the log-sum-exp."""
+    (q, g, inner, lse), (k, v) = row, column
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
     weights = jnp.where(mask, jnp.exp(scores - lse[..., None]), 0.0)
     g_weights = jnp.einsum("btkgh,bskh->bkgts", g, v, preferred_element_type=jnp.float32)

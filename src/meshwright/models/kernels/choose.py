@@ -7,19 +7,16 @@ named in the Run is used or refused, never replaced. A kernel from outside the p
 
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from meshwright import plugins
 from meshwright.errors import ConfigError
 from meshwright.models.kernels.attention import CrossAttention, SelfAttention, as_self_attention, reference_attention
-from meshwright.models.kernels.blocked import blocked_chunks, blocked_self_attention
-from meshwright.models.kernels.chunks import ChunkAttention, self_attention_of
-from meshwright.models.kernels.cudnn import MAX_HEAD_SIZE, cudnn_attention, cudnn_chunks, has_cudnn
-from meshwright.models.kernels.splash import LANES, SplashChunks
 from meshwright.models.remat import ATTN_SCORES, REMAT_POLICIES
 from meshwright.sharding.sequence import SequenceSplit
 
-HEAD_MULTIPLE = 64
-"""Splash attention's heads are multiples of it."""
+if TYPE_CHECKING:
+    from meshwright.models.kernels.chunks import ChunkAttention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +52,7 @@ class Kernels:
     """Kernel between queries and keys at any positions; None where it has none."""
     unsupported: Callable[[AttentionShapes], str | None] = lambda shapes: None
     """Returns the reason why the kernel cannot run these shapes, None if it can."""
-    chunk_attention: ChunkAttention | None = None
+    chunk_attention: "ChunkAttention | None" = None
     """Kernel between two chunks of a sequence, with its log-sum-exp and its backward pass; None where it has none."""
     missing: Callable[[], str | None] = lambda: None
     """Returns which library the kernel lacks on this machine, None if it lacks none."""
@@ -70,38 +67,6 @@ class Kernels:
         return f"{self.name} ({self.note})" if self.note else self.name
 
 
-def _splash_unsupported(shapes: AttentionShapes) -> str | None:
-    if shapes.platform != "tpu":
-        return f"splash attention is a TPU kernel, and the devices are of platform {shapes.platform!r}"
-    what, n = ("sequence", shapes.seq) if shapes.chunk == shapes.seq else ("chunk of the sequence", shapes.chunk)
-    if n % LANES:
-        return f"splash attention takes a {what} divisible by {LANES}: {n} = {n // LANES} * {LANES} + {n % LANES}"
-    for n in shapes.head_sizes:
-        if n % HEAD_MULTIPLE:
-            return (
-                f"splash attention takes a head size divisible by {HEAD_MULTIPLE}: {n} = {n // HEAD_MULTIPLE} * "
-                f"{HEAD_MULTIPLE} + {n % HEAD_MULTIPLE}"
-            )
-    return None
-
-
-def _cudnn_unsupported(shapes: AttentionShapes) -> str | None:
-    if shapes.platform not in ("gpu", "cuda"):
-        return f"cuDNN attention runs on NVIDIA GPUs, and the devices are of platform {shapes.platform!r}"
-    if shapes.dtype not in ("bfloat16", "float16"):
-        return f"cuDNN attention takes bfloat16 or float16, and the compute dtype is {shapes.dtype}"
-    for head in shapes.head_sizes:
-        if head > MAX_HEAD_SIZE or head % 8:
-            return (
-                f"cuDNN attention takes heads of at most {MAX_HEAD_SIZE} in multiples of 8, and the head size is {head}"
-            )
-    return None
-
-
-def _cudnn_missing() -> str | None:
-    return None if has_cudnn() else "cuDNN 9 (libcudnn.so.9) cannot be loaded here"
-
-
 def _reference_unsupported(shapes: AttentionShapes) -> str | None:
     # A policy of jax.checkpoint cannot drop only the scores and save everything else: the kernel must not save them.
     if ATTN_SCORES in REMAT_POLICIES[shapes.remat].dropped:
@@ -109,21 +74,34 @@ def _reference_unsupported(shapes: AttentionShapes) -> str | None:
     return None
 
 
+# A run has one kernel: the others are not imported.
+def _reference(block: int) -> Kernels:
+    attend = as_self_attention(reference_attention)
+    return Kernels("reference", attend, reference_attention, _reference_unsupported, fused=False)
+
+
+def _blocked(block: int) -> Kernels:
+    from meshwright.models.kernels.blocked import blocked_chunks, blocked_self_attention
+
+    return Kernels("blocked", blocked_self_attention, chunk_attention=blocked_chunks, fused=False)
+
+
 def _splash(block: int) -> Kernels:
-    chunks = SplashChunks(block).attention()
-    return Kernels("splash", self_attention_of(chunks), unsupported=_splash_unsupported, chunk_attention=chunks)
+    from meshwright.models.kernels.splash import splash_kernels
+
+    return splash_kernels(block)
 
 
-KERNELS: dict[str, Kernels] = {
-    "reference": Kernels(
-        "reference", as_self_attention(reference_attention), reference_attention, _reference_unsupported, fused=False
-    ),
-    "blocked": Kernels("blocked", blocked_self_attention, chunk_attention=blocked_chunks, fused=False),
-    "splash": _splash(512),
-    "cudnn": Kernels(
-        "cudnn", cudnn_attention, unsupported=_cudnn_unsupported, chunk_attention=cudnn_chunks, missing=_cudnn_missing
-    ),
-}
+def _cudnn(block: int) -> Kernels:
+    from meshwright.models.kernels.cudnn import cudnn_kernels
+
+    return cudnn_kernels()
+
+
+KERNELS: dict[str, Callable[[int], Kernels]] = {
+    "reference": _reference, "blocked": _blocked, "splash": _splash, "cudnn": _cudnn
+}  # fmt: skip
+"""Kernels by name, each a function of the largest block of queries and keys."""
 
 # What "auto" tries, by `jax.Device.platform`, best first; "blocked" supports everything.
 AUTO: dict[str, tuple[str, ...]] = {"cpu": ("reference",), "tpu": ("splash",), "gpu": ("cudnn",), "cuda": ("cudnn",)}
@@ -158,13 +136,13 @@ def choose_kernels(
         return kernels.unsupported(shapes) or missing or _unused(kernels, sequence)
 
     if name == "auto":
-        reasons = []
-        for kernels in (KERNELS[candidate] for candidate in (*AUTO.get(platform, ()), "blocked")):
+        reasons: list[str] = []
+        for kernels in (KERNELS[candidate](block) for candidate in (*AUTO.get(platform, ()), "blocked")):
             reason = refusal(kernels)
             if reason is None:
-                return _prepare(dataclasses.replace(kernels, note="; ".join(reasons)), sequence, block)
+                return _in_strategy(dataclasses.replace(kernels, note="; ".join(reasons)), sequence)
             reasons.append(reason)
-    kernels = plugins.resolve("attention kernel", name, KERNELS)
+    kernels = KERNELS[name](block) if name in KERNELS else plugins.resolve("attention kernel", name, KERNELS)
     if not isinstance(kernels, Kernels):
         raise ConfigError(f"attention kernel {name!r}", f"it is a {type(kernels).__name__}", "a meshwright `Kernels`")
     reason = refusal(kernels)
@@ -172,7 +150,7 @@ def choose_kernels(
         raise ConfigError(
             f"--training.attention-kernel {name}", reason, "--training.attention-kernel auto, or change what it lacks"
         )
-    return _prepare(kernels, sequence, block)
+    return _in_strategy(kernels, sequence)
 
 
 def _unused(kernels: Kernels, sequence: SequenceSplit) -> str | None:
@@ -189,8 +167,6 @@ def _unused(kernels: Kernels, sequence: SequenceSplit) -> str | None:
     return None
 
 
-def _prepare(kernels: Kernels, sequence: SequenceSplit, block: int) -> Kernels:
-    """Gives the kernel its blocks, and its name in a ring."""
-    if kernels.name == "splash":
-        kernels = dataclasses.replace(_splash(block), note=kernels.note)
+def _in_strategy(kernels: Kernels, sequence: SequenceSplit) -> Kernels:
+    """Gives the kernel its name in a ring."""
     return dataclasses.replace(kernels, name=f"ring of {kernels.name}") if sequence.is_ring else kernels

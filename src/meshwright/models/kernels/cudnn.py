@@ -1,7 +1,7 @@
 """cuDNN's flash attention for NVIDIA GPUs, through JAX's primitives for its forward and backward kernels.
 
-cuDNN knows causal masks and sliding windows, not documents. Where a pair of chunks has tokens of one document alone, its
-kernels run without a mask; pairs without a common document are skipped; the rest take the documents as a mask. A long
+cuDNN knows causal masks and sliding windows, not documents. Where a pair of chunks has tokens of one document alone,
+the kernels run without a mask; pairs without a common document are skipped; the rest take documents as a mask. A long
 sequence is cut into chunks for this, so that a mask has at most CHUNK x CHUNK elements and memory grows linearly with
 the sequence. cuDNN's packed layout (lengths and offsets of the documents) is not used: it needs a static number of
 documents per sequence, and its log-sum-exp takes that many times the memory.
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from meshwright.models.kernels.choose import AttentionShapes, Kernels
 from meshwright.models.kernels.chunks import (
     FULL,
     ChunkAttention,
@@ -91,7 +92,7 @@ def _backward(queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, m
 
         g_q, g_kv = pairs.loop(add, jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like))
         dtype = g_BTNH.dtype
-        return pairs.join(g_q).astype(dtype), *(pairs.join(x).astype(dtype) for x in g_kv)
+        return tuple(pairs.join(x).astype(dtype) for x in (g_q, *g_kv))  # type: ignore[return-value]
 
     return _by_documents(queries, keys, mask, plain, in_chunks)
 
@@ -143,7 +144,7 @@ class _Pairs:
             def body(carry: Any, pair: jax.Array, mask: ChunkMask = mask) -> tuple[Any, None]:
                 return add((mask,), (pair[0], pair[1], 0), self.queries, self.keys, carry), None
 
-            carry = lax.scan(body, carry, np.array(pairs, np.int32))[0]
+            carry = lax.scan(body, carry, jnp.asarray(pairs, jnp.int32))[0]
         return carry
 
 
@@ -230,4 +231,26 @@ def _arguments(
 
 cudnn_chunks = ChunkAttention(_forward, _backward)
 """cuDNN's attention between two chunks."""
-cudnn_attention = self_attention_of(cudnn_chunks)
+
+
+def cudnn_kernels() -> Kernels:
+    """Returns cuDNN's attention."""
+    attend = self_attention_of(cudnn_chunks)
+    return Kernels("cudnn", attend, unsupported=_unsupported, chunk_attention=cudnn_chunks, missing=_missing)
+
+
+def _unsupported(shapes: AttentionShapes) -> str | None:
+    if shapes.platform not in ("gpu", "cuda"):
+        return f"cuDNN attention runs on NVIDIA GPUs, and the devices are of platform {shapes.platform!r}"
+    if shapes.dtype not in ("bfloat16", "float16"):
+        return f"cuDNN attention takes bfloat16 or float16, and the compute dtype is {shapes.dtype}"
+    for head in shapes.head_sizes:
+        if head > MAX_HEAD_SIZE or head % 8:
+            return (
+                f"cuDNN attention takes heads of at most {MAX_HEAD_SIZE} in multiples of 8, and the head size is {head}"
+            )
+    return None
+
+
+def _missing() -> str | None:
+    return None if has_cudnn() else "cuDNN 9 (libcudnn.so.9) cannot be loaded here"

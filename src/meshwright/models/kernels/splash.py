@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshwright.models.kernels.choose import AttentionShapes, Kernels
 from meshwright.models.kernels.chunks import (
     ChunkAttention,
     ChunkMask,
@@ -17,10 +18,13 @@ from meshwright.models.kernels.chunks import (
     Keys,
     Queries,
     Result,
+    self_attention_of,
 )
 
 LANES = 128
 """Lanes of the TPU's vector unit: sequences and blocks are multiples of it."""
+HEAD_MULTIPLE = 64
+"""Heads are multiples of it; those of 64 take the registers and HBM of heads of 128."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,14 +107,37 @@ def _kernel(shape: tuple[int, int], heads: int, mask: ChunkMask, blocks: tuple[i
     else:
         visible = masks.LocalMask(shape, (mask.window - 1, 0), mask.distance)
     q, kv = blocks
-    sizes = {"block_q": q, "block_kv": kv, "block_q_dkv": q, "block_kv_dkv": kv, "block_q_dq": q, "block_kv_dq": kv}
+    sizes = splash.BlockSizes(
+        block_q=q, block_kv=kv, block_q_dkv=q, block_kv_dkv=kv, block_q_dq=q, block_kv_dq=kv
+    )  # fmt: skip
     # The kernel's block tables are constants of the program, even while a caller is being traced.
     with jax.ensure_compile_time_eval():
         return splash.make_splash_mha(
             mask=masks.MultiHeadMask([visible] * heads),
             head_shards=1,
             q_seq_shards=1,
-            block_sizes=splash.BlockSizes(**sizes),
+            block_sizes=sizes,
             save_residuals=True,
             interpret=interpret,
         )
+
+
+def splash_kernels(block: int, interpret: Any = False) -> Kernels:
+    """Returns splash attention with blocks of at most `block` queries and keys."""
+    chunks = SplashChunks(block, interpret).attention()
+    return Kernels("splash", self_attention_of(chunks), unsupported=_unsupported, chunk_attention=chunks)
+
+
+def _unsupported(shapes: AttentionShapes) -> str | None:
+    if shapes.platform != "tpu":
+        return f"splash attention is a TPU kernel, and the devices are of platform {shapes.platform!r}"
+    what, n = ("sequence", shapes.seq) if shapes.chunk == shapes.seq else ("chunk of the sequence", shapes.chunk)
+    if n % LANES:
+        return f"splash attention takes a {what} divisible by {LANES}: {n} = {n // LANES} * {LANES} + {n % LANES}"
+    for n in shapes.head_sizes:
+        if n % HEAD_MULTIPLE:
+            return (
+                f"splash attention takes a head size divisible by {HEAD_MULTIPLE}: {n} = {n // HEAD_MULTIPLE} * "
+                f"{HEAD_MULTIPLE} + {n % HEAD_MULTIPLE}"
+            )
+    return None
