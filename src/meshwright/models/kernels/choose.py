@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from meshwright import plugins
+from meshwright.config import Training
 from meshwright.errors import ConfigError
 from meshwright.models.kernels.attention import CrossAttention, SelfAttention, as_self_attention, reference_attention
 from meshwright.models.remat import ATTN_SCORES, REMAT_POLICIES
@@ -17,6 +18,7 @@ from meshwright.sharding.sequence import SequenceSplit
 
 if TYPE_CHECKING:
     from meshwright.models.kernels.chunks import ChunkAttention
+    from meshwright.models.model import ModelSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +107,22 @@ KERNELS: dict[str, Callable[[int], Kernels]] = {
 
 # What "auto" tries, by `jax.Device.platform`, best first; "blocked" supports everything.
 AUTO: dict[str, tuple[str, ...]] = {"cpu": ("reference",), "tpu": ("splash",), "gpu": ("cudnn",), "cuda": ("cudnn",)}
+
+
+def kernels_of(
+    training: Training, spec: "ModelSpec", sequence: SequenceSplit, platform: str, installed: bool = False
+) -> Kernels:
+    """Chooses the attention kernel of a placed run, as `choose_kernels`."""
+    return choose_kernels(
+        training.attention_kernel,
+        platform,
+        block=training.attention_block,
+        remat=training.remat,
+        head_sizes=tuple(sorted({a.head_size for a in spec.attention})),
+        dtype=training.compute_dtype,
+        sequence=sequence,
+        installed=installed,
+    )
 
 
 def choose_kernels(
