@@ -44,7 +44,10 @@ class CostModel:
     chip: Chip
     efficiency: Efficiency
     causal_fraction: float
-    """Fraction of the key positions that attention reads: 1/2 for causal attention, less with a sliding window."""
+    """Fraction of the key positions that attention reads: 1/2 for causal attention, less with a sliding window.
+
+    It is used where a kernel's own scope, `visible_FRACTION` (models/kernels/chunks.py), states none.
+    """
 
     def cost_of(self, module: Module, computation: Computation, instruction: Instruction) -> Cost:
         """Returns how long an instruction keeps the chip busy; collectives and loops are not covered."""
@@ -90,7 +93,7 @@ class CostModel:
         splash = name == "tpu_custom_call" and "splash" in instruction.op_name + instruction.name
         if splash or name.startswith(_CUDNN):
             attention_flops = _splash_flops if splash else _cudnn_flops
-            flops = attention_flops(computation, instruction) * self.causal_fraction
+            flops = attention_flops(computation, instruction) * self._visible_fraction(instruction)
             return Cost("attention", max(flops / (self.chip.flops_bf16 * self.efficiency.attention), memory))
         if "gemm" in name or "matmul" in name:
             flops = _gemm_flops(computation, instruction)
@@ -100,6 +103,11 @@ class CostModel:
             rate = (self.chip.flops_mxfp8 or self.chip.flops_bf16) * self.efficiency.matmul
             return Cost("matmul", max(flops / rate, memory))
         return Cost("memory", 0.0 if name in ("AllocateBuffer", "ConcatBitcast", "Sharding") else memory)
+
+    def _visible_fraction(self, instruction: Instruction) -> float:
+        """Returns the fraction of the pairs of query and key that an attention kernel computes."""
+        stated = re.findall(r"visible_([0-9.]+)", instruction.op_name)
+        return float(stated[-1]) if stated else self.causal_fraction
 
 
 def hbm_bytes_accessed(module: Module, computation: Computation, instruction: Instruction) -> float:
@@ -189,7 +197,10 @@ def _operand_arrays(computation: Computation, instruction: Instruction) -> list[
 
 
 _SPLASH_MATMULS = {"fwd": 2, "dq": 3, "dkv": 4}
-"""Matrix products in each kernel of splash attention; the backward kernels compute the scores again."""
+"""Matrix products in each kernel of splash attention; the backward kernels compute the scores again.
+
+A fused backward kernel, named dkv, has a fifth for the gradients of the queries, its third result.
+"""
 
 
 def _splash_flops(computation: Computation, instruction: Instruction) -> float:
@@ -202,7 +213,8 @@ def _splash_flops(computation: Computation, instruction: Instruction) -> float:
     floating = [a for a in arrays if len(a.dims) >= 3 and a.dtype in ("bf16", "f32", "f16")]
     queries, keys = floating[0], floating[1]
     rows = math.prod(queries.dims[:-1])
-    return _SPLASH_MATMULS[kernel] * 2.0 * rows * keys.dims[-2] * queries.dims[-1]
+    matmuls = _SPLASH_MATMULS[kernel] + (kernel == "dkv" and len(list(arrays_of(instruction.shape))) == 3)
+    return matmuls * 2.0 * rows * keys.dims[-2] * queries.dims[-1]
 
 
 _CUDNN = "__cudnn$fmha"

@@ -23,8 +23,6 @@ FFN_HIDDEN = "feed-forward hidden"
 """Name of the outputs of the feed-forward's first matmuls (gate and up)."""
 ATTN_SCORES = "attention scores"
 """Attention scores [B, N, T, S]. They have no checkpoint name: the kernel decides whether they are saved."""
-_CUDNN = "dot_product_attention_fwd"
-"""Prefix of JAX's cuDNN attention primitive. Its outputs cannot be named: policies that save ATTN_OUT match it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +49,7 @@ class RematPolicy:
                 offload_src="device",
                 offload_dst="pinned_host",
             )
-        named = policies.save_only_these_names(*self.saved)
-        if ATTN_OUT not in self.saved:
-            return named
-        return lambda primitive, *args, **params: primitive.name.startswith(_CUDNN) or named(primitive, *args, **params)
+        return policies.save_only_these_names(*self.saved)
 
 
 # A layer's input is the carry of the loop over layers: it is saved in any case, unless it is offloaded.

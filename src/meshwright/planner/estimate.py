@@ -9,9 +9,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from meshwright.hardware.axis_mapping import AxisMapping, map_axes
+from meshwright.hardware.chips import Chip, Torus
 from meshwright.hardware.interconnect import Route, route
 from meshwright.hardware.targets import Target
 from meshwright.models.flops import training_flops_per_token
+from meshwright.models.kernels.choose import kernels_of
 from meshwright.planner.engines import MESHWRIGHT, Engine
 from meshwright.planner.memory_model import (
     FRAGMENTATION,
@@ -112,8 +114,9 @@ def estimate(placed: PlacedRun, target: Target, engine: Engine = MESHWRIGHT) -> 
     tasks = None
     if shape.stage > 1:
         tasks = build_counts(training.pipeline_schedule, shape.stage, microbatches, placed.virtual_stages)
-    split_attention = shape.context > 1 and training.context_strategy != "ulysses"
-    score_bytes = engine.score_bytes if split_attention else {}
+    score_bytes = engine.score_bytes
+    if score_bytes and kernels_of(training, placed.spec, placed.sequence, platform_of(chip), installed=True).fused:
+        score_bytes = {}
     compute = {name: _layers_seconds(work, again, name, target, score_bytes.get(name, 0)) for name in PASSES}
     unembedding = _unembedding_seconds(work, target)
     busy = {name: sum(compute[name].values()) for name in PASSES}
@@ -151,6 +154,11 @@ def estimate(placed: PlacedRun, target: Target, engine: Engine = MESHWRIGHT) -> 
         devices=shape.size,
         axis_mapping=mapping,
     )
+
+
+def platform_of(chip: Chip) -> str:
+    """Returns `jax.Device.platform` of a chip: TPUs have a torus, other chips count as NVIDIA GPUs."""
+    return "tpu" if isinstance(chip.interconnect, Torus) else "cuda"
 
 
 def _overlap_room(busy: dict[str, float], unembedding: float, microbatches: int) -> dict[str, float]:

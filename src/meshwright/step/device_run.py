@@ -18,7 +18,7 @@ from meshwright.hardware.chips import chip_name
 from meshwright.hardware.compiler_options import compiler_options_of, refused_options
 from meshwright.hardware.mesh import ring_order, torus_degrees
 from meshwright.models.forward import LocalModel
-from meshwright.models.kernels.choose import Kernels, choose_kernels
+from meshwright.models.kernels.choose import Kernels, kernels_of
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.sharding.layouts import BATCH_AXES
@@ -209,20 +209,7 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     replicated = NamedSharding(mesh, PartitionSpec())
     step, healthy = (jax.ShapeDtypeStruct((), kind, sharding=replicated) for kind in (jnp.int32, jnp.bool_))
     abstract = State(cast(Any, step), cast(Any, healthy), params, state)
-    return DeviceRun(placed, mesh, optimizer, abstract, _kernels(placed, platform))
-
-
-def _kernels(placed: PlacedRun, platform: str) -> Kernels:
-    training, attention = placed.run.training, placed.spec.attention
-    return choose_kernels(
-        training.attention_kernel,
-        platform,
-        block=training.attention_block,
-        remat=training.remat,
-        head_sizes=tuple(sorted({a.head_size for a in attention})),
-        dtype=training.compute_dtype,
-        sequence=placed.sequence,
-    )
+    return DeviceRun(placed, mesh, optimizer, abstract, kernels_of(training, placed.spec, placed.sequence, platform))
 
 
 def _check_offload(run: Run, platform: str, kind: str) -> None:

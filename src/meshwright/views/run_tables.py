@@ -27,6 +27,7 @@ def print_prepared_run(console: Console, prepared: loop.PreparedRun) -> None:
         f"[bold]{run.mesh}[/] ({mesh.size} device{'s' if mesh.size > 1 else ''}, {kind})"
     )
     console.print(f"layout [bold]{escape(run.layout)}[/]: {find_layout(run.layout).summary}")
+    console.print(f"attention: {escape(prepared.device_run.kernels.summary)}")
     table = plain_table("parameter", "sharded", "gathered", "bytes per device", right=("bytes per device",))
     rows = {row.path: row for row in layout_report(placed).rows}
     for path in _EXAMPLES:
