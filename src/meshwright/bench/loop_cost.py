@@ -133,7 +133,7 @@ def random_feed(device_run: DeviceRun, steps: int) -> Feed:
     training, vocab = device_run.run.training, vocab_size(device_run.run.model)
     count = max(_WINDOWS, training.batch) * training.seq + 1
     tokens = np.random.default_rng(0).integers(0, vocab, count).astype(np.uint32)
-    file = TokenFile(tokens, np.array([count], np.int64), vocab, build_tokenizer("bytes", []), Path())
+    file = TokenFile(tokens, np.array([count], np.int64), vocab, build_tokenizer("bytes", iter(())), Path())
     stream = build_stream([Windows(file, training.seq, 0, count)], [1.0], training.seed)
     sharding = device_run.batch_sharding
     return Feed(stream, batch=training.batch, seq=training.seq, cursor=0, steps=steps, sharding=sharding)

@@ -27,7 +27,7 @@ def attention_with_gradients(
     Derivative of softmax: FlashAttention (arXiv:2205.14135), appendix B.4.
     """
     q, k, v, g = (np.asarray(x, np.float64) for x in (q_BTNH, k_BTKH, v_BTKH, g_BTNH))
-    B, T, N, H = q.shape
+    B, T, N, _ = q.shape
     K, scale = k.shape[2], q.shape[3] ** -0.5
     distance = np.arange(T)[:, None] - np.arange(T)[None, :]
     causal = (distance >= 0) & (distance < (window or T))

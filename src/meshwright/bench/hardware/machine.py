@@ -13,8 +13,10 @@ import jax
 from meshwright.bench.hardware.section import Section
 from meshwright.hardware.chips import CHIPS, Nodes, Torus, find_chip
 
-_PACKAGES = ("meshwright", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12",
-             "nvidia-cudnn-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "numpy", "optax", "orbax-checkpoint")  # fmt: skip
+_PACKAGES = (
+    "meshwright", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "numpy", "optax", "orbax-checkpoint",
+)  # fmt: skip
 _PREFIXES = ("XLA_", "JAX_", "LIBTPU_", "TPU_", "NCCL_", "CUDA_VISIBLE", "MESHWRIGHT_")
 """Beginnings of environment variables that change what is compiled or measured."""
 _MEMORY_GAP = 0.1

@@ -81,5 +81,3 @@ def measured_parts(trace: Trace, steps: int) -> dict[str, Any]:
         for field in ("window", "compute", "communication", "exposed", "idle")
     }
     return {f"measured_{name}": seconds for name, seconds in parts.items()}
-
-

@@ -94,12 +94,17 @@ def sized_run(name: str, folder: Path, layers: int | None = None) -> SizedRun:
     return _fit(name, dataclasses.replace(run, training=training), target, layers)
 
 
+def _with_layers(model: Any, layers: int) -> Model:
+    cut: Model = dataclasses.replace(model, layers=layers)
+    return cut
+
+
 def _fit(name: str, run: Run, target: Target, most: int | None) -> SizedRun:
     """Cuts layers until a plan fits, then takes the fastest, without a pipeline where there is one."""
     whole = int(getattr(run.model, "layers", 1))
     layers = min(whole, most or whole)
     while layers >= 1:
-        changed = dataclasses.replace(run, model=dataclasses.replace(run.model, **{"layers": layers}))
+        changed = dataclasses.replace(run, model=_with_layers(run.model, layers))
         plans = search(changed, target).plans
         if plans:
             plan = next((p for p in plans if p.mesh.stage == 1), plans[0])

@@ -49,7 +49,7 @@ def _measure_or_cut(section: Section, name: str, seconds: float) -> Mapping[str,
         return measure_run(sized, seconds)
     except Exception as error:
         layers = int(getattr(sized.run.model, "layers", 1)) // 2
-        if "RESOURCE_EXHAUSTED" not in str(error) and "exceeds available HBM" not in str(error) or not layers:
+        if not layers or not any(sign in str(error) for sign in ("RESOURCE_EXHAUSTED", "exceeds available HBM")):
             raise
         section.notes.append(f"{name}: the planned run does not fit: {describe(error)[:200]}")
     return measure_run(sized_run(name, section.folder, layers), seconds)
@@ -108,10 +108,11 @@ def describe_run(sized: SizedRun, device_run: DeviceRun) -> dict[str, Any]:
 
 
 def _rates(device_run: DeviceRun, cost: LoopCost) -> dict[str, Any]:
-    training, target = device_run.run.training, None
+    training = device_run.run.training
     tokens = training.batch * training.seq / cost.loop_seconds
     rates: dict[str, Any] = {
-        **dataclasses.asdict(cost), "overhead_seconds": cost.overhead_seconds, "tokens_per_second": tokens, "mfu": target,
+        **dataclasses.asdict(cost), "overhead_seconds": cost.overhead_seconds, "tokens_per_second": tokens,
+        "mfu": None,
     }  # fmt: skip
     peak = _peak(device_run)
     if peak is not None:
