@@ -20,7 +20,7 @@ from meshwright.step.state import State
 from meshwright.trainer.evidence import Evidence
 from meshwright.trainer.meter import Meter
 
-_DISPATCHES = 10
+_DISPATCHES = 8
 """Calls of which the dispatch time is the median."""
 _WINDOWS = 64
 """Windows of random text."""

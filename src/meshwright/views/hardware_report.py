@@ -28,8 +28,8 @@ def headline(name: str, result: Mapping[str, Any]) -> str:
         facts = result["facts"]
         return f"{facts.get('devices')} x {facts.get('device_kind')}, jax {facts.get('jax')}" if facts else ""
     tell = _HEADLINES.get(name)
-    text = tell(rows) if tell and rows else f"{len(rows)} measurements"
-    return "; ".join([text, *result["notes"]]) if name != "steps" and not rows else text
+    text = tell(rows) if tell and rows else "; ".join(result["notes"]) or f"{len(rows)} measurements"
+    return text
 
 
 def _kernels_headline(rows: Sequence[Row]) -> str:
@@ -137,9 +137,14 @@ def print_report(console: Console, results: Results) -> None:
         table.add_row(*map(escape_markup, cells))
     console.print()
     console.print(table)
-    for title, lines in (("wrong results", problems_of(results)), ("not finished", unfinished_of(results))):
+    found = {
+        "[dim]notes": [f"{name}: {note}" for name, result in results.items() for note in result["notes"]],
+        "[bold red]wrong results": problems_of(results),
+        "[bold red]not finished": unfinished_of(results),
+    }
+    for title, lines in found.items():
         if lines:
-            console.print(f"\n[bold red]{title}[/]")
+            console.print(f"\n{title}[/]")
             for line in lines:
                 console.print(f"  {line}", markup=False, soft_wrap=True)
 
@@ -171,6 +176,9 @@ def _section_html(name: str, result: Mapping[str, Any]) -> str:
             numbers = [i for i, column in enumerate(shown) if column.number]
             cells = [[column.cell(row) for column in shown] for row in rows]
             tables.append(f"<p>{escape(title)}</p>" + html_table([c.heading for c in shown], cells, numbers))
+    not_run = [[row["item"], row.get("failed") or row.get("unsupported", "")] for row in result["rows"]]
+    if any(reason for _, reason in not_run):
+        tables.append("<p>Not run</p>" + html_table(("", "because"), [pair for pair in not_run if pair[1]]))
     if name not in TABLES:  # a section from outside the package
         tables.append(html_table(("measurement", "figures"), [[r["item"], _figures(r)] for r in result["rows"]]))
     return notes + "".join(tables)

@@ -84,7 +84,6 @@ TABLES: dict[str, tuple[tuple[str, str, tuple[Column, ...]], ...]] = {
                 _bar("fraction"),
             ),
         ),
-        ("Not run", "unsupported", (_text("measurement", "item"), _OUTCOME)),
     ),
     "meshes": (
         (
@@ -212,7 +211,6 @@ TABLES: dict[str, tuple[tuple[str, str, tuple[Column, ...]], ...]] = {
                 ),
             ),
         ),
-        ("Not run", "failed", (_text("run", "item"), _OUTCOME)),
     ),
     "overlap": (
         (
@@ -231,7 +229,6 @@ TABLES: dict[str, tuple[tuple[str, str, tuple[Column, ...]], ...]] = {
                 _text("", "measured_note"),
             ),
         ),
-        ("Not run", "failed", (_text("run", "item"), _OUTCOME)),
     ),
     "checkpoint": (
         (
@@ -248,7 +245,6 @@ TABLES: dict[str, tuple[tuple[str, str, tuple[Column, ...]], ...]] = {
                 _rate("read", "restore_bandwidth", "GB/s", GIGA),
             ),
         ),
-        ("Not run", "failed", (_text("run", "item"), _OUTCOME)),
     ),
 }
 """Section -> its tables: title, the figure that a row of the table has, columns."""

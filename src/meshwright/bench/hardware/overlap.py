@@ -35,7 +35,7 @@ def measure_overlap(section: Section) -> None:
 
 def _profile(section: Section, name: str, under_fsdp: bool) -> Mapping[str, Any]:
     """Returns the measured and the simulated parts of a step."""
-    sized = sized_run(name, section.folder)
+    sized = sized_run(name, section.folder, section.seconds / 4)
     sized = _under_fsdp(sized) if under_fsdp else sized
     assert sized.run.mesh is not None
     device_run = place_on_devices(sized.run, build_mesh(sized.run.mesh))

@@ -20,12 +20,12 @@ from meshwright.step.device_run import place_on_devices
 def measure_checkpoint(section: Section) -> None:
     """Saves and restores the smallest of the sized runs; a restore verifies every tensor."""
     name = run_names()[0]
-    section.measure({name: functools.partial(_save_and_restore, name, section.folder)})
+    section.measure({name: functools.partial(_save_and_restore, name, section.folder, section.seconds)})
 
 
-def _save_and_restore(name: str, folder: Path) -> Mapping[str, Any]:
+def _save_and_restore(name: str, folder: Path, seconds: float) -> Mapping[str, Any]:
     """Returns bytes, seconds and bandwidths. Raises CheckpointError: a full disk, a tensor that differs."""
-    sized = sized_run(name, folder)
+    sized = sized_run(name, folder, seconds)
     assert sized.run.mesh is not None
     device_run = place_on_devices(sized.run, build_mesh(sized.run.mesh))
     out = folder / "checkpoint-bench"

@@ -19,16 +19,19 @@ from meshwright.planner.forecast import local_target
 from meshwright.planner.search import Plan, price_run, search
 from meshwright.runs.recipe import find_recipe
 
-_RECIPES = {
-    "small": ("qwen3-0-6b", 4096),
-    "dense": ("llama3-8b", 4096),
-    "experts": ("mixtral-8x7b", 4096),
-    "long": ("llama3-8b", 32768),
+RECIPES: dict[str, tuple[tuple[str, ...], int]] = {
+    "small": (("qwen3-0-6b",), 4096),
+    "dense": (("llama3-8b", "llama2-7b"), 4096),
+    "experts": (("mixtral-8x7b", "qwen3-30b-a3b"), 4096),
+    "long": (("llama3-8b", "llama2-7b"), 32768),
 }
-"""Name -> recipe and sequence length of the runs on accelerators."""
+"""Name -> recipes and sequence length of the runs on accelerators; a later recipe where few layers of the first fit."""
+_FEW_LAYERS = 4
 _TOKENS = 16384
 """Tokens of a step on each device."""
 _FEWER_LAYERS = 0.75
+_LEAST_STEPS = 25
+"""Steps that a measurement takes at least."""
 _TINY: dict[str, Model] = {
     "dense": Llama(vocab=512, width=64, layers=2, heads=8, kv_heads=8, mlp=128, vocab_multiple=16),
     "experts": Mixtral(
@@ -54,7 +57,7 @@ class SizedRun:
 
 def run_names() -> tuple[str, ...]:
     """Returns the names of the runs for these devices."""
-    return tuple(_TINY if jax.default_backend() == "cpu" else _RECIPES)
+    return tuple(_TINY if jax.default_backend() == "cpu" else RECIPES)
 
 
 def target_here(folder: Path, devices: Sequence[Any] | None = None) -> Target | None:
@@ -73,10 +76,11 @@ def target_here(folder: Path, devices: Sequence[Any] | None = None) -> Target | 
     return target
 
 
-def sized_run(name: str, folder: Path, layers: int | None = None) -> SizedRun:
+def sized_run(name: str, folder: Path, seconds: float, layers: int | None = None) -> SizedRun:
     """Returns the run of that name on all devices.
 
-    layers: at most so many. Raises ConfigError where not even one layer fits, or nothing is known of the devices.
+    seconds: time for its steps.  layers: at most so many.
+    Raises ConfigError where not even one layer fits, or nothing is known of the devices.
     """
     target, devices = target_here(folder), jax.device_count()
     if jax.default_backend() == "cpu":
@@ -88,10 +92,30 @@ def sized_run(name: str, folder: Path, layers: int | None = None) -> SizedRun:
             f"a run for {jax.devices()[0].device_kind}", "the chip is not in hardware/chips.py and has no rates here",
             "run the section matmuls first",
         )  # fmt: skip
-    recipe, seq = _RECIPES[name]
-    run = find_recipe(recipe)
-    training = dataclasses.replace(run.training, batch=devices * max(1, _TOKENS // seq), seq=seq, steps=1000)
-    return _fit(name, dataclasses.replace(run, training=training), target, layers)
+    return fit_recipe(name, target, seconds, layers)
+
+
+def fit_recipe(name: str, target: Target, seconds: float, layers: int | None = None) -> SizedRun:
+    """Returns the first recipe of RECIPES of which more than a few layers fit the target's memory and the time.
+
+    seconds: time for its steps.  layers: at most so many. Raises ConfigError where not even one layer fits.
+    """
+    recipes, seq = RECIPES[name]
+    found: list[tuple[int, SizedRun]] = []
+    for recipe in recipes:
+        run = find_recipe(recipe)
+        training = dataclasses.replace(
+            run.training, batch=target.devices * max(1, _TOKENS // seq), seq=seq, steps=1000
+        )  # fmt: skip
+        fitted = _fit(name, dataclasses.replace(run, training=training), target, seconds, layers)
+        if fitted is None:
+            continue
+        found.append(fitted)
+        if fitted[0] >= _FEW_LAYERS:
+            return fitted[1]
+    if not found:
+        raise ConfigError(f"{' or '.join(recipes)} on {target}", "not even one layer of it fits", "more devices")
+    return max(found, key=lambda pair: pair[0])[1]
 
 
 def _with_layers(model: Any, layers: int) -> Model:
@@ -99,16 +123,19 @@ def _with_layers(model: Any, layers: int) -> Model:
     return cut
 
 
-def _fit(name: str, run: Run, target: Target, most: int | None) -> SizedRun:
-    """Cuts layers until a plan fits, then takes the fastest, without a pipeline where there is one."""
+def _fit(name: str, run: Run, target: Target, seconds: float, most: int | None) -> tuple[int, SizedRun] | None:
+    """Cuts layers until a plan fits memory and time, then takes the fastest, without a pipeline where there is one.
+
+    Returns the number of layers and the run; None where not even one layer fits the memory.
+    """
     whole = int(getattr(run.model, "layers", 1))
     layers = min(whole, most or whole)
     while layers >= 1:
         changed = dataclasses.replace(run, model=_with_layers(run.model, layers))
         plans = search(changed, target).plans
-        if plans:
-            plan = next((p for p in plans if p.mesh.stage == 1), plans[0])
-            note = "" if layers == whole else f"{layers} of {whole} layers, which fit"
-            return SizedRun(name, dataclasses.replace(plan.run, name=run.name), plan, target, note)
+        plan = next((p for p in plans if p.mesh.stage == 1), plans[0]) if plans else None
+        if plan is not None and (plan.estimate.seconds * _LEAST_STEPS <= seconds or layers == 1):
+            note = "" if layers == whole else f"{layers} of {whole} layers, which fit memory and time"
+            return layers, SizedRun(name, dataclasses.replace(plan.run, name=run.name), plan, target, note)
         layers = int(layers * _FEWER_LAYERS)
-    raise ConfigError(f"{run.name} on {target}", "not even one layer of it fits", "more devices")
+    return None

@@ -14,6 +14,8 @@ from meshwright.bench.hardware.machine import memory_stats
 from meshwright.bench.hardware.section import Measurement, Section, describe
 from meshwright.bench.hardware.sizing import SizedRun, run_names, sized_run
 from meshwright.bench.loop_cost import LoopCost, StepRunner, measure_loop
+from meshwright.errors import ConfigError
+from meshwright.hardware.chips import find_chip
 from meshwright.hardware.mesh import build_mesh
 from meshwright.hlo.parser import parse_module
 from meshwright.models.flops import mfu, training_flops_per_token
@@ -24,7 +26,7 @@ from meshwright.step.train_step import build_train_step
 HOST_LIMIT = 1e-3
 """Seconds of the host's work per step above which it is noted on accelerators."""
 _ROUNDS = 3
-_MIN_STEPS, _MAX_STEPS = 4, 40
+_MAX_STEPS = 40
 _MEASURED_FRACTION = 0.3
 """Fraction of a run's time that steps are taken for; compiling takes the rest."""
 
@@ -44,7 +46,11 @@ def measure_steps(section: Section) -> None:
 
 def _measure_or_cut(section: Section, name: str, seconds: float) -> Mapping[str, Any]:
     """Measures a run; where it needs more memory than planned, records that and measures half of its layers."""
-    sized = sized_run(name, section.folder)
+    allowed = seconds * _MEASURED_FRACTION
+    try:
+        sized = sized_run(name, section.folder, allowed)
+    except ConfigError as error:
+        return {"unsupported": f"{error.asked}: {error.truth}"}
     try:
         return measure_run(sized, seconds)
     except Exception as error:
@@ -52,7 +58,7 @@ def _measure_or_cut(section: Section, name: str, seconds: float) -> Mapping[str,
         if not layers or not any(sign in str(error) for sign in ("RESOURCE_EXHAUSTED", "exceeds available HBM")):
             raise
         section.notes.append(f"{name}: the planned run does not fit: {describe(error)[:200]}")
-    return measure_run(sized_run(name, section.folder, layers), seconds)
+    return measure_run(sized_run(name, section.folder, allowed, layers), seconds)
 
 
 def measure_run(sized: SizedRun, seconds: float) -> Mapping[str, Any]:
@@ -71,7 +77,7 @@ def measure_run(sized: SizedRun, seconds: float) -> Mapping[str, Any]:
     clock.lap("first_step_seconds")
     probe = max(runner.bare(2), 1e-5)
     steps = int(seconds * _MEASURED_FRACTION / probe / (3 * _ROUNDS))
-    cost = measure_loop(runner, steps=min(_MAX_STEPS, max(_MIN_STEPS, steps)), rounds=_ROUNDS, reporters=[])
+    cost = measure_loop(runner, steps=min(_MAX_STEPS, max(1, steps)), rounds=_ROUNDS, reporters=[])
     return {
         **describe_run(sized, device_run), **clock.laps, **_rates(device_run, cost), **predictions(sized),
         **_memory(compiled, device_run), **_simulated(compiled, device_run, sized),
@@ -121,8 +127,6 @@ def _rates(device_run: DeviceRun, cost: LoopCost) -> dict[str, Any]:
 
 
 def _peak(device_run: DeviceRun) -> float | None:
-    from meshwright.hardware.chips import find_chip
-
     chip = find_chip(device_run.mesh.devices.flat[0].device_kind)
     return None if chip is None else chip.flops_bf16 * device_run.mesh.size
 
