@@ -30,6 +30,7 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target
 from meshwright.models.kernels.attention import reference_attention, sequence_positions
 from meshwright.models.kernels.choose import KERNELS
+from meshwright.planner.calibration import calibrate_target
 from meshwright.planner.forecast import local_target
 from meshwright.views.hardware_report import print_report, report_page
 
@@ -174,6 +175,22 @@ def test_grouped_matmul_is_compared_and_timed() -> None:
     assert row["seconds"] > 0 and row["flops_per_second"] == pytest.approx(3 * 2 * 64 * 32 * 16 / row["seconds"])
 
 
+def test_kernels_calibrate_plans() -> None:
+    rows = [
+        {"kernel": "splash", "flops_per_second": 2e14},
+        {"kernel": "splash", "flops_per_second": 1e14},
+        {"kernel": "reference", "flops_per_second": 9e14},
+        {"kernel": "grouped matmul", "flops_per_second": 3e14, "of_dense": 0.25},
+    ]
+    rates = kernels.calibrated_rates(rows, ("splash",))
+    target = parse_target("v5p:2x2x2")
+    calibration = {"device": "TPU v5p", "date": "2026-11-22", **rates}
+    efficiency = calibrate_target(target, calibration).efficiency
+    # The same seconds: 3.5 forward passes of work measured, 4.5 counted.
+    assert efficiency.attention == pytest.approx(2e14 * 4.5 / 3.5 / target.chip.flops_bf16)
+    assert efficiency.grouped_matmul == 0.25 and efficiency.matmul == target.efficiency.matmul
+
+
 def test_exposed_time_of_a_device() -> None:
     # Two streams of a GPU: 3 s of a collective, one of which overlaps with computation; 1 s idle at the end.
     compute = [Event("gemm", 0.0, 2.0, False), Event("gemm", 5.0, 1.0, False)]
@@ -221,7 +238,10 @@ def test_nothing_fits_a_small_device() -> None:
 @pytest.mark.exhaustive
 def test_the_whole_verb_on_eight_devices(planted: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    report = hardware(out, "--minutes", "4", "--kernels", f"{planted}:broken", code=6)
+    words = ["bench", "hardware", "--out", str(out), "--minutes", "1.5", "--kernels", f"{planted}:broken"]
+    done = subprocess.run([sys.executable, "-m", "meshwright", *words], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 6, done.stdout + done.stderr
+    report = json.loads((out / "report.json").read_text())
     sections = report["sections"]
     assert list(sections) == list(run.SECTIONS)
     assert report["problems"] and all("broken" in problem for problem in report["problems"])

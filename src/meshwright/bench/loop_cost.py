@@ -40,13 +40,13 @@ class LoopCost:
     """Duration of the call that starts a step on an idle device: the host's own work."""
     data_wait_seconds: float
     """Waiting for input, per step of the loop."""
+    overhead_seconds: float
+    """Seconds by which the loop makes a step longer: median of the differences, round by round."""
+    host_seconds: float
+    """Processor time of the loop's own thread per step: its dispatches, input, metrics. Other processes that share the
+    machine do not change it."""
     steps: int
     """Steps of each kind."""
-
-    @property
-    def overhead_seconds(self) -> float:
-        """Seconds by which the loop makes a step longer."""
-        return self.loop_seconds - self.bare_seconds
 
 
 class StepRunner:
@@ -116,16 +116,25 @@ class StepRunner:
 def measure_loop(runner: StepRunner, *, steps: int, rounds: int, reporters: list[Reporter]) -> LoopCost:
     """Runs `rounds` rounds of `steps` steps of each kind by turns, so that a slow moment meets all kinds."""
     bare, loop, blocked = list[float](), list[float](), list[float]()
-    waited = 0.0
+    waited, host = 0.0, list[float]()
     for _ in range(rounds):
         bare.append(runner.bare(steps))
-        before = runner.feed.wait_seconds
+        before, used = runner.feed.wait_seconds, time.thread_time()
         loop.append(runner.loop(steps, reporters))
+        host.append((time.thread_time() - used) / steps)
         waited += runner.feed.wait_seconds - before
         blocked.append(runner.blocked(steps))
     median = statistics.median
-    total = rounds * steps
-    return LoopCost(median(bare), median(loop), median(blocked), runner.dispatch(), waited / total, total)
+    return LoopCost(
+        bare_seconds=median(bare),
+        loop_seconds=median(loop),
+        blocked_seconds=median(blocked),
+        dispatch_seconds=runner.dispatch(),
+        data_wait_seconds=waited / (rounds * steps),
+        overhead_seconds=median(b - a for a, b in zip(bare, loop, strict=True)),
+        host_seconds=median(host),
+        steps=rounds * steps,
+    )
 
 
 def random_feed(device_run: DeviceRun, steps: int) -> Feed:

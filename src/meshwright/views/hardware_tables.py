@@ -180,6 +180,7 @@ TABLES: dict[str, tuple[tuple[str, str, tuple[Column, ...]], ...]] = {
                 _seconds("the loop adds", "overhead_seconds"),
                 _seconds("each awaited", "blocked_seconds"),
                 _seconds("dispatch", "dispatch_seconds"),
+                _seconds("processor time", "host_seconds"),
                 _seconds("waiting for data", "data_wait_seconds"),
             ),
         ),

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from meshwright.bench.clock import median_seconds
 from meshwright.bench.hardware.attention_truth import Attention, attention_with_gradients
 from meshwright.bench.hardware.machine import memory_stats
+from meshwright.bench.hardware.rates import keep_calibration
 from meshwright.bench.hardware.section import Measurement, Section
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
@@ -21,6 +22,7 @@ from meshwright.hardware.chips import find_chip
 from meshwright.hardware.mesh import build_mesh
 from meshwright.models.kernels.choose import AUTO, KERNELS, Kernels, choose_kernels
 from meshwright.models.model import AttentionSpec
+from meshwright.planner.estimate import ATTENTION_BACKWARD
 from meshwright.sharding.sequence import SequenceSplit
 
 LIMITS = {"float32": (2.5e-6, 4e-6), "bfloat16": (0.012, 0.02)}
@@ -99,9 +101,24 @@ def measure_kernels(section: Section) -> None:
     section.facts["limits"] = {dtype: list(limit) for dtype, limit in LIMITS.items()}
     section.measure(items)
     supported = {row["kernel"] for row in section.rows if "kernel" in row and "unsupported" not in row}
+    rates = calibrated_rates(section.rows, AUTO.get(platform, ()))
+    if rates:
+        keep_calibration(section, kernels=rates)
     missing = [name for name in AUTO.get(platform, ()) if name not in supported]
     if missing:
         section.notes.append(f"the platform's own kernel {', '.join(missing)} supports none of these shapes")
+
+
+def calibrated_rates(rows: Sequence[Mapping[str, Any]], own: Sequence[str]) -> dict[str, float]:
+    """Returns the rates that plans take: of the platform's own attention kernel, and of the grouped matmul.
+
+    own: names of the platform's own kernels. The planner counts the backward pass as ATTENTION_BACKWARD forward passes.
+    """
+    passes = (1 + ATTENTION_BACKWARD) / (1 + _BACKWARD)
+    attention = [row["flops_per_second"] for row in rows if row.get("kernel") in own and "flops_per_second" in row]
+    grouped = [row["of_dense"] for row in rows if "of_dense" in row]
+    rates = {"attention": passes * max(attention)} if attention else {}
+    return rates | ({"grouped_matmul": max(grouped)} if grouped else {})
 
 
 def _choose(name: str, case: Case, dtype: str) -> Kernels:
