@@ -62,6 +62,8 @@ class Summary:
     seconds: float
     data_wait_seconds: float
     """Seconds that the loop waited for data."""
+    start_seconds: float
+    """Seconds from the beginning to the end of the first step: initial values or restore, compilation, that step."""
     compile_seconds: float
     """Seconds that compiling the train step took."""
     save_seconds: float
@@ -139,7 +141,7 @@ def train(
     reporters: called with the number of steps already taken, returns further reporters.
     Raises CheckpointError, TrainingError, DataError.
     """
-    device_run = prepared.device_run
+    device_run, began = prepared.device_run, time.perf_counter()
     run = device_run.run
     _check_folder(out, start)
     check_disk_space(out, device_run, run.training.max_to_keep)
@@ -160,7 +162,7 @@ def train(
         for sink in sinks:
             stack.callback(sink.close)
         preemption = stack.enter_context(Preemption().listening())
-        return _Loop(prepared, out, checkpoints, Meter(device_run, sinks), preemption, first, cursor).run(state)
+        return _Loop(prepared, out, checkpoints, Meter(device_run, sinks), preemption, first, cursor, began).run(state)
 
 
 def _check_folder(out: Path, start: str) -> None:
@@ -202,6 +204,8 @@ class _Loop:
     """Steps taken before this loop."""
     cursor: int
     """Samples read before this loop."""
+    began: float
+    """Time at which `train` was called."""
     compile_seconds: float = 0.0
     save_seconds: float = 0.0
     held_out_loss: float | None = None
@@ -243,6 +247,7 @@ class _Loop:
             tokens=(step - self.first) * training.batch * training.seq,
             seconds=time.perf_counter() - began,
             data_wait_seconds=feed.wait_seconds,
+            start_seconds=(self.meter.first_read_at or began) - self.began,
             compile_seconds=self.compile_seconds,
             save_seconds=self.save_seconds,
             step_seconds=self.meter.step_seconds,

@@ -77,6 +77,8 @@ def print_summary(console: Console, summary: loop.Summary) -> None:
     table.add_row(
         "time", f"{format_time(summary.seconds)} for {format_count(summary.tokens)} tokens, compilation included"
     )
+    compiling = f", compiling the step {format_time(summary.compile_seconds)}" if summary.compile_seconds else ""
+    table.add_row("start", f"{format_time(summary.start_seconds)} to the end of the first step{compiling}")
     table.add_row("waiting for data", format_time(summary.data_wait_seconds))
     for name, contents in (
         ("checkpoints", "parameters, optimizer state, position in the data"),
