@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from meshwright.models.remat import checkpoint_layer
@@ -54,6 +55,22 @@ def scan_layers_ahead(
 
 def _layer_of(stacked: Tree, row: Any) -> Tree:
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, row, keepdims=False), stacked)
+
+
+def _without_integers(weights: Tree, gradients: Tree) -> list[jax.Array]:
+    """Returns the gradients of weights that have one: quantised weights in integers do not, and a scan carries none."""
+    pairs = zip(jax.tree.leaves(weights), jax.tree.leaves(gradients), strict=True)
+    return [g for w, g in pairs if jnp.issubdtype(w.dtype, jnp.inexact)]
+
+
+def _with_integers(weights: Tree, gradients: list[jax.Array]) -> Tree:
+    """Inverts `_without_integers`."""
+    leaves, treedef = jax.tree.flatten(weights)
+    rest = iter(gradients)
+    no_gradient = jax.dtypes.float0
+    return treedef.unflatten(
+        [next(rest) if jnp.issubdtype(w.dtype, jnp.inexact) else np.zeros(w.shape, no_gradient) for w in leaves]
+    )
 
 
 class _Scan:
@@ -115,16 +132,19 @@ class _Scan:
             following, scatter_first = jax.vjp(self.gather_first, _layer_of(first, (row - 1) % self.length))
             others, scatter_rest = jax.vjp(self.gather_rest, rest)
             # A gather is linear, so that of any layer reduces the gradients of the layer above.
-            reduced = (scatter_first(g_above[0])[0], scatter_rest(g_above[1])[0])
+            g_first, g_rest = _with_integers((weights, others), g_above)
+            reduced = (scatter_first(g_first)[0], scatter_rest(g_rest)[0])
             g_x, *g_weights = self._give_residuals(saved, (weights, others))((g_x, g_aux))
-            return (g_x, following, tuple(g_weights)), reduced
+            return (g_x, following, _without_integers((weights, others), tuple(g_weights))), reduced
 
         last = (_layer_of(first, self.length - 1), _layer_of(rest, self.length - 1))
         weights, scatter_first = jax.vjp(self.gather_first, last[0])
         others, scatter_rest = jax.vjp(self.gather_rest, last[1])
-        start = (g_x, weights, jax.tree.map(jnp.zeros_like, (weights, others)))
+        zeros = _without_integers((weights, others), jax.tree.map(jnp.zeros_like, (weights, others)))
+        start = (g_x, weights, zeros)
         (g_x, _, g_below), g_params = lax.scan(step, start, self._rows(rest, saved, g_aux), reverse=True)
         # Row l of the scan has reduced the gradients of row l + 1; row 0 is still to be reduced.
-        row_0 = (scatter_first(g_below[0])[0], scatter_rest(g_below[1])[0])
+        g_first, g_rest = _with_integers((weights, others), g_below)
+        row_0 = (scatter_first(g_first)[0], scatter_rest(g_rest)[0])
         shifted = jax.tree.map(lambda row, rows: jnp.concatenate([row[None], rows[:-1]]), row_0, g_params)
         return g_x, shifted

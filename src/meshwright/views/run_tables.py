@@ -46,13 +46,13 @@ def print_prepared_run(console: Console, prepared: loop.PreparedRun) -> None:
 
 
 def _print_step(console: Console, prepared: loop.PreparedRun) -> None:
-    """Prints what of the step was chosen for this machine: remat policy, kernel, overlap, compiler options."""
+    """Prints what of the step was chosen for this machine: remat policy, overlap, compiler options."""
     device_run = prepared.device_run
     options, refused = device_run.compiler_options(), device_run.refused_compiler_options
     model = device_run.local_model
     overlap = ["weights gathered one layer ahead"] if model.ahead else []
     overlap += ["collective matmul over tensor"] if model.tensor_ring else []
-    parts = [f"remat {device_run.run.training.remat}", f"attention {device_run.kernels.name}", *overlap]
+    parts = [f"remat {device_run.run.training.remat}", *overlap]
     parts += [f"{len(options)} compiler options of the chip"] if options else []
     console.print(f"step: {', '.join(parts)}", markup=False)
     if refused:
