@@ -106,7 +106,7 @@ def test_tuning_keeps_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "0 microbatch" not in names  # one is the least
     became = {row[0]: row[-1] for row in trials.rows_of(tuned)}
     assert became["gradients summed in bfloat16"] == "kept" and became["2 microbatches"] == ""
-    assert became["remat feed_forward"] == "too large"
+    assert became["remat attention_out"] == "too large"
     # Of a plan that does not fit the slower variant that does is taken.
     small = dataclasses.replace(prove(plan(), TARGET, 60), step_seconds=1.0, refused="too large")
     found = tune(small, TARGET, 60, quiet()).best
@@ -117,7 +117,7 @@ def test_tuning_keeps_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("target", "remats"),
-    [("v5p:2x2x2", {"feed_forward", "offload_attention", "offload"}), ("h100:8", {"projections", "feed_forward"})],
+    [("v5p:2x2x2", {"attention_out", "offload_attention", "offload"}), ("h100:8", {"feed_forward", "attention_out"})],
 )
 def test_neighbours_of_a_policy_are_those_of_the_machine(target: str, remats: set[str]) -> None:
     tried = [run.training.remat for name, run in trials.trials(plan().run, parse_target(target)) if "remat" in name]

@@ -75,7 +75,8 @@ _UNKNOWN = re.compile(r"No such compile option: '?([\w]+)'?")
 def refused_options(device: Any, options: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
     """Returns the names of those `options` that the installed compiler of `device` does not know.
 
-    It compiles an empty program with them; older and newer compilers know other options.
+    It compiles an empty program with them; older and newer compilers know other options. Raises ConfigError for a value
+    that an option does not take.
     """
     import jax  # not needed to look an option up
 
@@ -90,5 +91,9 @@ def refused_options(device: Any, options: tuple[tuple[str, str], ...]) -> tuple[
         except jax.errors.JaxRuntimeError as error:
             unknown = _UNKNOWN.search(str(error))
             if unknown is None or unknown[1] not in left:
-                return tuple(refused)
+                raise ConfigError(
+                    f"compiler options {', '.join(f'{name}={value}' for name, value in left.items())}",
+                    str(error).splitlines()[0][:300],
+                    "another value, or --training.compiler-options auto",
+                ) from error
             refused.append(unknown[1])

@@ -14,8 +14,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshwright.comm.hierarchical import DcnAxis
 from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
-from meshwright.hardware.chips import chip_name
-from meshwright.hardware.compiler_options import compiler_options_of, refused_options
 from meshwright.hardware.mesh import ring_order, torus_degrees
 from meshwright.models.forward import LocalModel
 from meshwright.models.kernels.choose import Kernels, kernels_of
@@ -151,7 +149,11 @@ class DeviceRun:
     def refused_compiler_options(self) -> tuple[str, ...]:
         """Options of the chip that the installed compiler does not know. Raises ConfigError for those of the run."""
         wanted, words = self._wanted_options, self.run.training.compiler_options
-        refused = refused_options(self.mesh.devices.flat[0], tuple(wanted.items())) if wanted else ()
+        if not wanted:
+            return ()
+        from meshwright.hardware.compiler_options import refused_options  # not needed on simulated devices
+
+        refused = refused_options(self.mesh.devices.flat[0], tuple(wanted.items()))
         own = [name for name in refused if any(word.startswith(f"{name}=") for word in words)]
         if own:
             raise ConfigError(
@@ -163,8 +165,13 @@ class DeviceRun:
 
     @functools.cached_property
     def _wanted_options(self) -> dict[str, str]:
-        device = self.mesh.devices.flat[0]
-        options = compiler_options_of(chip_name(device.device_kind), self.run.training.compiler_options)
+        device, words = self.mesh.devices.flat[0], self.run.training.compiler_options
+        if device.platform == "cpu" and words == ("auto",):
+            return {}
+        from meshwright.hardware.chips import chip_name  # not needed on simulated devices
+        from meshwright.hardware.compiler_options import compiler_options_of
+
+        options = compiler_options_of(chip_name(device.device_kind), words)
         return {} if device.platform == "cpu" else options
 
 
