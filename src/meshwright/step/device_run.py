@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.comm.hierarchical import DcnAxis
+from meshwright.comm.hierarchical import Axes, DcnAxis
 from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import ring_order, torus_degrees
@@ -20,8 +20,8 @@ from meshwright.models.kernels.choose import Kernels, kernels_of
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.sharding.layouts import BATCH_AXES
-from meshwright.sharding.params import Tree, init_params, plan_gathers, shardings, tree_map
-from meshwright.sharding.placement import Placements, to_spec
+from meshwright.sharding.params import Param, Tree, init_params, plan_gathers, shardings, tree_map
+from meshwright.sharding.placement import Placements, axes_of, to_spec
 from meshwright.step.optimizers import build_optimizer, place_optimizer_state
 from meshwright.step.state import State
 
@@ -70,6 +70,7 @@ class DeviceRun:
             compute_dtype=jnp.dtype(training.compute_dtype),
             reduce_dtype=jnp.dtype(training.reduce_dtype),
             dcn=self.links,
+            summed=self.summed_in_backward,
         )
         if training.matmul_precision != "compute":
             from meshwright.models.blocks.quantised import low_precision_gather  # loaded for runs that ask for it
@@ -86,6 +87,23 @@ class DeviceRun:
             self._gathered_ahead(),
             self._tensor_ring(),
         )
+
+    @functools.cached_property
+    def summed_in_backward(self) -> Tree:
+        """Tree of the batch axes over which the backward pass sums a gradient, layer by layer.
+
+        For the matmuls of layers that replicas share (`data`), whose sums then overlap with the rest of the backward
+        pass. With several microbatches, or stages, or in low precision, they are summed once, at the end.
+        """
+        training = self.run.training
+        at_the_end = training.microbatches > 1 or self.shape.stage > 1 or training.matmul_precision != "compute"
+
+        def axes(p: Param, where: Placements) -> Axes:
+            if at_the_end or p.role is None or "L" not in p.dims:
+                return ()
+            return tuple(a for a in BATCH_AXES if self.shape.degrees()[a] > 1 and a not in axes_of(where.optimizer))
+
+        return tree_map(axes, self.params, self.placements)
 
     def _gathered_ahead(self) -> dict[str, tuple[str, ...]]:
         """Parameters that are gathered one layer ahead, by stack; none where nothing is gathered or recomputed."""
