@@ -257,6 +257,9 @@ class Training:
     but the attention kernel (attention_out), or the whole layer (full). On TPUs the layer inputs can wait in host
     memory (offload), with the attention outputs (offload_attention). `auto` takes the policy with the shortest
     predicted step that fits the chip's memory, and full where the chip is unknown."""
+    saved_layers: int = 0
+    """Layers, from the first, that save the outputs of all projections; the others follow `remat`. With `remat auto` it
+    is as many as fit. Not with pipeline stages."""
     context_strategy: ContextStrategy = "ring"
     """Attention over a sequence sharded over `context`: pass key/value blocks around a ring (ring), gather them
     (all_gather), exchange heads for positions (ulysses), or a ring of Ulysses groups (usp)."""

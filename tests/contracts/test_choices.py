@@ -30,6 +30,8 @@ def plain(family: str) -> Trained:
             for remat in ("full", "projections", "attention", "attention_out")
         ),
         {"tensor_strategy": "ring"},
+        {"saved_layers": 1, "remat": "full"},
+        pytest.param({"saved_layers": 1, "remat": "attention_out", "gather_ahead": "layer"}, marks=exhaustive),
         {"gather_ahead": "layer", "remat": "full"},
         pytest.param({"gather_ahead": "layer", "remat": "projections"}, marks=exhaustive),
         pytest.param({"gather_ahead": "layer", "remat": "attention_out", "microbatches": 2}, marks=exhaustive),

@@ -8,6 +8,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
 
+from meshwright.config import Remat
 from meshwright.hardware.axis_mapping import AxisMapping, map_axes
 from meshwright.hardware.chips import Chip, Torus
 from meshwright.hardware.interconnect import Route, route
@@ -104,6 +105,41 @@ class Estimate:
 
 def estimate(placed: PlacedRun, target: Target, engine: Engine = MESHWRIGHT) -> Estimate:
     """Predicts a step of `placed` on `target`. engine: whose pipeline and whose split attention is priced."""
+    saved = placed.run.training.saved_layers / max(1, len(placed.spec.layers))
+    if not saved:
+        return _estimate(placed, target, engine)
+    others, saving = (
+        _estimate(with_remat(placed, remat), target, engine) for remat in (placed.run.training.remat, "projections")
+    )
+    return _mixed(others, saving, saved)
+
+
+def with_remat(placed: PlacedRun, remat: Remat, saved_layers: int = 0) -> PlacedRun:
+    """Returns the placed run with another remat policy, on which no placement depends."""
+    training = dataclasses.replace(placed.run.training, remat=remat, saved_layers=saved_layers)
+    return dataclasses.replace(placed, run=dataclasses.replace(placed.run, training=training))
+
+
+def _mixed(others: Estimate, saving: Estimate, fraction: float) -> Estimate:
+    """Returns the estimate of a run in which a `fraction` of the layers are those of `saving`."""
+
+    def mix(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+        return {name: (1 - fraction) * value + fraction * b.get(name, 0.0) for name, value in a.items()}
+
+    parts = mix(others.parts, saving.parts)
+    memory = {name: max(n, saving.memory.get(name, 0.0)) for name, n in others.memory.items()}
+    memory["activations"] = mix(others.memory, saving.memory)["activations"]
+    return dataclasses.replace(
+        others,
+        seconds=sum(parts.values()),
+        parts=parts,
+        exposed=mix(others.exposed, saving.exposed),
+        busy=mix(others.busy, saving.busy),
+        memory=memory,
+    )
+
+
+def _estimate(placed: PlacedRun, target: Target, engine: Engine) -> Estimate:
     run, shape, chip = placed.run, placed.shape, target.chip
     training, microbatches = run.training, run.training.microbatches
     if training.matmul_precision != "compute":

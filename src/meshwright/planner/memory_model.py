@@ -9,7 +9,7 @@ import math
 import jax.numpy as jnp
 
 from meshwright.models.loss import chunk_tokens
-from meshwright.models.remat import ATTN_OUT, ATTN_RESIDUAL, FFN_HIDDEN, LAYER_INPUT, QKV, REMAT_POLICIES
+from meshwright.models.remat import ATTN_LSE, ATTN_OUT, ATTN_RESIDUAL, FFN_HIDDEN, LAYER_INPUT, QKV, REMAT_POLICIES
 from meshwright.planner.layout_cache import cached_by_layout
 from meshwright.planner.work import Work
 from meshwright.runs.placed_run import PlacedRun
@@ -111,8 +111,7 @@ def _saved_bytes(placed: PlacedRun, work: Work, compute: int) -> float:
     """Bytes that a layer keeps on the device for the backward pass."""
     policy = REMAT_POLICIES[placed.run.training.remat]
     elements = _elements_per_token(placed, work)
-    # With the attention output its kernel keeps the log-sum-exp of each head, float32.
-    elements[ATTN_OUT] += work.heads * 4 / compute
+    elements[ATTN_LSE] = work.heads * 4 / compute
     if policy.saved is None:
         # Also both normalised inputs, whole over `tensor`, and SwiGLU's product.
         kept = sum(elements.values()) + 2 * work.width + work.ffn_hidden

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshwright.models.remat import ATTN_OUT
+from meshwright.models.remat import ATTN_LSE, ATTN_OUT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +228,8 @@ _attend.defvjp(_forward, _backward)
 
 def named(result: Result, dtype: Any) -> Result:
     """Names output and lse, which the remat policies save together (models/remat.py); the output in `dtype`."""
-    out_BTNH, lse_BNT = (checkpoint_name(x, ATTN_OUT) for x in (result.out_BTNH.astype(dtype), result.lse_BNT))
+    out_BTNH = checkpoint_name(result.out_BTNH.astype(dtype), ATTN_OUT)
+    lse_BNT = checkpoint_name(result.lse_BNT, ATTN_LSE)
     return Result(out_BTNH, lse_BNT)
 
 
