@@ -25,6 +25,8 @@ from meshwright.sharding.placement import Placements, axes_of, to_spec
 from meshwright.step.optimizers import build_optimizer, place_optimizer_state
 from meshwright.step.state import State
 
+_RING = 4
+"""Least chips along a dimension of a TPU slice that has wraparound links."""
 BATCH_SPEC = PartitionSpec(BATCH_AXES, None)
 
 
@@ -196,9 +198,11 @@ class DeviceRun:
 def _gather_levels(degrees: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the levels of gathers over an axis. degrees: along each dimension of the torus, outermost first.
 
-    SparseCores gather over two dimensions at once, not over three. The outer level moves nearly all bytes: it gets two.
+    XLA compiles a gather over a closed torus of three dimensions to an all-reduce of the whole; where a dimension is
+    open it does not. The outer level moves nearly all bytes, so it gets two dimensions.
     """
-    return (math.prod(degrees),) if len(degrees) < 3 else (math.prod(degrees[:-1]), degrees[-1])
+    closed = len(degrees) == 3 and min(degrees) >= _RING
+    return (math.prod(degrees[:-1]), degrees[-1]) if closed else (math.prod(degrees),)
 
 
 def param_specs(placements: Tree, which: str) -> Tree:
