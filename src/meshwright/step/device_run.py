@@ -109,9 +109,9 @@ class DeviceRun:
 
     def _gathered_ahead(self) -> dict[str, tuple[str, ...]]:
         """Parameters that are gathered one layer ahead, by stack; none where nothing is gathered or recomputed."""
-        training, platform = self.run.training, self.mesh.devices.flat[0].platform
+        training = self.run.training
         whole = REMAT_POLICIES[training.remat].saved is None or self.shape.stage > 1
-        if training.gather_ahead == "none" or whole or (training.gather_ahead == "auto" and platform == "cpu"):
+        if training.gather_ahead == "none" or whole or (training.gather_ahead == "auto" and not self.links.torus):
             return {}
         from meshwright.models.gather_ahead import gathered_ahead  # not needed on simulated devices
 
@@ -201,8 +201,8 @@ def _gather_levels(degrees: tuple[int, ...]) -> tuple[int, ...]:
     XLA compiles a gather over a closed torus of three dimensions to an all-reduce of the whole; where a dimension is
     open it does not. The outer level moves nearly all bytes, so it gets two dimensions.
     """
-    closed = len(degrees) == 3 and min(degrees) >= _RING
-    return (math.prod(degrees[:-1]), degrees[-1]) if closed else (math.prod(degrees),)
+    closed = sum(degree >= _RING for degree in degrees) == 3
+    return (math.prod(degrees[:2]), math.prod(degrees[2:])) if closed else (math.prod(degrees),)
 
 
 def param_specs(placements: Tree, which: str) -> Tree:
