@@ -315,3 +315,23 @@ def test_attention_of_cudnn_is_priced_by_its_shapes() -> None:
     assert forward.kind == backward.kind == "attention"
     assert forward.seconds == pytest.approx(0.5 * 2 * product / (0.01 * 989e12), rel=1e-3)
     assert backward.seconds == pytest.approx(3.5 * forward.seconds)
+
+
+def test_attention_between_chunks_is_priced_by_its_own_mask() -> None:
+    """A pair of chunks of a split sequence is full or diagonal; the innermost scope states the visible fraction."""
+    target = parse_target("h100:1")
+    slow = dataclasses.replace(WHOLE, attention=0.01)
+
+    def seconds(scope: str) -> float:
+        module = parse_module(
+            CUDNN.replace(
+                "api_version=API_VERSION_STATUS_RETURNING",
+                f'metadata={{op_name="jit(step)/{scope}/dot_product_attention"}}',
+            )
+        )
+        instruction = module.entry.instructions["forward"]
+        return CostModel(target.chip, slow, 0.5).cost_of(module, module.entry, instruction).seconds
+
+    whole = seconds("visible_1.000000")
+    assert seconds("layers") == pytest.approx(whole / 2)
+    assert seconds("jvp(visible_0.501000)/cond/visible_0.250000") == pytest.approx(whole / 4)
