@@ -221,9 +221,9 @@ def _dot(a: jax.Array, b: jax.Array, dims: tuple[int, int], dtype: Any) -> jax.A
 def _transposed(x_TD: jax.Array) -> jax.Array:
     """Returns the transpose, transposed in memory.
 
-    A v5p multiplies int8 at the speed of bfloat16 where the rows of the left operand are contracted: for 8192 x 4096 and
-    8192 x 14336 its compiler estimates 2.13 ms, and 1.07 ms with the left operand transposed. Without the layout XLA
-    relabels the dimensions instead.
+    A v5p multiplies int8 at the speed of bfloat16 where the rows of the left operand are contracted: for 8192 x 4096
+    and 8192 x 14336 its compiler estimates 2.13 ms, and 1.07 ms with the left operand transposed. Without the layout
+    XLA relabels the dimensions instead.
     """
     return with_layout_constraint(x_TD.T, Layout(major_to_minor=(0, 1)))
 
