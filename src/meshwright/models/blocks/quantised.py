@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from meshwright.comm.collectives import all_reduce_max
 from meshwright.comm.hierarchical import Axes, hierarchical_all_gather
@@ -217,6 +218,16 @@ def _dot(a: jax.Array, b: jax.Array, dims: tuple[int, int], dtype: Any) -> jax.A
     return lax.dot_general(a, b, (((dims[0],), (dims[1],)), ((), ())), preferred_element_type=preferred)
 
 
+def _transposed(x_TD: jax.Array) -> jax.Array:
+    """Returns the transpose, transposed in memory.
+
+    A v5p multiplies int8 at the speed of bfloat16 where the rows of the left operand are contracted: for 8192 x 4096
+    and 8192 x 14336 its compiler estimates 2.13 ms, and 1.07 ms with the left operand transposed. Without the layout
+    XLA relabels the dimensions instead.
+    """
+    return with_layout_constraint(x_TD.T, Layout(major_to_minor=(0, 1)))
+
+
 def _scaled(product: jax.Array, dtype: Any, *scales: jax.Array) -> jax.Array:
     """Multiplies a product by the scales of its operands."""
     if product.dtype == jnp.int32:
@@ -264,7 +275,11 @@ def _multiply_bwd(plan: WeightPlan, saved: _Saved, g_TF: jax.Array) -> tuple[jax
         g_x_TD = _scaled(_dot(q_TF, w_DF, (1, 1), dtype), dtype, g_scale)
         scaled_TF = g_TF.astype(wide) * x_scale.astype(wide)
         q_TF, g_scale = _quantise_activations(scaled_TF, recipe.gradient, plan, 0, TOKEN_AXES)
-        g_w_DF = _scaled(_dot(q_TD, q_TF, (0, 0), dtype), dtype, g_scale)
+        if recipe.operand == "int8":
+            product = _dot(_transposed(q_TD), q_TF, (1, 0), dtype)
+        else:
+            product = _dot(q_TD, q_TF, (0, 0), dtype)
+        g_w_DF = _scaled(product, dtype, g_scale)
     return g_x_TD, None, None, g_w_DF
 
 
