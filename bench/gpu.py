@@ -4,8 +4,8 @@
 
 VENV has torch, transformers and accelerate; this process has meshwright. Each side is a worker process that keeps its
 compiled step and waits; the workers measure by turns, so that a slow moment of the machine meets all of them. The model
-is a Llama with equal sizes, parameters and FLOPs on every side, in bfloat16 with float32 parameters (bfloat16 autocast in
-torch), with AdamW and a clipped gradient. `--size tiny --dtype float32` runs on a CPU.
+is a Llama with equal sizes, parameters and FLOPs on every side, on one device, in bfloat16 with float32 parameters
+(bfloat16 autocast in torch), with AdamW and a clipped gradient. `--size tiny --dtype float32` runs on a CPU.
 """
 
 import argparse
@@ -66,28 +66,25 @@ def step_flops(job: Job) -> float:
 
 
 class OurStep:
-    """Our compiled train step, on all devices of the machine."""
+    """Our compiled train step on the first device."""
 
     def __init__(self, job: Job):
         import jax
 
         from meshwright.bench.loop_cost import StepRunner
         from meshwright.config import MeshShape, Run, Training
-        from meshwright.hardware.mesh import build_mesh, prepare_host
+        from meshwright.hardware.mesh import build_mesh
         from meshwright.models.families.llama import Llama
         from meshwright.sharding.params import count_params
         from meshwright.step.device_run import place_on_devices
         from meshwright.step.train_step import CompiledTrainStep
 
-        prepare_host(1)
-        devices = jax.device_count()
         training = Training(
-            steps=100_000, batch=job.batch * devices, seq=job.seq, compute_dtype=_dtype(job), remat=_remat(job),
+            steps=100_000, batch=job.batch, seq=job.seq, compute_dtype=_dtype(job), remat=_remat(job),
             logits_mib=1024,
         )  # fmt: skip
-        mesh = MeshShape(fsdp=devices)
-        run = Run(model=Llama(**job.shape), mesh=mesh, training=training)
-        device_run = place_on_devices(run, build_mesh(mesh))
+        run = Run(model=Llama(**job.shape), mesh=MeshShape(), training=training)
+        device_run = place_on_devices(run, build_mesh(MeshShape()))
         self._runner, self._steps = StepRunner(device_run, steps=1), job.steps
         began = time.perf_counter()
         step = CompiledTrainStep(device_run, self._runner.batch)
@@ -96,7 +93,7 @@ class OurStep:
         self._runner.bare(2)
         self.facts = {
             "parameters": count_params(device_run.placed.params), "compile_seconds": compiled,
-            "devices": devices, "device": jax.devices()[0].device_kind, "attention": device_run.kernels.name,
+            "device": jax.devices()[0].device_kind, "attention": device_run.kernels.name,
             "versions": f"meshwright {version('meshwright')}, jax {jax.__version__}, "
             f"{jax.devices()[0].client.platform_version.splitlines()[0]}",
         }  # fmt: skip
@@ -116,6 +113,9 @@ def _remat(job: Job) -> Any:
 
 def serve(job: Job) -> None:
     """Runs as the worker of our side: a line of facts, then a line of seconds for each line that it reads."""
+    from meshwright.hardware.mesh import prepare_host
+
+    prepare_host(1)
     worker = OurStep(job)
     print(json.dumps(worker.facts), flush=True)
     for _ in sys.stdin:
@@ -219,9 +219,7 @@ def compare(job: Job, pythons: Mapping[str, str], rounds: int) -> list[dict[str,
 def main() -> None:
     """Parses the arguments, compares, prints and writes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--torch", help="Python with torch, transformers and accelerate; without it ours alone is timed"
-    )
+    parser.add_argument("--torch", help="Python with torch, transformers, accelerate; without it ours alone runs")
     parser.add_argument("--size", choices=SIZES, default="1b")
     parser.add_argument("--batch", type=int, default=4, help="sequences of a device")
     parser.add_argument("--seq", type=int, default=4096)

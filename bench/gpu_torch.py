@@ -100,20 +100,19 @@ def serve_compiled() -> None:
     compiled = torch.compile(model)
     tokens = torch.randint(0, SHAPE["vocab"], (JOB["batch"], JOB["seq"] + 1), device=DEVICE)
 
-    def step() -> None:
+    def step() -> torch.Tensor:
         with torch.autocast(DEVICE, DTYPE, enabled=torch.float32 != DTYPE):
             loss = compiled(tokens[:, :-1], tokens[:, 1:])
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if not math.isfinite(STATE.setdefault("first loss", float(loss.detach()))):
-            raise SystemExit("the loss is not finite")
+        return loss.detach()
 
     began = time.perf_counter()
-    for _ in range(3):
-        step()
-    synchronize()
+    losses = [float(step()) for _ in range(3)]
+    if not all(map(math.isfinite, losses)):
+        raise SystemExit(f"the loss is not finite: {losses}")
     facts(model, time.perf_counter() - began, "scaled_dot_product_attention", "")
     for _ in sys.stdin:
         synchronize()
@@ -122,9 +121,6 @@ def serve_compiled() -> None:
             step()
         synchronize()
         print(json.dumps((time.perf_counter() - start) / JOB["steps"]), flush=True)
-
-
-STATE: dict[str, float] = {}
 
 
 def serve_trainer() -> None:
@@ -169,8 +165,8 @@ def serve_trainer() -> None:
             output_dir=out, per_device_train_batch_size=JOB["batch"], max_steps=1_000_000, learning_rate=3e-4,
             weight_decay=0.1, adam_beta2=0.95, max_grad_norm=1.0, bf16=torch.bfloat16 == DTYPE, report_to=[],
             logging_strategy="no", save_strategy="no", disable_tqdm=True, use_cpu=DEVICE == "cpu",
-            optim="adamw_torch_fused" if DEVICE == "cuda" else "adamw_torch", gradient_checkpointing=JOB["remat"] != "none",
-            torch_compile=False,
+            optim="adamw_torch_fused" if DEVICE == "cuda" else "adamw_torch",
+            **({} if JOB["remat"] == "none" else {"gradient_checkpointing": True}),
         )  # fmt: skip
         Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Measure()]).train()
 
