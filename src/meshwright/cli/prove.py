@@ -192,8 +192,8 @@ def _shape(run: Run, devices: Sequence[Any], target: Target | None) -> MeshShape
 def _take_census(
     options: ProveOptions, run: Run, devices: list[Any], target: Target | None
 ) -> tuple[DeviceRun, Census]:  # fmt: skip
-    assert run.mesh is not None
     run = with_vocab(run) if target is None else with_best_remat(with_vocab(run), target)
+    assert run.mesh is not None
     device_run = place_on_devices(run, mesh.build_mesh(run.mesh, devices))
     if options.step != "train":
         return device_run, census_of_eval_step(device_run)

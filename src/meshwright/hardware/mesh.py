@@ -160,7 +160,8 @@ def torus_degrees(mesh: Mesh) -> tuple[tuple[str, tuple[int, ...]], ...]:
         line = np.moveaxis(mesh.devices, number, 0).reshape(mesh.devices.shape[number], -1)[:, 0]
         first = getattr(line[0], "slice_index", 0)
         coordinates = [_coordinates(d) for d in line if getattr(d, "slice_index", 0) == first]
-        degrees = _degrees_by_dimension(coordinates) if None not in coordinates else ()
+        known = [c for c in coordinates if c is not None]
+        degrees = _degrees_by_dimension(known) if len(known) == len(coordinates) else ()
         if len(degrees) > 1:
             found.append((axis, degrees))
     return tuple(found)

@@ -65,6 +65,7 @@ def _without_integers(weights: Tree, gradients: Tree) -> list[jax.Array]:
 
 def _with_integers(weights: Tree, gradients: list[jax.Array]) -> Tree:
     """Inverts `_without_integers`."""
+    treedef: Any
     leaves, treedef = jax.tree.flatten(weights)
     rest = iter(gradients)
     no_gradient = jax.dtypes.float0

@@ -89,7 +89,7 @@ def scan_layers(
     return jax.lax.scan(step, x, (stacked, index_L), unroll=unroll)
 
 
-def checkpoint_layer[**P, R](layer: Callable[P, R], remat: str) -> Callable[P, R]:
+def checkpoint_layer(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
     """Returns `layer(x, ...)` with the remat policy applied; it must run inside a scan."""
     policy = REMAT_POLICIES[remat].policy
 
