@@ -49,6 +49,11 @@ COMPILER_OPTIONS: dict[str, tuple[OptionSet, ...]] = {
 """Option sets by chip name (`chips.CHIPS`)."""
 
 
+GATHERS_IN_LEVELS = frozenset({"v5p"})
+"""Chips on which a gather over a closed three-dimensional torus goes in two levels: their compiler makes an all-reduce
+of one over all dimensions. On tpu7x it does not, and one gather is faster (docs/log.md)."""
+
+
 def compiler_options_of(chip: str | None, words: Sequence[str]) -> dict[str, str]:
     """Returns XLA options by name.
 

@@ -133,7 +133,15 @@ class DeviceRun:
     @functools.cached_property
     def links(self) -> DcnAxis:
         """Levels of links under the mesh axes: slices, and dimensions of the torus."""
-        torus = ((axis, _gather_levels(degrees)) for axis, degrees in torus_degrees(self.mesh))
+        spans = torus_degrees(self.mesh)
+        if not spans:
+            return self.placed.dcn
+        from meshwright.hardware.chips import chip_name  # not needed on simulated devices
+        from meshwright.hardware.compiler_options import GATHERS_IN_LEVELS
+
+        if chip_name(self.mesh.devices.flat[0].device_kind) not in GATHERS_IN_LEVELS:
+            return self.placed.dcn
+        torus = ((axis, _gather_levels(degrees)) for axis, degrees in spans)
         levels = tuple((axis, degrees) for axis, degrees in torus if len(degrees) > 1)
         return dataclasses.replace(self.placed.dcn, torus=levels)
 
