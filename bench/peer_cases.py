@@ -109,21 +109,33 @@ class Setting:
 
 
 SHIPPED = Setting(None)
+"""What a side does when nothing is said. MaxText's base.yml has `full` and no options."""
 
 
 def option_settings(side: str, case: Case) -> Iterator[Setting]:
     """Lists the first half of the search: every set of options with `full`, which fits wherever anything does."""
     for options in OPTION_SETS[case.chip]:
-        yield Setting("full", options)
+        yield SHIPPED if side == "maxtext" and options == NO_OPTIONS else Setting("full", options)
         if side == "maxtext":
             yield Setting("full", options, windowed=False)
 
 
 def remat_settings(side: str, best: Setting) -> Iterator[Setting]:
-    """Lists the second half: every remat policy with the options that were best with `full`."""
+    """Lists the second half: every other remat policy with the options that were best with `full`."""
     for remat in REMAT[side]:
-        if remat != best.remat:
+        if remat != "full":
             yield dataclasses.replace(best, remat=remat)
+
+
+def all_settings(side: str, case: Case) -> Iterator[Setting]:
+    """Lists every remat policy with every set of options, after what the side does when nothing is said."""
+    yield SHIPPED
+    for remat in REMAT[side]:
+        for options in OPTION_SETS[case.chip]:
+            for windowed in (True, False) if side == "maxtext" else (True,):
+                setting = Setting(remat, options, windowed)
+                if side == "ours" or setting != Setting("full"):
+                    yield setting
 
 
 def arguments(side: str, case: Case, setting: Setting) -> list[str]:

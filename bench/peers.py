@@ -9,7 +9,8 @@ meshwright's census and by `second_reading.py`, and writes results/peers.json an
 
 - `shipped`: what a user gets who says nothing but model, chips, mesh and batch;
 - `options`: every set of compiler options with remat `full`;
-- `remat`: every remat policy with the best of those options (by the census; `compile` reads as it goes).
+- `remat`: every other remat policy with the best of those options (by the census; `compile` reads as it goes);
+- `all`: every policy with every set of options. `--only` picks from it, and from the others.
 
 MaxText runs in an environment of its own (README.md). Nothing runs on a TPU.
 """
@@ -22,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -169,17 +169,6 @@ def theoretical_flops(case: Case) -> dict[str, float]:
     return {"model": model * tokens, "with_recomputation": (model + layers) * tokens}
 
 
-def settings_in_cache(cache: Path, side: str, name: str) -> Iterator[Setting]:
-    """Lists the settings of the search that the cache has."""
-    yield SHIPPED
-    for remat in peer_cases.REMAT[side]:
-        for options in peer_cases.OPTION_SETS[CASES[name].chip]:
-            for windowed in (True, False):
-                setting = Setting(remat, options, windowed)
-                if (folder_of(cache, side, name, setting) / "facts.json").is_file():
-                    yield setting
-
-
 def best_options(side: str, name: str, cache: Path) -> Setting:
     """Returns the fastest setting with `full` in the cache."""
     rows = [(read(side, name, s, cache), s) for s in peer_cases.option_settings(side, CASES[name])]
@@ -196,6 +185,8 @@ def compile_stage(given: argparse.Namespace) -> None:
             settings = [SHIPPED]
         elif given.stage == "options":
             settings = list(peer_cases.option_settings(given.side, CASES[name]))
+        elif given.stage == "all":
+            settings = list(peer_cases.all_settings(given.side, CASES[name]))
         else:
             settings = list(peer_cases.remat_settings(given.side, best_options(given.side, name, given.cache)))
         for setting in settings:
@@ -216,7 +207,7 @@ def read_all(given: argparse.Namespace) -> None:
         row
         for name in given.case or CASES
         for side in ("maxtext", "ours")
-        for setting in settings_in_cache(given.cache, side, name)
+        for setting in peer_cases.all_settings(side, CASES[name])
         if (row := read(side, name, setting, given.cache)) is not None
     ]
     RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
@@ -236,7 +227,7 @@ def main() -> None:
         verb.add_argument("--cache", type=Path, required=True, help="folder of compiled programs")
     compiling.set_defaults(do=compile_stage)
     compiling.add_argument("side", choices=("maxtext", "ours"))
-    compiling.add_argument("--stage", choices=("shipped", "options", "remat"), required=True)
+    compiling.add_argument("--stage", choices=("shipped", "options", "remat", "all"), required=True)
     compiling.add_argument("--only", action="append", help="settings whose file name has this in it")
     compiling.add_argument("--maxtext", help="Python of an environment that has MaxText")
     compiling.add_argument("--report", type=Path, help="file that receives one line per program")
