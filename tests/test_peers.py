@@ -216,3 +216,20 @@ def test_a_program_that_does_not_fit_has_no_ratio(bench) -> None:
     rows = [_row("maxtext", None, 3.0), failed]
     assert "does not fit" in tables.evidence(rows)
     assert len(tables.comparison(rows).splitlines()) == 2
+
+
+def test_two_sides_are_timed_by_turns(bench) -> None:
+    turns = bench("turns")
+    worker = "import sys, time; sys.path.insert(0, {!r}); import turns; turns.serve(lambda n: time.sleep(n * {}))"
+    sides = {name: ([sys.executable, "-c", worker.format(str(BENCH), seconds)], {}) for name, seconds in
+             (("one", 0.002), ("two", 0.004))}  # fmt: skip
+    times = turns.by_turns(sides, rounds=4, steps=5)
+    found = turns.summary(times, "one", "two")
+    assert [len(side) for side in times.values()] == [4, 4]
+    assert 0.4 < found["ratio"] < 0.75
+    assert "paired ratio" in turns.line_of(found, "one", "two")
+
+
+def test_a_side_that_ends_is_named(bench) -> None:
+    with pytest.raises(SystemExit, match="before its first step"):
+        bench("turns").by_turns({"gone": ([sys.executable, "-c", "print('hello')"], {})})
