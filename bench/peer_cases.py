@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 SPARSE_CORE = "SparseCore"
 VMEM = "SparseCore + VMEM"
+ALL = "SparseCore with all-reduce + VMEM"
 NO_OPTIONS = "none"
 
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_{}=true"
@@ -16,6 +17,8 @@ OPTION_SETS: dict[str, dict[str, tuple[str, ...]]] = {
         NO_OPTIONS: (),
         SPARSE_CORE: tuple(_OFFLOAD.format(kind) for kind in _V5P_KINDS),
         VMEM: (*(_OFFLOAD.format(kind) for kind in _V5P_KINDS), "xla_tpu_scoped_vmem_limit_kib=49152"),
+        # What Meshwright takes on this chip when nothing is said.
+        ALL: (*(_OFFLOAD.format(kind) for kind in (*_V5P_KINDS, "all_reduce")), "xla_tpu_scoped_vmem_limit_kib=49152"),
     },
     "v6e": {
         NO_OPTIONS: (),
@@ -23,7 +26,8 @@ OPTION_SETS: dict[str, dict[str, tuple[str, ...]]] = {
         VMEM: (*(_OFFLOAD.format(kind) for kind in _V6E_KINDS), "xla_tpu_scoped_vmem_limit_kib=98304"),
     },
 }
-"""Compiler options that both sides are compiled with, by chip."""
+"""Sets of compiler options that both sides are compiled with, by chip: the search on our side starts from none of its
+own, so that a set means the same on both."""
 
 NOT_WINDOWED = "xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000"
 """Switches XLA's windowed einsum off. It acts on programs that XLA partitions, as MaxText's; ours has none."""
@@ -39,7 +43,9 @@ REMAT: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "ours": {
         name: ("--training.remat", name)
-        for name in ("full", "none", "attention", "projections", "feed_forward", "offload_attention", "offload")
+        for name in (
+            "full", "none", "attention", "projections", "feed_forward", "attention_out", "offload_attention", "offload",
+        )
     },
 }  # fmt: skip
 """Every remat policy of a side -> its arguments. The first is `full` on both."""
@@ -153,4 +159,4 @@ def arguments(side: str, case: Case, setting: Setting) -> list[str]:
         case.model, "--on", case.target, "--mesh", f"fsdp={case.chips}", "--batch", str(case.batch),
         "--seq", str(case.seq), *remat,
     ]  # fmt: skip
-    return [*words, "--training.compiler-options", *options] if options else words
+    return words if setting.remat is None else [*words, "--training.compiler-options", *options]

@@ -111,7 +111,7 @@ def _compile_ours(words: list[str], folder: Path) -> dict[str, Any]:
         "heap": census["memory"]["peak"], "versions": census["versions"], "memory": compiled,
         "census_seconds": census["simulated_schedule"]["step_seconds"],
         "census_exposed": sum(census["simulated_schedule"]["exposed"].values()),
-        "census_flops": census["flops"], "findings": [finding["rule"] for finding in census["findings"]],
+        "census_flops": census["flops"], "findings": [finding["kind"] for finding in census["findings"]],
     }  # fmt: skip
 
 

@@ -174,6 +174,7 @@ def test_both_sides_are_searched_alike(bench) -> None:
             found = {s.remat for s in cases.remat_settings(side, settings[-1])}
             assert found | {"full"} == set(cases.REMAT[side])
             every = list(cases.all_settings(side, case))
+            assert side == "ours" or cases.SHIPPED in settings
             assert len({s.slug() for s in every}) == len(every)
             assert {*settings, *cases.remat_settings(side, settings[-1])} <= set(every)
 
@@ -185,6 +186,7 @@ def test_arguments_of_both_sides(bench) -> None:
         "llama2-7b", "--on", "v5p:2x2x4", "--mesh", "fsdp=16", "--batch", "64", "--seq", "4096",
     ]  # fmt: skip
     assert not [word for word in cases.arguments("maxtext", case, cases.SHIPPED) if "xla" in word or "remat" in word]
+    assert cases.arguments("ours", case, cases.Setting("full"))[-1] == "--training.compiler-options"
     flags = cases.arguments("maxtext", case, tuned)[-1].removeprefix("compile_xla_flags=").split()
     ours = cases.arguments("ours", case, cases.Setting("full", cases.VMEM))
     assert [flag.removeprefix("--") for flag in flags] == [*ours[ours.index("--training.compiler-options") + 1 :],
