@@ -9,6 +9,7 @@ import resource
 import shutil
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from meshwright.checkpoint.orbax_reports import orbax_reports_suppressed
 from meshwright.config import Data, MeshShape, Run
 from meshwright.errors import CheckpointError, ConfigError, TrainingError
 from meshwright.sharding.params import layers_to_rows, named_leaves, rows_to_layers
+from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
 from meshwright.trainer import loop
 
@@ -51,6 +53,29 @@ def final_state(run: Run, out: Path, cache: Path) -> State:
 def assert_same_bits(a: State, b: State) -> None:
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_are_compiled_once() -> Iterator[None]:
+    """Runs of this file that have the same program share its executable, as `prepare_run` shares their data."""
+    compiled: dict[tuple[Any, Run], Any] = {}
+
+    def shared(build: Any) -> Any:
+        def build_once(device_run: DeviceRun, *like: Any) -> Any:
+            run = device_run.run
+            # None of these is part of a program.
+            training = dataclasses.replace(run.training, save_every=0, max_to_keep=1, eval_every=0, log_every=1)
+            key = build, dataclasses.replace(run, training=training, data=Data(), name="", reporters=())
+            if key not in compiled:
+                compiled[key] = build(device_run, *like)
+            return compiled[key]
+
+        return build_once
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("CompiledTrainStep", "build_eval_step"):
+            patch.setattr(loop, name, shared(getattr(loop, name)))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -170,6 +170,7 @@ def test_train_reproduce_evaluate(tmp_path: Path) -> None:
     assert other["loss"] != told["loss"]
 
 
+@pytest.mark.exhaustive
 def test_parity_of_two_meshes() -> None:
     said = meshwright(
         "parity", "--mesh", "data=2,fsdp=2,tensor=2", "--against", "data=1", "--steps", "3", *SMALL,
@@ -212,6 +213,7 @@ def sums():
 """
 
 
+@pytest.mark.exhaustive
 def test_text_from_a_function_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(DOCUMENTS)
     name, out = f"{tmp_path}/mine.py:sums", str(tmp_path / "out")

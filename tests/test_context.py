@@ -60,7 +60,7 @@ def unsharded(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, win
     return reference_attention(q, k, v, sequence_positions(segments), sequence_positions(segments), window=window)
 
 
-@pytest.mark.parametrize("window", [None, 1, 7])
+@pytest.mark.parametrize("window", [None, pytest.param(1, marks=pytest.mark.exhaustive), 7])
 @pytest.mark.parametrize("shards", [1, 2, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_values_and_gradients_match_one_device(strategy: str, shards: int, window: int | None) -> None:

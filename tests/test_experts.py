@@ -166,6 +166,7 @@ def test_ragged_all_to_all_and_back(sizes: list[list[int]]) -> None:
             assert not np.asarray(block[sent[s, d] :]).any()
 
 
+@pytest.mark.exhaustive
 def test_router_bias_moves_towards_idle_experts() -> None:
     device_run = device_run_of(tiny_run(MODELS["deepseek-like"], "expert=2,tensor=2"))
     state = device_run.initial_state()

@@ -162,6 +162,7 @@ def test_a_run_with_a_kernel_that_its_shapes_cannot_use_is_refused() -> None:
         device_run_of(tiny_run(MODELS["llama"], attention_kernel="splash"))
 
 
+@pytest.mark.exhaustive
 def test_pallas_kernel_from_outside_gives_the_numbers_of_the_reference() -> None:
     run = tiny_run(MODELS["qwen-like"], "data=2,fsdp=2,tensor=2", attention_kernel=row_kernel)
     assert device_run_of(run).kernels.name == "row"

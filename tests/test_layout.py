@@ -56,6 +56,7 @@ def test_notation_of_the_scaling_book() -> None:
     assert notation("w", "DF", placed.in_use) == "w[D, F/tensor]"
 
 
+@pytest.mark.exhaustive
 def test_two_dimensional_fsdp_gives_the_numbers_of_one_device() -> None:
     run = tiny_run(MODELS["llama"], "data=2,fsdp=2,tensor=2", layout=fsdp_2d)
     placements = named_leaves(device_run_of(run).placements)

@@ -34,6 +34,7 @@ def small_run(text: str, **changes: Any) -> Run:
     return tiny_run(model, changes.pop("mesh", MESH), data=data, seq=32, dropout=0.1, **changes)
 
 
+@pytest.mark.exhaustive
 def test_two_meshes_agree_after_updates_with_adamw(text: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: set[str] = set()
 

@@ -207,8 +207,12 @@ class Optimizer:
 
 
 Precision = Literal["float32", "bfloat16"]
-Remat = Literal["none", "attention", "projections", "feed_forward", "full", "offload_attention", "offload"]
+Remat = Literal[
+    "auto", "none", "attention", "projections", "feed_forward", "attention_out", "full", "offload_attention", "offload"
+]
 ContextStrategy = Literal["ring", "all_gather", "ulysses", "usp"]
+GatherAhead = Literal["auto", "layer", "none"]
+TensorStrategy = Literal["auto", "ring", "gather"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,21 +247,30 @@ class Training:
     """Type of gathered weights and of activations."""
     reduce_dtype: Precision = "float32"
     """Type in which gradients are summed over devices."""
-    remat: Remat = "full"
+    remat: Remat = "auto"
     """Rematerialisation (activation checkpointing): the backward pass recomputes nothing (none), the attention scores
-    (attention), everything between the projections (projections), the feed-forward half of a layer (feed_forward), or
-    the whole layer (full). On TPUs the layer inputs can wait in host memory (offload), with the attention outputs
-    (offload_attention)."""
+    (attention), everything between the projections (projections), the feed-forward half of a layer (feed_forward), all
+    but the attention kernel (attention_out), or the whole layer (full). On TPUs the layer inputs can wait in host
+    memory (offload), with the attention outputs (offload_attention). `auto` takes the policy with the shortest
+    predicted step that fits the chip's memory, and full where the chip is unknown."""
     context_strategy: ContextStrategy = "ring"
     """Attention over a sequence sharded over `context`: pass key/value blocks around a ring (ring), gather them
     (all_gather), exchange heads for positions (ulysses), or a ring of Ulysses groups (usp)."""
+    gather_ahead: GatherAhead = "auto"
+    """Weights that a layer needs first: gathered while the layer before computes, and their gradients reduced while the
+    layer below computes (layer), or both within the layer (none). `auto` is `layer` on accelerators."""
+    tensor_strategy: TensorStrategy = "auto"
+    """Tensor parallelism's gathers and scatters of the sequence: in chunks around a ring, each overlapped with the
+    matmul of another chunk (ring: collective matmul), or in one collective before or after the matmul (gather). `auto`
+    is the ring on TPUs."""
     attention_kernel: str = "auto"
     """Attention kernel: auto (the platform's own), reference, blocked, splash, cudnn, or module:attribute of a
     `Kernels`. A kernel named here is used or refused, never replaced."""
     attention_block: int = 512
     """Largest block of queries and keys in the TPU's attention kernel; a multiple of 128."""
-    compiler_options: tuple[str, ...] = ()
-    """XLA compiler options for accelerators, each NAME=VALUE; not used on simulated devices."""
+    compiler_options: tuple[str, ...] = ("auto",)
+    """XLA compiler options for accelerators, each NAME=VALUE; `auto` stands for those that are best for the chip
+    (hardware/compiler_options.py). Not used on simulated devices."""
     unroll: int = 1
     """Layers per iteration of the loop over layers."""
     dropout: float = 0.0

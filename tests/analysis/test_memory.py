@@ -107,6 +107,7 @@ def test_live_arrays_go_to_the_tree_that_holds_them() -> None:
     assert live["batch"] == census["batch"]
 
 
+@pytest.mark.exhaustive
 def test_real_steps_use_the_memory_that_was_predicted(tmp_path) -> None:
     # Large enough to stand out from what the process itself holds: 8 devices of about 20 MB each.
     device_run = device_run_of(tiny_run(MODELS["llama"], "data=8", batch=64, seq=256, remat="none"))

@@ -10,7 +10,8 @@ from tiny_runs import MODELS, Trained, largest_difference, tiny_run, train
 MESH = "data=2,fsdp=2,tensor=2"
 
 
-FAMILIES = [pytest.param("gpt2", marks=pytest.mark.exhaustive), "llama"]
+exhaustive = pytest.mark.exhaustive
+FAMILIES = [pytest.param("gpt2", marks=exhaustive), "llama"]
 
 
 @functools.cache
@@ -22,12 +23,10 @@ def plain(family: str) -> Trained:
 @pytest.mark.parametrize(
     "choice",
     [
-        {"remat": "full"},
-        {"remat": "projections"},
-        {"remat": "attention"},
+        *(pytest.param({"remat": remat}, marks=exhaustive) for remat in ("full", "projections", "attention")),
         {"unroll": 2},
         {"microbatches": 2},
-        {"microbatches": 4, "remat": "full"},
+        pytest.param({"microbatches": 4, "remat": "full"}, marks=exhaustive),
     ],
     ids=str,
 )

@@ -93,12 +93,16 @@ TRAINED = [row for row in ROWS if refusal_of(features(row)) is None]
 REFUSALS = [row for row in ROWS if refusal_of(features(row)) is not None]
 
 
+COMPILE_TIME = {"mixtral": 1.5, "deepseek-like": 2.5}
+"""Time to compile a step, relative to that of a dense family."""
+
+
 def covering_features(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns few of `rows` that have between them every feature; among equals dense families, which compile sooner."""
+    """Returns few of `rows` that have between them every feature, preferring families that compile sooner."""
     missing = set[str]().union(*map(features, rows))
     found = []
     while missing:
-        best = max(rows, key=lambda row: (len(missing & features(row)), row["family"] in ("gpt2", "llama")))
+        best = max(rows, key=lambda row: len(missing & features(row)) / COMPILE_TIME.get(row["family"], 1))
         found.append(best)
         missing -= features(best)
     return found
@@ -171,13 +175,18 @@ def test_padding_rows_change_no_update(name: str) -> None:
     np.testing.assert_allclose(losses, one.losses, rtol=1e-4 if name != "sgd" else 1e-5)
 
 
-MESHES = (
-    "data=1", "stage=2,fsdp=2", "stage=4,tensor=2", "fsdp=2,expert=2,tensor=2", "data=2*2,context=2", "stage=3",
-    "stage=2,expert=4",
-)  # fmt: skip
+MOVES = [
+    ("data=1", "stage=2,fsdp=2"),
+    pytest.param("stage=2,fsdp=2", "stage=4,tensor=2", marks=pytest.mark.exhaustive),
+    ("stage=4,tensor=2", "fsdp=2,expert=2,tensor=2"),
+    pytest.param("fsdp=2,expert=2,tensor=2", "data=2*2,context=2", marks=pytest.mark.exhaustive),
+    ("data=2*2,context=2", "stage=3"),
+    pytest.param("stage=3", "stage=2,expert=4", marks=pytest.mark.exhaustive),
+    pytest.param("stage=2,expert=4", "data=1", marks=pytest.mark.exhaustive),
+]
 
 
-@pytest.mark.parametrize(("before", "after"), list(itertools.pairwise((*MESHES, MESHES[0]))))
+@pytest.mark.parametrize(("before", "after"), MOVES)
 def test_checkpoints_move_between_meshes(before: str, after: str, tmp_path: Path) -> None:
     """State saved on one mesh, restored on another: the same bits, wherever the layers lie."""
     model = dataclasses.replace(MODELS["deepseek-like"], layers=7)

@@ -327,6 +327,7 @@ def meshwright(*words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.exhaustive
 def test_the_command_line_takes_files(tmp_path: Path) -> None:
     """A recipe in the file of its family; the other extensions as options."""
     words = [

@@ -13,26 +13,12 @@ from meshwright.config import Run
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_bytes
 from meshwright.hardware.chips import Torus
+from meshwright.hardware.compiler_options import AUTO, COMPILER_OPTIONS
 from meshwright.hardware.targets import Target
 from meshwright.planner.search import Plan, SearchResult, price_run, remat_policies
 from meshwright.runs.placed_run import place_run
 from meshwright.views.draw.page import html_table
 from meshwright.views.plain_table import plain_table
-
-COMPILER_OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
-    "v5p": {
-        "collectives on SparseCore": (
-            "xla_tpu_enable_sparse_core_collective_offload_all_gather=true",
-            "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather=true",
-            "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=true",
-            "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter=true",
-        ),
-        "48 MiB of VMEM per matmul": ("xla_tpu_scoped_vmem_limit_kib=49152",),
-    },
-    "v6e": {"96 MiB of VMEM per matmul": ("xla_tpu_scoped_vmem_limit_kib=98304",)},
-}
-"""Compiler options that tuning tries, by chip. SparseCore moves bytes while the matrix units compute; a larger VMEM
-limit lets matmuls have larger tiles (docs/log.md has their measured effects)."""
 
 _KEPT = 0.998
 """Largest fraction of the best step so far with which a change is kept."""
@@ -121,8 +107,9 @@ def trials(run: Run, target: Target) -> Iterator[tuple[str, Run]]:
                 yield f"attention in blocks of {block}", changed(attention_block=block)
     for mib in (256, 2048):
         yield f"logits of {mib} MiB", changed(logits_mib=mib)
-    for name, options in COMPILER_OPTIONS.get(target.name, {}).items():
-        yield name, changed(compiler_options=(*training.compiler_options, *options))
+    if AUTO in training.compiler_options and COMPILER_OPTIONS.get(target.name):
+        others = tuple(word for word in training.compiler_options if word != AUTO)
+        yield "the compiler's own options", changed(compiler_options=others)
 
 
 def _is_legal(run: Run) -> bool:

@@ -287,6 +287,19 @@ def _gather_param_bwd(
 gather_param.defvjp(_gather_param_fwd, _gather_param_bwd)
 
 
+@jax.custom_vjp
+def gradients_first[T](x: jax.Array, weights: T) -> tuple[jax.Array, T]:
+    """Returns its arguments; the backward pass has the gradients of `weights` before it goes on with that of `x`.
+
+    XLA otherwise leaves the gradients of weights, which nothing waits for, to the end of a layer, where their
+    reduce-scatters have no computation left to overlap with.
+    """
+    return x, weights
+
+
+gradients_first.defvjp(lambda x, weights: ((x, weights), None), lambda _, g: lax.optimization_barrier(g))
+
+
 def sequence_all_gather(x_BTD: jax.Array, dim: int) -> jax.Array:
     """Gathers the sequence (dimension `dim`) over `tensor` before a column-parallel matmul: sequence parallelism's g.
 

@@ -1,8 +1,11 @@
-"""Hierarchical collectives: inside a slice over ICI (or NVLink) first, then between slices over DCN.
+"""Hierarchical collectives: one level of links after another, over ICI (or NVLink) and over DCN.
 
 One mesh axis, the DCN axis, may span slices or nodes. Of its n devices in s slices, n/s neighbours at a time are in one
 slice. Reductions are scattered inside a slice first, so that each device sends only its own part over DCN; all-gathers
 cross DCN first, while the array is small.
+
+Inside a TPU slice an axis may span several dimensions of the torus. XLA compiles a gather or scatter over a closed
+three-dimensional torus to an all-reduce of the whole array, so these go over one dimension after another (docs/log.md).
 """
 
 import dataclasses
@@ -30,6 +33,8 @@ class DcnAxis:
     """Slices or nodes of the mesh; 1 where all devices are in one."""
     axis: str
     """Mesh axis that crosses them; all others lie inside a slice."""
+    torus: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Axes that span several dimensions of a slice's torus, with their degree along each, outermost first."""
 
 
 ONE_SLICE = DcnAxis(1, "data")
@@ -48,19 +53,23 @@ class _Level:
 
 
 def _levels(axes: Axes, dcn: DcnAxis) -> list[_Level]:
-    """Returns the nontrivial axes, outermost first; the DCN axis becomes two levels."""
+    """Returns the levels of the nontrivial axes, outermost first: slices, then dimensions of the torus."""
     levels = []
     for axis in axes:
         n = lax.axis_size(axis)
-        if axis == dcn.axis and dcn.slices > 1:
-            inside = n // dcn.slices
-            by_slice = [[s * inside + i for i in range(inside)] for s in range(dcn.slices)]
-            between = [list(column) for column in zip(*by_slice, strict=True)]
-            levels.append(_Level(axis, dcn.slices, between, crosses_dcn=True))
-            levels.append(_Level(axis, inside, by_slice))
-        else:
-            levels.append(_Level(axis, n, None))
+        slices = dcn.slices if axis == dcn.axis else 1
+        degrees = (slices, *dict(dcn.torus).get(axis, (n // slices,)))
+        for i, degree in enumerate(degrees):
+            groups = None if degree == n else _groups(degrees, i)
+            levels.append(_Level(axis, degree, groups, crosses_dcn=i == 0 and slices > 1))
     return [level for level in levels if level.size > 1]
+
+
+def _groups(degrees: tuple[int, ...], level: int) -> list[list[int]]:
+    """Returns the groups of an axis along one of its levels. degrees: of every level, outermost first."""
+    inner = math.prod(degrees[level + 1 :])
+    starts = [i for i in range(math.prod(degrees)) if i // inner % degrees[level] == 0]
+    return [[start + i * inner for i in range(degrees[level])] for start in starts]
 
 
 def _crosses_dcn(axes: Axes, dcn: DcnAxis) -> bool:
@@ -72,14 +81,23 @@ def hierarchical_all_gather(x: jax.Array, axes: Axes, dim: int, dcn: DcnAxis) ->
     axes = nontrivial_axes(axes)
     if not axes:
         return x
-    if not _crosses_dcn(axes, dcn):
-        return lax.all_gather(x, axes, axis=dim, tiled=True)
     levels, gathered = _levels(axes, dcn), list[int]()
-    for i in sorted(range(len(levels)), key=lambda i: not levels[i].crosses_dcn):
+    if not _crosses_dcn(axes, dcn):
+        if not _spans_torus(axes, dcn):
+            return lax.all_gather(x, axes, axis=dim, tiled=True)
+        # Blocks of the innermost level are neighbours, so each gather leaves the blocks in order.
+        for level in reversed(levels):
+            x = lax.all_gather(x, level.axis, axis=dim, axis_index_groups=level.groups, tiled=True)
+        return x
+    for i in sorted(range(len(levels)), key=lambda i: (not levels[i].crosses_dcn, -i)):
         new_dim = dim + sum(j < i for j in gathered)
         x = lax.all_gather(x, levels[i].axis, axis=new_dim, axis_index_groups=levels[i].groups)
         gathered.append(i)
     return x.reshape(*x.shape[:dim], -1, *x.shape[dim + len(levels) + 1 :])
+
+
+def _spans_torus(axes: Axes, dcn: DcnAxis) -> bool:
+    return any(axis in axes for axis, _ in dcn.torus)
 
 
 def hierarchical_reduce_scatter(x: jax.Array, axes: Axes, dim: int, dcn: DcnAxis) -> jax.Array:
@@ -87,9 +105,13 @@ def hierarchical_reduce_scatter(x: jax.Array, axes: Axes, dim: int, dcn: DcnAxis
     axes = nontrivial_axes(axes)
     if not axes:
         return x
-    if not _crosses_dcn(axes, dcn):
-        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
     levels = _levels(axes, dcn)
+    if not _crosses_dcn(axes, dcn):
+        if not _spans_torus(axes, dcn):
+            return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+        for level in levels:
+            x = lax.psum_scatter(x, level.axis, scatter_dimension=dim, axis_index_groups=level.groups, tiled=True)
+        return x
     x = x.reshape(*x.shape[:dim], *(level.size for level in levels), -1, *x.shape[dim + 1 :])
     remaining = list(range(len(levels)))
     for i in sorted(range(len(levels)), key=lambda i: levels[i].crosses_dcn):

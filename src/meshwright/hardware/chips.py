@@ -189,12 +189,18 @@ _DEVICE_KINDS = {
 }  # fmt: skip
 
 
-def find_chip(device_kind: str) -> Chip | None:
-    """Returns the chip of a `jax.Device.device_kind`, or None where it is unknown (a CPU, for example)."""
+def chip_name(device_kind: str) -> str | None:
+    """Returns the name in `CHIPS` of a `jax.Device.device_kind`, or None where it is unknown (a CPU, for example)."""
     for kind in sorted(_DEVICE_KINDS, key=len, reverse=True):
         if device_kind.startswith(kind):
-            return CHIPS[_DEVICE_KINDS[kind]]
+            return _DEVICE_KINDS[kind]
     return None
+
+
+def find_chip(device_kind: str) -> Chip | None:
+    """Returns the chip of a `jax.Device.device_kind`, or None where it is unknown."""
+    name = chip_name(device_kind)
+    return None if name is None else CHIPS[name]
 
 
 _NUMBERS = ("flops_bf16", "hbm_bytes", "hbm_bandwidth", "network_bandwidth", "host_bandwidth")

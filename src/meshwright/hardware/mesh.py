@@ -149,5 +149,65 @@ def _torus_order(devices: list[jax.Device], degrees: tuple[int, ...]) -> np.ndar
     return mesh_utils.create_device_mesh(degrees, devices, allow_split_physical_axes=True)
 
 
+def torus_degrees(mesh: Mesh) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Returns the axes that span several dimensions of a TPU slice's torus, with their degree along each.
+
+    Degrees are outermost first. Empty for devices that report no coordinates, and for an axis whose order does not
+    follow the dimensions.
+    """
+    found = []
+    for number, axis in enumerate(mesh.axis_names):
+        line = np.moveaxis(mesh.devices, number, 0).reshape(mesh.devices.shape[number], -1)[:, 0]
+        first = getattr(line[0], "slice_index", 0)
+        coordinates = [_coordinates(d) for d in line if getattr(d, "slice_index", 0) == first]
+        degrees = _degrees_by_dimension(coordinates) if None not in coordinates else ()
+        if len(degrees) > 1:
+            found.append((axis, degrees))
+    return tuple(found)
+
+
+def _coordinates(device: jax.Device) -> tuple[int, ...] | None:
+    coords = getattr(device, "coords", None)
+    return None if coords is None else (*coords, getattr(device, "core_on_chip", 0))
+
+
+def _degrees_by_dimension(coordinates: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """Splits an order of devices into runs that move along one dimension each; () where it cannot be split so."""
+    degrees: list[int] = []
+    while len(coordinates) > 1:
+        dims = [d for d in range(len(coordinates[0])) if coordinates[0][d] != coordinates[1][d]]
+        if len(dims) != 1:
+            return ()
+
+        def rest(c: tuple[int, ...], dim: int = dims[0]) -> tuple[int, ...]:
+            return c[:dim] + c[dim + 1 :]
+
+        run = next((i for i, c in enumerate(coordinates) if rest(c) != rest(coordinates[0])), len(coordinates))
+        runs = [coordinates[i : i + run] for i in range(0, len(coordinates), run)]
+        if len(coordinates) % run or any(rest(c) != rest(part[0]) for part in runs for c in part):
+            return ()
+        degrees.insert(0, run)
+        coordinates = [part[0] for part in runs]
+    return tuple(degrees)
+
+
+def ring_order(degrees: tuple[int, ...]) -> tuple[int, ...]:
+    """Orders the devices of an axis in a ring whose neighbours are neighbours on the torus, where there is one.
+
+    degrees: of the axis along each dimension of the torus, outermost first. A cycle through a grid needs one even
+    dimension; without it the ends are apart.
+    """
+    order = list(range(degrees[0]))
+    for degree in degrees[1:]:
+        rows, columns = [[place * degree + i for i in range(degree)] for place in order], range(1, degree)
+        if len(rows) % 2:
+            order = [p for i, row in enumerate(rows) for p in (row if i % 2 == 0 else row[::-1])]
+            continue
+        # There and back through the other columns row by row, and home along the first.
+        there = [row[j] for i, row in enumerate(rows) for j in (columns if i % 2 == 0 else reversed(columns))]
+        order = [rows[0][0], *there, *(row[0] for row in reversed(rows[1:]))]
+    return tuple(order)
+
+
 def _process_order(devices: list[jax.Device], degrees: tuple[int, ...]) -> np.ndarray:
     return np.array(devices).reshape(degrees)

@@ -70,8 +70,9 @@ def _expand_mesh(axes: str, ids: str | None, grouped: str) -> Groups:
 def axes_of_groups(groups: Groups, mesh: dict[str, int]) -> tuple[str, ...] | None:
     """Finds the smallest set of mesh axes whose groups these are, in the mesh's order; None if there is none.
 
-    Groups over part of an axis, as where the axis crosses slices, are named `data within 4` (4 neighbours along the
-    axis) or `data between 2` (the devices at equal places of its 2 parts).
+    Groups over part of an axis, as where the axis crosses slices or dimensions of a torus, are named `data within 4`
+    (4 neighbours along the axis), `data between 2` (the devices at equal places of its 2 parts), or `data between 2
+    within 8` (those of the 2 halves of each 8 neighbours).
     mesh: degree of each axis, outermost first.
     """
     whole = _whole_axes(groups, mesh)
@@ -80,13 +81,20 @@ def axes_of_groups(groups: Groups, mesh: dict[str, int]) -> tuple[str, ...] | No
 
 def _parts_of_axes(groups: Groups, mesh: dict[str, int]) -> Iterator[tuple[str, ...]]:
     for axis, degree in mesh.items():
-        for parts in (d for d in range(2, degree) if degree % d == 0):
-            pieces = {f"{axis} between {parts}": parts, f"{axis} within {degree // parts}": degree // parts}
+        divisors = [d for d in range(1, degree + 1) if degree % d == 0]
+        # The axis as (outer, size, inner) devices, of which the groups are along `size`.
+        for outer, inner in itertools.product(divisors, divisors):
+            size = degree // (outer * inner)
+            if outer * size * inner != degree or size in (1, degree):
+                continue
+            between = f"{axis} between {size}" if inner > 1 else f"{axis} within {size}"
+            name = f"{between} within {size * inner}" if inner > 1 and outer > 1 else between
+            pieces = {f"outer of {axis}": outer, name: size, f"inner of {axis}": inner}
             split: dict[str, int] = {}
-            for name, n in mesh.items():
-                split |= pieces if name == axis else {name: n}
+            for other, n in mesh.items():
+                split |= pieces if other == axis else {other: n}
             axes = _whole_axes(groups, split)
-            if axes is not None:
+            if axes is not None and not any(" of " in a for a in axes):
                 yield axes
 
 

@@ -6,6 +6,7 @@ follow each other in `loss_fn`.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -40,6 +41,10 @@ class LocalModel:
     sequence: SequenceSplit
     stages: StageAssignment
     kernels: Kernels
+    ahead: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    """Parameters that are gathered one layer ahead, by stack; other stacks gather all in their own layer."""
+    tensor_ring: tuple[int, ...] = ()
+    """Ring of collective matmuls over `tensor` (models/model.py); () has none."""
 
     @functools.cached_property
     def stacks(self) -> dict[str, int]:
@@ -50,7 +55,8 @@ class LocalModel:
         """Returns what every layer needs besides its parameters."""
         attend = build_attend(self.sequence, batch.segments, self.kernels)
         local = self._local_positions(batch)
-        return ForwardContext(Tokens(local.inputs, local.positions), self.gather_params, dropout, attend, self.sequence)
+        tokens = Tokens(local.inputs, local.positions)
+        return ForwardContext(tokens, self.gather_params, dropout, attend, self.sequence, self.tensor_ring)
 
     def _local_positions(self, batch: Batch) -> Batch:
         """This device's positions of every sequence."""
@@ -75,6 +81,9 @@ class LocalModel:
         for stack, count in self.stacks.items():
             rows = self.stages.rows(first, count)
             first += count
+            if stack in self.ahead:
+                x_BTD, aux[stack] = self._layers_ahead(stack, params[stack], x_BTD, ctx, _local_rows(rows, 0))
+                continue
             # Most stacks have no padding rows; the check below then costs nothing in the compiled step.
             layer = functions[stack] if (rows != NO_LAYER).all() else _skip_padding(functions[stack])
             x_BTD, aux[stack] = scan_layers(
@@ -86,6 +95,33 @@ class LocalModel:
                 unroll=self.training.unroll,
             )
         return x_BTD, aux
+
+    def _layers_ahead(
+        self, stack: str, params: Tree, x_BTD: jax.Array, ctx: ForwardContext, index_L: Any
+    ) -> tuple[jax.Array, Aux]:
+        """Runs a stack whose first weights are gathered one layer ahead."""
+        from meshwright.models.gather_ahead import scan_layers_ahead  # not needed on one device
+
+        ahead, rest = (
+            {n: p for n, p in params.items() if (n in self.ahead[stack]) == first} for first in (True, False)
+        )
+        gather_ahead, gather_rest = (self.gather_params.only(stack, names) for names in (ahead, rest))
+
+        def gather(given: Tree, path: str) -> Tree:
+            if path != stack:
+                return self.gather_params(given, path)
+            return {**given["weights"], **gather_rest(given["rest"], path)}
+
+        layer = self.model.layer_functions(dataclasses.replace(ctx, gather_params=gather))[stack]
+        return scan_layers_ahead(
+            lambda x, weights, rest, index: layer(x, {"weights": weights, "rest": rest}, index),
+            lambda given: gather_ahead(given, stack),
+            x_BTD,
+            ahead,
+            rest,
+            index_L,
+            remat=self.training.remat,
+        )
 
     def unembed(self, params: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the final hidden states [B, T/context, D] on every stage, and the unembedding [V/stage+tensor, D]."""

@@ -10,11 +10,12 @@ from typing import Any, Protocol
 
 import jax
 
+from meshwright.comm.collective_matmul import TokenFunction, column_parallel, row_parallel
 from meshwright.config import Model
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.context import Attend
 from meshwright.models.blocks.dropout import Dropout
-from meshwright.sharding.params import GatherParams, Param
+from meshwright.sharding.params import Param
 from meshwright.sharding.sequence import SequenceSplit
 
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
@@ -47,12 +48,28 @@ class ForwardContext:
     """Inputs that every layer of a model needs besides its parameters."""
 
     tokens: Tokens
-    gather_params: GatherParams
+    gather_params: Callable[[Any, str], Any]
     """`(params, path) -> weights`: gathers a subtree over `fsdp` in the compute dtype."""
     dropout: Dropout
     attend: Attend
     """`(q, k, v, window) -> attention output` over the whole sequence."""
     sequence: SequenceSplit
+    tensor_ring: tuple[int, ...] = ()
+    """Devices of `tensor` in the order of a ring, around which collective matmuls send chunks; () has no ring."""
+
+    def column_parallel(self, f: TokenFunction, x_BTD: jax.Array, weights: Any) -> Any:
+        """Returns `f(x, weights)` for the whole sequence, gathered over `tensor`: column-parallel matmuls.
+
+        x_BTD: this device's positions [B, T/tensor, D].  f: matmuls, the same for every token.
+        """
+        return column_parallel(f, x_BTD, weights, self.tensor_ring)
+
+    def row_parallel(self, f: TokenFunction, y_BTF: jax.Array, weights: Any) -> jax.Array:
+        """Returns `f(y, weights)` summed over `tensor`, this device's positions of it [B, T/tensor, D].
+
+        y_BTF: the whole sequence, features split over `tensor`.  f: matmuls, the same for every token.
+        """
+        return row_parallel(f, y_BTF, weights, self.tensor_ring)
 
 
 @dataclasses.dataclass(frozen=True)

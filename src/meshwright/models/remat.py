@@ -15,6 +15,8 @@ LAYER_INPUT = "layer input"
 """Name of a layer's input: the residual stream."""
 QKV = "queries, keys, values"
 """Name of the queries, keys and values of attention, after rotary embedding."""
+ATTN_RESIDUAL = "attention residual"
+"""Name of the residual stream between the two halves of a layer."""
 ATTN_OUT = "attention output"
 """Name of the attention output before its projection, and of the log-sum-exp that a fused kernel saves with it."""
 FFN_HIDDEN = "feed-forward hidden"
@@ -59,8 +61,9 @@ class RematPolicy:
 REMAT_POLICIES: dict[str, RematPolicy] = {
     "none": RematPolicy(None),
     "attention": RematPolicy(None, dropped=(ATTN_SCORES,)),
-    "projections": RematPolicy((QKV, ATTN_OUT, FFN_HIDDEN)),
-    "feed_forward": RematPolicy((QKV, ATTN_OUT)),
+    "projections": RematPolicy((QKV, ATTN_OUT, ATTN_RESIDUAL, FFN_HIDDEN)),
+    "feed_forward": RematPolicy((QKV, ATTN_OUT, ATTN_RESIDUAL)),
+    "attention_out": RematPolicy((ATTN_OUT,)),
     "full": RematPolicy(()),
     "offload_attention": RematPolicy((), offloaded=(LAYER_INPUT, QKV, ATTN_OUT)),
     "offload": RematPolicy((), offloaded=(LAYER_INPUT,)),
@@ -81,15 +84,20 @@ def scan_layers(
     stacked: the layers' parameters with a leading dimension L.  index_L: index of each layer in the model, int32.
     remat: a row of REMAT_POLICIES.  unroll: layers per iteration of the loop.
     """
-    policy = REMAT_POLICIES[remat].policy
-
-    def named(x: jax.Array, params: Any, index: jax.Array) -> tuple[jax.Array, Any]:
-        return layer(checkpoint_name(x, LAYER_INPUT), params, index)
-
-    # Inside a scan XLA cannot merge recomputation and forward pass, so the barrier of prevent_cse is not needed.
-    body = layer if policy is None else jax.checkpoint(named, policy=policy, prevent_cse=False)
+    body = checkpoint_layer(layer, remat)
 
     def step(x: jax.Array, params_and_index: tuple[Any, jax.Array]) -> tuple[jax.Array, Any]:
         return body(x, *params_and_index)
 
     return jax.lax.scan(step, x, (stacked, index_L), unroll=unroll)
+
+
+def checkpoint_layer[**P, R](layer: Callable[P, R], remat: str) -> Callable[P, R]:
+    """Returns `layer(x, ...)` with the remat policy applied; it must run inside a scan."""
+    policy = REMAT_POLICIES[remat].policy
+
+    def named(x: jax.Array, *args: Any) -> Any:
+        return layer(checkpoint_name(x, LAYER_INPUT), *args)
+
+    # Inside a scan XLA cannot merge recomputation and forward pass, so the barrier of prevent_cse is not needed.
+    return layer if policy is None else jax.checkpoint(named, policy=policy, prevent_cse=False)

@@ -93,6 +93,9 @@ def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
     sizes, and where two features of the run do not go together.
     """
     shape = shape or run.mesh or MeshShape()
+    if run.training.remat == "auto":
+        # The planner chooses before a run is placed, where it knows the chip.
+        run = dataclasses.replace(run, training=dataclasses.replace(run.training, remat="full"))
     _check_batch(run, shape)
     _check_sequence(run, shape)
     check_numbers(run)

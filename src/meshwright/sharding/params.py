@@ -7,7 +7,7 @@ Initial values depend only on seed, path and global index: the same bits on any 
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
@@ -230,6 +230,10 @@ class GatherParams:
                 return gather_param(w, how.gathers, how.dtype or self.compute_dtype, self.reduce_dtype, self.dcn)
 
         return jax.tree_util.tree_map_with_path(gather, params, self.gathers[path])
+
+    def only(self, path: str, names: Iterable[str]) -> "GatherParams":
+        """Returns the gathers of the parameters `names` of the subtree `path` alone."""
+        return dataclasses.replace(self, gathers={path: {name: self.gathers[path][name] for name in names}})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,9 @@ from jax.sharding import PartitionSpec
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, divisors
 
+_LANES = 128
+"""Lanes of a TPU's vector unit."""
+
 Placement = tuple[tuple[str, ...], ...]
 """Mesh axes that shard each dimension, outermost first; () is whole."""
 
@@ -142,8 +145,10 @@ def _shard_largest(
         return placement
     degree = mesh.over(axes)
     local = local_shape(shape, placement, mesh)
-    # Unsharded dimensions first, largest first: a sharded one is sharded again only where no other divides.
-    order = sorted(range(len(shape)), key=lambda i: (len(placement[i]), -local[i]))
+    # Unsharded dimensions first, largest first: a sharded one is sharded again only where no other divides. XLA reduces
+    # the last dimension whole where its blocks are not whole lanes of a TPU's vector unit.
+    uneven_lanes = {len(shape) - 1} if local[-1] // degree % _LANES else set()
+    order = sorted(range(len(shape)), key=lambda i: (len(placement[i]), i in uneven_lanes, -local[i]))
     for i in order:
         if dims[i] != "L" and local[i] % degree == 0:
             return (*placement[:i], placement[i] + axes, *placement[i + 1 :])

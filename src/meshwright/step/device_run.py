@@ -10,8 +10,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshwright.comm.hierarchical import DcnAxis
 from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
+from meshwright.hardware.chips import chip_name
+from meshwright.hardware.compiler_options import compiler_options_of, refused_options
+from meshwright.hardware.mesh import ring_order, torus_degrees
 from meshwright.models.forward import LocalModel
 from meshwright.models.kernels.choose import Kernels, choose_kernels
 from meshwright.models.remat import REMAT_POLICIES
@@ -66,10 +70,47 @@ class DeviceRun:
             self.placements,
             compute_dtype=jnp.dtype(training.compute_dtype),
             reduce_dtype=jnp.dtype(training.reduce_dtype),
-            dcn=self.placed.dcn,
+            dcn=self.links,
         )
         placed = self.placed
-        return LocalModel(self.run.model, training, gather, placed.sequence, placed.stages, self.kernels)
+        return LocalModel(
+            self.run.model,
+            training,
+            gather,
+            placed.sequence,
+            placed.stages,
+            self.kernels,
+            self._gathered_ahead(),
+            self._tensor_ring(),
+        )
+
+    def _gathered_ahead(self) -> dict[str, tuple[str, ...]]:
+        """Parameters that are gathered one layer ahead, by stack; none where nothing is gathered or recomputed."""
+        training, platform = self.run.training, self.mesh.devices.flat[0].platform
+        whole = REMAT_POLICIES[training.remat].saved is None or self.shape.stage > 1
+        if training.gather_ahead == "none" or whole or (training.gather_ahead == "auto" and platform == "cpu"):
+            return {}
+        from meshwright.models.gather_ahead import gathered_ahead  # not needed on simulated devices
+
+        spec = self.placed.spec
+        names = {stack: gathered_ahead(self.params[stack]) for stack, layers in spec.stacks.items() if layers > 1}
+        return {
+            stack: chosen
+            for stack, chosen in names.items()
+            if any(self.placements[stack][n].at_rest != self.placements[stack][n].in_use for n in chosen)
+        }
+
+    def _tensor_ring(self) -> tuple[int, ...]:
+        """Devices of `tensor` in the order of a ring; () where its collectives are not split."""
+        strategy, platform = self.run.training.tensor_strategy, self.mesh.devices.flat[0].platform
+        if self.shape.tensor == 1 or strategy == "gather" or (strategy == "auto" and platform != "tpu"):
+            return ()
+        return ring_order(dict(self.links.torus).get("tensor", (self.shape.tensor,)))
+
+    @functools.cached_property
+    def links(self) -> DcnAxis:
+        """Levels of links under the mesh axes: slices, and dimensions of the torus."""
+        return dataclasses.replace(self.placed.dcn, torus=torus_degrees(self.mesh))
 
     @property
     def state_shardings(self) -> State:
@@ -92,17 +133,32 @@ class DeviceRun:
         return State(step, healthy, params, optimizer)
 
     def compiler_options(self) -> dict[str, str]:
-        """Returns the run's XLA options; none on simulated devices, whose compiler does not have them.
+        """Returns the XLA options of run and chip that the installed compiler knows; none on simulated devices.
 
-        Raises ConfigError for an option without a value.
+        Raises ConfigError for a word of the run that is no option.
         """
-        options = {}
-        for text in self.run.training.compiler_options:
-            name, equals, value = text.partition("=")
-            if not equals:
-                raise ConfigError(f"compiler option {text!r}", "it has a name and a value", f"{text}=true")
-            options[name] = value
-        return {} if self.mesh.devices.flat[0].platform == "cpu" else options
+        refused = self.refused_compiler_options
+        return {name: value for name, value in self._wanted_options.items() if name not in refused}
+
+    @functools.cached_property
+    def refused_compiler_options(self) -> tuple[str, ...]:
+        """Options of the chip that the installed compiler does not know. Raises ConfigError for those of the run."""
+        wanted, words = self._wanted_options, self.run.training.compiler_options
+        refused = refused_options(self.mesh.devices.flat[0], tuple(wanted.items())) if wanted else ()
+        own = [name for name in refused if any(word.startswith(f"{name}=") for word in words)]
+        if own:
+            raise ConfigError(
+                f"--training.compiler-options {own[0]}={wanted[own[0]]}",
+                f"the compiler of {self.mesh.devices.flat[0].device_kind} has no such option",
+                "leave it out, or install a compiler that has it",
+            )
+        return refused
+
+    @functools.cached_property
+    def _wanted_options(self) -> dict[str, str]:
+        device = self.mesh.devices.flat[0]
+        options = compiler_options_of(chip_name(device.device_kind), self.run.training.compiler_options)
+        return {} if device.platform == "cpu" else options
 
 
 def param_specs(placements: Tree, which: str) -> Tree:

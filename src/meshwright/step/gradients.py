@@ -40,7 +40,7 @@ def build_gradients(device_run: DeviceRun) -> Callable[[Tree, jax.Array, Batch],
     def gradients(params: Tree, step: jax.Array, batch: Batch) -> tuple[Tree, Metrics, dict[str, Aux]]:
         grads, (metrics, aux) = _accumulate(device_run, params, step, batch)
         with jax.named_scope("gradients"):
-            grads, norm = _reduce(grads, placed.placements, placed.shape, placed.dcn, run.training.reduce_dtype)
+            grads, norm = _reduce(grads, placed.placements, placed.shape, device_run.links, run.training.reduce_dtype)
             metrics = all_reduce(metrics, TOKEN_AXES)
             grads = _clip(grads, norm, run.optimizer.grad_clip_norm)
             aux = jax.tree.map(lambda a: all_gather(all_reduce(a, TOKEN_AXES), ("stage",), 0), aux)

@@ -2,8 +2,8 @@
 
 One layer, model width D, N heads of size H, feed-forward width F = 4 D:
 
-    h = sequence_all_gather(layer_norm(x));  x += sequence_reduce_scatter(attention(h q, h k, h v) o)
-    h = sequence_all_gather(layer_norm(x));  x += sequence_reduce_scatter(gelu(h up) down)
+    h = layer_norm(x);  x += row_parallel(attention(column_parallel(h q, h k, h v)) o)
+    h = layer_norm(x);  x += row_parallel(gelu(column_parallel(h up)) down)
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshwright.comm.collectives import local_shard, sequence_all_gather, sequence_reduce_scatter
+from meshwright.comm.collectives import local_shard, sequence_all_gather
 from meshwright.config import MeshShape, Model
 from meshwright.models.blocks.embed import embed
 from meshwright.models.blocks.linear import linear
@@ -29,7 +29,7 @@ from meshwright.models.model import (
     padded_vocab,
     vocab_size,
 )
-from meshwright.models.remat import FFN_HIDDEN, QKV
+from meshwright.models.remat import ATTN_RESIDUAL, FFN_HIDDEN, QKV
 from meshwright.sharding.params import GatherParams, Param, Tree
 from meshwright.words import AXES
 
@@ -111,18 +111,22 @@ class Gpt2(Model):
         def layer(x_BTD: jax.Array, params: Tree, index: jax.Array) -> tuple[jax.Array, Aux]:
             w = ctx.gather_params(params, "blocks")
             with jax.named_scope("attention"):
-                h_BTD = sequence_all_gather(self._norm(x_BTD, w["attention_norm"], w.get("attention_norm_bias")), 1)
+                h_BTD = self._norm(x_BTD, w["attention_norm"], w.get("attention_norm_bias"))
+                names = ("query", "key", "value")
+                products = ctx.column_parallel(_linears, h_BTD, [w[name] for name in names])
                 q_BTNH, k_BTNH, v_BTNH = (
-                    checkpoint_name(_add_bias(linear(h_BTD, w[name]), w.get(f"{name}_bias")), QKV)
-                    for name in ("query", "key", "value")
+                    checkpoint_name(_add_bias(product, w.get(f"{name}_bias")), QKV)
+                    for name, product in zip(names, products, strict=True)
                 )
                 out_BTNH = ctx.attend(q_BTNH, k_BTNH, v_BTNH, window=None)
-                y_BTD = sequence_reduce_scatter(linear(out_BTNH, w["attention_out"], contract=2), 1)
-                x_BTD = x_BTD + ctx.dropout(_add_bias(y_BTD, w.get("attention_out_bias")), 2 * index + 1)
+                y_BTD = ctx.row_parallel(_attention_out, out_BTNH, w["attention_out"])
+                y_BTD = ctx.dropout(_add_bias(y_BTD, w.get("attention_out_bias")), 2 * index + 1)
+                x_BTD = checkpoint_name(x_BTD + y_BTD, ATTN_RESIDUAL)
             with jax.named_scope("feed-forward"):
-                h_BTD = sequence_all_gather(self._norm(x_BTD, w["mlp_norm"], w.get("mlp_norm_bias")), 1)
-                up_BTF = checkpoint_name(_add_bias(linear(h_BTD, w["up"]), w.get("up_bias")), FFN_HIDDEN)
-                y_BTD = sequence_reduce_scatter(linear(jax.nn.gelu(up_BTF, approximate=True), w["down"]), 1)
+                h_BTD = self._norm(x_BTD, w["mlp_norm"], w.get("mlp_norm_bias"))
+                up_BTF = _add_bias(ctx.column_parallel(linear, h_BTD, w["up"]), w.get("up_bias"))
+                hidden_BTF = jax.nn.gelu(checkpoint_name(up_BTF, FFN_HIDDEN), approximate=True)
+                y_BTD = ctx.row_parallel(linear, hidden_BTF, w["down"])
                 return x_BTD + ctx.dropout(_add_bias(y_BTD, w.get("down_bias")), 2 * index + 2), {}
 
         return {"blocks": layer}
@@ -146,6 +150,14 @@ class Gpt2(Model):
 
     def _norm(self, x_BTD: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
         return layer_norm(x_BTD, scale, bias, self.norm_epsilon)
+
+
+def _linears(h_BTD: jax.Array, weights: list[Any]) -> list[jax.Array]:
+    return [linear(h_BTD, w) for w in weights]
+
+
+def _attention_out(out_BTNH: jax.Array, w_NHD: Any) -> jax.Array:
+    return linear(out_BTNH, w_NHD, contract=2)
 
 
 def _add_bias(x: jax.Array, bias: Any) -> jax.Array:

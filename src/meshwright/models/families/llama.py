@@ -2,8 +2,8 @@
 
 One layer, model width D, N query heads and K key/value heads of size H, feed-forward width F:
 
-    h = sequence_all_gather(rms_norm(x));  x += sequence_reduce_scatter(attention(h q, h k, h v) o)
-    h = sequence_all_gather(rms_norm(x));  x += sequence_reduce_scatter(swiglu(h))
+    h = rms_norm(x);  x += row_parallel(attention(column_parallel(h q, h k, h v)) o)
+    h = rms_norm(x);  x += row_parallel((silu(column_parallel(h gate)) * column_parallel(h up)) down)
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshwright.comm.collectives import sequence_all_gather, sequence_reduce_scatter
+from meshwright.comm.collectives import gradients_first, sequence_all_gather
 from meshwright.config import MeshShape, Model
 from meshwright.models.blocks.embed import embed
 from meshwright.models.blocks.linear import linear
@@ -32,7 +32,7 @@ from meshwright.models.model import (
     padded_vocab,
     vocab_size,
 )
-from meshwright.models.remat import FFN_HIDDEN, QKV
+from meshwright.models.remat import ATTN_RESIDUAL, FFN_HIDDEN, QKV
 from meshwright.sharding.params import GatherParams, Param, Tree
 from meshwright.words import AXES
 
@@ -188,8 +188,12 @@ def dense_layer(c: Llama, ctx: ForwardContext, stack: str) -> Layer:
         weights = ctx.gather_params(params, stack)
         x_BTD = attention(x_BTD, weights, index)
         with jax.named_scope("feed-forward"):
-            h_BTD = sequence_all_gather(rms_norm(x_BTD, weights["mlp_norm"], c.norm_epsilon), 1)
-            return x_BTD + ctx.dropout(sequence_reduce_scatter(swiglu(h_BTD, weights), 1), 2 * index + 2), {}
+            h_BTD = rms_norm(x_BTD, weights["mlp_norm"], c.norm_epsilon)
+            h_BTD, (gate, up, down) = gradients_first(h_BTD, [weights[name] for name in ("gate", "up", "down")])
+            gate_BTF, up_BTF = ctx.column_parallel(_linears, h_BTD, [gate, up])
+            hidden_BTF = silu_product(gate_BTF, up_BTF)
+            y_BTD = ctx.row_parallel(linear, hidden_BTF, down)
+            return x_BTD + ctx.dropout(y_BTD, 2 * index + 2), {}
 
     return layer
 
@@ -200,19 +204,29 @@ def attention_half(c: Llama, ctx: ForwardContext) -> Callable[[jax.Array, dict[s
 
     def attention(x_BTD: jax.Array, weights: dict[str, Any], index: jax.Array) -> jax.Array:
         with jax.named_scope("attention"):
-            h_BTD = sequence_all_gather(rms_norm(x_BTD, weights["attention_norm"], c.norm_epsilon), 1)
-            q_BTNH, k_BTKH, v_BTKH = _qkv(c, h_BTD, weights, cos_sin)
+            h_BTD = rms_norm(x_BTD, weights["attention_norm"], c.norm_epsilon)
+            products = ctx.column_parallel(_linears, h_BTD, [weights[name] for name in ("query", "key", "value")])
+            q_BTNH, k_BTKH, v_BTKH = _qkv(c, products, weights, cos_sin)
             out_BTNH = ctx.attend(q_BTNH, k_BTKH, v_BTKH, window=c.sliding_window)
-            y_BTD = sequence_reduce_scatter(linear(out_BTNH, weights["attention_out"], contract=2), 1)
-            return x_BTD + ctx.dropout(y_BTD, 2 * index + 1)
+            y_BTD = ctx.row_parallel(_attention_out, out_BTNH, weights["attention_out"])
+            return checkpoint_name(x_BTD + ctx.dropout(y_BTD, 2 * index + 1), ATTN_RESIDUAL)
 
     return attention
 
 
+def _linears(h_BTD: jax.Array, weights: list[Any]) -> list[jax.Array]:
+    return [linear(h_BTD, w) for w in weights]
+
+
+def _attention_out(out_BTNH: jax.Array, w_NHD: Any) -> jax.Array:
+    return linear(out_BTNH, w_NHD, contract=2)
+
+
 def _qkv(
-    c: Llama, h_BTD: jax.Array, weights: dict[str, Any], cos_sin: tuple[jax.Array, jax.Array]
+    c: Llama, products: list[jax.Array], weights: dict[str, Any], cos_sin: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    q_BTNH, k_BTKH, v_BTKH = (linear(h_BTD, weights[name]) for name in ("query", "key", "value"))
+    """Returns queries, keys and values with bias, norm and rotation. products: of the three projections."""
+    q_BTNH, k_BTKH, v_BTKH = products
     if c.qkv_bias == "learned":
         q_BTNH, k_BTKH = q_BTNH + weights["query_bias"], k_BTKH + weights["key_bias"]
         v_BTKH = v_BTKH + weights["value_bias"]
@@ -225,6 +239,10 @@ def _qkv(
 
 def swiglu(h_BTD: jax.Array, weights: dict[str, Any]) -> jax.Array:
     """SiLU-gated MLP (SwiGLU, arXiv:2002.05202): (silu(h gate) * h up) down, unreduced over `tensor`."""
-    gate_BTF = checkpoint_name(linear(h_BTD, weights["gate"]), FFN_HIDDEN)
-    up_BTF = checkpoint_name(linear(h_BTD, weights["up"]), FFN_HIDDEN)
-    return linear(jax.nn.silu(gate_BTF) * up_BTF, weights["down"])
+    gate_BTF, up_BTF = linear(h_BTD, weights["gate"]), linear(h_BTD, weights["up"])
+    return linear(silu_product(gate_BTF, up_BTF), weights["down"])
+
+
+def silu_product(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
+    """Returns silu(gate) * up, the hidden features of SwiGLU; both factors are named for the remat policies."""
+    return jax.nn.silu(checkpoint_name(gate_BTF, FFN_HIDDEN)) * checkpoint_name(up_BTF, FFN_HIDDEN)
