@@ -60,6 +60,8 @@ def comparison(rows: list[Row]) -> str:
                 f"| {case.summary() if not number else ''} | {effort} | {theirs['setting']} | {_times(theirs)} | "
                 f"{ours['setting']} | {_times(ours)} | {ratios[0]:.2f}, {ratios[1]:.2f} |"
             )
+    if len(lines) == 2:
+        return "No case has both sides compiled yet; the table of every program has what there is.\n"
     return "\n".join(lines) + "\n"
 
 
@@ -76,9 +78,9 @@ def evidence(rows: list[Row]) -> str:
             continue
         second = row["second"]
         lines.append(
-            f"{head}| {_times(row)} | {row['census']['exposed']:.3g}, {second['exposed']:.3g} | "
+            f"{head}| {_times(row)} | {row['census']['exposed']:.2g}, {second['exposed']:.2g} | "
             f"{second['sent'] / 1e9:.0f} | {row['peak'] / _GIB:.1f}, {row['heap'] / _GIB:.1f} | "
-            f"{row['flops'] / 1e12:.0f} | {row['flops_ratio']:.2f} | {second['floor']:.3g} |"
+            f"{row['flops'] / 1e12:.0f} | {row['flops_ratio']:.2f} | {second['floor']:#.3g} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -91,7 +93,7 @@ def fill(page: str, rows: list[Row]) -> str:
 
 
 def _times(row: Row) -> str:
-    return f"{row['census']['seconds']:.3g}, {row['second']['seconds']:.3g}"
+    return f"{row['census']['seconds']:#.3g}, {row['second']['seconds']:#.3g}"
 
 
 def _failure(error: str) -> str:
