@@ -98,12 +98,14 @@ class Setting:
     """A name in OPTION_SETS; on our side with `remat` None it is what the chip gets by default."""
     windowed: bool = True
     """Whether XLA may write windowed einsums (MaxText)."""
+    reduce_dtype: str = ""
+    """Type of our sums of gradients over chips; empty is the default. MaxText's programs sum in bfloat16."""
 
     def slug(self) -> str:
         """Returns a file name."""
         if self.remat is None:
             return "as-shipped"
-        words = (self.remat, self.options, *(() if self.windowed else ("not windowed",)))
+        words = (self.remat, self.options, *(() if self.windowed else ("not windowed",)), *self._sums())
         return "__".join(words).replace(", ", "-").replace(" + ", "-").replace(" ", "-")
 
     def summary(self) -> str:
@@ -111,7 +113,10 @@ class Setting:
         if self.remat is None:
             return "as shipped"
         options = "no options" if self.options == NO_OPTIONS else self.options
-        return f"{self.remat}, {options}" + ("" if self.windowed else ", windowed einsum off")
+        return ", ".join((self.remat, options, *(() if self.windowed else ("windowed einsum off",)), *self._sums()))
+
+    def _sums(self) -> tuple[str, ...]:
+        return (f"{self.reduce_dtype} sums",) if self.reduce_dtype else ()
 
 
 SHIPPED = Setting(None)
@@ -124,6 +129,8 @@ def option_settings(side: str, case: Case) -> Iterator[Setting]:
         yield SHIPPED if side == "maxtext" and options == NO_OPTIONS else Setting("full", options)
         if side == "maxtext":
             yield Setting("full", options, windowed=False)
+        else:
+            yield Setting("full", options, reduce_dtype="bfloat16")
 
 
 def remat_settings(side: str, best: Setting) -> Iterator[Setting]:
@@ -138,10 +145,12 @@ def all_settings(side: str, case: Case) -> Iterator[Setting]:
     yield SHIPPED
     for remat in REMAT[side]:
         for options in OPTION_SETS[case.chip]:
-            for windowed in (True, False) if side == "maxtext" else (True,):
-                setting = Setting(remat, options, windowed)
-                if side == "ours" or setting != Setting("full"):
-                    yield setting
+            if side == "ours" or (remat, options) != ("full", NO_OPTIONS):
+                yield Setting(remat, options)
+            if side == "maxtext":
+                yield Setting(remat, options, windowed=False)
+            else:
+                yield Setting(remat, options, reduce_dtype="bfloat16")
 
 
 def arguments(side: str, case: Case, setting: Setting) -> list[str]:
@@ -159,4 +168,6 @@ def arguments(side: str, case: Case, setting: Setting) -> list[str]:
         case.model, "--on", case.target, "--mesh", f"fsdp={case.chips}", "--batch", str(case.batch),
         "--seq", str(case.seq), *remat,
     ]  # fmt: skip
+    if setting.reduce_dtype:
+        words += ["--training.reduce-dtype", setting.reduce_dtype]
     return words if setting.remat is None else [*words, "--training.compiler-options", *options]

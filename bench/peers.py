@@ -131,6 +131,7 @@ def read(side: str, name: str, setting: Setting, cache: Path) -> dict[str, Any] 
     row = {
         "side": side, "case": name, "setting": setting.summary(), "arguments": facts["arguments"],
         "remat": setting.remat, "options": setting.options, "windowed": setting.windowed,
+        "reduce_dtype": setting.reduce_dtype,
     }  # fmt: skip
     if "error" in facts:
         return {**row, "error": facts["error"]}
