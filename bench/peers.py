@@ -95,7 +95,7 @@ def _compile_maxtext(python: str | None, case: Case, words: list[str], folder: P
 
 def _compile_ours(words: list[str], folder: Path) -> dict[str, Any]:
     hlo = folder / "program.hlo"
-    command = [sys.executable, "-m", "meshwright", "prove", *words, "--json", "--fresh", "--hlo", str(hlo)]
+    command = [sys.executable, "-m", "meshwright", "prove", *words, "--json", "--hlo", str(hlo)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     (folder / "log").write_text(done.stderr)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
