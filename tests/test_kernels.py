@@ -12,12 +12,12 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from outside.extensions.row_attention import row_kernel
 from tiny_runs import MODELS, assert_same_steps, device_run_of, tiny_run, train, train_on_one_device
 
+import meshwright as mw
 from meshwright.errors import ConfigError
 from meshwright.models.kernels import blocked
 from meshwright.models.kernels.attention import reference_attention, sequence_positions
-from meshwright.models.kernels.blocked import query_block
 from meshwright.models.kernels.choose import KERNELS, Kernels, choose_kernels
-from meshwright.models.kernels.splash import block_size, splash_attention
+from meshwright.models.kernels.splash import block_size, splash_kernels
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.sharding.sequence import split_sequence
 from meshwright.step.device_run import place_on_devices
@@ -50,10 +50,18 @@ def assert_close(a: Any, b: Any) -> None:
         np.testing.assert_allclose(x, y, rtol=0, atol=3e-5 * float(jnp.abs(y).max()))
 
 
-@pytest.mark.parametrize(("heads", "kv", "window"), [(4, 2, None), (2, 2, 40)], ids=["grouped", "window"])
-def test_splash_matches_the_reference(heads: int, kv: int, window: int | None) -> None:
-    arrays = inputs(256, heads, kv, 128)
-    run = functools.partial(splash_attention, block=128, interpret=True)
+def splash_attention(block: int = 128) -> Any:
+    return splash_kernels(block, interpret=True).self_attention
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv", "size", "window"),
+    [(4, 2, 128, None), (2, 2, 128, 40), (2, 1, 64, None)],
+    ids=["grouped", "window", "heads of 64"],
+)
+def test_splash_matches_the_reference(heads: int, kv: int, size: int, window: int | None) -> None:
+    arrays = inputs(256, heads, kv, size)
+    run = splash_attention()
     # As in the step: inside a shard_map that is manual over every axis.
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
 
@@ -68,26 +76,53 @@ def test_splash_matches_the_reference(heads: int, kv: int, window: int | None) -
 @pytest.mark.parametrize("window", [None, 20])
 def test_blocked_matches_the_reference(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = inputs(96, 4, 2, 16)
-    # Scores of 24 queries fit, with 2 x 4 heads: four blocks.
-    monkeypatch.setattr(blocked, "_SCORE_BYTES", 24 * 4 * 2 * 4 * 96)
+    # Scores of 24 queries and 24 keys fit, with 2 x 4 heads: four blocks of each.
+    monkeypatch.setattr(blocked, "_SCORE_BYTES", 24 * 24 * 4 * 2 * 4)
 
-    attend = KERNELS["blocked"].self_attention
-    assert "f32[2,2,2,24,96]" in str(jax.make_jaxpr(functools.partial(attend, window=window))(*arrays))
+    attend = KERNELS["blocked"](512).self_attention
+    text = str(jax.make_jaxpr(functools.partial(attend, window=window))(*arrays))
+    # Of the 16 pairs, 10 are causal; a window of 20 reaches the block before alone.
+    assert "f32[2,2,2,24,24]" in text and f"length={10 if window is None else 7}" in text
     assert_close(value_and_gradients(attend, *arrays, window), value_and_gradients(reference, *arrays, window))
 
 
-def test_blocked_takes_less_memory_than_all_scores() -> None:
-    q, k, v, segments = inputs(2048, 8, 8, 16)
-    compiled = {
-        name: jax.jit(jax.grad(lambda q, f=KERNELS[name].self_attention: f(q, k, v, segments, window=None).sum()))
-        .lower(q)
-        .compile()
-        .memory_analysis()
-        .temp_size_in_bytes
-        for name in ("reference", "blocked")
-    }
-    assert compiled["blocked"] <= compiled["reference"]
-    assert query_block(2048, 4 * 2 * 64 * 8192) == 64  # 2^28 bytes of scores, 4 MiB per query
+def test_blocked_computes_the_visible_blocks_only() -> None:
+    """FLOPs of the compiled program: of 8 x 8 pairs of blocks 36 are causal, and 15 within a window of one block."""
+    arrays = inputs(1024, 2, 1, 16)
+
+    def flops(attend: Any, window: int | None) -> float:
+        def loss(q: Any, k: Any, v: Any) -> Any:
+            return attend(q, k, v, arrays[3], window=window).sum()
+
+        return mw.census(jax.jit(jax.grad(loss, (0, 1, 2))), *arrays[:3]).flops.compiled
+
+    attend = KERNELS["blocked"](512).self_attention
+    whole = flops(reference, None)
+    # The reference's gradients take five matmuls; blocked attention computes output and scores as well: seven.
+    assert flops(attend, None) / whole == pytest.approx(7 / 5 * 36 / 64, rel=0.02)
+    assert flops(attend, 128) / whole == pytest.approx(7 / 5 * 15 / 64, rel=0.02)
+
+
+def test_memory_of_blocked_attention_is_linear_in_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "_SCORE_BYTES", 128 * 128 * 4 * 2 * 2)
+
+    def temporaries(T: int) -> int:
+        q, k, v, segments = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs(T, 2, 1, 16))
+
+        def loss(q: Any, k: Any, v: Any, segments: Any) -> Any:
+            return KERNELS["blocked"](512).self_attention(q, k, v, segments, window=None).sum()
+
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, v, segments).compile()
+        return int(compiled.memory_analysis().temp_size_in_bytes)
+
+    assert temporaries(8192) <= 4.1 * temporaries(2048)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "block"), [(131072, 32, 1024), (4096, 32, 512), (1024, 1, 128), (100, 1, 100), (4099, 1, 4099)]
+)
+def test_blocks_divide_the_tokens(tokens: int, heads: int, block: int) -> None:
+    assert blocked.block_size(tokens, 4 * heads) == block
 
 
 @pytest.mark.parametrize(
@@ -107,7 +142,7 @@ def choose(name: str, platform: str, **changes: Any) -> Kernels:
 
 @pytest.fixture
 def cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.models.kernels.choose.has_cudnn", lambda: True)
+    monkeypatch.setattr("meshwright.models.kernels.cudnn.has_cudnn", lambda: True)
 
 
 @pytest.mark.usefixtures("cudnn")
@@ -116,18 +151,35 @@ def test_auto_chooses_by_platform_shapes_and_dtype() -> None:
         ("cpu", "reference"), ("tpu", "splash"), ("gpu", "cudnn"), ("cuda", "cudnn"), ("rocm", "blocked"),
     ):  # fmt: skip
         assert choose("auto", platform).name == name
-    for head_sizes in ((64,), (128, 64)):
-        assert choose("auto", "tpu", head_sizes=head_sizes).name == "blocked"
+    for head_sizes in ((64,), (128, 64), (256,)):
+        assert choose("auto", "tpu", head_sizes=head_sizes).name == "splash"
     assert choose("auto", "tpu", sequence=split_sequence("ring", 96, 1, 1)).name == "blocked"
     assert choose("auto", "gpu", dtype="float32").name == "blocked"
     assert choose("auto", "gpu", head_sizes=(256,)).name == "blocked"
     assert [choose("auto", "cpu", remat=remat).name for remat in ("none", "attention")] == ["reference", "blocked"]
-    strategies = {s: choose("auto", "tpu", sequence=split_sequence(s, 256, 2, 2)).name for s in STRATEGIES}
-    assert strategies == {"ring": "ring", "all_gather": "blocked", "ulysses": "splash", "usp": "splash"}
+
+
+@pytest.mark.usefixtures("cudnn")
+@pytest.mark.parametrize(("platform", "name"), [("tpu", "splash"), ("gpu", "cudnn"), ("rocm", "blocked")])
+def test_every_strategy_runs_the_platforms_kernel(platform: str, name: str) -> None:
+    names = {s: choose("auto", platform, sequence=split_sequence(s, 1024, 4, 2)).name for s in STRATEGIES}
+    assert names == {"ring": f"ring of {name}", "all_gather": name, "ulysses": name, "usp": f"ring of {name}"}
+
+
+def test_auto_states_why_it_passed_over_the_platforms_kernel() -> None:
+    assert choose("auto", "tpu").summary == "splash"
+    assert choose("auto", "tpu", head_sizes=(80,)).summary == (
+        "blocked (splash attention takes a head size divisible by 64: 80 = 1 * 64 + 16)"
+    )
+    ring = choose("auto", "tpu", sequence=split_sequence("ring", 640, 4, 2))
+    assert ring.summary == (
+        "ring of blocked (splash attention takes a chunk of the sequence divisible by 128: 80 = 0 * 128 + 80)"
+    )
+    assert "which reference lacks" in choose("auto", "cpu", sequence=split_sequence("ring", 64, 4, 2)).summary
 
 
 def test_without_cudnn_gpus_use_blocked_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.models.kernels.choose.has_cudnn", lambda: False)
+    monkeypatch.setattr("meshwright.models.kernels.cudnn.has_cudnn", lambda: False)
     assert choose("auto", "cuda").name == "blocked"
     with pytest.raises(ConfigError, match=r"libcudnn.so.9"):
         choose("cudnn", "cuda")
@@ -138,10 +190,10 @@ def test_without_cudnn_gpus_use_blocked_attention(monkeypatch: pytest.MonkeyPatc
     ("name", "platform", "changes", "reason"),
     [
         ("splash", "gpu", {}, "a TPU kernel"),
-        ("splash", "tpu", {"head_sizes": (64,)}, "64 = 0 \\* 128 \\+ 64"),
+        ("splash", "tpu", {"head_sizes": (80,)}, "80 = 1 \\* 64 \\+ 16"),
         ("splash", "tpu", {"sequence": split_sequence("ring", 160, 1, 1)}, "160 = 1 \\* 128 \\+ 32"),
-        ("splash", "tpu", {"sequence": split_sequence("all_gather", 256, 2, 1)}, "which splash lacks"),
-        ("splash", "tpu", {"sequence": split_sequence("ring", 256, 2, 1)}, "in a ring"),
+        ("splash", "tpu", {"sequence": split_sequence("ring", 256, 2, 1)}, "64 = 0 \\* 128 \\+ 64"),
+        ("reference", "cpu", {"sequence": split_sequence("ring", 256, 2, 1)}, "in a ring, which reference lacks"),
         ("cudnn", "tpu", {}, "NVIDIA GPUs"),
         ("cudnn", "gpu", {"dtype": "float32"}, "the compute dtype is float32"),
         ("cudnn", "gpu", {"head_sizes": (192,)}, "the head size is 192"),
@@ -170,7 +222,7 @@ def test_pallas_kernel_from_outside_gives_the_numbers_of_the_reference() -> None
     assert_same_steps(train(run, 3, initial=one.initial), one)
 
 
-@pytest.mark.parametrize("score_bytes", [2**28, 24 * 4 * 4 * 96], ids=["one block", "four blocks"])
+@pytest.mark.parametrize("score_bytes", [2**28, 24 * 24 * 4 * 4], ids=["one block", "four blocks"])
 def test_dropped_scores_are_not_saved(score_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocked, "_SCORE_BYTES", score_bytes)
     q, k, v, segments = (x[:1] for x in inputs(96, 4, 2, 16))
@@ -188,23 +240,12 @@ def test_splash_saves_its_output_once() -> None:
     q, k, v, segments = (x[:1] for x in inputs(256, 4, 2, 128))
 
     def attend(q: Any, k: Any, v: Any) -> Any:
-        return jnp.sin(splash_attention(q, k, v, segments, window=None, block=128, interpret=True))
+        return jnp.sin(splash_attention()(q, k, v, segments, window=None))
 
     policy = REMAT_POLICIES["projections"].policy
     _, vjp = jax.vjp(jax.checkpoint(attend, policy=policy), q, k, v)
     # The queries and the attention output, once.
     assert sum(x.size == q.size for x in jax.tree.leaves(vjp)) == 2
-
-
-def test_policies_save_the_residuals_of_cudnn() -> None:
-    def primitive(name: str) -> Any:
-        return SimpleNamespace(name=name)
-
-    policies = {name: REMAT_POLICIES[name].policy for name in ("projections", "feed_forward", "full")}
-    for name, policy in policies.items():
-        assert policy is not None
-        assert bool(policy(primitive("dot_product_attention_fwd_wrapper"))) == (name != "full")
-        assert not policy(primitive("dot_general"))
 
 
 @pytest.mark.parametrize(("remat", "instead"), [("offload", "full"), ("offload_attention", "projections")])

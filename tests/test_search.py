@@ -181,3 +181,41 @@ def test_what_fits_nowhere_is_told_how_close_it_came() -> None:
 )
 def test_bad_questions_teach(words: tuple[str, ...], says: str) -> None:
     assert says in meshwright("plan", "llama32-1b", *words, code=2)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mesh", "target", "batch", "seq"),
+    [
+        ("llama2-7b", "fsdp=16", "v5p:2x2x4", 64, 4096),
+        ("llama2-70b", "fsdp=128", "v5p:4x4x8", 512, 4096),
+        ("llama3-405b", "fsdp=512", "v5p:8x8x8", 512, 8192),
+        ("llama3-8b", "fsdp=8", "h100:8", 16, 4096),
+    ],
+)
+def test_remat_that_fits_the_memory_there_is(recipe: str, mesh: str, target: str, batch: int, seq: int) -> None:
+    run = find_recipe(recipe)
+    training = dataclasses.replace(run.training, batch=batch, seq=seq)
+    run = dataclasses.replace(run, mesh=MeshShape.parse(mesh), training=training)
+    machine = parse_target(target)
+    chosen = price_run(with_best_remat(run, machine), machine)
+    assert chosen.estimate.fits
+    saved, layers = chosen.run.training.saved_layers, len(chosen.placed.spec.layers)
+    for remat in remat_policies(machine):
+        other = price_run(dataclasses.replace(run, training=dataclasses.replace(training, remat=remat)), machine)
+        assert not other.estimate.fits or other.estimate.seconds >= chosen.estimate.seconds
+    if 0 < saved < layers:
+        more = dataclasses.replace(chosen.run.training, saved_layers=saved + 1)
+        assert not price_run(dataclasses.replace(run, training=more), machine).estimate.fits
+    given = dataclasses.replace(run, training=dataclasses.replace(training, remat="full"))
+    assert with_best_remat(given, machine) == given  # a policy that is named is kept
+
+
+def test_saved_layers_that_cannot_be() -> None:
+    run = find_recipe("llama2-7b")
+    for changes, mesh, said in (
+        ({"saved_layers": 33}, "fsdp=16", "the model has 32 layers"),
+        ({"saved_layers": 4, "microbatches": 4}, "stage=2,fsdp=8", "one remat policy"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            training = dataclasses.replace(run.training, **changes)
+            place_run(dataclasses.replace(run, mesh=MeshShape.parse(mesh), training=training))

@@ -20,7 +20,7 @@ from meshwright.comm.hierarchical import (
 )
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
-from meshwright.hardware.mesh import _in_slices, build_mesh
+from meshwright.hardware.mesh import _in_slices, build_mesh, torus_degrees
 
 AXES = ("a", "b")
 
@@ -31,7 +31,13 @@ def on_mesh(body: Any, x: np.ndarray, out: P) -> np.ndarray:
     return np.asarray(step(x))
 
 
-@pytest.mark.parametrize("dcn", [DcnAxis(2, "b"), DcnAxis(4, "b"), DcnAxis(2, "a"), DcnAxis(1, "a")])
+@pytest.mark.parametrize(
+    "dcn",
+    [
+        DcnAxis(2, "b"), DcnAxis(4, "b"), DcnAxis(2, "a"), DcnAxis(1, "a"),
+        DcnAxis(1, "a", (("b", (2, 2)),)), DcnAxis(2, "a", (("b", (2, 2)),)),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("axes", [("a", "b"), ("b",), ("a",)])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_hierarchical_collectives_match_plain_ones(axes: tuple[str, ...], dcn: DcnAxis, dim: int) -> None:
@@ -69,6 +75,32 @@ def fake_devices(slices: list[int], platform: str = "tpu") -> Any:
         for i, s in enumerate(slices)
     ]
     return list(reversed(devices))
+
+
+def torus_devices(*degrees: int, slices: int = 1) -> Any:
+    """Returns the devices of slices of a torus in row-major order."""
+    coordinates = np.ndindex(slices, *degrees)
+    return [
+        SimpleNamespace(id=i, slice_index=c[0], coords=c[1:], core_on_chip=0, platform="tpu", device_kind="fake")
+        for i, c in enumerate(coordinates)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("devices", "shape", "expected"),
+    [
+        (torus_devices(4, 4, 4), (64,), {"a": (4, 4, 4)}),
+        (torus_devices(4, 4, 4), (4, 16), {"b": (4, 4)}),
+        (torus_devices(4, 4, 4), (8, 8), {"a": (4, 2), "b": (2, 4)}),
+        (torus_devices(2, 1, 4, slices=2), (16,), {"a": (2, 4)}),
+        (torus_devices(8), (8,), {}),
+        (torus_devices(2, 2)[::3] + torus_devices(2, 2)[1:3], (4,), {}),  # in no order of the torus
+        (fake_devices([0, 0, 0, 0]), (4,), {}),  # without coordinates
+    ],
+)
+def test_dimensions_of_the_torus_under_an_axis(devices: Any, shape: tuple[int, ...], expected: Any) -> None:
+    mesh = SimpleNamespace(axis_names=AXES[: len(shape)], devices=np.array(devices, object).reshape(shape))
+    assert dict(torus_degrees(mesh)) == expected  # type: ignore[arg-type]
 
 
 def test_devices_are_grouped_by_slice() -> None:

@@ -247,12 +247,19 @@ class Training:
     """Type of gathered weights and of activations."""
     reduce_dtype: Precision = "float32"
     """Type in which gradients are summed over devices."""
+    matmul_precision: str = "compute"
+    """Precision of the layers' matmuls, forward and backward: compute (the compute dtype), fp8, fp8_rowwise, mxfp8,
+    int8, fp8_block (simulated alone), or module:attribute of a `MatmulPrecision`. Embedding, unembedding, norms,
+    router, attention itself and the experts' grouped matmuls stay in the compute dtype."""
     remat: Remat = "auto"
     """Rematerialisation (activation checkpointing): the backward pass recomputes nothing (none), the attention scores
     (attention), everything between the projections (projections), the feed-forward half of a layer (feed_forward), all
     but the attention kernel (attention_out), or the whole layer (full). On TPUs the layer inputs can wait in host
     memory (offload), with the attention outputs (offload_attention). `auto` takes the policy with the shortest
     predicted step that fits the chip's memory, and full where the chip is unknown."""
+    saved_layers: int = 0
+    """Layers, from the first, that save the outputs of all projections; the others follow `remat`. With `remat auto` it
+    is as many as fit. Not with pipeline stages."""
     context_strategy: ContextStrategy = "ring"
     """Attention over a sequence sharded over `context`: pass key/value blocks around a ring (ring), gather them
     (all_gather), exchange heads for positions (ulysses), or a ring of Ulysses groups (usp)."""
@@ -291,7 +298,7 @@ class Training:
     """Checkpoints kept; older ones are deleted."""
 
     def __post_init__(self) -> None:
-        _keep_names(self, "pipeline_schedule", "attention_kernel")
+        _keep_names(self, "pipeline_schedule", "attention_kernel", "matmul_precision")
 
 
 @dataclasses.dataclass(frozen=True)

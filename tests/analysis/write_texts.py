@@ -1,7 +1,7 @@
 """Writes tests/analysis/texts: the programs compiled for absent hardware.
 
     python tests/analysis/write_texts.py v5p|v5e|tpu7x|slices|sparsecore     (needs libtpu)
-    python tests/analysis/write_texts.py h100 TARGET_CONFIG                  (needs jax-cuda13-plugin with ptxas)
+    python tests/analysis/write_texts.py h100|quantised|dequantised TARGET_CONFIG   (needs jax-cuda13-plugin with ptxas)
 
 The texts are what the chips' own compilers print, without their per-instruction settings, which the census ignores.
 """
@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
@@ -23,6 +24,9 @@ from programs import AXES, OFFLOADED, PROGRAMS
 from meshwright.comm.hierarchical import DcnAxis, hierarchical_all_reduce
 from meshwright.config import MeshShape
 from meshwright.hardware.mesh import build_mesh
+from meshwright.models.blocks import quantised
+from meshwright.models.blocks.linear import linear
+from meshwright.models.quantisation import RECIPES
 
 TEXTS = Path(__file__).parent / "texts"
 TPUS = {"v5p": "v5p:2x2x2", "v5e": "v5e:2x4", "tpu7x": "tpu7x:2x2x1"}
@@ -62,7 +66,37 @@ def write_sparsecore() -> None:
     (TEXTS / "sparsecore" / "v5p.hlo").write_text(settings_removed(text))
 
 
+def write_precision(name: str) -> None:
+    """Writes the three products of a linear layer in fp8, compiled for an NVIDIA GPU.
+
+    dequantised: a planted mistake, operands converted back before the product.
+    """
+    recipe, spec = RECIPES["fp8"], Path(sys.argv[2]).read_text()
+    devices = topologies.get_topology_desc(platform="cuda", target_config=spec, topology="1x1x8").devices
+    if name == "dequantised":
+        product = quantised._dot
+        quantised._dot = lambda a, b, dims, dtype: product(a.astype(dtype), b.astype(dtype), dims, dtype)
+
+    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        plan = quantised.WeightPlan(recipe, 1, (), ())
+        values, scale = quantised._quantise(jax.lax.stop_gradient(w), quantised._amax(w, None), recipe.operand)
+        return linear(x, quantised.LowPrecisionWeight(values, scale, w, plan))
+
+    def products(x: jax.Array, w: jax.Array, g: jax.Array) -> Any:
+        y, pull = jax.vjp(layer, x, w)
+        return y, *pull(g)
+
+    sharding = NamedSharding(Mesh(np.array(devices[:1]), ("data",)), PartitionSpec())
+    shapes = ((1024, 512), (512, 2048), (1024, 2048))
+    arguments = [jax.ShapeDtypeStruct(shape, "bfloat16", sharding=sharding) for shape in shapes]
+    (TEXTS / "precision").mkdir(exist_ok=True)
+    text = jax.jit(products).lower(*arguments).compile().as_text()
+    (TEXTS / "precision" / f"{name}.hlo").write_text(settings_removed(text))
+
+
 def main(target: str) -> None:
+    if target in ("quantised", "dequantised"):
+        return write_precision(target)
     if target == "slices":
         return write_slices()
     if target == "sparsecore":

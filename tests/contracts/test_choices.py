@@ -1,11 +1,13 @@
-"""Choices that may change memory and time, never numbers: remat, unrolling, accumulation, chunks of the loss."""
+"""Choices that may change memory and time, never numbers: remat, overlap, unrolling, accumulation, loss chunks."""
 
 import dataclasses
 import functools
 from typing import Any
 
 import pytest
-from tiny_runs import MODELS, Trained, largest_difference, tiny_run, train
+from tiny_runs import MODELS, Trained, device_run_of, largest_difference, random_batch, tiny_run, train
+
+from meshwright.step.train_step import build_train_step
 
 MESH = "data=2,fsdp=2,tensor=2"
 
@@ -23,7 +25,16 @@ def plain(family: str) -> Trained:
 @pytest.mark.parametrize(
     "choice",
     [
-        *(pytest.param({"remat": remat}, marks=exhaustive) for remat in ("full", "projections", "attention")),
+        *(
+            pytest.param({"remat": remat}, marks=exhaustive)
+            for remat in ("full", "projections", "attention", "attention_out")
+        ),
+        {"tensor_strategy": "ring"},
+        {"saved_layers": 1, "remat": "full"},
+        pytest.param({"saved_layers": 1, "remat": "attention_out", "gather_ahead": "layer"}, marks=exhaustive),
+        {"gather_ahead": "layer", "remat": "full"},
+        pytest.param({"gather_ahead": "layer", "remat": "projections"}, marks=exhaustive),
+        pytest.param({"gather_ahead": "layer", "remat": "attention_out", "microbatches": 2}, marks=exhaustive),
         {"unroll": 2},
         {"microbatches": 2},
         pytest.param({"microbatches": 4, "remat": "full"}, marks=exhaustive),
@@ -34,6 +45,36 @@ def test_numbers_stay(family: str, choice: dict[str, Any]) -> None:
     changed = train(tiny_run(MODELS[family], MESH, **{"remat": "none", **choice}), 3, initial=plain(family).initial)
     assert changed.losses == pytest.approx(plain(family).losses, rel=1e-6)
     assert largest_difference(changed.gradients, plain(family).gradients) < 1e-6
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=exhaustive) for f in ("mixtral", "deepseek-like")])
+def test_layers_with_experts_gather_ahead(family: str) -> None:
+    """The balance loss of a layer's aux has a gradient too, and a stack of one layer has no layer ahead."""
+    run = tiny_run(MODELS[family], "fsdp=2,expert=2,tensor=2", remat="full")
+    within = train(run, 3)
+    ahead = train(
+        dataclasses.replace(run, training=dataclasses.replace(run.training, gather_ahead="layer")), 3,
+        initial=within.initial,
+    )  # fmt: skip
+    assert ahead.losses == pytest.approx(within.losses, rel=1e-6)
+    assert largest_difference(ahead.gradients, within.gradients) < 1e-6
+
+
+@pytest.mark.parametrize("remat", ["full", "projections"])
+def test_gathering_ahead_saves_no_weights(remat: str) -> None:
+    """Eight layers whose weights are larger than their activations: their gathered weights are never all there."""
+    model = dataclasses.replace(MODELS["llama"], width=256, layers=8, mlp=512)
+
+    def temporaries(**changes: Any) -> int:
+        run = tiny_run(model, "fsdp=8", batch=8, seq=8, remat=remat, dropout=0.0, **changes)
+        device_run = device_run_of(run)
+        lowered = build_train_step(device_run).lower(device_run.abstract, random_batch(device_run))
+        return int(lowered.compile().memory_analysis().temp_size_in_bytes)
+
+    one_layer = 4 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512)
+    more = temporaries(gather_ahead="layer") - temporaries(gather_ahead="none")
+    # The first weights of a second layer and its gradients, twice where XLA:CPU copies the carry; eight layers not.
+    assert more < 4 * one_layer
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -44,7 +44,10 @@ class CostModel:
     chip: Chip
     efficiency: Efficiency
     causal_fraction: float
-    """Fraction of the key positions that attention reads: 1/2 for causal attention, less with a sliding window."""
+    """Fraction of the key positions that attention reads: 1/2 for causal attention, less with a sliding window.
+
+    It is used where a kernel's own scope, `visible_FRACTION` (models/kernels/chunks.py), states none.
+    """
 
     def cost_of(self, module: Module, computation: Computation, instruction: Instruction) -> Cost:
         """Returns how long an instruction keeps the chip busy; collectives and loops are not covered."""
@@ -52,14 +55,32 @@ class CostModel:
             return Cost("memory", 0.0)
         if instruction.opcode == "custom-call":
             return self._custom_call(module, computation, instruction)
-        flops = _fused_matmul_flops(module, computation, instruction)
+        compute = self._matmul_seconds(module, computation, instruction)
         memory = self.memory_seconds(hbm_bytes_accessed(module, computation, instruction))
         cycles = _estimated_cycles(instruction)
         estimate = cycles / self.chip.clock_hz if cycles is not None and self.chip.clock_hz else None
-        if flops:
-            compute = flops / (self.chip.flops_bf16 * self.efficiency.matmul) if estimate is None else estimate
-            return Cost("matmul", max(compute, memory))
+        if compute:
+            return Cost("matmul", max(compute if estimate is None else estimate, memory))
         return Cost("memory", memory if estimate is None else min(estimate, memory))
+
+    def _matmul_seconds(self, module: Module, computation: Computation, instruction: Instruction) -> float:
+        """Seconds of a matrix product, or of those in a fusion, nested ones included, at the peaks of their types."""
+        if instruction.opcode in ("dot", "convolution"):
+            return matmul_flops(computation, instruction) / self._matmul_rate(computation, instruction)
+        body = _fused_body(module, instruction) if instruction.opcode == "fusion" else None
+        if body is None:
+            return 0.0
+        return sum(self._matmul_seconds(module, body, inner) for inner in body.instructions.values())
+
+    def _matmul_rate(self, computation: Computation, instruction: Instruction) -> float:
+        """Achieved FLOP/s of a product with operands of these types."""
+        types = {array.dtype for array in _operand_arrays(computation, instruction)[:2]}
+        peak = self.chip.flops_bf16
+        if types and all(dtype.startswith("f8") for dtype in types):
+            peak = self.chip.flops_fp8 or peak
+        elif types == {"s8"}:
+            peak = self.chip.flops_int8 or peak
+        return peak * self.efficiency.matmul
 
     def memory_seconds(self, num_bytes: float) -> float:
         """Returns the time to move bytes to or from HBM."""
@@ -72,12 +93,21 @@ class CostModel:
         splash = name == "tpu_custom_call" and "splash" in instruction.op_name + instruction.name
         if splash or name.startswith(_CUDNN):
             attention_flops = _splash_flops if splash else _cudnn_flops
-            flops = attention_flops(computation, instruction) * self.causal_fraction
+            flops = attention_flops(computation, instruction) * self._visible_fraction(instruction)
             return Cost("attention", max(flops / (self.chip.flops_bf16 * self.efficiency.attention), memory))
         if "gemm" in name or "matmul" in name:
             flops = _gemm_flops(computation, instruction)
-            return Cost("matmul", max(flops / (self.chip.flops_bf16 * self.efficiency.matmul), memory))
+            return Cost("matmul", max(flops / self._matmul_rate(computation, instruction), memory))
+        if name.startswith(_BLOCK_SCALED):
+            flops = _gemm_flops(computation, instruction)
+            rate = (self.chip.flops_mxfp8 or self.chip.flops_bf16) * self.efficiency.matmul
+            return Cost("matmul", max(flops / rate, memory))
         return Cost("memory", 0.0 if name in ("AllocateBuffer", "ConcatBitcast", "Sharding") else memory)
+
+    def _visible_fraction(self, instruction: Instruction) -> float:
+        """Returns the fraction of the pairs of query and key that an attention kernel computes."""
+        stated = re.findall(r"visible_([0-9.]+)", instruction.op_name)
+        return float(stated[-1]) if stated else self.causal_fraction
 
 
 def hbm_bytes_accessed(module: Module, computation: Computation, instruction: Instruction) -> float:
@@ -162,22 +192,15 @@ def _estimated_cycles(instruction: Instruction) -> int | None:
     return int(match[1]) if match and 0 < int(match[1]) < _NO_ESTIMATE else None
 
 
-def _fused_matmul_flops(module: Module, computation: Computation, instruction: Instruction) -> float:
-    """Counts the FLOPs of a matrix product, or of those in a fusion and the fusions nested in it."""
-    if instruction.opcode in ("dot", "convolution"):
-        return matmul_flops(computation, instruction)
-    body = _fused_body(module, instruction) if instruction.opcode == "fusion" else None
-    if body is None:
-        return 0.0
-    return sum(_fused_matmul_flops(module, body, inner) for inner in body.instructions.values())
-
-
 def _operand_arrays(computation: Computation, instruction: Instruction) -> list[Array]:
     return [shape for shape in computation.operand_shapes(instruction) if isinstance(shape, Array)]
 
 
 _SPLASH_MATMULS = {"fwd": 2, "dq": 3, "dkv": 4}
-"""Matrix products in each kernel of splash attention; the backward kernels compute the scores again."""
+"""Matrix products in each kernel of splash attention; the backward kernels compute the scores again.
+
+A fused backward kernel, named dkv, has a fifth for the gradients of the queries, its third result.
+"""
 
 
 def _splash_flops(computation: Computation, instruction: Instruction) -> float:
@@ -190,10 +213,12 @@ def _splash_flops(computation: Computation, instruction: Instruction) -> float:
     floating = [a for a in arrays if len(a.dims) >= 3 and a.dtype in ("bf16", "f32", "f16")]
     queries, keys = floating[0], floating[1]
     rows = math.prod(queries.dims[:-1])
-    return _SPLASH_MATMULS[kernel] * 2.0 * rows * keys.dims[-2] * queries.dims[-1]
+    matmuls = _SPLASH_MATMULS[kernel] + (kernel == "dkv" and len(list(arrays_of(instruction.shape))) == 3)
+    return matmuls * 2.0 * rows * keys.dims[-2] * queries.dims[-1]
 
 
 _CUDNN = "__cudnn$fmha"
+_BLOCK_SCALED = "__cudnn$blockScaledDot"
 
 
 def _cudnn_flops(computation: Computation, instruction: Instruction) -> float:

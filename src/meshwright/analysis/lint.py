@@ -14,7 +14,7 @@ from meshwright.analysis.jaxpr_collectives import JaxprCollective
 from meshwright.analysis.memory import Argument
 from meshwright.hlo.ledger import LedgerEntry
 from meshwright.hlo.loops import walk
-from meshwright.hlo.parser import Module, parse_shape
+from meshwright.hlo.parser import Frame, Module, arrays_of, parse_shape
 
 MIN_REPLICATED_BYTES = 2**20
 """Size from which a replicated array, or a parameter with padded tiles, is reported."""
@@ -27,7 +27,7 @@ class Finding:
     """One thing to change in a program."""
 
     kind: str
-    """layout, replicated, rematerialised, unexpected, padding, or host."""
+    """layout, replicated, rematerialised, unexpected, padding, precision, or host."""
     subject: str
     """Array or operation that it is about."""
     reason: str
@@ -258,6 +258,49 @@ def lint_host(module: Module) -> list[Finding]:
                 )
             )
     return findings
+
+
+def lint_precision(module: Module, scope: str, asked: str) -> list[Finding]:
+    """Reports matmuls of a low-precision run whose operands are wider than one byte in the compiled program.
+
+    A compiler simplifies a quantise-dequantise pair away, and converts operands that its hardware does not multiply.
+
+    scope: named scope of the matmuls that are meant to be in low precision.  asked: the run's precision.
+    """
+    total, excess, wide = 0, 0.0, dict[str, int]()
+    stack: tuple[Frame, ...] = ()
+    for context in walk(module):
+        for instruction in context.computation.instructions.values():
+            library = instruction.opcode == "custom-call" and _LIBRARY_MATMUL.search(instruction.attribute_text)
+            names = (instruction.op_name, *(i.op_name for _, i in reversed(context.callers)))
+            if not (library or instruction.opcode in ("dot", "convolution")):
+                continue
+            if scope not in next((name for name in names if name), ""):
+                continue
+            operands = [a for s in context.computation.operand_shapes(instruction)[:2] for a in arrays_of(s)]
+            total += 1
+            if any(a.bytes > a.elements for a in operands):
+                types = " x ".join(a.dtype for a in operands)
+                wide[types] = wide.get(types, 0) + 1
+                excess += context.count * sum(a.bytes - min(a.bytes, a.elements) for a in operands)
+                stack = stack or module.source_stack(instruction)
+    if total and not wide:
+        return []
+    types = ", ".join(f"{n} of {text}" for text, n in wide.items())
+    found = f"{sum(wide.values())} of {total} matmuls of the compiled program have wider operands: {types}"
+    return [
+        Finding(
+            "precision",
+            f"matmuls of --training.matmul-precision {asked}",
+            f"the Run asks for {asked}, and {found if total else 'the compiled program has no such matmul'}",
+            "operands of the low precision in the dot_general itself, on a chip that multiplies them",
+            int(excess),
+            stack[0].location if stack else "",
+        )
+    ]
+
+
+_LIBRARY_MATMUL = re.compile(r'custom_call_target="[^"]*(gemm|matmul|ScaledDot)')
 
 
 # The last two dimensions of an array in TPU memory are tiled by 8 x 128 words of 32 bits; narrower types pack more rows

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshwright.analysis.census import Census, ProgramFacts, census
-from meshwright.analysis.lint import Finding
+from meshwright.analysis.lint import Finding, lint_precision
 from meshwright.analysis.simulate import TargetDevices, Ticks
 from meshwright.comm import collectives, hierarchical, ragged
 from meshwright.data.batch import Batch
 from meshwright.hardware.chips import Torus
 from meshwright.hardware.targets import Target
+from meshwright.hlo.parser import parse_module
 from meshwright.hlo.scopes import Branches, BranchScope
 from meshwright.models.flops import forward_flops
 from meshwright.models.model import ModelSpec, padded_vocab, vocab_size
@@ -82,7 +83,18 @@ def census_of_train_step(device_run: DeviceRun, target: Target | None = None) ->
         facts=facts,
         compiler_options=device_run.compiler_options(),
     )
-    return dataclasses.replace(result, findings=(*result.findings, *_vocabulary_padding(device_run)))
+    findings = (*result.findings, *_vocabulary_padding(device_run), *_precision(device_run, result.text))
+    return dataclasses.replace(result, findings=findings)
+
+
+def _precision(device_run: DeviceRun, text: str) -> list[Finding]:
+    """Reports matmuls that are not in the precision that the run asks for; simulated devices convert all of them."""
+    asked = device_run.run.training.matmul_precision
+    if asked == "compute" or device_run.mesh.devices.flat[0].platform == "cpu":
+        return []
+    from meshwright.models.quantisation import SCOPE  # loaded for runs that ask for it
+
+    return lint_precision(parse_module(text), SCOPE, asked)
 
 
 def census_of_eval_step(device_run: DeviceRun) -> Census:

@@ -8,6 +8,7 @@ the order; every time is predicted, none is measured.
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping
 
 from meshwright.analysis.cost_model import FREE, CostModel, host_bytes
@@ -194,9 +195,17 @@ class _Simulator:
             cost = self.cost_model.cost_of(self.module, computation, instruction)
             timeline.run(self._label(instruction), cost.kind, cost.seconds)
             return
-        timeline.begin(name, "collective", axes, seconds, axes, self._label(instruction))
+        timeline.begin(name, "collective", self._links(axes, instruction), seconds, axes, self._label(instruction))
         if not asynchronous:
             timeline.wait(name)
+
+    def _links(self, axes: str, instruction: Instruction) -> str:
+        """Returns the links that a collective occupies: those of its axes; of a permute those of its direction alone.
+
+        Links are full duplex: two permutes in opposite directions of a ring do not wait for each other.
+        """
+        pairs = re.search(r"source_target_pairs=\{(.*?)\}(?:,|$)", instruction.attribute_text)
+        return f"{axes} {pairs[1]}" if pairs else axes
 
     def _price_transfer(self, computation: str, name: str) -> tuple[str, float]:
         """Returns the mesh axes of a collective and its time in seconds."""

@@ -19,7 +19,7 @@ from meshwright.hardware.targets import Target, parse_target
 from meshwright.planner.calibration import calibrate_target
 from meshwright.planner.explain import nothing_fits
 from meshwright.planner.plan_file import write_plan
-from meshwright.planner.search import Plan, price_run, search, with_tokens_per_step
+from meshwright.planner.search import Plan, price_run, search, with_best_remat, with_tokens_per_step
 from meshwright.runs.recipe import find_recipe
 
 
@@ -132,7 +132,7 @@ def prove(plan: Plan | Run, on: str | None = None, *, limit: int = 900) -> Proof
                 'prove(run, on="v5p:4x4x4"), or one of the plans of plan(...)',
             )
         target = find_target(on)
-        return prove_plan(price_run(with_vocab(plan), target), target, limit)
+        return prove_plan(price_run(with_best_remat(with_vocab(plan), target), target), target, limit)
     return prove_plan(plan, plan.target, limit)
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 import jax
 
+from meshwright.api.choices import choose_for_devices
 from meshwright.config import MeshShape, Run
 from meshwright.hardware.mesh import default_cache_folder
 from meshwright.report import Reporter
@@ -39,7 +40,7 @@ def train(
         (2, True)
     """
     folder = Path(out) if out is not None else Path("runs") / f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    prepared = loop.prepare_run(run, cache=cache or default_cache_folder(), devices=devices)
+    prepared = loop.prepare_run(run, cache=cache or default_cache_folder(), devices=devices, choose=choose_for_devices)
 
     def reporters(first: int) -> list[Reporter]:
         if progress == "none" or jax.process_index() != 0:

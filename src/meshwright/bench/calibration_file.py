@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,14 @@ def write_calibration(
     matmuls: Sequence[MatmulTiming] = (),
     mesh: str = "",
     memory_bandwidth: float | None = None,
+    kernels: Mapping[str, float] | None = None,
 ) -> None:
     """Adds measurements to the calibration in `file`; earlier ones of the same kind are replaced.
 
     mesh: the mesh on which `collectives` were timed.
     memory_bandwidth: bytes/s that a device reads and writes (`measure_memory_bandwidth`).
+    kernels: `attention`, FLOP/s of the attention kernel in a training step, of which the backward pass counts as 3.5
+    forward passes; `grouped_matmul`, rate of a grouped matmul over that of a dense one of equal FLOPs.
     """
     calibration: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     if collectives:
@@ -39,6 +42,7 @@ def write_calibration(
         calibration["mesh"] = mesh
     if memory_bandwidth is not None:
         calibration["memory_bandwidth"] = memory_bandwidth
+    calibration |= kernels or {}
     if matmuls:
         calibration["matmuls"] = [dataclasses.asdict(row) for row in matmuls]
     calibration |= {

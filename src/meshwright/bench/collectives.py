@@ -96,16 +96,18 @@ class CollectiveTiming:
     """Whether the result equals the expected one."""
 
 
-def time_collectives(mesh: Mesh, kinds: tuple[str, ...], sizes: tuple[int, ...]) -> Iterator[CollectiveTiming]:
+def time_collectives(
+    mesh: Mesh, kinds: tuple[str, ...], sizes: tuple[int, ...], over: tuple[str, ...] | None = None
+) -> Iterator[CollectiveTiming]:
     """Times the collectives `kinds` over every axis of `mesh` that has more than one device.
 
-    sizes: bytes, each rounded up to a multiple of 4 * devices^2.
+    sizes: bytes, each rounded up to a multiple of 4 * devices^2.  over: some of the axes; None takes all.
     Raises ConfigError for an unknown collective or a mesh of one device.
     """
     for kind in kinds:
         if kind not in COLLECTIVES:
             raise ConfigError(f"timing {kind!r}", "no collective has that name", nearest(kind, COLLECTIVES))
-    axes = [str(axis) for axis, n in mesh.shape.items() if n > 1]
+    axes = [str(axis) for axis, n in mesh.shape.items() if n > 1 and (over is None or axis in over)]
     if not axes:
         raise ConfigError(
             "timing collectives on one device", "a mesh of one device sends nothing", "for example --mesh data=8"

@@ -1,4 +1,4 @@
-"""The verb `bench`: times of collectives and matrix products on the devices at hand."""
+"""The verb `bench`: collectives, matrix products, or everything about the devices at hand."""
 
 import dataclasses
 import sys
@@ -30,11 +30,12 @@ _COPY_BYTES = 2**28
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """Time WHAT on the devices at hand: `collectives` over every axis of a mesh, or `matmul` on one device. Writes CSV
-    and JSON, and the calibration that `plan` and `train` use for their predictions."""
+    """Time WHAT on the devices at hand: `collectives` over every axis of a mesh, `matmul` on one device, or `hardware`,
+    which is everything there is to know of a machine in half an hour. Writes the figures, and the calibration that
+    `plan` and `train` use for their predictions."""
 
-    what: Annotated[Literal["collectives", "matmul"], tyro.conf.Positional]
-    """`collectives` or `matmul`."""
+    what: Annotated[Literal["collectives", "matmul", "hardware"], tyro.conf.Positional]
+    """`collectives`, `matmul` or `hardware`."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
     """Mesh of the collectives, as axis=degree,...; by default one over all devices."""
     devices: int | None = None
@@ -48,7 +49,14 @@ class BenchOptions:
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     """Element types of the matrix products."""
     out: Path = Path("bench-results")
-    """Folder for CSV and JSON."""
+    """Folder for the results."""
+    minutes: float = 30.0
+    """With `hardware`: time of all sections together."""
+    only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SECTION ...")] = ()
+    """With `hardware`: sections to run, by default all: kernels, meshes, matmuls, collectives, steps, overlap,
+    checkpoint, or module:attribute of a section of your own."""
+    kernels: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KERNEL ...")] = ()
+    """With `hardware`: attention kernels from outside the package to check, each as module:attribute."""
     plot: tyro.conf.FlagCreatePairsOff[bool] = False
     """Also draw bus bandwidth over size (needs matplotlib)."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -62,6 +70,13 @@ def main(args: Sequence[str]) -> int:
     """Runs `meshwright bench`. Raises CensusError where a collective or a product gives a wrong result."""
     options = parse(BenchOptions, "bench", args)
     _check(options)
+    if options.what == "hardware":
+        from meshwright.cli.bench_hardware import bench_hardware  # the other two need no planner
+
+        return bench_hardware(
+            options.out, minutes=options.minutes, only=options.only, kernels=options.kernels,
+            devices=options.devices if options.devices is not None else SIMULATED, json=options.json,
+        )  # fmt: skip
     rows = _time_collectives(options) if options.what == "collectives" else _time_matmuls(options)
     write_csv(rows, options.out / f"{options.what}.csv")
     if options.json:

@@ -33,6 +33,7 @@ from meshwright.hardware.targets import Target
 from meshwright.planner.estimate import Estimate, estimate
 from meshwright.planner.explain import memory_remedies
 from meshwright.planner.plan_file import is_plan, read_plan
+from meshwright.planner.search import with_best_remat
 from meshwright.report.console import open_console
 from meshwright.runs.placed_run import place_run
 from meshwright.step.device_run import DeviceRun, place_on_devices
@@ -120,6 +121,7 @@ def run_prove(options: ProveOptions) -> int:
         return compile_in_subprocess(target, options.limit)
     devices = _target_devices(target) if target else _local_devices(options, other)
     run = with_vocab(dataclasses.replace(options.run, mesh=_shape(options.run, devices, target)))
+    run = with_best_remat(run, target) if target is not None else run
     try:
         device_run, census = _take_census(options, run, devices, target)
     except OutOfMemory as error:
@@ -189,7 +191,8 @@ def _take_census(
     options: ProveOptions, run: Run, devices: list[Any], target: Target | None
 ) -> tuple[DeviceRun, Census]:  # fmt: skip
     assert run.mesh is not None
-    device_run = place_on_devices(with_vocab(run), mesh.build_mesh(run.mesh, devices))
+    run = with_vocab(run) if target is None else with_best_remat(with_vocab(run), target)
+    device_run = place_on_devices(run, mesh.build_mesh(run.mesh, devices))
     if options.step != "train":
         return device_run, census_of_eval_step(device_run)
     if target is None:

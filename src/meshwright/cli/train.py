@@ -11,6 +11,7 @@ import jax
 import tyro
 from rich.console import Console
 
+from meshwright.api.choices import choose_for_devices
 from meshwright.bench.calibration_file import calibration_path, read_calibration
 from meshwright.cli.base_run import Base, RunOptions, base_run, value_of
 from meshwright.cli.devices import start_devices
@@ -70,7 +71,9 @@ def main(args: Sequence[str]) -> int:
     if options.coordinator:
         mesh.initialize_distributed(options.coordinator, options.processes, options.process)
     out = options.out or Path("runs") / f"{options.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    prepared = loop.prepare_run(options.run, cache=mesh.default_cache_folder(), devices=options.devices)
+    prepared = loop.prepare_run(
+        options.run, cache=mesh.default_cache_folder(), devices=options.devices, choose=choose_for_devices
+    )
     print_prepared_run(console, prepared)
     forecast = _print_forecast(console, prepared)
     summary = _train(options, prepared, out, console)

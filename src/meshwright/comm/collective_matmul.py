@@ -16,8 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.comm.collectives import sequence_all_gather, sequence_reduce_scatter
-
 TokenFunction = Callable[[jax.Array, Any], Any]
 """`(x [B, T, ...], weights) -> array or tree of arrays [B, T, ...]`, the same for each token: matmuls."""
 
@@ -28,11 +26,9 @@ _SEQUENCE = 1
 def column_parallel(f: TokenFunction, x_BTD: jax.Array, weights: Any, ring: tuple[int, ...]) -> Any:
     """Returns `f(sequence_all_gather(x), weights)`: a Megatron pair opens.
 
-    x_BTD: this device's chunk of the sequence.  ring: devices of `tensor` in the order of the ring; () gathers in one
-    collective before the matmul. Sends V(n-1)/n forward, twice that backward, for V bytes of the whole sequence.
+    x_BTD: this device's chunk of the sequence.  ring: devices of `tensor` in the order of the ring. Sends V(n-1)/n
+    forward and backward, for V bytes of the whole sequence.
     """
-    if lax.axis_size("tensor") == 1 or not ring:
-        return f(sequence_all_gather(x_BTD, _SEQUENCE), weights)
     return _column_parallel(f, ring, x_BTD, weights)
 
 
@@ -41,8 +37,6 @@ def row_parallel(f: TokenFunction, y_BTF: jax.Array, weights: Any, ring: tuple[i
 
     y_BTF: the whole sequence, features split over `tensor`.  ring: as for `column_parallel`.
     """
-    if lax.axis_size("tensor") == 1 or not ring:
-        return sequence_reduce_scatter(f(y_BTF, weights), _SEQUENCE)
     return _row_parallel(f, ring, y_BTF, weights)
 
 

@@ -249,29 +249,30 @@ ring_shift.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def gather_param(
-    w: jax.Array, gathers: tuple[tuple[Axes, int], ...], compute_dtype: Any, reduce_dtype: Any, dcn: DcnAxis
+    w: jax.Array, gathers: tuple[tuple[Axes, int | None], ...], compute_dtype: Any, reduce_dtype: Any, dcn: DcnAxis
 ) -> jax.Array:
     """Gathers a sharded parameter in the compute dtype (FSDP, ZeRO-3).
 
-    gathers: axes and dimension of each all-gather, in order. The cast comes first, so the all-gathers move
-    `compute_dtype`. The backward pass casts the gradient to `reduce_dtype` and reduce-scatters it in the reverse order,
-    inside a slice before it crosses DCN. Forward sends V(n-1)/n, backward V(n-1)/n.
+    gathers: axes and dimension of each all-gather, in order; a dimension of None gathers nothing and only sums the
+    gradient. The cast comes first, so the all-gathers move `compute_dtype`. The backward pass casts the gradient to
+    `reduce_dtype` and reduce-scatters it in the reverse order, inside a slice before it crosses DCN. Forward sends
+    V(n-1)/n, backward V(n-1)/n.
     """
     w = w.astype(compute_dtype)
     for axes, dim in gathers:
-        w = hierarchical_all_gather(w, axes, dim, dcn)
+        w = w if dim is None else hierarchical_all_gather(w, axes, dim, dcn)
     return w
 
 
 def _gather_param_fwd(
-    w: jax.Array, gathers: tuple[tuple[Axes, int], ...], compute_dtype: Any, reduce_dtype: Any, dcn: DcnAxis
+    w: jax.Array, gathers: tuple[tuple[Axes, int | None], ...], compute_dtype: Any, reduce_dtype: Any, dcn: DcnAxis
 ) -> tuple[jax.Array, jax.Array]:
     # Residuals are arrays, so an empty array carries the parameter's dtype to the backward pass.
     return gather_param(w, gathers, compute_dtype, reduce_dtype, dcn), jnp.zeros((0,), w.dtype)
 
 
 def _gather_param_bwd(
-    gathers: tuple[tuple[Axes, int], ...],
+    gathers: tuple[tuple[Axes, int | None], ...],
     compute_dtype: Any,
     reduce_dtype: Any,
     dcn: DcnAxis,
@@ -280,24 +281,14 @@ def _gather_param_bwd(
 ) -> tuple[jax.Array]:
     g = g.astype(reduce_dtype)
     for axes, dim in reversed(gathers):
-        g = hierarchical_reduce_scatter(g, axes, dim, dcn)
+        if dim is None:
+            (g,) = hierarchical_all_reduce([g], axes, dcn)
+        else:
+            g = hierarchical_reduce_scatter(g, axes, dim, dcn)
     return (g.astype(like.dtype),)
 
 
 gather_param.defvjp(_gather_param_fwd, _gather_param_bwd)
-
-
-@jax.custom_vjp
-def gradients_first[T](x: jax.Array, weights: T) -> tuple[jax.Array, T]:
-    """Returns its arguments; the backward pass has the gradients of `weights` before it goes on with that of `x`.
-
-    XLA otherwise leaves the gradients of weights, which nothing waits for, to the end of a layer, where their
-    reduce-scatters have no computation left to overlap with.
-    """
-    return x, weights
-
-
-gradients_first.defvjp(lambda x, weights: ((x, weights), None), lambda _, g: lax.optimization_barrier(g))
 
 
 def sequence_all_gather(x_BTD: jax.Array, dim: int) -> jax.Array:

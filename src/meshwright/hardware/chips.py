@@ -84,6 +84,12 @@ class Chip:
     """JAX devices on one physical chip; shared resources are divided among them in the numbers above."""
     clock_hz: float | None = None
     """Clock of the matrix unit, which converts a compiler's cycle estimates to seconds."""
+    flops_fp8: float | None = None
+    """Peak dense FLOP/s of products of float8 operands; None where the compiler gains nothing from them."""
+    flops_mxfp8: float | None = None
+    """Peak dense FLOP/s of products in MXFP8; None where the hardware does not apply the scales."""
+    flops_int8: float | None = None
+    """Peak dense operations/s of products of int8 operands; None where the compiler gains nothing from them."""
     efficiency: Efficiency | None = None
     """Achieved fraction of the peaks above; None takes that of the chip's family."""
 
@@ -95,20 +101,22 @@ _RECIPES = "AI-Hypercomputer/tpu-recipes@c8cfe2f"
 _PCIE = (
     "PCIe generation of the host: 16 GB/s per lane group for TPUs (scaling-book), 64 GB/s Gen5 x16, 32 GB/s Gen4 x16"
 )
+_FP8 = "scaling-book, gpus.md: twice the bfloat16 rate; GB200 by NVIDIA dgxc-benchmarking; 300 as 200"
 _CLOCK = "peak FLOP/s divided by the FLOPs per cycle of the matrix units"
 
 
 def _tpu(**numbers: str) -> dict[str, str]:
     return {
         "flops_bf16": _DOCS, "hbm_bytes": _DOCS, "hbm_bandwidth": _DOCS, "interconnect": _BOOK,
-        "network_bandwidth": _BOOK, "host_bandwidth": _BOOK, "clock_hz": _CLOCK, **numbers,
+        "network_bandwidth": _BOOK, "host_bandwidth": _BOOK, "clock_hz": _CLOCK, "flops_fp8": _DOCS,
+        "flops_int8": _DOCS, **numbers,
     }  # fmt: skip
 
 
 def _gpu(**numbers: str) -> dict[str, str]:
     return {
         "flops_bf16": _GPUS, "hbm_bytes": _GPUS, "hbm_bandwidth": _GPUS, "interconnect": _GPUS,
-        "network_bandwidth": _GPUS, "host_bandwidth": _PCIE, **numbers,
+        "network_bandwidth": _GPUS, "host_bandwidth": _PCIE, "flops_fp8": _FP8, "flops_mxfp8": _FP8, **numbers,
     }  # fmt: skip
 
 
@@ -140,17 +148,18 @@ CHIPS: dict[str, Chip] = {
         sources=_tpu(network_bandwidth="assumed equal to v5e: 25 Gbit/s per chip")),
     "v5e": Chip(
         "TPU v5 lite", 197e12, 16e9, 0.81e12, _torus(45e9, (16, 16)), 3.125e9, 16e9, clock_hz=1.5e9,
-        sources=_tpu(hbm_bandwidth=_BOOK)),
+        flops_int8=394e12, sources=_tpu(hbm_bandwidth=_BOOK)),
     "v5p": Chip(
         "TPU v5p", 459e12, 95 * 2**30, 2.765e12, _torus(90e9, (16, 20, 28)), 6.25e9, 16e9, clock_hz=1.75e9,
-        sources=_tpu()),
+        flops_int8=918e12, sources=_tpu()),
     "v6e": Chip(
         "TPU v6e", 918e12, 32e9, 1.64e12, _torus(90e9, (16, 16)), 12.5e9, 32e9, clock_hz=1.75e9,
+        flops_int8=1836e12,
         sources=_tpu(interconnect="scaling-book: 90 GB/s per link; documentation: 800 GB/s per chip, which is 100")),
     # Two JAX devices per chip: each has half of 2307 TFLOP/s, 192 GiB, 7.37 TB/s, and of the links.
     "tpu7x": Chip(
         "TPU7x", 2307e12 / 2, 96 * 2**30, 7.37e12 / 2, _torus(100e9, (16, 24, 24)), 12.5e9, 16e9, devices_per_chip=2,
-        clock_hz=2.2e9, sources=_tpu(
+        clock_hz=2.2e9, flops_fp8=4614e12 / 2, sources=_tpu(
             interconnect="documentation: 1200 GB/s per chip over six links, both ways together",
             network_bandwidth="assumed equal to v6e",
             clock_hz=f"{_CLOCK}; {_RECIPES}: 950 TFLOP/s per device at n = 16384")),
@@ -160,19 +169,24 @@ CHIPS: dict[str, Chip] = {
         "NVIDIA A100-SXM4-40GB", 312e12, 40e9, 1.555e12, Nodes(300e9, 8), 25e9, 32e9,
         sources=_gpu(
             hbm_bytes="product name", hbm_bandwidth="NVIDIA A100 datasheet", network_bandwidth=_DGX_A100)),
-    "h100": Chip("NVIDIA H100", 989e12, 80e9, 3.35e12, Nodes(450e9, 8), 50e9, 64e9, sources=_gpu()),
-    "h200": Chip("NVIDIA H200", 989e12, 141e9, 4.8e12, Nodes(450e9, 8), 50e9, 64e9, sources=_gpu()),
-    "b200": Chip("NVIDIA B200", 2250e12, 180e9, 8.0e12, Nodes(900e9, 8), 50e9, 64e9, sources=_gpu()),
+    "h100": Chip("NVIDIA H100", 989e12, 80e9, 3.35e12, Nodes(450e9, 8), 50e9, 64e9, flops_fp8=1979e12, sources=_gpu()),
+    "h200": Chip("NVIDIA H200", 989e12, 141e9, 4.8e12, Nodes(450e9, 8), 50e9, 64e9, flops_fp8=1979e12, sources=_gpu()),
+    "b200": Chip(
+        "NVIDIA B200", 2250e12, 180e9, 8.0e12, Nodes(900e9, 8), 50e9, 64e9, flops_fp8=4500e12, flops_mxfp8=4500e12,
+        sources=_gpu()),
     "gb200": Chip(
         "NVIDIA GB200", 2450e12, 186e9, 8.0e12, Nodes(900e9, 72), 50e9, 450e9,
+        flops_fp8=4900e12, flops_mxfp8=4900e12,
         sources=_gpu(flops_bf16="NVIDIA dgxc-benchmarking", host_bandwidth="NVLink-C2C, NVIDIA GB200 datasheet")),
     "b300": Chip(
         "NVIDIA B300", 2250e12, 288e9, 8.0e12, Nodes(900e9, 8), 100e9, 64e9,
+        flops_fp8=4500e12, flops_mxfp8=4500e12,
         sources=_gpu(
             hbm_bytes="NVIDIA HGX B300 datasheet",
             network_bandwidth="NVIDIA HGX B300 datasheet: 800 Gbit/s per GPU")),
     "gb300": Chip(
         "NVIDIA GB300", 2450e12, 288e9, 8.0e12, Nodes(900e9, 72), 100e9, 450e9,
+        flops_fp8=4900e12, flops_mxfp8=4900e12,
         sources=_gpu(
             flops_bf16="NVIDIA dgxc-benchmarking, as GB200", hbm_bytes="NVIDIA GB300 datasheet",
             network_bandwidth="NVIDIA GB300 datasheet: 800 Gbit/s per GPU",

@@ -39,12 +39,11 @@ def _vmem(mib: int) -> OptionSet:
     return OptionSet(f"{mib} MiB of VMEM per operation", {"xla_tpu_scoped_vmem_limit_kib": str(mib * 1024)})
 
 
-_3D = ("all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter", "all_reduce")
-_2D = ("all_gather", "reduce_scatter", "all_reduce")
+_KINDS = ("all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter", "all_reduce")
 
 COMPILER_OPTIONS: dict[str, tuple[OptionSet, ...]] = {
-    "v5p": (_sparse_core(*_3D), _vmem(48)),
-    "v6e": (_sparse_core(*_2D), _vmem(96)),
+    "v5p": (_sparse_core(*_KINDS), _vmem(48)),
+    "v6e": (_sparse_core(*_KINDS), _vmem(96)),
     "tpu7x": (_vmem(48),),
 }
 """Option sets by chip name (`chips.CHIPS`)."""
@@ -76,7 +75,8 @@ _UNKNOWN = re.compile(r"No such compile option: '?([\w]+)'?")
 def refused_options(device: Any, options: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
     """Returns the names of those `options` that the installed compiler of `device` does not know.
 
-    It compiles an empty program with them; older and newer compilers know other options.
+    It compiles an empty program with them; older and newer compilers know other options. Raises ConfigError for a value
+    that an option does not take.
     """
     import jax  # not needed to look an option up
 
@@ -91,5 +91,9 @@ def refused_options(device: Any, options: tuple[tuple[str, str], ...]) -> tuple[
         except jax.errors.JaxRuntimeError as error:
             unknown = _UNKNOWN.search(str(error))
             if unknown is None or unknown[1] not in left:
-                return tuple(refused)
+                raise ConfigError(
+                    f"compiler options {', '.join(f'{name}={value}' for name, value in left.items())}",
+                    str(error).splitlines()[0][:300],
+                    "another value, or --training.compiler-options auto",
+                ) from error
             refused.append(unknown[1])

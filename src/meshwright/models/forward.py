@@ -6,6 +6,7 @@ follow each other in `loss_fn`.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,48 +81,45 @@ class LocalModel:
         functions = self.model.layer_functions(ctx)
         for stack, count in self.stacks.items():
             rows = self.stages.rows(first, count)
-            first += count
-            if stack in self.ahead:
-                x_BTD, aux[stack] = self._layers_ahead(stack, params[stack], x_BTD, ctx, _local_rows(rows, 0))
-                continue
             # Most stacks have no padding rows; the check below then costs nothing in the compiled step.
             layer = functions[stack] if (rows != NO_LAYER).all() else _skip_padding(functions[stack])
-            x_BTD, aux[stack] = scan_layers(
-                layer,
-                x_BTD,
-                params[stack],
-                _local_rows(rows, virtual_stage),
-                remat=self.training.remat,
-                unroll=self.training.unroll,
-            )
+            index_L, parts = _local_rows(rows, virtual_stage), list[Aux]()
+            for part, remat in self._policies(first, count):
+                chosen, index = (jax.tree.map(operator.itemgetter(part), tree) for tree in (params[stack], index_L))
+                if stack in self.ahead:
+                    x_BTD, part_aux = self._layers_ahead(stack, chosen, x_BTD, ctx, index, remat)
+                else:
+                    unroll = self.training.unroll
+                    x_BTD, part_aux = scan_layers(layer, x_BTD, chosen, index, remat=remat, unroll=unroll)
+                parts.append(part_aux)
+            first += count
+            aux[stack] = parts[0] if len(parts) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
         return x_BTD, aux
 
+    def _policies(self, first: int, count: int) -> list[tuple[Any, str]]:
+        """Returns the rows of a stack with one remat policy each, as slices. first: the stack's first layer."""
+        remat, saved = self.training.remat, min(max(self.training.saved_layers - first, 0), count)
+        if not saved:
+            return [(slice(None), remat)]
+        return [(slice(0, saved), "projections"), *([(slice(saved, count), remat)] if saved < count else [])]
+
     def _layers_ahead(
-        self, stack: str, params: Tree, x_BTD: jax.Array, ctx: ForwardContext, index_L: Any
+        self, stack: str, params: Tree, x_BTD: jax.Array, ctx: ForwardContext, index_L: Any, remat: str
     ) -> tuple[jax.Array, Aux]:
         """Runs a stack whose first weights are gathered one layer ahead."""
         from meshwright.models.gather_ahead import scan_layers_ahead  # not needed on one device
 
-        ahead, rest = (
-            {n: p for n, p in params.items() if (n in self.ahead[stack]) == first} for first in (True, False)
+        first = {name: p for name, p in params.items() if name in self.ahead[stack]}
+        rest = {name: p for name, p in params.items() if name not in first}
+        gather_first, gather_rest = (
+            functools.partial(self.gather_params.only(stack, names), path=stack) for names in (first, rest)
         )
-        gather_ahead, gather_rest = (self.gather_params.only(stack, names) for names in (ahead, rest))
 
         def gather(given: Tree, path: str) -> Tree:
-            if path != stack:
-                return self.gather_params(given, path)
-            return {**given["weights"], **gather_rest(given["rest"], path)}
+            return given if path == stack else self.gather_params(given, path)
 
         layer = self.model.layer_functions(dataclasses.replace(ctx, gather_params=gather))[stack]
-        return scan_layers_ahead(
-            lambda x, weights, rest, index: layer(x, {"weights": weights, "rest": rest}, index),
-            lambda given: gather_ahead(given, stack),
-            x_BTD,
-            ahead,
-            rest,
-            index_L,
-            remat=self.training.remat,
-        )
+        return scan_layers_ahead(layer, (gather_first, gather_rest), x_BTD, (first, rest), index_L, remat=remat)
 
     def unembed(self, params: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the final hidden states [B, T/context, D] on every stage, and the unembedding [V/stage+tensor, D]."""

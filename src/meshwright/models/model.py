@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import jax
 
-from meshwright.comm.collective_matmul import TokenFunction, column_parallel, row_parallel
+from meshwright.comm.collectives import sequence_all_gather, sequence_reduce_scatter
 from meshwright.config import Model
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.context import Attend
@@ -26,6 +26,10 @@ Aux = dict[str, jax.Array]
 
 `aux_loss`, a scalar, is added to the loss after division by the sequences of the global batch. Dense layers return {}.
 """
+
+
+TokenFunction = Callable[[jax.Array, Any], Any]
+"""`(x [B, T, ...], weights) -> array or tree of arrays [B, T, ...]`, the same for each token: matmuls."""
 
 
 class Layer(Protocol):
@@ -62,6 +66,10 @@ class ForwardContext:
 
         x_BTD: this device's positions [B, T/tensor, D].  f: matmuls, the same for every token.
         """
+        if not self.tensor_ring:
+            return f(sequence_all_gather(x_BTD, 1), weights)
+        from meshwright.comm.collective_matmul import column_parallel  # loaded for runs with such a ring
+
         return column_parallel(f, x_BTD, weights, self.tensor_ring)
 
     def row_parallel(self, f: TokenFunction, y_BTF: jax.Array, weights: Any) -> jax.Array:
@@ -69,6 +77,10 @@ class ForwardContext:
 
         y_BTF: the whole sequence, features split over `tensor`.  f: matmuls, the same for every token.
         """
+        if not self.tensor_ring:
+            return sequence_reduce_scatter(f(y_BTF, weights), 1)
+        from meshwright.comm.collective_matmul import row_parallel
+
         return row_parallel(f, y_BTF, weights, self.tensor_ring)
 
 

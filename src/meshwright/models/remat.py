@@ -18,13 +18,13 @@ QKV = "queries, keys, values"
 ATTN_RESIDUAL = "attention residual"
 """Name of the residual stream between the two halves of a layer."""
 ATTN_OUT = "attention output"
-"""Name of the attention output before its projection, and of the log-sum-exp that a fused kernel saves with it."""
+"""Name of the attention output before its projection."""
 FFN_HIDDEN = "feed-forward hidden"
 """Name of the outputs of the feed-forward's first matmuls (gate and up)."""
+ATTN_LSE = "attention log-sum-exp"
+"""Name of the log-sum-exp that a fused kernel saves with its output: a float32 per head and token, never offloaded."""
 ATTN_SCORES = "attention scores"
 """Attention scores [B, N, T, S]. They have no checkpoint name: the kernel decides whether they are saved."""
-_CUDNN = "dot_product_attention_fwd"
-"""Prefix of JAX's cuDNN attention primitive. Its outputs cannot be named: policies that save ATTN_OUT match it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,21 +51,18 @@ class RematPolicy:
                 offload_src="device",
                 offload_dst="pinned_host",
             )
-        named = policies.save_only_these_names(*self.saved)
-        if ATTN_OUT not in self.saved:
-            return named
-        return lambda primitive, *args, **params: primitive.name.startswith(_CUDNN) or named(primitive, *args, **params)
+        return policies.save_only_these_names(*self.saved)
 
 
 # A layer's input is the carry of the loop over layers: it is saved in any case, unless it is offloaded.
 REMAT_POLICIES: dict[str, RematPolicy] = {
     "none": RematPolicy(None),
     "attention": RematPolicy(None, dropped=(ATTN_SCORES,)),
-    "projections": RematPolicy((QKV, ATTN_OUT, ATTN_RESIDUAL, FFN_HIDDEN)),
-    "feed_forward": RematPolicy((QKV, ATTN_OUT, ATTN_RESIDUAL)),
-    "attention_out": RematPolicy((ATTN_OUT,)),
+    "projections": RematPolicy((QKV, ATTN_OUT, ATTN_LSE, ATTN_RESIDUAL, FFN_HIDDEN)),
+    "feed_forward": RematPolicy((QKV, ATTN_OUT, ATTN_LSE, ATTN_RESIDUAL)),
+    "attention_out": RematPolicy((ATTN_OUT, ATTN_LSE)),
     "full": RematPolicy(()),
-    "offload_attention": RematPolicy((), offloaded=(LAYER_INPUT, QKV, ATTN_OUT)),
+    "offload_attention": RematPolicy((ATTN_LSE,), offloaded=(LAYER_INPUT, QKV, ATTN_OUT)),
     "offload": RematPolicy((), offloaded=(LAYER_INPUT,)),
 }
 

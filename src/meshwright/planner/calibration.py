@@ -29,8 +29,9 @@ def calibrate_target(target: Target, calibration: Mapping[str, Any]) -> Target:
     """Returns `target` with the fractions of peak that `meshwright bench` measured on such a chip.
 
     `matmul` is the best bfloat16 matmul, relative to what its shape allows; `hbm` a copy; `links` the best bus
-    bandwidth of a collective inside one node. A TPU keeps its fraction of ICI, because a benchmark does not tell which
-    links an axis used. Returns `target` itself where the calibration is of another chip.
+    bandwidth of a collective inside one node; `attention` and `grouped_matmul` are of `bench hardware`. A TPU keeps its
+    fraction of ICI, because a benchmark does not tell which links an axis used. Returns `target`
+    itself where the calibration is of another chip.
     """
     chip, efficiency = target.chip, target.efficiency
     if find_chip(str(calibration["device"])) is not chip:
@@ -45,6 +46,10 @@ def calibrate_target(target: Target, calibration: Mapping[str, Any]) -> Target:
         fractions["matmul"] = max(rates) / chip.flops_bf16
     if calibration.get("memory_bandwidth"):
         fractions["hbm"] = calibration["memory_bandwidth"] / chip.hbm_bandwidth
+    if calibration.get("attention"):
+        fractions["attention"] = calibration["attention"] / chip.flops_bf16
+    if calibration.get("grouped_matmul"):
+        fractions["grouped_matmul"] = calibration["grouped_matmul"]
     nodes = chip.interconnect
     if isinstance(nodes, Nodes):
         rows = [row for row in calibration.get("collectives", ()) if row["devices"] <= nodes.devices_per_node]

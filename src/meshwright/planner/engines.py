@@ -45,11 +45,11 @@ class Engine:
     pipeline_time: PipelineTime
     """Seconds of a step with pipeline stages."""
     score_bytes: Mapping[str, int]
-    """HBM bytes that attention over a split sequence moves per score, by pass; empty where the kernel is fused."""
+    """HBM bytes that attention moves per score, by pass, where no fused kernel runs (`Kernels.fused`)."""
 
 
-# With context parallelism XLA writes and reads the scores: float32, and probabilities in the compute dtype
-# (blocks/context.py).
+# In blocked attention XLA writes and reads the scores: float32, and probabilities in the compute dtype
+# (models/kernels/blocked.py).
 MESHWRIGHT = Engine(lockstep, {"forward": 14, "recomputation": 14, "backward": 32})
 """This package's own step."""
 MEGATRON = Engine(free_running, {})

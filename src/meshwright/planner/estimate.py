@@ -8,10 +8,13 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
 
+from meshwright.config import Remat
 from meshwright.hardware.axis_mapping import AxisMapping, map_axes
+from meshwright.hardware.chips import Chip, Torus
 from meshwright.hardware.interconnect import Route, route
 from meshwright.hardware.targets import Target
 from meshwright.models.flops import training_flops_per_token
+from meshwright.models.kernels.choose import kernels_of
 from meshwright.planner.engines import MESHWRIGHT, Engine
 from meshwright.planner.memory_model import (
     FRAGMENTATION,
@@ -31,6 +34,8 @@ ATTENTION_BACKWARD = 3.5
 """Backward pass of splash attention, in forward passes: seven matmuls for two (kernels/splash.py)."""
 UPDATE_BYTES = {"adamw": 32, "lion": 24, "sgd": 24, "muon": 40, "adafactor": 24}
 """HBM bytes that a built-in update reads and writes per parameter, with gradients, norm and clipping."""
+QUANTISE_BYTES = 5
+"""HBM bytes per element that is quantised: read for the maximum, read and written for the conversion, bfloat16."""
 _UPDATE_BASE = 16
 """HBM bytes per parameter of any other update, without its state, which is read and written on top."""
 RESIDUAL_COPIES = {"forward": 10, "recomputation": 8, "backward": 20}
@@ -100,14 +105,54 @@ class Estimate:
 
 def estimate(placed: PlacedRun, target: Target, engine: Engine = MESHWRIGHT) -> Estimate:
     """Predicts a step of `placed` on `target`. engine: whose pipeline and whose split attention is priced."""
+    saved = placed.run.training.saved_layers / max(1, len(placed.spec.layers))
+    if not saved:
+        return _estimate(placed, target, engine)
+    others, saving = (
+        _estimate(with_remat(placed, remat), target, engine) for remat in (placed.run.training.remat, "projections")
+    )
+    return _mixed(others, saving, saved)
+
+
+def with_remat(placed: PlacedRun, remat: Remat, saved_layers: int = 0) -> PlacedRun:
+    """Returns the placed run with another remat policy, on which no placement depends."""
+    training = dataclasses.replace(placed.run.training, remat=remat, saved_layers=saved_layers)
+    return dataclasses.replace(placed, run=dataclasses.replace(placed.run, training=training))
+
+
+def _mixed(others: Estimate, saving: Estimate, fraction: float) -> Estimate:
+    """Returns the estimate of a run in which a `fraction` of the layers are those of `saving`."""
+
+    def mix(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+        return {name: (1 - fraction) * value + fraction * b.get(name, 0.0) for name, value in a.items()}
+
+    parts = mix(others.parts, saving.parts)
+    memory = {name: max(n, saving.memory.get(name, 0.0)) for name, n in others.memory.items()}
+    memory["activations"] = mix(others.memory, saving.memory)["activations"]
+    return dataclasses.replace(
+        others,
+        seconds=sum(parts.values()),
+        parts=parts,
+        exposed=mix(others.exposed, saving.exposed),
+        busy=mix(others.busy, saving.busy),
+        memory=memory,
+    )
+
+
+def _estimate(placed: PlacedRun, target: Target, engine: Engine) -> Estimate:
     run, shape, chip = placed.run, placed.shape, target.chip
     training, microbatches = run.training, run.training.microbatches
+    if training.matmul_precision != "compute":
+        from meshwright.models.quantisation import check_chip  # loaded for runs that ask for it
+
+        check_chip(training.matmul_precision, chip)
     work, again, mapping = work_of(placed), recomputed_roles(training.remat), map_axes(shape, target)
     tasks = None
     if shape.stage > 1:
         tasks = build_counts(training.pipeline_schedule, shape.stage, microbatches, placed.virtual_stages)
-    split_attention = shape.context > 1 and training.context_strategy != "ulysses"
-    score_bytes = engine.score_bytes if split_attention else {}
+    score_bytes = engine.score_bytes
+    if score_bytes and kernels_of(training, placed.spec, placed.sequence, platform_of(chip), installed=True).fused:
+        score_bytes = {}
     compute = {name: _layers_seconds(work, again, name, target, score_bytes.get(name, 0)) for name in PASSES}
     unembedding = _unembedding_seconds(work, target)
     busy = {name: sum(compute[name].values()) for name in PASSES}
@@ -145,6 +190,11 @@ def estimate(placed: PlacedRun, target: Target, engine: Engine = MESHWRIGHT) -> 
         devices=shape.size,
         axis_mapping=mapping,
     )
+
+
+def platform_of(chip: Chip) -> str:
+    """Returns `jax.Device.platform` of a chip: TPUs have a torus, other chips count as NVIDIA GPUs."""
+    return "tpu" if isinstance(chip.interconnect, Torus) else "cuda"
 
 
 def _overlap_room(busy: dict[str, float], unembedding: float, microbatches: int) -> dict[str, float]:
@@ -193,14 +243,25 @@ def _layers_seconds(work: Work, again: frozenset[str], name: str, target: Target
     if passes[name]:
         attention = max(attention, work.scores * score_bytes / bandwidth)
     copies = RESIDUAL_COPIES[name] if name != "recomputation" or again - {"scores"} else 0
-    elementwise = copies * work.tokens * work.width * 2 * work.layers / bandwidth
+    elementwise = (
+        copies * work.tokens * work.width * 2 * work.layers + _quantising_bytes(work, name, again)
+    ) / bandwidth
     return {"matmul": matmul, "attention": attention, "elementwise": elementwise}
+
+
+def _quantising_bytes(work: Work, name: str, again: frozenset[str]) -> float:
+    """HBM bytes of quantising activations (forward, and where layers are recomputed) or gradients (backward)."""
+    recomputed = work.quantised_inputs if again - {"scores"} else 0.0
+    elements = {"forward": work.quantised_inputs, "recomputation": recomputed, "backward": work.quantised_gradients}
+    return QUANTISE_BYTES * elements[name]
 
 
 def _matmul_seconds(m: Matmul, target: Target) -> float:
     """A matmul is as fast as the matrix unit or the HBM lets it be."""
     chip, efficiency = target.chip, target.efficiency
-    reached = chip.flops_bf16 * efficiency.matmul * shape_efficiency(m.m, m.k, m.n, efficiency.tile)
+    reached: float = (
+        getattr(chip, f"flops_{m.rate}") * efficiency.matmul * shape_efficiency(m.m, m.k, m.n, efficiency.tile)
+    )
     reached *= efficiency.grouped_matmul if m.grouped else 1.0
     return max(m.flops / reached, m.bytes(2) / (chip.hbm_bandwidth * efficiency.hbm))
 

@@ -9,7 +9,7 @@ import math
 import jax.numpy as jnp
 
 from meshwright.models.loss import chunk_tokens
-from meshwright.models.remat import ATTN_OUT, FFN_HIDDEN, LAYER_INPUT, QKV, REMAT_POLICIES
+from meshwright.models.remat import ATTN_LSE, ATTN_OUT, ATTN_RESIDUAL, FFN_HIDDEN, LAYER_INPUT, QKV, REMAT_POLICIES
 from meshwright.planner.layout_cache import cached_by_layout
 from meshwright.planner.work import Work
 from meshwright.runs.placed_run import PlacedRun
@@ -102,6 +102,7 @@ def _elements_per_token(placed: PlacedRun, work: Work) -> dict[str, float]:
         LAYER_INPUT: work.width / placed.shape.tensor,
         QKV: work.query_width + 2 * work.kv_width,
         ATTN_OUT: work.query_width,
+        ATTN_RESIDUAL: work.width / placed.shape.tensor,
         FFN_HIDDEN: work.ffn_hidden,
     }
 
@@ -110,11 +111,10 @@ def _saved_bytes(placed: PlacedRun, work: Work, compute: int) -> float:
     """Bytes that a layer keeps on the device for the backward pass."""
     policy = REMAT_POLICIES[placed.run.training.remat]
     elements = _elements_per_token(placed, work)
-    # With the attention output its kernel keeps the log-sum-exp of each head, float32.
-    elements[ATTN_OUT] += work.heads * 4 / compute
+    elements[ATTN_LSE] = work.heads * 4 / compute
     if policy.saved is None:
-        # Also both normalised inputs, whole over `tensor`, SwiGLU's product, and the second residual.
-        kept = sum(elements.values()) + 2 * work.width + work.ffn_hidden + work.width / placed.shape.tensor
+        # Also both normalised inputs, whole over `tensor`, and SwiGLU's product.
+        kept = sum(elements.values()) + 2 * work.width + work.ffn_hidden
     else:
         kept = sum(n for name, n in elements.items() if name in policy.saved)
         kept += 0.0 if LAYER_INPUT in policy.offloaded else elements[LAYER_INPUT]

@@ -16,7 +16,8 @@ from meshwright.errors import ConfigError, divisors
 from meshwright.hardware.chips import Nodes, Torus
 from meshwright.hardware.targets import Target
 from meshwright.models.remat import REMAT_POLICIES
-from meshwright.planner.estimate import Estimate, estimate
+from meshwright.planner.estimate import Estimate, estimate, with_remat
+from meshwright.planner.memory_model import FRAGMENTATION
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.sharding.layouts import BATCH_AXES, find_layout
 from meshwright.sharding.params import named_leaves
@@ -27,6 +28,7 @@ REMAT_ORDER: tuple[Remat, ...] = (
     "attention",
     "projections",
     "feed_forward",
+    "attention_out",
     "offload_attention",
     "full",
     "offload",
@@ -75,6 +77,8 @@ class Plan:
         """Mesh, remat policy and what differs from the default: `fsdp=64,tensor=4, full, 2 microbatches`."""
         training = self.run.training
         features: list[str] = [training.remat]
+        if training.saved_layers:
+            features.append(f"{training.saved_layers} layers saved")
         if training.microbatches > 1:
             features.append(f"{training.microbatches} microbatches")
         if self.mesh.stage > 1:
@@ -110,6 +114,40 @@ def remat_policies(target: Target) -> tuple[Remat, ...]:
     """Returns the remat policies of a target: offloading is for TPUs alone, because XLA ignores it on GPUs."""
     on_tpu = isinstance(target.chip.interconnect, Torus)
     return REMAT_ORDER if on_tpu else tuple(name for name in REMAT_ORDER if name not in OFFLOADING)
+
+
+def with_best_remat(run: Run, target: Target) -> Run:
+    """Returns the run with the remat policy of the shortest predicted step that fits; unchanged unless it is `auto`.
+
+    Where none fits it is the policy that needs least memory. Raises ConfigError where the run does not fit its mesh.
+    """
+    if run.training.remat != "auto":
+        return run
+    placed = place_run(run)
+    plans = [_price(with_remat(placed, remat), target) for remat in remat_policies(target)]
+    fitting = [_with_saved_layers(plan) for plan in plans if plan.estimate.fits]
+    best = min(fitting, key=lambda plan: plan.estimate.seconds, default=None)
+    best = best or min(plans, key=lambda plan: plan.estimate.bytes)
+    chosen = best.run.training
+    training = dataclasses.replace(run.training, remat=chosen.remat, saved_layers=chosen.saved_layers)
+    return dataclasses.replace(run, training=training)
+
+
+def _with_saved_layers(plan: Plan) -> Plan:
+    """Returns a plan that fits with as many layers saved as fit, where that is faster."""
+    layers = len(plan.placed.spec.layers)
+    if plan.mesh.stage > 1 or "projections" not in remat_policies(plan.target):
+        return plan
+    saving = _price(with_remat(plan.placed, "projections"), plan.target).estimate
+    spare = plan.estimate.hbm_bytes / FRAGMENTATION - plan.estimate.bytes
+    each = (saving.memory["activations"] - plan.estimate.memory["activations"]) / layers
+    fitting = layers if each <= 0 else min(layers, int(spare / each))
+    while fitting > 0:
+        changed = _price(with_remat(plan.placed, plan.run.training.remat, fitting), plan.target)
+        if changed.estimate.fits:
+            return changed if changed.estimate.seconds < plan.estimate.seconds else plan
+        fitting -= 1
+    return plan
 
 
 def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> SearchResult:
@@ -260,7 +298,7 @@ def _best_of_mesh(
             refused[str(shape)] = str(error)
             return best, smallest, count
         for remat in remat_policies(target):
-            plan = _price(_with_remat(placed, remat), target)
+            plan = _price(with_remat(placed, remat), target)
             count += 1
             if plan.estimate.fits:
                 if best is None or plan.estimate.seconds < best.estimate.seconds:
@@ -273,13 +311,7 @@ def _best_of_mesh(
                 return best, smallest, count
         if best is not None:
             break
-    return best, smallest, count
-
-
-def _with_remat(placed: PlacedRun, remat: Remat) -> PlacedRun:
-    """Returns the placed run with another remat policy, on which no placement depends."""
-    training = dataclasses.replace(placed.run.training, remat=remat)
-    return dataclasses.replace(placed, run=dataclasses.replace(placed.run, training=training))
+    return best if best is None else _with_saved_layers(best), smallest, count
 
 
 def _price(placed: PlacedRun, target: Target) -> Plan:

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from meshwright.planner.layout_cache import cached_by_layout
-from meshwright.planner.work import Work
+from meshwright.planner.work import Work, low_precision
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import VOCAB_AXES
-from meshwright.sharding.params import Param
+from meshwright.sharding.params import LOW_PRECISION_ROLES, Param
 from meshwright.sharding.placement import Placements, axes_of
 from meshwright.words import AXES
 
@@ -70,26 +70,32 @@ def _weights(placed: PlacedRun, microbatches: float, gathered_again: bool) -> li
     result: list[Movement] = []
     # A backward tick of a pipeline repeats its forward pass, and gathers for it too.
     repeats = int(shape.stage > 1) + int(gathered_again)
-    for (axes, stacked), count in _gathered_elements(placed).items():
+    low = low_precision(placed)
+    gathered: dict[tuple[tuple[str, ...], bool], tuple[float, float]] = {}
+    for (axes, stacked, quantised), elements in _gathered_elements(placed).items():
+        count, payload = gathered.get((axes, stacked), (0.0, 0.0))
+        itemsize = 1 if quantised and low is not None and low.gathered else compute
+        gathered[axes, stacked] = (count + elements, payload + elements * itemsize)
+    for (axes, stacked), (count, payload) in gathered.items():
         what = "weights" if stacked else "embedding and unembedding"
         layers = float(len(placed.spec.layers)) if stacked else 1.0
-        per = count / layers
-        result.append(Movement("all-gather", axes, per * compute, layers * microbatches, "forward", False, what))
+        per, sent = count / layers, payload / layers
+        result.append(Movement("all-gather", axes, sent, layers * microbatches, "forward", False, what))
         if stacked and repeats:
             times = layers * microbatches * repeats
-            result.append(Movement("all-gather", axes, per * compute, times, "backward", False, f"{what}, recomputed"))
+            result.append(Movement("all-gather", axes, sent, times, "backward", False, f"{what}, recomputed"))
         times = layers * microbatches
         result.append(Movement("reduce-scatter", axes, per * reduce, times, "backward", False, f"gradients of {what}"))
     return result
 
 
 @cached_by_layout
-def _gathered_elements(placed: PlacedRun) -> dict[tuple[tuple[str, ...], bool], float]:
-    """Elements on a device after the all-gathers, by their axes and whether the parameters are stacked."""
-    elements: dict[tuple[tuple[str, ...], bool], float] = {}
+def _gathered_elements(placed: PlacedRun) -> dict[tuple[tuple[str, ...], bool, bool], float]:
+    """Elements on a device after the all-gathers, by axes, whether they are stacked, and may be quantised."""
+    elements: dict[tuple[tuple[str, ...], bool, bool], float] = {}
     for _, p, where in placed.leaves:
         for axes, gathered in _gathers(p, where, placed):
-            key = (axes, "L" in p.dims)
+            key = (axes, "L" in p.dims, p.role in LOW_PRECISION_ROLES and "E" not in p.dims)
             elements[key] = elements.get(key, 0.0) + gathered
     return elements
 

@@ -8,11 +8,11 @@ import dataclasses
 import math
 
 from meshwright.models.model import AttentionSpec, padded_vocab
-from meshwright.models.remat import ATTN_OUT, FFN_HIDDEN, QKV, REMAT_POLICIES
+from meshwright.models.remat import ATTN_OUT, ATTN_RESIDUAL, FFN_HIDDEN, QKV, REMAT_POLICIES
 from meshwright.planner.layout_cache import cached_by_layout
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
-from meshwright.sharding.params import Param
+from meshwright.sharding.params import LOW_PRECISION_ROLES, Param
 from meshwright.sharding.placement import local_shape
 
 
@@ -27,6 +27,8 @@ class Matmul:
     count: float = 1.0
     grouped: bool = False
     """Whether its rows go to several experts."""
+    rate: str = "bf16"
+    """Peak of the chip that it runs at: bf16, or that of a low precision (fp8, mxfp8, int8)."""
 
     @property
     def flops(self) -> float:
@@ -34,8 +36,9 @@ class Matmul:
         return 2.0 * self.m * self.k * self.n * self.count
 
     def bytes(self, itemsize: int) -> float:
-        """Returns the bytes read and written, each operand and result once."""
-        return itemsize * (self.m * self.k + self.k * self.n + self.m * self.n) * self.count
+        """Returns the bytes read and written, each operand and result once; operands of low precision have one byte."""
+        operands = itemsize if self.rate == "bf16" else 1
+        return (operands * (self.m * self.k + self.k * self.n) + itemsize * self.m * self.n) * self.count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +70,10 @@ class Work:
     """Experts per token; 0 in a dense model."""
     expert_layers: float
     """Layers with experts of a device."""
+    quantised_inputs: float = 0.0
+    """Activations quantised in one forward pass of all layers: the inputs of low-precision matmuls, each once."""
+    quantised_gradients: float = 0.0
+    """Gradients quantised in one backward pass: of the outputs of those matmuls."""
 
     def forward(self) -> float:
         """Returns the FLOPs of the layers' matmuls in a forward pass."""
@@ -85,7 +92,8 @@ def work_of(placed: PlacedRun) -> Work:
     fraction = _largest_stage(placed)
     experts = {layer.stack: layer.experts for layer in spec.layers if layer.experts is not None}
     matmuls: dict[tuple[str, int, int, bool], Matmul] = {}
-    expert_layers = 0.0
+    expert_layers, inputs, outputs = 0.0, dict[tuple[str, str, int], float](), 0.0
+    low = low_precision(placed)
     for stack, p, sizes in _stacked_matmuls(placed):
         grouped, layers = "E" in p.dims, p.logical_shape[0] * fraction
         m = tokens
@@ -96,7 +104,12 @@ def work_of(placed: PlacedRun) -> Work:
         k, n = math.prod(sizes[: p.contract]), math.prod(sizes[p.contract :])
         key = (str(p.role), k, n, grouped)
         count = matmuls[key].count + layers if key in matmuls else layers
-        matmuls[key] = Matmul(str(p.role), m, k, n, count, grouped)
+        quantised = low is not None and p.role in LOW_PRECISION_ROLES and not grouped
+        matmuls[key] = Matmul(str(p.role), m, k, n, count, grouped, low.rate if low and quantised else "bf16")
+        if quantised:
+            # Matmuls of one role and width share their input: queries, keys, values; gate and up.
+            inputs[stack, str(p.role), k] = m * k * layers
+            outputs += m * n * layers * (low.gradient_passes if low else 0)
     positions = [(a, a.causal_positions(placed.run.training.seq)) for a in spec.attention]
     scores = sum(a.heads * n for a, n in positions) * tokens * fraction / shape.tensor
     flops = sum(4.0 * n * a.heads * a.head_size for a, n in positions) * tokens * fraction / shape.tensor
@@ -115,7 +128,33 @@ def work_of(placed: PlacedRun) -> Work:
         ffn_hidden=_ffn_hidden(placed),
         experts=float(max((e.experts_per_token for e in experts.values()), default=0)),
         expert_layers=expert_layers,
+        quantised_inputs=sum(inputs.values()),
+        quantised_gradients=outputs,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class LowPrecision:
+    """Facts of the low-precision matmuls of a run."""
+
+    rate: str
+    """Peak of the chip that they run at: the field `flops_{rate}`."""
+    gathered: bool
+    """Whether weights are quantised before they are gathered, and gathered with one byte per element."""
+    gradient_passes: int
+    """Times that a gradient is quantised: once for both products, or once for each."""
+
+
+def low_precision(placed: PlacedRun) -> LowPrecision | None:
+    """Returns the facts of the run's low-precision matmuls, None where it has none."""
+    name = placed.run.training.matmul_precision
+    if name == "compute":
+        return None
+    from meshwright.models.quantisation import find_precision  # loaded for runs that ask for it
+
+    recipe = find_precision(name)
+    whole = recipe.scaling in ("tensor", "row")
+    return LowPrecision(recipe.rate, whole, 1 if recipe.scaling == "tensor" else 2)
 
 
 @cached_by_layout
@@ -130,8 +169,9 @@ def recomputed_roles(remat: str) -> frozenset[str]:
     if policy.saved is None:
         return frozenset({"scores"} if policy.dropped else ())
     saved = set(policy.saved) | set(policy.offloaded)
-    # The residual stream between the two halves is recomputed in any case; the layer's output is not needed.
-    again = {"attention_out", "router", "projection"}
+    # The layer's output is not needed, and of other matmuls nothing is known.
+    again = {"router", "projection"}
+    again |= set() if ATTN_RESIDUAL in saved else {"attention_out"}
     again |= set() if QKV in saved else {"qkv"}
     again |= set() if ATTN_OUT in saved else {"attention"}
     again |= set() if FFN_HIDDEN in saved else {"ffn_in"}

@@ -97,6 +97,7 @@ def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
         # The planner chooses before a run is placed, where it knows the chip.
         run = dataclasses.replace(run, training=dataclasses.replace(run.training, remat="full"))
     _check_batch(run, shape)
+    _check_saved_layers(run, shape)
     _check_sequence(run, shape)
     check_numbers(run)
     multiple = math.lcm(run.model.vocab_multiple, shape.over(VOCAB_AXES))
@@ -159,6 +160,18 @@ def _check_batch(run: Run, shape: MeshShape) -> None:
             f"{' * '.join(BATCH_AXES)} * microbatches = {parts}, and {training.batch} = "
             f"{training.batch // parts} * {parts} + {training.batch % parts}",
             f"--batch {above}" + (f" or {below}" if below > 0 else ""),
+        )
+
+
+def _check_saved_layers(run: Run, shape: MeshShape) -> None:
+    saved, layers = run.training.saved_layers, len(_spec(run.model).layers)
+    if not 0 <= saved <= layers:
+        raise ConfigError(f"{saved} saved layers", f"the model has {layers} layers", f"0 to {layers}")
+    if saved and shape.stage > 1:
+        raise ConfigError(
+            f"{saved} saved layers on mesh {shape}",
+            "a pipeline stage runs the same program as every other, so all layers have one remat policy",
+            "--training.saved-layers 0 and --training.remat projections, or stage=1",
         )
 
 

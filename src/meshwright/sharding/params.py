@@ -31,6 +31,10 @@ Role = Literal["qkv", "attention_out", "ffn_in", "ffn_out", "router", "projectio
 """Matmul of a weight in its layer; planner, FLOPs and Muon read it. `projection` is any other."""
 
 
+LOW_PRECISION_ROLES: tuple[Role, ...] = ("qkv", "attention_out", "ffn_in", "ffn_out", "projection")
+"""Roles of the weights that `--training.matmul-precision` is about; those of experts (dimension E) are not."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Param:
     """One parameter: its shape, a dimension letter for each dimension (words.py), and its initial values."""
@@ -238,20 +242,24 @@ class GatherParams:
 
 @dataclasses.dataclass(frozen=True)
 class _Gathers:
-    gathers: tuple[tuple[Axes, int], ...]
-    """Axes and dimension of each all-gather, in order; dimensions are counted without the layers."""
+    gathers: tuple[tuple[Axes, int | None], ...]
+    """Axes and dimension of each all-gather, in order; dimensions are counted without the layers. A dimension of None
+    stands for the axes over which the backward pass sums the gradient."""
     dtype: Any
     """Dtype of the weight; None is the compute dtype."""
 
 
-def plan_gathers(params: Tree, placed: Tree, *, compute_dtype: Any, reduce_dtype: Any, dcn: DcnAxis) -> GatherParams:
+def plan_gathers(
+    params: Tree, placed: Tree, *, compute_dtype: Any, reduce_dtype: Any, dcn: DcnAxis, summed: Tree | None = None
+) -> GatherParams:
     """Plans the all-gathers that lead from `at_rest` to `in_use`, one for each dimension that is sharded further.
 
-    placed: tree of Placements. Raises ConfigError for placements that no all-gather connects.
+    placed: tree of Placements.  summed: tree of the axes over which the backward pass sums a gradient; None sums over
+    none. Raises ConfigError for placements that no all-gather connects.
     """
 
-    def plan(path: Any, p: Param, placements: Placements) -> _Gathers:
-        gathers = []
+    def plan(path: Any, p: Param, placements: Placements, sum_over: Axes = ()) -> _Gathers:
+        gathers: list[tuple[Axes, int | None]] = []
         for i, (sharded, used) in enumerate(zip(placements.at_rest, placements.in_use, strict=True)):
             if sharded[: len(used)] != used or (sharded != used and p.dims[i] == "L"):
                 name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -265,7 +273,10 @@ def plan_gathers(params: Tree, placed: Tree, *, compute_dtype: Any, reduce_dtype
                 gathers.append((sharded[len(used) :], i - p.dims.count("L")))
         # Over DCN first, while the array is small.
         gathers.sort(key=lambda gather: dcn.axis not in gather[0])
+        # First forwards, last backwards: of the scattered gradient the sum moves least.
+        gathers = [(sum_over, None), *gathers] if sum_over else gathers
         return _Gathers(tuple(gathers), None if p.precision == "compute" else jnp.float32)
 
-    gathers = jax.tree_util.tree_map_with_path(plan, params, placed, is_leaf=is_param)
+    trees = (placed,) if summed is None else (placed, summed)
+    gathers = jax.tree_util.tree_map_with_path(plan, params, *trees, is_leaf=is_param)
     return GatherParams(gathers, compute_dtype, reduce_dtype, dcn)

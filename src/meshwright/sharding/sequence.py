@@ -29,12 +29,25 @@ class SequenceSplit:
     shards: int
     """Devices along `context`."""
     group: int
-    """Devices in a group: 1 for ring, all of them for all_gather and ulysses."""
+    """Devices in a group: 1 for ring and all_gather, all of them for ulysses."""
 
     @property
     def groups(self) -> int:
-        """Groups along the ring."""
+        """Groups, each with two chunks of the sequence."""
         return self.shards // self.group
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether keys and values go around a ring of groups."""
+        return self.groups > 1 and self.strategy != "all_gather"
+
+    def in_order(self, x_BTKH: jax.Array) -> jax.Array:
+        """Returns the shards of all devices, gathered one after another along axis 1, in the order of the sequence.
+
+        Groups have one device.
+        """
+        chunks = jnp.split(x_BTKH, 2 * self.groups, axis=1)
+        return jnp.concatenate([*chunks[::2], *chunks[::-2]], axis=1)
 
     def group_positions(self, group: Any) -> jax.Array:
         """Returns the positions that a group holds, int32 [T/groups], in its order."""
@@ -64,5 +77,5 @@ def split_sequence(strategy: str, seq: int, shards: int, kv_heads: int) -> Seque
 
     kv_heads: key/value heads on one device before any exchange of heads for positions.
     """
-    group_sizes = {"ring": 1, "all_gather": shards, "ulysses": shards, "usp": math.gcd(shards, kv_heads)}
+    group_sizes = {"ring": 1, "all_gather": 1, "ulysses": shards, "usp": math.gcd(shards, kv_heads)}
     return SequenceSplit(strategy, seq, shards, group_sizes[strategy])

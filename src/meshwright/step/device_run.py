@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, cast
 
 import jax
@@ -10,19 +11,17 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.comm.hierarchical import DcnAxis
+from meshwright.comm.hierarchical import Axes, DcnAxis
 from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
-from meshwright.hardware.chips import chip_name
-from meshwright.hardware.compiler_options import compiler_options_of, refused_options
 from meshwright.hardware.mesh import ring_order, torus_degrees
 from meshwright.models.forward import LocalModel
-from meshwright.models.kernels.choose import Kernels, choose_kernels
+from meshwright.models.kernels.choose import Kernels, kernels_of
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.sharding.layouts import BATCH_AXES
-from meshwright.sharding.params import Tree, init_params, plan_gathers, shardings, tree_map
-from meshwright.sharding.placement import Placements, to_spec
+from meshwright.sharding.params import Param, Tree, init_params, plan_gathers, shardings, tree_map
+from meshwright.sharding.placement import Placements, axes_of, to_spec
 from meshwright.step.optimizers import build_optimizer, place_optimizer_state
 from meshwright.step.state import State
 
@@ -71,7 +70,12 @@ class DeviceRun:
             compute_dtype=jnp.dtype(training.compute_dtype),
             reduce_dtype=jnp.dtype(training.reduce_dtype),
             dcn=self.links,
+            summed=self.summed_in_backward,
         )
+        if training.matmul_precision != "compute":
+            from meshwright.models.blocks.quantised import low_precision_gather  # loaded for runs that ask for it
+
+            gather = low_precision_gather(gather, self.params, self.placements, training.matmul_precision)
         placed = self.placed
         return LocalModel(
             self.run.model,
@@ -83,6 +87,23 @@ class DeviceRun:
             self._gathered_ahead(),
             self._tensor_ring(),
         )
+
+    @functools.cached_property
+    def summed_in_backward(self) -> Tree:
+        """Tree of the batch axes over which the backward pass sums a gradient, layer by layer.
+
+        For the matmuls of layers that replicas share (`data`), whose sums then overlap with the rest of the backward
+        pass. With several microbatches, or stages, or in low precision, they are summed once, at the end.
+        """
+        training = self.run.training
+        at_the_end = training.microbatches > 1 or self.shape.stage > 1 or training.matmul_precision != "compute"
+
+        def axes(p: Param, where: Placements) -> Axes:
+            if at_the_end or p.role is None or "L" not in p.dims:
+                return ()
+            return tuple(a for a in BATCH_AXES if self.shape.degrees()[a] > 1 and a not in axes_of(where.optimizer))
+
+        return tree_map(axes, self.params, self.placements)
 
     def _gathered_ahead(self) -> dict[str, tuple[str, ...]]:
         """Parameters that are gathered one layer ahead, by stack; none where nothing is gathered or recomputed."""
@@ -105,12 +126,14 @@ class DeviceRun:
         strategy, platform = self.run.training.tensor_strategy, self.mesh.devices.flat[0].platform
         if self.shape.tensor == 1 or strategy == "gather" or (strategy == "auto" and platform != "tpu"):
             return ()
-        return ring_order(dict(self.links.torus).get("tensor", (self.shape.tensor,)))
+        return ring_order(dict(torus_degrees(self.mesh)).get("tensor", (self.shape.tensor,)))
 
     @functools.cached_property
     def links(self) -> DcnAxis:
         """Levels of links under the mesh axes: slices, and dimensions of the torus."""
-        return dataclasses.replace(self.placed.dcn, torus=torus_degrees(self.mesh))
+        torus = ((axis, _gather_levels(degrees)) for axis, degrees in torus_degrees(self.mesh))
+        levels = tuple((axis, degrees) for axis, degrees in torus if len(degrees) > 1)
+        return dataclasses.replace(self.placed.dcn, torus=levels)
 
     @property
     def state_shardings(self) -> State:
@@ -144,7 +167,11 @@ class DeviceRun:
     def refused_compiler_options(self) -> tuple[str, ...]:
         """Options of the chip that the installed compiler does not know. Raises ConfigError for those of the run."""
         wanted, words = self._wanted_options, self.run.training.compiler_options
-        refused = refused_options(self.mesh.devices.flat[0], tuple(wanted.items())) if wanted else ()
+        if not wanted:
+            return ()
+        from meshwright.hardware.compiler_options import refused_options  # not needed on simulated devices
+
+        refused = refused_options(self.mesh.devices.flat[0], tuple(wanted.items()))
         own = [name for name in refused if any(word.startswith(f"{name}=") for word in words)]
         if own:
             raise ConfigError(
@@ -156,9 +183,22 @@ class DeviceRun:
 
     @functools.cached_property
     def _wanted_options(self) -> dict[str, str]:
-        device = self.mesh.devices.flat[0]
-        options = compiler_options_of(chip_name(device.device_kind), self.run.training.compiler_options)
+        device, words = self.mesh.devices.flat[0], self.run.training.compiler_options
+        if device.platform == "cpu" and words == ("auto",):
+            return {}
+        from meshwright.hardware.chips import chip_name  # not needed on simulated devices
+        from meshwright.hardware.compiler_options import compiler_options_of
+
+        options = compiler_options_of(chip_name(device.device_kind), words)
         return {} if device.platform == "cpu" else options
+
+
+def _gather_levels(degrees: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the levels of gathers over an axis. degrees: along each dimension of the torus, outermost first.
+
+    SparseCores gather over two dimensions at once, not over three. The outer level moves nearly all bytes: it gets two.
+    """
+    return (math.prod(degrees),) if len(degrees) < 3 else (math.prod(degrees[:-1]), degrees[-1])
 
 
 def param_specs(placements: Tree, which: str) -> Tree:
@@ -173,6 +213,10 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     """
     platform = mesh.devices.flat[0].platform
     _check_offload(run, platform, mesh.devices.flat[0].device_kind)
+    if run.training.matmul_precision != "compute":
+        from meshwright.models.quantisation import check_devices
+
+        check_devices(run.training.matmul_precision, platform, mesh.devices.flat[0].device_kind)
     # A JAX mesh does not say which axis crosses slices; the run's own mesh does.
     same = run.mesh is not None and run.mesh.degrees() == dict(mesh.shape)
     placed = place_run(run, run.mesh if same else MeshShape(**mesh.shape))
@@ -190,20 +234,7 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     replicated = NamedSharding(mesh, PartitionSpec())
     step, healthy = (jax.ShapeDtypeStruct((), kind, sharding=replicated) for kind in (jnp.int32, jnp.bool_))
     abstract = State(cast(Any, step), cast(Any, healthy), params, state)
-    return DeviceRun(placed, mesh, optimizer, abstract, _kernels(placed, platform))
-
-
-def _kernels(placed: PlacedRun, platform: str) -> Kernels:
-    training, attention = placed.run.training, placed.spec.attention
-    return choose_kernels(
-        training.attention_kernel,
-        platform,
-        block=training.attention_block,
-        remat=training.remat,
-        head_sizes=tuple(sorted({a.head_size for a in attention})),
-        dtype=training.compute_dtype,
-        sequence=placed.sequence,
-    )
+    return DeviceRun(placed, mesh, optimizer, abstract, kernels_of(training, placed.spec, placed.sequence, platform))
 
 
 def _check_offload(run: Run, platform: str, kind: str) -> None:

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshwright.comm.collectives import all_gather, all_reduce, axis_index, sum_gradients
-from meshwright.comm.hierarchical import DcnAxis, hierarchical_reduce_scatter
-from meshwright.config import MeshShape
+from meshwright.comm.hierarchical import hierarchical_reduce_scatter
 from meshwright.data.batch import Batch
 from meshwright.models.blocks.dropout import Dropout, dropout_key
 from meshwright.models.model import Aux, Metrics
@@ -40,7 +39,7 @@ def build_gradients(device_run: DeviceRun) -> Callable[[Tree, jax.Array, Batch],
     def gradients(params: Tree, step: jax.Array, batch: Batch) -> tuple[Tree, Metrics, dict[str, Aux]]:
         grads, (metrics, aux) = _accumulate(device_run, params, step, batch)
         with jax.named_scope("gradients"):
-            grads, norm = _reduce(grads, placed.placements, placed.shape, device_run.links, run.training.reduce_dtype)
+            grads, norm = _reduce(device_run, grads)
             metrics = all_reduce(metrics, TOKEN_AXES)
             grads = _clip(grads, norm, run.optimizer.grad_clip_norm)
             aux = jax.tree.map(lambda a: all_gather(all_reduce(a, TOKEN_AXES), ("stage",), 0), aux)
@@ -87,20 +86,27 @@ def _accumulate(device_run: DeviceRun, params: Tree, step: jax.Array, batch: Bat
     return jax.lax.scan(add, zeros, parts)[0]
 
 
-def _reduce(grads: Tree, placements: Tree, shape: MeshShape, dcn: DcnAxis, reduce_dtype: str) -> tuple[Tree, jax.Array]:
+def _reduce(device_run: DeviceRun, grads: Tree) -> tuple[Tree, jax.Array]:
     """Sums gradients over devices into the optimizer's placement; returns them and their global norm."""
+    placements, shape, dcn = device_run.placements, device_run.shape, device_run.links
+    reduce_dtype = jnp.dtype(device_run.run.training.reduce_dtype)
 
     def scatter(grad: jax.Array, where: Placements) -> jax.Array:
         # ZeRO-1: the optimizer's placement may split what the parameter's leaves whole.
-        grad = grad.astype(jnp.dtype(reduce_dtype))
+        grad = grad.astype(reduce_dtype)
         for dim, (sharded, end) in enumerate(zip(where.at_rest, where.optimizer, strict=True)):
             grad = hierarchical_reduce_scatter(grad, end[len(sharded) :], dim, dcn)
         return grad
 
     grads = jax.tree.map(scatter, grads, placements)
     # A parameter's gradient is partial over every axis that does not split it: over the batch axes because each device
-    # has its own sequences, over `tensor` because it has its own part of the sequence or of the heads.
-    lacking = jax.tree.map(lambda where: tuple(a for a in AXES if a not in axes_of(where.optimizer)), placements)
+    # has its own sequences, over `tensor` because it has its own part of the sequence or of the heads. Over some the
+    # backward pass has summed already.
+    lacking = jax.tree.map(
+        lambda where, summed: tuple(a for a in AXES if a not in axes_of(where.optimizer) and a not in summed),
+        placements,
+        device_run.summed_in_backward,
+    )
     grads = sum_gradients(grads, lacking, dcn)
     treedef: Any = jax.tree.structure(grads)
     # An element that several devices have counts once: each adds its square divided by the number of holders.

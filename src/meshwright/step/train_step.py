@@ -4,6 +4,7 @@ The gradients are one `shard_map`. The update that follows is optax under `jit`,
 left to the compiler, between shardings given here.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,14 @@ from meshwright.step.optimizers import build_lr_schedule
 from meshwright.step.state import State
 
 
+def matmuls_of(compute_dtype: str) -> Any:
+    """Returns the context to trace a step in: float32 means float32 on accelerators too.
+
+    By default TPUs multiply float32 in one pass of bfloat16, and NVIDIA GPUs in TF32.
+    """
+    return jax.default_matmul_precision("highest") if compute_dtype == "float32" else contextlib.nullcontext()
+
+
 def build_train_step(device_run: DeviceRun) -> Any:
     """Returns the train step `(state, batch) -> (state, metrics)`, jitted, its state donated.
 
@@ -36,10 +45,12 @@ def build_train_step(device_run: DeviceRun) -> Any:
     learning_rate = build_lr_schedule(device_run.run.optimizer, device_run.run.training.steps)
 
     def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
-        grads, metrics, aux = gradients(state.params, state.step, batch)
+        with matmuls_of(device_run.run.training.compute_dtype):
+            grads, metrics, aux = gradients(state.params, state.step, batch)
         params = jax.lax.with_sharding_constraint(state.params, for_update)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-        updates, optimizer = device_run.optimizer.update(grads, state.optimizer, params)
+        with matmuls_of(device_run.run.training.compute_dtype):
+            updates, optimizer = device_run.optimizer.update(grads, state.optimizer, params)
         updated = model.post_update(optax.apply_updates(params, updates), aux)
         finite = jnp.isfinite(metrics["loss"][0]) & jnp.isfinite(metrics["gradient norm"][0]) & state.healthy
         new = State(state.step + 1, jnp.ones_like(finite), updated, optimizer)
@@ -91,6 +102,10 @@ def build_eval_step(device_run: DeviceRun) -> Callable[[Tree, Batch], Metrics]:
     training, model, placed = device_run.run.training, device_run.local_model, device_run.placed
 
     def evaluate(params: Tree, batch: Batch) -> Metrics:
+        with matmuls_of(training.compute_dtype):
+            return forward(params, batch)
+
+    def forward(params: Tree, batch: Batch) -> Metrics:
         total = jnp.ones(())
         if placed.shape.stage == 1:
             return all_reduce(model.loss_fn(params, batch, no_dropout(), total)[1][0], TOKEN_AXES)

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,6 +62,8 @@ class Summary:
     seconds: float
     data_wait_seconds: float
     """Seconds that the loop waited for data."""
+    start_seconds: float
+    """Seconds from the beginning to the end of the first step: initial values or restore, compilation, that step."""
     compile_seconds: float
     """Seconds that compiling the train step took."""
     save_seconds: float
@@ -74,10 +76,17 @@ class Summary:
     """Text sampled from the model at the end."""
 
 
-def prepare_run(run: Run, *, cache: Path, devices: int | None = None) -> PreparedRun:
+Choose = Callable[[Run, Sequence[Any]], Run]
+"""`(run, devices) -> run` with the choices filled in that it leaves to the machine (remat policy)."""
+
+
+def prepare_run(
+    run: Run, *, cache: Path, devices: int | None = None, choose: Choose = lambda run, devices: run
+) -> PreparedRun:
     """Tokenises the text, chooses the mesh where the run leaves it open, and places the run on devices.
 
-    cache: folder of token files and compiled programs.  devices: use the first so many; None uses all.
+    cache: folder of token files and compiled programs.  devices: use the first so many; None uses all.  choose: makes
+    the choices that need the planner; without it a run that leaves the remat policy open recomputes whole layers.
     Raises ConfigError or DataError before anything is traced.
     """
     enable_compilation_cache(cache / "compiled")
@@ -87,7 +96,7 @@ def prepare_run(run: Run, *, cache: Path, devices: int | None = None) -> Prepare
         run = dataclasses.replace(run, mesh=default_mesh_shape(len(available)))
     corpus = load_corpus(run.data.paths, run.data.tokenizer, cache)
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=_common_vocab(run, corpus)))
-    device_run = place_on_devices(run, mesh)
+    device_run = place_on_devices(choose(run, list(mesh.devices.flat)), mesh)
     parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
     return PreparedRun(device_run, corpus, tuple(p[0] for p in parts), tuple(p[1] for p in parts if len(p[1])))
 
@@ -132,7 +141,7 @@ def train(
     reporters: called with the number of steps already taken, returns further reporters.
     Raises CheckpointError, TrainingError, DataError.
     """
-    device_run = prepared.device_run
+    device_run, began = prepared.device_run, time.perf_counter()
     run = device_run.run
     _check_folder(out, start)
     check_disk_space(out, device_run, run.training.max_to_keep)
@@ -153,7 +162,7 @@ def train(
         for sink in sinks:
             stack.callback(sink.close)
         preemption = stack.enter_context(Preemption().listening())
-        return _Loop(prepared, out, checkpoints, Meter(device_run, sinks), preemption, first, cursor).run(state)
+        return _Loop(prepared, out, checkpoints, Meter(device_run, sinks), preemption, first, cursor, began).run(state)
 
 
 def _check_folder(out: Path, start: str) -> None:
@@ -195,6 +204,8 @@ class _Loop:
     """Steps taken before this loop."""
     cursor: int
     """Samples read before this loop."""
+    began: float
+    """Time at which `train` was called."""
     compile_seconds: float = 0.0
     save_seconds: float = 0.0
     held_out_loss: float | None = None
@@ -236,6 +247,7 @@ class _Loop:
             tokens=(step - self.first) * training.batch * training.seq,
             seconds=time.perf_counter() - began,
             data_wait_seconds=feed.wait_seconds,
+            start_seconds=(self.meter.first_read_at or began) - self.began,
             compile_seconds=self.compile_seconds,
             save_seconds=self.save_seconds,
             step_seconds=self.meter.step_seconds,

@@ -32,6 +32,8 @@ class Meter:
         self._losses: list[float] = []
         self._intervals: collections.deque[float] = collections.deque(maxlen=self._TIMED)
         self._read_at: float | None = None
+        self.first_read_at: float | None = None
+        """Time at which the first step was known to have ended."""
 
     @property
     def recent_loss(self) -> float:
@@ -68,6 +70,7 @@ class Meter:
             if self._peak is not None:
                 values["MFU"] = mfu(self._flops, values["tokens/s"], self._peak)
         self._read_at = now
+        self.first_read_at = self.first_read_at or now
         self._losses = [*self._losses[-self._RECENT :], values["loss"]]
         finite = bool(np.isfinite(values["loss"]) and np.isfinite(values["gradient norm"]))
         if not finite or step % self._every == 0:

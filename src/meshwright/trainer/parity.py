@@ -127,8 +127,10 @@ def compare_meshes(
 
 
 def _in_float32(run: Run, other: MeshShape) -> Run:
-    """Returns the run in float32, with a padding of the vocabulary that suits both meshes."""
-    training = dataclasses.replace(run.training, compute_dtype="float32", param_dtype="float32", reduce_dtype="float32")
+    """Returns the run in float32, its matmuls too, with a padding of the vocabulary that suits both meshes."""
+    training = dataclasses.replace(
+        run.training, compute_dtype="float32", param_dtype="float32", reduce_dtype="float32", matmul_precision="compute"
+    )
     multiple = math.lcm(run.model.vocab_multiple, other.over(VOCAB_AXES))
     return dataclasses.replace(run, training=training, model=dataclasses.replace(run.model, vocab_multiple=multiple))
 

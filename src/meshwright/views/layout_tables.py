@@ -6,6 +6,7 @@ from rich.markup import escape
 from meshwright.formatting import format_bytes, format_count
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import find_layout
+from meshwright.sharding.params import named_leaves
 from meshwright.views.plain_table import plain_table
 from meshwright.views.show import LayoutReport, pipeline_timeline, stage_rows
 
@@ -29,11 +30,26 @@ def print_layout(console: Console, placed: PlacedRun, report: LayoutReport) -> N
             format_bytes(row.bytes_sharded), format_bytes(row.bytes_gathered),
         )  # fmt: skip
     console.print(table)
+    print_precision(console, placed)
     console.print(
         f"\non each device: {format_bytes(report.bytes_parameters)} of parameters ({run.training.param_dtype}), "
         f"{format_bytes(report.bytes_optimizer)} of optimizer state ({escape(run.optimizer.name)})"
     )
     print_stages(console, placed)
+
+
+def print_precision(console: Console, placed: PlacedRun) -> None:
+    """Prints which matmuls are in low precision and what stays in the compute dtype; nothing where none is."""
+    training = placed.run.training
+    if training.matmul_precision == "compute":
+        return
+    from meshwright.models.quantisation import IN_COMPUTE_DTYPE, find_precision, is_low_precision
+
+    low = sum(p.size for p in named_leaves(placed.params).values() if is_low_precision(p))
+    console.print(
+        f"matmuls of {format_count(low)} parameters in [bold]{escape(training.matmul_precision)}[/]: "
+        f"{find_precision(training.matmul_precision).summary}; in {training.compute_dtype}: {IN_COMPUTE_DTYPE}"
+    )
 
 
 def print_stages(console: Console, placed: PlacedRun) -> None:

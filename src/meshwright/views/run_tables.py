@@ -8,7 +8,7 @@ from meshwright.formatting import format_bytes, format_count, format_time
 from meshwright.sharding.layouts import find_layout
 from meshwright.sharding.params import count_params
 from meshwright.trainer import loop, parity
-from meshwright.views.layout_tables import print_stages
+from meshwright.views.layout_tables import print_precision, print_stages
 from meshwright.views.plain_table import plain_table
 from meshwright.views.show import layout_report
 
@@ -27,6 +27,7 @@ def print_prepared_run(console: Console, prepared: loop.PreparedRun) -> None:
         f"[bold]{run.mesh}[/] ({mesh.size} device{'s' if mesh.size > 1 else ''}, {kind})"
     )
     console.print(f"layout [bold]{escape(run.layout)}[/]: {find_layout(run.layout).summary}")
+    console.print(f"attention: {escape(prepared.device_run.kernels.summary)}")
     table = plain_table("parameter", "sharded", "gathered", "bytes per device", right=("bytes per device",))
     rows = {row.path: row for row in layout_report(placed).rows}
     for path in _EXAMPLES:
@@ -34,12 +35,28 @@ def print_prepared_run(console: Console, prepared: loop.PreparedRun) -> None:
             row = rows[path]
             table.add_row(path, escape(row.sharded), escape(row.gathered), format_bytes(row.bytes_sharded))
     console.print(table)
+    print_precision(console, placed)
     print_stages(console, placed)
+    _print_step(console, prepared)
     tokens = sum(len(file.tokens) for file in prepared.corpus.files)
     console.print(
         f"text: {format_count(tokens)} tokens of a vocabulary of {prepared.corpus.vocab}, {run.data.held_out:.0%} "
         f"held-out; {run.training.steps} steps of {run.training.batch} x {run.training.seq} tokens\n"
     )
+
+
+def _print_step(console: Console, prepared: loop.PreparedRun) -> None:
+    """Prints what of the step was chosen for this machine: remat policy, overlap, compiler options."""
+    device_run = prepared.device_run
+    options, refused = device_run.compiler_options(), device_run.refused_compiler_options
+    model = device_run.local_model
+    overlap = ["weights gathered one layer ahead"] if model.ahead else []
+    overlap += ["collective matmul over tensor"] if model.tensor_ring else []
+    parts = [f"remat {device_run.run.training.remat}", *overlap]
+    parts += [f"{len(options)} compiler options of the chip"] if options else []
+    console.print(f"step: {', '.join(parts)}", markup=False)
+    if refused:
+        console.print(f"the installed compiler does not know {', '.join(refused)}: left out", markup=False)
 
 
 def print_summary(console: Console, summary: loop.Summary) -> None:
@@ -60,6 +77,8 @@ def print_summary(console: Console, summary: loop.Summary) -> None:
     table.add_row(
         "time", f"{format_time(summary.seconds)} for {format_count(summary.tokens)} tokens, compilation included"
     )
+    compiling = f", compiling the step {format_time(summary.compile_seconds)}" if summary.compile_seconds else ""
+    table.add_row("start", f"{format_time(summary.start_seconds)} to the end of the first step{compiling}")
     table.add_row("waiting for data", format_time(summary.data_wait_seconds))
     for name, contents in (
         ("checkpoints", "parameters, optimizer state, position in the data"),

@@ -12,9 +12,10 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, nearest
 from meshwright.formatting import format_bytes, format_count
 from meshwright.planner.memory_model import state_bytes
+from meshwright.planner.work import low_precision
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import BATCH_AXES
-from meshwright.sharding.params import count_params, named_leaves
+from meshwright.sharding.params import LOW_PRECISION_ROLES, count_params, named_leaves
 from meshwright.sharding.placement import local_shape, notation
 from meshwright.views.draw.blocks import ArrayPicture, picture_of
 from meshwright.views.draw.machine import MachineGrid, MachinePicture, draw_machine
@@ -74,12 +75,13 @@ def layout_report(placed: PlacedRun) -> LayoutReport:
     """Returns the layout of every parameter of a placed run, and bytes per device."""
     placements, training = named_leaves(placed.placements), placed.run.training
     sharded_itemsize = jnp.dtype(training.param_dtype).itemsize
-    gathered_itemsize = jnp.dtype(training.compute_dtype).itemsize
+    compute_itemsize, low = jnp.dtype(training.compute_dtype).itemsize, low_precision(placed)
     rows = []
     for path, p in named_leaves(placed.params).items():
         placement = placements[path]
         gathered = local_shape(p.shape, placement.in_use, placed.shape)
         layers = gathered[0] if p.dims.startswith("L") else 1
+        quantised = low is not None and low.gathered and p.role in LOW_PRECISION_ROLES and "E" not in p.dims
         rows.append(
             ParamRow(
                 path,
@@ -88,7 +90,7 @@ def layout_report(placed: PlacedRun) -> LayoutReport:
                 gathered=notation("w", p.dims, placement.in_use),
                 parameters=p.size,
                 bytes_sharded=math.prod(local_shape(p.shape, placement.at_rest, placed.shape)) * sharded_itemsize,
-                bytes_gathered=math.prod(gathered) * gathered_itemsize // layers,
+                bytes_gathered=math.prod(gathered) * (1 if quantised else compute_itemsize) // layers,
             )
         )
     return LayoutReport(

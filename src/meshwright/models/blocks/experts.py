@@ -72,7 +72,8 @@ def route(r: Routing, h_BTD: jax.Array, w_DR: jax.Array, bias_R: jax.Array | Non
     bias_R: added to the scores for the choice of experts only, not for their weights (auxiliary-loss-free load
     balancing: arXiv:2412.19437, equation 16).
     """
-    logits_BTR = jnp.einsum("btd,dr->btr", h_BTD.astype(jnp.float32), w_DR)
+    # By default TPUs multiply float32 in one pass of bfloat16, which changes the choice of experts.
+    logits_BTR = jnp.einsum("btd,dr->btr", h_BTD.astype(jnp.float32), w_DR, precision=lax.Precision.HIGHEST)
     lse_BT = jax.nn.logsumexp(logits_BTR, -1)
     if r.router_score == "softmax":
         scores_BTR = probs_BTR = jnp.exp(logits_BTR - lse_BT[..., None])
@@ -134,7 +135,9 @@ def dropless_moe(r: Routing, h_BTD: jax.Array, routes: Routes, w: ExpertWeights)
 
 
 def _weighted_sum(out_BTXD: jax.Array, weights_BTX: jax.Array) -> jax.Array:
-    out_BTD = jnp.einsum("btxd,btx->btd", out_BTXD, weights_BTX, preferred_element_type=jnp.float32)
+    out_BTD = jnp.einsum(
+        "btxd,btx->btd", out_BTXD, weights_BTX, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
     return out_BTD.astype(out_BTXD.dtype)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshwright.comm.collectives import gradients_first, sequence_all_gather
+from meshwright.comm.collectives import sequence_all_gather
 from meshwright.config import MeshShape, Model
 from meshwright.models.blocks.embed import embed
 from meshwright.models.blocks.linear import linear
@@ -189,10 +189,8 @@ def dense_layer(c: Llama, ctx: ForwardContext, stack: str) -> Layer:
         x_BTD = attention(x_BTD, weights, index)
         with jax.named_scope("feed-forward"):
             h_BTD = rms_norm(x_BTD, weights["mlp_norm"], c.norm_epsilon)
-            h_BTD, (gate, up, down) = gradients_first(h_BTD, [weights[name] for name in ("gate", "up", "down")])
-            gate_BTF, up_BTF = ctx.column_parallel(_linears, h_BTD, [gate, up])
-            hidden_BTF = silu_product(gate_BTF, up_BTF)
-            y_BTD = ctx.row_parallel(linear, hidden_BTF, down)
+            gate_BTF, up_BTF = ctx.column_parallel(_linears, h_BTD, [weights["gate"], weights["up"]])
+            y_BTD = ctx.row_parallel(linear, silu_product(gate_BTF, up_BTF), weights["down"])
             return x_BTD + ctx.dropout(y_BTD, 2 * index + 2), {}
 
     return layer

@@ -1,47 +1,179 @@
-"""Blocked attention in XLA: the scores of one block of queries at a time are live, and none are saved.
+"""Blocked attention in XLA: flash attention (Dao 2023, arXiv:2307.08691) as a loop over the visible pairs of blocks.
 
-It runs on every platform, for shapes and hardware without a fused kernel.
+It runs on every platform, for shapes and hardware without a fused kernel. The scores of one block of queries and one of
+keys are live at a time, and none are saved; pairs that a causal mask or a sliding window hides are not computed.
 """
 
-import functools
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from meshwright.models.kernels.attention import Positions, as_self_attention, reference_attention
+from meshwright.models.kernels.chunks import (
+    ChunkAttention,
+    ChunkMask,
+    Gradients,
+    Keys,
+    Queries,
+    Result,
+    pair_mask,
+    select,
+    self_attention_of,
+    update,
+)
 
 _SCORE_BYTES = 2**28
-"""Largest size of the float32 scores of a block, in bytes."""
+"""Largest size of the float32 scores of a pair of blocks, in bytes."""
+_LEAST_BLOCK = 128
+"""Smallest block, where the number of tokens has one that divides it."""
+_BLOCKS = 8
+"""Blocks of a chunk, at least, unless they are smaller than _LEAST_BLOCK: of 8 x 8 pairs, 36 are causal."""
+_MASKED = -1e30
+"""Score of a masked key before the softmax."""
 
 
-def blocked_attention(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, queries: Positions, keys: Positions, *, window: int | None
-) -> jax.Array:
-    """Computes `reference_attention` block by block of queries; the backward pass recomputes each block's scores."""
-    B, T, N, H = q_BTNH.shape
-    block = query_block(T, 4 * B * N * k_BSKH.shape[1])
-    blocks = T // block
+class _State(NamedTuple):
+    """Running softmax of blocks of queries: largest score, sum of weights, weighted sum of values, float32."""
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def attend(q: jax.Array, segments: jax.Array, positions: jax.Array) -> jax.Array:
-        return reference_attention(q, k_BSKH, v_BSKH, Positions(segments, positions), keys, window=window)
-
-    if blocks == 1:
-        return attend(q_BTNH, queries.segments_BT, queries.positions_T)
-    q = q_BTNH.reshape(B, blocks, block, N, H).swapaxes(0, 1)
-    segments = queries.segments_BT.reshape(B, blocks, block).swapaxes(0, 1)
-    out = lax.map(lambda inputs: attend(*inputs), (q, segments, queries.positions_T.reshape(blocks, block)))
-    return jnp.swapaxes(out, 0, 1).reshape(B, T, N, H)
+    top_BKGT: jax.Array
+    weight_BKGT: jax.Array
+    total_BKGTH: jax.Array
 
 
-blocked_self_attention = as_self_attention(blocked_attention)
+def block_size(tokens: int, bytes_per_score: int) -> int:
+    """Returns the queries and keys of a block: a divisor of `tokens` whose scores fit in _SCORE_BYTES."""
+    most = min(math.isqrt(_SCORE_BYTES // bytes_per_score), max(tokens // _BLOCKS, _LEAST_BLOCK))
+    divisors = [b for b in range(1, tokens + 1) if tokens % b == 0]
+    enough = [b for b in divisors if b >= min(_LEAST_BLOCK, most)]
+    return max((b for b in enough if b <= most), default=min(enough, default=tokens))
 
 
-def query_block(queries: int, bytes_per_query: int) -> int:
-    """Returns the queries per block: the largest divisor of `queries` whose scores fit in _SCORE_BYTES, at least 1."""
-    most = max(1, _SCORE_BYTES // bytes_per_query)
-    blocks = -(-queries // most)
-    while queries % blocks:
-        blocks += 1
-    return queries // blocks
+class _Blocks:
+    """Pairs of blocks of a pair of chunks, and the mask of each."""
+
+    def __init__(self, queries: Queries, keys: Keys, mask: ChunkMask):
+        B, T, N, _ = queries.q_BTNH.shape
+        S, self.kv_heads = keys.k_BSKH.shape[1:3]
+        self.mask = mask
+        self.block = block_size(math.gcd(T, S), 4 * B * N)
+        pairs = [(i, j) for i in range(T // self.block) for j in range(S // self.block) if self._visible(i, j)]
+        self.pairs = np.array(pairs, np.int32).reshape(-1, 2)
+        self.segments = (self.cut(queries.segments_BT), self.cut(keys.segments_BS))
+
+    def _visible(self, i: int, j: int) -> bool:
+        if self.mask.distance is None:
+            return True
+        distance = self.mask.distance + (i - j) * self.block
+        return pair_mask(distance, self.block, self.block, self.mask.window) is not None
+
+    def cut(self, x_BT: jax.Array) -> jax.Array:
+        """Returns the blocks of an array [B, T, ...], stacked: [blocks, B, block, ...]."""
+        B, T = x_BT.shape[:2]
+        return x_BT.reshape(B, T // self.block, self.block, *x_BT.shape[2:]).swapaxes(0, 1)
+
+    def grouped(self, x_BTNH: jax.Array) -> jax.Array:
+        """Returns the blocks, query heads grouped by key/value head: [blocks, B, block, K, G, H]."""
+        B, T, N, H = x_BTNH.shape
+        return self.cut(x_BTNH.reshape(B, T, self.kv_heads, N // self.kv_heads, H))
+
+    def by_head(self, x_BNT: jax.Array) -> jax.Array:
+        """Returns the blocks of one number per query and head: [blocks, B, K, G, block]."""
+        B, N, T = x_BNT.shape
+        x = x_BNT.reshape(B, self.kv_heads, N // self.kv_heads, T // self.block, self.block)
+        return jnp.moveaxis(x, 3, 0)
+
+    def visible(self, i: jax.Array, j: jax.Array) -> jax.Array:
+        """Returns the mask [B, 1, 1, block, block] of a pair of blocks."""
+        queries, keys = select(self.segments[0], i), select(self.segments[1], j)
+        mask = queries[:, :, None] == keys[:, None, :]
+        if self.mask.distance is not None:
+            tokens = jnp.arange(self.block)
+            distance = self.mask.distance + (i - j) * self.block + tokens[:, None] - tokens[None, :]
+            mask &= distance >= 0
+            if self.mask.window is not None:
+                mask &= distance < self.mask.window
+        return mask[:, None, None]
+
+    def loop(self, add: Any, carry: Any) -> Any:
+        """Returns `add(carry, i, j)` over all pairs."""
+        if len(self.pairs) == 1:
+            return add(carry, *self.pairs[0])
+        return lax.scan(lambda carry, pair: (add(carry, pair[0], pair[1]), None), carry, self.pairs)[0]
+
+
+def _forward(queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
+    blocks = _Blocks(queries, keys, mask)
+    B, T, N, H = queries.q_BTNH.shape
+    q = blocks.grouped(queries.q_BTNH * H**-0.5)
+    k, v = blocks.cut(keys.k_BSKH), blocks.cut(keys.v_BSKH)
+    shape = (q.shape[0], B, *q.shape[3:5], blocks.block)
+    zeros = jnp.zeros(shape, jnp.float32)
+    start = _State(jnp.full(shape, _MASKED, jnp.float32), zeros, jnp.zeros((*shape, H), jnp.float32))
+
+    def add(states: _State, i: Any, j: Any) -> _State:
+        state = _add_block(select(q, i), select(k, j), select(v, j), select(states, i), blocks.visible(i, j))
+        return update(states, i, state)
+
+    state = blocks.loop(add, start)
+    seen = state.weight_BKGT > 0
+    weight = jnp.where(seen, state.weight_BKGT, 1.0)
+    out = (state.total_BKGTH / weight[..., None]).astype(queries.q_BTNH.dtype)
+    lse = jnp.where(seen, state.top_BKGT + jnp.log(weight), _MASKED)
+    # [blocks, B, K, G, block, H] and [blocks, B, K, G, block]
+    return Result(out.transpose(1, 0, 4, 2, 3, 5).reshape(B, T, N, H), jnp.moveaxis(lse, 0, 3).reshape(B, N, T))
+
+
+def _add_block(q: jax.Array, k: jax.Array, v: jax.Array, state: _State, mask: jax.Array) -> _State:
+    """Adds a block of keys to the running softmax of a block of queries."""
+    top, weight, total = state
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
+    new_top = jnp.maximum(top, jnp.where(mask, scores, _MASKED).max(-1))
+    # A row without a visible key so far has the masked score as its largest, so its weights need the mask to be zero.
+    weights = jnp.where(mask, jnp.exp(scores - new_top[..., None]), 0.0)
+    rescale = jnp.exp(top - new_top)
+    added = jnp.einsum("bkgts,bskh->bkgth", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return _State(new_top, weight * rescale + weights.sum(-1), total * rescale[..., None] + added)
+
+
+def _backward(queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, mask: ChunkMask) -> Gradients:
+    blocks = _Blocks(queries, keys, mask)
+    H = queries.q_BTNH.shape[3]
+    # The row sums of gradient times output that the softmax's derivative needs (FlashAttention-2, arXiv:2307.08691).
+    inner_BNT = jnp.einsum("btnh,btnh->bnt", g_BTNH, result.out_BTNH, preferred_element_type=jnp.float32)
+    q, g = blocks.grouped(queries.q_BTNH * H**-0.5), blocks.grouped(g_BTNH)
+    rows = (q, g, blocks.by_head(inner_BNT), blocks.by_head(result.lse_BNT))
+    columns = (blocks.cut(keys.k_BSKH), blocks.cut(keys.v_BSKH))
+
+    def add(sums: Any, i: Any, j: Any) -> Any:
+        g_q, g_kv = _gradients(select(rows, i), select(columns, j), blocks.visible(i, j))
+        totals = (select(sums[0], i), select(sums[1], j))
+        g_q, g_kv = jax.tree.map(jnp.add, totals, (g_q, g_kv))
+        return update(sums[0], i, g_q), update(sums[1], j, g_kv)
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (q, columns))
+    g_q, g_kv = blocks.loop(add, zeros)
+    g_k, g_v = (x.swapaxes(0, 1).reshape(keys.k_BSKH.shape) for x in g_kv)
+    return (g_q * H**-0.5).swapaxes(0, 1).reshape(queries.q_BTNH.shape), g_k, g_v
+
+
+def _gradients(
+    row: tuple[jax.Array, ...], column: tuple[jax.Array, jax.Array], mask: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Returns the gradients of a pair of blocks; recomputes its softmax from the log-sum-exp."""
+    (q, g, inner, lse), (k, v) = row, column
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
+    weights = jnp.where(mask, jnp.exp(scores - lse[..., None]), 0.0)
+    g_weights = jnp.einsum("btkgh,bskh->bkgts", g, v, preferred_element_type=jnp.float32)
+    g_scores = (weights * (g_weights - inner[..., None])).astype(q.dtype)
+    g_q = jnp.einsum("bkgts,bskh->btkgh", g_scores, k, preferred_element_type=jnp.float32)
+    g_k = jnp.einsum("bkgts,btkgh->bskh", g_scores, q, preferred_element_type=jnp.float32)
+    g_v = jnp.einsum("bkgts,btkgh->bskh", weights.astype(q.dtype), g, preferred_element_type=jnp.float32)
+    return g_q, (g_k, g_v)
+
+
+blocked_chunks = ChunkAttention(_forward, _backward)
+"""Blocked attention between two chunks."""
+blocked_self_attention = self_attention_of(blocked_chunks)

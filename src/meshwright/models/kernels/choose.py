@@ -1,21 +1,24 @@
 """Choice of the attention kernel, made before tracing from platform, shapes and dtype.
 
-"auto" takes the first kernel of the platform that supports the shapes. A kernel named in the Run is used or refused,
-never replaced. A kernel from outside the package is a `Kernels` object, named as `module:attribute`.
+"auto" takes the first kernel of the platform that supports the shapes, and notes why it passed over another. A kernel
+named in the Run is used or refused, never replaced. A kernel from outside the package is a `Kernels` object, named as
+`module:attribute`.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from meshwright import plugins
+from meshwright.config import Training
 from meshwright.errors import ConfigError
 from meshwright.models.kernels.attention import CrossAttention, SelfAttention, as_self_attention, reference_attention
-from meshwright.models.kernels.blocked import blocked_attention, blocked_self_attention
-from meshwright.models.kernels.cudnn import MAX_HEAD_SIZE, cudnn_attention, has_cudnn
-from meshwright.models.kernels.splash import LANES, splash_attention
 from meshwright.models.remat import ATTN_SCORES, REMAT_POLICIES
 from meshwright.sharding.sequence import SequenceSplit
+
+if TYPE_CHECKING:
+    from meshwright.models.kernels.chunks import ChunkAttention
+    from meshwright.models.model import ModelSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +31,8 @@ class AttentionShapes:
     """Head sizes H of the layers, each once."""
     seq: int
     """Tokens of the whole sequence T."""
+    chunk: int
+    """Tokens of a chunk, of which a device has two where the context strategy is ring, usp or all_gather; else T."""
     dtype: str
     """Dtype of queries, keys and values."""
     remat: str
@@ -36,44 +41,32 @@ class AttentionShapes:
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """Attention kernel: self-attention of whole sequences, and attention between parts of a sequence."""
+    """Attention kernel: self-attention of whole sequences, and attention between parts of a sequence.
+
+    The context strategies ring and usp need `chunk_attention`; all_gather needs it or `cross_attention`.
+    """
 
     name: str
     """Name in logs, lints and the census."""
     self_attention: SelfAttention
     """Kernel where a device has whole sequences: without context parallelism, and with Ulysses."""
     cross_attention: CrossAttention | None = None
-    """Kernel between a device's queries and gathered keys (context strategy all_gather); None where it has none."""
+    """Kernel between queries and keys at any positions; None where it has none."""
     unsupported: Callable[[AttentionShapes], str | None] = lambda shapes: None
     """Returns the reason why the kernel cannot run these shapes, None if it can."""
+    chunk_attention: "ChunkAttention | None" = None
+    """Kernel between two chunks of a sequence, with its log-sum-exp and its backward pass; None where it has none."""
+    missing: Callable[[], str | None] = lambda: None
+    """Returns which library the kernel lacks on this machine, None if it lacks none."""
+    fused: bool = True
+    """Whether scores stay on the chip; the planner counts their HBM bytes otherwise."""
+    note: str = ""
+    """Why "auto" did not take the platform's own kernel."""
 
-
-def _splash_unsupported(shapes: AttentionShapes) -> str | None:
-    if shapes.platform != "tpu":
-        return f"splash attention is a TPU kernel, and the devices are of platform {shapes.platform!r}"
-    sizes = {"sequence": (shapes.seq,), "head size": shapes.head_sizes}
-    for what, values in sizes.items():
-        for n in values:
-            if n % LANES:
-                return (
-                    f"splash attention takes a {what} divisible by {LANES}: {n} = {n // LANES} * {LANES} + {n % LANES}"
-                )
-    return None
-
-
-def _cudnn_unsupported(shapes: AttentionShapes) -> str | None:
-    if shapes.platform not in ("gpu", "cuda"):
-        return f"cuDNN attention runs on NVIDIA GPUs, and the devices are of platform {shapes.platform!r}"
-    if not has_cudnn():
-        return "cuDNN 9 (libcudnn.so.9) cannot be loaded here"
-    if shapes.dtype not in ("bfloat16", "float16"):
-        return f"cuDNN attention takes bfloat16 or float16, and the compute dtype is {shapes.dtype}"
-    for head in shapes.head_sizes:
-        if head > MAX_HEAD_SIZE or head % 8:
-            return (
-                f"cuDNN attention takes heads of at most {MAX_HEAD_SIZE} in multiples of 8, and the head size is {head}"
-            )
-    return None
+    @property
+    def summary(self) -> str:
+        """Name, and the note if there is one."""
+        return f"{self.name} ({self.note})" if self.note else self.name
 
 
 def _reference_unsupported(shapes: AttentionShapes) -> str | None:
@@ -83,17 +76,53 @@ def _reference_unsupported(shapes: AttentionShapes) -> str | None:
     return None
 
 
-KERNELS: dict[str, Kernels] = {
-    "reference": Kernels(
-        "reference", as_self_attention(reference_attention), reference_attention, _reference_unsupported
-    ),
-    "blocked": Kernels("blocked", blocked_self_attention, blocked_attention),
-    "splash": Kernels("splash", splash_attention, unsupported=_splash_unsupported),
-    "cudnn": Kernels("cudnn", cudnn_attention, unsupported=_cudnn_unsupported),
-}
+# A run has one kernel: the others are not imported.
+def _reference(block: int) -> Kernels:
+    attend = as_self_attention(reference_attention)
+    return Kernels("reference", attend, reference_attention, _reference_unsupported, fused=False)
+
+
+def _blocked(block: int) -> Kernels:
+    from meshwright.models.kernels.blocked import blocked_chunks, blocked_self_attention
+
+    return Kernels("blocked", blocked_self_attention, chunk_attention=blocked_chunks, fused=False)
+
+
+def _splash(block: int) -> Kernels:
+    from meshwright.models.kernels.splash import splash_kernels
+
+    return splash_kernels(block)
+
+
+def _cudnn(block: int) -> Kernels:
+    from meshwright.models.kernels.cudnn import cudnn_kernels
+
+    return cudnn_kernels()
+
+
+KERNELS: dict[str, Callable[[int], Kernels]] = {
+    "reference": _reference, "blocked": _blocked, "splash": _splash, "cudnn": _cudnn
+}  # fmt: skip
+"""Kernels by name, each a function of the largest block of queries and keys."""
 
 # What "auto" tries, by `jax.Device.platform`, best first; "blocked" supports everything.
 AUTO: dict[str, tuple[str, ...]] = {"cpu": ("reference",), "tpu": ("splash",), "gpu": ("cudnn",), "cuda": ("cudnn",)}
+
+
+def kernels_of(
+    training: Training, spec: "ModelSpec", sequence: SequenceSplit, platform: str, installed: bool = False
+) -> Kernels:
+    """Chooses the attention kernel of a placed run, as `choose_kernels`."""
+    return choose_kernels(
+        training.attention_kernel,
+        platform,
+        block=training.attention_block,
+        remat=training.remat,
+        head_sizes=tuple(sorted({a.head_size for a in spec.attention})),
+        dtype=training.compute_dtype,
+        sequence=sequence,
+        installed=installed,
+    )
 
 
 def choose_kernels(
@@ -105,51 +134,57 @@ def choose_kernels(
     head_sizes: tuple[int, ...],
     dtype: str,
     sequence: SequenceSplit,
+    installed: bool = False,
 ) -> Kernels:
     """Chooses the attention kernel of a run, before anything is traced.
 
     name: "auto", a row of KERNELS, or a `Kernels` named as `module:attribute`.  platform: `jax.Device.platform`.
     block: largest block of queries and keys, for kernels that take one.  remat: remat policy.  head_sizes: of the
-    layers.  dtype: compute dtype.  sequence: split over `context`.
+    layers.  dtype: compute dtype.  sequence: split over `context`.  installed: whether libraries count as present, as
+    on the hardware that a plan is for.
 
-    The result's `name` is the attention that runs: "ring" where the context strategy passes keys around a ring, which
-    no kernel computes. Raises ConfigError where the named kernel does not support the run, or would not be used.
+    The result's `name` is the attention that runs: "ring of splash" where keys go around a ring. Raises ConfigError
+    where the named kernel does not support the run, or would not be used.
     """
-    shapes = AttentionShapes(platform, head_sizes, sequence.seq, dtype, remat)
+    chunk = sequence.seq // (2 * sequence.groups) if sequence.groups > 1 else sequence.seq
+    shapes = AttentionShapes(platform, head_sizes, sequence.seq, chunk, dtype, remat)
+
+    def refusal(kernels: Kernels) -> str | None:
+        missing = None if installed else kernels.missing()
+        return kernels.unsupported(shapes) or missing or _unused(kernels, sequence)
+
     if name == "auto":
-        return _automatic(shapes, sequence, block)
-    kernels = plugins.resolve("attention kernel", name, KERNELS)
+        reasons: list[str] = []
+        for kernels in (KERNELS[candidate](block) for candidate in (*AUTO.get(platform, ()), "blocked")):
+            reason = refusal(kernels)
+            if reason is None:
+                return _in_strategy(dataclasses.replace(kernels, note="; ".join(reasons)), sequence)
+            reasons.append(reason)
+    kernels = KERNELS[name](block) if name in KERNELS else plugins.resolve("attention kernel", name, KERNELS)
     if not isinstance(kernels, Kernels):
         raise ConfigError(f"attention kernel {name!r}", f"it is a {type(kernels).__name__}", "a meshwright `Kernels`")
-    reason = kernels.unsupported(shapes) or _unused(kernels, sequence)
+    reason = refusal(kernels)
     if reason is not None:
         raise ConfigError(
             f"--training.attention-kernel {name}", reason, "--training.attention-kernel auto, or change what it lacks"
         )
-    return _with_block(kernels, block)
-
-
-def _automatic(shapes: AttentionShapes, sequence: SequenceSplit, block: int) -> Kernels:
-    if sequence.groups > 1:
-        return dataclasses.replace(KERNELS["blocked"], name="ring")
-    candidates = [KERNELS[name] for name in (*AUTO.get(shapes.platform, ()), "blocked")]
-    kernels = next(k for k in candidates if k.unsupported(shapes) is None and _unused(k, sequence) is None)
-    return _with_block(kernels, block)
+    return _in_strategy(kernels, sequence)
 
 
 def _unused(kernels: Kernels, sequence: SequenceSplit) -> str | None:
     """Returns why a context strategy would not run the kernel, None if it does."""
-    if sequence.groups > 1:
+    if kernels.chunk_attention is not None or sequence.groups == 1:
+        return None
+    if sequence.is_ring:
         return (
-            f"--training.context-strategy {sequence.strategy} over {sequence.shards} devices computes attention in a "
-            "ring, which no kernel runs in"
+            f"--training.context-strategy {sequence.strategy} over {sequence.shards} devices needs attention between "
+            f"chunks in a ring, which {kernels.name} lacks"
         )
-    if sequence.shards > 1 and sequence.strategy == "all_gather" and kernels.cross_attention is None:
+    if kernels.cross_attention is None:
         return f"--training.context-strategy all_gather needs attention to gathered keys, which {kernels.name} lacks"
     return None
 
 
-def _with_block(kernels: Kernels, block: int) -> Kernels:
-    if kernels.self_attention is splash_attention:
-        return dataclasses.replace(kernels, self_attention=functools.partial(splash_attention, block=block))
-    return kernels
+def _in_strategy(kernels: Kernels, sequence: SequenceSplit) -> Kernels:
+    """Gives the kernel its name in a ring."""
+    return dataclasses.replace(kernels, name=f"ring of {kernels.name}") if sequence.is_ring else kernels

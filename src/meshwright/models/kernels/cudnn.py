@@ -1,12 +1,47 @@
-"""cuDNN's flash attention for NVIDIA GPUs, through `jax.nn.dot_product_attention`."""
+"""cuDNN's flash attention for NVIDIA GPUs, through JAX's primitives for its forward and backward kernels.
+
+cuDNN knows causal masks and sliding windows, not documents. Where a pair of chunks has tokens of one document alone,
+the kernels run without a mask; pairs without a common document are skipped; the rest take documents as a mask. A long
+sequence is cut into chunks for this, so that a mask has at most CHUNK x CHUNK elements and memory grows linearly with
+the sequence. cuDNN's packed layout (lengths and offsets of the documents) is not used: it needs a static number of
+documents per sequence, and its log-sum-exp takes that many times the memory.
+"""
 
 import ctypes
 import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from meshwright.models.kernels.choose import AttentionShapes, Kernels
+from meshwright.models.kernels.chunks import (
+    FULL,
+    ChunkAttention,
+    ChunkMask,
+    Gradients,
+    Keys,
+    Masks,
+    Queries,
+    Result,
+    backward_step,
+    empty_result,
+    forward_step,
+    pair_mask,
+    self_attention_of,
+)
 
 MAX_HEAD_SIZE = 128
 """Largest head on every architecture; Hopper takes 256."""
+CHUNK = 4096
+"""Most queries and keys of a pair whose documents are a mask: 32 MiB per sequence."""
+_HIDDEN = -(2.0**41)
+"""Bias of a hidden key; cuDNN cannot subtract two larger numbers."""
 
 
 @functools.cache
@@ -19,16 +54,203 @@ def has_cudnn() -> bool:
     return True
 
 
-def cudnn_attention(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array, *, window: int | None
-) -> jax.Array:
-    """Computes causal attention within documents; GQA without repeating keys or values.
+def _forward(queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
+    """Computes output and log-sum-exp; cuDNN takes 16-bit types (kernels/choose.py checks)."""
 
-    cuDNN takes 16-bit types and heads of at most MAX_HEAD_SIZE, a multiple of 8 (kernels/choose.py checks). Its output
-    and log-sum-exp cannot be named, so the remat policies match its primitive (models/remat.py).
+    if _is_pair(queries, keys):
+        return _forward_by_pair(queries, keys, mask)
+
+    def plain() -> Result:
+        return _call_forward(queries, keys, mask, masked=False)
+
+    def in_chunks() -> Result:
+        pairs = _Pairs(queries, keys, mask)
+        start = jax.vmap(empty_result)(pairs.queries)
+        result = pairs.loop(functools.partial(forward_step, _DOCUMENTS), start)
+        return Result(pairs.join(result.out_BTNH).astype(queries.q_BTNH.dtype), pairs.join(result.lse_BNT, 2))
+
+    return _by_documents(queries, keys, mask, plain, in_chunks)
+
+
+def _backward(queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, mask: ChunkMask) -> Gradients:
+    """Computes the gradients of queries, keys and values."""
+
+    if _is_pair(queries, keys):
+        return _backward_by_pair(queries, keys, result, g_BTNH, mask)
+
+    def plain() -> Gradients:
+        return _call_backward(queries, keys, result, g_BTNH, mask, masked=False)
+
+    def in_chunks() -> Gradients:
+        pairs = _Pairs(queries, keys, mask)
+        rows = Result(pairs.cut(result.out_BTNH), pairs.cut(result.lse_BNT, 2))
+        saved = (rows, pairs.cut(g_BTNH))
+        like = (pairs.queries.q_BTNH, (pairs.keys.k_BSKH, pairs.keys.v_BSKH))
+
+        def add(masks: Masks, step: Any, queries: Queries, keys: Keys, sums: Any) -> Any:
+            return backward_step(_DOCUMENTS, masks, step, queries, keys, saved, sums)
+
+        g_q, g_kv = pairs.loop(add, jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like))
+        dtype = g_BTNH.dtype
+        return tuple(pairs.join(x).astype(dtype) for x in (g_q, *g_kv))  # type: ignore[return-value]
+
+    return _by_documents(queries, keys, mask, plain, in_chunks)
+
+
+def _by_documents(
+    queries: Queries, keys: Keys, mask: ChunkMask, plain: Callable[[], Any], in_chunks: Callable[[], Any]
+) -> Any:
+    """Runs cuDNN without a mask where all tokens are of one document, else pair by pair."""
+    if not _native(mask):
+        return in_chunks()
+    return lax.cond(_one_document(queries.segments_BT, keys.segments_BS), plain, in_chunks)
+
+
+def _is_pair(queries: Queries, keys: Keys) -> bool:
+    """Returns whether both chunks are small enough for a mask."""
+    return max(queries.q_BTNH.shape[1], keys.k_BSKH.shape[1]) <= CHUNK
+
+
+class _Pairs:
+    """Pairs of chunks of at most CHUNK tokens, by the mask between them."""
+
+    def __init__(self, queries: Queries, keys: Keys, mask: ChunkMask):
+        T, S = queries.q_BTNH.shape[1], keys.k_BSKH.shape[1]
+        common = math.gcd(T, S)
+        self.size = max(size for size in range(1, min(CHUNK, common) + 1) if common % size == 0)
+        self.queries, self.keys = Queries(*map(self.cut, queries)), Keys(*map(self.cut, keys))
+        self.pairs: dict[ChunkMask, list[tuple[int, int]]] = {}
+        for i, j in np.ndindex(T // self.size, S // self.size):
+            visible: ChunkMask | None = FULL
+            if mask.distance is not None:
+                visible = pair_mask(mask.distance + (i - j) * self.size, self.size, self.size, mask.window)
+            if visible is not None:
+                self.pairs.setdefault(visible, []).append((i, j))
+
+    def cut(self, x: jax.Array, axis: int = 1) -> jax.Array:
+        """Returns the chunks of an array, stacked."""
+        x = x.reshape(*x.shape[:axis], x.shape[axis] // self.size, self.size, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis, 0)
+
+    def join(self, x: jax.Array, axis: int = 1) -> jax.Array:
+        """Returns the array of which `cut` makes these chunks."""
+        x = jnp.moveaxis(x, 0, axis)
+        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+    def loop(self, add: Any, carry: Any) -> Any:
+        """Returns `add((mask,), step, queries, keys, carry)` over all pairs."""
+        for mask, pairs in self.pairs.items():
+
+            def body(carry: Any, pair: jax.Array, mask: ChunkMask = mask) -> tuple[Any, None]:
+                return add((mask,), (pair[0], pair[1], 0), self.queries, self.keys, carry), None
+
+            carry = lax.scan(body, carry, jnp.asarray(pairs, jnp.int32))[0]
+        return carry
+
+
+def _one_document(a: jax.Array, b: jax.Array) -> jax.Array:
+    first = a[:, :1]
+    return (a == first).all() & (b == first).all()
+
+
+def _by_pair(queries: Queries, keys: Keys, mask: ChunkMask, compute: Callable[[bool], Any], empty: Any) -> Any:
+    """Computes a pair of at most CHUNK tokens: nothing without a common document, without a mask in a single one."""
+    a, b = queries.segments_BT, keys.segments_BS
+    # Documents are numbered in order, so that ranges which do not overlap have none in common.
+    apart = ((a.max(1) < b.min(1)) | (a.min(1) > b.max(1))).all()
+    branches = [lambda: empty, lambda: compute(True), *([lambda: compute(False)] if _native(mask) else [])]
+    kind = jnp.where(apart, 0, jnp.where(_one_document(a, b) & _native(mask), 2, 1))
+    return lax.switch(kind, branches)
+
+
+def _forward_by_pair(queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
+    out, lse = empty_result(queries)
+    empty = Result(out.astype(queries.q_BTNH.dtype), lse)
+    return _by_pair(queries, keys, mask, functools.partial(_call_forward, queries, keys, mask), empty)
+
+
+def _backward_by_pair(queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, mask: ChunkMask) -> Gradients:
+    empty = tuple(jnp.zeros_like(x) for x in (queries.q_BTNH, keys.k_BSKH, keys.v_BSKH))
+    call = functools.partial(_call_backward, queries, keys, result, g_BTNH, mask)
+    gradients: Gradients = _by_pair(queries, keys, mask, call, empty)
+    return gradients
+
+
+_DOCUMENTS = ChunkAttention(_forward_by_pair, _backward_by_pair)
+"""Pairs of at most CHUNK tokens, by their documents."""
+
+
+def _native(mask: ChunkMask) -> bool:
+    """Returns whether cuDNN has the mask: none, or causal and a sliding window from the diagonal."""
+    return mask.distance in (None, 0)
+
+
+def _call_forward(queries: Queries, keys: Keys, mask: ChunkMask, masked: bool) -> Result:
+    primitive, operands, options = _arguments("fwd", queries, keys, mask, masked)
+    out_BTNH, lse_BNT = primitive.bind(*operands, **options, is_training=True)
+    return Result(out_BTNH, lse_BNT)
+
+
+def _call_backward(
+    queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, mask: ChunkMask, masked: bool
+) -> Gradients:
+    primitive, operands, options = _arguments("bwd", queries, keys, mask, masked)
+    g_q, g_k, g_v = primitive.bind(*operands, result.lse_BNT, result.out_BTNH, g_BTNH, **options)
+    return g_q, g_k, g_v
+
+
+def _arguments(
+    which: str, queries: Queries, keys: Keys, mask: ChunkMask, masked: bool
+) -> tuple[Any, list[jax.Array], dict[str, Any]]:
+    """Returns JAX's primitive of a cuDNN kernel, its first ten operands and its options.
+
+    JAX's public function differentiates the kernel with its own log-sum-exp; chunks need that of all keys.
+    masked: whether documents, and a mask that cuDNN does not have, are a bias [B, 1, T, S].
     """
-    same_document = segments_BT[:, None, :, None] == segments_BT[:, None, None, :]
-    return jax.nn.dot_product_attention(
-        q_BTNH, k_BTKH, v_BTKH, mask=same_document, is_causal=True, implementation="cudnn",
-        local_window_size=None if window is None else (window - 1, 0),
-    )  # fmt: skip
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    q_BTNH, k_BSKH, v_BSKH = queries.q_BTNH, keys.k_BSKH, keys.v_BSKH
+    unused = jnp.zeros(0, q_BTNH.dtype)
+    bias, native = unused, mask
+    if masked:
+        visible = queries.segments_BT[:, :, None] == keys.segments_BS[:, None, :]
+        if not _native(mask):
+            visible &= mask.array(q_BTNH.shape[1], k_BSKH.shape[1])
+            native = FULL
+        bias = jnp.where(visible, 0, _HIDDEN).astype(q_BTNH.dtype)[:, None]
+    options = {
+        "scale": q_BTNH.shape[3] ** -0.5, "seed": 42, "dropout_rate": 0.0, "variadic_args": (masked, False),
+        "mask_type": cudnn.MaskType.NO_MASK if native.distance is None else cudnn.MaskType.CAUSAL,
+        "layout": cudnn.AttentionLayout.BTNH.value, "sliding_window_length": native.window,
+    }  # fmt: skip
+    if "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters:  # since JAX 0.12
+        options["score_mod"] = None
+    primitive = getattr(cudnn, f"_dot_product_attention_{which}_p_wrapper")
+    return primitive, [q_BTNH, k_BSKH, v_BSKH, bias, *[unused] * 6], options
+
+
+cudnn_chunks = ChunkAttention(_forward, _backward)
+"""cuDNN's attention between two chunks."""
+
+
+def cudnn_kernels() -> Kernels:
+    """Returns cuDNN's attention."""
+    attend = self_attention_of(cudnn_chunks)
+    return Kernels("cudnn", attend, unsupported=_unsupported, chunk_attention=cudnn_chunks, missing=_missing)
+
+
+def _unsupported(shapes: AttentionShapes) -> str | None:
+    if shapes.platform not in ("gpu", "cuda"):
+        return f"cuDNN attention runs on NVIDIA GPUs, and the devices are of platform {shapes.platform!r}"
+    if shapes.dtype not in ("bfloat16", "float16"):
+        return f"cuDNN attention takes bfloat16 or float16, and the compute dtype is {shapes.dtype}"
+    for head in shapes.head_sizes:
+        if head > MAX_HEAD_SIZE or head % 8:
+            return (
+                f"cuDNN attention takes heads of at most {MAX_HEAD_SIZE} in multiples of 8, and the head size is {head}"
+            )
+    return None
+
+
+def _missing() -> str | None:
+    return None if has_cudnn() else "cuDNN 9 (libcudnn.so.9) cannot be loaded here"

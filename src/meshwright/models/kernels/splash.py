@@ -3,39 +3,89 @@
 It must be called inside a `shard_map` that is manual over every axis, with `check_vma=False`, as the step is.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from meshwright.models.remat import ATTN_OUT
+from meshwright.models.kernels.choose import AttentionShapes, Kernels
+from meshwright.models.kernels.chunks import (
+    ChunkAttention,
+    ChunkMask,
+    Gradients,
+    Keys,
+    Queries,
+    Result,
+    self_attention_of,
+)
 
 LANES = 128
-"""Lanes of the TPU's vector unit: sequence, head size and block are multiples of it."""
+"""Lanes of the TPU's vector unit: sequences and blocks are multiples of it."""
+HEAD_MULTIPLE = 64
+"""Heads are multiples of it; those of 64 take the registers and HBM of heads of 128."""
 
 
-def splash_attention(
-    q_BTNH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
-    segments_BT: jax.Array,
-    *,
-    window: int | None,
-    block: int = 512,
-    interpret: Any = False,
-) -> jax.Array:
-    """Computes causal attention within documents; GQA without repeating keys or values.
+@dataclasses.dataclass(frozen=True)
+class SplashChunks:
+    """Splash attention between two chunks, with a static mask for each kind of pair; blocks that it hides are skipped.
 
-    Sequence and head size are multiples of LANES (kernels/choose.py checks). block: largest block of queries and of
-    keys.  interpret: runs the Pallas kernel in interpret mode on a CPU.
+    Chunks are multiples of LANES (kernels/choose.py checks).
     """
-    T, H = q_BTNH.shape[1], q_BTNH.shape[3]
-    kernel = _kernel(T, q_BTNH.shape[2], window, block_size(T, block), interpret)
-    q, k, v = ((x.swapaxes(1, 2)) for x in (q_BTNH * H**-0.5, k_BTKH, v_BTKH))
-    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
 
-    out = jax.vmap(lambda q, k, v, s: kernel(q, k, v, segment_ids=SegmentIds(s, s)))(q, k, v, segments_BT)
-    return out.swapaxes(1, 2)
+    block: int = 512
+    """Largest block of queries and of keys."""
+    interpret: Any = False
+    """Runs the Pallas kernel in interpret mode on a CPU."""
+
+    def attention(self) -> ChunkAttention:
+        """Returns the kernel."""
+        return ChunkAttention(self.forward, self.backward)
+
+    def forward(self, queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
+        """Computes output and log-sum-exp."""
+        from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
+
+        kernel = self._kernel(queries, keys, mask)
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, queries: jax.Array, keys: jax.Array) -> Any:
+            return kernel(q, k, v, segment_ids=SegmentIds(queries, keys))
+
+        out_BNTH, (lse_BNT,) = jax.vmap(attend)(*_heads_first(queries, keys), queries.segments_BT, keys.segments_BS)
+        if mask.window is not None:
+            # Where a window hides a whole row of blocks, the kernel divides by a sum over no keys.
+            out_BNTH = jnp.where(jnp.isfinite(lse_BNT)[..., None], out_BNTH, 0)
+        return Result(out_BNTH.swapaxes(1, 2), lse_BNT)
+
+    def backward(self, queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, mask: ChunkMask) -> Gradients:
+        """Computes the gradients of queries, keys and values."""
+        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+        kernel = self._kernel(queries, keys, mask)
+        options = {name: value for name, value in kernel.kwargs.items() if name != "save_residuals"}
+
+        def attend(q: Any, k: Any, v: Any, segments: tuple[Any, Any], out: Any, lse: Any, g: Any) -> Any:
+            ids, tables = splash.SegmentIds(*segments), (kernel.dq_mask_info, kernel.dkv_mask_info)
+            saved = (q, k, v, ids, None, out, lse, *tables)
+            return splash._splash_attention_bwd(save_residuals=False, **options, res=saved, do=g)[3:6]
+
+        out_BNTH, g_BNTH = result.out_BTNH.swapaxes(1, 2), g_BTNH.swapaxes(1, 2)
+        segments = (queries.segments_BT, keys.segments_BS)
+        gradients = jax.vmap(attend)(*_heads_first(queries, keys), segments, out_BNTH, result.lse_BNT, g_BNTH)
+        g_q, g_k, g_v = (x.swapaxes(1, 2) for x in gradients)
+        return g_q * queries.q_BTNH.shape[3] ** -0.5, g_k, g_v
+
+    def _kernel(self, queries: Queries, keys: Keys, mask: ChunkMask) -> Any:
+        T, N = queries.q_BTNH.shape[1:3]
+        S = keys.k_BSKH.shape[1]
+        return _kernel((T, S), N, mask, (block_size(T, self.block), block_size(S, self.block)), self.interpret)
+
+
+def _heads_first(queries: Queries, keys: Keys) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns scaled queries, keys and values, [B, heads, tokens, H]."""
+    q_BTNH = queries.q_BTNH
+    return (q_BTNH * q_BTNH.shape[3] ** -0.5).swapaxes(1, 2), keys.k_BSKH.swapaxes(1, 2), keys.v_BSKH.swapaxes(1, 2)
 
 
 def block_size(seq: int, largest: int) -> int:
@@ -43,25 +93,51 @@ def block_size(seq: int, largest: int) -> int:
     return max(b for b in range(LANES, max(LANES, min(seq, largest)) + 1, LANES) if seq % b == 0)
 
 
-@functools.lru_cache(maxsize=16)
-def _kernel(seq: int, heads: int, window: int | None, block: int, interpret: Any) -> Any:
+@functools.lru_cache(maxsize=32)
+def _kernel(shape: tuple[int, int], heads: int, mask: ChunkMask, blocks: tuple[int, int], interpret: Any) -> Any:
     # Importing Pallas takes 0.4 s, which only a TPU's step is worth.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    mask: masks.Mask
-    if window is None or window >= seq:
-        mask = masks.CausalMask((seq, seq))
+    visible: masks.Mask
+    if mask.distance is None:
+        visible = masks.FullMask(shape)
+    elif mask.window is None:
+        visible = masks.CausalMask(shape, mask.distance)
     else:
-        mask = masks.LocalMask((seq, seq), (window - 1, 0), 0)
+        visible = masks.LocalMask(shape, (mask.window - 1, 0), mask.distance)
+    q, kv = blocks
+    sizes = splash.BlockSizes(
+        block_q=q, block_kv=kv, block_q_dkv=q, block_kv_dkv=kv, block_q_dq=q, block_kv_dq=kv
+    )  # fmt: skip
     # The kernel's block tables are constants of the program, even while a caller is being traced.
     with jax.ensure_compile_time_eval():
         return splash.make_splash_mha(
-            mask=masks.MultiHeadMask([mask] * heads),
+            mask=masks.MultiHeadMask([visible] * heads),
             head_shards=1,
             q_seq_shards=1,
-            block_sizes=splash.BlockSizes(*(block,) * 8),
-            # Names the kernel's own residuals, output and log-sum-exp; naming the output again would save it twice.
-            residual_checkpoint_name=ATTN_OUT,
+            block_sizes=sizes,
+            save_residuals=True,
             interpret=interpret,
         )
+
+
+def splash_kernels(block: int, interpret: Any = False) -> Kernels:
+    """Returns splash attention with blocks of at most `block` queries and keys."""
+    chunks = SplashChunks(block, interpret).attention()
+    return Kernels("splash", self_attention_of(chunks), unsupported=_unsupported, chunk_attention=chunks)
+
+
+def _unsupported(shapes: AttentionShapes) -> str | None:
+    if shapes.platform != "tpu":
+        return f"splash attention is a TPU kernel, and the devices are of platform {shapes.platform!r}"
+    what, n = ("sequence", shapes.seq) if shapes.chunk == shapes.seq else ("chunk of the sequence", shapes.chunk)
+    if n % LANES:
+        return f"splash attention takes a {what} divisible by {LANES}: {n} = {n // LANES} * {LANES} + {n % LANES}"
+    for n in shapes.head_sizes:
+        if n % HEAD_MULTIPLE:
+            return (
+                f"splash attention takes a head size divisible by {HEAD_MULTIPLE}: {n} = {n // HEAD_MULTIPLE} * "
+                f"{HEAD_MULTIPLE} + {n % HEAD_MULTIPLE}"
+            )
+    return None

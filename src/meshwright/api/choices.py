@@ -1,0 +1,20 @@
+"""Choices that a Run leaves to the machine, made by the planner before the run is placed on devices."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from meshwright.config import Run
+
+
+def choose_for_devices(run: Run, devices: Sequence[Any]) -> Run:
+    """Returns the run with the remat policy that is fastest on `devices`, where it leaves the policy open.
+
+    Unchanged on simulated devices and on chips of which nothing is known. run: with its mesh and vocabulary.
+    """
+    if run.training.remat != "auto" or devices[0].platform == "cpu":
+        return run
+    from meshwright.planner.forecast import local_target  # training with a given policy needs no planner
+    from meshwright.planner.search import with_best_remat
+
+    known = local_target(devices, None)
+    return run if known is None else with_best_remat(run, known[0])

@@ -1,0 +1,286 @@
+"""Section `kernels`: attention kernels and the grouped matmul, their error against float64 and their rate."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from meshwright.bench.clock import median_seconds
+from meshwright.bench.hardware.attention_truth import Attention, attention_with_gradients
+from meshwright.bench.hardware.machine import memory_stats
+from meshwright.bench.hardware.rates import keep_calibration
+from meshwright.bench.hardware.section import Measurement, Section
+from meshwright.config import MeshShape
+from meshwright.errors import ConfigError
+from meshwright.hardware.chips import find_chip
+from meshwright.hardware.mesh import build_mesh
+from meshwright.models.kernels.choose import AUTO, KERNELS, Kernels, choose_kernels
+from meshwright.models.model import AttentionSpec
+from meshwright.planner.estimate import ATTENTION_BACKWARD
+from meshwright.sharding.sequence import SequenceSplit
+
+LIMITS = {"float32": (2.5e-6, 4e-6), "bfloat16": (0.012, 0.02)}
+"""Largest accepted error by dtype: root mean square of the error over that of the value, and largest error over the
+largest value. The reference kernel on a CPU reaches a quarter of each (docs/log.md)."""
+_BACKWARD = 2.5
+"""Matmul FLOPs of the backward pass over those of the forward pass: five matmuls for two."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Shape of one attention call."""
+
+    name: str
+    seq: int
+    heads: int = 4
+    kv_heads: int = 4
+    head_size: int = 128
+    window: int | None = None
+    documents: int = 1
+    batch: int = 1
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the forward pass over visible positions."""
+        spec = AttentionSpec(self.heads, self.kv_heads, self.head_size, self.window)
+        return 4.0 * self.batch * self.seq * spec.causal_positions(self.seq) * self.heads * self.head_size
+
+    @property
+    def score_bytes(self) -> int:
+        """Bytes of the float32 scores, which a kernel that is not fused writes."""
+        return 4 * self.batch * self.heads * self.seq**2
+
+
+def correctness_cases(platform: str) -> list[Case]:
+    """Returns the shapes whose values and gradients are compared with float64."""
+    seq = 128 if platform == "cpu" else 1024
+    long = [] if platform == "cpu" else [Case("T 8192", 8192, 2, 1)]  # several blocks of queries in any kernel
+    return [
+        Case("causal", seq),
+        Case("head 64", seq, head_size=64),
+        Case("GQA", seq, kv_heads=1),
+        Case("window", seq, window=seq // 4 + 1),
+        Case("documents", seq, documents=3),
+        Case("GQA, window, documents, head 64", seq, 4, 2, 64, seq // 3, 3, 2),
+        *long,
+    ]
+
+
+def speed_cases(platform: str) -> list[Case]:
+    """Returns the shapes that are timed: a Llama 3 8B layer at two lengths, and heads of 64."""
+    if platform == "cpu":
+        return [Case("T 512", 512, 4, 2, 64)]
+    return [
+        Case("T 4096", 4096, 32, 8, 128, batch=2),
+        Case("T 4096, head 64", 4096, 32, 8, 64, batch=2),
+        Case("T 16384", 16384, 32, 8, 128),
+        Case("T 16384, window 4096", 16384, 32, 8, 128, window=4096),
+    ]
+
+
+def measure_kernels(section: Section) -> None:
+    """Compares every kernel that the platform supports with float64, then times it."""
+    platform = jax.default_backend()
+    names = (*section.request.kernels, *dict.fromkeys((*AUTO.get(platform, ()), *KERNELS)))
+    dtypes = ("float32", "bfloat16") if platform == "cpu" else ("bfloat16",)
+    items = dict[str, Measurement]()
+    for case in correctness_cases(platform):
+        for name in names:
+            for dtype in dtypes:
+                items[f"{name}: {case.name}, {dtype}"] = functools.partial(_compare, name, case, dtype)
+    for case in speed_cases(platform):
+        for name in names:
+            items[f"{name}: time, {case.name}"] = functools.partial(_time, name, case)
+    items |= dict(_grouped(platform))
+    section.facts["limits"] = {dtype: list(limit) for dtype, limit in LIMITS.items()}
+    section.measure(items)
+    supported = {row["kernel"] for row in section.rows if "kernel" in row and "unsupported" not in row}
+    rates = calibrated_rates(section.rows, AUTO.get(platform, ()))
+    if rates:
+        keep_calibration(section, kernels=rates)
+    missing = [name for name in AUTO.get(platform, ()) if name not in supported]
+    if missing:
+        section.notes.append(f"the platform's own kernel {', '.join(missing)} supports none of these shapes")
+
+
+def calibrated_rates(rows: Sequence[Mapping[str, Any]], own: Sequence[str]) -> dict[str, float]:
+    """Returns the rates that plans take: of the platform's own attention kernel, and of the grouped matmul.
+
+    own: names of the platform's own kernels. The planner counts the backward pass as ATTENTION_BACKWARD forward passes.
+    """
+    passes = (1 + ATTENTION_BACKWARD) / (1 + _BACKWARD)
+    attention = [row["flops_per_second"] for row in rows if row.get("kernel") in own and "flops_per_second" in row]
+    grouped = [row["of_dense"] for row in rows if "of_dense" in row]
+    rates = {"attention": passes * max(attention)} if attention else {}
+    return rates | ({"grouped_matmul": max(grouped)} if grouped else {})
+
+
+def _choose(name: str, case: Case, dtype: str) -> Kernels:
+    """Returns the kernel as a training run chooses it. Raises ConfigError where it does not support the case."""
+    return choose_kernels(
+        name, jax.devices()[0].platform, block=512, remat="none", head_sizes=(case.head_size,), dtype=dtype,
+        sequence=SequenceSplit("ring", case.seq, 1, 1),
+    )  # fmt: skip
+
+
+def _unsupported(name: str, case: Case, dtype: str) -> str | None:
+    try:
+        _choose(name, case, dtype)
+    except ConfigError as error:
+        return error.truth
+    return None
+
+
+def _inputs(case: Case, dtype: str) -> tuple[jax.Array, ...]:
+    """Returns random q, k, v, documents and gradient of the output."""
+    rng = np.random.default_rng(0)
+    B, T, N, K, H = case.batch, case.seq, case.heads, case.kv_heads, case.head_size
+    q, k, v, g = (jnp.asarray(rng.standard_normal((B, T, n, H), np.float32), dtype) for n in (N, K, K, N))
+    # Documents of unequal length, which end between the blocks of a kernel.
+    ends = np.cumsum(np.linspace(0.6, 1.4, case.documents))[:-1] / case.documents * T
+    segments = np.searchsorted(ends, np.arange(T), side="right").astype(np.int32)
+    return q, k, v, jnp.broadcast_to(jnp.asarray(segments), (B, T)), g
+
+
+def _on_one_device(function: Any) -> Any:
+    """Compiles `function` as a step calls it: inside a `shard_map` that is manual over every axis."""
+    mesh = build_mesh(MeshShape(), jax.devices()[:1])
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+
+
+def _forward(kernels: Kernels, case: Case) -> Any:
+    return _on_one_device(lambda q, k, v, s: kernels.self_attention(q, k, v, s, window=case.window))
+
+
+def _forward_and_backward(kernels: Kernels, case: Case) -> Any:
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, s: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
+        out, pullback = jax.vjp(lambda q, k, v: kernels.self_attention(q, k, v, s, window=case.window), q, k, v)
+        return out, *pullback(g)
+
+    return _on_one_device(both)
+
+
+@functools.lru_cache(maxsize=16)
+def _truth(case: Case, dtype: str) -> Attention:
+    q, k, v, s, g = (np.asarray(x.astype(jnp.float32) if x.dtype != jnp.int32 else x) for x in _inputs(case, dtype))
+    return attention_with_gradients(q, k, v, s, g, case.window)
+
+
+def _compare(name: str, case: Case, dtype: str) -> Mapping[str, Any]:
+    """Returns the errors of output and gradients."""
+    reason = _unsupported(name, case, dtype)
+    if reason is not None:
+        return {"kernel": name, "case": case.name, "dtype": dtype, "unsupported": reason}
+    # Float32 matmuls take bfloat16 passes on TPUs unless the highest precision is asked for.
+    with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+        results = _forward_and_backward(_choose(name, case, dtype), case)(*_inputs(case, dtype))
+    found = {
+        label: errors(np.asarray(result.astype(jnp.float32)), expected)
+        for label, result, expected in zip(("out", "dq", "dk", "dv"), results, _truth(case, dtype), strict=True)
+    }
+    return {
+        "kernel": name, "case": case.name, "dtype": dtype, "errors": found,
+        "problems": excessive(f"{name}: {case.name}, {dtype}", found, LIMITS[dtype]),
+    }  # fmt: skip
+
+
+def errors(result: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
+    """Returns the root mean square of the error over that of the value, and the largest error over the largest."""
+    difference = result.astype(np.float64) - expected
+    mean = float(np.sqrt((difference**2).mean() / max((expected**2).mean(), 1e-300)))
+    return mean, float(np.abs(difference).max() / max(np.abs(expected).max(), 1e-300))
+
+
+def excessive(name: str, found: Mapping[str, tuple[float, float]], limits: tuple[float, float]) -> list[str]:
+    """Returns a line for each array whose error is above the limits, or is not a number."""
+    return [
+        f"{name}: error of {label} is {mean:.2g} (limit {limits[0]:.2g}), at most {most:.2g} (limit {limits[1]:.2g})"
+        for label, (mean, most) in found.items()
+        if not (mean <= limits[0] and most <= limits[1])
+    ]
+
+
+def _time(name: str, case: Case) -> Mapping[str, Any]:
+    """Returns seconds and FLOP/s of the forward pass, and of forward and backward pass together."""
+    dtype = "bfloat16"
+    label = {"kernel": name, "case": case.name, "dtype": dtype}
+    reason = _unsupported(name, case, dtype)
+    limit = memory_stats(jax.devices()[0]).get("bytes_limit")
+    if reason is None and name == "reference" and limit and 6 * case.score_bytes > limit:
+        reason = f"its scores take {case.score_bytes / 2**30:.0f} GiB, several times over in the backward pass"
+    if reason is not None:
+        return {**label, "unsupported": reason}
+    kernels, inputs = _choose(name, case, dtype), _inputs(case, dtype)
+    forward, _ = median_seconds(_forward(kernels, case), *inputs[:4])
+    both, _ = median_seconds(_forward_and_backward(kernels, case), *inputs)
+    rates = {"forward_flops_per_second": case.flops / forward, "flops_per_second": (1 + _BACKWARD) * case.flops / both}
+    chip = find_chip(jax.devices()[0].device_kind)
+    fractions = {}
+    if chip is not None:
+        fractions = {
+            "forward_fraction": rates["forward_flops_per_second"] / chip.flops_bf16,
+            "fraction": rates["flops_per_second"] / chip.flops_bf16,
+        }
+    return {**label, "forward_seconds": forward, "seconds": both, **rates, **fractions}
+
+
+def _grouped(platform: str) -> Iterator[tuple[str, Measurement]]:
+    """Yields the measurements of the grouped matmul: right with groups of unequal size, and how fast."""
+    yield "grouped matmul: values and gradients", functools.partial(_compare_grouped, "bfloat16")
+    shapes = {"Mixtral 8x7B": (8, 8192, 4096, 14336), "Qwen3-30B-A3B": (128, 16384, 2048, 768)}
+    if platform == "cpu":
+        shapes = {"8 experts": (8, 256, 64, 128)}
+    for name, shape in shapes.items():
+        yield f"grouped matmul: time, {name}", functools.partial(_time_grouped, *shape)
+
+
+def _grouped_inputs(experts: int, rows: int, k: int, n: int, dtype: str) -> tuple[jax.Array, ...]:
+    """Returns rows, weights, rows of each expert (one of them none) and the gradient of the output."""
+    rng = np.random.default_rng(0)
+    cuts = np.sort(rng.integers(0, rows + 1, experts - 2))
+    sizes = np.diff(np.concatenate([[0, 0], cuts, [rows]])).astype(np.int32)
+    x, w, g = ((rng.standard_normal(shape, np.float32)) for shape in ((rows, k), (experts, k, n), (rows, n)))
+    return (*(jnp.asarray(a, dtype) for a in (x, w)), jnp.asarray(sizes), jnp.asarray(g, dtype))
+
+
+def _grouped_with_gradients(x: jax.Array, w: jax.Array, sizes: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
+    out, pullback = jax.vjp(lambda x, w: lax.ragged_dot(x, w, sizes), x, w)
+    return out, *pullback(g)
+
+
+def _compare_grouped(dtype: str) -> Mapping[str, Any]:
+    inputs = _grouped_inputs(8, 512, 128, 256, dtype)
+    x, w, g = (np.asarray(inputs[i].astype(jnp.float32), np.float64) for i in (0, 1, 3))
+    expert = np.repeat(np.arange(8), np.asarray(inputs[2]))
+    out = np.einsum("rk,rkn->rn", x, w[expert])
+    dx = np.einsum("rn,rkn->rk", g, w[expert])
+    dw = np.stack([x[expert == e].T @ g[expert == e] for e in range(8)])
+    results = jax.jit(_grouped_with_gradients)(*inputs)
+    found = {
+        label: errors(np.asarray(result.astype(jnp.float32)), expected)
+        for label, result, expected in zip(("out", "dx", "dw"), results, (out, dx, dw), strict=True)
+    }
+    return {"kernel": "grouped matmul", "case": "8 groups, one empty", "dtype": dtype, "errors": found,
+            "problems": excessive("grouped matmul", found, LIMITS[dtype])}  # fmt: skip
+
+
+def _time_grouped(experts: int, rows: int, k: int, n: int) -> Mapping[str, Any]:
+    """Returns the time of the grouped matmul, and its rate relative to one dense matmul of equal FLOPs."""
+    x, w, sizes, g = _grouped_inputs(experts, rows, k, n, "bfloat16")
+    forward, _ = median_seconds(jax.jit(lax.ragged_dot), x, w, sizes)
+    both, _ = median_seconds(jax.jit(_grouped_with_gradients), x, w, sizes, g)
+    dense, _ = median_seconds(jax.jit(jnp.matmul), x, w[0])
+    flops = 2.0 * rows * k * n
+    chip = find_chip(jax.devices()[0].device_kind)
+    fraction = {"fraction": 3 * flops / both / chip.flops_bf16} if chip else {}
+    return {
+        "kernel": "grouped matmul", "case": f"{experts} experts, {rows} x {k} x {n}", "dtype": "bfloat16",
+        "forward_seconds": forward, "seconds": both, "forward_flops_per_second": flops / forward,
+        "flops_per_second": 3 * flops / both, "of_dense": dense / forward, **fraction,
+    }  # fmt: skip

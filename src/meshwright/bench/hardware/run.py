@@ -1,0 +1,149 @@
+"""Run of the hardware benchmark: sections one after another, each in a process of its own, within a number of minutes.
+
+The time that a section leaves goes to those after it. A section that hangs is stopped some time after its limit, and
+what it had measured is kept.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.bench.hardware.section import (
+    DONE,
+    FAILED,
+    OUT_OF_TIME,
+    RUNNING,
+    Request,
+    file_name,
+    read_section,
+    section_file,
+    write_json_file,
+)
+from meshwright.errors import ConfigError, nearest
+from meshwright.plugins import is_reference
+
+_PLACE = "meshwright.bench.hardware"
+SECTIONS: dict[str, str] = {
+    "machine": f"{_PLACE}.machine:measure_machine",
+    "kernels": f"{_PLACE}.kernels:measure_kernels",
+    "meshes": f"{_PLACE}.meshes:measure_meshes",
+    "matmuls": f"{_PLACE}.rates:measure_matmuls",
+    "collectives": f"{_PLACE}.rates:measure_collectives",
+    "steps": f"{_PLACE}.steps:measure_steps",
+    "overlap": f"{_PLACE}.overlap:measure_overlap",
+    "checkpoint": f"{_PLACE}.saving:measure_checkpoint",
+}
+"""Section -> its function `(section: Section) -> None`, in the order in which they run."""
+_SHARES = {"machine": 1, "kernels": 6, "meshes": 5, "matmuls": 2, "collectives": 3, "steps": 9, "overlap": 3,
+           "checkpoint": 1}  # fmt: skip
+"""Time of a section, relative to the others; a section from outside counts 2."""
+_GRACE_SECONDS, _GRACE_FACTOR = 30.0, 1.5
+"""A section is stopped after its time multiplied by the factor, and these seconds more: it may be compiling."""
+
+Finished = Callable[[str, dict[str, Any]], None]
+"""Called after each section with its name and its result."""
+
+
+def check_sections(names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the sections to run, `machine` first. Raises ConfigError for an unknown one."""
+    for name in names:
+        if name not in SECTIONS and not is_reference(name):
+            raise ConfigError(f"--only {name}", "there is no such section", f"{nearest(name, SECTIONS)}")
+    chosen = names or tuple(SECTIONS)
+    return tuple(dict.fromkeys(["machine", *(n for n in SECTIONS if n in chosen), *chosen]))
+
+
+def run_sections(request: Request, names: Sequence[str], minutes: float, finished: Finished) -> dict[str, Any]:
+    """Runs the sections that are not done yet, and returns the result of each by name.
+
+    minutes: for all of them together.  finished: called after each.
+    Raises ConfigError where `request.folder` has the results of another machine.
+    """
+    folder = Path(request.folder)
+    machine, other_kernels = read_section(folder, "machine"), _kernels_before(folder) != request.kernels
+    request.write()
+    ends, results = time.monotonic() + 60 * minutes, dict[str, Any]()
+    again = {"machine", *(["kernels"] if other_kernels else [])}
+    waiting = [name for name in names if name in again or not _is_done(folder, name)]
+    for name in names:
+        if name in waiting:
+            share = sum(_SHARES.get(n, 2) for n in waiting[waiting.index(name) :])
+            left = max(0.0, ends - time.monotonic())
+            if name == "machine":
+                section_file(folder, name).unlink(missing_ok=True)
+            _run_child(folder, name, left * _SHARES.get(name, 2) / share)
+            if name == "machine" and machine is not None:
+                _check_same_machine(folder, machine)
+        results[name] = read_section(folder, name)
+        finished(name, results[name])
+    return results
+
+
+def _kernels_before(folder: Path) -> tuple[str, ...]:
+    """Returns the kernels from outside of the call before this one."""
+    try:
+        return Request.read(folder).kernels
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()
+
+
+def _is_done(folder: Path, name: str) -> bool:
+    result = read_section(folder, name)
+    return result is not None and result["state"] == DONE
+
+
+def _run_child(folder: Path, name: str, seconds: float) -> None:
+    """Runs a section in a child process, and records how it ended where the child could not."""
+    logs = folder / "logs"
+    logs.mkdir(exist_ok=True)
+    log = logs / f"{file_name(name)}.log"
+    command = [sys.executable, "-m", _PLACE, str(folder), name, f"{seconds:.1f}"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    limit, message, state = seconds * _GRACE_FACTOR + _GRACE_SECONDS, "", FAILED
+    with log.open("w", encoding="utf-8") as output:
+        try:
+            done = subprocess.run(
+                command, stdout=output, stderr=output, timeout=limit, check=False, env=environment,
+                stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+            code = done.returncode
+        except subprocess.TimeoutExpired:
+            code, state, message = -signal.SIGKILL, OUT_OF_TIME, f"stopped after {limit:.0f} s; its log is {log}"
+    result = read_section(folder, name)
+    if result is not None and result["state"] != RUNNING and code == 0:
+        return
+    if not message:
+        ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        message = f"its process ended with {ended}: {_last_line(log)}; its log is {log}"
+    result = result or {"section": name, "seconds": seconds, "seconds_used": 0.0, "problems": [], "notes": [],
+                        "facts": {}, "rows": []}  # fmt: skip
+    write_json_file(section_file(folder, name), {**result, "state": state, "message": message})
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it printed nothing")
+
+
+_MACHINE_FACTS = ("device_kind", "devices", "jax")
+
+
+def _check_same_machine(folder: Path, before: dict[str, Any]) -> None:
+    """Raises ConfigError where the folder's earlier sections were measured on other devices."""
+    now = read_section(folder, "machine")
+    old = {name: before.get("facts", {}).get(name) for name in _MACHINE_FACTS}
+    new = {name: (now or {}).get("facts", {}).get(name) for name in _MACHINE_FACTS}
+    if None in (*old.values(), *new.values()) or old == new:
+        return
+    write_json_file(section_file(folder, "machine"), before)
+    raise ConfigError(
+        f"continuing in {folder}",
+        f"it was measured on {json.dumps(old)}, and this is {json.dumps(new)}",
+        "another --out for this machine",
+    )

@@ -1,0 +1,178 @@
+"""One section of the hardware benchmark: named measurements, each written to the section's file as soon as it is made.
+
+A measurement that raises is a row with its message, and the next one follows. A section that is started again keeps the
+rows it has and makes the others.
+"""
+
+import ctypes
+import dataclasses
+import json
+import math
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import MeshwrightError, describe_failure
+
+Row = dict[str, Any]
+"""Figures of one measurement by name; `item` is what was measured."""
+Measurement = Callable[[], Mapping[str, Any]]
+
+DONE, FAILED, RUNNING, OUT_OF_TIME = "done", "failed", "running", "out of time"
+"""States of a section. `running` in the file of a section that does not run: it was killed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Options of the benchmark that every section reads."""
+
+    folder: str
+    """Output folder."""
+    devices: int
+    """Simulated devices where there is no accelerator."""
+    kernels: tuple[str, ...] = ()
+    """Attention kernels from outside the package, as `module:attribute`."""
+
+    def write(self) -> None:
+        """Writes the request into its folder."""
+        write_json_file(Path(self.folder) / "request.json", dataclasses.asdict(self))
+
+    @classmethod
+    def read(cls, folder: Path) -> "Request":
+        """Reads the request of a folder."""
+        fields = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+        return cls(**{**fields, "kernels": tuple(fields["kernels"])})
+
+
+class Section:
+    """Recorder of one section. It ends at `seconds`: what is not measured by then waits for the next call."""
+
+    def __init__(self, name: str, request: Request, seconds: float):
+        self.name, self.request, self.seconds = name, request, seconds
+        self.folder = Path(request.folder)
+        self._file = section_file(self.folder, name)
+        before = read_section(self.folder, name) or {}
+        self.facts: dict[str, Any] = dict(before.get("facts", {}))
+        self.notes: list[str] = []
+        self.rows: list[Row] = [row for row in before.get("rows", ()) if "failed" not in row]
+        self.problems: list[str] = [text for row in self.rows for text in row.get("problems", ())]
+        self._state, self._message = RUNNING, ""
+        self._began = time.monotonic()
+        self._earlier = float(before.get("seconds_used", 0.0))
+
+    @property
+    def left(self) -> float:
+        """Seconds left."""
+        return self.seconds - (time.monotonic() - self._began)
+
+    def measure(self, items: Mapping[str, Measurement] | Iterable[tuple[str, Measurement]]) -> None:
+        """Makes the measurements that have no row yet, in their order, until the time is up.
+
+        A measurement returns its figures; `problems` among them are results that are wrong. One that raises is recorded
+        with its message. At least one is made.
+        """
+        pairs = items.items() if isinstance(items, Mapping) else items
+        known = {row["item"] for row in self.rows}
+        waiting = [(name, measurement) for name, measurement in pairs if name not in known]
+        for number, (name, measurement) in enumerate(waiting):
+            if number and self.left <= 0:
+                self._state = OUT_OF_TIME
+                self._message = f"{len(waiting) - number} not measured: {', '.join(n for n, _ in waiting[number:])}"
+                break
+            self._measure(name, measurement)
+        self.save()
+
+    def _measure(self, name: str, measurement: Measurement) -> None:
+        began = time.perf_counter()
+        try:
+            figures: Mapping[str, Any] = measurement()
+        except Exception as error:
+            traceback.print_exc()
+            figures = {"failed": describe(error)}
+        row = {"item": name, **figures, "took": round(time.perf_counter() - began, 3)}
+        self.rows.append(row)
+        self.problems += row.get("problems", ())
+        self.save()
+
+    def finish(self, failure: str = "") -> None:
+        """Writes the section's end. failure: message of an error that ended it."""
+        failed = [f"{row['item']}: {row['failed']}" for row in self.rows if "failed" in row]
+        if failure or failed:
+            self._state = FAILED
+            self._message = "; ".join(text for text in (failure, *failed, self._message) if text)
+        elif self._state == RUNNING:
+            self._state = DONE
+        self.save()
+
+    def save(self) -> None:
+        """Writes everything measured so far to the section's file."""
+        used = time.monotonic() - self._began
+        write_json_file(
+            self._file,
+            {
+                "section": self.name, "state": self._state, "message": self._message, "seconds": self.seconds,
+                "seconds_used": round(self._earlier + used, 2), "problems": self.problems, "notes": self.notes,
+                "facts": self.facts, "rows": self.rows,
+            },
+        )  # fmt: skip
+
+
+def section_file(folder: Path, name: str) -> Path:
+    """Returns the file of a section."""
+    return folder / "sections" / f"{file_name(name)}.json"
+
+
+def file_name(name: str) -> str:
+    """Returns a section's name as a file name: a section from outside is called `module:attribute`."""
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
+
+
+def read_section(folder: Path, name: str) -> dict[str, Any] | None:
+    """Reads the file of a section; None where there is none, or it cannot be read."""
+    try:
+        contents: dict[str, Any] = json.loads(section_file(folder, name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return contents
+
+
+def write_json_file(file: Path, contents: Any) -> None:
+    """Writes JSON so that a reader finds the old contents or the new, never a part. NaN and infinity become null."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    scratch = file.with_name(f".{file.name}-{os.getpid()}")
+    scratch.write_text(json.dumps(_strict(contents), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(scratch, file)
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _strict(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    if hasattr(value, "item") and not isinstance(value, str):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def describe(error: BaseException) -> str:
+    """Formats an error on one line: this package's own with its reason, any other with its type and place."""
+    if isinstance(error, MeshwrightError):
+        return " ".join(f"{error.asked}: {error.truth} (fix: {error.fix})".split())
+    return " ".join(describe_failure(error).split())[:600]
+
+
+def end_with_parent() -> None:
+    """Makes Linux end this process when its parent ends: a killed benchmark leaves no process on the accelerator."""
+    parent = os.getppid()
+    if sys.platform.startswith("linux"):
+        set_death_signal = 1
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before the call
+            os._exit(1)

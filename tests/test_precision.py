@@ -1,0 +1,235 @@
+"""Low-precision matmuls: products near float32, the numbers of one device on every mesh; float32 that is float32."""
+
+import dataclasses
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_runs import MODELS, Trained, device_run_of, random_batch, tiny_run, train
+
+import meshwright
+from meshwright.analysis.lint import lint_precision
+from meshwright.errors import ConfigError
+from meshwright.hardware.chips import CHIPS
+from meshwright.hardware.targets import parse_target
+from meshwright.hlo.parser import parse_module
+from meshwright.models.blocks import quantised as products
+from meshwright.models.blocks.linear import linear
+from meshwright.models.blocks.quantised import LowPrecisionWeight, WeightPlan
+from meshwright.models.quantisation import RECIPES, SCOPE, MatmulPrecision, check_chip, check_devices
+from meshwright.planner.estimate import estimate
+from meshwright.runs.placed_run import place_run
+from meshwright.sharding.layouts import TOKEN_AXES
+from meshwright.step.train_step import build_train_step
+
+exhaustive = pytest.mark.exhaustive
+TEXTS = Path(__file__).parent / "analysis" / "texts" / "precision"
+
+
+def on_one_device(function: Any) -> Any:
+    """Maps `function` over a mesh of one device: int8 takes maxima over the axes that split tokens."""
+    mesh, whole = jax.make_mesh((1,) * 4, TOKEN_AXES, devices=jax.devices()[:1]), jax.sharding.PartitionSpec()
+    return jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+
+
+def quantised(w_DF: jax.Array, recipe: MatmulPrecision) -> LowPrecisionWeight:
+    """The weight as one device gathers it."""
+    plan = WeightPlan(recipe, 1, (), ())
+    if recipe.scaling not in ("tensor", "row"):
+        return LowPrecisionWeight(w_DF, None, None, plan)
+    amax = products._amax(w_DF, (0,) if recipe.scaling == "row" else None)
+    return LowPrecisionWeight(*products._quantise(jax.lax.stop_gradient(w_DF), amax, recipe.operand), w_DF, plan)
+
+
+def three_products(recipe: MatmulPrecision | None, x: Any, w: Any, g: Any) -> Any:
+    """A linear layer's result, and the gradients of its input and weight."""
+
+    def both(x: jax.Array, w: jax.Array, g: jax.Array) -> Any:
+        y, pull = jax.vjp(lambda x, w: linear(x, w if recipe is None else quantised(w, recipe)), x, w)
+        return y, *pull(g)
+
+    return jax.tree.map(np.asarray, jax.jit(on_one_device(both))(x, w, g))
+
+
+def operands() -> tuple[np.ndarray, ...]:
+    """Activations (rows of different sizes), weight and gradient; no size is a multiple of all block sizes."""
+    rng = np.random.default_rng(0)
+    x, w, g = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 96, 160), (160, 224), (2, 96, 224)))
+    return x * 2.0 ** rng.integers(-2, 2, (2, 96, 1)).astype(np.float32), w, g
+
+
+HALF_STEP = {"float8_e4m3fn": 2**-4, "float8_e5m2": 2**-3}
+"""Half the distance between two neighbours at the bottom of a binade: 3 and 2 bits of mantissa."""
+
+
+def rounding(dtype: str) -> float:
+    """Largest root mean square of a format's relative error. An int8 row's largest is at most 5 standard deviations."""
+    return 5 / 127 / 12**0.5 if dtype == "int8" else HALF_STEP[dtype] / 3**0.5
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_products_are_within_the_rounding_of_the_formats(recipe: MatmulPrecision) -> None:
+    """Errors of two operands are independent, so their squares add up."""
+    o, g = rounding(recipe.operand), rounding(recipe.gradient)
+    low, exact = (three_products(r, *operands()) for r in (recipe, None))
+    for bound, a, b in zip((np.hypot(o, o), np.hypot(g, o), np.hypot(g, o)), low, exact, strict=True):
+        assert 1e-3 < np.linalg.norm(a - b) / np.linalg.norm(b) < bound
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_what_is_not_finite_stays_so(name: str) -> None:
+    x, w, g = operands()
+    for bad in (np.inf, np.nan):
+        x[0, 3, 5] = g[1, 2, 3] = bad
+        assert not any(np.isfinite(a).all() for a in three_products(RECIPES[name], x, w, g))
+    assert not three_products(RECIPES[name], 0 * operands()[0], w, operands()[2])[0].any()
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_rowwise", "int8"])
+def test_the_dots_themselves_have_operands_of_one_byte(name: str) -> None:
+    def gradients(x: jax.Array, w: jax.Array, g: jax.Array) -> Any:
+        y, pull = jax.vjp(lambda x, w: linear(x, quantised(w, RECIPES[name])), x, w)
+        return y, *pull(g)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 32), (32, 16), (64, 16))]
+    dots = dots_of(jax.jit(on_one_device(gradients)).lower(*shapes).as_text())
+    assert len(dots) == 3
+    assert {dtype for types, _ in dots for dtype in types} <= {"i8", "f8E4M3FN", "f8E5M2"}
+
+
+def dots_of(text: str) -> list[tuple[tuple[str, ...], str]]:
+    """Types of both operands, and the line, of each `dot_general` of a lowered program."""
+    lines = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    found = [re.findall(r"tensor<(?:\d+x)*(\w+)>", line.rpartition(" : ")[2])[:2] for line in lines]
+    return [(tuple(types), line) for types, line in zip(found, lines, strict=True)]
+
+
+@functools.cache
+def trained(name: str, mesh: str) -> Trained:
+    initial = None if (name, mesh) == ("compute", "data=1") else trained("compute", "data=1").initial
+    return train(tiny_run(MODELS["llama"], mesh, dropout=0.0, matmul_precision=name), 2, initial=initial)
+
+
+def difference(a: Any, b: Any) -> float:
+    """Frobenius norm of the difference, over that of the second."""
+    a, b = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]) for tree in (a, b))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+MESHES = ("data=2,fsdp=2,tensor=2", "fsdp=4,context=2")
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        pytest.param(name, mesh, marks=() if name in ("fp8", "int8") and mesh == MESHES[0] else exhaustive)
+        for name in RECIPES
+        for mesh in MESHES
+    ],
+)
+def test_same_numbers_as_one_device(name: str, mesh: str) -> None:
+    """Equal to float error, but for roundings that it makes fall the other way: far less than the format's own error.
+
+    Scales that each device computed for itself would change every rounding of int8.
+    """
+    one, many = trained(name, "data=1"), trained(name, mesh)
+    own = difference(one.gradients, trained("compute", "data=1").gradients)
+    assert 1e-3 < own < 0.15
+    assert difference(many.gradients, one.gradients) < own / 10
+    assert many.losses[0] == pytest.approx(one.losses[0], rel=1e-5)
+    if RECIPES[name].operand != "int8":
+        assert difference(many.gradients, one.gradients) < 1e-4
+
+
+@pytest.mark.parametrize(("mesh", "changes"), [
+    pytest.param("stage=2,fsdp=2,tensor=2", {"microbatches": 2}, marks=exhaustive),
+    pytest.param("zero1", {"layout": "zero1", "mesh": "data=4,tensor=2", "remat": "none"}, marks=exhaustive),
+])  # fmt: skip
+def test_goes_with_pipelines_and_other_layouts(mesh: str, changes: dict[str, Any]) -> None:
+    one = trained("fp8", "data=1")
+    run = tiny_run(MODELS["llama"], **{"mesh": mesh, "dropout": 0.0, "matmul_precision": "fp8", **changes})
+    many = train(run, 1, initial=one.initial)
+    assert difference(many.gradients, one.gradients) < 1e-4
+
+
+def test_experts_and_router_stay_in_the_compute_dtype() -> None:
+    run = device_run_of(tiny_run(MODELS["deepseek-like"], matmul_precision="fp8", dropout=0.0))
+    gather: Any = run.local_model.gather_params
+    names = {path.partition(".")[2] for path in gather.plans}
+    assert {"query", "attention_out", "shared_gate", "gate", "down"} < names
+    assert not {"router", "expert_gate", "expert_up", "expert_down"} & names
+
+
+def test_a_family_that_does_not_use_linear_is_told_so() -> None:
+    weight = quantised(jnp.ones((4, 4)), RECIPES["fp8"])
+    with pytest.raises(ConfigError, match="linear"):
+        jnp.einsum("td,df->tf", jnp.ones((2, 4)), weight)
+
+
+e4m3 = MatmulPrecision("e4m3", "e4m3 for gradients too", "fp8", "tensor", gradient="float8_e4m3fn")
+"""A recipe from outside the package."""
+
+
+def test_a_recipe_from_outside() -> None:
+    run = tiny_run(MODELS["llama"], dropout=0.0, matmul_precision=e4m3)
+    assert run.training.matmul_precision == "test_precision:e4m3"
+    gradients = train(run, 1, initial=trained("compute", "data=1").initial).gradients
+    assert 1e-3 < difference(gradients, trained("fp8", "data=1").gradients) < 0.1
+
+
+def test_chips_that_gain_nothing_refuse() -> None:
+    for name, chip in (("fp8", "v5p"), ("int8", "tpu7x"), ("mxfp8", "h100"), ("fp8", "a100"), ("fp8_block", "h100")):
+        with pytest.raises(ConfigError, match="matmul-precision"):
+            check_chip(name, CHIPS[chip])
+    for name, chip in (("fp8", "tpu7x"), ("fp8_rowwise", "h100"), ("mxfp8", "b200"), ("int8", "v6e")):
+        check_chip(name, CHIPS[chip])
+    check_devices("fp8_block", "cpu", "cpu")
+    with pytest.raises(ConfigError, match="fp8"):
+        check_devices("fb8", "cpu", "cpu")
+    with pytest.raises(ConfigError, match="row"):
+        MatmulPrecision("int8_tensor", "one scale", "int8", "tensor", operand="int8", gradient="int8")
+
+
+@pytest.mark.parametrize(("target", "name", "ratio"), [("h100:8", "fp8", 0.8), ("v5p:2x2x2", "int8", 0.85)])
+def test_the_planner_prices_the_precision(target: str, name: str, ratio: float) -> None:
+    run = meshwright.recipe("llama3-8b", mesh="fsdp=8", batch=16, seq=4096)
+    seconds, traffic = {}, {}
+    for precision in ("compute", name):
+        changed = dataclasses.replace(run, training=dataclasses.replace(run.training, matmul_precision=precision))
+        found = estimate(place_run(changed, changed.mesh), parse_target(target))
+        seconds[precision], traffic[precision] = found.seconds, found.busy["fsdp"]
+    assert 0.5 < seconds[name] / seconds["compute"] < ratio
+    assert traffic[name] < traffic["compute"]
+
+
+@pytest.mark.parametrize(("program", "found"), [("quantised", ""), ("dequantised", "3 of 3")])
+def test_lint_of_compiled_programs(program: str, found: str) -> None:
+    """Planted: operands converted back before the product, which XLA simplifies to bfloat16; compiled for an H100."""
+    findings = lint_precision(parse_module((TEXTS / f"{program}.hlo").read_text()), SCOPE, "fp8")
+    assert [found in f.reason for f in findings] == [True] * bool(found)
+    assert all(f.kind == "precision" and f.bytes > 0 for f in findings)
+
+
+def test_lint_of_a_program_without_such_matmuls() -> None:
+    text = jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile().as_text()
+    (finding,) = lint_precision(parse_module(text), SCOPE, "fp8")
+    assert "no such matmul" in finding.reason
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("deepseek-like", marks=exhaustive)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_float32_is_float32_on_accelerators(family: str, dtype: str) -> None:
+    """By default TPUs multiply float32 in one pass of bfloat16; `HIGHEST` keeps all bits."""
+    run = tiny_run(MODELS[family], compute_dtype=dtype, optimizer=meshwright.Optimizer(name="muon"))
+    device_run = device_run_of(run)
+    text = build_train_step(device_run).lower(device_run.abstract, random_batch(device_run)).as_text()
+    dots = [line for types, line in dots_of(text) if types == ("f32", "f32")]
+    # The orthogonalisation of Muon is defined in low precision (K. Jordan 2024); the router is not.
+    own = dots if dtype == "float32" else [line for line in dots if "8xf32>" in line and family != "llama"]
+    assert dtype == "bfloat16" or len(dots) > 20
+    assert all("HIGHEST" in line for line in own)
