@@ -88,6 +88,7 @@ def _compile_maxtext(python: str | None, case: Case, words: list[str], folder: P
             env=environment, cwd=scratch, capture_output=True, text=True, check=False,
         )  # fmt: skip
     (folder / "log").write_text(done.stdout + done.stderr)
+    _refuse_killed(done)
     if done.returncode or not (folder / "facts.json").is_file():
         return {"error": _reason(done.stderr)}
     return dict(json.loads((folder / "facts.json").read_text()))
@@ -95,9 +96,10 @@ def _compile_maxtext(python: str | None, case: Case, words: list[str], folder: P
 
 def _compile_ours(words: list[str], folder: Path) -> dict[str, Any]:
     hlo = folder / "program.hlo"
-    command = [sys.executable, "-m", "meshwright", "prove", *words, "--json", "--hlo", str(hlo)]
+    command = [sys.executable, "-m", "meshwright", "prove", *words, "--json", "--limit", "7200", "--hlo", str(hlo)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     (folder / "log").write_text(done.stderr)
+    _refuse_killed(done)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines or not hlo.is_file():
         return {"error": _reason(done.stderr)}
@@ -113,6 +115,12 @@ def _compile_ours(words: list[str], folder: Path) -> dict[str, Any]:
         "census_exposed": sum(census["simulated_schedule"]["exposed"].values()),
         "census_flops": census["flops"], "findings": [finding["kind"] for finding in census["findings"]],
     }  # fmt: skip
+
+
+def _refuse_killed(done: subprocess.CompletedProcess[str]) -> None:
+    """Raises where a compilation was ended from outside: that says nothing about the program."""
+    if done.returncode < 0:
+        raise SystemExit(f"the compilation was ended by signal {-done.returncode}")
 
 
 def _reason(text: str) -> str:
