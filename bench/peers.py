@@ -19,6 +19,7 @@ import argparse
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -126,7 +127,7 @@ def _refuse_killed(done: subprocess.CompletedProcess[str]) -> None:
 def _reason(text: str) -> str:
     """Returns the line of a compiler's output that says why it failed."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    marked = [line for line in lines if "RESOURCE_EXHAUSTED" in line or "Ran out of memory" in line]
+    marked = [line for line in lines if re.search("RESOURCE_EXHAUSTED|Ran out of memory|of HBM at the peak", line)]
     return (marked or lines or ["no output"])[-1][:400]
 
 
