@@ -15,7 +15,15 @@ from meshwright.models.model import LayerSpec, ModelSpec, padded_vocab
 from meshwright.planner.estimate import estimate
 from meshwright.planner.explain import alternatives, differences, explain_mesh, memory_remedies, mesh_axes
 from meshwright.planner.plan_file import read_plan, write_plan
-from meshwright.planner.search import SearchResult, search, split_size, with_tokens_per_step
+from meshwright.planner.search import (
+    SearchResult,
+    price_run,
+    remat_policies,
+    search,
+    split_size,
+    with_best_remat,
+    with_tokens_per_step,
+)
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.recipe import find_recipe
 from meshwright.sharding.params import Param

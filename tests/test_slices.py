@@ -21,6 +21,7 @@ from meshwright.comm.hierarchical import (
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import _in_slices, build_mesh, torus_degrees
+from meshwright.step.device_run import _gather_levels
 
 AXES = ("a", "b")
 
@@ -101,6 +102,14 @@ def torus_devices(*degrees: int, slices: int = 1) -> Any:
 def test_dimensions_of_the_torus_under_an_axis(devices: Any, shape: tuple[int, ...], expected: Any) -> None:
     mesh = SimpleNamespace(axis_names=AXES[: len(shape)], devices=np.array(devices, object).reshape(shape))
     assert dict(torus_degrees(mesh)) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "levels"),
+    [((4, 4, 4), (16, 4)), ((4, 4, 4, 2), (16, 8)), ((8, 16), (128,)), ((2, 2, 4), (16,)), ((2, 8, 8), (128,))],
+)
+def test_gathers_over_a_closed_torus_go_in_two_levels(degrees: tuple[int, ...], levels: tuple[int, ...]) -> None:
+    assert _gather_levels(degrees) == levels
 
 
 def test_devices_are_grouped_by_slice() -> None:

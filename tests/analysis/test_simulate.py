@@ -266,7 +266,7 @@ def test_programs_of_every_chip_are_played(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     sizes = {
         "v5e": "v5e:4x4", "v5p": "v5p:2x2x4", "tpu7x": "tpu7x:2x2x2", "h100": "h100:2x8", "slices": "2*v5e:4x4",
-        "sparsecore": "v5p:2x2x4",
+        "sparsecore": "v5p:2x2x4", "precision": "h100:2x8",
     }  # fmt: skip
     target = parse_target(sizes[file.parent.name])
     devices = max(parse_module(text).num_devices, 1)

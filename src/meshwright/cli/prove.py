@@ -48,6 +48,7 @@ from meshwright.views.census_tables import (
     print_remedies,
 )
 from meshwright.views.draw.machine import machine_of, parse_machine
+from meshwright.views.run_tables import print_choices
 from meshwright.views.trace import write_trace
 
 Sections = list[tuple[str, str]]
@@ -136,6 +137,7 @@ def run_prove(options: ProveOptions) -> int:
         write_json({**census.to_json(), **figures})
     elif options.against is None:
         print_census(console, census)
+        print_choices(console, device_run)
     if options.measure:
         print_measured(console, measure_steps(device_run, census, steps=options.measure, profile=options.profile))
     exceeded = check_budget(census, budget) if budget is not None else []

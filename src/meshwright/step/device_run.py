@@ -25,6 +25,8 @@ from meshwright.sharding.placement import Placements, axes_of, to_spec
 from meshwright.step.optimizers import build_optimizer, place_optimizer_state
 from meshwright.step.state import State
 
+_RING = 4
+"""Least chips along a dimension of a TPU slice that has wraparound links."""
 BATCH_SPEC = PartitionSpec(BATCH_AXES, None)
 
 
@@ -107,9 +109,9 @@ class DeviceRun:
 
     def _gathered_ahead(self) -> dict[str, tuple[str, ...]]:
         """Parameters that are gathered one layer ahead, by stack; none where nothing is gathered or recomputed."""
-        training, platform = self.run.training, self.mesh.devices.flat[0].platform
+        training = self.run.training
         whole = REMAT_POLICIES[training.remat].saved is None or self.shape.stage > 1
-        if training.gather_ahead == "none" or whole or (training.gather_ahead == "auto" and platform == "cpu"):
+        if training.gather_ahead == "none" or whole or (training.gather_ahead == "auto" and not self.links.torus):
             return {}
         from meshwright.models.gather_ahead import gathered_ahead  # not needed on simulated devices
 
@@ -196,9 +198,11 @@ class DeviceRun:
 def _gather_levels(degrees: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the levels of gathers over an axis. degrees: along each dimension of the torus, outermost first.
 
-    SparseCores gather over two dimensions at once, not over three. The outer level moves nearly all bytes: it gets two.
+    XLA compiles a gather over a closed torus of three dimensions to an all-reduce of the whole; where a dimension is
+    open it does not. The outer level moves nearly all bytes, so it gets two dimensions.
     """
-    return (math.prod(degrees),) if len(degrees) < 3 else (math.prod(degrees[:-1]), degrees[-1])
+    closed = sum(degree >= _RING for degree in degrees) == 3
+    return (math.prod(degrees[:2]), math.prod(degrees[2:])) if closed else (math.prod(degrees),)
 
 
 def param_specs(placements: Tree, which: str) -> Tree:

@@ -122,5 +122,6 @@ def build_eval_step(device_run: DeviceRun) -> Callable[[Tree, Batch], Metrics]:
             in_specs=(param_specs(device_run.placements, "at_rest"), BATCH_SPEC),
             out_specs=PartitionSpec(),
             check_vma=False,
-        )
+        ),
+        compiler_options=device_run.compiler_options() or None,
     )

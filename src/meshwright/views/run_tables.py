@@ -7,6 +7,7 @@ from rich.table import Table
 from meshwright.formatting import format_bytes, format_count, format_time
 from meshwright.sharding.layouts import find_layout
 from meshwright.sharding.params import count_params
+from meshwright.step.device_run import DeviceRun
 from meshwright.trainer import loop, parity
 from meshwright.views.layout_tables import print_precision, print_stages
 from meshwright.views.plain_table import plain_table
@@ -37,7 +38,7 @@ def print_prepared_run(console: Console, prepared: loop.PreparedRun) -> None:
     console.print(table)
     print_precision(console, placed)
     print_stages(console, placed)
-    _print_step(console, prepared)
+    print_choices(console, prepared.device_run)
     tokens = sum(len(file.tokens) for file in prepared.corpus.files)
     console.print(
         f"text: {format_count(tokens)} tokens of a vocabulary of {prepared.corpus.vocab}, {run.data.held_out:.0%} "
@@ -45,14 +46,14 @@ def print_prepared_run(console: Console, prepared: loop.PreparedRun) -> None:
     )
 
 
-def _print_step(console: Console, prepared: loop.PreparedRun) -> None:
+def print_choices(console: Console, device_run: DeviceRun) -> None:
     """Prints what of the step was chosen for this machine: remat policy, overlap, compiler options."""
-    device_run = prepared.device_run
     options, refused = device_run.compiler_options(), device_run.refused_compiler_options
-    model = device_run.local_model
+    model, training = device_run.local_model, device_run.run.training
+    saved = [f"projections of {training.saved_layers} layers saved"] if training.saved_layers else []
     overlap = ["weights gathered one layer ahead"] if model.ahead else []
     overlap += ["collective matmul over tensor"] if model.tensor_ring else []
-    parts = [f"remat {device_run.run.training.remat}", *overlap]
+    parts = [f"remat {training.remat}", *saved, *overlap]
     parts += [f"{len(options)} compiler options of the chip"] if options else []
     console.print(f"step: {', '.join(parts)}", markup=False)
     if refused:
