@@ -5,12 +5,13 @@ from collections.abc import Iterator
 
 SPARSE_CORE = "SparseCore"
 VMEM = "SparseCore + VMEM"
-ALL = "SparseCore with all-reduce + VMEM"
+ALL = "all of SparseCore + VMEM"
 NO_OPTIONS = "none"
 
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_{}=true"
 _V5P_KINDS = ("all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter")
 _V6E_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+_KINDS = ("all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter", "all_reduce")
 
 OPTION_SETS: dict[str, dict[str, tuple[str, ...]]] = {
     "v5p": {
@@ -18,12 +19,13 @@ OPTION_SETS: dict[str, dict[str, tuple[str, ...]]] = {
         SPARSE_CORE: tuple(_OFFLOAD.format(kind) for kind in _V5P_KINDS),
         VMEM: (*(_OFFLOAD.format(kind) for kind in _V5P_KINDS), "xla_tpu_scoped_vmem_limit_kib=49152"),
         # What Meshwright takes on this chip when nothing is said.
-        ALL: (*(_OFFLOAD.format(kind) for kind in (*_V5P_KINDS, "all_reduce")), "xla_tpu_scoped_vmem_limit_kib=49152"),
+        ALL: (*(_OFFLOAD.format(kind) for kind in _KINDS), "xla_tpu_scoped_vmem_limit_kib=49152"),
     },
     "v6e": {
         NO_OPTIONS: (),
         SPARSE_CORE: tuple(_OFFLOAD.format(kind) for kind in _V6E_KINDS),
         VMEM: (*(_OFFLOAD.format(kind) for kind in _V6E_KINDS), "xla_tpu_scoped_vmem_limit_kib=98304"),
+        ALL: (*(_OFFLOAD.format(kind) for kind in _KINDS), "xla_tpu_scoped_vmem_limit_kib=98304"),
     },
 }
 """Sets of compiler options that both sides are compiled with, by chip: the search on our side starts from none of its
