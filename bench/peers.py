@@ -1,26 +1,36 @@
-"""Meshwright's step and MaxText's, compiled for the same chips and read by the same census.
+"""Meshwright's train step and MaxText's, compiled for the same chips with the same effort, and read twice.
 
-    python bench/peers.py --maxtext VENV/bin/python [--case 7b]
+    python bench/peers.py compile maxtext --case 7b --stage shipped --maxtext VENV/bin/python --cache FOLDER
+    python bench/peers.py compile ours    --case 7b --stage shipped --cache FOLDER
+    python bench/peers.py read --cache FOLDER
 
-VENV has MaxText and its requirements (`pip install maxtext==0.2.5`, then what its
-dependencies/requirements/generated_requirements/tpu-requirements.txt lists); this process has meshwright with its `tpu`
-extra. MaxText's own `train_compile` runs with its shipped settings; its compiled program is written out as text and
-simulated like ours (analysis/simulate.py). Nothing runs on a TPU.
+`compile` fills the cache, one program at a time, and skips what is there; `read` prices every program in the cache by
+meshwright's census and by `second_reading.py`, and writes results/peers.json and the tables of docs/peers.md. Stages:
 
-The results of 2026-11-21 are withdrawn (docs/log.md): ours had tuned compiler options and MaxText's had none. A fair
-comparison gives both sides the same options and the same remat policy.
+- `shipped`: what a user gets who says nothing but model, chips, mesh and batch;
+- `options`: every set of compiler options with remat `full`;
+- `remat`: every other remat policy with the best of those options (by the census; `compile` reads as it goes);
+- `all`: every policy with every set of options. `--only` picks from it, and from the others.
+
+MaxText runs in an environment of its own (README.md). Nothing runs on a TPU.
 """
 
 import argparse
-import dataclasses
+import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
-import textwrap
+import time
 from pathlib import Path
 from typing import Any
+
+import peer_cases
+import peer_tables
+from peer_cases import CASES, SHIPPED, Case, Setting
+from second_reading import read_program
 
 from meshwright.analysis.simulate import TargetDevices, simulate_schedule
 from meshwright.config import MeshShape
@@ -29,132 +39,211 @@ from meshwright.hardware.efficiency import efficiency_of
 from meshwright.hardware.interconnect import all_coordinates
 from meshwright.hardware.targets import parse_target
 from meshwright.hlo.parser import parse_module
+from meshwright.models.flops import forward_flops
+from meshwright.runs.recipe import find_recipe
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "peers.json"
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One model on one target at one global batch."""
-
-    target: str
-    maxtext: tuple[str, ...]
-    """Arguments of MaxText's `train_compile`."""
-    ours: tuple[str, ...]
-    """Arguments of `meshwright prove`: the best found by `plan --tune` and trials."""
-    fsdp: int
+def folder_of(cache: Path, side: str, name: str, setting: Setting) -> Path:
+    """Returns the folder of one compiled program; ours has the version of the source in its path."""
+    version = () if side == "maxtext" else (source_version(),)
+    return cache / side / Path(*version) / name / setting.slug()
 
 
-_V5P = (
-    *(
-        f"xla_tpu_enable_sparse_core_collective_offload_{kind}=true"
-        for kind in ("all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter")
-    ),
-    "xla_tpu_scoped_vmem_limit_kib=49152",
-)
+def source_version() -> str:
+    """Returns the Git hash of `src`, with a mark if it has changes that are not committed."""
 
-CASES = {
-    "7b": Case(
-        "v5p:2x2x4",
-        ("compile_topology=v5p-32", "model_name=llama2-7b", "per_device_batch_size=4", "max_target_length=4096",
-         "ici_fsdp_parallelism=16"),
-        ("llama2-7b", "--mesh", "fsdp=16", "--batch", "64", "--seq", "4096", "--training.remat", "full",
-         "--training.compiler-options", *_V5P), 16,
-    ),
-    "70b": Case(
-        "v5p:4x4x8",
-        ("compile_topology=v5p-256", "model_name=llama2-70b", "per_device_batch_size=4", "max_target_length=4096",
-         "ici_fsdp_parallelism=128"),
-        ("llama2-70b", "--mesh", "fsdp=128", "--batch", "512", "--seq", "4096", "--training.remat",
-         "offload_attention", "--training.compiler-options", *_V5P), 128,
-    ),
-    "8b": Case(
-        "v6e:16x16",
-        ("compile_topology=v6e-256", "model_name=llama3-8b", "per_device_batch_size=4", "max_target_length=8192",
-         "ici_fsdp_parallelism=256", "remat_policy=full"),
-        ("llama3-8b", "--mesh", "fsdp=256", "--batch", "1024", "--seq", "8192", "--training.remat",
-         "offload_attention", "--training.compiler-options", "xla_tpu_scoped_vmem_limit_kib=98304"), 256,
-    ),
-}  # fmt: skip
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=HERE, capture_output=True, text=True, check=True).stdout.strip()
 
-# Runs in MaxText's environment and writes out the last program that it compiles.
-_DRIVER = textwrap.dedent("""
-    import json, os, sys, jax
-    before = jax.stages.Lowered.compile
-    def compile(self, *words, **more):
-        compiled = before(self, *words, **more)
-        stats = compiled.memory_analysis()
-        with open(os.environ["PEER_OUT"], "w") as out:
-            json.dump({"text": compiled.as_text(), "peak": stats.peak_memory_in_bytes,
-                       "arguments": stats.argument_size_in_bytes, "temporary": stats.temp_size_in_bytes,
-                       "host": stats.host_temp_size_in_bytes}, out)
-        return compiled
-    jax.stages.Lowered.compile = compile
-    from absl import app
-    from maxtext.trainers.pre_train import train_compile
-    app.run(train_compile.main)
-""")
+    return git("rev-parse", "--short=10", "HEAD:src") + ("-changed" if git("status", "--short", "--", "../src") else "")
 
 
-def compile_maxtext(python: str, case: Case) -> dict[str, Any]:
-    """Compiles a case with MaxText's train_compile; returns the program's text and memory in bytes."""
-    base = subprocess.run(
-        [python, "-c", "import maxtext, os; print(os.path.dirname(maxtext.__file__))"],
-        capture_output=True, text=True, check=True,
-    ).stdout.strip()  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        driver, out = Path(folder) / "driver.py", Path(folder) / "out.json"
-        driver.write_text(_DRIVER)
-        words = [f"{base}/configs/base.yml", "compile_topology_num_slices=1", *case.maxtext]
-        more = {**os.environ, **compiler_environment(parse_target(case.target)), "PEER_OUT": str(out)}
-        more.pop("PYTHONPATH", None)
-        done = subprocess.run([python, str(driver), *words], env=more, capture_output=True, text=True, check=False)
-        if not out.is_file():
-            raise SystemExit(f"MaxText did not compile:\n{done.stderr[-2000:]}")
-        return dict(json.loads(out.read_text()))
+def compile_side(side: str, name: str, setting: Setting, cache: Path, maxtext: str | None) -> dict[str, Any]:
+    """Compiles one setting unless the cache has it; returns its facts, of which `error` says that it did not compile.
+
+    The folder receives program.hlo.gz and facts.json.
+    """
+    folder, case = folder_of(cache, side, name, setting), CASES[name]
+    if (folder / "facts.json").is_file():
+        return dict(json.loads((folder / "facts.json").read_text()))
+    folder.mkdir(parents=True, exist_ok=True)
+    words = peer_cases.arguments(side, case, setting)
+    began = time.perf_counter()
+    facts = _compile_maxtext(maxtext, case, words, folder) if side == "maxtext" else _compile_ours(words, folder)
+    facts.update(arguments=words, wall_seconds=time.perf_counter() - began, chips=case.target)
+    (folder / "facts.json").write_text(json.dumps(facts, indent=1) + "\n")
+    return facts
 
 
-def prove_ours(case: Case) -> dict[str, Any]:
-    """Compiles a case with `meshwright prove`; returns its census."""
-    command = [sys.executable, "-m", "meshwright", "prove", *case.ours, "--on", case.target, "--json"]
+def _compile_maxtext(python: str | None, case: Case, words: list[str], folder: Path) -> dict[str, Any]:
+    if python is None:
+        raise SystemExit("MaxText has to be compiled: --maxtext VENV/bin/python")
+    environment = {**os.environ, **compiler_environment(parse_target(case.target)), "DECOUPLE_GCLOUD": "TRUE"}
+    environment.pop("PYTHONPATH", None)
+    with tempfile.TemporaryDirectory() as scratch:
+        done = subprocess.run(
+            [python, str(HERE / "maxtext_compile.py"), str(folder), *words],
+            env=environment, cwd=scratch, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    (folder / "log").write_text(done.stdout + done.stderr)
+    _refuse_killed(done)
+    if done.returncode or not (folder / "facts.json").is_file():
+        return {"error": _reason(done.stderr)}
+    return dict(json.loads((folder / "facts.json").read_text()))
+
+
+def _compile_ours(words: list[str], folder: Path) -> dict[str, Any]:
+    hlo = folder / "program.hlo"
+    command = [sys.executable, "-m", "meshwright", "prove", *words, "--json", "--limit", "7200", "--hlo", str(hlo)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+    (folder / "log").write_text(done.stderr)
+    _refuse_killed(done)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not lines:
-        raise SystemExit(f"ours did not compile:\n{done.stderr[-2000:]}")
-    return dict(json.loads(lines[-1]))
+    if not lines or not hlo.is_file():
+        return {"error": _reason(done.stderr)}
+    census = json.loads(lines[-1])
+    with gzip.open(folder / "program.hlo.gz", "wt", encoding="utf-8") as out:
+        out.write(hlo.read_text(encoding="utf-8"))
+    hlo.unlink()
+    compiled = census["memory"]["compiled"]
+    return {
+        "compile_seconds": census["compile_seconds"], "peak": census["memory"]["live"],
+        "heap": census["memory"]["peak"], "versions": census["versions"], "memory": compiled,
+        "census_seconds": census["simulated_schedule"]["step_seconds"],
+        "census_exposed": sum(census["simulated_schedule"]["exposed"].values()),
+        "census_flops": census["flops"], "findings": [finding["kind"] for finding in census["findings"]],
+    }  # fmt: skip
 
 
-def simulate(text: str, case: Case) -> dict[str, Any]:
-    """Simulates the schedule of any compiled program on a case's hardware."""
+def _refuse_killed(done: subprocess.CompletedProcess[str]) -> None:
+    """Raises where a compilation was ended from outside: that says nothing about the program."""
+    if done.returncode < 0:
+        raise SystemExit(f"the compilation was ended by signal {-done.returncode}")
+
+
+def _reason(text: str) -> str:
+    """Returns the line of a compiler's output that says why it failed."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    marked = [line for line in lines if re.search("RESOURCE_EXHAUSTED|Ran out of memory|of HBM at the peak", line)]
+    return (marked or lines or ["no output"])[-1][:400]
+
+
+def read(side: str, name: str, setting: Setting, cache: Path) -> dict[str, Any] | None:
+    """Reads one program of the cache; None if it is not there."""
+    folder, case = folder_of(cache, side, name, setting), CASES[name]
+    if not (folder / "facts.json").is_file():
+        return None
+    facts = json.loads((folder / "facts.json").read_text())
+    row = {
+        "side": side, "case": name, "setting": setting.summary(), "arguments": facts["arguments"],
+        "remat": setting.remat, "options": setting.options, "windowed": setting.windowed,
+        "reduce_dtype": setting.reduce_dtype,
+    }  # fmt: skip
+    if "error" in facts:
+        return {**row, "error": facts["error"]}
+    with gzip.open(folder / "program.hlo.gz", "rt", encoding="utf-8") as file:
+        text = file.read()
+    second, theory = read_program(text, case.target), theoretical_flops(case)
+    return {
+        **row, "census": census_of(text, case, facts),
+        "second": {key: second[key] for key in ("seconds", "exposed", "sent", "by_kind", "doubts", "floor")},
+        "flops": second["flops"], "theory": theory, "flops_ratio": second["flops"] / theory["model"],
+        "above_floor": second["above_floor"], "peak": facts["peak"],
+        "heap": facts.get("heap", facts.get("arguments_bytes", 0) + facts.get("temporary", 0)),
+        "host": facts.get("host", 0), "compile_seconds": facts["compile_seconds"], "versions": facts["versions"],
+    }  # fmt: skip
+
+
+def census_of(text: str, case: Case, facts: dict[str, Any]) -> dict[str, Any]:
+    """Returns the census's seconds of a step: from the proof where it took one, else from the text."""
     target = parse_target(case.target)
     coordinates = tuple(all_coordinates(target.chip, target.topology, target.domains))
     devices = TargetDevices(target.chip, target.topology, coordinates, efficiency_of(target.name))
-    schedule = simulate_schedule(parse_module(text), devices, MeshShape(fsdp=case.fsdp).degrees())
+    schedule = simulate_schedule(parse_module(text), devices, MeshShape(fsdp=case.chips).degrees())
+    seconds = facts.get("census_seconds", schedule.step_seconds)
     return {
-        "seconds": schedule.step_seconds, "by_kind": dict(schedule.by_kind), "exposed": dict(schedule.exposed)
+        "seconds": seconds, "exposed": facts.get("census_exposed", sum(schedule.exposed.values())),
+        "by_kind": dict(schedule.by_kind), "from_text": schedule.step_seconds,
     }  # fmt: skip
+
+
+def theoretical_flops(case: Case) -> dict[str, float]:
+    """Returns FLOPs per chip and step by arithmetic: of the model, and with every layer computed a second time."""
+    run = find_recipe(case.model)
+    forward = forward_flops(run.model, case.seq)
+    tokens = case.batch * case.seq / case.chips
+    model, layers = 3 * sum(forward.values()), sum(forward.values()) - forward["unembedding"]
+    return {"model": model * tokens, "with_recomputation": (model + layers) * tokens}
+
+
+def best_options(side: str, name: str, cache: Path) -> Setting:
+    """Returns the fastest setting with `full` in the cache."""
+    rows = [(read(side, name, s, cache), s) for s in peer_cases.option_settings(side, CASES[name])]
+    timed = [(row["census"]["seconds"], number, s) for number, (row, s) in enumerate(rows) if row and "census" in row]
+    if not timed:
+        raise SystemExit(f"no setting with `full` in the cache: peers.py compile {side} --case {name} --stage options")
+    return min(timed)[2]
+
+
+def compile_stage(given: argparse.Namespace) -> None:
+    """Compiles the settings of one stage and prints each as it is done."""
+    for name in given.case or CASES:
+        if given.stage == "shipped":
+            settings = [SHIPPED]
+        elif given.stage == "options":
+            settings = list(peer_cases.option_settings(given.side, CASES[name]))
+        elif given.stage == "all":
+            settings = list(peer_cases.all_settings(given.side, CASES[name]))
+        else:
+            settings = list(peer_cases.remat_settings(given.side, best_options(given.side, name, given.cache)))
+        for setting in settings:
+            if given.only and not any(word in setting.slug() for word in given.only):
+                continue
+            compile_side(given.side, name, setting, given.cache, given.maxtext)
+            row = read(given.side, name, setting, given.cache)
+            assert row is not None
+            print(peer_tables.line_of(row), flush=True)
+            if given.report:
+                with given.report.open("a", encoding="utf-8") as out:
+                    out.write(peer_tables.line_of(row) + "\n")
+
+
+def read_all(given: argparse.Namespace) -> None:
+    """Reads every program in the cache; writes the results and the tables."""
+    rows = [
+        row
+        for name in given.case or CASES
+        for side in ("maxtext", "ours")
+        for setting in peer_cases.all_settings(side, CASES[name])
+        if (row := read(side, name, setting, given.cache)) is not None
+    ]
+    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    page = HERE.parent / "docs" / "peers.md"
+    page.write_text(peer_tables.fill(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    below = [row["case"] + " " + row["setting"] for row in rows if "error" not in row and not row["above_floor"]]
+    if below:
+        raise SystemExit(f"steps faster than their FLOPs at the peak, so a reading is wrong: {', '.join(below)}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--maxtext", required=True, help="Python of an environment that has MaxText")
-    parser.add_argument("--case", choices=CASES, action="append")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "peers.json")
+    verbs = parser.add_subparsers(required=True)
+    compiling, reading = verbs.add_parser("compile"), verbs.add_parser("read")
+    for verb in (compiling, reading):
+        verb.add_argument("--case", choices=CASES, action="append")
+        verb.add_argument("--cache", type=Path, required=True, help="folder of compiled programs")
+    compiling.set_defaults(do=compile_stage)
+    compiling.add_argument("side", choices=("maxtext", "ours"))
+    compiling.add_argument("--stage", choices=("shipped", "options", "remat", "all"), required=True)
+    compiling.add_argument("--only", action="append", help="settings whose file name has this in it")
+    compiling.add_argument("--maxtext", help="Python of an environment that has MaxText")
+    compiling.add_argument("--report", type=Path, help="file that receives one line per program")
+    reading.set_defaults(do=read_all)
     given = parser.parse_args()
-    results = json.loads(given.out.read_text()) if given.out.is_file() else {}
-    for name in given.case or CASES:
-        case = CASES[name]
-        theirs, ours = compile_maxtext(given.maxtext, case), prove_ours(case)
-        played, schedule = simulate(theirs["text"], case), ours["simulated_schedule"]
-        row = {
-            "target": case.target, "maxtext_seconds": played["seconds"],
-            "ours_seconds": schedule["step_seconds"], "ratio": schedule["step_seconds"] / played["seconds"],
-            "maxtext_peak": theirs["peak"], "ours_peak": ours["memory"]["live"],
-            "maxtext_heap": theirs["arguments"] + theirs["temporary"], "ours_heap": ours["memory"]["peak"],
-            "maxtext_by_kind": played["by_kind"], "ours_by_kind": schedule["by_kind"],
-            "maxtext": " ".join(case.maxtext), "ours": " ".join(case.ours), "versions": ours["versions"],
-        }  # fmt: skip
-        results[name] = row
-        print(json.dumps({name: row}, indent=1), flush=True)
-        given.out.write_text(json.dumps(results, indent=1) + "\n")
+    given.do(given)
 
 
 if __name__ == "__main__":
