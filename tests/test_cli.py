@@ -405,8 +405,8 @@ def test_a_shell_completes_verbs_recipes_options_and_choices() -> None:
     assert complete("meshwright", "train", "--training.remat", "f") == ["feed_forward", "full"]
     assert complete("meshwright", "evaluate", "--m") == ["--mesh"]
     zsh, tcsh = zsh_script(collect_words()), tcsh_script(collect_words())
-    assert zsh.startswith("#compdef meshwright\n") and "--training.remat) _meshwright_words 'none " in zsh
-    assert "'n/--training.remat/(none " in tcsh
+    assert zsh.startswith("#compdef meshwright\n") and "--training.remat) _meshwright_words 'auto none " in zsh
+    assert "'n/--training.remat/(auto none " in tcsh
 
 
 def test_a_rehearsal_compares_every_step() -> None:
