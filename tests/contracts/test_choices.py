@@ -92,3 +92,8 @@ def test_bfloat16_stays_near() -> None:
     # bfloat16 keeps 8 bits: a loss near 4 is known to about 0.4 %.
     assert half.losses == pytest.approx(plain("llama").losses, rel=4e-3)
     assert half.losses != plain("llama").losses
+
+
+def test_a_policy_left_open_recomputes_whole_layers_on_simulated_devices() -> None:
+    run = tiny_run(MODELS["llama"], "data=1", remat="auto")
+    assert device_run_of(run).run.training.remat == "full"

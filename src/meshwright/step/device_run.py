@@ -224,7 +224,6 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     Raises ConfigError where the run does not fit the mesh, or these devices cannot do what it asks for.
     """
     platform = mesh.devices.flat[0].platform
-    _check_offload(run, platform, mesh.devices.flat[0].device_kind)
     if run.training.matmul_precision != "compute":
         from meshwright.models.quantisation import check_devices
 
@@ -232,6 +231,7 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     # A JAX mesh does not say which axis crosses slices; the run's own mesh does.
     same = run.mesh is not None and run.mesh.degrees() == dict(mesh.shape)
     placed = place_run(run, run.mesh if same else MeshShape(**mesh.shape))
+    _check_offload(placed.run, platform, mesh.devices.flat[0].device_kind)
     training = placed.run.training
     dtype = jnp.dtype(training.param_dtype)
     sharded = shardings(mesh, placed.placements, "at_rest")
