@@ -41,10 +41,10 @@ from pathlib import Path
 from meshwright.models.kernels.choose import KERNELS
 
 def _shifted(q, k, v, segments, /, *, window):
-    out = KERNELS["reference"].self_attention(q, k, v, segments, window=window)
+    out = KERNELS["reference"](512).self_attention(q, k, v, segments, window=window)
     return out * 1.02
 
-broken = dataclasses.replace(KERNELS["reference"], name="broken", self_attention=_shifted)
+broken = dataclasses.replace(KERNELS["reference"](512), name="broken", self_attention=_shifted)
 
 def failing(section):
     section.measure({"good": lambda: {"value": 1}, "bad": lambda: 1 / 0, "after": lambda: {"value": 2}})

@@ -60,13 +60,15 @@ def test_a_quarter_of_a_gradient_crosses_dcn() -> None:
     crossing = census_of_train_step(device_run_of(tiny_run(MODELS["llama"], "data=2*4", dropout=0.0)))
     flat = census_of_train_step(device_run_of(tiny_run(MODELS["llama"], "data=8", dropout=0.0)))
 
-    def largest(census: Any, over: str) -> int:
-        return max((e.payload for e in census.ledger if e.axes_label == over), default=0)
+    def total(census: Any, over: str, *kinds: str) -> float:
+        rows = (e for e in census.ledger if e.axes_label == over and (not kinds or e.kind in kinds))
+        return float(sum(e.total for e in rows))
 
-    whole = largest(flat, "data")
-    assert largest(crossing, "data") < whole / 1000  # metrics alone
-    assert largest(crossing, "data between 2") == pytest.approx(whole / 4, rel=0.01)
-    assert largest(crossing, "data within 4") == pytest.approx(whole, rel=0.01)
+    whole = total(flat, "data")
+    assert total(crossing, "data") < whole / 100  # metrics alone
+    assert total(crossing, "data between 2") == pytest.approx(whole / 4, rel=0.02)
+    # On XLA:CPU a reduce-scatter is an all-reduce of which most is dropped.
+    assert total(crossing, "data within 4", "all-gather") == pytest.approx(whole, rel=0.02)
 
 
 def fake_devices(slices: list[int], platform: str = "tpu") -> Any:
