@@ -110,8 +110,11 @@ class DeviceRun:
     def _gathered_ahead(self) -> dict[str, tuple[str, ...]]:
         """Parameters that are gathered one layer ahead, by stack; none where nothing is gathered or recomputed."""
         training = self.run.training
-        whole = REMAT_POLICIES[training.remat].saved is None or self.shape.stage > 1
-        if training.gather_ahead == "none" or whole or (training.gather_ahead == "auto" and not self.links.torus):
+        policy = REMAT_POLICIES[training.remat]
+        whole = policy.saved is None or self.shape.stage > 1
+        # Autodiff of a scan keeps more of what is offloaded on the device (docs/log.md).
+        automatic = bool(self.links.torus) or (bool(policy.offloaded) and self.mesh.devices.flat[0].platform == "tpu")
+        if training.gather_ahead == "none" or whole or (training.gather_ahead == "auto" and not automatic):
             return {}
         from meshwright.models.gather_ahead import gathered_ahead  # not needed on simulated devices
 
