@@ -266,7 +266,7 @@ class Training:
     gather_ahead: GatherAhead = "auto"
     """Weights that a layer needs first: gathered while the layer before computes, and their gradients reduced while the
     layer below computes (layer), or both within the layer (none). `auto` is `layer` on a closed three-dimensional torus
-    of v5p, where a gather is two collectives."""
+    of v5p, where a gather is two collectives, and with remat policies that offload."""
     tensor_strategy: TensorStrategy = "auto"
     """Tensor parallelism's gathers and scatters of the sequence: in chunks around a ring, each overlapped with the
     matmul of another chunk (ring: collective matmul), or in one collective before or after the matmul (gather). `auto`
