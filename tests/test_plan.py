@@ -183,7 +183,7 @@ def test_policies_recompute_what_they_do_not_save() -> None:
     again = {remat: recomputed_roles(remat) for remat in names}
     assert again["none"] == frozenset() and again["attention"] == {"scores"}
     assert again["projections"] < again["feed_forward"] < again["full"]
-    assert again["offload_attention"] == again["feed_forward"] and again["offload"] == again["full"]
+    assert again["offload_attention"] == again["feed_forward"] | {"attention_out"} and again["offload"] == again["full"]
     seconds = {remat: price("llama3-8b", "fsdp=8", "v5p:2x2x2", batch=8, remat=remat).seconds for remat in names}
     assert seconds["attention"] <= seconds["projections"] < seconds["feed_forward"] < seconds["full"]
 

@@ -62,7 +62,7 @@ REMAT_POLICIES: dict[str, RematPolicy] = {
     "feed_forward": RematPolicy((QKV, ATTN_OUT, ATTN_LSE, ATTN_RESIDUAL)),
     "attention_out": RematPolicy((ATTN_OUT, ATTN_LSE)),
     "full": RematPolicy(()),
-    "offload_attention": RematPolicy((ATTN_LSE,), offloaded=(LAYER_INPUT, QKV, ATTN_OUT, ATTN_RESIDUAL)),
+    "offload_attention": RematPolicy((ATTN_LSE,), offloaded=(LAYER_INPUT, QKV, ATTN_OUT)),
     "offload": RematPolicy((), offloaded=(LAYER_INPUT,)),
 }
 

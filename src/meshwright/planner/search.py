@@ -150,8 +150,7 @@ def _with_saved_layers(plan: Plan) -> Plan:
     layers, target = len(plan.placed.spec.layers), plan.target
     proved = isinstance(target.chip.interconnect, Nodes) or target.name == "v5p"
     if plan.mesh.stage > 1 or not proved:
-        # On v6e the compiler needs 33.5 GiB where 24 are planned (docs/log.md); other TPUs were not compiled.
-        return plan
+        return plan  # on v6e the compiler needs 33.5 GiB where 24 are planned (docs/log.md)
     saving = _price(with_remat(plan.placed, "projections"), plan.target).estimate
     spare = _room(plan.target) - plan.estimate.bytes
     each = (saving.memory["activations"] - plan.estimate.memory["activations"]) / layers
