@@ -8,7 +8,6 @@ the order; every time is predicted, none is measured.
 
 import dataclasses
 import functools
-import re
 from collections.abc import Mapping
 
 from meshwright.analysis.cost_model import FREE, CostModel, host_bytes
@@ -204,8 +203,8 @@ class _Simulator:
 
         Links are full duplex: two permutes in opposite directions of a ring do not wait for each other.
         """
-        pairs = re.search(r"source_target_pairs=\{(.*?)\}(?:,|$)", instruction.attribute_text)
-        return f"{axes} {pairs[1]}" if pairs else axes
+        pairs = instruction.attributes.get("source_target_pairs")
+        return f"{axes} {pairs}" if pairs else axes
 
     def _price_transfer(self, computation: str, name: str) -> tuple[str, float]:
         """Returns the mesh axes of a collective and its time in seconds."""

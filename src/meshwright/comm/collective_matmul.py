@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-TokenFunction = Callable[[jax.Array, Any], Any]
-"""`(x [B, T, ...], weights) -> array or tree of arrays [B, T, ...]`, the same for each token: matmuls."""
+from meshwright.comm.collectives import TokenFunction
 
 _SEQUENCE = 1
 """Dimension of the sequence."""

@@ -12,6 +12,7 @@ one per column, before and after (docs/collectives.md).
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,6 +51,9 @@ def local_shard(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     size = x.shape[dim] // lax.axis_size(axes)
     return lax.dynamic_slice_in_dim(x, axis_index(axes) * size, size, dim)
 
+
+TokenFunction = Callable[[jax.Array, Any], Any]
+"""`(x [B, T, ...], weights) -> array or tree of arrays [B, T, ...]`, the same for each token: matmuls."""
 
 _gather = functools.partial(hierarchical_all_gather, dcn=ONE_SLICE)
 _scatter = functools.partial(hierarchical_reduce_scatter, dcn=ONE_SLICE)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import jax
 
-from meshwright.comm.collectives import sequence_all_gather, sequence_reduce_scatter
+from meshwright.comm.collectives import TokenFunction, sequence_all_gather, sequence_reduce_scatter
 from meshwright.config import Model
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.context import Attend
@@ -26,10 +26,6 @@ Aux = dict[str, jax.Array]
 
 `aux_loss`, a scalar, is added to the loss after division by the sequences of the global batch. Dense layers return {}.
 """
-
-
-TokenFunction = Callable[[jax.Array, Any], Any]
-"""`(x [B, T, ...], weights) -> array or tree of arrays [B, T, ...]`, the same for each token: matmuls."""
 
 
 class Layer(Protocol):
