@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tiny_runs import MODELS, Trained, device_run_of, largest_difference, random_batch, tiny_run, train
 
+from meshwright.errors import ConfigError
 from meshwright.step.train_step import build_train_step
 
 MESH = "data=2,fsdp=2,tensor=2"
@@ -97,3 +98,9 @@ def test_bfloat16_stays_near() -> None:
 def test_a_policy_left_open_recomputes_whole_layers_on_simulated_devices() -> None:
     run = tiny_run(MODELS["llama"], "data=1", remat="auto")
     assert device_run_of(run).run.training.remat == "full"
+
+
+@pytest.mark.parametrize("changes", [{"remat": "none"}, {"remat": "full", "unroll": 2}], ids=str)
+def test_gathering_ahead_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"--training\.gather-ahead auto"):
+        device_run_of(tiny_run(MODELS["llama"], "fsdp=2", gather_ahead="layer", **changes))

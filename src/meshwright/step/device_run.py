@@ -111,7 +111,7 @@ class DeviceRun:
         """Parameters that are gathered one layer ahead, by stack; none where nothing is gathered or recomputed."""
         training = self.run.training
         policy = REMAT_POLICIES[training.remat]
-        whole = policy.saved is None or self.shape.stage > 1
+        whole = _gathers_within(self.run, self.shape) is not None
         # With offloading it is the setting that was compiled: Llama 3 8B on v6e (docs/overlap.md).
         automatic = bool(self.links.torus) or (bool(policy.offloaded) and self.mesh.devices.flat[0].platform == "tpu")
         if training.gather_ahead == "none" or whole or (training.gather_ahead == "auto" and not automatic):
@@ -235,6 +235,9 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     same = run.mesh is not None and run.mesh.degrees() == dict(mesh.shape)
     placed = place_run(run, run.mesh if same else MeshShape(**mesh.shape))
     _check_offload(placed.run, platform, mesh.devices.flat[0].device_kind)
+    reason = _gathers_within(placed.run, placed.shape)
+    if run.training.gather_ahead == "layer" and reason is not None:
+        raise ConfigError("--training.gather-ahead layer", reason, "--training.gather-ahead auto")
     training = placed.run.training
     dtype = jnp.dtype(training.param_dtype)
     sharded = shardings(mesh, placed.placements, "at_rest")
@@ -250,6 +253,18 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     step, healthy = (jax.ShapeDtypeStruct((), kind, sharding=replicated) for kind in (jnp.int32, jnp.bool_))
     abstract = State(cast(Any, step), cast(Any, healthy), params, state)
     return DeviceRun(placed, mesh, optimizer, abstract, kernels_of(training, placed.spec, placed.sequence, platform))
+
+
+def _gathers_within(run: Run, shape: MeshShape) -> str | None:
+    """Returns why a run's weights are gathered within their own layer, None where they can be gathered ahead."""
+    training = run.training
+    if REMAT_POLICIES[training.remat].saved is None:
+        return f"it gathers weights again in the backward pass, and remat {training.remat} recomputes no layer"
+    if shape.stage > 1:
+        return f"a stage of mesh {shape} runs its layers tick by tick, each with its own gathers"
+    if training.unroll > 1:
+        return f"its loop has one layer per iteration, and unroll is {training.unroll}"
+    return None
 
 
 def _check_offload(run: Run, platform: str, kind: str) -> None:
