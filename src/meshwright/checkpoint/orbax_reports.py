@@ -3,7 +3,7 @@
 A save or restore that fails raises one error. Orbax also logs its traceback (logger `absl`), asyncio logs each task
 that was not awaited (logger `asyncio`), and TensorStore goes on to report every other tensor's transfer to an event
 loop that is closed by then (`sys.unraisablehook`). Meshwright raises the error with its reason, so these reports are
-dropped, but only they, and only while an operation of Orbax is in progress.
+dropped, but only they, and only while an operation of Orbax is in progress or shortly after one failed.
 """
 
 import contextlib
@@ -22,6 +22,8 @@ from typing import Any
 _QUIET_SECONDS = 0.5
 """Seconds without a late report after which none is expected: they arrive within 0.3 s of a failure on a local disk."""
 _MAX_WAIT_SECONDS = 5.0
+_LATE_SECONDS = 60.0
+"""Seconds after a failure for which reports stay suppressed: threads of a busy machine write them after the wait."""
 _ORBAX_FILE = re.compile(r"[/\\](orbax|tensorstore)[/\\]")
 _ORBAX_TASK = re.compile("orbax|tensorstore|OCDBT", re.IGNORECASE)
 """Text of asyncio's report of a task of Orbax or of a failed transfer; OCDBT is TensorStore's storage format."""
@@ -92,6 +94,8 @@ def orbax_reports_suppressed() -> Iterator[None]:
 def drain_reports(error: BaseException) -> None:
     """Waits, inside `orbax_reports_suppressed`, for the reports that follow `error`: 0.5 s, at most 5 s.
 
+    Later ones are dropped too, for a minute.
+
     Tasks and coroutines that the failed operation abandoned are reported when they are collected. The frames of
     `error` hold them, so the frames' local variables are released here, while the reports are still suppressed.
     """
@@ -102,5 +106,9 @@ def drain_reports(error: BaseException) -> None:
             traceback.clear_frames(chained.__traceback__)
             chained = chained.__cause__
         gc.collect()
+        _suppression.acquire()
+        late = threading.Timer(_LATE_SECONDS, _suppression.release)
+        late.daemon = True
+        late.start()
         _suppression.drain()
         gc.collect()
