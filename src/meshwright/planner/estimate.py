@@ -151,8 +151,9 @@ def _estimate(placed: PlacedRun, target: Target, engine: Engine) -> Estimate:
     if shape.stage > 1:
         tasks = build_counts(training.pipeline_schedule, shape.stage, microbatches, placed.virtual_stages)
     score_bytes = engine.score_bytes
-    if score_bytes and kernels_of(training, placed.spec, placed.sequence, platform_of(chip), installed=True).fused:
-        score_bytes = {}
+    if score_bytes:
+        kernels = kernels_of(training, placed.spec, placed.sequence, platform_of(chip), chip.name, installed=True)
+        score_bytes = {} if kernels.fused else score_bytes
     compute = {name: _layers_seconds(work, again, name, target, score_bytes.get(name, 0)) for name in PASSES}
     unembedding = _unembedding_seconds(work, target)
     busy = {name: sum(compute[name].values()) for name in PASSES}

@@ -252,7 +252,13 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     replicated = NamedSharding(mesh, PartitionSpec())
     step, healthy = (jax.ShapeDtypeStruct((), kind, sharding=replicated) for kind in (jnp.int32, jnp.bool_))
     abstract = State(cast(Any, step), cast(Any, healthy), params, state)
-    return DeviceRun(placed, mesh, optimizer, abstract, kernels_of(training, placed.spec, placed.sequence, platform))
+    chip = None
+    if platform == "tpu":
+        from meshwright.hardware.chips import chip_name
+
+        chip = chip_name(mesh.devices.flat[0].device_kind)
+    kernels = kernels_of(training, placed.spec, placed.sequence, platform, chip)
+    return DeviceRun(placed, mesh, optimizer, abstract, kernels)
 
 
 def _gathers_within(run: Run, shape: MeshShape) -> str | None:
