@@ -154,9 +154,9 @@ def choose_kernels(
     """Chooses the attention kernel of a run, before anything is traced.
 
     name: "auto", a row of KERNELS, or a `Kernels` named as `module:attribute`.  platform: `jax.Device.platform`.
-    chip: name in `chips.CHIPS`, if it is known.  block: largest block of queries and keys, for kernels that take one.  remat: remat policy.  head_sizes: of the
-    layers.  dtype: compute dtype.  sequence: split over `context`.  installed: whether libraries count as present, as
-    on the hardware that a plan is for.
+    chip: name in `chips.CHIPS`, if it is known.  block: largest block of queries and keys, for kernels that take one.
+    remat: remat policy.  head_sizes: of the layers.  dtype: compute dtype.  sequence: split over `context`.
+    installed: whether libraries count as present, as on the hardware that a plan is for.
 
     The result's `name` is the attention that runs: "ring of splash" where keys go around a ring. Raises ConfigError
     where the named kernel does not support the run, or would not be used.

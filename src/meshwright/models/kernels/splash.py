@@ -37,8 +37,9 @@ class SplashChunks:
     block: int = 512
     """Largest block of queries and of keys."""
     backward_kernels: int = 2
-    """2 compute the gradients of the queries apart from those of keys and values, each from its own scores: seven matrix
-    products. 1 computes all from the same scores with five, and writes the queries' gradient once per block of keys."""
+    """2 compute the gradients of the queries apart from those of keys and values, each from its own scores: seven
+    matrix products. 1 computes all from the same scores with five, and writes the queries' gradient once per block of
+    keys."""
     interpret: Any = False
     """Runs the Pallas kernel in interpret mode on a CPU."""
 
