@@ -78,7 +78,7 @@ class DeviceRun:
             from meshwright.models.blocks.quantised import low_precision_gather  # loaded for runs that ask for it
 
             gather = low_precision_gather(gather, self.params, self.placements, training.matmul_precision)
-        placed = self.placed
+        placed, ring = self.placed, self._tensor_ring()
         return LocalModel(
             self.run.model,
             training,
@@ -87,7 +87,8 @@ class DeviceRun:
             placed.stages,
             self.kernels,
             self._gathered_ahead(),
-            self._tensor_ring(),
+            ring,
+            self._attention_pieces() if ring else 1,
         )
 
     @functools.cached_property
@@ -132,6 +133,19 @@ class DeviceRun:
         if self.shape.tensor == 1 or strategy == "gather" or (strategy == "auto" and platform != "tpu"):
             return ()
         return ring_order(dict(torus_degrees(self.mesh)).get("tensor", (self.shape.tensor,)))
+
+    def _attention_pieces(self) -> int:
+        """Most pieces of the batch whose attention overlaps with another's sums over `tensor`."""
+        training, shape, device = self.run.training, self.shape, self.mesh.devices.flat[0]
+        if shape.context > 1 or training.matmul_precision != "compute":
+            return 1
+        if device.platform == "tpu":
+            from meshwright.hardware.chips import chip_name  # not needed on simulated devices
+            from meshwright.hardware.compiler_options import SPARSE_CORE_CHIPS
+
+            if chip_name(device.device_kind) not in SPARSE_CORE_CHIPS:
+                return 1
+        return 4
 
     @functools.cached_property
     def links(self) -> DcnAxis:
