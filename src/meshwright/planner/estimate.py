@@ -18,6 +18,7 @@ from meshwright.models.kernels.choose import kernels_of
 from meshwright.planner.engines import MESHWRIGHT, Engine
 from meshwright.planner.memory_model import (
     FRAGMENTATION,
+    gathers_ahead,
     memory_by_category,
     offloaded_bytes,
     sharded_elements,
@@ -183,7 +184,7 @@ def _estimate(placed: PlacedRun, target: Target, engine: Engine) -> Estimate:
         exposed=exposed,
         busy=links,
         routes=routes,
-        memory=memory_by_category(placed, work, in_flight),
+        memory=memory_by_category(placed, work, in_flight, gathers_ahead(placed, target, mapping)),
         hbm_bytes=chip.hbm_bytes,
         model_flops=training_flops_per_token(run.model, training.seq) * tokens / shape.size,
         peak=chip.flops_bf16,

@@ -17,7 +17,7 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import ring_order, torus_degrees
 from meshwright.models.forward import LocalModel
 from meshwright.models.kernels.choose import Kernels, kernels_of
-from meshwright.models.remat import REMAT_POLICIES
+from meshwright.models.remat import REMAT_POLICIES, gathered_within_reason
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.params import Param, Tree, init_params, plan_gathers, shardings, tree_map
@@ -112,7 +112,7 @@ class DeviceRun:
         """Parameters that are gathered one layer ahead, by stack; none where nothing is gathered or recomputed."""
         training = self.run.training
         policy = REMAT_POLICIES[training.remat]
-        whole = _gathers_within(self.run, self.shape) is not None
+        whole = gathered_within_reason(training, self.shape.stage) is not None
         # With offloading it is the setting that was compiled: Llama 3 8B on v6e (docs/overlap.md).
         automatic = bool(self.links.torus) or (bool(policy.offloaded) and self.mesh.devices.flat[0].platform == "tpu")
         if training.gather_ahead == "none" or whole or (training.gather_ahead == "auto" and not automatic):
@@ -249,7 +249,7 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     same = run.mesh is not None and run.mesh.degrees() == dict(mesh.shape)
     placed = place_run(run, run.mesh if same else MeshShape(**mesh.shape))
     _check_offload(placed.run, platform, mesh.devices.flat[0].device_kind)
-    reason = _gathers_within(placed.run, placed.shape)
+    reason = gathered_within_reason(placed.run.training, placed.shape.stage)
     if run.training.gather_ahead == "layer" and reason is not None:
         raise ConfigError("--training.gather-ahead layer", reason, "--training.gather-ahead auto")
     training = placed.run.training
@@ -273,18 +273,6 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
         chip = chip_name(mesh.devices.flat[0].device_kind)
     kernels = kernels_of(training, placed.spec, placed.sequence, platform, chip)
     return DeviceRun(placed, mesh, optimizer, abstract, kernels)
-
-
-def _gathers_within(run: Run, shape: MeshShape) -> str | None:
-    """Returns why a run's weights are gathered within their own layer, None where they can be gathered ahead."""
-    training = run.training
-    if REMAT_POLICIES[training.remat].saved is None:
-        return f"it gathers weights again in the backward pass, and remat {training.remat} recomputes no layer"
-    if shape.stage > 1:
-        return f"a stage of mesh {shape} runs its layers tick by tick, each with its own gathers"
-    if training.unroll > 1:
-        return f"its loop has one layer per iteration, and unroll is {training.unroll}"
-    return None
 
 
 def _check_offload(run: Run, platform: str, kind: str) -> None:
