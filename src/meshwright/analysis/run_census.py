@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from meshwright.analysis.census import Census, ProgramFacts, census
 from meshwright.analysis.lint import Finding, lint_precision
-from meshwright.analysis.simulate import TargetDevices, Ticks
+from meshwright.analysis.simulate import TargetDevices
 from meshwright.comm import collectives, hierarchical, ragged
 from meshwright.data.batch import Batch
 from meshwright.hardware.chips import Torus
@@ -25,7 +25,7 @@ from meshwright.sharding.layouts import VOCAB_AXES
 from meshwright.sharding.params import named_leaves
 from meshwright.sharding.schedule_table import ScheduleTable
 from meshwright.step.device_run import DeviceRun
-from meshwright.step.pipeline import LOSS_SCOPE, SCOPES, branch_ticks
+from meshwright.step.pipeline_ticks import branch_ticks, is_loss, tick_scopes
 from meshwright.step.train_step import build_eval_step, build_train_step
 
 _CATEGORIES = {
@@ -68,8 +68,8 @@ def census_of_train_step(device_run: DeviceRun, target: Target | None = None) ->
         name="train step",
         model_flops=model_flops(device_run, 3.0),
         causal_fraction=causal_fraction(placed.spec, placed.run.training.seq),
-        branches=_branches(placed.schedule_table) if pipelined else {},
-        ticks=_ticks(placed.schedule_table) if pipelined else {},
+        branches=_branches(placed.schedule_table, device_run) if pipelined else {},
+        ticks=tick_scopes(placed.schedule_table, device_run.local_model.permutes) if pipelined else {},
         library_files=_LIBRARY_FILES,
     )
     result = census(
@@ -105,7 +105,7 @@ def census_of_eval_step(device_run: DeviceRun) -> Census:
     facts = ProgramFacts(
         name="evaluation step",
         model_flops=model_flops(device_run, 1.0),
-        branches={} if table is None else _branches(table),
+        branches={} if table is None else _branches(table, device_run),
         library_files=_LIBRARY_FILES,
     )
     return census(
@@ -144,19 +144,14 @@ def causal_fraction(spec: ModelSpec, seq: int) -> float:
     return sum(weight * fraction for weight, fraction in flops) / total if total else 0.5
 
 
-def _ticks(table: ScheduleTable) -> Ticks:
-    """Counts the ticks of a pipeline schedule by the branches that run in them on some stage."""
-    return {frozenset(SCOPES[task] for task in tasks): count for tasks, count in table.concurrent_tasks.items()}
-
-
-def _branches(table: ScheduleTable) -> Branches:
+def _branches(table: ScheduleTable, device_run: DeviceRun) -> Branches:
     """Returns how often the branches of a pipeline's tick are taken.
 
     A backward branch computes its forward pass again; the branch of the loss computes it for the first time.
     """
     return {
-        scope: BranchScope(taken, ticks, recomputes=scope != LOSS_SCOPE)
-        for scope, (taken, ticks) in branch_ticks(table).items()
+        scope: BranchScope(taken, ticks, recomputes=not is_loss(scope))
+        for scope, (taken, ticks) in branch_ticks(table, device_run.local_model.permutes).items()
     }
 
 

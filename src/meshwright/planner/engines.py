@@ -3,7 +3,14 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from meshwright.sharding.schedule_table import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, TaskCounts
+from meshwright.sharding.schedule_table import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    TaskCounts,
+    lockstep_seconds,
+)
 from meshwright.sharding.schedules import bubble_formula
 
 PipelineTime = Callable[[dict[str, float], TaskCounts, dict[str, float]], dict[str, float]]
@@ -13,7 +20,7 @@ PipelineTime = Callable[[dict[str, float], TaskCounts, dict[str, float]], dict[s
 def lockstep(parts: dict[str, float], tasks: TaskCounts, busy: dict[str, float]) -> dict[str, float]:
     """Adds the bubble of Meshwright's pipeline: all stages finish a tick together (step/pipeline.py).
 
-    A tick lasts as long as the longest task that any stage has in it.
+    A tick lasts as long as the tasks of its busiest stage.
     """
     virtual_stages = tasks.virtual_stages
     forward, recomputation, backward = busy["forward"], busy["recomputation"], busy["backward"]
@@ -24,9 +31,7 @@ def lockstep(parts: dict[str, float], tasks: TaskCounts, busy: dict[str, float])
         BACKWARD_INPUT: (forward + recomputation + backward / 2) / virtual_stages,
         BACKWARD_WEIGHT: (forward + recomputation + backward / 2) / virtual_stages,
     }
-    ticks = sum(
-        count * max((task_seconds[k] for k in kinds), default=0.0) for kinds, count in tasks.concurrent_tasks.items()
-    )
+    ticks = lockstep_seconds(tasks.concurrent_tasks, task_seconds)
     own = sum(count * task_seconds[kind] for kind, count in tasks.task_counts.items())
     recomputed = own - tasks.microbatches * (forward + backward)
     return {**parts, "recomputation": max(0.0, recomputed), "bubble": max(0.0, ticks - own)}

@@ -58,4 +58,5 @@ def pipeline_model(
         loss=lambda params, x, m: model.loss(params, x, take(m)[1], total),
         aux_loss=model.aux_loss,
         stacks=tuple(model.stacks),
+        together=model.permutes,
     )
