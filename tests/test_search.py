@@ -12,17 +12,17 @@ from meshwright.config import MeshShape, Model
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target
 from meshwright.models.model import LayerSpec, ModelSpec, padded_vocab
+from meshwright.planner.automatic import with_best_remat
 from meshwright.planner.estimate import estimate
 from meshwright.planner.explain import alternatives, differences, explain_mesh, memory_remedies, mesh_axes
 from meshwright.planner.plan_file import read_plan, write_plan
 from meshwright.planner.search import (
     SearchResult,
-    _room,
     price_run,
     remat_policies,
+    room_of,
     search,
     split_size,
-    with_best_remat,
     with_tokens_per_step,
 )
 from meshwright.runs.placed_run import place_run
@@ -207,14 +207,14 @@ def test_remat_that_fits_the_memory_there_is(recipe: str, mesh: str, target: str
     run = dataclasses.replace(run, mesh=MeshShape.parse(mesh), training=training)
     machine = parse_target(target)
     chosen = price_run(with_best_remat(run, machine), machine)
-    assert chosen.estimate.fits and chosen.estimate.bytes <= _room(machine)
+    assert chosen.estimate.fits and chosen.estimate.bytes <= room_of(machine)
     saved, layers = chosen.run.training.saved_layers, len(chosen.placed.spec.layers)
     for remat in remat_policies(machine):
         other = price_run(dataclasses.replace(run, training=dataclasses.replace(training, remat=remat)), machine)
-        assert other.estimate.bytes > _room(machine) or other.estimate.seconds >= chosen.estimate.seconds
+        assert other.estimate.bytes > room_of(machine) or other.estimate.seconds >= chosen.estimate.seconds
     if 0 < saved < layers:
         more = dataclasses.replace(chosen.run.training, saved_layers=saved + 1)
-        assert price_run(dataclasses.replace(run, training=more), machine).estimate.bytes > _room(machine)
+        assert price_run(dataclasses.replace(run, training=more), machine).estimate.bytes > room_of(machine)
     given = dataclasses.replace(run, training=dataclasses.replace(training, remat="full"))
     assert with_best_remat(given, machine) == given  # a policy that is named is kept
 

@@ -25,7 +25,7 @@ from meshwright.sharding.layouts import VOCAB_AXES
 from meshwright.sharding.params import named_leaves
 from meshwright.sharding.schedule_table import ScheduleTable
 from meshwright.step.device_run import DeviceRun
-from meshwright.step.pipeline_ticks import branch_ticks, is_loss, tick_scopes
+from meshwright.step.pipeline_ticks import branch_ticks, repeats_forward, tick_scopes
 from meshwright.step.train_step import build_eval_step, build_train_step
 
 _CATEGORIES = {
@@ -147,10 +147,10 @@ def causal_fraction(spec: ModelSpec, seq: int) -> float:
 def _branches(table: ScheduleTable, device_run: DeviceRun) -> Branches:
     """Returns how often the branches of a pipeline's tick are taken.
 
-    A backward branch computes its forward pass again; the branch of the loss computes it for the first time.
+    A backward branch computes its forward pass again; the branches of forward pass and loss do it for the first time.
     """
     return {
-        scope: BranchScope(taken, ticks, recomputes=not is_loss(scope))
+        scope: BranchScope(taken, ticks, recomputes=repeats_forward(scope))
         for scope, (taken, ticks) in branch_ticks(table, device_run.local_model.permutes).items()
     }
 

@@ -45,10 +45,13 @@ def memory_by_category(placed: PlacedRun, work: Work, in_flight: float) -> dict[
     # Offloaded activations come back for one layer and, ahead of time, for the next.
     from_host = 2 * offloaded_bytes(placed, work) / max(1.0, work.layers)
     layer = from_host + one_layer * (2 * compute + reduce) + inner
-    activations = _saved_bytes(placed, work, compute) * work.layers
+    # One part of a stage at a time; without a pipeline it is the model.
+    part = _saved_bytes(placed, work, compute) * work.layers / placed.virtual_stages
+    keeps = in_flight if training.stage_saves == "layers" and shape.stage > 1 else 0.0
+    activations = part * (1 + keeps)
     if shape.stage > 1:
-        # A stage keeps the inputs of its microbatches; what its layers keep exists for one microbatch at a time.
         activations += in_flight * work.tokens / shape.tensor * work.width * compute
+    all_layers *= (1 + keeps) / placed.virtual_stages
     return {
         "parameters": sharded * param,
         "optimizer state": state_bytes(placed),

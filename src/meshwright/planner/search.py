@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright.config import ContextStrategy, MeshShape, Remat, Run
+from meshwright.config import ContextStrategy, MeshShape, Remat, Run, StageSaves
 from meshwright.errors import ConfigError, divisors
 from meshwright.hardware.chips import Nodes, Torus
 from meshwright.hardware.targets import Target
@@ -34,6 +34,10 @@ REMAT_ORDER: tuple[Remat, ...] = (
     "offload",
 )
 """Remat policies, from the one that recomputes least to the one that saves least on the device."""
+SCHEDULES_TRIED = ("1f1b", "interleaved", "zbv")
+"""Pipeline schedules that `auto` chooses from. Of the others gpipe and circular take as long as 1f1b and interleaved
+and hold more inputs, and zero_bubble repeats work."""
+STAGE_SAVES: tuple[StageSaves, ...] = ("layers", "input")
 OFFLOADING = tuple(name for name in REMAT_ORDER if REMAT_POLICIES[name].offloaded)
 """Remat policies that use the memory of the host."""
 _SLOWER = 1.5
@@ -84,6 +88,7 @@ class Plan:
         if self.mesh.stage > 1:
             virtual_stages = self.placed.virtual_stages
             features.append(training.pipeline_schedule + (f" x{virtual_stages}" if virtual_stages > 1 else ""))
+            features += ["stage inputs saved"] if training.stage_saves == "input" else []
         if self.mesh.context > 1:
             features.append(training.context_strategy)
         return f"{self.mesh}, {', '.join(features)}"
@@ -116,48 +121,30 @@ def remat_policies(target: Target) -> tuple[Remat, ...]:
     return REMAT_ORDER if on_tpu else tuple(name for name in REMAT_ORDER if name not in OFFLOADING)
 
 
-def with_best_remat(run: Run, target: Target) -> Run:
-    """Returns the run with the remat policy of the shortest predicted step that fits; unchanged unless it is `auto`.
-
-    Where none fits it is the policy that needs least memory. Raises ConfigError where the run does not fit its mesh.
-    """
-    if run.training.remat != "auto":
-        return run
-    placed = place_run(run)
-    plans = [_price(with_remat(placed, remat), target) for remat in remat_policies(target)]
-    roomy = [plan for plan in plans if plan.estimate.bytes <= _room(target)]
-    fitting = [_with_saved_layers(plan) for plan in roomy or plans if plan.estimate.fits]
-    best = min(fitting, key=lambda plan: plan.estimate.seconds, default=None)
-    best = best or min(plans, key=lambda plan: plan.estimate.bytes)
-    chosen = best.run.training
-    training = dataclasses.replace(run.training, remat=chosen.remat, saved_layers=chosen.saved_layers)
-    return dataclasses.replace(run, training=training)
-
-
 _GPU_ROOM = 0.75
 """Fraction of a GPU's memory above which XLA recomputes and overlaps less: Llama 2 70B on 64 H100 takes 4.8 s with 57
 GiB, 5.6 s with 61 and 5.9 s with 64 of its 75 (docs/log.md)."""
 
 
-def _room(target: Target) -> float:
+def room_of(target: Target) -> float:
     """Returns the bytes that a step may take without being slowed down."""
     hbm = target.chip.hbm_bytes
     return hbm * _GPU_ROOM if isinstance(target.chip.interconnect, Nodes) else hbm / FRAGMENTATION
 
 
-def _with_saved_layers(plan: Plan) -> Plan:
+def with_saved_layers(plan: Plan) -> Plan:
     """Returns a plan that fits with as many layers saved as fit, where that is faster."""
     layers, target = len(plan.placed.spec.layers), plan.target
     proved = isinstance(target.chip.interconnect, Nodes) or target.name == "v5p"
     if plan.mesh.stage > 1 or not proved:
         return plan  # on v6e the compiler needs 33.5 GiB where 24 are planned (docs/log.md)
-    saving = _price(with_remat(plan.placed, "projections"), plan.target).estimate
-    spare = _room(plan.target) - plan.estimate.bytes
+    saving = price_placed(with_remat(plan.placed, "projections"), plan.target).estimate
+    spare = room_of(plan.target) - plan.estimate.bytes
     each = (saving.memory["activations"] - plan.estimate.memory["activations"]) / layers
     fitting = layers if each <= 0 else min(layers, int(spare / each))
     while fitting > 0:
-        changed = _price(with_remat(plan.placed, plan.run.training.remat, fitting), plan.target)
-        if changed.estimate.bytes <= _room(plan.target):
+        changed = price_placed(with_remat(plan.placed, plan.run.training.remat, fitting), plan.target)
+        if changed.estimate.bytes <= room_of(plan.target):
             return changed if changed.estimate.seconds < plan.estimate.seconds else plan
         fitting -= 1
     return plan
@@ -269,8 +256,9 @@ def candidate_schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
     counts = counts or [min(local_batch, shape.stage)]
     chosen = sorted({min(counts, key=lambda m: abs(m - k * shape.stage)) for k in (2, 4, 8)})
     for microbatches in chosen:
-        # In a lockstep pipeline a forward pass next to a backward pass waits for it: GPipe is faster, 1F1B smaller.
-        for schedule in dict.fromkeys(("gpipe", "circular", "1f1b", training.pipeline_schedule)):
+        for schedule in dict.fromkeys((*SCHEDULES_TRIED, training.pipeline_schedule)):
+            if schedule == "auto":
+                continue
             parts = shape.stage * find_schedule(schedule).virtual_stages_for(2)
             if parts > shape.stage and parts > len(run.model.spec().layers):
                 continue
@@ -281,14 +269,11 @@ def candidate_schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
 
 
 def _context_strategy(run: Run, shape: MeshShape) -> ContextStrategy:
-    """Returns the context strategy of a mesh: Ulysses where the heads divide, else a ring (all-gather in a pipeline).
-
-    A ring cannot run inside the branches of a pipeline (runs/composition.py).
-    """
+    """Returns the context strategy of a mesh: Ulysses where the heads divide, else a ring."""
     kv_heads = run.model.spec().kv_heads
     if kv_heads is not None and kv_heads // shape.tensor % shape.context == 0:
         return "ulysses"
-    return "all_gather" if shape.stage > 1 else "ring"
+    return "ring"
 
 
 def _best_of_mesh(
@@ -310,24 +295,26 @@ def _best_of_mesh(
         except ConfigError as error:
             refused[str(shape)] = str(error)
             return best, smallest, count
-        for remat in remat_policies(target):
-            plan = _price(with_remat(placed, remat), target)
-            count += 1
-            if plan.estimate.fits:
-                if best is None or plan.estimate.seconds < best.estimate.seconds:
-                    best = plan
-                if remat not in OFFLOADING:
+        for saves in STAGE_SAVES if shape.stage > 1 else (None,):
+            for remat in remat_policies(target):
+                plan = price_placed(with_remat(placed, remat, stage_saves=saves), target)
+                count += 1
+                if plan.estimate.fits:
+                    if best is None or plan.estimate.seconds < best.estimate.seconds:
+                        best = plan
+                    if remat not in OFFLOADING:
+                        break
+                elif smallest is None or plan.estimate.bytes < smallest.estimate.bytes:
+                    smallest = plan
+                if plan.estimate.seconds > limit:
                     break
-            elif smallest is None or plan.estimate.bytes < smallest.estimate.bytes:
-                smallest = plan
-            if plan.estimate.seconds > limit:
-                return best, smallest, count
         if best is not None:
             break
-    return best if best is None else _with_saved_layers(best), smallest, count
+    return best if best is None else with_saved_layers(best), smallest, count
 
 
-def _price(placed: PlacedRun, target: Target) -> Plan:
+def price_placed(placed: PlacedRun, target: Target) -> Plan:
+    """Prices a placed run."""
     return Plan(placed, estimate(placed, target))
 
 

@@ -7,9 +7,10 @@ here, before anything is traced.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 from meshwright.comm.hierarchical import DcnAxis
-from meshwright.config import MeshShape, Model, Run
+from meshwright.config import MeshShape, Model, Run, Training
 from meshwright.errors import ConfigError, divisors
 from meshwright.models.flops import layer_flops
 from meshwright.models.model import ModelSpec, vocab_size
@@ -93,9 +94,7 @@ def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
     sizes, and where two features of the run do not go together.
     """
     shape = shape or run.mesh or MeshShape()
-    if run.training.remat == "auto":
-        # The planner chooses before a run is placed, where it knows the chip.
-        run = dataclasses.replace(run, training=dataclasses.replace(run.training, remat="full"))
+    run = dataclasses.replace(run, training=_without_auto(run.training))
     _check_batch(run, shape)
     _check_saved_layers(run, shape)
     _check_sequence(run, shape)
@@ -112,6 +111,14 @@ def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
     check_composition(placed.run, uneven=_uneven(stages, model))
     _check_ulysses(placed)
     return placed
+
+
+def _without_auto(training: Training) -> Training:
+    """Returns the options with safe values for `auto`: the planner chooses before, where it knows the chip."""
+    defaults: dict[str, Any] = {"remat": "full", "stage_saves": "input", "pipeline_schedule": "1f1b"}
+    return dataclasses.replace(
+        training, **{name: value for name, value in defaults.items() if getattr(training, name) == "auto"}
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -4,8 +4,9 @@ A tick has a forward half and a backward half (and a third, for weight gradients
 pass), each of its own microbatch and part of the model. After its half, a stage passes the activations on to its
 neighbour, and after the tick the gradients (`ring_shift`): the activations travel beside the backward half of the same
 tick, the gradients beside the forward half of the next one. They wait in the buffer slots that the table has assigned.
-A backward half recomputes its part of the model from the saved input (activation checkpointing at the granularity of a
-part) and differentiates it with `jax.vjp`; what that saves in between is the remat policy's choice.
+A backward half differentiates its part of the model with `jax.vjp`: from the saved input, by recomputing the part
+(activation checkpointing at the granularity of a part), or from what the forward half has kept, which is the remat
+policy's choice (`PipelineModel.keeps`).
 
 The ticks are run in segments: those before the first backward pass, those with both halves, and those after the last
 forward pass. Each is a loop whose body contains the halves that some stage runs in it, and no others. A half that all
@@ -36,6 +37,7 @@ from meshwright.sharding.schedule_table import (
     PLACES,
     ScheduleTable,
 )
+from meshwright.step.pipeline_buffers import add_to_part, masked, part_rows, read_slot, write_slot, zeros_of
 from meshwright.step.pipeline_ticks import Segment, Tick, scope_of
 
 Layers = dict[str, Tree]
@@ -58,6 +60,8 @@ class PipelineModel:
     """`aux -> auxiliary loss` of the layers of a part."""
     stacks: tuple[str, ...]
     """Subtrees of the parameters that are stacked layers."""
+    keeps: bool = False
+    """Whether a forward pass keeps what its backward pass reads. Otherwise that recomputes the part from its input."""
     together: bool = False
     """Whether the layers send values around a ring of devices, in which those of all stages have to take part."""
 
@@ -85,56 +89,9 @@ def run_schedule(table: ScheduleTable, model: PipelineModel, params: Tree) -> tu
     return {path: {**end.layers, **end.rest}[path] for path in params}, end.sums, end.aux
 
 
-def _read(buffer: jax.Array, slot: jax.Array) -> jax.Array:
-    """Reads a slot of a buffer [slots, ...]."""
-    return lax.dynamic_index_in_dim(buffer, jnp.maximum(slot, 0), keepdims=False)
-
-
-def _write(buffer: jax.Array, value: jax.Array, slot: jax.Array) -> jax.Array:
-    """Returns the buffer with `value` in a slot; slot NOTHING leaves it as it is."""
-    value = jnp.where(slot == NOTHING, _read(buffer, slot), value)
-    return lax.dynamic_update_index_in_dim(buffer, value, jnp.maximum(slot, 0), 0)
-
-
-def _part_rows(tree: Any, virtual_stage: jax.Array, virtual_stages: int) -> Any:
-    """Slices the rows of one virtual stage from every leaf [virtual_stages * rows, ...]."""
-    if virtual_stages == 1:
-        return tree
-
-    def rows(x: jax.Array) -> jax.Array:
-        n = x.shape[0] // virtual_stages
-        return lax.dynamic_slice_in_dim(x, virtual_stage * n, n)
-
-    return jax.tree.map(rows, tree)
-
-
-def _add_to_part(tree: Any, values: Any, virtual_stage: jax.Array, virtual_stages: int) -> Any:
-    """Returns `tree` with `values` added to the rows of one virtual stage."""
-    if virtual_stages == 1:
-        return jax.tree.map(jnp.add, tree, values)
-
-    def add(x: jax.Array, y: jax.Array) -> jax.Array:
-        n = x.shape[0] // virtual_stages
-        start = virtual_stage * n
-        return lax.dynamic_update_slice_in_dim(x, lax.dynamic_slice_in_dim(x, start, n) + y, start, 0)
-
-    return jax.tree.map(add, tree, values)
-
-
-def _zeros(abstract: Any) -> Any:
-    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract)
-
-
-def _masked(tree: Any, runs: jax.Array | bool) -> Any:
-    """Returns the tree, or zeros on a stage that has no task; infinities of a stage without a task do not survive."""
-    if runs is True:
-        return tree
-    return jax.tree.map(lambda x: jnp.where(runs, x, jnp.zeros_like(x)), tree)
-
-
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["inputs", "gradients", "sent", "layers", "rest", "aux", "sums"],
+    data_fields=["inputs", "kept", "gradients", "sent", "layers", "rest", "aux", "sums"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +100,8 @@ class _Carry:
 
     inputs: jax.Array
     """Buffer of live inputs, [input_slots, B, T, D]."""
+    kept: list[jax.Array]
+    """Buffers of what the backward passes of live inputs read, each [input_slots, ...]; empty where they recompute."""
     gradients: jax.Array
     """Buffer of output gradients that wait for a backward task, [gradient_slots, B, T, D]."""
     sent: jax.Array
@@ -169,6 +128,30 @@ class _Task:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Backward:
+    """Derivative of a part as `jax.vjp` returns it, a tree of arrays: those to keep, and parameters of the part."""
+
+    kept: list[Any]
+    """Shapes and types of the arrays that a forward pass keeps."""
+    treedef: Any
+    weights: dict[int, int]
+    """Leaves of the tree that are parameters of the part, with their index among those."""
+
+    def select(self, leaves: list[jax.Array]) -> list[jax.Array]:
+        """Returns the leaves to keep."""
+        return [leaf for i, leaf in enumerate(leaves) if i not in self.weights]
+
+    def rebuild(self, kept: list[jax.Array], part: Layers) -> Callable[..., tuple[Any, ...]]:
+        """Returns the derivative: `gradient of the output -> gradients of the inputs`."""
+        values, weights = iter(kept), jax.tree.leaves(part)
+        leaves = [
+            weights[self.weights[i]] if i in self.weights else next(values) for i in range(self.treedef.num_leaves)
+        ]
+        derivative: Callable[..., tuple[Any, ...]] = jax.tree.unflatten(self.treedef, leaves)
+        return derivative
+
+
+@dataclasses.dataclass(frozen=True)
 class _Engine:
     table: ScheduleTable
     model: PipelineModel
@@ -191,17 +174,18 @@ class _Engine:
     def _start(self) -> _Carry:
         table, model, x = self.table, self.model, self.x
         first = jnp.int32(0)
-        grads = _zeros(self.params) if self.trains else {}
+        grads = zeros_of(self.params) if self.trains else {}
         aux = self._part_aux(first, x) if self.trains else {}
         sums = jax.eval_shape(lambda params, x: model.loss(params, x, first)[1], self.params, x)
         return _Carry(
             jnp.zeros((table.input_slots, *x.shape), x.dtype),
+            [jnp.zeros((table.input_slots, *a.shape), a.dtype) for a in self._backward_of_part.kept],
             jnp.zeros((table.gradient_slots if self.trains else 0, *x.shape), x.dtype),
-            _zeros(x),
+            zeros_of(x),
             model.stacked(grads) if self.trains else {},
             model.unstacked(grads),
             jax.tree.map(lambda t: jnp.zeros((table.virtual_stages * t.shape[0], *t.shape[1:]), t.dtype), aux),
-            _zeros(sums),
+            zeros_of(sums),
         )
 
     def _part_aux(self, first: jax.Array, x: Any) -> Any:
@@ -209,28 +193,29 @@ class _Engine:
         table, model = self.table, self.model
 
         def aux(params: Tree, x: jax.Array) -> Any:
-            return model.layers(_part_rows(model.stacked(params), first, table.virtual_stages), x, first, first)[1]
+            return model.layers(part_rows(model.stacked(params), first, table.virtual_stages), x, first, first)[1]
 
         return jax.eval_shape(aux, self.params, x)
 
     def _tick(self, segment: Segment, carry: _Carry, now: Tick) -> tuple[_Carry, None]:
         for arrivals, slot in zip(segment.arrivals, now["gradients"], strict=True):
             if arrivals.has_gradients:
-                received = _write(carry.gradients, self._send(carry.sent, arrivals.hop), slot)
+                received = write_slot(carry.gradients, self._send(carry.sent, arrivals.hop), slot)
                 carry = dataclasses.replace(carry, gradients=received)
         carry = self._event(segment, now, "embed", self._embed, carry)
-        x, aux = self._half(segment, now, _RUN, self._forward, (_zeros(self.x), carry.aux), carry)
+        otherwise = (zeros_of(self.x), carry.aux, carry.kept)
+        x, aux, kept = self._half(segment, now, _RUN, self._forward, otherwise, carry)
         sent = [self._send(x, a.hop) if a.has_inputs else None for a in segment.arrivals]
-        carry = dataclasses.replace(carry, aux=aux)
+        carry = dataclasses.replace(carry, aux=aux, kept=kept)
         backward = functools.partial(self._backward, whole=segment.whole)
-        g_x, layers = self._half(segment, now, _INPUT, backward, (_zeros(self.x), carry.layers), carry)
+        g_x, layers = self._half(segment, now, _INPUT, backward, (zeros_of(self.x), carry.layers), carry)
         carry = dataclasses.replace(carry, sent=g_x, layers=layers)
         layers = self._half(segment, now, _WEIGHT, self._backward_weight, layers, carry)
         carry = dataclasses.replace(carry, layers=layers)
         # A slot is free for what arrives when the tick's last task has read it.
         for value, slot in zip(sent, now["inputs"], strict=True):
             if value is not None:
-                carry = dataclasses.replace(carry, inputs=_write(carry.inputs, value, slot))
+                carry = dataclasses.replace(carry, inputs=write_slot(carry.inputs, value, slot))
         carry = self._event(segment, now, "loss", functools.partial(self._add_loss, x), carry)
         return self._event(segment, now, "embed gradient", self._add_embed_gradient, carry), None
 
@@ -283,32 +268,83 @@ class _Engine:
         needed = now["any"][place] if self.model.together else runs
         return lax.cond(needed, scoped, lambda otherwise: otherwise, otherwise)
 
-    def _forward(self, task: _Task, carry: _Carry, otherwise: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-        x, part_aux = self._layers(task, self._part(task), _read(carry.inputs, task.input_slot))
-        return x, self._add(otherwise[1], part_aux, task, task.runs) if self.trains else otherwise[1]
+    def _forward(
+        self, task: _Task, carry: _Carry, otherwise: tuple[jax.Array, Any, list[jax.Array]]
+    ) -> tuple[jax.Array, Any, list[jax.Array]]:
+        x, part = read_slot(carry.inputs, task.input_slot), self._part(task)
+        if not self.trains:
+            return self._run_part(part, x, task.virtual_stage, task.microbatch)[0][0], *otherwise[1:]
+        if not self.model.keeps:
+            (x, _), aux = self._run_part(part, x, task.virtual_stage, task.microbatch)
+            return x, self._add(otherwise[1], aux, task, task.runs), otherwise[2]
+        (x, _), vjp, aux = self._vjp(part, x, task.virtual_stage, task.microbatch)
+        kept = self._backward_of_part.select(jax.tree.leaves(vjp))
+        slot = jnp.where(task.runs, task.input_slot, NOTHING)
+        buffers = [write_slot(buffer, value, slot) for buffer, value in zip(otherwise[2], kept, strict=True)]
+        return x, self._add(otherwise[1], aux, task, task.runs), buffers
 
     def _backward(
         self, task: _Task, carry: _Carry, otherwise: tuple[jax.Array, Layers], whole: bool
     ) -> tuple[jax.Array, Layers]:
-        x, g = _read(carry.inputs, task.input_slot), self._output_gradient(task, carry)
         if not whole:
-            run = functools.partial(self._layers_and_loss, task, self._part(task))
-            return _masked(jax.vjp(run, x)[1](g)[0], task.runs), otherwise[1]
-        g_layers, g_x = jax.vjp(functools.partial(self._layers_and_loss, task), self._part(task), x)[1](g)
-        return _masked(g_x, task.runs), self._add(otherwise[1], g_layers, task, self._whole(task))
+            return masked(self._gradients(task, carry, "input")[1], task.runs), otherwise[1]
+        g_layers, g_x = self._gradients(task, carry, "both")
+        return masked(g_x, task.runs), self._add(otherwise[1], g_layers, task, self._whole(task))
 
     def _backward_weight(self, task: _Task, carry: _Carry, otherwise: Layers) -> Layers:
-        x, g = _read(carry.inputs, task.input_slot), self._output_gradient(task, carry)
-        (g_layers,) = jax.vjp(lambda part: self._layers_and_loss(task, part, x), self._part(task))[1](g)
-        return self._add(otherwise, g_layers, task, task.runs)
+        return self._add(otherwise, self._gradients(task, carry, "weights")[0], task, task.runs)
+
+    def _gradients(self, task: _Task, carry: _Carry, of: str) -> tuple[Any, Any]:
+        """Returns the gradients of a part's parameters and of its input: `of` both, or one of them and None."""
+        g, part, index = self._output_gradient(task, carry), self._part(task), (task.virtual_stage, task.microbatch)
+        if self.model.keeps:
+            kept = [read_slot(buffer, task.input_slot) for buffer in carry.kept]
+            g_part, g_x, *_ = self._backward_of_part.rebuild(kept, part)(g)
+            return g_part, g_x
+        x = read_slot(carry.inputs, task.input_slot)
+        if of == "input":
+            return None, jax.vjp(lambda x: self._run_part(part, x, *index)[0], x)[1](g)[0]
+        if of == "weights":
+            return jax.vjp(lambda part: self._run_part(part, x, *index)[0], part)[1](g)[0], None
+        g_part, g_x = jax.vjp(lambda part, x: self._run_part(part, x, *index)[0], part, x)[1](g)
+        return g_part, g_x
+
+    @functools.cached_property
+    def _backward_of_part(self) -> "_Backward":
+        """How to call the derivative of a part with what a forward pass has kept."""
+        if not (self.trains and self.model.keeps):
+            return _Backward([], None, {})
+        found: list[dict[int, int]] = []
+
+        def vjp(part: Layers, x: jax.Array, virtual_stage: jax.Array, microbatch: jax.Array) -> Any:
+            derivative = self._vjp(part, x, virtual_stage, microbatch)[1]
+            weights = jax.tree.leaves(part)
+            same = ((i, j) for i, a in enumerate(jax.tree.leaves(derivative)) for j, b in enumerate(weights) if a is b)
+            found.append(dict(same))
+            return derivative
+
+        first = jnp.int32(0)
+        part = part_rows(self.model.stacked(self.params), first, self.table.virtual_stages)
+        leaves, treedef = jax.tree.flatten(jax.eval_shape(vjp, part, self.x, first, first))
+        return _Backward([a for i, a in enumerate(leaves) if i not in found[-1]], treedef, found[-1])
+
+    def _vjp(self, part: Layers, x: jax.Array, virtual_stage: jax.Array, microbatch: jax.Array) -> Any:
+        return jax.vjp(self._run_part, part, x, virtual_stage, microbatch, has_aux=True)
+
+    def _run_part(
+        self, part: Layers, x: jax.Array, virtual_stage: jax.Array, microbatch: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], Any]:
+        """Returns the output of a part and the auxiliary loss of its layers, and their aux."""
+        x, aux = self.model.layers(part, x, virtual_stage, microbatch)
+        return (x, jnp.asarray(self.model.aux_loss(aux), jnp.float32)), aux
 
     def _output_gradient(self, task: _Task, carry: _Carry) -> tuple[jax.Array, jax.Array]:
         """Returns the gradients of a part's output and of its auxiliary loss."""
-        return _masked((_read(carry.gradients, task.gradient_slot), jnp.ones(())), task.runs)
+        return masked((read_slot(carry.gradients, task.gradient_slot), jnp.ones(())), task.runs)
 
     def _part(self, task: _Task) -> Layers:
         """Returns the parameters of the part that a task runs."""
-        return _part_rows(self.model.stacked(self.params), task.virtual_stage, self.table.virtual_stages)
+        return part_rows(self.model.stacked(self.params), task.virtual_stage, self.table.virtual_stages)
 
     def _whole(self, task: _Task) -> jax.Array | bool:
         """Whether a backward task is not split; static where no task of the table is."""
@@ -316,20 +352,14 @@ class _Engine:
 
     def _add(self, tree: Any, values: Any, task: _Task, counts: jax.Array | bool) -> Any:
         """Returns `tree` with what a task has computed for its part, where it counts."""
-        return _add_to_part(tree, _masked(values, counts), task.virtual_stage, self.table.virtual_stages)
-
-    def _layers(self, task: _Task, part: Layers, x: jax.Array) -> tuple[jax.Array, Any]:
-        return self.model.layers(part, x, task.virtual_stage, task.microbatch)
-
-    def _layers_and_loss(self, task: _Task, part: Layers, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the output of a part and the auxiliary loss of its layers."""
-        x, aux = self._layers(task, part, x)
-        return x, jnp.asarray(self.model.aux_loss(aux), jnp.float32)
+        return add_to_part(tree, masked(values, counts), task.virtual_stage, self.table.virtual_stages)
 
     def _embed(self, microbatch: jax.Array, now: Tick, carry: _Carry) -> _Carry:
         """Writes the embedding of a microbatch that begins into the first stage's input slot."""
         slot = jnp.where(lax.axis_index("stage") == 0, now["input_slot"][_RUN], NOTHING)
-        return dataclasses.replace(carry, inputs=_write(carry.inputs, self.model.embed(self.params, microbatch), slot))
+        return dataclasses.replace(
+            carry, inputs=write_slot(carry.inputs, self.model.embed(self.params, microbatch), slot)
+        )
 
     def _add_loss(self, x: jax.Array, microbatch: jax.Array, now: Tick, carry: _Carry) -> _Carry:
         """Adds the loss and its gradients for a microbatch that the last part has finished in this tick."""
@@ -344,7 +374,7 @@ class _Engine:
         g_rest, g_x = vjp(jnp.ones_like(value))
         return dataclasses.replace(
             carry,
-            gradients=_write(carry.gradients, g_x, now["loss_arrives"]),
+            gradients=write_slot(carry.gradients, g_x, now["loss_arrives"]),
             rest=jax.tree.map(jnp.add, carry.rest, g_rest),
             sums=jax.tree.map(jnp.add, carry.sums, sums),
         )
@@ -352,7 +382,7 @@ class _Engine:
     def _add_embed_gradient(self, microbatch: jax.Array, now: Tick, carry: _Carry) -> _Carry:
         """Adds the embedding's gradient for a microbatch whose last backward task ran in this tick."""
         # On all but the first stage, it is the gradient of another microbatch.
-        g_x = _masked(carry.sent, lax.axis_index("stage") == 0)
+        g_x = masked(carry.sent, lax.axis_index("stage") == 0)
         params = self.model.unstacked(self.params)
         (g_rest,) = jax.vjp(lambda params: self.model.embed(params, microbatch), params)[1](g_x)
         return dataclasses.replace(carry, rest=jax.tree.map(jnp.add, carry.rest, g_rest))

@@ -31,9 +31,9 @@ def scope_of(segment: str, name: str) -> str:
     return f"pipeline {segment}: {name}."  # the full stop keeps a scope from being a substring of another
 
 
-def is_loss(scope: str) -> bool:
-    """Returns whether a scope is that of the loss, which computes a forward pass for the first time."""
-    return scope.endswith(": loss.")
+def repeats_forward(scope: str) -> bool:
+    """Returns whether what a branch differentiates is a forward pass that another branch has computed."""
+    return not scope.endswith((": forward.", ": loss."))
 
 
 def branch_ticks(table: ScheduleTable, together: bool = False) -> dict[str, tuple[int, int]]:
