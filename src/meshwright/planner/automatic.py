@@ -32,7 +32,8 @@ def with_best_remat(run: Run, target: Target) -> Run:
         price_placed(with_remat(placed, remat, training.saved_layers if remat == training.remat else 0, saves), target)
         for placed in _with_schedules(run)
         for saves in (STAGE_SAVES if staged and training.stage_saves == "auto" else (None,))
-        for remat in (remat_policies(target) if training.remat == "auto" else (training.remat,))
+        for remat in remat_policies(target, saves or placed.run.training.stage_saves)
+        if remat == training.remat or training.remat == "auto"
     ]
     roomy = [plan for plan in plans if plan.estimate.bytes <= room_of(target)]
     fitting = [plan for plan in roomy or plans if plan.estimate.fits]

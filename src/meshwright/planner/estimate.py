@@ -18,12 +18,14 @@ from meshwright.models.kernels.choose import kernels_of
 from meshwright.planner.engines import MESHWRIGHT, Engine
 from meshwright.planner.memory_model import (
     FRAGMENTATION,
+    keeps_stages,
+    kept_bytes,
     memory_by_category,
     offloaded_bytes,
     sharded_elements,
     state_bytes,
 )
-from meshwright.planner.traffic import Movement, movements, repeats_stages
+from meshwright.planner.traffic import Movement, movements
 from meshwright.planner.work import Matmul, Work, recomputed_roles, work_of
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.schedules import build_counts
@@ -161,9 +163,13 @@ def _estimate(placed: PlacedRun, target: Target, engine: Engine) -> Estimate:
     if score_bytes and kernels_of(training, placed.spec, placed.sequence, platform_of(chip), installed=True).fused:
         score_bytes = {}
     compute = {name: _layers_seconds(work, again, name, target, score_bytes.get(name, 0)) for name in PASSES}
+    # A stage copies what it keeps into the slot of the microbatch, and out of it.
+    copied = 2 * kept_bytes(placed, work) / (chip.hbm_bandwidth * target.efficiency.hbm)
+    for name in ("forward", "backward"):
+        compute[name]["elementwise"] += copied
     unembedding = _unembedding_seconds(work, target)
     busy = {name: sum(compute[name].values()) for name in PASSES}
-    busy["stage"] = busy["forward"] if repeats_stages(placed) else 0.0
+    busy["stage"] = busy["forward"] if tasks is not None and not keeps_stages(placed) else 0.0
     exposed, links, routes = _communication(
         movements(placed, work, again), mapping, target, _overlap_room(busy, unembedding, microbatches)
     )

@@ -115,10 +115,17 @@ def price_run(run: Run, target: Target) -> Plan:
     return Plan(placed, estimate(placed, target))
 
 
-def remat_policies(target: Target) -> tuple[Remat, ...]:
-    """Returns the remat policies of a target: offloading is for TPUs alone, because XLA ignores it on GPUs."""
+def remat_policies(target: Target, stage_saves: StageSaves | None = None) -> tuple[Remat, ...]:
+    """Returns the remat policies of a target: offloading is for TPUs alone, because XLA ignores it on GPUs.
+
+    stage_saves: of a run with pipeline stages; one that keeps layers offloads none of them.
+    """
     on_tpu = isinstance(target.chip.interconnect, Torus)
-    return REMAT_ORDER if on_tpu else tuple(name for name in REMAT_ORDER if name not in OFFLOADING)
+    return (
+        REMAT_ORDER
+        if on_tpu and stage_saves != "layers"
+        else tuple(name for name in REMAT_ORDER if name not in OFFLOADING)
+    )
 
 
 _GPU_ROOM = 0.75
@@ -296,7 +303,7 @@ def _best_of_mesh(
             refused[str(shape)] = str(error)
             return best, smallest, count
         for saves in STAGE_SAVES if shape.stage > 1 else (None,):
-            for remat in remat_policies(target):
+            for remat in remat_policies(target, saves):
                 plan = price_placed(with_remat(placed, remat, stage_saves=saves), target)
                 count += 1
                 if plan.estimate.fits:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from meshwright.planner.layout_cache import cached_by_layout
+from meshwright.planner.memory_model import keeps_stages
 from meshwright.planner.work import Work, low_precision
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import VOCAB_AXES
@@ -36,11 +37,6 @@ class Movement:
     purpose: str
 
 
-def repeats_stages(placed: PlacedRun) -> bool:
-    """Returns whether the backward pass of a pipeline repeats the forward pass of a stage from its saved input."""
-    return placed.shape.stage > 1 and placed.run.training.stage_saves != "layers"
-
-
 def movements(placed: PlacedRun, work: Work, again: frozenset[str]) -> list[Movement]:
     """Returns all collectives of a device in a step. again: roles that the backward pass recomputes."""
     shape, training = placed.shape, placed.run.training
@@ -56,7 +52,7 @@ def movements(placed: PlacedRun, work: Work, again: frozenset[str]) -> list[Move
         result += _context(placed, work, layers, compute, again)
     if shape.expert > 1 and work.experts:
         result += _experts(work.tokens * work.experts * work.width * compute, work.expert_layers * microbatches, again)
-    if repeats_stages(placed):
+    if shape.stage > 1 and not keeps_stages(placed):
         result += [dataclasses.replace(m, during="recomputation") for m in result if m.during == "forward"]
     result += _weights(placed, microbatches, bool(again - {"scores"}))
     result += _gradients(placed)
@@ -77,7 +73,7 @@ def _weights(placed: PlacedRun, microbatches: float, gathered_again: bool) -> li
     compute, reduce = (jnp.dtype(t).itemsize for t in (training.compute_dtype, training.reduce_dtype))
     result: list[Movement] = []
     # A backward task that repeats its forward pass gathers for it too.
-    repeats = int(repeats_stages(placed)) + int(gathered_again)
+    repeats = int(placed.shape.stage > 1 and not keeps_stages(placed)) + int(gathered_again)
     low = low_precision(placed)
     gathered: dict[tuple[tuple[str, ...], bool], tuple[float, float]] = {}
     for (axes, stacked, quantised), elements in _gathered_elements(placed).items():

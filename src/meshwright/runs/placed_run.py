@@ -14,6 +14,7 @@ from meshwright.config import MeshShape, Model, Run, Training
 from meshwright.errors import ConfigError, divisors
 from meshwright.models.flops import layer_flops
 from meshwright.models.model import ModelSpec, vocab_size
+from meshwright.models.remat import REMAT_POLICIES
 from meshwright.runs.composition import check_composition
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES, find_layout
 from meshwright.sharding.params import Param, Tree, named_leaves, place_params, reorder_stacks
@@ -97,6 +98,7 @@ def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
     run = dataclasses.replace(run, training=_without_auto(run.training))
     _check_batch(run, shape)
     _check_saved_layers(run, shape)
+    _check_stage_saves(run, shape)
     _check_sequence(run, shape)
     check_numbers(run)
     multiple = math.lcm(run.model.vocab_multiple, shape.over(VOCAB_AXES))
@@ -179,6 +181,16 @@ def _check_saved_layers(run: Run, shape: MeshShape) -> None:
             f"{saved} saved layers on mesh {shape}",
             "a pipeline stage runs the same program as every other, so all layers have one remat policy",
             "--training.saved-layers 0 and --training.remat projections, or stage=1",
+        )
+
+
+def _check_stage_saves(run: Run, shape: MeshShape) -> None:
+    training = run.training
+    if shape.stage > 1 and training.stage_saves == "layers" and REMAT_POLICIES[training.remat].offloaded:
+        raise ConfigError(
+            f"--training.stage-saves layers with --training.remat {training.remat} on mesh {shape}",
+            "what a stage keeps of several microbatches is in the memory of the device",
+            "--training.stage-saves input, or a remat policy that does not offload",
         )
 
 
