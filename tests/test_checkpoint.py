@@ -8,6 +8,7 @@ import math
 import resource
 import shutil
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path

@@ -50,18 +50,21 @@ def assert_close(a: Any, b: Any) -> None:
         np.testing.assert_allclose(x, y, rtol=0, atol=3e-5 * float(jnp.abs(y).max()))
 
 
-def splash_attention(block: int = 128) -> Any:
-    return splash_kernels(block, interpret=True).self_attention
+def splash_attention(block: int = 128, backward_kernels: int = 2) -> Any:
+    return splash_kernels(block, backward_kernels, interpret=True).self_attention
 
 
+@pytest.mark.parametrize("backward_kernels", [2, 1])
 @pytest.mark.parametrize(
     ("heads", "kv", "size", "window"),
     [(4, 2, 128, None), (2, 2, 128, 40), (2, 1, 64, None)],
     ids=["grouped", "window", "heads of 64"],
 )
-def test_splash_matches_the_reference(heads: int, kv: int, size: int, window: int | None) -> None:
+def test_splash_matches_the_reference(
+    heads: int, kv: int, size: int, window: int | None, backward_kernels: int
+) -> None:
     arrays = inputs(256, heads, kv, size)
-    run = splash_attention()
+    run = splash_attention(backward_kernels=backward_kernels)
     # As in the step: inside a shard_map that is manual over every axis.
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
 
@@ -151,6 +154,8 @@ def test_auto_chooses_by_platform_shapes_and_dtype() -> None:
         ("cpu", "reference"), ("tpu", "splash"), ("gpu", "cudnn"), ("cuda", "cudnn"), ("rocm", "blocked"),
     ):  # fmt: skip
         assert choose("auto", platform).name == name
+    for chip, name in (("v5p", "splash"), ("v6e", "splash"), ("tpu7x", "splash_fused"), (None, "splash")):
+        assert choose("auto", "tpu", chip=chip).name == name
     for head_sizes in ((64,), (128, 64), (256,)):
         assert choose("auto", "tpu", head_sizes=head_sizes).name == "splash"
     assert choose("auto", "tpu", sequence=split_sequence("ring", 96, 1, 1)).name == "blocked"

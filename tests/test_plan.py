@@ -219,3 +219,24 @@ def test_a_free_running_pipeline_has_the_bubble_of_its_formula() -> None:
     assert ours["gpipe"]["bubble"] == pytest.approx(3 * (1.0 + 3.0))
     assert ours["1f1b"]["bubble"] == pytest.approx(ours["gpipe"]["bubble"])
     assert ours["zbv"]["bubble"] == pytest.approx(3 * (0.5 + 3.0))
+
+
+def test_gathering_ahead_carries_gradients_and_weights_of_another_layer() -> None:
+    """Compiled: 86.1 GiB live (docs/overlap.md)."""
+    training = {"batch": 512, "seq": 8192, "remat": "offload_attention", "saved_layers": 14}
+    ahead, within = (
+        price("llama3-405b", "fsdp=512", "v5p:8x8x8", **training, gather_ahead=strategy)
+        for strategy in ("auto", "none")
+    )
+    d, f, kv = 16384, 53248, 8 * 128
+    attention, layer = 2 * d * d + 2 * d * kv, 2 * d * d + 2 * d * kv + 3 * d * f
+    norms = 3 * d * 2
+    assert ahead.bytes - within.bytes == pytest.approx(2 * (layer + attention), abs=2 * norms)
+    assert ahead.bytes / 2**30 == pytest.approx(86.1, rel=0.02)
+    # Neither on a torus that is not closed, nor where nothing is recomputed.
+    for mesh, target, remat in (("fsdp=16", "v5p:2x2x4", "full"), ("fsdp=64", "v5p:4x4x4", "none")):
+        auto, none = (
+            price("llama2-7b", mesh, target, batch=64, seq=4096, remat=remat, gather_ahead=strategy)
+            for strategy in ("auto", "none")
+        )
+        assert auto.memory == none.memory

@@ -13,6 +13,7 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target
 from meshwright.models.model import LayerSpec, ModelSpec, padded_vocab
 from meshwright.planner.automatic import with_best_remat
+from meshwright.planner.candidates import split_size
 from meshwright.planner.estimate import estimate
 from meshwright.planner.explain import alternatives, differences, explain_mesh, memory_remedies, mesh_axes
 from meshwright.planner.plan_file import read_plan, write_plan
@@ -22,7 +23,6 @@ from meshwright.planner.search import (
     remat_policies,
     room_of,
     search,
-    split_size,
     with_tokens_per_step,
 )
 from meshwright.runs.placed_run import place_run

@@ -278,8 +278,8 @@ class Training:
     matmul of another chunk (ring: collective matmul), or in one collective before or after the matmul (gather). `auto`
     is the ring on TPUs."""
     attention_kernel: str = "auto"
-    """Attention kernel: auto (the platform's own), reference, blocked, splash, cudnn, or module:attribute of a
-    `Kernels`. A kernel named here is used or refused, never replaced."""
+    """Attention kernel: auto (the platform's own), reference, blocked, splash, splash_fused, cudnn, or
+    module:attribute of a `Kernels`. A kernel named here is used or refused, never replaced."""
     attention_block: int = 512
     """Largest block of queries and keys in the TPU's attention kernel; a multiple of 128."""
     compiler_options: tuple[str, ...] = ("auto",)

@@ -48,6 +48,17 @@ def test_numbers_stay(family: str, choice: dict[str, Any]) -> None:
     assert largest_difference(changed.gradients, plain(family).gradients) < 1e-6
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_in_pieces_of_the_batch(family: str) -> None:
+    """Four pieces, each of which waits for the sums of the last but one; documents are cut with their sequences."""
+    run = tiny_run(MODELS[family], "data=2,tensor=4", remat="projections", tensor_strategy="ring")
+    assert device_run_of(run).local_model.attention_pieces == 4 and run.training.batch == 16
+    whole = train(dataclasses.replace(run, training=dataclasses.replace(run.training, tensor_strategy="gather")), 3)
+    pieces = train(run, 3, initial=whole.initial)
+    assert pieces.losses == pytest.approx(whole.losses, rel=1e-6)
+    assert largest_difference(pieces.gradients, whole.gradients) < 1e-6
+
+
 @pytest.mark.parametrize("family", [pytest.param(f, marks=exhaustive) for f in ("mixtral", "deepseek-like")])
 def test_layers_with_experts_gather_ahead(family: str) -> None:
     """The balance loss of a layer's aux has a gradient too, and a stack of one layer has no layer ahead."""

@@ -48,7 +48,7 @@ from meshwright.views.census_tables import (
     print_remedies,
 )
 from meshwright.views.draw.machine import machine_of, parse_machine
-from meshwright.views.run_tables import print_choices
+from meshwright.views.run_tables import choices_to_json, print_choices
 from meshwright.views.trace import write_trace
 
 Sections = list[tuple[str, str]]
@@ -134,7 +134,7 @@ def run_prove(options: ProveOptions) -> int:
     planned = estimate(place_run(run), target) if target is not None and options.step == "train" else None
     if options.json:
         figures = {"planned": {"seconds": planned.seconds, "bytes": planned.bytes}} if planned else {}
-        write_json({**census.to_json(), **figures})
+        write_json({**census.to_json(), "choices": choices_to_json(device_run), **figures})
     elif options.against is None:
         print_census(console, census)
         print_choices(console, device_run)

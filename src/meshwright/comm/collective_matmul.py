@@ -86,12 +86,20 @@ class _Ring:
 
     def scatter(self, part_at: Callable[[jax.Array], Any]) -> jax.Array:
         """Sums `part_at(start)` over the ring, each part where it belongs; returns this device's chunk."""
-        sums: list[Any] = [None] * len(self.directions)
+        sums: list[Any] = []
         for step in range(self.size):
-            for i, direction in enumerate(self.directions):
-                # After all other steps this sum is at home.
-                own = part_at(self.start(step + 1 - self.size, direction))
-                sums[i] = own if step == 0 else self.shift(sums[i], direction) + own
+            # After all other steps these sums are at home.
+            starts = [self.start(step + 1 - self.size, direction) for direction in self.directions]
+            if not sums:
+                sums = [part_at(start) for start in starts]
+                continue
+            # Left to itself, XLA computes the parts of all steps before most sums have left, and fuses the addition
+            # into the matmul, which then waits for the sum. The barriers make a step's matmuls the work beside which
+            # its sums travel.
+            sums, starts = lax.optimization_barrier((sums, starts))
+            arriving = [self.shift(total, d) for total, d in zip(sums, self.directions, strict=True)]
+            own = lax.optimization_barrier([part_at(start) for start in starts])
+            sums = [a + o for a, o in zip(arriving, own, strict=True)]
         return jnp.concatenate(sums, axis=_SEQUENCE)
 
 

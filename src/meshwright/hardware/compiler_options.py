@@ -48,6 +48,8 @@ COMPILER_OPTIONS: dict[str, tuple[OptionSet, ...]] = {
 }
 """Option sets by chip name (`chips.CHIPS`)."""
 
+SPARSE_CORE_CHIPS = frozenset({"v5p", "v6e", "tpu7x"})
+"""Chips whose collectives run on SparseCores beside the matrix units; tpu7x does so without an option."""
 
 GATHERS_IN_LEVELS = frozenset({"v5p"})
 """Chips on which a gather over a closed three-dimensional torus goes in two levels: their compiler makes an all-reduce

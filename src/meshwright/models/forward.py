@@ -6,6 +6,7 @@ follow each other in `loss_fn`.
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 from meshwright.comm.collectives import axis_index, broadcast
 from meshwright.config import Model, Training
 from meshwright.data.batch import Batch
-from meshwright.models.blocks.context import build_attend
+from meshwright.models.blocks.context import Attend, build_attend
 from meshwright.models.blocks.dropout import Dropout
 from meshwright.models.kernels.choose import Kernels
 from meshwright.models.loss import chunk_tokens, token_losses
@@ -46,6 +47,8 @@ class LocalModel:
     """Parameters that are gathered one layer ahead, by stack; other stacks gather all in their own layer."""
     tensor_ring: tuple[int, ...] = ()
     """Ring of collective matmuls over `tensor` (models/model.py); () has none."""
+    attention_pieces: int = 1
+    """Most pieces of the batch in which attention and its output projection are computed; 1 is all at once."""
 
     @functools.cached_property
     def stacks(self) -> dict[str, int]:
@@ -62,7 +65,12 @@ class LocalModel:
         attend = build_attend(self.sequence, batch.segments, self.kernels)
         local = self._local_positions(batch)
         tokens = Tokens(local.inputs, local.positions)
-        return ForwardContext(tokens, self.gather_params, dropout, attend, self.sequence, self.tensor_ring)
+        pieces: tuple[Attend, ...] = ()
+        count = math.gcd(self.attention_pieces, batch.segments.shape[0])
+        if count > 1:
+            segments = jnp.split(batch.segments, count)
+            pieces = tuple(build_attend(self.sequence, part_BT, self.kernels) for part_BT in segments)
+        return ForwardContext(tokens, self.gather_params, dropout, attend, self.sequence, self.tensor_ring, pieces)
 
     def _local_positions(self, batch: Batch) -> Batch:
         """This device's positions of every sequence."""

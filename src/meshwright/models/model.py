@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from meshwright.comm.collectives import TokenFunction, sequence_all_gather, sequence_reduce_scatter
 from meshwright.config import Model
@@ -56,6 +57,8 @@ class ForwardContext:
     sequence: SequenceSplit
     tensor_ring: tuple[int, ...] = ()
     """Devices of `tensor` in the order of a ring, around which collective matmuls send chunks; () has no ring."""
+    attend_pieces: tuple[Attend, ...] = ()
+    """Attention of each piece of the batch, for `attend_row_parallel`; () has no pieces."""
 
     def column_parallel(self, f: TokenFunction, x_BTD: jax.Array, weights: Any) -> Any:
         """Returns `f(x, weights)` for the whole sequence, gathered over `tensor`: column-parallel matmuls.
@@ -78,6 +81,31 @@ class ForwardContext:
         from meshwright.comm.collective_matmul import row_parallel
 
         return row_parallel(f, y_BTF, weights, self.tensor_ring)
+
+    def attend_row_parallel(
+        self,
+        f: TokenFunction,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        weights: Any,
+        window: int | None,
+    ) -> jax.Array:
+        """Returns `row_parallel(f, attend(q, k, v), weights)`: attention and its output projection [B, T/tensor, D].
+
+        The projection is too short a matmul to hide its own sums over `tensor`. In pieces of the batch, the sums of one
+        piece travel while the next attends.
+        """
+        if not self.attend_pieces:
+            return self.row_parallel(f, self.attend(q_BTNH, k_BTKH, v_BTKH, window=window), weights)
+        arrays = (jnp.split(x, len(self.attend_pieces)) for x in (q_BTNH, k_BTKH, v_BTKH))
+        done: list[jax.Array] = []
+        for attend, q, k, v in zip(self.attend_pieces, *arrays, strict=True):
+            if len(done) > 1:
+                # XLA would attend to all pieces first and send all sums after.
+                q, done[-2] = jax.lax.optimization_barrier((q, done[-2]))
+            done.append(sequence_reduce_scatter(f(attend(q, k, v, window=window), weights), 1))
+        return jnp.concatenate(done)
 
 
 @dataclasses.dataclass(frozen=True)

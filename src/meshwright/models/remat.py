@@ -11,6 +11,8 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from meshwright.config import Training
+
 LAYER_INPUT = "layer input"
 """Name of a layer's input: the residual stream."""
 QKV = "queries, keys, values"
@@ -65,6 +67,17 @@ REMAT_POLICIES: dict[str, RematPolicy] = {
     "offload_attention": RematPolicy((ATTN_LSE,), offloaded=(LAYER_INPUT, QKV, ATTN_OUT)),
     "offload": RematPolicy((), offloaded=(LAYER_INPUT,)),
 }
+
+
+def gathered_within_reason(training: Training, stages: int) -> str | None:
+    """Returns why a run's weights are gathered within their own layer, None where they can be gathered ahead."""
+    if REMAT_POLICIES[training.remat].saved is None:
+        return f"it gathers weights again in the backward pass, and remat {training.remat} recomputes no layer"
+    if stages > 1:
+        return f"each of {stages} pipeline stages runs its layers tick by tick, with gathers of their own"
+    if training.unroll > 1:
+        return f"its loop has one layer per iteration, and unroll is {training.unroll}"
+    return None
 
 
 def scan_layers(

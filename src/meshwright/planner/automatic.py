@@ -6,9 +6,9 @@ import dataclasses
 from meshwright.config import Run
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import Target
+from meshwright.planner.candidates import SCHEDULES_TRIED
 from meshwright.planner.estimate import with_remat
 from meshwright.planner.search import (
-    SCHEDULES_TRIED,
     STAGE_SAVES,
     price_placed,
     remat_policies,

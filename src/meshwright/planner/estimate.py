@@ -18,6 +18,7 @@ from meshwright.models.kernels.choose import kernels_of
 from meshwright.planner.engines import MESHWRIGHT, Engine
 from meshwright.planner.memory_model import (
     FRAGMENTATION,
+    gathers_ahead,
     keeps_stages,
     kept_bytes,
     memory_by_category,
@@ -160,8 +161,9 @@ def _estimate(placed: PlacedRun, target: Target, engine: Engine) -> Estimate:
     if shape.stage > 1:
         tasks = build_counts(training.pipeline_schedule, shape.stage, microbatches, placed.virtual_stages)
     score_bytes = engine.score_bytes
-    if score_bytes and kernels_of(training, placed.spec, placed.sequence, platform_of(chip), installed=True).fused:
-        score_bytes = {}
+    if score_bytes:
+        kernels = kernels_of(training, placed.spec, placed.sequence, platform_of(chip), chip.name, installed=True)
+        score_bytes = {} if kernels.fused else score_bytes
     compute = {name: _layers_seconds(work, again, name, target, score_bytes.get(name, 0)) for name in PASSES}
     # A stage copies what it keeps into the slot of the microbatch, and out of it.
     copied = 2 * kept_bytes(placed, work) / (chip.hbm_bandwidth * target.efficiency.hbm)
@@ -196,7 +198,7 @@ def _estimate(placed: PlacedRun, target: Target, engine: Engine) -> Estimate:
         exposed=exposed,
         busy=links,
         routes=routes,
-        memory=memory_by_category(placed, work, in_flight),
+        memory=memory_by_category(placed, work, in_flight, gathers_ahead(placed, target, mapping)),
         hbm_bytes=chip.hbm_bytes,
         model_flops=training_flops_per_token(run.model, training.seq) * tokens / shape.size,
         peak=chip.flops_bf16,

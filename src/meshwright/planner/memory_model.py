@@ -8,8 +8,20 @@ import math
 
 import jax.numpy as jnp
 
+from meshwright.hardware.axis_mapping import AxisMapping
+from meshwright.hardware.compiler_options import GATHERS_IN_LEVELS
+from meshwright.hardware.targets import Target
 from meshwright.models.loss import chunk_tokens
-from meshwright.models.remat import ATTN_LSE, ATTN_OUT, ATTN_RESIDUAL, FFN_HIDDEN, LAYER_INPUT, QKV, REMAT_POLICIES
+from meshwright.models.remat import (
+    ATTN_LSE,
+    ATTN_OUT,
+    ATTN_RESIDUAL,
+    FFN_HIDDEN,
+    LAYER_INPUT,
+    QKV,
+    REMAT_POLICIES,
+    gathered_within_reason,
+)
 from meshwright.planner.layout_cache import cached_by_layout
 from meshwright.planner.work import Work
 from meshwright.runs.placed_run import PlacedRun
@@ -23,10 +35,32 @@ FRAGMENTATION = 1.15
 (docs/plan.md); Llama 2 70B with its attention outputs kept on 128 v5p needs 101 GiB for a planned 86."""
 
 
-def memory_by_category(placed: PlacedRun, work: Work, in_flight: float) -> dict[str, float]:
+_RING = 4
+"""Chips along a dimension of a TPU slice from which its links close to a ring."""
+
+
+def gathers_ahead(placed: PlacedRun, target: Target, mapping: AxisMapping) -> bool:
+    """Whether weights are gathered one layer ahead (models/gather_ahead.py), as `DeviceRun` decides it.
+
+    `auto` does so where a gather goes in two levels, over an axis with three closed dimensions of a v5p's torus, and
+    with remat policies that offload.
+    """
+    training = placed.run.training
+    if training.gather_ahead == "none" or gathered_within_reason(training, placed.shape.stage) is not None:
+        return False
+    if training.gather_ahead == "layer":
+        return True
+    levels = target.name in GATHERS_IN_LEVELS and any(
+        sum(chips >= _RING for chips in span.chips) == 3 for span in mapping.spans.values()
+    )
+    return levels or bool(REMAT_POLICIES[training.remat].offloaded)
+
+
+def memory_by_category(placed: PlacedRun, work: Work, in_flight: float, ahead: bool = False) -> dict[str, float]:
     """Returns the bytes of a device by category.
 
     in_flight: microbatches (of one virtual stage each) whose inputs a stage holds at once; 1 without a pipeline.
+    ahead: whether weights are gathered one layer ahead, and gradients reduced one layer later.
     """
     training, shape = placed.run.training, placed.shape
     param, reduce, compute = (
@@ -44,7 +78,9 @@ def memory_by_category(placed: PlacedRun, work: Work, in_flight: float) -> dict[
     inner = work.tokens * (4 * work.width + 2.5 * work.ffn_hidden + attention_inner) * compute
     # Offloaded activations come back for one layer and, ahead of time, for the next.
     from_host = 2 * offloaded_bytes(placed, work) / max(1.0, work.layers)
-    layer = from_host + one_layer * (2 * compute + reduce) + inner
+    # Ahead: the gradients of the layer above, not yet reduced, and the first weights of the layer below.
+    carried = compute * _carried_elements(placed) if ahead else 0.0
+    layer = from_host + one_layer * (2 * compute + reduce) + carried + inner
     # One part of a stage at a time; without a pipeline it is the model.
     part = _saved_bytes(placed, work, compute) * work.layers / placed.virtual_stages
     parts_kept = in_flight if keeps_stages(placed) else 0.0
@@ -96,6 +132,21 @@ def _gathered_elements(placed: PlacedRun) -> tuple[float, float]:
             stack = path.partition(".")[0]
             one_layer[stack] = one_layer.get(stack, 0.0) + gathered / p.logical_shape[0] * shape.stage
     return max(one_layer.values(), default=0.0), all_layers
+
+
+@cached_by_layout
+def _carried_elements(placed: PlacedRun) -> float:
+    """Elements that a scan which gathers ahead carries between layers, of the stack with the largest layer."""
+    carried: dict[str, float] = {}
+    gathered: set[str] = set()
+    for path, p, where in placed.leaves:
+        if "L" in p.dims:
+            stack = path.partition(".")[0]
+            elements = math.prod(p.shape) / placed.shape.over(axes_of(where.in_use)) / p.logical_shape[0]
+            first = p.role not in ("ffn_in", "ffn_out")
+            carried[stack] = carried.get(stack, 0.0) + elements * (2 if first else 1)
+            gathered |= {stack} if first and where.at_rest != where.in_use else set()
+    return max((n for stack, n in carried.items() if stack in gathered), default=0.0)
 
 
 def state_bytes(placed: PlacedRun) -> float:

@@ -7,7 +7,7 @@ here, before anything is traced.
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.hierarchical import DcnAxis
 from meshwright.config import MeshShape, Model, Run, Training
@@ -19,10 +19,12 @@ from meshwright.runs.composition import check_composition
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES, find_layout
 from meshwright.sharding.params import Param, Tree, named_leaves, place_params, reorder_stacks
 from meshwright.sharding.placement import Placements
-from meshwright.sharding.schedule_table import ScheduleTable
 from meshwright.sharding.schedules import PipelineSchedule, build_forward_table, build_table, find_schedule
 from meshwright.sharding.sequence import SequenceSplit, split_sequence
 from meshwright.sharding.stages import NO_LAYER, StageAssignment, assign_layers
+
+if TYPE_CHECKING:
+    from meshwright.sharding.schedule_table import ScheduleTable
 
 Leaves = tuple[tuple[str, Param, Placements], ...]
 """Path, description and placements of parameters."""
@@ -77,12 +79,12 @@ class PlacedRun:
         return find_schedule(self.run.training.pipeline_schedule)
 
     @functools.cached_property
-    def schedule_table(self) -> ScheduleTable:
+    def schedule_table(self) -> "ScheduleTable":
         """Tasks of each pipeline stage in each tick of a training step."""
         training = self.run.training
         return build_table(training.pipeline_schedule, self.shape.stage, training.microbatches, self.virtual_stages)
 
-    def forward_table(self, microbatches: int) -> ScheduleTable:
+    def forward_table(self, microbatches: int) -> "ScheduleTable":
         """Returns the tasks of a forward pass alone: evaluation and sampling."""
         name = self.run.training.pipeline_schedule
         return build_forward_table(name, self.shape.stage, microbatches, self.virtual_stages)

@@ -111,6 +111,11 @@ class ScheduleTable:
         return self.parts.virtual_stages
 
     @property
+    def trains(self) -> bool:
+        """Whether the table has backward passes."""
+        return bool(self.task_counts[BACKWARD] + self.task_counts[BACKWARD_INPUT])
+
+    @property
     def segments(self) -> tuple[tuple[str, range], ...]:
         """Ticks before the first backward pass, those that have both passes, and those after the last forward pass.
 
@@ -145,6 +150,10 @@ class ScheduleTable:
     def task_counts(self) -> dict[int, int]:
         """Number of tasks of each kind on stage 0; the other stages do the same work."""
         return {kind: int((self.kind[:, 0] == kind).sum()) for kind in TASK_NAMES}
+
+    def ticks_of(self, kind: int) -> int:
+        """Returns the number of ticks in which some stage runs a task of a kind."""
+        return int((self.kind == kind).any(axis=(1, 2)).sum())
 
     def tasks(self, tick: int, stage: int) -> list[Task]:
         """Returns the tasks of a stage in a tick, in the order in which they run."""

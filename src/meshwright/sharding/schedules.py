@@ -21,24 +21,21 @@ A schedule from outside the package is a `PipelineSchedule`, named as `module:at
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from meshwright import plugins
 from meshwright.errors import ConfigError
-from meshwright.sharding.schedule_table import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    ScheduleTable,
-    Task,
-    TaskCounts,
-)
 from meshwright.sharding.stages import PartPlacement, loop_placement, map_parts, v_placement
+
+if TYPE_CHECKING:
+    from meshwright.sharding.schedule_table import ScheduleTable, Task, TaskCounts
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineSchedule:
     """Pipeline schedule: the order of tasks on each stage, and the stage of each part of the model."""
 
-    order: Callable[[int, int, int], Sequence[Sequence[Task]]]
+    order: "Callable[[int, int, int], Sequence[Sequence[Task]]]"
     """`(stages, microbatches, virtual_stages) -> tasks of each stage, in order`. Every part of the model runs FORWARD
     once per microbatch, and then either BACKWARD, or BACKWARD_INPUT and later BACKWARD_WEIGHT. FORWARD, a backward pass
     and BACKWARD_WEIGHT that follow each other in this order share a tick, unless NEXT_TICK is between them."""
@@ -55,10 +52,10 @@ class PipelineSchedule:
         return asked if self.virtual_stages is None else self.virtual_stages
 
 
-def _order(name: str) -> Callable[[int, int, int], Sequence[Sequence[Task]]]:
+def _order(name: str) -> "Callable[[int, int, int], Sequence[Sequence[Task]]]":
     """Returns a function of `schedule_orders`."""
 
-    def order(stages: int, microbatches: int, virtual_stages: int) -> Sequence[Sequence[Task]]:
+    def order(stages: int, microbatches: int, virtual_stages: int) -> "Sequence[Sequence[Task]]":
         from meshwright.sharding import schedule_orders  # loaded for runs with stages alone
 
         orders: Sequence[Sequence[Task]] = getattr(schedule_orders, name)(stages, microbatches, virtual_stages)
@@ -114,7 +111,7 @@ def bubble_formula(name: str, stages: int, microbatches: int, virtual_stages: in
 
 
 @functools.cache
-def build_table(name: str, stages: int, microbatches: int, virtual_stages: int) -> ScheduleTable:
+def build_table(name: str, stages: int, microbatches: int, virtual_stages: int) -> "ScheduleTable":
     """Builds the table of the schedule `name`.
 
     virtual_stages: parts of the model on each stage, as `PipelineSchedule.virtual_stages_for` gives them. Raises
@@ -125,13 +122,13 @@ def build_table(name: str, stages: int, microbatches: int, virtual_stages: int) 
     schedule = find_schedule(name)
     parts = map_parts(stages, virtual_stages, schedule.placement)
     table = tabulate(name, parts, microbatches, schedule.order(stages, microbatches, virtual_stages))
-    if not table.task_counts[BACKWARD] + table.task_counts[BACKWARD_INPUT]:
+    if not table.trains:
         raise ConfigError(f"pipeline schedule {name!r}", "it has no backward pass", "backward tasks for training")
     return table
 
 
 @functools.cache
-def build_counts(name: str, stages: int, microbatches: int, virtual_stages: int) -> TaskCounts:
+def build_counts(name: str, stages: int, microbatches: int, virtual_stages: int) -> "TaskCounts":
     """Counts the tasks of the schedule `name`, as `build_table` would tabulate them, without buffer slots."""
     from meshwright.sharding.schedule_builder import count_tasks
 
@@ -141,7 +138,7 @@ def build_counts(name: str, stages: int, microbatches: int, virtual_stages: int)
 
 
 @functools.cache
-def build_forward_table(name: str, stages: int, microbatches: int, virtual_stages: int) -> ScheduleTable:
+def build_forward_table(name: str, stages: int, microbatches: int, virtual_stages: int) -> "ScheduleTable":
     """Builds a table of forward passes alone (evaluation, sampling), with parts where the schedule `name` puts them."""
     from meshwright.sharding.schedule_builder import tabulate
     from meshwright.sharding.schedule_orders import forward_only

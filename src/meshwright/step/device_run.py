@@ -17,7 +17,7 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import ring_order, torus_degrees
 from meshwright.models.forward import LocalModel
 from meshwright.models.kernels.choose import Kernels, kernels_of
-from meshwright.models.remat import REMAT_POLICIES
+from meshwright.models.remat import REMAT_POLICIES, gathered_within_reason
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.params import Param, Tree, init_params, plan_gathers, shardings, tree_map
@@ -78,7 +78,7 @@ class DeviceRun:
             from meshwright.models.blocks.quantised import low_precision_gather  # loaded for runs that ask for it
 
             gather = low_precision_gather(gather, self.params, self.placements, training.matmul_precision)
-        placed = self.placed
+        placed, ring = self.placed, self._tensor_ring()
         return LocalModel(
             self.run.model,
             training,
@@ -87,7 +87,8 @@ class DeviceRun:
             placed.stages,
             self.kernels,
             self._gathered_ahead(),
-            self._tensor_ring(),
+            ring,
+            self._attention_pieces() if ring else 1,
         )
 
     @functools.cached_property
@@ -111,7 +112,7 @@ class DeviceRun:
         """Parameters that are gathered one layer ahead, by stack; none where nothing is gathered or recomputed."""
         training = self.run.training
         policy = REMAT_POLICIES[training.remat]
-        whole = _gathers_within(self.run, self.shape) is not None
+        whole = gathered_within_reason(training, self.shape.stage) is not None
         # With offloading it is the setting that was compiled: Llama 3 8B on v6e (docs/overlap.md).
         automatic = bool(self.links.torus) or (bool(policy.offloaded) and self.mesh.devices.flat[0].platform == "tpu")
         if training.gather_ahead == "none" or whole or (training.gather_ahead == "auto" and not automatic):
@@ -132,6 +133,19 @@ class DeviceRun:
         if self.shape.tensor == 1 or strategy == "gather" or (strategy == "auto" and platform != "tpu"):
             return ()
         return ring_order(dict(torus_degrees(self.mesh)).get("tensor", (self.shape.tensor,)))
+
+    def _attention_pieces(self) -> int:
+        """Most pieces of the batch whose attention overlaps with another's sums over `tensor`."""
+        training, shape, device = self.run.training, self.shape, self.mesh.devices.flat[0]
+        if shape.context > 1 or training.matmul_precision != "compute":
+            return 1
+        if device.platform == "tpu":
+            from meshwright.hardware.chips import chip_name  # not needed on simulated devices
+            from meshwright.hardware.compiler_options import SPARSE_CORE_CHIPS
+
+            if chip_name(device.device_kind) not in SPARSE_CORE_CHIPS:
+                return 1
+        return 4
 
     @functools.cached_property
     def links(self) -> DcnAxis:
@@ -235,7 +249,7 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     same = run.mesh is not None and run.mesh.degrees() == dict(mesh.shape)
     placed = place_run(run, run.mesh if same else MeshShape(**mesh.shape))
     _check_offload(placed.run, platform, mesh.devices.flat[0].device_kind)
-    reason = _gathers_within(placed.run, placed.shape)
+    reason = gathered_within_reason(placed.run.training, placed.shape.stage)
     if run.training.gather_ahead == "layer" and reason is not None:
         raise ConfigError("--training.gather-ahead layer", reason, "--training.gather-ahead auto")
     training = placed.run.training
@@ -252,19 +266,13 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     replicated = NamedSharding(mesh, PartitionSpec())
     step, healthy = (jax.ShapeDtypeStruct((), kind, sharding=replicated) for kind in (jnp.int32, jnp.bool_))
     abstract = State(cast(Any, step), cast(Any, healthy), params, state)
-    return DeviceRun(placed, mesh, optimizer, abstract, kernels_of(training, placed.spec, placed.sequence, platform))
+    chip = None
+    if platform == "tpu":
+        from meshwright.hardware.chips import chip_name
 
-
-def _gathers_within(run: Run, shape: MeshShape) -> str | None:
-    """Returns why a run's weights are gathered within their own layer, None where they can be gathered ahead."""
-    training = run.training
-    if REMAT_POLICIES[training.remat].saved is None:
-        return f"it gathers weights again in the backward pass, and remat {training.remat} recomputes no layer"
-    if shape.stage > 1:
-        return f"a stage of mesh {shape} runs its layers tick by tick, each with its own gathers"
-    if training.unroll > 1:
-        return f"its loop has one layer per iteration, and unroll is {training.unroll}"
-    return None
+        chip = chip_name(mesh.devices.flat[0].device_kind)
+    kernels = kernels_of(training, placed.spec, placed.sequence, platform, chip)
+    return DeviceRun(placed, mesh, optimizer, abstract, kernels)
 
 
 def _check_offload(run: Run, platform: str, kind: str) -> None:

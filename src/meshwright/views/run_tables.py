@@ -1,5 +1,7 @@
 """Tables that `train` and `parity` print: the prepared run, its summary, and the comparison of two meshes."""
 
+from typing import Any
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -44,6 +46,20 @@ def print_prepared_run(console: Console, prepared: loop.PreparedRun) -> None:
         f"text: {format_count(tokens)} tokens of a vocabulary of {prepared.corpus.vocab}, {run.data.held_out:.0%} "
         f"held-out; {run.training.steps} steps of {run.training.batch} x {run.training.seq} tokens\n"
     )
+
+
+def choices_to_json(device_run: DeviceRun) -> dict[str, Any]:
+    """Returns what of the step was chosen for this machine, as `print_choices` prints it."""
+    model, training = device_run.local_model, device_run.run.training
+    return {
+        "remat": training.remat,
+        "saved_layers": training.saved_layers,
+        "attention_kernel": model.kernels.name,
+        "gathered_ahead": {stack: list(names) for stack, names in model.ahead.items()},
+        "tensor_ring": list(model.tensor_ring),
+        "compiler_options": device_run.compiler_options(),
+        "refused_compiler_options": list(device_run.refused_compiler_options),
+    }
 
 
 def print_choices(console: Console, device_run: DeviceRun) -> None:

@@ -118,8 +118,7 @@ class Gpt2(Model):
                     checkpoint_name(_add_bias(product, w.get(f"{name}_bias")), QKV)
                     for name, product in zip(names, products, strict=True)
                 )
-                out_BTNH = ctx.attend(q_BTNH, k_BTNH, v_BTNH, window=None)
-                y_BTD = ctx.row_parallel(_attention_out, out_BTNH, w["attention_out"])
+                y_BTD = ctx.attend_row_parallel(_attention_out, q_BTNH, k_BTNH, v_BTNH, w["attention_out"], window=None)
                 y_BTD = ctx.dropout(_add_bias(y_BTD, w.get("attention_out_bias")), 2 * index + 1)
                 x_BTD = checkpoint_name(x_BTD + y_BTD, ATTN_RESIDUAL)
             with jax.named_scope("feed-forward"):

@@ -204,9 +204,8 @@ def attention_half(c: Llama, ctx: ForwardContext) -> Callable[[jax.Array, dict[s
         with jax.named_scope("attention"):
             h_BTD = rms_norm(x_BTD, weights["attention_norm"], c.norm_epsilon)
             products = ctx.column_parallel(_linears, h_BTD, [weights[name] for name in ("query", "key", "value")])
-            q_BTNH, k_BTKH, v_BTKH = _qkv(c, products, weights, cos_sin)
-            out_BTNH = ctx.attend(q_BTNH, k_BTKH, v_BTKH, window=c.sliding_window)
-            y_BTD = ctx.row_parallel(_attention_out, out_BTNH, weights["attention_out"])
+            qkv, w_NHD = _qkv(c, products, weights, cos_sin), weights["attention_out"]
+            y_BTD = ctx.attend_row_parallel(_attention_out, *qkv, w_NHD, window=c.sliding_window)
             return checkpoint_name(x_BTD + ctx.dropout(y_BTD, 2 * index + 1), ATTN_RESIDUAL)
 
     return attention

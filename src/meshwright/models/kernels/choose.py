@@ -94,6 +94,12 @@ def _splash(block: int) -> Kernels:
     return splash_kernels(block)
 
 
+def _splash_fused(block: int) -> Kernels:
+    from meshwright.models.kernels.splash import splash_kernels
+
+    return splash_kernels(block, backward_kernels=1)
+
+
 def _cudnn(block: int) -> Kernels:
     from meshwright.models.kernels.cudnn import cudnn_kernels
 
@@ -101,21 +107,29 @@ def _cudnn(block: int) -> Kernels:
 
 
 KERNELS: dict[str, Callable[[int], Kernels]] = {
-    "reference": _reference, "blocked": _blocked, "splash": _splash, "cudnn": _cudnn
+    "reference": _reference, "blocked": _blocked, "splash": _splash, "splash_fused": _splash_fused, "cudnn": _cudnn
 }  # fmt: skip
 """Kernels by name, each a function of the largest block of queries and keys."""
 
-# What "auto" tries, by `jax.Device.platform`, best first; "blocked" supports everything.
+# What "auto" tries, by `jax.Device.platform`, best first; "blocked" supports everything. The fused backward kernel is
+# slower than two on v5p and faster on tpu7x (public MaxText recipes, measured on both; docs/log.md).
 AUTO: dict[str, tuple[str, ...]] = {"cpu": ("reference",), "tpu": ("splash",), "gpu": ("cudnn",), "cuda": ("cudnn",)}
+AUTO_BY_CHIP: dict[str, tuple[str, ...]] = {"tpu7x": ("splash_fused",)}
 
 
 def kernels_of(
-    training: Training, spec: "ModelSpec", sequence: SequenceSplit, platform: str, installed: bool = False
+    training: Training,
+    spec: "ModelSpec",
+    sequence: SequenceSplit,
+    platform: str,
+    chip: str | None = None,
+    installed: bool = False,
 ) -> Kernels:
     """Chooses the attention kernel of a placed run, as `choose_kernels`."""
     return choose_kernels(
         training.attention_kernel,
         platform,
+        chip=chip,
         block=training.attention_block,
         remat=training.remat,
         head_sizes=tuple(sorted({a.head_size for a in spec.attention})),
@@ -134,14 +148,15 @@ def choose_kernels(
     head_sizes: tuple[int, ...],
     dtype: str,
     sequence: SequenceSplit,
+    chip: str | None = None,
     installed: bool = False,
 ) -> Kernels:
     """Chooses the attention kernel of a run, before anything is traced.
 
     name: "auto", a row of KERNELS, or a `Kernels` named as `module:attribute`.  platform: `jax.Device.platform`.
-    block: largest block of queries and keys, for kernels that take one.  remat: remat policy.  head_sizes: of the
-    layers.  dtype: compute dtype.  sequence: split over `context`.  installed: whether libraries count as present, as
-    on the hardware that a plan is for.
+    chip: name in `chips.CHIPS`, if it is known.  block: largest block of queries and keys, for kernels that take one.
+    remat: remat policy.  head_sizes: of the layers.  dtype: compute dtype.  sequence: split over `context`.
+    installed: whether libraries count as present, as on the hardware that a plan is for.
 
     The result's `name` is the attention that runs: "ring of splash" where keys go around a ring. Raises ConfigError
     where the named kernel does not support the run, or would not be used.
@@ -155,7 +170,8 @@ def choose_kernels(
 
     if name == "auto":
         reasons: list[str] = []
-        for kernels in (KERNELS[candidate](block) for candidate in (*AUTO.get(platform, ()), "blocked")):
+        names = (*AUTO_BY_CHIP.get(chip or "", AUTO.get(platform, ())), "blocked")
+        for kernels in (KERNELS[candidate](block) for candidate in names):
             reason = refusal(kernels)
             if reason is None:
                 return _in_strategy(dataclasses.replace(kernels, note="; ".join(reasons)), sequence)

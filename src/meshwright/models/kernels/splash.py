@@ -36,6 +36,10 @@ class SplashChunks:
 
     block: int = 512
     """Largest block of queries and of keys."""
+    backward_kernels: int = 2
+    """2 compute the gradients of the queries apart from those of keys and values, each from its own scores: seven
+    matrix products. 1 computes all from the same scores with five, and writes the queries' gradient once per block of
+    keys."""
     interpret: Any = False
     """Runs the Pallas kernel in interpret mode on a CPU."""
 
@@ -79,7 +83,8 @@ class SplashChunks:
     def _kernel(self, queries: Queries, keys: Keys, mask: ChunkMask) -> Any:
         T, N = queries.q_BTNH.shape[1:3]
         S = keys.k_BSKH.shape[1]
-        return _kernel((T, S), N, mask, (block_size(T, self.block), block_size(S, self.block)), self.interpret)
+        blocks = block_size(T, self.block), block_size(S, self.block)
+        return _kernel((T, S), N, mask, blocks, self.backward_kernels, self.interpret)
 
 
 def _heads_first(queries: Queries, keys: Keys) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -94,7 +99,9 @@ def block_size(seq: int, largest: int) -> int:
 
 
 @functools.lru_cache(maxsize=32)
-def _kernel(shape: tuple[int, int], heads: int, mask: ChunkMask, blocks: tuple[int, int], interpret: Any) -> Any:
+def _kernel(
+    shape: tuple[int, int], heads: int, mask: ChunkMask, blocks: tuple[int, int], backward_kernels: int, interpret: Any
+) -> Any:
     # Importing Pallas takes 0.4 s, which only a TPU's step is worth.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -107,9 +114,8 @@ def _kernel(shape: tuple[int, int], heads: int, mask: ChunkMask, blocks: tuple[i
     else:
         visible = masks.LocalMask(shape, (mask.window - 1, 0), mask.distance)
     q, kv = blocks
-    sizes = splash.BlockSizes(
-        block_q=q, block_kv=kv, block_q_dkv=q, block_kv_dkv=kv, block_q_dq=q, block_kv_dq=kv
-    )  # fmt: skip
+    queries_apart = {"block_q_dq": q, "block_kv_dq": kv} if backward_kernels == 2 else {"use_fused_bwd_kernel": True}
+    sizes = splash.BlockSizes(block_q=q, block_kv=kv, block_q_dkv=q, block_kv_dkv=kv, **queries_apart)
     # The kernel's block tables are constants of the program, even while a caller is being traced.
     with jax.ensure_compile_time_eval():
         return splash.make_splash_mha(
@@ -122,10 +128,11 @@ def _kernel(shape: tuple[int, int], heads: int, mask: ChunkMask, blocks: tuple[i
         )
 
 
-def splash_kernels(block: int, interpret: Any = False) -> Kernels:
-    """Returns splash attention with blocks of at most `block` queries and keys."""
-    chunks = SplashChunks(block, interpret).attention()
-    return Kernels("splash", self_attention_of(chunks), unsupported=_unsupported, chunk_attention=chunks)
+def splash_kernels(block: int, backward_kernels: int = 2, interpret: Any = False) -> Kernels:
+    """Returns splash attention with blocks of at most `block` queries and keys. backward_kernels: see SplashChunks."""
+    chunks = SplashChunks(block, backward_kernels, interpret).attention()
+    name = "splash" if backward_kernels == 2 else "splash_fused"
+    return Kernels(name, self_attention_of(chunks), unsupported=_unsupported, chunk_attention=chunks)
 
 
 def _unsupported(shapes: AttentionShapes) -> str | None:
