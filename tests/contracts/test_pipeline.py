@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import jax
 import numpy as np
@@ -81,6 +82,36 @@ def test_a_ring_inside_the_stages(strategy: str, family: str, mesh: str, schedul
     one, many = train_on_one_device(run, STEPS), train(run, STEPS)
     assert_same_steps(many, one)
     np.testing.assert_allclose(many.evaluate(), one.evaluate(), rtol=1e-5)
+
+
+KEEPS = {"stage_saves": "layers"}
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "schedule", "changes"),
+    [
+        ("llama", "stage=2,data=2", "1f1b", {"remat": "projections"}),
+        pytest.param("llama", "stage=2,fsdp=2,tensor=2", "gpipe", {"remat": "full"}, marks=exhaustive),
+        pytest.param("qwen-like", "stage=2,tensor=2", "zbv", {"remat": "attention"}, marks=exhaustive),
+        pytest.param("mixtral", "stage=2,expert=2", "interleaved", {"remat": "none"}, marks=exhaustive),
+        pytest.param("gpt2", "stage=2,context=2", "1f1b", {"context_strategy": "ring"}, marks=exhaustive),
+        pytest.param("llama", "stage=2,fsdp=2", "outside.extensions.zbv:zbv", {"remat": "none"}, marks=exhaustive),
+    ],
+)
+def test_stages_that_keep_what_remat_saves(family: str, mesh: str, schedule: str, changes: dict[str, Any]) -> None:
+    model = dataclasses.replace(MODELS[family], layers=4)
+    run = tiny_run(model, mesh, microbatches=4, pipeline_schedule=schedule, **KEEPS, **changes)
+    assert_same_steps(train(run, STEPS), train_on_one_device(run, STEPS))
+
+
+def test_a_stage_that_keeps_everything_recomputes_nothing() -> None:
+    run = tiny_run(MODELS["llama"], "stage=2", microbatches=4, dropout=0.0, remat="none", **KEEPS)
+    by_phase = dict.fromkeys(("forward", "recomputed", "backward"), 0.0)
+    for matmul in census_of_train_step(device_run_of(run)).flops.matmuls:
+        by_phase[matmul.phase] += matmul.flops
+    # The loss recomputes its logits, and blocked attention its scores.
+    assert by_phase["recomputed"] < 0.2 * by_phase["forward"]
+    assert by_phase["backward"] == pytest.approx(2 * by_phase["forward"], rel=0.2)
 
 
 @pytest.mark.parametrize(
