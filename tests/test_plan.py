@@ -207,7 +207,7 @@ def test_the_parts_of_a_step_are_all_of_it() -> None:
 
 
 def test_a_free_running_pipeline_has_the_bubble_of_its_formula() -> None:
-    busy = {"forward": 1.0, "recomputation": 0.0, "backward": 2.0}
+    busy = {"forward": 1.0, "stage": 1.0, "recomputation": 0.0, "backward": 2.0}
     tasks = build_counts("1f1b", 4, 8, 1)
     parts = dict.fromkeys(("recomputation", "bubble"), 0.0)
     # Narayanan et al. 2021, section 2.2: (P - 1)/M of the work.
