@@ -10,9 +10,9 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_opti
 import jax
 import pytest
 
-from meshwright.hardware.mesh import enable_compilation_cache
+from meshwright.hardware.mesh import enable_compilation_cache, prepare_host
 
-jax.config.update("jax_num_cpu_devices", 8)
+prepare_host(8)
 _COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "compiled"
 _COMPILED.mkdir(parents=True, exist_ok=True)
 enable_compilation_cache(_COMPILED)

@@ -8,7 +8,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-jax.config.update("jax_num_cpu_devices", 16)
+from meshwright.hardware.mesh import prepare_host
+
+prepare_host(16)
 sys.path.insert(0, str(Path(__file__).parent))
 
 from tiny_runs import MODELS, largest_difference, tiny_run, train

@@ -1,33 +1,36 @@
 """The search for plans: what it ranks, how it explains, the plan file, and the command."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_cli import meshwright
+from tiny_runs import MODELS, tiny_run
 
 from meshwright.config import MeshShape, Model
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target
 from meshwright.models.model import LayerSpec, ModelSpec, padded_vocab
+from meshwright.planner.automatic import with_best_remat
 from meshwright.planner.candidates import split_size
 from meshwright.planner.estimate import estimate
 from meshwright.planner.explain import alternatives, differences, explain_mesh, memory_remedies, mesh_axes
 from meshwright.planner.plan_file import read_plan, write_plan
 from meshwright.planner.search import (
     SearchResult,
-    _room,
     price_run,
     remat_policies,
+    room_of,
     search,
-    with_best_remat,
     with_tokens_per_step,
 )
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.recipe import find_recipe
 from meshwright.sharding.params import Param
+from meshwright.sharding.schedules import SCHEDULES
 
 
 @pytest.fixture(scope="module")
@@ -207,16 +210,38 @@ def test_remat_that_fits_the_memory_there_is(recipe: str, mesh: str, target: str
     run = dataclasses.replace(run, mesh=MeshShape.parse(mesh), training=training)
     machine = parse_target(target)
     chosen = price_run(with_best_remat(run, machine), machine)
-    assert chosen.estimate.fits and chosen.estimate.bytes <= _room(machine)
+    assert chosen.estimate.fits and chosen.estimate.bytes <= room_of(machine)
     saved, layers = chosen.run.training.saved_layers, len(chosen.placed.spec.layers)
     for remat in remat_policies(machine):
         other = price_run(dataclasses.replace(run, training=dataclasses.replace(training, remat=remat)), machine)
-        assert other.estimate.bytes > _room(machine) or other.estimate.seconds >= chosen.estimate.seconds
+        assert other.estimate.bytes > room_of(machine) or other.estimate.seconds >= chosen.estimate.seconds
     if 0 < saved < layers:
         more = dataclasses.replace(chosen.run.training, saved_layers=saved + 1)
-        assert price_run(dataclasses.replace(run, training=more), machine).estimate.bytes > _room(machine)
+        assert price_run(dataclasses.replace(run, training=more), machine).estimate.bytes > room_of(machine)
     given = dataclasses.replace(run, training=dataclasses.replace(training, remat="full"))
     assert with_best_remat(given, machine) == given  # a policy that is named is kept
+
+
+def test_the_pipeline_schedule_is_the_fastest_that_fits() -> None:
+    run, machine = find_recipe("llama3-8b"), parse_target("v5p:2x4x4")
+    training = dataclasses.replace(run.training, batch=128, seq=4096, microbatches=16)
+    run = dataclasses.replace(run, mesh=MeshShape.parse("stage=4,fsdp=8"), training=training)
+    chosen = with_best_remat(run, machine)
+    best = price_run(chosen, machine).estimate
+    assert "auto" not in (chosen.training.pipeline_schedule, chosen.training.stage_saves, chosen.training.remat)
+    assert best.fits
+    for schedule, saves in itertools.product(SCHEDULES, ("layers", "input")):
+        other = dataclasses.replace(training, pipeline_schedule=schedule, stage_saves=saves)
+        estimate = price_run(with_best_remat(dataclasses.replace(run, training=other), machine), machine).estimate
+        assert estimate.seconds >= best.seconds or estimate.bytes > room_of(machine)
+    # Nothing that is named is changed.
+    named = dataclasses.replace(training, remat="full", pipeline_schedule="gpipe", stage_saves="input")
+    assert with_best_remat(dataclasses.replace(run, training=named), machine).training == named
+
+
+def test_what_a_stage_keeps_is_on_the_device() -> None:
+    with pytest.raises(ConfigError, match="remat policy that does not offload"):
+        place_run(tiny_run(MODELS["llama"], "stage=2", remat="offload", stage_saves="layers"))
 
 
 def test_saved_layers_that_cannot_be() -> None:

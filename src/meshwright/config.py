@@ -215,6 +215,7 @@ class Optimizer:
 Remat = Literal[
     "auto", "none", "attention", "projections", "feed_forward", "attention_out", "full", "offload_attention", "offload"
 ]
+StageSaves = Literal["auto", "input", "layers"]
 ContextStrategy = Literal["ring", "all_gather", "ulysses", "usp"]
 GatherAhead = Literal["auto", "layer", "none"]
 TensorStrategy = Literal["auto", "ring", "gather"]
@@ -239,9 +240,10 @@ class Training:
     microbatches: int = 1
     """Gradient accumulation: parts of the batch computed one after another; with `stage` they follow each other
     through the pipeline."""
-    pipeline_schedule: str = "1f1b"
-    """Pipeline schedule: 1f1b, gpipe, interleaved, zero_bubble, circular, or module:attribute of a
-    `PipelineSchedule`."""
+    pipeline_schedule: str = "auto"
+    """Pipeline schedule: 1f1b, interleaved, zbv, gpipe, zero_bubble, circular, or module:attribute of a
+    `PipelineSchedule`. `auto` takes the one of the first three with the shortest predicted step that fits, and 1f1b
+    where the chip is unknown."""
     virtual_stages: int = 2
     """Virtual stages: chunks of layers on each stage, for schedules that use them (interleaved, circular)."""
     seed: Annotated[int, tyro.conf.arg(aliases=["--seed"])] = 0
@@ -265,6 +267,10 @@ class Training:
     but the attention kernel (attention_out), or the whole layer (full). On TPUs the layer inputs can wait in host
     memory (offload), with the attention outputs (offload_attention). `auto` takes the policy with the shortest
     predicted step that fits the chip's memory, and full where the chip is unknown."""
+    stage_saves: StageSaves = "auto"
+    """What a pipeline stage saves between the forward and the backward pass of a microbatch: its input, from which the
+    backward pass recomputes the stage's layers (input), or what `remat` saves of every layer (layers). `auto` takes
+    what has the shortest predicted step that fits, and input where the chip is unknown."""
     saved_layers: int = 0
     """Layers, from the first, that save the outputs of all projections; the others follow `remat`. With `remat auto` it
     is as many as fit. Not with pipeline stages."""

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from meshwright.analysis.census import Census, ProgramFacts, census
 from meshwright.analysis.lint import Finding, lint_precision
 from meshwright.analysis.self_check import FlopsBand
-from meshwright.analysis.simulate import TargetDevices, Ticks
+from meshwright.analysis.simulate import TargetDevices
 from meshwright.comm import collectives, hierarchical, ragged
 from meshwright.data.batch import Batch
 from meshwright.hardware.chips import Torus
@@ -26,9 +26,9 @@ from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding import params
 from meshwright.sharding.layouts import VOCAB_AXES
 from meshwright.sharding.params import named_leaves
-from meshwright.sharding.schedule_table import ScheduleTable
+from meshwright.sharding.schedule_table import FORWARD, ScheduleTable
 from meshwright.step.device_run import DeviceRun
-from meshwright.step.pipeline import LOSS_SCOPE, SCOPES, branch_ticks
+from meshwright.step.pipeline_ticks import branch_ticks, repeats_forward, tick_scopes
 from meshwright.step.train_step import build_eval_step, build_train_step
 
 _CATEGORIES = {
@@ -86,6 +86,9 @@ def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
     }
     layers, parts = len(placed.spec.layers), placed.shape.stage * (placed.virtual_stages or 1)
     uneven = -(-layers // parts) * parts / layers if placed.shape.stage > 1 else 1.0
+    if placed.shape.stage > 1 and device_run.local_model.permutes:
+        # A stage without a task computes beside the others.
+        uneven *= placed.schedule_table.ticks_of(FORWARD) / (run.training.microbatches * placed.virtual_stages)
     most = _SLACK * uneven * sum(factors.get(item, again) * flops for item, flops in items.items())
     return FlopsBand(
         _COUNTED * sum(items.values()),
@@ -119,8 +122,8 @@ def census_of_train_step(device_run: DeviceRun, target: Target | None = None) ->
         model_flops=model_flops(device_run, 3.0),
         skipped=skipped_by_kernels(placed),
         flops_band=flops_band(device_run, 3.0),
-        branches=_branches(placed.schedule_table) if pipelined else {},
-        ticks=_ticks(placed.schedule_table) if pipelined else {},
+        branches=_branches(placed.schedule_table, device_run) if pipelined else {},
+        ticks=tick_scopes(placed.schedule_table, device_run.local_model.permutes) if pipelined else {},
         library_files=_LIBRARY_FILES,
     )
     result = census(
@@ -161,7 +164,7 @@ def census_of_eval_step(device_run: DeviceRun) -> Census:
         model_flops=model_flops(device_run, 1.0),
         skipped=skipped_by_kernels(device_run.placed),
         flops_band=flops_band(device_run, 1.0),
-        branches={} if table is None else _branches(table),
+        branches={} if table is None else _branches(table, device_run),
         library_files=_LIBRARY_FILES,
     )
     return census(
@@ -200,19 +203,14 @@ def causal_fraction(spec: ModelSpec, seq: int) -> float:
     return sum(weight * fraction for weight, fraction in flops) / total if total else 0.5
 
 
-def _ticks(table: ScheduleTable) -> Ticks:
-    """Counts the ticks of a pipeline schedule by the branches that run in them on some stage."""
-    return {frozenset(SCOPES[task] for task in tasks): count for tasks, count in table.concurrent_tasks.items()}
-
-
-def _branches(table: ScheduleTable) -> Branches:
+def _branches(table: ScheduleTable, device_run: DeviceRun) -> Branches:
     """Returns how often the branches of a pipeline's tick are taken.
 
-    A backward branch computes its forward pass again; the branch of the loss computes it for the first time.
+    A backward branch computes its forward pass again; the branches of forward pass and loss do it for the first time.
     """
     return {
-        scope: BranchScope(taken, ticks, recomputes=scope != LOSS_SCOPE)
-        for scope, (taken, ticks) in branch_ticks(table).items()
+        scope: BranchScope(taken, ticks, recomputes=repeats_forward(scope))
+        for scope, (taken, ticks) in branch_ticks(table, device_run.local_model.permutes).items()
     }
 
 

@@ -30,8 +30,8 @@ _OFFLOADED = ("call-start", "custom-call-start")
 _ROUNDING = 1e-6
 """Relative error of sums of floating-point times."""
 
-Ticks = Mapping[frozenset[str], int]
-"""Ticks of a pipeline schedule: scopes of the branches that run on some stage in a tick -> number of such ticks."""
+Ticks = Mapping[frozenset[frozenset[str]], int]
+"""Ticks of a pipeline schedule: scopes of the branches that each stage takes in a tick -> number of such ticks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ def simulate_schedule(
     """Simulates the program of one device.
 
     mesh: degree of each axis, outermost first.  skipped: what kernels leave out of their operands.
-    ticks: of a pipeline; stages that run different branches in a tick wait for the longest.
+    ticks: of a pipeline; the stages wait in a tick for the one whose branches take longest.
     """
     simulator = _Simulator(module, target, dict(mesh), skipped, dict(ticks or {}))
     totals = simulator.run(module.entry.name)
@@ -131,6 +131,9 @@ class _Simulator:
         for instruction in computation.instructions.values():
             self._instruction(computation, instruction, timeline)
         timeline.wait_for_all()
+        bubble = self._bubble(computation) if self.ticks else 0.0
+        timeline.totals.bubble += bubble
+        timeline.now += bubble
         timeline.totals.seconds = timeline.now
         return timeline.totals
 
@@ -181,32 +184,32 @@ class _Simulator:
         timeline.begin(start.name, "memory", "memory", seconds, "", self._label(start))
 
     def _conditional(self, timeline: Timeline, instruction: Instruction) -> None:
-        """Simulates a conditional: the branches of a pipeline's tick, or the longest of any other."""
+        """Simulates a conditional: its longest branch, as often as it is taken."""
         bodies = [self.module.computations[name] for name in instruction.called]
         totals = [self.run(body.name) for body in bodies]
-        scopes = [scope_of_branch(self.module, body) for body in bodies]
-        in_ticks = {scope for together in self.ticks for scope in together}
-        if any(scope in in_ticks for scope in scopes if scope):
-            by_scope = {scope: t for scope, t in zip(scopes, totals, strict=True) if scope}
-            timeline.enter(self._label(instruction), self._mean_tick(by_scope), 1)
-            return
         longest = max(range(len(bodies)), key=lambda i: totals[i].seconds)
         branch = known_branch(self.module, bodies[longest])
         timeline.enter(self._label(instruction), totals[longest], branch.taken / branch.executions if branch else 1.0)
 
-    def _mean_tick(self, by_scope: Mapping[str, Totals]) -> Totals:
-        """Averages the branches over all ticks; a tick lasts as long as the longest branch on any stage."""
-        mean = Totals()
-        for scope, totals in by_scope.items():
-            branch = self.module.branches[scope]
-            mean.add(totals, branch.taken / branch.executions)
+    def _bubble(self, computation: Computation) -> float:
+        """Returns the mean seconds for which a stage waits for the others, if a computation is a pipeline's tick.
+
+        What is not in a branch takes all stages the same time.
+        """
+        conditionals = (i for i in computation.instructions.values() if i.opcode == "conditional")
+        bodies = [self.module.computations[name] for i in conditionals for name in i.called]
+        in_ticks = {scope for stages in self.ticks for scopes in stages for scope in scopes}
+        scoped = ((scope_of_branch(self.module, body), body) for body in bodies)
+        seconds = {scope: self.run(body.name).seconds for scope, body in scoped if scope in in_ticks}
+        if not seconds:
+            return 0.0
+        branches = {scope: self.module.branches[scope] for scope in seconds if scope is not None}
+        own = sum(branch.taken * seconds[scope] for scope, branch in branches.items())
         lockstep = sum(
-            count * max((by_scope[scope].seconds for scope in together if scope in by_scope), default=0.0)
-            for together, count in self.ticks.items()
-        ) / max(1, sum(self.ticks.values()))
-        mean.bubble += max(0.0, lockstep - mean.seconds)
-        mean.seconds = max(lockstep, mean.seconds)
-        return mean
+            count * max((sum(seconds.get(scope, 0.0) for scope in scopes) for scopes in stages), default=0.0)
+            for stages, count in self.ticks.items()
+        )
+        return max(0.0, lockstep - own) / max(branch.executions for branch in branches.values())
 
     def _collective(self, instruction: Instruction) -> Instruction | None:
         """Returns the collective that an instruction is, or the one inside its fusion or asynchronous computation."""

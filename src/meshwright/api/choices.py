@@ -7,14 +7,17 @@ from meshwright.config import Run
 
 
 def choose_for_devices(run: Run, devices: Sequence[Any]) -> Run:
-    """Returns the run with the remat policy that is fastest on `devices`, where it leaves the policy open.
+    """Returns the run with the remat policy, and the pipeline schedule, that is fastest on `devices`, where it leaves
+    them open.
 
     Unchanged on simulated devices and on chips of which nothing is known. run: with its mesh and vocabulary.
     """
-    if run.training.remat != "auto" or devices[0].platform == "cpu":
+    training = run.training
+    open_choices = "auto" in (training.remat, training.pipeline_schedule, training.stage_saves)
+    if not open_choices or devices[0].platform == "cpu":
         return run
+    from meshwright.planner.automatic import with_best_remat
     from meshwright.planner.forecast import local_target  # training with a given policy needs no planner
-    from meshwright.planner.search import with_best_remat
 
     known = local_target(devices, None)
     return run if known is None else with_best_remat(run, known[0])

@@ -16,10 +16,11 @@ from meshwright.errors import ConfigError
 from meshwright.formatting import format_bytes, parse_count
 from meshwright.hardware.mesh import default_cache_folder
 from meshwright.hardware.targets import Target, parse_target
+from meshwright.planner.automatic import with_best_remat
 from meshwright.planner.calibration import calibrate_target
 from meshwright.planner.explain import nothing_fits
 from meshwright.planner.plan_file import write_plan
-from meshwright.planner.search import Plan, price_run, search, with_best_remat, with_tokens_per_step
+from meshwright.planner.search import Plan, price_run, search, with_tokens_per_step
 from meshwright.runs.recipe import find_recipe
 
 

@@ -30,10 +30,10 @@ from meshwright.formatting import format_bytes
 from meshwright.hardware import mesh
 from meshwright.hardware.aot import topology_devices
 from meshwright.hardware.targets import Target
+from meshwright.planner.automatic import with_best_remat
 from meshwright.planner.estimate import Estimate, estimate
 from meshwright.planner.explain import memory_remedies
 from meshwright.planner.plan_file import is_plan, read_plan
-from meshwright.planner.search import with_best_remat
 from meshwright.report.console import open_console
 from meshwright.runs.placed_run import place_run
 from meshwright.step.device_run import DeviceRun, place_on_devices

@@ -66,7 +66,8 @@ def _place(options: ShowOptions) -> PlacedRun:
     shape = run.mesh or MeshShape()
     legal = dataclasses.replace(run.training, batch=shape.size * run.training.microbatches)
     placed = place_run(dataclasses.replace(run, training=legal), shape)
-    return dataclasses.replace(placed, run=dataclasses.replace(placed.run, training=run.training))
+    training = dataclasses.replace(placed.run.training, batch=run.training.batch)
+    return dataclasses.replace(placed, run=dataclasses.replace(placed.run, training=training))
 
 
 def _print_pictures(

@@ -25,6 +25,10 @@ def prepare_host(devices: int | None) -> None:
     simulated = devices or 1
     if simulated == 1:
         _keep_heap()
+    else:
+        # A collective blocks a thread of XLA:CPU's pool on every device, and a pipeline has several in flight. With a
+        # thread per device, the default, some devices then wait for others that have no thread left.
+        os.environ.setdefault("NPROC", str(4 * simulated))
     jax.config.update("jax_num_cpu_devices", simulated)
 
 

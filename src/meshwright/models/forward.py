@@ -55,6 +55,11 @@ class LocalModel:
         """Layers of each stack, in order."""
         return self.model.spec().stacks
 
+    @property
+    def permutes(self) -> bool:
+        """Whether a layer sends values around a ring of devices: attention in a ring, collective matmuls."""
+        return self.sequence.is_ring or bool(self.tensor_ring)
+
     def context(self, batch: Batch, dropout: Dropout) -> ForwardContext:
         """Returns what every layer needs besides its parameters."""
         attend = build_attend(self.sequence, batch.segments, self.kernels)

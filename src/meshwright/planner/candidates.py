@@ -16,6 +16,9 @@ from meshwright.sharding.schedules import find_schedule
 _MAX_TENSOR, _MAX_STAGES, _MAX_CONTEXT = 64, 32, 64
 _MAX_MICROBATCHES = 128
 """Microbatches of a pipeline."""
+SCHEDULES_TRIED = ("1f1b", "interleaved", "zbv")
+"""Pipeline schedules that are priced. Of the others gpipe and circular take as long as 1f1b and interleaved and hold
+more inputs, and zero_bubble repeats work."""
 _MIN_LOCAL_SEQ = 1024
 """Tokens per device below which a sequence is not split further."""
 
@@ -101,8 +104,9 @@ def candidate_schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
     counts = counts or [min(local_batch, shape.stage)]
     chosen = sorted({min(counts, key=lambda m: abs(m - k * shape.stage)) for k in (2, 4, 8)})
     for microbatches in chosen:
-        # In a lockstep pipeline a forward pass next to a backward pass waits for it: GPipe is faster, 1F1B smaller.
-        for schedule in dict.fromkeys(("gpipe", "circular", "1f1b", training.pipeline_schedule)):
+        for schedule in dict.fromkeys((*SCHEDULES_TRIED, training.pipeline_schedule)):
+            if schedule == "auto":
+                continue
             parts = shape.stage * find_schedule(schedule).virtual_stages_for(2)
             if parts > shape.stage and parts > len(run.model.spec().layers):
                 continue
@@ -113,14 +117,11 @@ def candidate_schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
 
 
 def _context_strategy(run: Run, shape: MeshShape) -> ContextStrategy:
-    """Returns the context strategy of a mesh: Ulysses where the heads divide, else a ring (all-gather in a pipeline).
-
-    A ring cannot run inside the branches of a pipeline (runs/composition.py).
-    """
+    """Returns the context strategy of a mesh: Ulysses where the heads divide, else a ring."""
     kv_heads = run.model.spec().kv_heads
     if kv_heads is not None and kv_heads // shape.tensor % shape.context == 0:
         return "ulysses"
-    return "all_gather" if shape.stage > 1 else "ring"
+    return "ring"
 
 
 def accumulation_counts(run: Run, shape: MeshShape) -> list[int]:

@@ -8,7 +8,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
 
-from meshwright.config import Remat
+from meshwright.config import Remat, StageSaves
 from meshwright.hardware.axis_mapping import AxisMapping, map_axes
 from meshwright.hardware.chips import Chip, Torus
 from meshwright.hardware.interconnect import Route, route
@@ -19,6 +19,8 @@ from meshwright.planner.engines import MESHWRIGHT, Engine
 from meshwright.planner.memory_model import (
     FRAGMENTATION,
     gathers_ahead,
+    keeps_stages,
+    kept_bytes,
     memory_by_category,
     offloaded_bytes,
     sharded_elements,
@@ -115,9 +117,16 @@ def estimate(placed: PlacedRun, target: Target, engine: Engine = MESHWRIGHT) -> 
     return _mixed(others, saving, saved)
 
 
-def with_remat(placed: PlacedRun, remat: Remat, saved_layers: int = 0) -> PlacedRun:
-    """Returns the placed run with another remat policy, on which no placement depends."""
-    training = dataclasses.replace(placed.run.training, remat=remat, saved_layers=saved_layers)
+def with_remat(
+    placed: PlacedRun, remat: Remat, saved_layers: int = 0, stage_saves: StageSaves | None = None
+) -> PlacedRun:
+    """Returns the placed run with another remat policy, on which no placement depends; `stage_saves` of None stays."""
+    training = dataclasses.replace(
+        placed.run.training,
+        remat=remat,
+        saved_layers=saved_layers,
+        stage_saves=stage_saves or placed.run.training.stage_saves,
+    )
     return dataclasses.replace(placed, run=dataclasses.replace(placed.run, training=training))
 
 
@@ -156,8 +165,13 @@ def _estimate(placed: PlacedRun, target: Target, engine: Engine) -> Estimate:
         kernels = kernels_of(training, placed.spec, placed.sequence, platform_of(chip), chip.name, installed=True)
         score_bytes = {} if kernels.fused else score_bytes
     compute = {name: _layers_seconds(work, again, name, target, score_bytes.get(name, 0)) for name in PASSES}
+    # A stage copies what it keeps into the slot of the microbatch, and out of it.
+    copied = 2 * kept_bytes(placed, work) / (chip.hbm_bandwidth * target.efficiency.hbm)
+    for name in ("forward", "backward"):
+        compute[name]["elementwise"] += copied
     unembedding = _unembedding_seconds(work, target)
     busy = {name: sum(compute[name].values()) for name in PASSES}
+    busy["stage"] = busy["forward"] if tasks is not None and not keeps_stages(placed) else 0.0
     exposed, links, routes = _communication(
         movements(placed, work, again), mapping, target, _overlap_room(busy, unembedding, microbatches)
     )
@@ -203,8 +217,8 @@ def _overlap_room(busy: dict[str, float], unembedding: float, microbatches: int)
     """Seconds of computation that communication of each pass can overlap with."""
     return {
         "forward": microbatches * (busy["forward"] + unembedding / 3),
-        "recomputation": microbatches * busy["recomputation"],
-        "backward": microbatches * (busy["backward"] + busy["recomputation"] + unembedding * 2 / 3),
+        "recomputation": microbatches * (busy["recomputation"] + busy["stage"]),
+        "backward": microbatches * (busy["backward"] + busy["recomputation"] + busy["stage"] + unembedding * 2 / 3),
         "step": 0.0,
     }
 

@@ -81,10 +81,13 @@ def memory_by_category(placed: PlacedRun, work: Work, in_flight: float, ahead: b
     # Ahead: the gradients of the layer above, not yet reduced, and the first weights of the layer below.
     carried = compute * _carried_elements(placed) if ahead else 0.0
     layer = from_host + one_layer * (2 * compute + reduce) + carried + inner
-    activations = _saved_bytes(placed, work, compute) * work.layers
+    # One part of a stage at a time; without a pipeline it is the model.
+    part = _saved_bytes(placed, work, compute) * work.layers / placed.virtual_stages
+    parts_kept = in_flight if keeps_stages(placed) else 0.0
+    activations = part * (1 + parts_kept)
     if shape.stage > 1:
-        # A stage keeps the inputs of its microbatches; what its layers keep exists for one microbatch at a time.
         activations += in_flight * work.tokens / shape.tensor * work.width * compute
+    all_layers *= (1 + parts_kept) / placed.virtual_stages
     return {
         "parameters": sharded * param,
         "optimizer state": state_bytes(placed),
@@ -93,6 +96,22 @@ def memory_by_category(placed: PlacedRun, work: Work, in_flight: float, ahead: b
         "gathered weights": compute * all_layers if everything_kept else 0.0,
         "one layer" if layer > loss else "loss and its table": max(layer, loss),
     }
+
+
+def keeps_stages(placed: PlacedRun) -> bool:
+    """Returns whether a pipeline stage keeps what its backward passes read (`training.stage_saves`)."""
+    return placed.shape.stage > 1 and placed.run.training.stage_saves == "layers"
+
+
+def kept_bytes(placed: PlacedRun, work: Work) -> float:
+    """Returns the bytes that the stages of a pipeline keep of a microbatch, on a device; 0 where they keep inputs."""
+    if not keeps_stages(placed):
+        return 0.0
+    training = placed.run.training
+    compute = jnp.dtype(training.compute_dtype).itemsize
+    everything_kept = REMAT_POLICIES[training.remat].saved is None
+    weights = compute * _gathered_elements(placed)[1] if everything_kept else 0.0
+    return _saved_bytes(placed, work, compute) * work.layers + weights
 
 
 @cached_by_layout

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from typing import Any
 
-from meshwright.config import MeshShape, Remat, Run
+from meshwright.config import MeshShape, Remat, Run, StageSaves
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import Nodes, Torus
 from meshwright.hardware.targets import Target
@@ -31,6 +31,8 @@ REMAT_ORDER: tuple[Remat, ...] = (
     "offload",
 )
 """Remat policies, from the one that recomputes least to the one that saves least on the device."""
+STAGE_SAVES: tuple[StageSaves, ...] = ("layers", "input")
+"""What a pipeline stage may save, from that which recomputes less."""
 OFFLOADING = tuple(name for name in REMAT_ORDER if REMAT_POLICIES[name].offloaded)
 """Remat policies that use the memory of the host."""
 _SLOWER = 1.5
@@ -77,6 +79,7 @@ class Plan:
         if self.mesh.stage > 1:
             virtual_stages = self.placed.virtual_stages
             features.append(training.pipeline_schedule + (f" x{virtual_stages}" if virtual_stages > 1 else ""))
+            features += ["stage inputs saved"] if training.stage_saves == "input" else []
         if self.mesh.context > 1:
             features.append(training.context_strategy)
         return f"{self.mesh}, {', '.join(features)}"
@@ -103,28 +106,17 @@ def price_run(run: Run, target: Target) -> Plan:
     return Plan(placed, estimate(placed, target))
 
 
-def remat_policies(target: Target) -> tuple[Remat, ...]:
-    """Returns the remat policies of a target: offloading is for TPUs alone, because XLA ignores it on GPUs."""
-    on_tpu = isinstance(target.chip.interconnect, Torus)
-    return REMAT_ORDER if on_tpu else tuple(name for name in REMAT_ORDER if name not in OFFLOADING)
+def remat_policies(target: Target, stage_saves: StageSaves | None = None) -> tuple[Remat, ...]:
+    """Returns the remat policies of a target: offloading is for TPUs alone, because XLA ignores it on GPUs.
 
-
-def with_best_remat(run: Run, target: Target) -> Run:
-    """Returns the run with the remat policy of the shortest predicted step that fits; unchanged unless it is `auto`.
-
-    Where none fits it is the policy that needs least memory. Raises ConfigError where the run does not fit its mesh.
+    stage_saves: of a run with pipeline stages; one that keeps layers offloads none of them.
     """
-    if run.training.remat != "auto":
-        return run
-    placed = place_run(run)
-    plans = [_price(with_remat(placed, remat), target) for remat in remat_policies(target)]
-    roomy = [plan for plan in plans if plan.estimate.bytes <= _room(target)]
-    fitting = [_with_saved_layers(plan) for plan in roomy or plans if plan.estimate.fits]
-    best = min(fitting, key=lambda plan: plan.estimate.seconds, default=None)
-    best = best or min(plans, key=lambda plan: plan.estimate.bytes)
-    chosen = best.run.training
-    training = dataclasses.replace(run.training, remat=chosen.remat, saved_layers=chosen.saved_layers)
-    return dataclasses.replace(run, training=training)
+    on_tpu = isinstance(target.chip.interconnect, Torus)
+    return (
+        REMAT_ORDER
+        if on_tpu and stage_saves != "layers"
+        else tuple(name for name in REMAT_ORDER if name not in OFFLOADING)
+    )
 
 
 _GPU_ROOM = 0.75
@@ -132,25 +124,25 @@ _GPU_ROOM = 0.75
 GiB, 5.6 s with 61 and 5.9 s with 64 of its 75 (docs/log.md)."""
 
 
-def _room(target: Target) -> float:
+def room_of(target: Target) -> float:
     """Returns the bytes that a step may take without being slowed down."""
     hbm = target.chip.hbm_bytes
     return hbm * _GPU_ROOM if isinstance(target.chip.interconnect, Nodes) else hbm / FRAGMENTATION
 
 
-def _with_saved_layers(plan: Plan) -> Plan:
+def with_saved_layers(plan: Plan) -> Plan:
     """Returns a plan that fits with as many layers saved as fit, where that is faster."""
     layers, target = len(plan.placed.spec.layers), plan.target
     proved = isinstance(target.chip.interconnect, Nodes) or target.name == "v5p"
     if plan.mesh.stage > 1 or not proved:
         return plan  # on v6e the compiler needs 33.5 GiB where 24 are planned (docs/log.md)
-    saving = _price(with_remat(plan.placed, "projections"), plan.target).estimate
-    spare = _room(plan.target) - plan.estimate.bytes
+    saving = price_placed(with_remat(plan.placed, "projections"), plan.target).estimate
+    spare = room_of(plan.target) - plan.estimate.bytes
     each = (saving.memory["activations"] - plan.estimate.memory["activations"]) / layers
     fitting = layers if each <= 0 else min(layers, int(spare / each))
     while fitting > 0:
-        changed = _price(with_remat(plan.placed, plan.run.training.remat, fitting), plan.target)
-        if changed.estimate.bytes <= _room(plan.target):
+        changed = price_placed(with_remat(plan.placed, plan.run.training.remat, fitting), plan.target)
+        if changed.estimate.bytes <= room_of(plan.target):
             return changed if changed.estimate.seconds < plan.estimate.seconds else plan
         fitting -= 1
     return plan
@@ -207,20 +199,21 @@ class _MeshSearch:
         limit: seconds above which the policies after the first, which is the fastest on most runs, are left out.
         """
         plans: list[Plan] = []
-        for remat in remat_policies(self.target):
-            plans.append(self._add(with_remat(placed, remat)))
-            if plans[0].estimate.seconds > limit:
-                break
+        for saves in STAGE_SAVES if placed.shape.stage > 1 else (None,):
+            for remat in remat_policies(self.target, saves):
+                plans.append(self._add(with_remat(placed, remat, stage_saves=saves)))
+                if plans[0].estimate.seconds > limit:
+                    break
         saving = next((plan.estimate.seconds for plan in plans if plan.run.training.remat == "projections"), math.inf)
         for plan in plans:
             # Some layers saved: between the policy's time and that of `projections`.
             if plan.estimate.fits and saving < min(self.seconds, plan.estimate.seconds):
-                self._take(_with_saved_layers(plan))
+                self._take(with_saved_layers(plan))
                 self.priced += 2
         return min(plan.estimate.seconds for plan in plans)
 
     def _add(self, placed: PlacedRun) -> Plan:
-        plan = _price(placed, self.target)
+        plan = price_placed(placed, self.target)
         self.priced += 1
         if plan.estimate.fits:
             self._take(plan)
@@ -252,7 +245,8 @@ def _best_of_mesh(scheduled: Run, target: Target, refused: dict[str, str], limit
     return result
 
 
-def _price(placed: PlacedRun, target: Target) -> Plan:
+def price_placed(placed: PlacedRun, target: Target) -> Plan:
+    """Prices a placed run."""
     return Plan(placed, estimate(placed, target))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from meshwright.planner.layout_cache import cached_by_layout
+from meshwright.planner.memory_model import keeps_stages
 from meshwright.planner.work import Work, low_precision
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import VOCAB_AXES
@@ -40,8 +41,7 @@ def movements(placed: PlacedRun, work: Work, again: frozenset[str]) -> list[Move
     """Returns all collectives of a device in a step. again: roles that the backward pass recomputes."""
     shape, training = placed.shape, placed.run.training
     microbatches = float(training.microbatches)
-    result = _weights(placed, microbatches, bool(again - {"scores"}))
-    result += _gradients(placed)
+    result: list[Movement] = []
     layers = work.layers * microbatches
     compute = jnp.dtype(training.compute_dtype).itemsize
     residual = work.tokens * work.width * compute
@@ -52,6 +52,10 @@ def movements(placed: PlacedRun, work: Work, again: frozenset[str]) -> list[Move
         result += _context(placed, work, layers, compute, again)
     if shape.expert > 1 and work.experts:
         result += _experts(work.tokens * work.experts * work.width * compute, work.expert_layers * microbatches, again)
+    if shape.stage > 1 and not keeps_stages(placed):
+        result += [dataclasses.replace(m, during="recomputation") for m in result if m.during == "forward"]
+    result += _weights(placed, microbatches, bool(again - {"scores"}))
+    result += _gradients(placed)
     if shape.stage > 1:
         result += _stages(placed, residual / shape.tensor, microbatches)
     vocab_axes = tuple(axis for axis in VOCAB_AXES if shape.degrees()[axis] > 1)
@@ -65,11 +69,11 @@ def movements(placed: PlacedRun, work: Work, again: frozenset[str]) -> list[Move
 
 def _weights(placed: PlacedRun, microbatches: float, gathered_again: bool) -> list[Movement]:
     """FSDP (ZeRO-3): weights are all-gathered before use, their gradients reduce-scattered."""
-    shape, training = placed.shape, placed.run.training
+    training = placed.run.training
     compute, reduce = (jnp.dtype(t).itemsize for t in (training.compute_dtype, training.reduce_dtype))
     result: list[Movement] = []
-    # A backward tick of a pipeline repeats its forward pass, and gathers for it too.
-    repeats = int(shape.stage > 1) + int(gathered_again)
+    # A backward task that repeats its forward pass gathers for it too.
+    repeats = int(placed.shape.stage > 1 and not keeps_stages(placed)) + int(gathered_again)
     low = low_precision(placed)
     gathered: dict[tuple[tuple[str, ...], bool], tuple[float, float]] = {}
     for (axes, stacked, quantised), elements in _gathered_elements(placed).items():

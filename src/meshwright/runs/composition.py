@@ -23,15 +23,7 @@ class Refusal:
     instead: str
 
 
-_IN_BRANCHES = (
-    "a stage's work in a tick is a branch of the program, and key/value blocks pass along the ring in one collective "
-    "of all devices: stages in another branch would not take part (XLA:CPU then computes wrong numbers and raises no "
-    "error)"
-)
-
 REFUSED = (
-    Refusal(("stage", "context: ring"), _IN_BRANCHES, "--training.context-strategy ulysses, or all_gather"),
-    Refusal(("stage", "context: usp"), _IN_BRANCHES, "--training.context-strategy ulysses, or all_gather"),
     Refusal(
         ("uneven stages", "adafactor"),
         "stages with fewer layers are padded with rows of zeros, and Adafactor's clipping averages over all rows",

@@ -7,20 +7,24 @@ here, before anything is traced.
 import dataclasses
 import functools
 import math
+from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.hierarchical import DcnAxis
-from meshwright.config import MeshShape, Model, Run
+from meshwright.config import MeshShape, Model, Run, Training
 from meshwright.errors import ConfigError, divisors
 from meshwright.models.flops import layer_flops
 from meshwright.models.model import ModelSpec, vocab_size
+from meshwright.models.remat import REMAT_POLICIES
 from meshwright.runs.composition import check_composition
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES, find_layout
 from meshwright.sharding.params import Param, Tree, named_leaves, place_params, reorder_stacks
 from meshwright.sharding.placement import Placements
-from meshwright.sharding.schedule_table import ScheduleTable
 from meshwright.sharding.schedules import PipelineSchedule, build_forward_table, build_table, find_schedule
 from meshwright.sharding.sequence import SequenceSplit, split_sequence
 from meshwright.sharding.stages import NO_LAYER, StageAssignment, assign_layers
+
+if TYPE_CHECKING:
+    from meshwright.sharding.schedule_table import ScheduleTable
 
 Leaves = tuple[tuple[str, Param, Placements], ...]
 """Path, description and placements of parameters."""
@@ -75,12 +79,12 @@ class PlacedRun:
         return find_schedule(self.run.training.pipeline_schedule)
 
     @functools.cached_property
-    def schedule_table(self) -> ScheduleTable:
+    def schedule_table(self) -> "ScheduleTable":
         """Tasks of each pipeline stage in each tick of a training step."""
         training = self.run.training
         return build_table(training.pipeline_schedule, self.shape.stage, training.microbatches, self.virtual_stages)
 
-    def forward_table(self, microbatches: int) -> ScheduleTable:
+    def forward_table(self, microbatches: int) -> "ScheduleTable":
         """Returns the tasks of a forward pass alone: evaluation and sampling."""
         name = self.run.training.pipeline_schedule
         return build_forward_table(name, self.shape.stage, microbatches, self.virtual_stages)
@@ -93,11 +97,10 @@ def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
     sizes, and where two features of the run do not go together.
     """
     shape = shape or run.mesh or MeshShape()
-    if run.training.remat == "auto":
-        # The planner chooses before a run is placed, where it knows the chip.
-        run = dataclasses.replace(run, training=dataclasses.replace(run.training, remat="full"))
+    run = dataclasses.replace(run, training=_without_auto(run.training))
     _check_batch(run, shape)
     _check_saved_layers(run, shape)
+    _check_stage_saves(run, shape)
     _check_sequence(run, shape)
     check_numbers(run)
     multiple = math.lcm(run.model.vocab_multiple, shape.over(VOCAB_AXES))
@@ -112,6 +115,14 @@ def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
     check_composition(placed.run, uneven=_uneven(stages, model))
     _check_ulysses(placed)
     return placed
+
+
+def _without_auto(training: Training) -> Training:
+    """Returns the options with safe values for `auto`: the planner chooses before, where it knows the chip."""
+    defaults: dict[str, Any] = {"remat": "full", "stage_saves": "input", "pipeline_schedule": "1f1b"}
+    return dataclasses.replace(
+        training, **{name: value for name, value in defaults.items() if getattr(training, name) == "auto"}
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -172,6 +183,16 @@ def _check_saved_layers(run: Run, shape: MeshShape) -> None:
             f"{saved} saved layers on mesh {shape}",
             "a pipeline stage runs the same program as every other, so all layers have one remat policy",
             "--training.saved-layers 0 and --training.remat projections, or stage=1",
+        )
+
+
+def _check_stage_saves(run: Run, shape: MeshShape) -> None:
+    training = run.training
+    if shape.stage > 1 and training.stage_saves == "layers" and REMAT_POLICIES[training.remat].offloaded:
+        raise ConfigError(
+            f"--training.stage-saves layers with --training.remat {training.remat} on mesh {shape}",
+            "what a stage keeps of several microbatches is in the memory of the device",
+            "--training.stage-saves input, or a remat policy that does not offload",
         )
 
 

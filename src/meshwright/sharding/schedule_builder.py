@@ -1,5 +1,9 @@
 """Builder of schedule tables from the order of tasks on each stage: every task runs as early as its inputs allow.
 
+Tasks that follow each other on a stage share a tick where their places in it do: a forward pass and the backward pass
+after it, an input gradient and the weight gradient after it. What a tick sends, the next one can use; the loss and its
+gradient are ready after the tick in which the last part has finished a microbatch.
+
 Arithmetic alone: no device and no array of JAX is needed.
 """
 
@@ -18,7 +22,10 @@ from meshwright.sharding.schedule_table import (
     BACKWARD_WEIGHT,
     FORWARD,
     IDLE,
+    NEXT_TICK,
     NOTHING,
+    PLACE,
+    PLACES,
     TASK_NAMES,
     Arrivals,
     ScheduleTable,
@@ -64,13 +71,13 @@ class _Builder:
         ticks, sent = self.ticks()
         shape = (_length(ticks), self.parts.stages)
         kind, virtual_stage, microbatch, input_slot, gradient_slot = (
-            np.full(shape, NOTHING, np.int32) for _ in range(5)
+            np.full((*shape, len(PLACES)), NOTHING, np.int32) for _ in range(5)
         )
         kind[:] = IDLE
         for stage, own in enumerate(ticks):
             for task, tick in own.items():
-                kind[tick, stage], virtual_stage[tick, stage] = task.kind, task.virtual_stage
-                microbatch[tick, stage] = task.microbatch
+                at = (tick, stage, PLACE[task.kind])
+                kind[at], virtual_stage[at], microbatch[at] = task
         arrivals = {hop: Arrivals(hop, *(np.full(shape, NOTHING, np.int32) for _ in range(2))) for hop in (1, -1, 0)}
         live_inputs, loss_arrives = np.zeros(shape, np.int32), np.full(shape[0], NOTHING, np.int32)
         input_slots = gradient_slots = 1
@@ -89,18 +96,19 @@ class _Builder:
 
     def counts(self) -> TaskCounts:
         ticks, sent = self.ticks()
-        running: list[set[int]] = [set() for _ in range(_length(ticks))]
+        running = [[set[int]() for _ in self.orders] for _ in range(_length(ticks))]
         live = np.zeros((len(running) + 1, self.parts.stages), np.int32)
         for stage, own in enumerate(ticks):
             for task, tick in own.items():
-                running[tick].add(task.kind)
+                running[tick][stage].add(task.kind)
             for arrival, _, uses in _inputs(own, sent[stage]):
                 live[arrival + 1, stage] += 1
-                live[max(uses) + 1, stage] -= 1
+                live[max(uses.values()) + 1, stage] -= 1
+        concurrent = Counter(frozenset(map(frozenset, tick)) - {frozenset()} for tick in running)
         first = Counter(task.kind for task in ticks[0])
         return TaskCounts(
             self.name, self.microbatches, self.parts.stages, self.parts.virtual_stages,
-            dict(Counter(map(frozenset, running))), {kind: first[kind] for kind in TASK_NAMES},
+            dict(concurrent), {kind: first[kind] for kind in TASK_NAMES},
             int(live.cumsum(axis=0).max()),
         )  # fmt: skip
 
@@ -141,37 +149,45 @@ class _Builder:
         self._check_complete()
         ticks: list[dict[Task, int]] = [{} for _ in self.orders]
         sent: list[dict[Task, int]] = [{} for _ in self.orders]
-        position, free = [0] * len(self.orders), [0] * len(self.orders)
+        position, last = [0] * len(self.orders), [(0, NOTHING)] * len(self.orders)
         advanced = True
         while advanced:
             advanced = False
             for stage, order in enumerate(self.orders):
                 while position[stage] < len(order):
                     task = order[position[stage]]
+                    if task == NEXT_TICK:
+                        last[stage] = (last[stage][0], len(PLACES))
+                        position[stage] += 1
+                        continue
                     needed = self._needed(stage, task)
-                    before = free[stage] - 1 if needed is None else ticks[needed[0]].get(needed[1])
+                    place, (tick, taken) = PLACE[task.kind], last[stage]
+                    tick += taken >= place  # the places of a tick are run in their order
+                    before = tick - 1 if needed is None else ticks[needed[0]].get(needed[1])
                     if before is None:
                         break
-                    tick = max(free[stage], before + 1)
-                    ticks[stage][task], sent[stage][task] = tick, before
-                    free[stage] = tick + 1
+                    # A weight gradient may follow its input gradient in the same tick.
+                    tick = max(tick, before + (task.kind != BACKWARD_WEIGHT))
+                    ticks[stage][task], sent[stage][task], last[stage] = tick, before, (tick, place)
                     position[stage] += 1
                     advanced = True
         waiting = [s for s, order in enumerate(self.orders) if position[s] < len(order)]
         if waiting:
             tasks = "; ".join(f"stage {s} for {self._text(self.orders[s][position[s]])}" for s in waiting)
-            raise self._refuse(f"in tick {max(free)} all stages wait: {tasks}", "an order without a cycle")
+            raise self._refuse(f"in tick {max(last)[0]} all stages wait: {tasks}", "an order without a cycle")
         return ticks, sent
 
     def _check_complete(self) -> None:
         """Raises ConfigError unless every part runs its passes once for every microbatch."""
-        kinds = {task.kind for order in self.orders for task in order}
+        kinds = {task.kind for order in self.orders for task in order} - {IDLE}
         legal = [[FORWARD]] if kinds == {FORWARD} else [[FORWARD, BACKWARD], [FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT]]
         for stage, order in enumerate(self.orders):
             passes: dict[tuple[int, int], list[int]] = {
                 (v, m): [] for v in range(self.parts.virtual_stages) for m in range(self.microbatches)
             }
             for task in order:
+                if task == NEXT_TICK:
+                    continue
                 passes.setdefault((task.virtual_stage, task.microbatch), []).append(task.kind)
             for (v, m), kinds_run in passes.items():
                 known = v < self.parts.virtual_stages and m < self.microbatches
@@ -197,7 +213,7 @@ class _Builder:
     def _place_inputs(
         self,
         stage: int,
-        inputs: Iterable[tuple[int, Task, list[int]]],
+        inputs: Iterable[tuple[int, Task, dict[int, int]]],
         arrivals: dict[int, Arrivals],
         input_slot: np.ndarray,
         live_inputs: np.ndarray,
@@ -205,19 +221,20 @@ class _Builder:
         """Assigns a slot to every input of a stage, from arrival to last use; returns the slots taken."""
         slots = _Slots()
         for sent, task, uses in inputs:
-            slot = slots.take(sent + 1, max(uses))
-            live_inputs[sent + 1 : max(uses) + 1, stage] += 1
+            last = max(uses.values())
+            slot = slots.take(sent + 1, last)
+            live_inputs[sent + 1 : last + 1, stage] += 1
             part = self.parts.part(stage, task.virtual_stage)
             if part:
                 arrivals[self.parts.hop(part - 1)].inputs[sent, stage] = slot
-            for tick in uses:
-                input_slot[tick, stage] = slot
+            for kind, tick in uses.items():
+                input_slot[tick, stage, PLACE[kind]] = slot
         return slots.count
 
     def _place_gradients(
         self,
         stage: int,
-        gradients: Iterable[tuple[int, Task, list[int]]],
+        gradients: Iterable[tuple[int, Task, dict[int, int]]],
         arrivals: dict[int, Arrivals],
         gradient_slot: np.ndarray,
         loss_arrives: np.ndarray,
@@ -225,37 +242,35 @@ class _Builder:
         """Assigns a slot to every output gradient of a stage, from arrival to last use; returns the slots taken."""
         slots = _Slots()
         for sent, task, uses in gradients:
-            slot = slots.take(sent + 1, max(uses))
+            slot = slots.take(sent + 1, max(uses.values()))
             part = self.parts.part(stage, task.virtual_stage)
             if part == self.parts.last_part:
                 loss_arrives[sent] = slot
             else:
                 arrivals[-self.parts.hop(part)].gradients[sent, stage] = slot
-            for tick in uses:
-                gradient_slot[tick, stage] = slot
+            for kind, tick in uses.items():
+                gradient_slot[tick, stage, PLACE[kind]] = slot
         return slots.count
 
 
-def _inputs(ticks: dict[Task, int], sent: dict[Task, int]) -> list[tuple[int, Task, list[int]]]:
-    """Returns the inputs of a stage in the order of their arrival: tick in which it is sent, task, ticks that use it.
+def _inputs(ticks: dict[Task, int], sent: dict[Task, int]) -> list[tuple[int, Task, dict[int, int]]]:
+    """Returns the inputs of a stage in the order of their arrival: tick in which it is sent, task, tick of each use.
 
-    A value that is sent in a tick is stored at the end of that tick.
+    Uses are by the kind of the task. A value that is sent in a tick is stored after that tick.
     """
     # The first part reads the tokens, which are there when it runs.
     arrivals = sorted((sent[task], task) for task in ticks if task.kind == FORWARD)
-    return [
-        (arrival, task, [ticks[use] for kind in TASK_NAMES if (use := Task(kind, *task[1:])) in ticks])
-        for arrival, task in arrivals
-    ]
+    return [(arrival, task, _uses(ticks, task, *TASK_NAMES)) for arrival, task in arrivals]
 
 
-def _gradients(ticks: dict[Task, int], sent: dict[Task, int]) -> list[tuple[int, Task, list[int]]]:
+def _gradients(ticks: dict[Task, int], sent: dict[Task, int]) -> list[tuple[int, Task, dict[int, int]]]:
     """Returns the output gradients of a stage in the order of their arrival, as `_inputs` does its inputs."""
-    backward = [(sent[task], task) for task in ticks if task.kind in (BACKWARD, BACKWARD_INPUT)]
-    return [
-        (arrival, task, [ticks[task], ticks.get(task._replace(kind=BACKWARD_WEIGHT), ticks[task])])
-        for arrival, task in sorted(backward, key=lambda item: item[0])
-    ]
+    backward = sorted((sent[task], task) for task in ticks if task.kind in (BACKWARD, BACKWARD_INPUT))
+    return [(arrival, task, _uses(ticks, task, task.kind, BACKWARD_WEIGHT)) for arrival, task in backward]
+
+
+def _uses(ticks: dict[Task, int], task: Task, *kinds: int) -> dict[int, int]:
+    return {kind: ticks[use] for kind in kinds if (use := task._replace(kind=kind)) in ticks}
 
 
 def _length(ticks: list[dict[Task, int]]) -> int:

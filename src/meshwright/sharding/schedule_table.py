@@ -1,10 +1,15 @@
-"""Table of a pipeline schedule: the task of each stage in each tick, and the buffer slots of its inputs and gradients.
+"""Table of a pipeline schedule: the tasks of each stage in each tick, and buffer slots of inputs and gradients.
 
-`schedule_builder.py` builds it from the order of tasks on each stage, `step/pipeline.py` executes it.
+A tick of a stage has three places, run in this order, any of which may be empty: a forward pass, a backward pass (or
+its first half, the gradient of the input), and the other half of a split backward pass, the gradient of the weights.
+All stages finish a tick together, so that a tick lasts as long as the tasks of its busiest stage.
+
+`schedule_builder.py` builds the table from the order of tasks on each stage, `step/pipeline.py` executes it.
 """
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -19,20 +24,30 @@ TASK_NAMES = {
     BACKWARD_WEIGHT: "weight gradient",
 }
 """Kinds of tasks; BACKWARD_INPUT and BACKWARD_WEIGHT are B and W of the zero-bubble papers."""
+PLACE = {FORWARD: 0, BACKWARD: 1, BACKWARD_INPUT: 1, BACKWARD_WEIGHT: 2}
+"""Place of each kind of task in a tick."""
+PLACES = ("forward", "backward", "weight gradient")
 NOTHING = -1
+
+ConcurrentTasks = Mapping[frozenset[frozenset[int]], int]
+"""Number of ticks by the kinds of tasks in them: the set, over the stages, of the kinds that a stage runs at once."""
 
 
 class Task(NamedTuple):
-    """Work of a stage in one tick: one pass of one of its virtual stages for one microbatch."""
+    """Work of a stage in a tick: one pass of one of its virtual stages for one microbatch."""
 
     kind: int
     virtual_stage: int
     microbatch: int
 
 
+NEXT_TICK = Task(IDLE, NOTHING, NOTHING)
+"""Mark in a stage's order of tasks: what follows is not in the same tick as what comes before."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Arrivals:
-    """Slots for the values that reach a stage from one direction at the end of each tick."""
+    """Slots for the values that reach a stage from one direction after each tick."""
 
     hop: int
     """Stages that the values move: 1 to the next stage, -1 to the previous one, 0 stays on the same stage."""
@@ -54,7 +69,10 @@ class Arrivals:
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleTable:
-    """Tasks and buffer slots of every stage in every tick. Arrays are int32 [ticks, stages], NOTHING where unused."""
+    """Tasks and buffer slots of every stage in every tick.
+
+    Arrays of tasks are int32 [ticks, stages, places], NOTHING (kind: IDLE) where a place is empty.
+    """
 
     name: str
     microbatches: int
@@ -93,34 +111,71 @@ class ScheduleTable:
         return self.parts.virtual_stages
 
     @property
-    def bubble(self) -> float:
-        """Idle ticks over busy ticks, all stages together."""
-        busy = int((self.kind != IDLE).sum())
-        return (self.ticks * self.stages - busy) / busy
+    def trains(self) -> bool:
+        """Whether the table has backward passes."""
+        return bool(self.task_counts[BACKWARD] + self.task_counts[BACKWARD_INPUT])
+
+    @property
+    def segments(self) -> tuple[tuple[str, range], ...]:
+        """Ticks before the first backward pass, those that have both passes, and those after the last forward pass.
+
+        Names and ranges of ticks; empty ranges are left out.
+        """
+        running = (self.kind != IDLE).any(axis=1)
+        forward, backward = (np.flatnonzero(ticks) for ticks in (running[:, 0], running[:, 1:].any(axis=1)))
+        drain = int(forward[-1]) + 1
+        steady = min(int(backward[0]), drain) if len(backward) else drain
+        ranges = (("fill", range(steady)), ("steady", range(steady, drain)), ("drain", range(drain, self.ticks)))
+        return tuple((name, ticks) for name, ticks in ranges if ticks)
+
+    def bubble(self, backward: float = 2.0) -> float:
+        """Returns idle over busy time of a stage, where all stages finish a tick together.
+
+        backward: seconds of a backward pass over those of a forward pass; each half of a split one takes half of it.
+        """
+        seconds = {FORWARD: 1.0, BACKWARD: backward, BACKWARD_INPUT: backward / 2, BACKWARD_WEIGHT: backward / 2}
+        busy = sum(count * seconds[kind] for kind, count in self.task_counts.items())
+        return lockstep_seconds(self.concurrent_tasks, seconds) / busy - 1
 
     @functools.cached_property
-    def concurrent_tasks(self) -> dict[frozenset[int], int]:
-        """Number of ticks in which a set of task kinds runs at once on the stages; IDLE is left out of the sets."""
-        counts: dict[frozenset[int], int] = {}
+    def concurrent_tasks(self) -> ConcurrentTasks:
+        """Number of ticks by the kinds of tasks that the stages run in them; idle stages are left out."""
+        counts: dict[frozenset[frozenset[int]], int] = {}
         for row in self.kind:
-            kinds = frozenset(int(k) for k in np.unique(row) if k != IDLE)
+            kinds = frozenset(frozenset(int(k) for k in own if k != IDLE) for own in row) - {frozenset()}
             counts[kinds] = counts.get(kinds, 0) + 1
         return counts
 
     @functools.cached_property
     def task_counts(self) -> dict[int, int]:
-        """Number of ticks that stage 0 spends on each kind of task; the other stages do the same work."""
+        """Number of tasks of each kind on stage 0; the other stages do the same work."""
         return {kind: int((self.kind[:, 0] == kind).sum()) for kind in TASK_NAMES}
 
-    def task(self, tick: int, stage: int) -> Task:
-        """Returns the task of a stage in a tick; its kind may be IDLE."""
-        return Task(*(int(a[tick, stage]) for a in (self.kind, self.virtual_stage, self.microbatch)))
+    def ticks_of(self, kind: int) -> int:
+        """Returns the number of ticks in which some stage runs a task of a kind."""
+        return int((self.kind == kind).any(axis=(1, 2)).sum())
+
+    def tasks(self, tick: int, stage: int) -> list[Task]:
+        """Returns the tasks of a stage in a tick, in the order in which they run."""
+        columns = (a[tick, stage].tolist() for a in (self.kind, self.virtual_stage, self.microbatch))
+        return [Task(*task) for task in zip(*columns, strict=True) if task[0] != IDLE]
 
     def runs(self, part: int, *kinds: int) -> np.ndarray:
-        """Returns the microbatch for which a part runs a task of these kinds in each tick, [ticks], else NOTHING."""
-        stage, virtual_stage = self.parts.stage_of[part], self.parts.virtual_stage_of(part)
-        running = np.isin(self.kind[:, stage], kinds) & (self.virtual_stage[:, stage] == virtual_stage)
-        return np.where(running, self.microbatch[:, stage], NOTHING).astype(np.int32)
+        """Returns the microbatch for which a part runs a task of these kinds in each tick, [ticks], else NOTHING.
+
+        kinds: of one place of a tick.
+        """
+        stage, virtual_stage, place = self.parts.stage_of[part], self.parts.virtual_stage_of(part), PLACE[kinds[0]]
+        running = np.isin(self.kind[:, stage, place], kinds) & (self.virtual_stage[:, stage, place] == virtual_stage)
+        return np.where(running, self.microbatch[:, stage, place], NOTHING).astype(np.int32)
+
+
+def lockstep_seconds(concurrent: ConcurrentTasks, seconds: Mapping[int, float]) -> float:
+    """Returns the time of all ticks: each lasts as long as the tasks of its busiest stage. seconds: of each kind."""
+    return sum(
+        count * max((sum(seconds[kind] for kind in kinds) for kinds in stages), default=0.0)
+        for stages, count in concurrent.items()
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +186,7 @@ class TaskCounts:
     microbatches: int
     stages: int
     virtual_stages: int
-    concurrent_tasks: dict[frozenset[int], int]
+    concurrent_tasks: ConcurrentTasks
     """As `ScheduleTable.concurrent_tasks`."""
     task_counts: dict[int, int]
     """As `ScheduleTable.task_counts`."""

@@ -1,10 +1,18 @@
 """Pipeline engine: executes any schedule's table, tick by tick, inside the step.
 
-In each tick a stage runs the task of its table entry (`lax.switch`); then activations and gradients pass to the
-neighbouring stages (`ring_shift`), or stay where the next part of the model is on the same stage. They wait in the
-buffer slots that the table has assigned. A backward task recomputes its part of the model from the saved input
-(activation checkpointing at the granularity of a part) and differentiates it with `jax.vjp`; what that saves in between
-is the remat policy's choice.
+A tick has a forward half and a backward half (and a third, for weight gradients, where a schedule splits the backward
+pass), each of its own microbatch and part of the model. After its half, a stage passes the activations on to its
+neighbour, and after the tick the gradients (`ring_shift`): the activations travel beside the backward half of the same
+tick, the gradients beside the forward half of the next one. They wait in the buffer slots that the table has assigned.
+A backward half differentiates its part of the model with `jax.vjp`: from the saved input, by recomputing the part
+(activation checkpointing at the granularity of a part), or from what the forward half has kept, which is the remat
+policy's choice (`PipelineModel.keeps`).
+
+The ticks are run in segments: those before the first backward pass, those with both halves, and those after the last
+forward pass. Each is a loop whose body contains the halves that some stage runs in it, and no others. A half that all
+stages run in every tick of its segment, as in the steady state of 1F1B, has no branch around it. Elsewhere a stage
+without a task waits in a `lax.cond`. Where the layers themselves send values around a ring of devices, all devices of
+the program have to take part: then every stage runs the half, and what a stage without a task has computed is dropped.
 
 Embedding and loss belong to no stage: their tables are split over all stages, and all stages take part in the ticks in
 which the first part begins a microbatch, or the last part has finished one.
@@ -24,29 +32,18 @@ from meshwright.sharding.params import Tree
 from meshwright.sharding.schedule_table import (
     BACKWARD,
     BACKWARD_INPUT,
-    FORWARD,
+    IDLE,
     NOTHING,
-    TASK_NAMES,
-    Arrivals,
+    PLACES,
     ScheduleTable,
 )
+from meshwright.step.pipeline_buffers import add_to_part, masked, part_rows, read_slot, write_slot, zeros_of
+from meshwright.step.pipeline_ticks import Segment, Tick, scope_of
 
 Layers = dict[str, Tree]
 """Parameters of the stacked layers, by stack."""
-Tick = dict[str, Any]
-"""The table's entries of one tick, for this stage."""
-
-# Named scopes of the branches of a tick, by which the census knows how often a stage takes each branch. None is a
-# substring of another.
-SCOPES = {kind: f"pipeline: {name}" for kind, name in TASK_NAMES.items()}
-_EMBED, LOSS_SCOPE, _EMBED_BACKWARD = "pipeline: embed", "pipeline: loss", "pipeline: gradient of embed"
-
-
-def branch_ticks(table: ScheduleTable) -> dict[str, tuple[int, int]]:
-    """Returns, for the scope of each branch, the number of ticks in which a stage takes it, and the number of ticks."""
-    counts = {SCOPES[kind]: count for kind, count in table.task_counts.items()}
-    counts |= dict.fromkeys((_EMBED, LOSS_SCOPE, _EMBED_BACKWARD), table.microbatches)
-    return {scope: (count, table.ticks) for scope, count in counts.items()}
+_RUN, _INPUT, _WEIGHT = range(len(PLACES))
+"""Places of a tick: the forward pass, the backward pass or the gradient of its input, the gradient of the weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +60,10 @@ class PipelineModel:
     """`aux -> auxiliary loss` of the layers of a part."""
     stacks: tuple[str, ...]
     """Subtrees of the parameters that are stacked layers."""
+    keeps: bool = False
+    """Whether a forward pass keeps what its backward pass reads. Otherwise that recomputes the part from its input."""
+    together: bool = False
+    """Whether the layers send values around a ring of devices, in which those of all stages have to take part."""
 
     def stacked(self, params: Tree) -> Layers:
         """Returns the subtrees of stacked layers."""
@@ -73,129 +74,9 @@ class PipelineModel:
         return {path: tree for path, tree in params.items() if path not in self.stacks}
 
 
-def _read(buffer: jax.Array, slot: jax.Array) -> jax.Array:
-    """Reads a slot of a buffer [slots, ...]."""
-    return lax.dynamic_index_in_dim(buffer, jnp.maximum(slot, 0), keepdims=False)
-
-
-def _write(buffer: jax.Array, value: jax.Array, slot: jax.Array) -> jax.Array:
-    """Returns the buffer with `value` in a slot; slot NOTHING leaves it as it is."""
-    value = jnp.where(slot == NOTHING, _read(buffer, slot), value)
-    return lax.dynamic_update_index_in_dim(buffer, value, jnp.maximum(slot, 0), 0)
-
-
-def _part_rows(tree: Any, virtual_stage: jax.Array, virtual_stages: int) -> Any:
-    """Slices the rows of one virtual stage from every leaf [virtual_stages * rows, ...]."""
-    if virtual_stages == 1:
-        return tree
-
-    def rows(x: jax.Array) -> jax.Array:
-        n = x.shape[0] // virtual_stages
-        return lax.dynamic_slice_in_dim(x, virtual_stage * n, n)
-
-    return jax.tree.map(rows, tree)
-
-
-def _add_to_part(tree: Any, values: Any, virtual_stage: jax.Array, virtual_stages: int) -> Any:
-    """Returns `tree` with `values` added to the rows of one virtual stage."""
-    if virtual_stages == 1:
-        return jax.tree.map(jnp.add, tree, values)
-
-    def add(x: jax.Array, y: jax.Array) -> jax.Array:
-        n = x.shape[0] // virtual_stages
-        start = virtual_stage * n
-        return lax.dynamic_update_slice_in_dim(x, lax.dynamic_slice_in_dim(x, start, n) + y, start, 0)
-
-    return jax.tree.map(add, tree, values)
-
-
-def _zeros(abstract: Any) -> Any:
-    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract)
-
-
-def _zero_aux(model: PipelineModel, params: Tree, x: Any, virtual_stages: int) -> Any:
-    """Returns zeros for the aux of all virtual stages of a stage, [virtual_stages * rows, ...]."""
-    first = jnp.int32(0)
-
-    def part_aux(params: Tree, x: jax.Array) -> Any:
-        return model.layers(_part_rows(model.stacked(params), first, virtual_stages), x, first, first)[1]
-
-    aux = jax.eval_shape(part_aux, params, x)
-    return jax.tree.map(lambda t: jnp.zeros((virtual_stages * t.shape[0], *t.shape[1:]), t.dtype), aux)
-
-
-def _ticks(table: ScheduleTable) -> Tick:
-    """Returns the table's columns for this stage, and the events in which all stages take part; each [ticks]."""
-    stage = lax.axis_index("stage")
-    columns = {
-        name: jnp.asarray(getattr(table, name))[:, stage]
-        for name in ("kind", "virtual_stage", "microbatch", "input_slot", "gradient_slot")
-    }
-    arrivals = [
-        {"inputs": jnp.asarray(a.inputs)[:, stage], "gradients": jnp.asarray(a.gradients)[:, stage]}
-        for a in table.arrivals
-    ]
-    loss_arrives = jnp.where(stage == table.parts.last_stage, jnp.asarray(table.loss_arrives), NOTHING)
-    return {
-        **columns,
-        "arrivals": arrivals,
-        "loss_arrives": loss_arrives,
-        # The microbatch that enters the first part, leaves the last part, or is back at the first part; or NOTHING.
-        "embed": jnp.asarray(table.runs(0, FORWARD)),
-        "loss": jnp.asarray(table.runs(table.parts.last_part, FORWARD)),
-        "embed_backward": jnp.asarray(table.runs(0, BACKWARD, BACKWARD_INPUT)),
-    }
-
-
-def _embed(model: PipelineModel, params: Tree, inputs: jax.Array, now: Tick) -> jax.Array:
-    """Writes the embedding of a microbatch into the first stage's input slot, in ticks in which one begins."""
-
-    def embed(inputs: jax.Array) -> jax.Array:
-        slot = jnp.where(lax.axis_index("stage") == 0, now["input_slot"], NOTHING)
-        with jax.named_scope(_EMBED):
-            return _write(inputs, model.embed(params, now["embed"]), slot)
-
-    return lax.cond(now["embed"] != NOTHING, embed, lambda inputs: inputs, inputs)
-
-
-def _sent(arrivals: Arrivals, activations: jax.Array, gradients: jax.Array) -> jax.Array:
-    """Sends a tick's output in one direction. A task yields an activation or a gradient, and zeros for the other."""
-    if arrivals.has_inputs and arrivals.has_gradients:
-        value = activations + gradients
-    else:
-        value = activations if arrivals.has_inputs else gradients
-    return ring_shift(value, "stage", arrivals.hop) if arrivals.hop else value
-
-
 def run_forward(table: ScheduleTable, model: PipelineModel, params: Tree) -> Any:
     """Runs a table of forward passes; returns the sums of `model.loss`, whole over `stage`."""
-    first = jnp.int32(0)
-    x = jax.eval_shape(model.embed, params, first)
-    layers = model.stacked(params)
-
-    def tick(carry: Any, now: Tick) -> tuple[Any, None]:
-        inputs, sums = carry
-        inputs = _embed(model, params, inputs, now)
-
-        def forward(inputs: jax.Array) -> jax.Array:
-            virtual_stage, x = now["virtual_stage"], _read(inputs, now["input_slot"])
-            with jax.named_scope(SCOPES[FORWARD]):
-                rows = _part_rows(layers, virtual_stage, table.virtual_stages)
-                return model.layers(rows, x, virtual_stage, now["microbatch"])[0]
-
-        def add_loss(sums: Any) -> Any:
-            with jax.named_scope(LOSS_SCOPE):
-                return jax.tree.map(jnp.add, sums, model.loss(params, activations, now["loss"])[1])
-
-        activations = lax.cond(now["kind"] == FORWARD, forward, lambda inputs: jnp.zeros(x.shape, x.dtype), inputs)
-        sums = lax.cond(now["loss"] != NOTHING, add_loss, lambda sums: sums, sums)
-        for arrivals, slots in zip(table.arrivals, now["arrivals"], strict=True):
-            inputs = _write(inputs, _sent(arrivals, activations, activations), slots["inputs"])
-        return (inputs, sums), None
-
-    sums = _zeros(jax.eval_shape(lambda params, x: model.loss(params, x, first)[1], params, x))
-    inputs = jnp.zeros((table.input_slots, *x.shape), x.dtype)
-    return lax.scan(tick, (inputs, sums), _ticks(table))[0][1]
+    return _Engine(table, model, params, trains=False).run().sums
 
 
 def run_schedule(table: ScheduleTable, model: PipelineModel, params: Tree) -> tuple[Tree, Any, Any]:
@@ -204,27 +85,13 @@ def run_schedule(table: ScheduleTable, model: PipelineModel, params: Tree) -> tu
     Sums and the gradients of embedding and unembedding are those of the local shard, to be summed over `stage`. Layer
     gradients and aux, [virtual_stages * rows, ...], are those of this stage.
     """
-    first = jnp.int32(0)
-    x = jax.eval_shape(model.embed, params, first)
-    engine = _Engine(table, model, params, x)
-    aux = _zero_aux(model, params, x, table.virtual_stages)
-    sums = _zeros(jax.eval_shape(lambda params, x: model.loss(params, x, first)[1], params, x))
-    grads = _zeros(params)
-    carry = _Carry(
-        jnp.zeros((table.input_slots, *x.shape), x.dtype),
-        jnp.zeros((table.gradient_slots, *x.shape), x.dtype),
-        model.stacked(grads),
-        model.unstacked(grads),
-        aux,
-        sums,
-    )
-    end = lax.scan(lambda carry, now: (engine.tick(carry, now), None), carry, _ticks(table))[0]
+    end = _Engine(table, model, params, trains=True).run()
     return {path: {**end.layers, **end.rest}[path] for path in params}, end.sums, end.aux
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["inputs", "gradients", "layers", "rest", "aux", "sums"],
+    data_fields=["inputs", "kept", "gradients", "sent", "layers", "rest", "aux", "sums"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -233,8 +100,12 @@ class _Carry:
 
     inputs: jax.Array
     """Buffer of live inputs, [input_slots, B, T, D]."""
+    kept: list[jax.Array]
+    """Buffers of what the backward passes of live inputs read, each [input_slots, ...]; empty where they recompute."""
     gradients: jax.Array
     """Buffer of output gradients that wait for a backward task, [gradient_slots, B, T, D]."""
+    sent: jax.Array
+    """Gradient of the last tick's input, [B, T, D], which its neighbour receives in the next tick."""
     layers: Layers
     """Gradients of this stage's layers, summed so far."""
     rest: Tree
@@ -243,8 +114,41 @@ class _Carry:
     sums: Any
 
 
-_Output = tuple[jax.Array, jax.Array, Layers, Any]
-"""Activations and gradients to send (one of them zeros), gradients of the layers, aux."""
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    """Entries of one place of a tick, for this stage."""
+
+    runs: jax.Array | bool
+    """Whether the stage has a task; one that has none is here where stages compute together alone."""
+    kind: jax.Array
+    virtual_stage: jax.Array
+    microbatch: jax.Array
+    input_slot: jax.Array
+    gradient_slot: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Backward:
+    """Derivative of a part as `jax.vjp` returns it, a tree of arrays: those to keep, and parameters of the part."""
+
+    kept: list[Any]
+    """Shapes and types of the arrays that a forward pass keeps."""
+    treedef: Any
+    weights: dict[int, int]
+    """Leaves of the tree that are parameters of the part, with their index among those."""
+
+    def select(self, leaves: list[jax.Array]) -> list[jax.Array]:
+        """Returns the leaves to keep."""
+        return [leaf for i, leaf in enumerate(leaves) if i not in self.weights]
+
+    def rebuild(self, kept: list[jax.Array], part: Layers) -> Callable[..., tuple[Any, ...]]:
+        """Returns the derivative: `gradient of the output -> gradients of the inputs`."""
+        values, weights = iter(kept), jax.tree.leaves(part)
+        leaves = [
+            weights[self.weights[i]] if i in self.weights else next(values) for i in range(self.treedef.num_leaves)
+        ]
+        derivative: Callable[..., tuple[Any, ...]] = jax.tree.unflatten(self.treedef, leaves)
+        return derivative
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,96 +156,233 @@ class _Engine:
     table: ScheduleTable
     model: PipelineModel
     params: Tree
-    x: Any
-    """Shape and type of the activations that pass between stages."""
+    trains: bool
 
-    def tick(self, carry: _Carry, now: Tick) -> _Carry:
-        carry = dataclasses.replace(carry, inputs=_embed(self.model, self.params, carry.inputs, now))
-        tasks = (self._idle, self._forward, self._backward, self._backward_input, self._backward_weight)
-        kinds = sorted({int(k) for k in self.table.kind.flat})
-        branch = jnp.searchsorted(jnp.asarray(kinds, jnp.int32), now["kind"])
-        branches = [self._branch(kind, functools.partial(tasks[kind], now)) for kind in kinds]
-        activations, gradients, layers, aux = lax.switch(
-            branch, branches, carry.inputs, carry.gradients, carry.layers, carry.aux
-        )
-        carry = dataclasses.replace(carry, layers=layers, aux=aux)
-        loss = jax.named_scope(LOSS_SCOPE)(functools.partial(self._add_loss, now, activations))
-        embed = jax.named_scope(_EMBED_BACKWARD)(functools.partial(self._add_embed_gradient, now, gradients))
-        carry = lax.cond(now["loss"] != NOTHING, loss, lambda c: c, carry)
-        carry = lax.cond(now["embed_backward"] != NOTHING, embed, lambda c: c, carry)
-        for arrivals, slots in zip(self.table.arrivals, now["arrivals"], strict=True):
-            value = _sent(arrivals, activations, gradients)
-            if arrivals.has_inputs:
-                carry = dataclasses.replace(carry, inputs=_write(carry.inputs, value, slots["inputs"]))
-            if arrivals.has_gradients:
-                carry = dataclasses.replace(carry, gradients=_write(carry.gradients, value, slots["gradients"]))
+    @functools.cached_property
+    def x(self) -> Any:
+        """Shape and type of the activations that pass between stages."""
+        return jax.eval_shape(self.model.embed, self.params, jnp.int32(0))
+
+    def run(self) -> _Carry:
+        """Runs all ticks; returns what the last one leaves."""
+        carry = self._start()
+        for name, ticks in self.table.segments:
+            segment = Segment(self.table, name, ticks)
+            carry = lax.scan(functools.partial(self._tick, segment), carry, segment.ticks())[0]
         return carry
 
-    def _branch(self, kind: int, task: Callable[..., _Output]) -> Callable[..., _Output]:
-        return jax.named_scope(SCOPES[kind])(task) if kind in SCOPES else task
-
-    def _nothing(self) -> jax.Array:
-        return jnp.zeros(self.x.shape, self.x.dtype)
-
-    def _idle(self, now: Tick, inputs: jax.Array, gradients: jax.Array, layers: Layers, aux: Any) -> _Output:
-        return self._nothing(), self._nothing(), layers, aux
-
-    def _forward(self, now: Tick, inputs: jax.Array, gradients: jax.Array, layers: Layers, aux: Any) -> _Output:
-        x, part_aux = self._layers(now, self._part(now), _read(inputs, now["input_slot"]))
-        return x, self._nothing(), layers, self._add(aux, part_aux, now)
-
-    def _backward(self, now: Tick, inputs: jax.Array, gradients: jax.Array, layers: Layers, aux: Any) -> _Output:
-        x, g = _read(inputs, now["input_slot"]), _read(gradients, now["gradient_slot"])
-        vjp = jax.vjp(functools.partial(self._layers_and_loss, now), self._part(now), x)[1]
-        g_layers, g_x = vjp((g, jnp.ones(())))
-        return self._nothing(), g_x, self._add(layers, g_layers, now), aux
-
-    def _backward_input(self, now: Tick, inputs: jax.Array, gradients: jax.Array, layers: Layers, aux: Any) -> _Output:
-        x, g = _read(inputs, now["input_slot"]), _read(gradients, now["gradient_slot"])
-        (g_x,) = jax.vjp(functools.partial(self._layers_and_loss, now, self._part(now)), x)[1]((g, jnp.ones(())))
-        return self._nothing(), g_x, layers, aux
-
-    def _backward_weight(self, now: Tick, inputs: jax.Array, gradients: jax.Array, layers: Layers, aux: Any) -> _Output:
-        x, g = _read(inputs, now["input_slot"]), _read(gradients, now["gradient_slot"])
-        vjp = jax.vjp(lambda part: self._layers_and_loss(now, part, x), self._part(now))[1]
-        (g_layers,) = vjp((g, jnp.ones(())))
-        return self._nothing(), self._nothing(), self._add(layers, g_layers, now), aux
-
-    def _part(self, now: Tick) -> Layers:
-        """Returns the parameters of the part that this tick's task runs."""
-        return _part_rows(self.model.stacked(self.params), now["virtual_stage"], self.table.virtual_stages)
-
-    def _add(self, tree: Any, values: Any, now: Tick) -> Any:
-        return _add_to_part(tree, values, now["virtual_stage"], self.table.virtual_stages)
-
-    def _layers(self, now: Tick, part: Layers, x: jax.Array) -> tuple[jax.Array, Any]:
-        return self.model.layers(part, x, now["virtual_stage"], now["microbatch"])
-
-    def _layers_and_loss(self, now: Tick, part: Layers, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the output of a part and the auxiliary loss of its layers."""
-        x, aux = self._layers(now, part, x)
-        return x, jnp.asarray(self.model.aux_loss(aux), jnp.float32)
-
-    def _add_loss(self, now: Tick, x: jax.Array, carry: _Carry) -> _Carry:
-        """Adds the loss and its gradients for a microbatch that the last part has finished in this tick."""
-        loss, vjp, sums = jax.vjp(
-            lambda params, x: self.model.loss(params, x, now["loss"]),
-            self.model.unstacked(self.params),
-            x,
-            has_aux=True,
+    def _start(self) -> _Carry:
+        table, model, x = self.table, self.model, self.x
+        first = jnp.int32(0)
+        grads = zeros_of(self.params) if self.trains else {}
+        aux = self._part_aux(first, x) if self.trains else {}
+        sums = jax.eval_shape(lambda params, x: model.loss(params, x, first)[1], self.params, x)
+        return _Carry(
+            jnp.zeros((table.input_slots, *x.shape), x.dtype),
+            [jnp.zeros((table.input_slots, *a.shape), a.dtype) for a in self._backward_of_part.kept],
+            jnp.zeros((table.gradient_slots if self.trains else 0, *x.shape), x.dtype),
+            zeros_of(x),
+            model.stacked(grads) if self.trains else {},
+            model.unstacked(grads),
+            jax.tree.map(lambda t: jnp.zeros((table.virtual_stages * t.shape[0], *t.shape[1:]), t.dtype), aux),
+            zeros_of(sums),
         )
-        g_rest, g_x = vjp(jnp.ones_like(loss))
+
+    def _part_aux(self, first: jax.Array, x: Any) -> Any:
+        """Returns shapes and types of the aux of one part."""
+        table, model = self.table, self.model
+
+        def aux(params: Tree, x: jax.Array) -> Any:
+            return model.layers(part_rows(model.stacked(params), first, table.virtual_stages), x, first, first)[1]
+
+        return jax.eval_shape(aux, self.params, x)
+
+    def _tick(self, segment: Segment, carry: _Carry, now: Tick) -> tuple[_Carry, None]:
+        for arrivals, slot in zip(segment.arrivals, now["gradients"], strict=True):
+            if arrivals.has_gradients:
+                received = write_slot(carry.gradients, self._send(carry.sent, arrivals.hop), slot)
+                carry = dataclasses.replace(carry, gradients=received)
+        carry = self._event(segment, now, "embed", self._embed, carry)
+        otherwise = (zeros_of(self.x), carry.aux, carry.kept)
+        x, aux, kept = self._half(segment, now, _RUN, self._forward, otherwise, carry)
+        sent = [self._send(x, a.hop) if a.has_inputs else None for a in segment.arrivals]
+        carry = dataclasses.replace(carry, aux=aux, kept=kept)
+        backward = functools.partial(self._backward, whole=segment.whole)
+        g_x, layers = self._half(segment, now, _INPUT, backward, (zeros_of(self.x), carry.layers), carry)
+        carry = dataclasses.replace(carry, sent=g_x, layers=layers)
+        layers = self._half(segment, now, _WEIGHT, self._backward_weight, layers, carry)
+        carry = dataclasses.replace(carry, layers=layers)
+        # A slot is free for what arrives when the tick's last task has read it.
+        for value, slot in zip(sent, now["inputs"], strict=True):
+            if value is not None:
+                carry = dataclasses.replace(carry, inputs=write_slot(carry.inputs, value, slot))
+        carry = self._event(segment, now, "loss", functools.partial(self._add_loss, x), carry)
+        return self._event(segment, now, "embed gradient", self._add_embed_gradient, carry), None
+
+    def _send(self, value: jax.Array, hop: int) -> jax.Array:
+        return ring_shift(value, "stage", hop) if hop else value
+
+    def _event(
+        self, segment: Segment, now: Tick, name: str, do: Callable[[jax.Array, Tick, _Carry], _Carry], carry: _Carry
+    ) -> _Carry:
+        """Does what all stages do together, in the ticks that have it."""
+        happens = segment.events[name] != NOTHING
+        if not happens.any():
+            return carry
+
+        def scoped(carry: _Carry) -> _Carry:
+            with jax.named_scope(scope_of(segment.name, name)):
+                return do(now[name], now, carry)
+
+        if happens.all():
+            return scoped(carry)
+        return lax.cond(now[name] != NOTHING, scoped, lambda carry: carry, carry)
+
+    def _half[T](
+        self,
+        segment: Segment,
+        now: Tick,
+        place: int,
+        run: Callable[[_Task, _Carry, T], T],
+        otherwise: T,
+        carry: _Carry,
+    ) -> T:
+        """Runs the tasks of one place of a tick; returns `otherwise` on a stage that has none.
+
+        run: `(task, carry, otherwise) -> result`.
+        """
+        running = segment.running[:, :, place]
+        if not running.any():
+            return otherwise
+        names = ("kind", "virtual_stage", "microbatch", "input_slot", "gradient_slot")
+        runs = now["kind"][place] != IDLE
+        task = _Task(runs if self.model.together else True, *(jnp.maximum(now[name][place], 0) for name in names))
+
+        def scoped(otherwise: T) -> T:
+            with jax.named_scope(scope_of(segment.name, PLACES[place])):
+                return run(task, carry, otherwise)
+
+        in_ticks = running.any(axis=1) if self.model.together else running
+        if in_ticks.all():
+            return scoped(otherwise)
+        needed = now["any"][place] if self.model.together else runs
+        return lax.cond(needed, scoped, lambda otherwise: otherwise, otherwise)
+
+    def _forward(
+        self, task: _Task, carry: _Carry, otherwise: tuple[jax.Array, Any, list[jax.Array]]
+    ) -> tuple[jax.Array, Any, list[jax.Array]]:
+        x, part = read_slot(carry.inputs, task.input_slot), self._part(task)
+        if not self.trains:
+            return self._run_part(part, x, task.virtual_stage, task.microbatch)[0][0], *otherwise[1:]
+        if not self.model.keeps:
+            (x, _), aux = self._run_part(part, x, task.virtual_stage, task.microbatch)
+            return x, self._add(otherwise[1], aux, task, task.runs), otherwise[2]
+        (x, _), vjp, aux = self._vjp(part, x, task.virtual_stage, task.microbatch)
+        kept = self._backward_of_part.select(jax.tree.leaves(vjp))
+        slot = jnp.where(task.runs, task.input_slot, NOTHING)
+        buffers = [write_slot(buffer, value, slot) for buffer, value in zip(otherwise[2], kept, strict=True)]
+        return x, self._add(otherwise[1], aux, task, task.runs), buffers
+
+    def _backward(
+        self, task: _Task, carry: _Carry, otherwise: tuple[jax.Array, Layers], whole: bool
+    ) -> tuple[jax.Array, Layers]:
+        if not whole:
+            return masked(self._gradients(task, carry, "input")[1], task.runs), otherwise[1]
+        g_layers, g_x = self._gradients(task, carry, "both")
+        return masked(g_x, task.runs), self._add(otherwise[1], g_layers, task, self._whole(task))
+
+    def _backward_weight(self, task: _Task, carry: _Carry, otherwise: Layers) -> Layers:
+        return self._add(otherwise, self._gradients(task, carry, "weights")[0], task, task.runs)
+
+    def _gradients(self, task: _Task, carry: _Carry, of: str) -> tuple[Any, Any]:
+        """Returns the gradients of a part's parameters and of its input: `of` both, or one of them and None."""
+        g, part, index = self._output_gradient(task, carry), self._part(task), (task.virtual_stage, task.microbatch)
+        if self.model.keeps:
+            kept = [read_slot(buffer, task.input_slot) for buffer in carry.kept]
+            g_part, g_x, *_ = self._backward_of_part.rebuild(kept, part)(g)
+            return g_part, g_x
+        x = read_slot(carry.inputs, task.input_slot)
+        if of == "input":
+            return None, jax.vjp(lambda x: self._run_part(part, x, *index)[0], x)[1](g)[0]
+        if of == "weights":
+            return jax.vjp(lambda part: self._run_part(part, x, *index)[0], part)[1](g)[0], None
+        g_part, g_x = jax.vjp(lambda part, x: self._run_part(part, x, *index)[0], part, x)[1](g)
+        return g_part, g_x
+
+    @functools.cached_property
+    def _backward_of_part(self) -> "_Backward":
+        """How to call the derivative of a part with what a forward pass has kept."""
+        if not (self.trains and self.model.keeps):
+            return _Backward([], None, {})
+        found: list[dict[int, int]] = []
+
+        def vjp(part: Layers, x: jax.Array, virtual_stage: jax.Array, microbatch: jax.Array) -> Any:
+            derivative = self._vjp(part, x, virtual_stage, microbatch)[1]
+            weights = jax.tree.leaves(part)
+            same = ((i, j) for i, a in enumerate(jax.tree.leaves(derivative)) for j, b in enumerate(weights) if a is b)
+            found.append(dict(same))
+            return derivative
+
+        first = jnp.int32(0)
+        part = part_rows(self.model.stacked(self.params), first, self.table.virtual_stages)
+        leaves, treedef = jax.tree.flatten(jax.eval_shape(vjp, part, self.x, first, first))
+        return _Backward([a for i, a in enumerate(leaves) if i not in found[-1]], treedef, found[-1])
+
+    def _vjp(self, part: Layers, x: jax.Array, virtual_stage: jax.Array, microbatch: jax.Array) -> Any:
+        return jax.vjp(self._run_part, part, x, virtual_stage, microbatch, has_aux=True)
+
+    def _run_part(
+        self, part: Layers, x: jax.Array, virtual_stage: jax.Array, microbatch: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], Any]:
+        """Returns the output of a part and the auxiliary loss of its layers, and their aux."""
+        x, aux = self.model.layers(part, x, virtual_stage, microbatch)
+        return (x, jnp.asarray(self.model.aux_loss(aux), jnp.float32)), aux
+
+    def _output_gradient(self, task: _Task, carry: _Carry) -> tuple[jax.Array, jax.Array]:
+        """Returns the gradients of a part's output and of its auxiliary loss."""
+        return masked((read_slot(carry.gradients, task.gradient_slot), jnp.ones(())), task.runs)
+
+    def _part(self, task: _Task) -> Layers:
+        """Returns the parameters of the part that a task runs."""
+        return part_rows(self.model.stacked(self.params), task.virtual_stage, self.table.virtual_stages)
+
+    def _whole(self, task: _Task) -> jax.Array | bool:
+        """Whether a backward task is not split; static where no task of the table is."""
+        return task.runs if (self.table.kind != BACKWARD_INPUT).all() else task.kind == BACKWARD
+
+    def _add(self, tree: Any, values: Any, task: _Task, counts: jax.Array | bool) -> Any:
+        """Returns `tree` with what a task has computed for its part, where it counts."""
+        return add_to_part(tree, masked(values, counts), task.virtual_stage, self.table.virtual_stages)
+
+    def _embed(self, microbatch: jax.Array, now: Tick, carry: _Carry) -> _Carry:
+        """Writes the embedding of a microbatch that begins into the first stage's input slot."""
+        slot = jnp.where(lax.axis_index("stage") == 0, now["input_slot"][_RUN], NOTHING)
+        return dataclasses.replace(
+            carry, inputs=write_slot(carry.inputs, self.model.embed(self.params, microbatch), slot)
+        )
+
+    def _add_loss(self, x: jax.Array, microbatch: jax.Array, now: Tick, carry: _Carry) -> _Carry:
+        """Adds the loss and its gradients for a microbatch that the last part has finished in this tick."""
+
+        def loss(params: Tree, x: jax.Array) -> tuple[jax.Array, Any]:
+            return self.model.loss(params, x, microbatch)
+
+        if not self.trains:
+            sums = jax.tree.map(jnp.add, carry.sums, loss(self.params, x)[1])
+            return dataclasses.replace(carry, sums=sums)
+        value, vjp, sums = jax.vjp(loss, self.model.unstacked(self.params), x, has_aux=True)
+        g_rest, g_x = vjp(jnp.ones_like(value))
         return dataclasses.replace(
             carry,
-            gradients=_write(carry.gradients, g_x, now["loss_arrives"]),
+            gradients=write_slot(carry.gradients, g_x, now["loss_arrives"]),
             rest=jax.tree.map(jnp.add, carry.rest, g_rest),
             sums=jax.tree.map(jnp.add, carry.sums, sums),
         )
 
-    def _add_embed_gradient(self, now: Tick, g_x: jax.Array, carry: _Carry) -> _Carry:
+    def _add_embed_gradient(self, microbatch: jax.Array, now: Tick, carry: _Carry) -> _Carry:
         """Adds the embedding's gradient for a microbatch whose last backward task ran in this tick."""
-        # On all but the first stage, g_x is the gradient of another microbatch.
-        g_x = jnp.where(lax.axis_index("stage") == 0, g_x, jnp.zeros_like(g_x))
+        # On all but the first stage, it is the gradient of another microbatch.
+        g_x = masked(carry.sent, lax.axis_index("stage") == 0)
         params = self.model.unstacked(self.params)
-        (g_rest,) = jax.vjp(lambda params: self.model.embed(params, now["embed_backward"]), params)[1](g_x)
+        (g_rest,) = jax.vjp(lambda params: self.model.embed(params, microbatch), params)[1](g_x)
         return dataclasses.replace(carry, rest=jax.tree.map(jnp.add, carry.rest, g_rest))

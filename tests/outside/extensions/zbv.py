@@ -1,6 +1,15 @@
-"""ZB-V, a zero-bubble pipeline schedule (Qi et al. 2024, arXiv:2405.15362)."""
+"""ZB-V, a zero-bubble pipeline schedule (Qi et al. 2024, arXiv:2405.15362), for ticks of one task of each kind."""
 
-from meshwright.sharding.schedule_table import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Task, dependency
+from collections import Counter
+
+from meshwright.sharding.schedule_table import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    NEXT_TICK,
+    Task,
+    dependency,
+)
 from meshwright.sharding.schedules import PipelineSchedule
 from meshwright.sharding.stages import map_parts, v_placement
 
@@ -8,32 +17,37 @@ from meshwright.sharding.stages import map_parts, v_placement
 def zbv_order(stages: int, microbatches: int, virtual_stages: int) -> list[list[Task]]:
     """Returns the tasks of each stage, by greedy choice.
 
-    The model is a V: stage s has part s on the way down and part 2P-1-s on the way up. In each tick a stage runs B (the
-    gradient of its input) if it can; else F of its second part; else F of its first part while fewer than 2P inputs are
-    live; else W (the gradient of its weights).
+    The model is a V: stage s has part s on the way down and part 2P-1-s on the way up. In each tick a stage runs F, of
+    its second part if it can, else of its first part while fewer than 3P inputs are live; B (the gradient of its
+    input); and W (the gradient of its weights).
     """
     parts = map_parts(stages, virtual_stages, v_placement)
-    choices = [(BACKWARD_INPUT, 0), (BACKWARD_INPUT, 1), (FORWARD, 1), (FORWARD, 0)]
-    choices += [(BACKWARD_WEIGHT, 1), (BACKWARD_WEIGHT, 0)]
-    counts = {choice: [0] * stages for choice in choices}
+    counts = [Counter[tuple[int, int]]() for _ in range(stages)]
     orders: list[list[Task]] = [[] for _ in range(stages)]
     done, tick = dict[tuple[int, Task], int](), 0
 
-    def choose(stage: int) -> Task | None:
-        live = sum(counts[FORWARD, v][stage] - counts[BACKWARD_WEIGHT, v][stage] for v in (0, 1))
-        for kind, v in choices:
-            task = Task(kind, v, counts[kind, v][stage])
-            needed = dependency(parts, stage, task)
-            full = (kind, v) == (FORWARD, 0) and live >= 2 * stages
-            if task.microbatch < microbatches and not full and (needed is None or done.get(needed, tick) < tick):
-                return task
-        return None
+    def choose(stage: int) -> list[Task]:
+        own = counts[stage]
+        live = sum(own[FORWARD, v] - own[BACKWARD_WEIGHT, v] for v in (0, 1))
+        wanted = {
+            FORWARD: [1, 0] if live < 3 * stages else [1],
+            BACKWARD_INPUT: [1, 0],
+            BACKWARD_WEIGHT: [1, 0],
+        }
+        tasks = ([Task(kind, v, own[kind, v]) for v in chosen] for kind, chosen in wanted.items())
+        return [task for row in tasks for task in [t for t in row if can_run(stage, t)][:1]]
 
-    while min(map(len, orders)) < 6 * microbatches:
-        for stage, task in [(stage, task) for stage in range(stages) if (task := choose(stage))]:
+    def can_run(stage: int, task: Task) -> bool:
+        needed = dependency(parts, stage, task)
+        return task.microbatch < microbatches and (needed is None or done.get(needed, tick) < tick)
+
+    while min(sum(own.values()) for own in counts) < 6 * microbatches:
+        for stage, task in [(s, task) for s in range(stages) for task in choose(s)]:
             done[stage, task] = tick
             orders[stage].append(task)
-            counts[task.kind, task.virtual_stage][stage] += 1
+            counts[stage][task.kind, task.virtual_stage] += 1
+        for order in orders:
+            order.append(NEXT_TICK)
         tick += 1
     return orders
 

@@ -4,7 +4,7 @@ from html import escape
 
 import numpy as np
 
-from meshwright.sharding.schedule_table import IDLE, TASK_NAMES, ScheduleTable
+from meshwright.sharding.schedule_table import PLACE, TASK_NAMES, ScheduleTable
 from meshwright.views.draw.blocks import ArrayPicture, LocalPicture
 from meshwright.views.draw.colours import colour, format_devices
 from meshwright.views.draw.machine import MachinePicture
@@ -172,20 +172,21 @@ _TASK_HEIGHT, _LIVE_HEIGHT, _STAGE_LEFT, _STAGE_TOP = 24.0, 22.0, 66.0, 62.0
 
 
 def timeline_svg(picture: PipelineTimeline) -> str:
-    """Draws a row for each stage with a column for each tick; the grey bars below a row are its live inputs."""
+    """Draws rows for each stage with a column for each tick; the grey bars below them are its live inputs."""
     table, drawing = picture.table, _Drawing()
     drawing.text(4, 14, picture.title, 13)
     drawing.text(4, 32, picture.summary, 11)
     tick_width = 26.0 if table.ticks <= 48 else max(7.0, 1240.0 / table.ticks)
-    row_height = _TASK_HEIGHT + _LIVE_HEIGHT + 6
+    tasks_height = _TASK_HEIGHT * len(picture.places)
+    row_height = tasks_height + _LIVE_HEIGHT + 6
     for s in range(table.stages):
         y = _STAGE_TOP + s * row_height
         drawing.text(4, y + 16, f"stage {s}", 12)
         for t in range(table.ticks):
             _draw_tick(drawing, picture, (t, s), (_STAGE_LEFT + t * tick_width, y, tick_width))
         right = _STAGE_LEFT + table.ticks * tick_width + 6
-        drawing.text(right, y + 16, f"{int((table.kind[:, s] == IDLE).sum())} idle", 11)
-        drawing.text(right, y + _TASK_HEIGHT + _LIVE_HEIGHT - 4, f"{int(table.live_inputs[:, s].max())} live", 11)
+        drawing.text(right, y + 16, f"{picture.idle(s)} idle", 11)
+        drawing.text(right, y + tasks_height + _LIVE_HEIGHT - 4, f"{int(table.live_inputs[:, s].max())} live", 11)
     _draw_task_legend(drawing, table, _STAGE_TOP + table.stages * row_height + 12)
     return drawing.render(picture.title)
 
@@ -193,17 +194,18 @@ def timeline_svg(picture: PipelineTimeline) -> str:
 def _draw_tick(
     drawing: _Drawing, picture: PipelineTimeline, position: tuple[int, int], box: tuple[float, float, float]
 ) -> None:  # fmt: skip
-    """Draws the task of a stage in a tick and its live inputs. box: left, top and width."""
+    """Draws the tasks of a stage in a tick and its live inputs. box: left, top and width."""
     (t, s), (x, y, width), table = position, box, picture.table
-    task, live = table.task(t, s), int(table.live_inputs[t, s])
-    if task.kind != IDLE:
+    live = int(table.live_inputs[t, s])
+    for task in table.tasks(t, s):
         virtual_stage = f", virtual stage {task.virtual_stage}" if table.virtual_stages > 1 else ""
         name = TASK_NAMES[task.kind]
         tip = f"tick {t}: {name} of microbatch {task.microbatch}{virtual_stage}; {live} live inputs"
-        drawing.box(x, y, width, _TASK_HEIGHT, fill(task.kind, task.microbatch), picture.label(t, s), tip)
+        top = y + _TASK_HEIGHT * picture.places.index(PLACE[task.kind])
+        drawing.box(x, top, width, _TASK_HEIGHT, fill(task.kind, task.microbatch), picture.label(task), tip)
     if live:
         height = _LIVE_HEIGHT * live / max(1, int(table.live_inputs.max()))
-        top = y + _TASK_HEIGHT + _LIVE_HEIGHT - height
+        top = y + _TASK_HEIGHT * len(picture.places) + _LIVE_HEIGHT - height
         drawing.shapes.append(
             f'<rect x="{x:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}" fill="currentColor" '
             f'opacity="0.18"><title>{live} live inputs</title></rect>'
@@ -212,7 +214,7 @@ def _draw_tick(
 
 def _draw_task_legend(drawing: _Drawing, table: ScheduleTable, y: float) -> None:
     x = _STAGE_LEFT
-    for kind in sorted({int(k) for k in table.kind.flat} - {IDLE}):
+    for kind in (kind for kind, count in table.task_counts.items() if count):
         drawing.box(x, y - 11, 14, 14, fill(kind, 0), "", TASK_NAMES[kind])
         drawing.text(x + 20, y, TASK_NAMES[kind], 11)
         x += 34 + len(TASK_NAMES[kind]) * 7

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import numpy as np
 from rich.text import Text
 
-from meshwright.sharding.schedule_table import IDLE
 from meshwright.views.draw.blocks import ArrayPicture, LocalPicture
 from meshwright.views.draw.colours import colour, format_devices
 from meshwright.views.draw.machine import MachinePicture
@@ -121,22 +120,22 @@ def machine_text(picture: MachinePicture) -> Text:
 
 
 def timeline_text(picture: PipelineTimeline) -> Text:
-    """Returns a line for each stage with a column for each tick, and below it the number of live inputs."""
+    """Returns lines for each stage with a column for each tick, and below them the number of live inputs."""
     table = picture.table
-    labels = [[picture.label(t, s) for t in range(table.ticks)] for s in range(table.stages)]
-    width = max(len(label) for row in labels for label in row) + 1
+    cells = [(t, s) for t in range(table.ticks) for s in range(table.stages)]
+    width = max(len(picture.label(task)) for cell in cells for task in table.tasks(*cell)) + 1
     shown = min(table.ticks, max(8, (_WIDTH - 12) // width))
     text = Text(picture.title + "\n", style="bold")
     text.append(f"{picture.summary}\n")
     for s in range(min(table.stages, _MAX_ROWS)):
-        text.append(f"stage {s:<3} ")
-        for t in range(shown):
-            kind, label = int(table.kind[t, s]), labels[s][t]
-            if kind == IDLE:
-                text.append("·".rjust(width), style="dim")
-            else:
-                text.append(label.rjust(width), style=f"black on {fill(kind, int(table.microbatch[t, s]))}")
-        text.append("\n" if shown == table.ticks else " ...\n")
+        for row, place in enumerate(picture.places):
+            text.append(f"stage {s:<3} " if row == 0 else " " * 10)
+            for task in (picture.task(t, s, place) for t in range(shown)):
+                if task is None:
+                    text.append("·".rjust(width), style="dim")
+                else:
+                    text.append(picture.label(task).rjust(width), style=f"black on {fill(task.kind, task.microbatch)}")
+            text.append("\n" if shown == table.ticks else " ...\n")
         live = "".join((str(n) if n else "").rjust(width) for n in table.live_inputs[:shown, s])
         text.append(f"{'live':>9} {live}\n", style="dim")
     if table.stages > _MAX_ROWS:

@@ -1,4 +1,4 @@
-"""Picture of a pipeline schedule: a row for each stage, a column for each tick."""
+"""Picture of a pipeline schedule: rows for each stage, a column for each tick."""
 
 import dataclasses
 from typing import Any
@@ -9,8 +9,10 @@ from meshwright.sharding.schedule_table import (
     BACKWARD_WEIGHT,
     FORWARD,
     IDLE,
+    PLACE,
     TASK_NAMES,
     ScheduleTable,
+    Task,
 )
 from meshwright.views.draw.colours import colour
 
@@ -22,8 +24,9 @@ _MARKS = {FORWARD: "", BACKWARD: "'", BACKWARD_INPUT: "'", BACKWARD_WEIGHT: "w"}
 class PipelineTimeline:
     """Picture of a schedule table.
 
-    A cell shows the microbatch as a number and the virtual stage as a letter; `'` marks a backward pass, `w` the
-    gradient of the weights where that is a task of its own.
+    A tick has a row for each of the forward pass, the backward pass and the gradient of the weights, where that is a
+    task of its own. A cell shows the microbatch as a number and the virtual stage as a letter; `'` marks a backward
+    pass, `w` the gradient of the weights.
     """
 
     table: ScheduleTable
@@ -39,15 +42,27 @@ class PipelineTimeline:
     def summary(self) -> str:
         """Ticks, bubble and live inputs of the schedule."""
         t = self.table
-        return f"{t.ticks} ticks, bubble {t.bubble:.1%} of the busy time, at most {t.input_slots} live inputs per stage"
+        return (
+            f"{t.ticks} ticks, bubble {t.bubble():.1%} of the busy time, at most {t.input_slots} live inputs per stage"
+        )
 
-    def label(self, tick: int, stage: int) -> str:
-        """Returns the text of a cell; empty where the stage is idle."""
-        task = self.table.task(tick, stage)
-        if task.kind == IDLE:
-            return ""
+    @property
+    def places(self) -> list[int]:
+        """Places of a tick that the schedule uses, a row each."""
+        return sorted({PLACE[kind] for kind in _kinds(self.table)})
+
+    def task(self, tick: int, stage: int, place: int) -> Task | None:
+        """Returns the task in a cell; None where the stage is idle."""
+        return next((task for task in self.table.tasks(tick, stage) if PLACE[task.kind] == place), None)
+
+    def label(self, task: Task) -> str:
+        """Returns the text of a cell."""
         letter = _LETTERS[task.virtual_stage % 26] if self.table.virtual_stages > 1 else ""
         return f"{task.microbatch}{letter}{_MARKS[task.kind]}"
+
+    def idle(self, stage: int) -> int:
+        """Returns the number of cells in which a stage is idle."""
+        return self.table.ticks * len(self.places) - int((self.table.kind[:, stage] != IDLE).sum())
 
     def svg(self) -> str:
         """Returns the picture as SVG."""
@@ -78,4 +93,9 @@ def fill(kind: int, microbatch: int) -> str:
 
 def task_legend(table: ScheduleTable) -> list[str]:
     """Returns the marks of the task kinds in a table with their names."""
-    return [f"0{_MARKS[kind]} {TASK_NAMES[kind]}" for kind in sorted({int(k) for k in table.kind.flat} - {IDLE})]
+    return [f"0{_MARKS[kind]} {TASK_NAMES[kind]}" for kind in _kinds(table)]
+
+
+def _kinds(table: ScheduleTable) -> list[int]:
+    """Returns the kinds of tasks in a table."""
+    return [kind for kind, count in table.task_counts.items() if count]
