@@ -1,6 +1,5 @@
 """Linear layer: the matrix product of activations and a weight."""
 
-import math
 from typing import Any
 
 import jax
@@ -12,12 +11,14 @@ def linear(x: jax.Array, w: Any, *, contract: int = 1) -> jax.Array:
     w: an array, or an object that multiplies itself: it has a method `linear(x, contract)`, as the quantised weights of
     `--training.matmul-precision` do (quantised.py).
 
-    Both are flattened to two dimensions first: XLA:CPU transposes a weight gradient that contracts batch and sequence
-    as two dimensions by copies, which takes the step of a small GPT from 32 to 48 ms.
+    The tokens are one dimension of the product: XLA:CPU transposes a weight gradient that contracts batch and sequence
+    as two by copies, which takes the step of a small GPT from 32 to 48 ms. The weight keeps its dimensions: with heads
+    and their size as one, XLA:TPU copies the gradients of queries, keys and values three times each (docs/log.md).
     """
     if hasattr(w, "linear"):
         result: jax.Array = w.linear(x, contract)
         return result
-    inner = math.prod(w.shape[:contract])
-    lead, out = x.shape[: x.ndim - contract], w.shape[contract:]
-    return (x.reshape(-1, inner) @ w.reshape(inner, -1)).reshape(*lead, *out)
+    lead, dims = x.shape[: x.ndim - contract], tuple(range(contract))
+    contracted = (tuple(1 + dim for dim in dims), dims)
+    out = jax.lax.dot_general(x.reshape(-1, *w.shape[:contract]), w, (contracted, ((), ())))
+    return out.reshape(*lead, *w.shape[contract:])
