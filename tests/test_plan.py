@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -147,11 +146,20 @@ def test_parameters_and_optimizer_state_are_those_of_the_layout(layout: str) -> 
     assert memory["optimizer state"] == pytest.approx(report.bytes_optimizer, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "muon", "adafactor"])
-def test_the_layout_report_counts_the_state_that_optax_makes(name: Any) -> None:
-    placed = place_run(tiny_run(MODELS["llama"], "data=2,fsdp=2,tensor=2", optimizer=Optimizer(name=name)))
-    steps, optimizer = placed.run.training.steps, placed.run.optimizer
-    state = optimizer_state_bytes(optimizer, steps, placed.params, placed.placements, placed.shape, jnp.float32)
+@pytest.mark.parametrize(
+    ("optimizer", "params"),
+    [
+        *(({"name": name}, {}) for name in ("adamw", "lion", "sgd", "muon", "adafactor")),
+        ({"name": "adamw", "moment_dtype": "bfloat16"}, {}),
+        ({"name": "adamw"}, {"param_dtype": "bfloat16"}),
+        ({"name": "lion", "moment_dtype": "bfloat16"}, {"param_dtype": "bfloat16", "param_rounding": "stochastic"}),
+    ],
+    ids=str,
+)
+def test_the_layout_report_counts_the_state_that_optax_makes(optimizer: Any, params: Any) -> None:
+    run = tiny_run(MODELS["llama"], "data=2,fsdp=2,tensor=2", optimizer=Optimizer(**optimizer), **params)
+    placed = place_run(run)
+    state = optimizer_state_bytes(run.optimizer, run.training, placed.params, placed.placements, placed.shape)
     # Moments alone: the scalars that count steps are a few bytes.
     assert show.layout_report(placed).bytes_optimizer == pytest.approx(state, abs=64)
 

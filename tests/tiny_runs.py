@@ -141,7 +141,8 @@ def train(run: Run, steps: int, *, initial: Any = None) -> Trained:
         state, metrics = step(state, random_batch(device_run, number))
         if number == 0 and run.optimizer.name == "adamw":
             # Adam's first moment after one step is (1 - beta1) times the gradient: no second program to compile.
-            moments = by_layers(device_run, state.optimizer[0].mu)
+            adam = getattr(state.optimizer, "inner", state.optimizer)[0]
+            moments = by_layers(device_run, adam.mu)
             gradients = jax.tree.map(lambda mu: mu / (1 - run.optimizer.beta1), moments)
         losses.append(float(metrics["loss"][0] / metrics["loss"][1]))
     return Trained(

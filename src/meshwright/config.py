@@ -170,6 +170,10 @@ class Model:
         return set()
 
 
+Precision = Literal["float32", "bfloat16"]
+ParamRounding = Literal["master", "stochastic"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
     """Update rule, learning-rate schedule and regularisation.
@@ -201,12 +205,13 @@ class Optimizer:
     """Decoupled weight decay, applied to weight matrices and embeddings, not to norms and biases."""
     grad_clip_norm: float = 1.0
     """Largest global norm of the gradient; 0 disables clipping."""
+    moment_dtype: Precision = "float32"
+    """Type in which the first moment is stored (momentum for sgd and muon). Adafactor has none."""
 
     def __post_init__(self) -> None:
         _keep_names(self, "name", "lr_schedule")
 
 
-Precision = Literal["float32", "bfloat16"]
 Remat = Literal[
     "auto", "none", "attention", "projections", "feed_forward", "attention_out", "full", "offload_attention", "offload"
 ]
@@ -244,7 +249,10 @@ class Training:
     seed: Annotated[int, tyro.conf.arg(aliases=["--seed"])] = 0
     """Seed of initial values, data order and dropout; the same numbers on any mesh."""
     param_dtype: Precision = "float32"
-    """Type of the sharded parameters and of the optimizer state."""
+    """Type of the sharded parameters. The optimizer computes in float32 either way."""
+    param_rounding: ParamRounding = "master"
+    """How bfloat16 parameters take updates below their last bit: the optimizer state has the other bits of a float32
+    master weight (master), or the update is rounded at random (stochastic)."""
     compute_dtype: Precision = "bfloat16"
     """Type of gathered weights and of activations."""
     reduce_dtype: Precision = "float32"

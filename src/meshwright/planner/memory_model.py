@@ -91,7 +91,7 @@ def memory_by_category(placed: PlacedRun, work: Work, in_flight: float, ahead: b
     return {
         "parameters": sharded * param,
         "optimizer state": state_bytes(placed),
-        "gradients": sharded * max(param, reduce if training.microbatches == 1 else param),
+        "gradients": sharded * max(param, reduce),
         "activations": activations,
         "gathered weights": compute * all_layers if everything_kept else 0.0,
         "one layer" if layer > loss else "loss and its table": max(layer, loss),
@@ -155,9 +155,13 @@ def state_bytes(placed: PlacedRun) -> float:
     if optimizer.name not in OPTIMIZER_MOMENTS:
         from meshwright.step.optimizers import optimizer_state_bytes  # loads optax, which planning does not need
 
-        dtype = jnp.dtype(training.param_dtype)
-        return optimizer_state_bytes(optimizer, training.steps, placed.params, placed.placements, shape, dtype)
-    return _optimizer_elements(placed) * jnp.dtype(training.param_dtype).itemsize * OPTIMIZER_MOMENTS[optimizer.name]
+        return optimizer_state_bytes(optimizer, training, placed.params, placed.placements, shape)
+    bytes_each = 4 * OPTIMIZER_MOMENTS[optimizer.name]
+    if optimizer.moment_dtype == "bfloat16":
+        bytes_each -= 2
+    if training.param_dtype == "bfloat16" and training.param_rounding == "master":
+        bytes_each += 2
+    return _optimizer_elements(placed) * bytes_each
 
 
 @cached_by_layout

@@ -8,7 +8,6 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright.comm.hierarchical import Axes, DcnAxis
@@ -22,7 +21,7 @@ from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.params import Param, Tree, init_params, plan_gathers, shardings, tree_map
 from meshwright.sharding.placement import Placements, axes_of, to_spec
-from meshwright.step.optimizers import build_optimizer, place_optimizer_state
+from meshwright.step.optimizers import UpdateRule, build_update_rule, place_optimizer_state
 from meshwright.step.state import State
 
 _RING = 4
@@ -36,7 +35,7 @@ class DeviceRun:
 
     placed: PlacedRun
     mesh: Mesh
-    optimizer: optax.GradientTransformation
+    optimizer: UpdateRule
     abstract: State
     """`ShapeDtypeStruct`s with their shardings."""
     kernels: Kernels
@@ -256,7 +255,7 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     dtype = jnp.dtype(training.param_dtype)
     sharded = shardings(mesh, placed.placements, "at_rest")
     params = tree_map(lambda p, where: jax.ShapeDtypeStruct(p.shape, dtype, sharding=where), placed.params, sharded)
-    optimizer = build_optimizer(run.optimizer, training.steps, placed.params)
+    optimizer = build_update_rule(run.optimizer, training, placed.params)
     state, where = place_optimizer_state(optimizer, params, placed.placements, placed.shape)
     leaves = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, to_spec(placement)))

@@ -81,9 +81,11 @@ def _accumulate(device_run: DeviceRun, params: Tree, step: jax.Array, batch: Bat
     def add(sums: Any, part: tuple[jax.Array, Batch]) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, sums, microbatch(*part)), None
 
-    first = jax.tree.map(lambda x: x[0], parts)
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(microbatch, *first))
-    return jax.lax.scan(add, zeros, parts)[0]
+    grads, more = jax.eval_shape(microbatch, *jax.tree.map(lambda x: x[0], parts))
+    # The gradients of bfloat16 parameters are bfloat16; many of them are summed in the type of the reduction.
+    sums = jax.tree.map(lambda g: jnp.zeros(g.shape, jnp.promote_types(g.dtype, training.reduce_dtype)), grads)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), more)
+    return jax.lax.scan(add, (sums, zeros), parts)[0]
 
 
 def _reduce(device_run: DeviceRun, grads: Tree) -> tuple[Tree, jax.Array]:

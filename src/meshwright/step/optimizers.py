@@ -5,12 +5,13 @@ Clipping is part of the gradients (step/gradients.py), where the norm over all d
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from meshwright.config import MeshShape, Optimizer
+from meshwright.config import MeshShape, Optimizer, Training
 from meshwright.errors import ConfigError, MeshwrightError, describe_failure
 from meshwright.plugins import resolve
 from meshwright.sharding.params import Param, Tree, tree_map
@@ -50,7 +51,15 @@ def build_lr_schedule(o: Optimizer, steps: int) -> optax.Schedule:
 
 
 def _adamw(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.GradientTransformation:
-    return optax.adamw(rate, o.beta1, o.beta2, eps=o.epsilon, weight_decay=o.weight_decay, mask=_decays(params))
+    return optax.adamw(
+        rate,
+        o.beta1,
+        o.beta2,
+        eps=o.epsilon,
+        mu_dtype=o.moment_dtype,
+        weight_decay=o.weight_decay,
+        mask=_decays(params),
+    )
 
 
 def _adafactor(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.GradientTransformation:
@@ -64,13 +73,16 @@ def _adafactor(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.Gradie
 
 
 def _lion(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.GradientTransformation:
-    return optax.lion(rate, o.beta1, o.beta2, weight_decay=o.weight_decay, mask=_decays(params))
+    return optax.lion(
+        rate, o.beta1, o.beta2, mu_dtype=o.moment_dtype, weight_decay=o.weight_decay, mask=_decays(params)
+    )
 
 
 def _muon(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.GradientTransformation:
     return optax.contrib.muon(
         rate,
         beta=o.beta1,
+        mu_dtype=o.moment_dtype,
         weight_decay=o.weight_decay,
         weight_decay_mask=_decays(params),
         adam_b1=o.beta1,
@@ -83,7 +95,8 @@ def _muon(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.GradientTra
 
 def _sgd(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.GradientTransformation:
     return optax.chain(
-        optax.add_decayed_weights(o.weight_decay, mask=_decays(params)), optax.sgd(rate, momentum=o.beta1)
+        optax.add_decayed_weights(o.weight_decay, mask=_decays(params)),
+        optax.sgd(rate, momentum=o.beta1, accumulator_dtype=o.moment_dtype),
     )
 
 
@@ -97,6 +110,9 @@ OPTIMIZERS: dict[str, Callable[[Optimizer, optax.Schedule, Tree], optax.Gradient
 """Update rules: AdamW (arXiv:1711.05101), Adafactor (1804.04235), Lion (2302.06675), Muon (K. Jordan 2024), SGD with
 momentum."""
 
+FIRST_MOMENTS = ("adamw", "lion", "muon", "sgd")
+"""Rules whose first moment can be bfloat16."""
+
 
 def build_optimizer(o: Optimizer, steps: int, params: Tree) -> optax.GradientTransformation:
     """Returns the update rule. params: descriptions, which say what weight decay applies to.
@@ -106,6 +122,12 @@ def build_optimizer(o: Optimizer, steps: int, params: Tree) -> optax.GradientTra
     """
     rate = build_lr_schedule(o, steps)
     rule = resolve("optimizer", o.name, OPTIMIZERS)
+    if o.moment_dtype != "float32" and o.name not in FIRST_MOMENTS:
+        raise ConfigError(
+            f"--optimizer.moment-dtype {o.moment_dtype} with {o.name}",
+            f"those with a first moment of this type are {', '.join(FIRST_MOMENTS)}",
+            "--optimizer.moment-dtype float32, or one of them",
+        )
     if o.name in OPTIMIZERS:
         return OPTIMIZERS[o.name](o, rate, params)
     built = _call("optimizer", o.name, rule, o, rate)
@@ -115,6 +137,32 @@ def build_optimizer(o: Optimizer, steps: int, params: Tree) -> optax.GradientTra
         )
     transformation: optax.GradientTransformation = built
     return transformation
+
+
+class UpdateRule(NamedTuple):
+    """Update of the parameters, as the step calls it."""
+
+    init: Callable[[Tree], Any]
+    """`params -> state`."""
+    update: Callable[[Tree, Any, Tree, jax.Array], tuple[Tree, Any]]
+    """`(float32 gradients, state, params, step) -> (params, state)`."""
+
+
+def build_update_rule(o: Optimizer, training: Training, params: Tree) -> UpdateRule:
+    """Returns the update of parameters of the run's `param_dtype`. params: descriptions. Raises as build_optimizer."""
+    rule = build_optimizer(o, training.steps, params)
+    if training.param_dtype == "bfloat16":
+        from meshwright.step.bfloat16_params import with_masters, with_random_rounding  # loaded for runs that have them
+
+        if training.param_rounding == "master":
+            return with_masters(rule)
+        return with_random_rounding(rule, training.seed)
+
+    def update(grads: Tree, state: Any, params: Tree, step: jax.Array) -> tuple[Tree, Any]:
+        updates, state = rule.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return UpdateRule(rule.init, update)
 
 
 def _call(kind: str, name: str, function: Any, *arguments: Any) -> Any:
@@ -144,7 +192,7 @@ def _muon_dimensions(p: Param) -> Any:
 
 
 def place_optimizer_state(
-    optimizer: optax.GradientTransformation, abstract_params: Tree, placements: Tree, mesh: MeshShape
+    optimizer: UpdateRule, abstract_params: Tree, placements: Tree, mesh: MeshShape
 ) -> tuple[Any, list[Placement]]:
     """Returns the abstract optimizer state and the placement of each of its arrays.
 
@@ -168,10 +216,11 @@ def place_optimizer_state(
     return state, [place(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]]
 
 
-def optimizer_state_bytes(o: Optimizer, steps: int, params: Tree, placements: Tree, mesh: MeshShape, dtype: Any) -> int:
+def optimizer_state_bytes(o: Optimizer, training: Training, params: Tree, placements: Tree, mesh: MeshShape) -> int:
     """Returns the bytes of the optimizer state on one device. params: descriptions."""
+    dtype = jnp.dtype(training.param_dtype)
     abstract = tree_map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), params)
-    state, where = place_optimizer_state(build_optimizer(o, steps, params), abstract, placements, mesh)
+    state, where = place_optimizer_state(build_update_rule(o, training, params), abstract, placements, mesh)
     return sum(
         math.prod(local_shape(leaf.shape, placement, mesh)) * leaf.dtype.itemsize
         for leaf, placement in zip(jax.tree.leaves(state), where, strict=True)

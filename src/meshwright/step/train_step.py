@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import PartitionSpec
 
 from meshwright.comm.collectives import all_reduce
@@ -48,10 +47,10 @@ def build_train_step(device_run: DeviceRun) -> Any:
         with matmuls_of(device_run.run.training.compute_dtype):
             grads, metrics, aux = gradients(state.params, state.step, batch)
         params = jax.lax.with_sharding_constraint(state.params, for_update)
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         with matmuls_of(device_run.run.training.compute_dtype):
-            updates, optimizer = device_run.optimizer.update(grads, state.optimizer, params)
-        updated = model.post_update(optax.apply_updates(params, updates), aux)
+            updated, optimizer = device_run.optimizer.update(grads, state.optimizer, params, state.step)
+        updated = model.post_update(updated, aux)
         finite = jnp.isfinite(metrics["loss"][0]) & jnp.isfinite(metrics["gradient norm"][0]) & state.healthy
         new = State(state.step + 1, jnp.ones_like(finite), updated, optimizer)
         new = jax.tree.map(

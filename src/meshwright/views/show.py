@@ -109,10 +109,7 @@ def _optimizer_bytes(placed: PlacedRun) -> int:
     from meshwright.step.optimizers import optimizer_state_bytes  # loads optax
 
     run = placed.run
-    dtype = jnp.dtype(run.training.param_dtype)
-    return optimizer_state_bytes(
-        run.optimizer, run.training.steps, placed.params, placed.placements, placed.shape, dtype
-    )
+    return optimizer_state_bytes(run.optimizer, run.training, placed.params, placed.placements, placed.shape)
 
 
 def stage_rows(placed: PlacedRun) -> tuple[StageRow, ...]:
