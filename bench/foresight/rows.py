@@ -209,6 +209,8 @@ def _megatron(row: dict[str, str], text: str, total: int, sequences: int) -> tup
         if stage > 1 and virtual_stages > 1
         else {}
     )
+    if stage > 1 and "offload" not in row["remat"].lower():
+        options["stage_saves"] = "layers"
     if context > 1:
         options["context_strategy"] = "all_gather" if stage > 1 else "ring"
     return shape, microbatches, options

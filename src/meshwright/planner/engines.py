@@ -55,11 +55,13 @@ class Engine:
     """Seconds of a step with pipeline stages."""
     score_bytes: Mapping[str, int]
     """HBM bytes that attention moves per score, by pass, where no fused kernel runs (`Kernels.fused`)."""
+    copies_kept: bool = True
+    """Whether a pipeline stage copies what it keeps of a microbatch into a buffer, and out of it."""
 
 
 # In blocked attention XLA writes and reads the scores: float32, and probabilities in the compute dtype
 # (models/kernels/blocked.py).
 MESHWRIGHT = Engine(lockstep, {"forward": 14, "recomputation": 14, "backward": 32})
 """This package's own step."""
-MEGATRON = Engine(free_running, {})
+MEGATRON = Engine(free_running, {}, copies_kept=False)
 """Megatron's pipeline with fused attention everywhere, as in the trainers whose measurements are published."""

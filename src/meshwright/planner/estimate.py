@@ -166,7 +166,7 @@ def _estimate(placed: PlacedRun, target: Target, engine: Engine) -> Estimate:
         score_bytes = {} if kernels.fused else score_bytes
     compute = {name: _layers_seconds(work, again, name, target, score_bytes.get(name, 0)) for name in PASSES}
     # A stage copies what it keeps into the slot of the microbatch, and out of it.
-    copied = 2 * kept_bytes(placed, work) / (chip.hbm_bandwidth * target.efficiency.hbm)
+    copied = 2 * engine.copies_kept * kept_bytes(placed, work) / (chip.hbm_bandwidth * target.efficiency.hbm)
     for name in ("forward", "backward"):
         compute[name]["elementwise"] += copied
     unembedding = _unembedding_seconds(work, target)
