@@ -27,6 +27,7 @@ from meshwright.analysis.arguments import (
     program_arguments,
 )
 from meshwright.analysis.compile import CompiledProgram, compile_function
+from meshwright.analysis.donation import lint_donation
 from meshwright.analysis.expected_sharding import ExpectedSharding, collect_expected_shardings
 from meshwright.analysis.grouped_matmuls import grouped_products, lint_grouped_matmuls
 from meshwright.analysis.jaxpr_collectives import read_jaxpr_collectives
@@ -36,11 +37,12 @@ from meshwright.analysis.lint import (
     lint_host,
     lint_rematerialisation,
     lint_tiles,
-    lint_unexpected_collectives,
 )
 from meshwright.analysis.memory import Argument, Memory, read_memory
 from meshwright.analysis.self_check import FlopsBand, doubts_of
 from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, Ticks, simulate_schedule
+from meshwright.analysis.source_lint import lint_source
+from meshwright.analysis.unexpected_collectives import MIN_SENT_BYTES, lint_unexpected_collectives
 from meshwright.hlo.flops import CompiledMatmul, read_matmuls, unpriced_kernels
 from meshwright.hlo.kernels import ALL_ROWS, Skipped
 from meshwright.hlo.ledger import LedgerEntry, by_kind_and_axes, read_ledger, unread_collectives
@@ -75,6 +77,8 @@ class ProgramFacts:
     """Ticks of a pipeline schedule by the branches that run in them on some stage."""
     library_files: tuple[str, ...] = ()
     """Ends of file names that are skipped when a collective's source line is chosen."""
+    min_sent: int = MIN_SENT_BYTES
+    """Bytes that a device sends in one execution below which a collective that the compiler inserted is no finding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,9 +238,8 @@ def census(
     ledger = read_ledger(module, degrees, facts.library_files)
     device = _device_kind(program.executable)
     findings = layout_findings(function, args, program, declared or {}, degrees)
-    findings += _program_findings(program, ledger, expected, degrees)
-    if device.startswith("TPU"):
-        findings += _tile_findings(arguments, definition_line(function))
+    findings += _program_findings(program, ledger, expected, degrees, arguments, facts.min_sent)
+    findings += _argument_findings(program, arguments, leaves, definition_line(function), device)
     schedule = None if target is None else simulate_schedule(module, target, degrees, facts.skipped, facts.ticks)
     flops, grouped = _flops(program, facts), grouped_products(module, program.jaxpr)
     findings += lint_grouped_matmuls(grouped)
@@ -265,18 +268,29 @@ def _flops(program: CompiledProgram, facts: ProgramFacts) -> Flops:
 
 
 def _program_findings(
-    program: CompiledProgram, ledger: Sequence[LedgerEntry], expected: Sequence[ExpectedSharding], mesh: dict[str, int]
+    program: CompiledProgram,
+    ledger: Sequence[LedgerEntry],
+    expected: Sequence[ExpectedSharding],
+    mesh: dict[str, int],
+    arguments: Sequence[Argument],
+    min_sent: int,
 ) -> list[Finding]:
     findings = lint_expected_shardings(expected, mesh)
     findings += lint_rematerialisation(program.module, program.warnings)
     if mesh:
-        findings += lint_unexpected_collectives(ledger, read_jaxpr_collectives(program.jaxpr, mesh))
-    return findings + lint_host(program.module)
+        written = read_jaxpr_collectives(program.jaxpr, mesh)
+        findings += lint_unexpected_collectives(ledger, written, arguments, min_sent)
+    return findings + lint_source(program.jaxpr) + lint_host(program.module)
 
 
-def _tile_findings(arguments: Sequence[Argument], line: str) -> list[Finding]:
+def _argument_findings(
+    program: CompiledProgram, arguments: Sequence[Argument], leaves: Mapping[str, Any], line: str, device: str
+) -> list[Finding]:
+    findings = lint_donation(program.module, program.jaxpr, leaves, {a.path: a.category for a in arguments}, line)
+    if not device.startswith("TPU"):
+        return findings
     itemsize = {a.path: a.bytes // max(1, math.prod(a.local_shape)) for a in arguments}
-    return lint_tiles([a for a in arguments if a.category == "parameters"], itemsize, line)
+    return findings + lint_tiles([a for a in arguments if a.category == "parameters"], itemsize, line)
 
 
 def _versions(device: str) -> str:
