@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,10 +16,11 @@ from tiny_runs import MODELS, device_run_of, tiny_run
 import meshwright as mw
 from meshwright.analysis.census import ProgramFacts
 from meshwright.analysis.expected_sharding import expect_sharding
-from meshwright.analysis.lint import Finding, lint_tiles
+from meshwright.analysis.lint import Finding, lint_attention_kernel, lint_tiles
 from meshwright.analysis.memory import Argument
 from meshwright.analysis.run_census import census_of_train_step
 from meshwright.errors import CensusError
+from meshwright.hlo.parser import parse_module
 
 
 @pytest.fixture(scope="module")
@@ -307,3 +309,10 @@ def test_a_constraint_that_does_not_divide(mesh: Mesh) -> None:
     found = only(mw.census(step, array(mesh, (17, 64))).findings, "padding")
     assert "17 over 4 is padded to 20" in found.reason
     assert found.line == line_of(test_a_constraint_that_does_not_divide, "with_sharding_constraint")
+
+
+def test_a_kernel_that_is_not_in_the_program() -> None:
+    texts = Path(__file__).parent / "texts"
+    found = lint_attention_kernel(parse_module((texts / "v5p" / "fsdp.hlo").read_text()), "splash")
+    assert only(tuple(found), "kernel").subject == "attention by splash"
+    assert lint_attention_kernel(parse_module((texts / "kernels" / "attention.hlo").read_text()), "splash") == []

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -19,12 +20,12 @@ from jax.sharding import PartitionSpec
 
 from meshwright.analysis.arguments import (
     ARGUMENT_CATEGORIES,
-    argument_names,
+    argument_leaves,
     definition_line,
     layout_findings,
-    leaves_by_path,
-    mesh_of_arguments,
+    mesh_of_program,
     program_arguments,
+    program_shardings,
 )
 from meshwright.analysis.compile import CompiledProgram, compile_function
 from meshwright.analysis.donation import lint_donation
@@ -209,12 +210,14 @@ def census(
     target: TargetDevices | None = None,
     facts: ProgramFacts | None = None,
     compiler_options: Mapping[str, Any] | None = None,
+    **keywords: Any,
 ) -> Census:
-    """Compiles `function` for `args` (arrays, or abstract ones with shardings) and reads the compiled program.
+    """Compiles `function` for its arguments (arrays, abstract arrays, Python numbers) and reads the compiled program.
 
-    Nothing runs. The function may be jitted or not.
+    Nothing runs. function: jitted or not, with static arguments as it declares them; or a `Traced`, `Lowered` or
+    `Compiled` of `jax.stages`, alone.  keywords: keyword arguments of the function.
 
-    mesh: degree of each axis, outermost first; None takes it from the shardings of the arguments.
+    mesh: degree of each axis, outermost first; None takes it from the shardings of arguments, program or source.
     categories: beginning of an argument's path -> category of its memory, in addition to ARGUMENT_CATEGORIES.
     declared: path of an argument or result -> the sharding it must have.
     target: devices on which a schedule is simulated; None simulates none.
@@ -227,24 +230,23 @@ def census(
     >>> census(jnp.dot, jnp.ones((8, 8)), jnp.ones((8, 8))).flops.compiled
     1024.0
     """
-    facts = facts or ProgramFacts()
-    degrees = mesh_of_arguments(args) if mesh is None else dict(mesh)
+    facts, line = facts or ProgramFacts(), definition_line(function)
     with collect_expected_shardings() as expected:
-        program = compile_function(function, *args, compiler_options=compiler_options)
+        program = compile_function(function, *args, compiler_options=compiler_options, keywords=keywords)
     program = dataclasses.replace(program, module=dataclasses.replace(program.module, branches=facts.branches))
-    module = program.module
-    leaves = leaves_by_path(argument_names(function, args), args)
+    module, device = program.module, _device_kind(program.executable)
+    degrees = mesh_of_program((args, keywords), program.executable, program.jaxpr) if mesh is None else dict(mesh)
+    leaves = {} if program.jaxpr is None else argument_leaves(program.jaxpr, (*args, keywords))
     arguments = program_arguments(module, leaves, {**ARGUMENT_CATEGORIES, **(categories or {})})
     ledger = read_ledger(module, degrees, facts.library_files)
-    device = _device_kind(program.executable)
-    findings = layout_findings(function, args, program, declared or {}, degrees)
+    findings = layout_findings(leaves, program, declared or {}, degrees, line)
     findings += _program_findings(program, ledger, expected, degrees, arguments, facts.min_sent)
-    findings += _argument_findings(program, arguments, leaves, definition_line(function), device)
+    findings += _argument_findings(program, arguments, leaves, line, device)
     schedule = None if target is None else simulate_schedule(module, target, degrees, facts.skipped, facts.ticks)
     flops, grouped = _flops(program, facts), grouped_products(module, program.jaxpr)
     findings += lint_grouped_matmuls(grouped)
     return Census(
-        name=facts.name or str(getattr(function, "__name__", "function")),
+        name=facts.name or str(getattr(function, "__name__", "") or module.name.removeprefix("jit_") or "function"),
         mesh=degrees,
         device=device,
         ledger=tuple(ledger),
@@ -277,16 +279,18 @@ def _program_findings(
 ) -> list[Finding]:
     findings = lint_expected_shardings(expected, mesh)
     findings += lint_rematerialisation(program.module, program.warnings)
-    if mesh:
+    if mesh and program.jaxpr is not None:
         written = read_jaxpr_collectives(program.jaxpr, mesh)
         findings += lint_unexpected_collectives(ledger, written, arguments, min_sent)
-    return findings + lint_source(program.jaxpr) + lint_host(program.module)
+    findings += [] if program.jaxpr is None else lint_source(program.jaxpr)
+    return findings + lint_host(program.module)
 
 
 def _argument_findings(
     program: CompiledProgram, arguments: Sequence[Argument], leaves: Mapping[str, Any], line: str, device: str
 ) -> list[Finding]:
-    findings = lint_donation(program.module, program.jaxpr, leaves, {a.path: a.category for a in arguments}, line)
+    categories = {a.path: a.category for a in arguments}
+    findings = [] if program.jaxpr is None else lint_donation(program.module, program.jaxpr, leaves, categories, line)
     if not device.startswith("TPU"):
         return findings
     itemsize = {a.path: a.bytes // max(1, math.prod(a.local_shape)) for a in arguments}
@@ -304,7 +308,8 @@ def _versions(device: str) -> str:
 
 
 def _device_kind(executable: Any) -> str:
-    for sharding in jax.tree.leaves(executable.input_shardings):
+    shardings = [program_shardings(executable, which) for which in ("input_shardings", "output_shardings")]
+    for sharding in itertools.chain(*shardings):
         devices = getattr(sharding, "_device_assignment", None) or tuple(sharding.device_set)
         if devices:
             return str(devices[0].device_kind)

@@ -76,7 +76,7 @@ def _updated_inputs(jaxpr: Any) -> set[Any]:
         else:
             sources = []
         shapes = {equation.outvars[i].aval.shape for i in wanted}
-        reached |= {v for v in sources if isinstance(v, core.Var) and v.aval.shape in shapes}
+        reached |= {v for v in sources if isinstance(v, core.Var) and getattr(v.aval, "shape", None) in shapes}
     # An argument that is returned as it is was not updated.
     return {v for v in jaxpr.invars if v in reached and v not in passed_on}
 

@@ -46,7 +46,7 @@ def grouped_products(module: Module, jaxpr: Any) -> GroupedProducts:
 
     A product belongs to a grouped matmul if it has its name (GPU) or its source line (CPU).
     """
-    written = list(_grouped_matmuls(jaxpr.jaxpr, 1))
+    written = [] if jaxpr is None else list(_grouped_matmuls(jaxpr.jaxpr, 1))
     if not written:
         return GroupedProducts(0.0, 0.0, "")
     lines = {line for line, _ in written}

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from meshwright.analysis.expected_sharding import ExpectedSharding, spec_of
 from meshwright.analysis.memory import Argument
+from meshwright.hlo.kernels import is_call, kernel_work
 from meshwright.hlo.loops import walk
 from meshwright.hlo.parser import Frame, Module, arrays_of, parse_shape
 
@@ -265,6 +266,26 @@ def lint_precision(module: Module, scope: str, asked: str) -> list[Finding]:
             "operands of the low precision in the dot_general itself, on a chip that multiplies them",
             int(excess),
             stack[0].location if stack else "",
+        )
+    ]
+
+
+def lint_attention_kernel(module: Module, name: str) -> list[Finding]:
+    """Reports a fused attention kernel that a run uses and its compiled program does not contain.
+
+    name: of the kernel that was chosen for the run.
+    """
+    for context in walk(module):
+        for instruction in context.computation.instructions.values():
+            if is_call(instruction, module) and kernel_work(context.computation, instruction).kind == "attention":
+                return []
+    return [
+        Finding(
+            "kernel",
+            f"attention by {name}",
+            "the run uses this kernel, and the compiled program has no attention kernel: scores go through HBM",
+            "name it in --training.attention-kernel, which refuses shapes that it does not take",
+            0,
         )
     ]
 

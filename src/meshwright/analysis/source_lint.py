@@ -27,6 +27,8 @@ class _Site:
 
     equation: Any
     times: int
+    widened: tuple[bool, ...]
+    """For each input, whether it comes from 16 bits through elementwise operations in this jaxpr or its callers."""
 
     @property
     def line(self) -> str:
@@ -35,18 +37,36 @@ class _Site:
         return f"{Path(frames[0][0]).name}:{frames[0][1]}" if frames else ""
 
 
-def _sites(jaxpr: Any, times: int = 1) -> Iterator[_Site]:
+def _sites(jaxpr: Any, times: int = 1, widened: frozenset[Any] = frozenset()) -> Iterator[_Site]:
+    """Yields all equations of an open jaxpr. widened: inputs that were converted from 16 bits to float32."""
+    wide = set(widened)
     for equation in jaxpr.eqns:
-        yield _Site(equation, times)
-        inner = times * (equation.params["length"] if equation.primitive.name == "scan" else 1)
+        inputs = tuple(not isinstance(v, core.Literal) and v in wide for v in equation.invars)
+        yield _Site(equation, times, inputs)
+        if _widens(equation, inputs):
+            wide |= set(equation.outvars)
         if equation.primitive.name == "pallas_call":
             continue  # a kernel has its own reasons
+        inner = times * (equation.params["length"] if equation.primitive.name == "scan" else 1)
         for value in itertools.chain.from_iterable(
             v if isinstance(v, (tuple, list)) else (v,) for v in equation.params.values()
         ):
             nested = getattr(value, "jaxpr", value)
             if isinstance(nested, core.Jaxpr):
-                yield from _sites(nested, inner)
+                same = len(nested.invars) == len(inputs)
+                given = frozenset(v for v, w in zip(nested.invars, inputs, strict=True) if w) if same else frozenset()
+                yield from _sites(nested, inner, given)
+
+
+def _widens(equation: Any, inputs: tuple[bool, ...]) -> bool:
+    """Whether an equation converts 16 bits to float32, or passes such a value on in its shape."""
+    out: Any = equation.outvars[0].aval if equation.outvars else None
+    if getattr(out, "dtype", None) != jnp.float32:
+        return False
+    sources = [v.aval for v in equation.invars]
+    if equation.primitive.name == "convert_element_type":
+        return inputs[0] or (jnp.issubdtype(sources[0].dtype, jnp.floating) and sources[0].dtype.itemsize <= 2)
+    return any(w and a.shape == out.shape for w, a in zip(inputs, sources, strict=True))
 
 
 def lint_source(jaxpr: Any) -> list[Finding]:
@@ -63,7 +83,7 @@ def _uneven_constraints(sites: list[_Site]) -> list[Finding]:
         aval, sharding = site.equation.outvars[0].aval, site.equation.params["sharding"]
         mesh, spec = getattr(sharding, "mesh", None), getattr(sharding, "spec", ())
         for dim, axes in enumerate(spec):
-            if not isinstance(axes, (str, tuple)):
+            if mesh is None or not isinstance(axes, (str, tuple)):
                 continue
             degree = math.prod(mesh.shape[a] for a in ((axes,) if isinstance(axes, str) else axes))
             n = aval.shape[dim]
@@ -83,7 +103,10 @@ def _product_flops(equation: Any) -> float:
 
 
 def _wide_products(sites: list[_Site]) -> list[Finding]:
-    """Reports products of float32 in a function with products of 16 bits; `precision=HIGHEST` is taken as asked for."""
+    """Reports float32 products of values that had 16 bits, beside products of 16 bits.
+
+    Products of values that never had 16 bits, such as an optimizer's, and `precision=HIGHEST` are taken as meant.
+    """
     narrow, wide = 0.0, dict[str, float]()
     excess = dict[str, int]()
     for site in sites:
@@ -93,7 +116,7 @@ def _wide_products(sites: list[_Site]) -> list[Finding]:
         flops, sizes = site.times * _product_flops(site.equation), {a.dtype.itemsize for a in operands}
         if max(sizes) <= 2:
             narrow += flops
-        elif all(a.dtype == jnp.float32 for a in operands) and not _is_highest(site.equation.params["precision"]):
+        elif any(site.widened) and not _is_highest(site.equation.params["precision"]):
             wide[site.line] = wide.get(site.line, 0.0) + flops
             excess[site.line] = excess.get(site.line, 0) + site.times * sum(2 * a.size for a in operands)
     total = narrow + sum(wide.values())
