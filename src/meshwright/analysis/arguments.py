@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.analysis.compile import CompiledProgram
@@ -22,15 +24,21 @@ ARGUMENT_CATEGORIES: dict[str, str] = {
 """Memory category of arguments with the usual names."""
 
 
-def argument_names(function: Any, arguments: tuple[Any, ...]) -> list[str]:
-    """Returns the names of the positional arguments, as JAX writes them into the program."""
-    inner = inspect.unwrap(getattr(function, "__wrapped__", function))
-    try:
-        parameters = list(inspect.signature(inner).parameters.values())
-    except (TypeError, ValueError):
-        return [f"args[{i}]" for i in range(len(arguments))]
-    fixed = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return [*fixed, *(f"args[{i}]" for i in range(len(arguments)))][: len(arguments)]
+def argument_leaves(jaxpr: Any, arguments: Sequence[Any]) -> dict[str, Any]:
+    """Returns the arrays that a closed jaxpr takes, by the paths that the compiled program has for them.
+
+    Static arguments are not among them, and a Python number is an array of no dimensions. Each is the leaf of
+    `arguments` (positional ones, then a dictionary of keywords), or where these do not say, its abstract value.
+    """
+    names = [plain_path(name) for name in jaxpr.jaxpr.debug_info.arg_names]
+    given = [leaf for leaf in jax.tree.leaves(arguments) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    leaves: dict[str, Any] = {}
+    for name, variable in zip(names, jaxpr.jaxpr.invars, strict=False):
+        wanted = (getattr(variable.aval, "shape", None), getattr(variable.aval, "dtype", None))
+        place = next((i for i, leaf in enumerate(given) if (leaf.shape, leaf.dtype) == wanted), None)
+        abstract = jax.ShapeDtypeStruct(getattr(variable.aval, "shape", ()), getattr(variable.aval, "dtype", jnp.bool_))
+        leaves[name] = abstract if place is None else given.pop(place)
+    return leaves
 
 
 def definition_line(function: Any) -> str:
@@ -39,13 +47,45 @@ def definition_line(function: Any) -> str:
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""
 
 
-def mesh_of_arguments(arguments: Any) -> dict[str, int]:
-    """Returns the mesh of the first argument with a NamedSharding over several devices; empty if there is none."""
-    for leaf in jax.tree.leaves(arguments):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
-            return dict(sharding.mesh.shape)
-    return {}
+def mesh_of_program(arguments: Any, executable: Any, jaxpr: Any) -> dict[str, int]:
+    """Returns the mesh of a program over several devices: of its arguments, its compiled shardings, or its source.
+
+    Empty if none has a NamedSharding or a `shard_map`. jaxpr: closed; None where there is none.
+    """
+    leaves = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments)]
+    leaves += [*program_shardings(executable, "input_shardings"), *program_shardings(executable, "output_shardings")]
+    meshes = [leaf.mesh for leaf in leaves if isinstance(leaf, NamedSharding)]
+    meshes += [] if jaxpr is None else _written_meshes(jaxpr.jaxpr)
+    return next((dict(mesh.shape) for mesh in meshes if mesh.size > 1), {})
+
+
+def program_shardings(executable: Any, which: str) -> list[Any]:
+    """Lists the compiled shardings of arguments or results; empty where JAX cannot arrange them in a tree (`Ref`)."""
+    try:
+        return jax.tree.leaves(getattr(executable, which))
+    except ValueError:
+        return []
+
+
+def _results(executable: Any, which: str) -> dict[str, Any]:
+    """Returns what the executable tells of its results by path; empty where it has more than the function (`Ref`)."""
+    try:
+        return leaves_by_path(["result"], [getattr(executable, which)])
+    except ValueError:
+        return {}
+
+
+def _written_meshes(jaxpr: Any) -> list[Any]:
+    """Lists the meshes of `shard_map`s and sharding constraints in an open jaxpr."""
+    found: list[Any] = []
+    for equation in jaxpr.eqns:
+        mesh = equation.params.get("mesh", getattr(equation.params.get("sharding"), "mesh", None))
+        found += [mesh] if hasattr(mesh, "shape") else []
+        for value in equation.params.values():
+            for part in value if isinstance(value, (tuple, list)) else (value,):
+                nested = getattr(part, "jaxpr", part)
+                found += _written_meshes(nested) if isinstance(nested, core.Jaxpr) else []
+    return found
 
 
 def leaves_by_path(names: Sequence[str], trees: Sequence[Any]) -> dict[str, Any]:
@@ -63,14 +103,17 @@ def program_arguments(module: Module, leaves: Mapping[str, Any], categories: Map
     leaves: arrays by path.  categories: beginning of a path -> memory category.
     """
     parameters = module.entry.parameters
-    located = {number: _categorise(plain_path(i.op_name), categories) for number, i in parameters.items()}
+    # A program that takes references (`Ref`) does not name its parameters, and keeps all of them.
+    paths = dict(enumerate(leaves)) if len(leaves) == len(parameters) else {}
+    paths |= {number: plain_path(i.op_name) for number, i in parameters.items() if i.op_name}
+    located = {number: _categorise(paths.get(number, ""), categories) for number in parameters}
     modules = {part for category, part in located.values() if category == "parameters"}
     arguments: list[Argument] = []
     for number in sorted(parameters):
         instruction = parameters[number]
         if not isinstance(instruction.shape, Array):
             continue
-        path = plain_path(instruction.op_name) or f"argument {number}"
+        path = paths.get(number, str(number))
         leaf = leaves.get(path)
         local_shape = instruction.shape.dims
         category, part = _categorise(path, categories)
@@ -94,24 +137,23 @@ def _categorise(path: str, categories: Mapping[str, str]) -> tuple[str, str]:
 
 
 def layout_findings(
-    function: Any,
-    arguments: tuple[Any, ...],
-    program: CompiledProgram,
-    declared: Mapping[str, PartitionSpec],
-    mesh: Mapping[str, int],
-) -> list[Finding]:
+    leaves: Mapping[str, Any], program: CompiledProgram, declared: Mapping[str, PartitionSpec], mesh: Mapping[str, int],
+    line: str,
+) -> list[Finding]:  # fmt: skip
     """Compares the compiled shardings of arguments and results with the declared ones.
 
-    declared: sharding by path; the sharding of an argument that is given with one is declared as well.
+    leaves: arguments by path, in the program's order.  declared: sharding by path; the sharding of an argument that is
+    given with one is declared as well.  line: where the function is defined.
     Raises CensusError if a declared path is neither an argument nor a result.
     """
-    names, executable = argument_names(function, arguments), program.executable
-    leaves = leaves_by_path(names, arguments)
+    executable = program.executable
     used = {plain_path(i.op_name) for i in program.module.entry.parameters.values()}
-    compiled = {p: s for p, s in leaves_by_path(names, executable.input_shardings[0]).items() if p in used}
+    inputs = program_shardings(executable, "input_shardings")
+    # Without a tree of shardings (`Ref`), or paths for all of them, those of the arguments are not compared.
+    paths = zip(leaves, inputs, strict=True) if len(inputs) == len(leaves) else ()
+    compiled = {path: sharding for path, sharding in paths if path in used}
     given = {p: s.spec for p, a in leaves.items() if isinstance(s := getattr(a, "sharding", None), NamedSharding)}
-    results = leaves_by_path(["result"], [executable.output_shardings])
-    shapes = leaves_by_path(["result"], [executable.out_info])
+    results, shapes = _results(executable, "output_shardings"), _results(executable, "out_info")
     unknown = sorted(set(declared) - set(leaves) - set(results))
     if unknown:
         raise CensusError(
@@ -120,5 +162,5 @@ def layout_findings(
             f"one of {', '.join([*leaves, *results][:6])}, ...",
         )
     sizes = {p: a.size * a.dtype.itemsize for p, a in {**leaves, **shapes}.items() if hasattr(a, "dtype")}
-    shardings = {p: s for p, s in {**compiled, **results}.items() if p in sizes}
-    return lint_layouts(shardings, {**given, **declared}, sizes, mesh, definition_line(function))
+    shardings = {p: s for p, s in {**compiled, **results}.items() if p in sizes and hasattr(s, "device_set")}
+    return lint_layouts(shardings, {**given, **declared}, sizes, mesh, line)

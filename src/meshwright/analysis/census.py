@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -19,14 +20,15 @@ from jax.sharding import PartitionSpec
 
 from meshwright.analysis.arguments import (
     ARGUMENT_CATEGORIES,
-    argument_names,
+    argument_leaves,
     definition_line,
     layout_findings,
-    leaves_by_path,
-    mesh_of_arguments,
+    mesh_of_program,
     program_arguments,
+    program_shardings,
 )
 from meshwright.analysis.compile import CompiledProgram, compile_function
+from meshwright.analysis.donation import lint_donation
 from meshwright.analysis.expected_sharding import ExpectedSharding, collect_expected_shardings
 from meshwright.analysis.grouped_matmuls import grouped_products, lint_grouped_matmuls
 from meshwright.analysis.jaxpr_collectives import read_jaxpr_collectives
@@ -36,11 +38,12 @@ from meshwright.analysis.lint import (
     lint_host,
     lint_rematerialisation,
     lint_tiles,
-    lint_unexpected_collectives,
 )
 from meshwright.analysis.memory import Argument, Memory, read_memory
 from meshwright.analysis.self_check import FlopsBand, doubts_of
 from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, Ticks, simulate_schedule
+from meshwright.analysis.source_lint import lint_source
+from meshwright.analysis.unexpected_collectives import MIN_SENT_BYTES, lint_unexpected_collectives
 from meshwright.hlo.flops import CompiledMatmul, read_matmuls, unpriced_kernels
 from meshwright.hlo.kernels import ALL_ROWS, Skipped
 from meshwright.hlo.ledger import LedgerEntry, by_kind_and_axes, read_ledger, unread_collectives
@@ -75,6 +78,8 @@ class ProgramFacts:
     """Ticks of a pipeline schedule by the branches that run in them on some stage."""
     library_files: tuple[str, ...] = ()
     """Ends of file names that are skipped when a collective's source line is chosen."""
+    min_sent: int = MIN_SENT_BYTES
+    """Bytes that a device sends in one execution below which a collective that the compiler inserted is no finding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,12 +210,14 @@ def census(
     target: TargetDevices | None = None,
     facts: ProgramFacts | None = None,
     compiler_options: Mapping[str, Any] | None = None,
+    **keywords: Any,
 ) -> Census:
-    """Compiles `function` for `args` (arrays, or abstract ones with shardings) and reads the compiled program.
+    """Compiles `function` for its arguments (arrays, abstract arrays, Python numbers) and reads the compiled program.
 
-    Nothing runs. The function may be jitted or not.
+    Nothing runs. function: jitted or not, with static arguments as it declares them; or a `Traced`, `Lowered` or
+    `Compiled` of `jax.stages`, alone.  keywords: keyword arguments of the function.
 
-    mesh: degree of each axis, outermost first; None takes it from the shardings of the arguments.
+    mesh: degree of each axis, outermost first; None takes it from the shardings of arguments, program or source.
     categories: beginning of an argument's path -> category of its memory, in addition to ARGUMENT_CATEGORIES.
     declared: path of an argument or result -> the sharding it must have.
     target: devices on which a schedule is simulated; None simulates none.
@@ -223,25 +230,23 @@ def census(
     >>> census(jnp.dot, jnp.ones((8, 8)), jnp.ones((8, 8))).flops.compiled
     1024.0
     """
-    facts = facts or ProgramFacts()
-    degrees = mesh_of_arguments(args) if mesh is None else dict(mesh)
+    facts, line = facts or ProgramFacts(), definition_line(function)
     with collect_expected_shardings() as expected:
-        program = compile_function(function, *args, compiler_options=compiler_options)
+        program = compile_function(function, *args, compiler_options=compiler_options, keywords=keywords)
     program = dataclasses.replace(program, module=dataclasses.replace(program.module, branches=facts.branches))
-    module = program.module
-    leaves = leaves_by_path(argument_names(function, args), args)
+    module, device = program.module, _device_kind(program.executable)
+    degrees = mesh_of_program((args, keywords), program.executable, program.jaxpr) if mesh is None else dict(mesh)
+    leaves = {} if program.jaxpr is None else argument_leaves(program.jaxpr, (*args, keywords))
     arguments = program_arguments(module, leaves, {**ARGUMENT_CATEGORIES, **(categories or {})})
     ledger = read_ledger(module, degrees, facts.library_files)
-    device = _device_kind(program.executable)
-    findings = layout_findings(function, args, program, declared or {}, degrees)
-    findings += _program_findings(program, ledger, expected, degrees)
-    if device.startswith("TPU"):
-        findings += _tile_findings(arguments, definition_line(function))
+    findings = layout_findings(leaves, program, declared or {}, degrees, line)
+    findings += _program_findings(program, ledger, expected, degrees, arguments, facts.min_sent)
+    findings += _argument_findings(program, arguments, leaves, line, device)
     schedule = None if target is None else simulate_schedule(module, target, degrees, facts.skipped, facts.ticks)
     flops, grouped = _flops(program, facts), grouped_products(module, program.jaxpr)
     findings += lint_grouped_matmuls(grouped)
     return Census(
-        name=facts.name or str(getattr(function, "__name__", "function")),
+        name=facts.name or str(getattr(function, "__name__", "") or module.name.removeprefix("jit_") or "function"),
         mesh=degrees,
         device=device,
         ledger=tuple(ledger),
@@ -265,18 +270,31 @@ def _flops(program: CompiledProgram, facts: ProgramFacts) -> Flops:
 
 
 def _program_findings(
-    program: CompiledProgram, ledger: Sequence[LedgerEntry], expected: Sequence[ExpectedSharding], mesh: dict[str, int]
+    program: CompiledProgram,
+    ledger: Sequence[LedgerEntry],
+    expected: Sequence[ExpectedSharding],
+    mesh: dict[str, int],
+    arguments: Sequence[Argument],
+    min_sent: int,
 ) -> list[Finding]:
     findings = lint_expected_shardings(expected, mesh)
     findings += lint_rematerialisation(program.module, program.warnings)
-    if mesh:
-        findings += lint_unexpected_collectives(ledger, read_jaxpr_collectives(program.jaxpr, mesh))
+    if mesh and program.jaxpr is not None:
+        written = read_jaxpr_collectives(program.jaxpr, mesh)
+        findings += lint_unexpected_collectives(ledger, written, arguments, min_sent)
+    findings += [] if program.jaxpr is None else lint_source(program.jaxpr)
     return findings + lint_host(program.module)
 
 
-def _tile_findings(arguments: Sequence[Argument], line: str) -> list[Finding]:
+def _argument_findings(
+    program: CompiledProgram, arguments: Sequence[Argument], leaves: Mapping[str, Any], line: str, device: str
+) -> list[Finding]:
+    categories = {a.path: a.category for a in arguments}
+    findings = [] if program.jaxpr is None else lint_donation(program.module, program.jaxpr, leaves, categories, line)
+    if not device.startswith("TPU"):
+        return findings
     itemsize = {a.path: a.bytes // max(1, math.prod(a.local_shape)) for a in arguments}
-    return lint_tiles([a for a in arguments if a.category == "parameters"], itemsize, line)
+    return findings + lint_tiles([a for a in arguments if a.category == "parameters"], itemsize, line)
 
 
 def _versions(device: str) -> str:
@@ -290,7 +308,8 @@ def _versions(device: str) -> str:
 
 
 def _device_kind(executable: Any) -> str:
-    for sharding in jax.tree.leaves(executable.input_shardings):
+    shardings = [program_shardings(executable, which) for which in ("input_shardings", "output_shardings")]
+    for sharding in itertools.chain(*shardings):
         devices = getattr(sharding, "_device_assignment", None) or tuple(sharding.device_set)
         if devices:
             return str(devices[0].device_kind)

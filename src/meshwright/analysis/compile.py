@@ -26,7 +26,7 @@ class CompiledProgram:
     executable: Any
     """`jax.stages.Compiled`."""
     jaxpr: Any
-    """Closed jaxpr of the function."""
+    """Closed jaxpr of the function; None of one that was lowered before."""
     text: str
     """HLO text after all compiler passes."""
     module: Module
@@ -74,21 +74,31 @@ def compiler_error(error: Exception) -> CensusError:
 
 
 def compile_function(
-    function: Any, *arguments: Any, compiler_options: Mapping[str, Any] | None = None
+    function: Any,
+    *arguments: Any,
+    compiler_options: Mapping[str, Any] | None = None,
+    keywords: Mapping[str, Any] | None = None,
 ) -> CompiledProgram:
     """Compiles `function` for `arguments`, which may be abstract. Nothing runs.
 
-    compiler_options: XLA options by name.  Raises OutOfMemory, or CensusError with the compiler's message.
+    function: jitted or not (`jax.jit`, `nnx.jit`, `equinox.filter_jit`), or what JAX makes of one on the way: a
+    `Traced`, `Lowered` or `Compiled`, without arguments.
+    compiler_options: XLA options by name.  keywords: keyword arguments of the function.
+
+    Raises OutOfMemory, or CensusError with the compiler's message.
     """
-    jitted = function if hasattr(function, "trace") else jax.jit(function)
-    traced = jitted.trace(*arguments)
+    traced, lowered = _stages_of(function, arguments, keywords or {})
     started = time.perf_counter()
-    with _capture_warnings() as warnings:
-        lowered = traced.lower()
-        try:
-            executable = lowered.compile(compiler_options={**_RECOMPILE, **(compiler_options or {})})
-        except jax.errors.JaxRuntimeError as error:
-            raise compiler_error(error) from error
+    warnings: list[str] = []
+    if lowered is None and traced is None:
+        executable = function  # compiled already, with its own options
+    else:
+        with _capture_warnings() as warnings:
+            lowered = traced.lower() if lowered is None else lowered
+            try:
+                executable = lowered.compile(compiler_options={**_RECOMPILE, **(compiler_options or {})})
+            except jax.errors.JaxRuntimeError as error:
+                raise compiler_error(error) from error
     seconds = time.perf_counter() - started
     text = executable.as_text()
     # A second census of the same program finds it compiled; the warnings of the first still apply.
@@ -96,7 +106,7 @@ def compile_function(
     stats = executable.memory_analysis()
     return CompiledProgram(
         executable,
-        traced.jaxpr,
+        None if traced is None else traced.jaxpr,
         text,
         parse_module(text),
         _buffer_assignment(executable, stats),
@@ -105,6 +115,26 @@ def compile_function(
         tuple(warnings),
         seconds,
     )
+
+
+def _stages_of(function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Returns the `Traced` and the `Lowered` of a function, as far as there are any; neither of a `Compiled`.
+
+    nnx.jit and equinox.filter_jit wrap those of the jax.jit that they contain.
+    """
+    if isinstance(function, jax.stages.Compiled):
+        return None, None
+    if isinstance(function, jax.stages.Lowered):
+        return None, function
+    if isinstance(function, jax.stages.Traced):
+        return function, None
+    if hasattr(function, "trace"):
+        traced = function.trace(*arguments, **keywords)
+        return getattr(traced, "traced", traced), None
+    if hasattr(function, "lower"):
+        wrapped = function.lower(*arguments, **keywords)
+        return None, getattr(wrapped, "lowered", wrapped)
+    return jax.jit(function).trace(*arguments, **keywords), None
 
 
 def _compiled_memory(stats: Any) -> CompiledMemory:

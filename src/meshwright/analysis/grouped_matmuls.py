@@ -8,12 +8,11 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import jax
 from jax.extend import core
 
+from meshwright.analysis.jaxpr_collectives import user_frames
 from meshwright.analysis.lint import Finding
 from meshwright.formatting import format_count
 from meshwright.hlo.flops import matmul_flops
@@ -47,7 +46,7 @@ def grouped_products(module: Module, jaxpr: Any) -> GroupedProducts:
 
     A product belongs to a grouped matmul if it has its name (GPU) or its source line (CPU).
     """
-    written = list(_grouped_matmuls(jaxpr.jaxpr, 1))
+    written = [] if jaxpr is None else list(_grouped_matmuls(jaxpr.jaxpr, 1))
     if not written:
         return GroupedProducts(0.0, 0.0, "")
     lines = {line for line, _ in written}
@@ -74,7 +73,8 @@ def _grouped_matmuls(jaxpr: Any, times: int) -> Iterator[tuple[_Line, float]]:
         if equation.primitive.name == _PRIMITIVE:
             # [M, K] x [E, K, N] -> [M, N], or [M, K] x [M, N] -> [E, K, N]: the sizes multiply to E (M K N)^2.
             sizes = math.prod(v.aval.size for v in (*equation.invars[:2], *equation.outvars))
-            yield _user_line(equation), times * 2.0 * math.sqrt(sizes / equation.invars[2].aval.shape[-1])
+            frames = user_frames(equation)
+            yield frames[0] if frames else ("", 0), times * 2.0 * math.sqrt(sizes / equation.invars[2].aval.shape[-1])
         inner = times * (equation.params["length"] if equation.primitive.name == "scan" else 1)
         for value in itertools.chain.from_iterable(
             v if isinstance(v, (tuple, list)) else (v,) for v in equation.params.values()
@@ -82,16 +82,6 @@ def _grouped_matmuls(jaxpr: Any, times: int) -> Iterator[tuple[_Line, float]]:
             nested = getattr(value, "jaxpr", value)
             if isinstance(nested, core.Jaxpr):
                 yield from _grouped_matmuls(nested, inner)
-
-
-_JAX = str(Path(jax.__file__).parent)
-
-
-def _user_line(equation: Any) -> _Line:
-    """Returns the innermost line outside of JAX that traced an equation, as the compiled program records it."""
-    traceback = equation.source_info.traceback
-    frames = traceback.frames if traceback is not None else ()
-    return next(((f.file_name, f.line_num) for f in frames if not f.file_name.startswith(_JAX)), ("", 0))
 
 
 def lint_grouped_matmuls(products: GroupedProducts) -> list[Finding]:

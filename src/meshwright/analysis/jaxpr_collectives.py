@@ -4,8 +4,10 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import jax
 from jax.extend import core
 
 _KIND_OF_PRIMITIVE = {
@@ -19,27 +21,42 @@ _KIND_OF_PRIMITIVE = {
 
 @dataclasses.dataclass(frozen=True)
 class JaxprCollective:
-    """Collectives of one kind over one set of mesh axes."""
+    """Collectives of one kind over one set of mesh axes, written at one place."""
 
     kind: str
-    """HLO name of the collective."""
+    """HLO name of the collective; `reshard` for `jax.sharding.reshard`, which may become any."""
     axes: tuple[str, ...]
-    """Mesh axes with more than one device, in the mesh's order."""
+    """Mesh axes with more than one device, in the mesh's order; all of them for a reshard."""
     count: int
     """Executions; the lengths of scans are multiplied."""
     payload: int
     """Bytes of all executions, counted as in the ledger."""
+    lines: frozenset[str] = frozenset()
+    """FILE:LINE of every frame outside of JAX that traced it."""
 
 
 def read_jaxpr_collectives(jaxpr: Any, mesh: dict[str, int]) -> list[JaxprCollective]:
-    """Lists the collective primitives of a closed jaxpr by kind and axes; those over axes of degree 1 are left out."""
-    sums: dict[tuple[str, tuple[str, ...]], Counter[str]] = {}
+    """Lists the collective primitives of a closed jaxpr by kind, axes and place; axes of degree 1 are left out."""
+    sums: dict[tuple[str, tuple[str, ...], frozenset[str]], Counter[str]] = {}
     _read(jaxpr.jaxpr, 1, mesh, sums)
-    return [JaxprCollective(kind, axes, c["count"], c["payload"]) for (kind, axes), c in sums.items()]
+    return [JaxprCollective(kind, axes, c["count"], c["payload"], lines) for (kind, axes, lines), c in sums.items()]
+
+
+_JAX = str(Path(jax.__file__).parent)
+
+
+def user_frames(equation: Any) -> list[tuple[str, int]]:
+    """Lists file and line of the frames outside of JAX that traced an equation, innermost first."""
+    traceback = equation.source_info.traceback
+    frames = traceback.frames if traceback is not None else ()
+    return [(f.file_name, f.line_num) for f in frames if not f.file_name.startswith(_JAX)]
 
 
 def _read(jaxpr: Any, count: int, mesh: dict[str, int], sums: dict[Any, Counter[str]]) -> None:
     for equation in jaxpr.eqns:
+        lines = frozenset(f"{Path(file).name}:{line}" for file, line in user_frames(equation))
+        if equation.primitive.name == "reshard":
+            sums.setdefault(("reshard", tuple(a for a in mesh if mesh[a] > 1), lines), Counter())["count"] += count
         kind = _KIND_OF_PRIMITIVE.get(equation.primitive.name)
         if kind is not None:
             names = equation.params.get("axes") or equation.params.get("axis_name") or ()
@@ -50,7 +67,7 @@ def _read(jaxpr: Any, count: int, mesh: dict[str, int], sums: dict[Any, Counter[
             size = math.prod(mesh[axis] for axis in axes)
             operands = equation.invars[:1] if kind == "ragged-all-to-all" else equation.invars
             payload = sum(v.aval.size * v.aval.dtype.itemsize for v in operands if hasattr(v.aval, "dtype"))
-            entry = sums.setdefault((kind, axes), Counter())
+            entry = sums.setdefault((kind, axes, lines), Counter())
             entry["count"] += count
             entry["payload"] += count * payload * (size if kind == "all-gather" else 1)
         inner = count * (equation.params["length"] if equation.primitive.name == "scan" else 1)

@@ -10,9 +10,8 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from meshwright.analysis.expected_sharding import ExpectedSharding, spec_of
-from meshwright.analysis.jaxpr_collectives import JaxprCollective
 from meshwright.analysis.memory import Argument
-from meshwright.hlo.ledger import LedgerEntry
+from meshwright.hlo.kernels import is_call, kernel_work
 from meshwright.hlo.loops import walk
 from meshwright.hlo.parser import Frame, Module, arrays_of, parse_shape
 
@@ -27,7 +26,7 @@ class Finding:
     """One thing to change in a program."""
 
     kind: str
-    """layout, replicated, rematerialised, unexpected, padding, precision, experts, or host."""
+    """layout, replicated, rematerialised, unexpected, padding, precision, donation, experts, kernel, or host."""
     subject: str
     """Array or operation that it is about."""
     reason: str
@@ -157,35 +156,6 @@ def _padded_dims(value: ExpectedSharding, dims: _DimAxes, mesh: Mapping[str, int
     return findings
 
 
-def lint_unexpected_collectives(entries: Sequence[LedgerEntry], written: Sequence[JaxprCollective]) -> list[Finding]:
-    """Reports collectives that the function does not contain: the compiler inserted them to reshard a value."""
-    expected = {(w.kind, frozenset(w.axes)) for w in written}
-    inserted: dict[tuple[str, str, str], list[LedgerEntry]] = {}
-    for entry in entries:
-        axes = None if entry.axes is None else frozenset(entry.axes)
-        # A backend may turn an all-reduce into a reduce-scatter, or the other way round.
-        kinds = {"all-reduce", "reduce-scatter"} if entry.kind in ("all-reduce", "reduce-scatter") else {entry.kind}
-        if axes == frozenset() or any((kind, axes) in expected for kind in kinds):
-            continue
-        inserted.setdefault((entry.kind, entry.axes_label, entry.line), []).append(entry)
-    findings: list[Finding] = []
-    for (kind, axes_label, line), group in inserted.items():
-        count, payload = sum(e.count for e in group), sum(e.total for e in group)
-        operation = group[0].op_name.rpartition("/")[2].strip("()") or "an operation"
-        findings.append(
-            Finding(
-                "unexpected",
-                f"{kind} over {axes_label} of {group[0].operands[0]}" + (" and others" if len(group) > 1 else ""),
-                f"not in the function: the compiler inserted it, {count} x, {payload} bytes in all, to reshard a value "
-                f"for {operation}",
-                "shard the operands as the operation needs them, or write the collective",
-                int(sum(e.sent for e in group)),
-                line,
-            )
-        )
-    return sorted(findings, key=lambda f: -f.bytes)
-
-
 _REMATERIALISATION = re.compile(
     r"from sharding \{(.*?)\} to \{(.*?)\}(?: efficiently| without)?.*? for HLO operation %?(\S+) = (\S+)"
 )
@@ -296,6 +266,26 @@ def lint_precision(module: Module, scope: str, asked: str) -> list[Finding]:
             "operands of the low precision in the dot_general itself, on a chip that multiplies them",
             int(excess),
             stack[0].location if stack else "",
+        )
+    ]
+
+
+def lint_attention_kernel(module: Module, name: str) -> list[Finding]:
+    """Reports a fused attention kernel that a run uses and its compiled program does not contain.
+
+    name: of the kernel that was chosen for the run.
+    """
+    for context in walk(module):
+        for instruction in context.computation.instructions.values():
+            if is_call(instruction, module) and kernel_work(context.computation, instruction).kind == "attention":
+                return []
+    return [
+        Finding(
+            "kernel",
+            f"attention by {name}",
+            "the run uses this kernel, and the compiled program has no attention kernel: scores go through HBM",
+            "name it in --training.attention-kernel, which refuses shapes that it does not take",
+            0,
         )
     ]
 

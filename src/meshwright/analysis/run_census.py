@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshwright.analysis.census import Census, ProgramFacts, census
-from meshwright.analysis.lint import Finding, lint_precision
+from meshwright.analysis.lint import Finding, lint_attention_kernel, lint_precision
 from meshwright.analysis.self_check import FlopsBand
 from meshwright.analysis.simulate import TargetDevices
 from meshwright.comm import collectives, hierarchical, ragged
@@ -141,6 +141,8 @@ def census_of_train_step(device_run: DeviceRun, target: Target | None = None) ->
     simulated = device_run.mesh.devices.flat[0].platform == "cpu"
     findings = [finding for finding in result.findings if not (simulated and finding.kind == "experts")]
     findings += [*_vocabulary_padding(device_run), *_precision(device_run, result.text)]
+    if device_run.kernels.fused and not simulated:
+        findings += lint_attention_kernel(parse_module(result.text), device_run.kernels.name)
     return dataclasses.replace(result, findings=tuple(findings))
 
 
