@@ -52,13 +52,15 @@ class Cache:
     """Folder of compiled programs; ours have the version of the source in their path."""
 
     path: Path
-    source: str
-    """Version of Meshwright's source whose programs are meant (`source_version`)."""
+    sources: tuple[str, ...]
+    """Versions of Meshwright's source whose programs are meant (`source_version`), the first that has one first."""
 
     def folder(self, side: str, name: str, setting: Setting) -> Path:
         """Returns the folder of one compiled program."""
-        version = () if side == "maxtext" else (self.source,)
-        return self.path / side / Path(*version) / name / setting.slug()
+        if side == "maxtext":
+            return self.path / side / name / setting.slug()
+        folders = [self.path / side / source / name / setting.slug() for source in self.sources]
+        return next((folder for folder in folders if (folder / "facts.json").is_file()), folders[0])
 
 
 def source_version() -> str:
@@ -149,7 +151,7 @@ def read(side: str, name: str, setting: Setting, cache: Cache) -> dict[str, Any]
     row = {
         "side": side, "case": name, "setting": setting.summary(), "arguments": facts["arguments"],
         "remat": setting.remat, "options": setting.options, "windowed": setting.windowed,
-        "reduce_dtype": setting.reduce_dtype, "source": cache.source if side == "ours" else None,
+        "reduce_dtype": setting.reduce_dtype, "source": folder.parts[-3] if side == "ours" else None,
     }  # fmt: skip
     if "error" in facts:
         return {**row, "error": facts["error"]}
@@ -256,9 +258,11 @@ def main() -> None:
     compiling.add_argument("--maxtext", help="Python of an environment that has MaxText")
     compiling.add_argument("--report", type=Path, help="file that receives one line per program")
     reading.set_defaults(do=read_all)
-    reading.add_argument("--source", help="version of ours to read, a Git hash of `src`; default: of this checkout")
+    reading.add_argument(
+        "--source", action="append", help="version of ours to read, a Git hash of `src`; default: of this checkout"
+    )
     given = parser.parse_args()
-    given.cache = Cache(given.cache, getattr(given, "source", None) or source_version())
+    given.cache = Cache(given.cache, tuple(getattr(given, "source", None) or (source_version(),)))
     given.do(given)
 
 
