@@ -60,6 +60,8 @@ class PipelineModel:
     """`aux -> auxiliary loss` of the layers of a part."""
     stacks: tuple[str, ...]
     """Subtrees of the parameters that are stacked layers."""
+    reduce_dtype: str = "float32"
+    """Least type in which gradients are summed over microbatches."""
     keeps: bool = False
     """Whether a forward pass keeps what its backward pass reads. Otherwise that recomputes the part from its input."""
     together: bool = False
@@ -174,7 +176,7 @@ class _Engine:
     def _start(self) -> _Carry:
         table, model, x = self.table, self.model, self.x
         first = jnp.int32(0)
-        grads = zeros_of(self.params) if self.trains else {}
+        grads = jax.tree.map(self._zero_sum, self.params) if self.trains else {}
         aux = self._part_aux(first, x) if self.trains else {}
         sums = jax.eval_shape(lambda params, x: model.loss(params, x, first)[1], self.params, x)
         return _Carry(
@@ -187,6 +189,10 @@ class _Engine:
             jax.tree.map(lambda t: jnp.zeros((table.virtual_stages * t.shape[0], *t.shape[1:]), t.dtype), aux),
             zeros_of(sums),
         )
+
+    def _zero_sum(self, p: jax.Array) -> jax.Array:
+        """Returns zeros to sum a parameter's gradients in: those of bfloat16 parameters are many bfloat16 values."""
+        return jnp.zeros(p.shape, jnp.promote_types(p.dtype, self.model.reduce_dtype))
 
     def _part_aux(self, first: jax.Array, x: Any) -> Any:
         """Returns shapes and types of the aux of one part."""

@@ -58,6 +58,7 @@ def pipeline_model(
         loss=lambda params, x, m: model.loss(params, x, take(m)[1], total),
         aux_loss=model.aux_loss,
         stacks=tuple(model.stacks),
+        reduce_dtype=model.training.reduce_dtype,
         keeps=model.training.stage_saves == "layers",
         together=model.permutes,
     )
