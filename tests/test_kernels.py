@@ -16,7 +16,7 @@ import meshwright as mw
 from meshwright.errors import ConfigError
 from meshwright.models.kernels import blocked
 from meshwright.models.kernels.attention import reference_attention, sequence_positions
-from meshwright.models.kernels.choose import KERNELS, Kernels, choose_kernels
+from meshwright.models.kernels.choose import KERNELS, Hardware, Kernels, choose_kernels
 from meshwright.models.kernels.splash import block_size, splash_kernels
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.sharding.sequence import split_sequence
@@ -135,12 +135,12 @@ def test_splash_blocks_divide_the_sequence(seq: int, largest: int, block: int) -
     assert block_size(seq, largest) == block
 
 
-def choose(name: str, platform: str, **changes: Any) -> Kernels:
+def choose(name: str, platform: str, chip: str | None = None, **changes: Any) -> Kernels:
     settings: dict[str, Any] = {
         "block": 512, "remat": "full", "head_sizes": (128,), "dtype": "bfloat16",
         "sequence": split_sequence("ring", 256, 1, 1), **changes,
     }  # fmt: skip
-    return choose_kernels(name, platform, **settings)
+    return choose_kernels(name, Hardware(platform, chip), **settings)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from meshwright.hardware.chips import Chip, Torus
 from meshwright.hardware.interconnect import Route, route
 from meshwright.hardware.targets import Target
 from meshwright.models.flops import training_flops_per_token
-from meshwright.models.kernels.choose import kernels_of
+from meshwright.models.kernels.choose import Hardware, kernels_of
 from meshwright.planner.engines import MESHWRIGHT, Engine
 from meshwright.planner.memory_model import (
     FRAGMENTATION,
@@ -162,7 +162,9 @@ def _estimate(placed: PlacedRun, target: Target, engine: Engine) -> Estimate:
         tasks = build_counts(training.pipeline_schedule, shape.stage, microbatches, placed.virtual_stages)
     score_bytes = engine.score_bytes
     if score_bytes:
-        kernels = kernels_of(training, placed.spec, placed.sequence, platform_of(chip), chip.name, installed=True)
+        kernels = kernels_of(
+            training, placed.spec, placed.sequence, Hardware(platform_of(chip), chip.name, installed=True)
+        )
         score_bytes = {} if kernels.fused else score_bytes
     compute = {name: _layers_seconds(work, again, name, target, score_bytes.get(name, 0)) for name in PASSES}
     # A stage copies what it keeps into the slot of the microbatch, and out of it.

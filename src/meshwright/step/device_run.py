@@ -15,7 +15,7 @@ from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import ring_order, torus_degrees
 from meshwright.models.forward import LocalModel
-from meshwright.models.kernels.choose import Kernels, kernels_of
+from meshwright.models.kernels.choose import Hardware, Kernels, kernels_of
 from meshwright.models.remat import REMAT_POLICIES, gathered_within_reason
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.sharding.layouts import BATCH_AXES
@@ -270,7 +270,7 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
         from meshwright.hardware.chips import chip_name
 
         chip = chip_name(mesh.devices.flat[0].device_kind)
-    kernels = kernels_of(training, placed.spec, placed.sequence, platform, chip)
+    kernels = kernels_of(training, placed.spec, placed.sequence, Hardware(platform, chip))
     return DeviceRun(placed, mesh, optimizer, abstract, kernels)
 
 

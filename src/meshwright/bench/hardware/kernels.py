@@ -20,7 +20,7 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import find_chip
 from meshwright.hardware.mesh import build_mesh
-from meshwright.models.kernels.choose import AUTO, KERNELS, Kernels, choose_kernels
+from meshwright.models.kernels.choose import AUTO, KERNELS, Hardware, Kernels, choose_kernels
 from meshwright.models.model import AttentionSpec
 from meshwright.planner.estimate import ATTENTION_BACKWARD
 from meshwright.sharding.sequence import SequenceSplit
@@ -124,7 +124,7 @@ def calibrated_rates(rows: Sequence[Mapping[str, Any]], own: Sequence[str]) -> d
 def _choose(name: str, case: Case, dtype: str) -> Kernels:
     """Returns the kernel as a training run chooses it. Raises ConfigError where it does not support the case."""
     return choose_kernels(
-        name, jax.devices()[0].platform, block=512, remat="none", head_sizes=(case.head_size,), dtype=dtype,
+        name, Hardware(jax.devices()[0].platform), block=512, remat="none", head_sizes=(case.head_size,), dtype=dtype,
         sequence=SequenceSplit("ring", case.seq, 1, 1),
     )  # fmt: skip
 

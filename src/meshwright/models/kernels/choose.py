@@ -117,60 +117,60 @@ AUTO: dict[str, tuple[str, ...]] = {"cpu": ("reference",), "tpu": ("splash",), "
 AUTO_BY_CHIP: dict[str, tuple[str, ...]] = {"tpu7x": ("splash_fused",)}
 
 
-def kernels_of(
-    training: Training,
-    spec: "ModelSpec",
-    sequence: SequenceSplit,
-    platform: str,
-    chip: str | None = None,
-    installed: bool = False,
-) -> Kernels:
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """Devices that a kernel is chosen for."""
+
+    platform: str
+    """`jax.Device.platform`."""
+    chip: str | None = None
+    """Name in `chips.CHIPS`, if it is known."""
+    installed: bool = False
+    """Whether libraries count as present, as on the hardware that a plan is for."""
+
+
+def kernels_of(training: Training, spec: "ModelSpec", sequence: SequenceSplit, hardware: Hardware) -> Kernels:
     """Chooses the attention kernel of a placed run, as `choose_kernels`."""
     return choose_kernels(
         training.attention_kernel,
-        platform,
-        chip=chip,
+        hardware,
         block=training.attention_block,
         remat=training.remat,
         head_sizes=tuple(sorted({a.head_size for a in spec.attention})),
         dtype=training.compute_dtype,
         sequence=sequence,
-        installed=installed,
     )
 
 
 def choose_kernels(
     name: str,
-    platform: str,
+    hardware: Hardware,
     *,
     block: int,
     remat: str,
     head_sizes: tuple[int, ...],
     dtype: str,
     sequence: SequenceSplit,
-    chip: str | None = None,
-    installed: bool = False,
 ) -> Kernels:
     """Chooses the attention kernel of a run, before anything is traced.
 
-    name: "auto", a row of KERNELS, or a `Kernels` named as `module:attribute`.  platform: `jax.Device.platform`.
-    chip: name in `chips.CHIPS`, if it is known.  block: largest block of queries and keys, for kernels that take one.
-    remat: remat policy.  head_sizes: of the layers.  dtype: compute dtype.  sequence: split over `context`.
-    installed: whether libraries count as present, as on the hardware that a plan is for.
+    name: "auto", a row of KERNELS, or a `Kernels` named as `module:attribute`.  block: largest block of queries and
+    keys, for kernels that take one.  remat: remat policy.  head_sizes: of the layers.  dtype: compute dtype.
+    sequence: split over `context`.
 
     The result's `name` is the attention that runs: "ring of splash" where keys go around a ring. Raises ConfigError
     where the named kernel does not support the run, or would not be used.
     """
     chunk = sequence.seq // (2 * sequence.groups) if sequence.groups > 1 else sequence.seq
-    shapes = AttentionShapes(platform, head_sizes, sequence.seq, chunk, dtype, remat)
+    shapes = AttentionShapes(hardware.platform, head_sizes, sequence.seq, chunk, dtype, remat)
 
     def refusal(kernels: Kernels) -> str | None:
-        missing = None if installed else kernels.missing()
+        missing = None if hardware.installed else kernels.missing()
         return kernels.unsupported(shapes) or missing or _unused(kernels, sequence)
 
     if name == "auto":
         reasons: list[str] = []
-        names = (*AUTO_BY_CHIP.get(chip or "", AUTO.get(platform, ())), "blocked")
+        names = (*AUTO_BY_CHIP.get(hardware.chip or "", AUTO.get(hardware.platform, ())), "blocked")
         for kernels in (KERNELS[candidate](block) for candidate in names):
             reason = refusal(kernels)
             if reason is None:
