@@ -242,12 +242,12 @@ def _taps(size: int, window: int, out: int, pad: int, stride: int, spread: tuple
     return count
 
 
-def grouped_flops(
-    shapes: list[tuple[str, tuple[int, ...], str]], out: tuple[int, ...], *, transposed: bool
-) -> float:  # fmt: skip
-    """Counts the FLOPs of a grouped matmul over all rows: [M, K] x [E, K, N], or [K, M] x [M, N] per group."""
+def grouped_flops(shapes: list[tuple[str, tuple[int, ...], str]], out: tuple[int, ...]) -> float:
+    """Counts the FLOPs of a grouped matmul over all rows: [M, K] x [E, K, N], or the [E, K, N] of [M, K] and [M, N]."""
     floats = [sizes for kind, sizes, _ in shapes if kind in ("bf16", "f32", "f16") and len(sizes) >= 2]
-    if transposed:
-        rows = max(max(sizes) for sizes in floats[:2])
+    if len(floats) < 2:
+        return 0.0
+    if len(out) == 3:
+        rows = math.sqrt(math.prod(floats[0]) * math.prod(floats[1]) / (out[-1] * out[-2]))
         return 2.0 * rows * out[-1] * out[-2]
     return 2.0 * math.prod(out) * (math.prod(floats[0]) / max(1, math.prod(out[:-1])))

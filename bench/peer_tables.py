@@ -18,13 +18,14 @@ def line_of(row: Row) -> str:
     if "error" in row:
         return f"{head}does not compile: {row['error'][:160]}"
     census, second = row["census"], row["second"]
+    missing = [*second["doubts"], *census.get("unpriced", ())]
     return (
         f"{head}{census['seconds']:.3f} s (census), {second['seconds']:.3f} s (second reading); "
         f"exposed {census['exposed']:.3f} / {second['exposed']:.3f} s; sent {second['sent'] / 1e9:.0f} GB; "
         f"peak {row['peak'] / _GIB:.1f} GiB, heap {row['heap'] / _GIB:.1f} GiB; "
         f"FLOPs {row['flops'] / 1e12:.0f} T = {row['flops_ratio']:.2f} x the model's; compiled in "
         f"{row['compile_seconds']:.0f} s{'' if row['above_floor'] else '; FASTER THAN ITS FLOPS AT THE PEAK'}"
-        f"{'; not priced: ' + ', '.join(second['doubts']) if second['doubts'] else ''}"
+        f"{'; not priced: ' + ', '.join(missing) if missing else ''}"
     )
 
 

@@ -268,8 +268,8 @@ class Program:
             flops = products * 2.0 * math.prod(queries) * keys[-2] / 2  # causal: half
             return "attention", max(flops / (ATTENTION * self.machine.peak), memory), flops
         if "gmm" in name or "grouped" in name or "ragged" in name:
-            flops = grouped_flops(shapes, line.arrays()[0][1], transposed="tgmm" in name)
-            return "matmul", max(flops / self.machine.peak, memory), flops
+            flops = grouped_flops(shapes, line.arrays()[0][1])
+            return "matmul" if flops else "memory", max(flops / self.machine.peak, memory), flops
         out.doubts.append(f"kernel {re.sub(r'[.0-9]+$', '', name)} counts its bytes alone")
         return "memory", memory, 0.0
 

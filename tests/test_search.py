@@ -12,6 +12,7 @@ from meshwright.config import MeshShape, Model
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target
 from meshwright.models.model import LayerSpec, ModelSpec, padded_vocab
+from meshwright.planner.candidates import split_size
 from meshwright.planner.estimate import estimate
 from meshwright.planner.explain import alternatives, differences, explain_mesh, memory_remedies, mesh_axes
 from meshwright.planner.plan_file import read_plan, write_plan
@@ -21,7 +22,6 @@ from meshwright.planner.search import (
     price_run,
     remat_policies,
     search,
-    split_size,
     with_best_remat,
     with_tokens_per_step,
 )

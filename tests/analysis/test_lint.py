@@ -166,3 +166,26 @@ def test_a_host_transfer_in_the_step(mesh: Mesh) -> None:
     found = only(census.findings, "host")
     assert "3 x in a step" in found.reason
     assert found.line == line_of(test_a_host_transfer_in_the_step, "debug.callback")
+
+
+def test_every_expert_computed_for_every_row() -> None:
+    """XLA:CPU has no kernel for grouped matmuls: it multiplies each row by the weights of all eight groups."""
+
+    def loss(x: jax.Array, w: jax.Array, rows: jax.Array) -> jax.Array:
+        return jnp.square(jax.lax.ragged_dot(x, w, rows)).sum()
+
+    x, w = jax.ShapeDtypeStruct((256, 64), jnp.float32), jax.ShapeDtypeStruct((8, 64, 128), jnp.float32)
+    census = mw.census(jax.grad(loss, (0, 1)), x, w, jax.ShapeDtypeStruct((8,), jnp.int32))
+    found = only(census.findings, "experts")
+    assert "8.0 times" in found.reason
+    assert census.flops.compiled == 8 * 3 * 2 * 256 * 64 * 128
+    assert found.line == line_of(test_every_expert_computed_for_every_row, "ragged_dot(x")
+
+
+def test_experts_with_a_capacity_compute_what_they_need() -> None:
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.square(jnp.einsum("ecd,edf->ecf", x, w)).sum()
+
+    x, w = jax.ShapeDtypeStruct((8, 32, 64), jnp.float32), jax.ShapeDtypeStruct((8, 64, 128), jnp.float32)
+    census = mw.census(jax.grad(loss, (0, 1)), x, w)
+    assert census.findings == () and census.flops.compiled == 3 * 2 * 256 * 64 * 128

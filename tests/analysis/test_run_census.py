@@ -1,9 +1,16 @@
 """Facts of a run that its census needs, taken from the model's specification."""
 
-import pytest
+import dataclasses
+from typing import Any
 
-from meshwright.analysis.run_census import causal_fraction
+import pytest
+from tiny_runs import MODELS, device_run_of, tiny_run
+
+from meshwright.analysis.run_census import causal_fraction, census_of_train_step, flops_band, skipped_by_kernels
+from meshwright.analysis.self_check import doubts_of
+from meshwright.config import MeshShape
 from meshwright.models.model import AttentionSpec, LayerSpec, ModelSpec
+from meshwright.runs.placed_run import place_run
 
 SEQ = 16
 
@@ -30,3 +37,32 @@ def test_windows_may_differ_per_layer() -> None:
 def test_a_model_without_attention_has_a_census() -> None:
     assert causal_fraction(spec(None, None), SEQ) == 0.5
     assert causal_fraction(spec(AttentionSpec(4, 4, 16), None), SEQ) == pytest.approx((SEQ + 1) / 2 / SEQ)
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "changes"),
+    [
+        ("llama", "fsdp=2,tensor=4", {"remat": "none"}),
+        ("mixtral", "fsdp=2,expert=4", {}),
+        ("gpt2", "stage=2,data=2,tensor=2", {"microbatches": 4, "pipeline_schedule": "1f1b"}),
+    ],
+)
+def test_a_step_has_the_flops_of_its_model(family: str, mesh: str, changes: dict[str, Any]) -> None:
+    device_run = device_run_of(tiny_run(MODELS[family], mesh, **changes))
+    census = census_of_train_step(device_run)
+    assert census.doubts == ()
+    # Twice or half the tokens are noticed: a loop counted twice, layers that are missing.
+    band = flops_band(device_run, 3.0)
+    least, flops = sum(census.flops.model.values()), census.flops.compiled
+    assert band.least < least < band.most
+    assert "needs at least" in doubts_of(least / 2, 0.0, {}, band, None)[0]
+    excess = 0.0 if family != "mixtral" else flops - least
+    assert "explains at most" in doubts_of(4 * least + excess, excess, {}, band, None)[0]
+
+
+@pytest.mark.parametrize(("expert", "fraction"), [(1, 1.0), (2, 1 / 2), (4, 1 / 4), (8, 2 / 8)])
+def test_buffers_of_experts_are_filled_by_an_even_load(expert: int, fraction: float) -> None:
+    """Eight experts, two of a token: a device gets at most min(2, 8 / expert) rows for a token of each device."""
+    run = tiny_run(MODELS["mixtral"], "data=1")
+    placed = place_run(dataclasses.replace(run, mesh=MeshShape(expert=expert)))
+    assert skipped_by_kernels(placed).group_fraction == pytest.approx(fraction)

@@ -1,9 +1,10 @@
 """Writes tests/analysis/texts: the programs compiled for absent hardware.
 
-    python tests/analysis/write_texts.py v5p|v5e|tpu7x|slices|sparsecore     (needs libtpu)
+    python tests/analysis/write_texts.py v5p|v5e|tpu7x|slices|sparsecore|kernels     (needs libtpu)
     python tests/analysis/write_texts.py h100|quantised|dequantised TARGET_CONFIG   (needs jax-cuda13-plugin with ptxas)
 
-The texts are what the chips' own compilers print, without their per-instruction settings, which the census ignores.
+The texts are what the chips' own compilers print, without their per-instruction settings, of which the census reads
+the cost that a kernel's author estimates.
 """
 
 import functools
@@ -16,9 +17,12 @@ from typing import Any
 os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from programs import AXES, OFFLOADED, PROGRAMS
 
 from meshwright.comm.hierarchical import DcnAxis, hierarchical_all_reduce
@@ -40,8 +44,13 @@ SPARSECORE = {
 
 
 def settings_removed(text: str) -> str:
-    """Drops the compiler's settings and the folders of source files."""
-    text = re.sub(r', backend_config=\{"flag_configs".*?\}(?=$|\n)', "", text)
+    """Drops the compiler's settings, except for estimated costs of kernels, and the folders of source files."""
+
+    def kept(match: re.Match[str]) -> str:
+        cost = re.search(r'"cost_estimate":\{[^}]*\}', match[0])
+        return f", backend_config={{{cost[0]}}}" if cost else ""
+
+    text = re.sub(r', backend_config=\{"flag_configs".*?\}(?=$|\n)', kept, text)
     return re.sub(r'"(/[^"]*/)([^/"]+\.py)"', r'"\2"', text)
 
 
@@ -64,6 +73,43 @@ def write_sparsecore() -> None:
     text = function.lower(*arguments).compile(compiler_options=SPARSECORE).as_text()
     (TEXTS / "sparsecore").mkdir(exist_ok=True)
     (TEXTS / "sparsecore" / "v5p.hlo").write_text(settings_removed(text))
+
+
+def write_kernels() -> None:
+    """Writes programs of TPU kernels: grouped matmuls with their gradients, attention, one with and one without a cost.
+
+    JAX's cost analysis of them, FLOPs: ragged dot 6,448,742,400; attention's forward kernel 8,640,266,240.
+    """
+    device = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices[0]
+    sharding = SingleDeviceSharding(device)
+
+    def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def double(x_ref: Any, y_ref: Any) -> None:
+        y_ref[...] = 2 * x_ref[...]
+
+    def kernels(x: jax.Array) -> jax.Array:
+        cost = pl.CostEstimate(flops=123456789, bytes_accessed=2**21, transcendentals=0)
+        x = pl.pallas_call(double, jax.ShapeDtypeStruct(x.shape, x.dtype), name="with_cost", cost_estimate=cost)(x)
+        return pl.pallas_call(double, jax.ShapeDtypeStruct(x.shape, x.dtype), name="without_cost")(x)
+
+    def experts(x: jax.Array, w: jax.Array, rows: jax.Array) -> jax.Array:
+        return jnp.square(jax.lax.ragged_dot(x, w, rows).astype("float32")).sum()
+
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return flash_attention(q, k, v, causal=True).astype("float32").sum()
+
+    programs = {
+        "ragged-dot": (jax.grad(experts, (0, 1)), array(2048, 512), array(8, 512, 1024), array(8, dtype="int32")),
+        "attention": (jax.grad(attention, (0, 1, 2)), *[array(2, 8, 1024, 128)] * 3),
+        "pallas": (kernels, array(512, 512, dtype="float32")),
+    }
+    (TEXTS / "kernels").mkdir(exist_ok=True)
+    for name, (function, *arguments) in programs.items():
+        text = jax.jit(function).lower(*arguments).compile().as_text()
+        text = re.sub(r"kernel_metadata=\{\n.*?\n\}", "kernel_metadata={}", text, flags=re.DOTALL)
+        (TEXTS / "kernels" / f"{name}.hlo").write_text(settings_removed(text))
 
 
 def write_precision(name: str) -> None:
@@ -101,6 +147,8 @@ def main(target: str) -> None:
         return write_slices()
     if target == "sparsecore":
         return write_sparsecore()
+    if target == "kernels":
+        return write_kernels()
     if target in TPUS:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[target]).devices
     else:

@@ -28,6 +28,7 @@ from meshwright.analysis.arguments import (
 )
 from meshwright.analysis.compile import CompiledProgram, compile_function
 from meshwright.analysis.expected_sharding import ExpectedSharding, collect_expected_shardings
+from meshwright.analysis.grouped_matmuls import grouped_products, lint_grouped_matmuls
 from meshwright.analysis.jaxpr_collectives import read_jaxpr_collectives
 from meshwright.analysis.lint import (
     Finding,
@@ -38,16 +39,21 @@ from meshwright.analysis.lint import (
     lint_unexpected_collectives,
 )
 from meshwright.analysis.memory import Argument, Memory, read_memory
+from meshwright.analysis.self_check import FlopsBand, doubts_of
 from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, Ticks, simulate_schedule
-from meshwright.hlo.flops import CompiledMatmul, read_matmuls
+from meshwright.hlo.flops import CompiledMatmul, read_matmuls, unpriced_kernels
+from meshwright.hlo.kernels import ALL_ROWS, Skipped
 from meshwright.hlo.ledger import LedgerEntry, by_kind_and_axes, read_ledger, unread_collectives
 from meshwright.hlo.scopes import Branches
 
 PROVENANCE: dict[str, tuple[str, ...]] = {
-    "compiled": ("memory", "ledger", "unread", "traffic", "flops.matmuls", "flops.cost_analysis", "findings"),
+    "compiled": (
+        "memory", "ledger", "unread", "traffic", "flops.matmuls", "flops.unpriced", "flops.cost_analysis", "findings",
+        "doubts",
+    ),
     "model": ("flops.model",),
     "simulated": ("simulated_schedule",),
-}
+}  # fmt: skip
 """Origin of the parts of a census document: proved by the compiler, computed from the model, or predicted."""
 
 
@@ -59,8 +65,10 @@ class ProgramFacts:
     """Title; empty takes the function's name."""
     model_flops: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Model FLOPs of one execution on one device, by item."""
-    causal_fraction: float = 0.5
-    """Fraction of the key positions that attention reads, averaged over layers."""
+    skipped: Skipped = ALL_ROWS
+    """Parts of their operands that kernels skip, averaged over layers."""
+    flops_band: FlopsBand | None = None
+    """FLOPs that the compiled program may have; None checks none."""
     branches: Branches = dataclasses.field(default_factory=dict)
     """How often the branches of conditionals are taken, by named scope; others count as always taken."""
     ticks: Ticks = dataclasses.field(default_factory=dict)
@@ -81,6 +89,8 @@ class Flops:
     """All operations by the compiler's cost analysis, which counts a loop's body once on some backends."""
     bytes_accessed: float | None
     """Bytes read and written by the compiler's cost analysis."""
+    unpriced: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Executions of the kernels whose FLOPs are not known, by name: `matmuls` and the predicted time lack them."""
 
     @property
     def compiled(self) -> float:
@@ -125,6 +135,8 @@ class Census:
     """Instructions that look like a collective and are not in the ledger; empty if the ledger is complete."""
     schedule: SimulatedSchedule | None = None
     """Simulated schedule; None if no target was given."""
+    doubts: tuple[str, ...] = ()
+    """Reasons for which the census does not trust its own figures (`analysis.self_check`); empty where it does."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns everything except the program's text; `provenance` tells proved from predicted parts."""
@@ -146,6 +158,7 @@ class Census:
             "memory": memory,
             "ledger": [_entry_json(entry) for entry in self.ledger],
             "unread": list(self.unread),
+            "doubts": list(self.doubts),
             "traffic": summarise_traffic(self.ledger),
             "flops": flops,
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
@@ -172,7 +185,7 @@ def _schedule_json(schedule: SimulatedSchedule) -> dict[str, Any]:
     """Returns the schedule without its spans, which `views/trace.py` writes."""
     fields = {field.name: getattr(schedule, field.name) for field in dataclasses.fields(schedule)}
     del fields["spans"]
-    return fields
+    return {**fields, "doubt": schedule.doubt}
 
 
 def summarise_traffic(entries: Sequence[LedgerEntry]) -> list[dict[str, Any]]:
@@ -224,29 +237,31 @@ def census(
     findings += _program_findings(program, ledger, expected, degrees)
     if device.startswith("TPU"):
         findings += _tile_findings(arguments, definition_line(function))
-    schedule = None
-    if target is not None:
-        schedule = simulate_schedule(module, target, degrees, causal_fraction=facts.causal_fraction, ticks=facts.ticks)
+    schedule = None if target is None else simulate_schedule(module, target, degrees, facts.skipped, facts.ticks)
+    flops, grouped = _flops(program, facts), grouped_products(module, program.jaxpr)
+    findings += lint_grouped_matmuls(grouped)
     return Census(
         name=facts.name or str(getattr(function, "__name__", "function")),
         mesh=degrees,
         device=device,
         ledger=tuple(ledger),
         memory=read_memory(module, program.memory, program.assignment, arguments),
-        flops=_flops(program, facts),
+        flops=flops,
         findings=tuple(findings),
         compile_seconds=program.compile_seconds,
         versions=_versions(device),
         text=program.text,
         unread=tuple(unread_collectives(module)),
         schedule=schedule,
+        doubts=doubts_of(flops.compiled, grouped.excess, flops.unpriced, facts.flops_band, schedule),
     )
 
 
 def _flops(program: CompiledProgram, facts: ProgramFacts) -> Flops:
     cost = program.cost_analysis
-    matmuls = tuple(read_matmuls(program.module))
-    return Flops(dict(facts.model_flops), matmuls, cost.get("flops"), cost.get("bytes accessed"))
+    matmuls = tuple(read_matmuls(program.module, facts.skipped))
+    unpriced = unpriced_kernels(program.module)
+    return Flops(dict(facts.model_flops), matmuls, cost.get("flops"), cost.get("bytes accessed"), unpriced)
 
 
 def _program_findings(

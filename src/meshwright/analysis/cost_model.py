@@ -12,6 +12,7 @@ import re
 from meshwright.hardware.chips import Chip
 from meshwright.hardware.efficiency import Efficiency
 from meshwright.hlo.flops import matmul_flops
+from meshwright.hlo.kernels import ALL_ROWS, Rate, Skipped, computed_flops, kernel_work, rate_of
 from meshwright.hlo.parser import Array, Computation, Instruction, Module, Shape, arrays_of
 
 FREE = frozenset({
@@ -43,11 +44,8 @@ class CostModel:
 
     chip: Chip
     efficiency: Efficiency
-    causal_fraction: float
-    """Fraction of the key positions that attention reads: 1/2 for causal attention, less with a sliding window.
-
-    It is used where a kernel's own scope, `visible_FRACTION` (models/kernels/chunks.py), states none.
-    """
+    skipped: Skipped = ALL_ROWS
+    """Parts of their operands that kernels skip."""
 
     def cost_of(self, module: Module, computation: Computation, instruction: Instruction) -> Cost:
         """Returns how long an instruction keeps the chip busy; collectives and loops are not covered."""
@@ -66,48 +64,35 @@ class CostModel:
     def _matmul_seconds(self, module: Module, computation: Computation, instruction: Instruction) -> float:
         """Seconds of a matrix product, or of those in a fusion, nested ones included, at the peaks of their types."""
         if instruction.opcode in ("dot", "convolution"):
-            return matmul_flops(computation, instruction) / self._matmul_rate(computation, instruction)
+            rate = rate_of(_operand_arrays(computation, instruction)[:2])
+            return matmul_flops(computation, instruction) / (peak_flops(self.chip, rate) * self.efficiency.matmul)
         body = _fused_body(module, instruction) if instruction.opcode == "fusion" else None
         if body is None:
             return 0.0
         return sum(self._matmul_seconds(module, body, inner) for inner in body.instructions.values())
-
-    def _matmul_rate(self, computation: Computation, instruction: Instruction) -> float:
-        """Achieved FLOP/s of a product with operands of these types."""
-        types = {array.dtype for array in _operand_arrays(computation, instruction)[:2]}
-        peak = self.chip.flops_bf16
-        if types and all(dtype.startswith("f8") for dtype in types):
-            peak = self.chip.flops_fp8 or peak
-        elif types == {"s8"}:
-            peak = self.chip.flops_int8 or peak
-        return peak * self.efficiency.matmul
 
     def memory_seconds(self, num_bytes: float) -> float:
         """Returns the time to move bytes to or from HBM."""
         return num_bytes / (self.chip.hbm_bandwidth * self.efficiency.hbm)
 
     def _custom_call(self, module: Module, computation: Computation, instruction: Instruction) -> Cost:
-        target = re.search(r'custom_call_target="([^"]*)"', instruction.attribute_text)
-        name = target[1] if target else ""
+        """Prices a kernel by its FLOPs and its bytes; one whose FLOPs are not known by its bytes alone."""
+        work = kernel_work(computation, instruction)
+        if work.kind == "hint":
+            return Cost("memory", 0.0)
         memory = self.memory_seconds(hbm_bytes_accessed(module, computation, instruction))
-        splash = name == "tpu_custom_call" and "splash" in instruction.op_name + instruction.name
-        if splash or name.startswith(_CUDNN):
-            attention_flops = _splash_flops if splash else _cudnn_flops
-            flops = attention_flops(computation, instruction) * self._visible_fraction(instruction)
-            return Cost("attention", max(flops / (self.chip.flops_bf16 * self.efficiency.attention), memory))
-        if "gemm" in name or "matmul" in name:
-            flops = _gemm_flops(computation, instruction)
-            return Cost("matmul", max(flops / self._matmul_rate(computation, instruction), memory))
-        if name.startswith(_BLOCK_SCALED):
-            flops = _gemm_flops(computation, instruction)
-            rate = (self.chip.flops_mxfp8 or self.chip.flops_bf16) * self.efficiency.matmul
-            return Cost("matmul", max(flops / rate, memory))
-        return Cost("memory", 0.0 if name in ("AllocateBuffer", "ConcatBitcast", "Sharding") else memory)
+        peak, flops = peak_flops(self.chip, work.rate), computed_flops(work, instruction, self.skipped)
+        if work.kind == "attention":
+            flops *= _CUDNN_BACKWARD if work.name.startswith("__cudnn") and "Backward" in work.name else 1.0
+            return Cost("attention", max(flops / (peak * self.efficiency.attention), memory))
+        reached = self.efficiency.matmul * (self.efficiency.grouped_matmul if work.kind == "grouped matmul" else 1.0)
+        return Cost("matmul" if flops else "memory", max(flops / (peak * reached), memory))
 
-    def _visible_fraction(self, instruction: Instruction) -> float:
-        """Returns the fraction of the pairs of query and key that an attention kernel computes."""
-        stated = re.findall(r"visible_([0-9.]+)", instruction.op_name)
-        return float(stated[-1]) if stated else self.causal_fraction
+
+def peak_flops(chip: Chip, rate: Rate) -> float:
+    """Returns the peak FLOP/s of a chip for products of these types; that of bfloat16 where it has no other."""
+    special = {"fp8": chip.flops_fp8, "int8": chip.flops_int8, "mxfp8": chip.flops_mxfp8}.get(rate)
+    return special or chip.flops_bf16
 
 
 def hbm_bytes_accessed(module: Module, computation: Computation, instruction: Instruction) -> float:
@@ -196,51 +181,9 @@ def _operand_arrays(computation: Computation, instruction: Instruction) -> list[
     return [shape for shape in computation.operand_shapes(instruction) if isinstance(shape, Array)]
 
 
-_SPLASH_MATMULS = {"fwd": 2, "dq": 3, "dkv": 4}
-"""Matrix products in each kernel of splash attention; the backward kernels compute the scores again.
+_CUDNN_BACKWARD = 7 / 5
+"""Time of cuDNN's backward attention kernel over that of its five matrix products.
 
-A fused backward kernel, named dkv, has a fifth for the gradients of the queries, its third result.
+It is slower per product than the forward kernel, and counts as the seven products of splash's two backward kernels,
+with which the achieved fraction of peak was fitted.
 """
-
-
-def _splash_flops(computation: Computation, instruction: Instruction) -> float:
-    """Counts the FLOPs of a splash attention kernel over all keys.
-
-    Its first operand of rank three or more in a floating-point type holds the queries, the second the keys.
-    """
-    kernel = next((k for k in ("dkv", "dq", "fwd") if k in instruction.name), "fwd")
-    arrays = _operand_arrays(computation, instruction)
-    floating = [a for a in arrays if len(a.dims) >= 3 and a.dtype in ("bf16", "f32", "f16")]
-    queries, keys = floating[0], floating[1]
-    rows = math.prod(queries.dims[:-1])
-    matmuls = _SPLASH_MATMULS[kernel] + (kernel == "dkv" and len(list(arrays_of(instruction.shape))) == 3)
-    return matmuls * 2.0 * rows * keys.dims[-2] * queries.dims[-1]
-
-
-_CUDNN = "__cudnn$fmha"
-_BLOCK_SCALED = "__cudnn$blockScaledDot"
-
-
-def _cudnn_flops(computation: Computation, instruction: Instruction) -> float:
-    """Counts the FLOPs of a cuDNN attention kernel over all keys; its operands are q [B, T, N, H] and k [B, S, K, H].
-
-    The backward kernel has five matrix products and is slower per product than the forward kernel. It counts as seven,
-    the number in splash's two backward kernels, with which the achieved fraction of peak was fitted.
-    """
-    queries, keys = _operand_arrays(computation, instruction)[:2]
-    target = instruction.attribute_text.partition("custom_call_target=")[2].partition(",")[0]
-    return (7 if "Backward" in target else 2) * 2.0 * queries.elements * keys.dims[1]
-
-
-def _gemm_flops(computation: Computation, instruction: Instruction) -> float:
-    """Counts the FLOPs of a library's matrix product from the shapes of its operands and result."""
-    given = _operand_arrays(computation, instruction)[:2]
-    out = next(arrays_of(instruction.shape))
-    if len(given) < 2:
-        return 0.0
-    # For A [.., m, k], B [.., k, n] and C [.., m, n] the sizes multiply to (m k)(k n)(m n) = (m n k)^2.
-    batch = re.search(r'"lhs_batch_dimensions":\[([^\]]*)\]', instruction.attribute_text)
-    dims = [int(d.strip('" ')) for d in batch[1].split(",") if d.strip('" ')] if batch else []
-    batches = math.prod(given[0].dims[d] for d in dims)
-    product = given[0].elements * given[1].elements * out.elements / batches**3
-    return 2.0 * batches * math.sqrt(product)

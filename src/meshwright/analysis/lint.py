@@ -27,7 +27,7 @@ class Finding:
     """One thing to change in a program."""
 
     kind: str
-    """layout, replicated, rematerialised, unexpected, padding, precision, or host."""
+    """layout, replicated, rematerialised, unexpected, padding, precision, experts, or host."""
     subject: str
     """Array or operation that it is about."""
     reason: str

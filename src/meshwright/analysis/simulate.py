@@ -10,18 +10,25 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
-from meshwright.analysis.cost_model import FREE, CostModel, host_bytes
+from meshwright.analysis.cost_model import FREE, CostModel, hbm_bytes, host_bytes, peak_flops
 from meshwright.analysis.timeline import Span, Timeline, Totals
 from meshwright.hardware.chips import Chip
 from meshwright.hardware.efficiency import Efficiency
 from meshwright.hardware.interconnect import DeviceCoordinates, Route, route, span_of_group
-from meshwright.hlo.async_pairs import is_fused_done, start_of, transfer_start
+from meshwright.hlo.async_pairs import done_of, is_fused_done, start_of, transfer_start
 from meshwright.hlo.collectives import group_of, is_collective, kind_of, payload_of
+from meshwright.hlo.flops import least_flops, unpriced_kernels
 from meshwright.hlo.groups import Groups
+from meshwright.hlo.kernels import ALL_ROWS, Skipped
 from meshwright.hlo.loops import known_branch, scope_of_branch
 from meshwright.hlo.parser import Computation, Instruction, Module, arrays_of
 from meshwright.hlo.scopes import scopes_of
 from meshwright.hlo.trip_count import trip_count
+
+_OFFLOADED = ("call-start", "custom-call-start")
+"""Opcodes that start a computation on another core; those without a collective are gathers and scatters."""
+_ROUNDING = 1e-6
+"""Relative error of sums of floating-point times."""
 
 Ticks = Mapping[frozenset[str], int]
 """Ticks of a pipeline schedule: scopes of the branches that run on some stage in a tick -> number of such ticks."""
@@ -59,6 +66,20 @@ class SimulatedSchedule:
     """Seconds of pipeline bubble: stages wait for each other."""
     spans: tuple[Span, ...]
     """Timeline."""
+    floor_seconds: float = 0.0
+    """Time of the program's matrix products at the chip's peak for their types: no step is faster."""
+    unpriced: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Executions of the kernels whose FLOPs are not known, by name; they are priced by their bytes alone."""
+
+    @property
+    def doubt(self) -> str:
+        """Reason not to trust the step time: it is below the time of its FLOPs at the peak. Empty if it is not."""
+        if self.step_seconds >= self.floor_seconds * (1 - _ROUNDING):
+            return ""
+        return (
+            f"the simulated step of {self.step_seconds:.4g} s is shorter than its matrix products take at the peak of "
+            f"{self.chip}, {self.floor_seconds:.4g} s: the schedule prices an instruction too low"
+        )
 
     def mfu(self, flops: float, peak: float) -> float:
         """Returns the predicted MFU. flops: model FLOPs of one step on one device; peak: FLOP/s of the chip."""
@@ -69,17 +90,17 @@ def simulate_schedule(
     module: Module,
     target: TargetDevices,
     mesh: Mapping[str, int],
-    *,
-    causal_fraction: float = 0.5,
+    skipped: Skipped = ALL_ROWS,
     ticks: Ticks | None = None,
 ) -> SimulatedSchedule:
     """Simulates the program of one device.
 
-    mesh: degree of each axis, outermost first.  causal_fraction: fraction of the key positions that attention reads.
+    mesh: degree of each axis, outermost first.  skipped: what kernels leave out of their operands.
     ticks: of a pipeline; stages that run different branches in a tick wait for the longest.
     """
-    simulator = _Simulator(module, target, dict(mesh), causal_fraction, dict(ticks or {}))
+    simulator = _Simulator(module, target, dict(mesh), skipped, dict(ticks or {}))
     totals = simulator.run(module.entry.name)
+    floor = sum(n / peak_flops(target.chip, rate) for rate, n in least_flops(module, skipped).items())
     return SimulatedSchedule(
         target.chip.name,
         totals.seconds,
@@ -89,17 +110,17 @@ def simulate_schedule(
         simulator.routes,
         totals.bubble,
         tuple(totals.spans),
+        floor,
+        unpriced_kernels(module),
     )
 
 
 class _Simulator:
     """Simulation of one program; computations and collectives are simulated once and cached."""
 
-    def __init__(
-        self, module: Module, target: TargetDevices, mesh: dict[str, int], causal_fraction: float, ticks: Ticks
-    ):
+    def __init__(self, module: Module, target: TargetDevices, mesh: dict[str, int], skipped: Skipped, ticks: Ticks):
         self.module, self.target, self.mesh, self.ticks = module, target, mesh, ticks
-        self.cost_model = CostModel(target.chip, target.efficiency, causal_fraction)
+        self.cost_model = CostModel(target.chip, target.efficiency, skipped)
         self.routes: dict[str, str] = {}
         self.run = functools.cache(self._run)
         self._transfer = functools.cache(self._price_transfer)
@@ -127,6 +148,9 @@ class _Simulator:
         elif self._collective(instruction) is not None:
             if transfer_start(computation, instruction) is instruction:
                 self._communicate(timeline, computation, instruction)
+        elif opcode in _OFFLOADED:
+            if transfer_start(computation, instruction) is instruction:
+                self._offload(timeline, computation, instruction)
         elif opcode in ("copy-start", "slice-start"):
             seconds, medium = self._copy(instruction)
             timeline.begin(instruction.name, medium, medium, seconds, "", self._label(instruction))
@@ -141,8 +165,20 @@ class _Simulator:
         begins = start is not None and transfer_start(computation, start) is instruction
         if start is not None and begins and self._collective(start) is not None:
             self._communicate(timeline, computation, start)
+        elif start is not None and begins and start.opcode in _OFFLOADED:
+            self._offload(timeline, computation, start)
         else:
             timeline.wait(name)
+
+    def _offload(self, timeline: Timeline, computation: Computation, start: Instruction) -> None:
+        """Begins a gather or scatter on a SparseCore: it moves HBM beside the other cores until its done."""
+        begin, done = transfer_start(computation, start), done_of(computation, start)
+        operands = [computation.instructions[n].shape for n in begin.operands if n != start.name]
+        # A gather reads and writes its rows; a scatter reads its updates, and reads and writes the rows they change.
+        scattered = 3 * hbm_bytes(operands[-1]) if operands else 0.0
+        moved = scattered if "scatter" in start.name or done is None else 2 * hbm_bytes(done.shape)
+        seconds = self.cost_model.memory_seconds(moved)
+        timeline.begin(start.name, "memory", "memory", seconds, "", self._label(start))
 
     def _conditional(self, timeline: Timeline, instruction: Instruction) -> None:
         """Simulates a conditional: the branches of a pipeline's tick, or the longest of any other."""

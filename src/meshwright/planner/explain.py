@@ -6,9 +6,10 @@ from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_bytes
 from meshwright.hardware.targets import Target
+from meshwright.planner.candidates import check_size
 from meshwright.planner.estimate import Estimate
 from meshwright.planner.memory_model import FRAGMENTATION
-from meshwright.planner.search import Plan, SearchResult, check_size, variants
+from meshwright.planner.search import Plan, SearchResult, variants
 from meshwright.words import AXES
 
 STEP_PARTS = {

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from meshwright.runs.placed_run import Leaves, PlacedRun
 
@@ -14,11 +15,27 @@ def cached_by_layout[Value](function: Callable[[PlacedRun], Value]) -> Callable[
     A search prices a layout with many remat policies and numbers of microbatches; `place_run` gives all of them the
     same `leaves` object, which is the key.
     """
-    values: dict[int, tuple[Leaves, Value]] = {}
+    return cached_by_layout_and()(function)
+
+
+def cached_by_layout_and[Value](
+    *options: str,
+) -> Callable[[Callable[[PlacedRun], Value]], Callable[[PlacedRun], Value]]:
+    """Caches a function that reads, besides what `cached_by_layout` lists, these fields of `Training`."""
+
+    def decorate(function: Callable[[PlacedRun], Value]) -> Callable[[PlacedRun], Value]:
+        return _cached(function, options)
+
+    return decorate
+
+
+def _cached[Value](function: Callable[[PlacedRun], Value], options: tuple[str, ...]) -> Callable[[PlacedRun], Value]:
+    values: dict[tuple[Any, ...], tuple[Leaves, Value]] = {}
 
     @functools.wraps(function)
     def cached(placed: PlacedRun) -> Value:
-        key = id(placed.leaves)
+        training = placed.run.training
+        key = (id(placed.leaves), *(getattr(training, option) for option in options))
         if key not in values:
             if len(values) >= _MAX_LAYOUTS:
                 values.clear()

@@ -1,27 +1,24 @@
 """Search over the meshes, pipeline schedules, microbatches and remat policies of a run on a target.
 
-Only what the trainer itself accepts is priced (`runs.placed_run.place_run`). On each mesh the remat policies are tried
-from the one that recomputes least to the one that saves least, with a growing number of microbatches, until a plan
-fits: later ones would only be slower.
+Only what the trainer itself accepts is priced (`runs.placed_run.place_run`). On each mesh all remat policies are priced
+with a growing number of microbatches: fewer tokens at a time leave memory for a policy that recomputes less, which is
+often faster than the smallest number of microbatches that fits. Pricing stops where no policy, whether it fits or not,
+is as fast as the best plan of the mesh, because more microbatches make every policy slower.
 """
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
-from meshwright.config import ContextStrategy, MeshShape, Remat, Run
-from meshwright.errors import ConfigError, divisors
+from meshwright.config import MeshShape, Remat, Run
+from meshwright.errors import ConfigError
 from meshwright.hardware.chips import Nodes, Torus
 from meshwright.hardware.targets import Target
 from meshwright.models.remat import REMAT_POLICIES
+from meshwright.planner.candidates import accumulation_counts, candidate_meshes, candidate_schedules, check_size
 from meshwright.planner.estimate import Estimate, estimate, with_remat
 from meshwright.planner.memory_model import FRAGMENTATION
 from meshwright.runs.placed_run import PlacedRun, place_run
-from meshwright.sharding.layouts import BATCH_AXES, find_layout
-from meshwright.sharding.params import named_leaves
-from meshwright.sharding.schedules import find_schedule
 
 REMAT_ORDER: tuple[Remat, ...] = (
     "none",
@@ -38,10 +35,6 @@ OFFLOADING = tuple(name for name in REMAT_ORDER if REMAT_POLICIES[name].offloade
 """Remat policies that use the memory of the host."""
 _SLOWER = 1.5
 """Step time over that of the best plan above which the remaining remat policies of a mesh, all slower, are skipped."""
-_MAX_TENSOR, _MAX_STAGES, _MAX_CONTEXT = 64, 32, 64
-_MAX_MICROBATCHES = 128
-_MIN_LOCAL_SEQ = 1024
-"""Tokens per device below which a sequence is not split further."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,160 +173,87 @@ def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> Sea
     for shape in sorted(candidates, key=lambda shape: (shape.stage, shape.tensor * shape.context)):
         for scheduled in candidate_schedules(run, shape):
             limit = math.inf if shape in include else fastest * _SLOWER
-            best, smallest, count = _best_of_mesh(scheduled, target, refused, limit)
-            priced += count
-            if best is not None:
-                plans.append(best)
-                fastest = min(fastest, best.estimate.seconds)
-            elif smallest is not None:
-                too_large.append(smallest)
+            found = _best_of_mesh(scheduled, target, refused, limit)
+            priced += found.priced
+            if found.best is not None:
+                plans.append(found.best)
+                fastest = min(fastest, found.seconds)
+            elif found.smallest is not None:
+                too_large.append(found.smallest)
     plans.sort(key=lambda plan: plan.estimate.seconds)
     too_large.sort(key=lambda plan: plan.estimate.bytes)
     return SearchResult(target, tuple(plans), tuple(too_large), refused, priced)
 
 
-def check_size(shape: MeshShape, target: Target) -> None:
-    """Raises ConfigError where a mesh has another number of devices than the target."""
-    if shape.size != target.devices:
-        raise ConfigError(
-            f"mesh {shape} on {target}", f"it has {shape.size} devices, and {target} has {target.devices}",
-            f"choose degrees that multiply to {target.devices}",
-        )  # fmt: skip
+@dataclasses.dataclass
+class _MeshSearch:
+    """Plans of one mesh and pipeline schedule."""
 
-
-def split_size(run: Run, axis: str) -> int:
-    """Returns the number that the degree of a mesh axis must divide: the gcd of the parameter dimensions over it.
-
-    The layout's table lists the axes of each dimension. The vocabulary is left out, because it is padded. 1 where
-    the axis splits no parameter.
-    """
-    table = find_layout(run.layout).table
-    sizes = (
-        size
-        for param in named_leaves(run.model.params()).values()
-        for letter, size in zip(param.dims, param.shape, strict=True)
-        if letter != "V" and axis in table.get(letter, ())
-    )
-    return math.gcd(*sizes) or 1
-
-
-def candidate_meshes(run: Run, target: Target) -> Iterator[MeshShape]:
-    """Yields the meshes over all devices of a target that are worth pricing.
-
-    Degrees of `tensor` and `expert` divide the parameter dimensions they split; `tensor` stays inside a GPU node, so
-    that its collectives use NVLink. `data` > 1 with `fsdp` > 1 is HSDP.
-    """
-    seq, devices, layers = run.training.seq, target.devices, len(run.model.spec().layers)
-    node = target.topology[-1] if isinstance(target.chip.interconnect, Nodes) else _MAX_TENSOR
-    tensors = [t for t in divisors(split_size(run, "tensor")) if t <= min(_MAX_TENSOR, node)]
-    stages = [s for s in divisors(devices) if s <= min(layers, _MAX_STAGES)]
-    contexts = [c for c in divisors(devices) if c == 1 or (c <= _MAX_CONTEXT and seq // c >= _MIN_LOCAL_SEQ)]
-    experts = divisors(split_size(run, "expert"))
-    for tensor, stage, context, expert in itertools.product(tensors, stages, contexts, experts):
-        model_parallel = tensor * stage * context * expert
-        if devices % model_parallel:
-            continue
-        for data in _replica_counts(devices // model_parallel, target):
-            fsdp = devices // model_parallel // data
-            shape = MeshShape(stage=stage, data=data, fsdp=fsdp, expert=expert, context=context, tensor=tensor)
-            sliced = _across_slices(shape, target)
-            if sliced is not None and run.training.batch % sliced.over(BATCH_AXES) == 0:
-                yield sliced
-
-
-def _replica_counts(devices: int, target: Target) -> list[int]:
-    """Returns the degrees of `data`: 1 (FSDP), one replica per slice or node (HSDP), and all devices."""
-    return sorted({data for data in (1, target.domains, devices) if devices % data == 0})
-
-
-def _across_slices(shape: MeshShape, target: Target) -> MeshShape | None:
-    """Returns the mesh with its outermost possible axis across the slices (DCN), or None where no axis divides."""
-    if isinstance(target.chip.interconnect, Nodes) or target.slices == 1:
-        return shape
-    for axis in ("data", "stage", "fsdp"):
-        if shape.degrees()[axis] % target.slices == 0:
-            return dataclasses.replace(shape, slices=target.slices, dcn_axis=axis)
-    return None
-
-
-def candidate_schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
-    """Yields the run on a mesh with each pipeline schedule and number of microbatches worth pricing."""
-    training = run.training
-    if shape.context > 1:
-        training = dataclasses.replace(training, context_strategy=_context_strategy(run, shape))
-    if shape.stage == 1:
-        yield dataclasses.replace(run, mesh=shape, training=dataclasses.replace(training, microbatches=1))
-        return
-    local_batch = max(1, training.batch // shape.over(BATCH_AXES))
-    counts = [m for m in divisors(local_batch) if shape.stage <= m <= _MAX_MICROBATCHES]
-    counts = counts or [min(local_batch, shape.stage)]
-    chosen = sorted({min(counts, key=lambda m: abs(m - k * shape.stage)) for k in (2, 4, 8)})
-    for microbatches in chosen:
-        # In a lockstep pipeline a forward pass next to a backward pass waits for it: GPipe is faster, 1F1B smaller.
-        for schedule in dict.fromkeys(("gpipe", "circular", "1f1b", training.pipeline_schedule)):
-            parts = shape.stage * find_schedule(schedule).virtual_stages_for(2)
-            if parts > shape.stage and parts > len(run.model.spec().layers):
-                continue
-            changed = dataclasses.replace(
-                training, microbatches=microbatches, pipeline_schedule=schedule, virtual_stages=2
-            )
-            yield dataclasses.replace(run, mesh=shape, training=changed)
-
-
-def _context_strategy(run: Run, shape: MeshShape) -> ContextStrategy:
-    """Returns the context strategy of a mesh: Ulysses where the heads divide, else a ring (all-gather in a pipeline).
-
-    A ring cannot run inside the branches of a pipeline (runs/composition.py).
-    """
-    kv_heads = run.model.spec().kv_heads
-    if kv_heads is not None and kv_heads // shape.tensor % shape.context == 0:
-        return "ulysses"
-    return "all_gather" if shape.stage > 1 else "ring"
-
-
-def _best_of_mesh(
-    scheduled: Run, target: Target, refused: dict[str, str], limit: float
-) -> tuple[Plan | None, Plan | None, int]:  # fmt: skip
-    """Returns the fastest plan that fits, else the one that needs least memory, and the number of plans priced.
-
-    scheduled: the run with its mesh and pipeline schedule. limit: seconds above which pricing stops.
-    """
+    target: Target
     best: Plan | None = None
+    """Fastest plan that fits."""
     smallest: Plan | None = None
-    count = 0
+    """Plan that needs least memory of those that do not fit."""
+    priced: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Step time of the best plan; infinity without one."""
+        return math.inf if self.best is None else self.best.estimate.seconds
+
+    def price(self, placed: PlacedRun, limit: float) -> float:
+        """Prices the remat policies of a placed run; returns the shortest step of any, whether it fits or not.
+
+        limit: seconds above which the policies after the first, which is the fastest on most runs, are left out.
+        """
+        plans: list[Plan] = []
+        for remat in remat_policies(self.target):
+            plans.append(self._add(with_remat(placed, remat)))
+            if plans[0].estimate.seconds > limit:
+                break
+        saving = next((plan.estimate.seconds for plan in plans if plan.run.training.remat == "projections"), math.inf)
+        for plan in plans:
+            # Some layers saved: between the policy's time and that of `projections`.
+            if plan.estimate.fits and saving < min(self.seconds, plan.estimate.seconds):
+                self._take(_with_saved_layers(plan))
+                self.priced += 2
+        return min(plan.estimate.seconds for plan in plans)
+
+    def _add(self, placed: PlacedRun) -> Plan:
+        plan = _price(placed, self.target)
+        self.priced += 1
+        if plan.estimate.fits:
+            self._take(plan)
+        elif self.smallest is None or plan.estimate.bytes < self.smallest.estimate.bytes:
+            self.smallest = plan
+        return plan
+
+    def _take(self, plan: Plan) -> None:
+        if plan.estimate.seconds < self.seconds:
+            self.best = plan
+
+
+def _best_of_mesh(scheduled: Run, target: Target, refused: dict[str, str], limit: float) -> _MeshSearch:
+    """Prices the numbers of microbatches and remat policies of a run with its mesh and pipeline schedule.
+
+    refused: receives the trainer's error by mesh. limit: seconds above which pricing stops.
+    """
+    result = _MeshSearch(target)
     shape, training = scheduled.mesh or MeshShape(), scheduled.training
-    local_batch = max(1, training.batch // shape.over(BATCH_AXES))
-    for microbatches in [training.microbatches] if shape.stage > 1 else _accumulation_counts(local_batch):
+    for microbatches in [training.microbatches] if shape.stage > 1 else accumulation_counts(scheduled, shape):
         try:
-            changed = dataclasses.replace(training, microbatches=microbatches, remat="full")
+            changed = dataclasses.replace(training, microbatches=microbatches, remat="full", saved_layers=0)
             placed = place_run(dataclasses.replace(scheduled, training=changed))
         except ConfigError as error:
             refused[str(shape)] = str(error)
-            return best, smallest, count
-        for remat in remat_policies(target):
-            plan = _price(with_remat(placed, remat), target)
-            count += 1
-            if plan.estimate.fits:
-                if best is None or plan.estimate.seconds < best.estimate.seconds:
-                    best = plan
-                if remat not in OFFLOADING:
-                    break
-            elif smallest is None or plan.estimate.bytes < smallest.estimate.bytes:
-                smallest = plan
-            if plan.estimate.seconds > limit:
-                return best, smallest, count
-        if best is not None:
             break
-    return best if best is None else _with_saved_layers(best), smallest, count
+        if result.price(placed, limit) >= min(result.seconds, limit):
+            break
+    return result
 
 
 def _price(placed: PlacedRun, target: Target) -> Plan:
     return Plan(placed, estimate(placed, target))
-
-
-def _accumulation_counts(local_batch: int) -> list[int]:
-    """Returns the microbatches tried without a pipeline: powers of two, and one sequence each."""
-    return [m for m in divisors(local_batch) if m & (m - 1) == 0 or m == local_batch]
 
 
 def price_mesh(run: Run, target: Target, shape: MeshShape) -> tuple[Plan | None, Plan | None]:
@@ -345,9 +265,10 @@ def price_mesh(run: Run, target: Target, shape: MeshShape) -> tuple[Plan | None,
     smallest: Plan | None = None
     refused: dict[str, str] = {}
     for scheduled in candidate_schedules(run, shape):
-        fastest, misses, _ = _best_of_mesh(scheduled, target, refused, math.inf)
-        if fastest is not None and (best is None or fastest.estimate.seconds < best.estimate.seconds):
-            best = fastest
+        found = _best_of_mesh(scheduled, target, refused, math.inf)
+        if found.best is not None and (best is None or found.seconds < best.estimate.seconds):
+            best = found.best
+        misses = found.smallest
         if misses is not None and (smallest is None or misses.estimate.bytes < smallest.estimate.bytes):
             smallest = misses
     if best is None and smallest is None:

@@ -9,7 +9,7 @@ import math
 
 from meshwright.models.model import AttentionSpec, padded_vocab
 from meshwright.models.remat import ATTN_OUT, ATTN_RESIDUAL, FFN_HIDDEN, QKV, REMAT_POLICIES
-from meshwright.planner.layout_cache import cached_by_layout
+from meshwright.planner.layout_cache import cached_by_layout, cached_by_layout_and
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import LOW_PRECISION_ROLES, Param
@@ -86,6 +86,7 @@ def tokens_per_device(placed: PlacedRun) -> float:
     return training.batch * training.seq / (shape.over(BATCH_AXES) * shape.context * training.microbatches)
 
 
+@cached_by_layout_and("batch", "seq", "microbatches", "matmul_precision")
 def work_of(placed: PlacedRun) -> Work:
     """Returns the work of the stage with the most."""
     shape, spec, tokens = placed.shape, placed.spec, tokens_per_device(placed)

@@ -11,7 +11,7 @@ from meshwright.analysis.timeline import Span
 from meshwright.formatting import format_bytes, format_count
 from meshwright.hlo.ledger import LedgerEntry
 from meshwright.models.flops import FORMULAS
-from meshwright.views.census_tables import census_title, operands_text
+from meshwright.views.census_tables import census_title, operands_text, unpriced_text
 from meshwright.views.draw.page import bar, html_table
 from meshwright.views.draw.tracks import Box, legend, tracks_svg
 
@@ -61,10 +61,12 @@ def schedule_section(schedule: SimulatedSchedule) -> str:
         [[name, f"{n:.3g} s", f"{n / step:.1%}", bar(n / step)] for name, n in parts],
         (1, 2),
     )
+    missing = f"<p><b>Not priced</b>: {escape(unpriced_text(schedule.unpriced))}.</p>" if schedule.unpriced else ""
+    doubt = f"<p><b>Not to be trusted</b>: {escape(schedule.doubt)}.</p>" if schedule.doubt else ""
     pictures = "".join(f'<div class="scroll">{svg}</div>' for svg in drawn)
     return (
-        f"<p>{step:.3g} s per step on {escape(schedule.chip)}, simulated: the compiler fixes the order of the "
-        f"instructions, every time is predicted. {legend()}</p>{pictures}{table}"
+        f"{doubt}{missing}<p>{step:.3g} s per step on {escape(schedule.chip)}, simulated: the compiler fixes the "
+        f"order of the instructions, every time is predicted. {legend()}</p>{pictures}{table}"
     )
 
 
@@ -153,7 +155,10 @@ def _flops(census: Census) -> str:
     model = html_table(("item", "model FLOPs", "formula"), rows, (1,)) if rows else ""
     compiled = [[matmul.phase, matmul.module, format_count(matmul.flops)] for matmul in flops.matmuls]
     table = html_table(("phase", "module", "FLOPs"), compiled, (2,))
-    return f"<p>{format_count(flops.compiled)} in the compiled matmuls.</p>{model}<p>Compiled:</p>{table}"
+    missing = f" <b>Not in it</b>, FLOPs unknown: {escape(unpriced_text(flops.unpriced))}." if flops.unpriced else ""
+    doubts = "".join(f"<p><b>This census does not trust itself:</b> {escape(doubt)}.</p>" for doubt in census.doubts)
+    total = f"<p>{format_count(flops.compiled)} in the compiled matmuls.{missing}</p>"
+    return f"{doubts}{total}{model}<p>Compiled:</p>{table}"
 
 
 def _lint(census: Census) -> str:

@@ -1,7 +1,7 @@
 """Tables of a census on a terminal: memory, ledger, FLOPs and findings as compiled, step time as predicted."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -60,11 +60,23 @@ def census_text(census: Census) -> str:
 
 
 def print_census_parts(console: Console, census: Census) -> None:
-    """Prints memory, ledger, FLOPs and findings."""
+    """Prints what the census doubts, memory, ledger, FLOPs and findings."""
+    print_doubts(console, census)
     print_memory(console, census)
     print_ledger(console, census)
     print_flops(console, census)
     print_findings(console, census)
+
+
+def print_doubts(console: Console, census: Census) -> None:
+    """Prints the reasons for which the census does not trust its own figures."""
+    for doubt in census.doubts:
+        console.print(f"[bold red]this census does not trust itself[/]: {escape(doubt)}")
+
+
+def unpriced_text(unpriced: Mapping[str, int]) -> str:
+    """Returns the kernels whose FLOPs are not known, with their executions; empty if there is none."""
+    return ", ".join(f"{name} ({count} x)" for name, count in unpriced.items())
 
 
 def print_prediction(console: Console, census: Census, target: Target, estimate: "Estimate | None") -> None:
@@ -84,6 +96,10 @@ def print_prediction(console: Console, census: Census, target: Target, estimate:
             **{f"exposed, {axes} ({schedule.routes.get(axes, 'HBM')})": n for axes, n in schedule.exposed.items()},
             "pipeline bubble": schedule.bubble,
         }
+        if schedule.unpriced:
+            console.print(f"[bold red]not priced[/], by their bytes alone: {escape(unpriced_text(schedule.unpriced))}")
+        if schedule.doubt:
+            console.print(f"[bold red]not to be trusted[/]: {escape(schedule.doubt)}")
         table = plain_table("part", "seconds", "", right=("seconds",))
         for name, seconds in parts.items():
             if seconds > _SMALL * schedule.step_seconds:
@@ -194,6 +210,8 @@ def print_flops(console: Console, census: Census) -> None:
     if flops.intensity:
         text += f"; {flops.intensity:.1f} FLOPs per byte by the compiler's cost analysis"
     console.print(text)
+    if flops.unpriced:
+        console.print(f"[bold red]not in it[/], FLOPs unknown: {escape(unpriced_text(flops.unpriced))}")
     if flops.model:
         note = "formula of the forward pass; a training step is three of it"
         table = plain_table("item", "model FLOPs", note, right=("model FLOPs",))

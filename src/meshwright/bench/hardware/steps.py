@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from meshwright.analysis.run_census import causal_fraction, target_devices
+from meshwright.analysis.run_census import skipped_by_kernels, target_devices
 from meshwright.analysis.simulate import SimulatedSchedule, simulate_schedule
 from meshwright.bench.hardware.machine import memory_stats
 from meshwright.bench.hardware.section import Measurement, Section, describe
@@ -155,7 +155,7 @@ def simulated_schedule(compiled: Any, device_run: DeviceRun, sized: SizedRun) ->
         parse_module(compiled.as_text()),
         target_devices(device_run, sized.target),
         dict(device_run.mesh.shape),
-        causal_fraction=causal_fraction(device_run.placed.spec, device_run.run.training.seq),
+        skipped=skipped_by_kernels(device_run.placed),
     )
 
 
