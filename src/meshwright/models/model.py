@@ -54,6 +54,8 @@ class ForwardContext:
     attend: Attend
     """`(q, k, v, window) -> attention output` over the whole sequence."""
     sequence: SequenceSplit
+    grouped_matmul: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = jax.lax.ragged_dot
+    """`(rows, weights, rows of each expert) -> rows times their expert's weights` (kernels/grouped.py)."""
     tensor_ring: tuple[int, ...] = ()
     """Devices of `tensor` in the order of a ring, around which collective matmuls send chunks; () has no ring."""
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from meshwright.sharding.placement import Placements, axes_of, to_spec
 from meshwright.step.optimizers import build_optimizer, place_optimizer_state
 from meshwright.step.state import State
 
+if TYPE_CHECKING:
+    from meshwright.models.kernels.grouped import GroupedMatmul
+
 _RING = 4
 """Least chips along a dimension of a TPU slice that has wraparound links."""
 BATCH_SPEC = PartitionSpec(BATCH_AXES, None)
@@ -41,6 +44,8 @@ class DeviceRun:
     """`ShapeDtypeStruct`s with their shardings."""
     kernels: Kernels
     """Attention kernels of these devices."""
+    grouped_matmul: "GroupedMatmul | None" = None
+    """Grouped matmul of experts on these devices; None for a model without experts."""
 
     @property
     def run(self) -> Run:
@@ -86,6 +91,7 @@ class DeviceRun:
             placed.sequence,
             placed.stages,
             self.kernels,
+            self.grouped_matmul,
             self._gathered_ahead(),
             self._tensor_ring(),
         )
@@ -258,7 +264,12 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
 
         chip = chip_name(mesh.devices.flat[0].device_kind)
     kernels = kernels_of(training, placed.spec, placed.sequence, platform, chip)
-    return DeviceRun(placed, mesh, optimizer, abstract, kernels)
+    grouped = None
+    if any(layer.experts for layer in placed.spec.layers):
+        from meshwright.models.kernels.grouped import choose_grouped_matmul  # loaded for models with experts
+
+        grouped = choose_grouped_matmul(training.grouped_matmul, platform, training.compute_dtype)
+    return DeviceRun(placed, mesh, optimizer, abstract, kernels, grouped)
 
 
 def _gathers_within(run: Run, shape: MeshShape) -> str | None:

@@ -15,6 +15,7 @@ partial sums `{U/tensor}`, which `sequence_reduce_scatter` reduces.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -117,11 +118,15 @@ def router_losses(r: Routing, routes: Routes, seq: int) -> dict[str, jax.Array]:
     return {"balance": balance, "router z": z, "load": counts_BE.sum(0)}
 
 
+Multiply = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""Grouped matmul: `(rows [R, K], weights [E, K, N], rows of each expert [E]) -> [R, N]` (kernels/grouped.py)."""
 ExpertWeights = dict[str, jax.Array]
 """Weights of this device's experts: gate, up [E/expert, D, F/tensor] and down [E/expert, F/tensor, D]."""
 
 
-def dropless_moe(r: Routing, h_BTD: jax.Array, routes: Routes, w: ExpertWeights) -> jax.Array:
+def dropless_moe(
+    r: Routing, h_BTD: jax.Array, routes: Routes, w: ExpertWeights, multiply: Multiply = lax.ragged_dot
+) -> jax.Array:
     """Computes the weighted sum of each token's experts without dropping tokens; [B, T, D]."""
     B, T, D = h_BTD.shape
     k = r.experts_per_token
@@ -130,7 +135,10 @@ def dropless_moe(r: Routing, h_BTD: jax.Array, routes: Routes, w: ExpertWeights)
     order = jnp.argsort(expert_of_row, stable=True)
     rows = h_BTD.reshape(B * T, D)[order // k]
     rows_E = (expert_of_row[:, None] == jnp.arange(r.experts)).sum(0).astype(jnp.int32)
-    out = _expert_parallel(rows, rows_E, w, k) if nontrivial_axes(EXPERT) else _grouped_swiglu(rows, rows_E, w)
+    if nontrivial_axes(EXPERT):
+        out = _expert_parallel(rows, rows_E, w, k, multiply)
+    else:
+        out = _grouped_swiglu(rows, rows_E, w, multiply)
     return _weighted_sum(out[jnp.argsort(order)].reshape(B, T, k, D), routes.weights_BTX)
 
 
@@ -141,14 +149,16 @@ def _weighted_sum(out_BTXD: jax.Array, weights_BTX: jax.Array) -> jax.Array:
     return out_BTD.astype(out_BTXD.dtype)
 
 
-def _grouped_swiglu(rows: jax.Array, rows_E: jax.Array, w: ExpertWeights) -> jax.Array:
+def _grouped_swiglu(rows: jax.Array, rows_E: jax.Array, w: ExpertWeights, multiply: Multiply) -> jax.Array:
     """Applies each expert's SwiGLU to its rows. rows: [rows, D], sorted by expert.  rows_E: rows of each expert."""
-    gate = checkpoint_name(lax.ragged_dot(rows, w["gate"], rows_E), FFN_HIDDEN)
-    up = checkpoint_name(lax.ragged_dot(rows, w["up"], rows_E), FFN_HIDDEN)
-    return lax.ragged_dot(jax.nn.silu(gate) * up, w["down"], rows_E)
+    gate = checkpoint_name(multiply(rows, w["gate"], rows_E), FFN_HIDDEN)
+    up = checkpoint_name(multiply(rows, w["up"], rows_E), FFN_HIDDEN)
+    return multiply(jax.nn.silu(gate) * up, w["down"], rows_E)
 
 
-def _expert_parallel(rows: jax.Array, rows_E: jax.Array, w: ExpertWeights, k: int) -> jax.Array:
+def _expert_parallel(
+    rows: jax.Array, rows_E: jax.Array, w: ExpertWeights, k: int, multiply: Multiply
+) -> jax.Array:
     """Sends rows to the devices that hold their experts, applies these, and returns the outputs in the same order."""
     shards, local_experts = lax.axis_size("expert"), w["gate"].shape[0]
     # A token has at most one row for each expert, which bounds the rows that one device sends another.
@@ -162,7 +172,7 @@ def _expert_parallel(rows: jax.Array, rows_E: jax.Array, w: ExpertWeights, k: in
     ends = jnp.cumsum(received_counts, 1)
     expert_of_row = (row_in_block[None, :, None] >= ends[:, None, :]).sum(-1).reshape(-1)
     order = jnp.argsort(expert_of_row, stable=True)
-    out = _grouped_swiglu(arrived[order], received_counts.sum(0), w)
+    out = _grouped_swiglu(arrived[order], received_counts.sum(0), w, multiply)
     not_padding = (expert_of_row < local_experts)[:, None]
     out = jnp.where(not_padding, out[jnp.argsort(order)], 0)
     return ragged_all_to_all_back(out, sent, received, "expert", rows.shape[0])

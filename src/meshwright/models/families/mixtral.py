@@ -227,7 +227,7 @@ def _experts(c: Mixtral, ctx: ForwardContext) -> Callable[[jax.Array, dict[str, 
         aux["aux_loss"] = c.aux_loss_weight * aux["balance"] + c.router_z_loss_weight * aux["router z"]
         routed = {name: weights[f"expert_{name}"] for name in ("gate", "up", "down")}
         if c.dispatch == "dropless":
-            return dropless_moe(c.routing, h_BTD, routes, routed), aux
+            return dropless_moe(c.routing, h_BTD, routes, routed, ctx.grouped_matmul), aux
         y_BTD, aux["dropped"] = capacity_moe(c.routing, h_BTD, routes, routed, ctx.sequence, c.capacity_factor)
         return y_BTD, aux
 
