@@ -7,8 +7,8 @@ follow each other in `loss_fn`.
 import dataclasses
 import functools
 import operator
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,6 @@ from meshwright.sharding.params import GatherParams, Tree
 from meshwright.sharding.sequence import SequenceSplit
 from meshwright.sharding.stages import NO_LAYER, StageAssignment
 
-if TYPE_CHECKING:
-    from meshwright.models.kernels.grouped import GroupedMatmul
-
 
 @dataclasses.dataclass(frozen=True)
 class LocalModel:
@@ -45,8 +42,8 @@ class LocalModel:
     sequence: SequenceSplit
     stages: StageAssignment
     kernels: Kernels
-    grouped_matmul: "GroupedMatmul | None" = None
-    """Grouped matmul of experts; None for a model without experts."""
+    grouped_matmul: Callable[..., jax.Array] = jax.lax.ragged_dot
+    """Grouped matmul of experts (kernels/grouped.py)."""
     ahead: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Parameters that are gathered one layer ahead, by stack; other stacks gather all in their own layer."""
     tensor_ring: tuple[int, ...] = ()
@@ -62,10 +59,8 @@ class LocalModel:
         attend = build_attend(self.sequence, batch.segments, self.kernels)
         local = self._local_positions(batch)
         tokens = Tokens(local.inputs, local.positions)
-        grouped = {} if self.grouped_matmul is None else {"grouped_matmul": self.grouped_matmul.multiply}
-        return ForwardContext(
-            tokens, self.gather_params, dropout, attend, self.sequence, tensor_ring=self.tensor_ring, **grouped
-        )
+        kernels = (attend, self.sequence, self.grouped_matmul)
+        return ForwardContext(tokens, self.gather_params, dropout, *kernels, self.tensor_ring)
 
     def _local_positions(self, batch: Batch) -> Batch:
         """This device's positions of every sequence."""

@@ -106,6 +106,8 @@ class ExpertSpec:
 
     experts: int
     experts_per_token: int
+    buffer_factor: float = 0.0
+    """Rows that a device of the mesh axis `expert` has room for (blocks/experts.py: `buffer_rows`)."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,6 @@ from meshwright.sharding.placement import Placements, axes_of, to_spec
 from meshwright.step.optimizers import build_optimizer, place_optimizer_state
 from meshwright.step.state import State
 
-if TYPE_CHECKING:
-    from meshwright.models.kernels.grouped import GroupedMatmul
-
 _RING = 4
 """Least chips along a dimension of a TPU slice that has wraparound links."""
 BATCH_SPEC = PartitionSpec(BATCH_AXES, None)
@@ -44,8 +41,8 @@ class DeviceRun:
     """`ShapeDtypeStruct`s with their shardings."""
     kernels: Kernels
     """Attention kernels of these devices."""
-    grouped_matmul: "GroupedMatmul | None" = None
-    """Grouped matmul of experts on these devices; None for a model without experts."""
+    grouped_matmul: Any = None
+    """`GroupedMatmul` of these devices (kernels/grouped.py); None for a model without experts."""
 
     @property
     def run(self) -> Run:
@@ -91,7 +88,7 @@ class DeviceRun:
             placed.sequence,
             placed.stages,
             self.kernels,
-            self.grouped_matmul,
+            self.grouped_matmul.multiply if self.grouped_matmul else jax.lax.ragged_dot,
             self._gathered_ahead(),
             self._tensor_ring(),
         )

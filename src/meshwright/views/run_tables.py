@@ -57,7 +57,7 @@ def choices_to_json(device_run: DeviceRun) -> dict[str, Any]:
         "remat": training.remat,
         "saved_layers": training.saved_layers,
         "attention_kernel": model.kernels.name,
-        "grouped_matmul": model.grouped_matmul and model.grouped_matmul.name,
+        "grouped_matmul": device_run.grouped_matmul and device_run.grouped_matmul.name,
         "gathered_ahead": {stack: list(names) for stack, names in model.ahead.items()},
         "tensor_ring": list(model.tensor_ring),
         "compiler_options": device_run.compiler_options(),

@@ -67,7 +67,9 @@ def choose_grouped_matmul(name: str, platform: str, dtype: str) -> GroupedMatmul
     else:
         kernel = plugins.resolve("grouped matmul", chosen, GROUPED_MATMULS)
     if not isinstance(kernel, GroupedMatmul):
-        raise ConfigError(f"grouped matmul {name!r}", f"it is a {type(kernel).__name__}", "a meshwright `GroupedMatmul`")
+        raise ConfigError(
+            f"grouped matmul {name!r}", f"it is a {type(kernel).__name__}", "a meshwright `GroupedMatmul`"
+        )
     reason = None
     if kernel.platforms and platform not in kernel.platforms:
         reason = f"it runs on {' or '.join(kernel.platforms)}, and the devices are of platform {platform!r}"

@@ -132,7 +132,7 @@ def _multiply(
 
 def _multiply_transposed(rows: jax.Array, g: jax.Array, rows_E: jax.Array, *, interpret: bool) -> jax.Array:
     """Returns, for each expert, its rows [R, K] transposed times its rows of g [R, N]: [E, K, N]; zero without rows."""
-    (R, K), N, E = rows.shape, g.shape[1], rows_E.shape[0]
+    K, N, E = rows.shape[1], g.shape[1], rows_E.shape[0]
     depth = _DEPTH_BYTES // rows.dtype.itemsize
     ends = jnp.cumsum(rows_E, dtype=jnp.int32)
     starts = ends - rows_E.astype(jnp.int32)
