@@ -1,5 +1,6 @@
 """Grouped matmul: the Triton kernel in interpret mode against a loop over experts, and which one a run takes."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -25,9 +26,9 @@ CASES = {
 }
 
 
-def by_expert(x: np.ndarray, w: np.ndarray, g: np.ndarray, sizes: list[int]) -> tuple[np.ndarray, ...]:
+def by_expert(arrays: Iterable[Any], sizes: Any) -> tuple[np.ndarray, ...]:
     """Output and gradients in float64, one expert after another."""
-    x, w, g = (a.astype(np.float64) for a in (x, w, g))
+    x, w, g = (np.asarray(a, np.float64) for a in arrays)
     out, g_x, g_w = np.zeros((len(x), w.shape[2])), np.zeros_like(x), np.zeros_like(w)
     start = 0
     for e, size in enumerate(sizes):
@@ -53,13 +54,13 @@ def with_gradients(x: jax.Array, w: jax.Array, g: jax.Array, sizes: jax.Array) -
 def test_values_and_gradients(case: str) -> None:
     x, w, g, sizes = draw(case)
     got = jax.jit(with_gradients)(x, w, g, sizes)
-    for a, b in zip(got, by_expert(*map(np.asarray, (x, w, g)), list(sizes)), strict=True):
+    for a, b in zip(got, by_expert((x, w, g), sizes), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
 
 
 def test_bfloat16_sums_in_float32() -> None:
     x, w, g, sizes = draw("ragged ends", jnp.bfloat16)
-    want = by_expert(*(np.asarray(a.astype(jnp.float32)) for a in (x, w, g)), list(sizes))
+    want = by_expert((a.astype(jnp.float32) for a in (x, w, g)), sizes)
     for a, b in zip(jax.jit(with_gradients)(x, w, g, sizes), want, strict=True):
         assert a.dtype == jnp.bfloat16
         # One rounding to 8 bits at the end.
@@ -71,7 +72,7 @@ def test_neighbours_do_not_leak() -> None:
     x, w, g, sizes = draw("rows past the last expert")
     used = sizes.sum()
     got = jax.jit(with_gradients)(x.at[used:].set(jnp.nan), w.at[1].set(jnp.nan), g.at[used:].set(jnp.nan), sizes)
-    for a, b in zip(got, by_expert(*map(np.asarray, (x, w, g)), list(sizes)), strict=True):
+    for a, b in zip(got, by_expert((x, w, g), sizes), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
 
 
