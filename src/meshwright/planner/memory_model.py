@@ -18,9 +18,9 @@ from meshwright.sharding.placement import axes_of
 OPTIMIZER_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1, "adafactor": 0.02}
 """Copies of the parameters that a built-in optimizer keeps (Adafactor: row and column means)."""
 
-EXPERT_COPIES = 3
+EXPERT_COPIES = 2
 """Arrays of the rows sent to experts, of the model's width, in the backward pass of a layer: rows in the order of their
-experts, and two gradients of them."""
+experts, and their gradient (Qwen3-30B-A3B on 8 H100: docs/log.md)."""
 
 FRAGMENTATION = 1.15
 """Heap size over live bytes: what is lost between blocks. Compiled proofs have 1.07 to 1.5, most where there is room
