@@ -45,7 +45,9 @@ def memory_by_category(placed: PlacedRun, work: Work, in_flight: float) -> dict[
     # Logits are float32; so is their gradient while it is computed.
     loss = table + 2.0 * logits * 4
     attention_inner = (work.query_width + work.kv_width) * 2
-    inner = work.tokens * (4 * work.width + 2.5 * work.ffn_hidden + attention_inner) * compute
+    # Experts (compiled for v5p and H100) have four arrays of the hidden width at once, a dense layer's SwiGLU five.
+    hidden = 2.0 if work.expert_rows else 2.5
+    inner = work.tokens * (4 * work.width + hidden * work.ffn_hidden + attention_inner) * compute
     inner += EXPERT_COPIES * work.expert_rows * work.width * compute
     # Offloaded activations come back for one layer and, ahead of time, for the next.
     from_host = 2 * offloaded_bytes(placed, work) / max(1.0, work.layers)
