@@ -40,15 +40,26 @@ def _run(name: str, model: Mixtral, *, seq: int, batch: int, learning_rate: floa
     )
 
 
+_ROOM = 2.0
+"""Room for rows of experts on other devices, of an even share: the most that can arrive is up to `expert` times it."""
+
+
+def _mixtral(vocab: int, width: int, layers: int, heads: int, expert_mlp: int) -> Mixtral:
+    return Mixtral(
+        vocab, width, layers, heads, kv_heads=8, rope_theta=1e6, experts=8, experts_per_token=2, expert_mlp=expert_mlp,
+        expert_buffer_factor=_ROOM,
+    )  # fmt: skip
+
+
 def mixtral_8x7b() -> Run:
     """Mixtral 8x7B: 46.7 B parameters, of which a token uses 12.9 B (arXiv:2401.04088, table 1)."""
-    model = Mixtral(32000, 4096, 32, 32, kv_heads=8, rope_theta=1e6, experts=8, experts_per_token=2, expert_mlp=14336)
+    model = _mixtral(32000, 4096, 32, 32, 14336)
     return _run("mixtral-8x7b", model, seq=8192, batch=512, learning_rate=3e-4)
 
 
 def mixtral_8x22b() -> Run:
     """Mixtral 8x22B: 141 B parameters, of which a token uses 39 B (its published configuration)."""
-    model = Mixtral(32768, 6144, 56, 48, kv_heads=8, rope_theta=1e6, experts=8, experts_per_token=2, expert_mlp=16384)
+    model = _mixtral(32768, 6144, 56, 48, 16384)
     return _run("mixtral-8x22b", model, seq=8192, batch=512, learning_rate=2e-4)
 
 
@@ -56,6 +67,7 @@ def _qwen3_moe(name: str, width: int, layers: int, heads: int, kv_heads: int, ex
     model = Mixtral(
         151936, width, layers, heads, kv_heads=kv_heads, head_size=128, rope_theta=1e6, norm_epsilon=1e-6,
         qk_norm="rms", experts=128, experts_per_token=8, expert_mlp=expert_mlp, aux_loss_weight=0.001,
+        expert_buffer_factor=_ROOM,
     )  # fmt: skip
     return _run(name, model, seq=4096, batch=1024, learning_rate=3e-4)
 

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from tiny_runs import MODELS, device_run_of, random_batch, tiny_run
 
-from meshwright.comm.ragged import ragged_all_to_all, ragged_all_to_all_back
+from meshwright.comm.ragged import plan_exchange, ragged_all_to_all
 from meshwright.models.blocks.experts import (
     Routes,
     Routing,
@@ -29,13 +30,13 @@ from meshwright.sharding.sequence import split_sequence
 from meshwright.step.train_step import CompiledTrainStep
 
 B, T, D, F, E = 2, 8, 6, 5, 4
+AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 PLAIN = Routing(E, 2, "softmax", True, 1.0, 1, 1)
 
 
 def on_one_device(f: Any, *args: Any) -> Any:
     """Runs `f` inside a shard_map over one device with all mesh axes."""
-    axes = ("stage", "data", "fsdp", "expert", "context", "tensor")
-    mesh = Mesh(np.array(jax.devices()[:1]).reshape((1,) * 6), axes)
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape((1,) * 6), AXES)
     return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))(*args)
 
 
@@ -58,7 +59,7 @@ def test_dropless_matches_a_loop_over_tokens(k: int) -> None:
 
     def run(h: Any, router: Any, w: Any) -> Any:
         routes = route(r, h, router, None)
-        return dropless_moe(r, h, routes, w), routes.experts_BTX
+        return dropless_moe(r, h, routes, w)[0], routes.experts_BTX
 
     got, chosen = on_one_device(run, h, router, w)
     scores = h @ router
@@ -99,7 +100,7 @@ def test_capacity_serves_first_choices_first() -> None:
     # With capacity for all tokens, both dispatches compute the same.
     whole, no_drops = on_one_device(lambda *a: run(*a, 4.0)[:2], h, router, w)
     assert no_drops == 0
-    served = on_one_device(lambda h, m, w: dropless_moe(PLAIN, h, route(PLAIN, h, m, None), w), h, router, w)
+    served = on_one_device(lambda h, m, w: dropless_moe(PLAIN, h, route(PLAIN, h, m, None), w)[0], h, router, w)
     np.testing.assert_allclose(whole, served, rtol=2e-5, atol=1e-5)
 
 
@@ -139,11 +140,11 @@ def test_router_losses() -> None:
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 3), min_size=4, max_size=4), min_size=4, max_size=4))
-def test_ragged_all_to_all_and_back(sizes: list[list[int]]) -> None:
-    """Sends sizes[s][d] rows from device s to device d, and returns them."""
+@given(st.lists(st.lists(st.integers(0, 3), min_size=4, max_size=4), min_size=4, max_size=4), st.sampled_from([12, 5]))
+def test_ragged_all_to_all_and_back(sizes: list[list[int]], room: int) -> None:
+    """Sends sizes[s][d] rows from device s to device d, as many as have room, and returns them."""
     sent = np.array(sizes, np.int32)
-    rows, capacity, width = 12, 3, 2
+    rows, width = 12, 2
     x = np.zeros((4, rows, width), np.float32)
     for s in range(4):
         for i in range(sent[s].sum()):
@@ -151,19 +152,65 @@ def test_ragged_all_to_all_and_back(sizes: list[list[int]]) -> None:
     mesh = Mesh(np.array(jax.devices()[:4]), ("expert",))
 
     def body(x: Any, sent: Any, received: Any) -> Any:
-        arrived = ragged_all_to_all(x[0], sent[0], received[0], "expert", capacity)
-        return arrived[None], ragged_all_to_all_back(arrived, sent[0], received[0], "expert", rows)[None]
+        exchange = plan_exchange(sent[0], received[0], "expert", room)
+        arrived = ragged_all_to_all(x[0], exchange, "expert", room, 3)
+        return arrived[None], ragged_all_to_all(arrived, exchange.reversed(), "expert", rows, 3)[None]
 
     spec = P("expert")
     step = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(spec,) * 3, out_specs=(spec, spec), check_vma=False))
     arrived, back = step(x, sent, sent.T.copy())
-    np.testing.assert_array_equal(back, x)
+    returned = np.zeros_like(x)
     for d in range(4):
-        for s in range(4):
-            start = sent[s, :d].sum()
-            block = arrived[d, s * capacity : (s + 1) * capacity]
-            np.testing.assert_array_equal(block[: sent[s, d]], x[s, start : start + sent[s, d]])
-            assert not np.asarray(block[sent[s, d] :]).any()
+        want: list[np.ndarray] = []
+        for s in ((d + i) % 4 for i in range(4)):
+            start, size = sent[s, :d].sum(), min(sent[s, d], room - len(want))
+            want += list(x[s, start : start + size])
+            returned[s, start : start + size] = x[s, start : start + size]
+        np.testing.assert_array_equal(arrived[d, : len(want)], np.reshape(want, (-1, width)))
+        assert not np.asarray(arrived[d, len(want) :]).any()
+    np.testing.assert_array_equal(back, returned)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0])
+def test_rows_without_room_give_zeros_and_are_counted(factor: float) -> None:
+    """Four devices with one expert each; all tokens of device 0 and 1 choose expert 2."""
+    r = dataclasses.replace(PLAIN, experts_per_token=1)
+    tokens = 128
+    rng = np.random.default_rng(0)
+    h = rng.normal(size=(4, 1, tokens, D)).astype(np.float32)
+    w = draw()[2]
+    chosen = np.array([2, 2, 1, 0])
+    # One token of device 2 also goes to expert 2.
+    experts = np.broadcast_to(chosen[:, None, None, None], (4, 1, tokens, 1)).astype(np.int32).copy()
+    experts[2, 0, 5] = 2
+    ones = np.ones(experts.shape, np.float32)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(1, 1, 1, 4, 1, 1), AXES)
+
+    def body(h: Any, experts: Any, ones: Any, w: Any) -> Any:
+        def total(h: Any, w: Any) -> Any:
+            routes = Routes(experts[0], ones[0], ones[0], ones[0, ..., 0])
+            out, dropped = dropless_moe(r, h[0], routes, w, buffer_factor=factor)
+            return (out * out).sum(), (out, jnp.zeros(()) if dropped is None else dropped)
+
+        (_, (out, dropped)), gradient = jax.value_and_grad(total, has_aux=True)(h, w)
+        return out[None], dropped[None], gradient
+
+    spec = P("expert")
+    step = jax.shard_map(body, mesh=mesh, in_specs=(spec,) * 4, out_specs=(spec,) * 3, check_vma=False)
+    out, dropped, gradient = jax.jit(step)(h, experts, ones, w)
+    want = np.zeros_like(h)
+    for d in range(4):
+        for t in range(tokens):
+            want[d, 0, t] = expert(h[d, 0, t], w, int(experts[d, 0, t, 0]))
+    if factor:
+        # Expert 2 lives on device 2, which has room for 128 rows: its own one, and then those of device 3 (none), 0, 1.
+        want[0, 0, 127:] = 0
+        want[1] = 0
+        assert list(dropped) == [1, tokens, 0, 0]
+        assert not np.asarray(gradient[1]).any() and np.asarray(gradient[0][0, :127]).all()
+    else:
+        assert not dropped.any()
+    np.testing.assert_allclose(out, want, rtol=2e-5, atol=1e-5)
 
 
 @pytest.mark.exhaustive

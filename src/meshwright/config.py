@@ -288,6 +288,9 @@ class Training:
     attention_kernel: str = "auto"
     """Attention kernel: auto (the platform's own), reference, blocked, splash, splash_fused, cudnn, or
     module:attribute of a `Kernels`. A kernel named here is used or refused, never replaced."""
+    grouped_matmul: str = "auto"
+    """Grouped matmul of dropless experts: auto (triton on NVIDIA GPUs, else ragged_dot), ragged_dot (XLA's), triton, or
+    module:attribute of a `GroupedMatmul`. One named here is used or refused, never replaced."""
     attention_block: int = 512
     """Largest block of queries and keys in the TPU's attention kernel; a multiple of 128."""
     compiler_options: tuple[str, ...] = ("auto",)
@@ -313,7 +316,7 @@ class Training:
     """Checkpoints kept; older ones are deleted."""
 
     def __post_init__(self) -> None:
-        _keep_names(self, "pipeline_schedule", "attention_kernel", "matmul_precision")
+        _keep_names(self, "pipeline_schedule", "attention_kernel", "grouped_matmul", "matmul_precision")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -122,6 +122,21 @@ def test_megablox_multiplies_every_row_once(name: str, operands: str, result: st
 
 
 @pytest.mark.parametrize(
+    ("operands", "result"),
+    [
+        ("bf16[65536,2048];bf16[128,2048,768];s32[641];s32[641];s32[641]", "bf16[65536,768]"),
+        ("bf16[65536,768];bf16[128,2048,768];s32[641];s32[641];s32[641]", "bf16[65536,2048]"),  # weights transposed
+        ("bf16[65536,2048];bf16[65536,768];s32[128];s32[128]", "bf16[128,2048,768]"),
+    ],
+)
+def test_our_triton_kernel_is_a_grouped_matmul_by_its_scope(operands: str, result: str) -> None:
+    scope = ', metadata={op_name="jit(step)/experts/grouped_matmul/pallas_call"}'
+    module = call(operands, result, "__gpu$xla.gpu.triton", "pallas_call.1", scope)
+    assert work_of(module).kind == "grouped matmul"
+    assert total_flops(module) == 2 * 65536 * 2048 * 768
+
+
+@pytest.mark.parametrize(
     ("target", "operands", "result", "kind", "flops", "rate"),
     [
         ("__cublas$gemm", "bf16[64,32];bf16[32,128]", "bf16[64,128]", "matmul", 2 * 64 * 32 * 128, "bf16"),

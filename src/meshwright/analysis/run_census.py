@@ -20,11 +20,12 @@ from meshwright.hardware.targets import Target
 from meshwright.hlo.kernels import Skipped
 from meshwright.hlo.parser import parse_module
 from meshwright.hlo.scopes import Branches, BranchScope
+from meshwright.models.blocks.experts import buffer_rows
 from meshwright.models.flops import forward_flops
 from meshwright.models.model import ModelSpec, padded_vocab, vocab_size
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding import params
-from meshwright.sharding.layouts import VOCAB_AXES
+from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import named_leaves
 from meshwright.sharding.schedule_table import FORWARD, ScheduleTable
 from meshwright.step.device_run import DeviceRun
@@ -100,13 +101,14 @@ def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
 def skipped_by_kernels(placed: PlacedRun) -> Skipped:
     """Returns what the kernels of a run skip: hidden blocks of attention, and rows of experts' buffers without a token.
 
-    A device receives at most min(k, E / expert) rows for a token of each device, and k / expert if the load is even.
+    If the load is even, a device receives as many rows as its own tokens have.
     """
     shards, rows = placed.shape.expert, 1.0
     specs = [layer.experts for layer in placed.spec.layers if layer.experts is not None]
     if shards > 1 and specs:
-        expert = specs[0]
-        rows = expert.experts_per_token / (shards * min(expert.experts_per_token, expert.experts // shards))
+        training, over = placed.run.training, placed.shape.over(BATCH_AXES) * placed.shape.context
+        tokens = training.batch * training.seq // (over * training.microbatches)
+        rows = tokens * specs[0].experts_per_token / buffer_rows(specs[0], tokens, shards)
     return Skipped(causal_fraction(placed.spec, placed.run.training.seq), min(1.0, rows))
 
 

@@ -1,14 +1,56 @@
-"""Ragged all-to-all of rows: the token exchange of expert parallelism without a capacity limit (dropless).
+"""Ragged all-to-all of rows: the token exchange of expert parallelism, in blocks of any size.
 
 Accelerators use `lax.ragged_all_to_all`, which sends only the rows that exist. XLA:CPU has no such operation; there,
 blocks of full size are sent, mostly padding. The rows that arrive are the same.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+
+class Exchange(NamedTuple):
+    """Blocks of rows that the n devices of an axis send each other; each field is int32 [n], by the other device."""
+
+    sizes: jax.Array
+    """Rows for each device."""
+    starts: jax.Array
+    """First row here of those for each device."""
+    remote_starts: jax.Array
+    """First row there of those for each device."""
+    arriving_sizes: jax.Array
+    """Rows from each device."""
+    arriving_starts: jax.Array
+    """First row here of those from each device."""
+    arriving_from: jax.Array
+    """First row there of those from each device."""
+
+    def reversed(self) -> "Exchange":
+        """Returns the exchange that sends every row back to where it came from."""
+        return Exchange(*self[3:5], self.arriving_from, *self[:2], self.remote_starts)
+
+
+def plan_exchange(sent: jax.Array, received: jax.Array, axis: str, capacity: int) -> Exchange:
+    """Fits the rows that devices send each other into buffers of `capacity` rows; sends a few integers.
+
+    sent: rows for each device, [n]; they lie in this order.  received: rows from each device, [n]. A device takes its
+    own rows first, then those of the devices after it around the axis. What finds no room is not sent: the last rows
+    of a block.
+    """
+    here = lax.axis_index(axis)
+    from_here = jnp.roll(received, -here)
+    ends = jnp.minimum(jnp.cumsum(from_here), capacity)
+    first = jnp.minimum(jnp.cumsum(from_here) - from_here, capacity)
+    arriving_sizes, arriving_starts = jnp.roll(ends - first, here), jnp.roll(first, here)
+    starts = jnp.cumsum(sent) - sent
+    # Only the receiver knows where rows go and how many have room; only the sender knows where they were.
+    sizes, remote_starts, arriving_from = all_to_all_counts(
+        jnp.stack([arriving_sizes, arriving_starts, starts], 1).astype(jnp.int32), axis
+    ).T
+    return Exchange(sizes, starts, remote_starts, arriving_sizes, arriving_starts, arriving_from)
 
 
 def all_to_all_counts(counts: jax.Array, axis: str) -> jax.Array:
@@ -16,86 +58,46 @@ def all_to_all_counts(counts: jax.Array, axis: str) -> jax.Array:
     return lax.all_to_all(counts, axis, 0, 0, tiled=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def ragged_all_to_all(x: jax.Array, sent: jax.Array, received: jax.Array, axis: str, capacity: int) -> jax.Array:
-    """Sends rows [rows, D], sorted by destination device; rows from device `s` start at row `s * capacity`.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def ragged_all_to_all(x: jax.Array, exchange: Exchange, axis: str, rows: int, largest: int) -> jax.Array:
+    """Sends blocks of rows of x [.., D] to other devices; returns [rows, D], zero where no row arrived.
 
-    sent: rows for each device, [n].  received: rows from each device, [n].  capacity: largest number of rows that one
-    device sends another. Returns [n * capacity, D], zero where no row arrived. Its derivative is
-    `ragged_all_to_all_back`. Sends the rows that belong to other devices.
+    largest: a bound on the rows of a block. Its derivative is the reversed exchange. Sends the rows that belong to
+    other devices.
     """
     return lax.platform_dependent(
-        x, sent, received,
-        cpu=functools.partial(_send_padded, axis=axis, capacity=capacity),
-        default=functools.partial(_send_ragged, axis=axis, capacity=capacity),
+        x, exchange,
+        cpu=functools.partial(_padded, axis=axis, rows=rows, largest=largest),
+        default=functools.partial(_ragged, axis=axis, rows=rows),
     )  # fmt: skip
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def ragged_all_to_all_back(y: jax.Array, sent: jax.Array, received: jax.Array, axis: str, rows: int) -> jax.Array:
-    """Inverts `ragged_all_to_all`: returns every row [rows, D] to the device and place that it came from.
-
-    sent, received: as given to `ragged_all_to_all`. Its derivative is `ragged_all_to_all`.
-    """
-    return lax.platform_dependent(
-        y, sent, received,
-        cpu=functools.partial(_return_padded, axis=axis, rows=rows),
-        default=functools.partial(_return_ragged, axis=axis, rows=rows),
-    )  # fmt: skip
-
-
-def _starts(sizes: jax.Array) -> jax.Array:
-    """Returns the first row of each of several consecutive blocks of `sizes` rows."""
-    return jnp.cumsum(sizes) - sizes
+def _padded(x: jax.Array, exchange: Exchange, *, axis: str, rows: int, largest: int) -> jax.Array:
+    """Sends every block with `largest` rows."""
+    i = jnp.arange(largest)
+    row = jnp.clip(exchange.starts[:, None] + i, 0, x.shape[0] - 1)
+    blocks = jnp.where((i < exchange.sizes[:, None])[..., None], x[row], 0)
+    blocks = lax.all_to_all(blocks, axis, 0, 0, tiled=True)
+    place = jnp.arange(rows)[:, None] - exchange.arriving_starts
+    arrives = (place >= 0) & (place < exchange.arriving_sizes)
+    source = jnp.argmax(arrives, 1)
+    place = jnp.take_along_axis(place, source[:, None], 1)[:, 0]
+    return jnp.where(arrives.any(1)[:, None], blocks[source, jnp.clip(place, 0, largest - 1)], 0)
 
 
-def _send_padded(x: jax.Array, sent: jax.Array, received: jax.Array, *, axis: str, capacity: int) -> jax.Array:
-    row_in_block = jnp.arange(capacity)
-    rows = jnp.minimum(_starts(sent)[:, None] + row_in_block, x.shape[0] - 1)
-    blocks = jnp.where((row_in_block < sent[:, None])[..., None], x[rows], 0)
-    return lax.all_to_all(blocks, axis, 0, 0, tiled=True).reshape(-1, x.shape[1])
-
-
-def _return_padded(y: jax.Array, sent: jax.Array, received: jax.Array, *, axis: str, rows: int) -> jax.Array:
-    n = lax.axis_size(axis)
-    blocks = lax.all_to_all(y.reshape(n, -1, y.shape[1]), axis, 0, 0, tiled=True)
-    row = jnp.arange(rows)
-    device = (row[:, None] >= jnp.cumsum(sent)).sum(1)
-    returned = blocks[jnp.minimum(device, n - 1), jnp.clip(row - _starts(sent)[device], 0, blocks.shape[1] - 1)]
-    return jnp.where((device < n)[:, None], returned, 0)
-
-
-def _send_ragged(x: jax.Array, sent: jax.Array, received: jax.Array, *, axis: str, capacity: int) -> jax.Array:
-    n = lax.axis_size(axis)
-    out = jnp.zeros((n * capacity, x.shape[1]), x.dtype)
-    output_starts = jnp.full((n,), lax.axis_index(axis) * capacity, jnp.int32)
-    return lax.ragged_all_to_all(x, out, _starts(sent), sent, output_starts, received, axis_name=axis)
-
-
-def _return_ragged(y: jax.Array, sent: jax.Array, received: jax.Array, *, axis: str, rows: int) -> jax.Array:
-    n = lax.axis_size(axis)
-    capacity = y.shape[0] // n
-    out = jnp.zeros((rows, y.shape[1]), y.dtype)
-    input_starts = (jnp.arange(n) * capacity).astype(jnp.int32)
-    # Only the device that sent the rows knows where they were, so it tells each receiver.
-    output_starts = all_to_all_counts(_starts(sent), axis)
-    return lax.ragged_all_to_all(y, out, input_starts, received, output_starts, sent, axis_name=axis)
+def _ragged(x: jax.Array, exchange: Exchange, *, axis: str, rows: int) -> jax.Array:
+    out = jnp.zeros((rows, x.shape[1]), x.dtype)
+    return lax.ragged_all_to_all(
+        x, out, exchange.starts, exchange.sizes, exchange.remote_starts, exchange.arriving_sizes, axis_name=axis
+    )
 
 
 # The number of rows is not an array, so an array of shape [rows, 0] carries it to the backward pass.
 ragged_all_to_all.defvjp(
-    lambda x, sent, received, axis, capacity: (
-        ragged_all_to_all(x, sent, received, axis, capacity), (sent, received, jnp.zeros((x.shape[0], 0)))
+    lambda x, exchange, axis, rows, largest: (
+        ragged_all_to_all(x, exchange, axis, rows, largest), (exchange, jnp.zeros((x.shape[0], 0)))
     ),
-    lambda axis, capacity, saved, g: (
-        ragged_all_to_all_back(g, *saved[:2], axis, saved[2].shape[0]), None, None
-    ),
-)  # fmt: skip
-ragged_all_to_all_back.defvjp(
-    lambda y, sent, received, axis, rows: (
-        ragged_all_to_all_back(y, sent, received, axis, rows), (sent, received, jnp.zeros((y.shape[0], 0)))
-    ),
-    lambda axis, rows, saved, g: (
-        ragged_all_to_all(g, *saved[:2], axis, saved[2].shape[0] // lax.axis_size(axis)), None, None
+    lambda axis, rows, largest, saved, g: (
+        ragged_all_to_all(g, saved[0].reversed(), axis, saved[1].shape[0], largest), None
     ),
 )  # fmt: skip

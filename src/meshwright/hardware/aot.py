@@ -23,7 +23,8 @@ _TPU_ENVIRONMENT = {
 }  # fmt: skip
 
 # Version 0.12 of the plugin terminates the process when it makes a Triton kernel of a scalar all-reduce.
-_GPU_FLAGS = "--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false"
+# For a sort of 16,384 elements or more it asks CUB for the scratch space, which asks a device: cudaErrorInvalidDevice.
+_GPU_FLAGS = "--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false --xla_gpu_enable_cub_radix_sort=false"
 
 TPU_NAMES = ("v4", "v5e", "v6e", "v5p", "tpu7x")
 """TPUs that libtpu compiles for; libtpu uses the same names."""

@@ -29,7 +29,8 @@ class KernelWork:
     rate: Rate = "bf16"
 
 
-_MOSAIC = "tpu_custom_call"
+_MOSAIC, _TRITON = "tpu_custom_call", "__gpu$xla.gpu.triton"
+"""Targets of Pallas kernels, whose own name is in the scope of the call."""
 _HINTS = frozenset({
     "AllocateBuffer", "ConcatBitcast", "Sharding", "AssumeGatherIndicesInBound", "SPMDFullToShardShape",
     "SPMDShardToFullShape", "LayoutConstraint", "annotate_device_placement", "MoveToHost", "MoveToDevice",
@@ -55,7 +56,7 @@ def kernel_work(computation: Computation, instruction: Instruction) -> KernelWor
         return KernelWork("matmul", name, _product_flops(instruction, given, results[0]), "mxfp8")
     words = f"{instruction.op_name} {instruction.name}"
     factors = [a for a in given if _is_factor(a) and len(a.dims) >= 2]
-    if _GROUPED.search(words if target == _MOSAIC else target.lower()):
+    if _GROUPED.search(words if target in (_MOSAIC, _TRITON) else target.lower()):
         flops = _grouped_flops(factors, results)
         if flops is not None:
             return KernelWork("grouped matmul", name, flops, rate_of(factors[:2]))

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -43,6 +43,8 @@ class LocalModel:
     sequence: SequenceSplit
     stages: StageAssignment
     kernels: Kernels
+    grouped_matmul: Callable[..., jax.Array] = jax.lax.ragged_dot
+    """Grouped matmul of experts (kernels/grouped.py)."""
     ahead: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Parameters that are gathered one layer ahead, by stack; other stacks gather all in their own layer."""
     tensor_ring: tuple[int, ...] = ()
@@ -70,7 +72,8 @@ class LocalModel:
         if count > 1:
             segments = jnp.split(batch.segments, count)
             pieces = tuple(build_attend(self.sequence, part_BT, self.kernels) for part_BT in segments)
-        return ForwardContext(tokens, self.gather_params, dropout, attend, self.sequence, self.tensor_ring, pieces)
+        kernels = (attend, self.sequence, self.grouped_matmul)
+        return ForwardContext(tokens, self.gather_params, dropout, *kernels, self.tensor_ring, pieces)
 
     def _local_positions(self, batch: Batch) -> Batch:
         """This device's positions of every sequence."""

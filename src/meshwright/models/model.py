@@ -55,6 +55,8 @@ class ForwardContext:
     attend: Attend
     """`(q, k, v, window) -> attention output` over the whole sequence."""
     sequence: SequenceSplit
+    grouped_matmul: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = jax.lax.ragged_dot
+    """`(rows, weights, rows of each expert) -> rows times their expert's weights` (kernels/grouped.py)."""
     tensor_ring: tuple[int, ...] = ()
     """Devices of `tensor` in the order of a ring, around which collective matmuls send chunks; () has no ring."""
     attend_pieces: tuple[Attend, ...] = ()
@@ -132,6 +134,8 @@ class ExpertSpec:
 
     experts: int
     experts_per_token: int
+    buffer_factor: float = 0.0
+    """Rows that a device of the mesh axis `expert` has room for (blocks/experts.py: `buffer_rows`)."""
 
 
 @dataclasses.dataclass(frozen=True)

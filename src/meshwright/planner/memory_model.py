@@ -30,6 +30,10 @@ from meshwright.sharding.placement import axes_of
 OPTIMIZER_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1, "adafactor": 0.02}
 """Copies of the parameters that a built-in optimizer keeps (Adafactor: row and column means)."""
 
+EXPERT_COPIES = 2
+"""Arrays of the rows sent to experts, of the model's width, in the backward pass of a layer: rows in the order of their
+experts, and their gradient (Qwen3-30B-A3B on 8 H100: docs/log.md)."""
+
 FRAGMENTATION = 1.15
 """Heap size over live bytes: what is lost between blocks. Compiled proofs have 1.07 to 1.5, most where there is room
 (docs/plan.md); Llama 2 70B with its attention outputs kept on 128 v5p needs 101 GiB for a planned 86."""
@@ -75,7 +79,10 @@ def memory_by_category(placed: PlacedRun, work: Work, in_flight: float, ahead: b
     # Logits are float32; so is their gradient while it is computed.
     loss = table + 2.0 * logits * 4
     attention_inner = (work.query_width + work.kv_width) * 2
-    inner = work.tokens * (4 * work.width + 2.5 * work.ffn_hidden + attention_inner) * compute
+    # Experts (compiled for v5p and H100) have four arrays of the hidden width at once, a dense layer's SwiGLU five.
+    hidden = 2.0 if work.expert_rows else 2.5
+    inner = work.tokens * (4 * work.width + hidden * work.ffn_hidden + attention_inner) * compute
+    inner += EXPERT_COPIES * work.expert_rows * work.width * compute
     # Offloaded activations come back for one layer and, ahead of time, for the next.
     from_host = 2 * offloaded_bytes(placed, work) / max(1.0, work.layers)
     # Ahead: the gradients of the layer above, not yet reduced, and the first weights of the layer below.

@@ -7,6 +7,7 @@ one for its input, one for its weight; scaling-book, transformers.md).
 import dataclasses
 import math
 
+from meshwright.models.blocks.experts import buffer_rows
 from meshwright.models.model import AttentionSpec, padded_vocab
 from meshwright.models.remat import ATTN_OUT, ATTN_RESIDUAL, FFN_HIDDEN, QKV, REMAT_POLICIES
 from meshwright.planner.layout_cache import cached_by_layout, cached_by_layout_and
@@ -68,6 +69,8 @@ class Work:
     """Elements per token of the feed-forward's hidden layer (gate and up), of the widest layer and device."""
     experts: float
     """Experts per token; 0 in a dense model."""
+    expert_rows: float
+    """Rows of a device's buffer for experts, each of the model's width; 0 in a dense model."""
     expert_layers: float
     """Layers with experts of a device."""
     quantised_inputs: float = 0.0
@@ -128,6 +131,7 @@ def work_of(placed: PlacedRun) -> Work:
         heads=heads,
         ffn_hidden=_ffn_hidden(placed),
         experts=float(max((e.experts_per_token for e in experts.values()), default=0)),
+        expert_rows=max((buffer_rows(e, int(tokens), shape.expert) for e in experts.values()), default=0.0),
         expert_layers=expert_layers,
         quantised_inputs=sum(inputs.values()),
         quantised_gradients=outputs,
@@ -201,15 +205,19 @@ def _stacked_matmuls(placed: PlacedRun) -> list[tuple[str, Param, tuple[int, ...
     return rows
 
 
-@cached_by_layout
+@cached_by_layout_and("batch", "seq", "microbatches")
 def _ffn_hidden(placed: PlacedRun) -> float:
-    """Elements per token of the outputs of the feed-forward's first matmuls, of the widest layer."""
+    """Elements per token of the outputs of the feed-forward's first matmuls, of the widest layer.
+
+    Experts have them for every row of their buffer.
+    """
+    tokens = tokens_per_device(placed)
     experts = {layer.stack: layer.experts for layer in placed.spec.layers if layer.experts is not None}
     stacks: dict[str, float] = {}
     for path, p, _ in placed.leaves:
         if p.role == "ffn_in":
             stack = path.partition(".")[0]
             columns = math.prod(p.shape[-(len(p.dims.replace("L", "").replace("E", "")) - p.contract) :])
-            columns *= experts[stack].experts_per_token if "E" in p.dims else 1
-            stacks[stack] = stacks.get(stack, 0.0) + columns / placed.shape.tensor
+            rows = buffer_rows(experts[stack], int(tokens), placed.shape.expert) if "E" in p.dims else tokens
+            stacks[stack] = stacks.get(stack, 0.0) + columns * rows / tokens / placed.shape.tensor
     return max(stacks.values(), default=0.0)

@@ -40,6 +40,8 @@ class DeviceRun:
     """`ShapeDtypeStruct`s with their shardings."""
     kernels: Kernels
     """Attention kernels of these devices."""
+    grouped_matmul: Any = None
+    """`GroupedMatmul` of these devices (kernels/grouped.py); None for a model without experts."""
 
     @property
     def run(self) -> Run:
@@ -85,6 +87,7 @@ class DeviceRun:
             placed.sequence,
             placed.stages,
             self.kernels,
+            self.grouped_matmul.multiply if self.grouped_matmul else jax.lax.ragged_dot,
             self._gathered_ahead(),
             ring,
             self._attention_pieces() if ring else 1,
@@ -271,7 +274,12 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
 
         chip = chip_name(mesh.devices.flat[0].device_kind)
     kernels = kernels_of(training, placed.spec, placed.sequence, Hardware(platform, chip))
-    return DeviceRun(placed, mesh, optimizer, abstract, kernels)
+    grouped = None
+    if any(layer.experts for layer in placed.spec.layers):
+        from meshwright.models.kernels.grouped import choose_grouped_matmul  # loaded for models with experts
+
+        grouped = choose_grouped_matmul(training.grouped_matmul, platform, training.compute_dtype)
+    return DeviceRun(placed, mesh, optimizer, abstract, kernels, grouped)
 
 
 def _check_offload(run: Run, platform: str, kind: str) -> None:

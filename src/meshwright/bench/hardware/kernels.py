@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshwright.bench.clock import median_seconds
@@ -21,6 +20,7 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.chips import find_chip
 from meshwright.hardware.mesh import build_mesh
 from meshwright.models.kernels.choose import AUTO, KERNELS, Hardware, Kernels, choose_kernels
+from meshwright.models.kernels.grouped import GroupedMatmul, choose_grouped_matmul
 from meshwright.models.model import AttentionSpec
 from meshwright.planner.estimate import ATTENTION_BACKWARD
 from meshwright.sharding.sequence import SequenceSplit
@@ -249,8 +249,13 @@ def _grouped_inputs(experts: int, rows: int, k: int, n: int, dtype: str) -> tupl
     return (*(jnp.asarray(a, dtype) for a in (x, w)), jnp.asarray(sizes), jnp.asarray(g, dtype))
 
 
+def _grouped_matmul(dtype: str) -> GroupedMatmul:
+    """Returns the grouped matmul that a run on these devices takes."""
+    return choose_grouped_matmul("auto", jax.devices()[0].platform, dtype)
+
+
 def _grouped_with_gradients(x: jax.Array, w: jax.Array, sizes: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
-    out, pullback = jax.vjp(lambda x, w: lax.ragged_dot(x, w, sizes), x, w)
+    out, pullback = jax.vjp(lambda x, w: _grouped_matmul(x.dtype.name).multiply(x, w, sizes), x, w)
     return out, *pullback(g)
 
 
@@ -273,7 +278,7 @@ def _compare_grouped(dtype: str) -> Mapping[str, Any]:
 def _time_grouped(experts: int, rows: int, k: int, n: int) -> Mapping[str, Any]:
     """Returns the time of the grouped matmul, and its rate relative to one dense matmul of equal FLOPs."""
     x, w, sizes, g = _grouped_inputs(experts, rows, k, n, "bfloat16")
-    forward, _ = median_seconds(jax.jit(lax.ragged_dot), x, w, sizes)
+    forward, _ = median_seconds(jax.jit(_grouped_matmul("bfloat16").multiply), x, w, sizes)
     both, _ = median_seconds(jax.jit(_grouped_with_gradients), x, w, sizes, g)
     dense, _ = median_seconds(jax.jit(jnp.matmul), x, w[0])
     flops = 2.0 * rows * k * n

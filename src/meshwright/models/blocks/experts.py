@@ -15,6 +15,9 @@ partial sums `{U/tensor}`, which `sequence_reduce_scatter` reduces.
 """
 
 import dataclasses
+import functools
+import math
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -24,8 +27,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.comm.collectives import all_gather, all_reduce, all_to_all, local_shard, nontrivial_axes
-from meshwright.comm.ragged import all_to_all_counts, ragged_all_to_all, ragged_all_to_all_back
+from meshwright.comm.ragged import Exchange, all_to_all_counts, plan_exchange, ragged_all_to_all
 from meshwright.models.blocks.context import CONTEXT
+from meshwright.models.model import ExpertSpec
 from meshwright.models.remat import FFN_HIDDEN
 from meshwright.sharding.sequence import SequenceSplit
 
@@ -117,21 +121,57 @@ def router_losses(r: Routing, routes: Routes, seq: int) -> dict[str, jax.Array]:
     return {"balance": balance, "router z": z, "load": counts_BE.sum(0)}
 
 
+Multiply = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""Grouped matmul: `(rows [R, K], weights [E, K, N], rows of each expert [E]) -> [R, N]` (kernels/grouped.py)."""
 ExpertWeights = dict[str, jax.Array]
 """Weights of this device's experts: gate, up [E/expert, D, F/tensor] and down [E/expert, F/tensor, D]."""
 
 
-def dropless_moe(r: Routing, h_BTD: jax.Array, routes: Routes, w: ExpertWeights) -> jax.Array:
-    """Computes the weighted sum of each token's experts without dropping tokens; [B, T, D]."""
+def dropless_moe(
+    r: Routing,
+    h_BTD: jax.Array,
+    routes: Routes,
+    w: ExpertWeights,
+    multiply: Multiply = lax.ragged_dot,
+    buffer_factor: float = 0.0,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Computes the weighted sum of each token's experts, in groups of unequal size.
+
+    buffer_factor: as in `buffer_rows`. Returns the outputs [B, T, D] and the number of this device's (token, expert)
+    pairs that found no room on the device of their expert; None where there is always room.
+    """
     B, T, D = h_BTD.shape
     k = r.experts_per_token
     # One row for each of a token's experts, sorted by expert.
     expert_of_row = routes.experts_BTX.reshape(-1)
     order = jnp.argsort(expert_of_row, stable=True)
-    rows = h_BTD.reshape(B * T, D)[order // k]
+    back = jnp.argsort(order)
+    rows = _reorder(h_BTD.reshape(B * T, D), order, back, k)
     rows_E = (expert_of_row[:, None] == jnp.arange(r.experts)).sum(0).astype(jnp.int32)
-    out = _expert_parallel(rows, rows_E, w, k) if nontrivial_axes(EXPERT) else _grouped_swiglu(rows, rows_E, w)
-    return _weighted_sum(out[jnp.argsort(order)].reshape(B, T, k, D), routes.weights_BTX)
+    dropped = None
+    if nontrivial_axes(EXPERT):
+        out, dropped = _expert_parallel(r, rows, rows_E, w, multiply, buffer_factor)
+    else:
+        out = _grouped_swiglu(rows, rows_E, w, multiply)
+    out_BTXD = _reorder(out, back, order, 1).reshape(B, T, k, D)
+    return _weighted_sum(out_BTXD, routes.weights_BTX), dropped
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _reorder(x: jax.Array, order: jax.Array, back: jax.Array, k: int) -> jax.Array:
+    """Returns the rows of x [R, D], each repeated k times, in another order: [k R, D].
+
+    back: the inverse of `order`. With it the gradient is a gather too; that of an index is a scatter.
+    """
+    return x[order // k]
+
+
+_reorder.defvjp(
+    lambda x, order, back, k: (x[order // k], back),
+    lambda k, back, g: (
+        g[back] if k == 1 else g[back].reshape(-1, k, g.shape[1]).sum(1, dtype=jnp.float32).astype(g.dtype), None, None
+    ),
+)  # fmt: skip
 
 
 def _weighted_sum(out_BTXD: jax.Array, weights_BTX: jax.Array) -> jax.Array:
@@ -141,31 +181,68 @@ def _weighted_sum(out_BTXD: jax.Array, weights_BTX: jax.Array) -> jax.Array:
     return out_BTD.astype(out_BTXD.dtype)
 
 
-def _grouped_swiglu(rows: jax.Array, rows_E: jax.Array, w: ExpertWeights) -> jax.Array:
+def _grouped_swiglu(rows: jax.Array, rows_E: jax.Array, w: ExpertWeights, multiply: Multiply) -> jax.Array:
     """Applies each expert's SwiGLU to its rows. rows: [rows, D], sorted by expert.  rows_E: rows of each expert."""
-    gate = checkpoint_name(lax.ragged_dot(rows, w["gate"], rows_E), FFN_HIDDEN)
-    up = checkpoint_name(lax.ragged_dot(rows, w["up"], rows_E), FFN_HIDDEN)
-    return lax.ragged_dot(jax.nn.silu(gate) * up, w["down"], rows_E)
+    gate = checkpoint_name(multiply(rows, w["gate"], rows_E), FFN_HIDDEN)
+    up = checkpoint_name(multiply(rows, w["up"], rows_E), FFN_HIDDEN)
+    return multiply(jax.nn.silu(gate) * up, w["down"], rows_E)
 
 
-def _expert_parallel(rows: jax.Array, rows_E: jax.Array, w: ExpertWeights, k: int) -> jax.Array:
-    """Sends rows to the devices that hold their experts, applies these, and returns the outputs in the same order."""
+def buffer_rows(spec: ExpertSpec, tokens: int, shards: int) -> int:
+    """Returns the rows that a device has room for, of those that the `shards` devices of `expert` send it.
+
+    tokens: of a device. An even share is tokens x k rows, and room is `spec.buffer_factor` times as much. The most that
+    can arrive is tokens x min(k, E / shards) rows from each device: where that is less, or the factor is 0, it is the
+    room.
+    """
+    most = shards * tokens * min(spec.experts_per_token, spec.experts // shards)
+    # Kernels work on tiles of 128 rows.
+    wanted = -(-math.ceil(spec.buffer_factor * tokens * spec.experts_per_token) // 128) * 128
+    return min(most, wanted) if spec.buffer_factor else most
+
+
+def _expert_parallel(
+    r: Routing, rows: jax.Array, rows_E: jax.Array, w: ExpertWeights, multiply: Multiply, buffer_factor: float
+) -> tuple[jax.Array, jax.Array | None]:
+    """Sends rows to the devices that hold their experts, applies these, and returns the outputs in the same order.
+
+    Rows without room give zeros; returns their number too, None where there is always room.
+    """
     shards, local_experts = lax.axis_size("expert"), w["gate"].shape[0]
+    tokens, spec = rows.shape[0] // r.experts_per_token, ExpertSpec(r.experts, r.experts_per_token, buffer_factor)
+    room, most = (buffer_rows(s, tokens, shards) for s in (spec, dataclasses.replace(spec, buffer_factor=0.0)))
     # A token has at most one row for each expert, which bounds the rows that one device sends another.
-    capacity = rows.shape[0] // k * min(k, local_experts)
+    largest = min(room, most // shards)
     sent_counts = rows_E.reshape(shards, local_experts)
     received_counts = all_to_all_counts(sent_counts, "expert")
-    sent, received = sent_counts.sum(1), received_counts.sum(1)
-    arrived = ragged_all_to_all(rows, sent, received, "expert", capacity)
-    # Rows from each device are sorted by expert; sort the rows from all devices together.
-    row_in_block = jnp.arange(capacity)
-    ends = jnp.cumsum(received_counts, 1)
-    expert_of_row = (row_in_block[None, :, None] >= ends[:, None, :]).sum(-1).reshape(-1)
-    order = jnp.argsort(expert_of_row, stable=True)
-    out = _grouped_swiglu(arrived[order], received_counts.sum(0), w)
-    not_padding = (expert_of_row < local_experts)[:, None]
-    out = jnp.where(not_padding, out[jnp.argsort(order)], 0)
-    return ragged_all_to_all_back(out, sent, received, "expert", rows.shape[0])
+    exchange = plan_exchange(sent_counts.sum(1), received_counts.sum(1), "expert", room)
+    arrived = ragged_all_to_all(rows, exchange, "expert", room, largest)
+    to_experts, back, rows_of_expert = _sort_blocks(exchange, received_counts, room)
+    out = _grouped_swiglu(_reorder(arrived, to_experts, back, 1), rows_of_expert, w, multiply)
+    out = ragged_all_to_all(_reorder(out, back, to_experts, 1), exchange.reversed(), "expert", rows.shape[0], largest)
+    return out, (rows_E.sum() - exchange.sizes.sum()).astype(jnp.float32) if room < most else None
+
+
+def _sort_blocks(exchange: Exchange, counts: jax.Array, room: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Merges blocks of rows, one from each device and each sorted by expert, into one sorted by expert.
+
+    counts: rows from each device for each expert here, [n, experts].  room: rows of the buffer. Returns the order of
+    the rows [room], its inverse, and the rows of each expert. Places are sums over the n x experts runs: no sort.
+    """
+    ends = jnp.minimum(jnp.cumsum(counts, 1), exchange.arriving_sizes[:, None])
+    first = jnp.minimum(jnp.cumsum(counts, 1) - counts, exchange.arriving_sizes[:, None])
+    sizes = ends - first
+    arrived = (exchange.arriving_starts[:, None] + first).reshape(-1)
+    by_expert = (jnp.cumsum(sizes.T.reshape(-1)) - sizes.T.reshape(-1)).reshape(sizes.T.shape).T.reshape(-1)
+    row = jnp.arange(room, dtype=jnp.int32)
+
+    def moved(source: jax.Array, target: jax.Array) -> jax.Array:
+        """Places of the rows of each run in `target`, in the order of `source`; rows past the last run stay."""
+        place = row[:, None] - source
+        inside = (place >= 0) & (place < sizes.reshape(-1))
+        return row + jnp.where(inside, target - source, 0).sum(1, dtype=jnp.int32)
+
+    return moved(by_expert, arrived), moved(arrived, by_expert), sizes.sum(0)
 
 
 def expert_capacity(r: Routing, seq: int, factor: float) -> int:

@@ -67,6 +67,10 @@ class Mixtral(Llama):
     an expert has capacity for (capacity)."""
     capacity_factor: float = 1.25
     """Capacity of an expert as a multiple of an even share of a sequence's tokens; for `capacity`."""
+    expert_buffer_factor: float = 0.0
+    """Rows that a device of the mesh axis `expert` has room for, as a multiple of an even share; for `dropless`. Rows
+    beyond are dropped and counted as `choices dropped`. 0 has room for the most that can arrive, up to `expert` times
+    the share, and gives the numbers of one device."""
     aux_loss_weight: float = 0.01
     """Weight of the load-balancing loss, summed over layers (DeepSeek-V3, equations 17 to 20)."""
     router_z_loss_weight: float = 0.001
@@ -120,7 +124,10 @@ class Mixtral(Llama):
     def spec(self) -> ModelSpec:
         """Returns the dense layers, then the layers with experts."""
         dense = LayerSpec("dense_blocks", self.attention)
-        sparse = LayerSpec("blocks", self.attention, ExpertSpec(self.experts, self.experts_per_token))
+        # With capacity every device has room for the capacity of its experts, and no other buffer.
+        factor = self.expert_buffer_factor if self.dispatch == "dropless" else self.capacity_factor
+        experts = ExpertSpec(self.experts, self.experts_per_token, factor)
+        sparse = LayerSpec("blocks", self.attention, experts)
         layers = (dense,) * self.dense_layers + (sparse,) * self.expert_layers
         return dataclasses.replace(super().spec(), layers=layers)
 
@@ -227,7 +234,8 @@ def _experts(c: Mixtral, ctx: ForwardContext) -> Callable[[jax.Array, dict[str, 
         aux["aux_loss"] = c.aux_loss_weight * aux["balance"] + c.router_z_loss_weight * aux["router z"]
         routed = {name: weights[f"expert_{name}"] for name in ("gate", "up", "down")}
         if c.dispatch == "dropless":
-            return dropless_moe(c.routing, h_BTD, routes, routed), aux
+            y_BTD, dropped = dropless_moe(c.routing, h_BTD, routes, routed, ctx.grouped_matmul, c.expert_buffer_factor)
+            return y_BTD, aux if dropped is None else {**aux, "dropped": dropped}
         y_BTD, aux["dropped"] = capacity_moe(c.routing, h_BTD, routes, routed, ctx.sequence, c.capacity_factor)
         return y_BTD, aux
 

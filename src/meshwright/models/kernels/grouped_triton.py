@@ -1,0 +1,164 @@
+"""Grouped matmul for NVIDIA GPUs in Pallas and Triton: each row is multiplied by the weights of its own expert alone.
+
+A tile is a block of rows of one expert and a block of columns. The tables of tiles follow from the rows of each expert
+and are computed on the device, so their number is that of the worst case, R / block + E + 1; tiles without rows end at
+once. Compiles for Ampere, Hopper and Blackwell without the device.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+_ROWS, _COLUMNS = 128, 128
+"""Rows and columns of an output tile."""
+_DEPTH_BYTES = 128
+"""Bytes of one step along the contracted dimension: 64 of bfloat16. Three steps in flight take 96 KiB."""
+_STAGES, _WARPS = 3, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """First and last row (excluded) and expert of each tile, int32 [tiles]; expert E holds the rows of no expert."""
+
+    start: jax.Array
+    end: jax.Array
+    expert: jax.Array
+
+
+def _tiles(rows_E: jax.Array, rows: int, block: int) -> _Tiles:
+    """Cuts the rows of each expert, then those past the last, into tiles of at most `block` rows."""
+    experts = rows_E.shape[0]
+    rows_E = jnp.append(rows_E, rows - rows_E.sum()).astype(jnp.int32)
+    ends, tiles_E = jnp.cumsum(rows_E), -(-rows_E // block)
+    tile = jnp.arange(rows // block + experts + 1, dtype=jnp.int32)
+    last = jnp.cumsum(tiles_E)
+    expert = (tile[:, None] >= last).sum(1, dtype=jnp.int32)
+    e = jnp.minimum(expert, experts)
+    start = ends[e] - rows_E[e] + (tile - last[e] + tiles_E[e]) * block
+    # Tiles past the last are empty.
+    end = jnp.where(expert <= experts, jnp.minimum(start + block, ends[e]), start)
+    return _Tiles(start, end, e)
+
+
+def _mask(inside: tuple[jax.Array | None, jax.Array | None]) -> jax.Array | None:
+    """Returns which elements of a block are inside along both dimensions; None along one is all of it."""
+    masks = [m[:, None] if d == 0 else m[None, :] for d, m in enumerate(inside) if m is not None]
+    return functools.reduce(jnp.logical_and, masks) if masks else None
+
+
+def _load(ref: Any, index: tuple[Any, ...], inside: tuple[jax.Array | None, jax.Array | None]) -> jax.Array:
+    """Loads a block, zero where it is not `inside` along one of its two dimensions."""
+    mask = _mask(inside)
+    return plgpu.load(ref.at[index], mask=mask, other=None if mask is None else 0.0)
+
+
+def _inside(start: Any, size: int, block: int) -> jax.Array | None:
+    """Returns which of `block` positions from `start` are below `size`; None where all of them always are."""
+    return None if size % block == 0 else start + jnp.arange(block) < size
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped_matmul(rows: jax.Array, weights: jax.Array, rows_E: jax.Array, interpret: bool = False) -> jax.Array:
+    """Multiplies each row by the weights of its expert; products are summed in float32.
+
+    rows: [R, K], sorted by expert.  weights: [E, K, N], of the same dtype.  rows_E: rows of each expert, [E]; their sum
+    is at most R.  interpret: runs on a CPU. Returns [R, N], zero for rows past those of the last expert. Sizes need not
+    be multiples of the tiles.
+    """
+    return _multiply(rows, weights, rows_E, transposed=False, interpret=interpret)
+
+
+def _forward(rows: jax.Array, weights: jax.Array, rows_E: jax.Array, interpret: bool) -> tuple[jax.Array, Any]:
+    return grouped_matmul(rows, weights, rows_E, interpret), (rows, weights, rows_E)
+
+
+def _backward(interpret: bool, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    rows, weights, rows_E = saved
+    g_rows = _multiply(g, weights, rows_E, transposed=True, interpret=interpret)
+    return g_rows, _multiply_transposed(rows, g, rows_E, interpret=interpret), None
+
+
+grouped_matmul.defvjp(_forward, _backward)
+
+
+def _multiply(
+    rows: jax.Array, weights: jax.Array, rows_E: jax.Array, *, transposed: bool, interpret: bool
+) -> jax.Array:
+    """Returns rows [R, K] times the weights [E, K, N] of each row's expert: [R, N], zero for rows past the last.
+
+    transposed: weights are [E, N, K].
+    """
+    R, K = rows.shape
+    E, N = weights.shape[0], weights.shape[1 if transposed else 2]
+    depth = _DEPTH_BYTES // rows.dtype.itemsize
+    tiles = _tiles(rows_E, R, _ROWS)
+
+    def kernel(rows_ref: Any, w_ref: Any, start_ref: Any, end_ref: Any, expert_ref: Any, out_ref: Any) -> None:
+        tile, n = pl.program_id(1), pl.program_id(0) * _COLUMNS
+        start, end, expert = start_ref[tile], end_ref[tile], expert_ref[tile]
+        row_inside, column_inside = start + jnp.arange(_ROWS) < end, _inside(n, N, _COLUMNS)
+        block, columns = pl.ds(start, _ROWS), pl.ds(n, _COLUMNS)
+
+        def add(step: Any, total: jax.Array) -> jax.Array:
+            k = step * depth
+            along, depth_inside = pl.ds(k, depth), _inside(k, K, depth)
+            x = _load(rows_ref, (block, along), (row_inside, depth_inside))
+            if transposed:
+                w = _load(w_ref, (expert, columns, along), (column_inside, depth_inside))
+            else:
+                w = _load(w_ref, (expert, along, columns), (depth_inside, column_inside))
+            return total + plgpu.dot(x, w, trans_b=transposed)
+
+        # Rows of no expert are written as zeros.
+        steps = jnp.where((expert < E) & (start < end), jnp.int32(pl.cdiv(K, depth)), jnp.int32(0))
+        total = jax.lax.fori_loop(0, steps, add, jnp.zeros((_ROWS, _COLUMNS), jnp.float32))
+        mask = _mask((row_inside, column_inside))
+        plgpu.store(out_ref.at[block, columns], total.astype(out_ref.dtype), mask=mask)
+
+    return pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(N, _COLUMNS), tiles.start.shape[0]),
+        out_shape=jax.ShapeDtypeStruct((R, N), rows.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
+        interpret=interpret,
+        name="grouped_matmul",
+    )(rows, weights, tiles.start, tiles.end, tiles.expert)
+
+
+def _multiply_transposed(rows: jax.Array, g: jax.Array, rows_E: jax.Array, *, interpret: bool) -> jax.Array:
+    """Returns, for each expert, its rows [R, K] transposed times its rows of g [R, N]: [E, K, N]; zero without rows."""
+    K, N, E = rows.shape[1], g.shape[1], rows_E.shape[0]
+    depth = _DEPTH_BYTES // rows.dtype.itemsize
+    ends = jnp.cumsum(rows_E, dtype=jnp.int32)
+    starts = ends - rows_E.astype(jnp.int32)
+
+    def kernel(x_ref: Any, g_ref: Any, start_ref: Any, end_ref: Any, out_ref: Any) -> None:
+        expert, k, n = pl.program_id(2), pl.program_id(1) * _ROWS, pl.program_id(0) * _COLUMNS
+        start, end = start_ref[expert], end_ref[expert]
+        k_inside, n_inside = _inside(k, K, _ROWS), _inside(n, N, _COLUMNS)
+        along_k, along_n = pl.ds(k, _ROWS), pl.ds(n, _COLUMNS)
+
+        def add(step: Any, total: jax.Array) -> jax.Array:
+            row = start + step * depth
+            inside = row + jnp.arange(depth) < end
+            x = _load(x_ref, (pl.ds(row, depth), along_k), (inside, k_inside))
+            gradient = _load(g_ref, (pl.ds(row, depth), along_n), (inside, n_inside))
+            return total + plgpu.dot(x, gradient, trans_a=True)
+
+        total = jax.lax.fori_loop(0, pl.cdiv(end - start, depth), add, jnp.zeros((_ROWS, _COLUMNS), jnp.float32))
+        mask = _mask((k_inside, n_inside))
+        plgpu.store(out_ref.at[expert, along_k, along_n], total.astype(out_ref.dtype), mask=mask)
+
+    return pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(N, _COLUMNS), pl.cdiv(K, _ROWS), E),
+        out_shape=jax.ShapeDtypeStruct((E, K, N), rows.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
+        interpret=interpret,
+        name="grouped_matmul_transposed",
+    )(rows, g, starts, ends)
