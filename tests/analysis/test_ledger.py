@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import AXES, OFFLOADED, PROGRAMS, Counts, F, T
 
 import meshwright as mw
 from meshwright.analysis.jaxpr_collectives import JaxprCollective, read_jaxpr_collectives
 from meshwright.analysis.lint import lint_host
+from meshwright.analysis.unexpected_collectives import MIN_SENT_BYTES
 from meshwright.errors import CensusError
 from meshwright.hlo.groups import axes_of_groups, axes_of_pairs, expand
 from meshwright.hlo.ledger import LedgerEntry, by_kind_and_axes, read_ledger, unread_collectives
@@ -42,8 +43,24 @@ def test_counts_are_those_made_by_hand(name: str, mesh: Mesh) -> None:
     assert all(e.exact for e in census.ledger) == program.exact
     assert any(e.conditional for e in census.ledger) == program.branch
     assert all(e.line.startswith(("programs.py:", "collectives.py:", "hierarchical.py:")) for e in census.ledger)
-    inserted = [f for f in census.findings if f.kind == "unexpected"]
-    assert bool(inserted) == (not program.manual)
+    assert not [f for f in census.findings if f.kind == "unexpected"]
+
+
+def test_an_inserted_collective_is_found_above_the_floor(mesh: Mesh) -> None:
+    """Both contract over `tensor`, so XLA has to sum; what a device sends is the whole of its [rows / 4, 32]."""
+    kinds = {}
+    for rows in (16, 64):
+        x, w = (
+            jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, spec))
+            for shape, spec in (((rows, 32), P(F, T)), ((32, 32), P(T)))
+        )
+        product = jax.jit(lambda x, w: x @ w, out_shardings=NamedSharding(mesh, P(F)))
+        census = mw.census(product, x, w)
+        (entry,) = census.ledger
+        kinds[entry.sent] = [f.kind for f in census.findings]
+    below, above = sorted(kinds)
+    assert below < MIN_SENT_BYTES <= above
+    assert "unexpected" not in kinds[below] and "unexpected" in kinds[above]
 
 
 # Where a chip's compiler does something else with the same program: TPUs cast the operands of a matrix product to
@@ -306,4 +323,6 @@ def test_a_ragged_exchange_is_expected_with_the_same_payload(mesh: Mesh) -> None
     body = jax.shard_map(exchange, mesh=mesh, in_specs=(P(F), P(F), P()), out_specs=P(F), check_vma=False)
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((64, 8), "float32"), ((256, 8), "float32"))]
     jaxpr = jax.make_jaxpr(body)(*shapes, jax.ShapeDtypeStruct((4,), "int32"))
-    assert read_jaxpr_collectives(jaxpr, AXES) == [JaxprCollective("ragged-all-to-all", (F,), 1, 512)]
+    (found,) = read_jaxpr_collectives(jaxpr, AXES)
+    assert found == JaxprCollective("ragged-all-to-all", (F,), 1, 512, found.lines)
+    assert len(found.lines) == 1 and next(iter(found.lines)).startswith("test_ledger.py:")
