@@ -98,7 +98,8 @@ class LocalModel:
         for stack, count in self.stacks.items():
             rows = self.stages.rows(first, count)
             # Most stacks have no padding rows; the check below then costs nothing in the compiled step.
-            layer = functions[stack] if (rows != NO_LAYER).all() else _skip_padding(functions[stack])
+            without = _drop_padding if self.permutes else _skip_padding
+            layer = functions[stack] if (rows != NO_LAYER).all() else without(functions[stack])
             index_L, parts = _local_rows(rows, virtual_stage), list[Aux]()
             for part, remat in self._policies(first, count):
                 chosen, index = (jax.tree.map(operator.itemgetter(part), tree) for tree in (params[stack], index_L))
@@ -193,3 +194,17 @@ def _skip_padding(layer: Layer) -> Layer:
         return jax.lax.cond(index == NO_LAYER, lambda: (x_BTD, zeros), lambda: layer(x_BTD, params, index))
 
     return maybe
+
+
+def _drop_padding(layer: Layer) -> Layer:
+    """Returns `layer` as `_skip_padding` does, computed in padding rows too and dropped there.
+
+    For layers that send values around a ring, in which the devices of all stages have to take part.
+    """
+
+    def dropped(x_BTD: jax.Array, params: Any, index: jax.Array, /) -> tuple[jax.Array, Aux]:
+        y_BTD, aux = layer(x_BTD, params, index)
+        padding = index == NO_LAYER
+        return jnp.where(padding, x_BTD, y_BTD), jax.tree.map(lambda a: jnp.where(padding, jnp.zeros_like(a), a), aux)
+
+    return dropped
