@@ -107,12 +107,13 @@ def test_a_mapped_function() -> None:
     assert dict(census.mesh) == {"i": 8} and census.ledger[0].axes == ("i",)
 
 
-def test_equinox_and_flax_where_they_are_installed() -> None:
-    equinox = pytest.importorskip("equinox")
+def test_modules_of_equinox_and_flax() -> None:
+    import equinox
+    from flax import nnx
+
     census = mw.census(
         equinox.filter_jit(lambda m, x: x @ m["w"]), {"w": jnp.ones((16, 4)), "name": "linear"}, jnp.ones((8, 16))
     )
     assert census.flops.compiled == PRODUCT
-    nnx = pytest.importorskip("flax.nnx")
     linear = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
     assert mw.census(nnx.jit(lambda m, x: m(x)), linear, jnp.ones((8, 16))).flops.compiled == PRODUCT

@@ -39,7 +39,8 @@ def lint_donation(
         tree = path.partition(".")[0]
         if number in unused and categories.get(path) in _STATE:
             vain[tree] = vain.get(tree, 0) + size
-        elif path in updated and number not in aliased | unused:
+        elif path != tree and path in updated and number not in aliased | unused:
+            # An array on its own is as likely an activation with a residual connection as state.
             wasted[tree] = wasted.get(tree, 0) + size
     findings = [
         Finding(
