@@ -18,6 +18,7 @@ from tiny_runs import (
 )
 
 from meshwright.analysis.run_census import abstract_batch, census_of_train_step
+from meshwright.errors import ConfigError
 from meshwright.step.gradients import build_gradients
 from meshwright.trainer.sampling import generate
 
@@ -95,13 +96,19 @@ KEEPS = {"stage_saves": "layers"}
         pytest.param("qwen-like", "stage=2,tensor=2", "zbv", {"remat": "attention"}, marks=exhaustive),
         pytest.param("mixtral", "stage=2,expert=2", "interleaved", {"remat": "none"}, marks=exhaustive),
         pytest.param("gpt2", "stage=2,context=2", "1f1b", {"context_strategy": "ring"}, marks=exhaustive),
-        pytest.param("llama", "stage=2,fsdp=2", "outside.extensions.zbv:zbv", {"remat": "none"}, marks=exhaustive),
     ],
 )
 def test_stages_that_keep_what_remat_saves(family: str, mesh: str, schedule: str, changes: dict[str, Any]) -> None:
     model = dataclasses.replace(MODELS[family], layers=4)
     run = tiny_run(model, mesh, microbatches=4, pipeline_schedule=schedule, **KEEPS, **changes)
     assert_same_steps(train(run, STEPS), train_on_one_device(run, STEPS))
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", "outside.extensions.zbv:zbv"])
+def test_stages_of_a_split_backward_pass_keep_their_inputs_alone(schedule: str) -> None:
+    run = tiny_run(MODELS["llama"], "stage=2", microbatches=4, pipeline_schedule=schedule, remat="full", **KEEPS)
+    with pytest.raises(ConfigError, match=r"--training\.stage-saves input"):
+        train(run, 1)
 
 
 def test_a_stage_that_keeps_everything_recomputes_nothing() -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 
-from meshwright.config import Run
+from meshwright.config import Run, StageSaves
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import Target
 from meshwright.planner.candidates import SCHEDULES_TRIED
@@ -31,7 +31,7 @@ def with_best_remat(run: Run, target: Target) -> Run:
     plans = [
         price_placed(with_remat(placed, remat, training.saved_layers if remat == training.remat else 0, saves), target)
         for placed in _with_schedules(run)
-        for saves in (STAGE_SAVES if staged and training.stage_saves == "auto" else (None,))
+        for saves in (_stage_saves(placed) if staged and training.stage_saves == "auto" else (None,))
         for remat in remat_policies(target, saves or placed.run.training.stage_saves)
         if remat == training.remat or training.remat == "auto"
     ]
@@ -46,6 +46,12 @@ def with_best_remat(run: Run, target: Target) -> Run:
     return dataclasses.replace(
         run, training=dataclasses.replace(training, **{name: getattr(chosen, name) for name in names})
     )
+
+
+def _stage_saves(placed: PlacedRun) -> tuple[StageSaves, ...]:
+    """Returns what the stages of a run can save; a split backward pass starts from the stage's input."""
+    with_inputs = with_remat(placed, placed.run.training.remat, stage_saves="input")
+    return ("input",) if with_inputs.schedule_table.splits_backward else STAGE_SAVES
 
 
 def _with_schedules(run: Run) -> list[PlacedRun]:

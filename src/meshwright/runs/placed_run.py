@@ -82,7 +82,15 @@ class PlacedRun:
     def schedule_table(self) -> "ScheduleTable":
         """Tasks of each pipeline stage in each tick of a training step."""
         training = self.run.training
-        return build_table(training.pipeline_schedule, self.shape.stage, training.microbatches, self.virtual_stages)
+        table = build_table(training.pipeline_schedule, self.shape.stage, training.microbatches, self.virtual_stages)
+        if training.stage_saves == "layers" and table.splits_backward:
+            # Simulated devices crash in such a program (docs/log.md); no accelerator has run it.
+            raise ConfigError(
+                f"--training.stage-saves layers with the pipeline schedule {training.pipeline_schedule}",
+                "its backward passes are split in two, and the second would read what the first has kept",
+                "--training.stage-saves input, or a schedule with whole backward passes: 1f1b, interleaved, zbv",
+            )
+        return table
 
     def forward_table(self, microbatches: int) -> "ScheduleTable":
         """Returns the tasks of a forward pass alone: evaluation and sampling."""

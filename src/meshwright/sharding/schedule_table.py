@@ -111,6 +111,11 @@ class ScheduleTable:
         return self.parts.virtual_stages
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether backward passes are split into the gradients of the input and of the weights."""
+        return bool(self.task_counts[BACKWARD_INPUT])
+
+    @property
     def trains(self) -> bool:
         """Whether the table has backward passes."""
         return bool(self.task_counts[BACKWARD] + self.task_counts[BACKWARD_INPUT])
