@@ -95,10 +95,12 @@ def memory_by_category(placed: PlacedRun, work: Work, in_flight: float, ahead: b
     if shape.stage > 1:
         activations += in_flight * work.tokens / shape.tensor * work.width * compute
     all_layers *= (1 + parts_kept) / placed.virtual_stages
+    # The gradients of a microbatch are whole before they are added to the sum of those before it.
+    trees = 2 if training.microbatches > 1 and shape.stage == 1 else 1
     return {
         "parameters": sharded * param,
         "optimizer state": state_bytes(placed),
-        "gradients": sharded * max(param, reduce),
+        "gradients": trees * sharded * max(param, reduce),
         "activations": activations,
         "gathered weights": compute * all_layers if everything_kept else 0.0,
         "one layer" if layer > loss else "loss and its table": max(layer, loss),
@@ -194,8 +196,11 @@ def _saved_bytes(placed: PlacedRun, work: Work, compute: int) -> float:
     elements = _elements_per_token(placed, work)
     elements[ATTN_LSE] = work.heads * 4 / compute
     if policy.saved is None:
-        # Also both normalised inputs, whole over `tensor`, and SwiGLU's product.
-        kept = sum(elements.values()) + 2 * work.width + work.ffn_hidden
+        # Also both normalised inputs, whole over `tensor`, and SwiGLU's product (gate and up are `ffn_hidden`); of
+        # experts their rows too, and the router's input in float32.
+        kept = sum(elements.values()) + 2 * work.width + work.ffn_hidden / 2
+        if work.expert_rows:
+            kept += (work.expert_rows / work.tokens + 4 / compute) * work.width
     else:
         kept = sum(n for name, n in elements.items() if name in policy.saved)
         kept += 0.0 if LAYER_INPUT in policy.offloaded else elements[LAYER_INPUT]

@@ -192,10 +192,12 @@ def _context(placed: PlacedRun, work: Work, layers: float, compute: int, again: 
 
 
 def _experts(payload: float, layers: float, again: frozenset[str]) -> list[Movement]:
-    """Tokens sent to their experts and back, in every pass that runs the experts."""
-    passes = ("forward", "backward", *(("recomputation",) if "ffn_in" in again else ()))
+    """Tokens sent to their experts and back; a pass that recomputes needs those that came, but not what goes back."""
+    passes = {"forward": 2, "backward": 2, "recomputation": 1 if again - {"scores"} else 0}
     return [
-        Movement("all-to-all", ("expert",), payload, 2 * layers, during, True, "tokens to experts") for during in passes
+        Movement("all-to-all", ("expert",), payload, times * layers, during, True, "tokens to experts")
+        for during, times in passes.items()
+        if times
     ]
 
 
