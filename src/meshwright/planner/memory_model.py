@@ -95,12 +95,10 @@ def memory_by_category(placed: PlacedRun, work: Work, in_flight: float, ahead: b
     if shape.stage > 1:
         activations += in_flight * work.tokens / shape.tensor * work.width * compute
     all_layers *= (1 + parts_kept) / placed.virtual_stages
-    # The gradients of a microbatch are whole before they are added to the sum of those before it.
-    trees = 2 if training.microbatches > 1 and shape.stage == 1 else 1
     return {
         "parameters": sharded * param,
         "optimizer state": state_bytes(placed),
-        "gradients": trees * sharded * max(param, reduce),
+        "gradients": sharded * max(param, reduce),
         "activations": activations,
         "gathered weights": compute * all_layers if everything_kept else 0.0,
         "one layer" if layer > loss else "loss and its table": max(layer, loss),
