@@ -62,8 +62,11 @@ class Checkpoints:
         cursor: global index of the next training sample. Raises CheckpointError where this save or the one before
         it fails.
         """
-        tensors = to_layer_order(_named_tensors(state), device_run.params)
-        hashes = jax.device_get(fingerprints(tensors))
+        tensors, permuted = to_layer_order(
+            _named_tensors(state), device_run.params, lambda x: fingerprints({"": x})[""]
+        )
+        in_order = {name: x for name, x in tensors.items() if name not in permuted}
+        hashes = jax.device_get(fingerprints(in_order) | permuted)
         records = {
             name: TensorRecord(x.shape, str(x.dtype), (int(hashes[name][0]), int(hashes[name][1])))
             for name, x in tensors.items()

@@ -35,18 +35,22 @@ def abstract_in_layer_order(tensors: dict[str, Any], params: Tree) -> dict[str, 
     return {name: abstract(x, permuted[name]) if name in permuted else x for name, x in tensors.items()}
 
 
-def to_layer_order(tensors: dict[str, jax.Array], params: Tree) -> dict[str, jax.Array]:
-    """Returns `tensors`, of which those with permuted rows have one row per layer, in order.
+def to_layer_order[T](
+    tensors: dict[str, jax.Array], params: Tree, read: Callable[[jax.Array], T]
+) -> tuple[dict[str, jax.Array], dict[str, T]]:
+    """Returns `tensors`, of which those with permuted rows have one row per layer, in order; and what `read` returns.
 
     These lie in the memory of the hosts, where each goes before the next is converted: the device holds one tensor
-    beside the state.
+    beside the state. `read` takes each of them while it is on the device.
     """
     abstract, converted = abstract_in_layer_order(tensors, params), dict(tensors)
+    results = {}
     for name, p in _permuted(tensors, params).items():
         x, after = tensors[name], abstract[name].sharding
         on_device = reordering(rows_to_layers, p, x.shape, x.sharding, after)(x)
+        results[name] = read(on_device)
         converted[name] = jax.block_until_ready(jax.device_put(on_device, after.with_memory_kind("pinned_host")))
-    return converted
+    return converted, results
 
 
 def to_row_order(tensors: dict[str, jax.Array], like: dict[str, Any], params: Tree) -> dict[str, jax.Array]:
