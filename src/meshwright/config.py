@@ -172,6 +172,7 @@ class Model:
 
 Precision = Literal["float32", "bfloat16"]
 ParamRounding = Literal["master", "stochastic"]
+MuonHeads = Literal["each", "together"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,6 +208,9 @@ class Optimizer:
     """Largest global norm of the gradient; 0 disables clipping."""
     moment_dtype: Precision = "float32"
     """Type in which the first moment is stored (momentum for sgd and muon). Adafactor has none."""
+    muon_heads: MuonHeads = "each"
+    """Matrices that Muon orthogonalises in attention: every head's [D, H] (each), or the projection's [D, N H]
+    (together, as in Moonlight)."""
 
     def __post_init__(self) -> None:
         _keep_names(self, "name", "lr_schedule")

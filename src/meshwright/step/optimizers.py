@@ -14,8 +14,8 @@ import optax
 from meshwright.config import MeshShape, Optimizer, Training
 from meshwright.errors import ConfigError, MeshwrightError, describe_failure
 from meshwright.plugins import resolve
-from meshwright.sharding.params import Param, Tree, tree_map
-from meshwright.sharding.placement import Placement, local_shape
+from meshwright.sharding.params import Tree, tree_map
+from meshwright.sharding.placement import Placement, like_param, local_shape
 
 _Schedules = dict[str, Callable[[Optimizer, int], optax.Schedule]]
 
@@ -79,18 +79,9 @@ def _lion(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.GradientTra
 
 
 def _muon(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.GradientTransformation:
-    return optax.contrib.muon(
-        rate,
-        beta=o.beta1,
-        mu_dtype=o.moment_dtype,
-        weight_decay=o.weight_decay,
-        weight_decay_mask=_decays(params),
-        adam_b1=o.beta1,
-        adam_b2=o.beta2,
-        adam_weight_decay=o.weight_decay,
-        consistent_rms=0.2,
-        muon_weight_dimension_numbers=tree_map(_muon_dimensions, params),
-    )
+    from meshwright.step.muon import muon  # loaded for runs with Muon alone
+
+    return muon(o, rate, params)
 
 
 def _sgd(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.GradientTransformation:
@@ -109,6 +100,9 @@ OPTIMIZERS: dict[str, Callable[[Optimizer, optax.Schedule, Tree], optax.Gradient
 }
 """Update rules: AdamW (arXiv:1711.05101), Adafactor (1804.04235), Lion (2302.06675), Muon (K. Jordan 2024), SGD with
 momentum."""
+
+ELEMENTWISE = ("adamw", "adafactor", "lion", "sgd")
+"""Rules without matrix products: no element's update needs a whole matrix, or needs its means alone."""
 
 FIRST_MOMENTS = ("adamw", "lion", "muon", "sgd")
 """Rules whose first moment can be bfloat16."""
@@ -148,9 +142,13 @@ class UpdateRule(NamedTuple):
     """`(float32 gradients, state, params, step) -> (params, state)`."""
 
 
-def build_update_rule(o: Optimizer, training: Training, params: Tree) -> UpdateRule:
-    """Returns the update of parameters of the run's `param_dtype`. params: descriptions. Raises as build_optimizer."""
-    rule = build_optimizer(o, training.steps, params)
+def build_update_rule(o: Optimizer, training: Training, params: Tree, layer_map: Any = None) -> UpdateRule:
+    """Returns the update of parameters of the run's `param_dtype`.
+
+    params: descriptions.  layer_map: a `LayerMap` (step/matrices.py), for rules that take whole matrices; without it
+    the rule can make its state alone. Raises as build_optimizer.
+    """
+    rule = _with_layer_map(build_optimizer(o, training.steps, params), layer_map)
     if training.param_dtype == "bfloat16":
         from meshwright.step.bfloat16_params import with_masters, with_random_rounding  # loaded for runs that have them
 
@@ -163,6 +161,16 @@ def build_update_rule(o: Optimizer, training: Training, params: Tree) -> UpdateR
         return optax.apply_updates(params, updates), state
 
     return UpdateRule(rule.init, update)
+
+
+def _with_layer_map(rule: optax.GradientTransformation, layer_map: Any) -> optax.GradientTransformation:
+    """Gives a rule the extra argument `layer_map`, if it takes any."""
+    update = optax.with_extra_args_support(rule).update
+
+    def updated(grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+        return update(grads, state, params, layer_map=layer_map)
+
+    return optax.GradientTransformation(rule.init, updated)
 
 
 def _call(kind: str, name: str, function: Any, *arguments: Any) -> Any:
@@ -180,23 +188,12 @@ def _decays(params: Tree) -> Tree:
     return tree_map(lambda p: p.init == "normal", params)
 
 
-def _muon_dimensions(p: Param) -> Any:
-    """Input and output dimensions of a stacked matrix; None (plain Adam) for embeddings, norms and biases."""
-    if "L" not in p.dims or p.init != "normal":
-        return None
-    # Every expert is a matrix of its own.
-    first = 2 if "E" in p.dims else 1
-    inputs = tuple(range(first, first + p.contract))
-    outputs = tuple(range(first + p.contract, len(p.dims)))
-    return optax.contrib.MuonDimensionNumbers(reduction_axis=inputs, output_axis=outputs)
-
-
 def place_optimizer_state(
     optimizer: UpdateRule, abstract_params: Tree, placements: Tree, mesh: MeshShape
 ) -> tuple[Any, list[Placement]]:
     """Returns the abstract optimizer state and the placement of each of its arrays.
 
-    An array that belongs to a parameter is placed like it (`_like_param`); anything else is replicated.
+    An array that belongs to a parameter is placed like it (`like_param`); anything else is replicated.
     abstract_params: tree of ShapeDtypeStruct.  placements: the same tree of Placements.
     """
     state = jax.eval_shape(optimizer.init, abstract_params)
@@ -210,7 +207,7 @@ def place_optimizer_state(
             for stop in range(len(path), start, -1):
                 if path[start:stop] in by_path:
                     param, where = by_path[path[start:stop]]
-                    return _like_param(leaf.shape, param.shape, where.optimizer, mesh)
+                    return like_param(leaf.shape, param.shape, where.optimizer, mesh)
         return ((),) * len(leaf.shape)
 
     return state, [place(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]]
@@ -225,33 +222,3 @@ def optimizer_state_bytes(o: Optimizer, training: Training, params: Tree, placem
         math.prod(local_shape(leaf.shape, placement, mesh)) * leaf.dtype.itemsize
         for leaf, placement in zip(jax.tree.leaves(state), where, strict=True)
     )
-
-
-def _like_param(shape: tuple[int, ...], of: tuple[int, ...], placement: Placement, mesh: MeshShape) -> Placement:
-    """Placement of an array that an optimizer derives from a parameter of shape `of`.
-
-    Dimensions are matched by size, in order: moments, and Adafactor's row and column means, lie like the parameter. A
-    large array of another shape (SOAP's factors [L, D, D]) is split over the axes that are left, on its largest
-    dimension that divides.
-    """
-    if shape == of:
-        return placement
-    dims = list(zip(of, placement, strict=True))
-    axes: list[tuple[str, ...]] = []
-    for size in shape:
-        match = next((i for i, (n, _) in enumerate(dims) if n == size), None)
-        axes.append(() if match is None else dims[match][1])
-        if match is not None:
-            dims = dims[match + 1 :]
-    spent = {axis for group in axes for axis in group}
-    left = tuple(axis for group in placement for axis in group if axis not in spent and mesh.degrees()[axis] > 1)
-    if left and math.prod(shape) * _LARGE >= math.prod(of):
-        for dim in sorted(range(len(shape)), key=lambda dim: -shape[dim]):
-            if shape[dim] % mesh.over(axes[dim] + left) == 0:
-                axes[dim] += left
-                break
-    return tuple(axes)
-
-
-_LARGE = 16
-"""An array of at least this fraction (1/16) of its parameter's elements is worth splitting."""
