@@ -2,8 +2,8 @@
 
     python bench/bfloat16_curves.py TEXT [WAY ...]
 
-Prints one line of a table per way, and writes bench/results/bfloat16-params.json. `nearest` is the negative control: the
-update is rounded to the nearest bfloat16 number, as a run without masters would. Same data, initial values and seed.
+Prints one line of a table per way, and writes bench/results/bfloat16-params.json. `nearest` is the negative control:
+the update is rounded to the nearest bfloat16 number, as a run without masters would. Same data, initial values, seed.
 """
 
 import json

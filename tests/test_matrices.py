@@ -57,9 +57,7 @@ def newton_schulz_of(x: np.ndarray, rows: tuple[int, ...], columns: tuple[int, .
         pytest.param(NINE, "fsdp=2,tensor=3", "together", "fsdp", marks=exhaustive),
     ],
 )
-def test_every_matrix_is_orthogonalised_for_itself(
-    model: Model, mesh: str, heads: MuonHeads, layout: str
-) -> None:
+def test_every_matrix_is_orthogonalised_for_itself(model: Model, mesh: str, heads: MuonHeads, layout: str) -> None:
     """Whole layers, layers that are left, matrices that all devices split; heads and experts each for themselves."""
     if "tensor=3" in mesh:
         model = dataclasses.replace(NINE, width=96, heads=12, kv_heads=6, vocab_multiple=48)
@@ -192,7 +190,9 @@ def test_whole_layers_arrive_whole() -> None:
     stacked = tree_map(lambda p: "L" in p.dims and p.init == "normal", d.params)
     rng = np.random.default_rng(0)
     params = tree_map(lambda p: rng.normal(size=p.shape).astype(np.float32), d.params)
-    squares = jax.tree.map(lambda x: x.reshape(9, -1)[:, :64, None] * np.ones((1, 1, 64), np.float32) if x.ndim > 2 else x, params)
+    squares = jax.tree.map(
+        lambda x: x.reshape(9, -1)[:, :64, None] * np.ones((1, 1, 64), np.float32) if x.ndim > 2 else x, params
+    )
 
     def function(x: jax.Array, square: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
         assert x.shape[1:] in {p.shape[1:] for p in named_leaves(d.params).values()}

@@ -63,6 +63,11 @@ class DeviceRun:
         """Placements of the parameters."""
         return self.placed.placements
 
+    def with_batch(self, sequences: int) -> "DeviceRun":
+        """Returns the run with as many sequences per step; no placement depends on them."""
+        run = dataclasses.replace(self.run, training=dataclasses.replace(self.run.training, batch=sequences))
+        return dataclasses.replace(self, placed=dataclasses.replace(self.placed, run=run))
+
     @functools.cached_property
     def local_model(self) -> LocalModel:
         """Forward pass of one device."""

@@ -9,7 +9,7 @@ are gathered. A round moves n layers, so that a device never has more than one l
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ from meshwright.comm.hierarchical import Axes
 from meshwright.config import MeshShape
 from meshwright.sharding.params import Tree, is_param
 from meshwright.sharding.placement import Placement, axes_of, like_param, to_spec
+
+if TYPE_CHECKING:
+    import optax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +115,7 @@ class Job:
 
     def flat(self) -> list[tuple[jax.Array, Placement]]:
         """Returns arguments with their placements."""
+        treedef: Any
         leaves, treedef = jax.tree.flatten(self.arguments)
         return list(zip(leaves, treedef.flatten_up_to(self.where), strict=True))
 
@@ -128,6 +132,7 @@ def in_rounds(function: LayerFunction, owners: Owners, job: Job, rounds: int, ea
         taken = [jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False) for x in split]
         whole = [owners.fetch(x.reshape(-1, *x.shape[2:]), w) for x, (_, w) in zip(taken, flat, strict=True)]
         found = function(*jax.tree.unflatten(jax.tree.structure(job.arguments), whole))
+        treedef: Any
         leaves, treedef = jax.tree.flatten(found)
         wheres = treedef.flatten_up_to(job.where_out)
         back = [
@@ -175,6 +180,17 @@ class LayerMap:
     compute_dtype: Any
     """Type of the run's matmuls."""
 
+    def given_to(self, rule: "optax.GradientTransformation") -> "optax.GradientTransformation":
+        """Returns the rule with this as the extra argument `layer_map` of its `update`, if that takes any."""
+        import optax  # the planner reads this module without it
+
+        update = optax.with_extra_args_support(rule).update
+
+        def updated(grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+            return update(grads, state, params, layer_map=self)
+
+        return optax.GradientTransformation(rule.init, updated)
+
     def __call__(self, function: LayerFunction, *trees: Tree) -> Tree:
         """Returns `function` of each stacked parameter's layers, placed like the optimizer state.
 
@@ -183,6 +199,7 @@ class LayerMap:
         left out. The result has a tuple of arrays, or an array, at each parameter, or None. Where the devices do not
         divide the layers, those that are left are computed with those of parameters of the same shapes.
         """
+        treedef: Any
         leaves, treedef = jax.tree.flatten(self.params, is_leaf=is_param)
         columns = [treedef.flatten_up_to(tree) for tree in trees]
         chosen = [i for i, x in enumerate(columns[0]) if x is not None]
@@ -196,9 +213,7 @@ class LayerMap:
         outputs = [jax.eval_shape(function, *args) for args in arguments]
         where_in = [place(i, args) for i, args in zip(chosen, arguments, strict=True)]
         where_out = [place(i, out) for i, out in zip(chosen, outputs, strict=True)]
-        owners = [
-            owners_of(flat_placements[i].optimizer, flat_placements[i].optimizer[0], self.shape) for i in chosen
-        ]
+        owners = [owners_of(flat_placements[i].optimizer, flat_placements[i].optimizer[0], self.shape) for i in chosen]
 
         def local(arguments: list[Any]) -> list[Any]:
             jobs = [Job(*each) for each in zip(arguments, where_in, where_out, strict=True)]

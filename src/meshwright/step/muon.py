@@ -3,11 +3,12 @@
 Update of a matrix [rows, columns] (K. Jordan 2024, https://kellerjordan.github.io/posts/muon/), with the scale of
 Moonlight (Liu et al. 2025, arXiv:2502.16982, section 2.2), by which updates are as large as AdamW's:
 
-    m = beta m + (1 - beta) g;  o = newton_schulz(beta m + (1 - beta) g);  w -= rate (0.2 sqrt(max(rows, columns)) o + decay w)
+    m = beta m + (1 - beta) g;  o = newton_schulz(beta m + (1 - beta) g)
+    w -= learning rate (0.2 sqrt(max(rows, columns)) o + weight decay w)
 
-Matrices are the weights of the layers' matmuls, each expert's its own, and each head's where the run says so. Routers,
-embeddings, norms and biases get AdamW. `muon_plan` says which device orthogonalises which matrix (DP-Muon: Moonlight,
-section 2.3, gathers matrices; here they move by all-to-all, which sends 1/n of that).
+Matrices are the weights of the layers' matmuls, each expert's its own, and each head's unless the run takes them
+together. Routers, embeddings, norms and biases get AdamW. `muon_plan` decides which device orthogonalises which matrix.
+Moonlight (section 2.3) gathers every matrix; here it moves to its owner by all-to-all, which sends 1/n of that.
 """
 
 import math
@@ -34,7 +35,7 @@ _EPSILON = 1e-8
 class MuonState(NamedTuple):
     """State of `scale_by_muon`."""
 
-    count: jax.Array
+    step: jax.Array
     """Updates so far; int32 scalar."""
     mu: Tree
     """Momentum, like the parameters."""
@@ -68,7 +69,7 @@ def scale_by_muon(o: Optimizer, params: Tree) -> optax.GradientTransformationExt
     def update(
         grads: Tree, state: MuonState, arrays: Tree = None, *, layer_map: LayerMap, **_: Any
     ) -> tuple[Tree, MuonState]:
-        count = state.count + 1
+        count = state.step + 1
         mu = jax.tree.map(lambda m, g: o.beta1 * m.astype(jnp.float32) + (1 - o.beta1) * g, state.mu, grads)
         # Bias of the momentum one step ahead, which is Nesterov's, as in optax.contrib.muon.
         ahead, now = 1 - o.beta1 ** (count + 1), 1 - o.beta1**count

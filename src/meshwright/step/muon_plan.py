@@ -85,7 +85,9 @@ class Stack:
 
     def _transposed(self, rows: tuple[int, ...], columns: tuple[int, ...]) -> bool:
         # Of square matrices those with the same placement shall look alike: a projection and its way back.
-        first, second = ((n, len(d), [self.where[i] for i in d]) for n, d in ((self.rows, rows), (self.columns, columns)))
+        first, second = (
+            (n, len(d), [self.where[i] for i in d]) for n, d in ((self.rows, rows), (self.columns, columns))
+        )
         return second < first
 
 

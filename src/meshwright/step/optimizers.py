@@ -3,19 +3,17 @@
 Clipping is part of the gradients (step/gradients.py), where the norm over all devices is one collective.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from meshwright.config import MeshShape, Optimizer, Training
 from meshwright.errors import ConfigError, MeshwrightError, describe_failure
 from meshwright.plugins import resolve
 from meshwright.sharding.params import Tree, tree_map
-from meshwright.sharding.placement import Placement, like_param, local_shape
+from meshwright.sharding.placement import Placement, like_param
 
 _Schedules = dict[str, Callable[[Optimizer, int], optax.Schedule]]
 
@@ -58,24 +56,18 @@ def _adamw(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.GradientTr
         eps=o.epsilon,
         mu_dtype=o.moment_dtype,
         weight_decay=o.weight_decay,
-        mask=_decays(params),
+        mask=decays(params),
     )
 
 
 def _adafactor(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.GradientTransformation:
-    return optax.adafactor(
-        rate,
-        # optax applies this decay after the learning rate, so the rate is multiplied in here.
-        weight_decay_rate=(lambda count: o.weight_decay * rate(count)),
-        weight_decay_mask=_decays(params),
-        multiply_by_parameter_scale=False,
-    )
+    from meshwright.step.adafactor import adafactor  # loaded for runs with Adafactor alone
+
+    return adafactor(o, rate, params)
 
 
 def _lion(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.GradientTransformation:
-    return optax.lion(
-        rate, o.beta1, o.beta2, mu_dtype=o.moment_dtype, weight_decay=o.weight_decay, mask=_decays(params)
-    )
+    return optax.lion(rate, o.beta1, o.beta2, mu_dtype=o.moment_dtype, weight_decay=o.weight_decay, mask=decays(params))
 
 
 def _muon(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.GradientTransformation:
@@ -86,7 +78,7 @@ def _muon(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.GradientTra
 
 def _sgd(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.GradientTransformation:
     return optax.chain(
-        optax.add_decayed_weights(o.weight_decay, mask=_decays(params)),
+        optax.add_decayed_weights(o.weight_decay, mask=decays(params)),
         optax.sgd(rate, momentum=o.beta1, accumulator_dtype=o.moment_dtype),
     )
 
@@ -102,7 +94,7 @@ OPTIMIZERS: dict[str, Callable[[Optimizer, optax.Schedule, Tree], optax.Gradient
 momentum."""
 
 ELEMENTWISE = ("adamw", "adafactor", "lion", "sgd")
-"""Rules without matrix products: no element's update needs a whole matrix, or needs its means alone."""
+"""Rules without matrix products."""
 
 FIRST_MOMENTS = ("adamw", "lion", "muon", "sgd")
 """Rules whose first moment can be bfloat16."""
@@ -112,8 +104,17 @@ def build_optimizer(o: Optimizer, steps: int, params: Tree) -> optax.GradientTra
     """Returns the update rule. params: descriptions, which say what weight decay applies to.
 
     A rule from outside is called as `(config, learning_rate)`. Raises ConfigError where it has no known name, fails, or
-    does not return an optax.GradientTransformation.
+    does not return an optax.GradientTransformation, and for groups of learning rates that match no parameter.
     """
+    rule = _rule(o, steps, params)
+    if not o.lr_groups:
+        return rule
+    from meshwright.step.lr_groups import with_lr_groups  # loaded for runs that have them
+
+    return with_lr_groups(rule, o.lr_groups, params)
+
+
+def _rule(o: Optimizer, steps: int, params: Tree) -> optax.GradientTransformation:
     rate = build_lr_schedule(o, steps)
     rule = resolve("optimizer", o.name, OPTIMIZERS)
     if o.moment_dtype != "float32" and o.name not in FIRST_MOMENTS:
@@ -143,12 +144,13 @@ class UpdateRule(NamedTuple):
 
 
 def build_update_rule(o: Optimizer, training: Training, params: Tree, layer_map: Any = None) -> UpdateRule:
-    """Returns the update of parameters of the run's `param_dtype`.
+    """Returns the update of parameters of the run's `param_dtype`. params: descriptions. Raises as build_optimizer.
 
-    params: descriptions.  layer_map: a `LayerMap` (step/matrices.py), for rules that take whole matrices; without it
-    the rule can make its state alone. Raises as build_optimizer.
+    layer_map: a `LayerMap` (step/matrices.py) for rules that take whole matrices; without it they make state alone.
     """
-    rule = _with_layer_map(build_optimizer(o, training.steps, params), layer_map)
+    rule = build_optimizer(o, training.steps, params)
+    if layer_map is not None:
+        rule = layer_map.given_to(rule)
     if training.param_dtype == "bfloat16":
         from meshwright.step.bfloat16_params import with_masters, with_random_rounding  # loaded for runs that have them
 
@@ -163,16 +165,6 @@ def build_update_rule(o: Optimizer, training: Training, params: Tree, layer_map:
     return UpdateRule(rule.init, update)
 
 
-def _with_layer_map(rule: optax.GradientTransformation, layer_map: Any) -> optax.GradientTransformation:
-    """Gives a rule the extra argument `layer_map`, if it takes any."""
-    update = optax.with_extra_args_support(rule).update
-
-    def updated(grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
-        return update(grads, state, params, layer_map=layer_map)
-
-    return optax.GradientTransformation(rule.init, updated)
-
-
 def _call(kind: str, name: str, function: Any, *arguments: Any) -> Any:
     """Calls a function from outside the package; its failure becomes a ConfigError that names it."""
     try:
@@ -183,7 +175,7 @@ def _call(kind: str, name: str, function: Any, *arguments: Any) -> Any:
         raise ConfigError(f"{kind} {name}", f"it {describe_failure(error)}", "correct the function") from error
 
 
-def _decays(params: Tree) -> Tree:
+def decays(params: Tree) -> Tree:
     """Weight decay applies to weight matrices and embeddings, not to norms and biases."""
     return tree_map(lambda p: p.init == "normal", params)
 
@@ -211,14 +203,3 @@ def place_optimizer_state(
         return ((),) * len(leaf.shape)
 
     return state, [place(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]]
-
-
-def optimizer_state_bytes(o: Optimizer, training: Training, params: Tree, placements: Tree, mesh: MeshShape) -> int:
-    """Returns the bytes of the optimizer state on one device. params: descriptions."""
-    dtype = jnp.dtype(training.param_dtype)
-    abstract = tree_map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), params)
-    state, where = place_optimizer_state(build_update_rule(o, training, params), abstract, placements, mesh)
-    return sum(
-        math.prod(local_shape(leaf.shape, placement, mesh)) * leaf.dtype.itemsize
-        for leaf, placement in zip(jax.tree.leaves(state), where, strict=True)
-    )

@@ -84,9 +84,7 @@ def scale_by_soap(beta1: float, beta2: float, epsilon: float, *, every: int) -> 
 
 def _all_here(function: Any, *trees: Any) -> Any:
     """Applies a function of layers to whole stacks on this device."""
-    return jax.tree.map(
-        lambda g, *rest: None if g is None else function(g, *rest), *trees, is_leaf=lambda x: x is None
-    )
+    return jax.tree.map(lambda g, *rest: None if g is None else function(g, *rest), *trees, is_leaf=lambda x: x is None)
 
 
 def _is_matrix(p: jax.Array) -> bool:
