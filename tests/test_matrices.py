@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 from typing import Any
 
 import jax
@@ -19,6 +20,8 @@ from meshwright.analysis.compile import compile_function
 from meshwright.config import MeshShape, Model, MuonHeads, Optimizer
 from meshwright.hlo.buffers import buffers_of
 from meshwright.hlo.flops import read_matmuls
+from meshwright.hlo.ledger import read_ledger
+from meshwright.planner.optimizer_work import update_exchanges, update_matmuls, update_temporaries
 from meshwright.sharding.layouts import find_layout
 from meshwright.sharding.params import Param, named_leaves, place_params, shardings, tree_map
 from meshwright.sharding.placement import to_spec
@@ -159,6 +162,21 @@ def test_every_device_has_an_even_share_and_no_more_than_a_layer(rule: str, laye
     assert largest.size <= layer, largest.instruction
     # All temporaries together: a few copies of what a device has of gradients and state, and a layer.
     assert program.memory.temporary <= program.memory.arguments + layer
+    if rule != "soap":
+        assert_planned(runs[1], program)
+
+
+def assert_planned(d: DeviceRun, program: Any) -> None:
+    """The planner's products, bytes by kind and axes, and temporaries of an update are those that were compiled."""
+    assert sum(m.flops for m in update_matmuls(d.placed)) == flops_of(program)
+    planned, compiled = Counter[Any](), Counter[Any]()
+    for exchange, payload in update_exchanges(d.placed):
+        planned[exchange.kind, exchange.axes] += payload * exchange.count
+    for entry in read_ledger(program.module, d.shape.degrees()):
+        if entry.payload > 64:  # The norms of split matrices are a few numbers.
+            compiled[entry.kind, entry.axes] += entry.total
+    assert planned == compiled
+    assert update_temporaries(d.placed) == pytest.approx(program.memory.temporary, rel=0.2)
 
 
 def test_flops_of_one_device_are_those_of_its_matrices() -> None:

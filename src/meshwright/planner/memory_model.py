@@ -23,6 +23,7 @@ from meshwright.models.remat import (
     gathered_within_reason,
 )
 from meshwright.planner.layout_cache import cached_by_layout
+from meshwright.planner.optimizer_work import muon_moments, update_temporaries
 from meshwright.planner.work import Work
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.placement import axes_of
@@ -95,14 +96,18 @@ def memory_by_category(placed: PlacedRun, work: Work, in_flight: float, ahead: b
     if shape.stage > 1:
         activations += in_flight * work.tokens / shape.tensor * work.width * compute
     all_layers *= (1 + parts_kept) / placed.virtual_stages
-    return {
+    weights = compute * all_layers if everything_kept else 0.0
+    result = {
         "parameters": sharded * param,
         "optimizer state": state_bytes(placed),
         "gradients": sharded * max(param, reduce),
         "activations": activations,
-        "gathered weights": compute * all_layers if everything_kept else 0.0,
+        "gathered weights": weights,
         "one layer" if layer > loss else "loss and its table": max(layer, loss),
     }
+    # The update comes when activations have gone: it counts where it needs more than they did.
+    update = update_temporaries(placed) - (activations + weights + max(layer, loss))
+    return result | {"optimizer update": update} if update > 0 else result
 
 
 def keeps_stages(placed: PlacedRun) -> bool:
@@ -170,7 +175,10 @@ def state_bytes(placed: PlacedRun) -> float:
         bytes_each -= 2
     if training.param_dtype == "bfloat16" and training.param_rounding == "master":
         bytes_each += 2
-    return _optimizer_elements(placed) * bytes_each
+    second = 0.0
+    if optimizer.name == "muon":
+        second = 4 * muon_moments(placed)
+    return _optimizer_elements(placed) * bytes_each + second
 
 
 @cached_by_layout

@@ -50,17 +50,18 @@ class Owners:
     def fetch(self, x: jax.Array, where: Placement) -> jax.Array:
         """Returns the layers [k, ...] that this device owns, whole, of local blocks x of all layers [n k, ...].
 
-        where: placement of x. Layers that it splits by owner already stay where they are. Sends v(n-1)/n for each
-        sharded dimension, for v bytes of x.
+        where: placement of x. Layers that it splits by owner already stay where they are, and of replicas each device
+        takes its own layers. Sends v(n-1)/n for each sharded dimension, for v bytes of the result.
         """
         lead = list(self.unsplit(where))
         x = x.reshape(*self.of(tuple(lead)), -1, *x.shape[1:])
+        replicated = tuple(axis for axis in lead if axis not in axes_of(where))
+        if replicated:
+            x, lead = _merge_in_front(x, lead, replicated)
+            x = local_shard(x, replicated, 0)[0]
         for dim, axes in _sharded(where, lead):
             x, lead = _merge_in_front(x, lead, axes)
             x = all_to_all(x, axes, 0, 1 + len(lead) + dim)[0]
-        if lead:
-            x, _ = _merge_in_front(x, lead, tuple(lead))
-            x = local_shard(x, tuple(lead), 0)[0]
         return x
 
     def give_back(self, x: jax.Array, where: Placement) -> jax.Array:

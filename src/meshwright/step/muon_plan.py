@@ -149,6 +149,65 @@ def _stack(path: str, p: Param, where: Placement, mesh: MeshShape, heads: MuonHe
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Collectives of one kind over the same axes, `count` times in an update."""
+
+    kind: str
+    axes: tuple[str, ...]
+    elements: float
+    """Elements of the whole array, as the planner counts: of an all-to-all those of a device."""
+    count: float
+    float32: bool = False
+    """Whether they are float32 rather than of the compute dtype."""
+
+
+def exchanges(stacks: list[Stack], rests: list[Rest]) -> list[Exchange]:
+    """Returns the collectives of an update: matrices to their owners and back, and the products of split ones."""
+    found: list[Exchange] = []
+    for stack in stacks:
+        if stack.whole:
+            dims = tuple(range(1, len(stack.shape)))
+            unit = stack.rows * stack.columns * stack.heads * stack.each
+            found += _moved(stack, dims, float(unit), stack.whole / stack.each)
+    for rest in rests:
+        first = rest.members[0]
+        n, short = first.owners.count, min(first.rows, first.columns)
+        if rest.rounds:
+            found += _moved(first, first.matrix_dims, float(first.rows * first.columns), rest.rounds)
+        if rest.split:
+            part = float(rest.split * first.rows * first.columns)
+            found += _moved(first, first.matrix_dims[: first.short_dims], part / n, 1.0, first.matrix_dims)
+            square = float((short + -short % n) * (short + -short % n))
+            found.append(Exchange("reduce-scatter", first.owners.axes, square, float(STEPS * rest.split), True))
+            found.append(Exchange("all-gather", first.owners.axes, square, float(2 * STEPS * rest.split)))
+    return found
+
+
+def _moved(
+    stack: Stack, dims: tuple[int, ...], mine: float, count: float, all_dims: tuple[int, ...] = ()
+) -> list[Exchange]:
+    """Collectives that bring `mine` elements to a device and take as many back. dims: those that are made whole."""
+    axes_of_dims = [tuple(axis for axis in stack.where[d] if axis in stack.owners.axes) for d in dims]
+    found = [Exchange("all-to-all", axes, mine, 2 * count) for axes in axes_of_dims if axes]
+    sharded = {axis for d in all_dims or dims for axis in stack.where[d]}
+    replicated = tuple(axis for axis in stack.owners.axes if axis not in sharded)
+    if replicated:
+        found.append(Exchange("all-gather", replicated, mine * math.prod(stack.owners.of(replicated)), count))
+    return found
+
+
+def temporaries(stacks: list[Stack], rests: list[Rest]) -> tuple[float, float]:
+    """Returns the elements of a device's momentum that an update copies, and of the largest matrices of a round."""
+    copied = sum(float(math.prod(stack.shape)) for stack in stacks)
+    rounds = [stack.rows * stack.columns * stack.heads * stack.each for stack in stacks if stack.whole]
+    for rest in rests:
+        first = rest.members[0]
+        # Split matrices have their square whole.
+        rounds.append(first.rows * first.columns if rest.rounds else min(first.rows, first.columns) ** 2)
+    return copied, float(max(rounds, default=0))
+
+
 def flops_of_device(stacks: list[Stack], rests: list[Rest]) -> tuple[float, float]:
     """Returns the Newton-Schulz FLOPs of a device, and those of an even share among all that hold its layers."""
     done = even = 0.0
