@@ -141,8 +141,7 @@ def _write_gaps(
     console: Console, forecast: StepForecast, summary: loop.Summary, prepared: loop.PreparedRun
 ) -> list[ForecastGap]:
     """Returns the step's parts, predicted and measured, and writes them to `foresight.json`."""
-    training = prepared.device_run.run.training
-    steps = max(1, summary.tokens // (training.batch * training.seq))
+    steps = max(1, summary.steps_taken)
     data_wait, saving = summary.data_wait_seconds / steps, summary.save_seconds / steps
     step = max(0.0, summary.step_seconds - data_wait)
     gaps = forecast_gaps(forecast, step=step, data_wait=data_wait, saving=saving)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from meshwright.planner.layout_cache import cached_by_layout
 from meshwright.planner.memory_model import keeps_stages
+from meshwright.planner.optimizer_work import update_exchanges
 from meshwright.planner.work import Work, low_precision
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import VOCAB_AXES
@@ -56,6 +57,8 @@ def movements(placed: PlacedRun, work: Work, again: frozenset[str]) -> list[Move
         result += [dataclasses.replace(m, during="recomputation") for m in result if m.during == "forward"]
     result += _weights(placed, microbatches, bool(again - {"scores"}))
     result += _gradients(placed)
+    for e, payload in update_exchanges(placed):
+        result.append(Movement(e.kind, e.axes, payload, e.count, "step", True, "matrices of the optimizer"))
     if shape.stage > 1:
         result += _stages(placed, residual / shape.tensor, microbatches)
     vocab_axes = tuple(axis for axis in VOCAB_AXES if shape.degrees()[axis] > 1)
