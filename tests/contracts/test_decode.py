@@ -78,7 +78,7 @@ def decoded_logits(decoder: Decoder, params: Any) -> list[np.ndarray]:
     @functools.partial(
         jax.shard_map,
         mesh=decoder.device_run.mesh,
-        in_specs=(decoder._weights.specs, decoder._specs),
+        in_specs=(decoder.weights.specs, decoder.specs),
         out_specs=PartitionSpec(None, *BATCH_SPEC),
         check_vma=False,
     )

@@ -53,9 +53,9 @@ def generate(
     """Continues each prompt by up to `max_tokens` tokens; for several calls use `open_generator`.
 
     source: output folder of a run, whose last checkpoint is loaded.  sampling: None takes the most probable tokens.
-    stop: texts that end a text, besides the end of a document.  mesh: None takes the run's own.
+    stop: texts that end a text, the end of a document apart.  mesh: None takes the run's own.
     on_text: called with the index of a prompt and the text that was added to it, while it is decoded.
-    Raises CheckpointError where there is no run, ConfigError where the texts would be longer than the model's positions.
+    Raises CheckpointError where there is no run, ConfigError where a text would be longer than the model's positions.
 
     Example:
         >>> run = mw.recipe("tiny", mesh="data=1", layers=1, steps=1, sample=0, eval_samples=16)

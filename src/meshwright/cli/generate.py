@@ -136,7 +136,7 @@ def _prompts_in(file: Path) -> list[str]:
     try:
         return [str(json.loads(line)["prompt"]) for line in lines]
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"--prompts {file}", f"a line is not {{\"prompt\": ...}}: {error}", "such lines") from error
+        raise DataError(f"--prompts {file}", f'a line is not {{"prompt": ...}}: {error}', "such lines") from error
 
 
 def _standard_input() -> str:

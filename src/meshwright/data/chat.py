@@ -53,9 +53,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
         try:
             template = environment.from_string(self.source)
-            return template.render(
-                messages=list(messages), add_generation_prompt=answer, **dict(self.special_tokens)
-            )
+            return template.render(messages=list(messages), add_generation_prompt=answer, **dict(self.special_tokens))
         except jinja2.TemplateError as error:
             raise DataError(
                 "a conversation in the tokenizer's chat template", f"the template refuses it: {error}",

@@ -135,9 +135,7 @@ class CachedAttend:
         assert cache is not None
         return cache
 
-    def __call__(
-        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, /, *, window: int | None
-    ) -> jax.Array:
+    def __call__(self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, /, *, window: int | None) -> jax.Array:
         """Returns the attention output of this device's tokens [1, tokens, N, H]."""
         assert self._cache is not None
         batch, tokens = self._slots.first_B.shape[0], self._slots.tokens
@@ -185,9 +183,7 @@ def write(cache: KeyValues, row: Any, slots: Slots, k_BTKH: jax.Array, v_BTKH: j
     if cache.k_scale is None:
         return KeyValues(place(cache.k, k_BTKH), place(cache.v, v_BTKH))
     (k, k_scale), (v, v_scale) = quantise(k_BTKH), quantise(v_BTKH)
-    return KeyValues(
-        place(cache.k, k), place(cache.v, v), place(cache.k_scale, k_scale), place(cache.v_scale, v_scale)
-    )
+    return KeyValues(place(cache.k, k), place(cache.v, v), place(cache.k_scale, k_scale), place(cache.v_scale, v_scale))
 
 
 def quantise(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:

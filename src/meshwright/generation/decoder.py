@@ -106,28 +106,31 @@ class Decoder:
         Raises ConfigError for a mesh with stages, and for experts that drop tokens by capacity.
         """
         check_decodable(device_run)
-        self.device_run, self.bucket, self._weights = device_run, bucket, weights
+        self.device_run, self.bucket, self.weights = device_run, bucket, weights
         dtype = device_run.run.training.compute_dtype if cache_dtype == "compute" else cache_dtype
         self.plan = CachePlan(device_run.placed.spec, device_run.shape, bucket.batch, bucket.slots, dtype)
-        self._specs = DecodeState(
+        self.specs = DecodeState(
             jax.tree.map(lambda _: to_spec(self.plan.placement), self.plan.abstract), _ROWS, _ROWS, _ROWS, _ROWS, _ALL
         )
         self._empty = _build_empty(self.plan, device_run.mesh)
         # Every process reads whole arrays.
         self._read = jax.jit(lambda *arrays: arrays, out_shardings=NamedSharding(device_run.mesh, _ALL))
+        self.no_stops = _stop_array(())
         self.end = 0
+        self.scores: Any = None  # program of scoring.py, where texts are scored
 
     @functools.cached_property
     def _prefill(self) -> Any:
-        return self._compiled(self._prefill_chunk)
+        return self.compiled(self._prefill_chunk, self.specs)
 
     @functools.cached_property
     def _decode(self) -> Any:
-        return self._compiled(self._decode_tokens)
+        return self.compiled(self._decode_tokens, self.specs)
 
     def compile(self) -> "Decoder":
         """Compiles prefill and decode, which otherwise happens when they are first called."""
-        return self if (self._prefill and self._decode) else self
+        _ = self._prefill, self._decode
+        return self
 
     def start(self, prompts: Sequence[np.ndarray]) -> DecodeState:
         """Returns the state before the first prefill step. prompts: tokens of each sequence, at least one."""
@@ -143,7 +146,7 @@ class Decoder:
         slot = np.int32(int(first_B.min()) // chunk * chunk)
         logprobs_BT = np.zeros(tokens_BT.shape, np.float32)
         rest = DecodeState(None, tokens_BT, logprobs_BT, first_B, done_B, slot)
-        specs = dataclasses.replace(self._specs, cache=None)
+        specs = dataclasses.replace(self.specs, cache=None)
         placed = jax.tree.map(
             lambda x, spec: jax.make_array_from_callback(
                 np.shape(x), NamedSharding(self.device_run.mesh, spec), lambda index: np.asarray(x)[index]
@@ -157,12 +160,12 @@ class Decoder:
         """Fills the cache with the prompts, chunk by chunk, and chooses the first token of each text."""
         for slot in range(int(state.slot), self.end, self.bucket.chunk):
             last = np.int32(slot + self.bucket.chunk == self.end)
-            state = self._prefill(self._weights.params, state, sampling.settings(), _stop_array(stops), last)
+            state = self._prefill(self.weights.params, state, sampling.settings(), _stop_array(stops), last)
         return state
 
     def decode(self, state: DecodeState, sampling: Sampling, stops: Sequence[int], tokens: int) -> DecodeState:
         """Adds `tokens` tokens to every text, in one call of the compiled loop; a text that is done keeps its last."""
-        return self._decode(self._weights.params, state, sampling.settings(), _stop_array(stops), np.int32(tokens))
+        return self._decode(self.weights.params, state, sampling.settings(), _stop_array(stops), np.int32(tokens))
 
     def read(self, state: DecodeState) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the generated tokens [B, T], their log-probabilities and which texts are done, on every process."""
@@ -171,34 +174,33 @@ class Decoder:
         )
         return tokens[:, self.end : int(slot) + 1], logprobs[:, self.end : int(slot) + 1], done
 
-    @functools.cached_property
+    @property
     def cache_bytes(self) -> int:
-        """Bytes of the cache on one device, read off the arrays that the compiled decode program takes."""
-        arrays = jax.tree.leaves(self._decode.args_info[0][1].cache)
-        where = jax.tree.leaves(self._decode.input_shardings[0][1].cache)
-        return sum(
-            math.prod(w.shard_shape(a.shape)) * a.dtype.itemsize for a, w in zip(arrays, where, strict=True)
-        )
+        """Bytes of the cache on one device, by the compiler: the donated arguments without the rest of the state."""
+        rest = self._abstract_rest()
+        rows = self.device_run.shape.over(BATCH_AXES)
+        others = sum(math.prod(x.shape) // (rows if x.ndim else 1) * x.dtype.itemsize for x in jax.tree.leaves(rest))
+        return int(self.memory.alias_size_in_bytes) - others
 
     @property
     def memory(self) -> Any:
         """The compiler's memory figures of the decode program: arguments, donated arguments, temporaries."""
         return self._decode.memory_analysis()
 
-    def _compiled(self, f: Callable[..., DecodeState]) -> Any:
-        mesh, weights = self.device_run.mesh, self._weights
+    def compiled(self, f: Callable[..., Any], out_specs: Any) -> Any:
+        """Compiles `(params, state, settings, stops, integer) -> results` as a `shard_map`; the state is donated."""
+        mesh, weights = self.device_run.mesh, self.weights
         mapped = jax.shard_map(
             f,
             mesh=mesh,
-            in_specs=(weights.specs, self._specs, _ALL, _ALL, _ALL),
-            out_specs=self._specs,
+            in_specs=(weights.specs, self.specs, _ALL, _ALL, _ALL),
+            out_specs=out_specs,
             check_vma=False,
         )
-        shapes = jax.eval_shape(lambda: self._abstract_rest())
         abstract = jax.tree.map(
             lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
-            dataclasses.replace(shapes, cache=self.plan.abstract),
-            self._specs,
+            dataclasses.replace(self._abstract_rest(), cache=self.plan.abstract),
+            self.specs,
         )
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights.params)
         settings, stops = Sampling().settings(), _stop_array(())
@@ -207,10 +209,15 @@ class Decoder:
         return lowered.compile(compiler_options=self.device_run.compiler_options() or None)
 
     def _abstract_rest(self) -> DecodeState:
+        """Shapes of the state without its cache."""
         batch, slots = self.bucket.batch, self.bucket.slots
-        tokens_BT = jnp.zeros((batch, slots + 1), jnp.int32)
-        rows_B = jnp.zeros(batch, jnp.int32)
-        return DecodeState({}, tokens_BT, tokens_BT.astype(jnp.float32), rows_B, rows_B > 0, jnp.int32(0))
+
+        def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        tokens_BT, logprobs_BT = array(jnp.int32, batch, slots + 1), array(jnp.float32, batch, slots + 1)
+        first_B, done_B = array(jnp.int32, batch), array(jnp.bool_, batch)
+        return DecodeState({}, tokens_BT, logprobs_BT, first_B, done_B, array(jnp.int32))
 
     def _prefill_chunk(
         self, params: Tree, state: DecodeState, settings: Settings, stops: jax.Array, last: jax.Array
@@ -255,32 +262,39 @@ class Decoder:
 
         Call it inside a `shard_map`: B is this device's part of the batch. Logits are float32, of the whole vocabulary.
         """
-        model, shape = self.device_run.local_model, self.device_run.shape
-        ids_BT = jnp.maximum(lax.dynamic_slice_in_dim(state.tokens, state.slot, tokens, 1), 0)
-        batch = ids_BT.shape[0]
-        slots = Slots(state.slot, state.first, tokens)
-        positions_BT = jnp.maximum(state.slot + jnp.arange(tokens) - state.first[:, None], 0)
-        attend = CachedAttend(slots)
-        rows = math.ceil(batch * tokens / (shape.context * shape.tensor)) * shape.context * shape.tensor
-
-        def local(x_BT: jax.Array) -> jax.Array:
-            flat = jnp.pad(x_BT.reshape(-1), (0, rows - batch * tokens))
-            return local_shard(flat, CONTEXT, 0)[None]
-
-        ctx = ForwardContext(
-            Tokens(local(ids_BT), local(positions_BT)),
-            self._weights.gather,
-            no_dropout(),
-            attend,
-            SequenceSplit("all_gather", rows // shape.context, 1, 1),
-            model.grouped_matmul,
-        )
-        x_BTD, cache = self._layers(params, state.cache, ctx, attend)
-        x_BTD, table_VD = model.model.unembed(params, x_BTD, self._weights.gather)
+        x_BTD, table_VD, cache = self.hidden(params, state, tokens)
+        batch = state.first.shape[0]
         x_TD = all_gather(x_BTD[0], CONTEXT, 0)[: batch * tokens]
         x_BD = x_TD.reshape(batch, tokens, -1)[:, -1]
         logits_BV = jnp.einsum("bd,vd->bv", x_BD, table_VD, preferred_element_type=jnp.float32)
-        return all_gather(logits_BV, VOCAB_AXES, 1)[:, : vocab_size(model.model)], cache
+        vocab = vocab_size(self.device_run.run.model)
+        return all_gather(logits_BV, VOCAB_AXES, 1)[:, :vocab], cache
+
+    def hidden(
+        self, params: Tree, state: DecodeState, tokens: int
+    ) -> tuple[jax.Array, jax.Array, dict[str, KeyValues]]:
+        """Feeds tokens as `next_logits` does; returns hidden states [1, tokens, D], unembedding [V/tensor, D], cache.
+
+        The hidden states are this device's part (`local_tokens`) of the tokens of all its sequences.
+        """
+        model = self.device_run.local_model
+        ids_BT = jnp.maximum(lax.dynamic_slice_in_dim(state.tokens, state.slot, tokens, 1), 0)
+        positions_BT = jnp.maximum(state.slot + jnp.arange(tokens) - state.first[:, None], 0)
+        attend = CachedAttend(Slots(state.slot, state.first, tokens))
+        local = Tokens(self.local_tokens(ids_BT)[None], self.local_tokens(positions_BT)[None])
+        sequence = SequenceSplit("all_gather", local.ids.shape[1], 1, 1)
+        ctx = ForwardContext(local, self.weights.gather, no_dropout(), attend, sequence, model.grouped_matmul)
+        x_BTD, cache = self._layers(params, state.cache, ctx, attend)
+        return *model.model.unembed(params, x_BTD, self.weights.gather), cache
+
+    def local_tokens(self, x_BT: jax.Array) -> jax.Array:
+        """Returns this device's part of values of tokens, [tokens], as `context` splits the tokens of all sequences.
+
+        They are padded with zeros so that `context` and `tensor` split them evenly.
+        """
+        shape = self.device_run.shape
+        parts = shape.context * shape.tensor
+        return local_shard(jnp.pad(x_BT.reshape(-1), (0, -x_BT.size % parts)), CONTEXT, 0)
 
     def _layers(
         self, params: Tree, cache: dict[str, KeyValues], ctx: ForwardContext, attend: CachedAttend
@@ -330,6 +344,4 @@ def _stop_array(stops: Sequence[int]) -> np.ndarray:
 def _build_empty(plan: CachePlan, mesh: Mesh) -> Callable[[], dict[str, KeyValues]]:
     """Returns the compiled function that creates the empty cache in its sharding."""
     shardings = plan.shardings(mesh)
-    return jax.jit(
-        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), plan.abstract), out_shardings=shardings
-    )
+    return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), plan.abstract), out_shardings=shardings)

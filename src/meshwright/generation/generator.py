@@ -100,8 +100,7 @@ class Generated:
 
 
 class Generator:
-    """Model with its weights laid out for decoding, and the programs of the buckets that prompts have had so far.
-    """
+    """Model with its weights laid out for decoding, and the programs of the buckets that prompts have had so far."""
 
     def __init__(self, opened: OpenedModel, decoding: Decoding | None = None):
         self.device_run, self.tokenizer, self.chat = opened.device_run, opened.tokenizer, opened.chat
@@ -131,10 +130,10 @@ class Generator:
         return tokens
 
     def decoder(self, lengths: Sequence[int], max_tokens: int) -> Decoder:
-        """Returns the programs for prompts of `lengths` tokens, compiled when a bucket is first met."""
+        """Returns the programs for prompts of `lengths` tokens, those of other prompts of the same bucket."""
         bucket = bucket_for(self.device_run, lengths, max_tokens, self.decoding.prefill_chunk)
         if bucket not in self._decoders:
-            self._decoders[bucket] = Decoder(self.device_run, self._weights, bucket, self.decoding.cache).compile()
+            self._decoders[bucket] = Decoder(self.device_run, self._weights, bucket, self.decoding.cache)
         return self._decoders[bucket]
 
     def generate(
@@ -159,7 +158,7 @@ class Generator:
         encoded = [self.encode(prompt) for prompt in prompts]
         began = time.perf_counter()
         known = self.compilations
-        decoder = self.decoder([len(tokens) for tokens in encoded], max_tokens)
+        decoder = self.decoder([len(tokens) for tokens in encoded], max_tokens).compile()
         compile_seconds = time.perf_counter() - began if self.compilations > known else 0.0
         texts = [_Text(self.tokenizer.decode, stop, self._stops) for _ in prompts]
         began = first = last = time.perf_counter()
@@ -180,6 +179,17 @@ class Generator:
             tuple(tuple(text.logprobs) for text in texts),
             self._report(decoder, encoded, texts, (compile_seconds, first - began, last - first)),
         )
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Scores whole texts, given as tokens: what the model makes of each token after those before it.
+
+        Returns for each text the log-probability of every token after its first, float32, and whether it is the most
+        probable one, bool.
+        """
+        from meshwright.generation.scoring import score_texts  # generating needs no scores
+
+        encoded = [self.encode(text) for text in texts]
+        return score_texts(self.decoder([len(text) for text in encoded], 0), encoded)
 
     def _pieces(
         self, decoder: Decoder, encoded: Sequence[np.ndarray], max_tokens: int, sampling: Sampling
@@ -269,4 +279,3 @@ def _choose_layout(device_run: DeviceRun, asked: str) -> WeightsLayout:
         return "gathered" if needed <= _SIMULATED_BYTES else "sharded"
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
     return "gathered" if needed + weight_bytes(device_run, "sharded") <= _FITS * limit else "sharded"
-

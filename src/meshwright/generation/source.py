@@ -33,6 +33,8 @@ class OpenedModel:
     tokenizer: Tokenizer
     stops: tuple[int, ...]
     """Tokens that end a text."""
+    seq: int
+    """Longest text that the model has learned from: the sequence length of its training."""
     origin: str
     """Where the weights are from, for reports: `runs/mine, step 500`."""
     chat: ChatTemplate | None = None
@@ -67,7 +69,8 @@ def open_weights(
     with Checkpoints(folder / "checkpoints", max_to_keep=10**6) as checkpoints:
         params, manifest = checkpoints.restore_params(device_run, at)
     origin = f"{folder}, step {manifest.step}"
-    return OpenedModel(device_run, params, tokenizer, (tokenizer.end,), origin, read_chat_template(folder))
+    stops, seq = (tokenizer.end,), run.training.seq
+    return OpenedModel(device_run, params, tokenizer, stops, seq, origin, read_chat_template(folder))
 
 
 def _random(name: str, mesh: MeshShape | None, devices: int | None) -> OpenedModel:
@@ -82,11 +85,11 @@ def _random(name: str, mesh: MeshShape | None, devices: int | None) -> OpenedMod
         seed=run.training.seed,
         dtype=run.training.param_dtype,
     )
-    return OpenedModel(device_run, params, tokenizer, (tokenizer.end,), f"{name}, random weights")
+    return OpenedModel(device_run, params, tokenizer, (tokenizer.end,), run.training.seq, f"{name}, random weights")
 
 
 def place_for_decoding(run: Run, mesh: MeshShape | None, devices: int | None) -> DeviceRun:
-    """Places a run on devices to decode with: what it says of batches, sequences and kernels is about training.
+    """Places a run on devices to decode with: its batch, sequence length and kernels are those of training.
 
     Raises ConfigError where the model does not fit the mesh.
     """

@@ -8,7 +8,6 @@ dtype, and stay so.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -54,7 +53,7 @@ class LaidOut:
     params: Tree
     specs: Tree
     """`PartitionSpec` of every array."""
-    gather: Callable[[Any, str], Any]
+    gather: Any
     """`(params, path) -> weights` inside a `shard_map`, for `ForwardContext.gather_params`."""
 
 
