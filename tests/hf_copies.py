@@ -66,6 +66,7 @@ def _build(name: str, c: Any, hf: Any) -> Any:
     common = {
         "vocab_size": VOCAB, "hidden_size": c.width, "num_hidden_layers": c.layers, "num_attention_heads": c.heads,
         "num_key_value_heads": c.kv_heads, "rms_norm_eps": c.norm_epsilon, "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
         "tie_word_embeddings": c.embedding == "tied", "attn_implementation": "eager", **ENDLESS,
     }  # fmt: skip
     if name == "mixtral":

@@ -182,7 +182,7 @@ def test_the_cache_takes_the_memory_that_was_planned(mesh: str, dtype: str) -> N
     model = dataclasses.replace(MODELS["llama"], layers=8, width=128, heads=4)
     device_run = device_run_of(tiny_run(model, mesh, batch=8, seq=16))
     weights = lay_out(device_run, device_run.initial_state().params, "sharded")
-    decoder = Decoder(device_run, weights, bucket_for(device_run, [400] * 4, 100, 128), dtype)
+    decoder = Decoder(device_run, weights, bucket_for(device_run, [380] * 4, 100, 128), dtype)
     # By hand: layers, sequences, key/value heads, slots, head size; keys and values.
     bytes_each = 4 if dtype == "compute" else 1 + 4 / 32
     planned = 2 * 8 * 4 * 4 * 512 * 32 * bytes_each / device_run.shape.size
@@ -337,20 +337,47 @@ def run_folder(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_verb_shows_text_and_report(run_folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from meshwright.cli.generate import main
 
-    assert main([str(run_folder), "abc", "--max-tokens", "6", "--mesh", "tensor=2"]) == 0
+    assert main([str(run_folder), "abc", "--max-tokens", "6", "--mesh", "tensor=2", "--devices", "8"]) == 0
     shown = capsys.readouterr()
     assert shown.out.startswith("abc") and "decode:  6 tokens" in shown.err and "(planned" in shown.err
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "abc"}\n{"prompt": "ef"}\n')
-    assert main([str(run_folder), "--prompts", str(prompts), "--max-tokens", "6", "--mesh", "tensor=2", "--json"]) == 0
+    assert (
+        main(
+            [
+                str(run_folder),
+                "--prompts",
+                str(prompts),
+                "--max-tokens",
+                "6",
+                "--mesh",
+                "tensor=2",
+                "--devices",
+                "8",
+                "--json",
+            ]
+        )
+        == 0
+    )
     record = json.loads(capsys.readouterr().out)
     assert ["abc" + record["texts"][0]["text"] + "\n"] == [shown.out]
     assert record["report"]["cache_bytes"] == record["report"]["planned_cache_bytes"]
     with pytest.raises(ConfigError, match="has no chat template"):
-        main([str(run_folder), "abc", "--chat"])
+        main([str(run_folder), "abc", "--chat", "--devices", "8"])
     template = tmp_path / "chat.jinja"
     template.write_text(TEMPLATE)
-    options = ["--chat", "--chat-template", str(template), "--max-tokens", "3", "--prompt", "def", "--json"]
+    options = [
+        "--chat",
+        "--chat-template",
+        str(template),
+        "--max-tokens",
+        "3",
+        "--prompt",
+        "def",
+        "--devices",
+        "8",
+        "--json",
+    ]
     assert main([str(run_folder), "abc", *options]) == 0
     assert [json.loads(line)["texts"][0]["prompt"] for line in capsys.readouterr().out.splitlines()] == ["abc", "def"]
 
