@@ -49,6 +49,7 @@ CACHE = Path(tempfile.gettempdir()) / "meshwright-docs-cache"
 VERBS = {
     "train": ("meshwright.cli.train", "TrainOptions"),
     "evaluate": ("meshwright.cli.evaluate", "EvaluateOptions"),
+    "generate": ("meshwright.cli.generate", "GenerateOptions"),
     "tokenize": ("meshwright.cli.tokenize", "TokenizeOptions"),
     "show": ("meshwright.cli.show", "ShowOptions"),
     "plan": ("meshwright.cli.plan", "PlanOptions"),

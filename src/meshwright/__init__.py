@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from meshwright.analysis.census import Census, census
+    from meshwright.api.generation import generate, open_generator
     from meshwright.api.layout import show
     from meshwright.api.planning import Proof, plan, prove
     from meshwright.api.training import evaluate, train
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
         MeshwrightError,
         TrainingError,
     )
+    from meshwright.generation.generator import Decoding
+    from meshwright.generation.sampling import Sampling
     from meshwright.hardware.chips import Chip
     from meshwright.models.families.gpt2 import Gpt2
     from meshwright.models.families.llama import Llama
@@ -52,6 +55,7 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "ConfigError": ("errors", "ConfigError"),
     "Data": ("config", "Data"),
     "DataError": ("errors", "DataError"),
+    "Decoding": ("generation.generator", "Decoding"),
     "Gpt2": ("models.families.gpt2", "Gpt2"),
     "Layout": ("sharding.placement", "Layout"),
     "Llama": ("models.families.llama", "Llama"),
@@ -64,6 +68,7 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "Plan": ("planner.search", "Plan"),
     "Proof": ("api.planning", "Proof"),
     "Run": ("config", "Run"),
+    "Sampling": ("generation.sampling", "Sampling"),
     "Summary": ("trainer.loop", "Summary"),
     "Training": ("config", "Training"),
     "TrainingError": ("errors", "TrainingError"),
@@ -71,7 +76,9 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "collectives": ("comm.collectives", ""),
     "draw": ("views.draw", "draw"),
     "evaluate": ("api.training", "evaluate"),
+    "generate": ("api.generation", "generate"),
     "local_view": ("views.draw", "local_view"),
+    "open_generator": ("api.generation", "open_generator"),
     "parity": ("trainer.parity", "parity"),
     "partition": ("sharding.partition", ""),
     "plan": ("api.planning", "plan"),
@@ -91,6 +98,7 @@ __all__ = [
     "ConfigError",
     "Data",
     "DataError",
+    "Decoding",
     "Gpt2",
     "Layout",
     "Llama",
@@ -103,6 +111,7 @@ __all__ = [
     "Plan",
     "Proof",
     "Run",
+    "Sampling",
     "Summary",
     "Training",
     "TrainingError",
@@ -111,7 +120,9 @@ __all__ = [
     "collectives",
     "draw",
     "evaluate",
+    "generate",
     "local_view",
+    "open_generator",
     "parity",
     "partition",
     "plan",

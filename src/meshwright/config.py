@@ -345,8 +345,9 @@ class Data:
     """Held-out fraction: tokens at the end of each source that are evaluated and never trained on."""
     prompt: str = "\n"
     """Prompt of the text sampled at the end of a run."""
-    sample: int = 200
-    """Tokens sampled at the end of a run; 0 samples none."""
+    sample: int | None = None
+    """Tokens sampled at the end of a run, at most up to the length of a training sequence; 0 samples none. By default
+    200 from a model of at most 100 million parameters, and none from a larger one."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", tuple(name_of(path) for path in self.paths))

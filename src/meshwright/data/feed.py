@@ -6,7 +6,7 @@ depend on the number of hosts or on the mesh. Grain shuffles, repeats and mixes 
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grain
@@ -170,14 +170,20 @@ def put_rows(
     return Batch(**{name: place(field) for name, field in local.items()})
 
 
+def held_out_order(parts: Sequence[Windows], samples: int) -> list[tuple[Windows, int]]:
+    """Returns the first `samples` windows (0: all) as source and index in it, taken from the sources in turn."""
+    total = sum(len(part) for part in parts)
+    count = min(samples, total) if samples else total
+    return [(part, i) for i in range(max(len(p) for p in parts)) for part in parts if i < len(part)][:count]
+
+
 def held_out_batches(parts: list[Windows], *, samples: int, batch: int, sharding: NamedSharding) -> Iterator[Batch]:
     """Yields batches of the first `samples` held-out windows (0: all), taken from the sources in turn.
 
     The last batch is filled up with rows of weight 0.
     """
-    total = sum(len(part) for part in parts)
-    count = min(samples, total) if samples else total
-    order = [(part, i) for i in range(max(len(p) for p in parts)) for part in parts if i < len(part)][:count]
+    order = held_out_order(parts, samples)
+    count = len(order)
     shape = (batch, parts[0].seq)
     rows = local_rows(sharding, shape)
     for first in range(0, count, batch):

@@ -22,6 +22,7 @@ from meshwright.models.model import Metrics
 from meshwright.report import Reporter
 from meshwright.report.files import JsonLines
 from meshwright.runs.run_file import write_run
+from meshwright.sharding.params import count_params
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.state import State
 from meshwright.step.train_step import CompiledTrainStep, build_eval_step
@@ -79,6 +80,11 @@ class Summary:
     """Text sampled from the model at the end."""
 
 
+SMALL_MODEL = 100_000_000
+"""Most parameters of a model that is sampled from where the run does not say."""
+_SAMPLE = 200
+"""Tokens of that sample."""
+
 Choose = Callable[[Run, Sequence[Any]], Run]
 """`(run, devices) -> run` with the choices filled in that it leaves to the machine (remat policy)."""
 
@@ -120,6 +126,14 @@ def evaluate(
     device_run: DeviceRun, params: Any, parts: tuple[Windows, ...], eval_step: Callable[[Any, Batch], Metrics]
 ) -> float:
     """Returns the mean loss per token over held-out text."""
+    total, count = sum_losses(device_run, params, parts, eval_step)
+    return total / max(count, 1.0)
+
+
+def sum_losses(
+    device_run: DeviceRun, params: Any, parts: tuple[Windows, ...], eval_step: Callable[[Any, Batch], Metrics]
+) -> tuple[float, float]:
+    """Returns the loss summed over the tokens of held-out text, and their number."""
     training = device_run.run.training
     total = count = 0.0
     batches = held_out_batches(
@@ -127,7 +141,7 @@ def evaluate(
     )
     for metrics in [eval_step(params, batch)["loss"] for batch in batches]:
         total, count = total + float(metrics[0]), count + float(metrics[1])
-    return total / max(count, 1.0)
+    return total, count
 
 
 def train(
@@ -299,15 +313,20 @@ class _Loop:
 def _write_sample(prepared: PreparedRun, state: State, out: Path) -> str:
     """Samples text from the model and writes it to `out`."""
     device_run, data = prepared.device_run, prepared.device_run.run.data
-    if not data.sample:
+    count = _SAMPLE if data.sample is None and _is_small(device_run) else data.sample
+    if not count:
         return ""
-    from meshwright.trainer.sampling import generate  # a run without a sample does not load it
+    from meshwright.generation.training_sample import sample_tokens  # a run without a sample does not load it
 
-    tokenizer, seq = prepared.corpus.tokenizer, device_run.run.training.seq
+    tokenizer = prepared.corpus.tokenizer
     prompt = tokenizer.encode(data.prompt)
-    prompt = prompt[-(seq // 2) :] if len(prompt) else np.array([tokenizer.end], np.int32)
-    tokens = generate(device_run, state.params, prompt, tokens=data.sample, seed=device_run.run.training.seed)
-    text = data.prompt + tokenizer.decode(list(tokens))
+    prompt = prompt if len(prompt) else np.array([tokenizer.end], np.int32)
+    tokens = sample_tokens(device_run, state.params, prompt, tokens=count, seed=device_run.run.training.seed)
+    text = data.prompt + tokenizer.decode(tokens)
     if jax.process_index() == 0:
         (out / "sample.txt").write_text(text, encoding="utf-8")
     return text
+
+
+def _is_small(device_run: DeviceRun) -> bool:
+    return count_params(device_run.params) <= SMALL_MODEL

@@ -1,0 +1,113 @@
+"""Sources of weights: a run's folder, or a recipe with random weights.
+
+`open_weights` is the one place where a source is opened; another kind of source is another branch of it.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+import jax
+
+from meshwright.checkpoint.checkpoints import Checkpoints
+from meshwright.config import MeshShape, Run
+from meshwright.data.chat import ChatTemplate, read_chat_template
+from meshwright.data.tokenizers import Tokenizer, tokenizer_from_json
+from meshwright.data.tokens import load_corpus
+from meshwright.errors import ConfigError
+from meshwright.hardware.mesh import build_mesh, default_cache_folder, default_mesh_shape
+from meshwright.runs.recipe import find_recipe
+from meshwright.runs.run_file import run_in_folder
+from meshwright.sharding.layouts import BATCH_AXES
+from meshwright.sharding.params import Tree, init_params
+from meshwright.step.device_run import DeviceRun, place_on_devices
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenedModel:
+    """Model with its weights on the devices, and its tokenizer."""
+
+    device_run: DeviceRun
+    params: Tree
+    """Parameters in the layout of training."""
+    tokenizer: Tokenizer
+    stops: tuple[int, ...]
+    """Tokens that end a text."""
+    seq: int
+    """Longest text that the model has learned from: the sequence length of its training."""
+    origin: str
+    """Where the weights are from, for reports: `runs/mine, step 500`."""
+    chat: ChatTemplate | None = None
+
+
+def open_weights(
+    source: str | Path,
+    *,
+    mesh: MeshShape | None = None,
+    at: int | None = None,
+    devices: int | None = None,
+    initial: Literal["checkpoint", "random"] = "checkpoint",
+) -> OpenedModel:
+    """Opens a run's folder and restores its last checkpoint, or that of step `at`, on a mesh.
+
+    mesh: None takes the run's own, or the default one of the devices found.  devices: use the first so many.
+    initial: `random` takes a recipe instead of a folder and creates its initial weights.
+    Raises ConfigError for a recipe whose random weights were not asked for, CheckpointError where there is no run.
+    """
+    if initial == "random":
+        return _random(str(source), mesh, devices)
+    folder = Path(source)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"weights of {source}",
+            "it is no folder; a recipe names a model and has no weights before it is trained",
+            f"the output folder of `meshwright train`, or `{source} --random-weights` to see random text",
+        )
+    run = run_in_folder(folder)
+    device_run = place_for_decoding(run, mesh, devices)
+    tokenizer = tokenizer_from_json((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    with Checkpoints(folder / "checkpoints", max_to_keep=10**6) as checkpoints:
+        params, manifest = checkpoints.restore_params(device_run, at)
+    origin = f"{folder}, step {manifest.step}"
+    stops, seq = (tokenizer.end,), run.training.seq
+    return OpenedModel(device_run, params, tokenizer, stops, seq, origin, read_chat_template(folder))
+
+
+def _random(name: str, mesh: MeshShape | None, devices: int | None) -> OpenedModel:
+    run = find_recipe(name)
+    tokenizer = load_corpus(run.data.paths, run.data.tokenizer, default_cache_folder()).tokenizer
+    if run.model.vocab is None:
+        run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=tokenizer.vocab))
+    device_run = place_for_decoding(run, mesh, devices)
+    params = init_params(
+        device_run.params,
+        device_run.state_shardings.params,
+        seed=run.training.seed,
+        dtype=run.training.param_dtype,
+    )
+    return OpenedModel(device_run, params, tokenizer, (tokenizer.end,), run.training.seq, f"{name}, random weights")
+
+
+def place_for_decoding(run: Run, mesh: MeshShape | None, devices: int | None) -> DeviceRun:
+    """Places a run on devices to decode with: its batch, sequence length and kernels are those of training.
+
+    Raises ConfigError where the model does not fit the mesh.
+    """
+    available = jax.devices()[:devices]
+    shape = mesh or run.mesh or default_mesh_shape(len(available))
+    multiple = (2 if shape.context > 1 else 1) * shape.context * shape.tensor
+    longest = run.model.spec().max_seq
+    training = dataclasses.replace(
+        run.training,
+        batch=shape.over(BATCH_AXES),
+        microbatches=1,
+        seq=multiple if longest is None else max(multiple, longest // multiple * multiple),
+        remat="full",
+        saved_layers=0,
+        stage_saves="input",
+        context_strategy="all_gather",
+        attention_kernel="blocked",
+        tensor_strategy="gather",
+        gather_ahead="none",
+    )
+    return place_on_devices(dataclasses.replace(run, mesh=shape, training=training), build_mesh(shape, available))
