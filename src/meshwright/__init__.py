@@ -18,9 +18,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from meshwright.analysis.census import Census, census
+    from meshwright.api.convert import convert
     from meshwright.api.layout import show
     from meshwright.api.planning import Proof, plan, prove
     from meshwright.api.training import evaluate, train
+    from meshwright.checkpoint.import_weights import Conversion
     from meshwright.comm import collectives
     from meshwright.config import Data, MeshShape, Model, Optimizer, Run, Training
     from meshwright.errors import (
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
         DataError,
         MeshwrightError,
         TrainingError,
+        WeightsError,
     )
     from meshwright.hardware.chips import Chip
     from meshwright.models.families.gpt2 import Gpt2
@@ -51,6 +54,7 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "Chip": ("hardware.chips", "Chip"),
     "ConfigError": ("errors", "ConfigError"),
     "Data": ("config", "Data"),
+    "Conversion": ("checkpoint.import_weights", "Conversion"),
     "DataError": ("errors", "DataError"),
     "Gpt2": ("models.families.gpt2", "Gpt2"),
     "Layout": ("sharding.placement", "Layout"),
@@ -67,8 +71,10 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "Summary": ("trainer.loop", "Summary"),
     "Training": ("config", "Training"),
     "TrainingError": ("errors", "TrainingError"),
+    "WeightsError": ("errors", "WeightsError"),
     "census": ("analysis.census", "census"),
     "collectives": ("comm.collectives", ""),
+    "convert": ("api.convert", "convert"),
     "draw": ("views.draw", "draw"),
     "evaluate": ("api.training", "evaluate"),
     "local_view": ("views.draw", "local_view"),
@@ -89,6 +95,7 @@ __all__ = [
     "CheckpointError",
     "Chip",
     "ConfigError",
+    "Conversion",
     "Data",
     "DataError",
     "Gpt2",
@@ -106,9 +113,11 @@ __all__ = [
     "Summary",
     "Training",
     "TrainingError",
+    "WeightsError",
     "__version__",
     "census",
     "collectives",
+    "convert",
     "draw",
     "evaluate",
     "local_view",

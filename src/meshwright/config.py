@@ -385,6 +385,8 @@ class Run:
     reporters: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--report"])] = ()
     """Destinations of the metrics besides console and metrics.jsonl: tensorboard, or module:attribute of a function
     `(out: Path, run: Run) -> Reporter`."""
+    init_from: str | None = None
+    """Weights to start from, at step 0: hf:PATH of a Hugging Face folder, or a run's output folder; None draws them."""
     name: str = "run"
     """Name of the output folder."""
 

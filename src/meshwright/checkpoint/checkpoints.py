@@ -107,6 +107,12 @@ class Checkpoints:
         """
         manifest = self.manifest(step)
         expected = _named_tensors(device_run.abstract)
+        if "step" not in manifest.tensors:
+            raise CheckpointError(
+                f"resuming from the checkpoint of step {manifest.step} in {self.folder}",
+                "it has weights alone, and no optimizer state: they were converted",
+                f"--init-from {self.folder.parent} and another --out, which starts from the weights at step 0",
+            )
         abstract = abstract_in_layer_order(expected, device_run.params)
         check_tensors(manifest, abstract, device_run.params)
         check_no_other_tensors(manifest, abstract)
@@ -116,13 +122,21 @@ class Checkpoints:
         return State(healthy=healthy, **tree), manifest
 
     def restore_params(self, device_run: DeviceRun, step: int | None = None) -> tuple[Any, Manifest]:
-        """Returns the verified parameters of `step`, or of the last checkpoint, without the optimizer state."""
+        """Returns the verified parameters of `step`, or of the last checkpoint, without the optimizer state.
+
+        A checkpoint of another type is converted after it is verified.
+        """
         manifest = self.manifest(step)
-        expected = {name: x for name, x in _named_tensors(device_run.abstract).items() if name.startswith("params.")}
+        wanted = {name: x for name, x in _named_tensors(device_run.abstract).items() if name.startswith("params.")}
+        expected = {
+            name: jax.ShapeDtypeStruct(x.shape, _stored_type(manifest, name, x.dtype), sharding=x.sharding)
+            for name, x in wanted.items()
+        }
         abstract = abstract_in_layer_order(expected, device_run.params)
         check_tensors(manifest, abstract, device_run.params)
         tensors = to_row_order(self._read(manifest, abstract), expected, device_run.params)
-        return jax.tree.unflatten(jax.tree.structure(device_run.abstract.params), list(tensors.values())), manifest
+        converted = [x.astype(wanted[name].dtype) for name, x in tensors.items()]
+        return jax.tree.unflatten(jax.tree.structure(device_run.abstract.params), converted), manifest
 
     def set_aside(self, after: int) -> None:
         """Moves checkpoints newer than `after` into the folder `set-aside`, so that training can continue there."""
@@ -224,6 +238,12 @@ def _write_error(action: str, folder: Path, error: Exception) -> CheckpointError
 def _saved_fields(state: State) -> dict[str, Any]:
     """Fields of the state that a checkpoint has; `healthy` is not saved, because only a healthy state is."""
     return {"step": state.step, "params": state.params, "optimizer": state.optimizer}
+
+
+def _stored_type(manifest: Manifest, name: str, dtype: Any) -> Any:
+    """Type of a parameter in a checkpoint, where both it and the model's own are floating."""
+    record = manifest.tensors.get(name)
+    return np.dtype(record.dtype) if record and record.dtype in ("float32", "bfloat16") else dtype
 
 
 def _named_tensors(state: State) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -17,10 +16,10 @@ from meshwright.trainer.evaluation import evaluate_checkpoint, run_to_evaluate
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    """Compute the mean loss per token of a run's last checkpoint, on its held-out text or on --data."""
+    """Compute the mean loss per token of a run's last checkpoint, or of hf:PATH, on its held-out text or on --data."""
 
-    folder: Annotated[Path, tyro.conf.Positional]
-    """Output folder of a run."""
+    folder: Annotated[str, tyro.conf.Positional]
+    """Output folder of a run, or hf:PATH of a Hugging Face model."""
     data: tuple[str, ...] = ()
     """Other text, all of which is evaluated: what `train --data` takes."""
     at: int | None = None

@@ -176,8 +176,12 @@ class DeviceRun:
 
     def initial_state(self) -> State:
         """Returns the state before the first step; every array is created in its sharding, never whole."""
-        run, where = self.run, self.state_shardings
-        params = init_params(self.params, where.params, seed=run.training.seed, dtype=run.training.param_dtype)
+        training, where = self.run.training, self.state_shardings
+        return self.state_of(init_params(self.params, where.params, seed=training.seed, dtype=training.param_dtype))
+
+    def state_of(self, params: Tree) -> State:
+        """Returns the state before the first step with given parameters, in their shardings."""
+        where = self.state_shardings
         optimizer = jax.jit(self.optimizer.init, out_shardings=where.optimizer)(
             jax.device_put(params, shardings(self.mesh, self.placements, "optimizer"))
         )

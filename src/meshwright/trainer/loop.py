@@ -152,6 +152,10 @@ def train(
         if chief:
             write_run(run, out / "run.json")
             (out / "tokenizer.json").write_text(prepared.corpus.tokenizer.to_json(), encoding="utf-8")
+            if run.init_from is not None and start == "fresh":
+                from meshwright.trainer.initial_weights import keep_description
+
+                keep_description(run.init_from, out)
         sinks = list(reporters(first))
         if chief and run.reporters:
             from meshwright.report.reporters import build_reporters  # most runs name none
@@ -184,7 +188,11 @@ def _initial_state(
 ) -> tuple[State, int, int]:
     """State, steps taken, and samples read."""
     if start == "fresh":
-        return device_run.initial_state(), 0, 0
+        if device_run.run.init_from is None:
+            return device_run.initial_state(), 0, 0
+        from meshwright.trainer.initial_weights import load_initial_weights  # most runs start from initial values
+
+        return device_run.state_of(load_initial_weights(device_run)), 0, 0
     state, manifest = checkpoints.restore(device_run, at)
     if at is not None:
         checkpoints.set_aside(after=at)
