@@ -50,6 +50,7 @@ VERBS = {
     "train": ("meshwright.cli.train", "TrainOptions"),
     "evaluate": ("meshwright.cli.evaluate", "EvaluateOptions"),
     "tokenize": ("meshwright.cli.tokenize", "TokenizeOptions"),
+    "convert": ("meshwright.cli.convert", "ConvertOptions"),
     "show": ("meshwright.cli.show", "ShowOptions"),
     "plan": ("meshwright.cli.plan", "PlanOptions"),
     "prove": ("meshwright.cli.prove", "ProveOptions"),

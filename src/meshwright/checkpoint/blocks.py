@@ -84,7 +84,8 @@ def write_tensor(
     block = block_shape(shape, dtype.itemsize)
     spec = {
         "driver": "zarr",
-        "kvstore": {"driver": "file", "path": f"{state / name}/"},
+        # The whole conversion is synchronised before it is moved to its name, and not each file.
+        "kvstore": {"driver": "file", "path": f"{state / name}/", "file_io_sync": False},
         "metadata": {
             "shape": list(shape), "chunks": list(block), "dtype": _zarr_dtype(dtype), "compressor": None,
             "dimension_separator": ".",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
+import jax
 import tyro
 
 from meshwright.api.convert import convert
@@ -37,6 +38,8 @@ class ConvertOptions:
 def main(args: Sequence[str]) -> int:
     """Runs `meshwright convert`. Raises WeightsError, CheckpointError, and ConfigError where OUT exists."""
     options = parse(ConvertOptions, "convert", args)
+    # Fingerprints are all that is computed.
+    jax.config.update("jax_platforms", "cpu")
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)

@@ -145,8 +145,7 @@ class NewSafetensorsFile:
         return np.frombuffer(self._map, dtype, math.prod(entry.shape), entry.start).reshape(entry.shape)
 
     def release(self) -> None:
-        """Writes what has changed to disk, and gives back its memory."""
-        self._map.flush()
+        """Gives back the memory of what was written; the system writes it to disk when it likes."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
