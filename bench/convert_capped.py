@@ -16,8 +16,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from meshwright.convert.architecture import architecture_of
-from meshwright.convert.safetensors_files import NewSafetensorsFile, file_names, split_into_files
+from meshwright.hugging_face.architecture import architecture_of
+from meshwright.hugging_face.safetensors_files import NewSafetensorsFile, file_names, split_into_files
 from meshwright.models.families.llama import Llama
 from meshwright.sharding.params import named_leaves
 

@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.comm.collectives import all_gather
 from meshwright.config import MeshShape, Optimizer, Run, Training
-from meshwright.convert.folder import open_folder
-from meshwright.convert.load import load_params
-from meshwright.convert.names import write_block
 from meshwright.data.batch import Batch
 from meshwright.hardware.mesh import build_mesh
+from meshwright.hugging_face.folder import open_folder
+from meshwright.hugging_face.load import load_params
+from meshwright.hugging_face.names import write_block
 from meshwright.models.blocks.dropout import no_dropout
 from meshwright.runs.hugging_face import run_of_hugging_face
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
@@ -55,6 +55,10 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         "vocab_size": VOCAB, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
         "eos_token_id": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
     }),
+    "gemma-3": ("Gemma3", {
+        **_SIZES, "num_hidden_layers": 8, "head_dim": 24, "sliding_window": 5, "query_pre_attn_scalar": 40,
+        "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2 + ["sliding_attention"] * 2,
+    }),
 }  # fmt: skip
 """Row -> class of `transformers`, and its configuration."""
 
@@ -84,7 +88,7 @@ def _make(name: str, **config: Any) -> Any:
         torch.set_num_threads(1)
         head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
         model_class = getattr(transformers, f"{name}{head}")
-        settings = getattr(transformers, model_class.config_class.__name__)(**config)
+        settings = model_class.config_class(**config)
         settings._attn_implementation = "eager"
         model = model_class(settings).float().eval()
         for parameter in model.parameters():
@@ -158,6 +162,8 @@ def build_logits(device_run: DeviceRun) -> Callable[[Any, Batch], jax.Array]:
 
         def logits(params: Any, x_BTD: jax.Array, microbatch: Any) -> tuple[jax.Array, jax.Array]:
             x_BTD, table_VD = model.unembed(params, x_BTD)
+            positions_T = all_gather(placed.sequence.local_positions(), ("context",), 0)
+            x_BTD = all_gather(x_BTD, ("context",), 1)[:, jnp.argsort(positions_T)]
             return jnp.zeros(()), jnp.einsum("btd,vd->btv", x_BTD, table_VD, preferred_element_type=jnp.float32)
 
         pipeline = PipelineModel(
@@ -166,11 +172,10 @@ def build_logits(device_run: DeviceRun) -> Callable[[Any, Batch], jax.Array]:
             loss=logits,
             aux_loss=lambda aux: 0.0,
             stacks=tuple(model.stacks),
+            together=model.permutes,
         )
         logits_BTV = run_forward(placed.forward_table(1), pipeline, params)
-        positions_T = all_gather(placed.sequence.local_positions(), ("context",), 0)
-        whole = all_gather(all_gather(all_gather(logits_BTV, VOCAB_AXES, 2), ("context",), 1), BATCH_AXES, 0)
-        return whole[:, jnp.argsort(positions_T), :VOCAB]
+        return all_gather(all_gather(logits_BTV, VOCAB_AXES, 2), BATCH_AXES, 0)[..., :VOCAB]
 
     specs = (param_specs(device_run.placements, "at_rest"), BATCH_SPEC)
     return jax.jit(jax.shard_map(run, mesh=device_run.mesh, in_specs=specs, out_specs=P(), check_vma=False))

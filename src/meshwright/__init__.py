@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         WeightsError,
     )
     from meshwright.hardware.chips import Chip
+    from meshwright.models.families.gemma import Gemma3
     from meshwright.models.families.gpt2 import Gpt2
     from meshwright.models.families.llama import Llama
     from meshwright.models.families.mixtral import Mixtral
@@ -56,6 +57,7 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "Data": ("config", "Data"),
     "Conversion": ("checkpoint.import_weights", "Conversion"),
     "DataError": ("errors", "DataError"),
+    "Gemma3": ("models.families.gemma", "Gemma3"),
     "Gpt2": ("models.families.gpt2", "Gpt2"),
     "Layout": ("sharding.placement", "Layout"),
     "Llama": ("models.families.llama", "Llama"),
@@ -98,6 +100,7 @@ __all__ = [
     "Conversion",
     "Data",
     "DataError",
+    "Gemma3",
     "Gpt2",
     "Layout",
     "Llama",

@@ -16,7 +16,7 @@ from meshwright.words import AXES
 if TYPE_CHECKING:
     import jax
 
-    from meshwright.models.model import Aux, ForwardContext, Layer, Metrics, ModelSpec
+    from meshwright.models.model import Aux, ForwardContext, Metrics, ModelSpec, Pattern
     from meshwright.sharding.params import GatherParams, Tree
 
 
@@ -143,8 +143,8 @@ class Model:
         """Returns the hidden states [B, T/tensor, D] before the first layer, on the first stage."""
         raise NotImplementedError
 
-    def layer_functions(self, ctx: "ForwardContext") -> "dict[str, Layer]":
-        """Returns the layer function of each stack of layers, by the stack's name in `params`."""
+    def layer_functions(self, ctx: "ForwardContext") -> "dict[str, Pattern]":
+        """Returns the layer function of each stack of layers, or those of its period, by the stack's name in `params`."""
         raise NotImplementedError
 
     def unembed(

@@ -5,8 +5,8 @@ from typing import Literal
 
 from meshwright.checkpoint.export_weights import LARGEST_FILE, export_weights
 from meshwright.checkpoint.import_weights import Conversion, Say, import_weights
-from meshwright.convert.hub import is_hugging_face
 from meshwright.errors import ConfigError
+from meshwright.hugging_face.hub import is_hugging_face
 
 
 def convert(

@@ -10,9 +10,9 @@ import numpy as np
 from meshwright.checkpoint.blocks import commit_weights, write_tensor
 from meshwright.checkpoint.journal import Journal, check_sums
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
-from meshwright.convert.folder import TensorReader, WeightsFolder, check_tied, keep_files, open_folder
-from meshwright.convert.names import Index, read_block, unpadded_shape
-from meshwright.convert.safetensors_files import DTYPES
+from meshwright.hugging_face.folder import TensorReader, WeightsFolder, check_tied, keep_files, open_folder
+from meshwright.hugging_face.names import Index, read_block, unpadded_shape
+from meshwright.hugging_face.safetensors_files import DTYPES
 from meshwright.runs.hugging_face import run_of_hugging_face
 from meshwright.runs.run_file import write_run
 

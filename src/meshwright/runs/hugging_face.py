@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from meshwright.config import Data, Optimizer, Run, Training
-from meshwright.convert.folder import read_model
+from meshwright.hugging_face.folder import read_model
 
 _LONGEST = 4096
 """Tokens per sequence where the model's own limit is longer: `--seq` takes more."""

@@ -140,9 +140,10 @@ def _place(
     """Parameters, placements, stages and leaves, which depend on nothing else of a run."""
     pipeline = find_schedule(schedule)
     chunks = pipeline.virtual_stages_for(virtual_stages) if shape.stage > 1 else 1
-    stages = assign_layers(layer_flops(model, seq), shape.stage, chunks, pipeline.placement)
+    spec = model.spec()
+    stages = assign_layers(layer_flops(model, seq), shape.stage, chunks, pipeline.placement, spec.period)
     orders, first = {}, 0
-    for stack, count in model.spec().stacks.items():
+    for stack, count in spec.stacks.items():
         rows = stages.rows(first, count).flat
         orders[stack] = tuple(int(row) - first if row != NO_LAYER else NO_LAYER for row in rows)
         first += count

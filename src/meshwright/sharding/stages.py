@@ -156,12 +156,26 @@ class StageAssignment:
 
 @functools.cache
 def assign_layers(
-    costs: tuple[float, ...], stages: int, virtual_stages: int, placement: PartPlacement = loop_placement
-) -> StageAssignment:
+    costs: tuple[float, ...], stages: int, virtual_stages: int, placement: PartPlacement = loop_placement,
+    period: int = 1,
+) -> StageAssignment:  # fmt: skip
     """Cuts the layers into consecutive parts so that the costliest part costs least; earlier parts are the larger.
 
-    costs: cost of each layer. Raises ConfigError where there are fewer layers than parts.
+    costs: cost of each layer.  period: layers after which their kinds repeat; a part begins with a whole period, so
+    that a row of a stack is of one kind on all stages. Raises ConfigError where there are fewer layers than parts.
     """
+    if period > 1:
+        periods = tuple(sum(costs[i : i + period]) for i in range(0, len(costs), period))
+        if stages * virtual_stages > len(periods):
+            raise ConfigError(
+                f"{len(costs)} layers that repeat every {period} on stage={stages}"
+                + (f" of {virtual_stages} virtual stages" if virtual_stages > 1 else ""),
+                f"every part begins with a period, and {stages * virtual_stages} parts > {len(periods)} periods",
+                f"stage of at most {max(1, len(periods) // virtual_stages)}",
+            )
+        whole = assign_layers(periods, stages, virtual_stages, placement)
+        boundaries = tuple(min(period * first, len(costs)) for first in whole.boundaries)
+        return StageAssignment(whole.parts, costs, boundaries)
     parts, layers = stages * virtual_stages, len(costs)
     if parts > layers:
         raise ConfigError(

@@ -114,7 +114,7 @@ class DeviceRun:
         """Parameters that are gathered one layer ahead, by stack; none where nothing is gathered or recomputed."""
         training = self.run.training
         policy = REMAT_POLICIES[training.remat]
-        whole = gathered_within_reason(training, self.shape.stage) is not None
+        whole = gathered_within_reason(training, self.shape.stage, self.placed.spec.period) is not None
         # With offloading it is the setting that was compiled: Llama 3 8B on v6e (docs/overlap.md).
         automatic = bool(self.links.torus) or (bool(policy.offloaded) and self.mesh.devices.flat[0].platform == "tpu")
         if training.gather_ahead == "none" or whole or (training.gather_ahead == "auto" and not automatic):
@@ -255,7 +255,7 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     same = run.mesh is not None and run.mesh.degrees() == dict(mesh.shape)
     placed = place_run(run, run.mesh if same else MeshShape(**mesh.shape))
     _check_offload(placed.run, platform, mesh.devices.flat[0].device_kind)
-    reason = gathered_within_reason(placed.run.training, placed.shape.stage)
+    reason = gathered_within_reason(placed.run.training, placed.shape.stage, placed.spec.period)
     if run.training.gather_ahead == "layer" and reason is not None:
         raise ConfigError("--training.gather-ahead layer", reason, "--training.gather-ahead auto")
     training = placed.run.training

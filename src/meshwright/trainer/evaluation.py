@@ -6,8 +6,8 @@ from pathlib import Path
 
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import MeshShape, Run
-from meshwright.convert.hub import is_hugging_face
 from meshwright.errors import ConfigError
+from meshwright.hugging_face.hub import is_hugging_face
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.params import Tree

@@ -7,10 +7,10 @@ from typing import Any
 
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import Model, Run
-from meshwright.convert.folder import KEPT, keep_files, open_folder, read_model
-from meshwright.convert.hub import find_folder, is_hugging_face
-from meshwright.convert.load import load_params
 from meshwright.errors import WeightsError
+from meshwright.hugging_face.folder import KEPT, keep_files, open_folder, read_model
+from meshwright.hugging_face.hub import find_folder, is_hugging_face
+from meshwright.hugging_face.load import load_params
 from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.params import Tree
 from meshwright.step.device_run import DeviceRun

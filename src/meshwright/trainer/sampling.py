@@ -47,6 +47,7 @@ def build_next_logits(device_run: DeviceRun) -> Callable[[Tree, jax.Array, jax.A
             loss=logits,
             aux_loss=lambda aux: 0.0,
             stacks=tuple(model.stacks),
+            together=model.permutes,
         )
         logits_BV = run_forward(placed.forward_table(1), pipeline, params)
         return all_gather(all_gather(logits_BV, VOCAB_AXES, 1), BATCH_AXES, 0)[:, : vocab_size(placed.run.model)]

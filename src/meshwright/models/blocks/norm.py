@@ -13,6 +13,13 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     return x32.astype(x.dtype) * scale.astype(x.dtype)
 
 
+def rms_norm_plus_one(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    """Computes RMSNorm with the scale 1 + `scale`, multiplied in float32 (Gemma)."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + epsilon)
+    return (x32 * (1.0 + scale.astype(jnp.float32))).astype(x.dtype)
+
+
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array | None, epsilon: float) -> jax.Array:
     """Normalises x to mean 0 and variance 1 along its last dimension (Ba et al. 2016, arXiv:1607.06450)."""
     y = _standardize(x.astype(jnp.float32), epsilon).astype(x.dtype) * scale.astype(x.dtype)

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
-from meshwright.convert.fields import Fields
 from meshwright.errors import WeightsError
+from meshwright.hugging_face.fields import Fields
 from meshwright.models.blocks.rotary import RopeScaling
 
 

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from meshwright.convert.folder import TensorReader, WeightsFolder, check_tied
-from meshwright.convert.names import Index, StoredTensor, read_block
 from meshwright.errors import WeightsError
+from meshwright.hugging_face.folder import TensorReader, WeightsFolder, check_tied
+from meshwright.hugging_face.names import Index, StoredTensor, read_block
 from meshwright.sharding.params import Param, Tree, is_param, named_leaves
 from meshwright.sharding.stages import NO_LAYER
 

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from meshwright.convert.architecture import Architecture
-from meshwright.convert.fields import Fields
-from meshwright.convert.names import StoredTensor
 from meshwright.errors import WeightsError
+from meshwright.hugging_face.architecture import Architecture
+from meshwright.hugging_face.fields import Fields
+from meshwright.hugging_face.names import StoredTensor
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.sharding.params import named_leaves
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshwright.config import Model
-from meshwright.convert.fields import Fields
-from meshwright.convert.names import StoredTensor
 from meshwright.errors import WeightsError, nearest
+from meshwright.hugging_face.fields import Fields
+from meshwright.hugging_face.names import StoredTensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Architecture:
 
 _FAMILIES: dict[str, str] = {
     "GPT2LMHeadModel": "gpt2",
+    "Gemma3ForCausalLM": "gemma",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "llama",
@@ -51,7 +52,7 @@ _FAMILIES: dict[str, str] = {
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "mixtral",
 }
-"""Architecture -> module of `convert.families` that states it."""
+"""Architecture -> module of `hugging_face.families` that states it."""
 
 ARCHITECTURES: dict[str, Architecture] = {}
 """Architectures loaded so far, and those added from outside the package."""
@@ -74,7 +75,7 @@ def find_architecture(fields: Fields) -> Architecture:
 def load_architecture(name: str) -> Architecture:
     """Returns an architecture by name; its family's module is imported now."""
     if name not in ARCHITECTURES:
-        module = importlib.import_module(f"meshwright.convert.families.{_FAMILIES[name]}")
+        module = importlib.import_module(f"meshwright.hugging_face.families.{_FAMILIES[name]}")
         ARCHITECTURES.update({architecture.name: architecture for architecture in module.ARCHITECTURES})
     return ARCHITECTURES[name]
 

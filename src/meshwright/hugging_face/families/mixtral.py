@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from meshwright.convert.architecture import Architecture
-from meshwright.convert.families.llama import (
+from meshwright.errors import WeightsError
+from meshwright.hugging_face.architecture import Architecture
+from meshwright.hugging_face.families.llama import (
     COMPUTED,
     TIED,
     llama_tensors,
@@ -12,9 +13,8 @@ from meshwright.convert.families.llama import (
     write_sizes,
     write_window,
 )
-from meshwright.convert.fields import Fields
-from meshwright.convert.names import StoredTensor
-from meshwright.errors import WeightsError
+from meshwright.hugging_face.fields import Fields
+from meshwright.hugging_face.names import StoredTensor
 from meshwright.models.families.mixtral import Mixtral
 
 

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from meshwright.convert.architecture import Architecture
-from meshwright.convert.families.rope import read_rope, write_rope
-from meshwright.convert.fields import Fields
-from meshwright.convert.names import StoredTensor
 from meshwright.errors import WeightsError
+from meshwright.hugging_face.architecture import Architecture
+from meshwright.hugging_face.families.rope import read_rope, write_rope
+from meshwright.hugging_face.fields import Fields
+from meshwright.hugging_face.names import StoredTensor
 from meshwright.models.families.llama import Llama
 from meshwright.sharding.params import named_leaves
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.config import Model, Precision
-from meshwright.convert.architecture import Architecture, find_architecture
-from meshwright.convert.fields import read_fields
-from meshwright.convert.hub import find_folder
-from meshwright.convert.names import StoredTensor
-from meshwright.convert.safetensors_files import DTYPES, SafetensorsFile, TensorEntry, find_files, read_header
 from meshwright.errors import WeightsError
+from meshwright.hugging_face.architecture import Architecture, find_architecture
+from meshwright.hugging_face.fields import read_fields
+from meshwright.hugging_face.hub import find_folder
+from meshwright.hugging_face.names import StoredTensor
+from meshwright.hugging_face.safetensors_files import DTYPES, SafetensorsFile, TensorEntry, find_files, read_header
 from meshwright.sharding.params import Param, named_leaves
 
 KEPT = "huggingface"
