@@ -56,8 +56,8 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         "eos_token_id": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
     }),
     "gemma-3": ("Gemma3", {
-        **_SIZES, "num_hidden_layers": 8, "head_dim": 24, "sliding_window": 5, "query_pre_attn_scalar": 40,
-        "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2 + ["sliding_attention"] * 2,
+        **_SIZES, "num_hidden_layers": 5, "head_dim": 24, "sliding_window": 5, "query_pre_attn_scalar": 40,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
     }),
 }  # fmt: skip
 """Row -> class of `transformers`, and its configuration."""

@@ -144,7 +144,7 @@ class Model:
         raise NotImplementedError
 
     def layer_functions(self, ctx: "ForwardContext") -> "dict[str, Pattern]":
-        """Returns the layer function of each stack of layers, or those of its period, by the stack's name in `params`."""
+        """Returns the layer function of each stack, or those of its period, by the stack's name in `params`."""
         raise NotImplementedError
 
     def unembed(

@@ -28,6 +28,8 @@ from meshwright.sharding.params import named_leaves
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
 
+_FLOATING = ("float32", "bfloat16")
+
 
 class Checkpoints:
     """Checkpoints in one folder. Close it, or use it in a `with` statement, so that the last one is committed."""
@@ -108,11 +110,9 @@ class Checkpoints:
         manifest = self.manifest(step)
         expected = _named_tensors(device_run.abstract)
         if "step" not in manifest.tensors:
-            raise CheckpointError(
-                f"resuming from the checkpoint of step {manifest.step} in {self.folder}",
-                "it has weights alone, and no optimizer state: they were converted",
-                f"--init-from {self.folder.parent} and another --out, which starts from the weights at step 0",
-            )
+            truth = "it has weights alone, and no optimizer state: they were converted"
+            fix = f"--init-from {self.folder.parent} and another --out, which starts at step 0"
+            raise CheckpointError(f"resuming from {self.folder}", truth, fix)
         abstract = abstract_in_layer_order(expected, device_run.params)
         check_tensors(manifest, abstract, device_run.params)
         check_no_other_tensors(manifest, abstract)
@@ -128,10 +128,8 @@ class Checkpoints:
         """
         manifest = self.manifest(step)
         wanted = {name: x for name, x in _named_tensors(device_run.abstract).items() if name.startswith("params.")}
-        expected = {
-            name: jax.ShapeDtypeStruct(x.shape, _stored_type(manifest, name, x.dtype), sharding=x.sharding)
-            for name, x in wanted.items()
-        }
+        types = {name: np.dtype(t.dtype) for name, t in manifest.tensors.items() if t.dtype in _FLOATING}
+        expected = {name: x.update(dtype=types.get(name, x.dtype)) for name, x in wanted.items()}
         abstract = abstract_in_layer_order(expected, device_run.params)
         check_tensors(manifest, abstract, device_run.params)
         tensors = to_row_order(self._read(manifest, abstract), expected, device_run.params)
@@ -238,12 +236,6 @@ def _write_error(action: str, folder: Path, error: Exception) -> CheckpointError
 def _saved_fields(state: State) -> dict[str, Any]:
     """Fields of the state that a checkpoint has; `healthy` is not saved, because only a healthy state is."""
     return {"step": state.step, "params": state.params, "optimizer": state.optimizer}
-
-
-def _stored_type(manifest: Manifest, name: str, dtype: Any) -> Any:
-    """Type of a parameter in a checkpoint, where both it and the model's own are floating."""
-    record = manifest.tensors.get(name)
-    return np.dtype(record.dtype) if record and record.dtype in ("float32", "bfloat16") else dtype
 
 
 def _named_tensors(state: State) -> dict[str, Any]:

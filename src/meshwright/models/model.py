@@ -214,5 +214,3 @@ def stacked_matmuls(params: dict[str, Any], stack: str) -> list[Param]:
 
 Pattern = Layer | tuple[Layer, ...]
 """Layer function of a stack, or one for each layer of a period that repeats."""
-
-LayerFunctions = Callable[[ForwardContext], dict[str, Layer]]

@@ -5,11 +5,10 @@ device or offloaded to host memory. Everything else is recomputed, layer by laye
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.config import Training
@@ -84,7 +83,7 @@ def gathered_within_reason(training: Training, stages: int, period: int) -> str 
 
 
 def scan_layers(
-    period: Sequence[Callable[[jax.Array, Any, jax.Array], tuple[jax.Array, Any]]],
+    period: tuple[Callable[[jax.Array, Any, jax.Array], tuple[jax.Array, Any]], ...],
     x: jax.Array,
     stacked: Any,
     index_L: Any,
@@ -94,39 +93,16 @@ def scan_layers(
 ) -> tuple[jax.Array, Any]:
     """Scans `layer(x, params, index) -> (x, aux)` over stacked layers; returns x and the stacked aux, [L, ...].
 
-    period: the layer functions, which repeat: an iteration runs all of them, and each layer computes its own kind alone.
-    Layers after the last whole period are one more iteration. stacked: the layers' parameters with a leading dimension L.  index_L: index of each layer in the model, int32.
-    remat: a row of REMAT_POLICIES.  unroll: layers per iteration of the loop.
+    period: layer functions that repeat; most models have one.  stacked: the layers' parameters, with a leading
+    dimension L.  index_L: index of each layer in the model, int32.  remat: a row of REMAT_POLICIES.
+    unroll: layers per iteration of the loop.
     """
-    bodies = [checkpoint_layer(layer, remat) for layer in period]
-    if len(bodies) == 1:
-        return jax.lax.scan(lambda x, rest: bodies[0](x, *rest), x, (stacked, index_L), unroll=unroll)
-    inputs = (stacked, jnp.asarray(index_L))
-    whole, left = divmod(inputs[1].shape[0], len(bodies))
-    outputs = []
-    for count, size, first in ((whole, len(bodies), 0), (1, left, whole * len(bodies))):
-        if count * size:
-            x, aux = _scan_periods(bodies[:size], x, inputs, slice(first, first + count * size), unroll)
-            outputs.append(aux)
-    return x, outputs[0] if len(outputs) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *outputs)
+    if len(period) > 1:
+        from meshwright.models.periods import scan_periods  # loaded for layers of several kinds
 
-
-def _scan_periods(
-    bodies: Sequence[Callable[..., Any]], x: jax.Array, inputs: Any, rows: slice, unroll: int
-) -> tuple[jax.Array, Any]:
-    """Scans whole periods. inputs: what each layer takes besides x, [L, ...].  rows: layers of these periods."""
-    size = len(bodies)
-
-    def step(x: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
-        outputs = []
-        for i, body in enumerate(bodies):
-            x, aux = body(x, *jax.tree.map(lambda a, i=i: a[i], inputs))
-            outputs.append(aux)
-        return x, jax.tree.map(lambda *a: jnp.stack(a), *outputs)
-
-    cut = jax.tree.map(lambda a: a[rows].reshape(-1, size, *a.shape[1:]), inputs)
-    x, aux = jax.lax.scan(step, x, cut, unroll=max(1, unroll // size))
-    return x, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
+        return scan_periods(period, x, stacked, index_L, remat=remat, unroll=unroll)
+    body = checkpoint_layer(period[0], remat)
+    return jax.lax.scan(lambda x, rest: body(x, *rest), x, (stacked, index_L), unroll=unroll)
 
 
 def checkpoint_layer(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:

@@ -141,7 +141,12 @@ def _place(
     pipeline = find_schedule(schedule)
     chunks = pipeline.virtual_stages_for(virtual_stages) if shape.stage > 1 else 1
     spec = model.spec()
-    stages = assign_layers(layer_flops(model, seq), shape.stage, chunks, pipeline.placement, spec.period)
+    if spec.period > 1:
+        from meshwright.sharding.periods import assign_periods  # most models have one kind of layer
+
+        stages = assign_periods(layer_flops(model, seq), spec.period, shape.stage, chunks, pipeline.placement)
+    else:
+        stages = assign_layers(layer_flops(model, seq), shape.stage, chunks, pipeline.placement)
     orders, first = {}, 0
     for stack, count in spec.stacks.items():
         rows = stages.rows(first, count).flat

@@ -176,8 +176,8 @@ class DeviceRun:
 
     def initial_state(self) -> State:
         """Returns the state before the first step; every array is created in its sharding, never whole."""
-        training, where = self.run.training, self.state_shardings
-        return self.state_of(init_params(self.params, where.params, seed=training.seed, dtype=training.param_dtype))
+        training, where = self.run.training, self.state_shardings.params
+        return self.state_of(init_params(self.params, where, seed=training.seed, dtype=training.param_dtype))
 
     def state_of(self, params: Tree) -> State:
         """Returns the state before the first step with given parameters, in their shardings."""

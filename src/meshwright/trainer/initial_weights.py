@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import Model, Run
 from meshwright.errors import WeightsError
@@ -19,14 +21,17 @@ _FREE = ("vocab_multiple",)
 """Fields of a model in which a run may differ from its weights without a word: they change no number."""
 
 
-def load_initial_weights(device_run: DeviceRun) -> Tree:
+def load_initial_weights(device_run: DeviceRun, out: Path | None = None) -> Tree:
     """Returns the weights that `Run.init_from` names, in the shardings and the type of the run's parameters.
 
+    out: output folder, into which tokenizer files, chat template and configuration of the weights are copied.
     Raises WeightsError or CheckpointError where they are not those of the run's model, are missing or damaged.
     """
     run = device_run.run
     assert run.init_from is not None
     changed_fields(run)
+    if out is not None and jax.process_index() == 0:
+        _keep_description(run.init_from, out)
     if is_hugging_face(run.init_from):
         weights = open_folder(run.init_from)
         return load_params(weights, device_run.params, device_run.state_shardings.params, run.training.param_dtype)
@@ -63,8 +68,7 @@ def describe_initial_weights(run: Run) -> str:
     return text + (f"; the model is changed: {changed}" if changed else "")
 
 
-def keep_description(init_from: str, out: Path) -> None:
-    """Copies tokenizer files, chat template and configuration of the weights into an output folder."""
+def _keep_description(init_from: str, out: Path) -> None:
     if is_hugging_face(init_from):
         keep_files(find_folder(init_from, weights=False), out)
     elif (Path(init_from) / KEPT).is_dir():

@@ -152,10 +152,6 @@ def train(
         if chief:
             write_run(run, out / "run.json")
             (out / "tokenizer.json").write_text(prepared.corpus.tokenizer.to_json(), encoding="utf-8")
-            if run.init_from is not None and start == "fresh":
-                from meshwright.trainer.initial_weights import keep_description
-
-                keep_description(run.init_from, out)
         sinks = list(reporters(first))
         if chief and run.reporters:
             from meshwright.report.reporters import build_reporters  # most runs name none
@@ -192,7 +188,7 @@ def _initial_state(
             return device_run.initial_state(), 0, 0
         from meshwright.trainer.initial_weights import load_initial_weights  # most runs start from initial values
 
-        return device_run.state_of(load_initial_weights(device_run)), 0, 0
+        return device_run.state_of(load_initial_weights(device_run, checkpoints.folder.parent)), 0, 0
     state, manifest = checkpoints.restore(device_run, at)
     if at is not None:
         checkpoints.set_aside(after=at)

@@ -81,7 +81,7 @@ def _write(c: Any) -> dict[str, Any] | None:
         "head_dim": c.size_of_head,
         "intermediate_size": c.mlp,
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": c.query_scale or c.size_of_head,
+        "query_pre_attn_scalar": int(c.query_scale or c.size_of_head),
         "rms_norm_eps": c.norm_epsilon,
         "sliding_window": c.sliding_window,
         "layer_types": kinds,

@@ -1,7 +1,7 @@
 """Gemma 3 (Gemma Team 2025, arXiv:2503.19786): several local layers to one global, norms before and after each half.
 
-One layer, model width D, N query heads and K key/value heads of size H, feed-forward width F; every norm is RMSNorm with
-the scale 1 + w:
+One layer, model width D, N query heads and K key/value heads of size H, feed-forward width F; every norm is RMSNorm
+with the scale 1 + w:
 
     x += norm(row_parallel(attention(norm(column_parallel(h q)), norm(column_parallel(h k)), h v) o)),  h = norm(x)
     x += norm(row_parallel((gelu(column_parallel(h gate)) * column_parallel(h up)) down)),              h = norm(x)
