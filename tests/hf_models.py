@@ -55,6 +55,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         "vocab_size": VOCAB, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
         "eos_token_id": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
     }),
+    "olmo-2": ("Olmo2", _SIZES),
     "gemma-3": ("Gemma3", {
         **_SIZES, "num_hidden_layers": 5, "head_dim": 24, "sliding_window": 5, "query_pre_attn_scalar": 40,
         "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],

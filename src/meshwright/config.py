@@ -14,6 +14,8 @@ from meshwright.plugins import name_of
 from meshwright.words import AXES
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import jax
 
     from meshwright.models.model import Aux, ForwardContext, Metrics, ModelSpec, Pattern
@@ -143,7 +145,7 @@ class Model:
         """Returns the hidden states [B, T/tensor, D] before the first layer, on the first stage."""
         raise NotImplementedError
 
-    def layer_functions(self, ctx: "ForwardContext") -> "dict[str, Pattern]":
+    def layer_functions(self, ctx: "ForwardContext") -> "Mapping[str, Pattern]":
         """Returns the layer function of each stack, or those of its period, by the stack's name in `params`."""
         raise NotImplementedError
 

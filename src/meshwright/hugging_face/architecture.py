@@ -49,6 +49,7 @@ _FAMILIES: dict[str, str] = {
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "llama",
     "Qwen3ForCausalLM": "llama",
+    "Olmo2ForCausalLM": "llama",
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "mixtral",
 }

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3 as `transformers` names them: projections as [outputs, inputs], one per layer."""
+"""Llama, Mistral, Qwen2, Qwen3 and OLMo 2 as `transformers` names them: one matrix [outputs, inputs] per layer."""
 
 from typing import Any
 
@@ -99,28 +99,47 @@ def write_window(c: Llama) -> dict[str, Any]:
     return {"use_sliding_window": True, "sliding_window": c.sliding_window, "max_window_layers": 0}
 
 
+def _read_olmo2(fields: Fields) -> Llama:
+    fields.require("attention_bias", False)
+    fields.require("clip_qkv", None)
+    return Llama(**read_sizes(fields), mlp=fields.get("intermediate_size"), qk_norm="rms_heads", norm_place="after")
+
+
+def _reads_normalised(c: Any) -> bool:
+    return type(c) is Llama and c.norm_place == "before"
+
+
 def _write_llama(c: Any) -> dict[str, Any] | None:
-    if type(c) is not Llama or c.qkv_bias != "none" or c.qk_norm != "none" or c.sliding_window is not None:
+    if not _reads_normalised(c) or c.qkv_bias != "none" or c.qk_norm != "none" or c.sliding_window is not None:
         return None
     return {**write_sizes(c), "attention_bias": False, "mlp_bias": False}
 
 
 def _write_mistral(c: Any) -> dict[str, Any] | None:
-    if type(c) is not Llama or c.qkv_bias != "none" or c.qk_norm != "none":
+    if not _reads_normalised(c) or c.qkv_bias != "none" or c.qk_norm != "none":
         return None
     return {**write_sizes(c), "sliding_window": c.sliding_window}
 
 
 def _write_qwen2(c: Any) -> dict[str, Any] | None:
-    if type(c) is not Llama or c.qkv_bias != "learned" or c.qk_norm != "none":
+    if not _reads_normalised(c) or c.qkv_bias != "learned" or c.qk_norm != "none":
         return None
     return {**write_sizes(c), **write_window(c)}
 
 
 def _write_qwen3(c: Any) -> dict[str, Any] | None:
-    if type(c) is not Llama or c.qkv_bias != "none" or c.qk_norm != "rms":
+    if not _reads_normalised(c) or c.qkv_bias != "none" or c.qk_norm != "rms":
         return None
     return {**write_sizes(c), **write_window(c), "attention_bias": False}
+
+
+def _write_olmo2(c: Any) -> dict[str, Any] | None:
+    if type(c) is not Llama or c.norm_place != "after" or c.qk_norm != "rms_heads" or c.qkv_bias != "none":
+        return None
+    sizes = write_sizes(c)
+    # `transformers` computes this architecture with heads of width / heads and without a window.
+    whole = sizes.pop("head_dim") * c.heads == c.width and c.sliding_window is None
+    return {**sizes, "attention_bias": False} if whole else None
 
 
 LAYER = "model.layers.{layer}."
@@ -170,6 +189,19 @@ def _tensors(c: Llama) -> dict[str, StoredTensor]:
     return llama_tensors(c, {"blocks": range(c.layers)})
 
 
+_OLMO2: dict[str, tuple[str, tuple[str, ...]]] = {
+    "attention_norm": ("post_attention_layernorm.weight", ("D",)),
+    "mlp_norm": ("post_feedforward_layernorm.weight", ("D",)),
+    "query_norm": ("self_attn.q_norm.weight", ("NH",)),
+    "key_norm": ("self_attn.k_norm.weight", ("KH",)),
+}
+"""Parameters of a layer that OLMo 2 names otherwise."""
+
+
+def _olmo2_tensors(c: Llama) -> dict[str, StoredTensor]:
+    return llama_tensors(c, {"blocks": range(c.layers)}, _OLMO2)
+
+
 def _architecture(name: str, model_type: str, read: Any, write: Any) -> Architecture:
     return Architecture(name, model_type, read, write, _tensors, TIED, COMPUTED)
 
@@ -181,4 +213,5 @@ ARCHITECTURES = (
     _architecture("MistralForCausalLM", "mistral", _read_mistral, _write_mistral),
     _architecture("Qwen2ForCausalLM", "qwen2", _read_qwen2, _write_qwen2),
     _architecture("Qwen3ForCausalLM", "qwen3", _read_qwen3, _write_qwen3),
+    Architecture("Olmo2ForCausalLM", "olmo2", _read_olmo2, _write_olmo2, _olmo2_tensors, TIED, COMPUTED),
 )

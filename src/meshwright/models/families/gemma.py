@@ -159,8 +159,10 @@ class Gemma3(Model):
                 products = ctx.column_parallel(_linears, norm(x_BTD, w["attention_norm"]), [w[name] for name in names])
                 q_BTNH = apply_rope(scale * norm(products[0], w["query_norm"]), cos_sin)
                 k_BTKH = apply_rope(norm(products[1], w["key_norm"]), cos_sin)
-                qkv = [checkpoint_name(x, QKV) for x in (q_BTNH, k_BTKH, products[2])]
-                y_BTD = ctx.attend_row_parallel(_attention_out, *qkv, w["attention_out"], window=window)
+                q_BTNH, k_BTKH, v_BTKH = (checkpoint_name(x, QKV) for x in (q_BTNH, k_BTKH, products[2]))
+                y_BTD = ctx.attend_row_parallel(
+                    _attention_out, q_BTNH, k_BTKH, v_BTKH, w["attention_out"], window=window
+                )
                 y_BTD = ctx.dropout(norm(y_BTD, w["attention_out_norm"]), 2 * index + 1)
                 x_BTD = checkpoint_name(x_BTD + y_BTD, ATTN_RESIDUAL)
             with jax.named_scope("feed-forward"):
