@@ -15,9 +15,11 @@ from meshwright.plugins import name_of
 from meshwright.words import AXES
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import jax
 
-    from meshwright.models.model import Aux, ForwardContext, Layer, Metrics, ModelSpec
+    from meshwright.models.model import Aux, ForwardContext, Metrics, ModelSpec, Pattern
     from meshwright.sharding.params import GatherParams, Tree
 
 
@@ -141,8 +143,8 @@ class Model:
         """Returns the hidden states [B, T/tensor, D] before the first layer, on the first stage."""
         raise NotImplementedError
 
-    def layer_functions(self, ctx: "ForwardContext") -> "dict[str, Layer]":
-        """Returns the layer function of each stack of layers, by the stack's name in `params`."""
+    def layer_functions(self, ctx: "ForwardContext") -> "Mapping[str, Pattern]":
+        """Returns the layer function of each stack, or those of its period, by the stack's name in `params`."""
         raise NotImplementedError
 
     def unembed(
@@ -393,6 +395,8 @@ class Run:
     reporters: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--report"])] = ()
     """Destinations of the metrics besides console and metrics.jsonl: tensorboard, or module:attribute of a function
     `(out: Path, run: Run) -> Reporter`."""
+    init_from: str | None = None
+    """Weights to start from, at step 0: hf:PATH of a Hugging Face folder, or a run's output folder; None draws them."""
     name: str = "run"
     """Name of the output folder."""
 

@@ -7,7 +7,7 @@ restored on a mesh with other stages.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -43,14 +43,19 @@ def to_layer_order[T](
     These lie in the memory of the hosts, where each goes before the next is converted: the device holds one tensor
     beside the state. `read` takes each of them while it is on the device.
     """
-    abstract, converted = abstract_in_layer_order(tensors, params), dict(tensors)
-    results = {}
-    for name, p in _permuted(tensors, params).items():
-        x, after = tensors[name], abstract[name].sharding
-        on_device = reordering(rows_to_layers, p, x.shape, x.sharding, after)(x)
-        results[name] = read(on_device)
-        converted[name] = jax.block_until_ready(jax.device_put(on_device, after.with_memory_kind("pinned_host")))
+    converted, results = dict(tensors), {}
+    for name, x in permuted_in_layer_order(tensors, params):
+        results[name] = read(x)
+        converted[name] = jax.block_until_ready(jax.device_put(x, x.sharding.with_memory_kind("pinned_host")))
     return converted, results
+
+
+def permuted_in_layer_order(tensors: dict[str, jax.Array], params: Tree) -> Iterator[tuple[str, jax.Array]]:
+    """Yields the tensors whose rows are permuted with one row per layer, in order, on the device."""
+    abstract = abstract_in_layer_order(tensors, params)
+    for name, p in _permuted(tensors, params).items():
+        x = tensors[name]
+        yield name, reordering(rows_to_layers, p, x.shape, x.sharding, abstract[name].sharding)(x)
 
 
 def to_row_order(tensors: dict[str, jax.Array], like: dict[str, Any], params: Tree) -> dict[str, jax.Array]:

@@ -58,7 +58,8 @@ class MeshwrightLM(TemplateLM):
         """Returns the log-probability of each continuation, and whether it is what greedy decoding gives."""
         texts = [[*context, *continuation][-self.longest :] for _, context, continuation in requests]
         answers = []
-        for (_, _, continuation), (logprobs, greedy) in zip(requests, self._scores(texts), strict=True):
+        for request, (logprobs, greedy) in zip(requests, self._scores(texts), strict=True):
+            continuation = request[2]
             # A continuation as long as the longest text has lost its first token, which cannot be scored then.
             count = min(len(continuation), len(logprobs))
             answers.append((float(logprobs[-count:].sum()), bool(greedy[-count:].all())) if count else (0.0, True))

@@ -51,7 +51,10 @@ def gathers_ahead(placed: PlacedRun, target: Target, mapping: AxisMapping) -> bo
     with remat policies that offload.
     """
     training = placed.run.training
-    if training.gather_ahead == "none" or gathered_within_reason(training, placed.shape.stage) is not None:
+    if (
+        training.gather_ahead == "none"
+        or gathered_within_reason(training, placed.shape.stage, placed.spec.period) is not None
+    ):
         return False
     if training.gather_ahead == "layer":
         return True

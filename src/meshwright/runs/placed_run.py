@@ -141,9 +141,15 @@ def _place(
     """Parameters, placements, stages and leaves, which depend on nothing else of a run."""
     pipeline = find_schedule(schedule)
     chunks = pipeline.virtual_stages_for(virtual_stages) if shape.stage > 1 else 1
-    stages = assign_layers(layer_flops(model, seq), shape.stage, chunks, pipeline.placement)
+    spec = model.spec()
+    if spec.period > 1:
+        from meshwright.sharding.periods import assign_periods  # most models have one kind of layer
+
+        stages = assign_periods(layer_flops(model, seq), spec.period, shape.stage, chunks, pipeline.placement)
+    else:
+        stages = assign_layers(layer_flops(model, seq), shape.stage, chunks, pipeline.placement)
     orders, first = {}, 0
-    for stack, count in model.spec().stacks.items():
+    for stack, count in spec.stacks.items():
         rows = stages.rows(first, count).flat
         orders[stack] = tuple(int(row) - first if row != NO_LAYER else NO_LAYER for row in rows)
         first += count

@@ -93,11 +93,16 @@ def _add_microbatches(
     sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, reduce_dtype)), params)
     treedef: Any = jax.tree.structure(params)
     references = jax.tree.map(jax.new_ref, sums)
-    accumulators = jax.tree.map(
-        lambda total, p: total if total.dtype == p.dtype else jax.ad.GradValue(), references, params
-    )
+
+    def accumulator(total: Any, p: jax.Array) -> Any:
+        if total.dtype == p.dtype:
+            return total
+        return jax.ad.GradValue()  # type: ignore[attr-defined]
+
+    accumulators = jax.tree.map(accumulator, references, params)
 
     def add(more: Any, part: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+        vjp: Any
         value, vjp, sums = jax.vjp(lambda params: loss_fn(params, *part), params, has_aux=True)
         (grads,) = vjp.with_refs(accumulators)(jnp.ones_like(value))
         # In the place of a gradient that went into its reference is a mark.

@@ -201,7 +201,11 @@ def _initial_state(
 ) -> tuple[State, int, int]:
     """State, steps taken, and samples read."""
     if start == "fresh":
-        return device_run.initial_state(), 0, 0
+        if device_run.run.init_from is None:
+            return device_run.initial_state(), 0, 0
+        from meshwright.checkpoint.initial_weights import load_initial_weights  # most runs start from initial values
+
+        return device_run.state_of(load_initial_weights(device_run, checkpoints.folder.parent)), 0, 0
     state, manifest = checkpoints.restore(device_run, at)
     if at is not None:
         checkpoints.set_aside(after=at)
