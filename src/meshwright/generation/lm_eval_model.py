@@ -58,7 +58,8 @@ class MeshwrightLM(TemplateLM):
         """Returns the log-probability of each continuation, and whether it is what greedy decoding gives."""
         texts = [[*context, *continuation][-self.longest :] for _, context, continuation in requests]
         answers = []
-        for (_, _, continuation), (logprobs, greedy) in zip(requests, self._scores(texts), strict=True):
+        for request, (logprobs, greedy) in zip(requests, self._scores(texts), strict=True):
+            continuation = request[2]
             # A continuation as long as the longest text has lost its first token, which cannot be scored then.
             count = min(len(continuation), len(logprobs))
             answers.append((float(logprobs[-count:].sum()), bool(greedy[-count:].all())) if count else (0.0, True))
@@ -88,10 +89,9 @@ class MeshwrightLM(TemplateLM):
             room = self.longest - tokens
             prompts = {n: self.tok_encode(requests[n].args[0])[-room:] for n in members}
             for batch in _batches(members, self.batch, lambda n: len(prompts[n])):  # noqa: B023 - used at once
-                found = self.generator.generate(
-                    [prompts[n] for n in batch], max_tokens=tokens, sampling=sampling, stop=stop
-                )
-                for n, text in zip(batch, found.texts, strict=True):
+                given = [prompts[n] for n in batch]
+                texts = self.generator.generate(given, max_tokens=tokens, sampling=sampling, stop=stop).texts
+                for n, text in zip(batch, texts, strict=True):
                     answers[n] = text
         return answers
 
