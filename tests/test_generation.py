@@ -206,7 +206,7 @@ def test_attention_visits_blocks_as_it_does_all_at_once(dtype: str) -> None:
     """Slots in several blocks, with padding, a window, and several tokens, against a plain softmax."""
     B, T, N, K, H, S = 2, 3, 4, 2, 8, 3072
     rng = np.random.default_rng(0)
-    k, v = (rng.standard_normal((1, B, K, S, H)).astype(np.float32) for _ in range(2))
+    k, v = (rng.standard_normal((1, S, K, B, H)).astype(np.float32) for _ in range(2))
     q, new_k, new_v = (rng.standard_normal((B, T, n, H)).astype(np.float32) for n in (N, K, K))
     first, slot = np.array([2, 1500]), 2500
 
@@ -225,15 +225,15 @@ def test_attention_visits_blocks_as_it_does_all_at_once(dtype: str) -> None:
         return [attend(cache, 0, slots, q, window) for window in (None, 700)]
 
     out = run(k, v, q, new_k, new_v)
-    k[0, :, :, slot : slot + T], v[0, :, :, slot : slot + T] = new_k.swapaxes(1, 2), new_v.swapaxes(1, 2)
+    k[0, slot : slot + T], v[0, slot : slot + T] = (x.transpose(1, 2, 0, 3) for x in (new_k, new_v))
     if dtype == "int8":
         k, v = rounded(k, (-1,)), rounded(v, (-1,))
     for (found, lse), window in zip(out, (10**9, 700), strict=True):
         for b, t, n in itertools.product(range(B), range(T), range(N)):
             seen = [s for s in range(first[b], slot + t + 1) if slot + t - s < window]
-            scores = k[0, b, n // 2, seen].astype(np.float64) @ q[b, t, n] / H**0.5
+            scores = k[0, seen, n // 2, b].astype(np.float64) @ q[b, t, n] / H**0.5
             weights = np.exp(scores - scores.max())
-            expected = weights @ v[0, b, n // 2, seen] / weights.sum()
+            expected = weights @ v[0, seen, n // 2, b] / weights.sum()
             np.testing.assert_allclose(found[b, t, n], expected, atol=2e-6)
             assert lse[b, t, n] == pytest.approx(scores.max() + np.log(weights.sum()), rel=1e-5)
 
