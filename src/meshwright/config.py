@@ -278,7 +278,7 @@ class Training:
     backward pass recomputes the stage's layers (input), or what `remat` saves of every layer (layers). `auto` takes
     what has the shortest predicted step that fits, and input where the chip is unknown."""
     saved_layers: int = 0
-    """First layers that save all projections; the others follow `remat`, whose `auto` takes as many as fit. No stages."""
+    """First layers that save all projections; the others follow `remat`, whose `auto` fills the memory. No stages."""
     context_strategy: ContextStrategy = "ring"
     """Attention over a sequence sharded over `context`: pass key/value blocks around a ring (ring), gather them
     (all_gather), exchange heads for positions (ulysses), or a ring of Ulysses groups (usp)."""
