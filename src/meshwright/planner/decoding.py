@@ -15,12 +15,12 @@ from meshwright.errors import ConfigError, divisors
 from meshwright.generation.cache import CachePlan
 from meshwright.generation.weight_sizes import WeightsLayout, is_int8, run_for_decoding, weight_bytes
 from meshwright.hardware.axis_mapping import map_axes
-from meshwright.hardware.chips import Nodes
+from meshwright.hardware.chips import Chip, Nodes
 from meshwright.hardware.interconnect import route
 from meshwright.hardware.targets import Target
 from meshwright.models.model import padded_vocab
 from meshwright.planner.candidates import split_size
-from meshwright.planner.memory_model import FRAGMENTATION
+from meshwright.planner.memory_model import fragmentation_of
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.params import Param
@@ -46,8 +46,7 @@ class DecodePrice:
     """Bytes of the cache on a device."""
     logits: float
     """Bytes of the logits of a step on a device."""
-    hbm_bytes: float
-    """Memory of a device."""
+    chip: Chip
 
     @property
     def seconds(self) -> float:
@@ -72,7 +71,7 @@ class DecodePrice:
     @property
     def fits(self) -> bool:
         """Whether the heap, with its fragmentation, has room."""
-        return self.bytes * FRAGMENTATION <= self.hbm_bytes
+        return self.bytes * fragmentation_of(self.chip) <= self.chip.hbm_bytes
 
     @property
     def bound_by(self) -> str:
@@ -113,7 +112,7 @@ def price_decode(
         weights=weight_bytes(placed, layout),
         cache=plan.bytes_per_device,
         logits=sequences * padded_vocab(placed.run.model) * 4,
-        hbm_bytes=chip.hbm_bytes,
+        chip=chip,
     )
 
 

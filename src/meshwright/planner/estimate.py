@@ -17,7 +17,7 @@ from meshwright.hardware.targets import Target
 from meshwright.models.flops import training_flops_per_token
 from meshwright.planner.layer_time import LayerTime, attention_kernel, matmul_seconds, platform_of, shape_efficiency
 from meshwright.planner.memory_model import (
-    FRAGMENTATION,
+    fragmentation_of,
     gathers_ahead,
     keeps_stages,
     kept_bytes,
@@ -79,7 +79,7 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Whether the heap, with its fragmentation, has room."""
-        return self.bytes * FRAGMENTATION <= self.hbm_bytes
+        return self.bytes * fragmentation_of(self.target.chip) <= self.hbm_bytes
 
     @property
     def mfu(self) -> float:

@@ -17,7 +17,7 @@ from meshwright.hardware.targets import Target
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.planner.candidates import accumulation_counts, candidate_meshes, candidate_schedules, check_size
 from meshwright.planner.estimate import Estimate, estimate, with_remat
-from meshwright.planner.memory_model import FRAGMENTATION
+from meshwright.planner.memory_model import fragmentation_of
 from meshwright.runs.placed_run import PlacedRun, place_run
 
 REMAT_ORDER: tuple[Remat, ...] = (
@@ -127,7 +127,7 @@ GiB, 5.6 s with 61 and 5.9 s with 64 of its 75 (docs/log.md)."""
 def room_of(target: Target) -> float:
     """Returns the bytes that a step may take without being slowed down."""
     hbm = target.chip.hbm_bytes
-    return hbm * _GPU_ROOM if isinstance(target.chip.interconnect, Nodes) else hbm / FRAGMENTATION
+    return hbm * _GPU_ROOM if isinstance(target.chip.interconnect, Nodes) else hbm / fragmentation_of(target.chip)
 
 
 def with_saved_layers(plan: Plan) -> Plan:

@@ -98,6 +98,9 @@ class Software:
     a microbatch into them. Programs without stacks hold pointers."""
     vocab_over_stages: bool = False
     """Whether embedding and loss are split over all pipeline stages; else the first and the last stage have them."""
+    sums_gradients_last: bool = False
+    """Whether replicas sum the gradients of several microbatches or of a pipeline after the last backward pass, with
+    nothing beside."""
     overlaps_experts: bool = False
     """Whether interleaved pipelines send tokens to experts beside another microbatch's computation."""
     experts_in_low_precision: bool = False
@@ -110,7 +113,13 @@ SCORE_BYTES = {"forward": 14, "recomputation": 14, "backward": 32}
 """HBM bytes per score, by pass, where a run of this package has no fused kernel (`Kernels.fused`)."""
 _XLA = Software("MaxText", elementwise=1.1, overlap=0.35)
 MESHWRIGHT = dataclasses.replace(
-    _XLA, name="Meshwright", kernel=None, pipeline_time=lockstep, copies=True, vocab_over_stages=True
+    _XLA,
+    name="Meshwright",
+    kernel=None,
+    pipeline_time=lockstep,
+    copies=True,
+    vocab_over_stages=True,
+    sums_gradients_last=True,
 )
 """This package's own step."""
 # Rounded output of `bench/foresight/fit.py`, but for the zeros: those programs cut no collective into pieces.

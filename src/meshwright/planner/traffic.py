@@ -65,7 +65,7 @@ def movements(
     if shape.stage > 1 and not keeps_stages(placed):
         result += [dataclasses.replace(m, during="recomputation") for m in result if m.during == "forward"]
     result += _weights(placed, microbatches, bool(again - {"scores"}))
-    result += _gradients(placed)
+    result += _gradients(placed, software)
     for e, payload in update_exchanges(placed):
         result.append(Movement(e.kind, e.axes, payload, e.count, "step", True, "matrices of the optimizer"))
     if tasks is not None:
@@ -126,14 +126,20 @@ def _gathers(p: Param, where: Placements, placed: PlacedRun) -> Iterator[tuple[t
         yield axes, elements
 
 
-def _gradients(placed: PlacedRun) -> list[Movement]:
-    """Gradients summed after accumulation, one collective for each set of axes; ZeRO-1's scatter and gather."""
+def _gradients(placed: PlacedRun, software: Software) -> list[Movement]:
+    """Gradients summed over replicas, one collective for each set of axes; ZeRO-1's scatter and gather.
+
+    This package sums them layer by layer in the backward pass, but for several microbatches, stages and low precision
+    once, after it (`DeviceRun.summed_in_backward`).
+    """
     training = placed.run.training
+    parts = training.microbatches > 1 or placed.shape.stage > 1 or training.matmul_precision != "compute"
+    during = "step" if parts and software.sums_gradients_last else "backward"
     reduce, param = (jnp.dtype(t).itemsize for t in (training.reduce_dtype, training.param_dtype))
     sums, scattered = _gradient_elements(placed)
-    result = [Movement("all-reduce", a, n * reduce, 1.0, "backward", False, "gradients") for a, n in sums.items()]
+    result = [Movement("all-reduce", a, n * reduce, 1.0, during, False, "gradients") for a, n in sums.items()]
     for axes, n in scattered.items():
-        result.append(Movement("reduce-scatter", axes, n * reduce, 1.0, "backward", False, "gradients"))
+        result.append(Movement("reduce-scatter", axes, n * reduce, 1.0, during, False, "gradients"))
         result.append(Movement("all-gather", axes, n * param, 1.0, "step", False, "updated parameters"))
     return result
 
