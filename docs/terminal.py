@@ -62,6 +62,7 @@ VERBS = {
 """Verb -> module and dataclass of its options. `words`, `recipes` and `completion` have no dataclass."""
 
 FAMILIES = {
+    "gemma3": ("meshwright.models.families.gemma", "Gemma3"),
     "gpt2": ("meshwright.models.families.gpt2", "Gpt2"),
     "llama": ("meshwright.models.families.llama", "Llama"),
     "mixtral": ("meshwright.models.families.mixtral", "Mixtral"),

@@ -23,12 +23,15 @@ from meshwright.data.chat import ChatTemplate, read_chat_template
 from meshwright.data.tokenizers import Bytes, Tokenizer
 from meshwright.errors import ConfigError, DataError
 from meshwright.generation.cache import CachePlan, KeyValues, Slots, attend, write
-from meshwright.generation.decoder import Decoder, bucket_for
+from meshwright.generation.decoder import Bucket, Decoder, bucket_for
 from meshwright.generation.generator import Decoding, Generator
 from meshwright.generation.sampling import Sampling, choose_tokens, keep_tokens
 from meshwright.generation.source import OpenedModel, open_weights
 from meshwright.generation.training_sample import sample_tokens
-from meshwright.generation.weights import lay_out
+from meshwright.generation.weight_sizes import WeightsLayout
+from meshwright.generation.weights import abstract_layout, lay_out
+from meshwright.hardware.targets import parse_target
+from meshwright.planner.decoding import best_decode, price_decode
 from meshwright.step.device_run import DeviceRun
 
 PROMPT_LENGTHS = (5, 11, 2)
@@ -203,7 +206,7 @@ def test_attention_visits_blocks_as_it_does_all_at_once(dtype: str) -> None:
     """Slots in several blocks, with padding, a window, and several tokens, against a plain softmax."""
     B, T, N, K, H, S = 2, 3, 4, 2, 8, 3072
     rng = np.random.default_rng(0)
-    k, v = (rng.standard_normal((1, B, K, S, H)).astype(np.float32) for _ in range(2))
+    k, v = (rng.standard_normal((1, S, K, B, H)).astype(np.float32) for _ in range(2))
     q, new_k, new_v = (rng.standard_normal((B, T, n, H)).astype(np.float32) for n in (N, K, K))
     first, slot = np.array([2, 1500]), 2500
 
@@ -222,15 +225,15 @@ def test_attention_visits_blocks_as_it_does_all_at_once(dtype: str) -> None:
         return [attend(cache, 0, slots, q, window) for window in (None, 700)]
 
     out = run(k, v, q, new_k, new_v)
-    k[0, :, :, slot : slot + T], v[0, :, :, slot : slot + T] = new_k.swapaxes(1, 2), new_v.swapaxes(1, 2)
+    k[0, slot : slot + T], v[0, slot : slot + T] = (x.transpose(1, 2, 0, 3) for x in (new_k, new_v))
     if dtype == "int8":
         k, v = rounded(k, (-1,)), rounded(v, (-1,))
     for (found, lse), window in zip(out, (10**9, 700), strict=True):
         for b, t, n in itertools.product(range(B), range(T), range(N)):
             seen = [s for s in range(first[b], slot + t + 1) if slot + t - s < window]
-            scores = k[0, b, n // 2, seen].astype(np.float64) @ q[b, t, n] / H**0.5
+            scores = k[0, seen, n // 2, b].astype(np.float64) @ q[b, t, n] / H**0.5
             weights = np.exp(scores - scores.max())
-            expected = weights @ v[0, b, n // 2, seen] / weights.sum()
+            expected = weights @ v[0, seen, n // 2, b] / weights.sum()
             np.testing.assert_allclose(found[b, t, n], expected, atol=2e-6)
             assert lse[b, t, n] == pytest.approx(scores.max() + np.log(weights.sum()), rel=1e-5)
 
@@ -431,3 +434,36 @@ def test_benchmarks_score_choices_by_log_likelihood(run_folder: Path, cache: Pat
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(done.stdout.splitlines()[-1])["letters"]
     assert results["acc,none"] == right / 4 and results["acc_norm,none"] == right_per_byte / 4
+
+
+@pytest.mark.parametrize("layout", ["gathered", "int8", "sharded"])
+def test_a_decode_program_takes_the_weights_and_cache_of_its_price(layout: WeightsLayout) -> None:
+    """Compiled from shapes alone, as for hardware that is not here."""
+    model = dataclasses.replace(MODELS["llama"], layers=4, width=128, heads=4, mlp=512)
+    device_run = device_run_of(tiny_run(model, "fsdp=2,context=2,tensor=2", batch=8, seq=16))
+    bucket = Bucket(8, 512, 128)
+    decoder = Decoder(device_run, abstract_layout(device_run, layout), bucket, "compute")
+    price = price_decode(device_run.placed, parse_target("h100:8"), batch=8, context=512, layout=layout)
+    weights = decoder.memory.argument_size_in_bytes - decoder.memory.alias_size_in_bytes
+    assert weights == pytest.approx(price.weights, rel=0.02)
+    assert decoder.cache_bytes == pytest.approx(price.cache, rel=0.02)
+
+
+def test_the_price_of_decoding_by_hand() -> None:
+    target = parse_target("v5p:2x2x2")
+    run = mw.recipe("llama3-70b")
+    by_size = {price.batch: price for price in best_decode(run, target, batches=(1, 256), contexts=(2048,))}
+    one, many = by_size[1], by_size[256]
+    assert str(one.mesh) == "tensor=8" and one.fits and one.bound_by == "weights"
+    # All weights but the embedding table are read once: 2 bytes each, an eighth on every chip.
+    layer = 8192 * (64 + 8 + 8) * 128 + 64 * 128 * 8192 + 3 * 8192 * 28672
+    read = 2 * (80 * layer + 128256 * 8192) / 8
+    bandwidth = target.chip.hbm_bandwidth * target.efficiency.hbm
+    assert one.parts["weights"] == pytest.approx(read / bandwidth, rel=1e-3)
+    # Keys and values of 2,048 tokens, eight heads, 80 layers, 256 sequences.
+    cache = 2 * 80 * 8 * 128 * 2048 * 2 / 8
+    assert many.cache == 256 * cache and many.parts["cache"] == pytest.approx(256 * cache / bandwidth)
+    assert many.tokens_per_second_per_chip > 50 * one.tokens_per_second_per_chip
+    experts = best_decode(mw.recipe("mixtral-8x7b"), target, batches=(1, 512), contexts=(2048,))
+    # One token uses two of eight experts of each layer, many tokens all of them.
+    assert experts[0].parts["weights"] < 0.5 * experts[1].parts["weights"]

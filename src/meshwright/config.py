@@ -209,8 +209,7 @@ class Optimizer:
     moment_dtype: Precision = "float32"
     """Type in which the first moment is stored (momentum for sgd and muon). Adafactor has none."""
     lr_groups: tuple[str, ...] = ()
-    """Factors on the learning rate, each PATTERN=FACTOR: `embed=0.1`, `blocks.*norm*=2` (paths), `role:router=0.5`. The
-    first pattern that matches a parameter counts; it scales weight decay too."""
+    """Factors on learning rate and weight decay: `embed=0.1`, `blocks.*norm*=2`, `role:router=0.5`; the first wins."""
     muon_heads: MuonHeads = "each"
     """Matrices of attention for Muon: those of every head [D, H] (each), or of a projection [D, N H] (together)."""
 
@@ -242,19 +241,17 @@ class Training:
     batch: Annotated[int, tyro.conf.arg(aliases=["--batch"])] = 16
     """Global batch: sequences per step over all devices."""
     batch_ramp: tuple[str, ...] = ()
-    """Smaller batches to begin with, each STEPS=SEQUENCES: with `100=64 200=128` the first 100 steps have 64 sequences,
-    the next 200 have 128, and all others `batch`. Each size is compiled, and has to divide like `batch`."""
+    """Smaller batches to begin with, each STEPS=SEQUENCES (`100=64 200=128`). Each size is compiled, and has to divide
+    like `batch`."""
     seq: Annotated[int, tyro.conf.arg(aliases=["--seq"])] = 128
     """Tokens per sequence T."""
     microbatches: int = 1
-    """Gradient accumulation: parts of the batch computed one after another; with `stage` they follow each other
-    through the pipeline."""
+    """Gradient accumulation: parts of the batch computed one after another, with `stage` through the pipeline."""
     pipeline_schedule: str = "auto"
     """Pipeline schedule: 1f1b, interleaved, zbv, gpipe, zero_bubble, circular, or module:attribute of a
-    `PipelineSchedule`. `auto` takes the one of the first three with the shortest predicted step that fits, and 1f1b
-    where the chip is unknown."""
+    `PipelineSchedule`. `auto` takes the fastest predicted of the first three, 1f1b where the chip is unknown."""
     virtual_stages: int = 2
-    """Virtual stages: chunks of layers on each stage, for schedules that use them (interleaved, circular)."""
+    """Chunks of layers on each stage, for schedules that use them (interleaved, circular)."""
     seed: Annotated[int, tyro.conf.arg(aliases=["--seed"])] = 0
     """Seed of initial values, data order and dropout; the same numbers on any mesh."""
     param_dtype: Precision = "float32"
@@ -281,8 +278,7 @@ class Training:
     backward pass recomputes the stage's layers (input), or what `remat` saves of every layer (layers). `auto` takes
     what has the shortest predicted step that fits, and input where the chip is unknown."""
     saved_layers: int = 0
-    """Layers, from the first, that save the outputs of all projections; the others follow `remat`. With `remat auto` it
-    is as many as fit. Not with pipeline stages."""
+    """First layers that save all projections; the others follow `remat`, whose `auto` fills the memory. No stages."""
     context_strategy: ContextStrategy = "ring"
     """Attention over a sequence sharded over `context`: pass key/value blocks around a ring (ring), gather them
     (all_gather), exchange heads for positions (ulysses), or a ring of Ulysses groups (usp)."""
@@ -348,8 +344,8 @@ class Data:
     prompt: str = "\n"
     """Prompt of the text sampled at the end of a run."""
     sample: int | None = None
-    """Tokens sampled at the end of a run, at most up to the length of a training sequence; 0 samples none. By default
-    200 from a model of at most 100 million parameters, and none from a larger one."""
+    """Tokens sampled at the end of a run, up to the length of a sequence. By default 200 from a model of at most 100
+    million parameters, and none from a larger one."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", tuple(name_of(path) for path in self.paths))
@@ -393,8 +389,7 @@ class Run:
     optimizer: Optimizer = Optimizer()
     data: Data = Data()
     reporters: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--report"])] = ()
-    """Destinations of the metrics besides console and metrics.jsonl: tensorboard, or module:attribute of a function
-    `(out: Path, run: Run) -> Reporter`."""
+    """Metrics besides console and metrics.jsonl: tensorboard, or module:attribute of `(Path, Run) -> Reporter`."""
     init_from: str | None = None
     """Weights to start from, at step 0: hf:PATH of a Hugging Face folder, or a run's output folder; None draws them."""
     name: str = "run"

@@ -14,7 +14,8 @@ from tiny_runs import MODELS, VOCAB, by_layers, device_run_of, keep, place_param
 from meshwright.config import Model
 from meshwright.data.batch import Batch
 from meshwright.generation.decoder import Bucket, Decoder
-from meshwright.generation.weights import WeightsLayout, lay_out
+from meshwright.generation.weight_sizes import WeightsLayout
+from meshwright.generation.weights import lay_out
 from meshwright.models.blocks.dropout import no_dropout
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.step.device_run import BATCH_SPEC, DeviceRun, param_specs

@@ -16,7 +16,7 @@ _RECIPE_VERBS = {
 _OTHER_VERBS = {
     "evaluate": "EvaluateOptions", "tokenize": "TokenizeOptions", "convert": "ConvertOptions", "bench": "BenchOptions",
 }  # fmt: skip
-_EXAMPLES = ("nanogpt-cpu", "tiny", "tiny-moe")
+_EXAMPLES = ("gemma3-270m", "nanogpt-cpu", "tiny", "tiny-moe")
 """A recipe of every built-in model family, whose options are completed."""
 
 

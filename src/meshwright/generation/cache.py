@@ -4,6 +4,9 @@ Slots are positions of a batch that is padded on the left: every sequence ends a
 slot for the whole batch. The cache is sharded over batch, key/value heads (`tensor`) and slots (`context`). Slot s lies
 on device s mod n of the n devices of `context`: a prompt fills all of them evenly, and so does what follows it.
 
+Slots come before heads and sequences in memory: what a step writes is one block. With sequences first, XLA:TPU copies
+the whole cache into that order at the beginning of the decode loop and back at its end, into a second cache.
+
 Attention visits the filled slots block by block with a running maximum and sum (Milakov and Gimelshein 2018,
 arXiv:1805.02867), so its work follows the tokens there are and not the slots there is room for; a sliding window starts
 at its first block. Devices of `context` combine their parts by log-sum-exp.
@@ -32,18 +35,18 @@ SLOT_MULTIPLE = 128
 _BLOCK = 1024
 """Most slots of a block of attention on one device."""
 _HIDDEN = -1e30
-_PLACEMENT: Placement = ((), BATCH_AXES, ("tensor",), CONTEXT, ())
+_PLACEMENT: Placement = ((), CONTEXT, ("tensor",), BATCH_AXES, ())
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "k_scale", "v_scale"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class KeyValues:
-    """Cached keys and values of a stack of layers, [L, B, K, S, H] each."""
+    """Cached keys and values of a stack of layers, [L, S, K, B, H] each."""
 
     k: Any
     v: Any
     k_scale: Any = None
-    """float32 [L, B, K, S, 1] of an int8 cache: the key is `k * k_scale`; None where the cache is not quantised."""
+    """float32 [L, S, K, B, 1] of an int8 cache: the key is `k * k_scale`; None where the cache is not quantised."""
     v_scale: Any = None
 
 
@@ -76,7 +79,7 @@ class CachePlan:
         for stack, layers in self.spec.stacks.items():
             attention = next(layer.attention for layer in self.spec.layers if layer.stack == stack)
             assert attention is not None
-            values = (layers, self.batch, attention.kv_heads, self.slots, attention.head_size)
+            values = (layers, self.slots, attention.kv_heads, self.batch, attention.head_size)
             leaf = jax.ShapeDtypeStruct(values, jnp.dtype(self.dtype))
             scale = jax.ShapeDtypeStruct((*values[:-1], 1), jnp.float32) if self.dtype == "int8" else None
             stacks[stack] = KeyValues(leaf, leaf, scale, scale)
@@ -84,7 +87,7 @@ class CachePlan:
 
     @property
     def placement(self) -> Placement:
-        """Mesh axes of each dimension [L, B, K, S, H]."""
+        """Mesh axes of each dimension [L, S, K, B, H]."""
         degrees = self.shape.degrees()
         return tuple(tuple(axis for axis in axes if degrees[axis] > 1) for axes in _PLACEMENT)
 
@@ -169,16 +172,16 @@ def write(cache: KeyValues, row: Any, slots: Slots, k_BTKH: jax.Array, v_BTKH: j
     start = slots.slot // devices
 
     def place(array: jax.Array, new_BTKH: jax.Array) -> jax.Array:
-        new_BKTH = new_BTKH.swapaxes(1, 2).astype(array.dtype)
-        where = (row, 0, 0, start, 0)
+        new_TKBH = new_BTKH.transpose(1, 2, 0, 3).astype(array.dtype)
+        where = (row, start, 0, 0, 0)
         if slots.tokens > 1:
-            B, K, T, H = new_BKTH.shape
-            mine = lax.dynamic_index_in_dim(new_BKTH.reshape(B, K, T // devices, devices, H), here, 3, keepdims=False)
+            T, K, B, H = new_TKBH.shape
+            mine = lax.dynamic_index_in_dim(new_TKBH.reshape(T // devices, devices, K, B, H), here, 1, keepdims=False)
             return lax.dynamic_update_slice(array, mine[None], where)
         if devices > 1:
-            old = lax.dynamic_slice(array, where, (1, *new_BKTH.shape))[0]
-            new_BKTH = jnp.where(slots.slot % devices == here, new_BKTH, old)
-        return lax.dynamic_update_slice(array, new_BKTH[None], where)
+            old = lax.dynamic_slice(array, where, (1, *new_TKBH.shape))[0]
+            new_TKBH = jnp.where(slots.slot % devices == here, new_TKBH, old)
+        return lax.dynamic_update_slice(array, new_TKBH[None], where)
 
     if cache.k_scale is None:
         return KeyValues(place(cache.k, k_BTKH), place(cache.v, v_BTKH))
@@ -201,41 +204,40 @@ def attend(
     Both are float32. A query that sees none of the slots gets zeros, and a log-sum-exp near -1e30.
     """
     B, T, N, H = q_BTNH.shape
-    K, local = cache.k.shape[2:4]
+    local, K = cache.k.shape[1:3]
     G, block, devices = N // K, math.gcd(local, _BLOCK), lax.axis_size(CONTEXT)
-    q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
+    # All queries of a key/value head are one dimension, [G, T].
+    q_KBGH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H).transpose(2, 0, 3, 1, 4).reshape(K, B, G * T, H)
     at_T = slots.slot + jnp.arange(T)
 
     def visit(number: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         highest, total, out = sums
-        k_BKSH, k_scale = _block(cache.k, cache.k_scale, row, number, block)
-        v_BKSH, v_scale = _block(cache.v, cache.v_scale, row, number, block)
-        scores = jnp.einsum(
-            "bkgh,bksh->bkgs", q_BKGTH, k_BKSH.astype(q_BKGTH.dtype), preferred_element_type=jnp.float32
-        )
+        k_SKBH, k_scale = _block(cache.k, cache.k_scale, row, number, block)
+        v_SKBH, v_scale = _block(cache.v, cache.v_scale, row, number, block)
+        scores = jnp.einsum("kbgh,skbh->kbgs", q_KBGH, k_SKBH.astype(q_KBGH.dtype), preferred_element_type=jnp.float32)
         if k_scale is not None:
-            scores *= k_scale.swapaxes(-1, -2)
+            scores *= k_scale
         key_S = (number * block + jnp.arange(block)) * devices + axis_index(CONTEXT)
         distance_TS = at_T[:, None] - key_S[None]
         seen_TS = distance_TS >= 0 if window is None else (distance_TS >= 0) & (distance_TS < window)
         seen_BTS = seen_TS[None] & (key_S[None, None] >= slots.first_B[:, None, None])
-        seen = jnp.broadcast_to(seen_BTS[:, None, None], (B, 1, G, T, block)).reshape(B, 1, G * T, block)
+        seen = jnp.broadcast_to(seen_BTS[:, None], (B, G, T, block)).reshape(1, B, G * T, block)
         now = jnp.maximum(highest, jnp.where(seen, scores, _HIDDEN).max(-1))
         weights = jnp.where(seen, jnp.exp(scores - now[..., None]), 0.0)
         old = jnp.exp(highest - now)
         total = total * old + weights.sum(-1)
         if v_scale is not None:
-            weights *= v_scale.swapaxes(-1, -2)
+            weights *= v_scale
         part = jnp.einsum(
-            "bkgs,bksh->bkgh", weights.astype(q_BKGTH.dtype), v_BKSH.astype(q_BKGTH.dtype),
+            "kbgs,skbh->kbgh", weights.astype(q_KBGH.dtype), v_SKBH.astype(q_KBGH.dtype),
             preferred_element_type=jnp.float32,
         )  # fmt: skip
         return now, total, out * old[..., None] + part
 
     sums = (
-        jnp.full((B, K, G * T), _HIDDEN, jnp.float32),
-        jnp.zeros((B, K, G * T), jnp.float32),
-        jnp.zeros((B, K, G * T, H), jnp.float32),
+        jnp.full((K, B, G * T), _HIDDEN, jnp.float32),
+        jnp.zeros((K, B, G * T), jnp.float32),
+        jnp.zeros((K, B, G * T, H), jnp.float32),
     )
     if block == local:
         highest, total, out = visit(0, sums)
@@ -246,17 +248,16 @@ def attend(
         )
     out /= jnp.maximum(total, 1e-30)[..., None]
     lse = highest + jnp.log(jnp.maximum(total, 1e-30))
-    back = out.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
-    return back, lse.reshape(B, K, G, T).transpose(0, 3, 1, 2).reshape(B, T, N)
+    back = out.reshape(K, B, G, T, H).transpose(1, 3, 0, 2, 4).reshape(B, T, N, H)
+    return back, lse.reshape(K, B, G, T).transpose(1, 3, 0, 2).reshape(B, T, N)
 
 
 def _block(
     array: jax.Array, scale: jax.Array | None, row: Any, number: Any, block: int
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns block `number` of a layer's slots [B, K, S, H], and its scales [B, K, S, 1]."""
+    """Returns block `number` of a layer's slots [S, K, B, H], and its scales [K, B, 1, S]."""
 
     def part(x: jax.Array) -> jax.Array:
-        _, B, K, _, H = x.shape
-        return lax.dynamic_slice(x, (row, 0, 0, number * block, 0), (1, B, K, block, H))[0]
+        return lax.dynamic_slice(x, (row, number * block, 0, 0, 0), (1, block, *x.shape[2:]))[0]
 
-    return part(array), None if scale is None else part(scale)
+    return part(array), None if scale is None else part(scale).transpose(1, 2, 3, 0)

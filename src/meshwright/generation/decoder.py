@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.comm.collectives import all_gather, axis_index, local_shard
 from meshwright.errors import ConfigError
@@ -113,9 +113,6 @@ class Decoder:
         self.specs = DecodeState(
             jax.tree.map(lambda _: to_spec(self.plan.placement), self.plan.abstract), _ROWS, _ROWS, _ROWS, _ROWS, _ALL
         )
-        self._empty = _build_empty(self.plan, device_run.mesh)
-        # Every process reads whole arrays.
-        self._read = jax.jit(lambda *arrays: arrays, out_shardings=NamedSharding(device_run.mesh, _ALL))
         self.no_stops = _stop_array(())
         self.end = 0
         self.scores: Any = None  # program of scoring.py, where texts are scored
@@ -128,9 +125,23 @@ class Decoder:
     def _decode(self) -> Any:
         return self.compiled(self._decode_tokens, self.specs)
 
+    @functools.cached_property
+    def _empty(self) -> Any:
+        """Function that creates the empty cache in its sharding."""
+        plan, where = self.plan, self.plan.shardings(self.device_run.mesh)
+        zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), plan.abstract), out_shardings=where)
+        return zeros.lower().compile()
+
+    @functools.cached_property
+    def _read(self) -> Any:
+        """Function that copies tokens, log-probabilities, done and slot whole to every device and process."""
+        state, everywhere = self._abstract, NamedSharding(self.device_run.mesh, _ALL)
+        read = jax.jit(lambda *arrays: arrays, out_shardings=everywhere)
+        return read.lower(state.tokens, state.logprobs, state.done, state.slot).compile()
+
     def compile(self) -> "Decoder":
-        """Compiles prefill and decode, which otherwise happens when they are first called."""
-        _ = self._prefill, self._decode
+        """Compiles everything, which otherwise happens when it is first called."""
+        _ = self._prefill, self._decode, self._empty, self._read
         return self
 
     def start(self, prompts: Sequence[np.ndarray]) -> DecodeState:
@@ -177,16 +188,25 @@ class Decoder:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the cache on one device, by the compiler: the donated arguments without the rest of the state."""
+        """Bytes of the cache on one device, by the compiler of the decode program."""
+        return self.cache_bytes_of(self.memory)
+
+    def cache_bytes_of(self, memory: Any) -> int:
+        """Returns the bytes of the cache in a program's memory figures: its donated state, less what is not cache."""
         rest = self._abstract_rest()
         rows = self.device_run.shape.over(BATCH_AXES)
         others = sum(math.prod(x.shape) // (rows if x.ndim else 1) * x.dtype.itemsize for x in jax.tree.leaves(rest))
-        return int(self.memory.alias_size_in_bytes) - others
+        return int(memory.alias_size_in_bytes) - others
 
     @property
     def memory(self) -> Any:
         """The compiler's memory figures of the decode program: arguments, donated arguments, temporaries."""
         return self._decode.memory_analysis()
+
+    @property
+    def prefill_memory(self) -> Any:
+        """The compiler's memory figures of a prefill step."""
+        return self._prefill.memory_analysis()
 
     def compiled(self, f: Callable[..., Any], out_specs: Any) -> Any:
         """Compiles `(params, state, settings, stops, integer) -> results` as a `shard_map`; the state is donated."""
@@ -198,16 +218,21 @@ class Decoder:
             out_specs=out_specs,
             check_vma=False,
         )
-        abstract = jax.tree.map(
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights.params)
+        settings, stops = Sampling().settings(), _stop_array(())
+        with matmuls_of(self.device_run.run.training.compute_dtype):
+            lowered = jax.jit(mapped, donate_argnums=(1,)).lower(params, self._abstract, settings, stops, np.int32(0))
+        return lowered.compile(compiler_options=self.device_run.compiler_options() or None)
+
+    @functools.cached_property
+    def _abstract(self) -> DecodeState:
+        """The state as shapes with their shardings."""
+        mesh = self.device_run.mesh
+        return jax.tree.map(
             lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
             dataclasses.replace(self._abstract_rest(), cache=self.plan.abstract),
             self.specs,
         )
-        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights.params)
-        settings, stops = Sampling().settings(), _stop_array(())
-        with matmuls_of(self.device_run.run.training.compute_dtype):
-            lowered = jax.jit(mapped, donate_argnums=(1,)).lower(params, abstract, settings, stops, np.int32(0))
-        return lowered.compile(compiler_options=self.device_run.compiler_options() or None)
 
     def _abstract_rest(self) -> DecodeState:
         """Shapes of the state without its cache."""
@@ -348,9 +373,3 @@ def _stop_array(stops: Sequence[int]) -> np.ndarray:
     if len(stops) > MAX_STOPS:
         raise ConfigError(f"{len(stops)} stop tokens", f"there is room for {MAX_STOPS}", "fewer")
     return np.array([*stops, *[NO_TOKEN] * (MAX_STOPS - len(stops))], np.int32)
-
-
-def _build_empty(plan: CachePlan, mesh: Mesh) -> Callable[[], dict[str, KeyValues]]:
-    """Returns the compiled function that creates the empty cache in its sharding."""
-    shardings = plan.shardings(mesh)
-    return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), plan.abstract), out_shardings=shardings)

@@ -11,7 +11,8 @@ from meshwright.errors import ConfigError
 from meshwright.generation.decoder import Bucket, Decoder, DecodeState, bucket_for, check_decodable
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.source import OpenedModel
-from meshwright.generation.weights import LaidOut, WeightsLayout, lay_out, weight_bytes
+from meshwright.generation.weight_sizes import WeightsLayout, weight_bytes
+from meshwright.generation.weights import LaidOut, lay_out
 from meshwright.step.device_run import DeviceRun
 
 OnText = Callable[[int, str], None]
@@ -219,7 +220,7 @@ class Generator:
             first_token_seconds=seconds[1],
             decode_seconds=seconds[2],
             weights=self.layout,
-            weight_bytes=weight_bytes(self.device_run, self.layout),
+            weight_bytes=weight_bytes(self.device_run.placed, self.layout),
             cache_bytes=decoder.cache_bytes,
             planned_cache_bytes=decoder.plan.bytes_per_device,
             temporary_bytes=int(decoder.memory.temp_size_in_bytes),
@@ -274,8 +275,8 @@ def _choose_layout(device_run: DeviceRun, asked: str) -> WeightsLayout:
     if asked != "auto":
         return asked  # type: ignore[return-value]
     device = device_run.mesh.local_devices[0]
-    needed = weight_bytes(device_run, "gathered")
+    needed = weight_bytes(device_run.placed, "gathered")
     if device.platform == "cpu":
         return "gathered" if needed <= _SIMULATED_BYTES else "sharded"
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
-    return "gathered" if needed + weight_bytes(device_run, "sharded") <= _FITS * limit else "sharded"
+    return "gathered" if needed + weight_bytes(device_run.placed, "sharded") <= _FITS * limit else "sharded"

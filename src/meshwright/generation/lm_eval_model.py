@@ -89,10 +89,9 @@ class MeshwrightLM(TemplateLM):
             room = self.longest - tokens
             prompts = {n: self.tok_encode(requests[n].args[0])[-room:] for n in members}
             for batch in _batches(members, self.batch, lambda n: len(prompts[n])):  # noqa: B023 - used at once
-                found = self.generator.generate(
-                    [prompts[n] for n in batch], max_tokens=tokens, sampling=sampling, stop=stop
-                )
-                for n, text in zip(batch, found.texts, strict=True):
+                given = [prompts[n] for n in batch]
+                texts = self.generator.generate(given, max_tokens=tokens, sampling=sampling, stop=stop).texts
+                for n, text in zip(batch, texts, strict=True):
                     answers[n] = text
         return answers
 

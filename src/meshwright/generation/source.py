@@ -16,11 +16,11 @@ from meshwright.data.chat import ChatTemplate, read_chat_template
 from meshwright.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_from_json
 from meshwright.data.tokens import load_corpus
 from meshwright.errors import ConfigError
+from meshwright.generation.weight_sizes import run_for_decoding
 from meshwright.hardware.mesh import build_mesh, default_cache_folder, default_mesh_shape
 from meshwright.hugging_face.hub import find_folder, is_hugging_face
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run_file import run_in_folder
-from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.params import Tree, init_params
 from meshwright.step.device_run import DeviceRun, place_on_devices
 
@@ -118,25 +118,8 @@ def _random(name: str, mesh: MeshShape | None, devices: int | None) -> OpenedMod
 
 
 def place_for_decoding(run: Run, mesh: MeshShape | None, devices: int | None) -> DeviceRun:
-    """Places a run on devices to decode with: its batch, sequence length and kernels are those of training.
-
-    Raises ConfigError where the model does not fit the mesh.
-    """
+    """Places a run on devices to decode with. Raises ConfigError where the model does not fit the mesh."""
     available = jax.devices()[:devices]
-    shape = mesh or run.mesh or default_mesh_shape(len(available))
-    multiple = (2 if shape.context > 1 else 1) * shape.context * shape.tensor
-    longest = run.model.spec().max_seq
-    training = dataclasses.replace(
-        run.training,
-        batch=shape.over(BATCH_AXES),
-        microbatches=1,
-        seq=multiple if longest is None else max(multiple, longest // multiple * multiple),
-        remat="full",
-        saved_layers=0,
-        stage_saves="input",
-        context_strategy="all_gather",
-        attention_kernel="blocked",
-        tensor_strategy="gather",
-        gather_ahead="none",
-    )
-    return place_on_devices(dataclasses.replace(run, mesh=shape, training=training), build_mesh(shape, available))
+    run = run_for_decoding(run, mesh or run.mesh or default_mesh_shape(len(available)))
+    assert run.mesh is not None
+    return place_on_devices(run, build_mesh(run.mesh, available))

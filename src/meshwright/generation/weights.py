@@ -7,21 +7,17 @@ dtype, and stay so.
 
 import dataclasses
 import functools
-import math
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.comm.collectives import all_reduce_max
-from meshwright.sharding.params import LOW_PRECISION_ROLES, Param, Tree, tree_map
-from meshwright.sharding.placement import Placements, local_shape, to_spec
+from meshwright.generation.weight_sizes import WeightsLayout, is_int8
+from meshwright.sharding.params import Param, Tree, tree_map
+from meshwright.sharding.placement import Placements, to_spec
 from meshwright.step.device_run import DeviceRun, param_specs
-
-WeightsLayout = Literal["gathered", "sharded", "int8"]
-"""`sharded` keeps the layout and dtype of training and gathers each layer for each token; `gathered` gathers all of
-them once, in the compute dtype; `int8` does so too, with the matmul weights of dense layers in int8."""
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=[])
@@ -55,11 +51,6 @@ class LaidOut:
     """`PartitionSpec` of every array."""
     gather: Any
     """`(params, path) -> weights` inside a `shard_map`, for `ForwardContext.gather_params`."""
-
-
-def is_int8(p: Param) -> bool:
-    """Returns whether the layout `int8` quantises a parameter: matmul weights of layers, those of experts excepted."""
-    return p.role in LOW_PRECISION_ROLES and "E" not in p.dims and "L" in p.dims
 
 
 def lay_out(device_run: DeviceRun, params: Tree, layout: WeightsLayout) -> LaidOut:
@@ -118,18 +109,20 @@ def _quantise(p: Param, w: jax.Array, where: Placements) -> Any:
     return Int8Weight(jnp.round(w / scale).astype(jnp.int8), scale.reshape(w.shape[0], *w.shape[1 + p.contract :]))
 
 
-def weight_bytes(device_run: DeviceRun, layout: WeightsLayout) -> int:
-    """Returns the bytes of the weights on one device in a layout."""
-    training, total = device_run.run.training, 0
-    for _, p, where in device_run.placed.leaves:
-        if layout == "sharded":
-            size = jnp.dtype(training.param_dtype).itemsize
-            total += math.prod(local_shape(p.shape, where.at_rest, device_run.shape)) * size
-            continue
-        shape = local_shape(p.shape, where.in_use, device_run.shape)
-        if layout == "int8" and is_int8(p):
-            total += math.prod(shape) + 4 * shape[0] * math.prod(shape[1 + p.contract :])
-        else:
-            kept = "float32" if p.precision == "float32" else training.compute_dtype
-            total += math.prod(shape) * jnp.dtype(kept).itemsize
-    return total
+def abstract_layout(device_run: DeviceRun, layout: WeightsLayout) -> LaidOut:
+    """Returns a layout with `ShapeDtypeStruct`s in the place of arrays, to compile for hardware that is not here."""
+    if layout == "sharded":
+        specs = param_specs(device_run.placements, "at_rest")
+        return LaidOut(device_run.abstract.params, specs, device_run.local_model.gather_params)
+    specs, compute = _specs(device_run, layout), device_run.run.training.compute_dtype
+
+    def array(shape: tuple[int, ...], dtype: Any, spec: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(device_run.mesh, spec))
+
+    def weight(p: Param, spec: Any) -> Any:
+        if isinstance(spec, Int8Weight):
+            scale = array((p.shape[0], *p.shape[1 + p.contract :]), jnp.float32, spec.scale)
+            return Int8Weight(array(p.shape, jnp.int8, spec.values), scale)
+        return array(p.shape, "float32" if p.precision == "float32" else compute, spec)
+
+    return LaidOut(tree_map(weight, device_run.params, specs), specs, lambda params, path: params)

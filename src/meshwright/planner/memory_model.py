@@ -98,6 +98,8 @@ def memory_by_category(placed: PlacedRun, work: Work, in_flight: float, ahead: b
     activations = part * (1 + parts_kept)
     if shape.stage > 1:
         activations += in_flight * work.tokens / shape.tensor * work.width * compute
+    if training.param_dtype == training.compute_dtype:
+        all_layers -= _whole_elements(placed)  # used where they lie
     all_layers *= (1 + parts_kept) / placed.virtual_stages
     weights = compute * all_layers if everything_kept else 0.0
     result = {
@@ -147,6 +149,16 @@ def _gathered_elements(placed: PlacedRun) -> tuple[float, float]:
             stack = path.partition(".")[0]
             one_layer[stack] = one_layer.get(stack, 0.0) + gathered / p.logical_shape[0] * shape.stage
     return max(one_layer.values(), default=0.0), all_layers
+
+
+@cached_by_layout
+def _whole_elements(placed: PlacedRun) -> float:
+    """Elements on a device of the layers' parameters that are not gathered before use."""
+    return sum(
+        math.prod(p.shape) / placed.shape.over(axes_of(where.in_use))
+        for _, p, where in placed.leaves
+        if "L" in p.dims and where.at_rest == where.in_use
+    )
 
 
 @cached_by_layout

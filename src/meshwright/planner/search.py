@@ -163,9 +163,15 @@ def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> Sea
     # Meshes without a pipeline first: they are far fewer, and their best time prunes the others.
     candidates = dict.fromkeys([*candidate_meshes(run, target), *include])
     for shape in sorted(candidates, key=lambda shape: (shape.stage, shape.tensor * shape.context)):
+        without_bubble: dict[tuple[int, str], float] = {}
         for scheduled in candidate_schedules(run, shape):
+            # More virtual stages make the bubble smaller, and nothing else.
+            schedule = (scheduled.training.microbatches, scheduled.training.pipeline_schedule)
+            if shape not in include and without_bubble.get(schedule, 0.0) > fastest:
+                continue
             limit = math.inf if shape in include else fastest * _SLOWER
             found = _best_of_mesh(scheduled, target, refused, limit)
+            without_bubble[schedule] = found.without_bubble
             priced += found.priced
             if found.best is not None:
                 plans.append(found.best)
@@ -187,6 +193,8 @@ class _MeshSearch:
     smallest: Plan | None = None
     """Plan that needs least memory of those that do not fit."""
     priced: int = 0
+    without_bubble: float = math.inf
+    """Shortest step of any plan, whether it fits or not, less its pipeline bubble."""
 
     @property
     def seconds(self) -> float:
@@ -215,6 +223,7 @@ class _MeshSearch:
     def _add(self, placed: PlacedRun) -> Plan:
         plan = price_placed(placed, self.target)
         self.priced += 1
+        self.without_bubble = min(self.without_bubble, plan.estimate.seconds - plan.estimate.parts["bubble"])
         if plan.estimate.fits:
             self._take(plan)
         elif self.smallest is None or plan.estimate.bytes < self.smallest.estimate.bytes:

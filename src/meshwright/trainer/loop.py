@@ -2,10 +2,11 @@
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import jax
 import numpy as np
@@ -19,14 +20,13 @@ from meshwright.data.tokens import Corpus, load_corpus
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape, enable_compilation_cache
 from meshwright.models.model import Metrics
-from meshwright.report import Reporter
+from meshwright.report import Reporter, Values
 from meshwright.report.files import JsonLines
 from meshwright.runs.run_file import write_run
 from meshwright.sharding.params import count_params
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.state import State
 from meshwright.step.train_step import CompiledTrainStep, build_eval_step
-from meshwright.trainer.evidence import Evidence
 from meshwright.trainer.meter import Meter
 from meshwright.trainer.preemption import Preemption
 
@@ -249,15 +249,15 @@ class _Loop:
             state, metrics = compiled[size](state, batch)
             step += 1
             # While this step runs, the metrics of the previous one are read: the device never waits for the host.
-            self.meter.read(Evidence(self.out, device_run, state, previous))
+            self.meter.read(functools.partial(self._not_finite, state, previous))
             self.meter.push(step, metrics)
             if training.eval_every and step % training.eval_every == 0 and step < training.steps:
                 self._evaluate(step, state, eval_step)
             if training.save_every and step % training.save_every == 0 and step < training.steps:
-                self.meter.read(Evidence(self.out, device_run, state, batch))
+                self.meter.read(functools.partial(self._not_finite, state, batch))
                 self._save(step, state)
                 saved = step
-        self.meter.read(Evidence(self.out, device_run, state, batch))
+        self.meter.read(functools.partial(self._not_finite, state, batch))
         if step > saved:
             self.checkpoints.save(state, device_run, step=step, cursor=self._samples_read(step))
         sample = ""
@@ -307,6 +307,11 @@ class _Loop:
         began = time.perf_counter()
         self.checkpoints.save(state, self.prepared.device_run, step=step, cursor=self._samples_read(step))
         self.save_seconds += time.perf_counter() - began
+
+    def _not_finite(self, state: State, batch: Batch | None, step: int, values: Values) -> NoReturn:
+        from meshwright.trainer.evidence import Evidence  # loaded for a run that fails
+
+        Evidence(self.out, self.prepared.device_run, state, batch).save(step, values)
 
     def _evaluate(self, step: int, state: State, eval_step: Callable[[Any, Batch], Metrics]) -> None:
         if self.prepared.held_out:

@@ -2,6 +2,8 @@
 
 import collections
 import time
+from collections.abc import Callable
+from typing import NoReturn
 
 import jax
 import numpy as np
@@ -12,7 +14,6 @@ from meshwright.models.flops import mfu, training_flops_per_token
 from meshwright.models.model import Metrics
 from meshwright.report import Reporter, Values
 from meshwright.step.device_run import DeviceRun
-from meshwright.trainer.evidence import Evidence
 
 
 class Meter:
@@ -55,8 +56,8 @@ class Meter:
         for reporter in self._reporters:
             reporter.write(step, values)
 
-    def read(self, evidence: Evidence) -> None:
-        """Waits for the pending step and reports it; saves `evidence` where its loss or gradient is not finite."""
+    def read(self, not_finite: Callable[[int, Values], NoReturn]) -> None:
+        """Waits for the pending step and reports it; calls `not_finite` where its loss or gradient is not finite."""
         if self._pending is None:
             return
         step, metrics = self._pending
@@ -79,7 +80,7 @@ class Meter:
         if not finite or step % self._every == 0:
             self.report(step, values)
         if not finite:
-            evidence.save(step, values)
+            not_finite(step, values)
 
 
 def _peak_flops(mesh: Mesh) -> float | None:
