@@ -6,7 +6,7 @@ import jax
 import optax
 
 from meshwright.config import Optimizer
-from meshwright.sharding.params import Tree, tree_map
+from meshwright.sharding.params import Tree, is_param, named_leaves
 from meshwright.step.optimizers import decays
 
 
@@ -17,9 +17,15 @@ def adafactor(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.Gradien
     the numbers are those of `optax.adafactor` applied to the layers one by one.
     """
     one = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
-    # Stacks of as many layers are mapped together.
-    labels = tree_map(lambda p: p.shape[0] if "L" in p.dims else 0, params)
-    by_layer = {label: _by_layer(one) if label else one for label in set(jax.tree.leaves(labels))}
+    # One label for each stack, the same on every mesh: checkpoints know the state by it.
+    labels = jax.tree.unflatten(
+        jax.tree.structure(params, is_leaf=is_param),
+        [
+            f"{path.partition('.')[0]}-{p.logical_shape[0]}" if "L" in p.dims else "tables"
+            for path, p in named_leaves(params).items()
+        ],
+    )
+    by_layer = {label: one if label == "tables" else _by_layer(one) for label in jax.tree.leaves(labels)}
     return optax.chain(
         optax.partition(by_layer, labels),
         optax.add_decayed_weights(o.weight_decay, mask=decays(params)),
