@@ -110,9 +110,8 @@ class Checkpoints:
         manifest = self.manifest(step)
         expected = _named_tensors(device_run.abstract)
         if "step" not in manifest.tensors:
-            truth = "it has weights alone, and no optimizer state: they were converted"
-            fix = f"--init-from {self.folder.parent} and another --out, which starts at step 0"
-            raise CheckpointError(f"resuming from {self.folder}", truth, fix)
+            damage = "it has weights alone, and no optimizer state: --init-from starts a run from them"
+            raise self._damaged(manifest.step, damage, None)
         abstract = abstract_in_layer_order(expected, device_run.params)
         check_tensors(manifest, abstract, device_run.params)
         check_no_other_tensors(manifest, abstract)
