@@ -64,16 +64,24 @@ class LocalModel:
 
     def context(self, batch: Batch, dropout: Dropout) -> ForwardContext:
         """Returns what every layer needs besides its parameters."""
-        attend = build_attend(self.sequence, batch.segments, self.kernels)
+        attend = self._build_attend(batch.segments)
         local = self._local_positions(batch)
         tokens = Tokens(local.inputs, local.positions)
         pieces: tuple[Attend, ...] = ()
         count = math.gcd(self.attention_pieces, batch.segments.shape[0])
         if count > 1:
             segments = jnp.split(batch.segments, count)
-            pieces = tuple(build_attend(self.sequence, part_BT, self.kernels) for part_BT in segments)
+            pieces = tuple(self._build_attend(part_BT) for part_BT in segments)
         kernels = (attend, self.sequence, self.grouped_matmul)
         return ForwardContext(tokens, self.gather_params, dropout, *kernels, self.tensor_ring, pieces)
+
+    def _build_attend(self, segments_BT: jax.Array) -> Attend:
+        attend = build_attend(self.sequence, segments_BT, self.kernels)
+        if (self.model.spec().kv_heads or math.inf) >= jax.lax.axis_size("tensor"):
+            return attend
+        from meshwright.models.blocks.kv_heads import with_own_kv_head  # most models have more heads than devices
+
+        return with_own_kv_head(attend)
 
     def _local_positions(self, batch: Batch) -> Batch:
         """This device's positions of every sequence."""
@@ -94,15 +102,14 @@ class LocalModel:
         params: the parameters of that virtual stage alone, by stack.
         """
         first, aux = 0, {}
-        functions = self.model.layer_functions(ctx)
+        functions: Mapping[str, Any] = self.model.layer_functions(ctx)
         for stack, count in self.stacks.items():
             rows = self.stages.rows(first, count)
             # Most stacks have no padding rows; the check below then costs nothing in the compiled step.
             without = _drop_padding if self.permutes else _skip_padding
-            given = functions[stack]
-            period = given if isinstance(given, tuple) else (given,)
+            period = functions[stack] if isinstance(functions[stack], tuple) else (functions[stack],)
             if (rows == NO_LAYER).any():
-                period = tuple(without(layer) for layer in period)
+                period = tuple(map(without, period))
             index_L, parts = _local_rows(rows, virtual_stage), list[Aux]()
             for part, remat in self._policies(first, count):
                 chosen, index = (jax.tree.map(operator.itemgetter(part), tree) for tree in (params[stack], index_L))

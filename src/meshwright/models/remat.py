@@ -92,14 +92,9 @@ def gathered_within_reason(training: Training, stages: int, period: int) -> str 
 
 
 def scan_layers(
-    period: tuple[Callable[[jax.Array, Any, jax.Array], tuple[jax.Array, Any]], ...],
-    x: jax.Array,
-    stacked: Any,
-    index_L: Any,
-    *,
-    remat: str,
-    unroll: int,
-) -> tuple[jax.Array, Any]:
+    period: tuple[Callable[..., tuple[jax.Array, Any]], ...], x: jax.Array, stacked: Any, index_L: Any, *,
+    remat: str, unroll: int,
+) -> tuple[jax.Array, Any]:  # fmt: skip
     """Scans `layer(x, params, index) -> (x, aux)` over stacked layers; returns x and the stacked aux, [L, ...].
 
     period: layer functions that repeat; most models have one.  stacked: the layers' parameters, with a leading

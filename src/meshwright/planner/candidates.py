@@ -127,7 +127,7 @@ def _virtual_stages(schedule: str, stages: int, layers: int) -> list[int]:
 def _context_strategy(run: Run, shape: MeshShape) -> ContextStrategy:
     """Returns the context strategy of a mesh: Ulysses where the heads divide, else a ring."""
     kv_heads = run.model.spec().kv_heads
-    if kv_heads is not None and kv_heads // shape.tensor % shape.context == 0:
+    if kv_heads is not None and max(1, kv_heads // shape.tensor) % shape.context == 0:
         return "ulysses"
     return "ring"
 

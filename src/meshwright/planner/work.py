@@ -14,7 +14,7 @@ from meshwright.planner.layout_cache import cached_by_layout, cached_by_layout_a
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import LOW_PRECISION_ROLES, Param
-from meshwright.sharding.placement import local_shape
+from meshwright.sharding.placement import local_shape, replicates_kv_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +185,11 @@ def recomputed_roles(remat: str) -> frozenset[str]:
 
 def _attention_widths(attention: tuple[AttentionSpec, ...], layers: int, tensor: int) -> tuple[float, float, float]:
     """Heads, N H and K H of a device, averaged over all layers."""
-    local = [(a.heads // tensor, max(1, a.kv_heads // tensor), a.head_size) for a in attention]
+
+    def kv_heads(a: AttentionSpec) -> int:
+        return a.kv_heads if replicates_kv_heads(a.kv_heads, tensor) else max(1, a.kv_heads // tensor)
+
+    local = [(a.heads // tensor, kv_heads(a), a.head_size) for a in attention]
     return (
         sum(n for n, _, _ in local) / layers,
         sum(n * h for n, _, h in local) / layers,

@@ -71,7 +71,7 @@ class PlacedRun:
     def sequence(self) -> SequenceSplit:
         """Positions of the sequence on each device of `context`."""
         training, heads = self.run.training, self.spec.kv_heads
-        local_heads = 1 if heads is None else heads // self.shape.tensor
+        local_heads = 1 if heads is None else max(1, heads // self.shape.tensor)
         return split_sequence(training.context_strategy, training.seq, self.shape.context, local_heads)
 
     @property
@@ -122,7 +122,10 @@ def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
     )
     placed = PlacedRun(dataclasses.replace(run, mesh=shape, model=model), params, placements, stages, leaves)
     check_composition(placed.run, uneven=_uneven(stages, model))
-    _check_ulysses(placed)
+    if shape.context > 1 and run.training.context_strategy == "ulysses":
+        from meshwright.runs.ulysses import check_ulysses  # loaded for runs that ask for it
+
+        check_ulysses(placed)
     return placed
 
 
@@ -271,18 +274,3 @@ def check_numbers(run: Run) -> None:
     ):  # fmt: skip
         if not right:
             raise ConfigError(asked, truth, fix)
-
-
-def _check_ulysses(placed: PlacedRun) -> None:
-    """Ulysses exchanges heads for positions: every device needs an even share of the key/value heads."""
-    shape, heads = placed.shape, placed.spec.kv_heads
-    if shape.context == 1 or placed.run.training.context_strategy != "ulysses" or heads is None:
-        return
-    local = heads // shape.tensor
-    if local % shape.context:
-        raise ConfigError(
-            f"--training.context-strategy ulysses on {shape}",
-            f"it gives each device some of the {heads} key/value heads; over tensor={shape.tensor} there are "
-            f"{local} = {local // shape.context} * {shape.context} + {local % shape.context}",
-            f"context of {', '.join(map(str, divisors(local)))}, or --training.context-strategy usp",
-        )

@@ -68,6 +68,10 @@ def place_param(
     axis and arithmetic where a dimension does not divide.
     """
     in_use = tuple(_nontrivial_axes(layout.table.get(letter, ()), mesh) for letter in dims)
+    in_use = tuple(
+        () if letter == "K" and replicates_kv_heads(size, mesh.over(axes)) else axes
+        for letter, size, axes in zip(dims, shape, in_use, strict=True)
+    )
     for letter, size, axes in zip(dims, shape, in_use, strict=True):
         _check_divides(name, dims, in_use, letter, size, axes, mesh)
     _check_axes_once(name, dims, in_use)
@@ -77,6 +81,11 @@ def place_param(
     at_rest = _shard_largest(name, shape, dims, at_rest, _unused(layout.params_over, at_rest, mesh), mesh)
     optimizer = _shard_largest(name, shape, dims, at_rest, _unused(layout.optimizer_over, at_rest, mesh), mesh)
     return Placements(in_use, at_rest, optimizer)
+
+
+def replicates_kv_heads(kv_heads: int, degree: int) -> bool:
+    """Whether every device computes all key/value heads and attends with one: there are fewer heads than devices."""
+    return kv_heads < degree and degree % kv_heads == 0
 
 
 def _elements_per_layer(shape: tuple[int, ...], dims: str) -> int:
