@@ -51,6 +51,7 @@ VERBS = {
     "evaluate": ("meshwright.cli.evaluate", "EvaluateOptions"),
     "generate": ("meshwright.cli.generate", "GenerateOptions"),
     "tokenize": ("meshwright.cli.tokenize", "TokenizeOptions"),
+    "convert": ("meshwright.cli.convert", "ConvertOptions"),
     "show": ("meshwright.cli.show", "ShowOptions"),
     "plan": ("meshwright.cli.plan", "PlanOptions"),
     "prove": ("meshwright.cli.prove", "ProveOptions"),

@@ -18,10 +18,12 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from meshwright.analysis.census import Census, census
+    from meshwright.api.convert import convert
     from meshwright.api.generation import generate, open_generator
     from meshwright.api.layout import show
     from meshwright.api.planning import Proof, plan, prove
     from meshwright.api.training import evaluate, train
+    from meshwright.checkpoint.import_weights import Conversion
     from meshwright.comm import collectives
     from meshwright.config import Data, MeshShape, Model, Optimizer, Run, Training
     from meshwright.errors import (
@@ -31,10 +33,12 @@ if TYPE_CHECKING:
         DataError,
         MeshwrightError,
         TrainingError,
+        WeightsError,
     )
     from meshwright.generation.generator import Decoding
     from meshwright.generation.sampling import Sampling
     from meshwright.hardware.chips import Chip
+    from meshwright.models.families.gemma import Gemma3
     from meshwright.models.families.gpt2 import Gpt2
     from meshwright.models.families.llama import Llama
     from meshwright.models.families.mixtral import Mixtral
@@ -54,8 +58,10 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "Chip": ("hardware.chips", "Chip"),
     "ConfigError": ("errors", "ConfigError"),
     "Data": ("config", "Data"),
+    "Conversion": ("checkpoint.import_weights", "Conversion"),
     "DataError": ("errors", "DataError"),
     "Decoding": ("generation.generator", "Decoding"),
+    "Gemma3": ("models.families.gemma", "Gemma3"),
     "Gpt2": ("models.families.gpt2", "Gpt2"),
     "Layout": ("sharding.placement", "Layout"),
     "Llama": ("models.families.llama", "Llama"),
@@ -72,8 +78,10 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "Summary": ("trainer.loop", "Summary"),
     "Training": ("config", "Training"),
     "TrainingError": ("errors", "TrainingError"),
+    "WeightsError": ("errors", "WeightsError"),
     "census": ("analysis.census", "census"),
     "collectives": ("comm.collectives", ""),
+    "convert": ("api.convert", "convert"),
     "draw": ("views.draw", "draw"),
     "evaluate": ("api.training", "evaluate"),
     "generate": ("api.generation", "generate"),
@@ -96,9 +104,11 @@ __all__ = [
     "CheckpointError",
     "Chip",
     "ConfigError",
+    "Conversion",
     "Data",
     "DataError",
     "Decoding",
+    "Gemma3",
     "Gpt2",
     "Layout",
     "Llama",
@@ -115,9 +125,11 @@ __all__ = [
     "Summary",
     "Training",
     "TrainingError",
+    "WeightsError",
     "__version__",
     "census",
     "collectives",
+    "convert",
     "draw",
     "evaluate",
     "generate",

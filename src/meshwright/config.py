@@ -5,6 +5,7 @@ Nothing here touches a device.
 """
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -14,9 +15,11 @@ from meshwright.plugins import name_of
 from meshwright.words import AXES
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import jax
 
-    from meshwright.models.model import Aux, ForwardContext, Layer, Metrics, ModelSpec
+    from meshwright.models.model import Aux, ForwardContext, Metrics, ModelSpec, Pattern
     from meshwright.sharding.params import GatherParams, Tree
 
 
@@ -72,10 +75,7 @@ class MeshShape:
 
     def over(self, axes: tuple[str, ...]) -> int:
         """Returns the product of the degrees of `axes`."""
-        product = 1
-        for axis in axes:
-            product *= getattr(self, axis)
-        return product
+        return math.prod(getattr(self, axis) for axis in axes)
 
     def __str__(self) -> str:
         def text(axis: str, degree: int) -> str:
@@ -143,8 +143,8 @@ class Model:
         """Returns the hidden states [B, T/tensor, D] before the first layer, on the first stage."""
         raise NotImplementedError
 
-    def layer_functions(self, ctx: "ForwardContext") -> "dict[str, Layer]":
-        """Returns the layer function of each stack of layers, by the stack's name in `params`."""
+    def layer_functions(self, ctx: "ForwardContext") -> "Mapping[str, Pattern]":
+        """Returns the layer function of each stack, or those of its period, by the stack's name in `params`."""
         raise NotImplementedError
 
     def unembed(
@@ -172,6 +172,7 @@ class Model:
 
 Precision = Literal["float32", "bfloat16"]
 ParamRounding = Literal["master", "stochastic"]
+MuonHeads = Literal["each", "together"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,6 +208,11 @@ class Optimizer:
     """Largest global norm of the gradient; 0 disables clipping."""
     moment_dtype: Precision = "float32"
     """Type in which the first moment is stored (momentum for sgd and muon). Adafactor has none."""
+    lr_groups: tuple[str, ...] = ()
+    """Factors on the learning rate, each PATTERN=FACTOR: `embed=0.1`, `blocks.*norm*=2` (paths), `role:router=0.5`. The
+    first pattern that matches a parameter counts; it scales weight decay too."""
+    muon_heads: MuonHeads = "each"
+    """Matrices of attention for Muon: those of every head [D, H] (each), or of a projection [D, N H] (together)."""
 
     def __post_init__(self) -> None:
         _keep_names(self, "name", "lr_schedule")
@@ -235,6 +241,9 @@ class Training:
     """Optimizer steps."""
     batch: Annotated[int, tyro.conf.arg(aliases=["--batch"])] = 16
     """Global batch: sequences per step over all devices."""
+    batch_ramp: tuple[str, ...] = ()
+    """Smaller batches to begin with, each STEPS=SEQUENCES: with `100=64 200=128` the first 100 steps have 64 sequences,
+    the next 200 have 128, and all others `batch`. Each size is compiled, and has to divide like `batch`."""
     seq: Annotated[int, tyro.conf.arg(aliases=["--seq"])] = 128
     """Tokens per sequence T."""
     microbatches: int = 1
@@ -386,6 +395,8 @@ class Run:
     reporters: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--report"])] = ()
     """Destinations of the metrics besides console and metrics.jsonl: tensorboard, or module:attribute of a function
     `(out: Path, run: Run) -> Reporter`."""
+    init_from: str | None = None
+    """Weights to start from, at step 0: hf:PATH of a Hugging Face folder, or a run's output folder; None draws them."""
     name: str = "run"
     """Name of the output folder."""
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from meshwright.data.feed import Feed, Windows, build_stream
+from meshwright.data.ramp import BatchRamp
 from meshwright.data.tokenizers import build_tokenizer
 from meshwright.data.tokens import TokenFile
 from meshwright.models.model import vocab_size
@@ -145,4 +146,6 @@ def random_feed(device_run: DeviceRun, steps: int) -> Feed:
     file = TokenFile(tokens, np.array([count], np.int64), vocab, build_tokenizer("bytes", iter(())), Path())
     stream = build_stream([Windows(file, training.seq, 0, count)], [1.0], training.seed)
     sharding = device_run.batch_sharding
-    return Feed(stream, batch=training.batch, seq=training.seq, cursor=0, steps=steps, sharding=sharding)
+    return Feed(
+        stream, BatchRamp((), training.batch), seq=training.seq, taken=0, cursor=0, steps=steps, sharding=sharding
+    )

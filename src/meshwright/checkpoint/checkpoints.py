@@ -28,6 +28,8 @@ from meshwright.sharding.params import named_leaves
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
 
+_FLOATING = ("float32", "bfloat16")
+
 
 class Checkpoints:
     """Checkpoints in one folder. Close it, or use it in a `with` statement, so that the last one is committed."""
@@ -62,8 +64,11 @@ class Checkpoints:
         cursor: global index of the next training sample. Raises CheckpointError where this save or the one before
         it fails.
         """
-        tensors = to_layer_order(_named_tensors(state), device_run.params)
-        hashes = jax.device_get(fingerprints(tensors))
+        tensors, permuted = to_layer_order(
+            _named_tensors(state), device_run.params, lambda x: fingerprints({"": x})[""]
+        )
+        in_order = {name: x for name, x in tensors.items() if name not in permuted}
+        hashes = jax.device_get(fingerprints(in_order) | permuted)
         records = {
             name: TensorRecord(x.shape, str(x.dtype), (int(hashes[name][0]), int(hashes[name][1])))
             for name, x in tensors.items()
@@ -107,6 +112,10 @@ class Checkpoints:
         """
         manifest = self.manifest(step)
         expected = _named_tensors(device_run.abstract)
+        if "step" not in manifest.tensors:
+            truth = "it has weights alone, and no optimizer state: they were converted"
+            fix = f"--init-from {self.folder.parent} and another --out, which starts at step 0"
+            raise CheckpointError(f"resuming from {self.folder}", truth, fix)
         abstract = abstract_in_layer_order(expected, device_run.params)
         check_tensors(manifest, abstract, device_run.params)
         check_no_other_tensors(manifest, abstract)
@@ -116,13 +125,19 @@ class Checkpoints:
         return State(healthy=healthy, **tree), manifest
 
     def restore_params(self, device_run: DeviceRun, step: int | None = None) -> tuple[Any, Manifest]:
-        """Returns the verified parameters of `step`, or of the last checkpoint, without the optimizer state."""
+        """Returns the verified parameters of `step`, or of the last checkpoint, without the optimizer state.
+
+        A checkpoint of another type is converted after it is verified.
+        """
         manifest = self.manifest(step)
-        expected = {name: x for name, x in _named_tensors(device_run.abstract).items() if name.startswith("params.")}
+        wanted = {name: x for name, x in _named_tensors(device_run.abstract).items() if name.startswith("params.")}
+        types = {name: np.dtype(t.dtype) for name, t in manifest.tensors.items() if t.dtype in _FLOATING}
+        expected = {name: x.update(dtype=types.get(name, x.dtype)) for name, x in wanted.items()}
         abstract = abstract_in_layer_order(expected, device_run.params)
         check_tensors(manifest, abstract, device_run.params)
         tensors = to_row_order(self._read(manifest, abstract), expected, device_run.params)
-        return jax.tree.unflatten(jax.tree.structure(device_run.abstract.params), list(tensors.values())), manifest
+        converted = [x.astype(wanted[name].dtype) for name, x in tensors.items()]
+        return jax.tree.unflatten(jax.tree.structure(device_run.abstract.params), converted), manifest
 
     def set_aside(self, after: int) -> None:
         """Moves checkpoints newer than `after` into the folder `set-aside`, so that training can continue there."""

@@ -18,11 +18,11 @@ from meshwright.trainer.evaluation import evaluate_checkpoint, run_to_evaluate
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    """Compute loss, perplexity and bits per byte of a run's last checkpoint, on its held-out text or on --data; or its
-    results on the benchmarks --tasks."""
+    """Compute loss, perplexity and bits per byte of a run's last checkpoint, or of hf:PATH, on its held-out text or on
+    --data; or its results on the benchmarks --tasks."""
 
-    folder: Annotated[Path, tyro.conf.Positional]
-    """Output folder of a run."""
+    folder: Annotated[str, tyro.conf.Positional]
+    """Output folder of a run, or hf:PATH of a Hugging Face model."""
     data: tuple[str, ...] = ()
     """Other text, all of which is evaluated: what `train --data` takes."""
     tasks: tuple[str, ...] = ()

@@ -25,7 +25,8 @@ from meshwright.generation.sampling import Sampling, Settings, choose_tokens
 from meshwright.generation.weights import LaidOut
 from meshwright.models.blocks.context import CONTEXT
 from meshwright.models.blocks.dropout import no_dropout
-from meshwright.models.model import ForwardContext, Tokens, vocab_size
+from meshwright.models.model import ForwardContext, Layer, Tokens, vocab_size
+from meshwright.models.remat import scan_layers
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import Tree
 from meshwright.sharding.placement import to_spec
@@ -326,17 +327,25 @@ class Decoder:
     ) -> tuple[jax.Array, dict[str, KeyValues]]:
         """Runs all layers; the cache is carried through the loop over them, so that it is written in place."""
         model = self.device_run.local_model
-        x_BTD, functions, first, written = model.model.embed(params, ctx), model.model.layer_functions(ctx), 0, {}
-        for stack, count in model.stacks.items():
+        x_BTD, functions, first = model.model.embed(params, ctx), model.model.layer_functions(ctx), 0
+        written: dict[str, KeyValues] = {}
 
-            def step(carry: Any, inputs: Any, stack: str = stack, first: int = first) -> tuple[Any, None]:
-                (x_BTD, cache), (layer_params, row) = carry, inputs
-                attend.open(cache, row)
-                x_BTD, _ = functions[stack](x_BTD, layer_params, first + row)
+        def cached(layer: Layer, first: int) -> Any:
+            def step(carry: Any, layer_params: Tree, index: jax.Array) -> tuple[Any, Any]:
+                x_BTD, cache = carry
+                attend.open(cache, index - first)
+                x_BTD, _ = layer(x_BTD, layer_params, index)
                 return (x_BTD, attend.close()), None
 
-            rows = jnp.arange(count, dtype=jnp.int32)
-            (x_BTD, written[stack]), _ = lax.scan(step, (x_BTD, cache[stack]), (params[stack], rows))
+            return step
+
+        for stack, count in model.stacks.items():
+            given = functions[stack]
+            kinds = tuple(cached(layer, first) for layer in (given if isinstance(given, tuple) else (given,)))
+            index_L = first + jnp.arange(count, dtype=jnp.int32)
+            carry: Any = (x_BTD, cache[stack])
+            carry, _ = scan_layers(kinds, carry, params[stack], index_L, remat="none", unroll=1)
+            x_BTD, written[stack] = carry
             first += count
         return x_BTD, written
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from meshwright.checkpoint.layer_order import to_layer_order
+from meshwright.checkpoint.layer_order import permuted_in_layer_order
 from meshwright.generation.decoder import Decoder, bucket_for
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.weights import lay_out
@@ -54,7 +54,8 @@ def _without_stages(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tre
     )  # fmt: skip
     mesh = Mesh(devices, device_run.mesh.axis_names, axis_types=device_run.mesh.axis_types)
     other = place_on_devices(dataclasses.replace(run, model=model, mesh=folded, training=training), mesh)
-    by_layer = to_layer_order(named_leaves({"params": params}), device_run.params)
+    by_layer = named_leaves({"params": params})
+    by_layer |= dict(permuted_in_layer_order(by_layer, device_run.params))
     treedef = jax.tree.structure(other.abstract.params)
     where = jax.tree.leaves(other.state_shardings.params)
     moved = jax.jit(lambda *leaves: leaves, out_shardings=tuple(where))(*by_layer.values())

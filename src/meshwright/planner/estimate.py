@@ -26,6 +26,7 @@ from meshwright.planner.memory_model import (
     sharded_elements,
     state_bytes,
 )
+from meshwright.planner.optimizer_work import update_matmuls
 from meshwright.planner.traffic import Movement, movements
 from meshwright.planner.work import Matmul, Work, recomputed_roles, work_of
 from meshwright.runs.placed_run import PlacedRun
@@ -302,11 +303,12 @@ def _unembedding_seconds(work: Work, target: Target) -> float:
 
 
 def _update_seconds(placed: PlacedRun, target: Target) -> float:
-    """Seconds of the optimizer update, which is bound by HBM."""
+    """Seconds of the optimizer update, which is bound by HBM, and of its matrix products."""
+    products = sum(_matmul_seconds(m, target) for m in update_matmuls(placed))
     params, name = sharded_elements(placed), placed.run.optimizer.name
     known = UPDATE_BYTES.get(name)
     moved = params * _UPDATE_BASE + 2 * state_bytes(placed) if known is None else params * known
-    return moved / (target.chip.hbm_bandwidth * target.efficiency.hbm)
+    return products + moved / (target.chip.hbm_bandwidth * target.efficiency.hbm)
 
 
 def _route_movements(

@@ -160,17 +160,23 @@ def assign_layers(
 ) -> StageAssignment:
     """Cuts the layers into consecutive parts so that the costliest part costs least; earlier parts are the larger.
 
-    costs: cost of each layer. Raises ConfigError where there are fewer layers than parts.
+    Where stages have several virtual stages, less than one part of each stage may be empty: Llama 3 405B runs 126
+    layers as 128 parts (arXiv:2407.21783, section 3.3.2).
+
+    costs: cost of each layer. Raises ConfigError where there are fewer layers than that takes.
     """
     parts, layers = stages * virtual_stages, len(costs)
-    if parts > layers:
+    fewest = stages if virtual_stages == 1 else parts - stages + 1
+    if layers < fewest:
+        most = layers if virtual_stages == 1 else (layers - 1) // (virtual_stages - 1)
         raise ConfigError(
             f"{layers} layers on stage={stages}"
             + (f" of {virtual_stages} virtual stages" if virtual_stages > 1 else ""),
-            f"every part has a layer at least, and {stages} * {virtual_stages} = {parts} > {layers}",
-            f"stage of at most {layers // virtual_stages}"
-            if layers >= virtual_stages
-            else f"{parts} layers, or fewer virtual stages",
+            "every stage has a layer at least, and fewer than one part of each stage may be empty: "
+            f"{fewest} layers or more"
+            if virtual_stages > 1
+            else f"every stage has a layer at least, and {stages} > {layers}",
+            f"stage of at most {most}" if most > 1 else f"{fewest} layers, or fewer virtual stages",
         )
     sums = np.concatenate([[0.0], np.cumsum(costs)])
     costliest = _best_cut(sums, parts, lambda before, part: np.maximum(before, part))[0]
@@ -195,11 +201,13 @@ def _best_cut(
     cut = np.zeros((parts + 1, layers + 1), np.int64)
     price[0, 0] = 0.0
     for p in range(1, parts + 1):
-        for i in range(p, layers + 1):
-            prices = join(price[p - 1, p - 1 : i], sums[i] - sums[p - 1 : i])
+        for i in range(min(p, layers), layers + 1):
+            # A part is empty where there are fewer layers than parts.
+            first, end = min(p - 1, layers), i + (parts > layers)
+            prices = join(price[p - 1, first:end], sums[i] - sums[first:end])
             # Of equal prices the last one: it gives the earlier parts more layers.
             choice = len(prices) - 1 - int(np.argmin(prices[::-1]))
-            price[p, i], cut[p, i] = prices[choice], p - 1 + choice
+            price[p, i], cut[p, i] = prices[choice], first + choice
     boundaries = [layers]
     for p in range(parts, 0, -1):
         boundaries.append(int(cut[p, boundaries[-1]]))

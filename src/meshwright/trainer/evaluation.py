@@ -11,7 +11,11 @@ from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import MeshShape, Run
 from meshwright.data.feed import Windows, held_out_order
 from meshwright.errors import ConfigError
+from meshwright.hugging_face.hub import is_hugging_face
+from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run_file import run_in_folder
+from meshwright.sharding.params import Tree
+from meshwright.step.device_run import DeviceRun
 from meshwright.step.train_step import build_eval_step
 from meshwright.trainer.loop import prepare_run, sum_losses
 
@@ -21,7 +25,7 @@ class Evaluation:
     """Loss of a checkpoint."""
 
     step: int
-    """Step of the checkpoint."""
+    """Step of the checkpoint; 0 for a Hugging Face model."""
     loss: float
     """Mean loss per token, in nats."""
     samples: int
@@ -42,10 +46,17 @@ class Evaluation:
         return self.loss * self.tokens / math.log(2) / self.text_bytes if self.text_bytes else math.nan
 
 
-def run_to_evaluate(folder: Path, data: Sequence[str] = (), mesh: MeshShape | None = None) -> Run:
-    """Returns the Run of a folder with its own tokenizer, on `mesh` and on the text `data` where these are given."""
-    run = run_in_folder(folder)
-    texts = dataclasses.replace(run.data, tokenizer=str(folder / "tokenizer.json"))
+def run_to_evaluate(source: str | Path, data: Sequence[str] = (), mesh: MeshShape | None = None) -> Run:
+    """Returns the Run of a folder with its own tokenizer, on `mesh` and on the text `data` where these are given.
+
+    source: output folder of a run, or hf:PATH of a Hugging Face model.
+    """
+    if is_hugging_face(str(source)):
+        run = find_recipe(str(source))
+        texts = run.data
+    else:
+        run = run_in_folder(Path(source))
+        texts = dataclasses.replace(run.data, tokenizer=str(Path(source) / "tokenizer.json"))
     training = run.training
     if data:
         texts = dataclasses.replace(texts, paths=tuple(data))
@@ -54,9 +65,9 @@ def run_to_evaluate(folder: Path, data: Sequence[str] = (), mesh: MeshShape | No
 
 
 def evaluate_checkpoint(
-    folder: Path, run: Run, *, cache: Path, whole: bool = False, at: int | None = None, devices: int | None = None
+    source: str | Path, run: Run, *, cache: Path, whole: bool = False, at: int | None = None, devices: int | None = None
 ) -> Evaluation:
-    """Evaluates a checkpoint of the run in `folder`.
+    """Evaluates a checkpoint of the run in the folder `source`, or the Hugging Face model that it names.
 
     run: as `run_to_evaluate` returns it.  whole: evaluate all of the text instead of its held-out part.
     at: step of the checkpoint; None takes the last.
@@ -67,14 +78,13 @@ def evaluate_checkpoint(
     if whole:
         parts = tuple(dataclasses.replace(part, start=0, stop=len(part.file.tokens)) for part in prepared.train)
     if not parts:
-        raise ConfigError(f"evaluating {folder}", "the run has no held-out text", "--data PATH")
+        raise ConfigError(f"evaluating {source}", "the run has no held-out text", "--data PATH")
     device_run = prepared.device_run
-    with Checkpoints(folder / "checkpoints", max_to_keep=10**6) as checkpoints:
-        params, manifest = checkpoints.restore_params(device_run, at)
+    params, step = _params_of(source, device_run, at)
     total, count = sum_losses(device_run, params, parts, build_eval_step(device_run))
     windows = sum(len(part) for part in parts)
     samples = min(windows, run.training.eval_samples or windows)
-    return Evaluation(manifest.step, total / max(count, 1.0), samples, round(count), count_bytes(parts, samples))
+    return Evaluation(step, total / max(count, 1.0), samples, round(count), count_bytes(parts, samples))
 
 
 def count_bytes(parts: Sequence[Windows], samples: int) -> int:
@@ -98,3 +108,16 @@ def _bytes_of(part: Windows, windows: int) -> int:
         tokens = part.file.tokens[first:last]
         total += len(part.file.tokenizer.decode(map(int, tokens)).encode("utf-8", "surrogatepass"))
     return total
+
+
+def _params_of(source: str | Path, device_run: DeviceRun, at: int | None) -> tuple[Tree, int]:
+    """Parameters to evaluate, and the step of their checkpoint."""
+    if not is_hugging_face(str(source)):
+        with Checkpoints(Path(source) / "checkpoints", max_to_keep=10**6) as checkpoints:
+            params, manifest = checkpoints.restore_params(device_run, at)
+        return params, manifest.step
+    if at is not None:
+        raise ConfigError(f"{source} at step {at}", "a Hugging Face folder has one version of its weights", "no --at")
+    from meshwright.checkpoint.initial_weights import load_initial_weights  # loaded for such a folder
+
+    return load_initial_weights(device_run), 0

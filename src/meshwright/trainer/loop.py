@@ -14,6 +14,7 @@ from meshwright.checkpoint.checkpoints import Checkpoints, check_disk_space, com
 from meshwright.config import Run
 from meshwright.data.batch import Batch
 from meshwright.data.feed import Feed, Windows, build_stream, held_out_batches, split
+from meshwright.data.ramp import BatchRamp, ramp_of
 from meshwright.data.tokens import Corpus, load_corpus
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape, enable_compilation_cache
@@ -58,6 +59,8 @@ class Summary:
     """Mean of the last steps' losses (up to 20)."""
     held_out_loss: float | None
     """Mean loss per token on held-out text."""
+    steps_taken: int
+    """Steps since the start or the resume."""
     tokens: int
     """Tokens trained on, since the start or the resume."""
     seconds: float
@@ -198,7 +201,11 @@ def _initial_state(
 ) -> tuple[State, int, int]:
     """State, steps taken, and samples read."""
     if start == "fresh":
-        return device_run.initial_state(), 0, 0
+        if device_run.run.init_from is None:
+            return device_run.initial_state(), 0, 0
+        from meshwright.checkpoint.initial_weights import load_initial_weights  # most runs start from initial values
+
+        return device_run.state_of(load_initial_weights(device_run, checkpoints.folder.parent)), 0, 0
     state, manifest = checkpoints.restore(device_run, at)
     if at is not None:
         checkpoints.set_aside(after=at)
@@ -224,17 +231,22 @@ class _Loop:
     save_seconds: float = 0.0
     held_out_loss: float | None = None
 
+    @property
+    def ramp(self) -> BatchRamp:
+        return ramp_of(self.prepared.device_run.run.training)
+
     def run(self, state: State) -> Summary:
         device_run, training = self.prepared.device_run, self.prepared.device_run.run.training
         eval_step, feed = build_eval_step(device_run), self._feed()
         began, saved, step = time.perf_counter(), self.first, self.first
-        compiled: CompiledTrainStep | None = None
+        compiled: dict[int, CompiledTrainStep] = {}
         batch: Batch | None = None
         while step < training.steps and not self.preemption.stops_before(step):
             previous, batch = batch, next(feed)
-            if compiled is None:
-                compiled = self._compile(batch)
-            state, metrics = compiled(state, batch)
+            size = batch.inputs.shape[0]
+            if size not in compiled:
+                compiled[size] = self._compile(batch)
+            state, metrics = compiled[size](state, batch)
             step += 1
             # While this step runs, the metrics of the previous one are read: the device never waits for the host.
             self.meter.read(Evidence(self.out, device_run, state, previous))
@@ -258,7 +270,8 @@ class _Loop:
             steps=step,
             loss=self.meter.recent_loss,
             held_out_loss=self.held_out_loss,
-            tokens=(step - self.first) * training.batch * training.seq,
+            steps_taken=step - self.first,
+            tokens=(self._samples_read(step) - self.cursor) * training.seq,
             seconds=time.perf_counter() - began,
             data_wait_seconds=feed.wait_seconds,
             start_seconds=(self.meter.first_read_at or began) - self.began,
@@ -273,8 +286,9 @@ class _Loop:
         device_run, training = self.prepared.device_run, self.prepared.device_run.run.training
         return Feed(
             build_stream(list(self.prepared.train), list(self.prepared.corpus.weights), training.seed),
-            batch=training.batch,
+            self.ramp,
             seq=training.seq,
+            taken=self.first,
             cursor=self.cursor,
             steps=max(training.steps - self.first, 1),
             sharding=device_run.batch_sharding,
@@ -282,12 +296,12 @@ class _Loop:
 
     def _compile(self, batch: Batch) -> CompiledTrainStep:
         began = time.perf_counter()
-        compiled = CompiledTrainStep(self.prepared.device_run, batch)
-        self.compile_seconds = time.perf_counter() - began
+        compiled = CompiledTrainStep(self.prepared.device_run.with_batch(batch.inputs.shape[0]), batch)
+        self.compile_seconds += time.perf_counter() - began
         return compiled
 
     def _samples_read(self, step: int) -> int:
-        return self.cursor + (step - self.first) * self.prepared.device_run.run.training.batch
+        return self.cursor + self.ramp.read_before(step) - self.ramp.read_before(self.first)
 
     def _save(self, step: int, state: State) -> None:
         began = time.perf_counter()

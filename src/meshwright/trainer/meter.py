@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from meshwright.data.ramp import ramp_of
 from meshwright.models.flops import mfu, training_flops_per_token
 from meshwright.models.model import Metrics
 from meshwright.report import Reporter, Values
@@ -25,7 +26,7 @@ class Meter:
     def __init__(self, device_run: DeviceRun, reporters: list[Reporter]):
         training = device_run.run.training
         self._reporters, self._every = reporters, training.log_every
-        self._tokens = training.batch * training.seq
+        self._ramp, self._seq = ramp_of(training), training.seq
         self._flops = training_flops_per_token(device_run.run.model, training.seq)
         self._peak = _peak_flops(device_run.mesh)
         self._pending: tuple[int, Metrics] | None = None
@@ -63,10 +64,12 @@ class Meter:
         values = {
             name: float(total) / max(float(count), 1e-9) for name, (total, count) in jax.device_get(metrics).items()
         }
+        if self._ramp.parts:
+            values["batch"] = float(self._ramp.batch(step - 1))
         now = time.perf_counter()
         if self._read_at is not None:
             self._intervals.append(now - self._read_at)
-            values["tokens/s"] = self._tokens / (now - self._read_at)
+            values["tokens/s"] = self._ramp.batch(step - 1) * self._seq / (now - self._read_at)
             if self._peak is not None:
                 values["MFU"] = mfu(self._flops, values["tokens/s"], self._peak)
         self._read_at = now
