@@ -293,7 +293,7 @@ def test_scores_are_the_log_probabilities_of_the_generated_tokens(mesh: str) -> 
     scores = generator.score([[*prompt, *text] for prompt, text in zip(ids, found.tokens, strict=True)])
     for (logprobs, likely), expected in zip(scores, found.logprobs, strict=True):
         np.testing.assert_allclose(logprobs[-TOKENS:], expected, atol=2e-5)
-        assert likely[-TOKENS:].all() and not greedy[:-TOKENS].all()
+        assert likely[-TOKENS:].all() and not likely[:-TOKENS].all()
 
 
 TEMPLATE = (

@@ -17,16 +17,27 @@ from meshwright.generation.decoder import Bucket, Decoder
 from meshwright.generation.weight_sizes import WeightsLayout
 from meshwright.generation.weights import lay_out
 from meshwright.models.blocks.dropout import no_dropout
+from meshwright.models.families.gemma import Gemma3
 from meshwright.models.families.gpt2 import Gpt2
+from meshwright.models.families.llama import Llama
 from meshwright.step.device_run import BATCH_SPEC, DeviceRun, param_specs
 
+FAMILIES: dict[str, Model] = {
+    **MODELS,
+    "olmo-2": Llama(
+        VOCAB, 64, 2, 16, vocab_multiple=16, kv_heads=8, mlp=96, qk_norm="rms_heads", norm_place="after"
+    ),
+    "gemma-3": Gemma3(
+        VOCAB, 64, 5, 16, vocab_multiple=16, kv_heads=8, mlp=96, local_layers=1, sliding_window=5
+    ),
+}  # fmt: skip
 SEQ, CHUNK = 24, 8
 LENGTHS = (24, 17, 9)
 """Tokens of each text: prompts are ragged."""
 
 
 def model_of(name: str) -> Model:
-    model = MODELS[name]
+    model = FAMILIES[name]
     if isinstance(model, Gpt2):
         return model
     return dataclasses.replace(model, rope_theta=100.0)  # angles that differ within a few positions
@@ -105,9 +116,9 @@ def decoded_logits(decoder: Decoder, params: Any) -> list[np.ndarray]:
 
 
 ROWS: list[tuple[str, str, WeightsLayout]] = [
-    *((name, "data=1", "sharded") for name in MODELS),
-    *((name, "data=2,fsdp=2,tensor=2", "gathered") for name in MODELS),
-    *((name, "fsdp=2,context=2,tensor=2", "sharded") for name in MODELS),
+    *((name, "data=1", "sharded") for name in FAMILIES),
+    *((name, "data=2,fsdp=2,tensor=2", "gathered") for name in FAMILIES),
+    *((name, "fsdp=2,context=2,tensor=2", "sharded") for name in FAMILIES),
     ("llama", "context=8", "sharded"),
     ("mixtral", "fsdp=2,expert=2,tensor=2", "sharded"),
     ("deepseek-like", "expert=4,context=2", "gathered"),
