@@ -49,7 +49,9 @@ CACHE = Path(tempfile.gettempdir()) / "meshwright-docs-cache"
 VERBS = {
     "train": ("meshwright.cli.train", "TrainOptions"),
     "evaluate": ("meshwright.cli.evaluate", "EvaluateOptions"),
+    "generate": ("meshwright.cli.generate", "GenerateOptions"),
     "tokenize": ("meshwright.cli.tokenize", "TokenizeOptions"),
+    "convert": ("meshwright.cli.convert", "ConvertOptions"),
     "show": ("meshwright.cli.show", "ShowOptions"),
     "plan": ("meshwright.cli.plan", "PlanOptions"),
     "prove": ("meshwright.cli.prove", "ProveOptions"),
@@ -60,6 +62,7 @@ VERBS = {
 """Verb -> module and dataclass of its options. `words`, `recipes` and `completion` have no dataclass."""
 
 FAMILIES = {
+    "gemma3": ("meshwright.models.families.gemma", "Gemma3"),
     "gpt2": ("meshwright.models.families.gpt2", "Gpt2"),
     "llama": ("meshwright.models.families.llama", "Llama"),
     "mixtral": ("meshwright.models.families.mixtral", "Mixtral"),

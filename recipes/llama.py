@@ -1,4 +1,4 @@
-"""Llama 1 to 3.3, Mistral, Qwen2 and Qwen3 by name; dimensions from their published configurations.
+"""Llama 1 to 3.3, Mistral, Qwen2, Qwen2.5, Qwen3 and OLMo 2 by name; dimensions from their published configurations.
 
 The text is yours: `--data PATH --data.tokenizer FOLDER/tokenizer.json`.
 """
@@ -121,6 +121,26 @@ def qwen2_0_5b() -> Run:
     return _qwen2("qwen2-0-5b", 896, 24, 14, 2, 4864, 151936)
 
 
+def qwen2_1_5b() -> Run:
+    """Qwen2 1.5B (arXiv:2407.10671, table 1)."""
+    return _qwen2("qwen2-1-5b", 1536, 28, 12, 2, 8960, 151936)
+
+
+def qwen25_3b() -> Run:
+    """Qwen2.5 3B (arXiv:2412.15115, table 1); 0.5B, 1.5B, 7B and 72B have the sizes of Qwen2."""
+    return _qwen2("qwen25-3b", 2048, 36, 16, 2, 11008, 151936)
+
+
+def qwen25_14b() -> Run:
+    """Qwen2.5 14B (arXiv:2412.15115, table 1)."""
+    return _qwen2("qwen25-14b", 5120, 48, 40, 8, 13824, 152064)
+
+
+def qwen25_32b() -> Run:
+    """Qwen2.5 32B (arXiv:2412.15115, table 1)."""
+    return _qwen2("qwen25-32b", 5120, 64, 40, 8, 27648, 152064)
+
+
 def qwen2_7b() -> Run:
     """Qwen2 7B (arXiv:2407.10671, table 1)."""
     return _qwen2("qwen2-7b", 3584, 28, 28, 4, 18944, 152064)
@@ -145,6 +165,21 @@ def qwen3_0_6b() -> Run:
     return _qwen3("qwen3-0-6b", 1024, 28, 16, 3072)
 
 
+def qwen3_1_7b() -> Run:
+    """Qwen3 1.7B (arXiv:2505.09388, table 1)."""
+    return _qwen3("qwen3-1-7b", 2048, 28, 16, 6144)
+
+
+def qwen3_4b() -> Run:
+    """Qwen3 4B (arXiv:2505.09388, table 1)."""
+    return _qwen3("qwen3-4b", 2560, 36, 32, 9728)
+
+
+def qwen3_14b() -> Run:
+    """Qwen3 14B (arXiv:2505.09388, table 1)."""
+    return _qwen3("qwen3-14b", 5120, 40, 40, 17408)
+
+
 def qwen3_8b() -> Run:
     """Qwen3 8B (arXiv:2505.09388, table 1)."""
     return _qwen3("qwen3-8b", 4096, 36, 32, 12288)
@@ -153,3 +188,31 @@ def qwen3_8b() -> Run:
 def qwen3_32b() -> Run:
     """Qwen3 32B (arXiv:2505.09388, table 1)."""
     return _qwen3("qwen3-32b", 5120, 64, 64, 25600)
+
+
+def _olmo2(name: str, width: int, layers: int, heads: int, kv_heads: int, mlp: int) -> Run:
+    model = Llama(
+        100352, width, layers, heads, kv_heads=kv_heads, mlp=mlp, rope_theta=500000.0, norm_epsilon=1e-6,
+        qk_norm="rms_heads", norm_place="after",
+    )  # fmt: skip
+    return _run(name, model, seq=4096, batch=1024, learning_rate=3e-4)
+
+
+def olmo2_1b() -> Run:
+    """OLMo 2 1B (arXiv:2501.00656; its published configuration)."""
+    return _olmo2("olmo2-1b", 2048, 16, 16, 16, 8192)
+
+
+def olmo2_7b() -> Run:
+    """OLMo 2 7B (arXiv:2501.00656, table 3)."""
+    return _olmo2("olmo2-7b", 4096, 32, 32, 32, 11008)
+
+
+def olmo2_13b() -> Run:
+    """OLMo 2 13B (arXiv:2501.00656, table 3)."""
+    return _olmo2("olmo2-13b", 5120, 40, 40, 40, 13824)
+
+
+def olmo2_32b() -> Run:
+    """OLMo 2 32B (arXiv:2501.00656, table 3)."""
+    return _olmo2("olmo2-32b", 5120, 64, 40, 8, 27648)

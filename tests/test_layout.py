@@ -115,7 +115,11 @@ def test_placements_that_no_all_gather_connects_are_refused(in_use: Any, at_rest
     [("gpt2", 0.124), ("gpt2-xl", 1.558), ("llama2-7b", 6.738), ("llama2-13b", 13.016), ("llama2-70b", 68.977),
      ("llama3-8b", 8.030), ("llama3-70b", 70.554), ("llama3-405b", 405.853), ("llama32-1b", 1.236),
      ("llama32-3b", 3.213), ("mistral-7b", 7.242), ("qwen2-0-5b", 0.494), ("qwen2-7b", 7.616), ("qwen2-72b", 72.706),
-     ("qwen3-0-6b", 0.596), ("qwen3-8b", 8.191), ("qwen3-32b", 32.762), ("llama1-7b", 6.738), ("llama1-65b", 65.286)],
+     ("qwen3-0-6b", 0.596), ("qwen3-8b", 8.191), ("qwen3-32b", 32.762), ("llama1-7b", 6.738), ("llama1-65b", 65.286),
+     ("qwen2-1-5b", 1.544), ("qwen25-3b", 3.086), ("qwen25-14b", 14.770), ("qwen25-32b", 32.764), ("qwen3-1-7b", 1.721),
+     ("qwen3-4b", 4.022), ("qwen3-14b", 14.768), ("olmo2-1b", 1.485), ("olmo2-7b", 7.299), ("olmo2-13b", 13.716),
+     ("olmo2-32b", 32.234), ("gemma3-270m", 0.268), ("gemma3-1b", 1.000), ("gemma3-4b", 3.880), ("gemma3-12b", 11.766),
+     ("gemma3-27b", 27.009)],
 )  # fmt: skip
 def test_recipes_have_the_published_number_of_parameters(name: str, billions: float) -> None:
     assert count_params(find_recipe(name).model.params()) / 1e9 == pytest.approx(billions, abs=6e-4)

@@ -17,13 +17,13 @@ from meshwright.hardware.interconnect import GroupSpan, route
 from meshwright.hardware.targets import parse_target
 from meshwright.models.flops import forward_flops, training_flops_per_token
 from meshwright.planner.estimate import Estimate, estimate
+from meshwright.planner.optimizer_state import optimizer_state_bytes
 from meshwright.planner.software import MESHWRIGHT, SOFTWARE, free_running, lockstep
 from meshwright.planner.traffic import movements
 from meshwright.planner.work import recomputed_roles, work_of
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
 from meshwright.sharding.schedules import build_counts
-from meshwright.step.optimizers import optimizer_state_bytes
 from meshwright.views import show
 
 WHOLE = Efficiency(1, 1, 1, 1, 1, 1, 1, 1)

@@ -40,6 +40,12 @@ class TrainingError(MeshwrightError):
     exit_code = 5
 
 
+class WeightsError(MeshwrightError):
+    """Weights of another program that are missing, damaged, or not those of the model."""
+
+    exit_code = 7
+
+
 class CensusError(MeshwrightError):
     """Compiled program that cannot be parsed, or exceeds its budget."""
 

@@ -109,7 +109,15 @@ def hbm_bytes_accessed(module: Module, computation: Computation, instruction: In
         parameter = body.parameters.get(number)
         read = math.inf if parameter is None else _bytes_read(module, body, parameter)
         total += min(hbm_bytes(shape), read)
-    return total + _bytes_written(module, body, body.root, instruction.shape)
+    return total + _bytes_written(module, body, body.root, _result_shape(instruction))
+
+
+def _result_shape(instruction: Instruction) -> Shape:
+    """Returns the shape of what an instruction writes; a start's own shape begins with its operands' (XLA:GPU)."""
+    shape = instruction.shape
+    if instruction.opcode.endswith("-start") and not isinstance(shape, Array) and len(shape) > 1:
+        return shape[1]
+    return shape
 
 
 def _fused_body(module: Module, instruction: Instruction) -> Computation | None:

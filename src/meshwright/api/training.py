@@ -60,8 +60,8 @@ def evaluate(
 ) -> evaluation.Evaluation:
     """Evaluates a run's checkpoint on its held-out text, or on `data`.
 
-    out: output folder of the run.  data: other text, all of which is evaluated.  at: step of the checkpoint; None takes
-    the last.  mesh: mesh to evaluate on; None takes the run's own.
+    out: output folder of the run, or hf:PATH of a Hugging Face model.  data: other text, all of which is evaluated.
+    at: step of the checkpoint; None takes the last.  mesh: mesh to evaluate on; None takes the run's own.
     Raises CheckpointError, ConfigError, DataError.
 
     Example:
@@ -71,6 +71,6 @@ def evaluate(
         >>> evaluation.step, abs(evaluation.loss - result.held_out_loss) < 1e-3
         (2, True)
     """
-    folder, shape = Path(out), MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
-    run = evaluation.run_to_evaluate(folder, data, shape)
-    return evaluation.evaluate_checkpoint(folder, run, cache=cache or default_cache_folder(), whole=bool(data), at=at)
+    shape = MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
+    run = evaluation.run_to_evaluate(out, data, shape)
+    return evaluation.evaluate_checkpoint(out, run, cache=cache or default_cache_folder(), whole=bool(data), at=at)

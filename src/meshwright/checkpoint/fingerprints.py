@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-_SALTS = (0x9E3779B9, 0x85EBCA77)
+SALTS = (0x9E3779B9, 0x85EBCA77)
 
 
 @jax.jit
@@ -14,15 +14,20 @@ def fingerprints(tensors: dict[str, jax.Array]) -> dict[str, jax.Array]:
     changes the sum. Elements whose bits are all zero add nothing, so padding rows of zeros do not change it. Each
     device hashes its own shard; 8 bytes per tensor are reduced over the mesh.
     """
-    return {name: jnp.stack([_hash_sum(x, salt) for salt in _SALTS]) for name, x in tensors.items()}
+    return {name: jnp.stack([_hash_sum(x, salt) for salt in SALTS]) for name, x in tensors.items()}
 
 
 def _hash_sum(x: jax.Array, salt: int) -> jax.Array:
-    bits = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
-    bits = bits.astype(jnp.uint32)
     index = jnp.zeros(x.shape, jnp.uint32)
     for dim, size in enumerate(x.shape):
         index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim)
+    return sum_of_hashes(x, index, salt)
+
+
+def sum_of_hashes(x: jax.Array, index: jax.Array, salt: int) -> jax.Array:
+    """Returns one hash of (bits, index) summed over the elements of `x`. index: of each in the whole tensor, uint32."""
+    bits = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
+    bits = bits.astype(jnp.uint32)
     h = bits ^ (index * jnp.uint32(0xC2B2AE3D) + jnp.uint32(salt))
     h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
     h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)

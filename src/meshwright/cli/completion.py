@@ -13,8 +13,10 @@ _RECIPE_VERBS = {
     "train": "TrainOptions", "show": "ShowOptions", "plan": "PlanOptions", "prove": "ProveOptions",
     "rehearse": "RehearseOptions", "parity": "ParityOptions",
 }  # fmt: skip
-_OTHER_VERBS = {"evaluate": "EvaluateOptions", "tokenize": "TokenizeOptions", "bench": "BenchOptions"}
-_EXAMPLES = ("nanogpt-cpu", "tiny", "tiny-moe")
+_OTHER_VERBS = {
+    "evaluate": "EvaluateOptions", "tokenize": "TokenizeOptions", "convert": "ConvertOptions", "bench": "BenchOptions",
+}  # fmt: skip
+_EXAMPLES = ("gemma3-270m", "nanogpt-cpu", "tiny", "tiny-moe")
 """A recipe of every built-in model family, whose options are completed."""
 
 

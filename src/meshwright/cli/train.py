@@ -31,8 +31,9 @@ from meshwright.views.run_tables import print_prepared_run, print_summary
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainOptions(RunOptions):
-    """Train RECIPE: a name that `meshwright recipes` lists, FILE.py:FUNCTION, or a plan (FILE.json). Without one it
-    trains `tiny`, a small Llama on Python's own source. Without an accelerator it simulates eight devices."""
+    """Train RECIPE: a name that `meshwright recipes` lists, FILE.py:FUNCTION, a plan (FILE.json), or hf:PATH of a
+    Hugging Face model, which starts from its weights. Without one it trains `tiny`, a small Llama on Python's own
+    source. Without an accelerator it simulates eight devices."""
 
     out: Path | None = None
     """Output folder; by default a new one under `runs`."""
@@ -75,6 +76,10 @@ def main(args: Sequence[str]) -> int:
         options.run, cache=mesh.default_cache_folder(), devices=options.devices, choose=choose_for_devices
     )
     print_prepared_run(console, prepared)
+    if options.run.init_from is not None and not options.resumes:
+        from meshwright.checkpoint.initial_weights import describe_initial_weights
+
+        console.print(describe_initial_weights(prepared.device_run.run), markup=False)
     forecast = _print_forecast(console, prepared)
     summary = _train(options, prepared, out, console)
     if options.process == 0:
@@ -141,8 +146,7 @@ def _write_gaps(
     console: Console, forecast: StepForecast, summary: loop.Summary, prepared: loop.PreparedRun
 ) -> list[ForecastGap]:
     """Returns the step's parts, predicted and measured, and writes them to `foresight.json`."""
-    training = prepared.device_run.run.training
-    steps = max(1, summary.tokens // (training.batch * training.seq))
+    steps = max(1, summary.steps_taken)
     data_wait, saving = summary.data_wait_seconds / steps, summary.save_seconds / steps
     step = max(0.0, summary.step_seconds - data_wait)
     gaps = forecast_gaps(forecast, step=step, data_wait=data_wait, saving=saving)

@@ -99,15 +99,20 @@ class LocalModel:
             rows = self.stages.rows(first, count)
             # Most stacks have no padding rows; the check below then costs nothing in the compiled step.
             without = _drop_padding if self.permutes else _skip_padding
-            layer = functions[stack] if (rows != NO_LAYER).all() else without(functions[stack])
+            given = functions[stack]
+            period = given if isinstance(given, tuple) else (given,)
+            if (rows == NO_LAYER).any():
+                period = tuple(without(layer) for layer in period)
             index_L, parts = _local_rows(rows, virtual_stage), list[Aux]()
             for part, remat in self._policies(first, count):
                 chosen, index = (jax.tree.map(operator.itemgetter(part), tree) for tree in (params[stack], index_L))
                 if stack in self.ahead:
                     x_BTD, part_aux = self._layers_ahead(stack, chosen, x_BTD, ctx, index, remat)
                 else:
-                    unroll = self.training.unroll
-                    x_BTD, part_aux = scan_layers(layer, x_BTD, chosen, index, remat=remat, unroll=unroll)
+                    # A part that does not begin with a period begins inside of one.
+                    at, unroll = (part.start or 0) % len(period), self.training.unroll
+                    kinds = period[at:] + period[:at]
+                    x_BTD, part_aux = scan_layers(kinds, x_BTD, chosen, index, remat=remat, unroll=unroll)
                 parts.append(part_aux)
             first += count
             aux[stack] = parts[0] if len(parts) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
@@ -135,7 +140,7 @@ class LocalModel:
         def gather(given: Tree, path: str) -> Tree:
             return given if path == stack else self.gather_params(given, path)
 
-        layer = self.model.layer_functions(dataclasses.replace(ctx, gather_params=gather))[stack]
+        layer: Any = self.model.layer_functions(dataclasses.replace(ctx, gather_params=gather))[stack]
         return scan_layers_ahead(layer, (gather_first, gather_rest), x_BTD, (first, rest), index_L, remat=remat)
 
     def unembed(self, params: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -160,6 +160,9 @@ class ModelSpec:
     embedding: str = "embed"
     """Path of the parameter that the unembedding multiplies by; equal to the embedding where they are tied."""
     logit_softcap: float | None = None
+    period: int = 1
+    """Layers after which the kinds of layers repeat (local and global attention): pipeline parts begin with a period.
+    Above 1 the model has one stack."""
 
     @property
     def stacks(self) -> dict[str, int]:
@@ -209,4 +212,5 @@ def stacked_matmuls(params: dict[str, Any], stack: str) -> list[Param]:
     return [p for p in leaves if p.role is not None]
 
 
-LayerFunctions = Callable[[ForwardContext], dict[str, Layer]]
+Pattern = Layer | tuple[Layer, ...]
+"""Layer function of a stack, or one for each layer of a period that repeats."""

@@ -69,8 +69,19 @@ REMAT_POLICIES: dict[str, RematPolicy] = {
 }
 
 
-def gathered_within_reason(training: Training, stages: int) -> str | None:
+def recomputed[**P, R](elementwise: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a function of elementwise operations so that its inputs are saved for the backward pass, and no more.
+
+    Without it, policies that save everything also save each float32 intermediate: for SwiGLU's product 6 arrays of the
+    hidden width instead of 2. Reading the inputs again costs less than writing and reading the intermediates.
+    """
+    return jax.checkpoint(elementwise, prevent_cse=False)
+
+
+def gathered_within_reason(training: Training, stages: int, period: int) -> str | None:
     """Returns why a run's weights are gathered within their own layer, None where they can be gathered ahead."""
+    if period > 1:
+        return f"it gathers for the next layer of one kind, and the model's layers repeat with a period of {period}"
     if REMAT_POLICIES[training.remat].saved is None:
         return f"it gathers weights again in the backward pass, and remat {training.remat} recomputes no layer"
     if stages > 1:
@@ -81,7 +92,7 @@ def gathered_within_reason(training: Training, stages: int) -> str | None:
 
 
 def scan_layers(
-    layer: Callable[[jax.Array, Any, jax.Array], tuple[jax.Array, Any]],
+    period: tuple[Callable[[jax.Array, Any, jax.Array], tuple[jax.Array, Any]], ...],
     x: jax.Array,
     stacked: Any,
     index_L: Any,
@@ -91,15 +102,16 @@ def scan_layers(
 ) -> tuple[jax.Array, Any]:
     """Scans `layer(x, params, index) -> (x, aux)` over stacked layers; returns x and the stacked aux, [L, ...].
 
-    stacked: the layers' parameters with a leading dimension L.  index_L: index of each layer in the model, int32.
-    remat: a row of REMAT_POLICIES.  unroll: layers per iteration of the loop.
+    period: layer functions that repeat; most models have one.  stacked: the layers' parameters, with a leading
+    dimension L.  index_L: index of each layer in the model, int32.  remat: a row of REMAT_POLICIES.
+    unroll: layers per iteration of the loop.
     """
-    body = checkpoint_layer(layer, remat)
+    if len(period) > 1:
+        from meshwright.models.periods import scan_periods  # loaded for layers of several kinds
 
-    def step(x: jax.Array, params_and_index: tuple[Any, jax.Array]) -> tuple[jax.Array, Any]:
-        return body(x, *params_and_index)
-
-    return jax.lax.scan(step, x, (stacked, index_L), unroll=unroll)
+        return scan_periods(period, x, stacked, index_L, remat=remat, unroll=unroll)
+    body = checkpoint_layer(period[0], remat)
+    return jax.lax.scan(lambda x, rest: body(x, *rest), x, (stacked, index_L), unroll=unroll)
 
 
 def checkpoint_layer(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:

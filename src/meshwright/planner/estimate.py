@@ -15,7 +15,7 @@ from meshwright.hardware.axis_mapping import AxisMapping, map_axes
 from meshwright.hardware.interconnect import Route, route
 from meshwright.hardware.targets import Target
 from meshwright.models.flops import training_flops_per_token
-from meshwright.planner.layer_time import LayerTime, attention_kernel, platform_of, shape_efficiency
+from meshwright.planner.layer_time import LayerTime, attention_kernel, matmul_seconds, platform_of, shape_efficiency
 from meshwright.planner.memory_model import (
     FRAGMENTATION,
     gathers_ahead,
@@ -26,6 +26,7 @@ from meshwright.planner.memory_model import (
     sharded_elements,
     state_bytes,
 )
+from meshwright.planner.optimizer_work import update_matmuls
 from meshwright.planner.software import MESHWRIGHT, Software
 from meshwright.planner.traffic import Movement, movements
 from meshwright.planner.work import Work, recomputed_roles, work_of
@@ -279,11 +280,12 @@ def _unembedding_seconds(
 
 
 def _update_seconds(placed: PlacedRun, target: Target) -> float:
-    """Seconds of the optimizer update, which is bound by HBM."""
+    """Seconds of the optimizer update, which is bound by HBM, and of its matrix products."""
+    products = sum(max(matmul_seconds(m, target)) for m in update_matmuls(placed))
     params, name = sharded_elements(placed), placed.run.optimizer.name
     known = UPDATE_BYTES.get(name)
     moved = params * _UPDATE_BASE + 2 * state_bytes(placed) if known is None else params * known
-    return moved / (target.chip.hbm_bandwidth * target.efficiency.hbm)
+    return products + moved / (target.chip.hbm_bandwidth * target.efficiency.hbm)
 
 
 def _route_movements(

@@ -23,6 +23,7 @@ from meshwright.models.remat import (
     gathered_within_reason,
 )
 from meshwright.planner.layout_cache import cached_by_layout
+from meshwright.planner.optimizer_work import muon_moments, update_temporaries
 from meshwright.planner.work import Work
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.placement import axes_of
@@ -50,7 +51,10 @@ def gathers_ahead(placed: PlacedRun, target: Target, mapping: AxisMapping) -> bo
     with remat policies that offload.
     """
     training = placed.run.training
-    if training.gather_ahead == "none" or gathered_within_reason(training, placed.shape.stage) is not None:
+    if (
+        training.gather_ahead == "none"
+        or gathered_within_reason(training, placed.shape.stage, placed.spec.period) is not None
+    ):
         return False
     if training.gather_ahead == "layer":
         return True
@@ -97,14 +101,18 @@ def memory_by_category(placed: PlacedRun, work: Work, in_flight: float, ahead: b
     if training.param_dtype == training.compute_dtype:
         all_layers -= _whole_elements(placed)  # used where they lie
     all_layers *= (1 + parts_kept) / placed.virtual_stages
-    return {
+    weights = compute * all_layers if everything_kept else 0.0
+    result = {
         "parameters": sharded * param,
         "optimizer state": state_bytes(placed),
         "gradients": sharded * max(param, reduce),
         "activations": activations,
-        "gathered weights": compute * all_layers if everything_kept else 0.0,
+        "gathered weights": weights,
         "one layer" if layer > loss else "loss and its table": max(layer, loss),
     }
+    # The update comes when activations have gone: it counts where it needs more than they did.
+    update = update_temporaries(placed) - (activations + weights + max(layer, loss))
+    return result | {"optimizer update": update} if update > 0 else result
 
 
 def keeps_stages(placed: PlacedRun) -> bool:
@@ -172,7 +180,9 @@ def state_bytes(placed: PlacedRun) -> float:
     """Returns the bytes of the optimizer state on a device."""
     training, optimizer, shape = placed.run.training, placed.run.optimizer, placed.shape
     if optimizer.name not in OPTIMIZER_MOMENTS:
-        from meshwright.step.optimizers import optimizer_state_bytes  # loads optax, which planning does not need
+        from meshwright.planner.optimizer_state import (
+            optimizer_state_bytes,  # loads optax, which planning does not need
+        )
 
         return optimizer_state_bytes(optimizer, training, placed.params, placed.placements, shape)
     bytes_each = 4 * OPTIMIZER_MOMENTS[optimizer.name]
@@ -180,7 +190,10 @@ def state_bytes(placed: PlacedRun) -> float:
         bytes_each -= 2
     if training.param_dtype == "bfloat16" and training.param_rounding == "master":
         bytes_each += 2
-    return _optimizer_elements(placed) * bytes_each
+    second = 0.0
+    if optimizer.name == "muon":
+        second = 4 * muon_moments(placed)
+    return _optimizer_elements(placed) * bytes_each + second
 
 
 @cached_by_layout
@@ -206,8 +219,11 @@ def _saved_bytes(placed: PlacedRun, work: Work, compute: int) -> float:
     elements = _elements_per_token(placed, work)
     elements[ATTN_LSE] = work.heads * 4 / compute
     if policy.saved is None:
-        # Also both normalised inputs, whole over `tensor`, and SwiGLU's product.
-        kept = sum(elements.values()) + 2 * work.width + work.ffn_hidden
+        # Also both normalised inputs, whole over `tensor`, and SwiGLU's product (gate and up are `ffn_hidden`); of
+        # experts their rows too, and the router's input in float32.
+        kept = sum(elements.values()) + 2 * work.width + work.ffn_hidden / 2
+        if work.expert_rows:
+            kept += (work.expert_rows / work.tokens + 4 / compute) * work.width
     else:
         kept = sum(n for name, n in elements.items() if name in policy.saved)
         kept += 0.0 if LAYER_INPUT in policy.offloaded else elements[LAYER_INPUT]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from meshwright.planner.layout_cache import cached_by_layout
 from meshwright.planner.memory_model import keeps_stages
+from meshwright.planner.optimizer_work import update_exchanges
 from meshwright.planner.software import Software
 from meshwright.planner.work import Work, low_precision
 from meshwright.runs.placed_run import PlacedRun
@@ -65,6 +66,8 @@ def movements(
         result += [dataclasses.replace(m, during="recomputation") for m in result if m.during == "forward"]
     result += _weights(placed, microbatches, bool(again - {"scores"}))
     result += _gradients(placed)
+    for e, payload in update_exchanges(placed):
+        result.append(Movement(e.kind, e.axes, payload, e.count, "step", True, "matrices of the optimizer"))
     if tasks is not None:
         result += _stages(tasks, residual / shape.tensor, software)
     vocab_axes = tuple(axis for axis in VOCAB_AXES if shape.degrees()[axis] > 1)
@@ -201,11 +204,12 @@ def _context(placed: PlacedRun, work: Work, layers: float, compute: int, again: 
 
 
 def _experts(payload: float, layers: float, again: frozenset[str], blocking: bool) -> list[Movement]:
-    """Tokens sent to their experts and back, in every pass that runs the experts."""
-    passes = ("forward", "backward", *(("recomputation",) if "ffn_in" in again else ()))
+    """Tokens sent to their experts and back; a pass that recomputes needs those that came, but not what goes back."""
+    passes = {"forward": 2, "backward": 2, "recomputation": 1 if again - {"scores"} else 0}
     return [
-        Movement("all-to-all", ("expert",), payload, 2 * layers, during, blocking, "tokens to experts")
-        for during in passes
+        Movement("all-to-all", ("expert",), payload, times * layers, during, blocking, "tokens to experts")
+        for during, times in passes.items()
+        if times
     ]
 
 

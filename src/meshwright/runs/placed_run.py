@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.hierarchical import DcnAxis
 from meshwright.config import MeshShape, Model, Run, Training
+from meshwright.data.ramp import ramp_of
 from meshwright.errors import ConfigError, divisors
 from meshwright.models.flops import layer_flops
 from meshwright.models.model import ModelSpec, vocab_size
@@ -140,9 +141,15 @@ def _place(
     """Parameters, placements, stages and leaves, which depend on nothing else of a run."""
     pipeline = find_schedule(schedule)
     chunks = pipeline.virtual_stages_for(virtual_stages) if shape.stage > 1 else 1
-    stages = assign_layers(layer_flops(model, seq), shape.stage, chunks, pipeline.placement)
+    spec = model.spec()
+    if spec.period > 1:
+        from meshwright.sharding.periods import assign_periods  # most models have one kind of layer
+
+        stages = assign_periods(layer_flops(model, seq), spec.period, shape.stage, chunks, pipeline.placement)
+    else:
+        stages = assign_layers(layer_flops(model, seq), shape.stage, chunks, pipeline.placement)
     orders, first = {}, 0
-    for stack, count in model.spec().stacks.items():
+    for stack, count in spec.stacks.items():
         rows = stages.rows(first, count).flat
         orders[stack] = tuple(int(row) - first if row != NO_LAYER else NO_LAYER for row in rows)
         first += count
@@ -172,14 +179,16 @@ def _check_batch(run: Run, shape: MeshShape) -> None:
     if training.microbatches < 1:
         raise ConfigError(f"{training.microbatches} microbatches", "there is at least one", "--training.microbatches 1")
     parts = shape.over(BATCH_AXES) * training.microbatches
-    if training.batch < 1 or training.batch % parts:
-        below, above = training.batch // parts * parts, (training.batch // parts + 1) * parts
-        raise ConfigError(
-            f"batch of {training.batch} sequences on mesh {shape} in {training.microbatches} microbatch(es)",
-            f"{' * '.join(BATCH_AXES)} * microbatches = {parts}, and {training.batch} = "
-            f"{training.batch // parts} * {parts} + {training.batch % parts}",
-            f"--batch {above}" + (f" or {below}" if below > 0 else ""),
-        )
+    for batch in ramp_of(training).sizes:
+        if batch < 1 or batch % parts:
+            below, above = batch // parts * parts, (batch // parts + 1) * parts
+            option = "--batch" if batch == training.batch else "--training.batch-ramp with"
+            raise ConfigError(
+                f"batch of {batch} sequences on mesh {shape} in {training.microbatches} microbatch(es)",
+                f"{' * '.join(BATCH_AXES)} * microbatches = {parts}, and {batch} = "
+                f"{batch // parts} * {parts} + {batch % parts}",
+                f"{option} {above}" + (f" or {below}" if below > 0 else ""),
+            )
 
 
 def _check_saved_layers(run: Run, shape: MeshShape) -> None:

@@ -1,6 +1,7 @@
 """Recipes by name: Python functions that return a complete Run, kept outside the package."""
 
 import ast
+import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +47,7 @@ def _recipe_name(function: str) -> str:
 
 
 def find_recipe(name: str) -> "Run":
-    """Builds the Run of a recipe: a name, FILE.py, FILE.py:FUNCTION or module:function.
+    """Builds the Run of a recipe: a name, FILE.py, FILE.py:FUNCTION, module:function, or hf:PATH of a model's folder.
 
     Raises ConfigError with the nearest name, or with the failure of a recipe's own code.
     """
@@ -60,6 +61,10 @@ def find_recipe(name: str) -> "Run":
 
 def _builder(name: str) -> "Callable[[], Run]":
     """Returns the function of a recipe. Raises ConfigError where there is none."""
+    if name.startswith("hf:"):
+        from meshwright.runs.hugging_face import run_of_hugging_face  # a recipe of Meshwright's own needs none of it
+
+        return functools.partial(run_of_hugging_face, name)
     path, colon, function = name.partition(":")
     if path.endswith(".py"):
         return _in_file(Path(path), function if colon else None)

@@ -21,7 +21,7 @@ from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.params import Param, Tree, init_params, plan_gathers, shardings, tree_map
 from meshwright.sharding.placement import Placements, axes_of, to_spec
-from meshwright.step.optimizers import UpdateRule, build_update_rule, place_optimizer_state
+from meshwright.step.optimizers import ELEMENTWISE, UpdateRule, build_update_rule, place_optimizer_state
 from meshwright.step.state import State
 
 _RING = 4
@@ -62,6 +62,11 @@ class DeviceRun:
     def placements(self) -> Tree:
         """Placements of the parameters."""
         return self.placed.placements
+
+    def with_batch(self, sequences: int) -> "DeviceRun":
+        """Returns the run with as many sequences per step; no placement depends on them."""
+        run = dataclasses.replace(self.run, training=dataclasses.replace(self.run.training, batch=sequences))
+        return dataclasses.replace(self, placed=dataclasses.replace(self.placed, run=run))
 
     @functools.cached_property
     def local_model(self) -> LocalModel:
@@ -114,7 +119,7 @@ class DeviceRun:
         """Parameters that are gathered one layer ahead, by stack; none where nothing is gathered or recomputed."""
         training = self.run.training
         policy = REMAT_POLICIES[training.remat]
-        whole = gathered_within_reason(training, self.shape.stage) is not None
+        whole = gathered_within_reason(training, self.shape.stage, self.placed.spec.period) is not None
         # With offloading it is the setting that was compiled: Llama 3 8B on v6e (docs/overlap.md).
         automatic = bool(self.links.torus) or (bool(policy.offloaded) and self.mesh.devices.flat[0].platform == "tpu")
         if training.gather_ahead == "none" or whole or (training.gather_ahead == "auto" and not automatic):
@@ -176,8 +181,12 @@ class DeviceRun:
 
     def initial_state(self) -> State:
         """Returns the state before the first step; every array is created in its sharding, never whole."""
-        run, where = self.run, self.state_shardings
-        params = init_params(self.params, where.params, seed=run.training.seed, dtype=run.training.param_dtype)
+        training, where = self.run.training, self.state_shardings.params
+        return self.state_of(init_params(self.params, where, seed=training.seed, dtype=training.param_dtype))
+
+    def state_of(self, params: Tree) -> State:
+        """Returns the state before the first step with given parameters, in their shardings."""
+        where = self.state_shardings
         optimizer = jax.jit(self.optimizer.init, out_shardings=where.optimizer)(
             jax.device_put(params, shardings(self.mesh, self.placements, "optimizer"))
         )
@@ -251,14 +260,19 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     same = run.mesh is not None and run.mesh.degrees() == dict(mesh.shape)
     placed = place_run(run, run.mesh if same else MeshShape(**mesh.shape))
     _check_offload(placed.run, platform, mesh.devices.flat[0].device_kind)
-    reason = gathered_within_reason(placed.run.training, placed.shape.stage)
+    reason = gathered_within_reason(placed.run.training, placed.shape.stage, placed.spec.period)
     if run.training.gather_ahead == "layer" and reason is not None:
         raise ConfigError("--training.gather-ahead layer", reason, "--training.gather-ahead auto")
     training = placed.run.training
     dtype = jnp.dtype(training.param_dtype)
     sharded = shardings(mesh, placed.placements, "at_rest")
     params = tree_map(lambda p, where: jax.ShapeDtypeStruct(p.shape, dtype, sharding=where), placed.params, sharded)
-    optimizer = build_update_rule(run.optimizer, training, placed.params)
+    layer_map = None
+    if run.optimizer.name not in ELEMENTWISE:
+        from meshwright.step.matrices import LayerMap  # loaded for optimizers of whole matrices
+
+        layer_map = LayerMap(mesh, placed.shape, placed.params, placed.placements, jnp.dtype(training.compute_dtype))
+    optimizer = build_update_rule(run.optimizer, training, placed.params, layer_map)
     state, where = place_optimizer_state(optimizer, params, placed.placements, placed.shape)
     leaves = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, to_spec(placement)))

@@ -5,12 +5,37 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from meshwright.comm.collectives import all_gather
+from meshwright.models.remat import recomputed
+
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     """Divides x by its root mean square along the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+    return _rms_norm(x, scale, jnp.float32(epsilon))
+
+
+@recomputed
+def _rms_norm(x: jax.Array, scale: jax.Array, epsilon: jax.Array) -> jax.Array:
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + epsilon)
     return x32.astype(x.dtype) * scale.astype(x.dtype)
+
+
+def rms_norm_heads(x_BTNH: jax.Array, scale_NH: jax.Array, epsilon: float) -> jax.Array:
+    """Divides x by the root mean square over all heads, of which each device of `tensor` has some (OLMo 2)."""
+    x32 = x_BTNH.astype(jnp.float32)
+    # Every device scales its own heads by the sum over all: the sum's cotangents are summed in the backward pass.
+    sums_BTP = all_gather(jnp.square(x32).sum((-2, -1))[..., None], ("tensor",), 2)
+    mean_BT = sums_BTP.sum(-1) / (sums_BTP.shape[-1] * x32.shape[-2] * x32.shape[-1])
+    x32 = x32 * jax.lax.rsqrt(mean_BT + epsilon)[..., None, None]
+    return x32.astype(x_BTNH.dtype) * scale_NH.astype(x_BTNH.dtype)
+
+
+def rms_norm_plus_one(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    """Computes RMSNorm with the scale 1 + `scale`, multiplied in float32 (Gemma)."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + epsilon)
+    return (x32 * (1.0 + scale.astype(jnp.float32))).astype(x.dtype)
 
 
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array | None, epsilon: float) -> jax.Array:

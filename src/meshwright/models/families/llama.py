@@ -1,4 +1,4 @@
-"""Llama and its relatives: Llama 1 to 3.x, Mistral, Qwen2, Qwen3 (Touvron et al. 2023, arXiv:2302.13971).
+"""Llama and its relatives: Llama 1 to 3.x, Mistral, Qwen2, Qwen3, OLMo 2 (Touvron et al. 2023, arXiv:2302.13971).
 
 One layer, model width D, N query heads and K key/value heads of size H, feed-forward width F:
 
@@ -19,7 +19,7 @@ from meshwright.comm.collectives import sequence_all_gather
 from meshwright.config import MeshShape, Model
 from meshwright.models.blocks.embed import embed
 from meshwright.models.blocks.linear import linear
-from meshwright.models.blocks.norm import rms_norm
+from meshwright.models.blocks.norm import rms_norm, rms_norm_heads
 from meshwright.models.blocks.rotary import RopeScaling, apply_rope, rope_angles, rope_frequencies
 from meshwright.models.model import (
     AttentionSpec,
@@ -32,7 +32,7 @@ from meshwright.models.model import (
     padded_vocab,
     vocab_size,
 )
-from meshwright.models.remat import ATTN_RESIDUAL, FFN_HIDDEN, QKV
+from meshwright.models.remat import ATTN_RESIDUAL, FFN_HIDDEN, QKV, recomputed
 from meshwright.sharding.params import GatherParams, Param, Tree
 from meshwright.words import AXES
 
@@ -69,8 +69,10 @@ class Llama(Model):
     """Positions a token attends to, itself included (Mistral); None is all before it."""
     qkv_bias: Literal["none", "learned"] = "none"
     """Bias of the query, key and value projections (Qwen2)."""
-    qk_norm: Literal["none", "rms"] = "none"
-    """Normalisation of each query and key head (Qwen3)."""
+    qk_norm: Literal["none", "rms", "rms_heads"] = "none"
+    """Normalisation of queries and keys: each head alone (rms: Qwen3), or all heads together (rms_heads: OLMo 2)."""
+    norm_place: Literal["before", "after"] = "before"
+    """Whether attention and feed-forward normalise what they read, or what they add (OLMo 2)."""
     embedding: Literal["untied", "tied"] = "untied"
     """Tied uses the embedding table as the unembedding."""
 
@@ -162,6 +164,9 @@ def attention_params(c: Llama, layers: int) -> dict[str, Param]:
     if c.qk_norm == "rms":
         params["query_norm"] = Param((L, H), "LH", "ones")
         params["key_norm"] = Param((L, H), "LH", "ones")
+    if c.qk_norm == "rms_heads":
+        params["query_norm"] = Param((L, N, H), "LNH", "ones")
+        params["key_norm"] = Param((L, K, H), "LKH", "ones")
     return params
 
 
@@ -188,9 +193,10 @@ def dense_layer(c: Llama, ctx: ForwardContext, stack: str) -> Layer:
         weights = ctx.gather_params(params, stack)
         x_BTD = attention(x_BTD, weights, index)
         with jax.named_scope("feed-forward"):
-            h_BTD = rms_norm(x_BTD, weights["mlp_norm"], c.norm_epsilon)
+            h_BTD = _norm_if(c, "before", x_BTD, weights["mlp_norm"])
             gate_BTF, up_BTF = ctx.column_parallel(_linears, h_BTD, [weights["gate"], weights["up"]])
             y_BTD = ctx.row_parallel(linear, silu_product(gate_BTF, up_BTF), weights["down"])
+            y_BTD = _norm_if(c, "after", y_BTD, weights["mlp_norm"])
             return x_BTD + ctx.dropout(y_BTD, 2 * index + 2), {}
 
     return layer
@@ -202,13 +208,18 @@ def attention_half(c: Llama, ctx: ForwardContext) -> Callable[[jax.Array, dict[s
 
     def attention(x_BTD: jax.Array, weights: dict[str, Any], index: jax.Array) -> jax.Array:
         with jax.named_scope("attention"):
-            h_BTD = rms_norm(x_BTD, weights["attention_norm"], c.norm_epsilon)
+            h_BTD = _norm_if(c, "before", x_BTD, weights["attention_norm"])
             products = ctx.column_parallel(_linears, h_BTD, [weights[name] for name in ("query", "key", "value")])
             qkv, w_NHD = _qkv(c, products, weights, cos_sin), weights["attention_out"]
             y_BTD = ctx.attend_row_parallel(_attention_out, *qkv, w_NHD, window=c.sliding_window)
+            y_BTD = _norm_if(c, "after", y_BTD, weights["attention_norm"])
             return checkpoint_name(x_BTD + ctx.dropout(y_BTD, 2 * index + 1), ATTN_RESIDUAL)
 
     return attention
+
+
+def _norm_if(c: Llama, place: str, x_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
+    return rms_norm(x_BTD, scale_D, c.norm_epsilon) if c.norm_place == place else x_BTD
 
 
 def _linears(h_BTD: jax.Array, weights: list[Any]) -> list[jax.Array]:
@@ -230,6 +241,9 @@ def _qkv(
     if c.qk_norm == "rms":
         norm = functools.partial(rms_norm, epsilon=c.norm_epsilon)
         q_BTNH, k_BTKH = norm(q_BTNH, weights["query_norm"]), norm(k_BTKH, weights["key_norm"])
+    if c.qk_norm == "rms_heads":
+        norm = functools.partial(rms_norm_heads, epsilon=c.norm_epsilon)
+        q_BTNH, k_BTKH = norm(q_BTNH, weights["query_norm"]), norm(k_BTKH, weights["key_norm"])
     q_BTNH, k_BTKH = apply_rope(q_BTNH, cos_sin), apply_rope(k_BTKH, cos_sin)
     return checkpoint_name(q_BTNH, QKV), checkpoint_name(k_BTKH, QKV), checkpoint_name(v_BTKH, QKV)
 
@@ -242,4 +256,9 @@ def swiglu(h_BTD: jax.Array, weights: dict[str, Any]) -> jax.Array:
 
 def silu_product(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
     """Returns silu(gate) * up, the hidden features of SwiGLU; both factors are named for the remat policies."""
-    return jax.nn.silu(checkpoint_name(gate_BTF, FFN_HIDDEN)) * checkpoint_name(up_BTF, FFN_HIDDEN)
+    return _silu_product(checkpoint_name(gate_BTF, FFN_HIDDEN), checkpoint_name(up_BTF, FFN_HIDDEN))
+
+
+@recomputed
+def _silu_product(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate_BTF) * up_BTF

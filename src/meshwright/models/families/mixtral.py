@@ -208,6 +208,12 @@ def _check(c: Mixtral) -> None:
             f"--model.dense-layers {max(c.layers - 1, 0)}",
         ),
         (
+            f"--model.norm-place {c.norm_place} with experts",
+            "the half of a layer with experts normalises what it reads",
+            c.norm_place != "before",
+            "--model.norm-place before",
+        ),
+        (
             f"{c.experts} experts in {c.expert_groups} groups",
             "groups are of equal size",
             c.experts % c.expert_groups != 0,

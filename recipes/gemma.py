@@ -1,0 +1,45 @@
+"""Gemma 3 by name (arXiv:2503.19786); dimensions from its published configurations, the text model alone.
+
+The text is yours: `--data PATH --data.tokenizer FOLDER/tokenizer.json`.
+"""
+
+from meshwright.config import Data, Optimizer, Run, Training
+from meshwright.models.families.gemma import Gemma3
+
+
+def _gemma3(name: str, model: Gemma3, batch: int = 512) -> Run:
+    return Run(
+        name=name,
+        model=model,
+        training=Training(steps=100_000, batch=batch, seq=4096, eval_every=1000, save_every=1000, logits_mib=1024),
+        optimizer=Optimizer(learning_rate=3e-4, warmup_steps=2000, weight_decay=0.1),
+        data=Data(paths=("data/*.parquet",), tokenizer="tokenizer.json", held_out=0.001),
+    )
+
+
+def gemma3_270m() -> Run:
+    """Gemma 3 270M: 268 M parameters, of which 168 M are the embedding."""
+    return _gemma3("gemma3-270m", Gemma3(262144, 640, 18, 4, 1, 256, 2048, query_scale=256))
+
+
+def gemma3_1b() -> Run:
+    """Gemma 3 1B (arXiv:2503.19786, table 1)."""
+    return _gemma3("gemma3-1b", Gemma3(262144, 1152, 26, 4, 1, 256, 6912, query_scale=256))
+
+
+def gemma3_4b() -> Run:
+    """Gemma 3 4B, the text model (arXiv:2503.19786, table 1)."""
+    model = Gemma3(262208, 2560, 34, 8, 4, 256, 10240, sliding_window=1024, rope_factor=8.0, query_scale=256)
+    return _gemma3("gemma3-4b", model)
+
+
+def gemma3_12b() -> Run:
+    """Gemma 3 12B, the text model (arXiv:2503.19786, table 1)."""
+    model = Gemma3(262208, 3840, 48, 16, 8, 256, 15360, sliding_window=1024, rope_factor=8.0, query_scale=256)
+    return _gemma3("gemma3-12b", model)
+
+
+def gemma3_27b() -> Run:
+    """Gemma 3 27B, the text model (arXiv:2503.19786, table 1)."""
+    model = Gemma3(262208, 5376, 62, 32, 16, 128, 21504, sliding_window=1024, rope_factor=8.0, query_scale=168)
+    return _gemma3("gemma3-27b", model)

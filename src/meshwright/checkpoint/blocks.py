@@ -1,0 +1,199 @@
+"""Tensors of a checkpoint block by block, in bounded memory: what conversion writes and reads.
+
+A training run writes its checkpoints whole, through Orbax. Here a tensor is a Zarr array of Orbax's format whose blocks
+are written one after another, one file each, so that a tensor is never in memory and an interrupted conversion goes on
+where it stopped. Orbax restores such a checkpoint like any other.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorstore
+
+from meshwright.checkpoint.fingerprints import SALTS, sum_of_hashes
+from meshwright.checkpoint.manifest import Manifest
+from meshwright.errors import CheckpointError
+
+Index = tuple[slice, ...]
+Fingerprint = tuple[int, int]
+
+BLOCK_BYTES = 16 * 2**20
+"""Largest block of a tensor that is read or written at a time."""
+
+
+def block_shape(shape: tuple[int, ...], itemsize: int, largest: int = BLOCK_BYTES) -> tuple[int, ...]:
+    """Returns the shape of the blocks of a tensor: slowest dimensions are cut first, so blocks are contiguous."""
+    block = list(shape)
+    for dim in range(len(block)):
+        inner = math.prod(shape[dim + 1 :]) * itemsize
+        if block[dim] * inner <= largest:
+            break
+        block[dim] = max(1, min(block[dim], largest // max(inner, 1)))
+    return tuple(block)
+
+
+def blocks_of(shape: tuple[int, ...], block: tuple[int, ...]) -> Iterator[Index]:
+    """Yields the blocks of a tensor, in order."""
+    steps = [range(0, size, step) for size, step in zip(shape, block, strict=True)]
+    for first in itertools.product(*steps):
+        yield tuple(
+            slice(at, min(at + step, size)) for at, step, size in zip(first, block, shape, strict=True)
+        )  # fmt: skip
+
+
+def block_fingerprint(block: np.ndarray, index: Index, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Returns what a block adds to the fingerprint of its tensor; the sums over all blocks are the fingerprint.
+
+    index: of the block.  shape: of the whole tensor.
+    """
+    strides = [math.prod(shape[dim + 1 :]) % 2**32 for dim in range(len(shape))]
+    offset = sum(part.start * stride for part, stride in zip(index, strides, strict=True)) % 2**32
+    sums = _block_sums(block, np.array(strides, np.uint32), np.uint32(offset))
+    return int(sums[0]), int(sums[1])
+
+
+def add_fingerprints(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+    """Returns the sum of two fingerprints."""
+    return (a[0] + b[0]) % 2**32, (a[1] + b[1]) % 2**32
+
+
+@jax.jit
+def _block_sums(block: jax.Array, strides: jax.Array, offset: jax.Array) -> jax.Array:
+    index = jnp.full(block.shape, offset, jnp.uint32)
+    for dim in range(block.ndim):
+        index += strides[dim] * jax.lax.broadcasted_iota(jnp.uint32, block.shape, dim)
+    return jnp.stack([sum_of_hashes(block, index, salt) for salt in SALTS])
+
+
+def write_tensor(
+    state: Path, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], read: Callable[[Index], np.ndarray]
+) -> Fingerprint:
+    """Writes one tensor into the folder `state` of a checkpoint; returns its fingerprint.
+
+    read: returns a block of it. Raises CheckpointError where the disk is full or cannot be written.
+    """
+    block = block_shape(shape, dtype.itemsize)
+    spec = {
+        "driver": "zarr",
+        # The whole conversion is synchronised before it is moved to its name, and not each file.
+        "kvstore": {"driver": "file", "path": f"{state / name}/", "file_io_sync": False},
+        "metadata": {
+            "shape": list(shape), "chunks": list(block), "dtype": _zarr_dtype(dtype), "compressor": None,
+            "dimension_separator": ".",
+        },
+        "store_data_equal_to_fill_value": True,
+        "recheck_cached_data": False,
+    }  # fmt: skip
+    total = (0, 0)
+    try:
+        array = tensorstore.open(spec, create=True, delete_existing=True).result()
+        for index in blocks_of(shape, block):
+            values = read(index)
+            total = add_fingerprints(total, block_fingerprint(values, index, shape))
+            array[index].write(values).result()
+    except ValueError as error:  # TensorStore raises it for every failure of a file
+        raise CheckpointError(
+            f"writing {name} into {state}", str(error).splitlines()[0][:300], "a folder with more space"
+        ) from error  # fmt: skip
+    return total
+
+
+def _zarr_dtype(dtype: np.dtype[Any]) -> str:
+    return "bfloat16" if dtype.name == "bfloat16" else dtype.str
+
+
+def commit_weights(step_folder: Path, manifest: Manifest) -> None:
+    """Writes what makes the tensors in `step_folder`/state a checkpoint that Orbax restores, and its manifest."""
+    state, now = step_folder / "state", time.time_ns()
+    handler = "orbax.checkpoint._src.handlers."
+    tree = {
+        f"('{name}',)": {
+            "key_metadata": [{"key": name, "key_type": 2}],
+            "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": list(t.shape)},
+        }
+        for name, t in manifest.tensors.items()
+    }
+    _write_json(
+        state / "_METADATA",
+        {
+            "tree_metadata": tree, "use_ocdbt": False, "use_zarr3": False,
+            "store_array_data_equal_to_fill_value": True, "custom_metadata": None,
+        },
+    )  # fmt: skip
+    (step_folder / "manifest").mkdir(exist_ok=True)
+    _write_json(step_folder / "manifest" / "metadata", manifest.to_dict())
+    items = {"manifest": "json_checkpoint_handler.JsonCheckpointHandler",
+             "state": "pytree_checkpoint_handler.PyTreeCheckpointHandler"}  # fmt: skip
+    _write_json(
+        step_folder / "_CHECKPOINT_METADATA",
+        {
+            "item_handlers": {item: handler + name for item, name in items.items()},
+            "metrics": {}, "performance_metrics": {}, "init_timestamp_nsecs": now, "commit_timestamp_nsecs": now,
+            "custom_metadata": {},
+        },
+    )  # fmt: skip
+    for folder in (state, step_folder / "manifest", step_folder):
+        (folder / "commit_success.txt").write_text(f"Checkpoint commit was successful to {folder}", encoding="utf-8")
+
+
+def _write_json(file: Path, document: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(document), encoding="utf-8")
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensors:
+    """Tensors of a committed checkpoint, read block by block and verified."""
+
+    step_folder: Path
+    manifest: Manifest
+
+    def read_blocks(self, name: str, shape: tuple[int, ...], then: Callable[[Index, np.ndarray], None]) -> None:
+        """Calls `then` with each block of the tensor `name`, without its rows beyond `shape`.
+
+        Raises CheckpointError where a block cannot be read, or the tensor is not what was saved: what `then` has
+        written is then worthless.
+        """
+        record, total = self.manifest.tensors[name], (0, 0)
+        try:
+            array = tensorstore.open(self._spec(name)).result()
+            stored = array.chunk_layout.read_chunk.shape or record.shape
+            block = _whole_chunks(
+                block_shape(record.shape, array.dtype.numpy_dtype.itemsize), tuple(int(size or 1) for size in stored)
+            )
+            for index in blocks_of(record.shape, block):
+                values = np.asarray(array[index].read().result())
+                total = add_fingerprints(total, block_fingerprint(values, index, record.shape))
+                inside = tuple(slice(p.start, min(p.stop, size)) for p, size in zip(index, shape, strict=True))
+                if all(p.start < p.stop for p in inside):
+                    then(inside, values[tuple(slice(0, p.stop - p.start) for p in inside)])
+        except ValueError as error:
+            raise self._damaged(f"tensor {name!r} cannot be read: {str(error).splitlines()[0][:200]}") from error
+        if total != record.fingerprint:
+            raise self._damaged(f"tensor {name!r} is not what was saved")
+
+    def _spec(self, name: str) -> dict[str, Any]:
+        state = self.step_folder / "state"
+        if (state / "manifest.ocdbt").is_file():
+            kvstore = {"driver": "ocdbt", "base": f"file://{state.absolute()}/", "path": f"{name}/"}
+        else:
+            kvstore = {"driver": "file", "path": f"{state.absolute() / name}/"}
+        return {"driver": "zarr", "kvstore": kvstore}
+
+    def _damaged(self, damage: str) -> CheckpointError:
+        return CheckpointError(
+            f"the checkpoint in {self.step_folder}", damage, "another checkpoint of the run: --at STEP"
+        )  # fmt: skip
+
+
+def _whole_chunks(block: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the least block of whole chunks that is not below `block`: no chunk is read twice."""
+    return tuple(-(-size // step) * step for size, step in zip(block, chunk, strict=True))

@@ -1,0 +1,1 @@
+"""Weights of other programs: Hugging Face folders read, checked, and written."""

@@ -1,0 +1,96 @@
+"""Architectures of Hugging Face by name: configuration to model and back, and the tensors of each parameter.
+
+Each family's module states its architectures (`families/`). One is added from outside the package by adding it to
+`ARCHITECTURES`.
+"""
+
+import dataclasses
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from meshwright.config import Model
+from meshwright.errors import WeightsError, nearest
+from meshwright.hugging_face.fields import Fields
+from meshwright.hugging_face.names import StoredTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """One architecture of `transformers`, as a family of Meshwright computes it."""
+
+    name: str
+    """Name in config.json: "LlamaForCausalLM"."""
+    model_type: str
+    """Type in config.json: "llama"."""
+    read: Callable[[Fields], Model]
+    """Returns the model of a configuration. Raises WeightsError for a field that the family does not compute."""
+    write: Callable[[Any], dict[str, Any] | None]
+    """Returns the configuration of a model, or None where the architecture cannot express it."""
+    tensors: Callable[[Any], Mapping[str, StoredTensor]]
+    """Returns where each parameter of a model is stored, by dotted path."""
+    tied: tuple[str, str] | None = None
+    """Tensor that files may have besides the one that it is tied to: it is compared with it, and not kept."""
+    computed: tuple[str, ...] = ()
+    """Patterns of stored tensors that are computed, not learned: they are left out."""
+    prefix: str = ""
+    """Prefix of the tensors' names that files may lack."""
+
+    def is_computed(self, name: str) -> bool:
+        """Whether a stored tensor is one that the model computes."""
+        return any(re.fullmatch(pattern, name) for pattern in self.computed)
+
+
+_FAMILIES: dict[str, str] = {
+    "GPT2LMHeadModel": "gpt2",
+    "Gemma3ForCausalLM": "gemma",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "llama",
+    "Qwen3ForCausalLM": "llama",
+    "Olmo2ForCausalLM": "llama",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "mixtral",
+}
+"""Architecture -> module of `hugging_face.families` that states it."""
+
+ARCHITECTURES: dict[str, Architecture] = {}
+"""Architectures loaded so far, and those added from outside the package."""
+
+
+def find_architecture(fields: Fields) -> Architecture:
+    """Returns the architecture of a configuration. Raises WeightsError for one that Meshwright does not compute."""
+    names = fields.config.get("architectures") or []
+    name = str(names[0]) if names else ""
+    if name not in ARCHITECTURES and name not in _FAMILIES:
+        known = {*ARCHITECTURES, *_FAMILIES}
+        raise WeightsError(
+            f"reading {fields.file}",
+            f"its architecture is {name or 'not named'}, which Meshwright does not compute",
+            nearest(name, known),
+        )
+    return load_architecture(name)
+
+
+def load_architecture(name: str) -> Architecture:
+    """Returns an architecture by name; its family's module is imported now."""
+    if name not in ARCHITECTURES:
+        module = importlib.import_module(f"meshwright.hugging_face.families.{_FAMILIES[name]}")
+        ARCHITECTURES.update({architecture.name: architecture for architecture in module.ARCHITECTURES})
+    return ARCHITECTURES[name]
+
+
+def architecture_of(model: Model) -> tuple[Architecture, dict[str, Any]]:
+    """Returns the architecture that can express `model`, and its configuration. Raises WeightsError where none can."""
+    for name in [*_FAMILIES, *ARCHITECTURES]:
+        architecture = load_architecture(name)
+        config = architecture.write(model)
+        if config is not None:
+            names = {"architectures": [architecture.name], "model_type": architecture.model_type}
+            return architecture, {**names, **config}
+    raise WeightsError(
+        f"a {type(model).__name__} as a Hugging Face model",
+        "no architecture of `transformers` that Meshwright knows has this combination of fields",
+        f"a model that one of these can express: {', '.join(sorted({*_FAMILIES, *ARCHITECTURES}))}",
+    )

@@ -1,0 +1,1 @@
+"""Name maps of the model families: one module for each, with its architectures."""

@@ -1,0 +1,93 @@
+"""Fields of a config.json: read by name, required to have the one value that a family computes, or refused."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import WeightsError
+
+_REQUIRED: Any = object()
+
+NEUTRAL = frozenset({
+    "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "use_cache", "_name_or_path",
+    "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "attention_dropout", "output_router_logits",
+    "pretraining_tp", "max_position_embeddings", "auto_map", "task_specific_params", "cache_implementation",
+    "_attn_implementation", "_attn_implementation_autoset", "id2label", "label2id", "unsloth_version",
+    "return_dict", "output_attentions", "output_hidden_states", "chunk_size_feed_forward", "problem_type",
+    "is_encoder_decoder", "attention_probs_dropout_prob", "is_decoder",
+})  # fmt: skip
+"""Fields of every architecture that change no number of the forward pass, or name the architecture itself."""
+
+
+class Fields:
+    """Fields of one config.json. Remembers which were read, so that the others can be reported."""
+
+    def __init__(self, file: Path, config: Mapping[str, Any]):
+        self.file, self.config = file, config
+        self._read: set[str] = set()
+
+    def get(self, name: str, default: Any = _REQUIRED) -> Any:
+        """Returns a field; `default` stands for a missing one and for null. Raises WeightsError without a default."""
+        self._read.add(name)
+        value = self.config.get(name)
+        if value is None:
+            if default is _REQUIRED:
+                raise WeightsError(f"reading {self.file}", f"it has no {name!r}", f"a configuration with {name}")
+            return default
+        return value
+
+    def first(self, *names: str, default: Any = _REQUIRED) -> Any:
+        """Returns the first of several fields that is there: names of different versions of `transformers`."""
+        self._read.update(names)
+        return next((self.config[n] for n in names if self.config.get(n) is not None), None) or self.get(
+            names[0], default
+        )
+
+    def require(self, name: str, *allowed: Any) -> None:
+        """Raises WeightsError unless a field has one of the values that the family computes, or is missing."""
+        self._read.add(name)
+        value = self.config.get(name, allowed[0])
+        if value not in allowed:
+            known = " or ".join(json.dumps(a) for a in allowed)
+            raise WeightsError(
+                f"reading {self.file}",
+                f"{name} is {json.dumps(value)}, and Meshwright computes it with {known} alone",
+                f"a model with {name} {known}",
+            )
+
+    def without_effect(self, *names: str) -> None:
+        """Counts fields as read that change no number of the forward pass."""
+        self._read.update(names)
+
+    def unread(self) -> list[str]:
+        """Returns the fields with a value that nothing has read, and that are not known to be without effect."""
+        empty: tuple[Any, ...] = (None, False, [], {}, "")
+        return sorted(
+            name
+            for name, value in self.config.items()
+            if name not in self._read and name not in NEUTRAL and value not in empty
+        )
+
+
+def read_fields(folder: Path) -> Fields:
+    """Reads the config.json of a folder. Raises WeightsError where there is none, or it is no configuration."""
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise WeightsError(
+            f"reading {file}", f"{error.strerror or error}", "a folder that save_pretrained of `transformers` wrote"
+        ) from error
+    except ValueError as error:
+        raise WeightsError(f"reading {file}", f"it is not JSON: {error}", "download it again") from error
+    if not isinstance(config, dict):
+        raise WeightsError(f"reading {file}", "it is not a JSON object", "the config.json of a model")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "?")
+        raise WeightsError(
+            f"reading {file}",
+            f"its weights are quantised ({method}), and training needs the numbers themselves",
+            "the model's unquantised weights (bfloat16), or dequantise it with `transformers`",
+        )
+    return Fields(file, config)

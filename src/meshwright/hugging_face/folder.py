@@ -1,0 +1,225 @@
+"""Folders of Hugging Face models: configuration, tokenizer files, and weights checked against the model."""
+
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from meshwright.config import Model, Precision
+from meshwright.errors import WeightsError
+from meshwright.hugging_face.architecture import Architecture, find_architecture
+from meshwright.hugging_face.fields import read_fields
+from meshwright.hugging_face.hub import find_folder
+from meshwright.hugging_face.names import StoredTensor
+from meshwright.hugging_face.safetensors_files import DTYPES, SafetensorsFile, TensorEntry, find_files, read_header
+from meshwright.sharding.params import Param, named_leaves
+
+KEPT = "huggingface"
+"""Folder inside an output folder with the files that come back out: tokenizer, chat template, configuration."""
+_KEPT_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFolder:
+    """A folder's model, without its weights."""
+
+    path: Path
+    architecture: Architecture
+    model: Model
+    max_seq: int | None
+    """Longest sequence that the configuration names."""
+    notes: tuple[str, ...]
+    """What the configuration has and the model does not read."""
+
+    @property
+    def tokenizer(self) -> Path:
+        """Its tokenizer.json, whether or not there is one."""
+        return self.path / "tokenizer.json"
+
+
+def read_model(name: str, *, weights: bool = False) -> ModelFolder:
+    """Reads the model that `hf:NAME` names from its config.json. weights: whether they will be read as well.
+
+    Raises WeightsError for an unknown architecture, and for a field whose value the family does not compute.
+    """
+    folder = find_folder(name, weights=weights)
+    fields = read_fields(folder)
+    architecture = find_architecture(fields)
+    model = architecture.read(fields)
+    unread = fields.unread()
+    notes = [f"fields of config.json without a meaning here: {', '.join(unread)}"] if unread else []
+    longest = fields.get("max_position_embeddings", fields.get("n_positions", None))
+    return ModelFolder(folder, architecture, model, longest, tuple(notes))
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightsFolder:
+    """A folder's model and its weights: every tensor found, of the right shape, in a file of the right size."""
+
+    folder: ModelFolder
+    params: dict[str, Param]
+    """Parameters by dotted path."""
+    stored: dict[str, StoredTensor]
+    """Where each of them is stored."""
+    files: dict[str, Path]
+    """File of each tensor."""
+    entries: dict[str, TensorEntry]
+    dtype: Precision
+    """Type of the weights: float32 where there are several, or one that float32 holds and bfloat16 does not."""
+    notes: tuple[str, ...]
+
+    @contextlib.contextmanager
+    def reader(self) -> Iterator["TensorReader"]:
+        """Opens the files for reading."""
+        reader = TensorReader(self)
+        yield reader
+        reader.release()
+
+
+class TensorReader:
+    """Tensors of a folder by name; files are mapped when they are first used."""
+
+    def __init__(self, folder: WeightsFolder):
+        self._folder = folder
+        self._open: dict[Path, SafetensorsFile] = {}
+
+    def __call__(self, name: str) -> np.ndarray:
+        """Returns a view of a tensor."""
+        path = self._folder.files[name]
+        if path not in self._open:
+            self._open[path] = SafetensorsFile(path)
+        prefix = self._folder.folder.architecture.prefix
+        entries = self._open[path].entries
+        return self._open[path].tensor(name if name in entries else name.removeprefix(prefix))
+
+    def release(self) -> None:
+        """Gives back the memory of what was read."""
+        for file in self._open.values():
+            file.release()
+
+
+def open_folder(name: str) -> WeightsFolder:
+    """Opens the model that `hf:NAME` names, and checks all of its weights' names, shapes, types and places.
+
+    Reads the headers of the files and no weights. Raises WeightsError naming the file and the tensor where one is
+    missing, unknown, of another shape, or in a file that is damaged.
+    """
+    folder = read_model(name, weights=True)
+    files, entries = _all_tensors(folder)
+    params = named_leaves(folder.model.params())
+    stored = dict(folder.architecture.tensors(folder.model))
+    expected: set[str] = set()
+    for path, p in params.items():
+        shape = stored[path].stored_shape(p)
+        for tensor in stored[path].names(p):
+            expected.add(tensor)
+            _check_tensor(folder, tensor, path, shape, files, entries)
+    left_out = _check_others(folder, expected, files)
+    notes = folder.notes + ((f"computed and not kept: {left_out} tensors of the files",) if left_out else ())
+    found = {entries[tensor].dtype for tensor in expected}
+    dtype: Precision = "bfloat16" if found == {"BF16"} else "float32"
+    return WeightsFolder(folder, params, stored, files, entries, dtype, notes)
+
+
+def _all_tensors(folder: ModelFolder) -> tuple[dict[str, Path], dict[str, TensorEntry]]:
+    """File and entry of every tensor, by its whole name. Raises WeightsError where index and files do not agree."""
+    index = find_files(folder.path)
+    headers = {path: read_header(path) for path in sorted(set(index.values()))}
+    for tensor, path in index.items():
+        if tensor and tensor not in headers[path]:
+            raise WeightsError(
+                f"weights in {folder.path}", f"the index places {tensor!r} in {path.name}, which does not have it",
+                "download both again",
+            )  # fmt: skip
+    files: dict[str, Path] = {}
+    entries: dict[str, TensorEntry] = {}
+    prefix = folder.architecture.prefix
+    for path, header in headers.items():
+        for tensor, entry in header.items():
+            whole = tensor if tensor.startswith((prefix, "lm_head.")) else prefix + tensor
+            if whole in files:
+                raise WeightsError(
+                    f"weights in {folder.path}", f"{tensor!r} is in {files[whole].name} and in {path.name}",
+                    "one file for each tensor",
+                )  # fmt: skip
+            files[whole], entries[whole] = path, entry
+    return files, entries
+
+
+def _check_tensor(
+    folder: ModelFolder, tensor: str, param: str, shape: tuple[int, ...], files: dict[str, Path],
+    entries: dict[str, TensorEntry],
+) -> None:  # fmt: skip
+    if tensor not in entries:
+        raise WeightsError(
+            f"weights in {folder.path}",
+            f"no file has the tensor {tensor!r}, which is {param} of the model, {list(shape)}",
+            "all files of the model, or a config.json that describes these (layers, tied embeddings, biases)",
+        )
+    entry, file = entries[tensor], files[tensor].name
+    if entry.dtype not in DTYPES:
+        raise WeightsError(
+            f"weights in {folder.path / file}",
+            f"{tensor!r} is {entry.dtype}, a quantised or integer type; {', '.join(DTYPES)} are read",
+            "the model's unquantised weights",
+        )
+    if entry.shape != shape:
+        raise WeightsError(
+            f"weights in {folder.path / file}",
+            f"{tensor!r} is {list(entry.shape)}, and {param} of the model of config.json needs {list(shape)}",
+            "the config.json of these weights",
+        )
+
+
+def _check_others(folder: ModelFolder, expected: set[str], files: dict[str, Path]) -> int:
+    """Number of tensors that are computed. Raises WeightsError for one that the model does not have."""
+    left_out = 0
+    tied = folder.architecture.tied
+    for tensor, path in files.items():
+        if tensor in expected or (tied is not None and tensor == tied[0]):
+            continue
+        if not folder.architecture.is_computed(tensor):
+            raise WeightsError(
+                f"weights in {path}",
+                f"it has a tensor {tensor!r}, and {folder.architecture.name} of config.json has none of that name",
+                "the config.json of these weights; a tensor that is left out would change what the model computes",
+            )
+        left_out += 1
+    return left_out
+
+
+def check_tied(weights: WeightsFolder, rows: int = 4096) -> None:
+    """Raises WeightsError where files have a tensor that is tied to another, and not its values.
+
+    rows: rows that are compared at a time.
+    """
+    tied = weights.folder.architecture.tied
+    kept = {name for path, p in weights.params.items() for name in weights.stored[path].names(p)}
+    if tied is None or tied[0] not in weights.files or tied[0] in kept:
+        return
+    with weights.reader() as read:
+        first, second = read(tied[0]), read(tied[1])
+        for row in range(0, max(len(first), len(second)), rows):
+            part, other = first[row : row + rows], second[row : row + rows]
+            if part.shape != other.shape or part.dtype != other.dtype or part.tobytes() != other.tobytes():
+                raise WeightsError(
+                    f"weights in {weights.folder.path}",
+                    f"config.json ties {tied[0]!r} to {tied[1]!r} (tie_word_embeddings), and their values differ",
+                    "tie_word_embeddings false in config.json, if the model was trained so",
+                )
+            read.release()
+
+
+def keep_files(folder: Path, out: Path) -> None:
+    """Copies tokenizer files, chat template and configuration of a folder into `out`/huggingface."""
+    target = out / KEPT
+    target.mkdir(parents=True, exist_ok=True)
+    for name in _KEPT_FILES:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, target / name)

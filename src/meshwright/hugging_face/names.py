@@ -1,0 +1,125 @@
+"""Where a parameter lies in another program's tensors: name, order of dimensions, and part of a fused tensor.
+
+A parameter `[L, D, N, H]` is stored as one matrix `[N H, D]` per layer: its `StoredTensor` has the name
+`model.layers.{layer}.self_attn.q_proj.weight` and the axes `("NH", "D")`. Both directions use one view: the stored
+array with its merged dimensions split, of which a block is read or written. No value is changed.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from meshwright.sharding.params import Param
+
+Index = tuple[slice, ...]
+"""Block of an array: start and stop of each dimension, step 1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """One parameter in another program's files: a tensor, or one for each layer and expert."""
+
+    name: str
+    """Name of the tensor, with `{layer}` and `{expert}` where there is one for each."""
+    axes: tuple[str, ...]
+    """Dimension letters of each stored dimension, the slowest first; ("NH", "D") merges heads and head size."""
+    layers: tuple[int, ...] = ()
+    """Layer of each row of the stack, in the other program's numbers."""
+    part: tuple[int, slice] | None = None
+    """Dimension of a fused tensor, and the slice of it that is this parameter."""
+    shape: tuple[int, ...] = ()
+    """Shape of the stored tensor where it is fused; () is that of the parameter."""
+
+    def stored_shape(self, p: Param) -> tuple[int, ...]:
+        """Returns the shape of one stored tensor of the parameter `p`."""
+        sizes = _sizes(p)
+        return self.shape or tuple(math.prod(sizes[letter] for letter in group) for group in self.axes)
+
+    def names(self, p: Param) -> Iterator[str]:
+        """Yields the names of all stored tensors of the parameter `p`."""
+        for layer, expert in itertools.product(self.layers or (0,), range(self._experts(p))):
+            yield self.name.format(layer=layer, expert=expert)
+
+    def blocks(self, p: Param, index: Index) -> Iterator[tuple[str, Index, Index]]:
+        """Yields the stored tensors that hold a block of `p`: name, block of the result, block of the stored view.
+
+        index: of the parameter with one row per layer.
+        """
+        ranges = dict(zip(p.dims, index, strict=True))
+        inner = tuple(ranges[letter] for letter in "".join(self.axes))
+        rows = range(ranges["L"].start, ranges["L"].stop) if self.layers else range(1)
+        experts = range(ranges["E"].start, ranges["E"].stop) if "{expert}" in self.name else range(1)
+        for row, expert in itertools.product(rows, experts):
+            name = self.name.format(layer=self.layers[row] if self.layers else 0, expert=expert)
+            at = {"L": row - rows.start, "E": expert - experts.start}
+            outer = tuple(
+                slice(at[letter], at[letter] + 1) if self._is_outer(letter) else slice(None) for letter in p.dims
+            )
+            yield name, outer, inner
+
+    def view(self, p: Param, stored: np.ndarray) -> np.ndarray:
+        """Returns one stored tensor with its merged dimensions split, without copying."""
+        if self.part is not None:
+            stored = stored[(slice(None),) * self.part[0] + (self.part[1],)]
+        sizes = _sizes(p)
+        return stored.reshape([sizes[letter] for group in self.axes for letter in group])
+
+    def to_param(self, p: Param, block: np.ndarray) -> np.ndarray:
+        """Returns a block of the view in the order of the parameter's dimensions, without copying."""
+        letters = "".join(self.axes)
+        inner = [letter for letter in p.dims if not self._is_outer(letter)]
+        block = block.transpose([letters.index(letter) for letter in inner])
+        return block.reshape([1 if self._is_outer(x) else block.shape[inner.index(x)] for x in p.dims])
+
+    def from_param(self, p: Param, block: np.ndarray) -> np.ndarray:
+        """Inverts `to_param`: returns a block of the parameter, one layer and expert of it, as the view has it."""
+        inner = [letter for letter in p.dims if not self._is_outer(letter)]
+        squeezed = block.reshape([size for letter, size in zip(p.dims, block.shape, strict=True) if letter in inner])
+        return squeezed.transpose([inner.index(letter) for letter in "".join(self.axes)])
+
+    def _is_outer(self, letter: str) -> bool:
+        """Whether the stored tensors are counted by this dimension, rather than having it."""
+        return (letter == "L" and bool(self.layers)) or (letter == "E" and "{expert}" in self.name)
+
+    def _experts(self, p: Param) -> int:
+        return _sizes(p)["E"] if "{expert}" in self.name else 1
+
+
+def _sizes(p: Param) -> dict[str, int]:
+    """Size of each dimension, without padding of vocabulary and stacks."""
+    shape = p.logical_shape if p.rows is None else (p.rows, *p.shape[1:])
+    return dict(zip(p.dims, shape, strict=True))
+
+
+def unpadded_shape(p: Param) -> tuple[int, ...]:
+    """Returns the shape of a parameter with one row per layer and without padding of the vocabulary."""
+    return tuple(_sizes(p).values())
+
+
+ReadTensor = Callable[[str], np.ndarray]
+"""`name -> stored tensor`, a view of a mapped file."""
+
+
+def read_block(p: Param, stored: StoredTensor, index: Index, read: ReadTensor, dtype: Any) -> np.ndarray:
+    """Returns a block of a parameter from the stored tensors, in `dtype`, its own memory.
+
+    index: block of the parameter with one row per layer; rows beyond the vocabulary are padding, which is zero.
+    """
+    out = np.zeros([part.stop - part.start for part in index], dtype)
+    inside = tuple(
+        slice(min(part.start, size), min(part.stop, size)) for part, size in zip(index, unpadded_shape(p), strict=True)
+    )
+    target = out[tuple(slice(0, part.stop - part.start) for part in inside)]
+    for name, outer, inner in stored.blocks(p, inside):
+        target[outer] = stored.to_param(p, stored.view(p, read(name))[inner])
+    return out
+
+
+def write_block(p: Param, stored: StoredTensor, index: Index, block: np.ndarray, tensor: ReadTensor) -> None:
+    """Inverts `read_block`: writes a block without padding into the stored tensors. tensor: returns writable views."""
+    for name, outer, inner in stored.blocks(p, index):
+        stored.view(p, tensor(name))[inner] = stored.from_param(p, block[outer])

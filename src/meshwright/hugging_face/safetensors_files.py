@@ -1,0 +1,216 @@
+"""Files in the safetensors format: headers checked before anything is read, tensors as views of the mapped file.
+
+A file is 8 bytes (the header's length, little-endian), the header (JSON: dtype, shape and data offsets by name), and
+the data. https://github.com/huggingface/safetensors#format has the rules that are checked here. Files are mapped, so a
+block of a tensor costs the memory of its pages; `release` gives them back.
+"""
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from meshwright.errors import WeightsError
+from meshwright.formatting import format_bytes
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+"""Types of weights that are read."""
+_OTHER_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1,
+                "F8_E5M2FNUZ": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8, "U64": 8, "C64": 8}  # fmt: skip
+_MAX_HEADER = 100_000_000
+"""Largest header in bytes, as in the format's own implementation."""
+_FIX = "download the file again; `sha256sum` against the hub's page shows whether it is whole"
+
+
+class TensorEntry(NamedTuple):
+    """One tensor of a file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    """First byte in the file."""
+    stop: int
+
+
+class SafetensorsFile:
+    """One mapped file, its header checked against its size."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.entries = read_header(path)
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def tensor(self, name: str) -> np.ndarray:
+        """Returns a view of a tensor, read-only."""
+        entry = self.entries[name]
+        dtype = DTYPES[entry.dtype]
+        return np.frombuffer(self._map, dtype, math.prod(entry.shape), entry.start).reshape(entry.shape)
+
+    def release(self) -> None:
+        """Gives back the memory of the pages read so far."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """Returns the tensors of a file by name. Raises WeightsError where the header and the file do not agree."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER):
+                found = f"it has {size:,} bytes" + (f", and its header would have {length:,}" if size >= 8 else "")
+                raise WeightsError(f"reading {path}", f"{found}: it is damaged, or no safetensors file", _FIX)
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise WeightsError(f"reading {path}", f"{error.strerror or error}", "a folder with all of its files") from error
+    except ValueError as error:
+        raise WeightsError(f"reading {path}", f"its header is not JSON: {error}", _FIX) from error
+    if not isinstance(header, dict):
+        raise WeightsError(f"reading {path}", "its header is not a JSON object", _FIX)
+    header.pop("__metadata__", None)
+    return _checked(path, size, 8 + length, header)
+
+
+def _checked(path: Path, size: int, data: int, header: dict[str, Any]) -> dict[str, TensorEntry]:
+    """Returns the entries of a header. data: the first byte of the data."""
+    entries = {}
+    for name, fields in header.items():
+        try:
+            dtype, shape = str(fields["dtype"]), tuple(int(n) for n in fields["shape"])
+            start, stop = (int(offset) for offset in fields["data_offsets"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise WeightsError(f"reading {path}", f"its header has no place for {name!r}: {error!r}", _FIX) from error
+        bytes_each = DTYPES[dtype].itemsize if dtype in DTYPES else _OTHER_BYTES.get(dtype, 0)
+        expected = math.prod(shape) * bytes_each
+        if min((*shape, start, stop - start), default=0) < 0 or (bytes_each and stop - start != expected):
+            raise WeightsError(
+                f"reading {path}",
+                f"{name!r} is {dtype}{list(shape)}, {expected:,} bytes, and its place has {stop - start:,}",
+                _FIX,
+            )
+        entries[name] = TensorEntry(dtype, shape, data + start, data + stop)
+    end = data
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].start):
+        if entry.start < end:
+            raise WeightsError(f"reading {path}", f"{name!r} overlaps the tensor before it", _FIX)
+        end = entry.stop
+    if end != size:
+        truth = f"its header places tensors up to byte {end:,}, and it has {size:,} bytes ({format_bytes(size)})"
+        raise WeightsError(f"reading {path}", truth, _FIX)
+    return entries
+
+
+class NewSafetensorsFile:
+    """A file that is written block by block: its size and header first, its tensors in any order."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]):
+        """Opens `path`, or creates it with all its bytes. tensors: dtype and shape by name, in order."""
+        header, offset = {"__metadata__": {"format": "pt"}}, 0
+        entries: dict[str, TensorEntry] = {}
+        for name, (dtype, shape) in tensors.items():
+            stop = offset + math.prod(shape) * DTYPES[dtype].itemsize
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, stop]}  # type: ignore[dict-item]
+            entries[name] = TensorEntry(dtype, shape, offset, stop)
+            offset = stop
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        start, size = 8 + len(text), 8 + len(text) + offset
+        self.path = path
+        self.entries = {
+            name: TensorEntry(e.dtype, e.shape, start + e.start, start + e.stop) for name, e in entries.items()
+        }
+        if not path.is_file() or path.stat().st_size != size:
+            with path.open("wb") as file:
+                file.write(len(text).to_bytes(8, "little") + text)
+                file.truncate(size)
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), size)
+
+    def tensor(self, name: str) -> np.ndarray:
+        """Returns a writable view of a tensor."""
+        entry = self.entries[name]
+        dtype = DTYPES[entry.dtype]
+        return np.frombuffer(self._map, dtype, math.prod(entry.shape), entry.start).reshape(entry.shape)
+
+    def release(self) -> None:
+        """Gives back the memory of what was written; the system writes it to disk when it likes."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def split_into_files(sizes: Mapping[str, int], largest: int) -> list[list[str]]:
+    """Returns the names of tensors in groups of at most `largest` bytes, in order; a larger tensor is alone."""
+    groups: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not groups or size > room:
+            groups.append([])
+            room = largest
+        groups[-1].append(name)
+        room -= size
+    return groups
+
+
+def file_names(count: int) -> list[str]:
+    """Returns the names that `transformers` gives to the files of a model."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def find_files(folder: Path) -> dict[str, Path]:
+    """Returns the file of every tensor that the index of a folder names, or one for all (key "").
+
+    Raises WeightsError for a folder without weights, an index that is damaged, and a path that leaves the folder.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = {str(tensor): str(file) for tensor, file in names.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WeightsError(f"reading {index}", f"it is no index: {error!r}", _FIX) from error
+        for tensor, file in files.items():
+            if Path(file).name != file or file in ("", ".", "..") or os.sep in file or "\\" in file:
+                raise WeightsError(
+                    f"reading {index}",
+                    f"it places {tensor!r} in {file!r}, which is not the name of a file in the folder",
+                    "an index whose files are beside it",
+                )
+        _check_present(folder, files.values())
+        return {tensor: folder / file for tensor, file in files.items()}
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return {"": single}
+    pickled = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    if pickled:
+        raise WeightsError(
+            f"weights in {folder}",
+            f"{pickled[0]} is a pickle, which runs code when it is read; there is no .safetensors file",
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER) of `transformers`, where you trust it",
+        )
+    raise WeightsError(
+        f"weights in {folder}",
+        "it has neither model.safetensors nor model.safetensors.index.json",
+        "a folder that save_pretrained of `transformers` wrote, or one downloaded from the hub",
+    )
+
+
+def _check_present(folder: Path, files: Iterable[str]) -> None:
+    missing = sorted(file for file in set(files) if not (folder / file).is_file())
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise WeightsError(
+            f"weights in {folder}", f"its index names {missing[0]}{more}, and there is no such file", "download it"
+        )

@@ -1,0 +1,71 @@
+"""Tokenizers of runs as the files that `transformers` reads."""
+
+import json
+import shutil
+from pathlib import Path
+
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers
+
+from meshwright.data.tokenizers import END, Bytes, Chars, tokenizer_from_json
+
+_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt",
+)  # fmt: skip
+
+
+def write_tokenizer(file: Path, kept: Path, out: Path) -> int | None:
+    """Writes the tokenizer of a run into a Hugging Face folder; returns the token that ends a document.
+
+    file: tokenizer.json of the run.  kept: folder with the files that the model came with, which are copied where the
+    run still has their tokenizer, so that its chat template and special tokens come along. A run without a tokenizer
+    writes those of `kept`.
+    """
+    if not file.is_file() or _same(file, kept / "tokenizer.json"):
+        for name in _FILES:
+            if (kept / name).is_file():
+                shutil.copyfile(kept / name, out / name)
+        return tokenizer_from_json(file.read_text(encoding="utf-8")).end if file.is_file() else None
+    own = tokenizer_from_json(file.read_text(encoding="utf-8"))
+    if isinstance(own, Bytes):
+        text = _bytes_tokenizer().to_str(pretty=True)
+    elif isinstance(own, Chars):
+        text = _chars_tokenizer(own.letters).to_str(pretty=True)
+    else:
+        text = own.to_json()
+    (out / "tokenizer.json").write_text(text, encoding="utf-8")
+    end = tokenizers.Tokenizer.from_str(text).id_to_token(own.end)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
+    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return own.end
+
+
+def _same(file: Path, kept: Path) -> bool:
+    if not kept.is_file():
+        return False
+    texts = [path.read_text(encoding="utf-8") for path in (file, kept)]
+    return texts[0] == texts[1] or tokenizer_from_json(texts[0]).to_json() == tokenizer_from_json(texts[1]).to_json()
+
+
+def _bytes_tokenizer() -> tokenizers.Tokenizer:
+    """Returns a vocabulary of the 256 bytes by their value, and the end of a document."""
+    # GPT-2's table of printable characters: bytes that print stand for themselves, the others follow from 256 on.
+    printing = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printing]
+    letters = {byte: chr(byte) for byte in printing} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    vocab = {letters[byte]: byte for byte in range(256)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END])
+    return tokenizer
+
+
+def _chars_tokenizer(letters: str) -> tokenizers.Tokenizer:
+    """Returns a vocabulary of characters by their order, and the end of a document."""
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token=None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([END])
+    return tokenizer

@@ -1,0 +1,229 @@
+"""Small random models of `transformers`, one for each architecture, and what Meshwright makes of their weights."""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from meshwright.comm.collectives import all_gather
+from meshwright.config import MeshShape, Optimizer, Run, Training
+from meshwright.data.batch import Batch
+from meshwright.hardware.mesh import build_mesh
+from meshwright.hugging_face.folder import open_folder
+from meshwright.hugging_face.load import load_params
+from meshwright.hugging_face.names import write_block
+from meshwright.models.blocks.dropout import no_dropout
+from meshwright.runs.hugging_face import run_of_hugging_face
+from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
+from meshwright.sharding.params import named_leaves, rows_to_layers, tree_map
+from meshwright.step.device_run import BATCH_SPEC, DeviceRun, param_specs, place_on_devices
+from meshwright.step.gradients import build_gradients
+from meshwright.step.pipeline import PipelineModel, run_forward
+
+BATCH, SEQ, VOCAB = 4, 16, 50
+
+_SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16, "rope_theta": 10000.0,
+}  # fmt: skip
+
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _SIZES),
+    "llama-3.1": ("Llama", {**_SIZES, "rope_parameters": _LLAMA3, "tie_word_embeddings": True, "head_dim": 24}),
+    "mistral": ("Mistral", {**_SIZES, "sliding_window": 5}),
+    "qwen2": ("Qwen2", _SIZES),
+    "qwen3": ("Qwen3", {**_SIZES, "head_dim": 24, "tie_word_embeddings": True}),
+    "mixtral": ("Mixtral", {**_SIZES, "num_local_experts": 4}),
+    "qwen3-moe": ("Qwen3Moe", {
+        **_SIZES, "head_dim": 24, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "norm_topk_prob": True, "mlp_only_layers": [0],
+    }),
+    "gpt2": ("GPT2", {
+        "vocab_size": VOCAB, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
+        "eos_token_id": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    }),
+    "olmo-2": ("Olmo2", _SIZES),
+    "gemma-3": ("Gemma3", {
+        **_SIZES, "num_hidden_layers": 5, "head_dim": 24, "sliding_window": 5, "query_pre_attn_scalar": 40,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+    }),
+}  # fmt: skip
+"""Row -> class of `transformers`, and its configuration."""
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings of `transformers` and `torch`, which are theirs."""
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def make(row: str) -> Any:
+    """A model in float32 whose parameters are all random, so that no bias is zero and no norm one."""
+    name, config = ROWS[row]
+    return _make(name, **config)
+
+
+def _make(name: str, **config: Any) -> Any:
+    with quiet():
+        import torch
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()
+        torch.manual_seed(0)
+        torch.set_num_threads(1)
+        head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+        model_class = getattr(transformers, f"{name}{head}")
+        settings = model_class.config_class(**config)
+        settings._attn_implementation = "eager"
+        model = model_class(settings).float().eval()
+        for parameter in model.parameters():
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+@functools.cache
+def tokens() -> np.ndarray:
+    """Random tokens, int32 [B, T + 1]."""
+    return np.random.default_rng(0).integers(0, VOCAB, (BATCH, SEQ + 1)).astype(np.int32)
+
+
+def save(row: str, folder: Path, **how: Any) -> Any:
+    """Writes the model of a row as `transformers` does; returns it."""
+    model = make(row)
+    with quiet():
+        model.save_pretrained(folder, **how)
+    return model
+
+
+def reference(model: Any) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Logits [B, T, V] of a model of `transformers`, and the gradient of the mean loss by the name of its tensor."""
+    with quiet():
+        import torch
+
+        inputs = torch.tensor(tokens()[:, :-1], dtype=torch.long)
+        targets = torch.tensor(tokens()[:, 1:], dtype=torch.long)
+        logits = model(inputs, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.reshape(-1, VOCAB), targets.reshape(-1))
+        model.zero_grad()
+        loss.backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        return logits.detach().numpy(), {n: g.numpy() for n, g in grads.items()}
+
+
+def run_of(folder: Path, mesh: str) -> Run:
+    """The run of a folder, in float32 and without anything but the loss."""
+    run = run_of_hugging_face(f"hf:{folder}")
+    training = Training(batch=BATCH, seq=SEQ, compute_dtype="float32", remat="none")
+    model: Any = run.model
+    if any(field.name == "aux_loss_weight" for field in dataclasses.fields(model)):
+        model = dataclasses.replace(model, aux_loss_weight=0.0, router_z_loss_weight=0.0)
+    return dataclasses.replace(
+        run, model=model, mesh=MeshShape.parse(mesh), training=training, fsdp_min_size=64,
+        optimizer=Optimizer(grad_clip_norm=0.0),
+    )  # fmt: skip
+
+
+def load(folder: Path, mesh: str) -> tuple[DeviceRun, Any]:
+    """The run of a folder on the first simulated devices, and its weights."""
+    run = run_of(folder, mesh)
+    assert run.mesh is not None
+    device_run = place_on_devices(run, build_mesh(run.mesh))
+    params = load_params(open_folder(f"hf:{folder}"), device_run.params, device_run.state_shardings.params, "float32")
+    return device_run, params
+
+
+def _batch(device_run: DeviceRun) -> Batch:
+    positions = np.broadcast_to(np.arange(SEQ, dtype=np.int32), (BATCH, SEQ))
+    fields = (tokens()[:, :-1], tokens()[:, 1:], np.zeros((BATCH, SEQ), np.int32), positions)
+    return jax.device_put(Batch(*fields, np.ones((BATCH, SEQ), np.float32)), device_run.batch_sharding)
+
+
+def build_logits(device_run: DeviceRun) -> Callable[[Any, Batch], jax.Array]:
+    """The jitted `(params, batch) -> logits [B, T, V]` of all positions."""
+    placed, model = device_run.placed, device_run.local_model
+
+    def run(params: Any, batch: Batch) -> jax.Array:
+        ctx = model.context(batch, no_dropout())
+
+        def logits(params: Any, x_BTD: jax.Array, microbatch: Any) -> tuple[jax.Array, jax.Array]:
+            x_BTD, table_VD = model.unembed(params, x_BTD)
+            positions_T = all_gather(placed.sequence.local_positions(), ("context",), 0)
+            x_BTD = all_gather(x_BTD, ("context",), 1)[:, jnp.argsort(positions_T)]
+            return jnp.zeros(()), jnp.einsum("btd,vd->btv", x_BTD, table_VD, preferred_element_type=jnp.float32)
+
+        pipeline = PipelineModel(
+            embed=lambda params, microbatch: model.embed(params, ctx),
+            layers=lambda params, x, virtual_stage, microbatch: model.layers(params, x, ctx, virtual_stage),
+            loss=logits,
+            aux_loss=lambda aux: 0.0,
+            stacks=tuple(model.stacks),
+            together=model.permutes,
+        )
+        logits_BTV = run_forward(placed.forward_table(1), pipeline, params)
+        return all_gather(all_gather(logits_BTV, VOCAB_AXES, 2), BATCH_AXES, 0)[..., :VOCAB]
+
+    specs = (param_specs(device_run.placements, "at_rest"), BATCH_SPEC)
+    return jax.jit(jax.shard_map(run, mesh=device_run.mesh, in_specs=specs, out_specs=P(), check_vma=False))
+
+
+def logits_of(folder: Path, mesh: str) -> np.ndarray:
+    """Logits of a folder's model on a mesh."""
+    device_run, params = load(folder, mesh)
+    return np.asarray(build_logits(device_run)(params, _batch(device_run)))
+
+
+def gradients_of(folder: Path, mesh: str) -> dict[str, np.ndarray]:
+    """Gradients of the mean loss by the name of the stored tensor."""
+    device_run, params = load(folder, mesh)
+    grads, _, _ = jax.jit(build_gradients(device_run))(params, jnp.int32(0), _batch(device_run))
+    weights = open_folder(f"hf:{folder}")
+    by_layer = named_leaves(tree_map(rows_to_layers, device_run.params, jax.device_get(grads)))
+    found: dict[str, np.ndarray] = {}
+    for path, p in weights.params.items():
+        stored = weights.stored[path]
+        for name in stored.names(p):
+            found.setdefault(name, np.zeros(stored.stored_shape(p), np.float32))
+        whole = by_layer[path] if p.rows is None else by_layer[path][: p.rows]
+        write_block(p, stored, tuple(slice(0, size) for size in whole.shape), whole, found.__getitem__)
+    return found
+
+
+def largest_gap(a: np.ndarray, b: np.ndarray) -> float:
+    """Largest difference of any element, over the largest element of the second."""
+    return float(np.abs(a - b).max() / np.abs(b).max())
+
+
+def stored_gradients(row: str, gradients: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Gradients of a model's parameters by the names under which it is stored, which `transformers` 5 fuses."""
+    found = {}
+    for name, gradient in gradients.items():
+        experts = name.partition(".mlp.experts.")
+        if not experts[1] or row == "gpt-oss":
+            found[name.replace(".mlp.gate.", ".block_sparse_moe.gate.") if row == "mixtral" else name] = gradient
+            continue
+        fused = np.split(gradient, 2, axis=1) if experts[2] == "gate_up_proj" else [gradient]
+        parts = ("gate_proj", "up_proj") if len(fused) == 2 else ("down_proj",)
+        for part, values in zip(parts, fused, strict=True):
+            for expert, value in enumerate(values):
+                inner = f"mlp.experts.{expert}.{part}"
+                if row == "mixtral":
+                    short = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[part]
+                    inner = f"block_sparse_moe.experts.{expert}.{short}"
+                found[f"{experts[0]}.{inner}.weight"] = value
+    return found

@@ -1,0 +1,398 @@
+"""Weights in and out: every architecture against `transformers`, folders that are damaged, memory, interruption."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hf_models
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from hf_models import ROWS, largest_gap, quiet
+
+import meshwright as mw
+from meshwright.checkpoint.checkpoints import Checkpoints
+from meshwright.hardware.mesh import build_mesh
+from meshwright.hugging_face.architecture import architecture_of
+from meshwright.hugging_face.folder import check_tied, open_folder, read_model
+from meshwright.hugging_face.load import load_params
+from meshwright.hugging_face.names import StoredTensor, read_block, write_block
+from meshwright.hugging_face.safetensors_files import NewSafetensorsFile, SafetensorsFile
+from meshwright.runs.recipe import find_recipe
+from meshwright.sharding.params import Param, named_leaves
+from meshwright.step.device_run import place_on_devices
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a row, written by `transformers` once; half of them in several files."""
+    base, models = tmp_path_factory.mktemp("models"), {}
+
+    def folder(row: str) -> Path:
+        if row not in models:
+            how = {"max_shard_size": "40KB"} if list(ROWS).index(row) % 2 else {}
+            models[row] = hf_models.save(row, base / row, **how)
+        return base / row
+
+    folder.models = models  # type: ignore[attr-defined]
+    return folder
+
+
+def tensors_of(folder: Path) -> dict[str, np.ndarray]:
+    """Every tensor of a folder, by the name in its files."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        file = SafetensorsFile(path)
+        found |= {name: np.array(file.tensor(name)) for name in file.entries}
+    return found
+
+
+def assert_same_tensors(a: Path, b: Path) -> None:
+    first, second = tensors_of(a), tensors_of(b)
+    assert sorted(first) == sorted(second)
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype and tensor.tobytes() == second[name].tobytes(), name
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_family_has_the_numbers_of_transformers(row: str, folders: Any) -> None:
+    """Logits and every gradient, in float32."""
+    folder = folders(row)
+    logits, gradients = hf_models.reference(folders.models[row])
+    assert np.abs(hf_models.logits_of(folder, "data=1") - logits).max() < 1e-5
+    # Gemma's stages are of unequal length, and begin with a period.
+    mesh = "stage=2,fsdp=2,tensor=2" if row == "gemma-3" else "fsdp=2,tensor=2,data=2"
+    found = hf_models.gradients_of(folder, mesh)
+    for name, gradient in hf_models.stored_gradients(row, gradients).items():
+        assert largest_gap(found[name], gradient) < 1e-5, name
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_out_and_in_again_is_bit_exact(row: str, folders: Any, tmp_path: Path) -> None:
+    folder = folders(row)
+    done = mw.convert(folder, tmp_path / "run")
+    assert done.parameters == sum(p.numel() for p in folders.models[row].parameters())
+    mw.convert(tmp_path / "run", tmp_path / "back", largest_file=100_000)
+    assert_same_tensors(folder, tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
+        (folder / "config.json").read_text()
+    )
+    # Without the configuration that it came with, one is written from the model: `transformers` computes the same.
+    shutil.rmtree(tmp_path / "run" / "huggingface")
+    written = mw.convert(tmp_path / "run", tmp_path / "written", dtype="float32").out
+    with quiet():
+        import torch
+        import transformers
+
+        model = transformers.AutoModelForCausalLM.from_pretrained(written, attn_implementation="eager")
+        inputs = torch.tensor(hf_models.tokens()[:, :-1], dtype=torch.long)
+        with torch.no_grad():
+            ours, theirs = (m(inputs, use_cache=False).logits for m in (model, folders.models[row]))
+    assert type(model) is type(folders.models[row])
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("row", ["llama", "qwen3-moe"])
+def test_weights_lie_on_any_mesh(row: str, folders: Any) -> None:
+    """Pipeline stages with padding rows, `context`, `expert`: the logits of one device."""
+    mesh = "stage=2,fsdp=2,context=2" if row == "llama" else "expert=2,tensor=2,data=2"
+    with quiet():
+        logits = hf_models.reference(folders.models[row] if folders(row) else None)[0]
+    assert np.abs(hf_models.logits_of(folders(row), mesh) - logits).max() < 1e-4
+
+
+def _edit_config(**changes: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        file = folder / "config.json"
+        config = {**json.loads(file.read_text()), **changes}
+        file.write_text(json.dumps({name: value for name, value in config.items() if value != "remove"}))
+
+    return edit
+
+
+def _rewrite(change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        tensors = change(tensors_of(folder))
+        for file in folder.glob("*.safetensors*"):
+            file.unlink()
+        write_folder_file(folder / "model.safetensors", tensors)
+
+    return edit
+
+
+def write_folder_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    codes = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+    file = NewSafetensorsFile(path, {n: (codes[t.dtype.name], t.shape) for n, t in tensors.items()})
+    for name, tensor in tensors.items():
+        file.tensor(name)[...] = tensor
+    file.release()
+
+
+def _header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        data = file.read_bytes()
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        text = json.dumps(change(header) or header).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+
+    return edit
+
+
+def _cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _huge_header(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes((2**62).to_bytes(8, "little") + file.read_bytes()[8:])
+
+
+def _index(change: Callable[[dict[str, str]], None]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        names = {name: "model.safetensors" for name in SafetensorsFile(folder / "model.safetensors").entries}
+        change(names)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+    return edit
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _wrong_sum(folder: Path) -> None:
+    (folder / "SHA256SUMS").write_text(f"{'0' * 64}  model.safetensors\n")
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "architecture": (_edit_config(architectures=["MambaForCausalLM"]), r"MambaForCausalLM, which Meshwright does not"),
+    "no architecture": (_edit_config(architectures=None), r"architecture is not named"),
+    "rope scaling": (_edit_config(rope_parameters={"rope_type": "yarn", "factor": 4.0}), r"of type 'yarn'"),
+    "bias": (_edit_config(attention_bias=True), r"attention_bias is true, and Meshwright computes it with false"),
+    "activation": (_edit_config(hidden_act="relu"), r'hidden_act is "relu"'),
+    "no width": (_edit_config(hidden_size="remove"), r"it has no 'hidden_size'"),
+    "quantised": (_edit_config(quantization_config={"quant_method": "gptq"}), r"quantised \(gptq\)"),
+    "layers": (_edit_config(num_hidden_layers=4), r"no file has the tensor 'model.layers.3.*blocks.attention_norm"),
+    "fewer layers": (_edit_config(num_hidden_layers=2), r"a tensor 'model.layers.2.* LlamaForCausalLM .* has none"),
+    "wrong shape": (_edit_config(intermediate_size=88), r"\[64, 96\], and blocks.down .* needs \[64, 88\]"),
+    "tied": (_edit_config(tie_word_embeddings=True), r"ties 'lm_head.weight' to .* values differ"),
+    "missing": (_rewrite(lambda t: {n: x for n, x in t.items() if n != NORM}), rf"no file has the tensor '{NORM}'"),
+    "unknown": (_rewrite(lambda t: {**t, "model.extra": t[NORM]}), r"has a tensor 'model.extra'"),
+    "integers": (_header(lambda h: h[NORM].update(dtype="I32")), rf"'{NORM}' is I32, a quantised or integer type"),
+    "cut": (_cut, r"places tensors up to byte [\d,]+, and it has"),
+    "header length": (_huge_header, r"its header would have 4,611,686,018,427,387,904: it is damaged"),
+    "overlap": (_header(lambda h: h[NORM].update(data_offsets=[0, 256])), r"overlaps the tensor before it"),
+    "offsets": (_header(lambda h: h[NORM].update(shape=[32])), r"F32\[32\], 128 bytes, and its place has 256"),
+    "negative": (_header(lambda h: h[NORM].update(shape=[-64])), r"its place has"),
+    "no header": (_header(lambda h: [1]), r"its header is not a JSON object"),
+    "parent folder": (_index(lambda n: n.update({NORM: "../model.safetensors"})), r"not the name of a file"),
+    "absolute path": (_index(lambda n: n.update({NORM: "/etc/passwd"})), r"not the name of a file"),
+    "missing file": (_index(lambda n: n.update({NORM: "model-2.safetensors"})), r"names model-2.safetensors, and"),
+    "index": (_index(lambda n: n.update({"more": "model.safetensors"})), r"places 'more' in model.safetensors, which"),
+    "pickle": (_pickled, r"pytorch_model.bin is a pickle, which runs code"),
+    "checksum": (_wrong_sum, r"SHA-256 is .* and SHA256SUMS has 0000"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_folders_are_refused(damage: str, folders: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(folders("llama"), folder)
+    change, message = DAMAGE[damage]
+    change(folder)
+    with pytest.raises(mw.WeightsError, match=message):
+        mw.convert(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path, folders: Any) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(mw.ConfigError, match=r"neither config.json .* nor run.json"):
+        mw.convert(tmp_path / "empty", tmp_path / "out")
+    with pytest.raises(mw.WeightsError, match="there is no such folder"):
+        mw.recipe(f"hf:{tmp_path}/no/such/folder")
+    with pytest.raises(mw.ConfigError, match="it exists already"):
+        mw.convert(folders("llama"), tmp_path / "empty")
+    model = mw.Mixtral(vocab=50, router_score="sigmoid", shared_experts=1)
+    with pytest.raises(mw.WeightsError, match=r"no architecture of `transformers` .* has this combination"):
+        architecture_of(model)
+
+
+def test_an_interrupted_conversion_goes_on(folders: Any, tmp_path: Path) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop_at(number: int) -> Callable[[str], None]:
+        def say(line: str) -> None:
+            if line.startswith(f"{number}/"):
+                raise Stop
+
+        return say
+
+    for source, out in ((folders("mistral"), "run"), (tmp_path / "run", "back")):
+        with pytest.raises(Stop):
+            mw.convert(source, tmp_path / out, say=stop_at(6))
+        assert not (tmp_path / out).exists() and (tmp_path / f"{out}.partial").is_dir()
+        assert mw.convert(source, tmp_path / out).resumed == 5
+        assert not (tmp_path / f"{out}.partial").exists()
+    assert_same_tensors(folders("mistral"), tmp_path / "back")
+    # Another source starts anew.
+    with pytest.raises(Stop):
+        mw.convert(folders("mistral"), tmp_path / "other", say=stop_at(6))
+    assert mw.convert(folders("llama"), tmp_path / "other").resumed == 0
+
+
+def test_a_damaged_checkpoint_is_not_exported(folders: Any, tmp_path: Path) -> None:
+    mw.convert(folders("llama"), tmp_path / "run")
+    block = tmp_path / "run/checkpoints/0/state/params.blocks.up/0.0.0"
+    data = bytearray(block.read_bytes())
+    data[100] ^= 1
+    block.write_bytes(data)
+    with pytest.raises(mw.CheckpointError, match=r"'params.blocks.up' is not what was saved"):
+        mw.convert(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def _run(tmp_path: Path) -> mw.Run:
+    (tmp_path / "text.txt").write_text("one two three four five six seven " * 400)
+    return mw.recipe(
+        "tiny", mesh="fsdp=2", layers=2, width=32, mlp=64, steps=3, batch=4, seq=32, sample=0, eval_every=0,
+        save_every=0, eval_samples=8, tokenizer="bytes", paths=(str(tmp_path / "text.txt"),),
+    )  # fmt: skip
+
+
+def test_a_trained_model_goes_out_and_starts_another_run(tmp_path: Path) -> None:
+    """Trained, exported, read by `transformers` with its tokenizer, evaluated, trained on from both folders."""
+    run = _run(tmp_path)
+    trained = mw.train(run, tmp_path / "first", progress="none", cache=tmp_path)
+    model = mw.convert(tmp_path / "first", tmp_path / "model").out
+    with quiet():
+        import torch
+        import transformers
+
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(model)
+        text = "one two \n\t\u00e9 three"
+        assert tokenizer(text).input_ids == list(text.encode()) and tokenizer.decode(text.encode()) == text
+        assert tokenizer.eos_token_id == 256 == theirs.config.eos_token_id
+        inputs = torch.tensor([list(b"one two three four five six seven one two three")])
+        loss = float(theirs(inputs, labels=inputs).loss)
+    assert loss < trained.loss + 0.5
+    same = mw.evaluate(tmp_path / "first", data=run.data.paths, mesh="data=1", cache=tmp_path).loss
+    source = f"hf:{model}"
+    assert mw.evaluate(source, data=run.data.paths, mesh="data=1", cache=tmp_path).loss == pytest.approx(same, rel=1e-3)
+    starts = []
+    for init in (source, str(tmp_path / "first")):
+        again = dataclasses.replace(run, init_from=init, training=dataclasses.replace(run.training, steps=1))
+        out = tmp_path / f"again{len(starts)}"
+        mw.train(again, out, progress="none", cache=tmp_path)
+        starts.append(json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["loss"])
+    assert starts[0] == starts[1] < 5.3
+    assert (tmp_path / "again0" / "huggingface" / "tokenizer_config.json").is_file()
+    with pytest.raises(mw.WeightsError, match="the weights there are of a Llama"):
+        mw.train(dataclasses.replace(run, model=mw.Gpt2(vocab=257), init_from=source), tmp_path / "x", cache=tmp_path)
+    with pytest.raises(mw.WeightsError, match=r"'blocks.down' is \[2, 64, 32\] in the weights and \[2, 96, 32\]"):
+        other = dataclasses.replace(run.model, mlp=96)
+        mw.train(dataclasses.replace(run, model=other, init_from=source), tmp_path / "y", cache=tmp_path)
+
+
+def test_converted_weights_restore_on_a_mesh_and_cannot_be_resumed(folders: Any, tmp_path: Path) -> None:
+    mw.convert(folders("llama"), tmp_path / "run")
+    run = dataclasses.replace(
+        find_recipe(f"hf:{folders('llama')}"), mesh=mw.MeshShape(fsdp=2, stage=2), fsdp_min_size=1
+    )
+    device_run = place_on_devices(run, build_mesh(run.mesh))
+    where = device_run.state_shardings.params
+    direct = load_params(open_folder(f"hf:{folders('llama')}"), device_run.params, where, "float32")
+    with Checkpoints(tmp_path / "run" / "checkpoints", max_to_keep=1) as checkpoints:
+        restored, manifest = checkpoints.restore_params(device_run)
+        with pytest.raises(mw.CheckpointError, match="it has weights alone, and no optimizer state"):
+            checkpoints.restore(device_run)
+    assert manifest.step == 0
+    for a, b in zip(jax.tree.leaves(direct), jax.tree.leaves(restored), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def _synthetic(folder: Path, mib: int) -> None:
+    """A Llama of some size in bfloat16, whose tensors are random bits of small numbers."""
+    width, layers, mlp, vocab = 1024, mib // 25, 2816, 8192
+    folder.mkdir()
+    model = mw.Llama(vocab, width, layers, 8, kv_heads=8, mlp=mlp)
+    architecture, config = architecture_of(model)
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 128}))
+    rng, shapes = np.random.default_rng(0), {}
+    for path, p in named_leaves(model.params()).items():
+        stored = architecture.tensors(model)[path]
+        shapes |= dict.fromkeys(stored.names(p), ("BF16", stored.stored_shape(p)))
+    noise = (0.02 * rng.standard_normal(vocab * width, np.float32)).astype(ml_dtypes.bfloat16)
+    file = NewSafetensorsFile(folder / "model.safetensors", shapes)
+    for name in shapes:
+        tensor = file.tensor(name)
+        tensor[...] = np.resize(noise[rng.integers(1000) :], tensor.shape)
+        file.release()
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """300 MB both ways in 75 MB above a small model's conversion: what 8 GB in 2 GB is."""
+    peaks = {}
+    _synthetic(tmp_path / "small", 25)
+    _synthetic(tmp_path / "large", 300)
+    for source, out in (("small", "other"), ("large", "run"), ("run", "back")):
+        command = [sys.executable, "-m", "meshwright", "convert", source, out, "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+        peaks[out] = json.loads(done.stdout)["peak_bytes"]
+    written, original = (tmp_path / name / "model.safetensors" for name in ("back", "large"))
+    assert written.read_bytes() == original.read_bytes()
+    assert max(peaks["run"], peaks["back"]) - peaks["other"] < 75e6
+
+
+def test_blocks_of_fused_and_interleaved_tensors() -> None:
+    """Every block of a parameter is that of the whole, read and written."""
+    p = Param((2, 4, 6, 5), "LDNH", rows=None)
+    rng = np.random.default_rng(0)
+    cases = (
+        (StoredTensor("w{layer}", ("NH", "D"), (3, 7)), (30, 4)),
+        (StoredTensor("w{layer}", ("D", "NH"), (3, 7), (1, slice(30, 60)), (4, 90)), (4, 90)),
+        (StoredTensor("w{layer}", ("D", "NH"), (3, 7), (1, slice(1, None, 2)), (4, 60)), (4, 60)),
+    )
+    for stored, shape in cases:
+        files = {name: rng.normal(size=shape).astype(np.float32) for name in stored.names(p)}
+        assert list(files) == ["w3", "w7"] and stored.stored_shape(p) == shape
+        everything = tuple(slice(0, size) for size in p.shape)
+        whole = read_block(p, stored, everything, files.__getitem__, np.float32)
+        again = {name: np.zeros(shape, np.float32) for name in files}
+        for _ in range(10):
+            low = [int(rng.integers(0, size)) for size in p.shape]
+            index = tuple(slice(a, int(rng.integers(a + 1, size + 1))) for a, size in zip(low, p.shape, strict=True))
+            np.testing.assert_array_equal(
+                read_block(p, stored, index, files.__getitem__, np.float32), whole[index]
+            )  # fmt: skip
+            write_block(p, stored, index, whole[index], again.__getitem__)
+        write_block(p, stored, everything, whole, again.__getitem__)
+        for name in files:
+            np.testing.assert_array_equal(stored.view(p, again[name]), stored.view(p, files[name]))
+
+
+def test_fields_without_a_meaning_are_named(folders: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(folders("llama"), folder)
+    _edit_config(secret_knob=3)(folder)
+    assert read_model(f"hf:{folder}").notes == ("fields of config.json without a meaning here: secret_knob",)
+    _edit_config(secret_knob="remove")(folder)
+    assert read_model(f"hf:{folder}").notes == ()
+    _rewrite(lambda t: {**t, "model.layers.0.self_attn.rotary_emb.inv_freq": t[NORM]})(folder)
+    assert open_folder(f"hf:{folder}").notes == ("computed and not kept: 1 tensors of the files",)
+    # A tied unembedding that equals the embedding is taken for it.
+    _edit_config(tie_word_embeddings=True)(folder)
+    _rewrite(lambda t: {**t, "lm_head.weight": t["model.embed_tokens.weight"]})(folder)
+    check_tied(open_folder(f"hf:{folder}"))
