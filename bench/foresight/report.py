@@ -25,6 +25,7 @@ estimates for [8192, 8192] x [8192, 16384] (v4: as v5e and v5p); GPUs: best of m
 compute/accelerator (B300: as B200)."""
 
 KINDS: dict[str, Callable[[Row], bool]] = {
+    "all rows": lambda row: True,
     "bfloat16": lambda row: not is_low(row),
     "below bfloat16": lambda row: is_low(row),
     "pipeline or context": lambda row: row.placed.shape.stage > 1 or row.placed.shape.context > 1,
@@ -108,7 +109,7 @@ def summary(rows: list[Row]) -> dict[str, dict[str, float]]:
             table[name] = spread(values)
 
     for kind, chosen in KINDS.items():
-        for half, name in ((rows, "all"), (fitted, "fitted half"), (other, "other half")):
+        for half, name in ((rows, "both halves"), (fitted, "fitted half"), (other, "other half")):
             add(f"{kind}, {name}", filter(chosen, half), errors)
     left_out = without_the_chip(rows)
     for kind, chosen in KINDS.items():
