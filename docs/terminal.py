@@ -145,7 +145,7 @@ def options_named(name: str) -> list[Any]:
     owner = getattr(importlib.import_module(module), kind)
     if name in FAMILIES:
         return list(options_of(owner, prefix="model.", group="model"))
-    return [option for option in options_of(owner) if not option.group and option.names[-1] != "--"]
+    return [option for option in options_of(owner) if option.path[0] != "run" and option.names[-1] != "--"]
 
 
 def capture(command: str, folder: Path, code: int, columns: int = COLUMNS) -> str:
