@@ -111,7 +111,16 @@ def candidate_schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
                 changed = dataclasses.replace(
                     training, microbatches=microbatches, pipeline_schedule=schedule, virtual_stages=virtual_stages
                 )
-                yield dataclasses.replace(run, mesh=shape, training=changed)
+                yield dataclasses.replace(run, mesh=shape, layout=_layout(run, shape), training=changed)
+
+
+def _layout(run: Run, shape: MeshShape) -> str:
+    """Returns the layout of a pipeline: replicas share the optimizer state (ZeRO-1) where nothing else was asked for.
+
+    They sum their gradients after the last microbatch in either layout, and a reduce-scatter and an all-gather send no
+    more than the all-reduce.
+    """
+    return "zero1" if run.layout == "fsdp" and shape.data > 1 else run.layout
 
 
 def _virtual_stages(schedule: str, stages: int, layers: int) -> list[int]:

@@ -82,6 +82,7 @@ class Plan:
             features += ["stage inputs saved"] if training.stage_saves == "input" else []
         if self.mesh.context > 1:
             features.append(training.context_strategy)
+        features += [] if self.run.layout == "fsdp" else [self.run.layout]
         return f"{self.mesh}, {', '.join(features)}"
 
 
