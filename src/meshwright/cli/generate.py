@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
 import tyro
@@ -13,16 +13,14 @@ import tyro
 from meshwright.cli.devices import start_devices
 from meshwright.cli.output import write, write_json
 from meshwright.cli.parse import parse
-from meshwright.config import MeshShape, Run
+from meshwright.config import MeshShape
 from meshwright.data.chat import ChatTemplate, Message, check_jinja
 from meshwright.errors import ConfigError, DataError
 from meshwright.formatting import format_bytes, format_count, format_step, format_time
 from meshwright.generation.generator import Decoding, Generated, GenerationReport, Generator
 from meshwright.generation.sampling import Sampling
-from meshwright.generation.source import open_weights
+from meshwright.generation.source import open_weights, run_of_source
 from meshwright.hardware.mesh import default_cache_folder, enable_compilation_cache
-from meshwright.runs.recipe import find_recipe
-from meshwright.runs.run_file import run_in_folder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,8 +28,8 @@ class GenerateOptions:
     """Continue prompts with the model of a run, on any mesh, and show the text as it is decoded. Prompts come from
     PROMPT, from --prompt, from a file, or from standard input."""
 
-    source: Annotated[Path, tyro.conf.Positional]
-    """Output folder of a run; a recipe with --random-weights."""
+    source: Annotated[str, tyro.conf.Positional]
+    """Output folder of a run, or hf:PATH of a Hugging Face model; a recipe with --random-weights."""
     text: Annotated[str | None, tyro.conf.Positional] = None
     """Prompt."""
     prompt: tuple[str, ...] = ()
@@ -71,11 +69,12 @@ def main(args: Sequence[str]) -> int:
         check_jinja()
     prompts = _prompts(options)
     shape = MeshShape.parse(options.mesh) if options.mesh else None
-    start_devices(options.devices, _run_of(options, shape))
+    initial: Literal["checkpoint", "random"] = "random" if options.random_weights else "checkpoint"
+    run = run_of_source(options.source, initial)
+    start_devices(options.devices, dataclasses.replace(run, mesh=shape or run.mesh))
     enable_compilation_cache(default_cache_folder() / "compiled")
     opened = open_weights(
-        options.source, mesh=shape, at=options.at, devices=options.devices,
-        initial="random" if options.random_weights else "checkpoint",
+        options.source, mesh=shape, at=options.at, devices=options.devices, initial=initial
     )  # fmt: skip
     generator = Generator(opened, options.decoding)
     del opened  # the layout of training, where decoding has its own
@@ -91,21 +90,6 @@ def main(args: Sequence[str]) -> int:
             write(f"--- {text}\n{added}\n")
     _note(format_report(generated.report))
     return 0
-
-
-def _run_of(options: GenerateOptions, shape: MeshShape | None) -> Run:
-    """Returns the run with the mesh that it will have, from which the number of simulated devices follows."""
-    if options.random_weights:
-        run = find_recipe(str(options.source))
-    elif options.source.is_dir():
-        run = run_in_folder(options.source)
-    else:
-        raise ConfigError(
-            f"meshwright generate {options.source}",
-            "it is no folder; a recipe names a model and has no weights before it is trained",
-            f"the output folder of `meshwright train`, or `{options.source} --random-weights` to see random text",
-        )
-    return dataclasses.replace(run, mesh=shape or run.mesh)
 
 
 def _prompts(options: GenerateOptions) -> list[str] | None:

@@ -60,15 +60,7 @@ def open_weights(
         return _random(str(source), mesh, devices)
     if is_hugging_face(str(source)):
         return _hugging_face(str(source), mesh, at, devices)
-    folder = Path(source)
-    if not folder.is_dir():
-        raise ConfigError(
-            f"weights of {source}",
-            "it is no folder; a recipe names a model and has no weights before it is trained",
-            "the output folder of `meshwright train`, hf:PATH of a Hugging Face model, or "
-            f"`{source} --random-weights` to see random text",
-        )
-    run = run_in_folder(folder)
+    run, folder = run_of_source(source, initial), Path(source)
     device_run = place_for_decoding(run, mesh, devices)
     tokenizer = tokenizer_from_json((folder / "tokenizer.json").read_text(encoding="utf-8"))
     with Checkpoints(folder / "checkpoints", max_to_keep=10**6) as checkpoints:
@@ -76,6 +68,20 @@ def open_weights(
     origin = f"{folder}, step {manifest.step}"
     stops, seq = (tokenizer.end,), run.training.seq
     return OpenedModel(device_run, params, tokenizer, stops, seq, origin, read_chat_template(folder))
+
+
+def run_of_source(source: str | Path, initial: Literal["checkpoint", "random"] = "checkpoint") -> Run:
+    """Returns the Run of what `open_weights` opens. Raises ConfigError for a recipe that has no weights."""
+    if initial == "random" or is_hugging_face(str(source)):
+        return find_recipe(str(source))
+    if Path(source).is_dir():
+        return run_in_folder(Path(source))
+    raise ConfigError(
+        f"weights of {source}",
+        "it is no folder; a recipe names a model and has no weights before it is trained",
+        "the output folder of `meshwright train`, hf:PATH of a Hugging Face model, or "
+        f"`{source} --random-weights` to see random text",
+    )
 
 
 def _hugging_face(name: str, mesh: MeshShape | None, at: int | None, devices: int | None) -> OpenedModel:
