@@ -24,10 +24,10 @@ def matrix() -> str:
     lines = [
         "# What goes together",
         "",
-        "Look up whether two features can be combined. Every feature goes with every other, except the pairs at the",
-        "end, which are refused before anything is traced. The page is made from `meshwright.runs.composition`, the",
-        "table that the trainer checks. Tests walk it pair by pair on eight devices, and compare each run with one",
-        "device or expect its refusal.",
+        "Look up whether two features can be combined. Every feature goes with every other"
+        + (", except the pairs at the end." if REFUSED else "."),
+        "The page is made from `meshwright.runs.composition`, the table that the trainer checks before anything is",
+        "traced. Tests walk it pair by pair on eight devices, and compare each run with one device.",
         "",
         f"| | {' | '.join(AXES)} |",
         f"|---|{'---|' * len(AXES)}",
@@ -37,7 +37,7 @@ def matrix() -> str:
         for name in names:
             cells = ("no" if refusal_of({name, axis}) else "yes" for axis in AXES)
             lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += ["", "## What is refused", ""]
+    lines += ["", "## What is refused", ""] if REFUSED else []
     for refusal in REFUSED:
         lines += [f"- **{' with '.join(refusal.features)}**: {refusal.because}. Instead: {refusal.instead}."]
     return "\n".join(lines) + "\n"

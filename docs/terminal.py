@@ -49,6 +49,7 @@ CACHE = Path(tempfile.gettempdir()) / "meshwright-docs-cache"
 VERBS = {
     "train": ("meshwright.cli.train", "TrainOptions"),
     "evaluate": ("meshwright.cli.evaluate", "EvaluateOptions"),
+    "generate": ("meshwright.cli.generate", "GenerateOptions"),
     "tokenize": ("meshwright.cli.tokenize", "TokenizeOptions"),
     "convert": ("meshwright.cli.convert", "ConvertOptions"),
     "show": ("meshwright.cli.show", "ShowOptions"),
@@ -144,7 +145,7 @@ def options_named(name: str) -> list[Any]:
     owner = getattr(importlib.import_module(module), kind)
     if name in FAMILIES:
         return list(options_of(owner, prefix="model.", group="model"))
-    return [option for option in options_of(owner) if not option.group and option.names[-1] != "--"]
+    return [option for option in options_of(owner) if option.path[0] != "run" and option.names[-1] != "--"]
 
 
 def capture(command: str, folder: Path, code: int, columns: int = COLUMNS) -> str:

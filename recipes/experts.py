@@ -40,7 +40,7 @@ def _run(name: str, model: Mixtral, *, seq: int, batch: int, learning_rate: floa
     )
 
 
-_ROOM = 2.0
+_ROOM = 1.5
 """Room for rows of experts on other devices, of an even share: the most that can arrive is up to `expert` times it."""
 
 

@@ -330,8 +330,8 @@ def test_reports_of_other_packages_pass_while_orbax_is_busy(caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize(("schedule", "layers"), [("interleaved", 8), ("1f1b", 7)])
-def test_reordering_layers_takes_two_local_shards_of_memory(schedule: str, layers: int) -> None:
-    """No device gathers the rows of all stages, neither for a save nor for a restore."""
+def test_reordering_layers_takes_half_a_local_shard_of_memory(schedule: str, layers: int) -> None:
+    """No device gathers the rows of all stages, neither for a save nor for a restore; tensors go in pieces."""
     model = dataclasses.replace(MODELS["llama"], layers=layers)
     run = tiny_run(model, "stage=4,fsdp=2", pipeline_schedule=schedule, microbatches=4)
     device_run = device_run_of(run)
@@ -342,9 +342,10 @@ def test_reordering_layers_takes_two_local_shards_of_memory(schedule: str, layer
     for path, p in permuted.items():
         x, y = rows[f"params.{path}"], in_order[f"params.{path}"]
         local = 4 * math.prod(x.sharding.shard_shape(x.shape))
-        for convert, source, target in ((rows_to_layers, x, y), (layers_to_rows, y, x)):
-            compiled = reordering(convert, p, x.shape, x.sharding, target.sharding).lower(source).compile()
-            assert compiled.memory_analysis().temp_size_in_bytes <= 2 * local + 1024, path
+        for convert, source in ((rows_to_layers, x), (layers_to_rows, y)):
+            compiled = reordering(convert, p, x.shape, x.sharding, y.sharding).lower(source).compile()
+            pieces = 1 if x.ndim < 3 else 2
+            assert compiled.memory_analysis().temp_size_in_bytes <= 2 * local / pieces + 1024, path
             assert "all-gather" not in compiled.as_text()
 
 

@@ -46,7 +46,7 @@ SMALL = [
         (["train", "--mesh", "fsdp=3", "--devices", "3"], 2, "--batch 18 or 15"),
         (["train", "--mesh", "data=16", "--devices", "8"], 2, "it takes 16 = 16 devices, and there are 8"),
         (["train", "--seq", "33"], 2, "33 = 16 * 2 + 1"),
-        (["train", "--mesh", "stage=8", "--devices", "8"], 2, "every part has a layer at least, and 8 * 1 = 8 > 4"),
+        (["train", "--mesh", "stage=8", "--devices", "8"], 2, "every stage has a layer at least, and 8 > 4"),
         (["train", "--mesh", "data=3*2,fsdp=2*1"], 2, "data and fsdp both cross slices"),
         (["train", "tiny-moe", "--model.experts_per_token", "9"], 2,
          "a token uses at least one expert, and each at most once"),

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.config import MeshShape
 from meshwright.data.feed import Feed, Windows, build_stream, held_out_batches, split
+from meshwright.data.ramp import BatchRamp
 from meshwright.data.sources import find_files, parse_source, read_documents
 from meshwright.data.tokenizers import Bytes, Chars, build_tokenizer, tokenizer_from_json, train_bpe
 from meshwright.data.tokens import load_corpus, load_tokens, open_tokens, tokenize, vocab_of_corpus
@@ -150,7 +151,7 @@ def samples(tmp_path: Path, shards: int, cursor: int, steps: int, seed: int = 0)
     windows = [split(part, 8, 0.1)[0] for part in parts]
     mesh = build_mesh(MeshShape(data=shards))
     feed = Feed(
-        build_stream(windows, [0.75, 0.25], seed), batch=8, seq=8, cursor=cursor, steps=steps,
+        build_stream(windows, [0.75, 0.25], seed), BatchRamp((), 8), seq=8, taken=0, cursor=cursor, steps=steps,
         sharding=NamedSharding(mesh, BATCH_SPEC),
     )  # fmt: skip
     return np.concatenate([jax.device_get(batch).inputs for batch in feed])

@@ -16,14 +16,14 @@ from meshwright.hardware.efficiency import Efficiency, efficiency_of
 from meshwright.hardware.interconnect import GroupSpan, route
 from meshwright.hardware.targets import parse_target
 from meshwright.models.flops import forward_flops, training_flops_per_token
-from meshwright.planner.engines import free_running, lockstep
 from meshwright.planner.estimate import Estimate, estimate
+from meshwright.planner.optimizer_state import optimizer_state_bytes
+from meshwright.planner.software import MESHWRIGHT, SOFTWARE, free_running, lockstep
 from meshwright.planner.traffic import movements
 from meshwright.planner.work import recomputed_roles, work_of
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
 from meshwright.sharding.schedules import build_counts
-from meshwright.step.optimizers import optimizer_state_bytes
 from meshwright.views import show
 
 WHOLE = Efficiency(1, 1, 1, 1, 1, 1, 1, 1)
@@ -174,7 +174,7 @@ def test_planned_traffic_is_the_compiled_programs(mesh: str, remat: str) -> None
         )
     )
     planned: dict[tuple[str, ...], float] = {}
-    for m in movements(device_run.placed, work_of(device_run.placed), recomputed_roles(remat)):
+    for m in movements(device_run.placed, work_of(device_run.placed), recomputed_roles(remat), None, MESHWRIGHT):
         if m.purpose != "loss softmax":
             # On XLA:CPU a reduce-scatter is an all-reduce of which most is dropped.
             planned[m.axes] = planned.get(m.axes, 0.0) + m.payload * m.count
@@ -227,6 +227,67 @@ def test_a_free_running_pipeline_has_the_bubble_of_its_formula() -> None:
     assert ours["gpipe"]["bubble"] == pytest.approx(3 * (1.0 + 3.0))
     assert ours["1f1b"]["bubble"] == pytest.approx(ours["gpipe"]["bubble"])
     assert ours["zbv"]["bubble"] == pytest.approx(3 * (0.5 + 3.0))
+
+
+def test_activations_travel_beside_the_other_half_of_a_tick() -> None:
+    """In the ticks with one half only, which fill and drain the pipeline, the stages wait for them."""
+    placed = placed_recipe("llama3-8b", "stage=4", batch=16, microbatches=16, pipeline_schedule="1f1b")
+    tasks = build_counts("1f1b", 4, 16, 1)
+    sent = [m for m in movements(placed, work_of(placed), recomputed_roles("full"), tasks, MESHWRIGHT) if m.count]
+    permutes = {(m.during, m.blocking): m.count for m in sent if m.kind == "collective-permute"}
+    # Microbatch m runs forward on stage s in tick m + s, backward in tick m + 2P - 1 - s (sharding/schedules.py).
+    ticks, first_backward, last_forward = 16 + 2 * 4 - 1, 4, 16 + 4 - 2
+    alone, both = (first_backward, ticks - 1 - last_forward), last_forward + 1 - first_backward
+    assert permutes == {
+        ("forward", True): alone[0], ("backward", False): both, ("backward", True): alone[1], ("forward", False): both,
+    }  # fmt: skip
+    # The embedding is summed at the first stage, the hidden states go to all, and both back; whole over nothing.
+    shared = [m for m in sent if m.kind == "all-reduce" and m.purpose == "hidden states of all stages"]
+    assert [(m.count, m.payload) for m in shared] == [(4 * 16, 2 * 8192 * 4096)]
+    others = movements(placed, work_of(placed), recomputed_roles("full"), tasks, SOFTWARE["Megatron-Core"])
+    assert not [m for m in others if m.kind == "all-reduce" and m.purpose == shared[0].purpose]
+
+
+def test_microbatches_cost_the_sums_of_their_gradients() -> None:
+    """Each sum is read and written in float32, and the new gradient read."""
+    target = parse_target("h100:8")
+    # As many tokens at a time.
+    one, four = (
+        estimate(placed_recipe("llama3-8b", "fsdp=8", batch=8 * n, microbatches=n, seq=8192, remat="full"), target)
+        for n in (1, 4)
+    )
+    summed = 4 * (4 + 4 + 2) * 8.03e9 / 8 / (target.chip.hbm_bandwidth * target.efficiency.hbm)
+    assert four.parts["elementwise"] - 4 * one.parts["elementwise"] == pytest.approx(summed, rel=0.01)
+
+
+def test_bound_by_names_what_bounds() -> None:
+    """The largest of matrix unit, HBM, bubble, host and links; attention without a fused kernel is HBM's."""
+    fused, blocked = (
+        price("llama3-8b", "fsdp=2,context=4", "h100:8", batch=2, seq=131072, remat="full", attention_kernel=kernel)
+        for kernel in ("cudnn", "blocked")
+    )
+    assert fused.bound_by == "compute" and blocked.bound_by == "HBM"
+    assert fused.memory_bound < 0.1 * fused.seconds and blocked.memory_bound > 0.5 * blocked.seconds
+    pipeline = price("llama3-8b", "stage=8", "h100:8", batch=2, microbatches=2, pipeline_schedule="1f1b")
+    assert pipeline.bound_by == "bubble"
+
+
+def test_software_differs_by_its_own_constants_alone() -> None:
+    """Ours is XLA's on the same chip, and on TPUs, where one compiler writes all programs, no constant has a say."""
+    placed = placed_recipe("llama3-8b", "fsdp=8", batch=16, seq=8192)
+    ours, maxtext = (estimate(placed, parse_target("h100:8"), SOFTWARE[name]) for name in ("Meshwright", "MaxText"))
+    assert ours.parts["matmul"] == maxtext.parts["matmul"] and ours.parts["attention"] == maxtext.parts["attention"]
+    # Ours cuts its layers' weights out of stacks: read in float32, written in bfloat16, twice.
+    copied = 2 * (4 + 2) * 8.03e9 / 8 / (3.35e12 * 0.85)
+    assert ours.parts["elementwise"] - maxtext.parts["elementwise"] == pytest.approx(copied, rel=0.01)
+    triton = estimate(placed, parse_target("h100:8"), SOFTWARE["PyTorch"])
+    assert triton.parts["attention"] == pytest.approx(maxtext.parts["attention"] / efficiency_of("h100").triton)
+    on_tpu = {
+        software.name: estimate(placed, parse_target("v5p:2x2x2"), dataclasses.replace(software, copies=False)).seconds
+        for software in SOFTWARE.values()
+        if software.name != "Megatron-LM"
+    }
+    assert len({round(seconds, 9) for seconds in on_tpu.values()}) == 1
 
 
 def test_gathering_ahead_carries_gradients_and_weights_of_another_layer() -> None:

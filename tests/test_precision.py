@@ -182,6 +182,9 @@ def test_a_recipe_from_outside() -> None:
     assert 1e-3 < difference(gradients, trained("fp8", "data=1").gradients) < 0.1
 
 
+NVFP4 = MatmulPrecision("nvfp4", "e2m1 in blocks of 16", "nvfp4", "mx", gradient="float8_e4m3fn", block=16)
+
+
 def test_chips_that_gain_nothing_refuse() -> None:
     for name, chip in (("fp8", "v5p"), ("int8", "tpu7x"), ("mxfp8", "h100"), ("fp8", "a100"), ("fp8_block", "h100")):
         with pytest.raises(ConfigError, match="matmul-precision"):
@@ -189,6 +192,8 @@ def test_chips_that_gain_nothing_refuse() -> None:
     for name, chip in (("fp8", "tpu7x"), ("fp8_rowwise", "h100"), ("mxfp8", "b200"), ("int8", "v6e")):
         check_chip(name, CHIPS[chip])
     check_devices("fp8_block", "cpu", "cpu")
+    with pytest.raises(ConfigError, match="XLA has no product"):
+        check_devices(f"{__name__}:NVFP4", "cuda", "NVIDIA B200")
     with pytest.raises(ConfigError, match="fp8"):
         check_devices("fb8", "cpu", "cpu")
     with pytest.raises(ConfigError, match="row"):

@@ -218,13 +218,16 @@ def test_timeline_shows_every_task() -> None:
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=14), st.integers(1, 5), st.integers(1, 2))
 def test_layers_are_balanced(costs: list[int], stages: int, virtual_stages: int) -> None:
-    if stages * virtual_stages > len(costs):
-        with pytest.raises(ConfigError, match="every part has a layer at least"):
+    fewest = stages if virtual_stages == 1 else stages * (virtual_stages - 1) + 1
+    if len(costs) < fewest:
+        with pytest.raises(ConfigError, match="every stage has a layer at least"):
             assign_layers(tuple(map(float, costs)), stages, virtual_stages)
         return
     assignment = assign_layers(tuple(map(float, costs)), stages, virtual_stages)
     parts = [list(assignment.layers_in(v, s)) for v in range(virtual_stages) for s in range(stages)]
-    assert [i for part in parts for i in part] == list(range(len(costs))) and all(parts)
+    assert [i for part in parts for i in part] == list(range(len(costs)))
+    assert sum(not part for part in parts) == max(0, len(parts) - len(costs)) or all(parts)
+    assert all(any(assignment.layers_of(s)) for s in range(stages))
     assert sum(assignment.cost_fraction(s) for s in range(stages)) == pytest.approx(1)
     costliest = max(sum(costs[i] for i in part) for part in parts)
     # No cut has a cheaper costliest part: filling parts to just below that cost takes more parts than there are.

@@ -15,7 +15,7 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target
 from meshwright.models.model import LayerSpec, ModelSpec, padded_vocab
 from meshwright.planner.automatic import with_best_remat
-from meshwright.planner.candidates import split_size
+from meshwright.planner.candidates import candidate_schedules, split_size
 from meshwright.planner.estimate import estimate
 from meshwright.planner.explain import alternatives, differences, explain_mesh, memory_remedies, mesh_axes
 from meshwright.planner.plan_file import read_plan, write_plan
@@ -237,6 +237,18 @@ def test_the_pipeline_schedule_is_the_fastest_that_fits() -> None:
     # Nothing that is named is changed.
     named = dataclasses.replace(training, remat="full", pipeline_schedule="gpipe", stage_saves="input")
     assert with_best_remat(dataclasses.replace(run, training=named), machine).training == named
+
+
+def test_virtual_stages_are_tried_while_layers_allow() -> None:
+    """Fewer than one part of each stage may be empty: 126 layers are 128 parts of one layer (arXiv:2407.21783)."""
+    run = find_recipe("llama3-405b")
+    run = dataclasses.replace(run, training=dataclasses.replace(run.training, batch=2048, seq=8192))
+    tried: dict[str, set[int]] = {}
+    for scheduled in candidate_schedules(run, MeshShape.parse("stage=16,data=128,tensor=8")):
+        training = scheduled.training
+        tried.setdefault(training.pipeline_schedule, set()).add(training.virtual_stages)
+        place_run(scheduled)
+    assert tried["interleaved"] == {2, 4, 8} and tried["zbv"] == {2} and tried["1f1b"] == {1}
 
 
 def test_what_a_stage_keeps_is_on_the_device() -> None:

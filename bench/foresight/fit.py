@@ -1,25 +1,62 @@
-"""Fits four fractions of hardware/efficiency.py on half of the published rows: `python bench/foresight/fit.py`.
+"""Fits the constants of hardware/efficiency.py and planner/software.py: `python bench/foresight/fit.py`.
 
-The half is every other row of each chip, in the order of the file. Each fraction moves in small steps while the mean
-absolute logarithm of predicted over measured step time falls.
+It uses half of the published rows, every other row of each chip in the order of the file. Each constant moves in small
+steps while the mean absolute logarithm of predicted over measured step time falls.
 """
 
 import dataclasses
 import math
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 
 from rows import Row, read_rows
 
-from meshwright.hardware.efficiency import EFFICIENCY, Efficiency
-from meshwright.planner.engines import MEGATRON
+from meshwright.hardware.chips import Nodes
+from meshwright.hardware.efficiency import EFFICIENCY
 from meshwright.planner.estimate import estimate
+from meshwright.planner.software import SOFTWARE
 
-# Chips fitted together: a family has similar software and interconnect.
 FAMILIES = {
     "v4": ("v4",), "v5e": ("v5e",), "v5p": ("v5p",), "v6e": ("v6e",), "tpu7x": ("tpu7x",),
-    "a100": ("a100", "a100-40gb"), "h100": ("h100", "h200"), "b200": ("b200", "gb200", "gb300", "b300"),
+    "a100": ("a100", "a100-40gb"), "h100": ("h100", "h200"), "b200": ("b200", "gb200"), "b300": ("b300", "gb300"),
 }  # fmt: skip
-FITTED = ("matmul", "grouped_matmul", "attention", "tensor_overlap")
+"""Chips with the same matrix unit, which have the same fractions."""
+Constant = tuple[str, str]
+"""A family of chips or a program, and the name of its constant."""
+Values = Mapping[Constant, float]
+
+_CHIPS = {
+    "matmul": ("v4", "v5e", "v5p", "v6e", "tpu7x", "a100", "h100", "b200", "b300"),
+    "attention": ("v5e", "v5p", "v6e", "tpu7x", "a100", "h100", "b200"),
+    "grouped_matmul": ("v6e", "tpu7x", "GPU"),
+    "flash2": ("h100",),
+    "triton": ("a100", "h100"),
+}
+_PROGRAMS = {
+    "elementwise": ("MaxText", "PAX", "Megatron-Core", "Megatron-LM", "torchtitan", "PyTorch"),
+    "overlap": ("MaxText", "PyTorch"),
+    "tensor_overlap": ("Megatron-Core", "torchtitan"),
+}
+FITTED: tuple[Constant, ...] = tuple(
+    (owner, name) for table in (_CHIPS, _PROGRAMS) for name, owners in table.items() for owner in owners
+)
+"""All fitted constants."""
+
+
+def _first(owner: str) -> str:
+    return "h100" if owner == "GPU" else owner
+
+
+def owners_of(row: Row) -> set[str]:
+    """Returns whose constants price a row: its chip's, its program's, and those of all GPUs."""
+    owners = {family_of(row), row.software.name}
+    owners |= {"GPU"} if isinstance(row.target.chip.interconnect, Nodes) else set()
+    return owners
+
+
+def family_of(row: Row) -> str:
+    """Returns the family of a row's chip."""
+    return next(name for name, chips in FAMILIES.items() if row.target.name in chips)
 
 
 def halves(rows: list[Row]) -> tuple[list[Row], list[Row]]:
@@ -32,39 +69,58 @@ def halves(rows: list[Row]) -> tuple[list[Row], list[Row]]:
     return fitted, [row for row in rows if row.id not in ids]
 
 
-def error(row: Row, efficiency: Efficiency) -> float:
-    """Returns the logarithm of predicted over measured step time."""
+def current() -> dict[Constant, float]:
+    """Returns the fitted constants as the package has them."""
+    values = {}
+    for owner, name in FITTED:
+        source = EFFICIENCY[FAMILIES[_first(owner)][0]] if owner in (*FAMILIES, "GPU") else SOFTWARE[owner]
+        values[owner, name] = float(getattr(source, name))
+    return values
+
+
+def error(row: Row, values: Values) -> float:
+    """Returns the logarithm of predicted over measured step time with these constants."""
+    family, program, owners = family_of(row), row.software, owners_of(row)
+    own = {name: value for (owner, name), value in values.items() if owner in (family, "GPU") and owner in owners}
+    efficiency = dataclasses.replace(row.target.efficiency, **own)
+    theirs = {name: value for (owner, name), value in values.items() if owner == program.name}
+    if program.name == "PAX" and ("MaxText", "overlap") in values:
+        theirs["overlap"] = values["MaxText", "overlap"]  # one compiler
+    if not program.tensor_overlap:
+        theirs.pop("tensor_overlap", None)  # the row says that nothing is cut into pieces
     target = dataclasses.replace(row.target, given_efficiency=efficiency)
-    return math.log(estimate(row.placed, target, MEGATRON).seconds / row.measured)
+    return math.log(estimate(row.placed, target, dataclasses.replace(program, **theirs)).seconds / row.measured)
 
 
-def fit_family(rows: list[Row], start: Efficiency) -> Efficiency:
-    """Returns the fractions with the least error."""
-
-    def loss(efficiency: Efficiency) -> float:
-        distance = sum(abs(getattr(efficiency, field) - getattr(start, field)) for field in FITTED)
-        return sum(abs(error(row, efficiency)) for row in rows) / len(rows) + 0.02 * distance
-
-    best, least, step = start, loss(start), 0.08
-    while step > 0.005:
+def fit(rows: list[Row], start: Values, fitted: Iterable[Constant] = FITTED) -> dict[Constant, float]:
+    """Returns the constants with the least error; `fitted` of them move."""
+    values, errors = dict(start), {row.id: abs(error(row, start)) for row in rows}
+    rows_of = {constant: [row for row in rows if constant[0] in owners_of(row)] for constant in fitted}
+    step = 0.08
+    while step > 0.006:
         moved = False
-        for field in FITTED:
+        for constant, affected in rows_of.items():
             for sign in (1, -1):
-                value = min(0.98, max(0.05, getattr(best, field) + sign * step))
-                changed = dataclasses.replace(best, **{field: round(value, 3)})
-                now = loss(changed)
-                if now < least - 1e-6:
-                    best, least, moved = changed, now, True
+                most = 3.5 if constant[1] == "elementwise" else 1.3 if constant[1] == "tensor_overlap" else 1.0
+                size = step * (4 if constant[1] == "elementwise" else 1)
+                least = {"elementwise": 0.8, "overlap": 0.3}.get(constant[1], 0.1)
+                value = round(min(most, max(least, values[constant] + sign * size)), 3)
+                changed = {**values, constant: value}
+                found = {row.id: abs(error(row, changed)) for row in affected}
+                gain = sum(errors[name] - now for name, now in found.items())
+                # Constants stay where the rows hardly say otherwise.
+                away = abs(value - start[constant]) - abs(values[constant] - start[constant])
+                if gain > 1e-6 + 0.1 * away:
+                    values, moved = changed, True
+                    errors |= found
         step = step if moved else step / 2
-    return best
+    return values
 
 
 def main() -> None:
     fitted, _ = halves(read_rows()[0])
-    for family, chips in FAMILIES.items():
-        rows = [row for row in fitted if row.target.name in chips]
-        if rows:
-            print(family, len(rows), fit_family(rows, EFFICIENCY[chips[0]]))
+    for (owner, name), value in fit(fitted, current()).items():
+        print(f"{owner:14} {name:16} {value:.2f}")
 
 
 if __name__ == "__main__":

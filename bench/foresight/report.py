@@ -1,31 +1,54 @@
 """Predicted against published step times: `python bench/foresight/report.py` writes docs/foresight.md and its plot."""
 
 import json
+import math
 import statistics
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from fit import FAMILIES, halves
+from fit import FAMILIES, FITTED, current, error, family_of, halves
 from rows import Row, read_rows
 
-from meshwright.planner.engines import MEGATRON
+from meshwright.hardware.chips import Torus
 from meshwright.planner.estimate import Estimate, estimate
 
 ROOT = Path(__file__).parents[2]
 _BEGIN, _END = "<!-- table: bench/foresight/report.py -->\n", "<!-- end of the table -->\n"
 
+ALONE = {
+    "v4": 0.89, "v5e": 0.877, "v5p": 0.902, "v6e": 0.705, "tpu7x": 0.814,
+    "a100": 0.87, "h100": 0.80, "b200": 0.776, "b300": 0.776,
+}  # fmt: skip
+"""Fraction of peak of one large bfloat16 matmul alone, which needs no training run. TPUs: cycles that the compiler
+estimates for [8192, 8192] x [8192, 16384] (v4: as v5e and v5p); GPUs: best of many shapes, stas00/ml-engineering,
+compute/accelerator (B300: as B200)."""
 
-def errors(rows: list[Row]) -> dict[str, tuple[Row, Estimate, float]]:
+KINDS: dict[str, Callable[[Row], bool]] = {
+    "all rows": lambda row: True,
+    "bfloat16": lambda row: not is_low(row),
+    "below bfloat16": lambda row: is_low(row),
+    "pipeline or context": lambda row: row.placed.shape.stage > 1 or row.placed.shape.context > 1,
+}
+
+
+def is_low(row: Row) -> bool:
+    """Whether a row's matmuls are below bfloat16."""
+    return row.placed.run.training.matmul_precision != "compute"
+
+
+def results_of(rows: list[Row]) -> dict[str, tuple[Row, Estimate, float]]:
     """Returns for each row its estimate, and predicted over measured step time less one."""
     results = {}
     for row in rows:
-        predicted = estimate(row.placed, row.target, engine=MEGATRON)
+        predicted = estimate(row.placed, row.target, row.software)
         results[row.id] = (row, predicted, predicted.seconds / row.measured - 1)
     return results
 
 
-def spread(values: list[float]) -> dict[str, float]:
+def spread(values: Iterable[float]) -> dict[str, float]:
     """Returns median and 90th percentile of the absolute errors, and the median of the signed ones."""
+    values = list(values)
     absolute = sorted(abs(v) for v in values)
     return {
         "rows": len(values), "median": statistics.median(absolute),
@@ -33,38 +56,114 @@ def spread(values: list[float]) -> dict[str, float]:
     }  # fmt: skip
 
 
+def without_the_chip(rows: list[Row]) -> dict[str, float]:
+    """Returns each row's error with the fractions of its chip taken from the other chips of its kind."""
+    fitted = current()
+    kinds = {name: isinstance(_chip_of(rows, name).interconnect, Torus) for name in FAMILIES}
+    result = {}
+    for family in FAMILIES:
+        values = dict(fitted)
+        for owner, name in FITTED:
+            others = [o for o, n in FITTED if n == name and o != family and kinds.get(o) == kinds[family]]
+            if owner != family:
+                continue
+            if name == "matmul":
+                ratios = [fitted[o, name] / ALONE[o] for o in others]
+                values[owner, name] = min(1.0, ALONE[family] * statistics.mean(ratios))
+            else:
+                values[owner, name] = statistics.mean(fitted[o, name] for o in others) if others else 1.0
+        result |= {row.id: math.exp(error(row, values)) - 1 for row in rows if family_of(row) == family}
+    return result
+
+
+def _chip_of(rows: list[Row], family: str) -> object:
+    return next(row.target.chip for row in rows if family_of(row) == family)
+
+
+def baseline(rows: list[Row], group: Callable[[Row], object]) -> dict[str, float]:
+    """Returns each row's error where all rows of a group have one MFU, the median of those to fit on."""
+    fitted, _ = halves(rows)
+    mfu: dict[object, list[float]] = defaultdict(list)
+    for row in fitted:
+        mfu[group(row)].append(_flops(row) / row.measured)
+    overall = statistics.median(value for values in mfu.values() for value in values)
+    return {row.id: _flops(row) / statistics.median(mfu.get(group(row), [overall])) / row.measured - 1 for row in rows}
+
+
+def _flops(row: Row) -> float:
+    """Model FLOPs of a device over its peak in bfloat16: seconds at an MFU of one."""
+    e = estimate(row.placed, row.target, row.software)
+    return e.model_flops / e.peak
+
+
 def summary(rows: list[Row]) -> dict[str, dict[str, float]]:
-    """Returns the spread of all rows, of each half, and of each family of chips."""
-    results = errors(rows)
-    fitted, validated = halves(rows)
-    groups: dict[str, list[float]] = {
-        "all": [error for _, _, error in results.values()],
-        "fitted half": [results[row.id][2] for row in fitted],
-        "other half": [results[row.id][2] for row in validated],
-    }
-    by_family: dict[str, list[float]] = defaultdict(list)
-    for row in validated:
-        family = next(name for name, chips in FAMILIES.items() if row.target.name in chips)
-        by_family[f"other half, {family}"].append(results[row.id][2])
-    return {name: spread(values) for name, values in {**groups, **by_family}.items() if values}
+    """Returns the spread of errors: of each kind of rows and half, of chips, programs, memory, and the baselines."""
+    results = results_of(rows)
+    errors = {name: found for name, (_, _, found) in results.items()}
+    fitted, other = halves(rows)
+    table: dict[str, dict[str, float]] = {}
+
+    def add(name: str, chosen: Iterable[Row], of: dict[str, float]) -> None:
+        values = [of[row.id] for row in chosen]
+        if values:
+            table[name] = spread(values)
+
+    for kind, chosen in KINDS.items():
+        for half, name in ((rows, "both halves"), (fitted, "fitted half"), (other, "other half")):
+            add(f"{kind}, {name}", filter(chosen, half), errors)
+    left_out = without_the_chip(rows)
+    for kind, chosen in KINDS.items():
+        add(f"{kind}, without the chip's own rows", filter(chosen, rows), left_out)
+    for name, group in (
+        ("one MFU per chip", lambda row: (family_of(row), is_low(row))),
+        ("one MFU per chip and program", lambda row: (family_of(row), is_low(row), row.software.name)),
+    ):
+        found = baseline(rows, group)
+        for kind in ("bfloat16", "below bfloat16"):
+            add(f"{kind}, other half: {name}", filter(KINDS[kind], other), found)
+    for family in FAMILIES:
+        add(f"other half, {family}", [row for row in other if family_of(row) == family], errors)
+    for program in sorted({row.software.name for row in rows}):
+        add(f"other half, {program}", [row for row in other if row.software.name == program], errors)
+    memory = [results[row.id][1].bytes / row.memory - 1 for row in rows if row.memory]
+    return {**table, "memory": spread(memory)}
 
 
 def table(rows: list[Row], left_out: dict[str, str]) -> str:
     """Returns the page's tables as Markdown."""
-    lines = ["| rows | number | median error | 90th percentile | bias |", "|---|---|---|---|---|"]
+    results = results_of(rows)
+    lines = [
+        f"{len(rows)} of {len(rows) + len(left_out)} rows are priced. {len(FITTED)} constants are fitted.", "",
+        "| rows | number | median error | 90th percentile | bias |", "|---|---|---|---|---|",
+    ]  # fmt: skip
     for name, of in summary(rows).items():
         lines.append(f"| {name} | {of['rows']} | {of['median']:.1%} | {of['90th']:.1%} | {of['bias']:+.1%} |")
-    reasons = Counter(reason.split(":")[0] for reason in left_out.values())
+    bound = Counter(predicted.bound_by.replace("compute", "the matrix unit") for _, predicted, _ in results.values())
+    lines += ["", "Bound by: " + ", ".join(f"{name} {count}" for name, count in bound.most_common()) + "."]
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for name, reason in left_out.items():
+        reasons[reason.splitlines()[0]].append(name)
     lines += ["", f"{len(left_out)} rows are not priced:", ""]
-    lines += [f"- {count}: {reason}" for reason, count in reasons.most_common()]
-    lines += ["", "| row | system | hardware | model | mesh | remat | measured s | predicted s | error |"]
-    lines += ["|---|---|---|---|---|---|---|---|---|"]
-    for row, predicted, error in errors(rows).values():
+    ordered = sorted(reasons.items(), key=lambda item: -len(item[1]))
+    lines += [f"- {reason}: {', '.join(names)}" for reason, names in ordered]
+    lines += [
+        "", "| row | system | hardware | model | mesh | remat | matmuls | measured | predicted, s | error | bound by |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for row, predicted, found in results.values():
         run = row.placed.run
+        precision = run.training.matmul_precision.replace("compute", "bfloat16").removeprefix("rows:").lower()
         lines.append(
-            f"| {row.id} | {row.system} | {row.target} | {row.model} | {run.mesh} | {run.training.remat} | "
-            f"{row.measured:.3g} | {predicted.seconds:.3g} | {error:+.0%} |"
+            f"| {row.id} | {row.system} | {row.target} | {row.model} | {run.mesh} | {run.training.remat} | {precision} "
+            f"| {row.measured:.3g} | {predicted.seconds:.3g} | {found:+.0%} | {predicted.bound_by} |"
         )
+    lines += ["", "| row | model | mesh | published GiB | predicted GiB | error |", "|---|---|---|---|---|---|"]
+    for row, predicted, _ in results.values():
+        if row.memory:
+            lines.append(
+                f"| {row.id} | {row.model} | {row.placed.run.mesh} | {row.memory / 2**30:.1f} | "
+                f"{predicted.bytes / 2**30:.1f} | {predicted.bytes / row.memory - 1:+.0%} |"
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -77,9 +176,9 @@ def plot(rows: list[Row], file: Path) -> None:
 
     matplotlib.rcParams["svg.hashsalt"] = "foresight"
     figure, axes = plt.subplots(figsize=(6.4, 5.2))
-    results = errors(rows)
-    for family, chips in FAMILIES.items():
-        points = [(r.measured, e.seconds) for r, e, _ in results.values() if r.target.name in chips]
+    results = results_of(rows)
+    for family in FAMILIES:
+        points = [(r.measured, e.seconds) for r, e, _ in results.values() if family_of(r) == family]
         if points:
             axes.scatter(*zip(*points, strict=True), s=18, label=f"{family} ({len(points)})", alpha=0.8)
     ends = (0.4, 400)

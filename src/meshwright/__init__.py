@@ -17,36 +17,49 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from meshwright.analysis.census import Census, census
-    from meshwright.api.convert import convert
-    from meshwright.api.layout import show
-    from meshwright.api.planning import Proof, plan, prove
-    from meshwright.api.training import evaluate, train
-    from meshwright.checkpoint.import_weights import Conversion
-    from meshwright.comm import collectives
-    from meshwright.config import Data, MeshShape, Model, Optimizer, Run, Training
-    from meshwright.errors import (
-        CensusError,
-        CheckpointError,
-        ConfigError,
-        DataError,
-        MeshwrightError,
-        TrainingError,
-        WeightsError,
-    )
-    from meshwright.hardware.chips import Chip
-    from meshwright.models.families.gemma import Gemma3
-    from meshwright.models.families.gpt2 import Gpt2
-    from meshwright.models.families.llama import Llama
-    from meshwright.models.families.mixtral import Mixtral
-    from meshwright.planner.search import Plan
-    from meshwright.runs.changes import recipe
-    from meshwright.runs.recipe import list_recipes as recipes
-    from meshwright.sharding import partition
-    from meshwright.sharding.placement import Layout
-    from meshwright.trainer.loop import Summary
-    from meshwright.trainer.parity import Parity, parity
-    from meshwright.views.draw import draw, local_view
+    from meshwright.analysis.census import Census as Census
+    from meshwright.analysis.census import census as census
+    from meshwright.api.convert import convert as convert
+    from meshwright.api.generation import generate as generate
+    from meshwright.api.generation import open_generator as open_generator
+    from meshwright.api.layout import show as show
+    from meshwright.api.planning import Proof as Proof
+    from meshwright.api.planning import plan as plan
+    from meshwright.api.planning import prove as prove
+    from meshwright.api.training import evaluate as evaluate
+    from meshwright.api.training import train as train
+    from meshwright.checkpoint.import_weights import Conversion as Conversion
+    from meshwright.comm import collectives as collectives
+    from meshwright.config import Data as Data
+    from meshwright.config import MeshShape as MeshShape
+    from meshwright.config import Model as Model
+    from meshwright.config import Optimizer as Optimizer
+    from meshwright.config import Run as Run
+    from meshwright.config import Training as Training
+    from meshwright.errors import CensusError as CensusError
+    from meshwright.errors import CheckpointError as CheckpointError
+    from meshwright.errors import ConfigError as ConfigError
+    from meshwright.errors import DataError as DataError
+    from meshwright.errors import MeshwrightError as MeshwrightError
+    from meshwright.errors import TrainingError as TrainingError
+    from meshwright.errors import WeightsError as WeightsError
+    from meshwright.generation.generator import Decoding as Decoding
+    from meshwright.generation.sampling import Sampling as Sampling
+    from meshwright.hardware.chips import Chip as Chip
+    from meshwright.models.families.gemma import Gemma3 as Gemma3
+    from meshwright.models.families.gpt2 import Gpt2 as Gpt2
+    from meshwright.models.families.llama import Llama as Llama
+    from meshwright.models.families.mixtral import Mixtral as Mixtral
+    from meshwright.planner.search import Plan as Plan
+    from meshwright.runs.changes import recipe as recipe
+    from meshwright.runs.recipe import list_recipes as recipes  # noqa: F401
+    from meshwright.sharding import partition as partition
+    from meshwright.sharding.placement import Layout as Layout
+    from meshwright.trainer.loop import Summary as Summary
+    from meshwright.trainer.parity import Parity as Parity
+    from meshwright.trainer.parity import parity as parity
+    from meshwright.views.draw import draw as draw
+    from meshwright.views.draw import local_view as local_view
 
 _PUBLIC: dict[str, tuple[str, str]] = {
     "Census": ("analysis.census", "Census"),
@@ -57,6 +70,7 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "Data": ("config", "Data"),
     "Conversion": ("checkpoint.import_weights", "Conversion"),
     "DataError": ("errors", "DataError"),
+    "Decoding": ("generation.generator", "Decoding"),
     "Gemma3": ("models.families.gemma", "Gemma3"),
     "Gpt2": ("models.families.gpt2", "Gpt2"),
     "Layout": ("sharding.placement", "Layout"),
@@ -70,6 +84,7 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "Plan": ("planner.search", "Plan"),
     "Proof": ("api.planning", "Proof"),
     "Run": ("config", "Run"),
+    "Sampling": ("generation.sampling", "Sampling"),
     "Summary": ("trainer.loop", "Summary"),
     "Training": ("config", "Training"),
     "TrainingError": ("errors", "TrainingError"),
@@ -79,7 +94,9 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "convert": ("api.convert", "convert"),
     "draw": ("views.draw", "draw"),
     "evaluate": ("api.training", "evaluate"),
+    "generate": ("api.generation", "generate"),
     "local_view": ("views.draw", "local_view"),
+    "open_generator": ("api.generation", "open_generator"),
     "parity": ("trainer.parity", "parity"),
     "partition": ("sharding.partition", ""),
     "plan": ("api.planning", "plan"),
@@ -91,48 +108,7 @@ _PUBLIC: dict[str, tuple[str, str]] = {
 }
 """Public name -> module, and attribute of it; the module itself where none is given."""
 
-__all__ = [
-    "Census",
-    "CensusError",
-    "CheckpointError",
-    "Chip",
-    "ConfigError",
-    "Conversion",
-    "Data",
-    "DataError",
-    "Gemma3",
-    "Gpt2",
-    "Layout",
-    "Llama",
-    "MeshShape",
-    "MeshwrightError",
-    "Mixtral",
-    "Model",
-    "Optimizer",
-    "Parity",
-    "Plan",
-    "Proof",
-    "Run",
-    "Summary",
-    "Training",
-    "TrainingError",
-    "WeightsError",
-    "__version__",
-    "census",
-    "collectives",
-    "convert",
-    "draw",
-    "evaluate",
-    "local_view",
-    "parity",
-    "partition",
-    "plan",
-    "prove",
-    "recipe",
-    "recipes",
-    "show",
-    "train",
-]
+__all__ = sorted((*_PUBLIC, "__version__"))
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@ Nothing here touches a device.
 """
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -74,10 +75,7 @@ class MeshShape:
 
     def over(self, axes: tuple[str, ...]) -> int:
         """Returns the product of the degrees of `axes`."""
-        product = 1
-        for axis in axes:
-            product *= getattr(self, axis)
-        return product
+        return math.prod(getattr(self, axis) for axis in axes)
 
     def __str__(self) -> str:
         def text(axis: str, degree: int) -> str:
@@ -174,6 +172,7 @@ class Model:
 
 Precision = Literal["float32", "bfloat16"]
 ParamRounding = Literal["master", "stochastic"]
+MuonHeads = Literal["each", "together"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,6 +208,10 @@ class Optimizer:
     """Largest global norm of the gradient; 0 disables clipping."""
     moment_dtype: Precision = "float32"
     """Type in which the first moment is stored (momentum for sgd and muon). Adafactor has none."""
+    lr_groups: tuple[str, ...] = ()
+    """Factors on learning rate and weight decay: `embed=0.1`, `blocks.*norm*=2`, `role:router=0.5`; the first wins."""
+    muon_heads: MuonHeads = "each"
+    """Matrices of attention for Muon: those of every head [D, H] (each), or of a projection [D, N H] (together)."""
 
     def __post_init__(self) -> None:
         _keep_names(self, "name", "lr_schedule")
@@ -237,17 +240,18 @@ class Training:
     """Optimizer steps."""
     batch: Annotated[int, tyro.conf.arg(aliases=["--batch"])] = 16
     """Global batch: sequences per step over all devices."""
+    batch_ramp: tuple[str, ...] = ()
+    """Smaller batches to begin with, each STEPS=SEQUENCES (`100=64 200=128`). Each size is compiled, and has to divide
+    like `batch`."""
     seq: Annotated[int, tyro.conf.arg(aliases=["--seq"])] = 128
     """Tokens per sequence T."""
     microbatches: int = 1
-    """Gradient accumulation: parts of the batch computed one after another; with `stage` they follow each other
-    through the pipeline."""
+    """Gradient accumulation: parts of the batch computed one after another, with `stage` through the pipeline."""
     pipeline_schedule: str = "auto"
     """Pipeline schedule: 1f1b, interleaved, zbv, gpipe, zero_bubble, circular, or module:attribute of a
-    `PipelineSchedule`. `auto` takes the one of the first three with the shortest predicted step that fits, and 1f1b
-    where the chip is unknown."""
+    `PipelineSchedule`. `auto` takes the fastest predicted of the first three, 1f1b where the chip is unknown."""
     virtual_stages: int = 2
-    """Virtual stages: chunks of layers on each stage, for schedules that use them (interleaved, circular)."""
+    """Chunks of layers on each stage, for schedules that use them (interleaved, circular)."""
     seed: Annotated[int, tyro.conf.arg(aliases=["--seed"])] = 0
     """Seed of initial values, data order and dropout; the same numbers on any mesh."""
     param_dtype: Precision = "float32"
@@ -274,8 +278,7 @@ class Training:
     backward pass recomputes the stage's layers (input), or what `remat` saves of every layer (layers). `auto` takes
     what has the shortest predicted step that fits, and input where the chip is unknown."""
     saved_layers: int = 0
-    """Layers, from the first, that save the outputs of all projections; the others follow `remat`. With `remat auto` it
-    is as many as fit. Not with pipeline stages."""
+    """First layers that save all projections; the others follow `remat`, whose `auto` fills the memory. No stages."""
     context_strategy: ContextStrategy = "ring"
     """Attention over a sequence sharded over `context`: pass key/value blocks around a ring (ring), gather them
     (all_gather), exchange heads for positions (ulysses), or a ring of Ulysses groups (usp)."""
@@ -340,8 +343,9 @@ class Data:
     """Held-out fraction: tokens at the end of each source that are evaluated and never trained on."""
     prompt: str = "\n"
     """Prompt of the text sampled at the end of a run."""
-    sample: int = 200
-    """Tokens sampled at the end of a run; 0 samples none."""
+    sample: int | None = None
+    """Tokens sampled at the end of a run, up to the length of a sequence. By default 200 from a model of at most 100
+    million parameters, and none from a larger one."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", tuple(name_of(path) for path in self.paths))
@@ -385,8 +389,7 @@ class Run:
     optimizer: Optimizer = Optimizer()
     data: Data = Data()
     reporters: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--report"])] = ()
-    """Destinations of the metrics besides console and metrics.jsonl: tensorboard, or module:attribute of a function
-    `(out: Path, run: Run) -> Reporter`."""
+    """Metrics besides console and metrics.jsonl: tensorboard, or module:attribute of `(Path, Run) -> Reporter`."""
     init_from: str | None = None
     """Weights to start from, at step 0: hf:PATH of a Hugging Face folder, or a run's output folder; None draws them."""
     name: str = "run"

@@ -20,7 +20,6 @@ from tiny_runs import (
 from meshwright.analysis.run_census import abstract_batch, census_of_train_step
 from meshwright.errors import ConfigError
 from meshwright.step.gradients import build_gradients
-from meshwright.trainer.sampling import generate
 
 STEPS = 3
 
@@ -43,7 +42,9 @@ exhaustive = pytest.mark.exhaustive
         pytest.param("deepseek-like", 5, "stage=2,expert=2,tensor=2", 2, "zbv", marks=exhaustive),
         pytest.param("gpt2", 3, "stage=2,fsdp=4", 2, "zero_bubble", marks=exhaustive),
         pytest.param("llama", 4, "stage=4", 16, "zero_bubble", marks=exhaustive),
-        ("qwen-like", 5, "stage=2,tensor=2", 4, "interleaved"),
+        ("qwen-like", 3, "stage=2,tensor=2", 4, "interleaved"),  # one of four parts is empty
+        pytest.param("qwen-like", 5, "stage=2,tensor=2", 4, "interleaved", marks=exhaustive),
+        pytest.param("llama", 5, "stage=4,data=2", 4, "zbv", marks=exhaustive),
         pytest.param("llama", 8, "stage=4,data=2", 2, "interleaved", marks=exhaustive),
         pytest.param("llama", 4, "stage=2,data=2,fsdp=2", 4, "circular", marks=exhaustive),
         pytest.param("gpt2", 8, "stage=4,tensor=2", 8, "circular", marks=exhaustive),
@@ -172,15 +173,6 @@ def test_gpipe_grows() -> None:
     assert [b - a for a, b in itertools.pairwise(grows)] == pytest.approx(
         [2 * one_input * (b - a) for a, b in itertools.pairwise(microbatches)], rel=0.01
     )
-
-
-def test_sampling_on_stages_gives_the_text_of_one_device() -> None:
-    model, texts = dataclasses.replace(MODELS["llama"], layers=4), []
-    for mesh, schedule in (("data=1", "1f1b"), ("stage=2,tensor=2", "1f1b"), ("stage=2", "outside.extensions.zbv:zbv")):
-        device_run = device_run_of(tiny_run(model, mesh, pipeline_schedule=schedule))
-        state = device_run.initial_state()
-        texts.append(list(generate(device_run, state.params, np.array([1, 2, 3], np.int32), tokens=6, seed=0)))
-    assert texts[0] == texts[1] == texts[2]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from meshwright.hardware.targets import parse_target
 from meshwright.planner.memory_model import state_bytes
 from meshwright.planner.plan_file import read_plan, write_plan
 from meshwright.planner.search import price_run, search
+from meshwright.planner.software import MESHWRIGHT
 from meshwright.planner.traffic import movements
 from meshwright.planner.work import recomputed_roles, work_of
 from meshwright.runs.placed_run import place_run
@@ -186,7 +187,7 @@ def test_the_planner_counts_the_bytes_that_parameters_and_activations_move(case:
         sent[entry.kind, entry.axes_label] = sent.get((entry.kind, entry.axes_label), 0) + entry.total
     work, again = work_of(device_run.placed), recomputed_roles(device_run.run.training.remat)
     planned: dict[tuple[str, str], float] = {}
-    for m in movements(device_run.placed, work, again):
+    for m in movements(device_run.placed, work, again, None, MESHWRIGHT):
         if m.kind in ("all-gather", "reduce-scatter") and m.payload:
             planned[m.kind, "+".join(m.axes)] = planned.get((m.kind, "+".join(m.axes)), 0) + m.payload * m.count
     assert planned

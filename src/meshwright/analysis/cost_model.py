@@ -83,7 +83,6 @@ class CostModel:
         memory = self.memory_seconds(hbm_bytes_accessed(module, computation, instruction))
         peak, flops = peak_flops(self.chip, work.rate), computed_flops(work, instruction, self.skipped)
         if work.kind == "attention":
-            flops *= _CUDNN_BACKWARD if work.name.startswith("__cudnn") and "Backward" in work.name else 1.0
             return Cost("attention", max(flops / (peak * self.efficiency.attention), memory))
         reached = self.efficiency.matmul * (self.efficiency.grouped_matmul if work.kind == "grouped matmul" else 1.0)
         return Cost("matmul" if flops else "memory", max(flops / (peak * reached), memory))
@@ -110,7 +109,15 @@ def hbm_bytes_accessed(module: Module, computation: Computation, instruction: In
         parameter = body.parameters.get(number)
         read = math.inf if parameter is None else _bytes_read(module, body, parameter)
         total += min(hbm_bytes(shape), read)
-    return total + _bytes_written(module, body, body.root, instruction.shape)
+    return total + _bytes_written(module, body, body.root, _result_shape(instruction))
+
+
+def _result_shape(instruction: Instruction) -> Shape:
+    """Returns the shape of what an instruction writes; a start's own shape begins with its operands' (XLA:GPU)."""
+    shape = instruction.shape
+    if instruction.opcode.endswith("-start") and not isinstance(shape, Array) and len(shape) > 1:
+        return shape[1]
+    return shape
 
 
 def _fused_body(module: Module, instruction: Instruction) -> Computation | None:
@@ -179,11 +186,3 @@ def _estimated_cycles(instruction: Instruction) -> int | None:
 
 def _operand_arrays(computation: Computation, instruction: Instruction) -> list[Array]:
     return [shape for shape in computation.operand_shapes(instruction) if isinstance(shape, Array)]
-
-
-_CUDNN_BACKWARD = 7 / 5
-"""Time of cuDNN's backward attention kernel over that of its five matrix products.
-
-It is slower per product than the forward kernel, and counts as the seven products of splash's two backward kernels,
-with which the achieved fraction of peak was fitted.
-"""

@@ -29,6 +29,7 @@ from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import named_leaves
 from meshwright.sharding.schedule_table import FORWARD, ScheduleTable
 from meshwright.step.device_run import DeviceRun
+from meshwright.step.optimizers import ELEMENTWISE
 from meshwright.step.pipeline_ticks import branch_ticks, repeats_forward, tick_scopes
 from meshwright.step.train_step import build_eval_step, build_train_step
 
@@ -65,8 +66,6 @@ _COUNTED = 0.95
 """Fraction of the model FLOPs below which a compiled step misses part of the model."""
 _SLACK = 1.1
 """Factor on the FLOPs that recomputation, padding and masks explain."""
-_ELEMENTWISE = ("adamw", "lion", "sgd", "adafactor")
-"""Optimizers without matrix products."""
 
 
 def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
@@ -91,9 +90,14 @@ def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
         # A stage without a task computes beside the others.
         uneven *= placed.schedule_table.ticks_of(FORWARD) / (run.training.microbatches * placed.virtual_stages)
     most = _SLACK * uneven * sum(factors.get(item, again) * flops for item, flops in items.items())
+    if run.optimizer.name == "muon" and passes > 1:
+        from meshwright.step.muon_plan import flops_of_device, plan_muon  # for Muon alone
+
+        shares = plan_muon(placed.params, placed.placements, placed.shape, run.optimizer.muon_heads)
+        most += _SLACK * flops_of_device(*shares)[0]
     return FlopsBand(
         _COUNTED * sum(items.values()),
-        most if run.optimizer.name in _ELEMENTWISE else math.inf,
+        most if run.optimizer.name in (*ELEMENTWISE, "muon") else math.inf,
         f"{sum(items.values()):.3g} of the model, with recomputation, padding and masked pairs",
     )
 

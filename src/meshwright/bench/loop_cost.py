@@ -1,23 +1,25 @@
 """Cost of the training loop: steps dispatched alone against steps with feed and metrics, by turns."""
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
 from meshwright.data.feed import Feed, Windows, build_stream
+from meshwright.data.ramp import BatchRamp
 from meshwright.data.tokenizers import build_tokenizer
 from meshwright.data.tokens import TokenFile
+from meshwright.errors import TrainingError
 from meshwright.models.model import vocab_size
-from meshwright.report import Reporter
+from meshwright.report import Reporter, Values
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
-from meshwright.trainer.evidence import Evidence
 from meshwright.trainer.meter import Meter
 
 _DISPATCHES = 8
@@ -106,11 +108,15 @@ class StepRunner:
             previous, self.batch = self.batch, next(self.feed)
             metrics = self._advance()
             assert self._state is not None
-            meter.read(Evidence(Path(), self.device_run, self._state, previous))
+            meter.read(functools.partial(_stop, self._state, previous))
             meter.push(number, metrics)
         assert self._state is not None
-        meter.read(Evidence(Path(), self.device_run, self._state, self.batch))
+        meter.read(functools.partial(_stop, self._state, self.batch))
         return (time.perf_counter() - began) / steps
+
+
+def _stop(state: State, batch: Any, step: int, values: Values) -> NoReturn:
+    raise TrainingError(f"step {step}", f"its loss is {values['loss']}", "a lower --lr")
 
 
 def measure_loop(runner: StepRunner, *, steps: int, rounds: int, reporters: list[Reporter]) -> LoopCost:
@@ -145,4 +151,6 @@ def random_feed(device_run: DeviceRun, steps: int) -> Feed:
     file = TokenFile(tokens, np.array([count], np.int64), vocab, build_tokenizer("bytes", iter(())), Path())
     stream = build_stream([Windows(file, training.seq, 0, count)], [1.0], training.seed)
     sharding = device_run.batch_sharding
-    return Feed(stream, batch=training.batch, seq=training.seq, cursor=0, steps=steps, sharding=sharding)
+    return Feed(
+        stream, BatchRamp((), training.batch), seq=training.seq, taken=0, cursor=0, steps=steps, sharding=sharding
+    )

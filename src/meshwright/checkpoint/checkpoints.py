@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from meshwright.checkpoint.fingerprints import fingerprints
-from meshwright.checkpoint.layer_order import abstract_in_layer_order, to_layer_order, to_row_order
 from meshwright.checkpoint.manifest import Manifest, TensorRecord, check_no_other_tensors, check_tensors
 from meshwright.checkpoint.orbax_reports import drain_reports, orbax_reports_suppressed
 from meshwright.errors import CheckpointError
@@ -64,8 +63,14 @@ class Checkpoints:
         cursor: global index of the next training sample. Raises CheckpointError where this save or the one before
         it fails.
         """
-        tensors = to_layer_order(_named_tensors(state), device_run.params)
-        hashes = jax.device_get(fingerprints(tensors))
+        tensors = _named_tensors(state)
+        permuted: dict[str, jax.Array] = {}
+        if _rows_permuted(device_run):
+            from meshwright.checkpoint.layer_order import to_layer_order  # loaded for uneven pipelines alone
+
+            tensors, permuted = to_layer_order(tensors, device_run.params, lambda x: fingerprints({"": x})[""])
+        in_order = {name: x for name, x in tensors.items() if name not in permuted}
+        hashes = jax.device_get(fingerprints(in_order) | permuted)
         records = {
             name: TensorRecord(x.shape, str(x.dtype), (int(hashes[name][0]), int(hashes[name][1])))
             for name, x in tensors.items()
@@ -110,12 +115,10 @@ class Checkpoints:
         manifest = self.manifest(step)
         expected = _named_tensors(device_run.abstract)
         if "step" not in manifest.tensors:
-            damage = "it has weights alone, and no optimizer state: --init-from starts a run from them"
-            raise self._damaged(manifest.step, damage, None)
-        abstract = abstract_in_layer_order(expected, device_run.params)
-        check_tensors(manifest, abstract, device_run.params)
-        check_no_other_tensors(manifest, abstract)
-        tensors = to_row_order(self._read(manifest, abstract), expected, device_run.params)
+            truth = "it has weights alone, and no optimizer state: they were converted"
+            fix = f"--init-from {self.folder.parent} and another --out, which starts at step 0"
+            raise CheckpointError(f"resuming from {self.folder}", truth, fix)
+        tensors = self._read_tensors(manifest, expected, device_run, check_no_other_tensors)
         healthy = jax.device_put(np.ones((), np.bool_), device_run.abstract.healthy.sharding)
         tree = jax.tree.unflatten(jax.tree.structure(_saved_fields(device_run.abstract)), list(tensors.values()))
         return State(healthy=healthy, **tree), manifest
@@ -129,11 +132,24 @@ class Checkpoints:
         wanted = {name: x for name, x in _named_tensors(device_run.abstract).items() if name.startswith("params.")}
         types = {name: np.dtype(t.dtype) for name, t in manifest.tensors.items() if t.dtype in _FLOATING}
         expected = {name: x.update(dtype=types.get(name, x.dtype)) for name, x in wanted.items()}
-        abstract = abstract_in_layer_order(expected, device_run.params)
-        check_tensors(manifest, abstract, device_run.params)
-        tensors = to_row_order(self._read(manifest, abstract), expected, device_run.params)
+        tensors = self._read_tensors(manifest, expected, device_run)
         converted = [x.astype(wanted[name].dtype) for name, x in tensors.items()]
         return jax.tree.unflatten(jax.tree.structure(device_run.abstract.params), converted), manifest
+
+    def _read_tensors(
+        self, manifest: Manifest, expected: dict[str, Any], device_run: DeviceRun, *checks: Callable[..., None]
+    ) -> dict[str, jax.Array]:
+        """Returns the tensors of a checkpoint in the rows and shardings of `expected`, verified."""
+        permuted, abstract = _rows_permuted(device_run), expected
+        if permuted:
+            from meshwright.checkpoint.layer_order import abstract_in_layer_order, to_row_order
+
+            abstract = abstract_in_layer_order(expected, device_run.params)
+        check_tensors(manifest, abstract, device_run.params)
+        for check in checks:
+            check(manifest, abstract)
+        tensors = self._read(manifest, abstract)
+        return to_row_order(tensors, expected, device_run.params) if permuted else tensors
 
     def set_aside(self, after: int) -> None:
         """Moves checkpoints newer than `after` into the folder `set-aside`, so that training can continue there."""
@@ -272,3 +288,8 @@ def _free_bytes(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
+
+
+def _rows_permuted(device_run: DeviceRun) -> bool:
+    """Whether rows of stacked parameters are not in the order of the layers: uneven or interleaved pipelines."""
+    return any(p.order is not None for p in named_leaves(device_run.params).values())

@@ -7,10 +7,12 @@ restored on a mesh with other stages.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.sharding.params import Param, Tree, layers_to_rows, named_leaves, rows_to_layers
@@ -33,22 +35,46 @@ def abstract_in_layer_order(tensors: dict[str, Any], params: Tree) -> dict[str, 
     return {name: abstract(x, permuted[name]) if name in permuted else x for name, x in tensors.items()}
 
 
-def to_layer_order(tensors: dict[str, jax.Array], params: Tree) -> dict[str, jax.Array]:
-    """Returns `tensors`, of which those with permuted rows have one row per layer, in order."""
-    abstract, converted = abstract_in_layer_order(tensors, params), dict(tensors)
+def to_layer_order[T](
+    tensors: dict[str, jax.Array], params: Tree, read: Callable[[jax.Array], T]
+) -> tuple[dict[str, jax.Array], dict[str, T]]:
+    """Returns `tensors`, of which those with permuted rows have one row per layer, in order; and what `read` returns.
+
+    These lie in the memory of the hosts, where each goes before the next is converted: the device holds one tensor
+    beside the state. `read` takes each of them while it is on the device.
+    """
+    converted, results = dict(tensors), {}
+    for name, x in permuted_in_layer_order(tensors, params):
+        results[name] = read(x)
+        converted[name] = jax.block_until_ready(jax.device_put(x, x.sharding.with_memory_kind("pinned_host")))
+    return converted, results
+
+
+def permuted_in_layer_order(tensors: dict[str, jax.Array], params: Tree) -> Iterator[tuple[str, jax.Array]]:
+    """Yields the tensors whose rows are permuted with one row per layer, in order, on the device."""
+    abstract = abstract_in_layer_order(tensors, params)
     for name, p in _permuted(tensors, params).items():
         x = tensors[name]
-        converted[name] = reordering(rows_to_layers, p, x.shape, x.sharding, abstract[name].sharding)(x)
-    return converted
+        yield name, reordering(rows_to_layers, p, x.shape, x.sharding, abstract[name].sharding)(x)
 
 
 def to_row_order(tensors: dict[str, jax.Array], like: dict[str, Any], params: Tree) -> dict[str, jax.Array]:
-    """Returns the inverse of `to_layer_order`. like: the tensors of the state, with their shapes and shardings."""
-    converted = {name: tensors[name] for name in like}
-    for name, p in _permuted(like, params).items():
-        x = like[name]
-        converted[name] = reordering(layers_to_rows, p, x.shape, x.sharding, x.sharding)(tensors[name])
+    """Returns the inverse of `to_layer_order`, and takes the tensors out of `tensors` one by one.
+
+    like: the tensors of the state, with their shapes and shardings.
+    """
+    permuted = _permuted(like, params)
+    converted: dict[str, jax.Array] = {}
+    for name, x in like.items():
+        tensor = tensors.pop(name)
+        if name in permuted:
+            tensor = reordering(layers_to_rows, permuted[name], x.shape, x.sharding, tensor.sharding)(tensor)
+        converted[name] = tensor
     return converted
+
+
+_PIECES = 8
+"""Most pieces of a tensor that are converted one after the other."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -57,22 +83,51 @@ def reordering(
     p: Param,
     row_shape: tuple[int, ...],
     row_sharding: NamedSharding,
-    output: NamedSharding,
+    layer_sharding: NamedSharding,
 ) -> Any:
-    """Returns the jitted conversion of one tensor. It takes two local shards of temporary memory.
+    """Returns the jitted conversion of one tensor: `rows_to_layers` or `layers_to_rows`.
 
     Permuting rows that are sharded over `stage` would gather all of them on every device. So an all-to-all first moves
-    `stage` from the rows to another dimension, and one moves it back afterwards. A tensor without a dimension that
-    divides, such as a bias of few elements, is gathered.
-    row_shape, row_sharding: of the tensor as its parameter's rows are.
+    `stage` from the rows to another dimension, and one moves it back afterwards, for a piece of the tensor at a time:
+    the temporary memory is at most half of a local shard where a third dimension can be cut into eight. A tensor
+    without a dimension that divides, such as a bias of few elements, is gathered.
+    row_shape, row_sharding: of the tensor as its parameter's rows are.  layer_sharding: in the order of the layers.
     """
-    through = _without_sharded_rows(row_shape, row_sharding)
+    source, target = (row_sharding, layer_sharding) if convert is rows_to_layers else (layer_sharding, row_sharding)
+    axes, dim = _axes(row_sharding, 0), _other_dimension(row_shape, row_sharding)
+    if dim is None or not axes:
+        return jax.jit(functools.partial(convert, p), out_shardings=target)
+
+    def whole_rows(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        return lax.all_to_all(x, axes, dim, 0, tiled=True) if _axes(sharding, 0) else x
+
+    def permute(x: jax.Array) -> jax.Array:
+        x = convert(p, whole_rows(x, source))
+        return lax.all_to_all(x, axes, 0, dim, tiled=True) if _axes(target, 0) else x
 
     def run(x: jax.Array) -> jax.Array:
-        x = convert(p, jax.lax.with_sharding_constraint(x, through))
-        return jax.lax.with_sharding_constraint(x, through)
+        along = max((d for d in range(1, x.ndim) if d != dim), key=lambda d: _pieces(x.shape[d]), default=dim)
+        pieces = _pieces(x.shape[along]) if along != dim else 1
+        if pieces == 1:
+            return permute(x)
+        size = x.shape[along] // pieces
 
-    return jax.jit(run, out_shardings=output)
+        def convert_piece(i: jax.Array, out: jax.Array) -> jax.Array:
+            piece = permute(lax.dynamic_slice_in_dim(x, i * size, size, along))
+            return lax.dynamic_update_slice_in_dim(out, piece, i * size, along)
+
+        after = jax.eval_shape(permute, x)
+        return lax.fori_loop(0, pieces, convert_piece, jnp.zeros(after.shape, after.dtype))
+
+    mapped = jax.shard_map(
+        run, mesh=row_sharding.mesh, in_specs=source.spec, out_specs=target.spec, check_vma=False
+    )  # fmt: skip
+    return jax.jit(mapped, out_shardings=target)
+
+
+def _pieces(size: int) -> int:
+    """Returns the largest divisor of a dimension that is at most `_PIECES`."""
+    return max(n for n in range(1, _PIECES + 1) if size % n == 0)
 
 
 def _permuted(tensors: dict[str, Any], params: Tree) -> dict[str, Param]:
@@ -96,12 +151,17 @@ def _degree(sharding: NamedSharding, dim: int) -> int:
     return math.prod(sharding.mesh.shape[axis] for axis in _axes(sharding, dim))
 
 
+def _other_dimension(shape: tuple[int, ...], sharding: NamedSharding) -> int | None:
+    """Returns the first dimension after the rows that the axes of the rows divide further, None if there is none."""
+    degree = _degree(sharding, 0)
+    return next((d for d in range(1, len(shape)) if shape[d] % (_degree(sharding, d) * degree) == 0), None)
+
+
 def _without_sharded_rows(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
     """Moves the axes of the first dimension to the first other dimension that divides, or to none."""
     rows, spec = _axes(sharding, 0), [_axes(sharding, dim) for dim in range(len(shape))]
     spec[0] = ()
-    for dim in range(1, len(shape)):
-        if shape[dim] % (_degree(sharding, dim) * _degree(sharding, 0)) == 0:
-            spec[dim] = (*spec[dim], *rows)
-            break
+    dim = _other_dimension(shape, sharding)
+    if dim is not None:
+        spec[dim] = (*spec[dim], *rows)
     return NamedSharding(sharding.mesh, PartitionSpec(*(axes or None for axes in spec)))

@@ -1,33 +1,52 @@
-"""The verb `evaluate`: the loss of a checkpoint."""
+"""The verb `evaluate`: the loss of a checkpoint, and its results on benchmarks."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import tyro
 
 from meshwright.cli.devices import start_devices
 from meshwright.cli.output import write, write_json
 from meshwright.cli.parse import parse
-from meshwright.config import MeshShape
-from meshwright.hardware.mesh import default_cache_folder
+from meshwright.config import MeshShape, Run
+from meshwright.errors import ConfigError
+from meshwright.hardware.mesh import default_cache_folder, initialize_distributed
 from meshwright.trainer.evaluation import evaluate_checkpoint, run_to_evaluate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    """Compute the mean loss per token of a run's last checkpoint, or of hf:PATH, on its held-out text or on --data."""
+    """Compute loss, perplexity and bits per byte of a run's last checkpoint, or of hf:PATH, on its held-out text or on
+    --data; or its results on the benchmarks --tasks."""
 
     folder: Annotated[str, tyro.conf.Positional]
     """Output folder of a run, or hf:PATH of a Hugging Face model."""
     data: tuple[str, ...] = ()
     """Other text, all of which is evaluated: what `train --data` takes."""
+    tasks: tuple[str, ...] = ()
+    """Benchmarks of lm-eval to run instead, by name (needs the extra `lm-eval`)."""
+    shots: int | None = None
+    """Examples before each question of --tasks; by default the task's own number."""
+    limit: int | None = None
+    """Questions of each task, the first so many; by default all."""
+    batch: int = 8
+    """Questions of --tasks computed together."""
+    task_folder: Path | None = None
+    """Folder of YAML files with tasks of your own for --tasks."""
     at: int | None = None
     """Step of the checkpoint; by default the last."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
     """Mesh to evaluate on, as axis=degree,...; by default the run's own."""
     devices: int | None = None
     """Devices to use; simulated where there is no accelerator."""
+    coordinator: str | None = None
+    """HOST:PORT of process 0, for several processes."""
+    processes: int = 1
+    """Number of processes that evaluate together."""
+    process: int = 0
+    """Index of this process."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print JSON."""
 
@@ -35,9 +54,25 @@ class EvaluateOptions:
 def main(args: Sequence[str]) -> int:
     """Runs `meshwright evaluate`. Raises CheckpointError where there is no run, ConfigError where there is no text."""
     options = parse(EvaluateOptions, "evaluate", args)
+    if options.processes > 1 and not options.coordinator:
+        raise ConfigError(
+            f"{options.processes} processes", "they have no address to meet at", "--coordinator HOST:PORT"
+        )
+    if options.tasks and options.data:
+        raise ConfigError("--tasks and --data", "tasks bring their own text", "one of them")
     shape = MeshShape.parse(options.mesh) if options.mesh else None
     run = run_to_evaluate(options.folder, options.data, shape)
-    start_devices(options.devices, run)
+    start_devices(options.devices, run, options.processes)
+    if options.coordinator:
+        initialize_distributed(options.coordinator, options.processes, options.process)
+    shown, record = _tasks(options, shape) if options.tasks else _losses(options, run)
+    if options.process == 0:
+        write_json(record) if options.json else write(shown)
+    return 0
+
+
+def _losses(options: EvaluateOptions, run: Run) -> tuple[str, Any]:
+    """Returns loss, perplexity and bits per byte, as text and as a record."""
     evaluation = evaluate_checkpoint(
         options.folder,
         run,
@@ -46,8 +81,31 @@ def main(args: Sequence[str]) -> int:
         at=options.at,
         devices=options.devices,
     )
-    if options.json:
-        write_json(dataclasses.asdict(evaluation))
-    else:
-        write(f"step {evaluation.step}: loss {evaluation.loss:.4f} per token over {evaluation.samples} samples\n")
-    return 0
+    text = (
+        f"step {evaluation.step}: loss {evaluation.loss:.4f} per token over {evaluation.samples} samples "
+        f"({evaluation.tokens:,} tokens, {evaluation.text_bytes:,} bytes)\n"
+        f"perplexity {evaluation.perplexity:.5g} per token, {evaluation.bits_per_byte:.4f} bits per byte\n"
+    )
+    more = {"perplexity": evaluation.perplexity, "bits_per_byte": evaluation.bits_per_byte}
+    return text, {**dataclasses.asdict(evaluation), **more}
+
+
+def _tasks(options: EvaluateOptions, shape: MeshShape | None) -> tuple[str, Any]:
+    """Returns the results of the benchmarks, as text and as a record."""
+    from meshwright.api.benchmarks import check_lm_eval, run_tasks  # losses need no generator
+    from meshwright.generation.generator import Generator
+    from meshwright.generation.source import open_weights
+    from meshwright.hardware.mesh import enable_compilation_cache
+
+    check_lm_eval()
+    enable_compilation_cache(default_cache_folder() / "compiled")
+    opened = open_weights(options.folder, mesh=shape, at=options.at, devices=options.devices)
+    results = run_tasks(
+        Generator(opened), options.tasks, longest=opened.seq, batch=options.batch, shots=options.shots,
+        limit=options.limit, task_folder=options.task_folder,
+    )  # fmt: skip
+    lines = [f"{opened.origin}, texts of at most {opened.seq} tokens"]
+    for task, values in results.items():
+        numbers = {name: value for name, value in values.items() if isinstance(value, float)}
+        lines += [f"{task:<24} {name.removesuffix(',none'):<16} {value:.4f}" for name, value in numbers.items()]
+    return "\n".join(lines) + "\n", results

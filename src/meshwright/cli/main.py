@@ -12,7 +12,8 @@ from meshwright.errors import ConfigError, MeshwrightError, nearest
 
 VERBS = {
     "train": "Train a recipe, or resume a run: on the accelerators found, or on simulated devices.",
-    "evaluate": "Compute the loss of a run's checkpoint on held-out or other text.",
+    "evaluate": "Compute the loss of a run's checkpoint on held-out or other text, or benchmarks.",
+    "generate": "Continue prompts with a run's model, or chat with it.",
     "tokenize": "Tokenise text once, into a folder that --data takes.",
     "convert": "Convert weights: a Hugging Face folder into a run, or a run into a Hugging Face folder.",
     "show": "Show how the parameters lie on a mesh; needs no device.",

@@ -50,6 +50,10 @@ class PlanOptions(RunOptions):
     """Compile variants of the best plan (remat, dtypes, block sizes, compiler options) and keep what is faster."""
     limit: int = 900
     """Most seconds for one compilation."""
+    decode: tuple[int, ...] = ()
+    """Price prefill and decode instead of training, for texts of these numbers of tokens."""
+    decode_batch: tuple[int, ...] = (1, 16, 256)
+    """Sequences decoded together, for --decode."""
     html: Path | None = None
     """Write one offline page: the best plan on the hardware, its time and memory, why not the others; with --compare,
     the two plans side by side."""
@@ -85,6 +89,12 @@ def main(args: Sequence[str]) -> int:
 
 def run_plan(options: PlanOptions) -> int:
     """Searches, compiles where asked, writes, prints. Raises ConfigError where no mesh has the memory."""
+    if options.decode:
+        from meshwright.cli.decoding import plan_decode  # a plan of training prices no decoding
+
+        console = open_console(sys.stderr if options.json else sys.stdout)
+        run, target = with_vocab(options.run), find_target(options.on)
+        return plan_decode(run, target, options.decode, options.decode_batch, console=console, as_json=options.json)
     planned = _search(options)
     found, console = planned.found, open_console(sys.stderr if options.json else sys.stdout)
     compiles = options.prove > 0 or options.tune

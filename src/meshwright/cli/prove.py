@@ -68,8 +68,12 @@ class ProveOptions(RunOptions):
     """Write the simulated schedule as a trace for ui.perfetto.dev or chrome://tracing."""
     limit: int = 900
     """Most seconds for compiling with --on."""
-    step: Literal["train", "evaluate"] = "train"
-    """Program to compile."""
+    step: Literal["train", "evaluate", "prefill", "decode"] = "train"
+    """Program to compile; of prefill and decode, memory and speed are shown."""
+    decode_batch: int = 8
+    """Sequences decoded together, for --step prefill and decode."""
+    decode_slots: int = 4096
+    """Slots of the cache for each sequence, for --step prefill and decode."""
     against: str | None = None
     """Compare with another mesh (axis=degree,...), another PLAN.json for the same hardware, or a census that --save
     wrote; --html then shows the difference."""
@@ -122,6 +126,11 @@ def run_prove(options: ProveOptions) -> int:
         return compile_in_subprocess(target, options.limit)
     devices = _target_devices(target) if target else _local_devices(options, other)
     run = with_vocab(dataclasses.replace(options.run, mesh=_shape(options.run, devices, target)))
+    if options.step in ("prefill", "decode"):
+        from meshwright.cli.decoding import prove_decode  # a proof of training loads no decoder
+
+        sizes = (options.decode_batch, options.decode_slots)
+        return prove_decode(run, devices, target, step=options.step, sizes=sizes, console=console, as_json=options.json)
     run = with_best_remat(run, target) if target is not None else run
     try:
         device_run, census = _take_census(options, run, devices, target)

@@ -77,7 +77,7 @@ def main(args: Sequence[str]) -> int:
     )
     print_prepared_run(console, prepared)
     if options.run.init_from is not None and not options.resumes:
-        from meshwright.trainer.initial_weights import describe_initial_weights
+        from meshwright.checkpoint.initial_weights import describe_initial_weights
 
         console.print(describe_initial_weights(prepared.device_run.run), markup=False)
     forecast = _print_forecast(console, prepared)
@@ -146,8 +146,7 @@ def _write_gaps(
     console: Console, forecast: StepForecast, summary: loop.Summary, prepared: loop.PreparedRun
 ) -> list[ForecastGap]:
     """Returns the step's parts, predicted and measured, and writes them to `foresight.json`."""
-    training = prepared.device_run.run.training
-    steps = max(1, summary.tokens // (training.batch * training.seq))
+    steps = max(1, summary.steps_taken)
     data_wait, saving = summary.data_wait_seconds / steps, summary.save_seconds / steps
     step = max(0.0, summary.step_seconds - data_wait)
     gaps = forecast_gaps(forecast, step=step, data_wait=data_wait, saving=saving)

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from meshwright.comm.hierarchical import (
     ONE_SLICE,
@@ -262,7 +263,7 @@ def gather_param(
     `reduce_dtype` and reduce-scatters it in the reverse order, inside a slice before it crosses DCN. Forward sends
     V(n-1)/n, backward V(n-1)/n.
     """
-    w = w.astype(compute_dtype)
+    w = _row_major(w.astype(compute_dtype))
     for axes, dim in gathers:
         w = w if dim is None else hierarchical_all_gather(w, axes, dim, dcn)
     return w
@@ -289,7 +290,16 @@ def _gather_param_bwd(
             (g,) = hierarchical_all_reduce([g], axes, dcn)
         else:
             g = hierarchical_reduce_scatter(g, axes, dim, dcn)
-    return (g.astype(like.dtype),)
+    return (_row_major(g.astype(like.dtype)),)
+
+
+def _row_major(x: jax.Array) -> jax.Array:
+    """Keeps the layout of an array in memory row-major.
+
+    XLA:GPU gathers and scatters along the outermost dimension in memory. It would keep that layout for the weights and
+    the gradients of all layers, and transpose them in one piece before and after the step: second copies of both.
+    """
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 gather_param.defvjp(_gather_param_fwd, _gather_param_bwd)

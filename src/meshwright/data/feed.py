@@ -6,7 +6,7 @@ depend on the number of hosts or on the mesh. Grain shuffles, repeats and mixes 
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grain
@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from meshwright.data.batch import Batch
+from meshwright.data.ramp import BatchRamp
 from meshwright.data.tokens import TokenFile
 from meshwright.errors import DataError
 
@@ -92,36 +93,41 @@ def build_stream(windows: list[Windows], weights: list[float], seed: int) -> gra
 
 @dataclasses.dataclass(frozen=True)
 class _LocalBatches:
-    """This process's rows of the global batch, by step."""
+    """This process's rows of the global batch, by step. rows: by size of the batch.  taken: steps before the first."""
 
     stream: Any
-    batch: int
+    ramp: BatchRamp
+    taken: int
     cursor: int
     steps: int
-    rows: tuple[int, ...]
+    rows: dict[int, tuple[int, ...]]
 
     def __len__(self) -> int:
         return self.steps
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
-        first = self.cursor + int(step) * self.batch
-        samples = [self.stream[first + row] for row in self.rows]
+        at = self.taken + int(step)
+        first = self.cursor + self.ramp.read_before(at) - self.ramp.read_before(self.taken)
+        samples = [self.stream[first + row] for row in self.rows[self.ramp.batch(at)]]
         return {name: np.stack([sample[name] for sample in samples]) for name in _FIELDS}
 
 
 class Feed:
-    """Iterator over batches on the devices, from the global sample `cursor` on.
+    """Iterator over the batches of the next `steps` steps on the devices, from the global sample `cursor` on.
 
-    `wait_seconds` is the time spent waiting for data so far, in seconds.
+    taken: steps before them, by which the ramp gives the size of each batch. `wait_seconds` is the time spent waiting
+    for data so far, in seconds.
     """
 
-    def __init__(self, stream: Any, *, batch: int, seq: int, cursor: int, steps: int, sharding: NamedSharding):
+    def __init__(
+        self, stream: Any, ramp: BatchRamp, *, seq: int, taken: int, cursor: int, steps: int, sharding: NamedSharding
+    ):
         self.wait_seconds = 0.0
-        self._shape, self._sharding = (batch, seq), sharding
-        rows = local_rows(sharding, self._shape)
-        self._index_of_row = {row: i for i, row in enumerate(rows)}
+        self._ramp, self._seq, self._step, self._sharding = ramp, seq, taken, sharding
+        rows = {size: local_rows(sharding, (size, seq)) for size in ramp.sizes}
+        self._index_of_row = {size: {row: i for i, row in enumerate(own)} for size, own in rows.items()}
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
-        batches = grain.MapDataset.source(_LocalBatches(stream, batch, cursor, steps, rows))
+        batches = grain.MapDataset.source(_LocalBatches(stream, ramp, taken, cursor, steps, rows))
         self._batches: Iterator[dict[str, np.ndarray]] = iter(batches.to_iter_dataset(options))
 
     def __iter__(self) -> "Feed":
@@ -131,7 +137,9 @@ class Feed:
         start = time.perf_counter()
         local = next(self._batches)
         self.wait_seconds += time.perf_counter() - start
-        return put_rows(local, self._index_of_row, self._shape, self._sharding)
+        size = self._ramp.batch(self._step)
+        self._step += 1
+        return put_rows(local, self._index_of_row[size], (size, self._seq), self._sharding)
 
 
 def local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[int, ...]:
@@ -162,14 +170,20 @@ def put_rows(
     return Batch(**{name: place(field) for name, field in local.items()})
 
 
+def held_out_order(parts: Sequence[Windows], samples: int) -> list[tuple[Windows, int]]:
+    """Returns the first `samples` windows (0: all) as source and index in it, taken from the sources in turn."""
+    total = sum(len(part) for part in parts)
+    count = min(samples, total) if samples else total
+    return [(part, i) for i in range(max(len(p) for p in parts)) for part in parts if i < len(part)][:count]
+
+
 def held_out_batches(parts: list[Windows], *, samples: int, batch: int, sharding: NamedSharding) -> Iterator[Batch]:
     """Yields batches of the first `samples` held-out windows (0: all), taken from the sources in turn.
 
     The last batch is filled up with rows of weight 0.
     """
-    total = sum(len(part) for part in parts)
-    count = min(samples, total) if samples else total
-    order = [(part, i) for i in range(max(len(p) for p in parts)) for part in parts if i < len(part)][:count]
+    order = held_out_order(parts, samples)
+    count = len(order)
     shape = (batch, parts[0].seq)
     rows = local_rows(sharding, shape)
     for first in range(0, count, batch):

@@ -88,6 +88,8 @@ class Chip:
     """Peak dense FLOP/s of products of float8 operands; None where the compiler gains nothing from them."""
     flops_mxfp8: float | None = None
     """Peak dense FLOP/s of products in MXFP8; None where the hardware does not apply the scales."""
+    flops_nvfp4: float | None = None
+    """Peak dense FLOP/s of products in NVFP4, for plans alone: no program of this package has them."""
     flops_int8: float | None = None
     """Peak dense operations/s of products of int8 operands; None where the compiler gains nothing from them."""
     efficiency: Efficiency | None = None
@@ -102,6 +104,7 @@ _PCIE = (
     "PCIe generation of the host: 16 GB/s per lane group for TPUs (scaling-book), 64 GB/s Gen5 x16, 32 GB/s Gen4 x16"
 )
 _FP8 = "scaling-book, gpus.md: twice the bfloat16 rate; GB200 by NVIDIA dgxc-benchmarking; 300 as 200"
+_FP4 = "NVIDIA HGX B200 and B300 datasheets, dense: four and six times the bfloat16 rate; GB200, GB300 likewise"
 _CLOCK = "peak FLOP/s divided by the FLOPs per cycle of the matrix units"
 
 
@@ -116,7 +119,8 @@ def _tpu(**numbers: str) -> dict[str, str]:
 def _gpu(**numbers: str) -> dict[str, str]:
     return {
         "flops_bf16": _GPUS, "hbm_bytes": _GPUS, "hbm_bandwidth": _GPUS, "interconnect": _GPUS,
-        "network_bandwidth": _GPUS, "host_bandwidth": _PCIE, "flops_fp8": _FP8, "flops_mxfp8": _FP8, **numbers,
+        "network_bandwidth": _GPUS, "host_bandwidth": _PCIE, "flops_fp8": _FP8, "flops_mxfp8": _FP8,
+        "flops_nvfp4": _FP4, **numbers,
     }  # fmt: skip
 
 
@@ -172,21 +176,22 @@ CHIPS: dict[str, Chip] = {
     "h100": Chip("NVIDIA H100", 989e12, 80e9, 3.35e12, Nodes(450e9, 8), 50e9, 64e9, flops_fp8=1979e12, sources=_gpu()),
     "h200": Chip("NVIDIA H200", 989e12, 141e9, 4.8e12, Nodes(450e9, 8), 50e9, 64e9, flops_fp8=1979e12, sources=_gpu()),
     "b200": Chip(
-        "NVIDIA B200", 2250e12, 180e9, 8.0e12, Nodes(900e9, 8), 50e9, 64e9, flops_fp8=4500e12, flops_mxfp8=4500e12,
+        "NVIDIA B200", 2250e12, 180e9, 8.0e12, Nodes(900e9, 8), 50e9, 64e9,
+        flops_fp8=4500e12, flops_mxfp8=4500e12, flops_nvfp4=9000e12,
         sources=_gpu()),
     "gb200": Chip(
         "NVIDIA GB200", 2450e12, 186e9, 8.0e12, Nodes(900e9, 72), 50e9, 450e9,
-        flops_fp8=4900e12, flops_mxfp8=4900e12,
+        flops_fp8=4900e12, flops_mxfp8=4900e12, flops_nvfp4=9800e12,
         sources=_gpu(flops_bf16="NVIDIA dgxc-benchmarking", host_bandwidth="NVLink-C2C, NVIDIA GB200 datasheet")),
     "b300": Chip(
         "NVIDIA B300", 2250e12, 288e9, 8.0e12, Nodes(900e9, 8), 100e9, 64e9,
-        flops_fp8=4500e12, flops_mxfp8=4500e12,
+        flops_fp8=4500e12, flops_mxfp8=4500e12, flops_nvfp4=13500e12,
         sources=_gpu(
             hbm_bytes="NVIDIA HGX B300 datasheet",
             network_bandwidth="NVIDIA HGX B300 datasheet: 800 Gbit/s per GPU")),
     "gb300": Chip(
         "NVIDIA GB300", 2450e12, 288e9, 8.0e12, Nodes(900e9, 72), 100e9, 450e9,
-        flops_fp8=4900e12, flops_mxfp8=4900e12,
+        flops_fp8=4900e12, flops_mxfp8=4900e12, flops_nvfp4=14700e12,
         sources=_gpu(
             flops_bf16="NVIDIA dgxc-benchmarking, as GB200", hbm_bytes="NVIDIA GB300 datasheet",
             network_bandwidth="NVIDIA GB300 datasheet: 800 Gbit/s per GPU",

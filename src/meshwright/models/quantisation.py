@@ -34,8 +34,8 @@ class MatmulPrecision:
     """Name in options, logs and lints."""
     summary: str
     """One-line description."""
-    rate: Literal["fp8", "int8", "mxfp8"]
-    """Peak of a chip that it uses: the field `flops_fp8`, `flops_int8` or `flops_mxfp8`."""
+    rate: Literal["fp8", "int8", "mxfp8", "nvfp4"]
+    """Peak of a chip that it uses: the field `flops_fp8`, `flops_int8`, `flops_mxfp8` or `flops_nvfp4`."""
     scaling: Scaling
     """What shares a scale: a device's block of a tensor; a row or column of an operand; blocks of `block` elements
     along the contracted dimension (128 x 128 of weights); or MX blocks of 32 with exponents for scales."""
@@ -96,8 +96,13 @@ def check_devices(name: str, platform: str, kind: str) -> None:
 
     platform, kind: of `jax.Device`. An accelerator that is not in `CHIPS` is left to its compiler.
     """
-    chip = find_chip(kind)
-    find_precision(name)
+    chip, recipe = find_chip(kind), find_precision(name)
+    if recipe.rate == "nvfp4":
+        raise ConfigError(
+            f"--training.matmul-precision {name}",
+            "it is in NVFP4, of which XLA has no product: its steps can be priced, and not run",
+            "--training.matmul-precision mxfp8",
+        )
     if platform != "cpu" and chip is not None:
         check_chip(name, chip)
 

@@ -7,7 +7,7 @@ from typing import Any
 from meshwright.hardware.chips import Chip, Nodes, find_chip
 from meshwright.hardware.efficiency import Efficiency
 from meshwright.hardware.targets import Target
-from meshwright.planner.estimate import shape_efficiency
+from meshwright.planner.layer_time import shape_efficiency
 
 _UNMEASURED = 1e12
 """Bytes/s or FLOP/s of what was not measured: fast enough that no step waits for it."""

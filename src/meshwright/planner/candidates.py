@@ -107,13 +107,30 @@ def candidate_schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
         for schedule in dict.fromkeys((*SCHEDULES_TRIED, training.pipeline_schedule)):
             if schedule == "auto":
                 continue
-            parts = shape.stage * find_schedule(schedule).virtual_stages_for(2)
-            if parts > shape.stage and parts > len(run.model.spec().layers):
-                continue
-            changed = dataclasses.replace(
-                training, microbatches=microbatches, pipeline_schedule=schedule, virtual_stages=2
-            )
-            yield dataclasses.replace(run, mesh=shape, training=changed)
+            for virtual_stages in _virtual_stages(schedule, shape.stage, len(run.model.spec().layers)):
+                changed = dataclasses.replace(
+                    training, microbatches=microbatches, pipeline_schedule=schedule, virtual_stages=virtual_stages
+                )
+                yield dataclasses.replace(run, mesh=shape, layout=_layout(run, shape), training=changed)
+
+
+def _layout(run: Run, shape: MeshShape) -> str:
+    """Returns the layout of a pipeline: replicas share the optimizer state (ZeRO-1) where nothing else was asked for.
+
+    They sum their gradients after the last microbatch in either layout, and a reduce-scatter and an all-gather send no
+    more than the all-reduce.
+    """
+    return "zero1" if run.layout == "fsdp" and shape.data > 1 else run.layout
+
+
+def _virtual_stages(schedule: str, stages: int, layers: int) -> list[int]:
+    """Returns the virtual stages of a schedule that are priced: 2, 4, 8 and so on where it takes any number.
+
+    Fewer than one part of each stage may be empty (sharding/stages.py).
+    """
+    asked = [2**n for n in range(1, layers.bit_length() + 1)]
+    taken = dict.fromkeys(find_schedule(schedule).virtual_stages_for(number) for number in asked)
+    return [number for number in taken if number == 1 or stages * number - layers < stages]
 
 
 def _context_strategy(run: Run, shape: MeshShape) -> ContextStrategy:

@@ -8,16 +8,16 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
 
+import jax.numpy as jnp
+
 from meshwright.config import Remat, StageSaves
 from meshwright.hardware.axis_mapping import AxisMapping, map_axes
-from meshwright.hardware.chips import Chip, Torus
 from meshwright.hardware.interconnect import Route, route
 from meshwright.hardware.targets import Target
 from meshwright.models.flops import training_flops_per_token
-from meshwright.models.kernels.choose import Hardware, kernels_of
-from meshwright.planner.engines import MESHWRIGHT, Engine
+from meshwright.planner.layer_time import LayerTime, attention_kernel, matmul_seconds, platform_of, shape_efficiency
 from meshwright.planner.memory_model import (
-    FRAGMENTATION,
+    fragmentation_of,
     gathers_ahead,
     keeps_stages,
     kept_bytes,
@@ -26,23 +26,19 @@ from meshwright.planner.memory_model import (
     sharded_elements,
     state_bytes,
 )
+from meshwright.planner.optimizer_work import update_matmuls
+from meshwright.planner.software import MESHWRIGHT, Software
 from meshwright.planner.traffic import Movement, movements
-from meshwright.planner.work import Matmul, Work, recomputed_roles, work_of
+from meshwright.planner.work import Work, recomputed_roles, work_of
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.schedules import build_counts
 
 PASSES = ("forward", "recomputation", "backward")
 
-ATTENTION_BACKWARD = 3.5
-"""Backward pass of splash attention, in forward passes: seven matmuls for two (kernels/splash.py)."""
 UPDATE_BYTES = {"adamw": 32, "lion": 24, "sgd": 24, "muon": 40, "adafactor": 24}
 """HBM bytes that a built-in update reads and writes per parameter, with gradients, norm and clipping."""
-QUANTISE_BYTES = 5
-"""HBM bytes per element that is quantised: read for the maximum, read and written for the conversion, bfloat16."""
 _UPDATE_BASE = 16
 """HBM bytes per parameter of any other update, without its state, which is read and written on top."""
-RESIDUAL_COPIES = {"forward": 10, "recomputation": 8, "backward": 20}
-"""Copies of the residual stream that a layer's norms, sums and rotations read and write besides its matmuls."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +62,8 @@ class Estimate:
     """Memory of the device."""
     model_flops: float
     """Model FLOPs of a step per device."""
+    memory_bound: float
+    """Seconds of matmuls and attention, recomputed ones included, that HBM bounds rather than the matrix unit."""
     peak: float
     """Peak FLOP/s of the device."""
     tokens: int
@@ -81,7 +79,7 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Whether the heap, with its fragmentation, has room."""
-        return self.bytes * FRAGMENTATION <= self.hbm_bytes
+        return self.bytes * fragmentation_of(self.target.chip) <= self.hbm_bytes
 
     @property
     def mfu(self) -> float:
@@ -96,9 +94,10 @@ class Estimate:
     @property
     def bound_by(self) -> str:
         """Largest share of the step: compute, HBM, pipeline bubble, host transfers, or the links of an axis."""
+        matrix = self.parts["matmul"] + self.parts["attention"] + self.parts["recomputation"]
         kinds = {
-            "compute": self.parts["matmul"] + self.parts["attention"] + self.parts["recomputation"],
-            "HBM": self.parts["elementwise"] + self.parts["optimizer"],
+            "compute": matrix - self.memory_bound,
+            "HBM": self.memory_bound + self.parts["elementwise"] + self.parts["optimizer"],
             "bubble": self.parts["bubble"],
             "host": self.parts["host"],
         }
@@ -106,13 +105,13 @@ class Estimate:
         return max(kinds, key=lambda kind: kinds[kind])
 
 
-def estimate(placed: PlacedRun, target: Target, engine: Engine = MESHWRIGHT) -> Estimate:
-    """Predicts a step of `placed` on `target`. engine: whose pipeline and whose split attention is priced."""
+def estimate(placed: PlacedRun, target: Target, software: Software = MESHWRIGHT) -> Estimate:
+    """Predicts a step of `placed` on `target`. software: whose program is priced."""
     saved = placed.run.training.saved_layers / max(1, len(placed.spec.layers))
     if not saved:
-        return _estimate(placed, target, engine)
+        return _estimate(placed, target, software)
     others, saving = (
-        _estimate(with_remat(placed, remat), target, engine) for remat in (placed.run.training.remat, "projections")
+        _estimate(with_remat(placed, remat), target, software) for remat in (placed.run.training.remat, "projections")
     )
     return _mixed(others, saving, saved)
 
@@ -146,10 +145,11 @@ def _mixed(others: Estimate, saving: Estimate, fraction: float) -> Estimate:
         exposed=mix(others.exposed, saving.exposed),
         busy=mix(others.busy, saving.busy),
         memory=memory,
+        memory_bound=(1 - fraction) * others.memory_bound + fraction * saving.memory_bound,
     )
 
 
-def _estimate(placed: PlacedRun, target: Target, engine: Engine) -> Estimate:
+def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate:
     run, shape, chip = placed.run, placed.shape, target.chip
     training, microbatches = run.training, run.training.microbatches
     if training.matmul_precision != "compute":
@@ -160,22 +160,20 @@ def _estimate(placed: PlacedRun, target: Target, engine: Engine) -> Estimate:
     tasks = None
     if shape.stage > 1:
         tasks = build_counts(training.pipeline_schedule, shape.stage, microbatches, placed.virtual_stages)
-    score_bytes = engine.score_bytes
-    if score_bytes:
-        kernels = kernels_of(
-            training, placed.spec, placed.sequence, Hardware(platform_of(chip), chip.name, installed=True)
-        )
-        score_bytes = {} if kernels.fused else score_bytes
-    compute = {name: _layers_seconds(work, again, name, target, score_bytes.get(name, 0)) for name in PASSES}
-    # A stage copies what it keeps into the slot of the microbatch, and out of it.
-    copied = 2 * engine.copies_kept * kept_bytes(placed, work) / (chip.hbm_bandwidth * target.efficiency.hbm)
-    for name in ("forward", "backward"):
-        compute[name]["elementwise"] += copied
-    unembedding = _unembedding_seconds(work, target)
+    layers = LayerTime(placed, work, again, target, software, attention_kernel(placed, chip, software))
+    compute = {name: layers.seconds(name) for name in PASSES}
+    memory_bound = microbatches * sum(seconds.pop("memory_bound") for seconds in compute.values())
+    for name, copied in _copied_bytes(placed, work, software).items():
+        compute[name]["elementwise"] += copied / (chip.hbm_bandwidth * target.efficiency.hbm)
     busy = {name: sum(compute[name].values()) for name in PASSES}
+    unembedding = _unembedding_seconds(placed, work, target, software, sum(busy.values()))
     busy["stage"] = busy["forward"] if tasks is not None and not keeps_stages(placed) else 0.0
     exposed, links, routes = _communication(
-        movements(placed, work, again), mapping, target, _overlap_room(busy, unembedding, microbatches)
+        movements(placed, work, again, tasks, software),
+        mapping,
+        target,
+        software,
+        _overlap_room(busy, unembedding, microbatches),
     )
     host = 2 * offloaded_bytes(placed, work) * microbatches / chip.host_bandwidth
     both = [compute["forward"], compute["backward"]]
@@ -191,7 +189,7 @@ def _estimate(placed: PlacedRun, target: Target, engine: Engine) -> Estimate:
     }
     in_flight = 1.0
     if tasks is not None:
-        parts, in_flight = engine.pipeline_time(parts, tasks, busy), float(tasks.live_inputs)
+        parts, in_flight = software.pipeline_time(parts, tasks, busy), float(tasks.live_inputs)
     tokens = training.batch * training.seq
     return Estimate(
         target=target,
@@ -203,16 +201,12 @@ def _estimate(placed: PlacedRun, target: Target, engine: Engine) -> Estimate:
         memory=memory_by_category(placed, work, in_flight, gathers_ahead(placed, target, mapping)),
         hbm_bytes=chip.hbm_bytes,
         model_flops=training_flops_per_token(run.model, training.seq) * tokens / shape.size,
+        memory_bound=memory_bound,
         peak=chip.flops_bf16,
         tokens=tokens,
         devices=shape.size,
         axis_mapping=mapping,
     )
-
-
-def platform_of(chip: Chip) -> str:
-    """Returns `jax.Device.platform` of a chip: TPUs have a torus, other chips count as NVIDIA GPUs."""
-    return "tpu" if isinstance(chip.interconnect, Torus) else "cuda"
 
 
 def _overlap_room(busy: dict[str, float], unembedding: float, microbatches: int) -> dict[str, float]:
@@ -226,10 +220,11 @@ def _overlap_room(busy: dict[str, float], unembedding: float, microbatches: int)
 
 
 def _communication(
-    traffic: list[Movement], mapping: AxisMapping, target: Target, room: dict[str, float]
+    traffic: list[Movement], mapping: AxisMapping, target: Target, software: Software, room: dict[str, float]
 ) -> tuple[dict[str, float], dict[str, float], dict[str, str]]:
     """Exposed seconds, busy seconds and links, each by axes."""
-    efficiency = target.efficiency
+    overlap = target.efficiency.overlap * (software.overlap if platform_of(target.chip) != "tpu" else 1.0)
+    tensor_overlap = target.efficiency.tensor_overlap * software.tensor_overlap
     timed, routes = _route_movements(traffic, mapping, target)
     exposed, busy = defaultdict[str, float](float), defaultdict[str, float](float)
     overlappable = defaultdict[str, float](float)
@@ -238,75 +233,59 @@ def _communication(
         busy[axes] += seconds
         if movement.blocking:
             # Tensor parallelism overlaps in pieces with the matmuls that it opens and closes (collective matmul).
-            exposed[axes] += seconds * (1 - efficiency.tensor_overlap if movement.axes == ("tensor",) else 1)
+            exposed[axes] += seconds * (1 - tensor_overlap if movement.axes == ("tensor",) else 1)
         else:
             overlappable[movement.during] += seconds
     for name, seconds in overlappable.items():
-        left = seconds - efficiency.overlap * min(seconds, room[name])
+        left = seconds - overlap * min(seconds, room[name])
         for movement, own in timed:
             if movement.during == name and not movement.blocking:
                 exposed["+".join(movement.axes)] += left * own / seconds
     return dict(exposed), dict(busy), routes
 
 
-def _layers_seconds(work: Work, again: frozenset[str], name: str, target: Target, score_bytes: int) -> dict[str, float]:
-    """Seconds of one microbatch's layers in a pass. score_bytes: HBM bytes that attention moves per score."""
-    chip, efficiency = target.chip, target.efficiency
-    bandwidth = chip.hbm_bandwidth * efficiency.hbm
-    factor = 2.0 if name == "backward" else 1.0
-    chosen = [m for m in work.matmuls if name != "recomputation" or m.role in again]
-    matmul = sum(factor * _matmul_seconds(m, target) for m in chosen)
-    passes = {"forward": 1.0, "backward": ATTENTION_BACKWARD, "recomputation": 1.0 if "attention" in again else 0.0}
-    attention = passes[name] * work.attention / (chip.flops_bf16 * efficiency.attention)
-    if passes[name]:
-        attention = max(attention, work.scores * score_bytes / bandwidth)
-    copies = RESIDUAL_COPIES[name] if name != "recomputation" or again - {"scores"} else 0
-    elementwise = (
-        copies * work.tokens * work.width * 2 * work.layers + _quantising_bytes(work, name, again)
-    ) / bandwidth
-    return {"matmul": matmul, "attention": attention, "elementwise": elementwise}
-
-
-def _quantising_bytes(work: Work, name: str, again: frozenset[str]) -> float:
-    """HBM bytes of quantising activations (forward, and where layers are recomputed) or gradients (backward)."""
-    recomputed = work.quantised_inputs if again - {"scores"} else 0.0
-    elements = {"forward": work.quantised_inputs, "recomputation": recomputed, "backward": work.quantised_gradients}
-    return QUANTISE_BYTES * elements[name]
-
-
-def _matmul_seconds(m: Matmul, target: Target) -> float:
-    """A matmul is as fast as the matrix unit or the HBM lets it be."""
-    chip, efficiency = target.chip, target.efficiency
-    reached: float = (
-        getattr(chip, f"flops_{m.rate}") * efficiency.matmul * shape_efficiency(m.m, m.k, m.n, efficiency.tile)
+def _copied_bytes(placed: PlacedRun, work: Work, software: Software) -> dict[str, float]:
+    """HBM bytes that a microbatch's weights, gradients and kept activations take besides their matmuls, by pass."""
+    training, elements = placed.run.training, sharded_elements(placed)
+    param, compute, reduce = (
+        jnp.dtype(t).itemsize for t in (training.param_dtype, training.compute_dtype, training.reduce_dtype)
     )
-    reached *= efficiency.grouped_matmul if m.grouped else 1.0
-    return max(m.flops / reached, m.bytes(2) / (chip.hbm_bandwidth * efficiency.hbm))
+    # Gradients are summed over microbatches: the sum is read and written.
+    summed = 2.0 * reduce * elements if training.microbatches > 1 or placed.shape.stage > 1 else 0.0
+    if not software.copies:
+        return {"backward": summed}
+    # Cut out of its stack, a layer's weights are read, converted and written; its gradients are read to be summed.
+    weights = (param + compute) * elements
+    # A stage copies what it keeps into the slot of the microbatch, and out of it.
+    kept = 2.0 * kept_bytes(placed, work)
+    return {"forward": weights + kept, "backward": weights + kept + summed * (1 + compute / (2 * reduce))}
 
 
-def shape_efficiency(m: float, k: float, n: float, tile: int) -> float:
-    """Returns the fraction of a large matmul's rate that [m, k] x [k, n] reaches: partial tiles, pipelines filling."""
+def _unembedding_seconds(
+    placed: PlacedRun, work: Work, target: Target, software: Software, layers: float
+) -> float:  # fmt: skip
+    """Logits in the forward pass, again in the backward pass, and two matmuls for the gradients.
 
-    def full(size: float) -> float:
-        return size / (-(-size // tile) * tile)
-
-    filling = (m / (m + tile)) * (k / (k + tile)) * (n / (n + tile))
-    return max(0.02, full(k) * full(n) * filling)
-
-
-def _unembedding_seconds(work: Work, target: Target) -> float:
-    """Logits in the forward pass, again in the backward pass, and two matmuls for the gradients."""
-    m, efficiency = work.unembedding, target.efficiency
+    layers: seconds of a microbatch's layers on the stage with the most. Where the last pipeline stage has all of the
+    unembedding, the other stages wait for it, but for the time of the layers that it has fewer.
+    """
+    m, efficiency, stages = work.unembedding, target.efficiency, placed.stages
     rate = target.chip.flops_bf16 * efficiency.matmul * shape_efficiency(m.m, m.k, m.n, efficiency.tile)
-    return 4 * m.flops / rate
+    seconds = 4 * m.flops / rate
+    if placed.shape.stage == 1 or software.vocab_over_stages:
+        return seconds
+    most = max(stages.cost_fraction(stage) for stage in range(placed.shape.stage))
+    fewer = layers * (1 - stages.cost_fraction(stages.last_stage) / most)
+    return max(0.0, 3 / 4 * seconds * placed.shape.stage - fewer)
 
 
 def _update_seconds(placed: PlacedRun, target: Target) -> float:
-    """Seconds of the optimizer update, which is bound by HBM."""
+    """Seconds of the optimizer update, which is bound by HBM, and of its matrix products."""
+    products = sum(max(matmul_seconds(m, target)) for m in update_matmuls(placed))
     params, name = sharded_elements(placed), placed.run.optimizer.name
     known = UPDATE_BYTES.get(name)
     moved = params * _UPDATE_BASE + 2 * state_bytes(placed) if known is None else params * known
-    return moved / (target.chip.hbm_bandwidth * target.efficiency.hbm)
+    return products + moved / (target.chip.hbm_bandwidth * target.efficiency.hbm)
 
 
 def _route_movements(

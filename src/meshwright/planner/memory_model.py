@@ -9,6 +9,7 @@ import math
 import jax.numpy as jnp
 
 from meshwright.hardware.axis_mapping import AxisMapping
+from meshwright.hardware.chips import Chip, Torus
 from meshwright.hardware.compiler_options import GATHERS_IN_LEVELS
 from meshwright.hardware.targets import Target
 from meshwright.models.loss import chunk_tokens
@@ -23,6 +24,7 @@ from meshwright.models.remat import (
     gathered_within_reason,
 )
 from meshwright.planner.layout_cache import cached_by_layout
+from meshwright.planner.optimizer_work import muon_moments, update_temporaries
 from meshwright.planner.work import Work
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.placement import axes_of
@@ -34,9 +36,14 @@ EXPERT_COPIES = 2
 """Arrays of the rows sent to experts, of the model's width, in the backward pass of a layer: rows in the order of their
 experts, and their gradient (Qwen3-30B-A3B on 8 H100: docs/log.md)."""
 
-FRAGMENTATION = 1.15
-"""Heap size over live bytes: what is lost between blocks. Compiled proofs have 1.07 to 1.5, most where there is room
-(docs/plan.md); Llama 2 70B with its attention outputs kept on 128 v5p needs 101 GiB for a planned 86."""
+
+def fragmentation_of(chip: Chip) -> float:
+    """Returns heap size over live bytes: what is lost between blocks.
+
+    Compiled proofs for TPUs have 1.07 to 1.5, most where there is room (docs/plan.md); Llama 2 70B with its attention
+    outputs kept on 128 v5p needs 101 GiB for a planned 86. Thirty programs for GPUs have 1.00 to 1.03.
+    """
+    return 1.15 if isinstance(chip.interconnect, Torus) else 1.05
 
 
 _RING = 4
@@ -97,15 +104,21 @@ def memory_by_category(placed: PlacedRun, work: Work, in_flight: float, ahead: b
     activations = part * (1 + parts_kept)
     if shape.stage > 1:
         activations += in_flight * work.tokens / shape.tensor * work.width * compute
+    if training.param_dtype == training.compute_dtype:
+        all_layers -= _whole_elements(placed)  # used where they lie
     all_layers *= (1 + parts_kept) / placed.virtual_stages
-    return {
+    weights = compute * all_layers if everything_kept else 0.0
+    result = {
         "parameters": sharded * param,
         "optimizer state": state_bytes(placed),
         "gradients": sharded * max(param, reduce),
         "activations": activations,
-        "gathered weights": compute * all_layers if everything_kept else 0.0,
+        "gathered weights": weights,
         "one layer" if layer > loss else "loss and its table": max(layer, loss),
     }
+    # The update comes when activations have gone: it counts where it needs more than they did.
+    update = update_temporaries(placed) - (activations + weights + max(layer, loss))
+    return result | {"optimizer update": update} if update > 0 else result
 
 
 def keeps_stages(placed: PlacedRun) -> bool:
@@ -145,6 +158,16 @@ def _gathered_elements(placed: PlacedRun) -> tuple[float, float]:
 
 
 @cached_by_layout
+def _whole_elements(placed: PlacedRun) -> float:
+    """Elements on a device of the layers' parameters that are not gathered before use."""
+    return sum(
+        math.prod(p.shape) / placed.shape.over(axes_of(where.in_use))
+        for _, p, where in placed.leaves
+        if "L" in p.dims and where.at_rest == where.in_use
+    )
+
+
+@cached_by_layout
 def _carried_elements(placed: PlacedRun) -> float:
     """Elements that a scan which gathers ahead carries between layers, of the stack with the largest layer."""
     carried: dict[str, float] = {}
@@ -163,7 +186,9 @@ def state_bytes(placed: PlacedRun) -> float:
     """Returns the bytes of the optimizer state on a device."""
     training, optimizer, shape = placed.run.training, placed.run.optimizer, placed.shape
     if optimizer.name not in OPTIMIZER_MOMENTS:
-        from meshwright.step.optimizers import optimizer_state_bytes  # loads optax, which planning does not need
+        from meshwright.planner.optimizer_state import (
+            optimizer_state_bytes,  # loads optax, which planning does not need
+        )
 
         return optimizer_state_bytes(optimizer, training, placed.params, placed.placements, shape)
     bytes_each = 4 * OPTIMIZER_MOMENTS[optimizer.name]
@@ -171,7 +196,10 @@ def state_bytes(placed: PlacedRun) -> float:
         bytes_each -= 2
     if training.param_dtype == "bfloat16" and training.param_rounding == "master":
         bytes_each += 2
-    return _optimizer_elements(placed) * bytes_each
+    second = 0.0
+    if optimizer.name == "muon":
+        second = 4 * muon_moments(placed)
+    return _optimizer_elements(placed) * bytes_each + second
 
 
 @cached_by_layout
@@ -197,8 +225,11 @@ def _saved_bytes(placed: PlacedRun, work: Work, compute: int) -> float:
     elements = _elements_per_token(placed, work)
     elements[ATTN_LSE] = work.heads * 4 / compute
     if policy.saved is None:
-        # Also both normalised inputs, whole over `tensor`, and SwiGLU's product.
-        kept = sum(elements.values()) + 2 * work.width + work.ffn_hidden
+        # Also both normalised inputs, whole over `tensor`, and SwiGLU's product (gate and up are `ffn_hidden`); of
+        # experts their rows too, and the router's input in float32.
+        kept = sum(elements.values()) + 2 * work.width + work.ffn_hidden / 2
+        if work.expert_rows:
+            kept += (work.expert_rows / work.tokens + 4 / compute) * work.width
     else:
         kept = sum(n for name, n in elements.items() if name in policy.saved)
         kept += 0.0 if LAYER_INPUT in policy.offloaded else elements[LAYER_INPUT]

@@ -17,7 +17,7 @@ from meshwright.hardware.targets import Target
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.planner.candidates import accumulation_counts, candidate_meshes, candidate_schedules, check_size
 from meshwright.planner.estimate import Estimate, estimate, with_remat
-from meshwright.planner.memory_model import FRAGMENTATION
+from meshwright.planner.memory_model import fragmentation_of
 from meshwright.runs.placed_run import PlacedRun, place_run
 
 REMAT_ORDER: tuple[Remat, ...] = (
@@ -82,6 +82,7 @@ class Plan:
             features += ["stage inputs saved"] if training.stage_saves == "input" else []
         if self.mesh.context > 1:
             features.append(training.context_strategy)
+        features += [] if self.run.layout == "fsdp" else [self.run.layout]
         return f"{self.mesh}, {', '.join(features)}"
 
 
@@ -127,7 +128,7 @@ GiB, 5.6 s with 61 and 5.9 s with 64 of its 75 (docs/log.md)."""
 def room_of(target: Target) -> float:
     """Returns the bytes that a step may take without being slowed down."""
     hbm = target.chip.hbm_bytes
-    return hbm * _GPU_ROOM if isinstance(target.chip.interconnect, Nodes) else hbm / FRAGMENTATION
+    return hbm * _GPU_ROOM if isinstance(target.chip.interconnect, Nodes) else hbm / fragmentation_of(target.chip)
 
 
 def with_saved_layers(plan: Plan) -> Plan:
@@ -163,9 +164,15 @@ def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> Sea
     # Meshes without a pipeline first: they are far fewer, and their best time prunes the others.
     candidates = dict.fromkeys([*candidate_meshes(run, target), *include])
     for shape in sorted(candidates, key=lambda shape: (shape.stage, shape.tensor * shape.context)):
+        without_bubble: dict[tuple[int, str], float] = {}
         for scheduled in candidate_schedules(run, shape):
+            # More virtual stages make the bubble smaller, and nothing else.
+            schedule = (scheduled.training.microbatches, scheduled.training.pipeline_schedule)
+            if shape not in include and without_bubble.get(schedule, 0.0) > fastest:
+                continue
             limit = math.inf if shape in include else fastest * _SLOWER
             found = _best_of_mesh(scheduled, target, refused, limit)
+            without_bubble[schedule] = found.without_bubble
             priced += found.priced
             if found.best is not None:
                 plans.append(found.best)
@@ -187,6 +194,8 @@ class _MeshSearch:
     smallest: Plan | None = None
     """Plan that needs least memory of those that do not fit."""
     priced: int = 0
+    without_bubble: float = math.inf
+    """Shortest step of any plan, whether it fits or not, less its pipeline bubble."""
 
     @property
     def seconds(self) -> float:
@@ -215,6 +224,7 @@ class _MeshSearch:
     def _add(self, placed: PlacedRun) -> Plan:
         plan = price_placed(placed, self.target)
         self.priced += 1
+        self.without_bubble = min(self.without_bubble, plan.estimate.seconds - plan.estimate.parts["bubble"])
         if plan.estimate.fits:
             self._take(plan)
         elif self.smallest is None or plan.estimate.bytes < self.smallest.estimate.bytes:

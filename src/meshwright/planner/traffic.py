@@ -11,11 +11,14 @@ import jax.numpy as jnp
 
 from meshwright.planner.layout_cache import cached_by_layout
 from meshwright.planner.memory_model import keeps_stages
+from meshwright.planner.optimizer_work import update_exchanges
+from meshwright.planner.software import Software
 from meshwright.planner.work import Work, low_precision
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import VOCAB_AXES
 from meshwright.sharding.params import LOW_PRECISION_ROLES, Param
 from meshwright.sharding.placement import Placements, axes_of
+from meshwright.sharding.schedule_table import TaskCounts
 from meshwright.words import AXES
 
 _AxisElements = dict[tuple[str, ...], float]
@@ -37,8 +40,13 @@ class Movement:
     purpose: str
 
 
-def movements(placed: PlacedRun, work: Work, again: frozenset[str]) -> list[Movement]:
-    """Returns all collectives of a device in a step. again: roles that the backward pass recomputes."""
+def movements(
+    placed: PlacedRun, work: Work, again: frozenset[str], tasks: TaskCounts | None, software: Software
+) -> list[Movement]:
+    """Returns all collectives of a device in a step.
+
+    again: roles that the backward pass recomputes. tasks: of the pipeline, None without one.
+    """
     shape, training = placed.shape, placed.run.training
     microbatches = float(training.microbatches)
     result: list[Movement] = []
@@ -51,13 +59,17 @@ def movements(placed: PlacedRun, work: Work, again: frozenset[str]) -> list[Move
     if shape.context > 1:
         result += _context(placed, work, layers, compute, again)
     if shape.expert > 1 and work.experts:
-        result += _experts(work.tokens * work.experts * work.width * compute, work.expert_layers * microbatches, again)
+        beside = software.overlaps_experts and placed.virtual_stages > 1
+        payload = work.tokens * work.experts * work.width * compute
+        result += _experts(payload, work.expert_layers * microbatches, again, not beside)
     if shape.stage > 1 and not keeps_stages(placed):
         result += [dataclasses.replace(m, during="recomputation") for m in result if m.during == "forward"]
     result += _weights(placed, microbatches, bool(again - {"scores"}))
-    result += _gradients(placed)
-    if shape.stage > 1:
-        result += _stages(placed, residual / shape.tensor, microbatches)
+    result += _gradients(placed, software)
+    for e, payload in update_exchanges(placed):
+        result.append(Movement(e.kind, e.axes, payload, e.count, "step", True, "matrices of the optimizer"))
+    if tasks is not None:
+        result += _stages(tasks, residual / shape.tensor, software)
     vocab_axes = tuple(axis for axis in VOCAB_AXES if shape.degrees()[axis] > 1)
     if vocab_axes:
         # Maximum, sum and label logit of every token, float32.
@@ -114,14 +126,20 @@ def _gathers(p: Param, where: Placements, placed: PlacedRun) -> Iterator[tuple[t
         yield axes, elements
 
 
-def _gradients(placed: PlacedRun) -> list[Movement]:
-    """Gradients summed after accumulation, one collective for each set of axes; ZeRO-1's scatter and gather."""
+def _gradients(placed: PlacedRun, software: Software) -> list[Movement]:
+    """Gradients summed over replicas, one collective for each set of axes; ZeRO-1's scatter and gather.
+
+    This package sums them layer by layer in the backward pass, but for several microbatches, stages and low precision
+    once, after it (`DeviceRun.summed_in_backward`).
+    """
     training = placed.run.training
+    parts = training.microbatches > 1 or placed.shape.stage > 1 or training.matmul_precision != "compute"
+    during = "step" if parts and software.sums_gradients_last else "backward"
     reduce, param = (jnp.dtype(t).itemsize for t in (training.reduce_dtype, training.param_dtype))
     sums, scattered = _gradient_elements(placed)
-    result = [Movement("all-reduce", a, n * reduce, 1.0, "backward", False, "gradients") for a, n in sums.items()]
+    result = [Movement("all-reduce", a, n * reduce, 1.0, during, False, "gradients") for a, n in sums.items()]
     for axes, n in scattered.items():
-        result.append(Movement("reduce-scatter", axes, n * reduce, 1.0, "backward", False, "gradients"))
+        result.append(Movement("reduce-scatter", axes, n * reduce, 1.0, during, False, "gradients"))
         result.append(Movement("all-gather", axes, n * param, 1.0, "step", False, "updated parameters"))
     return result
 
@@ -191,28 +209,30 @@ def _context(placed: PlacedRun, work: Work, layers: float, compute: int, again: 
     return result
 
 
-def _experts(payload: float, layers: float, again: frozenset[str]) -> list[Movement]:
-    """Tokens sent to their experts and back, in every pass that runs the experts."""
-    passes = ("forward", "backward", *(("recomputation",) if "ffn_in" in again else ()))
+def _experts(payload: float, layers: float, again: frozenset[str], blocking: bool) -> list[Movement]:
+    """Tokens sent to their experts and back; a pass that recomputes needs those that came, but not what goes back."""
+    passes = {"forward": 2, "backward": 2, "recomputation": 1 if again - {"scores"} else 0}
     return [
-        Movement("all-to-all", ("expert",), payload, 2 * layers, during, True, "tokens to experts") for during in passes
+        Movement("all-to-all", ("expert",), payload, times * layers, during, blocking, "tokens to experts")
+        for during, times in passes.items()
+        if times
     ]
 
 
-def _stages(placed: PlacedRun, activation: float, microbatches: float) -> list[Movement]:
-    """Activations and their gradients between neighbouring stages; embedding and loss shared by all stages."""
-    axes, times = ("stage",), microbatches * placed.virtual_stages
-    return [
-        Movement("collective-permute", axes, activation, times, "forward", True, "activations"),
-        Movement("collective-permute", axes, activation, times, "backward", True, "gradients of activations"),
-        # The vocabulary is split over the stages: the last stage's hidden states go to all of them, and back.
-        Movement(
-            "all-reduce",
-            axes,
-            activation * placed.shape.tensor,
-            4 * microbatches,
-            "forward",
-            True,
-            "hidden states to all stages",
-        ),
-    ]
+def _stages(tasks: TaskCounts, activation: float, software: Software) -> list[Movement]:
+    """Activations and their gradients between neighbouring stages; embedding and loss, where all stages share them.
+
+    activation: bytes of a device's part of the activations. In a tick with both halves, activations travel beside the
+    backward half, and gradients beside the next forward half (step/pipeline.py); in the others the stages wait.
+    """
+    axes, result = ("stage",), list[Movement]()
+    alone, both = tasks.ticks_by_halves
+    times = {"forward": alone[0], "backward": alone[1]}
+    for name, other, what in (("forward", "backward", "activations"), ("backward", "forward", "their gradients")):
+        result.append(Movement("collective-permute", axes, activation, float(times[name]), name, True, what))
+        result.append(Movement("collective-permute", axes, activation, float(both), other, False, what))
+    if software.vocab_over_stages:
+        # The first stage's embeddings are summed over all stages, the last stage's hidden states go to all, and back.
+        count = 4.0 * tasks.microbatches
+        result.append(Movement("all-reduce", axes, activation, count, "forward", True, "hidden states of all stages"))
+    return [movement for movement in result if movement.count]

@@ -23,13 +23,7 @@ class Refusal:
     instead: str
 
 
-REFUSED = (
-    Refusal(
-        ("uneven stages", "adafactor"),
-        "stages with fewer layers are padded with rows of zeros, and Adafactor's clipping averages over all rows",
-        "a number of layers that the stages divide, or another optimizer",
-    ),
-)  # fmt: skip
+REFUSED: tuple[Refusal, ...] = ()
 
 FEATURES: dict[str, tuple[str, ...]] = {
     "family": tuple(FAMILIES),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.hierarchical import DcnAxis
 from meshwright.config import MeshShape, Model, Run, Training
+from meshwright.data.ramp import ramp_of
 from meshwright.errors import ConfigError, divisors
 from meshwright.models.flops import layer_flops
 from meshwright.models.model import ModelSpec, vocab_size
@@ -181,14 +182,16 @@ def _check_batch(run: Run, shape: MeshShape) -> None:
     if training.microbatches < 1:
         raise ConfigError(f"{training.microbatches} microbatches", "there is at least one", "--training.microbatches 1")
     parts = shape.over(BATCH_AXES) * training.microbatches
-    if training.batch < 1 or training.batch % parts:
-        below, above = training.batch // parts * parts, (training.batch // parts + 1) * parts
-        raise ConfigError(
-            f"batch of {training.batch} sequences on mesh {shape} in {training.microbatches} microbatch(es)",
-            f"{' * '.join(BATCH_AXES)} * microbatches = {parts}, and {training.batch} = "
-            f"{training.batch // parts} * {parts} + {training.batch % parts}",
-            f"--batch {above}" + (f" or {below}" if below > 0 else ""),
-        )
+    for batch in ramp_of(training).sizes:
+        if batch < 1 or batch % parts:
+            below, above = batch // parts * parts, (batch // parts + 1) * parts
+            option = "--batch" if batch == training.batch else "--training.batch-ramp with"
+            raise ConfigError(
+                f"batch of {batch} sequences on mesh {shape} in {training.microbatches} microbatch(es)",
+                f"{' * '.join(BATCH_AXES)} * microbatches = {parts}, and {batch} = "
+                f"{batch // parts} * {parts} + {batch % parts}",
+                f"{option} {above}" + (f" or {below}" if below > 0 else ""),
+            )
 
 
 def _check_saved_layers(run: Run, shape: MeshShape) -> None:

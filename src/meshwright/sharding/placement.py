@@ -190,3 +190,36 @@ def local_shape(shape: tuple[int, ...], placement: Placement, mesh: MeshShape) -
 def notation(name: str, dims: str, placement: Placement) -> str:
     """Formats a placement in the scaling book's notation: `w[D/fsdp, N/tensor, H]`."""
     return f"{name}[{', '.join('/'.join([d, '+'.join(a)]) if a else d for d, a in zip(dims, placement, strict=True))}]"
+
+
+def like_param(shape: tuple[int, ...], of: tuple[int, ...], placement: Placement, mesh: MeshShape) -> Placement:
+    """Returns the placement of an array that an optimizer derives from a parameter of shape `of`, placed so.
+
+    Dimensions are matched by size, in order: moments, and Adafactor's row and column means, lie like the parameter. A
+    large array of another shape (SOAP's factors [L, D, D]) is split by layers where the devices that share the
+    parameter divide them, else over the axes that are left, on its largest dimension that divides.
+    """
+    if shape == of:
+        return placement
+    large = math.prod(shape) * _LARGE >= math.prod(of)
+    if large and len(shape) > 2 and shape[0] == of[0] and not shape[0] % (mesh.size // mesh.over(placement[0])):
+        return (axes_of(placement), *((),) * (len(shape) - 1))
+    dims = list(zip(of, placement, strict=True))
+    axes: list[tuple[str, ...]] = []
+    for size in shape:
+        match = next((i for i, (n, _) in enumerate(dims) if n == size), None)
+        axes.append(() if match is None else dims[match][1])
+        if match is not None:
+            dims = dims[match + 1 :]
+    spent = {axis for group in axes for axis in group}
+    left = tuple(axis for group in placement for axis in group if axis not in spent and mesh.degrees()[axis] > 1)
+    if left and large:
+        for dim in sorted(range(len(shape)), key=lambda dim: -shape[dim]):
+            if shape[dim] % mesh.over(axes[dim] + left) == 0:
+                axes[dim] += left
+                break
+    return tuple(axes)
+
+
+_LARGE = 16
+"""An array of at least this fraction (1/16) of its parameter's elements is worth splitting."""

@@ -198,6 +198,18 @@ class TaskCounts:
     live_inputs: int
     """Largest number of inputs that a stage holds in a tick."""
 
+    @functools.cached_property
+    def ticks_by_halves(self) -> tuple[tuple[int, int], int]:
+        """Number of ticks with forward passes alone and with backward passes alone, and of those with both."""
+        forward = backward = both = 0
+        for stages, count in self.concurrent_tasks.items():
+            kinds = frozenset[int]().union(*stages)
+            has_forward, has_backward = FORWARD in kinds, bool(kinds - {FORWARD})
+            forward += count * (has_forward and not has_backward)
+            backward += count * (has_backward and not has_forward)
+            both += count * (has_forward and has_backward)
+        return (forward, backward), both
+
 
 def dependency(parts: PartMap, stage: int, task: Task) -> tuple[int, Task] | None:
     """Returns the stage and the task that must have finished before `task` can run; None for the first forward pass.

@@ -21,7 +21,7 @@ from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.params import Param, Tree, init_params, plan_gathers, shardings, tree_map
 from meshwright.sharding.placement import Placements, axes_of, to_spec
-from meshwright.step.optimizers import UpdateRule, build_update_rule, place_optimizer_state
+from meshwright.step.optimizers import ELEMENTWISE, UpdateRule, build_update_rule, place_optimizer_state
 from meshwright.step.state import State
 
 _RING = 4
@@ -62,6 +62,11 @@ class DeviceRun:
     def placements(self) -> Tree:
         """Placements of the parameters."""
         return self.placed.placements
+
+    def with_batch(self, sequences: int) -> "DeviceRun":
+        """Returns the run with as many sequences per step; no placement depends on them."""
+        run = dataclasses.replace(self.run, training=dataclasses.replace(self.run.training, batch=sequences))
+        return dataclasses.replace(self, placed=dataclasses.replace(self.placed, run=run))
 
     @functools.cached_property
     def local_model(self) -> LocalModel:
@@ -262,7 +267,12 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     dtype = jnp.dtype(training.param_dtype)
     sharded = shardings(mesh, placed.placements, "at_rest")
     params = tree_map(lambda p, where: jax.ShapeDtypeStruct(p.shape, dtype, sharding=where), placed.params, sharded)
-    optimizer = build_update_rule(run.optimizer, training, placed.params)
+    layer_map = None
+    if run.optimizer.name not in ELEMENTWISE:
+        from meshwright.step.matrices import LayerMap  # loaded for optimizers of whole matrices
+
+        layer_map = LayerMap(mesh, placed.shape, placed.params, placed.placements, jnp.dtype(training.compute_dtype))
+    optimizer = build_update_rule(run.optimizer, training, placed.params, layer_map)
     state, where = place_optimizer_state(optimizer, params, placed.placements, placed.shape)
     leaves = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, to_spec(placement)))

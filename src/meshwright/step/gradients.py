@@ -67,25 +67,54 @@ def _accumulate(device_run: DeviceRun, params: Tree, step: jax.Array, batch: Bat
     def dropout(sequences_B: jax.Array) -> Dropout:
         return Dropout(training.dropout, key, sequences_B, placed.sequence.local_positions())
 
-    def microbatch(sequences_B: jax.Array, batch: Batch) -> tuple[Tree, Any]:
-        return jax.grad(model.loss_fn, has_aux=True)(params, batch, dropout(sequences_B), total)
+    def loss_fn(params: Tree, sequences_B: jax.Array, batch: Batch) -> Any:
+        return model.loss_fn(params, batch, dropout(sequences_B), total)
 
     if training.microbatches == 1 and placed.shape.stage == 1:
-        return microbatch(sequences_B, batch)
+        return jax.grad(loss_fn, has_aux=True)(params, sequences_B, batch)
     parts: Any = jax.tree.map(lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), (sequences_B, batch))
     if placed.shape.stage > 1:
         from meshwright.step.pipeline_model import pipeline_gradients  # loaded for runs with stages alone
 
         return pipeline_gradients(placed.schedule_table, model, params, parts, dropout, total)
+    return _add_microbatches(loss_fn, params, parts, jnp.dtype(training.reduce_dtype))
 
-    def add(sums: Any, part: tuple[jax.Array, Batch]) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, sums, microbatch(*part)), None
 
-    grads, more = jax.eval_shape(microbatch, *jax.tree.map(lambda x: x[0], parts))
-    # The gradients of bfloat16 parameters are bfloat16; many of them are summed in the type of the reduction.
-    sums = jax.tree.map(lambda g: jnp.zeros(g.shape, jnp.promote_types(g.dtype, training.reduce_dtype)), grads)
+def _add_microbatches(
+    loss_fn: Callable[[Tree, jax.Array, Batch], Any], params: Tree, parts: Any, reduce_dtype: jnp.dtype
+) -> tuple[Tree, Sums]:
+    """Sums the gradients of the microbatches, each layer's into the sum as soon as it is known.
+
+    parts: sequence indices and batch, with a leading dimension of microbatches. Without references the gradients of a
+    microbatch would be whole before they are added: a second copy of the model's gradients.
+    """
+    # The gradients of bfloat16 parameters are bfloat16; many of them are summed in the type of the reduction, which a
+    # reference cannot do.
+    sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, reduce_dtype)), params)
+    treedef: Any = jax.tree.structure(params)
+    references = jax.tree.map(jax.new_ref, sums)
+
+    def accumulator(total: Any, p: jax.Array) -> Any:
+        if total.dtype == p.dtype:
+            return total
+        return jax.ad.GradValue()  # type: ignore[attr-defined]
+
+    accumulators = jax.tree.map(accumulator, references, params)
+
+    def add(more: Any, part: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+        vjp: Any
+        value, vjp, sums = jax.vjp(lambda params: loss_fn(params, *part), params, has_aux=True)
+        (grads,) = vjp.with_refs(accumulators)(jnp.ones_like(value))
+        # In the place of a gradient that went into its reference is a mark.
+        for total, grad in zip(jax.tree.leaves(references), treedef.flatten_up_to(grads), strict=True):
+            if isinstance(grad, jax.Array):
+                total[...] += grad.astype(total.dtype)
+        return jax.tree.map(jnp.add, more, sums), None
+
+    more = jax.eval_shape(lambda part: loss_fn(params, *part)[1], jax.tree.map(lambda x: x[0], parts))
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), more)
-    return jax.lax.scan(add, (sums, zeros), parts)[0]
+    sums = jax.lax.scan(add, zeros, parts)[0]
+    return jax.tree.map(jax.freeze, references), sums
 
 
 def _reduce(device_run: DeviceRun, grads: Tree) -> tuple[Tree, jax.Array]:

@@ -3,19 +3,17 @@
 Clipping is part of the gradients (step/gradients.py), where the norm over all devices is one collective.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from meshwright.config import MeshShape, Optimizer, Training
 from meshwright.errors import ConfigError, MeshwrightError, describe_failure
 from meshwright.plugins import resolve
-from meshwright.sharding.params import Param, Tree, tree_map
-from meshwright.sharding.placement import Placement, local_shape
+from meshwright.sharding.params import Tree, tree_map
+from meshwright.sharding.placement import Placement, like_param
 
 _Schedules = dict[str, Callable[[Optimizer, int], optax.Schedule]]
 
@@ -58,44 +56,29 @@ def _adamw(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.GradientTr
         eps=o.epsilon,
         mu_dtype=o.moment_dtype,
         weight_decay=o.weight_decay,
-        mask=_decays(params),
+        mask=decays(params),
     )
 
 
 def _adafactor(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.GradientTransformation:
-    return optax.adafactor(
-        rate,
-        # optax applies this decay after the learning rate, so the rate is multiplied in here.
-        weight_decay_rate=(lambda count: o.weight_decay * rate(count)),
-        weight_decay_mask=_decays(params),
-        multiply_by_parameter_scale=False,
-    )
+    from meshwright.step.adafactor import adafactor  # loaded for runs with Adafactor alone
+
+    return adafactor(o, rate, params)
 
 
 def _lion(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.GradientTransformation:
-    return optax.lion(
-        rate, o.beta1, o.beta2, mu_dtype=o.moment_dtype, weight_decay=o.weight_decay, mask=_decays(params)
-    )
+    return optax.lion(rate, o.beta1, o.beta2, mu_dtype=o.moment_dtype, weight_decay=o.weight_decay, mask=decays(params))
 
 
 def _muon(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.GradientTransformation:
-    return optax.contrib.muon(
-        rate,
-        beta=o.beta1,
-        mu_dtype=o.moment_dtype,
-        weight_decay=o.weight_decay,
-        weight_decay_mask=_decays(params),
-        adam_b1=o.beta1,
-        adam_b2=o.beta2,
-        adam_weight_decay=o.weight_decay,
-        consistent_rms=0.2,
-        muon_weight_dimension_numbers=tree_map(_muon_dimensions, params),
-    )
+    from meshwright.step.muon import muon  # loaded for runs with Muon alone
+
+    return muon(o, rate, params)
 
 
 def _sgd(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.GradientTransformation:
     return optax.chain(
-        optax.add_decayed_weights(o.weight_decay, mask=_decays(params)),
+        optax.add_decayed_weights(o.weight_decay, mask=decays(params)),
         optax.sgd(rate, momentum=o.beta1, accumulator_dtype=o.moment_dtype),
     )
 
@@ -110,6 +93,9 @@ OPTIMIZERS: dict[str, Callable[[Optimizer, optax.Schedule, Tree], optax.Gradient
 """Update rules: AdamW (arXiv:1711.05101), Adafactor (1804.04235), Lion (2302.06675), Muon (K. Jordan 2024), SGD with
 momentum."""
 
+ELEMENTWISE = ("adamw", "adafactor", "lion", "sgd")
+"""Rules without matrix products."""
+
 FIRST_MOMENTS = ("adamw", "lion", "muon", "sgd")
 """Rules whose first moment can be bfloat16."""
 
@@ -118,8 +104,17 @@ def build_optimizer(o: Optimizer, steps: int, params: Tree) -> optax.GradientTra
     """Returns the update rule. params: descriptions, which say what weight decay applies to.
 
     A rule from outside is called as `(config, learning_rate)`. Raises ConfigError where it has no known name, fails, or
-    does not return an optax.GradientTransformation.
+    does not return an optax.GradientTransformation, and for groups of learning rates that match no parameter.
     """
+    rule = _rule(o, steps, params)
+    if not o.lr_groups:
+        return rule
+    from meshwright.step.lr_groups import with_lr_groups  # loaded for runs that have them
+
+    return with_lr_groups(rule, o.lr_groups, params)
+
+
+def _rule(o: Optimizer, steps: int, params: Tree) -> optax.GradientTransformation:
     rate = build_lr_schedule(o, steps)
     rule = resolve("optimizer", o.name, OPTIMIZERS)
     if o.moment_dtype != "float32" and o.name not in FIRST_MOMENTS:
@@ -148,9 +143,14 @@ class UpdateRule(NamedTuple):
     """`(float32 gradients, state, params, step) -> (params, state)`."""
 
 
-def build_update_rule(o: Optimizer, training: Training, params: Tree) -> UpdateRule:
-    """Returns the update of parameters of the run's `param_dtype`. params: descriptions. Raises as build_optimizer."""
+def build_update_rule(o: Optimizer, training: Training, params: Tree, layer_map: Any = None) -> UpdateRule:
+    """Returns the update of parameters of the run's `param_dtype`. params: descriptions. Raises as build_optimizer.
+
+    layer_map: a `LayerMap` (step/matrices.py) for rules that take whole matrices; without it they make state alone.
+    """
     rule = build_optimizer(o, training.steps, params)
+    if layer_map is not None:
+        rule = layer_map.given_to(rule)
     if training.param_dtype == "bfloat16":
         from meshwright.step.bfloat16_params import with_masters, with_random_rounding  # loaded for runs that have them
 
@@ -175,20 +175,9 @@ def _call(kind: str, name: str, function: Any, *arguments: Any) -> Any:
         raise ConfigError(f"{kind} {name}", f"it {describe_failure(error)}", "correct the function") from error
 
 
-def _decays(params: Tree) -> Tree:
+def decays(params: Tree) -> Tree:
     """Weight decay applies to weight matrices and embeddings, not to norms and biases."""
     return tree_map(lambda p: p.init == "normal", params)
-
-
-def _muon_dimensions(p: Param) -> Any:
-    """Input and output dimensions of a stacked matrix; None (plain Adam) for embeddings, norms and biases."""
-    if "L" not in p.dims or p.init != "normal":
-        return None
-    # Every expert is a matrix of its own.
-    first = 2 if "E" in p.dims else 1
-    inputs = tuple(range(first, first + p.contract))
-    outputs = tuple(range(first + p.contract, len(p.dims)))
-    return optax.contrib.MuonDimensionNumbers(reduction_axis=inputs, output_axis=outputs)
 
 
 def place_optimizer_state(
@@ -196,7 +185,7 @@ def place_optimizer_state(
 ) -> tuple[Any, list[Placement]]:
     """Returns the abstract optimizer state and the placement of each of its arrays.
 
-    An array that belongs to a parameter is placed like it (`_like_param`); anything else is replicated.
+    An array that belongs to a parameter is placed like it (`like_param`); anything else is replicated.
     abstract_params: tree of ShapeDtypeStruct.  placements: the same tree of Placements.
     """
     state = jax.eval_shape(optimizer.init, abstract_params)
@@ -210,48 +199,7 @@ def place_optimizer_state(
             for stop in range(len(path), start, -1):
                 if path[start:stop] in by_path:
                     param, where = by_path[path[start:stop]]
-                    return _like_param(leaf.shape, param.shape, where.optimizer, mesh)
+                    return like_param(leaf.shape, param.shape, where.optimizer, mesh)
         return ((),) * len(leaf.shape)
 
     return state, [place(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]]
-
-
-def optimizer_state_bytes(o: Optimizer, training: Training, params: Tree, placements: Tree, mesh: MeshShape) -> int:
-    """Returns the bytes of the optimizer state on one device. params: descriptions."""
-    dtype = jnp.dtype(training.param_dtype)
-    abstract = tree_map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), params)
-    state, where = place_optimizer_state(build_update_rule(o, training, params), abstract, placements, mesh)
-    return sum(
-        math.prod(local_shape(leaf.shape, placement, mesh)) * leaf.dtype.itemsize
-        for leaf, placement in zip(jax.tree.leaves(state), where, strict=True)
-    )
-
-
-def _like_param(shape: tuple[int, ...], of: tuple[int, ...], placement: Placement, mesh: MeshShape) -> Placement:
-    """Placement of an array that an optimizer derives from a parameter of shape `of`.
-
-    Dimensions are matched by size, in order: moments, and Adafactor's row and column means, lie like the parameter. A
-    large array of another shape (SOAP's factors [L, D, D]) is split over the axes that are left, on its largest
-    dimension that divides.
-    """
-    if shape == of:
-        return placement
-    dims = list(zip(of, placement, strict=True))
-    axes: list[tuple[str, ...]] = []
-    for size in shape:
-        match = next((i for i, (n, _) in enumerate(dims) if n == size), None)
-        axes.append(() if match is None else dims[match][1])
-        if match is not None:
-            dims = dims[match + 1 :]
-    spent = {axis for group in axes for axis in group}
-    left = tuple(axis for group in placement for axis in group if axis not in spent and mesh.degrees()[axis] > 1)
-    if left and math.prod(shape) * _LARGE >= math.prod(of):
-        for dim in sorted(range(len(shape)), key=lambda dim: -shape[dim]):
-            if shape[dim] % mesh.over(axes[dim] + left) == 0:
-                axes[dim] += left
-                break
-    return tuple(axes)
-
-
-_LARGE = 16
-"""An array of at least this fraction (1/16) of its parameter's elements is worth splitting."""

@@ -1,11 +1,15 @@
 """Evaluation of a checkpoint on held-out or other text."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import MeshShape, Run
+from meshwright.data.feed import Windows, held_out_order
 from meshwright.errors import ConfigError
 from meshwright.hugging_face.hub import is_hugging_face
 from meshwright.runs.recipe import find_recipe
@@ -13,7 +17,7 @@ from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.params import Tree
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.train_step import build_eval_step
-from meshwright.trainer.loop import evaluate, prepare_run
+from meshwright.trainer.loop import prepare_run, sum_losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +30,20 @@ class Evaluation:
     """Mean loss per token, in nats."""
     samples: int
     """Sequences evaluated."""
+    tokens: int
+    """Tokens that were predicted: all but the first of each document."""
+    text_bytes: int
+    """UTF-8 bytes of their text; the end of a document has none."""
+
+    @property
+    def perplexity(self) -> float:
+        """Exponential of the loss: how many equally likely tokens would be as hard to predict."""
+        return math.exp(min(self.loss, 700.0))
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Loss in bits over all tokens, per byte of text: comparable between tokenizers. NaN for text without bytes."""
+        return self.loss * self.tokens / math.log(2) / self.text_bytes if self.text_bytes else math.nan
 
 
 def run_to_evaluate(source: str | Path, data: Sequence[str] = (), mesh: MeshShape | None = None) -> Run:
@@ -63,9 +81,33 @@ def evaluate_checkpoint(
         raise ConfigError(f"evaluating {source}", "the run has no held-out text", "--data PATH")
     device_run = prepared.device_run
     params, step = _params_of(source, device_run, at)
-    loss = evaluate(device_run, params, parts, build_eval_step(device_run))
+    total, count = sum_losses(device_run, params, parts, build_eval_step(device_run))
     windows = sum(len(part) for part in parts)
-    return Evaluation(step, loss, min(windows, run.training.eval_samples or windows))
+    samples = min(windows, run.training.eval_samples or windows)
+    return Evaluation(step, total / max(count, 1.0), samples, round(count), count_bytes(parts, samples))
+
+
+def count_bytes(parts: Sequence[Windows], samples: int) -> int:
+    """Returns the UTF-8 bytes of the tokens that the first `samples` windows of `parts`, taken in turn, predict.
+
+    Where a window ends inside a character of several bytes, decoding puts U+FFFD in its place.
+    """
+    taken = held_out_order(parts, samples)
+    return sum(_bytes_of(part, sum(1 for owner, _ in taken if owner is part)) for part in parts)
+
+
+def _bytes_of(part: Windows, windows: int) -> int:
+    """UTF-8 bytes of what the first windows of one source predict."""
+    start, stop = part.start + 1, part.start + 1 + windows * part.seq
+    ends = part.file.ends
+    inside = ends[np.searchsorted(ends, start, side="left") : np.searchsorted(ends, stop, side="left")]
+    # The first token of a document is not predicted from the document before it.
+    starts = [start, *(int(end) + 1 for end in inside)]
+    total = 0
+    for first, last in zip(starts, [*map(int, inside), stop], strict=True):
+        tokens = part.file.tokens[first:last]
+        total += len(part.file.tokenizer.decode(map(int, tokens)).encode("utf-8", "surrogatepass"))
+    return total
 
 
 def _params_of(source: str | Path, device_run: DeviceRun, at: int | None) -> tuple[Tree, int]:
@@ -76,6 +118,6 @@ def _params_of(source: str | Path, device_run: DeviceRun, at: int | None) -> tup
         return params, manifest.step
     if at is not None:
         raise ConfigError(f"{source} at step {at}", "a Hugging Face folder has one version of its weights", "no --at")
-    from meshwright.trainer.initial_weights import load_initial_weights  # loaded for such a folder
+    from meshwright.checkpoint.initial_weights import load_initial_weights  # loaded for such a folder
 
     return load_initial_weights(device_run), 0

@@ -10,6 +10,7 @@ import numpy as np
 
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.data.batch import Batch
+from meshwright.data.ramp import ramp_of
 from meshwright.errors import TrainingError
 from meshwright.report import Values
 from meshwright.step.device_run import DeviceRun
@@ -30,7 +31,7 @@ class Evidence:
         """Writes the evidence into the output folder and raises TrainingError."""
         folder, training = self.out / f"evidence-step-{step}", self.device_run.run.training
         with Checkpoints(folder / "checkpoints", max_to_keep=1) as checkpoints:
-            checkpoints.save(self.state, self.device_run, step=step - 1, cursor=(step - 1) * training.batch)
+            checkpoints.save(self.state, self.device_run, step=step - 1, cursor=ramp_of(training).read_before(step - 1))
         if self.batch is not None:
             np.savez(folder / f"batch-process-{jax.process_index()}.npz", **_local_rows(self.batch))
         metrics = {"step": step, **{name: str(value) for name, value in values.items()}}

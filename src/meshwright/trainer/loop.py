@@ -2,10 +2,11 @@
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import jax
 import numpy as np
@@ -14,17 +15,18 @@ from meshwright.checkpoint.checkpoints import Checkpoints, check_disk_space, com
 from meshwright.config import Run
 from meshwright.data.batch import Batch
 from meshwright.data.feed import Feed, Windows, build_stream, held_out_batches, split
+from meshwright.data.ramp import BatchRamp, ramp_of
 from meshwright.data.tokens import Corpus, load_corpus
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape, enable_compilation_cache
 from meshwright.models.model import Metrics
-from meshwright.report import Reporter
+from meshwright.report import Reporter, Values
 from meshwright.report.files import JsonLines
 from meshwright.runs.run_file import write_run
+from meshwright.sharding.params import count_params
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.state import State
 from meshwright.step.train_step import CompiledTrainStep, build_eval_step
-from meshwright.trainer.evidence import Evidence
 from meshwright.trainer.meter import Meter
 from meshwright.trainer.preemption import Preemption
 
@@ -57,6 +59,8 @@ class Summary:
     """Mean of the last steps' losses (up to 20)."""
     held_out_loss: float | None
     """Mean loss per token on held-out text."""
+    steps_taken: int
+    """Steps since the start or the resume."""
     tokens: int
     """Tokens trained on, since the start or the resume."""
     seconds: float
@@ -75,6 +79,11 @@ class Summary:
     sample: str
     """Text sampled from the model at the end."""
 
+
+SMALL_MODEL = 100_000_000
+"""Most parameters of a model that is sampled from where the run does not say."""
+_SAMPLE = 200
+"""Tokens of that sample."""
 
 Choose = Callable[[Run, Sequence[Any]], Run]
 """`(run, devices) -> run` with the choices filled in that it leaves to the machine (remat policy)."""
@@ -117,6 +126,14 @@ def evaluate(
     device_run: DeviceRun, params: Any, parts: tuple[Windows, ...], eval_step: Callable[[Any, Batch], Metrics]
 ) -> float:
     """Returns the mean loss per token over held-out text."""
+    total, count = sum_losses(device_run, params, parts, eval_step)
+    return total / max(count, 1.0)
+
+
+def sum_losses(
+    device_run: DeviceRun, params: Any, parts: tuple[Windows, ...], eval_step: Callable[[Any, Batch], Metrics]
+) -> tuple[float, float]:
+    """Returns the loss summed over the tokens of held-out text, and their number."""
     training = device_run.run.training
     total = count = 0.0
     batches = held_out_batches(
@@ -124,7 +141,7 @@ def evaluate(
     )
     for metrics in [eval_step(params, batch)["loss"] for batch in batches]:
         total, count = total + float(metrics[0]), count + float(metrics[1])
-    return total / max(count, 1.0)
+    return total, count
 
 
 def train(
@@ -186,7 +203,7 @@ def _initial_state(
     if start == "fresh":
         if device_run.run.init_from is None:
             return device_run.initial_state(), 0, 0
-        from meshwright.trainer.initial_weights import load_initial_weights  # most runs start from initial values
+        from meshwright.checkpoint.initial_weights import load_initial_weights  # most runs start from initial values
 
         return device_run.state_of(load_initial_weights(device_run, checkpoints.folder.parent)), 0, 0
     state, manifest = checkpoints.restore(device_run, at)
@@ -214,28 +231,33 @@ class _Loop:
     save_seconds: float = 0.0
     held_out_loss: float | None = None
 
+    @property
+    def ramp(self) -> BatchRamp:
+        return ramp_of(self.prepared.device_run.run.training)
+
     def run(self, state: State) -> Summary:
         device_run, training = self.prepared.device_run, self.prepared.device_run.run.training
         eval_step, feed = build_eval_step(device_run), self._feed()
         began, saved, step = time.perf_counter(), self.first, self.first
-        compiled: CompiledTrainStep | None = None
+        compiled: dict[int, CompiledTrainStep] = {}
         batch: Batch | None = None
         while step < training.steps and not self.preemption.stops_before(step):
             previous, batch = batch, next(feed)
-            if compiled is None:
-                compiled = self._compile(batch)
-            state, metrics = compiled(state, batch)
+            size = batch.inputs.shape[0]
+            if size not in compiled:
+                compiled[size] = self._compile(batch)
+            state, metrics = compiled[size](state, batch)
             step += 1
             # While this step runs, the metrics of the previous one are read: the device never waits for the host.
-            self.meter.read(Evidence(self.out, device_run, state, previous))
+            self.meter.read(functools.partial(self._not_finite, state, previous))
             self.meter.push(step, metrics)
             if training.eval_every and step % training.eval_every == 0 and step < training.steps:
                 self._evaluate(step, state, eval_step)
             if training.save_every and step % training.save_every == 0 and step < training.steps:
-                self.meter.read(Evidence(self.out, device_run, state, batch))
+                self.meter.read(functools.partial(self._not_finite, state, batch))
                 self._save(step, state)
                 saved = step
-        self.meter.read(Evidence(self.out, device_run, state, batch))
+        self.meter.read(functools.partial(self._not_finite, state, batch))
         if step > saved:
             self.checkpoints.save(state, device_run, step=step, cursor=self._samples_read(step))
         sample = ""
@@ -248,7 +270,8 @@ class _Loop:
             steps=step,
             loss=self.meter.recent_loss,
             held_out_loss=self.held_out_loss,
-            tokens=(step - self.first) * training.batch * training.seq,
+            steps_taken=step - self.first,
+            tokens=(self._samples_read(step) - self.cursor) * training.seq,
             seconds=time.perf_counter() - began,
             data_wait_seconds=feed.wait_seconds,
             start_seconds=(self.meter.first_read_at or began) - self.began,
@@ -263,8 +286,9 @@ class _Loop:
         device_run, training = self.prepared.device_run, self.prepared.device_run.run.training
         return Feed(
             build_stream(list(self.prepared.train), list(self.prepared.corpus.weights), training.seed),
-            batch=training.batch,
+            self.ramp,
             seq=training.seq,
+            taken=self.first,
             cursor=self.cursor,
             steps=max(training.steps - self.first, 1),
             sharding=device_run.batch_sharding,
@@ -272,17 +296,22 @@ class _Loop:
 
     def _compile(self, batch: Batch) -> CompiledTrainStep:
         began = time.perf_counter()
-        compiled = CompiledTrainStep(self.prepared.device_run, batch)
-        self.compile_seconds = time.perf_counter() - began
+        compiled = CompiledTrainStep(self.prepared.device_run.with_batch(batch.inputs.shape[0]), batch)
+        self.compile_seconds += time.perf_counter() - began
         return compiled
 
     def _samples_read(self, step: int) -> int:
-        return self.cursor + (step - self.first) * self.prepared.device_run.run.training.batch
+        return self.cursor + self.ramp.read_before(step) - self.ramp.read_before(self.first)
 
     def _save(self, step: int, state: State) -> None:
         began = time.perf_counter()
         self.checkpoints.save(state, self.prepared.device_run, step=step, cursor=self._samples_read(step))
         self.save_seconds += time.perf_counter() - began
+
+    def _not_finite(self, state: State, batch: Batch | None, step: int, values: Values) -> NoReturn:
+        from meshwright.trainer.evidence import Evidence  # loaded for a run that fails
+
+        Evidence(self.out, self.prepared.device_run, state, batch).save(step, values)
 
     def _evaluate(self, step: int, state: State, eval_step: Callable[[Any, Batch], Metrics]) -> None:
         if self.prepared.held_out:
@@ -293,15 +322,20 @@ class _Loop:
 def _write_sample(prepared: PreparedRun, state: State, out: Path) -> str:
     """Samples text from the model and writes it to `out`."""
     device_run, data = prepared.device_run, prepared.device_run.run.data
-    if not data.sample:
+    count = _SAMPLE if data.sample is None and _is_small(device_run) else data.sample
+    if not count:
         return ""
-    from meshwright.trainer.sampling import generate  # a run without a sample does not load it
+    from meshwright.generation.training_sample import sample_tokens  # a run without a sample does not load it
 
-    tokenizer, seq = prepared.corpus.tokenizer, device_run.run.training.seq
+    tokenizer = prepared.corpus.tokenizer
     prompt = tokenizer.encode(data.prompt)
-    prompt = prompt[-(seq // 2) :] if len(prompt) else np.array([tokenizer.end], np.int32)
-    tokens = generate(device_run, state.params, prompt, tokens=data.sample, seed=device_run.run.training.seed)
-    text = data.prompt + tokenizer.decode(list(tokens))
+    prompt = prompt if len(prompt) else np.array([tokenizer.end], np.int32)
+    tokens = sample_tokens(device_run, state.params, prompt, tokens=count, seed=device_run.run.training.seed)
+    text = data.prompt + tokenizer.decode(tokens)
     if jax.process_index() == 0:
         (out / "sample.txt").write_text(text, encoding="utf-8")
     return text
+
+
+def _is_small(device_run: DeviceRun) -> bool:
+    return count_params(device_run.params) <= SMALL_MODEL

@@ -2,16 +2,18 @@
 
 import collections
 import time
+from collections.abc import Callable
+from typing import NoReturn
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from meshwright.data.ramp import ramp_of
 from meshwright.models.flops import mfu, training_flops_per_token
 from meshwright.models.model import Metrics
 from meshwright.report import Reporter, Values
 from meshwright.step.device_run import DeviceRun
-from meshwright.trainer.evidence import Evidence
 
 
 class Meter:
@@ -25,7 +27,7 @@ class Meter:
     def __init__(self, device_run: DeviceRun, reporters: list[Reporter]):
         training = device_run.run.training
         self._reporters, self._every = reporters, training.log_every
-        self._tokens = training.batch * training.seq
+        self._ramp, self._seq = ramp_of(training), training.seq
         self._flops = training_flops_per_token(device_run.run.model, training.seq)
         self._peak = _peak_flops(device_run.mesh)
         self._pending: tuple[int, Metrics] | None = None
@@ -54,8 +56,8 @@ class Meter:
         for reporter in self._reporters:
             reporter.write(step, values)
 
-    def read(self, evidence: Evidence) -> None:
-        """Waits for the pending step and reports it; saves `evidence` where its loss or gradient is not finite."""
+    def read(self, not_finite: Callable[[int, Values], NoReturn]) -> None:
+        """Waits for the pending step and reports it; calls `not_finite` where its loss or gradient is not finite."""
         if self._pending is None:
             return
         step, metrics = self._pending
@@ -63,10 +65,12 @@ class Meter:
         values = {
             name: float(total) / max(float(count), 1e-9) for name, (total, count) in jax.device_get(metrics).items()
         }
+        if self._ramp.parts:
+            values["batch"] = float(self._ramp.batch(step - 1))
         now = time.perf_counter()
         if self._read_at is not None:
             self._intervals.append(now - self._read_at)
-            values["tokens/s"] = self._tokens / (now - self._read_at)
+            values["tokens/s"] = self._ramp.batch(step - 1) * self._seq / (now - self._read_at)
             if self._peak is not None:
                 values["MFU"] = mfu(self._flops, values["tokens/s"], self._peak)
         self._read_at = now
@@ -76,7 +80,7 @@ class Meter:
         if not finite or step % self._every == 0:
             self.report(step, values)
         if not finite:
-            evidence.save(step, values)
+            not_finite(step, values)
 
 
 def _peak_flops(mesh: Mesh) -> float | None:

@@ -19,6 +19,7 @@ import numpy as np
 from meshwright.config import MeshShape, Run
 from meshwright.data.batch import Batch
 from meshwright.data.feed import Feed, Windows, build_stream
+from meshwright.data.ramp import BatchRamp
 from meshwright.hardware.mesh import build_mesh, default_cache_folder
 from meshwright.sharding.layouts import VOCAB_AXES
 from meshwright.sharding.params import Tree, layers_to_rows, named_leaves, rows_to_layers
@@ -142,7 +143,8 @@ class _Side:
         training = device_run.run.training
         stream = build_stream(list(windows), list(weights), training.seed)
         sharding = device_run.batch_sharding
-        self.feed = Feed(stream, batch=training.batch, seq=training.seq, cursor=0, steps=steps, sharding=sharding)
+        full = BatchRamp((), training.batch)
+        self.feed = Feed(stream, full, seq=training.seq, taken=0, cursor=0, steps=steps, sharding=sharding)
         self._device_run = device_run
         self._gradients = jax.jit(build_gradients(device_run), compiler_options=device_run.compiler_options() or None)
         self._step: CompiledTrainStep | None = None

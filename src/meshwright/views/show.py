@@ -106,7 +106,7 @@ def layout_report(placed: PlacedRun) -> LayoutReport:
 def _optimizer_bytes(placed: PlacedRun) -> int:
     if placed.run.optimizer.name in _WHOLE_MOMENTS:
         return round(state_bytes(placed))
-    from meshwright.step.optimizers import optimizer_state_bytes  # loads optax
+    from meshwright.planner.optimizer_state import optimizer_state_bytes  # loads optax
 
     run = placed.run
     return optimizer_state_bytes(run.optimizer, run.training, placed.params, placed.placements, placed.shape)

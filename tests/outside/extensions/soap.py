@@ -33,7 +33,7 @@ def soap(config: Optimizer, learning_rate: optax.Schedule) -> optax.GradientTran
     )
 
 
-def scale_by_soap(beta1: float, beta2: float, epsilon: float, *, every: int) -> optax.GradientTransformation:
+def scale_by_soap(beta1: float, beta2: float, epsilon: float, *, every: int) -> optax.GradientTransformationExtraArgs:
     """Scales gradients of stacked matrices as Adam does in a rotated basis; other parameters get plain Adam.
 
     The gradient G [L, D, F] of a stack of matrices is rotated to U' G V, where U and V are eigenvectors of the factors
@@ -47,28 +47,44 @@ def scale_by_soap(beta1: float, beta2: float, epsilon: float, *, every: int) -> 
         return SoapState(jnp.zeros((), jnp.int32), momentum, second_moment, factors, bases)
 
     def update(
-        grads: optax.Updates, state: SoapState, params: optax.Params | None = None
+        grads: optax.Updates, state: SoapState, params: optax.Params | None = None, *, layer_map: Any = None, **_: Any
     ) -> tuple[optax.Updates, SoapState]:
-        def mean(old: jax.Array, new: jax.Array, beta: float) -> jax.Array:
-            return beta * old + (1 - beta) * new
+        step, refresh = state.step + 1, state.step % every == 0
+        momentum = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.momentum, grads)
 
-        step = state.step + 1
-        momentum = jax.tree.map(lambda m, g: mean(m, g, beta1), state.momentum, grads)
-        factors = jax.tree.map(lambda c, f: mean(f, c, beta2), jax.tree.map(_covariances, grads), state.factors)
-        refresh = state.step % every == 0
-        bases = jax.lax.cond(refresh, lambda: jax.tree.map(_orthogonal_step, factors, state.bases), lambda: state.bases)
-        rotated = jax.tree.map(_rotate, grads, bases)
-        second_moment = jax.tree.map(lambda v, g: mean(v, g * g, beta2), state.second_moment, rotated)
+        def adam(m: jax.Array, v: jax.Array) -> jax.Array:
+            return m / (1 - beta1**step) / (jnp.sqrt(v / (1 - beta2**step)) + epsilon)
 
-        def scale(m: jax.Array, v: jax.Array, bases: tuple[jax.Array, ...]) -> jax.Array:
-            adam = _rotate(m, bases) / (1 - beta1**step) / (jnp.sqrt(v / (1 - beta2**step)) + epsilon)
-            return _rotate(adam, tuple(q.mT for q in bases))
+        # Rotations and factors take whole matrices: with a layer map each device computes those of its own layers.
+        @jax.default_matmul_precision("float32")  # The matrix units of accelerators would round to bfloat16.
+        def of_layers(g: jax.Array, m: jax.Array, v: jax.Array, factors: Any, bases: Any) -> tuple[Any, ...]:
+            factors = tuple(beta2 * f + (1 - beta2) * c for f, c in zip(factors, _covariances(g), strict=True))
+            bases = jax.lax.cond(refresh, lambda: tuple(map(_orthogonal_step, factors, bases)), lambda: bases)
+            v = beta2 * v + (1 - beta2) * _rotate(g, bases) ** 2
+            return _rotate(adam(_rotate(m, bases), v), tuple(q.mT for q in bases)), v, factors, bases
 
-        updates = jax.tree.map(scale, momentum, second_moment, bases)
-        return updates, SoapState(step, momentum, second_moment, factors, bases)
+        def of_others(g: jax.Array, m: jax.Array, v: jax.Array) -> tuple[Any, ...]:
+            v = beta2 * v + (1 - beta2) * g * g
+            return adam(m, v), v, (), ()
 
-    # The matrix units of accelerators would round the factors to bfloat16.
-    return optax.GradientTransformation(init, jax.default_matmul_precision("float32")(update))
+        matrices = jax.tree.map(lambda g: g if _is_matrix(g) else None, grads)
+        arguments = (momentum, state.second_moment, state.factors, state.bases)
+        found = (layer_map or _all_here)(of_layers, matrices, *arguments)
+        results = jax.tree.map(
+            lambda g, m, v, layers: of_others(g, m, v) if layers is None else layers,
+            grads, momentum, state.second_moment, found,
+        )  # fmt: skip
+        treedef: Any = jax.tree.structure(grads)
+        columns = zip(*treedef.flatten_up_to(results), strict=True)
+        updates, *rest = (treedef.unflatten(column) for column in columns)
+        return updates, SoapState(step, momentum, *rest)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _all_here(function: Any, *trees: Any) -> Any:
+    """Applies a function of layers to whole stacks on this device."""
+    return jax.tree.map(lambda g, *rest: None if g is None else function(g, *rest), *trees, is_leaf=lambda x: x is None)
 
 
 def _is_matrix(p: jax.Array) -> bool:

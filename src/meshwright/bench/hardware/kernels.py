@@ -22,7 +22,6 @@ from meshwright.hardware.mesh import build_mesh
 from meshwright.models.kernels.choose import AUTO, KERNELS, Hardware, Kernels, choose_kernels
 from meshwright.models.kernels.grouped import GroupedMatmul, choose_grouped_matmul
 from meshwright.models.model import AttentionSpec
-from meshwright.planner.estimate import ATTENTION_BACKWARD
 from meshwright.sharding.sequence import SequenceSplit
 
 LIMITS = {"float32": (2.5e-6, 4e-6), "bfloat16": (0.012, 0.02)}
@@ -112,12 +111,15 @@ def measure_kernels(section: Section) -> None:
 def calibrated_rates(rows: Sequence[Mapping[str, Any]], own: Sequence[str]) -> dict[str, float]:
     """Returns the rates that plans take: of the platform's own attention kernel, and of the grouped matmul.
 
-    own: names of the platform's own kernels. The planner counts the backward pass as ATTENTION_BACKWARD forward passes.
+    own: names of the platform's own kernels. The planner counts the products of each kernel's own backward pass.
     """
-    passes = (1 + ATTENTION_BACKWARD) / (1 + _BACKWARD)
-    attention = [row["flops_per_second"] for row in rows if row.get("kernel") in own and "flops_per_second" in row]
+    attention = [
+        (1 + KERNELS[row["kernel"]](512).backward) / (1 + _BACKWARD) * row["flops_per_second"]
+        for row in rows
+        if row.get("kernel") in own and "flops_per_second" in row
+    ]
     grouped = [row["of_dense"] for row in rows if "of_dense" in row]
-    rates = {"attention": passes * max(attention)} if attention else {}
+    rates = {"attention": max(attention)} if attention else {}
     return rates | ({"grouped_matmul": max(grouped)} if grouped else {})
 
 

@@ -10,6 +10,10 @@ Two ways to dispatch tokens, both with an all-to-all over `expert`:
 Load balance and capacity are counted within a sequence (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20): a token's
 output does not depend on other sequences, so the numbers are the same on any mesh and with any gradient accumulation.
 
+A routing weight multiplies the hidden layer of its expert, before the `down` matmul, and not the output: its gradient
+then needs the hidden layer, which is there, and the backward pass neither saves nor recomputes the experts' outputs and
+their way back (as with ScatterMoE, Tan et al. 2024, arXiv:2403.08245, the numbers are those of a weighted sum).
+
 Inputs come from `sequence_all_gather`: every device of `tensor` has the same tokens and routes them alike. Outputs are
 partial sums `{U/tensor}`, which `sequence_reduce_scatter` reduces.
 """
@@ -30,7 +34,7 @@ from meshwright.comm.collectives import all_gather, all_reduce, all_to_all, loca
 from meshwright.comm.ragged import Exchange, all_to_all_counts, plan_exchange, ragged_all_to_all
 from meshwright.models.blocks.context import CONTEXT
 from meshwright.models.model import ExpertSpec
-from meshwright.models.remat import FFN_HIDDEN
+from meshwright.models.remat import FFN_HIDDEN, recomputed
 from meshwright.sharding.sequence import SequenceSplit
 
 EXPERT = ("expert",)
@@ -147,14 +151,14 @@ def dropless_moe(
     order = jnp.argsort(expert_of_row, stable=True)
     back = jnp.argsort(order)
     rows = _reorder(h_BTD.reshape(B * T, D), order, back, k)
+    weights = _reorder(routes.weights_BTX.reshape(-1, 1), order, back, 1)
     rows_E = (expert_of_row[:, None] == jnp.arange(r.experts)).sum(0).astype(jnp.int32)
     dropped = None
     if nontrivial_axes(EXPERT):
-        out, dropped = _expert_parallel(r, rows, rows_E, w, multiply, buffer_factor)
+        out, dropped = _expert_parallel(r, rows, weights, rows_E, w, multiply, buffer_factor)
     else:
-        out = _grouped_swiglu(rows, rows_E, w, multiply)
-    out_BTXD = _reorder(out, back, order, 1).reshape(B, T, k, D)
-    return _weighted_sum(out_BTXD, routes.weights_BTX), dropped
+        out = _grouped_swiglu(rows, weights, rows_E, w, multiply)
+    return _sum_of_experts(_reorder(out, back, order, 1).reshape(B, T, k, D)), dropped
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -174,18 +178,26 @@ _reorder.defvjp(
 )  # fmt: skip
 
 
-def _weighted_sum(out_BTXD: jax.Array, weights_BTX: jax.Array) -> jax.Array:
-    out_BTD = jnp.einsum(
-        "btxd,btx->btd", out_BTXD, weights_BTX, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
-    return out_BTD.astype(out_BTXD.dtype)
+def _sum_of_experts(out_BTXD: jax.Array) -> jax.Array:
+    return out_BTXD.sum(2, dtype=jnp.float32).astype(out_BTXD.dtype)
 
 
-def _grouped_swiglu(rows: jax.Array, rows_E: jax.Array, w: ExpertWeights, multiply: Multiply) -> jax.Array:
-    """Applies each expert's SwiGLU to its rows. rows: [rows, D], sorted by expert.  rows_E: rows of each expert."""
+@recomputed
+def _hidden(gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns the hidden layer of SwiGLU times the routing weight of each row. weights: [..., 1], float32."""
+    return (jax.nn.silu(gate).astype(jnp.float32) * up * weights).astype(up.dtype)
+
+
+def _grouped_swiglu(
+    rows: jax.Array, weights: jax.Array, rows_E: jax.Array, w: ExpertWeights, multiply: Multiply
+) -> jax.Array:
+    """Applies each expert's SwiGLU to its rows, and their routing weights.
+
+    rows: [rows, D], sorted by expert.  weights: [rows, 1].  rows_E: rows of each expert.
+    """
     gate = checkpoint_name(multiply(rows, w["gate"], rows_E), FFN_HIDDEN)
     up = checkpoint_name(multiply(rows, w["up"], rows_E), FFN_HIDDEN)
-    return multiply(jax.nn.silu(gate) * up, w["down"], rows_E)
+    return multiply(_hidden(gate, up, weights), w["down"], rows_E)
 
 
 def buffer_rows(spec: ExpertSpec, tokens: int, shards: int) -> int:
@@ -202,7 +214,13 @@ def buffer_rows(spec: ExpertSpec, tokens: int, shards: int) -> int:
 
 
 def _expert_parallel(
-    r: Routing, rows: jax.Array, rows_E: jax.Array, w: ExpertWeights, multiply: Multiply, buffer_factor: float
+    r: Routing,
+    rows: jax.Array,
+    weights: jax.Array,
+    rows_E: jax.Array,
+    w: ExpertWeights,
+    multiply: Multiply,
+    buffer_factor: float,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Sends rows to the devices that hold their experts, applies these, and returns the outputs in the same order.
 
@@ -216,9 +234,11 @@ def _expert_parallel(
     sent_counts = rows_E.reshape(shards, local_experts)
     received_counts = all_to_all_counts(sent_counts, "expert")
     exchange = plan_exchange(sent_counts.sum(1), received_counts.sum(1), "expert", room)
-    arrived = ragged_all_to_all(rows, exchange, "expert", room, largest)
     to_experts, back, rows_of_expert = _sort_blocks(exchange, received_counts, room)
-    out = _grouped_swiglu(_reorder(arrived, to_experts, back, 1), rows_of_expert, w, multiply)
+    arrived, weights = (
+        _reorder(ragged_all_to_all(x, exchange, "expert", room, largest), to_experts, back, 1) for x in (rows, weights)
+    )
+    out = _grouped_swiglu(arrived, weights, rows_of_expert, w, multiply)
     out = ragged_all_to_all(_reorder(out, back, to_experts, 1), exchange.reversed(), "expert", rows.shape[0], largest)
     return out, (rows_E.sum() - exchange.sizes.sum()).astype(jnp.float32) if room < most else None
 
@@ -268,14 +288,15 @@ def capacity_moe(
     slot_BTX = jnp.where(kept_BTX, slot_BTX, local_capacity)
     index = (routes.experts_BTX, jnp.arange(B)[:, None, None], slot_BTX)
     x_EBCD = jnp.zeros((r.experts, B, local_capacity, D), h_BTD.dtype).at[index].set(h_BTD[:, :, None], mode="drop")
-    x_EBCD = all_to_all(x_EBCD, EXPERT, 0, 1)
+    weights_EBC = jnp.zeros(x_EBCD.shape[:3], jnp.float32).at[index].set(routes.weights_BTX, mode="drop")
+    x_EBCD, weights_EBC = (all_to_all(x, EXPERT, 0, 1) for x in (x_EBCD, weights_EBC))
     gate_EBCF, up_EBCF = (
         checkpoint_name(jnp.einsum("ebcd,edf->ebcf", x_EBCD, w[n]), FFN_HIDDEN) for n in ("gate", "up")
     )
-    out_EBCD = jnp.einsum("ebcf,efd->ebcd", jax.nn.silu(gate_EBCF) * up_EBCF, w["down"])
+    out_EBCD = jnp.einsum("ebcf,efd->ebcd", _hidden(gate_EBCF, up_EBCF, weights_EBC[..., None]), w["down"])
     out_EBCD = all_to_all(out_EBCD, EXPERT, 1, 0)
     out_BTXD = out_EBCD.at[index].get(mode="fill", fill_value=0)
-    return _weighted_sum(out_BTXD, routes.weights_BTX), (~kept_BTX).sum().astype(jnp.float32)
+    return _sum_of_experts(out_BTXD), (~kept_BTX).sum().astype(jnp.float32)
 
 
 def _within_capacity(r: Routing, experts_BTX: jax.Array, sequence: SequenceSplit, capacity: int) -> jax.Array:

@@ -6,10 +6,16 @@ import jax
 import jax.numpy as jnp
 
 from meshwright.comm.collectives import all_gather
+from meshwright.models.remat import recomputed
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     """Divides x by its root mean square along the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+    return _rms_norm(x, scale, jnp.float32(epsilon))
+
+
+@recomputed
+def _rms_norm(x: jax.Array, scale: jax.Array, epsilon: jax.Array) -> jax.Array:
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + epsilon)
     return x32.astype(x.dtype) * scale.astype(x.dtype)

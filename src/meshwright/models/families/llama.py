@@ -32,7 +32,7 @@ from meshwright.models.model import (
     padded_vocab,
     vocab_size,
 )
-from meshwright.models.remat import ATTN_RESIDUAL, FFN_HIDDEN, QKV
+from meshwright.models.remat import ATTN_RESIDUAL, FFN_HIDDEN, QKV, recomputed
 from meshwright.sharding.params import GatherParams, Param, Tree
 from meshwright.words import AXES
 
@@ -256,4 +256,9 @@ def swiglu(h_BTD: jax.Array, weights: dict[str, Any]) -> jax.Array:
 
 def silu_product(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
     """Returns silu(gate) * up, the hidden features of SwiGLU; both factors are named for the remat policies."""
-    return jax.nn.silu(checkpoint_name(gate_BTF, FFN_HIDDEN)) * checkpoint_name(up_BTF, FFN_HIDDEN)
+    return _silu_product(checkpoint_name(gate_BTF, FFN_HIDDEN), checkpoint_name(up_BTF, FFN_HIDDEN))
+
+
+@recomputed
+def _silu_product(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate_BTF) * up_BTF

@@ -60,6 +60,8 @@ class Kernels:
     """Returns which library the kernel lacks on this machine, None if it lacks none."""
     fused: bool = True
     """Whether scores stay on the chip; the planner counts their HBM bytes otherwise."""
+    backward: float = 2.5
+    """Matrix products of the backward pass over those of the forward pass: five for two, the scores again included."""
     note: str = ""
     """Why "auto" did not take the platform's own kernel."""
 

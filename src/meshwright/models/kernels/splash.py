@@ -132,7 +132,13 @@ def splash_kernels(block: int, backward_kernels: int = 2, interpret: Any = False
     """Returns splash attention with blocks of at most `block` queries and keys. backward_kernels: see SplashChunks."""
     chunks = SplashChunks(block, backward_kernels, interpret).attention()
     name = "splash" if backward_kernels == 2 else "splash_fused"
-    return Kernels(name, self_attention_of(chunks), unsupported=_unsupported, chunk_attention=chunks)
+    return Kernels(
+        name,
+        self_attention_of(chunks),
+        unsupported=_unsupported,
+        chunk_attention=chunks,
+        backward=3.5 if backward_kernels == 2 else 2.5,
+    )
 
 
 def _unsupported(shapes: AttentionShapes) -> str | None:

@@ -1,0 +1,227 @@
+"""The verb `generate`: text from a run's checkpoint, streamed as it is decoded."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import tyro
+
+from meshwright.cli.devices import start_devices
+from meshwright.cli.output import write, write_json
+from meshwright.cli.parse import parse
+from meshwright.config import MeshShape, Run
+from meshwright.data.chat import ChatTemplate, Message, check_jinja
+from meshwright.errors import ConfigError, DataError
+from meshwright.formatting import format_bytes, format_count, format_step, format_time
+from meshwright.generation.generator import Decoding, Generated, GenerationReport, Generator
+from meshwright.generation.sampling import Sampling
+from meshwright.generation.source import open_weights
+from meshwright.hardware.mesh import default_cache_folder, enable_compilation_cache
+from meshwright.runs.recipe import find_recipe
+from meshwright.runs.run_file import run_in_folder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """Continue prompts with the model of a run, on any mesh, and show the text as it is decoded. Prompts come from
+    PROMPT, from --prompt, from a file, or from standard input."""
+
+    source: Annotated[Path, tyro.conf.Positional]
+    """Output folder of a run; a recipe with --random-weights."""
+    text: Annotated[str | None, tyro.conf.Positional] = None
+    """Prompt."""
+    prompt: tuple[str, ...] = ()
+    """Further prompts, continued together with the first."""
+    prompts: Path | None = None
+    """File of prompts: one on each line, or {"prompt": "..."} on each line of a .jsonl file; `-` is standard input."""
+    max_tokens: int = 128
+    """Most tokens that are generated for each prompt."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a text, beside the end of a document; they are not shown."""
+    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = Sampling()
+    chat: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Hold a conversation: prompts are messages in the tokenizer's chat template. Without a prompt it reads them line
+    by line, and ends at the end of the input."""
+    system: str | None = None
+    """System message of the conversation."""
+    chat_template: Path | None = None
+    """Jinja chat template to use in the place of the tokenizer's own."""
+    mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
+    """Mesh to generate on, as axis=degree,...; by default the run's own."""
+    devices: int | None = None
+    """Devices to use; simulated where there is no accelerator."""
+    at: int | None = None
+    """Step of the checkpoint; by default the last."""
+    decoding: Decoding = Decoding()
+    random_weights: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Take a recipe and its initial weights: random text, to see speed and memory."""
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print one line of JSON with texts, tokens, log-probabilities and the report."""
+
+
+def main(args: Sequence[str]) -> int:
+    """Runs `meshwright generate`. Raises CheckpointError where there is no run, ConfigError for what cannot be."""
+    default = GenerateOptions(source=tyro.MISSING)
+    options = parse(GenerateOptions, "generate", args, default=default)
+    if options.chat:
+        check_jinja()
+    prompts = _prompts(options)
+    shape = MeshShape.parse(options.mesh) if options.mesh else None
+    start_devices(options.devices, _run_of(options, shape))
+    enable_compilation_cache(default_cache_folder() / "compiled")
+    opened = open_weights(
+        options.source, mesh=shape, at=options.at, devices=options.devices,
+        initial="random" if options.random_weights else "checkpoint",
+    )  # fmt: skip
+    generator = Generator(opened, options.decoding)
+    del opened  # the layout of training, where decoding has its own
+    _note(f"{generator.origin} on {generator.device_run.shape}: weights {generator.layout}\n")
+    if options.chat:
+        return _converse(options, generator, prompts)
+    texts = prompts if prompts is not None else [_standard_input()]
+    generated = _generate(options, generator, texts, shown=len(texts) == 1 and not options.json)
+    if options.json:
+        write_json(_record(texts, generated))
+    elif len(texts) > 1:
+        for text, added in zip(texts, generated.texts, strict=True):
+            write(f"--- {text}\n{added}\n")
+    _note(format_report(generated.report))
+    return 0
+
+
+def _run_of(options: GenerateOptions, shape: MeshShape | None) -> Run:
+    """Returns the run with the mesh that it will have, from which the number of simulated devices follows."""
+    if options.random_weights:
+        run = find_recipe(str(options.source))
+    elif options.source.is_dir():
+        run = run_in_folder(options.source)
+    else:
+        raise ConfigError(
+            f"meshwright generate {options.source}",
+            "it is no folder; a recipe names a model and has no weights before it is trained",
+            f"the output folder of `meshwright train`, or `{options.source} --random-weights` to see random text",
+        )
+    return dataclasses.replace(run, mesh=shape or run.mesh)
+
+
+def _prompts(options: GenerateOptions) -> list[str] | None:
+    """Returns the prompts of the options, None where standard input has them."""
+    given = [*([] if options.text is None else [options.text]), *options.prompt]
+    if options.prompts is not None:
+        given += _prompts_in(options.prompts)
+    if given:
+        return given
+    if sys.stdin.isatty() and not options.chat:
+        raise ConfigError(
+            f"meshwright generate {options.source}", "there is no prompt, and standard input is a terminal",
+            f'meshwright generate {options.source} "Once upon a time"',
+        )  # fmt: skip
+    return None
+
+
+def _prompts_in(file: Path) -> list[str]:
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"--prompts {file}", f"{error.strerror or error}", "a file of prompts, or -") from error
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise DataError(f"--prompts {file}", "it has no line with a prompt", "one prompt on each line")
+    if file.suffix != ".jsonl":
+        return lines
+    try:
+        return [str(json.loads(line)["prompt"]) for line in lines]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"--prompts {file}", f'a line is not {{"prompt": ...}}: {error}', "such lines") from error
+
+
+def _standard_input() -> str:
+    return sys.stdin.read().removesuffix("\n")
+
+
+def _generate(options: GenerateOptions, generator: Generator, texts: Sequence[str], *, shown: bool) -> Generated:
+    """Generates; where there is one text it is `shown` from its prompt on, as it is decoded."""
+    if shown:
+        write(texts[0])
+    generated = generator.generate(
+        texts, max_tokens=options.max_tokens, sampling=options.sampling, stop=options.stop,
+        on_text=(lambda _, added: write(added)) if shown else None,
+    )  # fmt: skip
+    if shown:
+        write("\n")
+    return generated
+
+
+def _converse(options: GenerateOptions, generator: Generator, prompts: list[str] | None) -> int:
+    """Answers messages one after another; each answer knows all before it."""
+    template = generator.chat
+    if options.chat_template is not None:
+        template = ChatTemplate(options.chat_template.read_text(encoding="utf-8"))
+    if template is None:
+        raise ConfigError(
+            f"--chat with {options.source}", "its tokenizer has no chat template", "--chat-template FILE.jinja"
+        )
+    messages: list[Message] = [] if options.system is None else [{"role": "system", "content": options.system}]
+    report = None
+    for message in prompts if prompts is not None else _lines():
+        messages.append({"role": "user", "content": message})
+        generated = generator.generate(
+            [template.render(messages)], max_tokens=options.max_tokens, sampling=options.sampling, stop=options.stop,
+            on_text=None if options.json else lambda _, added: write(added),
+        )  # fmt: skip
+        messages.append({"role": "assistant", "content": generated.texts[0]})
+        report = generated.report
+        write_json(_record([message], generated)) if options.json else write("\n")
+    if report is not None:
+        _note(format_report(report))
+    return 0
+
+
+def _lines() -> Any:
+    """Yields the lines of standard input, after a mark where it is a terminal."""
+    while True:
+        if sys.stdin.isatty():
+            write("> ")
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def _record(prompts: Sequence[str], generated: Generated) -> dict[str, Any]:
+    report = dataclasses.asdict(generated.report)
+    report["prefill_tokens_per_second"] = generated.report.prefill_tokens_per_second
+    report["decode_tokens_per_second"] = generated.report.decode_tokens_per_second
+    rows = zip(prompts, generated.texts, generated.tokens, generated.logprobs, strict=True)
+    texts = [
+        {"prompt": prompt, "text": text, "tokens": tokens, "logprobs": logprobs}
+        for prompt, text, tokens, logprobs in rows
+    ]
+    return {"texts": texts, "report": report}
+
+
+def format_report(report: GenerationReport) -> str:
+    """Formats speed and memory of a generation, in three lines."""
+    first, decode = report.first_token_seconds, report.decode_tokens_per_second
+    cache = format_bytes(report.cache_bytes)
+    return (
+        f"prefill: {report.prompt_tokens} tokens, first token after {format_step(first)} "
+        f"({format_count(round(report.prefill_tokens_per_second))} tokens/s); compiling took "
+        f"{format_time(report.compile_seconds)}\n"
+        f"decode:  {report.new_tokens} tokens in {format_time(report.decode_seconds)} "
+        f"({format_count(round(decode))} tokens/s)\n"
+        f"memory:  weights {format_bytes(report.weight_bytes)} ({report.weights}), cache {cache} (planned "
+        f"{format_bytes(report.planned_cache_bytes)}), temporaries {format_bytes(report.temporary_bytes)} per device\n"
+    )
+
+
+def _note(text: str) -> None:
+    """Writes to standard error, so that standard output is the text alone."""
+    if jax.process_index() == 0:
+        sys.stderr.write(text)
+        sys.stderr.flush()

@@ -1,0 +1,263 @@
+"""Key/value cache: its plan before it exists, its arrays, and attention to it.
+
+Slots are positions of a batch that is padded on the left: every sequence ends at the same slot, so a step writes one
+slot for the whole batch. The cache is sharded over batch, key/value heads (`tensor`) and slots (`context`). Slot s lies
+on device s mod n of the n devices of `context`: a prompt fills all of them evenly, and so does what follows it.
+
+Slots come before heads and sequences in memory: what a step writes is one block. With sequences first, XLA:TPU copies
+the whole cache into that order at the beginning of the decode loop and back at its end, into a second cache.
+
+Attention visits the filled slots block by block with a running maximum and sum (Milakov and Gimelshein 2018,
+arXiv:1805.02867), so its work follows the tokens there are and not the slots there is room for; a sliding window starts
+at its first block. Devices of `context` combine their parts by log-sum-exp.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+
+from meshwright.comm.collectives import all_gather, all_reduce, all_reduce_max, axis_index, reduce_scatter
+from meshwright.config import MeshShape
+from meshwright.errors import ConfigError
+from meshwright.models.blocks.context import CONTEXT
+from meshwright.models.model import ModelSpec
+from meshwright.sharding.layouts import BATCH_AXES
+from meshwright.sharding.placement import Placement, local_shape, to_spec
+
+SLOT_MULTIPLE = 128
+"""Slots of a device are a multiple of this, so that their blocks are whole."""
+_BLOCK = 1024
+"""Most slots of a block of attention on one device."""
+_HIDDEN = -1e30
+_PLACEMENT: Placement = ((), CONTEXT, ("tensor",), BATCH_AXES, ())
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "k_scale", "v_scale"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class KeyValues:
+    """Cached keys and values of a stack of layers, [L, S, K, B, H] each."""
+
+    k: Any
+    v: Any
+    k_scale: Any = None
+    """float32 [L, S, K, B, 1] of an int8 cache: the key is `k * k_scale`; None where the cache is not quantised."""
+    v_scale: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class CachePlan:
+    """Cache of a model on a mesh, before it exists."""
+
+    spec: ModelSpec
+    shape: MeshShape
+    batch: int
+    """Sequences; a multiple of the devices that share the batch."""
+    slots: int
+    """Slots of each sequence."""
+    dtype: str
+    """Dtype of keys and values; `int8` stores one float32 scale for each token and head."""
+
+    def __post_init__(self) -> None:
+        for layer in self.spec.layers:
+            if layer.attention is None:
+                raise ConfigError(
+                    f"generating with layers of stack {layer.stack!r}",
+                    "they have no attention, and what they carry from token to token is no key/value cache",
+                    "a model whose layers all state an `AttentionSpec`",
+                )
+
+    @functools.cached_property
+    def abstract(self) -> dict[str, KeyValues]:
+        """Arrays of each stack as (global shape, dtype)."""
+        stacks = {}
+        for stack, layers in self.spec.stacks.items():
+            attention = next(layer.attention for layer in self.spec.layers if layer.stack == stack)
+            assert attention is not None
+            values = (layers, self.slots, attention.kv_heads, self.batch, attention.head_size)
+            leaf = jax.ShapeDtypeStruct(values, jnp.dtype(self.dtype))
+            scale = jax.ShapeDtypeStruct((*values[:-1], 1), jnp.float32) if self.dtype == "int8" else None
+            stacks[stack] = KeyValues(leaf, leaf, scale, scale)
+        return stacks
+
+    @property
+    def placement(self) -> Placement:
+        """Mesh axes of each dimension [L, S, K, B, H]."""
+        degrees = self.shape.degrees()
+        return tuple(tuple(axis for axis in axes if degrees[axis] > 1) for axes in _PLACEMENT)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes that the cache takes on each device."""
+        leaves = jax.tree.leaves(self.abstract)
+        return sum(math.prod(local_shape(x.shape, self.placement, self.shape)) * x.dtype.itemsize for x in leaves)
+
+    def shardings(self, mesh: Mesh) -> dict[str, KeyValues]:
+        """Returns the sharding of every array."""
+        return jax.tree.map(lambda _: NamedSharding(mesh, to_spec(self.placement)), self.abstract)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Slots that a step writes and attends to; the same on every device, `first_B` the device's part of the batch."""
+
+    slot: jax.Array
+    """First slot of the step's tokens, int32; a multiple of the devices of `context` where there are several tokens."""
+    first_B: jax.Array
+    """First slot of each sequence: those before are padding. int32."""
+    tokens: int
+    """Tokens T of each sequence in this step."""
+
+
+class CachedAttend:
+    """Attention of a step's tokens to the cache, for `ForwardContext.attend`.
+
+    A layer calls it once, with its own queries, keys and values of the step: [1, tokens, heads, H], where the tokens of
+    all sequences are one dimension, split over `context`. It writes keys and values into the cache, then attends.
+    `open` gives it the cache of a stack and a layer's row of it while that layer is traced, `close` takes the cache
+    back.
+    """
+
+    def __init__(self, slots: Slots):
+        self._slots = slots
+        self._cache: KeyValues | None = None
+        self._row: Any = None
+
+    def open(self, cache: KeyValues, row: jax.Array) -> None:
+        """Sets the cache and the row of the layer that is traced next."""
+        self._cache, self._row = cache, row
+
+    def close(self) -> KeyValues:
+        """Returns the cache that the layer has written to."""
+        cache, self._cache = self._cache, None
+        assert cache is not None
+        return cache
+
+    def __call__(self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, /, *, window: int | None) -> jax.Array:
+        """Returns the attention output of this device's tokens [1, tokens, N, H]."""
+        assert self._cache is not None
+        batch, tokens = self._slots.first_B.shape[0], self._slots.tokens
+
+        def by_sequence(x: jax.Array) -> jax.Array:
+            whole = all_gather(x[0], CONTEXT, 0)[: batch * tokens]
+            return whole.reshape(batch, tokens, *whole.shape[1:])
+
+        q, k, v = (by_sequence(x) for x in (q_BTNH, k_BTKH, v_BTKH))
+        with jax.named_scope("cache"):
+            self._cache = write(self._cache, self._row, self._slots, k, v)
+            out, lse = attend(self._cache, self._row, self._slots, q, window)
+        if lax.axis_size(CONTEXT) == 1:
+            return _flat(out, q_BTNH.shape[1]).astype(q_BTNH.dtype)[None]
+        highest = all_reduce_max(lse, CONTEXT)
+        weight = jnp.exp(lse - highest)
+        out *= (weight / all_reduce(weight, CONTEXT))[..., None]
+        flat = _flat(out, q_BTNH.shape[1] * lax.axis_size(CONTEXT))
+        return reduce_scatter(flat, CONTEXT, 0).astype(q_BTNH.dtype)[None]
+
+
+def _flat(out_BTNH: jax.Array, rows: int) -> jax.Array:
+    """Makes the tokens of all sequences one dimension, padded to `rows`."""
+    flat = out_BTNH.reshape(-1, *out_BTNH.shape[2:])
+    return jnp.pad(flat, ((0, rows - flat.shape[0]), (0, 0), (0, 0)))
+
+
+def write(cache: KeyValues, row: Any, slots: Slots, k_BTKH: jax.Array, v_BTKH: jax.Array) -> KeyValues:
+    """Returns the cache with a step's keys and values at their slots, of which this device keeps its own."""
+    devices, here = lax.axis_size(CONTEXT), axis_index(CONTEXT)
+    start = slots.slot // devices
+
+    def place(array: jax.Array, new_BTKH: jax.Array) -> jax.Array:
+        new_TKBH = new_BTKH.transpose(1, 2, 0, 3).astype(array.dtype)
+        where = (row, start, 0, 0, 0)
+        if slots.tokens > 1:
+            T, K, B, H = new_TKBH.shape
+            mine = lax.dynamic_index_in_dim(new_TKBH.reshape(T // devices, devices, K, B, H), here, 1, keepdims=False)
+            return lax.dynamic_update_slice(array, mine[None], where)
+        if devices > 1:
+            old = lax.dynamic_slice(array, where, (1, *new_TKBH.shape))[0]
+            new_TKBH = jnp.where(slots.slot % devices == here, new_TKBH, old)
+        return lax.dynamic_update_slice(array, new_TKBH[None], where)
+
+    if cache.k_scale is None:
+        return KeyValues(place(cache.k, k_BTKH), place(cache.v, v_BTKH))
+    (k, k_scale), (v, v_scale) = quantise(k_BTKH), quantise(v_BTKH)
+    return KeyValues(place(cache.k, k), place(cache.v, v), place(cache.k_scale, k_scale), place(cache.v_scale, v_scale))
+
+
+def quantise(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns int8 values and a float32 scale for each token and head, so that `values * scale` is near x."""
+    x_BTKH = x_BTKH.astype(jnp.float32)
+    scale = jnp.maximum(jnp.abs(x_BTKH).max(-1, keepdims=True), 1e-30) / 127.0
+    return jnp.round(x_BTKH / scale), scale
+
+
+def attend(
+    cache: KeyValues, row: Any, slots: Slots, q_BTNH: jax.Array, window: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """Attends to this device's slots of a layer; returns the output [B, T, N, H] and its log-sum-exp [B, T, N].
+
+    Both are float32. A query that sees none of the slots gets zeros, and a log-sum-exp near -1e30.
+    """
+    B, T, N, H = q_BTNH.shape
+    local, K = cache.k.shape[1:3]
+    G, block, devices = N // K, math.gcd(local, _BLOCK), lax.axis_size(CONTEXT)
+    # All queries of a key/value head are one dimension, [G, T].
+    q_KBGH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H).transpose(2, 0, 3, 1, 4).reshape(K, B, G * T, H)
+    at_T = slots.slot + jnp.arange(T)
+
+    def visit(number: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        highest, total, out = sums
+        k_SKBH, k_scale = _block(cache.k, cache.k_scale, row, number, block)
+        v_SKBH, v_scale = _block(cache.v, cache.v_scale, row, number, block)
+        scores = jnp.einsum("kbgh,skbh->kbgs", q_KBGH, k_SKBH.astype(q_KBGH.dtype), preferred_element_type=jnp.float32)
+        if k_scale is not None:
+            scores *= k_scale
+        key_S = (number * block + jnp.arange(block)) * devices + axis_index(CONTEXT)
+        distance_TS = at_T[:, None] - key_S[None]
+        seen_TS = distance_TS >= 0 if window is None else (distance_TS >= 0) & (distance_TS < window)
+        seen_BTS = seen_TS[None] & (key_S[None, None] >= slots.first_B[:, None, None])
+        seen = jnp.broadcast_to(seen_BTS[:, None], (B, G, T, block)).reshape(1, B, G * T, block)
+        now = jnp.maximum(highest, jnp.where(seen, scores, _HIDDEN).max(-1))
+        weights = jnp.where(seen, jnp.exp(scores - now[..., None]), 0.0)
+        old = jnp.exp(highest - now)
+        total = total * old + weights.sum(-1)
+        if v_scale is not None:
+            weights *= v_scale
+        part = jnp.einsum(
+            "kbgs,skbh->kbgh", weights.astype(q_KBGH.dtype), v_SKBH.astype(q_KBGH.dtype),
+            preferred_element_type=jnp.float32,
+        )  # fmt: skip
+        return now, total, out * old[..., None] + part
+
+    sums = (
+        jnp.full((K, B, G * T), _HIDDEN, jnp.float32),
+        jnp.zeros((K, B, G * T), jnp.float32),
+        jnp.zeros((K, B, G * T, H), jnp.float32),
+    )
+    if block == local:
+        highest, total, out = visit(0, sums)
+    else:
+        oldest = slots.first_B.min() if window is None else jnp.maximum(slots.first_B.min(), slots.slot - window + 1)
+        highest, total, out = lax.fori_loop(
+            oldest // devices // block, (slots.slot + T - 1) // devices // block + 1, visit, sums
+        )
+    out /= jnp.maximum(total, 1e-30)[..., None]
+    lse = highest + jnp.log(jnp.maximum(total, 1e-30))
+    back = out.reshape(K, B, G, T, H).transpose(1, 3, 0, 2, 4).reshape(B, T, N, H)
+    return back, lse.reshape(K, B, G, T).transpose(1, 3, 0, 2).reshape(B, T, N)
+
+
+def _block(
+    array: jax.Array, scale: jax.Array | None, row: Any, number: Any, block: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns block `number` of a layer's slots [S, K, B, H], and its scales [K, B, 1, S]."""
+
+    def part(x: jax.Array) -> jax.Array:
+        return lax.dynamic_slice(x, (row, number * block, 0, 0, 0), (1, block, *x.shape[2:]))[0]
+
+    return part(array), None if scale is None else part(scale).transpose(1, 2, 3, 0)

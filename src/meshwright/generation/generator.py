@@ -1,0 +1,282 @@
+"""Texts that continue prompts: tokens in, tokens and text out, with a report of time and memory."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+
+from meshwright.errors import ConfigError
+from meshwright.generation.decoder import Bucket, Decoder, DecodeState, bucket_for, check_decodable
+from meshwright.generation.sampling import Sampling
+from meshwright.generation.source import OpenedModel
+from meshwright.generation.weight_sizes import WeightsLayout, weight_bytes
+from meshwright.generation.weights import LaidOut, lay_out
+from meshwright.step.device_run import DeviceRun
+
+OnText = Callable[[int, str], None]
+"""Called with the index of a prompt and the text that was added to it."""
+_FITS = 0.8
+"""Fraction of a device's memory that gathered weights may take, beside the ones they are gathered from."""
+_SIMULATED_BYTES = 2**30
+"""Most bytes of gathered weights on a simulated device."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """How texts are computed; their numbers are those of the forward pass in any case, but for int8.
+
+    Example:
+        >>> mw.Decoding(weights="int8", cache="int8").prefill_chunk
+        512
+    """
+
+    weights: Literal["auto", "gathered", "sharded", "int8"] = "auto"
+    """Layout of the weights: as in training, gathered over `fsdp` layer by layer for each token (sharded); gathered
+    once, in the compute dtype (gathered); gathered once with the matmul weights of dense layers in int8 (int8). `auto`
+    is `gathered` where that fits the device's memory, else `sharded`."""
+    cache: Literal["compute", "int8"] = "compute"
+    """Dtype of cached keys and values: the compute dtype, or int8 with a scale for each token and head."""
+    prefill_chunk: int = 512
+    """Most tokens of each prompt that one prefill step computes."""
+    stream_every: int = 8
+    """Tokens that the compiled loop decodes before the host looks at them: for streaming, and to stop early."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("prefill-chunk", self.prefill_chunk), ("stream-every", self.stream_every)):
+            if value < 1:
+                raise ConfigError(f"--decoding.{name} {value}", "it counts tokens, at least 1", f"--decoding.{name} 8")
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationReport:
+    """Time and memory of one generation, compilation apart."""
+
+    prompts: int
+    """Number of prompts."""
+    prompt_tokens: int
+    """Tokens of all prompts."""
+    new_tokens: int
+    """Tokens generated for all of them."""
+    compile_seconds: float
+    """Seconds that compiling prefill and decode took; 0 where a prompt of the same bucket had come before."""
+    first_token_seconds: float
+    """Seconds from the prompts to the first token of all texts."""
+    decode_seconds: float
+    """Seconds from the first token to the last."""
+    weights: WeightsLayout
+    """Layout of the weights."""
+    weight_bytes: int
+    """Bytes of the weights on one device."""
+    cache_bytes: int
+    """Bytes of the cache on one device, as the compiled program has it."""
+    planned_cache_bytes: int
+    """The same by arithmetic on the model's facts."""
+    temporary_bytes: int
+    """Bytes of temporaries of the compiled decode loop on one device, by the compiler."""
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """Prompt tokens per second until the first token."""
+        return self.prompt_tokens / max(self.first_token_seconds, 1e-9)
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Tokens per second after the first of each text, all texts together."""
+        return max(0, self.new_tokens - self.prompts) / max(self.decode_seconds, 1e-9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Generated:
+    """Texts of one generation, one for each prompt."""
+
+    texts: tuple[str, ...]
+    """Generated text without the prompt, cut before a stop string."""
+    tokens: tuple[tuple[int, ...], ...]
+    """Generated tokens, without the token that ended a text."""
+    logprobs: tuple[tuple[float, ...], ...]
+    """Log-probability of each of them, before temperature and filters."""
+    report: GenerationReport
+
+
+class Generator:
+    """Model with its weights laid out for decoding, and the programs of the buckets that prompts have had so far."""
+
+    def __init__(self, opened: OpenedModel, decoding: Decoding | None = None):
+        self.device_run, self.tokenizer, self.chat = opened.device_run, opened.tokenizer, opened.chat
+        self.origin, self.decoding = opened.origin, decoding or Decoding()
+        self._stops = opened.stops
+        check_decodable(self.device_run)
+        self.layout: WeightsLayout = _choose_layout(self.device_run, self.decoding.weights)
+        self._weights: LaidOut = lay_out(self.device_run, opened.params, self.layout)
+        self._decoders: dict[Bucket, Decoder] = {}
+
+    @property
+    def compilations(self) -> int:
+        """Buckets that programs have been compiled for."""
+        return len(self._decoders)
+
+    def encode(self, prompt: str | Sequence[int]) -> np.ndarray:
+        """Returns the tokens of a prompt; an empty one is the end of the document before."""
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else np.asarray(prompt, np.int32)
+        if not len(tokens):
+            tokens = np.array([self.tokenizer.end], np.int32)
+        vocab = self.device_run.run.model.vocab or 0
+        if tokens.min() < 0 or tokens.max() >= vocab:
+            raise ConfigError(
+                f"a prompt with token {tokens.max() if tokens.max() >= vocab else tokens.min()}",
+                f"the model has tokens 0 to {vocab - 1}", "tokens of the model's own tokenizer",
+            )  # fmt: skip
+        return tokens
+
+    def decoder(self, lengths: Sequence[int], max_tokens: int) -> Decoder:
+        """Returns the programs for prompts of `lengths` tokens, those of other prompts of the same bucket."""
+        bucket = bucket_for(self.device_run, lengths, max_tokens, self.decoding.prefill_chunk)
+        if bucket not in self._decoders:
+            self._decoders[bucket] = Decoder(self.device_run, self._weights, bucket, self.decoding.cache)
+        return self._decoders[bucket]
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        max_tokens: int = 128,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        on_text: OnText | None = None,
+    ) -> Generated:
+        """Continues each prompt by up to `max_tokens` tokens.
+
+        stop: texts that end a text, beside the tokenizer's end of a document; they are left out of it.
+        Raises ConfigError where the texts would be longer than the model's positions.
+        """
+        if max_tokens < 1 or not prompts:
+            raise ConfigError(
+                f"{max_tokens} tokens after {len(prompts)} prompts", "there is at least one of each", "--max-tokens 1"
+            )
+        sampling = sampling or Sampling()
+        encoded = [self.encode(prompt) for prompt in prompts]
+        began = time.perf_counter()
+        known = self.compilations
+        decoder = self.decoder([len(tokens) for tokens in encoded], max_tokens).compile()
+        compile_seconds = time.perf_counter() - began if self.compilations > known else 0.0
+        texts = [_Text(self.tokenizer.decode, stop, self._stops) for _ in prompts]
+        began = first = last = time.perf_counter()
+        for number, state in enumerate(self._pieces(decoder, encoded, max_tokens, sampling)):
+            tokens, logprobs, _ = decoder.read(state)
+            last = time.perf_counter()
+            if number == 0:
+                first = last
+            for row, text in enumerate(texts):
+                added = text.add(tokens[row], logprobs[row], final=tokens.shape[1] >= max_tokens)
+                if added and on_text is not None:
+                    on_text(row, added)
+            if all(text.ended for text in texts):
+                break
+        return Generated(
+            tuple(text.shown for text in texts),
+            tuple(tuple(text.tokens) for text in texts),
+            tuple(tuple(text.logprobs) for text in texts),
+            self._report(decoder, encoded, texts, (compile_seconds, first - began, last - first)),
+        )
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Scores whole texts, given as tokens: what the model makes of each token after those before it.
+
+        Returns for each text the log-probability of every token after its first, float32, and whether it is the most
+        probable one, bool.
+        """
+        from meshwright.generation.scoring import score_texts  # generating needs no scores
+
+        encoded = [self.encode(text) for text in texts]
+        return score_texts(self.decoder([len(text) for text in encoded], 0), encoded)
+
+    def _pieces(
+        self, decoder: Decoder, encoded: Sequence[np.ndarray], max_tokens: int, sampling: Sampling
+    ) -> Iterator[DecodeState]:
+        """Yields the state after the prefill and after each piece of the decode loop."""
+        state = decoder.prefill(decoder.start(encoded), sampling, self._stops)
+        yield state
+        left = max_tokens - 1
+        while left:
+            piece = min(left, self.decoding.stream_every)
+            state = decoder.decode(state, sampling, self._stops, piece)
+            left -= piece
+            yield state
+
+    def _report(
+        self,
+        decoder: Decoder,
+        encoded: Sequence[np.ndarray],
+        texts: "Sequence[_Text]",
+        seconds: tuple[float, float, float],
+    ) -> GenerationReport:
+        return GenerationReport(
+            prompts=len(encoded),
+            prompt_tokens=sum(map(len, encoded)),
+            new_tokens=sum(len(text.tokens) for text in texts),
+            compile_seconds=seconds[0],
+            first_token_seconds=seconds[1],
+            decode_seconds=seconds[2],
+            weights=self.layout,
+            weight_bytes=weight_bytes(self.device_run.placed, self.layout),
+            cache_bytes=decoder.cache_bytes,
+            planned_cache_bytes=decoder.plan.bytes_per_device,
+            temporary_bytes=int(decoder.memory.temp_size_in_bytes),
+        )
+
+
+class _Text:
+    """One text in progress: its tokens, and what of it has been shown.
+
+    decode: text of tokens.  stop: texts that end it.  stops: tokens that end it.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str], stops: Sequence[int]):
+        self._decode, self._stop, self._stops = decode, tuple(stop), frozenset(stops)
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.shown = ""
+        self.ended = False
+        self._read = 0
+
+    def add(self, tokens: np.ndarray, logprobs: np.ndarray, *, final: bool) -> str:
+        """Takes all generated tokens so far; returns the text that can be shown now.
+
+        final: no more tokens follow. Otherwise text that may still change is kept back: a character whose bytes are
+        incomplete, and what may be the beginning of a stop string.
+        """
+        while not self.ended and self._read < len(tokens):
+            token = int(tokens[self._read])
+            if token in self._stops:
+                self.ended = True
+                break
+            self.tokens.append(token)
+            self.logprobs.append(float(logprobs[self._read]))
+            self._read += 1
+        final = final or self.ended
+        text = self._decode(self.tokens)
+        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
+            text, final, self.ended = text[: min(found)], True, True
+        elif not final:
+            text = text.rstrip("\ufffd")
+            kept = [n for stop in self._stop for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])]
+            text = text[: len(text) - max(kept, default=0)]
+        self.ended = self.ended or final
+        if not text.startswith(self.shown):
+            return ""
+        added, self.shown = text[len(self.shown) :], text
+        return added
+
+
+def _choose_layout(device_run: DeviceRun, asked: str) -> WeightsLayout:
+    if asked != "auto":
+        return asked  # type: ignore[return-value]
+    device = device_run.mesh.local_devices[0]
+    needed = weight_bytes(device_run.placed, "gathered")
+    if device.platform == "cpu":
+        return "gathered" if needed <= _SIMULATED_BYTES else "sharded"
+    limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+    return "gathered" if needed + weight_bytes(device_run.placed, "sharded") <= _FITS * limit else "sharded"

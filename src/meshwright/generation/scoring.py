@@ -1,0 +1,101 @@
+"""Log-likelihood of given texts from the cache: the prefill, with the probability of each token that follows."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from meshwright.comm.collectives import all_gather, all_reduce, all_reduce_max, axis_index
+from meshwright.generation.decoder import Decoder, DecodeState
+from meshwright.generation.sampling import Sampling
+from meshwright.models.blocks.context import CONTEXT
+from meshwright.models.loss import chunk_tokens
+from meshwright.models.model import vocab_size
+from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
+from meshwright.sharding.params import Tree
+
+
+def score_texts(decoder: Decoder, texts: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Returns log-probability and greediness of every token of each text after its first.
+
+    A token is greedy where no other is more probable. texts: tokens of each sequence, at least one.
+    """
+    state, scores = decoder.start(texts), []
+    first_slot = int(state.slot)
+    settings, stops = Sampling().settings(), decoder.no_stops
+    for _ in range(first_slot, decoder.end, decoder.bucket.chunk):
+        state, logprobs_BT, greedy_BT = _program(decoder)(decoder.weights.params, state, settings, stops, np.int32(0))
+        scores.append((np.asarray(logprobs_BT), np.asarray(greedy_BT)))
+    logprobs_BT, greedy_BT = (np.concatenate(parts, 1) for parts in zip(*scores, strict=True))
+    found = []
+    for row, text in enumerate(texts):
+        # What slot s scores is the token in slot s + 1.
+        start, end = decoder.end - len(text) - first_slot, decoder.end - 1 - first_slot
+        found.append((logprobs_BT[row, start:end], greedy_BT[row, start:end]))
+    return found
+
+
+def _program(decoder: Decoder) -> Any:
+    """Returns the compiled program of a decoder, compiled at the first text."""
+    if decoder.scores is None:
+        everywhere = PartitionSpec()
+        decoder.scores = decoder.compiled(_ScoreChunk(decoder), (decoder.specs, everywhere, everywhere))
+    return decoder.scores
+
+
+class _ScoreChunk:
+    """Feeds one chunk and scores the tokens that follow each of its tokens."""
+
+    def __init__(self, decoder: Decoder):
+        self._decoder = decoder
+
+    def __call__(
+        self, params: Tree, state: DecodeState, settings: Any, stops: Any, number: Any
+    ) -> tuple[DecodeState, jax.Array, jax.Array]:
+        decoder, chunk = self._decoder, self._decoder.bucket.chunk
+        batch = state.first.shape[0]
+        x_BTD, table_VD, cache = decoder.hidden(params, state, chunk)
+        labels_BT = lax.dynamic_slice_in_dim(state.tokens, state.slot + 1, chunk, 1)
+        labels_T = decoder.local_tokens(jnp.maximum(labels_BT, 0))
+        run = decoder.device_run.run
+        size = chunk_tokens(labels_T.shape[0], table_VD.shape[0], run.training.logits_mib)
+        scores = token_scores(x_BTD[0], table_VD, labels_T, vocab_size(run.model), size)
+        logprobs_BT, greedy_BT = (
+            all_gather(all_gather(x, CONTEXT, 0)[: batch * chunk].reshape(batch, chunk), BATCH_AXES, 0) for x in scores
+        )
+        state = DecodeState(cache, state.tokens, state.logprobs, state.first, state.done, state.slot + chunk)
+        return state, logprobs_BT, greedy_BT
+
+
+def token_scores(
+    x_TD: jax.Array, table_VD: jax.Array, labels_T: jax.Array, vocab: int, chunk: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the log-probability of each label, float32 [T], and whether no token has a larger logit, int32 [T].
+
+    table_VD: this device's block of the unembedding.  chunk: tokens at a time; divides T. As `models.loss.token_losses`
+    without a derivative, and with the comparison.
+    """
+    rows = table_VD.shape[0]
+    row_V = axis_index(VOCAB_AXES) * rows + jnp.arange(rows)
+
+    def scores(inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x_TD, labels_T = inputs
+        logits_TV = jnp.einsum("td,vd->tv", x_TD, table_VD, preferred_element_type=jnp.float32)
+        logits_TV = jnp.where(row_V < vocab, logits_TV, -1e30)
+        largest_T = all_reduce_max(logits_TV.max(-1), VOCAB_AXES)
+        sum_T, label_T = all_reduce(
+            (
+                jnp.exp(logits_TV - largest_T[:, None]).sum(-1),
+                jnp.where(labels_T[:, None] == row_V, logits_TV, 0.0).sum(-1),
+            ),
+            VOCAB_AXES,
+        )
+        return label_T - largest_T - jnp.log(sum_T), (label_T >= largest_T).astype(jnp.int32)
+
+    parts = (x_TD.reshape(-1, chunk, x_TD.shape[1]), labels_T.reshape(-1, chunk))
+    logprobs, greedy = lax.map(scores, parts)
+    return logprobs.reshape(-1), greedy.reshape(-1)

@@ -1,0 +1,125 @@
+"""Sources of weights: a run's folder, a Hugging Face folder, or a recipe with random weights.
+
+`open_weights` is the one place where a source is opened; another kind of source is another branch of it.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Literal
+
+import jax
+
+from meshwright.checkpoint.checkpoints import Checkpoints
+from meshwright.config import MeshShape, Run
+from meshwright.data.chat import ChatTemplate, read_chat_template
+from meshwright.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_from_json
+from meshwright.data.tokens import load_corpus
+from meshwright.errors import ConfigError
+from meshwright.generation.weight_sizes import run_for_decoding
+from meshwright.hardware.mesh import build_mesh, default_cache_folder, default_mesh_shape
+from meshwright.hugging_face.hub import find_folder, is_hugging_face
+from meshwright.runs.recipe import find_recipe
+from meshwright.runs.run_file import run_in_folder
+from meshwright.sharding.params import Tree, init_params
+from meshwright.step.device_run import DeviceRun, place_on_devices
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenedModel:
+    """Model with its weights on the devices, and its tokenizer."""
+
+    device_run: DeviceRun
+    params: Tree
+    """Parameters in the layout of training."""
+    tokenizer: Tokenizer
+    stops: tuple[int, ...]
+    """Tokens that end a text."""
+    seq: int
+    """Longest text that the model has learned from: the sequence length of its training."""
+    origin: str
+    """Where the weights are from, for reports: `runs/mine, step 500`."""
+    chat: ChatTemplate | None = None
+
+
+def open_weights(
+    source: str | Path,
+    *,
+    mesh: MeshShape | None = None,
+    at: int | None = None,
+    devices: int | None = None,
+    initial: Literal["checkpoint", "random"] = "checkpoint",
+) -> OpenedModel:
+    """Opens a run's folder and restores its last checkpoint, or that of step `at`, on a mesh; or loads `hf:PATH`.
+
+    mesh: None takes the run's own, or the default one of the devices found.  devices: use the first so many.
+    initial: `random` takes a recipe instead of a folder and creates its initial weights.
+    Raises ConfigError for a recipe whose random weights were not asked for, CheckpointError where there is no run.
+    """
+    if initial == "random":
+        return _random(str(source), mesh, devices)
+    if is_hugging_face(str(source)):
+        return _hugging_face(str(source), mesh, at, devices)
+    folder = Path(source)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"weights of {source}",
+            "it is no folder; a recipe names a model and has no weights before it is trained",
+            "the output folder of `meshwright train`, hf:PATH of a Hugging Face model, or "
+            f"`{source} --random-weights` to see random text",
+        )
+    run = run_in_folder(folder)
+    device_run = place_for_decoding(run, mesh, devices)
+    tokenizer = tokenizer_from_json((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    with Checkpoints(folder / "checkpoints", max_to_keep=10**6) as checkpoints:
+        params, manifest = checkpoints.restore_params(device_run, at)
+    origin = f"{folder}, step {manifest.step}"
+    stops, seq = (tokenizer.end,), run.training.seq
+    return OpenedModel(device_run, params, tokenizer, stops, seq, origin, read_chat_template(folder))
+
+
+def _hugging_face(name: str, mesh: MeshShape | None, at: int | None, devices: int | None) -> OpenedModel:
+    if at is not None:
+        raise ConfigError(f"{name} at step {at}", "a Hugging Face folder has one version of its weights", "no --at")
+    from meshwright.checkpoint.initial_weights import load_initial_weights  # loaded for such a folder
+
+    run = find_recipe(name)
+    device_run = place_for_decoding(run, mesh, devices)
+    tokenizer = build_tokenizer(run.data.tokenizer, iter(()))
+    params = load_initial_weights(device_run)
+    folder = find_folder(name, weights=False)
+    stops = _end_tokens(folder) or (tokenizer.end,)
+    return OpenedModel(device_run, params, tokenizer, stops, run.training.seq, name, read_chat_template(folder))
+
+
+def _end_tokens(folder: Path) -> tuple[int, ...]:
+    """Returns the tokens that end a text of a Hugging Face model: of its generation settings, or its configuration."""
+    for file in ("generation_config.json", "config.json"):
+        if (folder / file).is_file():
+            ends = json.loads((folder / file).read_text(encoding="utf-8")).get("eos_token_id")
+            if ends is not None:
+                return tuple(ends) if isinstance(ends, list) else (int(ends),)
+    return ()
+
+
+def _random(name: str, mesh: MeshShape | None, devices: int | None) -> OpenedModel:
+    run = find_recipe(name)
+    tokenizer = load_corpus(run.data.paths, run.data.tokenizer, default_cache_folder()).tokenizer
+    if run.model.vocab is None:
+        run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=tokenizer.vocab))
+    device_run = place_for_decoding(run, mesh, devices)
+    params = init_params(
+        device_run.params,
+        device_run.state_shardings.params,
+        seed=run.training.seed,
+        dtype=run.training.param_dtype,
+    )
+    return OpenedModel(device_run, params, tokenizer, (tokenizer.end,), run.training.seq, f"{name}, random weights")
+
+
+def place_for_decoding(run: Run, mesh: MeshShape | None, devices: int | None) -> DeviceRun:
+    """Places a run on devices to decode with. Raises ConfigError where the model does not fit the mesh."""
+    available = jax.devices()[:devices]
+    run = run_for_decoding(run, mesh or run.mesh or default_mesh_shape(len(available)))
+    assert run.mesh is not None
+    return place_on_devices(run, build_mesh(run.mesh, available))

@@ -1,0 +1,261 @@
+"""Whole layers on single devices: what an optimizer does with a matrix as a whole, each device does for its own.
+
+A parameter of L layers is sharded like its optimizer state. Each of the n devices that share its layers owns L / n of
+them: one all-to-all per sharded dimension brings the next n layers together, a whole one on each device, and another
+takes the results back. Axes that replicate a parameter split its layers too; there nothing is sent until the results
+are gathered. A round moves n layers, so that a device never has more than one layer of one parameter.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from meshwright.comm.collectives import all_gather, all_to_all, local_shard
+from meshwright.comm.hierarchical import Axes
+from meshwright.config import MeshShape
+from meshwright.sharding.params import Tree, is_param
+from meshwright.sharding.placement import Placement, axes_of, like_param, to_spec
+
+if TYPE_CHECKING:
+    import optax
+
+
+@dataclasses.dataclass(frozen=True)
+class Owners:
+    """Devices that share the layers of a parameter; each owns as many as the others."""
+
+    axes: Axes
+    """Mesh axes of these devices: those that shard the parameter, then those that replicate it."""
+    sizes: tuple[int, ...]
+    """Degrees of these axes."""
+
+    @property
+    def count(self) -> int:
+        """Number of devices n."""
+        return math.prod(self.sizes)
+
+    def of(self, axes: Axes) -> tuple[int, ...]:
+        """Returns the degrees of `axes`."""
+        return tuple(self.sizes[self.axes.index(axis)] for axis in axes)
+
+    def unsplit(self, where: Placement) -> Axes:
+        """Returns the axes that do not split the layers (dimension 0) of an array by owner already."""
+        return tuple(axis for axis in self.axes if axis not in where[0])
+
+    def fetch(self, x: jax.Array, where: Placement) -> jax.Array:
+        """Returns the layers [k, ...] that this device owns, whole, of local blocks x of all layers [n k, ...].
+
+        where: placement of x. Layers that it splits by owner already stay where they are, and of replicas each device
+        takes its own layers. Sends v(n-1)/n for each sharded dimension, for v bytes of the result.
+        """
+        lead = list(self.unsplit(where))
+        x = x.reshape(*self.of(tuple(lead)), -1, *x.shape[1:])
+        replicated = tuple(axis for axis in lead if axis not in axes_of(where))
+        if replicated:
+            x, lead = _merge_in_front(x, lead, replicated)
+            x = local_shard(x, replicated, 0)[0]
+        for dim, axes in _sharded(where, lead):
+            x, lead = _merge_in_front(x, lead, axes)
+            x = all_to_all(x, axes, 0, 1 + len(lead) + dim)[0]
+        return x
+
+    def give_back(self, x: jax.Array, where: Placement) -> jax.Array:
+        """Inverts `fetch`: returns local blocks of all layers from the whole layers x [k, ...] of this device."""
+        mine, lead = self.unsplit(where), list[str]()
+        # Shards before replicas: what is gathered is then small.
+        for dim, axes in reversed(_sharded(where, mine)):
+            x = all_to_all(x[None], axes, 1 + len(lead) + dim, 0)
+            x, lead = x.reshape(*self.of(axes), *x.shape[1:]), [*axes, *lead]
+        replicated = tuple(axis for axis in mine if axis not in lead)
+        if replicated:
+            x = all_gather(x[None], replicated, 0)
+            x, lead = x.reshape(*self.of(replicated), *x.shape[1:]), [*replicated, *lead]
+        x = x.transpose(*(lead.index(axis) for axis in mine), *range(len(lead), x.ndim))
+        return x.reshape(-1, *x.shape[len(lead) + 1 :])
+
+
+def _sharded(where: Placement, among: Any) -> list[tuple[int, Axes]]:
+    """Returns the dimensions after the layers that are sharded over some of the axes `among`, and over which."""
+    found = [(dim, tuple(axis for axis in axes if axis in among)) for dim, axes in enumerate(where[1:], 1)]
+    return [(dim, axes) for dim, axes in found if axes]
+
+
+def _merge_in_front(x: jax.Array, lead: list[str], axes: Axes) -> tuple[jax.Array, list[str]]:
+    """Merges the leading dimensions of `axes` into the first one; returns the array, and which others follow."""
+    rest = [axis for axis in lead if axis not in axes]
+    x = x.transpose(*(lead.index(axis) for axis in (*axes, *rest)), *range(len(lead), x.ndim))
+    return x.reshape(-1, *x.shape[len(axes) :]), rest
+
+
+def owners_of(where: Placement, split: Axes, mesh: MeshShape) -> Owners:
+    """Returns the devices that share the layers of a parameter. split: axes along which other layers lie."""
+    sharded = tuple(axis for axis in axes_of(where) if axis not in split)
+    axes = (*sharded, *(a for a, n in mesh.degrees().items() if n > 1 and a not in sharded and a not in split))
+    return Owners(axes, tuple(mesh.degrees()[axis] for axis in axes))
+
+
+LayerFunction = Callable[..., Any]
+"""`(trees of whole layers [k, ...]) -> tree of whole layers [k, ...]`, each layer for itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Arguments and outputs of a function of layers, on this device: local blocks and their placements."""
+
+    arguments: Any
+    """Tree of arrays [L, ...]."""
+    where: Any
+    """The same tree of Placements."""
+    where_out: Any
+    """Tree of the outputs' Placements."""
+
+    def flat(self) -> list[tuple[jax.Array, Placement]]:
+        """Returns arguments with their placements."""
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(self.arguments)
+        return list(zip(leaves, treedef.flatten_up_to(self.where), strict=True))
+
+
+def in_rounds(function: LayerFunction, owners: Owners, job: Job, rounds: int, each: int = 1) -> Any:
+    """Returns local blocks of the outputs for the first n * rounds * each layers, `each` of a device at a time.
+
+    function: of a list of whole arguments, [each, ...].
+    """
+    flat = job.flat()
+    split = [x.reshape(math.prod(owners.of(owners.unsplit(w))), rounds, -1, *x.shape[1:]) for x, w in flat]
+
+    def one(i: Any) -> Any:
+        taken = [jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False) for x in split]
+        whole = [owners.fetch(x.reshape(-1, *x.shape[2:]), w) for x, (_, w) in zip(taken, flat, strict=True)]
+        found = function(*jax.tree.unflatten(jax.tree.structure(job.arguments), whole))
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(found)
+        wheres = treedef.flatten_up_to(job.where_out)
+        back = [
+            owners.give_back(x, w).reshape(-1, each, *_local(owners, x.shape[1:], w))
+            for x, w in zip(leaves, wheres, strict=True)
+        ]
+        return treedef.unflatten(back)
+
+    if rounds == 1:
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), one(0))
+
+    def add(i: Any, out: Any) -> Any:
+        return jax.tree.map(lambda o, x: jax.lax.dynamic_update_index_in_dim(o, x, i, 1), out, one(i))
+
+    out = jax.tree.map(lambda x: jnp.zeros((x.shape[0], rounds, *x.shape[1:]), x.dtype), jax.eval_shape(one, 0))
+    out = jax.lax.fori_loop(0, rounds, add, out)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), out)
+
+
+def _local(owners: Owners, shape: tuple[int, ...], where: Placement) -> tuple[int, ...]:
+    """Local sizes of the dimensions after the layers."""
+    return tuple(
+        n // math.prod(owners.of(tuple(axis for axis in axes if axis in owners.axes)))
+        for n, axes in zip(shape, where[1:], strict=True)
+    )
+
+
+def pad_layers(x: jax.Array, rows: int) -> jax.Array:
+    """Repeats the last layer of x [L, ...] up to `rows` layers: a layer of zeros may have no inverse."""
+    return jnp.concatenate([x, jnp.repeat(x[-1:], rows - x.shape[0], 0)]) if rows > x.shape[0] else x
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerMap:
+    """Applies functions of whole layers to parameters, gradients and optimizer state, each layer on one device.
+
+    The step gives it to optimizers as the extra argument `layer_map` of optax's `update`.
+    """
+
+    mesh: Mesh
+    shape: MeshShape
+    params: Tree
+    """Descriptions."""
+    placements: Tree
+    compute_dtype: Any
+    """Type of the run's matmuls."""
+
+    def given_to(self, rule: "optax.GradientTransformation") -> "optax.GradientTransformation":
+        """Returns the rule with this as the extra argument `layer_map` of its `update`, if that takes any."""
+        import optax  # the planner reads this module without it
+
+        update = optax.with_extra_args_support(rule).update
+
+        def updated(grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+            return update(grads, state, params, layer_map=self)
+
+        return optax.GradientTransformation(rule.init, updated)
+
+    def __call__(self, function: LayerFunction, *trees: Tree) -> Tree:
+        """Returns `function` of each stacked parameter's layers, placed like the optimizer state.
+
+        trees: one tree per argument of `function`, with the structure of the parameters; at a parameter it has an
+        array, or a tuple of arrays, that begin with the layers [L, ...], and in the first tree None at those that are
+        left out. The result has a tuple of arrays, or an array, at each parameter, or None. Where the devices do not
+        divide the layers, those that are left are computed with those of parameters of the same shapes.
+        """
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(self.params, is_leaf=is_param)
+        columns = [treedef.flatten_up_to(tree) for tree in trees]
+        chosen = [i for i, x in enumerate(columns[0]) if x is not None]
+        flat_placements = treedef.flatten_up_to(self.placements)
+
+        def place(i: int, tree: Any) -> Any:
+            where = flat_placements[i].optimizer
+            return jax.tree.map(lambda x: like_param(x.shape, leaves[i].shape, where, self.shape), tree)
+
+        arguments = [tuple(column[i] for column in columns) for i in chosen]
+        outputs = [jax.eval_shape(function, *args) for args in arguments]
+        where_in = [place(i, args) for i, args in zip(chosen, arguments, strict=True)]
+        where_out = [place(i, out) for i, out in zip(chosen, outputs, strict=True)]
+        owners = [owners_of(flat_placements[i].optimizer, flat_placements[i].optimizer[0], self.shape) for i in chosen]
+
+        def local(arguments: list[Any]) -> list[Any]:
+            jobs = [Job(*each) for each in zip(arguments, where_in, where_out, strict=True)]
+            return _layers_of_all(function, owners, jobs)
+
+        specs = [
+            [jax.tree.map(lambda _, w: to_spec(w), tree, where) for tree, where in zip(trees_, wheres, strict=True)]
+            for trees_, wheres in ((arguments, where_in), (outputs, where_out))
+        ]
+        mapped = jax.shard_map(local, mesh=self.mesh, in_specs=(specs[0],), out_specs=specs[1], check_vma=False)
+        found = dict(zip(chosen, mapped(arguments), strict=True))
+        return treedef.unflatten([found.get(i) for i in range(len(leaves))])
+
+
+def _layers_of_all(function: LayerFunction, owners: list[Owners], jobs: list[Job]) -> list[Any]:
+    """Returns the local outputs of all jobs: whole rounds of each, then what is left of those of the same shapes."""
+    done: list[list[Any]] = [[] for _ in jobs]
+    left: dict[Any, list[int]] = {}
+    for i, (job, own) in enumerate(zip(jobs, owners, strict=True)):
+        flat = job.flat()
+        rows = max(x.shape[0] * math.prod(own.of(tuple(a for a in w[0] if a in own.axes))) for x, w in flat)
+        rounds = rows // own.count
+        if rounds:
+            whole = rounds * own.count
+            # Where layers are split by owner, owners divide them.
+            done[i].append(in_rounds(function, own, job if whole == rows else _rows(job, 0, whole), rounds))
+        if rows > rounds * own.count:
+            key = (rows - rounds * own.count, own, *((x.shape[1:], x.dtype, w) for x, w in flat))
+            left.setdefault(key, []).append(i)
+    for (rows, own, *_), members in left.items():
+        parts = [_rows(jobs[i], -rows, None) for i in members]
+        count = rows * len(members)
+        rounds = -(-count // own.count)
+        padded = jax.tree.map(
+            lambda *xs, n=rounds * own.count: pad_layers(jnp.concatenate(xs), n), *(part.arguments for part in parts)
+        )
+        found = in_rounds(function, own, dataclasses.replace(parts[0], arguments=padded), rounds)
+        for number, i in enumerate(members):
+            done[i].append(jax.tree.map(lambda x, n=number, r=rows: x[n * r : (n + 1) * r], found))
+    return [parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts) for parts in done]
+
+
+def _rows(job: Job, start: int, stop: int | None) -> Job:
+    return dataclasses.replace(job, arguments=jax.tree.map(lambda x: x[start:stop], job.arguments))

@@ -1,0 +1,138 @@
+"""Decoding from the cache is the forward pass, position by position: every family, on every kind of mesh."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from tiny_runs import MODELS, VOCAB, by_layers, device_run_of, keep, place_params, tiny_run
+
+from meshwright.config import Model
+from meshwright.data.batch import Batch
+from meshwright.generation.decoder import Bucket, Decoder
+from meshwright.generation.weight_sizes import WeightsLayout
+from meshwright.generation.weights import lay_out
+from meshwright.models.blocks.dropout import no_dropout
+from meshwright.models.families.gemma import Gemma3
+from meshwright.models.families.gpt2 import Gpt2
+from meshwright.models.families.llama import Llama
+from meshwright.step.device_run import BATCH_SPEC, DeviceRun, param_specs
+
+FAMILIES: dict[str, Model] = {
+    **MODELS,
+    "olmo-2": Llama(
+        VOCAB, 64, 2, 16, vocab_multiple=16, kv_heads=8, mlp=96, qk_norm="rms_heads", norm_place="after"
+    ),
+    "gemma-3": Gemma3(
+        VOCAB, 64, 5, 16, vocab_multiple=16, kv_heads=8, mlp=96, local_layers=1, sliding_window=5
+    ),
+}  # fmt: skip
+SEQ, CHUNK = 24, 8
+LENGTHS = (24, 17, 9)
+"""Tokens of each text: prompts are ragged."""
+
+
+def model_of(name: str) -> Model:
+    model = FAMILIES[name]
+    if isinstance(model, Gpt2):
+        return model
+    return dataclasses.replace(model, rope_theta=100.0)  # angles that differ within a few positions
+
+
+def texts() -> list[np.ndarray]:
+    rng = np.random.default_rng(5)
+    return [rng.integers(0, VOCAB, length).astype(np.int32) for length in LENGTHS]
+
+
+def run_of(name: str, mesh: str) -> DeviceRun:
+    return device_run_of(tiny_run(model_of(name), mesh, batch=8, seq=32))
+
+
+def forward_logits(device_run: DeviceRun, params: Any, tokens_BT: np.ndarray) -> np.ndarray:
+    """Logits [B, T, V] of the forward pass that trains, on one device."""
+    model = device_run.local_model
+
+    def logits(params: Any, tokens_BT: jax.Array) -> jax.Array:
+        positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        batch = Batch(tokens_BT, tokens_BT, jnp.zeros_like(tokens_BT), positions_BT, jnp.ones(tokens_BT.shape))
+        ctx = model.context(batch, no_dropout())
+        x_BTD, _ = model.layers({stack: params[stack] for stack in model.stacks}, model.embed(params, ctx), ctx)
+        x_BTD, table_VD = model.unembed(params, x_BTD)
+        return jnp.einsum("btd,vd->btv", x_BTD, table_VD)[..., :VOCAB]
+
+    specs = (param_specs(device_run.placements, "at_rest"), BATCH_SPEC)
+    mapped = jax.shard_map(logits, mesh=device_run.mesh, in_specs=specs, out_specs=BATCH_SPEC, check_vma=False)
+    return np.asarray(jax.jit(mapped)(params, tokens_BT))
+
+
+def expected(name: str) -> tuple[Any, list[np.ndarray]]:
+    """Parameters, and the logits of each text by the forward pass on one device."""
+
+    def compute() -> Any:
+        device_run = run_of(name, "data=1")
+        params = device_run.initial_state().params
+        rows = np.stack([np.pad(text, (0, SEQ - len(text))) for text in texts()])
+        logits = forward_logits(device_run, params, rows)
+        return by_layers(device_run, params), [row[: len(text)] for row, text in zip(logits, texts(), strict=True)]
+
+    return keep(("forward", name, SEQ), compute)
+
+
+def decoded_logits(decoder: Decoder, params: Any) -> list[np.ndarray]:
+    """Logits after each position from the cache: two prefill steps, then a token at a time, of texts that are given."""
+    state = decoder.start(texts())
+    first_step = decoder.end - CHUNK
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=decoder.device_run.mesh,
+        in_specs=(decoder.weights.specs, decoder.specs),
+        out_specs=PartitionSpec(None, *BATCH_SPEC),
+        check_vma=False,
+    )
+    def steps(params: Any, state: Any) -> jax.Array:
+        def filled(state: Any, _: Any) -> tuple[Any, jax.Array]:
+            logits, cache = decoder.next_logits(params, state, CHUNK)
+            return dataclasses.replace(state, cache=cache, slot=state.slot + CHUNK), logits
+
+        def step(state: Any, _: Any) -> tuple[Any, jax.Array]:
+            logits, cache = decoder.next_logits(params, state, 1)
+            return dataclasses.replace(state, cache=cache, slot=state.slot + 1), logits
+
+        state, filling = jax.lax.scan(filled, state, None, length=first_step // CHUNK)
+        return jnp.concatenate([filling, jax.lax.scan(step, state, None, length=CHUNK)[1]])
+
+    logits = np.asarray(jax.jit(steps)(params, state))
+    ends = [*range(CHUNK, first_step + 1, CHUNK), *range(first_step + 1, decoder.end + 1)]
+    found = []
+    for row, text in enumerate(texts()):
+        padding = decoder.end - len(text)
+        found.append({end - padding - 1: logits[number, row] for number, end in enumerate(ends) if end > padding})
+    return found
+
+
+ROWS: list[tuple[str, str, WeightsLayout]] = [
+    *((name, "data=1", "sharded") for name in FAMILIES),
+    *((name, "data=2,fsdp=2,tensor=2", "gathered") for name in FAMILIES),
+    *((name, "fsdp=2,context=2,tensor=2", "sharded") for name in FAMILIES),
+    ("llama", "context=8", "sharded"),
+    ("mixtral", "fsdp=2,expert=2,tensor=2", "sharded"),
+    ("deepseek-like", "expert=4,context=2", "gathered"),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "layout"), ROWS, ids=lambda value: str(value))
+def test_decoding_is_the_forward_pass(name: str, mesh: str, layout: WeightsLayout) -> None:
+    params, want = expected(name)
+    device_run = run_of(name, mesh)
+    weights = lay_out(device_run, place_params(device_run, params), layout)
+    bucket = Bucket(8 if "data=1" not in mesh else 3, 128 * device_run.shape.context, CHUNK)
+    decoder = Decoder(device_run, weights, bucket, "compute")
+    for text, logits in zip(decoded_logits(decoder, weights.params), want, strict=True):
+        largest = np.abs(logits).max()
+        for position, found in text.items():
+            assert np.abs(found - logits[position]).max() < 1e-5 * largest, position

@@ -1,0 +1,469 @@
+"""Generation: greedy text against `transformers`, sampling against numpy, ragged prompts, memory, compilations."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hf_copies import MODELS, copy_of, greedy
+from tiny_runs import VOCAB, by_layers, device_run_of, keep, place_params, tiny_run
+
+import meshwright as mw
+from meshwright.data.chat import ChatTemplate, read_chat_template
+from meshwright.data.tokenizers import Bytes, Tokenizer
+from meshwright.errors import ConfigError, DataError
+from meshwright.generation.cache import CachePlan, KeyValues, Slots, attend, write
+from meshwright.generation.decoder import Bucket, Decoder, bucket_for
+from meshwright.generation.generator import Decoding, Generator
+from meshwright.generation.sampling import Sampling, choose_tokens, keep_tokens
+from meshwright.generation.source import OpenedModel, open_weights
+from meshwright.generation.training_sample import sample_tokens
+from meshwright.generation.weight_sizes import WeightsLayout
+from meshwright.generation.weights import abstract_layout, lay_out
+from meshwright.hardware.targets import parse_target
+from meshwright.planner.decoding import best_decode, price_decode
+from meshwright.step.device_run import DeviceRun
+
+PROMPT_LENGTHS = (5, 11, 2)
+TOKENS = 12
+
+
+def prompts() -> list[np.ndarray]:
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, VOCAB, length).astype(np.int32) for length in PROMPT_LENGTHS]
+
+
+def initial(name: str) -> Any:
+    """Random parameters with one row per layer: matrices large enough that texts differ, no bias zero, no norm one."""
+
+    def compute() -> Any:
+        device_run = device_run_of(tiny_run(MODELS[name], "data=1"))
+        params = by_layers(device_run, device_run.initial_state().params)
+        rng = np.random.default_rng(3)
+        return jax.tree.map(lambda x: (x * 4 + 0.1 * rng.standard_normal(x.shape)).astype(np.float32), params)
+
+    return keep(("initial for generation", name), compute)
+
+
+def opened(name: str, mesh: str = "data=1", tokenizer: Tokenizer | None = None) -> OpenedModel:
+    device_run = device_run_of(tiny_run(MODELS[name], mesh, batch=8, seq=16))
+    params = initial(name)
+    # Rows of the vocabulary's padding are zero, as in training.
+    for table in ("embed", "unembed"):
+        if table in params:
+            params[table] = np.where(np.arange(len(params[table]))[:, None] < VOCAB, params[table], 0)
+    return OpenedModel(device_run, place_params(device_run, params), tokenizer or Bytes(), (), 16, "test")
+
+
+def generated(name: str, mesh: str, sampling: Sampling, tokens: int = TOKENS, **decoding: Any) -> list[list[int]]:
+    generator = Generator(opened(name, mesh), Decoding(**decoding))
+    found = generator.generate([list(map(int, p)) for p in prompts()], max_tokens=tokens, sampling=sampling)
+    return [list(row) for row in found.tokens]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("llama", "fsdp=2,context=2,tensor=2"),
+        ("gpt2", "data=1"),
+        ("qwen-like", "data=2,tensor=4"),
+        ("mixtral", "expert=4,tensor=2"),
+    ],
+)
+def test_greedy_text_is_that_of_transformers(name: str, mesh: str) -> None:
+    params = opened(name)
+    theirs = copy_of(name, by_layers(params.device_run, params.params))
+    expected = [greedy(theirs, prompt, TOKENS) for prompt in prompts()]
+    assert len({token for row in expected for token in row}) > 8  # a text that repeats one token shows little
+    assert generated(name, mesh, Sampling()) == expected
+
+
+def test_sampled_text_does_not_depend_on_mesh_pieces_or_company() -> None:
+    sampling = Sampling(temperature=1.0, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.2, seed=7)
+    alone = generated("llama", "data=1", sampling)
+    assert generated("llama", "fsdp=4,tensor=2", sampling, stream_every=5, prefill_chunk=4) == alone
+    assert generated("llama", "data=1", dataclasses.replace(sampling, seed=8)) != alone
+    generator = Generator(opened("llama"))
+    first = generator.generate([list(map(int, prompts()[0]))], max_tokens=TOKENS, sampling=sampling)
+    assert list(first.tokens[0]) == alone[0]
+
+
+def reference_filter(logits: np.ndarray, k: int, p: float, min_p: float) -> np.ndarray:
+    """Probabilities after top-k, top-p and min-p, token by token, from their definitions."""
+    order = sorted(range(len(logits)), key=lambda i: -logits[i])
+    kept = order[:k] if k else order
+    weight = {i: math.exp(logits[i] - logits[order[0]]) for i in kept}
+    total = sum(weight.values())
+    nucleus, mass = [], 0.0
+    for i in kept:
+        if mass >= p:
+            break
+        nucleus.append(i)
+        mass += weight[i] / total
+    final = [i for i in nucleus if weight[i] >= min_p * weight[order[0]]]
+    out = np.zeros(len(logits))
+    for i in final:
+        out[i] = weight[i] / sum(weight[j] for j in final)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("k", "p", "min_p"), [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.2), (12, 0.8, 0.1), (1, 0.1, 0.0)]
+)
+def test_filters_and_draws_against_numpy(k: int, p: float, min_p: float) -> None:
+    rng = np.random.default_rng(4)
+    logits = rng.standard_normal((3, 40)).astype(np.float32) * 2
+    kept = jax.nn.softmax(keep_tokens(jnp.array(logits), jnp.int32(k), jnp.float32(p), jnp.float32(min_p)))
+    expected = np.stack([reference_filter(row, k, p, min_p) for row in logits])
+    np.testing.assert_allclose(kept, expected, atol=1e-6)
+    draws = 4000
+    settings = Sampling(temperature=1.0, top_k=k, top_p=p, min_p=min_p, seed=11).settings()
+    rows = jnp.broadcast_to(jnp.array(logits[0]), (draws, 40))
+    none = jnp.full((draws, 1), -1)
+    tokens = jax.jit(choose_tokens)(rows, settings, none, jnp.arange(draws), jnp.zeros(draws, jnp.int32))
+    share = np.bincount(np.asarray(tokens), minlength=40) / draws
+    # Four standard deviations of a binomial share.
+    assert (np.abs(share - expected[0]) <= 4 * np.sqrt(expected[0] * (1 - expected[0]) / draws) + 1e-9).all()
+
+
+def test_repetition_penalty_is_that_of_ctrl() -> None:
+    logits = jnp.array([[2.0, -1.0, 0.5, 1.9]])
+    settings = Sampling(repetition_penalty=1.25).settings()
+    text = jnp.array([[-1, 0, 0, 1]])
+    assert int(choose_tokens(logits, settings, text, jnp.arange(1), jnp.zeros(1, jnp.int32))[0]) == 3  # 2.0 -> 1.6
+
+
+def test_other_prompts_of_a_bucket_compile_nothing() -> None:
+    generator = Generator(opened("llama", "fsdp=2,tensor=2"))
+    ids = [list(map(int, prompt)) for prompt in prompts()]
+    generator.generate(ids, max_tokens=TOKENS)
+    compiled: list[str] = []
+
+    def listen(event: str, seconds: float, **_: Any) -> None:
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        generator.generate([row[::-1] for row in ids], max_tokens=TOKENS, sampling=Sampling(temperature=0.7, top_k=3))
+        generator.generate([[1, 2, 3, 4, 5, 6, 7, 8, 9], [4], [5]], max_tokens=5, sampling=Sampling(seed=2, min_p=0.1))
+        assert not compiled
+        generator.generate([[1] * 100], max_tokens=100)
+        assert compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert generator.compilations == 2
+
+
+def test_stops() -> None:
+    text = generated("llama", "data=1", Sampling())[0]
+    generator = Generator(dataclasses.replace(opened("llama"), stops=(text[3],)))
+    found = generator.generate([list(map(int, prompts()[0]))], max_tokens=TOKENS)
+    assert list(found.tokens[0]) == text[: text.index(text[3])]
+    # A text that ends it: shown pieces never contain its beginning.
+    whole = bytes(text).decode("latin-1")
+    pieces: list[str] = []
+    generator = Generator(opened("llama"), Decoding(stream_every=1))
+    found = generator.generate(
+        [list(map(int, prompts()[0]))], max_tokens=TOKENS, stop=(whole[5:8],), on_text=lambda _, t: pieces.append(t)
+    )
+    assert found.texts[0] == whole[: whole.index(whole[5:8])] == "".join(pieces)
+
+
+@pytest.mark.parametrize(("mesh", "dtype"), [("data=1", "int8"), ("fsdp=2,context=2,tensor=2", "compute")])
+def test_the_cache_takes_the_memory_that_was_planned(mesh: str, dtype: str) -> None:
+    model = dataclasses.replace(MODELS["llama"], layers=8, width=128, heads=4)
+    device_run = device_run_of(tiny_run(model, mesh, batch=8, seq=16))
+    weights = lay_out(device_run, device_run.initial_state().params, "sharded")
+    decoder = Decoder(device_run, weights, bucket_for(device_run, [380] * 4, 100, 128), dtype)
+    # By hand: layers, sequences, key/value heads, slots, head size; keys and values.
+    bytes_each = 4 if dtype == "compute" else 1 + 4 / 32
+    planned = 2 * 8 * 4 * 4 * 512 * 32 * bytes_each / device_run.shape.size
+    assert decoder.plan.bytes_per_device == planned
+    assert decoder.cache_bytes == pytest.approx(planned, rel=0.02)
+    # The loop writes the cache in place: what else it takes is less than a second one.
+    assert decoder.memory.temp_size_in_bytes < 0.6 * planned
+
+
+def rounded(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """int8 with one scale over `axes`, and back."""
+    scale = np.abs(x).max(axes, keepdims=True) / 127
+    return (np.round(x / scale) * scale).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_attention_visits_blocks_as_it_does_all_at_once(dtype: str) -> None:
+    """Slots in several blocks, with padding, a window, and several tokens, against a plain softmax."""
+    B, T, N, K, H, S = 2, 3, 4, 2, 8, 3072
+    rng = np.random.default_rng(0)
+    k, v = (rng.standard_normal((1, S, K, B, H)).astype(np.float32) for _ in range(2))
+    q, new_k, new_v = (rng.standard_normal((B, T, n, H)).astype(np.float32) for n in (N, K, K))
+    first, slot = np.array([2, 1500]), 2500
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=jax.make_mesh((1,), ("context",)), in_specs=jax.P(), out_specs=jax.P(), check_vma=False
+    )
+    def run(k: Any, v: Any, q: Any, new_k: Any, new_v: Any) -> Any:
+        slots = Slots(jnp.int32(slot), jnp.array(first), T)
+        if dtype == "int8":
+            values = [(jnp.round(x / s).astype(jnp.int8), s) for x in (k, v) for s in [_scale(x)]]
+            cache = KeyValues(values[0][0], values[1][0], values[0][1], values[1][1])
+        else:
+            cache = KeyValues(k, v)
+        cache = write(cache, 0, slots, new_k, new_v)
+        return [attend(cache, 0, slots, q, window) for window in (None, 700)]
+
+    out = run(k, v, q, new_k, new_v)
+    k[0, slot : slot + T], v[0, slot : slot + T] = (x.transpose(1, 2, 0, 3) for x in (new_k, new_v))
+    if dtype == "int8":
+        k, v = rounded(k, (-1,)), rounded(v, (-1,))
+    for (found, lse), window in zip(out, (10**9, 700), strict=True):
+        for b, t, n in itertools.product(range(B), range(T), range(N)):
+            seen = [s for s in range(first[b], slot + t + 1) if slot + t - s < window]
+            scores = k[0, seen, n // 2, b].astype(np.float64) @ q[b, t, n] / H**0.5
+            weights = np.exp(scores - scores.max())
+            expected = weights @ v[0, seen, n // 2, b] / weights.sum()
+            np.testing.assert_allclose(found[b, t, n], expected, atol=2e-6)
+            assert lse[b, t, n] == pytest.approx(scores.max() + np.log(weights.sum()), rel=1e-5)
+
+
+def _scale(x: Any) -> Any:
+    return jnp.abs(x).max(-1, keepdims=True) / 127
+
+
+def test_int8_weights_are_the_rounded_weights() -> None:
+    ids = [list(map(int, prompt)) for prompt in prompts()]
+    found = opened("llama", "fsdp=2,tensor=2")
+    weights = by_layers(found.device_run, found.params)
+    for name in ("query", "key", "value", "gate", "up", "down", "attention_out"):
+        axes = (1, 2) if name == "attention_out" else (1,)
+        weights["blocks"][name] = rounded(weights["blocks"][name], axes)
+    exact = dataclasses.replace(found, params=place_params(found.device_run, weights))
+    expected = Generator(exact, Decoding(weights="gathered")).generate(ids, max_tokens=4)
+    result = Generator(found, Decoding(weights="int8")).generate(ids, max_tokens=4)
+    assert result.tokens == expected.tokens
+    np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=1e-4)
+    # 4 bytes to 1, and a scale for each output feature; embedding, unembedding and norms stay.
+    assert result.report.weight_bytes < 0.5 * expected.report.weight_bytes
+
+
+def test_what_cannot_be_is_refused() -> None:
+    device_run = device_run_of(tiny_run(MODELS["llama"], "stage=2,tensor=2"))
+    with pytest.raises(ConfigError, match=r"(?s)2 pipeline stages.*--mesh data=2,tensor=2"):
+        Generator(OpenedModel(device_run, None, Bytes(), (), 16, ""))
+    capacity = dataclasses.replace(MODELS["mixtral"], dispatch="capacity")
+    with pytest.raises(ConfigError, match="dispatch dropless"):
+        Generator(OpenedModel(device_run_of(tiny_run(capacity, "data=1")), None, Bytes(), (), 16, ""))
+    with pytest.raises(ConfigError, match=r"(?s)64 positions, and 60 \+ 5 = 65.*--max-tokens 4"):
+        bucket_for(opened("gpt2").device_run, [60], 5, 512)
+    with pytest.raises(ConfigError, match=r"(?s)no weights before it is trained.*--random-weights"):
+        open_weights("tiny")
+    for wrong in ({"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 1.0}, {"top_k": -1}, {"repetition_penalty": 0.0}):
+        with pytest.raises(ConfigError):
+            Sampling(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="tokens 0 to 49"):
+        Generator(opened("llama")).encode([3, 50])
+
+
+def test_training_samples_the_same_text_on_stages() -> None:
+    model, texts = dataclasses.replace(MODELS["llama"], layers=4), []
+    for mesh, schedule in (("data=1", "1f1b"), ("stage=2,tensor=2", "1f1b"), ("stage=2", "outside.extensions.zbv:zbv")):
+        device_run: DeviceRun = device_run_of(tiny_run(model, mesh, pipeline_schedule=schedule))
+        params = device_run.initial_state().params
+        texts.append(sample_tokens(device_run, params, np.array([1, 2, 3], np.int32), tokens=6, seed=0))
+    assert len(texts[0]) == 6 and texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize("mesh", ["data=1", "fsdp=2,context=2,tensor=2"])
+def test_scores_are_the_log_probabilities_of_the_generated_tokens(mesh: str) -> None:
+    generator = Generator(opened("qwen-like", mesh), Decoding(prefill_chunk=4))
+    ids = [list(map(int, prompt)) for prompt in prompts()]
+    found = generator.generate(ids, max_tokens=TOKENS)
+    scores = generator.score([[*prompt, *text] for prompt, text in zip(ids, found.tokens, strict=True)])
+    for (logprobs, likely), expected in zip(scores, found.logprobs, strict=True):
+        np.testing.assert_allclose(logprobs[-TOKENS:], expected, atol=2e-5)
+        assert likely[-TOKENS:].all() and not likely[:-TOKENS].all()
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role not in ('user', 'assistant') %}"
+    "{{ raise_exception('role ' + m.role) }}{% endif %}<{{ m.role }}>{% generation %}{{ m.content | trim }}"
+    "{% endgeneration %}</s>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_chat_templates_are_read_and_run_in_the_sandbox(tmp_path: Path) -> None:
+    assert read_chat_template(tmp_path) is None
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": {"content": "<s>"}, "chat_template": "none"}')
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    template = read_chat_template(tmp_path)
+    assert template is not None
+    messages = [{"role": "user", "content": " hello "}, {"role": "assistant", "content": "hi"}]
+    assert template.render(messages[:1]) == "<s><user>hello</s>\n<assistant>"
+    assert template.render(messages, answer=False) == "<s><user>hello</s>\n<assistant>hi</s>\n"
+    with pytest.raises(DataError, match="role system"):
+        template.render([{"role": "system", "content": ""}])
+    with pytest.raises(DataError, match="unsafe"):
+        ChatTemplate("{{ messages.__class__.__mro__ }}").render(messages)
+
+
+def test_the_plan_of_a_cache_needs_no_device() -> None:
+    run = mw.recipe("llama3-8b")
+    plan = CachePlan(run.model.spec(), mw.MeshShape(fsdp=2, tensor=4), 8, 8192, "bfloat16")
+    assert plan.bytes_per_device == 2 * 32 * 8 * 8 * 8192 * 128 * 2 // 8
+
+
+@pytest.fixture(scope="module")
+def run_folder(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps on text of one letter after another, with its checkpoint."""
+    text = tmp_path_factory.mktemp("text") / "letters.txt"
+    text.write_text("abcdefghij\u00e9 " * 400)
+    run = tiny_run(
+        dataclasses.replace(MODELS["llama"], vocab=None), "fsdp=2", steps=2, batch=8, seq=32,
+        data=mw.Data(paths=(str(text),), tokenizer="bytes", sample=0),
+    )  # fmt: skip
+    out = tmp_path_factory.mktemp("runs") / "letters"
+    return mw.train(run, out=out, progress="none", cache=cache).out
+
+
+def test_the_verb_shows_text_and_report(run_folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from meshwright.cli.generate import main
+
+    assert main([str(run_folder), "abc", "--max-tokens", "6", "--mesh", "tensor=2", "--devices", "8"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("abc") and "decode:  6 tokens" in shown.err and "(planned" in shown.err
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "abc"}\n{"prompt": "ef"}\n')
+    assert (
+        main(
+            [
+                str(run_folder),
+                "--prompts",
+                str(prompts),
+                "--max-tokens",
+                "6",
+                "--mesh",
+                "tensor=2",
+                "--devices",
+                "8",
+                "--json",
+            ]
+        )
+        == 0
+    )
+    record = json.loads(capsys.readouterr().out)
+    assert ["abc" + record["texts"][0]["text"] + "\n"] == [shown.out]
+    assert record["report"]["cache_bytes"] == record["report"]["planned_cache_bytes"]
+    with pytest.raises(ConfigError, match="has no chat template"):
+        main([str(run_folder), "abc", "--chat", "--devices", "8"])
+    template = tmp_path / "chat.jinja"
+    template.write_text(TEMPLATE)
+    options = [
+        "--chat",
+        "--chat-template",
+        str(template),
+        "--max-tokens",
+        "3",
+        "--prompt",
+        "def",
+        "--devices",
+        "8",
+        "--json",
+    ]
+    assert main([str(run_folder), "abc", *options]) == 0
+    assert [json.loads(line)["texts"][0]["prompt"] for line in capsys.readouterr().out.splitlines()] == ["abc", "def"]
+
+
+def test_bits_per_byte_by_hand(run_folder: Path, cache: Path) -> None:
+    held_out = mw.evaluate(run_folder, cache=cache, mesh="data=2,tensor=2")
+    # Bytes are tokens: all of the held-out tail but its first, in windows of 32.
+    total = len(("abcdefghij\u00e9 " * 400).encode()) + 1
+    windows = (total - round(total * 0.9) - 1) // 32
+    assert held_out.samples == windows and held_out.tokens == held_out.text_bytes == windows * 32
+    assert held_out.bits_per_byte == pytest.approx(held_out.loss / math.log(2))
+    assert held_out.perplexity == pytest.approx(math.exp(held_out.loss))
+
+
+TASK = """
+task: letters
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_target: answer
+doc_to_choice: choices
+target_delimiter: ""
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
+
+
+def test_benchmarks_score_choices_by_log_likelihood(run_folder: Path, cache: Path, tmp_path: Path) -> None:
+    questions = [("abc", ["def", "d", "ghi"]), ("", ["b", "abc"]), ("hij", ["k", "\u00e9 ab"]), ("zz", ["zz", "ab"])]
+    generator = mw.open_generator(run_folder, mesh="tensor=2", cache=cache)
+    right, right_per_byte, rows = 0, 0, []
+    for number, (question, choices) in enumerate(questions):
+        answer = number % len(choices)
+        sums = []
+        for choice in choices:
+            tokens = [*(question.encode() or [256]), *choice.encode()]
+            sums.append(float(generator.score([tokens])[0][0][-len(choice.encode()) :].sum()))
+        right += int(np.argmax(sums) == answer)
+        right_per_byte += int(np.argmax([s / len(c) for s, c in zip(sums, choices, strict=True)]) == answer)
+        rows.append(json.dumps({"question": question, "choices": choices, "answer": answer}))
+    (tmp_path / "data.jsonl").write_text("\n".join(rows) + "\n")
+    (tmp_path / "letters.yaml").write_text(TASK.format(file=tmp_path / "data.jsonl"))
+    # A process of its own: lm-eval and its libraries set up loggers, threads and warnings.
+    command = ["evaluate", str(run_folder), "--tasks", "letters", "--task-folder", str(tmp_path), "--json"]
+    environment = {**os.environ, "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright", *command, "--mesh", "fsdp=2"], capture_output=True, text=True,
+        env=environment, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads(done.stdout.splitlines()[-1])["letters"]
+    assert results["acc,none"] == right / 4 and results["acc_norm,none"] == right_per_byte / 4
+
+
+@pytest.mark.parametrize("layout", ["gathered", "int8", "sharded"])
+def test_a_decode_program_takes_the_weights_and_cache_of_its_price(layout: WeightsLayout) -> None:
+    """Compiled from shapes alone, as for hardware that is not here."""
+    model = dataclasses.replace(MODELS["llama"], layers=4, width=128, heads=4, mlp=512)
+    device_run = device_run_of(tiny_run(model, "fsdp=2,context=2,tensor=2", batch=8, seq=16))
+    bucket = Bucket(8, 512, 128)
+    decoder = Decoder(device_run, abstract_layout(device_run, layout), bucket, "compute")
+    price = price_decode(device_run.placed, parse_target("h100:8"), batch=8, context=512, layout=layout)
+    weights = decoder.memory.argument_size_in_bytes - decoder.memory.alias_size_in_bytes
+    assert weights == pytest.approx(price.weights, rel=0.02)
+    assert decoder.cache_bytes == pytest.approx(price.cache, rel=0.02)
+
+
+def test_the_price_of_decoding_by_hand() -> None:
+    target = parse_target("v5p:2x2x2")
+    run = mw.recipe("llama3-70b")
+    by_size = {price.batch: price for price in best_decode(run, target, batches=(1, 256), contexts=(2048,))}
+    one, many = by_size[1], by_size[256]
+    assert str(one.mesh) == "tensor=8" and one.fits and one.bound_by == "weights"
+    # All weights but the embedding table are read once: 2 bytes each, an eighth on every chip.
+    layer = 8192 * (64 + 8 + 8) * 128 + 64 * 128 * 8192 + 3 * 8192 * 28672
+    read = 2 * (80 * layer + 128256 * 8192) / 8
+    bandwidth = target.chip.hbm_bandwidth * target.efficiency.hbm
+    assert one.parts["weights"] == pytest.approx(read / bandwidth, rel=1e-3)
+    # Keys and values of 2,048 tokens, eight heads, 80 layers, 256 sequences.
+    cache = 2 * 80 * 8 * 128 * 2048 * 2 / 8
+    assert many.cache == 256 * cache and many.parts["cache"] == pytest.approx(256 * cache / bandwidth)
+    assert many.tokens_per_second_per_chip > 50 * one.tokens_per_second_per_chip
+    experts = best_decode(mw.recipe("mixtral-8x7b"), target, batches=(1, 512), contexts=(2048,))
+    # One token uses two of eight experts of each layer, many tokens all of them.
+    assert experts[0].parts["weights"] < 0.5 * experts[1].parts["weights"]
