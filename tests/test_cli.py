@@ -60,7 +60,7 @@ SMALL = [
         (["train", "tiny", "--run", "x.json"], 2, "each gives a whole Run"),
         (["train", "--out", "/proc/none"], 4, "it cannot be written"),
         (["evaluate", "/no/such/run"], 4, "it has no run.json"),
-        (["show", "llama3-8b", "--mesh", "tensor=12"], 2, "does not divide"),
+        (["show", "llama3-8b", "--mesh", "tensor=64"], 2, "N=32 does not divide: 32 = 0 * 64 + 32"),
         (["show", "llama3-8b", "--mesh", "fsdp=3000"], 2, "no dimension divides by 3000"),
         (["tokenize", "stdlib", "--out", "/proc/none", "--tokenizer", "bytes"], 3, "writing tokens to /proc/none"),
     ],
@@ -87,8 +87,8 @@ def test_heads_that_do_not_divide_name_the_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "verb",
-    ["", "train", "evaluate", "tokenize", "show", "plan", "prove", "rehearse", "parity", "bench", "words", "recipes",
-     "completion"],
+    ["", "train", "evaluate", "tokenize", "convert", "show", "plan", "prove", "rehearse", "parity", "bench", "words",
+     "recipes", "completion"],
 )  # fmt: skip
 def test_every_verb_explains_itself(verb: str) -> None:
     said = meshwright(*([verb] if verb else []), "--help")

@@ -1,6 +1,6 @@
 """Adapter of a generator to EleutherAI's `lm-eval`: log-likelihoods of answers, of whole texts, and generated text.
 
-https://github.com/EleutherAI/lm-evaluation-harness (MIT licence), an optional dependency. Tasks, metrics and few-shot
+github.com/EleutherAI/lm-evaluation-harness (MIT licence), an optional dependency. Tasks, metrics and few-shot
 prompts are its own; what is here answers its three kinds of requests.
 """
 

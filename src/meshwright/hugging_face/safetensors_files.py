@@ -1,8 +1,8 @@
 """Files in the safetensors format: headers checked before anything is read, tensors as views of the mapped file.
 
 A file is 8 bytes (the header's length, little-endian), the header (JSON: dtype, shape and data offsets by name), and
-the data. https://github.com/huggingface/safetensors#format has the rules that are checked here. Files are mapped, so a
-block of a tensor costs the memory of its pages; `release` gives them back.
+the data. The format's page in the repository huggingface/safetensors has the rules that are checked here. Files are
+mapped, so a block of a tensor costs the memory of its pages; `release` gives them back.
 """
 
 import json
