@@ -121,6 +121,7 @@ ROWS: list[tuple[str, str, WeightsLayout]] = [
     *((name, "fsdp=2,context=2,tensor=2", "sharded") for name in FAMILIES),
     ("llama", "context=8", "sharded"),
     ("mixtral", "fsdp=2,expert=2,tensor=2", "sharded"),
+        ("llama", "data=2,tensor=4", "gathered"),  # fewer key/value heads than devices of tensor
     ("deepseek-like", "expert=4,context=2", "gathered"),
 ]
 

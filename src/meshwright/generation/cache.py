@@ -28,7 +28,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.blocks.context import CONTEXT
 from meshwright.models.model import ModelSpec
 from meshwright.sharding.layouts import BATCH_AXES
-from meshwright.sharding.placement import Placement, local_shape, to_spec
+from meshwright.sharding.placement import Placement, local_shape, replicates_kv_heads, to_spec
 
 SLOT_MULTIPLE = 128
 """Slots of a device are a multiple of this, so that their blocks are whole."""
@@ -79,7 +79,10 @@ class CachePlan:
         for stack, layers in self.spec.stacks.items():
             attention = next(layer.attention for layer in self.spec.layers if layer.stack == stack)
             assert attention is not None
-            values = (layers, self.slots, attention.kv_heads, self.batch, attention.head_size)
+            # Fewer heads than devices of `tensor`: every device caches the one that its queries attend to.
+            tensor = self.shape.tensor
+            heads = tensor if replicates_kv_heads(attention.kv_heads, tensor) else attention.kv_heads
+            values = (layers, self.slots, heads, self.batch, attention.head_size)
             leaf = jax.ShapeDtypeStruct(values, jnp.dtype(self.dtype))
             scale = jax.ShapeDtypeStruct((*values[:-1], 1), jnp.float32) if self.dtype == "int8" else None
             stacks[stack] = KeyValues(leaf, leaf, scale, scale)

@@ -25,6 +25,7 @@ from meshwright.generation.sampling import Sampling, Settings, choose_tokens
 from meshwright.generation.weights import LaidOut
 from meshwright.models.blocks.context import CONTEXT
 from meshwright.models.blocks.dropout import no_dropout
+from meshwright.models.blocks.kv_heads import with_own_kv_head
 from meshwright.models.model import ForwardContext, Layer, Tokens, vocab_size
 from meshwright.models.remat import scan_layers
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
@@ -309,7 +310,8 @@ class Decoder:
         attend = CachedAttend(Slots(state.slot, state.first, tokens))
         local = Tokens(self.local_tokens(ids_BT)[None], self.local_tokens(positions_BT)[None])
         sequence = SequenceSplit("all_gather", local.ids.shape[1], 1, 1)
-        ctx = ForwardContext(local, self.weights.gather, no_dropout(), attend, sequence, model.grouped_matmul)
+        own = with_own_kv_head(attend)
+        ctx = ForwardContext(local, self.weights.gather, no_dropout(), own, sequence, model.grouped_matmul)
         x_BTD, cache = self._layers(params, state.cache, ctx, attend)
         return *model.model.unembed(params, x_BTD, self.weights.gather), cache
 

@@ -1,6 +1,6 @@
 """Muon: momentum whose matrices are orthogonalised, each on one of the devices that share them.
 
-Update of a matrix [rows, columns] (K. Jordan 2024, https://kellerjordan.github.io/posts/muon/), with the scale of
+Update of a matrix [rows, columns] (K. Jordan 2024, kellerjordan.github.io/posts/muon), with the scale of
 Moonlight (Liu et al. 2025, arXiv:2502.16982, section 2.2), by which updates are as large as AdamW's:
 
     m = beta m + (1 - beta) g;  o = newton_schulz(beta m + (1 - beta) g)
