@@ -31,13 +31,15 @@ FAMILIES: dict[str, Model] = {
         VOCAB, 64, 5, 16, vocab_multiple=16, kv_heads=8, mlp=96, local_layers=1, sliding_window=5
     ),
 }  # fmt: skip
+TWO_KV_HEADS = {"two-kv-heads": dataclasses.replace(MODELS["llama"], kv_heads=2)}  # type: ignore[call-arg]
+"""Fewer key/value heads than devices of `tensor`."""
 SEQ, CHUNK = 24, 8
 LENGTHS = (24, 17, 9)
 """Tokens of each text: prompts are ragged."""
 
 
 def model_of(name: str) -> Model:
-    model = FAMILIES[name]
+    model = (FAMILIES | TWO_KV_HEADS)[name]
     if isinstance(model, Gpt2):
         return model
     return dataclasses.replace(model, rope_theta=100.0)  # angles that differ within a few positions
@@ -121,7 +123,8 @@ ROWS: list[tuple[str, str, WeightsLayout]] = [
     *((name, "fsdp=2,context=2,tensor=2", "sharded") for name in FAMILIES),
     ("llama", "context=8", "sharded"),
     ("mixtral", "fsdp=2,expert=2,tensor=2", "sharded"),
-        ("llama", "data=2,tensor=4", "gathered"),  # fewer key/value heads than devices of tensor
+    ("llama", "data=2,tensor=4", "gathered"),
+    ("two-kv-heads", "data=2,tensor=4", "gathered"),
     ("deepseek-like", "expert=4,context=2", "gathered"),
 ]
 

@@ -310,7 +310,8 @@ class Decoder:
         attend = CachedAttend(Slots(state.slot, state.first, tokens))
         local = Tokens(self.local_tokens(ids_BT)[None], self.local_tokens(positions_BT)[None])
         sequence = SequenceSplit("all_gather", local.ids.shape[1], 1, 1)
-        own = with_own_kv_head(attend)
+        fewer = (self.device_run.placed.spec.kv_heads or math.inf) < self.device_run.shape.tensor
+        own = with_own_kv_head(attend) if fewer else attend
         ctx = ForwardContext(local, self.weights.gather, no_dropout(), own, sequence, model.grouped_matmul)
         x_BTD, cache = self._layers(params, state.cache, ctx, attend)
         return *model.model.unembed(params, x_BTD, self.weights.gather), cache
