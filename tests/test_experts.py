@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from tiny_runs import MODELS, device_run_of, random_batch, tiny_run
+from tiny_runs import MODELS, assert_same_steps, device_run_of, random_batch, tiny_run, train, train_on_one_device
 
 from meshwright.comm.ragged import plan_exchange, ragged_all_to_all
 from meshwright.models.blocks.experts import (
@@ -23,6 +23,7 @@ from meshwright.models.blocks.experts import (
     route,
     router_losses,
 )
+from meshwright.models.blocks.fp8_rows import round_rows
 from meshwright.models.flops import FORMULAS, forward_flops, layer_flops
 from meshwright.runs.recipe import find_recipe
 from meshwright.sharding.params import count_params
@@ -240,3 +241,27 @@ def test_recipes_have_their_published_sizes(name: str, total: float, active: flo
     items = forward_flops(model, 4096)
     assert set(items) <= set(FORMULAS)
     assert sum(layer_flops(model, 4096)) == pytest.approx(sum(n for i, n in items.items() if i != "unembedding"))
+
+
+def test_rows_in_float8_are_their_own_rounding() -> None:
+    """A power of two for each row: rounding again, in float32 or bfloat16, changes nothing; gradients pass."""
+    x = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32) * np.logspace(-6, 6, 64)[:, None]
+    x[3] = 0
+    once = np.asarray(round_rows(jnp.asarray(x, jnp.float32)))
+    np.testing.assert_array_equal(np.asarray(round_rows(jnp.asarray(once))), once)
+    np.testing.assert_array_equal(np.asarray(jnp.asarray(once).astype(jnp.bfloat16).astype(jnp.float32)), once)
+    # Four significant bits: at most half of the last one is lost, but for elements near the bottom of the range.
+    large = np.abs(x) > np.abs(x).max(1, keepdims=True) / 1000
+    assert (np.abs(once - x)[large] <= np.abs(x)[large] / 16).all() and not once[3].any()
+    np.testing.assert_array_equal(jax.grad(lambda x: (round_rows(x) * 3).sum())(jnp.asarray(x, jnp.float32)), 3)
+
+
+@pytest.mark.parametrize("mesh", ["data=2", pytest.param("expert=4", marks=pytest.mark.exhaustive), "fsdp=2,expert=4"])
+def test_an_exchange_in_float8_has_the_numbers_of_one_device(mesh: str) -> None:
+    model = dataclasses.replace(MODELS["mixtral"], expert_exchange="fp8")
+    run = tiny_run(model, mesh)
+    one, many = train_on_one_device(run, 3), train(run, 3)
+    assert_same_steps(many, one)
+    plain = train_on_one_device(tiny_run(MODELS["mixtral"], mesh), 3)
+    assert not np.array_equal(one.losses, plain.losses)
+    np.testing.assert_allclose(one.losses, plain.losses, rtol=5e-3)

@@ -136,6 +136,8 @@ class ExpertSpec:
     experts_per_token: int
     buffer_factor: float = 0.0
     """Rows that a device of the mesh axis `expert` has room for (blocks/experts.py: `buffer_rows`)."""
+    sent_bytes: int | None = None
+    """Bytes of an element of the rows sent to experts; None are those of the compute dtype."""
 
 
 @dataclasses.dataclass(frozen=True)

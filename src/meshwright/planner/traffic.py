@@ -60,8 +60,9 @@ def movements(
         result += _context(placed, work, layers, compute, again)
     if shape.expert > 1 and work.experts:
         beside = software.overlaps_experts and placed.virtual_stages > 1
-        payload = work.tokens * work.experts * work.width * compute
-        result += _experts(payload, work.expert_layers * microbatches, again, not beside)
+        elements = work.tokens * work.experts * work.width
+        payloads = (elements * (_sent_bytes(placed) or compute), elements * compute)
+        result += _experts(payloads, work.expert_layers * microbatches, again, not beside)
     if shape.stage > 1 and not keeps_stages(placed):
         result += [dataclasses.replace(m, during="recomputation") for m in result if m.during == "forward"]
     result += _weights(placed, microbatches, bool(again - {"scores"}))
@@ -209,14 +210,23 @@ def _context(placed: PlacedRun, work: Work, layers: float, compute: int, again: 
     return result
 
 
-def _experts(payload: float, layers: float, again: frozenset[str], blocking: bool) -> list[Movement]:
-    """Tokens sent to their experts and back; a pass that recomputes needs those that came, but not what goes back."""
-    passes = {"forward": 2, "backward": 2, "recomputation": 1 if again - {"scores"} else 0}
+def _experts(payloads: tuple[float, float], layers: float, again: frozenset[str], blocking: bool) -> list[Movement]:
+    """Tokens sent to their experts and back; a pass that recomputes needs those that came, but not what goes back.
+
+    payloads: bytes of the rows that go to experts, and of their outputs and the gradients of both.
+    """
+    there, back = payloads
+    sent = [("forward", there), ("forward", back), ("backward", back), ("backward", back)]
+    sent += [("recomputation", there)] if again - {"scores"} else []
     return [
-        Movement("all-to-all", ("expert",), payload, times * layers, during, blocking, "tokens to experts")
-        for during, times in passes.items()
-        if times
+        Movement("all-to-all", ("expert",), payload, layers, during, blocking, "tokens to experts")
+        for during, payload in sent
     ]
+
+
+def _sent_bytes(placed: PlacedRun) -> int | None:
+    """Bytes of an element of the rows sent to experts, where the model states them."""
+    return next((layer.experts.sent_bytes for layer in placed.spec.layers if layer.experts is not None), None)
 
 
 def _stages(tasks: TaskCounts, activation: float, software: Software) -> list[Movement]:

@@ -33,11 +33,14 @@ from jax.ad_checkpoint import checkpoint_name
 from meshwright.comm.collectives import all_gather, all_reduce, all_to_all, local_shard, nontrivial_axes
 from meshwright.comm.ragged import Exchange, all_to_all_counts, plan_exchange, ragged_all_to_all
 from meshwright.models.blocks.context import CONTEXT
+from meshwright.models.blocks.fp8_rows import exchange_rows, round_rows, row_scales
 from meshwright.models.model import ExpertSpec
 from meshwright.models.remat import FFN_HIDDEN, recomputed
 from meshwright.sharding.sequence import SequenceSplit
 
 EXPERT = ("expert",)
+ExchangeType = Literal["compute", "fp8"]
+"""Type of the rows that go to experts on other devices: the compute dtype, or float8 with a scale for each row."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,11 +141,13 @@ def dropless_moe(
     w: ExpertWeights,
     multiply: Multiply = lax.ragged_dot,
     buffer_factor: float = 0.0,
+    exchange: ExchangeType = "compute",
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes the weighted sum of each token's experts, in groups of unequal size.
 
-    buffer_factor: as in `buffer_rows`. Returns the outputs [B, T, D] and the number of this device's (token, expert)
-    pairs that found no room on the device of their expert; None where there is always room.
+    buffer_factor: as in `buffer_rows`.  exchange: type of the rows that go to experts. Returns the outputs [B, T, D]
+    and the number of this device's (token, expert) pairs that found no room on the device of their expert; None where
+    there is always room.
     """
     B, T, D = h_BTD.shape
     k = r.experts_per_token
@@ -150,12 +155,13 @@ def dropless_moe(
     expert_of_row = routes.experts_BTX.reshape(-1)
     order = jnp.argsort(expert_of_row, stable=True)
     back = jnp.argsort(order)
-    rows = _reorder(h_BTD.reshape(B * T, D), order, back, k)
+    h_TD = h_BTD.reshape(B * T, D)
+    rows = _reorder(round_rows(h_TD) if exchange == "fp8" else h_TD, order, back, k)
     weights = _reorder(routes.weights_BTX.reshape(-1, 1), order, back, 1)
     rows_E = (expert_of_row[:, None] == jnp.arange(r.experts)).sum(0).astype(jnp.int32)
     dropped = None
     if nontrivial_axes(EXPERT):
-        out, dropped = _expert_parallel(r, rows, weights, rows_E, w, multiply, buffer_factor)
+        out, dropped = _expert_parallel(r, rows, weights, rows_E, w, multiply, buffer_factor, exchange)
     else:
         out = _grouped_swiglu(rows, weights, rows_E, w, multiply)
     return _sum_of_experts(_reorder(out, back, order, 1).reshape(B, T, k, D)), dropped
@@ -221,6 +227,7 @@ def _expert_parallel(
     w: ExpertWeights,
     multiply: Multiply,
     buffer_factor: float,
+    sent_as: ExchangeType,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Sends rows to the devices that hold their experts, applies these, and returns the outputs in the same order.
 
@@ -235,9 +242,14 @@ def _expert_parallel(
     received_counts = all_to_all_counts(sent_counts, "expert")
     exchange = plan_exchange(sent_counts.sum(1), received_counts.sum(1), "expert", room)
     to_experts, back, rows_of_expert = _sort_blocks(exchange, received_counts, room)
-    arrived, weights = (
-        _reorder(ragged_all_to_all(x, exchange, "expert", room, largest), to_experts, back, 1) for x in (rows, weights)
-    )
+    send = functools.partial(ragged_all_to_all, exchange=exchange, axis="expert", rows=room, largest=largest)
+    if sent_as == "fp8":
+        scales = row_scales(rows)
+        beside = send(jnp.concatenate([weights, scales], 1))
+        weights, arrived = beside[:, :1], exchange_rows(rows, scales, beside[:, 1:], exchange, "expert", room, largest)
+    else:
+        weights, arrived = send(weights), send(rows)
+    arrived, weights = (_reorder(x, to_experts, back, 1) for x in (arrived, weights))
     out = _grouped_swiglu(arrived, weights, rows_of_expert, w, multiply)
     out = ragged_all_to_all(_reorder(out, back, to_experts, 1), exchange.reversed(), "expert", rows.shape[0], largest)
     return out, (rows_E.sum() - exchange.sizes.sum()).astype(jnp.float32) if room < most else None

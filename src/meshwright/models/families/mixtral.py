@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from meshwright.comm.collectives import sequence_all_gather, sequence_reduce_scatter
 from meshwright.config import MeshShape, Model
 from meshwright.errors import ConfigError
-from meshwright.models.blocks.experts import Routing, capacity_moe, dropless_moe, route, router_losses
+from meshwright.models.blocks.experts import ExchangeType, Routing, capacity_moe, dropless_moe, route, router_losses
 from meshwright.models.blocks.norm import rms_norm
 from meshwright.models.families.llama import (
     Llama,
@@ -71,6 +71,9 @@ class Mixtral(Llama):
     """Rows that a device of the mesh axis `expert` has room for, as a multiple of an even share; for `dropless`. Rows
     beyond are dropped and counted as `choices dropped`. 0 has room for the most that can arrive, up to `expert` times
     the share, and gives the numbers of one device."""
+    expert_exchange: ExchangeType = "compute"
+    """Type of the rows that go to experts, for `dropless`: the compute dtype, or fp8 with a scale for each row, as in
+    DeepSeek-V3; what comes back, and gradients, stay in the compute dtype. Rows are rounded on every mesh."""
     aux_loss_weight: float = 0.01
     """Weight of the load-balancing loss, summed over layers (DeepSeek-V3, equations 17 to 20)."""
     router_z_loss_weight: float = 0.001
@@ -126,7 +129,8 @@ class Mixtral(Llama):
         dense = LayerSpec("dense_blocks", self.attention)
         # With capacity every device has room for the capacity of its experts, and no other buffer.
         factor = self.expert_buffer_factor if self.dispatch == "dropless" else self.capacity_factor
-        experts = ExpertSpec(self.experts, self.experts_per_token, factor)
+        sent_bytes = 1 if self.expert_exchange == "fp8" else None
+        experts = ExpertSpec(self.experts, self.experts_per_token, factor, sent_bytes)
         sparse = LayerSpec("blocks", self.attention, experts)
         layers = (dense,) * self.dense_layers + (sparse,) * self.expert_layers
         return dataclasses.replace(super().spec(), layers=layers)
@@ -240,7 +244,9 @@ def _experts(c: Mixtral, ctx: ForwardContext) -> Callable[[jax.Array, dict[str, 
         aux["aux_loss"] = c.aux_loss_weight * aux["balance"] + c.router_z_loss_weight * aux["router z"]
         routed = {name: weights[f"expert_{name}"] for name in ("gate", "up", "down")}
         if c.dispatch == "dropless":
-            y_BTD, dropped = dropless_moe(c.routing, h_BTD, routes, routed, ctx.grouped_matmul, c.expert_buffer_factor)
+            y_BTD, dropped = dropless_moe(
+                c.routing, h_BTD, routes, routed, ctx.grouped_matmul, c.expert_buffer_factor, c.expert_exchange
+            )
             return y_BTD, aux if dropped is None else {**aux, "dropped": dropped}
         y_BTD, aux["dropped"] = capacity_moe(c.routing, h_BTD, routes, routed, ctx.sequence, c.capacity_factor)
         return y_BTD, aux
