@@ -121,6 +121,8 @@ class AttentionSpec:
     head_size: int
     window: int | None = None
     """Sliding window: positions a token attends to, itself included; None is all before it."""
+    normalises_qk: bool = False
+    """Whether queries and keys are normalised: what saves everything saves them before and after."""
 
     def causal_positions(self, seq: int) -> float:
         """Returns the positions a token attends to, averaged over a sequence of `seq` tokens."""

@@ -225,9 +225,11 @@ def _saved_bytes(placed: PlacedRun, work: Work, compute: int) -> float:
     elements = _elements_per_token(placed, work)
     elements[ATTN_LSE] = work.heads * 4 / compute
     if policy.saved is None:
-        # Also both normalised inputs, whole over `tensor`, and SwiGLU's product (gate and up are `ffn_hidden`); of
-        # experts their rows too, and the router's input in float32.
-        kept = sum(elements.values()) + 2 * work.width + work.ffn_hidden / 2
+        # Also both normalised inputs, whole over `tensor`, the attention output as its projection reads it, SwiGLU's
+        # product (gate and up are `ffn_hidden`); of experts their rows, and the router's input in float32.
+        kept = sum(elements.values()) + 2 * work.width + work.ffn_hidden / 2 + work.query_width
+        if any(attention.normalises_qk for attention in placed.spec.attention):
+            kept += work.query_width + work.kv_width
         if work.expert_rows:
             kept += (work.expert_rows / work.tokens + 4 / compute) * work.width
     else:

@@ -129,7 +129,7 @@ class Gemma3(Model):
     def _attention(self, place: int) -> AttentionSpec:
         """Attention of a layer by its place in the period: the last is global."""
         window = self.sliding_window if place < self.local_layers else None
-        return AttentionSpec(self.heads, self.kv_heads, self.size_of_head, window)
+        return AttentionSpec(self.heads, self.kv_heads, self.size_of_head, window, normalises_qk=True)
 
     def embed(self, params: Tree, ctx: ForwardContext) -> jax.Array:
         """Returns the embedded tokens times the root of the width [B, T/tensor, D], on the first stage."""

@@ -80,7 +80,7 @@ class Llama(Model):
     def attention(self) -> AttentionSpec:
         """Attention of every layer."""
         size = even_head_size(self.width, self.heads) if self.head_size is None else self.head_size
-        return AttentionSpec(self.heads, self.kv_heads, size, self.sliding_window)
+        return AttentionSpec(self.heads, self.kv_heads, size, self.sliding_window, self.qk_norm != "none")
 
     def params(self) -> Tree:
         """Returns the parameter descriptions; `blocks` are stacked over layers."""
