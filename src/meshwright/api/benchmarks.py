@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.errors import ConfigError
 from meshwright.generation.generator import Generator
+from meshwright.generation.lm_eval_model import RequestAnswers
 
 
 def check_lm_eval() -> None:
@@ -37,9 +38,11 @@ def run_tasks(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of its dependencies
         import lm_eval
+        from lm_eval.api.model import TemplateLM
         from lm_eval.tasks import TaskManager
 
-        from meshwright.generation.lm_eval_model import MeshwrightLM
+        class MeshwrightLM(RequestAnswers, TemplateLM):
+            """Language model of lm-eval."""
 
         logging.getLogger("lm_eval").setLevel(logging.WARNING)
         manager = TaskManager(include_path=None if task_folder is None else str(task_folder))

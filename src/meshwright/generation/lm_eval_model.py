@@ -1,14 +1,14 @@
 """Adapter of a generator to EleutherAI's `lm-eval`: log-likelihoods of answers, of whole texts, and generated text.
 
 github.com/EleutherAI/lm-evaluation-harness (MIT licence), an optional dependency. Tasks, metrics and few-shot
-prompts are its own; what is here answers its three kinds of requests.
+prompts are its own; what is here answers its three kinds of requests. lm-eval itself is imported where tasks run
+(`api.benchmarks`): it changes loggers and the environment of the process.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from lm_eval.api.model import TemplateLM
 
 from meshwright.errors import ConfigError
 from meshwright.generation.generator import Generator
@@ -18,8 +18,8 @@ _MAX_TOKENS = 256
 """Tokens that a request generates where its task gives no number."""
 
 
-class MeshwrightLM(TemplateLM):
-    """Language model of `lm-eval` that a `Generator` answers for.
+class RequestAnswers:
+    """Answers of a `Generator` to the requests of lm-eval, to be mixed into its `TemplateLM`.
 
     longest: tokens of the longest text; longer ones lose their beginning.  batch: requests computed together.
     """
