@@ -17,6 +17,7 @@ from typing import Any
 
 from meshwright.config import MeshShape
 from meshwright.errors import MeshwrightError
+from meshwright.hardware.chips import Nodes
 from meshwright.hardware.targets import parse_target
 from meshwright.planner.plan_file import read_plan, write_plan
 from meshwright.planner.search import Plan, price_run, search
@@ -69,11 +70,15 @@ def best_plans(case: tuple[str, str, int, int]) -> dict[str, Plan]:
 
 
 def needed_flops(plan: Plan) -> float:
-    """Returns the FLOPs of a device's step: the model's, and what the remat policy and the loss compute again."""
+    """Returns the FLOPs of a device's step: the model's, and what the remat policy and the loss compute again.
+
+    The census counts the calls of cuDNN's attention with all scores, of which the kernel skips the hidden half.
+    """
     training, work = plan.run.training, work_of(plan.placed)
     again = recomputed_roles(training.remat)
     matmuls = sum((3 + (m.role in again)) * m.flops for m in work.matmuls)
-    attention = (3.5 + ("attention" in again)) * work.attention
+    scores = 2.0 if isinstance(plan.target.chip.interconnect, Nodes) else 1.0
+    attention = (3.5 + ("attention" in again)) * scores * work.attention
     return training.microbatches * (matmuls + attention + 4 * work.unembedding.flops)
 
 
