@@ -149,7 +149,9 @@ class Checkpoints:
         for check in checks:
             check(manifest, abstract)
         tensors = self._read(manifest, abstract)
-        return to_row_order(tensors, expected, device_run.params) if permuted else tensors
+        if permuted:
+            return to_row_order(tensors, expected, device_run.params)
+        return {name: tensors[name] for name in expected}  # the order of the state's leaves, not of the file's
 
     def set_aside(self, after: int) -> None:
         """Moves checkpoints newer than `after` into the folder `set-aside`, so that training can continue there."""
