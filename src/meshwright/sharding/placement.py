@@ -202,8 +202,8 @@ def like_param(shape: tuple[int, ...], of: tuple[int, ...], placement: Placement
     if shape == of:
         return placement
     large = math.prod(shape) * _LARGE >= math.prod(of)
-    owners, held = mesh.size // mesh.over(placement[0]), mesh.over(axes_of(placement))
-    if large and len(shape) > 2 and shape[0] == of[0] and not (shape[0] % owners or shape[0] % held):
+    owners, blocks = mesh.size // mesh.over(placement[0]), mesh.over(axes_of(placement))
+    if large and len(shape) > 2 and shape[0] == of[0] and not (shape[0] % owners or shape[0] % blocks):
         return (axes_of(placement), *((),) * (len(shape) - 1))
     dims = list(zip(of, placement, strict=True))
     axes: list[tuple[str, ...]] = []
