@@ -72,13 +72,14 @@ def best_plans(case: tuple[str, str, int, int]) -> dict[str, Plan]:
 def needed_flops(plan: Plan) -> float:
     """Returns the FLOPs of a device's step: the model's, and what the remat policy and the loss compute again.
 
-    The census counts the calls of cuDNN's attention with all scores, of which the kernel skips the hidden half.
+    Programs for GPUs have two attention kernels in branches, for whole and for packed sequences, of which a step runs
+    one. The census counts both, so the model's attention counts twice here.
     """
     training, work = plan.run.training, work_of(plan.placed)
     again = recomputed_roles(training.remat)
     matmuls = sum((3 + (m.role in again)) * m.flops for m in work.matmuls)
-    scores = 2.0 if isinstance(plan.target.chip.interconnect, Nodes) else 1.0
-    attention = (3.5 + ("attention" in again)) * scores * work.attention
+    branches = 2.0 if isinstance(plan.target.chip.interconnect, Nodes) else 1.0
+    attention = (3.5 + ("attention" in again)) * branches * work.attention
     return training.microbatches * (matmuls + attention + 4 * work.unembedding.flops)
 
 

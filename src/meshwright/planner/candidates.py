@@ -115,7 +115,9 @@ def candidate_schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
 
 
 def _layout(run: Run, shape: MeshShape) -> str:
-    """Returns the layout of a pipeline: replicas share the optimizer state (ZeRO-1) where nothing else was asked for.
+    """Returns the layout of a pipeline: in the place of `fsdp`, replicas share the optimizer state too (`zero1`).
+
+    The name of the plan tells it. Any other layout stays.
 
     They sum their gradients after the last microbatch in either layout, and a reduce-scatter and an all-gather send no
     more than the all-reduce.

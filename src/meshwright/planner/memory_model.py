@@ -186,9 +186,8 @@ def state_bytes(placed: PlacedRun) -> float:
     """Returns the bytes of the optimizer state on a device."""
     training, optimizer, shape = placed.run.training, placed.run.optimizer, placed.shape
     if optimizer.name not in OPTIMIZER_MOMENTS:
-        from meshwright.planner.optimizer_state import (
-            optimizer_state_bytes,  # loads optax, which planning does not need
-        )
+        # It loads optax, which planning does not need otherwise.
+        from meshwright.planner.optimizer_state import optimizer_state_bytes
 
         return optimizer_state_bytes(optimizer, training, placed.params, placed.placements, shape)
     bytes_each = 4 * OPTIMIZER_MOMENTS[optimizer.name]

@@ -33,6 +33,11 @@ def rms_norm_heads(x_BTNH: jax.Array, scale_NH: jax.Array, epsilon: float) -> ja
 
 def rms_norm_plus_one(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     """Computes RMSNorm with the scale 1 + `scale`, multiplied in float32 (Gemma)."""
+    return _rms_norm_plus_one(x, scale, jnp.float32(epsilon))
+
+
+@recomputed
+def _rms_norm_plus_one(x: jax.Array, scale: jax.Array, epsilon: jax.Array) -> jax.Array:
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + epsilon)
     return (x32 * (1.0 + scale.astype(jnp.float32))).astype(x.dtype)

@@ -37,7 +37,7 @@ from meshwright.models.model import (
     padded_vocab,
     vocab_size,
 )
-from meshwright.models.remat import ATTN_RESIDUAL, FFN_HIDDEN, QKV
+from meshwright.models.remat import ATTN_RESIDUAL, FFN_HIDDEN, QKV, recomputed
 from meshwright.sharding.params import GatherParams, Param, Tree
 from meshwright.words import AXES
 
@@ -168,7 +168,7 @@ class Gemma3(Model):
             with jax.named_scope("feed-forward"):
                 both = ctx.column_parallel(_linears, norm(x_BTD, w["mlp_norm"]), [w["gate"], w["up"]])
                 gate_BTF, up_BTF = (checkpoint_name(product, FFN_HIDDEN) for product in both)
-                y_BTD = ctx.row_parallel(linear, jax.nn.gelu(gate_BTF, approximate=True) * up_BTF, w["down"])
+                y_BTD = ctx.row_parallel(linear, _gelu_product(gate_BTF, up_BTF), w["down"])
                 return x_BTD + ctx.dropout(norm(y_BTD, w["mlp_out_norm"]), 2 * index + 2), {}
 
         return layer
@@ -193,6 +193,11 @@ class Gemma3(Model):
     def features(self) -> set[str]:
         """Returns the features that `runs.composition` lists."""
         return {"tied embeddings"}
+
+
+@recomputed
+def _gelu_product(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
+    return jax.nn.gelu(gate_BTF, approximate=True) * up_BTF
 
 
 def _linears(h_BTD: jax.Array, weights: list[Any]) -> list[jax.Array]:
