@@ -22,3 +22,13 @@ def linear(x: jax.Array, w: Any, *, contract: int = 1) -> jax.Array:
     contracted = (tuple(1 + dim for dim in dims), dims)
     out = jax.lax.dot_general(x.reshape(-1, *w.shape[:contract]), w, (contracted, ((), ())))
     return out.reshape(*lead, *w.shape[contract:])
+
+
+def linears(h_BTD: jax.Array, weights: list[Any]) -> list[jax.Array]:
+    """Returns the products of one input with several weights: queries, keys and values; gate and up."""
+    return [linear(h_BTD, w) for w in weights]
+
+
+def attention_projection(out_BTNH: jax.Array, w_NHD: Any) -> jax.Array:
+    """Returns the attention output times its projection: heads and head size are contracted."""
+    return linear(out_BTNH, w_NHD, contract=2)

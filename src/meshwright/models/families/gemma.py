@@ -12,7 +12,6 @@ Local layers attend within a sliding window and have rotary frequencies of their
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from meshwright.comm.collectives import sequence_all_gather
 from meshwright.config import MeshShape, Model
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.embed import embed
-from meshwright.models.blocks.linear import linear
+from meshwright.models.blocks.linear import attention_projection, linear, linears
 from meshwright.models.blocks.norm import rms_norm_plus_one
 from meshwright.models.blocks.rotary import apply_rope, rope_angles, rope_frequencies
 from meshwright.models.model import (
@@ -156,17 +155,17 @@ class Gemma3(Model):
             w = ctx.gather_params(params, "blocks")
             with jax.named_scope("attention"):
                 names = ("query", "key", "value")
-                products = ctx.column_parallel(_linears, norm(x_BTD, w["attention_norm"]), [w[name] for name in names])
+                products = ctx.column_parallel(linears, norm(x_BTD, w["attention_norm"]), [w[name] for name in names])
                 q_BTNH = apply_rope(scale * norm(products[0], w["query_norm"]), cos_sin)
                 k_BTKH = apply_rope(norm(products[1], w["key_norm"]), cos_sin)
                 q_BTNH, k_BTKH, v_BTKH = (checkpoint_name(x, QKV) for x in (q_BTNH, k_BTKH, products[2]))
                 y_BTD = ctx.attend_row_parallel(
-                    _attention_out, q_BTNH, k_BTKH, v_BTKH, w["attention_out"], window=window
+                    attention_projection, q_BTNH, k_BTKH, v_BTKH, w["attention_out"], window=window
                 )
                 y_BTD = ctx.dropout(norm(y_BTD, w["attention_out_norm"]), 2 * index + 1)
                 x_BTD = checkpoint_name(x_BTD + y_BTD, ATTN_RESIDUAL)
             with jax.named_scope("feed-forward"):
-                both = ctx.column_parallel(_linears, norm(x_BTD, w["mlp_norm"]), [w["gate"], w["up"]])
+                both = ctx.column_parallel(linears, norm(x_BTD, w["mlp_norm"]), [w["gate"], w["up"]])
                 gate_BTF, up_BTF = (checkpoint_name(product, FFN_HIDDEN) for product in both)
                 y_BTD = ctx.row_parallel(linear, _gelu_product(gate_BTF, up_BTF), w["down"])
                 return x_BTD + ctx.dropout(norm(y_BTD, w["mlp_out_norm"]), 2 * index + 2), {}
@@ -198,11 +197,3 @@ class Gemma3(Model):
 @recomputed
 def _gelu_product(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
     return jax.nn.gelu(gate_BTF, approximate=True) * up_BTF
-
-
-def _linears(h_BTD: jax.Array, weights: list[Any]) -> list[jax.Array]:
-    return [linear(h_BTD, w) for w in weights]
-
-
-def _attention_out(out_BTNH: jax.Array, w_NHD: Any) -> jax.Array:
-    return linear(out_BTNH, w_NHD, contract=2)

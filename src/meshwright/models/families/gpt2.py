@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from meshwright.comm.collectives import local_shard, sequence_all_gather
 from meshwright.config import MeshShape, Model
 from meshwright.models.blocks.embed import embed
-from meshwright.models.blocks.linear import linear
+from meshwright.models.blocks.linear import attention_projection, linear, linears
 from meshwright.models.blocks.norm import layer_norm
 from meshwright.models.model import (
     AttentionSpec,
@@ -113,12 +113,14 @@ class Gpt2(Model):
             with jax.named_scope("attention"):
                 h_BTD = self._norm(x_BTD, w["attention_norm"], w.get("attention_norm_bias"))
                 names = ("query", "key", "value")
-                products = ctx.column_parallel(_linears, h_BTD, [w[name] for name in names])
+                products = ctx.column_parallel(linears, h_BTD, [w[name] for name in names])
                 q_BTNH, k_BTNH, v_BTNH = (
                     checkpoint_name(_add_bias(product, w.get(f"{name}_bias")), QKV)
                     for name, product in zip(names, products, strict=True)
                 )
-                y_BTD = ctx.attend_row_parallel(_attention_out, q_BTNH, k_BTNH, v_BTNH, w["attention_out"], window=None)
+                y_BTD = ctx.attend_row_parallel(
+                    attention_projection, q_BTNH, k_BTNH, v_BTNH, w["attention_out"], window=None
+                )
                 y_BTD = ctx.dropout(_add_bias(y_BTD, w.get("attention_out_bias")), 2 * index + 1)
                 x_BTD = checkpoint_name(x_BTD + y_BTD, ATTN_RESIDUAL)
             with jax.named_scope("feed-forward"):
@@ -149,14 +151,6 @@ class Gpt2(Model):
 
     def _norm(self, x_BTD: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
         return layer_norm(x_BTD, scale, bias, self.norm_epsilon)
-
-
-def _linears(h_BTD: jax.Array, weights: list[Any]) -> list[jax.Array]:
-    return [linear(h_BTD, w) for w in weights]
-
-
-def _attention_out(out_BTNH: jax.Array, w_NHD: Any) -> jax.Array:
-    return linear(out_BTNH, w_NHD, contract=2)
 
 
 def _add_bias(x: jax.Array, bias: Any) -> jax.Array:

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from meshwright.comm.collectives import sequence_all_gather
 from meshwright.config import MeshShape, Model
 from meshwright.models.blocks.embed import embed
-from meshwright.models.blocks.linear import linear
+from meshwright.models.blocks.linear import attention_projection, linear, linears
 from meshwright.models.blocks.norm import rms_norm, rms_norm_heads
 from meshwright.models.blocks.rotary import RopeScaling, apply_rope, rope_angles, rope_frequencies
 from meshwright.models.model import (
@@ -194,7 +194,7 @@ def dense_layer(c: Llama, ctx: ForwardContext, stack: str) -> Layer:
         x_BTD = attention(x_BTD, weights, index)
         with jax.named_scope("feed-forward"):
             h_BTD = _norm_if(c, "before", x_BTD, weights["mlp_norm"])
-            gate_BTF, up_BTF = ctx.column_parallel(_linears, h_BTD, [weights["gate"], weights["up"]])
+            gate_BTF, up_BTF = ctx.column_parallel(linears, h_BTD, [weights["gate"], weights["up"]])
             y_BTD = ctx.row_parallel(linear, silu_product(gate_BTF, up_BTF), weights["down"])
             y_BTD = _norm_if(c, "after", y_BTD, weights["mlp_norm"])
             return x_BTD + ctx.dropout(y_BTD, 2 * index + 2), {}
@@ -209,9 +209,9 @@ def attention_half(c: Llama, ctx: ForwardContext) -> Callable[[jax.Array, dict[s
     def attention(x_BTD: jax.Array, weights: dict[str, Any], index: jax.Array) -> jax.Array:
         with jax.named_scope("attention"):
             h_BTD = _norm_if(c, "before", x_BTD, weights["attention_norm"])
-            products = ctx.column_parallel(_linears, h_BTD, [weights[name] for name in ("query", "key", "value")])
+            products = ctx.column_parallel(linears, h_BTD, [weights[name] for name in ("query", "key", "value")])
             qkv, w_NHD = _qkv(c, products, weights, cos_sin), weights["attention_out"]
-            y_BTD = ctx.attend_row_parallel(_attention_out, *qkv, w_NHD, window=c.sliding_window)
+            y_BTD = ctx.attend_row_parallel(attention_projection, *qkv, w_NHD, window=c.sliding_window)
             y_BTD = _norm_if(c, "after", y_BTD, weights["attention_norm"])
             return checkpoint_name(x_BTD + ctx.dropout(y_BTD, 2 * index + 1), ATTN_RESIDUAL)
 
@@ -220,14 +220,6 @@ def attention_half(c: Llama, ctx: ForwardContext) -> Callable[[jax.Array, dict[s
 
 def _norm_if(c: Llama, place: str, x_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
     return rms_norm(x_BTD, scale_D, c.norm_epsilon) if c.norm_place == place else x_BTD
-
-
-def _linears(h_BTD: jax.Array, weights: list[Any]) -> list[jax.Array]:
-    return [linear(h_BTD, w) for w in weights]
-
-
-def _attention_out(out_BTNH: jax.Array, w_NHD: Any) -> jax.Array:
-    return linear(out_BTNH, w_NHD, contract=2)
 
 
 def _qkv(
