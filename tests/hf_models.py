@@ -39,6 +39,10 @@ _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16, "rope_theta": 10000.0,
 }  # fmt: skip
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "original_max_position_embeddings": 1024,
+}  # fmt: skip
 
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _SIZES),
@@ -56,6 +60,10 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         "eos_token_id": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
     }),
     "olmo-2": ("Olmo2", _SIZES),
+    "gpt-oss": ("GptOss", {
+        **_SIZES, "num_hidden_layers": 5, "head_dim": 24, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "sliding_window": 5, "swiglu_limit": 0.1, "rope_parameters": {**_YARN, "truncate": False},
+    }),
     "gemma-3": ("Gemma3", {
         **_SIZES, "num_hidden_layers": 5, "head_dim": 24, "sliding_window": 5, "query_pre_attn_scalar": 40,
         "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],

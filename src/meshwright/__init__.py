@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from meshwright.generation.sampling import Sampling as Sampling
     from meshwright.hardware.chips import Chip as Chip
     from meshwright.models.families.gemma import Gemma3 as Gemma3
+    from meshwright.models.families.gpt_oss import GptOss as GptOss
     from meshwright.models.families.gpt2 import Gpt2 as Gpt2
     from meshwright.models.families.llama import Llama as Llama
     from meshwright.models.families.mixtral import Mixtral as Mixtral
@@ -72,6 +73,7 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "DataError": ("errors", "DataError"),
     "Decoding": ("generation.generator", "Decoding"),
     "Gemma3": ("models.families.gemma", "Gemma3"),
+    "GptOss": ("models.families.gpt_oss", "GptOss"),
     "Gpt2": ("models.families.gpt2", "Gpt2"),
     "Layout": ("sharding.placement", "Layout"),
     "Llama": ("models.families.llama", "Llama"),

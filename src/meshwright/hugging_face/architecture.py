@@ -37,6 +37,9 @@ class Architecture:
     prefix: str = ""
     """Prefix of the tensors' names that files may lack."""
 
+    packed: str | None = None
+    """Quantised form of weights that is read as the numbers it stands for; None reads none."""
+
     def is_computed(self, name: str) -> bool:
         """Whether a stored tensor is one that the model computes."""
         return any(re.fullmatch(pattern, name) for pattern in self.computed)
@@ -44,6 +47,7 @@ class Architecture:
 
 _FAMILIES: dict[str, str] = {
     "GPT2LMHeadModel": "gpt2",
+    "GptOssForCausalLM": "gpt_oss",
     "Gemma3ForCausalLM": "gemma",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",

@@ -5,6 +5,7 @@ from meshwright.plugins import load, name_of, resolve
 
 FAMILIES: dict[str, str] = {
     "gemma3": "meshwright.models.families.gemma:Gemma3",
+    "gpt_oss": "meshwright.models.families.gpt_oss:GptOss",
     "gpt2": "meshwright.models.families.gpt2:Gpt2",
     "llama": "meshwright.models.families.llama:Llama",
     "mixtral": "meshwright.models.families.mixtral:Mixtral",
