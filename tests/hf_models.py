@@ -22,6 +22,7 @@ from meshwright.hugging_face.folder import open_folder
 from meshwright.hugging_face.load import load_params
 from meshwright.hugging_face.names import write_block
 from meshwright.models.blocks.dropout import no_dropout
+from meshwright.models.softcap import cap
 from meshwright.runs.hugging_face import run_of_hugging_face
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import named_leaves, rows_to_layers, tree_map
@@ -63,6 +64,18 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOss", {
         **_SIZES, "num_hidden_layers": 5, "head_dim": 24, "num_local_experts": 4, "num_experts_per_tok": 2,
         "sliding_window": 5, "swiglu_limit": 0.1, "rope_parameters": {**_YARN, "truncate": False},
+    }),
+    "gemma-2": ("Gemma2", {
+        **_SIZES, "num_hidden_layers": 5, "head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 40,
+        "attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.7,
+    }),
+    "olmo-3": ("Olmo3", {
+        **_SIZES, "num_hidden_layers": 5, "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {**_YARN, "rope_theta": 10000.0},
+        },
     }),
     "gemma-3": ("Gemma3", {
         **_SIZES, "num_hidden_layers": 5, "head_dim": 24, "sliding_window": 5, "query_pre_attn_scalar": 40,
@@ -173,7 +186,8 @@ def build_logits(device_run: DeviceRun) -> Callable[[Any, Batch], jax.Array]:
             x_BTD, table_VD = model.unembed(params, x_BTD)
             positions_T = all_gather(placed.sequence.local_positions(), ("context",), 0)
             x_BTD = all_gather(x_BTD, ("context",), 1)[:, jnp.argsort(positions_T)]
-            return jnp.zeros(()), jnp.einsum("btd,vd->btv", x_BTD, table_VD, preferred_element_type=jnp.float32)
+            logits_BTV = jnp.einsum("btd,vd->btv", x_BTD, table_VD, preferred_element_type=jnp.float32)
+            return jnp.zeros(()), cap(logits_BTV, placed.spec.logit_softcap)
 
         pipeline = PipelineModel(
             embed=lambda params, microbatch: model.embed(params, ctx),

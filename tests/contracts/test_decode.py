@@ -20,6 +20,7 @@ from meshwright.models.blocks.dropout import no_dropout
 from meshwright.models.families.gemma import Gemma3
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.families.llama import Llama
+from meshwright.models.softcap import cap
 from meshwright.step.device_run import BATCH_SPEC, DeviceRun, param_specs
 
 FAMILIES: dict[str, Model] = {
@@ -64,7 +65,7 @@ def forward_logits(device_run: DeviceRun, params: Any, tokens_BT: np.ndarray) ->
         ctx = model.context(batch, no_dropout())
         x_BTD, _ = model.layers({stack: params[stack] for stack in model.stacks}, model.embed(params, ctx), ctx)
         x_BTD, table_VD = model.unembed(params, x_BTD)
-        return jnp.einsum("btd,vd->btv", x_BTD, table_VD)[..., :VOCAB]
+        return cap(jnp.einsum("btd,vd->btv", x_BTD, table_VD)[..., :VOCAB], model.model.spec().logit_softcap)
 
     specs = (param_specs(device_run.placements, "at_rest"), BATCH_SPEC)
     mapped = jax.shard_map(logits, mesh=device_run.mesh, in_specs=specs, out_specs=BATCH_SPEC, check_vma=False)

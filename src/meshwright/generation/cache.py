@@ -26,8 +26,9 @@ from meshwright.comm.collectives import all_gather, all_reduce, all_reduce_max, 
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.context import CONTEXT
-from meshwright.models.kernels.scores import Scores, cap
+from meshwright.models.kernels.scores import Scores
 from meshwright.models.model import ModelSpec
+from meshwright.models.softcap import cap
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.placement import Placement, local_shape, replicates_kv_heads, to_spec
 
@@ -223,6 +224,8 @@ def attend(
     q_KBGH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H).transpose(2, 0, 3, 1, 4).reshape(K, B, G * T, H)
     at_T = slots.slot + jnp.arange(T)
     chunk = None if scores is None else scores.chunk
+    if chunk is not None:
+        window = min(window or chunk, chunk)
 
     def visit(number: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         highest, total, out = sums

@@ -28,6 +28,7 @@ from meshwright.models.blocks.dropout import no_dropout
 from meshwright.models.blocks.kv_heads import with_own_kv_head
 from meshwright.models.model import ForwardContext, Layer, Tokens, vocab_size
 from meshwright.models.remat import scan_layers
+from meshwright.models.softcap import cap
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import Tree
 from meshwright.sharding.placement import to_spec
@@ -294,6 +295,7 @@ class Decoder:
         x_TD = all_gather(x_BTD[0], CONTEXT, 0)[: batch * tokens]
         x_BD = x_TD.reshape(batch, tokens, -1)[:, -1]
         logits_BV = jnp.einsum("bd,vd->bv", x_BD, table_VD, preferred_element_type=jnp.float32)
+        logits_BV = cap(logits_BV, self.device_run.placed.spec.logit_softcap)
         vocab = vocab_size(self.device_run.run.model)
         return all_gather(logits_BV, VOCAB_AXES, 1)[:, :vocab], cache
 

@@ -48,12 +48,14 @@ class Architecture:
 _FAMILIES: dict[str, str] = {
     "GPT2LMHeadModel": "gpt2",
     "GptOssForCausalLM": "gpt_oss",
+    "Gemma2ForCausalLM": "gemma",
     "Gemma3ForCausalLM": "gemma",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "llama",
     "Qwen3ForCausalLM": "llama",
     "Olmo2ForCausalLM": "llama",
+    "Olmo3ForCausalLM": "olmo3",
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "mixtral",
 }

@@ -165,7 +165,8 @@ class LocalModel:
         x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
         chunk = chunk_tokens(x_TD.shape[0], table_VD.shape[0], self.training.logits_mib)
         with jax.named_scope("unembedding"):
-            nll_T, lse_T = token_losses(x_TD, table_VD, batch.targets.reshape(-1), vocab_size(self.model), chunk)
+            vocab, softcap = vocab_size(self.model), self.model.spec().logit_softcap
+            nll_T, lse_T = token_losses(x_TD, table_VD, batch.targets.reshape(-1), vocab, chunk, softcap)
         weights_T = batch.weights.reshape(-1)
         nll, weight = (nll_T * weights_T).sum(), weights_T.sum()
         loss, metrics = nll / total, {"loss": (nll, weight)}

@@ -133,6 +133,10 @@ class AttentionSpec:
     features: frozenset[str] = frozenset()
     """Rows of `kernels.choose.FEATURES` that the kernel must have: a soft cap of the scores, sinks."""
 
+    def reach(self, seq: int) -> int:
+        """Returns the most positions that a token of a sequence of `seq` tokens attends to."""
+        return min(self.window or seq, self.chunk or seq, seq)
+
     def causal_positions(self, seq: int) -> float:
         """Returns the positions a token attends to, averaged over a sequence of `seq` tokens."""
         if self.chunk is not None and self.chunk < seq:
@@ -176,6 +180,7 @@ class ModelSpec:
     embedding: str = "embed"
     """Path of the parameter that the unembedding multiplies by; equal to the embedding where they are tied."""
     logit_softcap: float | None = None
+    """Soft cap of the logits (models/softcap.py); None has none."""
     period: int = 1
     """Layers after which the kinds of layers repeat (local and global attention): pipeline parts begin with a period.
     Above 1 the model has one stack."""

@@ -189,7 +189,7 @@ def _tensors(c: Llama) -> dict[str, StoredTensor]:
     return llama_tensors(c, {"blocks": range(c.layers)})
 
 
-_OLMO2: dict[str, tuple[str, tuple[str, ...]]] = {
+OLMO2: dict[str, tuple[str, tuple[str, ...]]] = {
     "attention_norm": ("post_attention_layernorm.weight", ("D",)),
     "mlp_norm": ("post_feedforward_layernorm.weight", ("D",)),
     "query_norm": ("self_attn.q_norm.weight", ("NH",)),
@@ -199,7 +199,7 @@ _OLMO2: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def _olmo2_tensors(c: Llama) -> dict[str, StoredTensor]:
-    return llama_tensors(c, {"blocks": range(c.layers)}, _OLMO2)
+    return llama_tensors(c, {"blocks": range(c.layers)}, OLMO2)
 
 
 def _architecture(name: str, model_type: str, read: Any, write: Any) -> Architecture:

@@ -4,11 +4,13 @@ from meshwright.config import Model
 from meshwright.plugins import load, name_of, resolve
 
 FAMILIES: dict[str, str] = {
+    "gemma2": "meshwright.models.families.gemma:Gemma2",
     "gemma3": "meshwright.models.families.gemma:Gemma3",
-    "gpt_oss": "meshwright.models.families.gpt_oss:GptOss",
     "gpt2": "meshwright.models.families.gpt2:Gpt2",
+    "gpt_oss": "meshwright.models.families.gpt_oss:GptOss",
     "llama": "meshwright.models.families.llama:Llama",
     "mixtral": "meshwright.models.families.mixtral:Mixtral",
+    "olmo3": "meshwright.models.families.olmo3:Olmo3",
 }
 """Name of a family -> module and class."""
 

@@ -20,10 +20,10 @@ from meshwright.models.blocks.experts import ExchangeType, Routing, capacity_moe
 from meshwright.models.blocks.norm import rms_norm
 from meshwright.models.families.llama import (
     Llama,
-    attention_half,
     attention_params,
     dense_layer,
     output_std,
+    own_attention,
     shrunk_sizes,
     swiglu,
     swiglu_params,
@@ -137,7 +137,7 @@ class Mixtral(Llama):
 
     def layer_functions(self, ctx: ForwardContext) -> dict[str, Layer]:
         """Returns the dense layer, where there is one, and the layer with experts."""
-        attention, experts = attention_half(self, ctx), _experts(self, ctx)
+        attention, experts = own_attention(self, ctx), _experts(self, ctx)
 
         def layer(x_BTD: jax.Array, params: Tree, index: jax.Array) -> tuple[jax.Array, Aux]:
             weights = ctx.gather_params(params, "blocks")
@@ -149,7 +149,7 @@ class Mixtral(Llama):
                     y_BTD += swiglu(h_BTD, {name: weights[f"shared_{name}"] for name in ("gate", "up", "down")})
                 return x_BTD + ctx.dropout(sequence_reduce_scatter(y_BTD, 1), 2 * index + 2), aux
 
-        dense = {"dense_blocks": dense_layer(self, ctx, "dense_blocks")} if self.dense_layers else {}
+        dense = {"dense_blocks": dense_layer(self, ctx, "dense_blocks", attention)} if self.dense_layers else {}
         return {**dense, "blocks": layer}
 
     def layer_metrics(self, aux: dict[str, Aux], sequences: int) -> Metrics:

@@ -25,7 +25,7 @@ from meshwright.models.kernels.chunks import (
     self_attention_of,
     update,
 )
-from meshwright.models.kernels.scores import cap
+from meshwright.models.softcap import cap, cap_gradient
 
 _SCORE_BYTES = 2**28
 """Largest size of the float32 scores of a pair of blocks, in bytes."""
@@ -174,11 +174,7 @@ def _gradients(
     scores = cap(_scores(q, k), softcap)
     weights = jnp.where(mask, jnp.exp(scores - lse[..., None]), 0.0)
     g_weights = jnp.einsum("btkgh,bskh->bkgts", g, v, preferred_element_type=jnp.float32)
-    g_scores = weights * (g_weights - inner[..., None])
-    if softcap is not None:
-        # The derivative of c tanh(s / c) is 1 - (c tanh(s / c) / c)^2.
-        g_scores *= 1 - jnp.square(scores / softcap)
-    g_scores = g_scores.astype(q.dtype)
+    g_scores = cap_gradient(weights * (g_weights - inner[..., None]), scores, softcap).astype(q.dtype)
     g_q = jnp.einsum("bkgts,bskh->btkgh", g_scores, k, preferred_element_type=jnp.float32)
     g_k = jnp.einsum("bkgts,btkgh->bskh", g_scores, q, preferred_element_type=jnp.float32)
     g_v = jnp.einsum("bkgts,btkgh->bskh", weights.astype(q.dtype), g, preferred_element_type=jnp.float32)

@@ -39,7 +39,7 @@ class AttentionShapes:
     """Remat policy (models/remat.py)."""
 
 
-FEATURES: dict[str, str] = {"softcap": "a soft cap of the scores", "sinks": "attention sinks"}
+FEATURES: dict[str, str] = {"softcap": "soft cap of the scores", "sinks": "attention sinks"}
 """What layers may need of a kernel besides causal attention in a window -> in words (kernels/scores.py)."""
 
 
@@ -206,7 +206,7 @@ def choose_kernels(
 
 def _lacking(kernels: Kernels, needs: frozenset[str]) -> str | None:
     lacking = [words for feature, words in FEATURES.items() if feature in needs - kernels.features]
-    return f"{kernels.name} attention has not {lacking[0]}, which the model's layers have" if lacking else None
+    return f"{kernels.name} attention has no {lacking[0]}, which the model's layers have" if lacking else None
 
 
 def _unused(kernels: Kernels, sequence: SequenceSplit) -> str | None:

@@ -30,14 +30,9 @@ class Scores:
     sinks_N: jax.Array | None = None
     """Logit of each of this device's query heads that adds nothing to the output; None has no sinks."""
     softcap: float | None = None
-    """Cap c of the scaled scores s: c tanh(s / c) (Gemma 2, arXiv:2408.00118); None has no cap."""
+    """Cap of the scaled scores (models/softcap.py); None has no cap."""
     chunk: int | None = None
     """Tokens of a document after which attention begins anew; None attends within whole documents."""
-
-
-def cap(scores: jax.Array, softcap: float | None) -> jax.Array:
-    """Returns the capped scores."""
-    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
 def add_sinks(result: "Result", sinks_N: jax.Array | None) -> "Result":
