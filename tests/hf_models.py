@@ -17,6 +17,9 @@ from jax.sharding import PartitionSpec as P
 from meshwright.comm.collectives import all_gather
 from meshwright.config import MeshShape, Optimizer, Run, Training
 from meshwright.data.batch import Batch
+from meshwright.generation.decoder import Bucket, Decoder
+from meshwright.generation.sampling import Sampling
+from meshwright.generation.weights import lay_out
 from meshwright.hardware.mesh import build_mesh
 from meshwright.hugging_face.folder import open_folder
 from meshwright.hugging_face.load import load_params
@@ -29,6 +32,8 @@ from meshwright.sharding.params import named_leaves, rows_to_layers, tree_map
 from meshwright.step.device_run import BATCH_SPEC, DeviceRun, param_specs, place_on_devices
 from meshwright.step.gradients import build_gradients
 from meshwright.step.pipeline import PipelineModel, run_forward
+from meshwright.step.state import State
+from meshwright.step.train_step import CompiledTrainStep
 
 BATCH, SEQ, VOCAB = 4, 16, 50
 
@@ -160,9 +165,9 @@ def run_of(folder: Path, mesh: str) -> Run:
     )  # fmt: skip
 
 
-def load(folder: Path, mesh: str) -> tuple[DeviceRun, Any]:
-    """The run of a folder on the first simulated devices, and its weights."""
-    run = run_of(folder, mesh)
+def load(folder: Path, mesh: str, run: Run | None = None) -> tuple[DeviceRun, Any]:
+    """The run of a folder on the first simulated devices, and its weights. run: instead of `run_of`."""
+    run = run or run_of(folder, mesh)
     assert run.mesh is not None
     device_run = place_on_devices(run, build_mesh(run.mesh))
     params = load_params(open_folder(f"hf:{folder}"), device_run.params, device_run.state_shardings.params, "float32")
@@ -214,8 +219,13 @@ def gradients_of(folder: Path, mesh: str) -> dict[str, np.ndarray]:
     """Gradients of the mean loss by the name of the stored tensor."""
     device_run, params = load(folder, mesh)
     grads, _, _ = jax.jit(build_gradients(device_run))(params, jnp.int32(0), _batch(device_run))
+    return _by_tensor(folder, device_run, grads)
+
+
+def _by_tensor(folder: Path, device_run: DeviceRun, tree: Any) -> dict[str, np.ndarray]:
+    """A tree of the parameters' shape by the name of the stored tensor."""
     weights = open_folder(f"hf:{folder}")
-    by_layer = named_leaves(tree_map(rows_to_layers, device_run.params, jax.device_get(grads)))
+    by_layer = named_leaves(tree_map(rows_to_layers, device_run.params, jax.device_get(tree)))
     found: dict[str, np.ndarray] = {}
     for path, p in weights.params.items():
         stored = weights.stored[path]
@@ -224,6 +234,102 @@ def gradients_of(folder: Path, mesh: str) -> dict[str, np.ndarray]:
         whole = by_layer[path] if p.rows is None else by_layer[path][: p.rows]
         write_block(p, stored, tuple(slice(0, size) for size in whole.shape), whole, found.__getitem__)
     return found
+
+
+STEPS, LEARNING_RATE, EPSILON, DECAY = 8, 1e-3, 1e-8, 0.1
+"""AdamW of the comparison of steps."""
+
+
+def steps_of(folder: Path, mesh: str) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Losses of eight AdamW steps on the same batch, and what the parameters are then, by the name of their tensor."""
+    run = run_of(folder, mesh)
+    o = Optimizer(
+        learning_rate=LEARNING_RATE, lr_schedule="constant", epsilon=EPSILON, weight_decay=DECAY, grad_clip_norm=0.0
+    )
+    device_run, params = load(folder, mesh, dataclasses.replace(run, optimizer=o))
+    where = device_run.state_shardings
+    moments = jax.jit(device_run.optimizer.init, out_shardings=where.optimizer)(params)
+    number, healthy = jax.device_put((np.zeros((), np.int32), np.ones((), np.bool_)), (where.step, where.healthy))
+    batch, losses = _batch(device_run), []
+    state, step = State(number, healthy, params, moments), CompiledTrainStep(device_run, batch)
+    for _ in range(STEPS):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"][0] / metrics["loss"][1]))
+    return losses, _by_tensor(folder, device_run, state.params)
+
+
+def reference_steps(row: str, folder: Path) -> tuple[list[float], dict[str, np.ndarray]]:
+    """The same by `torch.optim.AdamW` on a model of `transformers`."""
+    weights, model = open_folder(f"hf:{folder}"), make(row)
+    decayed = {n for path, p in weights.params.items() if p.init == "normal" for n in weights.stored[path].names(p)}
+    with quiet():
+        import torch
+
+        groups: dict[bool, list[Any]] = {True: [], False: []}
+        for name, p in model.named_parameters():
+            groups[not decayed.isdisjoint(stored_gradients(row, {name: p.detach().numpy()}))].append(p)
+        rest = {"lr": LEARNING_RATE, "betas": (0.9, 0.95), "eps": EPSILON}
+        parts = [{"params": groups[d], "weight_decay": DECAY * d} for d in (True, False)]
+        optimizer = torch.optim.AdamW(parts, **rest)
+        inputs = torch.tensor(tokens()[:, :-1], dtype=torch.long)
+        targets, losses = torch.tensor(tokens()[:, 1:], dtype=torch.long), []
+        for _ in range(STEPS):
+            logits = model(inputs, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits.reshape(-1, VOCAB), targets.reshape(-1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+        values = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    return losses, stored_gradients(row, values)
+
+
+def decoder_of(folder: Path, mesh: str) -> Decoder:
+    """Decoder of a folder's model in float32."""
+    device_run, params = load(folder, mesh)
+    share = device_run.shape.over(BATCH_AXES)
+    bucket = Bucket(-(-BATCH // share) * share, 128 * device_run.shape.context, device_run.shape.context)
+    return Decoder(device_run, lay_out(device_run, params, "gathered"), bucket, "compute")
+
+
+def decoded_logits_of(folder: Path, mesh: str) -> np.ndarray:
+    """Logits [B, T, V] of a folder's model, each position from the cache of those before it."""
+    decoder = decoder_of(folder, mesh)
+    state = dataclasses.replace(decoder.start(list(tokens()[:, :-1])), slot=np.int32(0))
+
+    def steps(params: Any, state: Any) -> jax.Array:
+        def step(state: Any, _: Any) -> tuple[Any, jax.Array]:
+            logits, cache = decoder.next_logits(params, state, 1)
+            return dataclasses.replace(state, cache=cache, slot=state.slot + 1), logits
+
+        return jax.lax.scan(step, state, None, length=SEQ)[1]
+
+    mapped = jax.shard_map(
+        steps, mesh=decoder.device_run.mesh, in_specs=(decoder.weights.specs, decoder.specs),
+        out_specs=P(None, *BATCH_SPEC), check_vma=False,
+    )  # fmt: skip
+    return np.asarray(jax.jit(mapped)(decoder.weights.params, state)).swapaxes(0, 1)[:BATCH]
+
+
+def greedy_of(folder: Path, mesh: str, count: int) -> np.ndarray:
+    """Greedy text after the first five tokens of each text, [B, count]."""
+    decoder, sampling = decoder_of(folder, mesh), Sampling(temperature=0.0)
+    state = decoder.prefill(decoder.start(list(tokens()[:, :5])), sampling, ())
+    state = decoder.decode(state, sampling, (), count - 1)
+    return decoder.read(state)[0][:BATCH]
+
+
+def reference_greedy(model: Any, count: int) -> np.ndarray:
+    """The same by `transformers`, each token from a forward pass over all before it."""
+    with quiet():
+        import torch
+
+        text = torch.tensor(tokens()[:, :5], dtype=torch.long)
+        for _ in range(count):
+            with torch.no_grad():
+                chosen = model(text, use_cache=False).logits[:, -1].argmax(-1)
+            text = torch.cat([text, chosen[:, None]], 1)
+    return text[:, 5:].numpy()
 
 
 def largest_gap(a: np.ndarray, b: np.ndarray) -> float:
