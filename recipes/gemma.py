@@ -1,4 +1,5 @@
-"""Gemma 2 (arXiv:2408.00118) and Gemma 3 (arXiv:2503.19786) by name; dimensions from its published configurations, the text model alone.
+"""Gemma 2 (arXiv:2408.00118) and Gemma 3 (arXiv:2503.19786) by name; dimensions from their published
+configurations, the text models alone.
 
 The text is yours: `--data PATH --data.tokenizer FOLDER/tokenizer.json`.
 """

@@ -1,4 +1,5 @@
-"""Llama 1 to 3.3, Mistral, Qwen2, Qwen2.5, Qwen3, OLMo 2 and OLMo 3 by name; dimensions from their published configurations.
+"""Llama 1 to 3.3, Mistral, Qwen2, Qwen2.5, Qwen3, OLMo 2 and OLMo 3 by name; dimensions from their published
+configurations.
 
 The text is yours: `--data PATH --data.tokenizer FOLDER/tokenizer.json`.
 """

@@ -165,7 +165,9 @@ def test_a_kernel_without_a_feature_is_passed_over_aloud_or_refused() -> None:
     with pytest.raises(mw.ConfigError, match="cudnn attention has no soft cap of the scores"):
         choose("cudnn", needs=frozenset({"softcap"}))
     with pytest.raises(mw.ConfigError, match="row attention has no attention sinks"):
-        run = tiny_run(mw.GptOss(50, 64, 2, 8, 4, 8, experts=4), attention_kernel="outside.extensions.row_attention:row_kernel")
+        run = tiny_run(
+            mw.GptOss(50, 64, 2, 8, 4, 8, experts=4), attention_kernel="outside.extensions.row_attention:row_kernel"
+        )
         device_run_of(run)
 
 

@@ -67,8 +67,16 @@ def test_a_family_has_the_numbers_of_transformers(row: str, folders: Any) -> Non
     logits, gradients = hf_models.reference(folders.models[row])
     assert np.abs(hf_models.logits_of(folder, "data=1") - logits).max() < 1e-5
     # Gemma's stages are of unequal length, and begin with a period. Four devices of `tensor` have two key/value heads.
-    meshes = {"gemma-3": "stage=2,fsdp=2,tensor=2", "gpt-oss": "expert=2,context=2,tensor=2",
-              "gemma-2": "fsdp=2,context=2,tensor=2", "olmo-3": "stage=2,fsdp=2,tensor=2", "qwen2": "tensor=4,data=2", "olmo-2": "tensor=4,fsdp=2"}
+    meshes = {
+        "gemma-3": "stage=2,fsdp=2,tensor=2",
+        "gpt-oss": "expert=2,context=2,tensor=2",
+        "gemma-2": "fsdp=2,context=2,tensor=2",
+        "olmo-3": "stage=2,fsdp=2,tensor=2",
+        "llama-4": "stage=2,expert=2,tensor=2",
+        "llama-4-scout": "expert=2,context=2,tensor=2",
+        "qwen2": "tensor=4,data=2",
+        "olmo-2": "tensor=4,fsdp=2",
+    }
     mesh = meshes.get(row, "fsdp=2,tensor=2,data=2")
     found = hf_models.gradients_of(folder, mesh)
     for name, gradient in hf_models.stored_gradients(row, gradients).items():

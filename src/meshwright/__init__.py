@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from meshwright.models.families.gpt2 import Gpt2 as Gpt2
     from meshwright.models.families.gpt_oss import GptOss as GptOss
     from meshwright.models.families.llama import Llama as Llama
+    from meshwright.models.families.llama4 import Llama4 as Llama4
     from meshwright.models.families.mixtral import Mixtral as Mixtral
     from meshwright.models.families.olmo3 import Olmo3 as Olmo3
     from meshwright.planner.search import Plan as Plan
@@ -80,6 +81,7 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "Gpt2": ("models.families.gpt2", "Gpt2"),
     "Layout": ("sharding.placement", "Layout"),
     "Llama": ("models.families.llama", "Llama"),
+    "Llama4": ("models.families.llama4", "Llama4"),
     "MeshShape": ("config", "MeshShape"),
     "MeshwrightError": ("errors", "MeshwrightError"),
     "Mixtral": ("models.families.mixtral", "Mixtral"),

@@ -231,18 +231,15 @@ def attend(
         highest, total, out = sums
         k_SKBH, k_scale = _block(cache.k, cache.k_scale, row, number, block)
         v_SKBH, v_scale = _block(cache.v, cache.v_scale, row, number, block)
-        products = jnp.einsum("kbgh,skbh->kbgs", q_KBGH, k_SKBH.astype(q_KBGH.dtype), preferred_element_type=jnp.float32)
+        products = jnp.einsum(
+            "kbgh,skbh->kbgs", q_KBGH, k_SKBH.astype(q_KBGH.dtype), preferred_element_type=jnp.float32
+        )
         if k_scale is not None:
             products *= k_scale
         if scores is not None:
             products = cap(products, scores.softcap)
         key_S = (number * block + jnp.arange(block)) * devices + axis_index(CONTEXT)
-        distance_TS = at_T[:, None] - key_S[None]
-        seen_TS = distance_TS >= 0 if window is None else (distance_TS >= 0) & (distance_TS < window)
-        seen_BTS = seen_TS[None] & (key_S[None, None] >= slots.first_B[:, None, None])
-        if chunk is not None:
-            chunk_BT, chunk_BS = ((x[None] - slots.first_B[:, None]) // chunk for x in (at_T, key_S))
-            seen_BTS &= chunk_BT[:, :, None] == chunk_BS[:, None]
+        seen_BTS = _seen(slots.first_B, at_T, key_S, window, chunk)
         seen = jnp.broadcast_to(seen_BTS[:, None], (B, G, T, block)).reshape(1, B, G * T, block)
         now = jnp.maximum(highest, jnp.where(seen, products, _HIDDEN).max(-1))
         weights = jnp.where(seen, jnp.exp(products - now[..., None]), 0.0)
@@ -272,6 +269,17 @@ def attend(
     lse = highest + jnp.log(jnp.maximum(total, 1e-30))
     back = out.reshape(K, B, G, T, H).transpose(1, 3, 0, 2, 4).reshape(B, T, N, H)
     return back, lse.reshape(K, B, G, T).transpose(1, 3, 0, 2).reshape(B, T, N)
+
+
+def _seen(first_B: jax.Array, at_T: jax.Array, key_S: jax.Array, window: int | None, chunk: int | None) -> jax.Array:
+    """Returns the slots [B, T, S] that each token attends to. at_T, key_S: slots of the tokens, and of the keys."""
+    distance_TS = at_T[:, None] - key_S[None]
+    seen_TS = distance_TS >= 0 if window is None else (distance_TS >= 0) & (distance_TS < window)
+    seen_BTS = seen_TS[None] & (key_S[None, None] >= first_B[:, None, None])
+    if chunk is None:
+        return seen_BTS
+    chunk_BT, chunk_BS = ((x[None] - first_B[:, None]) // chunk for x in (at_T, key_S))
+    return seen_BTS & (chunk_BT[:, :, None] == chunk_BS[:, None])
 
 
 def _block(

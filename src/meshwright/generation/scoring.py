@@ -64,7 +64,9 @@ class _ScoreChunk:
         labels_T = decoder.local_tokens(jnp.maximum(labels_BT, 0))
         run = decoder.device_run.run
         size = chunk_tokens(labels_T.shape[0], table_VD.shape[0], run.training.logits_mib)
-        scores = token_scores(x_BTD[0], table_VD, labels_T, vocab_size(run.model), size, decoder.device_run.placed.spec.logit_softcap)
+        scores = token_scores(
+            x_BTD[0], table_VD, labels_T, vocab_size(run.model), size, decoder.device_run.placed.spec.logit_softcap
+        )
         logprobs_BT, greedy_BT = (
             all_gather(all_gather(x, CONTEXT, 0)[: batch * chunk].reshape(batch, chunk), BATCH_AXES, 0) for x in scores
         )

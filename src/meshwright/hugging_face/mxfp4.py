@@ -36,7 +36,11 @@ def unpacked_entries(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
             raise WeightsError(
                 f"reading {tensor!r}",
                 f"it is {entry.dtype}{list(entry.shape)}, and "
-                + (f"{name + SCALES!r} is missing" if scales is None else f"its scales {scales.dtype}{list(scales.shape)}"),
+                + (
+                    f"{name + SCALES!r} is missing"
+                    if scales is None
+                    else f"its scales {scales.dtype}{list(scales.shape)}"
+                ),
                 f"MXFP4: uint8 [experts, columns, groups, {_GROUP // 2}] with scales uint8 [experts, columns, groups]",
             )
         E, F, groups = scales.shape

@@ -37,7 +37,8 @@ def token_losses(
 
     x_TD: final hidden states, whole over `tensor` and `stage`.  table_VD: this device's block of the unembedding.
     vocab: size of the vocabulary; rows of the table beyond it are padding and get probability zero.  chunk: tokens per
-    chunk; divides T.  softcap: soft cap of the logits, if there is one. Sends two all-reduces over VOCAB_AXES of 4 T and 8 T bytes.
+    chunk; divides T.  softcap: of the logits, if there is one. Sends two all-reduces over VOCAB_AXES of 4 T and 8 T
+    bytes.
     """
     return _forward(x_TD, table_VD, labels_T, vocab, chunk, softcap)[0]
 

@@ -183,7 +183,7 @@ class ModelSpec:
     """Soft cap of the logits (models/softcap.py); None has none."""
     period: int = 1
     """Layers after which the kinds of layers repeat (local and global attention): pipeline parts begin with a period.
-    Above 1 the model has one stack."""
+    Above 1 the stacks of a model take turns within it."""
 
     @property
     def stacks(self) -> dict[str, int]:
@@ -192,6 +192,15 @@ class ModelSpec:
         for layer in self.layers:
             count[layer.stack] = count.get(layer.stack, 0) + 1
         return count
+
+    def layers_of(self, stack: str) -> tuple[int, ...]:
+        """Returns the layers that a stack holds, in order."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.stack == stack)
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether several stacks take turns."""
+        return self.period > 1 and len(self.stacks) > 1
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:

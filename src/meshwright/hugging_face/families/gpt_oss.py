@@ -103,6 +103,4 @@ def _tensors(c: GptOss) -> dict[str, StoredTensor]:
     return {path: stored[path] for path in named_leaves(c.params())}
 
 
-ARCHITECTURES = (
-    Architecture("GptOssForCausalLM", "gpt_oss", _read, _write, _tensors, None, COMPUTED, packed=PACKED),
-)
+ARCHITECTURES = (Architecture("GptOssForCausalLM", "gpt_oss", _read, _write, _tensors, None, COMPUTED, packed=PACKED),)

@@ -1,5 +1,6 @@
 """Llama, Mistral, Qwen2, Qwen3 and OLMo 2 as `transformers` names them: one matrix [outputs, inputs] per layer."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.errors import WeightsError
@@ -168,7 +169,7 @@ _REST: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def llama_tensors(
-    c: Llama, stacks: dict[str, range], names: dict[str, tuple[str, tuple[str, ...]]] | None = None
+    c: Llama, stacks: Mapping[str, Sequence[int]], names: dict[str, tuple[str, tuple[str, ...]]] | None = None
 ) -> dict[str, StoredTensor]:
     """Returns where each parameter is stored.
 

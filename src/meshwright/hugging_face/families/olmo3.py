@@ -34,7 +34,8 @@ def _read(fields: Fields) -> Olmo3:
         rope_theta=float(theta), norm_epsilon=fields.get("rms_norm_eps", 1e-5),
         sliding_window=fields.get("sliding_window", 4096),
         embedding="tied" if fields.get("tie_word_embeddings", False) else "untied",
-        local_layers=read_local_layers(fields, layers, 3), yarn=read_yarn(fields, scaling) if is_yarn(scaling) else None,
+        local_layers=read_local_layers(fields, layers, 3),
+        yarn=read_yarn(fields, scaling) if is_yarn(scaling) else None,
     )  # fmt: skip
 
 

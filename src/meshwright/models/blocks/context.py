@@ -54,7 +54,10 @@ def build_attend(sequence: SequenceSplit, segments_BT: jax.Array, kernels: Kerne
             from meshwright.models.kernels.scores import chunked_segments, own_sinks
 
             if scores.chunk is not None:
-                segments, window = chunked_segments(segments_BT, scores.chunk), min(window or scores.chunk, scores.chunk)
+                segments, window = (
+                    chunked_segments(segments_BT, scores.chunk),
+                    min(window or scores.chunk, scores.chunk),
+                )
             if scores.sinks_N is not None or scores.softcap is not None:
                 heads = jax.lax.axis_index("context") % sequence.group if sequence.shards > 1 else 0
                 rest["scores"] = own_sinks(scores, heads, sequence.group)

@@ -132,9 +132,7 @@ def _local_causal(plan: _Plan) -> bool:
     return plan.window is None or plan.window >= plan.sequence.seq
 
 
-def _ring_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, rest: _Rest, plan: _Plan
-) -> tuple[jax.Array, Any]:
+def _ring_forward(q: jax.Array, k: jax.Array, v: jax.Array, rest: _Rest, plan: _Plan) -> tuple[jax.Array, Any]:
     ring = _Ring(plan, rest[0])
     queries = Queries(_halves(q), ring.group_segments(ring.index))
     kv = jnp.stack([_halves(k), _halves(v)], axis=1)
@@ -280,9 +278,7 @@ class _Gathered:
         return lax.scan(lambda carry, step: (add(carry, others, step), None), carry, steps)[0]
 
 
-def _gathered_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, rest: _Rest, plan: _Plan
-) -> tuple[jax.Array, Any]:
+def _gathered_forward(q: jax.Array, k: jax.Array, v: jax.Array, rest: _Rest, plan: _Plan) -> tuple[jax.Array, Any]:
     gathered = _Gathered(plan, q, k, v, rest[0])
 
     def add(results: Result, masks: Masks, step: Step) -> Result:

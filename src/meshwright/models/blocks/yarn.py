@@ -53,9 +53,7 @@ def yarn_frequencies(head_size: int, theta: float, scaling: Yarn) -> np.ndarray:
     return (frequency / scaling.factor * scaled + frequency * (1 - scaled)).astype(np.float32)
 
 
-def yarn_angles(
-    positions_BT: jax.Array, head_size: int, theta: float, scaling: Yarn
-) -> tuple[jax.Array, jax.Array]:
+def yarn_angles(positions_BT: jax.Array, head_size: int, theta: float, scaling: Yarn) -> tuple[jax.Array, jax.Array]:
     """Returns cosine and sine [B, T, 1, H/2] times the factor on queries and keys, float32."""
     cos, sin = rope_angles(positions_BT, yarn_frequencies(head_size, theta, scaling))
     return cos * scaling.magnitude, sin * scaling.magnitude

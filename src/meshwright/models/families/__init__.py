@@ -9,6 +9,7 @@ FAMILIES: dict[str, str] = {
     "gpt2": "meshwright.models.families.gpt2:Gpt2",
     "gpt_oss": "meshwright.models.families.gpt_oss:GptOss",
     "llama": "meshwright.models.families.llama:Llama",
+    "llama4": "meshwright.models.families.llama4:Llama4",
     "mixtral": "meshwright.models.families.mixtral:Mixtral",
     "olmo3": "meshwright.models.families.olmo3:Olmo3",
 }

@@ -90,8 +90,8 @@ class GptOss(Model):
     swiglu_limit: float = 7.0
     """Largest gate, and largest size of the other factor."""
     expert_buffer_factor: float = 0.0
-    """Rows that a device of the mesh axis `expert` has room for, as a multiple of an even share. Rows beyond are dropped
-    and counted as `choices dropped`. 0 has room for the most that can arrive."""
+    """Rows that a device of the mesh axis `expert` has room for, as a multiple of an even share. Rows beyond are
+    dropped and counted as `choices dropped`. 0 has room for the most that can arrive."""
     aux_loss_weight: float = 0.001
     """Weight of the load-balancing loss, summed over layers."""
     router_z_loss_weight: float = 0.0
@@ -161,9 +161,7 @@ class GptOss(Model):
     def _attention(self, place: int) -> AttentionSpec:
         """Attention of a layer by its place in the period: the last is global."""
         window = self.sliding_window if place < self.local_layers else None
-        return AttentionSpec(
-            self.heads, self.kv_heads, self.size_of_head, window, features=frozenset({"sinks"})
-        )
+        return AttentionSpec(self.heads, self.kv_heads, self.size_of_head, window, features=frozenset({"sinks"}))
 
     def embed(self, params: Tree, ctx: ForwardContext) -> jax.Array:
         """Returns the embedded tokens [B, T/tensor, D], on the first stage."""

@@ -34,7 +34,8 @@ def reference_attention(
     """Computes causal attention within documents; grouped-query attention (GQA) without repeating keys or values.
 
     window: sliding window: a token attends to itself and the `window - 1` tokens before it; None is all before it.
-    scores: soft cap and sinks; None has neither. Returns [B, T, N, H] in the dtype of q. Scores [B, N, T, S] and softmax are float32.
+    scores: soft cap and sinks; None has neither. Returns [B, T, N, H] in the dtype of q. Scores [B, N, T, S] and
+    softmax are float32.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]

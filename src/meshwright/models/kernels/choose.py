@@ -89,18 +89,14 @@ def _reference(block: int) -> Kernels:
     from meshwright.models.kernels.attention import as_self_attention, reference_attention
 
     attend, features = as_self_attention(reference_attention), frozenset(FEATURES)
-    return Kernels(
-        "reference", attend, reference_attention, _reference_unsupported, features=features, fused=False
-    )
+    return Kernels("reference", attend, reference_attention, _reference_unsupported, features=features, fused=False)
 
 
 def _blocked(block: int) -> Kernels:
     from meshwright.models.kernels.blocked import blocked_chunks, blocked_self_attention
 
     features = frozenset(FEATURES)
-    return Kernels(
-        "blocked", blocked_self_attention, chunk_attention=blocked_chunks, features=features, fused=False
-    )
+    return Kernels("blocked", blocked_self_attention, chunk_attention=blocked_chunks, features=features, fused=False)
 
 
 def _splash(block: int) -> Kernels:

@@ -47,7 +47,7 @@ def add_sinks(result: "Result", sinks_N: jax.Array | None) -> "Result":
 
 
 def sinks_gradient(result: "Result", g_BTNH: jax.Array, sinks_N: jax.Array | None) -> Any:
-    """Returns the gradient of the sinks. result: attention to all keys and to the sinks; g_BTNH: gradient of its output.
+    """Returns the gradient of the sinks. result: attention to all keys and to the sinks.  g_BTNH: of its output.
 
     With weights p of the keys and p' of the sink, output = sum p v, and the derivative by the sink is -p' output.
     """
@@ -67,7 +67,7 @@ def own_sinks(scores: Scores, part: jax.Array | int, parts: int) -> Scores:
 
 
 def chunked_segments(segments_BT: jax.Array, chunk: int) -> jax.Array:
-    """Returns documents that end where those of `segments_BT` end, and after every `chunk` tokens; numbered in order."""
+    """Returns documents that end where those of `segments_BT` end and after every `chunk` tokens, numbered in order."""
     place_T = jnp.arange(segments_BT.shape[1])
     begins_BT = jnp.concatenate([jnp.ones_like(segments_BT[:, :1]), jnp.diff(segments_BT, axis=1)], 1) != 0
     first_BT = lax.cummax(jnp.where(begins_BT, place_T, 0), axis=1)
