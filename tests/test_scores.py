@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from test_chunk_kernels import CountedCudnn
 from tiny_runs import device_run_of, tiny_run
 
 import meshwright as mw
@@ -110,6 +111,17 @@ def test_splash(kind: str) -> None:
         return build_attend(split, segments, kernels)(q, k, v, window=window, scores=scores)
 
     assert_matches(attend, kind, 128, 64)
+
+
+def test_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sinks added to what cuDNN gives, with its calls replaced by the blocked kernel's arithmetic."""
+    CountedCudnn(monkeypatch)
+    split = split_sequence("ring", 32, 1, K)
+
+    def attend(q: Any, k: Any, v: Any, segments: Any, window: Any, scores: Scores) -> Any:
+        return build_attend(split, segments, KERNELS["cudnn"](512))(q, k, v, window=window, scores=scores)
+
+    assert_matches(attend, "sinks in a window")
 
 
 def _split(strategy: str, shards: int, kernels: Kernels) -> Callable[..., Any]:

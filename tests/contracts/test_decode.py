@@ -22,6 +22,7 @@ from meshwright.models.families.gemma import Gemma2, Gemma3
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.families.gpt_oss import GptOss
 from meshwright.models.families.llama import Llama
+from meshwright.models.families.llama4 import Llama4
 from meshwright.models.families.olmo3 import Olmo3
 from meshwright.models.softcap import cap
 from meshwright.step.device_run import BATCH_SPEC, DeviceRun, param_specs
@@ -44,6 +45,10 @@ FAMILIES: dict[str, Model] = {
     "olmo-3": Olmo3(
         VOCAB, 64, 3, 16, vocab_multiple=16, kv_heads=8, mlp=96, local_layers=1, sliding_window=5,
         yarn=Yarn(original_max_position_embeddings=64),
+    ),
+    "llama-4": Llama4(
+        VOCAB, 64, 6, 16, vocab_multiple=16, kv_heads=8, mlp=96, attention_chunk=6, temperature_floor=4, experts=4,
+        expert_mlp=32, expert_interval=2,
     ),
 }  # fmt: skip
 TWO_KV_HEADS = {"two-kv-heads": dataclasses.replace(MODELS["llama"], kv_heads=2)}  # type: ignore[call-arg]

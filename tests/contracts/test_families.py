@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hf_models import ROWS, largest_gap
 
-NEW = ("gemma-2", "gpt-oss", "olmo-3")
+NEW = ("gemma-2", "gpt-oss", "llama-4", "olmo-3")
 """Rows of which decoding is compared in every run of the tests; that of older families has tests of its own."""
 
 

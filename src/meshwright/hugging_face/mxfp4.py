@@ -63,7 +63,7 @@ class PackedTensor:
 
     def __getitem__(self, index: Any) -> Any:
         """Returns every n-th column as another packed tensor, or a block of all three dimensions as an array."""
-        experts, inputs, columns = (*index, *[slice(None)] * (3 - len(index)))
+        experts, inputs, columns = tuple(index) + (slice(None),) * (3 - len(index))
         if experts == inputs == slice(None):
             return PackedTensor(self.blocks[:, columns], self.scales[:, columns])
         start, stop, _ = inputs.indices(self.shape[1])
