@@ -347,18 +347,19 @@ class Decoder:
         places = {s: (jnp.array(spec.layers_of(s)), jnp.arange(n)) for s, n in model.stacks.items()}
         given = {s: f if isinstance(f, tuple) else (f,) for s, f in functions.items()}
         kinds = {stack: tuple(cached(stack, layer) for layer in layers) for stack, layers in given.items()}
-        carry: Any = (model.model.embed(params, ctx), cache)
+        carry = (model.model.embed(params, ctx), cache)
         if spec.interleaved:
             from meshwright.models.periods import kinds_of, scan_stacks
 
             stacked = {stack: params[stack] for stack in model.stacks}
-            return scan_stacks(kinds_of(spec, kinds), carry, stacked, places, remat="none", unroll=1)[0]
+            done: tuple[jax.Array, dict[str, KeyValues]]
+            done, _ = scan_stacks(kinds_of(spec, kinds), carry, stacked, places, remat="none", unroll=1)
+            return done
         for stack in model.stacks:
-            (x_BTD, cache), at = carry, places[stack]
-            one, _ = scan_layers(
-                kinds[stack], (x_BTD, {stack: cache[stack]}), params[stack], at, remat="none", unroll=1
-            )
-            carry = (one[0], {**cache, **one[1]})
+            # The cache of one stack alone is carried through the loop over its layers.
+            own: Any = (carry[0], {stack: carry[1][stack]})
+            left: Any = scan_layers(kinds[stack], own, params[stack], places[stack], remat="none", unroll=1)[0]
+            carry = (left[0], {**carry[1], **left[1]})
         return carry
 
 
