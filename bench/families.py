@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# As in tests/conftest.py, whose compiled programs are used again.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 RESULTS = ROOT / "bench" / "results" / "families.json"
@@ -29,6 +29,7 @@ def compare(row: str) -> dict[str, Any]:
     """Returns the largest differences of one row."""
     import hf_models
     import numpy as np
+    from hf_models import EIGHT_DEVICES, MESHES
 
     import meshwright as mw
     from meshwright.hugging_face.safetensors_files import SafetensorsFile
@@ -42,9 +43,9 @@ def compare(row: str) -> dict[str, Any]:
         model = hf_models.save(row, folder)
         logits, gradients = hf_models.reference(model)
         losses, values = hf_models.reference_steps(row, folder)
-        found = hf_models.gradients_of(folder, "fsdp=2,context=2,tensor=2")
+        found = hf_models.gradients_of(folder, MESHES.get(row, EIGHT_DEVICES))
         stored = hf_models.stored_gradients(row, gradients)
-        steps, params = hf_models.steps_of(folder, "fsdp=2,tensor=2,data=2")
+        steps, params = hf_models.steps_of(folder, "fsdp=2,tensor=2")
         mw.convert(folder, Path(temporary) / "run")
         mw.convert(Path(temporary) / "run", Path(temporary) / "back")
         greedy = hf_models.greedy_of(folder, "fsdp=2,context=2,tensor=2", 12)
@@ -80,6 +81,10 @@ def main() -> None:
     arguments = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     if not arguments.table:
+        from meshwright.hardware.mesh import enable_compilation_cache, prepare_host
+
+        prepare_host(8)
+        enable_compilation_cache(ROOT / ".pytest_cache" / "compiled")
         from hf_models import ROWS
 
         for row in arguments.rows or ROWS:

@@ -99,6 +99,16 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Row -> class of `transformers`, and its configuration."""
 
+EIGHT_DEVICES = "fsdp=2,tensor=2,data=2"
+# Stages of Gemma 3 are of unequal length and begin with a period; four devices of `tensor` have two key/value heads.
+MESHES = {
+    "gemma-2": "fsdp=2,context=2,tensor=2", "gemma-3": "stage=2,fsdp=2,tensor=2",
+    "gpt-oss": "expert=2,context=2,tensor=2", "llama-4": "stage=2,expert=2,tensor=2",
+    "llama-4-scout": "expert=2,context=2,tensor=2", "olmo-2": "tensor=4,fsdp=2", "olmo-3": "stage=2,fsdp=2,tensor=2",
+    "qwen2": "tensor=4,data=2",
+}  # fmt: skip
+"""Mesh of a row's gradients, where it is not EIGHT_DEVICES."""
+
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:

@@ -10,6 +10,7 @@ import pytest
 from tiny_runs import assert_same_steps, device_run_of, tiny_run, train, train_on_one_device
 
 import meshwright as mw
+from meshwright.models.blocks.rotary import RopeScaling
 from meshwright.models.blocks.yarn import Yarn
 from meshwright.models.flops import layer_flops
 from meshwright.models.periods import scan_periods, scan_stacks_in_parts
@@ -125,6 +126,27 @@ def test_every_pattern_has_the_numbers_of_one_device(family: str, mesh: str, cha
     run = tiny_run(PATTERNS[family], mesh, **changes)
     one = train_on_one_device(run, 3)
     assert_same_steps(train(run, 3, initial=one.initial), one)
+
+
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "window": ("llama4", {"sliding_window": 7}, "fix: .*--model.attention-chunk 7, without --model.sliding-window"),
+    "bias": ("llama4", {"qkv_bias": "learned"}, "projections have no biases"),
+    "no experts": ("llama4", {"layers": 1}, "fix: .*--model.expert-interval 1"),
+    "no chunk": ("llama4", {"attention_chunk": 0}, "both are 1 at least"),
+    "few experts": ("llama4", {"experts_per_token": 5}, "5 experts per token of 4 experts"),
+    "none of the experts": ("gpt_oss", {"experts_per_token": 0}, "uses at least one expert"),
+    "sees nothing": ("gpt_oss", {"sliding_window": 0}, "a token attends to itself at least"),
+    "no local layer": ("olmo3", {"local_layers": 0}, "or the family llama for layers of one kind"),
+    "two scalings": ("olmo3", {"rope_scaling": RopeScaling()}, "scaled by YaRN, in global layers"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_patterns_are_refused(case: str) -> None:
+    family, changes, message = WRONG[case]
+    model = dataclasses.replace(PATTERNS[family], **changes)
+    with pytest.raises(mw.ConfigError, match=f"(?s){message}"):
+        place_run(tiny_run(model), mw.MeshShape())
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "gemma2-2b", "olmo3-7b", "llama4-maverick"])

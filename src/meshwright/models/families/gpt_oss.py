@@ -146,12 +146,17 @@ class GptOss(Model):
 
     def spec(self) -> ModelSpec:
         """Returns local and global layers by turns, each with experts."""
-        if self.local_layers < 0 or self.sliding_window < 1 or not 1 <= self.experts_per_token <= self.experts:
+        if self.local_layers < 0 or self.sliding_window < 1:
             raise ConfigError(
-                f"{self.local_layers} local layers with a window of {self.sliding_window}, {self.experts_per_token} of "
-                f"{self.experts} experts per token",
-                "there are no local layers or more, a token attends to itself at least, and uses an expert at least",
-                "--model.local-layers 1 --model.sliding-window 128 --model.experts-per-token 1",
+                f"{self.local_layers} local layers with a window of {self.sliding_window}",
+                "there are none or more, and a token attends to itself at least",
+                "--model.local-layers 1 --model.sliding-window 128",
+            )
+        if not 1 <= self.experts_per_token <= self.experts:
+            raise ConfigError(
+                f"{self.experts_per_token} experts per token of {self.experts} experts",
+                "a token uses at least one expert, and each at most once",
+                f"--model.experts-per-token {min(4, self.experts)}",
             )
         experts = ExpertSpec(self.experts, self.experts_per_token, self.expert_buffer_factor)
         kinds = [LayerSpec("blocks", self._attention(i), experts) for i in range(self.period)]

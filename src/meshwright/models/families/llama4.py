@@ -175,16 +175,40 @@ class Llama4(Llama):
 
 
 def _check(c: Llama4) -> None:
-    plain = (c.sliding_window, c.qkv_bias, c.qk_norm, c.norm_place) == (None, "none", "none", "before")
-    sizes = min(c.no_rope_interval, c.expert_interval, c.attention_chunk, c.temperature_floor) >= 1
-    if not plain or not sizes or c.layers < c.expert_interval or not 1 <= c.experts_per_token <= c.experts:
-        raise ConfigError(
-            f"a Llama4 of {c.layers} layers with window {c.sliding_window}, qkv_bias {c.qkv_bias}, qk_norm "
-            f"{c.qk_norm}, norm_place {c.norm_place}, every {c.expert_interval}-th layer with "
-            f"{c.experts_per_token} of {c.experts} experts, every {c.no_rope_interval}-th without rotary embedding",
-            "it has chunks and no window, no such biases and norms, intervals of 1 or more, and a layer with experts",
-            "--model.expert-interval 1 --model.no-rope-interval 4 --model.experts-per-token 1",
-        )
+    for asked, truth, wrong, fix in (
+        (
+            f"a sliding window of {c.sliding_window} in Llama 4",
+            "its rotary layers attend within chunks, and the others to all before them",
+            c.sliding_window is not None,
+            f"--model.attention-chunk {c.sliding_window}, without --model.sliding-window",
+        ),
+        (
+            f"--model.qkv-bias {c.qkv_bias} --model.qk-norm {c.qk_norm} --model.norm-place {c.norm_place} in Llama 4",
+            "projections have no biases, queries and keys no learned norm, and both halves normalise what they read",
+            (c.qkv_bias, c.qk_norm, c.norm_place) != ("none", "none", "before"),
+            "--model.qkv-bias none --model.qk-norm none --model.norm-place before",
+        ),
+        (
+            f"{c.layers} layers of which every {c.expert_interval}-th has experts",
+            "at least one layer has experts",
+            not 1 <= c.expert_interval <= c.layers,
+            f"--model.expert-interval {max(1, min(c.expert_interval, c.layers))}",
+        ),
+        (
+            f"every {c.no_rope_interval}-th layer without rotary embedding, chunks of {c.attention_chunk} tokens",
+            "both are 1 at least",
+            min(c.no_rope_interval, c.attention_chunk, c.temperature_floor) < 1,
+            "--model.no-rope-interval 4 --model.attention-chunk 8192",
+        ),
+        (
+            f"{c.experts_per_token} experts per token of {c.experts} experts",
+            "a token uses at least one expert, and each at most once",
+            not 1 <= c.experts_per_token <= c.experts,
+            "--model.experts-per-token 1",
+        ),
+    ):
+        if wrong:
+            raise ConfigError(asked, truth, fix)
 
 
 def _attention_half(c: Llama4, ctx: ForwardContext, rotates: bool) -> AttentionHalf:

@@ -47,12 +47,17 @@ class Olmo3(Llama):
 
     def spec(self) -> ModelSpec:
         """Returns local and global layers by turns."""
-        if self.local_layers < 1 or self.sliding_window is None or self.rope_scaling is not None:
+        if self.local_layers < 1 or self.sliding_window is None:
             raise ConfigError(
-                f"{self.local_layers} local layers with a window of {self.sliding_window}, rope_scaling "
-                f"{self.rope_scaling}",
-                "an Olmo3 has local layers, their window, and its scaling of rotary frequencies in `yarn`",
+                f"{self.local_layers} local layers with a window of {self.sliding_window}",
+                "OLMo 3 has local layers, and they have a window",
                 "--model.local-layers 3 --model.sliding-window 4096, or the family llama for layers of one kind",
+            )
+        if self.rope_scaling is not None:
+            raise ConfigError(
+                "rope_scaling in OLMo 3",
+                "its rotary frequencies are scaled by YaRN, in global layers",
+                "the field yarn",
             )
         last = dataclasses.replace(self.attention, window=None)
         kinds = [LayerSpec("blocks", self.attention)] * self.local_layers + [LayerSpec("blocks", last)]
