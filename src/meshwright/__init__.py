@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from meshwright.api.planning import Proof as Proof
     from meshwright.api.planning import plan as plan
     from meshwright.api.planning import prove as prove
+    from meshwright.api.renting import offers as offers
     from meshwright.api.training import evaluate as evaluate
     from meshwright.api.training import train as train
     from meshwright.checkpoint.import_weights import Conversion as Conversion
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from meshwright.models.families.gpt2 import Gpt2 as Gpt2
     from meshwright.models.families.llama import Llama as Llama
     from meshwright.models.families.mixtral import Mixtral as Mixtral
+    from meshwright.planner.offers import Offer as Offer
     from meshwright.planner.search import Plan as Plan
     from meshwright.runs.changes import recipe as recipe
     from meshwright.runs.recipe import list_recipes as recipes  # noqa: F401
@@ -79,6 +81,7 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "MeshwrightError": ("errors", "MeshwrightError"),
     "Mixtral": ("models.families.mixtral", "Mixtral"),
     "Model": ("config", "Model"),
+    "Offer": ("planner.offers", "Offer"),
     "Optimizer": ("config", "Optimizer"),
     "Parity": ("trainer.parity", "Parity"),
     "Plan": ("planner.search", "Plan"),
@@ -96,6 +99,7 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "evaluate": ("api.training", "evaluate"),
     "generate": ("api.generation", "generate"),
     "local_view": ("views.draw", "local_view"),
+    "offers": ("api.renting", "offers"),
     "open_generator": ("api.generation", "open_generator"),
     "parity": ("trainer.parity", "parity"),
     "partition": ("sharding.partition", ""),

@@ -40,22 +40,24 @@ class LayerTime:
     kernel: AttentionKernel
 
     def seconds(self, name: str) -> dict[str, float]:
-        """Returns the seconds of a pass: matmul, attention and elementwise, and of the first two what HBM bounds."""
+        """Returns the seconds of a pass by kind: matmul, attention, elementwise.
+
+        Of the first two also those that HBM bounds rather than the matrix unit, by what it moves: operands, scores.
+        """
         work, chip, recomputes = self.work, self.target.chip, name == "recomputation"
         factor = 2.0 if name == "backward" else 1.0
-        matmul = bound = 0.0
+        matmul = operands = 0.0
         for m in work.matmuls:
             if not recomputes or m.role in self.again:
                 at_peak, moved = matmul_seconds(self._at_rate(m), self.target)
                 matmul += factor * max(at_peak, moved)
-                bound += factor * moved if moved > at_peak else 0.0
+                operands += factor * moved if moved > at_peak else 0.0
         kernel, efficiency = self.kernel, self.target.efficiency
         again = {"attention", "scores"} if kernel.keeps_scores else {"attention"}
         passes = {"forward": 1.0, "backward": kernel.backward, "recomputation": 1.0 if again & self.again else 0.0}
         attention = passes[name] * work.attention / (chip.flops_bf16 * _attention_fraction(kernel, efficiency))
         bandwidth = chip.hbm_bandwidth * efficiency.hbm
         scores = work.scores * kernel.score_bytes.get(name, 0) / bandwidth if passes[name] else 0.0
-        bound += scores if scores > attention else 0.0
         recomputed = self.again - {"scores"}
         copies = RESIDUAL_COPIES[name] if not recomputes or recomputed else 0
         residual = work.tokens * work.width * 2 * work.layers / self.placed.shape.tensor
@@ -69,7 +71,8 @@ class LayerTime:
             "matmul": matmul,
             "attention": max(attention, scores),
             "elementwise": elementwise / bandwidth,
-            "memory_bound": bound,
+            "operands": operands,
+            "scores": scores if scores > attention else 0.0,
         }
 
     def _at_rate(self, m: Matmul) -> Matmul:
