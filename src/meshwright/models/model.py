@@ -5,6 +5,7 @@ A family (a subclass of `config.Model`) states its facts in a `ModelSpec` and co
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -168,7 +169,7 @@ class ModelSpec:
     """Layers after which the kinds of layers repeat (local and global attention): pipeline parts begin with a period.
     Above 1 the model has one stack."""
 
-    @property
+    @functools.cached_property
     def stacks(self) -> dict[str, int]:
         """Layers of each stack, in the order of the layers."""
         count: dict[str, int] = {}
@@ -176,12 +177,12 @@ class ModelSpec:
             count[layer.stack] = count.get(layer.stack, 0) + 1
         return count
 
-    @property
+    @functools.cached_property
     def attention(self) -> tuple[AttentionSpec, ...]:
         """Attention of the layers that have one, in order."""
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
-    @property
+    @functools.cached_property
     def kv_heads(self) -> int | None:
         """Fewest key/value heads of any layer; None for a model without attention."""
         return min((a.kv_heads for a in self.attention), default=None)

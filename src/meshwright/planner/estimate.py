@@ -300,11 +300,28 @@ def _route_movements(
     routes: dict[tuple[str, ...], Route] = {}
     timed = []
     for movement in traffic:
-        if movement.axes not in routes:
-            span = mapping.span(movement.axes)
-            if span is None:
-                continue
-            routes[movement.axes] = route(target.chip, target.topology, span, target.efficiency)
-        seconds = movement.count * routes[movement.axes].seconds(movement.kind, movement.payload)
-        timed.append((movement, seconds))
+        path = _route_of(movement.axes, mapping, target)
+        if path is not None:
+            routes[movement.axes] = path
+            timed.append((movement, movement.count * path.seconds(movement.kind, movement.payload)))
     return timed, {"+".join(axes): r.medium for axes, r in routes.items()}
+
+
+_ROUTES: dict[tuple[int, tuple[str, ...]], tuple[AxisMapping, Route | None]] = {}
+_MAX_ROUTES = 65536
+
+
+def _route_of(axes: tuple[str, ...], mapping: AxisMapping, target: Target) -> Route | None:
+    """Returns the path over some axes, None where all have degree 1.
+
+    A search prices each mesh with many remat policies: the mapping, which `map_axes` makes once for a mesh and a
+    target, is the key. It is kept, so that no other object can have its id.
+    """
+    key = (id(mapping), axes)
+    if key not in _ROUTES:
+        if len(_ROUTES) >= _MAX_ROUTES:
+            _ROUTES.clear()
+        span = mapping.span(axes)
+        path = None if span is None else route(target.chip, target.topology, span, target.efficiency)
+        _ROUTES[key] = (mapping, path)
+    return _ROUTES[key][1]

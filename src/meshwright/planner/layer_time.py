@@ -1,11 +1,14 @@
 """Seconds of one microbatch's layers on a device: matmuls, attention, and what moves through HBM beside them."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 from meshwright.hardware.chips import Chip, Torus, chip_name
 from meshwright.hardware.efficiency import Efficiency
 from meshwright.hardware.targets import Target
 from meshwright.models.kernels.choose import Hardware, kernels_of
+from meshwright.planner.layout_cache import cached_by_layout_and
 from meshwright.planner.software import SCORE_BYTES, AttentionKernel, Software
 from meshwright.planner.work import Matmul, Work, low_precision
 from meshwright.runs.placed_run import PlacedRun
@@ -88,9 +91,20 @@ def attention_kernel(placed: PlacedRun, chip: Chip, software: Software) -> Atten
     platform = platform_of(chip)
     if software.kernel is not None and platform != "tpu":
         return software.kernel
-    hardware = Hardware(platform, chip_name(chip.name), installed=True)
-    chosen = kernels_of(placed.run.training, placed.spec, placed.sequence, hardware)
-    return AttentionKernel(chosen.backward, score_bytes={} if chosen.fused or software.kernel else SCORE_BYTES)
+    backward, fused = _chosen_kernel(placed)(Hardware(platform, chip_name(chip.name), installed=True))
+    return AttentionKernel(backward, score_bytes={} if fused or software.kernel else SCORE_BYTES)
+
+
+@cached_by_layout_and("attention_kernel", "attention_block", "remat", "compute_dtype", "context_strategy", "seq")
+def _chosen_kernel(placed: PlacedRun) -> Callable[[Hardware], tuple[float, bool]]:
+    """Returns a function of the hardware: cost of the backward pass, and whether scores stay on the chip."""
+
+    @functools.cache
+    def chosen(hardware: Hardware) -> tuple[float, bool]:
+        kernels = kernels_of(placed.run.training, placed.spec, placed.sequence, hardware)
+        return kernels.backward, kernels.fused
+
+    return chosen
 
 
 def _attention_fraction(kernel: AttentionKernel, efficiency: Efficiency) -> float:
