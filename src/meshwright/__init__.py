@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from meshwright.api.planning import Proof as Proof
     from meshwright.api.planning import plan as plan
     from meshwright.api.planning import prove as prove
+    from meshwright.api.renting import offers as offers
     from meshwright.api.training import evaluate as evaluate
     from meshwright.api.training import train as train
     from meshwright.checkpoint.import_weights import Conversion as Conversion
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from meshwright.models.families.llama4 import Llama4 as Llama4
     from meshwright.models.families.mixtral import Mixtral as Mixtral
     from meshwright.models.families.olmo3 import Olmo3 as Olmo3
+    from meshwright.planner.offers import Offer as Offer
     from meshwright.planner.search import Plan as Plan
     from meshwright.runs.changes import recipe as recipe
     from meshwright.runs.recipe import list_recipes as recipes  # noqa: F401
@@ -87,6 +89,7 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "Mixtral": ("models.families.mixtral", "Mixtral"),
     "Model": ("config", "Model"),
     "Olmo3": ("models.families.olmo3", "Olmo3"),
+    "Offer": ("planner.offers", "Offer"),
     "Optimizer": ("config", "Optimizer"),
     "Parity": ("trainer.parity", "Parity"),
     "Plan": ("planner.search", "Plan"),
@@ -104,6 +107,7 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "evaluate": ("api.training", "evaluate"),
     "generate": ("api.generation", "generate"),
     "local_view": ("views.draw", "local_view"),
+    "offers": ("api.renting", "offers"),
     "open_generator": ("api.generation", "open_generator"),
     "parity": ("trainer.parity", "parity"),
     "partition": ("sharding.partition", ""),

@@ -5,6 +5,7 @@ A family (a subclass of `config.Model`) states its facts in a `ModelSpec` and co
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -185,7 +186,7 @@ class ModelSpec:
     """Layers after which the kinds of layers repeat (local and global attention): pipeline parts begin with a period.
     Above 1 the stacks of a model take turns within it."""
 
-    @property
+    @functools.cached_property
     def stacks(self) -> dict[str, int]:
         """Layers of each stack, in the order of the layers."""
         count: dict[str, int] = {}
@@ -202,12 +203,12 @@ class ModelSpec:
         """Whether several stacks take turns."""
         return self.period > 1 and len(self.stacks) > 1
 
-    @property
+    @functools.cached_property
     def attention(self) -> tuple[AttentionSpec, ...]:
         """Attention of the layers that have one, in order."""
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
-    @property
+    @functools.cached_property
     def kv_heads(self) -> int | None:
         """Fewest key/value heads of any layer; None for a model without attention."""
         return min((a.kv_heads for a in self.attention), default=None)
