@@ -8,11 +8,15 @@ import dataclasses
 import datetime
 import importlib.util
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from meshwright.errors import DataError
+
+_MARKS = ("\ue0f8", "\ue0f9")
+"""Characters of private use around answers, while a conversation is rendered."""
 
 Message = dict[str, Any]
 """`{"role": "user", "content": "..."}`; other keys are the template's own."""
@@ -32,18 +36,43 @@ class ChatTemplate:
 
         Raises DataError where the template refuses the conversation, or Jinja is not installed.
         """
+        return self._render(messages, answer, ("", ""))
+
+    @property
+    def marks_answers(self) -> bool:
+        """Whether the template says which of its text is answers: `{% generation %}`."""
+        return re.search(r"{%-?\s*generation\s*-?%}", self.source) is not None
+
+    def render_marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+        """Returns the text of a conversation, and first and last character (one past it) of each answer.
+
+        For a template that `marks_answers`. Raises as `render`.
+        """
+        if any(mark in str(message.get("content")) for message in messages for mark in _MARKS):
+            raise DataError("a conversation", f"it has one of the characters {_MARKS}, which mark answers", "without them")
+        text, spans = "", list[tuple[int, int]]()
+        for number, part in enumerate(re.split(f"[{''.join(_MARKS)}]", self._render(messages, False, _MARKS))):
+            if number % 2:
+                spans.append((len(text), len(text) + len(part)))
+            text += part
+        return text, spans
+
+    def _render(self, messages: Sequence[Message], answer: bool, marks: tuple[str, str]) -> str:
+        """Returns the text, with `marks` before and after each answer that the template marks."""
         import jinja2  # an optional dependency
         from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         class Generation(Extension):
-            """Statement `{% generation %}`, which marks answers for training; the text is as without it."""
+            """Statement `{% generation %}`, which marks answers for training."""
 
             tags = {"generation"}  # noqa: RUF012 - Jinja's own interface
 
             def parse(self, parser: Any) -> Any:
                 next(parser.stream)
-                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                first, last = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in marks)
+                return [first, *body, last]
 
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]

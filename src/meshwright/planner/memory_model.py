@@ -59,7 +59,8 @@ def gathers_ahead(placed: PlacedRun, target: Target, mapping: AxisMapping) -> bo
     training = placed.run.training
     if (
         training.gather_ahead == "none"
-        or gathered_within_reason(training, placed.shape.stage, placed.spec.period) is not None
+        or gathered_within_reason(training, placed.shape.stage, placed.spec.period, placed.run.finetune.method)
+        is not None
     ):
         return False
     if training.gather_ahead == "layer":

@@ -175,7 +175,7 @@ def recomputed_roles(remat: str) -> frozenset[str]:
         return frozenset({"scores"} if policy.dropped else ())
     saved = set(policy.saved) | set(policy.offloaded)
     # The layer's output is not needed, and of other matmuls nothing is known.
-    again = {"router", "projection"}
+    again = {"router", "projection", "adapter"}
     again |= set() if ATTN_RESIDUAL in saved else {"attention_out"}
     again |= set() if QKV in saved else {"qkv"}
     again |= set() if ATTN_OUT in saved else {"attention"}

@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.hierarchical import DcnAxis
-from meshwright.config import MeshShape, Model, Run, Training
+from meshwright.config import FineTune, MeshShape, Model, Run, Training
 from meshwright.data.ramp import ramp_of
 from meshwright.errors import ConfigError, divisors
 from meshwright.models.flops import layer_flops
@@ -110,6 +110,10 @@ def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
     _check_batch(run, shape)
     _check_saved_layers(run, shape)
     _check_stage_saves(run, shape)
+    if run.finetune != FineTune():
+        from meshwright.runs.fine_tuning import check_fine_tuning  # most runs train all parameters on all of a text
+
+        check_fine_tuning(run, shape)
     _check_sequence(run, shape)
     check_numbers(run)
     multiple = math.lcm(run.model.vocab_multiple, shape.over(VOCAB_AXES))
@@ -117,9 +121,7 @@ def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
     if multiple != model.vocab_multiple:
         model = dataclasses.replace(model, vocab_multiple=multiple)
     training = run.training
-    params, placements, stages, leaves = _place(
-        model, shape, run.layout, run.fsdp_min_size, training.seq, training.pipeline_schedule, training.virtual_stages
-    )
+    params, placements, stages, leaves = _place(model, shape, run.layout, run.fsdp_min_size, training, run.finetune)
     placed = PlacedRun(dataclasses.replace(run, mesh=shape, model=model), params, placements, stages, leaves)
     check_composition(placed.run, uneven=_uneven(stages, model))
     if shape.context > 1 and run.training.context_strategy == "ulysses":
@@ -137,13 +139,25 @@ def _without_auto(training: Training) -> Training:
     )
 
 
-@functools.lru_cache(maxsize=4096)
 def _place(
-    model: Model, shape: MeshShape, layout: str, min_size: int, seq: int, schedule: str, virtual_stages: int
+    model: Model, shape: MeshShape, layout: str, min_size: int, training: Training, tuning: FineTune
 ) -> tuple[Tree, Tree, StageAssignment, Leaves]:
+    """Parameters, placements, stages and leaves."""
+    schedule = (training.pipeline_schedule, training.virtual_stages)
+    # Without adapters nothing of these depends on the types.
+    adapts = tuning if tuning.method == "lora" else None
+    dtype = training.compute_dtype if adapts else ""
+    return _place_params(model, shape, layout, min_size, training.seq, schedule, adapts, dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _place_params(
+    model: Model, shape: MeshShape, layout: str, min_size: int, seq: int, schedule: tuple[str, int],
+    tuning: FineTune | None, dtype: Any,
+) -> tuple[Tree, Tree, StageAssignment, Leaves]:  # fmt: skip
     """Parameters, placements, stages and leaves, which depend on nothing else of a run."""
-    pipeline = find_schedule(schedule)
-    chunks = pipeline.virtual_stages_for(virtual_stages) if shape.stage > 1 else 1
+    pipeline = find_schedule(schedule[0])
+    chunks = pipeline.virtual_stages_for(schedule[1]) if shape.stage > 1 else 1
     spec = model.spec()
     if spec.period > 1:
         from meshwright.sharding.periods import assign_periods  # most models have one kind of layer
@@ -156,7 +170,12 @@ def _place(
         rows = stages.rows(first, count).flat
         orders[stack] = tuple(int(row) - first if row != NO_LAYER else NO_LAYER for row in rows)
         first += count
-    params = reorder_stacks(model.params(), orders)
+    described = model.params()
+    if tuning is not None:
+        from meshwright.models.adapters import adapted_params  # loaded for runs with adapters
+
+        described = adapted_params(described, tuning, dtype)
+    params = reorder_stacks(described, orders)
     placements = place_params(params, layout=find_layout(layout), mesh=shape, min_size=min_size)
     by_path = named_leaves(placements)
     return params, placements, stages, tuple((path, p, by_path[path]) for path, p in named_leaves(params).items())
