@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from meshwright.analysis.census import Census as Census
     from meshwright.analysis.census import census as census
     from meshwright.api.convert import convert as convert
+    from meshwright.api.finetuning import finetune as finetune
     from meshwright.api.generation import generate as generate
     from meshwright.api.generation import open_generator as open_generator
     from meshwright.api.layout import show as show
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.import_weights import Conversion as Conversion
     from meshwright.comm import collectives as collectives
     from meshwright.config import Data as Data
+    from meshwright.fine_tuning import FineTune as FineTune
     from meshwright.config import MeshShape as MeshShape
     from meshwright.config import Model as Model
     from meshwright.config import Optimizer as Optimizer
@@ -71,6 +73,7 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "Conversion": ("checkpoint.import_weights", "Conversion"),
     "DataError": ("errors", "DataError"),
     "Decoding": ("generation.generator", "Decoding"),
+    "FineTune": ("fine_tuning", "FineTune"),
     "Gemma3": ("models.families.gemma", "Gemma3"),
     "Gpt2": ("models.families.gpt2", "Gpt2"),
     "Layout": ("sharding.placement", "Layout"),
@@ -94,6 +97,7 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "convert": ("api.convert", "convert"),
     "draw": ("views.draw", "draw"),
     "evaluate": ("api.training", "evaluate"),
+    "finetune": ("api.finetuning", "finetune"),
     "generate": ("api.generation", "generate"),
     "local_view": ("views.draw", "local_view"),
     "open_generator": ("api.generation", "open_generator"),

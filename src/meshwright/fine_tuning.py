@@ -5,7 +5,9 @@ It is a field of the `Run`, so that plan, prove, checkpoints and a resumed run k
 """
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 Method = Literal["full", "lora"]
 Objective = Literal["text", "answers", "preferences"]
@@ -23,10 +25,10 @@ class FineTune:
         2.0
     """
 
-    method: Method = "full"
+    method: Annotated[Method, tyro.conf.arg(aliases=["--method"])] = "full"
     """Parameters that are trained: all of them (full), or low-rank adapters of the layers' matrices beside the frozen
     model (lora: LoRA, arXiv:2106.09685)."""
-    objective: Objective = "text"
+    objective: Annotated[Objective, tyro.conf.arg(aliases=["--objective"])] = "text"
     """Loss: all tokens of text (text), the assistant's answers in conversations (answers), or preferences of one answer
     over another (preferences: DPO, arXiv:2305.18290)."""
     rank: int = 16

@@ -34,6 +34,9 @@ def load_initial_weights(device_run: DeviceRun, out: Path | None = None) -> Tree
     changed_fields(run)
     if out is not None and jax.process_index() == 0:
         _keep_description(run.init_from, out)
+        if run.finetune.template is not None:
+            (out / KEPT).mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(run.finetune.template, out / KEPT / "chat_template.jinja")
     if run.finetune.method == "lora":
         from meshwright.checkpoint.adapters import add_adapters  # loaded for runs with adapters
 

@@ -99,7 +99,7 @@ def _refuse(message: str) -> NoReturn:
 def read_chat_template(folder: Path) -> ChatTemplate | None:
     """Reads the chat template beside a tokenizer: chat_template.jinja, or that of tokenizer_config.json.
 
-    Returns None where there is none. Raises DataError where tokenizer_config.json is no JSON.
+    An output folder has the files of the model that it started from in `huggingface`. Returns None where there is none. Raises DataError where tokenizer_config.json is no JSON.
     """
     config: dict[str, Any] = {}
     file = folder / "tokenizer_config.json"
@@ -114,7 +114,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
     if (folder / "chat_template.jinja").is_file():
         source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     if source is None:
-        return None
+        return read_chat_template(folder / "huggingface") if (folder / "huggingface").is_dir() else None
     special = []
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         token = config.get(name)

@@ -68,10 +68,8 @@ def open_weights(
         params, manifest = checkpoints.restore_params(device_run, at)
     origin = f"{folder}, step {manifest.step}"
     device_run, params = _merged(device_run, params)
-    kept = folder / KEPT
-    stops, seq = _end_tokens(kept) or (tokenizer.end,), run.training.seq
-    template = read_chat_template(folder) or read_chat_template(kept)
-    return OpenedModel(device_run, params, tokenizer, stops, seq, origin, template)
+    stops, seq = _end_tokens(folder / KEPT) or (tokenizer.end,), run.training.seq
+    return OpenedModel(device_run, params, tokenizer, stops, seq, origin, read_chat_template(folder))
 
 
 def _merged(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tree]:

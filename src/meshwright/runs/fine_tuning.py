@@ -1,7 +1,48 @@
-"""Checks of a run's fine-tuning, before anything is traced."""
+"""Runs that fine-tune: their defaults, and the checks of what they ask for before anything is traced."""
 
-from meshwright.config import MeshShape, Run
+import dataclasses
+from pathlib import Path
+
+from meshwright.config import FineTune, MeshShape, Run
 from meshwright.errors import ConfigError
+from meshwright.fine_tuning import Method, Objective
+from meshwright.runs.recipe import find_recipe
+from meshwright.runs.run_file import run_in_folder
+
+_RATES: dict[tuple[str, bool], float] = {
+    ("lora", False): 2e-4, ("full", False): 2e-5, ("lora", True): 5e-6, ("full", True): 5e-7,
+}  # fmt: skip
+"""Peak learning rates by method, and whether preferences are learned: QLoRA's for adapters, TRL's for DPO."""
+
+
+def source_run(source: str) -> Run:
+    """Returns the Run that starts from the weights of a source: hf:PATH, the output folder of a run, or a recipe."""
+    folder = Path(source)
+    if not (folder / "run.json").is_file():
+        return find_recipe(source)
+    run = run_in_folder(folder)
+    data = dataclasses.replace(run.data, tokenizer=str(folder / "tokenizer.json"))
+    return dataclasses.replace(run, init_from=source, data=data, finetune=FineTune(), name=f"{folder.name}-tuned")
+
+
+def tuned(run: Run, method: Method, objective: Objective) -> Run:
+    """Returns a run with the defaults of fine-tuning: learning rate of the method, no weight decay, no sample."""
+    optimizer = dataclasses.replace(
+        run.optimizer, learning_rate=_RATES[method, objective == "preferences"], weight_decay=0.0, warmup_steps=10,
+        beta2=0.999,
+    )  # fmt: skip
+    data = dataclasses.replace(run.data, sample=0)
+    tuning = dataclasses.replace(run.finetune, method=method, objective=objective)
+    return dataclasses.replace(run, optimizer=optimizer, data=data, finetune=tuning)
+
+
+def check_start(run: Run) -> None:
+    """Raises ConfigError where a run that fine-tunes has no weights to start from."""
+    if run.init_from is None:
+        raise ConfigError(
+            f"fine-tuning {run.name}", "the recipe draws random weights: there is nothing to tune",
+            "--init-from hf:PATH or the output folder of a run; or hf:PATH in the place of the recipe",
+        )  # fmt: skip
 
 
 def check_fine_tuning(run: Run, shape: MeshShape) -> None:
