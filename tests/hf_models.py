@@ -148,7 +148,8 @@ def load(folder: Path, mesh: str) -> tuple[DeviceRun, Any]:
     return device_run, params
 
 
-def _batch(device_run: DeviceRun) -> Batch:
+def batch_of(device_run: DeviceRun) -> Batch:
+    """The tokens as one document for each sequence."""
     positions = np.broadcast_to(np.arange(SEQ, dtype=np.int32), (BATCH, SEQ))
     fields = (tokens()[:, :-1], tokens()[:, 1:], np.zeros((BATCH, SEQ), np.int32), positions)
     return jax.device_put(Batch(*fields, np.ones((BATCH, SEQ), np.float32)), device_run.batch_sharding)
@@ -185,13 +186,13 @@ def build_logits(device_run: DeviceRun) -> Callable[[Any, Batch], jax.Array]:
 def logits_of(folder: Path, mesh: str) -> np.ndarray:
     """Logits of a folder's model on a mesh."""
     device_run, params = load(folder, mesh)
-    return np.asarray(build_logits(device_run)(params, _batch(device_run)))
+    return np.asarray(build_logits(device_run)(params, batch_of(device_run)))
 
 
 def gradients_of(folder: Path, mesh: str) -> dict[str, np.ndarray]:
     """Gradients of the mean loss by the name of the stored tensor."""
     device_run, params = load(folder, mesh)
-    grads, _, _ = jax.jit(build_gradients(device_run))(params, jnp.int32(0), _batch(device_run))
+    grads, _, _ = jax.jit(build_gradients(device_run))(params, jnp.int32(0), batch_of(device_run))
     weights = open_folder(f"hf:{folder}")
     by_layer = named_leaves(tree_map(rows_to_layers, device_run.params, jax.device_get(grads)))
     found: dict[str, np.ndarray] = {}

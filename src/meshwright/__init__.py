@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.import_weights import Conversion as Conversion
     from meshwright.comm import collectives as collectives
     from meshwright.config import Data as Data
-    from meshwright.fine_tuning import FineTune as FineTune
     from meshwright.config import MeshShape as MeshShape
     from meshwright.config import Model as Model
     from meshwright.config import Optimizer as Optimizer
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from meshwright.errors import MeshwrightError as MeshwrightError
     from meshwright.errors import TrainingError as TrainingError
     from meshwright.errors import WeightsError as WeightsError
+    from meshwright.fine_tuning import FineTune as FineTune
     from meshwright.generation.generator import Decoding as Decoding
     from meshwright.generation.sampling import Sampling as Sampling
     from meshwright.hardware.chips import Chip as Chip

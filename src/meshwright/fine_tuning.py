@@ -39,8 +39,8 @@ class FineTune:
     """Matrices that get an adapter, by name or pattern (`query value`, `blocks.*`); `all` is every projection of
     attention and feed-forward, those of routed experts excepted."""
     base: BaseType = "compute"
-    """Type in which the frozen matrices of lora are kept: the run's compute dtype, float32, int8 (a scale per column), or
-    nf4 (4 bits in blocks of 64 with a float32 scale: QLoRA, arXiv:2305.14314). Other parameters keep the first two."""
+    """Type in which the frozen matrices of lora are kept: the run's compute dtype, float32, int8 (a scale per column),
+    or nf4 (4 bits in blocks of 64 with a float32 scale: QLoRA, arXiv:2305.14314). The first two hold all parameters."""
     beta: float = 0.1
     """Weight of the distance to the reference in the loss of preferences."""
     adapter: str | None = None

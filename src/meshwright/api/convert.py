@@ -24,7 +24,7 @@ def convert(
     source: a folder with config.json, `hf:PATH`, `hf:OWNER/MODEL` of the hub, or the output folder of a run.
     out: folder to write; it must not exist. An interrupted conversion goes on when it is called again.
     at, dtype, largest_file: of a run alone: step of its checkpoint (None takes the last), type of the weights (None
-    keeps that of the checkpoint), largest file in bytes.  weights: of a run with adapters: the whole model with adapters
+    keeps that of the checkpoint), largest file in bytes.  weights: of a run with adapters: the whole model with them
     merged, or the adapters alone in PEFT's format.  say: called with a line for each parameter.
     Raises WeightsError, CheckpointError, ConfigError.
 

@@ -43,7 +43,9 @@ def finetune(
     """
     run = source if isinstance(source, Run) else source_run(str(source))
     run = tuned(run, method, objective)
-    run = dataclasses.replace(run, data=dataclasses.replace(run.data, paths=(data,) if isinstance(data, str) else tuple(data)))
+    run = dataclasses.replace(
+        run, data=dataclasses.replace(run.data, paths=(data,) if isinstance(data, str) else tuple(data))
+    )
     if mesh is not None:
         run = dataclasses.replace(run, mesh=MeshShape.parse(mesh) if isinstance(mesh, str) else mesh)
     run = with_changes(run, changes)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshwright.config import FineTune
+from meshwright.fine_tuning import FineTune
 from meshwright.hugging_face.peft_files import read_adapter
 from meshwright.models.adapters import ADAPTERS, merged
 from meshwright.models.base_weights import quantise
@@ -63,10 +63,12 @@ def add_adapters(device_run: DeviceRun, load: Callable[[DeviceRun, Then], Tree])
         target: Any = where
         for name in path.split("."):
             described, target = described[name], target[name]
-        if is_param(described):
+        if is_param(described) or tuning.base not in ("int8", "nf4"):
             return w.astype(described.stored)
         convert = functools.partial(quantise, path, before[path], base=tuning.base)
-        return jax.jit(convert, out_shardings=target, donate_argnums=0)(w)
+        quantised = jax.block_until_ready(jax.jit(convert, out_shardings=target)(w))
+        w.delete()
+        return quantised
 
     params = load(base, keep)
     described = trained_only(device_run.params, device_run.params)

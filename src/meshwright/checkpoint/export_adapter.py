@@ -18,9 +18,9 @@ from meshwright.runs.run_file import run_in_folder
 def export_adapter(source: Path, out: Path, *, at: int | None = None) -> Conversion:
     """Writes the adapters of the run in the folder `source` as the folder `out`, which `peft` loads.
 
-    at: step of the checkpoint; None takes the last. The base that adapter_config.json names is that of the run. Raises
-    ConfigError where the run has no adapters or `out` exists, CheckpointError for a damaged checkpoint, WeightsError for
-    matrices of which PEFT has no adapter.
+    at: step of the checkpoint; None takes the last. The base that adapter_config.json names is that of the run.
+    Raises ConfigError where the run has no adapters or `out` exists, CheckpointError for a damaged checkpoint,
+    WeightsError for matrices of which PEFT has no adapter.
     """
     run = run_in_folder(source)
     if run.finetune.method != "lora":

@@ -21,7 +21,7 @@ class FinetuneOptions(TrainOptions):
 
 
 def main(args: Sequence[str]) -> int:
-    """Runs `meshwright finetune`; the exit code is that of `train`. Raises ConfigError without weights to start from."""
+    """Runs `meshwright finetune`, with the exit codes of `train`. Raises ConfigError without weights to start from."""
     base = _base(list(args))
     options = parse(FinetuneOptions, "finetune [SOURCE]", base.args, default=FinetuneOptions(run=base.run))
     check_start(options.run)

@@ -49,7 +49,9 @@ class ChatTemplate:
         For a template that `marks_answers`. Raises as `render`.
         """
         if any(mark in str(message.get("content")) for message in messages for mark in _MARKS):
-            raise DataError("a conversation", f"it has one of the characters {_MARKS}, which mark answers", "without them")
+            raise DataError(
+                "a conversation", f"it has one of the characters {_MARKS}, which mark answers", "without them"
+            )
         text, spans = "", list[tuple[int, int]]()
         for number, part in enumerate(re.split(f"[{''.join(_MARKS)}]", self._render(messages, False, _MARKS))):
             if number % 2:
@@ -99,7 +101,8 @@ def _refuse(message: str) -> NoReturn:
 def read_chat_template(folder: Path) -> ChatTemplate | None:
     """Reads the chat template beside a tokenizer: chat_template.jinja, or that of tokenizer_config.json.
 
-    An output folder has the files of the model that it started from in `huggingface`. Returns None where there is none. Raises DataError where tokenizer_config.json is no JSON.
+    An output folder has the files of the model that it started from in `huggingface`. Returns None where there is no
+    template. Raises DataError where tokenizer_config.json is no JSON.
     """
     config: dict[str, Any] = {}
     file = folder / "tokenizer_config.json"

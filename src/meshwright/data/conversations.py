@@ -1,8 +1,8 @@
 """Chat data: conversations, prompts with completions, and preferences, as packed sequences.
 
-A record is one line of JSON: `messages`, or `prompt` and `completion`, or `prompt`, `chosen` and `rejected`, each a text
-or a list of messages. Messages are rendered by the tokenizer's chat template, a text is taken as it is and its answer
-closed by the tokenizer's end. The loss is that of the assistant's answers (data/rendering.py).
+A record is one line of JSON: `messages`, or `prompt` and `completion`, or `prompt`, `chosen` and `rejected`, each a
+text or a list of messages. Messages are rendered by the tokenizer's chat template; a text is taken as it is and its
+answer closed by the tokenizer's end. The loss is that of the assistant's answers (data/rendering.py).
 
 Records are tokenised once, into a token file with one more array, `answers.bin`. A sequence holds several of them,
 whole, chosen by best fit; each is a document of its own, to which attention and positions are confined.
@@ -124,7 +124,7 @@ def load_conversations(run: Run, cache: Path) -> tuple[Corpus, list[tuple[Packed
     data, tuning, seq = run.data, run.finetune, run.training.seq
     if not Path(data.tokenizer).is_file() and data.tokenizer != "bytes":
         raise DataError(
-            f"chat data with the tokenizer {data.tokenizer!r}", "it is learned from text, and conversations are no text",
+            f"chat data with the tokenizer {data.tokenizer!r}", "it is learned from text, and this is none",
             "--data.tokenizer FILE, the tokenizer.json of the model, or bytes",
         )  # fmt: skip
     sources = [parse_source(path) for path in data.paths]

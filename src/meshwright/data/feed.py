@@ -25,7 +25,8 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Batch))
 class Samples(Protocol):
     """Samples of one source by index, each the fields of a `Batch` [T]."""
 
-    seq: int
+    @property
+    def seq(self) -> int: ...
 
     def __len__(self) -> int: ...
 
@@ -112,7 +113,7 @@ def split(file: TokenFile, seq: int, held_out: float) -> tuple[Windows, Windows]
     return train, rest
 
 
-def build_stream(windows: list[Samples], weights: list[float], seed: int) -> grain.MapDataset:
+def build_stream(windows: Sequence[Samples], weights: list[float], seed: int) -> grain.MapDataset:
     """Builds an endless dataset of samples by global index: each source reshuffled every epoch, mixed by weight."""
     shuffled = [
         grain.MapDataset.source(part).seed(seed + number).shuffle().repeat() for number, part in enumerate(windows)
@@ -208,7 +209,7 @@ def held_out_order(parts: Sequence[Samples], samples: int) -> list[tuple[Samples
     return [(part, i) for i in range(max(len(p) for p in parts)) for part in parts if i < len(part)][:count]
 
 
-def held_out_batches(parts: list[Samples], *, samples: int, batch: int, sharding: NamedSharding) -> Iterator[Batch]:
+def held_out_batches(parts: Sequence[Samples], *, samples: int, batch: int, sharding: NamedSharding) -> Iterator[Batch]:
     """Yields batches of the first `samples` held-out windows (0: all), taken from the sources in turn.
 
     The last batch is filled up with rows of weight 0.

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from meshwright.data.chars import Chars
 from meshwright.data.chat import ChatTemplate, Message
-from meshwright.data.tokenizers import Bytes, Chars, Tokenizer
+from meshwright.data.tokenizers import Bytes, Tokenizer
 from meshwright.errors import DataError
 from meshwright.fine_tuning import Objective
 
@@ -42,8 +43,8 @@ def render_record(
 ) -> list[Rendered]:
     """Returns the documents of a record: one, or the chosen and the rejected one.
 
-    where: file and line, for errors. Raises DataError where the record lacks what the objective needs, has no answer, or
-    the template refuses it.
+    where: file and line, for errors. Raises DataError where the record lacks what the objective needs, has no answer,
+    or the template refuses it.
     """
     if objective == "preferences" and {"prompt", "chosen", "rejected"} <= record.keys():
         pairs = [(record["prompt"], record["chosen"]), (record["prompt"], record["rejected"])]
@@ -85,7 +86,9 @@ def _messages(where: str, field: str, value: Any) -> list[Message]:
         raise DataError(where, f"its {field} is {type(value).__name__} {str(value)[:40]!r}", f"a list of {_ROLES}")
     for number, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise DataError(where, f"message {number} of its {field} is {str(message)[:60]}", f"an object with {_ROLES}")
+            raise DataError(
+                where, f"message {number} of its {field} is {str(message)[:60]}", f"an object with {_ROLES}"
+            )
     return value
 
 
@@ -130,8 +133,8 @@ def _answers(where: str, messages: Sequence[Message], template: ChatTemplate, fi
         if not (text.startswith(after) and after.startswith(before)):
             raise DataError(
                 where,
-                f"the template renders the messages up to answer {number} otherwise where more follow: where that answer "
-                "is cannot be known",
+                f"the template renders the messages up to answer {number} otherwise where more follow: that answer "
+                "cannot be found in the whole",
                 "a template with {% generation %} around answers (--finetune.template), or one answer in a record",
             )
         spans.append((len(before), len(after)))

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.config import FineTune, Model
+from meshwright.config import Model
 from meshwright.errors import WeightsError
+from meshwright.fine_tuning import FineTune
 from meshwright.hugging_face.architecture import architecture_of
 from meshwright.hugging_face.names import StoredTensor
 from meshwright.hugging_face.safetensors_files import DTYPES, NewSafetensorsFile, SafetensorsFile
@@ -119,7 +120,7 @@ def read_adapter(folder: Path, model: Model, tuning: FineTune) -> dict[str, Pair
     if other:
         raise WeightsError(
             f"the adapter in {folder}", f"it has a tensor {other[0]!r}, and the run no such adapter",
-            "--finetune.targets as the adapter has them; a tensor that is left out would change what the model computes",
+            "--finetune.targets as the adapter has them; without a tensor the model would compute something else",
         )  # fmt: skip
     return found
 
@@ -127,8 +128,8 @@ def read_adapter(folder: Path, model: Model, tuning: FineTune) -> dict[str, Pair
 def write_adapter(folder: Path, model: Model, tuning: FineTune, adapters: Mapping[str, Pair], base: str) -> int:
     """Writes an adapter that `peft.PeftModel.from_pretrained` reads; returns the number of its tensors.
 
-    adapters: as `read_adapter` returns them.  base: name or folder of the model it belongs to. Raises WeightsError for a
-    matrix that `transformers` stores as part of another, of which PEFT would have one adapter.
+    adapters: as `read_adapter` returns them.  base: name or folder of the model it belongs to. Raises WeightsError for
+    a matrix that `transformers` stores as part of another, of which PEFT would have one adapter.
     """
     tensors: dict[str, np.ndarray] = {}
     suffixes: set[str] = set()
@@ -153,7 +154,7 @@ def write_adapter(folder: Path, model: Model, tuning: FineTune, adapters: Mappin
 
 
 def _matrices(model: Model, tuning: FineTune) -> Iterator[tuple[str, Param, StoredTensor]]:
-    """Path, description and place of each adapted matrix. Raises WeightsError for one that is part of a fused tensor."""
+    """Path, description and place of each adapted matrix. Raises WeightsError for a part of a fused tensor."""
     params, stored = model.params(), architecture_of(model)[0].tensors(model)
     for stack, names in targets_of(params, tuning).items():
         for name in names:

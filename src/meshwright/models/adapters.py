@@ -19,8 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshwright.config import FineTune
 from meshwright.errors import ConfigError, nearest
+from meshwright.fine_tuning import FineTune
 from meshwright.models.base_weights import dequantise, quantised_params
 from meshwright.models.blocks.linear import linear
 from meshwright.sharding.params import LOW_PRECISION_ROLES, GatherParams, Param, Stored, Tree, is_param, tree_map

@@ -70,7 +70,7 @@ def _nf4(path: str, p: Param) -> dict[str, Param]:
     codes, scales = (list(p.shape) for _ in range(2))
     codes[dim], scales[dim] = p.shape[dim] // 2, p.shape[dim] // BLOCK
     return {
-        "codes": dataclasses.replace(p, shape=tuple(codes), stored="uint8"),
+        "codes": dataclasses.replace(p, shape=tuple(codes), stored="uint8", packed=dim),
         "scales": _scales(p, tuple(scales), p.dims),
     }
 

@@ -42,11 +42,11 @@ class LayerTime:
     def seconds(self, name: str) -> dict[str, float]:
         """Returns the seconds of a pass: matmul, attention and elementwise, and of the first two what HBM bounds."""
         work, chip, recomputes = self.work, self.target.chip, name == "recomputation"
-        factor = 2.0 if name == "backward" else 1.0
         matmul = bound = 0.0
         for m in work.matmuls:
             if not recomputes or m.role in self.again:
                 at_peak, moved = matmul_seconds(self._at_rate(m), self.target)
+                factor = 2.0 if name == "backward" and not m.frozen else 1.0
                 matmul += factor * max(at_peak, moved)
                 bound += factor * moved if moved > at_peak else 0.0
         kernel, efficiency = self.kernel, self.target.efficiency

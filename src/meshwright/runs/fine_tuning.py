@@ -3,9 +3,9 @@
 import dataclasses
 from pathlib import Path
 
-from meshwright.config import FineTune, MeshShape, Run
+from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
-from meshwright.fine_tuning import Method, Objective
+from meshwright.fine_tuning import FineTune, Method, Objective
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run_file import run_in_folder
 

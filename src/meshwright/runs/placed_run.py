@@ -10,12 +10,12 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.hierarchical import DcnAxis
-from meshwright.config import FineTune, MeshShape, Model, Run, Training
+from meshwright.config import MeshShape, Model, Run, Training
 from meshwright.data.ramp import ramp_of
 from meshwright.errors import ConfigError, divisors
+from meshwright.fine_tuning import FineTune
 from meshwright.models.flops import layer_flops
 from meshwright.models.model import ModelSpec, vocab_size
-from meshwright.models.remat import REMAT_POLICIES
 from meshwright.runs.composition import check_composition
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES, find_layout
 from meshwright.sharding.params import Param, Tree, named_leaves, place_params, reorder_stacks
@@ -108,8 +108,10 @@ def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
     shape = shape or run.mesh or MeshShape()
     run = dataclasses.replace(run, training=_without_auto(run.training))
     _check_batch(run, shape)
-    _check_saved_layers(run, shape)
-    _check_stage_saves(run, shape)
+    if run.training.saved_layers or run.training.stage_saves == "layers":
+        from meshwright.runs.saved import check_saved  # most runs recompute by one policy
+
+        check_saved(run, shape)
     if run.finetune != FineTune():
         from meshwright.runs.fine_tuning import check_fine_tuning  # most runs train all parameters on all of a text
 
@@ -211,28 +213,6 @@ def _check_batch(run: Run, shape: MeshShape) -> None:
                 f"{batch // parts} * {parts} + {batch % parts}",
                 f"{option} {above}" + (f" or {below}" if below > 0 else ""),
             )
-
-
-def _check_saved_layers(run: Run, shape: MeshShape) -> None:
-    saved, layers = run.training.saved_layers, len(_spec(run.model).layers)
-    if not 0 <= saved <= layers:
-        raise ConfigError(f"{saved} saved layers", f"the model has {layers} layers", f"0 to {layers}")
-    if saved and shape.stage > 1:
-        raise ConfigError(
-            f"{saved} saved layers on mesh {shape}",
-            "a pipeline stage runs the same program as every other, so all layers have one remat policy",
-            "--training.saved-layers 0 and --training.remat projections, or stage=1",
-        )
-
-
-def _check_stage_saves(run: Run, shape: MeshShape) -> None:
-    training = run.training
-    if shape.stage > 1 and training.stage_saves == "layers" and REMAT_POLICIES[training.remat].offloaded:
-        raise ConfigError(
-            f"--training.stage-saves layers with --training.remat {training.remat} on mesh {shape}",
-            "what a stage keeps of several microbatches is in the memory of the device",
-            "--training.stage-saves input, or a remat policy that does not offload",
-        )
 
 
 def _check_sequence(run: Run, shape: MeshShape) -> None:

@@ -56,6 +56,8 @@ class Param:
     """Whether training leaves it as it is: it has no gradient and no optimizer state."""
     stored: Stored | None = None
     """Type at rest; None is the run's `param_dtype`."""
+    packed: int | None = None
+    """Dimension of which an element at rest holds two (4 bits each); None where each holds one."""
     order: tuple[int, ...] | None = None
     """Layer in each row of a stack, where rows follow the pipeline stages; NO_LAYER is a padding row of zeros."""
 
@@ -66,8 +68,8 @@ class Param:
 
     @property
     def size(self) -> int:
-        """Number of elements, padding included."""
-        return math.prod(self.shape)
+        """Number of elements, padding included; of packed ones each counts."""
+        return math.prod(self.shape) * (1 if self.packed is None else 2)
 
 
 def is_param(x: Any) -> bool:
@@ -100,10 +102,11 @@ def named_leaves(params: Tree) -> dict[str, Any]:
 
 
 def count_params(params: Tree) -> int:
-    """Counts parameters, without the padding of vocabulary and stacks."""
+    """Counts parameters, without the padding of vocabulary and stacks, and without scales of quantised ones."""
     return sum(
-        math.prod(p.logical_shape) if p.rows is None else p.size // p.shape[0] * p.rows
-        for p in jax.tree.leaves(params, is_leaf=is_param)
+        p.size // p.shape[0] * (p.logical_shape[0] if p.rows is None else p.rows)
+        for path, p in named_leaves(params).items()
+        if not path.endswith(".scales")
     )
 
 
@@ -188,7 +191,9 @@ def init_params(params: Tree, shardings: Tree, *, seed: int, dtype: Any) -> Tree
     treedef: Any = jax.tree.structure(params, is_leaf=is_param)
 
     def build(words: dict[str, jax.Array]) -> Tree:
-        return treedef.unflatten([_initial(p, words[path], p.stored or dtype) for path, p in named_leaves(params).items()])
+        return treedef.unflatten(
+            [_initial(p, words[path], p.stored or dtype) for path, p in named_leaves(params).items()]
+        )
 
     options = _COMPILER_OPTIONS.get(jax.default_backend())
     # The value of an element must not depend on how many devices share the array.

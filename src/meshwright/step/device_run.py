@@ -19,7 +19,7 @@ from meshwright.models.kernels.choose import Hardware, Kernels, kernels_of
 from meshwright.models.remat import REMAT_POLICIES, gathered_within_reason
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.sharding.layouts import BATCH_AXES
-from meshwright.sharding.params import Param, Tree, init_params, plan_gathers, shardings, tree_map, trained_only
+from meshwright.sharding.params import Param, Tree, init_params, plan_gathers, shardings, trained_only, tree_map
 from meshwright.sharding.placement import Placements, axes_of, to_spec
 from meshwright.step.optimizers import ELEMENTWISE, UpdateRule, build_update_rule, place_optimizer_state
 from meshwright.step.state import State
@@ -265,9 +265,7 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     same = run.mesh is not None and run.mesh.degrees() == dict(mesh.shape)
     placed = place_run(run, run.mesh if same else MeshShape(**mesh.shape))
     _check_offload(placed.run, platform, mesh.devices.flat[0].device_kind)
-    reason = gathered_within_reason(
-        placed.run.training, placed.shape.stage, placed.spec.period, run.finetune.method
-    )
+    reason = gathered_within_reason(placed.run.training, placed.shape.stage, placed.spec.period, run.finetune.method)
     if run.training.gather_ahead == "layer" and reason is not None:
         raise ConfigError("--training.gather-ahead layer", reason, "--training.gather-ahead auto")
     training = placed.run.training

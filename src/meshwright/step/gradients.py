@@ -29,8 +29,8 @@ Sums = tuple[Metrics, dict[str, Aux]]
 def build_gradients(device_run: DeviceRun) -> Callable[[Tree, jax.Array, Batch], tuple[Tree, Metrics, dict[str, Aux]]]:
     """Returns `(params, step, batch) -> (gradients, metrics, aux)`.
 
-    Gradients are those of trained parameters, clipped and in the optimizer's placement. Metrics and aux are summed over all devices, aux in the rows
-    of the parameters.
+    Gradients are those of trained parameters, clipped and in the optimizer's placement. Metrics and aux are summed over
+    all devices, aux in the rows of the parameters.
     """
     run, placed, model = device_run.run, device_run.placed, device_run.local_model
     # Any parameter of a stack knows in which rows its layers are.
@@ -52,7 +52,9 @@ def build_gradients(device_run: DeviceRun) -> Callable[[Tree, jax.Array, Batch],
         mesh=device_run.mesh,
         in_specs=(param_specs(placed.placements, "at_rest"), PartitionSpec(), BATCH_SPEC),
         out_specs=(
-            trained_only(placed.params, param_specs(placed.placements, "optimizer")), PartitionSpec(), PartitionSpec()
+            trained_only(placed.params, param_specs(placed.placements, "optimizer")),
+            PartitionSpec(),
+            PartitionSpec(),
         ),
         check_vma=False,
     )

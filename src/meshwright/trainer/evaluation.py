@@ -83,7 +83,9 @@ def evaluate_checkpoint(
     total, count = sum_losses(device_run, params, parts, build_eval_step(device_run))
     windows = sum(len(part) for part in parts)
     samples = min(windows, run.training.eval_samples or windows)
-    return Evaluation(step, total / max(count, 1.0), samples, round(count), count_bytes(parts, prepared.corpus.tokenizer, samples))
+    return Evaluation(
+        step, total / max(count, 1.0), samples, round(count), count_bytes(parts, prepared.corpus.tokenizer, samples)
+    )
 
 
 def count_bytes(parts: Sequence[Samples], tokenizer: Tokenizer, samples: int) -> int:

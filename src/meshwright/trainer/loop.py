@@ -96,6 +96,7 @@ def prepare_run(
     mesh = build_mesh(run.mesh or default_mesh_shape(len(available)), available)
     if run.mesh is None:
         run = dataclasses.replace(run, mesh=default_mesh_shape(len(available)))
+    parts: Sequence[tuple[Samples, Samples]]
     if run.finetune.objective == "text":
         corpus = load_corpus(run.data.paths, run.data.tokenizer, cache)
         parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
