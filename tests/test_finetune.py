@@ -26,6 +26,7 @@ import meshwright as mw
 from meshwright.checkpoint.adapters import merge_adapters
 from meshwright.checkpoint.initial_weights import load_initial_weights
 from meshwright.config import Run
+from meshwright.data.batch import Batch
 from meshwright.data.chat import ChatTemplate
 from meshwright.data.conversations import Packed, document_range, pack
 from meshwright.data.rendering import render_record
@@ -40,6 +41,7 @@ from meshwright.runs.placed_run import place_run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.params import named_leaves
 from meshwright.step.train_step import build_eval_step
+from meshwright.trainer.loop import prepare_run
 
 PLAIN = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -259,7 +261,7 @@ def metrics(folder: Path, name: str) -> list[float]:
 
 def test_a_fine_tune_lowers_held_out_loss_alike_on_one_device(tuned: Path, cache: Path) -> None:
     held_out = metrics(tuned / "eight", "held-out loss")
-    assert held_out[-1] < 0.7 * held_out[0]
+    assert held_out[-1] < 0.8 * held_out[0]
     mw.finetune(f"hf:{tuned}/base", str(tuned / "chat.jsonl"), tuned / "one", mesh="data=1", cache=cache, **SETTINGS)
     np.testing.assert_allclose(metrics(tuned / "one", "loss"), metrics(tuned / "eight", "loss"), rtol=1e-5)
 
@@ -303,28 +305,15 @@ def test_outputs_of_a_fine_tune_are_sources_everywhere(tuned: Path, cache: Path)
     assert abs(evaluation.loss - metrics(tuned / "eight", "held-out loss")[-1]) < 1e-4
     prompt = "<|user|>2+2?<|end|><|assistant|>"
     texts = [
-        mw.generate(str(source), [prompt], max_tokens=6, mesh="data=1", cache=cache).tokens[0]
+        mw.generate(str(source), [prompt], max_tokens=6, mesh="data=1").tokens[0]
         for source in (tuned / "eight", f"hf:{tuned}/adapter of sources", f"hf:{tuned}/merged of sources")
     ]
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_an_adapter_of_peft_is_read_to_equal_logits(tmp_path: Path, cache: Path) -> None:
-    model = write_base(tmp_path / "base", "qwen3")
+def test_an_adapter_of_peft_is_read_to_equal_logits(tmp_path: Path) -> None:
+    adapted = adapter_of_peft(tmp_path)
     with hf_models.quiet():
-        import peft
-        import torch
-
-        config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "o_proj", "down_proj"], use_rslora=True)
-        adapted = peft.get_peft_model(model, config).eval()
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.data = 0.1 * torch.randn_like(parameter)
-        adapted.save_pretrained(tmp_path / "adapter")
-        written = json.loads((tmp_path / "adapter" / CONFIG).read_text())
-        (tmp_path / "adapter" / CONFIG).write_text(
-            json.dumps({**written, "base_model_name_or_path": str(tmp_path / "base")})
-        )
         wanted = logits(adapted)
     run = run_of_hugging_face(f"hf:{tmp_path}/adapter")
     assert run.finetune.targets == ("blocks.query", "blocks.attention_out", "blocks.down")
@@ -336,3 +325,102 @@ def test_an_adapter_of_peft_is_read_to_equal_logits(tmp_path: Path, cache: Path)
     batch = hf_models.batch_of(device_run)
     found = np.asarray(hf_models.build_logits(device_run)(load_initial_weights(device_run), batch))
     np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
+
+
+def write_preferences(file: Path, count: int = 60) -> None:
+    """Right answers before wrong ones."""
+    rng = np.random.default_rng(1)
+    with file.open("w") as lines:
+        for a, b in rng.integers(0, 4, (count, 2)):
+            prompt = [{"role": "user", "content": f"{a}+{b}?"}]
+            answers = [[{"role": "assistant", "content": f"{n}!"}] for n in (a + b, a + b + 3)]
+            lines.write(json.dumps({"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}) + "\n")
+
+
+def adapter_of_peft(folder: Path) -> Any:
+    """Writes a random model (`base`) and a random adapter of it (`adapter`) as `peft` does; returns both."""
+    model = write_base(folder / "base", "qwen3")
+    with hf_models.quiet():
+        import peft
+        import torch
+
+        config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "o_proj", "down_proj"], use_rslora=True)
+        adapted = peft.get_peft_model(model, config).eval()
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.data = 0.1 * torch.randn_like(parameter)
+        adapted.save_pretrained(folder / "adapter")
+    written = json.loads((folder / "adapter" / CONFIG).read_text())
+    written["base_model_name_or_path"] = str(folder / "base")
+    (folder / "adapter" / CONFIG).write_text(json.dumps(written))
+    return adapted
+
+
+def preferences_by_torch(adapted: Any, rows: list[dict[str, np.ndarray]], beta: float) -> tuple[float, float, float]:
+    """Loss, reward margin and accuracy of packed pairs by `transformers` and `torch`, each document by itself."""
+    import torch
+
+    def log_probability(row: dict[str, np.ndarray], segment: int) -> torch.Tensor:
+        here = np.flatnonzero(row["segments"] == segment)
+        ids, targets = (torch.tensor(row[name][here][None].astype(np.int64)) for name in ("inputs", "targets"))
+        scores = torch.log_softmax(adapted(ids).logits, -1).gather(-1, targets[..., None])[0, :, 0]
+        return (scores * torch.tensor(row["weights"][here])).sum()
+
+    def ratios(row: dict[str, np.ndarray], segment: int) -> torch.Tensor:
+        with torch.no_grad():
+            own = log_probability(row, segment)
+            with adapted.disable_adapter():
+                return own - log_probability(row, segment)
+
+    margins = torch.stack(
+        [
+            beta * (ratios(row, pair) - ratios(row, pair + 1))
+            for row in rows
+            for pair in range(0, int(row["segments"][row["weights"] > 0].max()) + 1, 2)
+        ]
+    )
+    loss = -torch.nn.functional.logsigmoid(margins).mean()
+    return float(loss), float(margins.mean()), float((margins > 0).float().mean())
+
+
+@pytest.mark.parametrize("mesh", ["data=1", "context=2,fsdp=2,tensor=2"])
+def test_the_loss_of_preferences_is_that_of_torch(mesh: str, tmp_path: Path, cache: Path) -> None:
+    adapted = adapter_of_peft(tmp_path)
+    write_preferences(tmp_path / "pairs.jsonl")
+    run = preference_run(run_of_hugging_face(f"hf:{tmp_path}/adapter"), tmp_path / "pairs.jsonl", mesh)
+    prepared = prepare_run(run, cache=cache)
+    samples = [prepared.train[0][i] for i in range(run.training.batch)]
+    batch = Batch(**{name: np.stack([s[name] for s in samples]) for name in samples[0]})
+    device_run = prepared.device_run
+    params = load_initial_weights(device_run)
+    found = build_eval_step(device_run)(params, jax.device_put(batch, device_run.batch_sharding))
+    values = [float(found[name][0] / found[name][1]) for name in ("loss", "reward margin", "preference accuracy")]
+    with hf_models.quiet():
+        expected = preferences_by_torch(adapted, samples, run.finetune.beta)
+    np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-6)
+
+
+def preference_run(run: Run, data: Path, mesh: str, method: str = "lora", **training: Any) -> Run:
+    tuning = dataclasses.replace(run.finetune, method=method, objective="preferences", beta=0.3)  # type: ignore[arg-type]
+    settings = {"batch": 4, "seq": 64, "compute_dtype": "float32", "steps": 6, "eval_samples": 0, **training}
+    return dataclasses.replace(
+        run, finetune=tuning, mesh=mw.MeshShape.parse(mesh), fsdp_min_size=64,
+        training=mw.Training(**settings),  # type: ignore[arg-type]
+        data=dataclasses.replace(run.data, paths=(str(data),), sample=0),
+        optimizer=mw.Optimizer(learning_rate=2e-3, weight_decay=0.0),
+    )  # fmt: skip
+
+
+def test_preferences_train_alike_on_two_meshes_and_keep_their_reference(tmp_path: Path, cache: Path) -> None:
+    write_base(tmp_path / "base")
+    write_preferences(tmp_path / "pairs.jsonl")
+    source = run_of_hugging_face(f"hf:{tmp_path}/base")
+    for name, mesh in (("one", "data=1"), ("eight", "fsdp=2,context=2,tensor=2")):
+        run = preference_run(source, tmp_path / "pairs.jsonl", mesh, "full", microbatches=2)
+        mw.train(run, tmp_path / name, progress="none", cache=cache)
+    losses = metrics(tmp_path / "eight", "loss")
+    np.testing.assert_allclose(losses, metrics(tmp_path / "one", "loss"), rtol=1e-5)
+    assert abs(losses[0] - np.log(2)) < 1e-6  # the model is its own reference
+    assert losses[-1] < losses[0] and metrics(tmp_path / "eight", "preference accuracy")[-1] > 0.5
+    texts = mw.generate(tmp_path / "eight", ["<|user|>1+1?<|end|><|assistant|>"], max_tokens=3, mesh="data=1")
+    assert len(texts.tokens[0]) > 0

@@ -28,20 +28,21 @@ Then = Callable[[str, jax.Array], Any]
 """`(path, weight) -> what is kept of it`."""
 
 
-def without_adapters(device_run: DeviceRun) -> DeviceRun:
-    """Returns the run of the model alone on the same devices, its parameters in the compute dtype of the run."""
+def model_alone(device_run: DeviceRun) -> DeviceRun:
+    """Returns the run without adapters or reference on the same devices.
+
+    Its parameters are in the type of those of the run, which of a frozen base is the compute dtype, or float32.
+    """
     run = device_run.run
     dtype = "float32" if run.finetune.base == "float32" else run.training.compute_dtype
+    dtype = dtype if run.finetune.method == "lora" else run.training.param_dtype
     training = dataclasses.replace(run.training, param_dtype=dtype)
     return place_on_devices(dataclasses.replace(run, finetune=FineTune(), training=training), device_run.mesh)
 
 
 def merge_adapters(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tree]:
-    """Returns the run without adapters, and its parameters W + (alpha / r) A B.
-
-    The sum is in float32; the result is in the compute dtype, or float32 where the base is.
-    """
-    base = without_adapters(device_run)
+    """Returns the run without adapters or reference, and its parameters W + (alpha / r) A B, summed in float32."""
+    base = model_alone(device_run)
     dtype = jnp.dtype(base.run.training.param_dtype)
     together = functools.partial(merged, scale=device_run.run.finetune.scale, dtype=dtype)
     return base, jax.jit(together, out_shardings=base.state_shardings.params)(params)
@@ -55,7 +56,7 @@ def add_adapters(device_run: DeviceRun, load: Callable[[DeviceRun, Then], Tree])
     folder that `FineTune.adapter` names. Raises WeightsError where that is not an adapter of this model.
     """
     tuning, where = device_run.run.finetune, device_run.state_shardings.params
-    base = without_adapters(device_run)
+    base = model_alone(device_run)
     before = named_leaves(base.params)
 
     def keep(path: str, w: jax.Array) -> Any:

@@ -41,6 +41,10 @@ def load_initial_weights(device_run: DeviceRun, out: Path | None = None) -> Tree
         from meshwright.checkpoint.adapters import add_adapters  # loaded for runs with adapters
 
         return add_adapters(device_run, functools.partial(_load, run.init_from))
+    if run.finetune.objective == "preferences":
+        from meshwright.checkpoint.adapters import model_alone
+
+        device_run = model_alone(device_run)  # the reference is a copy, and no weights of a file
     return _load(run.init_from, device_run, lambda path, w: w)
 
 

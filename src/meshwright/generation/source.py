@@ -73,8 +73,8 @@ def open_weights(
 
 
 def _merged(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tree]:
-    """The model with its adapters merged, which a decode step reads as one weight."""
-    if device_run.run.finetune.method != "lora":
+    """The model with its adapters merged, which a decode step reads as one weight, and without its reference."""
+    if device_run.run.finetune.method != "lora" and device_run.run.finetune.objective != "preferences":
         return device_run, params
     from meshwright.checkpoint.adapters import merge_adapters  # loaded for runs with adapters
 

@@ -70,7 +70,8 @@ class AdaptedWeight:
 class AdapterGather(GatherParams):
     """Gathers sharded parameters into weights: quantised ones dequantised after the gather, adapters beside theirs."""
 
-    scale: float
+    scale: float | None
+    """Factor of A B; None leaves the adapters out, which is the reference of preferences."""
 
     def __call__(self, params: Tree, path: str) -> Tree:
         """Returns the weights of the subtree `path`, of one layer of it where it is stacked."""
@@ -78,7 +79,10 @@ class AdapterGather(GatherParams):
         if not isinstance(weights, dict):
             return weights
         weights = {name: dequantise(w, self.compute_dtype) for name, w in weights.items()}
-        for name, pair in weights.pop(ADAPTERS, {}).items():
+        adapters = weights.pop(ADAPTERS, {})
+        if self.scale is None:
+            return weights
+        for name, pair in adapters.items():
             weights[name] = AdaptedWeight(weights[name], pair["a"], pair["b"], self.scale)
         return weights
 
@@ -179,4 +183,4 @@ def merged(params: Tree, scale: float, dtype: Any) -> Tree:
         pairs = tree.get(ADAPTERS, {})
         return {name: one(name, w, pairs) for name, w in tree.items() if name != ADAPTERS}
 
-    return {path: subtree(tree) for path, tree in params.items()}
+    return {path: subtree(tree) for path, tree in params.items() if path != "reference"}

@@ -164,6 +164,9 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
         tasks = build_counts(training.pipeline_schedule, shape.stage, microbatches, placed.virtual_stages)
     layers = LayerTime(placed, work, again, target, software, attention_kernel(placed, chip, software))
     compute = {name: layers.seconds(name) for name in PASSES}
+    # Preferences: the reference is one more forward pass.
+    forwards = 2.0 if run.finetune.objective == "preferences" else 1.0
+    compute["forward"] = {part: forwards * seconds for part, seconds in compute["forward"].items()}
     memory_bound = microbatches * sum(seconds.pop("memory_bound") for seconds in compute.values())
     for name, copied in _copied_bytes(placed, work, software).items():
         compute[name]["elementwise"] += copied / (chip.hbm_bandwidth * target.efficiency.hbm)
@@ -272,7 +275,9 @@ def _unembedding_seconds(
     m, efficiency, stages = work.unembedding, target.efficiency, placed.stages
     rate = target.chip.flops_bf16 * efficiency.matmul * shape_efficiency(m.m, m.k, m.n, efficiency.tile)
     # A frozen table has no gradient.
-    seconds = (3 if placed.run.finetune.method == "lora" else 4) * m.flops / rate
+    tuning = placed.run.finetune
+    passes = (3 if tuning.method == "lora" else 4) + (1 if tuning.objective == "preferences" else 0)
+    seconds = passes * m.flops / rate
     if placed.shape.stage == 1 or software.vocab_over_stages:
         return seconds
     most = max(stages.cost_fraction(stage) for stage in range(placed.shape.stage))

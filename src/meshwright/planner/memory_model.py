@@ -167,7 +167,7 @@ def _gathered_elements(placed: PlacedRun) -> tuple[float, float]:
     shape = placed.shape
     all_layers, one_layer = 0.0, dict[str, float]()
     for path, p, where in placed.leaves:
-        if "L" in p.dims:
+        if "L" in p.dims and not path.startswith("reference."):
             gathered = p.size / shape.over(axes_of(where.in_use))
             all_layers += gathered
             stack = path.partition(".")[0]
@@ -181,8 +181,8 @@ def _whole_elements(placed: PlacedRun) -> float:
     training = placed.run.training
     return sum(
         math.prod(p.shape) / placed.shape.over(axes_of(where.in_use))
-        for _, p, where in placed.leaves
-        if "L" in p.dims and where.at_rest == where.in_use
+        for path, p, where in placed.leaves
+        if "L" in p.dims and where.at_rest == where.in_use and not path.startswith("reference.")
         and (p.stored or training.param_dtype) == training.compute_dtype
     )  # fmt: skip
 

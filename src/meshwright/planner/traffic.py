@@ -77,6 +77,10 @@ def movements(
         result.append(
             Movement("all-reduce", vocab_axes, work.tokens * 4 * 3, microbatches, "forward", True, "loss softmax")
         )
+    if placed.run.finetune.objective == "preferences":
+        # The reference is one more forward pass.
+        again_forward = [dataclasses.replace(m, purpose=f"{m.purpose}, reference") for m in result]
+        result += [m for m in again_forward if m.during == "forward"]
     return result
 
 
@@ -119,7 +123,8 @@ def _gathered_elements(
     By axes, whether they are stacked, whether they may be quantised, and their type at rest where it is their own.
     """
     elements: dict[tuple[tuple[str, ...], bool, bool, str | None], tuple[float, float]] = {}
-    for _, p, where in placed.leaves:
+    own = ((p, where) for path, p, where in placed.leaves if not path.startswith("reference."))
+    for p, where in own:
         for axes, gathered in _gathers(p, where, placed):
             key = (axes, "L" in p.dims, p.role in LOW_PRECISION_ROLES and "E" not in p.dims, p.stored)
             every, trained = elements.get(key, (0.0, 0.0))

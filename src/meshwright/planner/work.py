@@ -205,7 +205,7 @@ def _stacked_matmuls(placed: PlacedRun) -> list[tuple[str, Param, tuple[int, ...
     """Stack, description and gathered local sizes (layers and experts left out) of each weight with a role."""
     rows = []
     for path, p, where in placed.leaves:
-        if p.role is not None:
+        if p.role is not None and not path.startswith("reference."):
             shape = local_shape(p.shape, where.in_use, placed.shape)
             whole = (2 * n if i == p.packed else n for i, n in enumerate(shape))
             sizes = tuple(n for letter, n in zip(p.dims, whole, strict=True) if letter not in "LE")
@@ -223,7 +223,7 @@ def _ffn_hidden(placed: PlacedRun) -> float:
     experts = {layer.stack: layer.experts for layer in placed.spec.layers if layer.experts is not None}
     stacks: dict[str, float] = {}
     for path, p, _ in placed.leaves:
-        if p.role == "ffn_in":
+        if p.role == "ffn_in" and not path.startswith("reference."):
             stack = path.partition(".")[0]
             first = len(p.dims) - len(p.dims.replace("L", "").replace("E", "")) + p.contract
             columns = math.prod(p.shape[first:]) * (2 if p.packed is not None and p.packed >= first else 1)

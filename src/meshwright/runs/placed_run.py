@@ -147,7 +147,7 @@ def _place(
     """Parameters, placements, stages and leaves."""
     schedule = (training.pipeline_schedule, training.virtual_stages)
     # Without adapters nothing of these depends on the types.
-    adapts = tuning if tuning.method == "lora" else None
+    adapts = tuning if tuning.method == "lora" or tuning.objective == "preferences" else None
     dtype = training.compute_dtype if adapts else ""
     return _place_params(model, shape, layout, min_size, training.seq, schedule, adapts, dtype)
 
@@ -174,9 +174,9 @@ def _place_params(
         first += count
     described = model.params()
     if tuning is not None:
-        from meshwright.models.adapters import adapted_params  # loaded for runs with adapters
+        from meshwright.models.tuned_params import tuned_params  # loaded for runs with frozen parameters
 
-        described = adapted_params(described, tuning, dtype)
+        described = tuned_params(described, tuning, dtype)
     params = reorder_stacks(described, orders)
     placements = place_params(params, layout=find_layout(layout), mesh=shape, min_size=min_size)
     by_path = named_leaves(placements)

@@ -100,7 +100,15 @@ class DeviceRun:
             self._gathered_ahead(),
             ring,
             self._attention_pieces() if ring else 1,
+            self._preferences(),
         )
+
+    def _preferences(self) -> Any:
+        if self.run.finetune.objective != "preferences":
+            return None
+        from meshwright.models.preferences import Preferences  # loaded for runs on preferences
+
+        return Preferences(self.run.finetune.beta)
 
     @functools.cached_property
     def summed_in_backward(self) -> Tree:
@@ -192,6 +200,10 @@ class DeviceRun:
     def state_of(self, params: Tree) -> State:
         """Returns the state before the first step with given parameters, in their shardings."""
         where = self.state_shardings
+        if self.run.finetune.objective == "preferences" and self.run.finetune.method == "full":
+            from meshwright.models.preferences import with_reference
+
+            params = with_reference(params, where.params, self.params)
         sharded = shardings(self.mesh, self.placements, "optimizer")
         trained, sharded = (trained_only(self.params, tree) for tree in (params, sharded))
         optimizer = jax.jit(self.optimizer.init, out_shardings=where.optimizer)(jax.device_put(trained, sharded))

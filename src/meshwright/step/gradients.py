@@ -66,7 +66,7 @@ def _accumulate(device_run: DeviceRun, params: Tree, step: jax.Array, batch: Bat
     local = batch.inputs.shape[0]
     sequences_B = (axis_index(BATCH_AXES) * local + jnp.arange(local)).astype(jnp.uint32)
     key = dropout_key(training.seed, step)
-    total = jnp.maximum(all_reduce(batch.weights.sum(), BATCH_AXES), 1e-9)
+    total = jnp.maximum(all_reduce(model.weight(batch), BATCH_AXES), 1e-9)
 
     def dropout(sequences_B: jax.Array) -> Dropout:
         return Dropout(training.dropout, key, sequences_B, placed.sequence.local_positions())
