@@ -9,7 +9,6 @@ from rich.console import Console
 
 from meshwright.api.renting import (
     Budget,
-    Recommendation,
     compute_optimal,
     find_offers,
     parse_budget,
