@@ -39,6 +39,13 @@ _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16, "rope_theta": 10000.0,
 }  # fmt: skip
+_YARN = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1,
+    "mscale": 1.0, "mscale_all_dim": 0.7, "rope_theta": 10000.0,
+}  # fmt: skip
+_LATENT = {
+    "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24, "moe_intermediate_size": 32,
+}  # fmt: skip
 
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _SIZES),
@@ -59,6 +66,15 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma-3": ("Gemma3", {
         **_SIZES, "num_hidden_layers": 5, "head_dim": 24, "sliding_window": 5, "query_pre_attn_scalar": 40,
         "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+    }),
+    "deepseek-v3": ("DeepseekV3", {
+        **_SIZES, **_LATENT, "num_key_value_heads": 4, "q_lora_rank": 24, "n_routed_experts": 8, "n_shared_experts": 1,
+        "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "rope_parameters": _YARN,
+        "num_mtp_layers": 0,
+    }),
+    "deepseek-v2-lite": ("DeepseekV2", {
+        **_SIZES, **_LATENT, "num_key_value_heads": 4, "q_lora_rank": None, "n_routed_experts": 8,
+        "n_shared_experts": 2, "num_experts_per_tok": 3, "topk_method": "greedy", "first_k_dense_replace": 1,
     }),
 }  # fmt: skip
 """Row -> class of `transformers`, and its configuration."""
@@ -94,6 +110,9 @@ def _make(name: str, **config: Any) -> Any:
         model = model_class(settings).float().eval()
         for parameter in model.parameters():
             parameter.data += 0.05 * torch.randn_like(parameter)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer += 0.05 * torch.randn_like(buffer)
     return model
 
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from meshwright.generation.generator import Decoding as Decoding
     from meshwright.generation.sampling import Sampling as Sampling
     from meshwright.hardware.chips import Chip as Chip
+    from meshwright.models.families.deepseek import Deepseek as Deepseek
     from meshwright.models.families.gemma import Gemma3 as Gemma3
     from meshwright.models.families.gpt2 import Gpt2 as Gpt2
     from meshwright.models.families.llama import Llama as Llama
@@ -71,6 +72,7 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "Conversion": ("checkpoint.import_weights", "Conversion"),
     "DataError": ("errors", "DataError"),
     "Decoding": ("generation.generator", "Decoding"),
+    "Deepseek": ("models.families.deepseek", "Deepseek"),
     "Gemma3": ("models.families.gemma", "Gemma3"),
     "Gpt2": ("models.families.gpt2", "Gpt2"),
     "Layout": ("sharding.placement", "Layout"),

@@ -43,6 +43,8 @@ class Architecture:
 
 
 _FAMILIES: dict[str, str] = {
+    "DeepseekV2ForCausalLM": "deepseek",
+    "DeepseekV3ForCausalLM": "deepseek",
     "GPT2LMHeadModel": "gpt2",
     "Gemma3ForCausalLM": "gemma",
     "LlamaForCausalLM": "llama",

@@ -60,7 +60,7 @@ def _layer(layer: LayerSpec, matmuls: list[Param], seq: int) -> dict[str, float]
         items[item] = items.get(item, 0.0) + flops
     if layer.attention is not None:
         a = layer.attention
-        items["attention"] = 4.0 * a.causal_positions(seq) * a.heads * a.head_size
+        items["attention"] = 2.0 * a.causal_positions(seq) * a.heads * (a.head_size + a.value_size)
     return items
 
 

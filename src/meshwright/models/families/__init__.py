@@ -4,6 +4,7 @@ from meshwright.config import Model
 from meshwright.plugins import load, name_of, resolve
 
 FAMILIES: dict[str, str] = {
+    "deepseek": "meshwright.models.families.deepseek:Deepseek",
     "gemma3": "meshwright.models.families.gemma:Gemma3",
     "gpt2": "meshwright.models.families.gpt2:Gpt2",
     "llama": "meshwright.models.families.llama:Llama",

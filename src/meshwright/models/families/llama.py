@@ -37,6 +37,10 @@ from meshwright.sharding.params import GatherParams, Param, Tree
 from meshwright.words import AXES
 
 
+AttentionHalf = Callable[[jax.Array, dict[str, Any], jax.Array], jax.Array]
+"""Attention half of a layer: `(x [B, T/tensor, D], weights, layer index) -> x`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Llama(Model):
     """Configuration of a Llama-like decoder.
@@ -87,12 +91,20 @@ class Llama(Model):
         D, V = self.width, padded_vocab(self)
         tree: Tree = {
             "embed": Param((V, D), "VD", rows=vocab_size(self)),
-            "blocks": {**attention_params(self, self.layers), **swiglu_params(self, self.layers)},
+            "blocks": {**self.half_params(self.layers), **swiglu_params(self, self.layers)},
             "final_norm": Param((D,), "D", "ones"),
         }
         if self.embedding == "untied":
             tree["unembed"] = Param((V, D), "VD", rows=vocab_size(self))
         return tree
+
+    def half_params(self, layers: int) -> dict[str, Param]:
+        """Returns the parameters of the attention half of `layers` layers, and the norms of both halves."""
+        return attention_params(self, layers)
+
+    def attention_half(self, ctx: ForwardContext) -> AttentionHalf:
+        """Returns the attention half of a layer."""
+        return attention_half(self, ctx)
 
     def spec(self) -> ModelSpec:
         """Returns a dense attention layer for each of `layers`."""
@@ -187,7 +199,7 @@ def output_std(c: Llama) -> float:
 
 def dense_layer(c: Llama, ctx: ForwardContext, stack: str) -> Layer:
     """Returns the layer whose parameters are the subtree `stack`."""
-    attention = attention_half(c, ctx)
+    attention = c.attention_half(ctx)
 
     def layer(x_BTD: jax.Array, params: Tree, index: jax.Array) -> tuple[jax.Array, Aux]:
         weights = ctx.gather_params(params, stack)
@@ -202,7 +214,7 @@ def dense_layer(c: Llama, ctx: ForwardContext, stack: str) -> Layer:
     return layer
 
 
-def attention_half(c: Llama, ctx: ForwardContext) -> Callable[[jax.Array, dict[str, Any], jax.Array], jax.Array]:
+def attention_half(c: Llama, ctx: ForwardContext) -> AttentionHalf:
     """Returns the attention half of a layer: `(x, weights, layer index) -> x`."""
     cos_sin = rope_angles(ctx.tokens.positions, rope_frequencies(c.attention.head_size, c.rope_theta, c.rope_scaling))
 

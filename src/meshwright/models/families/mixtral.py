@@ -20,8 +20,6 @@ from meshwright.models.blocks.experts import ExchangeType, Routing, capacity_moe
 from meshwright.models.blocks.norm import rms_norm
 from meshwright.models.families.llama import (
     Llama,
-    attention_half,
-    attention_params,
     dense_layer,
     output_std,
     shrunk_sizes,
@@ -100,18 +98,23 @@ class Mixtral(Llama):
         """Number of layers with experts."""
         return self.layers - self.dense_layers
 
+    @property
+    def has_router_bias(self) -> bool:
+        """Whether the router has a bias, which the step updates."""
+        return self.bias_update_rate > 0
+
     def params(self) -> Tree:
         """Returns the parameter descriptions; `dense_blocks` and `blocks` are stacked over layers."""
         _check(self)
         L, D, E, F, out = self.expert_layers, self.width, self.experts, self.expert_mlp, output_std(self)
         blocks = {
-            **attention_params(self, L),
+            **self.half_params(L),
             "router": Param((L, D, E), "LDR", precision="float32", role="router"),
             "expert_gate": Param((L, E, D, F), "LEDF", role="ffn_in"),
             "expert_up": Param((L, E, D, F), "LEDF", role="ffn_in"),
             "expert_down": Param((L, E, F, D), "LEFD", std=out, role="ffn_out"),
         }
-        if self.bias_update_rate:
+        if self.has_router_bias:
             blocks["router_bias"] = Param((L, E), "LR", "zeros", precision="float32")
         if self.shared_experts:
             shared_F = self.shared_experts * F
@@ -121,7 +124,7 @@ class Mixtral(Llama):
         tree: Tree = {**super().params(), "blocks": blocks}
         if self.dense_layers:
             dense = self.dense_layers
-            tree["dense_blocks"] = {**attention_params(self, dense), **swiglu_params(self, dense)}
+            tree["dense_blocks"] = {**self.half_params(dense), **swiglu_params(self, dense)}
         return tree
 
     def spec(self) -> ModelSpec:
@@ -137,7 +140,7 @@ class Mixtral(Llama):
 
     def layer_functions(self, ctx: ForwardContext) -> dict[str, Layer]:
         """Returns the dense layer, where there is one, and the layer with experts."""
-        attention, experts = attention_half(self, ctx), _experts(self, ctx)
+        attention, experts = self.attention_half(ctx), _experts(self, ctx)
 
         def layer(x_BTD: jax.Array, params: Tree, index: jax.Array) -> tuple[jax.Array, Aux]:
             weights = ctx.gather_params(params, "blocks")

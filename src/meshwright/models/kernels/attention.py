@@ -40,7 +40,7 @@ def reference_attention(
     scores_BKGTS = jnp.where(visible_mask(queries, keys, window)[:, None, None], scores_BKGTS, -1e30)
     weights_BKGTS = _softmax(scores_BKGTS)
     out_BTKGH = jnp.einsum("bkgts,bskh->btkgh", weights_BKGTS.astype(q_BTNH.dtype), v_BSKH)
-    return out_BTKGH.reshape(B, T, N, H)
+    return out_BTKGH.reshape(B, T, N, v_BSKH.shape[3])
 
 
 class SelfAttention(Protocol):
