@@ -122,6 +122,13 @@ def tokens() -> np.ndarray:
     return np.random.default_rng(0).integers(0, VOCAB, (BATCH, SEQ + 1)).astype(np.int32)
 
 
+def stored_elements(model: Any) -> int:
+    """Elements of a model's parameters, and of its buffers that are stored."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    stored = [buffer for name, buffer in model.state_dict().items() if name not in names]
+    return sum(x.numel() for x in (*model.parameters(), *stored))
+
+
 def save(row: str, folder: Path, **how: Any) -> Any:
     """Writes the model of a row as `transformers` does; returns it."""
     model = make(row)
