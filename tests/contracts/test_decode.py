@@ -127,7 +127,7 @@ ROWS: list[tuple[str, str, WeightsLayout]] = [
     ("llama", "data=2,tensor=4", "gathered"),
     ("two-kv-heads", "data=2,tensor=4", "gathered"),
     ("deepseek-like", "expert=4,context=2", "gathered"),
-    ("deepseek", "fsdp=2,context=2,tensor=2", "int8"),
+    ("deepseek", "fsdp=2,context=2,tensor=2", "gathered"),
 ]
 
 
