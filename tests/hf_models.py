@@ -28,6 +28,8 @@ from meshwright.sharding.params import named_leaves, rows_to_layers, tree_map
 from meshwright.step.device_run import BATCH_SPEC, DeviceRun, param_specs, place_on_devices
 from meshwright.step.gradients import build_gradients
 from meshwright.step.pipeline import PipelineModel, run_forward
+from meshwright.step.state import State
+from meshwright.step.train_step import CompiledTrainStep
 
 BATCH, SEQ, VOCAB = 4, 16, 50
 
@@ -158,7 +160,7 @@ def run_of(folder: Path, mesh: str) -> Run:
     training = Training(batch=BATCH, seq=SEQ, compute_dtype="float32", remat="none")
     model: Any = run.model
     if any(field.name == "aux_loss_weight" for field in dataclasses.fields(model)):
-        model = dataclasses.replace(model, aux_loss_weight=0.0, router_z_loss_weight=0.0)
+        model = dataclasses.replace(model, aux_loss_weight=0.0, router_z_loss_weight=0.0, bias_update_rate=0.0)
     return dataclasses.replace(
         run, model=model, mesh=MeshShape.parse(mesh), training=training, fsdp_min_size=64,
         optimizer=Optimizer(grad_clip_norm=0.0),
@@ -228,6 +230,46 @@ def gradients_of(folder: Path, mesh: str) -> dict[str, np.ndarray]:
         whole = by_layer[path] if p.rows is None else by_layer[path][: p.rows]
         write_block(p, stored, tuple(slice(0, size) for size in whole.shape), whole, found.__getitem__)
     return found
+
+
+TEXTBOOK = Optimizer(learning_rate=1e-3, lr_schedule="constant", weight_decay=0.1, grad_clip_norm=0.0, epsilon=1e-6)
+"""AdamW as `torch` has it."""
+
+
+def losses_of(folder: Path, mesh: str, steps: int) -> list[float]:
+    """Losses of `steps` steps of AdamW on one batch."""
+    device_run, params = load(folder, mesh)
+    device_run = place_on_devices(dataclasses.replace(device_run.run, optimizer=TEXTBOOK), device_run.mesh)
+    where, batch = device_run.state_shardings, _batch(device_run)
+    optimizer = jax.jit(device_run.optimizer.init, out_shardings=where.optimizer)(params)
+    start = jax.device_put((np.zeros((), np.int32), np.ones((), np.bool_)), (where.step, where.healthy))
+    state, step, losses = State(*start, params, optimizer), CompiledTrainStep(device_run, batch), []
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"][0] / metrics["loss"][1]))
+    return losses
+
+
+def reference_losses(model: Any, steps: int) -> list[float]:
+    """Losses of `steps` steps of AdamW by `torch`; the model is another one afterwards."""
+    with quiet():
+        import torch
+
+        matrices = [p for p in model.parameters() if p.ndim > 1]
+        rest = [{"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0}]
+        o = TEXTBOOK
+        groups = [{"params": matrices, "weight_decay": o.weight_decay}, *rest]
+        adamw = torch.optim.AdamW(groups, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.epsilon)
+        inputs, targets = (torch.tensor(x, dtype=torch.long) for x in (tokens()[:, :-1], tokens()[:, 1:]))
+        losses = []
+        for _ in range(steps):
+            logits = model(inputs, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits.reshape(-1, VOCAB), targets.reshape(-1))
+            adamw.zero_grad()
+            loss.backward()
+            adamw.step()
+            losses.append(float(loss))
+        return losses
 
 
 def largest_gap(a: np.ndarray, b: np.ndarray) -> float:

@@ -1,9 +1,9 @@
 """DeepSeek-V3: latent attention on every kind of mesh, published sizes, multi-token prediction, fp8 weights."""
 
-import dataclasses
+from pathlib import Path
 from typing import Any
 
-import numpy as np
+import hf_models
 import pytest
 from tiny_runs import DEEPSEEK, assert_same_steps, largest_difference, tiny_run, train, train_on_one_device
 
@@ -30,3 +30,11 @@ def test_the_numbers_of_one_device(mesh: str, changes: dict[str, Any]) -> None:
     many = train(run, STEPS, initial=one.initial)
     assert_same_steps(many, one)
     assert largest_difference(many.params, one.params) < 1e-4
+
+
+@pytest.mark.parametrize("row", ["deepseek-v3", "deepseek-v2-lite"])
+def test_eight_steps_of_adamw_are_those_of_torch(row: str, tmp_path: Path) -> None:
+    model = hf_models.save(row, tmp_path)
+    found = hf_models.losses_of(tmp_path, "fsdp=2,tensor=2", 8)
+    assert found == pytest.approx(hf_models.reference_losses(model, 8), rel=1e-5)
+    assert found[-1] < found[0] - 0.1
