@@ -182,6 +182,11 @@ class LocalModel:
         ctx = self.context(batch, dropout)
         x_BTD, aux = self.layers({stack: params[stack] for stack in self.stacks}, self.embed(params, ctx), ctx)
         loss, metrics = self.loss(params, x_BTD, batch, total)
+        if self.model.spec().further:
+            from meshwright.models.further_tokens import further_loss  # most models predict the next token alone
+
+            more, more_metrics, more_aux = further_loss(self, params, x_BTD, batch, dropout, total)
+            loss, metrics, aux = loss + more, metrics | more_metrics, aux | more_aux
         return loss + self.aux_loss(aux), (metrics, aux)
 
     def aux_loss(self, aux: dict[str, Aux]) -> jax.Array | float:

@@ -172,6 +172,8 @@ class ModelSpec:
     embedding: str = "embed"
     """Path of the parameter that the unembedding multiplies by; equal to the embedding where they are tied."""
     logit_softcap: float | None = None
+    further: tuple[LayerSpec, ...] = ()
+    """Layers after the last that predict further tokens in training (models/further_tokens.py)."""
     period: int = 1
     """Layers after which the kinds of layers repeat (local and global attention): pipeline parts begin with a period.
     Above 1 the model has one stack."""

@@ -101,7 +101,8 @@ def work_of(placed: PlacedRun) -> Work:
     """Returns the work of the stage with the most."""
     shape, spec, tokens = placed.shape, placed.spec, tokens_per_device(placed)
     fraction = _largest_stage(placed)
-    experts = {layer.stack: layer.experts for layer in spec.layers if layer.experts is not None}
+    all_layers = (*spec.layers, *spec.further)
+    experts = {layer.stack: layer.experts for layer in all_layers if layer.experts is not None}
     matmuls: dict[tuple[str, int, int, bool], Matmul] = {}
     expert_layers, inputs, outputs = 0.0, dict[tuple[str, str, int], float](), 0.0
     low = low_precision(placed)
@@ -121,16 +122,17 @@ def work_of(placed: PlacedRun) -> Work:
             # Matmuls of one role and width share their input: queries, keys, values; gate and up.
             inputs[stack, str(p.role), k] = m * k * layers
             outputs += m * n * layers * (low.gradient_passes if low else 0)
-    positions = [(a, a.causal_positions(placed.run.training.seq)) for a in spec.attention]
+    attention = [layer.attention for layer in all_layers if layer.attention is not None]
+    positions = [(a, a.causal_positions(placed.run.training.seq)) for a in attention]
     scores = sum(a.heads * n for a, n in positions) * tokens * fraction / shape.tensor
     flops = sum(2.0 * n * a.heads * (a.head_size + a.value_size) for a, n in positions)
     widths = _attention_widths(spec, shape.tensor)
     return Work(
         tokens=tokens,
-        layers=len(spec.layers) * fraction,
+        layers=len(all_layers) * fraction,
         width=spec.width,
         matmuls=tuple(matmuls.values()),
-        unembedding=Matmul("unembedding", tokens, spec.width, padded_vocab(placed.run.model) // shape.over(VOCAB_AXES)),
+        unembedding=_unembedding(placed, tokens * (1 + len(spec.further))),
         attention=flops * tokens * fraction / shape.tensor,
         scores=scores,
         query_width=widths.query,
@@ -146,6 +148,11 @@ def work_of(placed: PlacedRun) -> Work:
         quantised_inputs=sum(inputs.values()),
         quantised_gradients=outputs,
     )
+
+
+def _unembedding(placed: PlacedRun, rows: float) -> Matmul:
+    columns = padded_vocab(placed.run.model) // placed.shape.over(VOCAB_AXES)
+    return Matmul("unembedding", rows, placed.spec.width, columns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +247,8 @@ def _ffn_hidden(placed: PlacedRun) -> float:
     Experts have them for every row of their buffer.
     """
     tokens = tokens_per_device(placed)
-    experts = {layer.stack: layer.experts for layer in placed.spec.layers if layer.experts is not None}
+    layers = (*placed.spec.layers, *placed.spec.further)
+    experts = {layer.stack: layer.experts for layer in layers if layer.experts is not None}
     stacks: dict[str, float] = {}
     for path, p, _ in placed.leaves:
         if p.role == "ffn_in":

@@ -23,7 +23,14 @@ class Refusal:
     instead: str
 
 
-REFUSED: tuple[Refusal, ...] = ()
+REFUSED: tuple[Refusal, ...] = (
+    Refusal(
+        ("multi-token prediction", "stage"),
+        "its layer reads the last hidden states and the embedding, which all pipeline stages share: every stage would "
+        "compute the layer, as long as the others wait",
+        "--model.mtp-depth 0, or a mesh without stage",
+    ),
+)
 
 FEATURES: dict[str, tuple[str, ...]] = {
     "family": tuple(FAMILIES),
@@ -33,7 +40,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "sequence": tuple(f"context: {s}" for s in ("ring", "all_gather", "ulysses", "usp")),
     "experts": ("dispatch: dropless", "dispatch: capacity", "leading dense layers"),
     "memory": ("accumulation", *(f"remat: {r}" for r in REMAT_POLICIES), "zero1"),
-    "model": ("tied embeddings", "dropout"),
+    "model": ("tied embeddings", "dropout", "multi-token prediction"),
     "optimizer": ("adamw", "adafactor", "lion", "muon", "sgd"),
     "always": ("packing", "evaluation", "checkpoint on another mesh"),
 }

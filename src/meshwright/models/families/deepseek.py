@@ -16,7 +16,7 @@ they keep queries, keys and values of others, and the up projections are recompu
 import dataclasses
 import functools
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +31,10 @@ from meshwright.models.blocks.rotary import apply_rope_interleaved, rope_angles,
 from meshwright.models.blocks.yarn import Yarn
 from meshwright.models.families.llama import AttentionHalf, output_std
 from meshwright.models.families.mixtral import Mixtral
-from meshwright.models.model import AttentionSpec, ForwardContext
+from meshwright.models.further_tokens import STACK as MTP
+from meshwright.models.model import AttentionSpec, ForwardContext, Layer, ModelSpec
 from meshwright.models.remat import ATTN_RESIDUAL, QKV
-from meshwright.sharding.params import Param
+from meshwright.sharding.params import Param, Tree
 from meshwright.words import AXES
 
 LATENT_EPSILON = 1e-6
@@ -66,6 +67,10 @@ class Deepseek(Mixtral):
     """Rotated part of a query, and of the key that all heads share."""
     v_head_dim: int = 32
     """Size of a value."""
+    mtp_depth: Literal[0, 1] = 0
+    """Further tokens that training predicts: 1 is the token after the next (MTP, section 2.2)."""
+    mtp_weight: float = 0.3
+    """Weight of the loss of the further token."""
     yarn: Yarn | None = None
     """Scaling of rotary frequencies and scores for long sequences (YaRN)."""
     norm_epsilon: float = 1e-6
@@ -102,6 +107,46 @@ class Deepseek(Mixtral):
     def has_router_bias(self) -> bool:
         """Whether the router has a bias: with sigmoid scores, as the released weights of DeepSeek-V3 have it."""
         return self.router_score == "sigmoid" or super().has_router_bias
+
+    def params(self) -> Tree:
+        """Returns the parameter descriptions; `mtp` is the layer that predicts the token after the next."""
+        tree: Tree = super().params()
+        if self.mtp_depth:
+            D = self.width
+            inputs = {
+                "embed_norm": Param((1, D), "LD", "ones"),
+                "hidden_norm": Param((1, D), "LD", "ones"),
+                "project": Param((1, 2 * D, D), "LAD", role="projection"),
+                "final_norm": Param((1, D), "LD", "ones"),
+            }
+            tree[MTP] = {**inputs, **self.expert_params(1)}
+        return tree
+
+    def spec(self) -> ModelSpec:
+        """Returns the layers, and that of multi-token prediction where there is one."""
+        spec = super().spec()
+        further = dataclasses.replace(spec.layers[-1], stack=MTP)
+        return dataclasses.replace(spec, further=(further,) * self.mtp_depth)
+
+    def further_layer(self, params: Tree, x_BTD: jax.Array, ctx: ForwardContext) -> tuple[jax.Array, Layer]:
+        """Returns the input of the layer that predicts the token after the next, and the layer.
+
+        x_BTD: hidden states after the last layer.  ctx: its tokens are those that follow each position.
+        """
+        h_BTD = rms_norm(x_BTD, ctx.gather_params(params["final_norm"], "final_norm"), self.norm_epsilon)
+        embedded_BTD = self.embed(params, ctx)
+
+        def join(h_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
+            embedded = rms_norm(embedded_BTD, w["embed_norm"], self.norm_epsilon)
+            return linear(
+                jnp.concatenate([embedded, rms_norm(h_BTD, w["hidden_norm"], self.norm_epsilon)], -1), w["project"]
+            )
+
+        return h_BTD, self.expert_layer(ctx, MTP, join)
+
+    def features(self) -> set[str]:
+        """Returns the features that `runs.composition` lists."""
+        return super().features() | ({"multi-token prediction"} if self.mtp_depth else set())
 
     def half_params(self, layers: int) -> dict[str, Param]:
         """Returns the parameters of the attention half of `layers` layers, and the norms of both halves."""
