@@ -1,7 +1,7 @@
 """DeepSeek-V3, DeepSeek-V2-Lite and Kimi K2; dimensions from their published configurations.
 
-The text is yours: `--data PATH --data.tokenizer FOLDER/tokenizer.json`. Sequences are those of pre-training, without the
-YaRN scaling (`model.yarn`) with which the released models were extended.
+The text is yours: `--data PATH --data.tokenizer FOLDER/tokenizer.json`. Sequences are those of pre-training, without
+the YaRN scaling (`model.yarn`) with which the released models were extended.
 """
 
 from meshwright.config import Data, Optimizer, Run, Training

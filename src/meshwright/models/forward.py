@@ -22,7 +22,7 @@ from meshwright.models.blocks.context import Attend, build_attend
 from meshwright.models.blocks.dropout import Dropout
 from meshwright.models.kernels.choose import Kernels
 from meshwright.models.loss import chunk_tokens, token_losses
-from meshwright.models.model import Aux, ForwardContext, Layer, Metrics, Tokens, vocab_size
+from meshwright.models.model import Aux, ForwardContext, Metrics, Tokens, vocab_size
 from meshwright.models.remat import scan_layers
 from meshwright.sharding.params import GatherParams, Tree
 from meshwright.sharding.sequence import SequenceSplit
@@ -105,11 +105,11 @@ class LocalModel:
         functions: Mapping[str, Any] = self.model.layer_functions(ctx)
         for stack, count in self.stacks.items():
             rows = self.stages.rows(first, count)
-            # Most stacks have no padding rows; the check below then costs nothing in the compiled step.
-            without = _drop_padding if self.permutes else _skip_padding
             period = functions[stack] if isinstance(functions[stack], tuple) else (functions[stack],)
             if (rows == NO_LAYER).any():
-                period = tuple(map(without, period))
+                from meshwright.models.padding_rows import without_padding  # most stacks have no padding rows
+
+                period = tuple(without_padding(layer, self.permutes) for layer in period)
             index_L, parts = _local_rows(rows, virtual_stage), list[Aux]()
             for part, remat in self._policies(first, count):
                 chosen, index = (jax.tree.map(operator.itemgetter(part), tree) for tree in (params[stack], index_L))
@@ -200,28 +200,3 @@ def _local_rows(rows: np.ndarray, virtual_stage: jax.Array | int) -> Any:
     if rows.shape[:2] == (1, 1):
         return rows[0, 0]
     return jnp.asarray(rows)[axis_index(("stage",)), virtual_stage]
-
-
-def _skip_padding(layer: Layer) -> Layer:
-    """Returns `layer` for a stack with padding rows: these are the identity and return zero aux."""
-
-    def maybe(x_BTD: jax.Array, params: Any, index: jax.Array, /) -> tuple[jax.Array, Aux]:
-        aux = jax.eval_shape(layer, x_BTD, params, index)[1]
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), aux)
-        return jax.lax.cond(index == NO_LAYER, lambda: (x_BTD, zeros), lambda: layer(x_BTD, params, index))
-
-    return maybe
-
-
-def _drop_padding(layer: Layer) -> Layer:
-    """Returns `layer` as `_skip_padding` does, computed in padding rows too and dropped there.
-
-    For layers that send values around a ring, in which the devices of all stages have to take part.
-    """
-
-    def dropped(x_BTD: jax.Array, params: Any, index: jax.Array, /) -> tuple[jax.Array, Aux]:
-        y_BTD, aux = layer(x_BTD, params, index)
-        padding = index == NO_LAYER
-        return jnp.where(padding, x_BTD, y_BTD), jax.tree.map(lambda a: jnp.where(padding, jnp.zeros_like(a), a), aux)
-
-    return dropped

@@ -119,13 +119,13 @@ def price_decode(
 
 
 def _cached_width(a: AttentionSpec, tensor: int) -> float:
-    """Elements per token that a device caches of a layer: keys and values of its heads, or latents, which it has all."""
+    """Elements per token that a device caches of a layer: keys and values of its heads, or all of the latents."""
     heads, size = cached_heads(a)
     return 2 * heads / tensor * size if a.latent is None else size
 
 
 def _score_width(a: AttentionSpec) -> int:
-    """Features that a score and a weighted value multiply: of absorbed latents, the cached ones and their value part."""
+    """Features that a score and a weighted value multiply: of absorbed latents, what is cached and the latent."""
     return a.head_size + a.value_size if a.latent is None else a.latent.cached + a.latent.kv_rank
 
 

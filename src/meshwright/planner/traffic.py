@@ -183,9 +183,7 @@ def _tensor(
         Movement("reduce-scatter", axes, gathered, times, "backward", True, "sequence gathered, backward"),
     ]
     if again - {"scores"}:
-        result.append(
-            Movement("all-gather", axes, opened, pairs * layers, "recomputation", True, "sequence gathered")
-        )
+        result.append(Movement("all-gather", axes, opened, pairs * layers, "recomputation", True, "sequence gathered"))
         # The output of the last half is not needed again.
         scattered = (pairs - 1) * layers
         result.append(

@@ -45,8 +45,8 @@ LATENT_EPSILON = 1e-6
 class Deepseek(Mixtral):
     """Configuration of a mixture of experts with multi-head latent attention.
 
-    Every head has its own keys and values, so `kv_heads` is 0 or `heads`. Of `Llama`, it has no sliding window, no norms
-    or biases of queries and keys, and no Llama 3.1 scaling.
+    Every head has its own keys and values, so `kv_heads` is 0 or `heads`. Of `Llama`, it has no sliding window, no
+    norms or biases of queries and keys, and no Llama 3.1 scaling.
 
     Example:
         >>> model = mw.Deepseek(vocab=32000, width=512, layers=8, heads=8, experts=16, dense_layers=1)
@@ -228,7 +228,7 @@ def _attention_half(c: Deepseek, ctx: ForwardContext) -> AttentionHalf:
 
 
 def _down(c: Deepseek, h_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, list[Any]]:
-    """Returns the latents of this device's positions, [queries, keys and values, rotary key], and the up projections."""
+    """Returns latents and rotary keys of this device's positions, queries first, and the up projections."""
     kv_BTA = checkpoint_name(linear(h_BTD, w["kv_down"]), QKV)
     latent_BTA = rms_norm(kv_BTA[..., : c.kv_lora_rank], w["kv_norm"], LATENT_EPSILON)
     rest = [latent_BTA, kv_BTA[..., c.kv_lora_rank :]]

@@ -36,7 +36,6 @@ from meshwright.models.remat import ATTN_RESIDUAL, FFN_HIDDEN, QKV, recomputed
 from meshwright.sharding.params import GatherParams, Param, Tree
 from meshwright.words import AXES
 
-
 AttentionHalf = Callable[[jax.Array, dict[str, Any], jax.Array], jax.Array]
 """Attention half of a layer: `(x [B, T/tensor, D], weights, layer index) -> x`."""
 

@@ -124,7 +124,9 @@ def _forward(queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
     out = (state.total_BKGTH / weight[..., None]).astype(queries.q_BTNH.dtype)
     lse = jnp.where(seen, state.top_BKGT + jnp.log(weight), _MASKED)
     # [blocks, B, K, G, block, H] and [blocks, B, K, G, block]
-    return Result(out.transpose(1, 0, 4, 2, 3, 5).reshape(B, T, N, v.shape[-1]), jnp.moveaxis(lse, 0, 3).reshape(B, N, T))
+    return Result(
+        out.transpose(1, 0, 4, 2, 3, 5).reshape(B, T, N, v.shape[-1]), jnp.moveaxis(lse, 0, 3).reshape(B, N, T)
+    )
 
 
 def _add_block(q: jax.Array, k: jax.Array, v: jax.Array, state: _State, mask: jax.Array) -> _State:
