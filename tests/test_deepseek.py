@@ -1,6 +1,7 @@
 """DeepSeek-V3: latent attention on every kind of mesh, published sizes, multi-token prediction, fp8 weights."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,11 @@ import numpy as np
 import pytest
 from tiny_runs import DEEPSEEK, assert_same_steps, largest_difference, tiny_run, train, train_on_one_device
 
+import meshwright as mw
 from meshwright.data.batch import Batch
+from meshwright.errors import WeightsError
+from meshwright.hugging_face.folder import open_folder
+from meshwright.hugging_face.safetensors_files import SafetensorsFile
 from meshwright.models.further_tokens import shift
 
 exhaustive = pytest.mark.exhaustive
@@ -69,3 +74,61 @@ def test_multi_token_prediction_has_the_numbers_of_one_device(mesh: str) -> None
     assert largest_difference(many.params, one.params) < 1e-4
     # The bias of its router is balanced as those of the others.
     assert np.abs(one.params["mtp"]["router_bias"] - one.initial["mtp"]["router_bias"]).max() > 0
+
+
+def released(folder: Path, **config: Any) -> dict[str, Any]:
+    """Writes a small model as DeepSeek-V3 is released: in float8, with its layer of multi-token prediction."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers.modeling_layers import MtpLayer
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
+
+    model = hf_models.save("deepseek-v3", folder)
+    with hf_models.quiet():
+        layer = MtpLayer(model.config, v3.DeepseekV3DecoderLayer, v3.DeepseekV3RMSNorm, 3).float()
+        for parameter in layer.parameters():
+            parameter.data = 0.1 * torch.randn_like(parameter) + (1.0 if parameter.ndim == 1 else 0.0)
+    weights = load_file(folder / "model.safetensors")
+    further = {
+        name.replace("mtp_block.", "").replace("post_norm", "shared_head.norm"): w
+        for name, w in layer.state_dict().items()
+    }
+    for part, count in (("gate_up_proj", 2), ("down_proj", 1)):
+        fused = further.pop(f"mlp.experts.{part}")
+        for expert, whole in enumerate(fused):
+            names = ("gate_proj", "up_proj") if count == 2 else ("down_proj",)
+            for name, w in zip(names, whole.chunk(count), strict=True):
+                further[f"mlp.experts.{expert}.{name}.weight"] = w.clone()
+    further |= {"embed_tokens.weight": model.model.embed_tokens.weight, "shared_head.head.weight": model.lm_head.weight}
+    weights |= {f"model.layers.3.{name}": w.detach().clone() for name, w in further.items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_nextn_predict_layers": 1, **config}))
+    return {"model": model, "layer": layer, "weights": weights}
+
+
+def test_multi_token_prediction_has_the_numbers_of_transformers(tmp_path: Path) -> None:
+    """The loss of the released layer, in `transformers`' own class for it, and the gradients of all parameters."""
+    import torch
+
+    theirs = released(tmp_path)
+    model, layer, weight = theirs["model"], theirs["layer"], 0.3
+    found = hf_models.gradients_of(tmp_path, "fsdp=2,expert=2,tensor=2")
+    with hf_models.quiet():
+        inputs, targets = (torch.tensor(x, dtype=torch.long) for x in (hf_models.tokens()[:, :-1], hf_models.tokens()[:, 1:]))
+        hidden = model.model(inputs, use_cache=False).last_hidden_state
+        positions = torch.arange(inputs.shape[1])[None]
+        mask = torch.triu(torch.full((inputs.shape[1],) * 2, -1e30), 1)[None, None]
+        angles = model.model.rotary_emb(hidden, positions)
+        further = layer(model.model.embed_tokens(targets), hidden, angles, mask, positions, None)
+        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), targets.flatten())
+        logits, after = model.lm_head(further)[:, :-1], targets[:, 1:]
+        sums = torch.nn.functional.cross_entropy(logits.flatten(0, 1), after.flatten(), reduction="sum")
+        (loss + weight * sums / targets.numel()).backward()
+    names = {f"model.layers.3.{n}": p for n, p in layer.named_parameters()}
+    gradients = {n: p.grad.numpy() for n, p in ({**dict(model.named_parameters()), **names}).items()}
+    renamed = {n.replace("mtp_block.", "").replace("post_norm", "shared_head.norm"): g for n, g in gradients.items()}
+    compared = hf_models.stored_gradients("deepseek-v3", renamed)
+    assert len(compared) > 100
+    for name, gradient in compared.items():
+        assert hf_models.largest_gap(found[name], gradient) < 1e-5, name

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import WeightsError
+from meshwright.hugging_face.fp8 import Block, block_of
 
 _REQUIRED: Any = object()
 
@@ -25,6 +26,8 @@ class Fields:
 
     def __init__(self, file: Path, config: Mapping[str, Any]):
         self.file, self.config = file, config
+        self.fp8_block: Block | None = None
+        """Blocks of float8 weights that share a scale (fp8.py); None where weights are not quantised."""
         self._read: set[str] = set()
 
     def get(self, name: str, default: Any = _REQUIRED) -> Any:
@@ -83,11 +86,8 @@ def read_fields(folder: Path) -> Fields:
         raise WeightsError(f"reading {file}", f"it is not JSON: {error}", "download it again") from error
     if not isinstance(config, dict):
         raise WeightsError(f"reading {file}", "it is not a JSON object", "the config.json of a model")
+    fields = Fields(file, config)
     if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "?")
-        raise WeightsError(
-            f"reading {file}",
-            f"its weights are quantised ({method}), and training needs the numbers themselves",
-            "the model's unquantised weights (bfloat16), or dequantise it with `transformers`",
-        )
-    return Fields(file, config)
+        fields.fp8_block = block_of(file, config["quantization_config"])
+        fields.without_effect("quantization_config")
+    return fields

@@ -1,15 +1,17 @@
 """DeepSeek-V3, Kimi K2 (the same architecture with other sizes) and DeepSeek-V2-Lite as `transformers` names them."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.errors import WeightsError
 from meshwright.hugging_face.architecture import Architecture
-from meshwright.hugging_face.families.llama import COMPUTED, TIED, llama_tensors
+from meshwright.hugging_face.families.llama import COMPUTED, LAYER, TIED, llama_tensors
 from meshwright.hugging_face.fields import Fields
 from meshwright.hugging_face.names import StoredTensor
+from meshwright.hugging_face.safetensors_files import tensor_names
 from meshwright.models.blocks.yarn import Yarn
 from meshwright.models.families.deepseek import Deepseek
+from meshwright.models.further_tokens import STACK as MTP
 
 BIAS_UPDATE_RATE = 0.001
 """Step of the router bias in DeepSeek-V3's training (arXiv:2412.19437, section 4.2)."""
@@ -58,13 +60,28 @@ def _read_v3(fields: Fields) -> Deepseek:
     fields.require("rope_interleave", True)
     fields.require("scoring_func", "sigmoid")
     fields.require("topk_method", "noaux_tc")
-    # The modules of multi-token prediction: with their weights or without, the model's own layers are the same.
-    fields.without_effect("num_nextn_predict_layers", "num_mtp_layers")
     return Deepseek(
         **_read(fields), router_score="sigmoid", normalize_top_k=fields.get("norm_topk_prob", True),
         expert_groups=fields.get("n_group", 1), topk_groups=fields.get("topk_group", 1),
-        bias_update_rate=BIAS_UPDATE_RATE,
+        bias_update_rate=BIAS_UPDATE_RATE, mtp_depth=_further_layers(fields),
     )  # fmt: skip
+
+
+def _further_layers(fields: Fields) -> Literal[0, 1]:
+    """Returns the layers of multi-token prediction whose weights are there: the released files have one.
+
+    `transformers` names them in the configuration and leaves them out of the files that it writes.
+    """
+    named = fields.first("num_nextn_predict_layers", "num_mtp_layers", default=0)
+    prefix = LAYER.format(layer=fields.get("num_hidden_layers"))
+    if not named or not any(name.startswith(prefix) for name in tensor_names(fields.file.parent)):
+        return 0
+    if named > 1:
+        raise WeightsError(
+            f"reading {fields.file}", f"it has {named} layers of multi-token prediction, and one is computed",
+            "a model with one, or none",
+        )  # fmt: skip
+    return 1
 
 
 def _read_v2(fields: Fields) -> Deepseek:
@@ -144,7 +161,7 @@ def _write_v3(c: Any) -> dict[str, Any] | None:
         return None
     return {
         **_write(c), "rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": c.mtp_depth,
     }  # fmt: skip
 
 
@@ -163,6 +180,10 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "kv_down": ("self_attn.kv_a_proj_with_mqa.weight", ("A", "D")),
     "kv_norm": ("self_attn.kv_a_layernorm.weight", ("A",)),
     "kv_up": ("self_attn.kv_b_proj.weight", ("NH", "A")),
+    "embed_norm": ("enorm.weight", ("D",)),
+    "hidden_norm": ("hnorm.weight", ("D",)),
+    "project": ("eh_proj.weight", ("D", "A")),
+    "final_norm": ("shared_head.norm.weight", ("D",)),
     "router": ("mlp.gate.weight", ("R", "D")),
     "router_bias": ("mlp.gate.e_score_correction_bias", ("R",)),
     "expert_gate": ("mlp.experts.{expert}.gate_proj.weight", ("F", "D")),
@@ -176,11 +197,16 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def _tensors(c: Deepseek) -> dict[str, StoredTensor]:
-    stacks = {"dense_blocks": range(c.dense_layers), "blocks": range(c.dense_layers, c.layers)}
+    stacks = {
+        "dense_blocks": range(c.dense_layers), "blocks": range(c.dense_layers, c.layers),
+        MTP: range(c.layers, c.layers + c.mtp_depth),
+    }  # fmt: skip
     return llama_tensors(c, stacks, _NAMES)
 
 
+_COPIES = (r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight",)
+"""Copies of embedding and unembedding beside the layer of multi-token prediction, which shares those of the model."""
 ARCHITECTURES = (
-    Architecture("DeepseekV3ForCausalLM", "deepseek_v3", _read_v3, _write_v3, _tensors, TIED, COMPUTED),
+    Architecture("DeepseekV3ForCausalLM", "deepseek_v3", _read_v3, _write_v3, _tensors, TIED, (*COMPUTED, *_COPIES)),
     Architecture("DeepseekV2ForCausalLM", "deepseek_v2", _read_v2, _write_v2, _tensors, TIED, COMPUTED),
 )
