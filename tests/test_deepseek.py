@@ -115,7 +115,9 @@ def test_multi_token_prediction_has_the_numbers_of_transformers(tmp_path: Path) 
     model, layer, weight = theirs["model"], theirs["layer"], 0.3
     found = hf_models.gradients_of(tmp_path, "fsdp=2,expert=2,tensor=2")
     with hf_models.quiet():
-        inputs, targets = (torch.tensor(x, dtype=torch.long) for x in (hf_models.tokens()[:, :-1], hf_models.tokens()[:, 1:]))
+        inputs, targets = (
+            torch.tensor(x, dtype=torch.long) for x in (hf_models.tokens()[:, :-1], hf_models.tokens()[:, 1:])
+        )
         hidden = model.model(inputs, use_cache=False).last_hidden_state
         positions = torch.arange(inputs.shape[1])[None]
         mask = torch.triu(torch.full((inputs.shape[1],) * 2, -1e30), 1)[None, None]
@@ -132,3 +134,61 @@ def test_multi_token_prediction_has_the_numbers_of_transformers(tmp_path: Path) 
     assert len(compared) > 100
     for name, gradient in compared.items():
         assert hf_models.largest_gap(found[name], gradient) < 1e-5, name
+
+
+BLOCK = (16, 32)
+
+
+def in_float8(folder: Path, theirs: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Rewrites the matrices of layers in float8 with a scale for each block; returns their values in bfloat16."""
+    import torch
+    from safetensors.torch import save_file
+
+    stored, values = {}, {}
+    for name, w in theirs["weights"].items():
+        if w.ndim != 2 or "layers" not in name or any(part in name for part in ("mlp.gate.", "embed_tokens", "head")):
+            stored[name] = w if "correction_bias" in name else w.bfloat16()
+            continue
+        rows, columns = (-(-size // n) for size, n in zip(w.shape, BLOCK, strict=True))
+        scale = 0.01 * (1 + torch.rand(rows, columns))
+        whole = scale.repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)[: w.shape[0], : w.shape[1]]
+        stored[name], stored[f"{name}_scale_inv"] = (w / whole).to(torch.float8_e4m3fn), scale
+        values[name] = (stored[name].float() * whole).bfloat16().float().numpy()
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    return values
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
+
+
+def test_float8_weights_come_in_dequantised(tmp_path: Path) -> None:
+    folder = tmp_path / "released"
+    values = in_float8(folder, released(folder, quantization_config=FP8))
+    weights = open_folder(f"hf:{folder}")
+    assert f"dequantised to bfloat16: {len(values)} float8 weights" in weights.notes
+    with weights.reader() as read:
+        for name, value in values.items():
+            np.testing.assert_array_equal(read(name).astype(np.float32), value)
+    # In and out again, the weights are no longer quantised.
+    mw.convert(folder, tmp_path / "run")
+    back = mw.convert(tmp_path / "run", tmp_path / "back").out
+    file = SafetensorsFile(back / "model.safetensors")
+    for name, value in values.items():
+        np.testing.assert_array_equal(np.array(file.tensor(name)), value)
+    assert "quantization_config" not in json.loads((back / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quant_method": "gptq"}, "gptq"),
+        ({"fmt": "e5m2"}, "e5m2"),
+        ({"weight_block_size": None}, "blocks of None"),
+        ({"weight_block_size": [16, 16]}, r"weight_scale_inv' is \[\d, \d\], and .* needs"),
+    ],
+    ids=str,
+)
+def test_other_quantisations_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    in_float8(tmp_path, released(tmp_path, quantization_config={**FP8, **change}))
+    with pytest.raises(WeightsError, match=message):
+        open_folder(f"hf:{tmp_path}")
