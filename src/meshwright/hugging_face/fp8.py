@@ -1,4 +1,4 @@
-"""Weights in float8 with a scale for each block, as DeepSeek-V3 and Kimi K2 are released: dequantised when they are read.
+"""Weights in float8 with a scale for each block, as DeepSeek-V3 and Kimi K2 are released, dequantised as they are read.
 
 A weight `NAME.weight` [out, in] is float8 (e4m3), and `NAME.weight_scale_inv` has a float32 for each block of it, 128 x
 128 in the released files: the weight is the product (`fp8_cast_bf16.py` of the repository deepseek-ai/DeepSeek-V3).
@@ -24,11 +24,11 @@ def block_of(file: Path, quantisation: dict[str, Any]) -> Block:
     """Returns the blocks of a `quantization_config`. Raises WeightsError for a quantisation that is not read."""
     method = quantisation.get("quant_method", "?")
     block, kind = quantisation.get("weight_block_size"), quantisation.get("fmt", "e4m3")
+    name = f"{method} {kind}" if method == "fp8" else method
     if method != "fp8" or kind != "e4m3":
         raise WeightsError(
             f"reading {file}",
-            f"its weights are quantised ({method}{f' {kind}' if method == 'fp8' else ''}), and training needs the numbers "
-            "themselves",
+            f"its weights are quantised ({name}), and training needs the numbers themselves",
             _FIX,
         )
     if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
