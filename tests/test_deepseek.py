@@ -45,14 +45,6 @@ def test_the_numbers_of_one_device(mesh: str, changes: dict[str, Any]) -> None:
     assert largest_difference(many.params, one.params) < 1e-4
 
 
-@pytest.mark.parametrize("row", ["deepseek-v3", "deepseek-v2-lite"])
-def test_eight_steps_of_adamw_are_those_of_torch(row: str, tmp_path: Path) -> None:
-    model = hf_models.save(row, tmp_path)
-    found = hf_models.losses_of(tmp_path, "fsdp=2,tensor=2", 8)
-    assert found == pytest.approx(hf_models.reference_losses(model, 8), rel=1e-5)
-    assert found[-1] < found[0] - 0.1
-
-
 def test_tokens_after_the_next_stay_in_their_document() -> None:
     row = [np.array([x]) for x in ([1, 2, 3, 4], [2, 3, 4, 5], [0, 0, 1, 1], [0, 1, 0, 1], [1.0, 0.5, 2.0, 3.0])]
     found = shift(jax.tree.map(np.asarray, Batch(*row)))
@@ -115,9 +107,8 @@ def test_multi_token_prediction_has_the_numbers_of_transformers(tmp_path: Path) 
     model, layer, weight = theirs["model"], theirs["layer"], 0.3
     found = hf_models.gradients_of(tmp_path, "fsdp=2,expert=2,tensor=2")
     with hf_models.quiet():
-        inputs, targets = (
-            torch.tensor(x, dtype=torch.long) for x in (hf_models.tokens()[:, :-1], hf_models.tokens()[:, 1:])
-        )
+        tokens = torch.tensor(hf_models.tokens(), dtype=torch.long)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
         hidden = model.model(inputs, use_cache=False).last_hidden_state
         positions = torch.arange(inputs.shape[1])[None]
         mask = torch.triu(torch.full((inputs.shape[1],) * 2, -1e30), 1)[None, None]
@@ -165,7 +156,7 @@ def test_float8_weights_come_in_dequantised(tmp_path: Path) -> None:
     folder = tmp_path / "released"
     values = in_float8(folder, released(folder, quantization_config=FP8))
     weights = open_folder(f"hf:{folder}")
-    assert f"dequantised to bfloat16: {len(values)} float8 weights" in weights.notes
+    assert "weights in fp8 are read as the bfloat16 numbers that they stand for" in weights.notes
     with weights.reader() as read:
         for name, value in values.items():
             np.testing.assert_array_equal(read(name).astype(np.float32), value)

@@ -104,9 +104,9 @@ def _configuration(run: Run, source: Path) -> tuple[Architecture, dict[str, Any]
         return architecture, {**config, **longest}
     folder = read_model(str(kept.absolute()))
     config = json.loads((kept / "config.json").read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)  # weights go out as numbers
     if _same(folder.architecture, folder.model, run.model):
-        # Weights that came in float8 go out as they were dequantised.
-        return folder.architecture, {name: value for name, value in config.items() if name != "quantization_config"}
+        return folder.architecture, config
     architecture, changed = architecture_of(run.model)
     ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
     if longest and folder.max_seq:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import WeightsError
-from meshwright.hugging_face.fp8 import Block, block_of
 
 _REQUIRED: Any = object()
 
@@ -26,8 +25,6 @@ class Fields:
 
     def __init__(self, file: Path, config: Mapping[str, Any]):
         self.file, self.config = file, config
-        self.fp8_block: Block | None = None
-        """Blocks of float8 weights that share a scale (fp8.py); None where weights are not quantised."""
         self._read: set[str] = set()
 
     def get(self, name: str, default: Any = _REQUIRED) -> Any:
@@ -63,6 +60,20 @@ class Fields:
         """Counts fields as read that change no number of the forward pass."""
         self._read.update(names)
 
+    def check_quantised(self, known: str | None) -> bool:
+        """Returns whether the weights are quantised, in the form `known`. Raises WeightsError for any other."""
+        self._read.add("quantization_config")
+        method = (self.config.get("quantization_config") or {}).get("quant_method")
+        if not self.config.get("quantization_config"):
+            return False
+        if method != known:
+            raise WeightsError(
+                f"reading {self.file}",
+                f"its weights are quantised ({method or '?'}), and training needs the numbers themselves",
+                "the model's unquantised weights (bfloat16), or dequantise it with `transformers`",
+            )
+        return True
+
     def unread(self) -> list[str]:
         """Returns the fields with a value that nothing has read, and that are not known to be without effect."""
         empty: tuple[Any, ...] = (None, False, [], {}, "")
@@ -86,8 +97,4 @@ def read_fields(folder: Path) -> Fields:
         raise WeightsError(f"reading {file}", f"it is not JSON: {error}", "download it again") from error
     if not isinstance(config, dict):
         raise WeightsError(f"reading {file}", "it is not a JSON object", "the config.json of a model")
-    fields = Fields(file, config)
-    if config.get("quantization_config"):
-        fields.fp8_block = block_of(file, config["quantization_config"])
-        fields.without_effect("quantization_config")
-    return fields
+    return Fields(file, config)

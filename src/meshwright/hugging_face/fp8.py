@@ -4,14 +4,14 @@ A weight `NAME.weight` [out, in] is float8 (e4m3), and `NAME.weight_scale_inv` h
 128 in the released files: the weight is the product (`fp8_cast_bf16.py` of the repository deepseek-ai/DeepSeek-V3).
 """
 
-from pathlib import Path
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 
 from meshwright.errors import WeightsError
+from meshwright.hugging_face.fields import Fields
 
+PACKED = "fp8"
+"""`quant_method` of the configuration."""
 CODE = "F8_E4M3"
 """Type of such a weight in a safetensors file."""
 _SUFFIX = "_scale_inv"
@@ -20,17 +20,12 @@ Block = tuple[int, int]
 """Rows and columns of a block that shares a scale."""
 
 
-def block_of(file: Path, quantisation: dict[str, Any]) -> Block:
-    """Returns the blocks of a `quantization_config`. Raises WeightsError for a quantisation that is not read."""
-    method = quantisation.get("quant_method", "?")
+def block_of(fields: Fields) -> Block:
+    """Returns the blocks of a float8 configuration. Raises WeightsError for a form of it that is not read."""
+    file, quantisation = fields.file, fields.config["quantization_config"]
     block, kind = quantisation.get("weight_block_size"), quantisation.get("fmt", "e4m3")
-    name = f"{method} {kind}" if method == "fp8" else method
-    if method != "fp8" or kind != "e4m3":
-        raise WeightsError(
-            f"reading {file}",
-            f"its weights are quantised ({name}), and training needs the numbers themselves",
-            _FIX,
-        )
+    if kind != "e4m3":
+        raise WeightsError(f"reading {file}", f"its float8 weights are of type {kind}, and e4m3 is read", _FIX)
     if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
         raise WeightsError(
             f"reading {file}", f"its float8 weights have scales for blocks of {block} (weight_block_size)", _FIX

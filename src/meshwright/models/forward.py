@@ -101,16 +101,24 @@ class LocalModel:
 
         params: the parameters of that virtual stage alone, by stack.
         """
-        first, aux = 0, {}
+        first, aux, spec = 0, {}, self.model.spec()
         functions: Mapping[str, Any] = self.model.layer_functions(ctx)
-        for stack, count in self.stacks.items():
-            rows = self.stages.rows(first, count)
-            period = functions[stack] if isinstance(functions[stack], tuple) else (functions[stack],)
-            if (rows == NO_LAYER).any():
+        rows = {stack: self.stages.rows(spec.layers_of(stack)) for stack in self.stacks}
+        periods: dict[str, tuple[Any, ...]] = {}
+        for stack, given in functions.items():
+            periods[stack] = given if isinstance(given, tuple) else (given,)
+            if (rows[stack] == NO_LAYER).any():
                 from meshwright.models.padding_rows import without_padding  # most stacks have no padding rows
 
-                period = tuple(without_padding(layer, self.permutes) for layer in period)
-            index_L, parts = _local_rows(rows, virtual_stage), list[Aux]()
+                periods[stack] = tuple(without_padding(layer, self.permutes) for layer in periods[stack])
+        index = {stack: _local_rows(rows[stack], virtual_stage) for stack in self.stacks}
+        if spec.interleaved:
+            from meshwright.models.periods import scan_stacks_in_parts
+
+            chosen = self._policies(0, len(spec.layers))
+            return scan_stacks_in_parts(spec, periods, x_BTD, params, index, chosen, self.training.unroll)
+        for stack, count in self.stacks.items():
+            period, index_L, parts = periods[stack], index[stack], list[Aux]()
             for part, remat in self._policies(first, count):
                 chosen, index = (jax.tree.map(operator.itemgetter(part), tree) for tree in (params[stack], index_L))
                 if stack in self.ahead:
@@ -165,7 +173,8 @@ class LocalModel:
         x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
         chunk = chunk_tokens(x_TD.shape[0], table_VD.shape[0], self.training.logits_mib)
         with jax.named_scope("unembedding"):
-            nll_T, lse_T = token_losses(x_TD, table_VD, batch.targets.reshape(-1), vocab_size(self.model), chunk)
+            vocab, softcap = vocab_size(self.model), self.model.spec().logit_softcap
+            nll_T, lse_T = token_losses(x_TD, table_VD, batch.targets.reshape(-1), vocab, chunk, softcap)
         weights_T = batch.weights.reshape(-1)
         nll, weight = (nll_T * weights_T).sum(), weights_T.sum()
         loss, metrics = nll / total, {"loss": (nll, weight)}

@@ -89,7 +89,7 @@ def price_decode(
     work = _weights_work(placed, sequences, layout)
     plan = CachePlan(placed.spec, shape, batch, context, placed.run.training.compute_dtype)
     itemsize = jnp.dtype(placed.run.training.compute_dtype).itemsize
-    seen = [(a, min(a.window or context, context) / shape.context) for a in placed.spec.attention]
+    seen = [(a, a.reach(context) / shape.context) for a in placed.spec.attention]
     cache_read = sum(_cached_width(a, shape.tensor) * n for a, n in seen) * itemsize * sequences
     scores = sum(2 * a.heads / shape.tensor * _score_width(a) * n for a, n in seen) * sequences
     causal = sum(

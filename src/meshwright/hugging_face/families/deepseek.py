@@ -7,9 +7,10 @@ from meshwright.errors import WeightsError
 from meshwright.hugging_face.architecture import Architecture
 from meshwright.hugging_face.families.llama import COMPUTED, LAYER, TIED, llama_tensors
 from meshwright.hugging_face.fields import Fields
+from meshwright.hugging_face.fp8 import PACKED
 from meshwright.hugging_face.names import StoredTensor
 from meshwright.hugging_face.safetensors_files import tensor_names
-from meshwright.models.blocks.yarn import Yarn
+from meshwright.models.blocks.yarn import LatentYarn
 from meshwright.models.families.deepseek import Deepseek
 from meshwright.models.further_tokens import STACK as MTP
 
@@ -93,7 +94,7 @@ def _read_v2(fields: Fields) -> Deepseek:
     return Deepseek(**_read(fields), router_score="softmax", normalize_top_k=False)
 
 
-def _read_rope(fields: Fields) -> tuple[float, Yarn | None]:
+def _read_rope(fields: Fields) -> tuple[float, LatentYarn | None]:
     """Returns base and scaling of the rotary frequencies, as `transformers` 4 or 5 writes them."""
     parameters = fields.get("rope_parameters", {})
     scaling = parameters or fields.get("rope_scaling", {})
@@ -102,7 +103,7 @@ def _read_rope(fields: Fields) -> tuple[float, Yarn | None]:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return theta, None
-    names = {field.name for field in dataclasses.fields(Yarn)}
+    names = {field.name for field in dataclasses.fields(LatentYarn)} - {"bounds"}
     given = {name: value for name, value in scaling.items() if name in names and value is not None}
     others = set(scaling) - names - {"rope_type", "type", "rope_theta"}
     if kind != "yarn" or others or "factor" not in given:
@@ -112,13 +113,15 @@ def _read_rope(fields: Fields) -> tuple[float, Yarn | None]:
         )
     # A field that is missing has these values in `transformers`, which are not those of DeepSeek.
     missing = {"mscale": 0.0, "mscale_all_dim": 0.0}
-    return theta, Yarn(**{**missing, **given})
+    return theta, LatentYarn(**{**missing, **given})
 
 
 def _write(c: Deepseek) -> dict[str, Any]:
     scaling = None
     if c.yarn is not None:
-        scaling = {"rope_type": "yarn", "type": "yarn", **dataclasses.asdict(c.yarn)}
+        values = dataclasses.asdict(c.yarn)
+        del values["bounds"]
+        scaling = {"rope_type": "yarn", "type": "yarn", **{n: v for n, v in values.items() if v is not None}}
     return {
         "vocab_size": c.vocab,
         "hidden_size": c.width,
@@ -148,12 +151,20 @@ def _write(c: Deepseek) -> dict[str, Any]:
         "n_group": c.expert_groups,
         "topk_group": c.topk_groups,
         "aux_loss_alpha": c.aux_loss_weight,
-        **({"max_position_embeddings": int(c.yarn.factor * c.yarn.original_max_position_embeddings)} if c.yarn else {}),
+        **({"max_position_embeddings": _longest(c.yarn)} if c.yarn else {}),
     }
 
 
+def _longest(yarn: LatentYarn) -> int:
+    return int(yarn.factor * yarn.original_max_position_embeddings)
+
+
+def _whole_bounds(yarn: LatentYarn | None) -> bool:
+    return yarn is None or yarn.bounds == "whole"
+
+
 def _expressible(c: Any) -> bool:
-    return type(c) is Deepseek and c.dispatch == "dropless" and c.shared_experts > 0
+    return type(c) is Deepseek and c.dispatch == "dropless" and c.shared_experts > 0 and _whole_bounds(c.yarn)
 
 
 def _write_v3(c: Any) -> dict[str, Any] | None:
@@ -207,6 +218,15 @@ def _tensors(c: Deepseek) -> dict[str, StoredTensor]:
 _COPIES = (r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight",)
 """Copies of embedding and unembedding beside the layer of multi-token prediction, which shares those of the model."""
 ARCHITECTURES = (
-    Architecture("DeepseekV3ForCausalLM", "deepseek_v3", _read_v3, _write_v3, _tensors, TIED, (*COMPUTED, *_COPIES)),
+    Architecture(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        _read_v3,
+        _write_v3,
+        _tensors,
+        TIED,
+        (*COMPUTED, *_COPIES),
+        packed=PACKED,
+    ),
     Architecture("DeepseekV2ForCausalLM", "deepseek_v2", _read_v2, _write_v2, _tensors, TIED, COMPUTED),
 )

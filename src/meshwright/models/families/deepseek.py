@@ -28,7 +28,7 @@ from meshwright.models.blocks.latent import LatentSpec, absorb_keys, absorb_valu
 from meshwright.models.blocks.linear import attention_projection, linear
 from meshwright.models.blocks.norm import rms_norm
 from meshwright.models.blocks.rotary import apply_rope_interleaved, rope_angles, rope_frequencies
-from meshwright.models.blocks.yarn import Yarn
+from meshwright.models.blocks.yarn import LatentYarn, yarn_angles
 from meshwright.models.families.llama import AttentionHalf, output_std
 from meshwright.models.families.mixtral import Mixtral
 from meshwright.models.further_tokens import STACK as MTP
@@ -71,7 +71,7 @@ class Deepseek(Mixtral):
     """Further tokens that training predicts: 1 is the token after the next (MTP, section 2.2)."""
     mtp_weight: float = 0.3
     """Weight of the loss of the further token."""
-    yarn: Yarn | None = None
+    yarn: LatentYarn | None = None
     """Scaling of rotary frequencies and scores for long sequences (YaRN)."""
     norm_epsilon: float = 1e-6
     """Constant added to the mean square in RMSNorm."""
@@ -189,14 +189,12 @@ class Deepseek(Mixtral):
 
 def _attention_half(c: Deepseek, ctx: ForwardContext) -> AttentionHalf:
     spec, nope = c.attention, c.qk_nope_head_dim
-    frequencies = (
-        c.yarn.frequencies(c.qk_rope_head_dim, c.rope_theta)
+    positions, size = ctx.tokens.positions, c.qk_rope_head_dim
+    cos_sin = (
+        yarn_angles(positions, size, c.rope_theta, c.yarn)
         if c.yarn
-        else rope_frequencies(c.qk_rope_head_dim, c.rope_theta, None)
+        else rope_angles(positions, rope_frequencies(size, c.rope_theta, None))
     )
-    cos_sin = rope_angles(ctx.tokens.positions, frequencies)
-    if c.yarn:
-        cos_sin = (cos_sin[0] * c.yarn.rotation_scale, cos_sin[1] * c.yarn.rotation_scale)
     # The kernels divide scores by the root of the head size.
     scale = c.yarn.score_scale if c.yarn else 1.0
 

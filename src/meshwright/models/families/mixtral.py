@@ -147,7 +147,8 @@ class Mixtral(Llama):
 
     def layer_functions(self, ctx: ForwardContext) -> dict[str, Layer]:
         """Returns the dense layer, where there is one, and the layer with experts."""
-        dense = {"dense_blocks": dense_layer(self, ctx, "dense_blocks")} if self.dense_layers else {}
+        attention = self.attention_half(ctx)
+        dense = {"dense_blocks": dense_layer(self, ctx, "dense_blocks", attention)} if self.dense_layers else {}
         return {**dense, "blocks": self.expert_layer(ctx, "blocks")}
 
     def expert_layer(self, ctx: ForwardContext, stack: str, opening: Opening = lambda x_BTD, weights: x_BTD) -> Layer:
@@ -170,22 +171,8 @@ class Mixtral(Llama):
         return layer
 
     def layer_metrics(self, aux: dict[str, Aux], sequences: int) -> Metrics:
-        """Returns the routing metrics of a step, averaged over layers.
-
-        aux: sums over the batch of `sequences`, [L, ...]. The expert balance is one where all experts have equal load;
-        the largest load is that of the busiest expert of a layer over the mean.
-        """
-        sums = aux["blocks"]
-        layers, load_LE = jnp.float32(self.expert_layers), sums["load"]
-        metrics = {
-            "expert balance": (sums["balance"].sum() / sequences, layers),
-            "router z": (sums["router z"].sum() / sequences, layers),
-            "largest expert load": ((load_LE.max(-1) / load_LE.mean(-1)).sum(), layers),
-            "smallest expert load": ((load_LE.min(-1) / load_LE.mean(-1)).sum(), layers),
-        }
-        if "dropped" in sums:
-            metrics["choices dropped"] = (sums["dropped"].sum(), load_LE.sum())
-        return metrics
+        """Returns the routing metrics of a step, averaged over layers."""
+        return routing_metrics(aux["blocks"], self.expert_layers, sequences)
 
     def post_update(self, params: Tree, aux: dict[str, Aux]) -> Tree:
         """Returns `params` with the router bias moved towards experts whose load was below the mean.
@@ -214,6 +201,24 @@ class Mixtral(Llama):
         """Returns the features that `runs.composition` lists."""
         leading = {"leading dense layers"} if self.dense_layers else set()
         return super().features() | leading | {f"dispatch: {self.dispatch}"}
+
+
+def routing_metrics(sums: Aux, expert_layers: int, sequences: int) -> Metrics:
+    """Returns the routing metrics of a step, averaged over the layers with experts.
+
+    sums: aux of those layers, summed over the batch of `sequences`, [L, ...]. The expert balance is one where all
+    experts have equal load; the largest load is that of the busiest expert of a layer over the mean.
+    """
+    layers, load_LE = jnp.float32(expert_layers), sums["load"]
+    metrics = {
+        "expert balance": (sums["balance"].sum() / sequences, layers),
+        "router z": (sums["router z"].sum() / sequences, layers),
+        "largest expert load": ((load_LE.max(-1) / load_LE.mean(-1)).sum(), layers),
+        "smallest expert load": ((load_LE.min(-1) / load_LE.mean(-1)).sum(), layers),
+    }
+    if "dropped" in sums:
+        metrics["choices dropped"] = (sums["dropped"].sum(), load_LE.sum())
+    return metrics
 
 
 def _check(c: Mixtral) -> None:
