@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from meshwright.generation.generator import Decoding as Decoding
     from meshwright.generation.sampling import Sampling as Sampling
     from meshwright.hardware.chips import Chip as Chip
+    from meshwright.models.families.deepseek import Deepseek as Deepseek
     from meshwright.models.families.gemma import Gemma2 as Gemma2
     from meshwright.models.families.gemma import Gemma3 as Gemma3
     from meshwright.models.families.gpt2 import Gpt2 as Gpt2
@@ -79,6 +80,7 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "Conversion": ("checkpoint.import_weights", "Conversion"),
     "DataError": ("errors", "DataError"),
     "Decoding": ("generation.generator", "Decoding"),
+    "Deepseek": ("models.families.deepseek", "Deepseek"),
     "Gemma2": ("models.families.gemma", "Gemma2"),
     "FineTune": ("fine_tuning", "FineTune"),
     "Gemma3": ("models.families.gemma", "Gemma3"),

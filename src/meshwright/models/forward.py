@@ -111,12 +111,11 @@ class LocalModel:
         rows = {stack: self.stages.rows(spec.layers_of(stack)) for stack in self.stacks}
         periods: dict[str, tuple[Any, ...]] = {}
         for stack, given in functions.items():
-            period = given if isinstance(given, tuple) else (given,)
+            periods[stack] = given if isinstance(given, tuple) else (given,)
             if (rows[stack] == NO_LAYER).any():
-                from meshwright.models.padding_rows import drop_padding, skip_padding  # most stacks have none
+                from meshwright.models.padding_rows import without_padding  # most stacks have no padding rows
 
-                period = tuple(map(drop_padding if self.permutes else skip_padding, period))
-            periods[stack] = period
+                periods[stack] = tuple(without_padding(layer, self.permutes) for layer in periods[stack])
         layers = {stack: _local_rows(rows[stack], virtual_stage) for stack in self.stacks}
         if spec.interleaved:
             from meshwright.models.periods import scan_stacks_in_parts
@@ -214,6 +213,11 @@ class LocalModel:
             loss, metrics = self.loss(params, x_BTD, batch, total)
         else:
             loss, metrics = self.preferences.loss(self, params, x_BTD, batch, total)
+        if self.model.spec().further:
+            from meshwright.models.further_tokens import further_loss  # most models predict the next token alone
+
+            more, more_metrics, more_aux = further_loss(self, params, x_BTD, batch, dropout, total)
+            loss, metrics, aux = loss + more, metrics | more_metrics, aux | more_aux
         return loss + self.aux_loss(aux), (metrics, aux)
 
     def aux_loss(self, aux: dict[str, Aux]) -> jax.Array | float:

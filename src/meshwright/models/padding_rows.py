@@ -1,4 +1,4 @@
-"""Padding rows of a stack on uneven pipeline stages: layers that are the identity."""
+"""Layers of a stack whose rows are padded because pipeline stages have unequal numbers of them."""
 
 from typing import Any
 
@@ -9,7 +9,15 @@ from meshwright.models.model import Aux, Layer
 from meshwright.sharding.stages import NO_LAYER
 
 
-def skip_padding(layer: Layer) -> Layer:
+def without_padding(layer: Layer, permutes: bool) -> Layer:
+    """Returns `layer` for a stack with padding rows, which leave x as it is.
+
+    permutes: whether layers send values around a ring of devices, in which those of all stages take part.
+    """
+    return _drop(layer) if permutes else _skip(layer)
+
+
+def _skip(layer: Layer) -> Layer:
     """Returns `layer` for a stack with padding rows: these are the identity and return zero aux."""
 
     def maybe(x_BTD: jax.Array, params: Any, index: jax.Array, /) -> tuple[jax.Array, Aux]:
@@ -20,8 +28,8 @@ def skip_padding(layer: Layer) -> Layer:
     return maybe
 
 
-def drop_padding(layer: Layer) -> Layer:
-    """Returns `layer` as `skip_padding` does, computed in padding rows too and dropped there.
+def _drop(layer: Layer) -> Layer:
+    """Returns `layer` as `_skip` does, computed in padding rows too and dropped there.
 
     For layers that send values around a ring, in which the devices of all stages have to take part.
     """
