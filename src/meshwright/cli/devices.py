@@ -1,5 +1,7 @@
 """Devices of a verb: those at hand, or simulated ones."""
 
+import jax
+
 from meshwright.config import Run
 from meshwright.errors import ConfigError
 from meshwright.hardware import mesh
@@ -22,3 +24,10 @@ def start_devices(devices: int | None, run: Run, processes: int = 1) -> None:
             f"--devices {max(1, total // processes) * processes}",
         )  # fmt: skip
     mesh.prepare_host(total // processes)
+
+
+def initialize_distributed(coordinator: str, processes: int, process: int) -> None:
+    """Joins this process to `processes` that train together. coordinator: host:port of process 0."""
+    if not 0 <= process < processes:
+        raise ConfigError(f"process {process} of {processes}", "processes are counted from 0", f"0 to {processes - 1}")
+    jax.distributed.initialize(coordinator, processes, process, heartbeat_timeout_seconds=30)

@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import tyro
 
-from meshwright.cli.devices import start_devices
+from meshwright.cli.devices import initialize_distributed, start_devices
 from meshwright.cli.output import write, write_json
 from meshwright.cli.parse import parse
 from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
-from meshwright.hardware.mesh import default_cache_folder, initialize_distributed
+from meshwright.hardware.mesh import default_cache_folder
 from meshwright.trainer.evaluation import evaluate_checkpoint, run_to_evaluate
 
 

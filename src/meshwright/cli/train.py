@@ -14,7 +14,7 @@ from rich.console import Console
 from meshwright.api.choices import choose_for_devices
 from meshwright.bench.calibration_file import calibration_path, read_calibration
 from meshwright.cli.base_run import Base, RunOptions, base_run, value_of
-from meshwright.cli.devices import start_devices
+from meshwright.cli.devices import initialize_distributed, start_devices
 from meshwright.cli.output import write_json
 from meshwright.cli.parse import parse
 from meshwright.errors import ConfigError, TrainingError
@@ -70,7 +70,7 @@ def main(args: Sequence[str]) -> int:
         )
     start_devices(options.devices, options.run, options.processes)
     if options.coordinator:
-        mesh.initialize_distributed(options.coordinator, options.processes, options.process)
+        initialize_distributed(options.coordinator, options.processes, options.process)
     out = options.out or Path("runs") / f"{options.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     prepared = loop.prepare_run(
         options.run, cache=mesh.default_cache_folder(), devices=options.devices, choose=choose_for_devices

@@ -1,0 +1,380 @@
+"""Modules of Flax NNX, Flax Linen and Equinox, and plain pytrees, as named arrays and a loss of them."""
+
+import dataclasses
+import functools
+import inspect
+import math
+import sys
+import zlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from meshwright.errors import ConfigError
+
+Arrays = dict[str, Any]
+"""Arrays by dotted path, such as `Dense_0.kernel`."""
+Annotations = dict[str, tuple[Any, ...]]
+"""Axis name, several, or None of each dimension of a parameter, by path: as the module states them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Return value of a loss."""
+
+    loss: Any
+    metrics: dict[str, Any]
+    """Scalars by name; `weight` is the number of examples or tokens that the loss is a mean over."""
+    variables: Arrays
+
+
+class Adapter(Protocol):
+    """A model of some framework as two dictionaries of arrays: trained parameters, and variables."""
+
+    framework: str
+    drawn: bool
+    """Whether `build` draws initial values; else it returns arrays that exist."""
+
+    def build(self, key: jax.Array) -> tuple[Arrays, Arrays, Annotations]:
+        """Returns parameters, variables, and annotations of parameters; can be traced where values are drawn."""
+
+    def call(self, arrays: tuple[Arrays, Arrays], batch: Any, key: jax.Array, train: bool) -> Result:
+        """Computes the loss of a batch with parameters and variables."""
+
+
+def find_adapter(model: Any, loss: Callable[..., Any], evaluate: Callable[..., Any] | None, example: Any) -> Adapter:
+    """Returns the adapter of a model: by its type, or for a function of a key, by the type of what it returns.
+
+    Raises ConfigError for a model that is neither a module of a known framework nor a pytree of arrays.
+    """
+    losses = (loss, evaluate or loss)
+    linen = sys.modules.get("flax.linen")
+    if linen is not None and isinstance(model, linen.Module):
+        return LinenModule(model, losses, example)
+    if inspect.isroutine(model) or inspect.isclass(model) or isinstance(model, functools.partial):
+        return TreeModel(None, model, losses)
+    return TreeModel(model, None, losses)
+
+
+def _path(path: Any) -> str:
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    return name.removesuffix(".value") or "array"
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or type(leaf).__module__ == "numpy"
+
+
+def _is_key(leaf: Any) -> bool:
+    return _is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _arguments(loss: Callable[..., Any]) -> int:
+    """Number of positional arguments of a loss without defaults."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(loss).parameters.values()
+    return sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
+
+
+def _call_loss(loss: Callable[..., Any], given: tuple[Any, ...], key: jax.Array) -> Any:
+    """Calls `loss(model, [state,] batch[, key])`."""
+    count = _arguments(loss)
+    if count not in (len(given), len(given) + 1):
+        names = "model, state, batch" if len(given) == 3 else "model, batch"
+        raise ConfigError(
+            f"loss {getattr(loss, '__name__', loss)}",
+            f"it takes {count} arguments",
+            f"loss({names}), or loss({names}, key) for one that draws random numbers",
+        )
+    return loss(*given, *([key] if count > len(given) else []))
+
+
+def _read(result: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns loss and metrics of what a loss returned. Raises ConfigError for anything else."""
+    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not isinstance(metrics, dict):
+        raise ConfigError(
+            "the loss's second result", f"it is a {type(metrics).__name__}", "a dictionary of scalars: metrics by name"
+        )
+    for name, value in {"loss": loss, **metrics}.items():
+        if jnp.shape(value) != ():
+            raise ConfigError(
+                f"{name} of a wrapped model",
+                f"it has the shape {list(jnp.shape(value))}, and a gradient is that of one number",
+                f"its mean over the examples: {name}.mean()",
+            )
+    reserved = sorted(set(metrics) & {"loss", "gradient norm", "learning rate"})
+    if reserved:
+        raise ConfigError(f"a metric called {reserved[0]!r}", "the step reports one of that name", "another name")
+    return loss, metrics
+
+
+class LinenModule:
+    """A module of Flax Linen: the loss gets it bound to its variables, and calls it as a function."""
+
+    framework, drawn = "Flax Linen", True
+
+    def __init__(self, module: Any, losses: tuple[Callable[..., Any], Callable[..., Any]], example: Any):
+        self._module, self._losses, self._example = module, losses, example
+        self._paths: dict[str, tuple[str, ...]] = {}
+
+    def build(self, key: jax.Array) -> tuple[Arrays, Arrays, Annotations]:
+        """Draws the variables by the module's first call in the loss."""
+        from flax.core import meta
+
+        bound = BoundLinen(self._module, None, key, True)
+        batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._example)
+        _call_loss(self._losses[0], (bound, batch), key)
+        if bound.variables is None:
+            raise ConfigError(
+                f"wrapping {type(self._module).__name__}", "the loss does not call the module", "model(batch[...])"
+            )
+        flat = jax.tree_util.tree_flatten_with_path(
+            bound.variables, is_leaf=lambda x: isinstance(x, meta.AxisMetadata)
+        )[0]
+        params: Arrays = {}
+        variables: Arrays = {}
+        annotations: Annotations = {}
+        for path, leaf in flat:
+            array = meta.unbox(leaf)
+            name = _path(path)
+            self._paths[name] = tuple(part.key for part in path)
+            if name.startswith("params."):
+                params[name.removeprefix("params.")] = array
+                if getattr(leaf, "names", None) is not None:
+                    annotations[name.removeprefix("params.")] = tuple(leaf.names)
+            else:
+                variables[name] = array
+        return params, variables, annotations
+
+    def call(self, arrays: tuple[Arrays, Arrays], batch: Any, key: jax.Array, train: bool) -> Result:
+        """Computes the loss; collections besides `params` may change in training."""
+        params, variables = arrays
+        named = {**{f"params.{name}": x for name, x in params.items()}, **variables}
+        nested = _nest({self._paths[name]: x for name, x in named.items()})
+        bound = BoundLinen(self._module, nested, key, train)
+        loss, metrics = _read(_call_loss(self._losses[0 if train else 1], (bound, batch), key))
+        after = {_path(path): x for path, x in jax.tree_util.tree_flatten_with_path(bound.variables)[0]}
+        return Result(loss, metrics, {name: after[name] for name in variables})
+
+
+class BoundLinen:
+    """A Linen module with its variables, as a loss calls it: `model(x, train=model.training)`.
+
+    training: whether the call is one of training; else it is an evaluation.  variables: the collections, `params`
+    among them.  Every other keyword (`method`, arguments of the module) goes to the module.
+    """
+
+    def __init__(self, module: Any, variables: Any, key: jax.Array, training: bool):
+        self.module, self.variables, self.training = module, variables, training
+        self._key, self._calls = key, 0
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        # Linen takes `params` for every stream of random numbers that has no key of its own.
+        rngs = {"params": jax.random.fold_in(self._key, self._calls)}
+        self._calls += 1
+        if self.variables is None:
+            output, variables = self.module.init_with_output(rngs, *args, **keywords)
+            self.variables = variables
+            return output
+        mutable = [name for name in self.variables if name != "params"] if self.training else []
+        if not mutable:
+            return self.module.apply(self.variables, *args, rngs=rngs, **keywords)
+        output, changed = self.module.apply(self.variables, *args, rngs=rngs, mutable=mutable, **keywords)
+        self.variables = {**self.variables, **changed}
+        return output
+
+
+def _nest(flat: dict[tuple[str, ...], Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for (*folders, last), x in flat.items():
+        place = nested
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[last] = x
+    return nested
+
+
+class TreeModel:
+    """A model that is a tree of arrays: a module of NNX or Equinox, an Equinox module with its state, or a pytree."""
+
+    def __init__(
+        self,
+        model: Any,
+        factory: Callable[[jax.Array], Any] | None,
+        losses: tuple[Callable[..., Any], Callable[..., Any]],
+    ):
+        self._model, self._factory, self._losses = model, factory, losses
+        self.drawn = factory is not None
+        self.framework = ""
+        self._parts: Any = None
+        """What is not an array: how to build the model from its arrays."""
+
+    def build(self, key: jax.Array) -> tuple[Arrays, Arrays, Annotations]:
+        """Calls the function that makes the model, or takes the arrays of the given one."""
+        model = self._model if self._factory is None else _made(self._factory, key)
+        self._parts = _parts_of(model)
+        self.framework = self._parts.framework
+        return self._parts.split(model)
+
+    def call(self, arrays: tuple[Arrays, Arrays], batch: Any, key: jax.Array, train: bool) -> Result:
+        """Computes the loss with a model that is made of the arrays."""
+        given = self._parts.merge(*arrays, key, train)
+        result = _call_loss(self._losses[0 if train else 1], (*given, batch), key)
+        after = given
+        if len(given) == 2:  # Equinox: the loss returns (loss, state) or (loss, metrics, state)
+            if not isinstance(result, tuple) or len(result) not in (2, 3):
+                raise ConfigError(
+                    "the loss of an Equinox module with state",
+                    f"it returned {type(result).__name__}",
+                    "return (loss, state) or (loss, metrics, state)",
+                )
+            *result, state = result
+            after, result = (given[0], state), tuple(result) if len(result) == 2 else result[0]
+        loss, metrics = _read(result)
+        return Result(loss, metrics, self._parts.variables(after, arrays[1]))
+
+
+def _made(factory: Callable[[jax.Array], Any], key: jax.Array) -> Any:
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return factory(key)
+    # Annotated variables would be put on a mesh as they are created; this package places them.
+    with nnx.use_eager_sharding(False):
+        return factory(key)
+
+
+def _parts_of(model: Any) -> Any:
+    nnx, equinox = sys.modules.get("flax.nnx"), sys.modules.get("equinox")
+    if nnx is not None and isinstance(model, nnx.Module):
+        return NnxParts()
+    with_state = isinstance(model, tuple) and len(model) == 2 and equinox and isinstance(model[1], equinox.nn.State)
+    if equinox is not None and (with_state or isinstance(model, equinox.Module)):
+        return TreeParts("Equinox", bool(with_state))
+    others = [leaf for leaf in jax.tree.leaves(model) if not _is_array(leaf)]
+    if others or not jax.tree.leaves(model):
+        what = others[0] if others else model
+        raise ConfigError(
+            f"wrapping a {type(model).__module__}.{type(model).__name__}",
+            f"it is no module of Flax or Equinox, and no pytree of arrays: it has a {type(what).__name__}",
+            "a module of Flax NNX, Flax Linen or Equinox, a pytree of arrays, or a function of a key that makes one",
+        )
+    return TreeParts("pytree", False)
+
+
+class TreeParts:
+    """Arrays of a pytree or an Equinox module: floating-point ones are parameters, all others variables."""
+
+    def __init__(self, framework: str, with_state: bool):
+        self.framework, self._with_state = framework, with_state
+        self._leaves: list[tuple[str, Any]] = []
+        self._treedef: Any = None
+
+    def split(self, model: Any) -> tuple[Arrays, Arrays, Annotations]:
+        """Returns parameters and variables; keeps everything else."""
+        leaves, self._treedef = jax.tree_util.tree_flatten_with_path(model)
+        params: Arrays = {}
+        variables: Arrays = {}
+        self._leaves = []
+        for path, leaf in leaves:
+            name = self._name(path)
+            if not _is_array(leaf):
+                self._leaves.append(("", leaf))
+                continue
+            trained = jnp.issubdtype(leaf.dtype, jnp.floating) and not (self._with_state and path[0].idx == 1)
+            self._leaves.append((name, str(jax.random.key_impl(leaf)) if _is_key(leaf) else None))
+            (params if trained else variables)[name] = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+        return params, variables, {}
+
+    def _name(self, path: Any) -> str:
+        if self._with_state:
+            return ("state." if path[0].idx else "") + _path(path[1:])
+        return _path(path)
+
+    def merge(self, params: Arrays, variables: Arrays, key: jax.Array, train: bool) -> tuple[Any, ...]:
+        """Returns the model, and its state where it has one."""
+        arrays = {**params, **variables}
+
+        def leaf(name: str, kept: Any) -> Any:
+            if not name:
+                return kept
+            return arrays[name] if kept is None else jax.random.wrap_key_data(arrays[name], impl=kept)
+
+        model = jax.tree.unflatten(self._treedef, [leaf(name, kept) for name, kept in self._leaves])
+        if self.framework == "Equinox" and not train:
+            import equinox
+
+            model = equinox.nn.inference_mode(model)
+        return model if self._with_state else (model,)
+
+    def variables(self, model: tuple[Any, ...], before: Arrays) -> Arrays:
+        """Returns the variables after the loss: those of an Equinox state change, and no others."""
+        if not self._with_state:
+            return before
+        after = {"state." + _path(path): x for path, x in jax.tree_util.tree_flatten_with_path(model[1])[0]}
+        return {name: after.get(name, x) for name, x in before.items()}
+
+
+class NnxParts:
+    """Arrays of an NNX module: `nnx.Param` are parameters; keys are given anew each step; the others are variables."""
+
+    framework = "Flax NNX"
+
+    def __init__(self) -> None:
+        self._graphdef: Any = None
+        self._trees: tuple[Any, ...] = ()
+        self._names: tuple[list[str], ...] = ()
+        self._rngs: list[Any] = []
+
+    def split(self, model: Any) -> tuple[Arrays, Arrays, Annotations]:
+        """Returns parameters, variables, and the parameters' own annotations."""
+        from flax import nnx
+
+        self._graphdef, *states = nnx.split(model, nnx.Param, nnx.RngState, ...)
+        flat = [jax.tree_util.tree_flatten_with_path(state) for state in states]
+        self._trees = tuple(treedef for _, treedef in flat)
+        self._names = tuple([_path(path) for path, _ in leaves] for leaves, _ in flat)
+        # Of keys and counts only kind and shape are kept: values may be those of a trace that has ended.
+        self._rngs = [(jnp.shape(leaf), None if _is_key(leaf) else leaf.dtype) for _, leaf in flat[1][0]]
+        annotations = {}
+        for path, variable in nnx.to_flat_state(states[0]):
+            metadata = variable.get_metadata()
+            names = metadata.get("out_sharding") or metadata.get("sharding_names") or metadata.get("sharding")
+            if names is not None:
+                annotations[".".join(map(str, path))] = tuple(names)
+        params, variables = ({_path(path): leaf for path, leaf in leaves} for leaves, _ in (flat[0], flat[2]))
+        return params, variables, annotations
+
+    def merge(self, params: Arrays, variables: Arrays, key: jax.Array, train: bool) -> tuple[Any]:
+        """Returns the module with keys of this step, in training or evaluation mode."""
+        from flax import nnx
+
+        rngs = [
+            _key_for(jax.random.fold_in(key, zlib.crc32(name.encode())), shape)
+            if dtype is None
+            else jnp.zeros(shape, dtype)
+            for name, (shape, dtype) in zip(self._names[1], self._rngs, strict=True)
+        ]
+        leaves = ([params[name] for name in self._names[0]], rngs, [variables[name] for name in self._names[2]])
+        states = [jax.tree.unflatten(tree, own) for tree, own in zip(self._trees, leaves, strict=True)]
+        module = nnx.merge(self._graphdef, *states)
+        module.train() if train else module.eval()
+        return (module,)
+
+    def variables(self, model: tuple[Any, ...], before: Arrays) -> Arrays:
+        """Returns the variables after the loss."""
+        from flax import nnx
+
+        states: Any = nnx.split(model[0], nnx.Param, nnx.RngState, ...)
+        after = {_path(path): x for path, x in jax.tree_util.tree_flatten_with_path(states[-1])[0]}
+        return {name: after[name] for name in before}
+
+
+def _key_for(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    if not shape:
+        return key
+    # Modules that are made by `nnx.vmap` have a key for each of them.
+    flat = jnp.stack([jax.random.fold_in(key, i) for i in range(math.prod(shape))])
+    return flat.reshape(shape)
