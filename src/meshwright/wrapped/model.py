@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +16,8 @@ from meshwright.plugins import load, name_of
 from meshwright.runs.changes import change_fields
 from meshwright.wrapped.batches import Source, find_source
 from meshwright.wrapped.keys import Draws, step_key
-from meshwright.wrapped.modules import Adapter, Annotations, Arrays, Result, find_adapter
+from meshwright.wrapped.losses import Annotations, Arrays, Result
+from meshwright.wrapped.modules import Adapter, find_adapter
 
 Rules = Mapping[str, Any]
 """Regular expression of paths -> a PartitionSpec, or axis names of the dimensions."""
@@ -93,6 +95,16 @@ class Wrapped(Model):
         """
         training = Training(batch=self.parts.source.batch_size, compute_dtype="float32")
         return change_fields(Run(model=self, training=training), mesh, changes)
+
+    def restore(self, out: str | Path, *, at: int | None = None) -> Any:
+        """Returns the trained model of an output folder on the first device, in evaluation mode.
+
+        A module of NNX or Equinox, an Equinox module with its state, a pytree; of a Linen module its variables.
+        at: step of the checkpoint; None takes the last. Raises CheckpointError.
+        """
+        from meshwright.wrapped.prepared import restore_model
+
+        return restore_model(self, Path(out), at)
 
     def params(self) -> Any:
         """Returns the descriptions of all parameters, by path."""

@@ -1,33 +1,20 @@
-"""Modules of Flax NNX, Flax Linen and Equinox, and plain pytrees, as named arrays and a loss of them."""
+"""Modules of Flax NNX and Equinox, and plain pytrees, as named arrays and a loss of them; which module is which."""
 
-import dataclasses
+import contextlib
 import functools
 import inspect
 import math
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from meshwright.errors import ConfigError
-
-Arrays = dict[str, Any]
-"""Arrays by dotted path, such as `Dense_0.kernel`."""
-Annotations = dict[str, tuple[Any, ...]]
-"""Axis name, several, or None of each dimension of a parameter, by path: as the module states them."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """Return value of a loss."""
-
-    loss: Any
-    metrics: dict[str, Any]
-    """Scalars by name; `weight` is the number of examples or tokens that the loss is a mean over."""
-    variables: Arrays
+from meshwright.wrapped.linen import LinenModule
+from meshwright.wrapped.losses import Annotations, Arrays, Result, call_loss, path_name, read_result
 
 
 class Adapter(Protocol):
@@ -42,6 +29,9 @@ class Adapter(Protocol):
 
     def call(self, arrays: tuple[Arrays, Arrays], batch: Any, key: jax.Array, train: bool) -> Result:
         """Computes the loss of a batch with parameters and variables."""
+
+    def made_of(self, params: Arrays, variables: Arrays) -> Any:
+        """Returns the model with these arrays, for evaluation."""
 
 
 def find_adapter(model: Any, loss: Callable[..., Any], evaluate: Callable[..., Any] | None, example: Any) -> Adapter:
@@ -58,143 +48,12 @@ def find_adapter(model: Any, loss: Callable[..., Any], evaluate: Callable[..., A
     return TreeModel(model, None, losses)
 
 
-def _path(path: Any) -> str:
-    name = jax.tree_util.keystr(path, simple=True, separator=".")
-    return name.removesuffix(".value") or "array"
-
-
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or type(leaf).__module__ == "numpy"
 
 
 def _is_key(leaf: Any) -> bool:
     return _is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _arguments(loss: Callable[..., Any]) -> int:
-    """Number of positional arguments of a loss without defaults."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(loss).parameters.values()
-    return sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
-
-
-def _call_loss(loss: Callable[..., Any], given: tuple[Any, ...], key: jax.Array) -> Any:
-    """Calls `loss(model, [state,] batch[, key])`."""
-    count = _arguments(loss)
-    if count not in (len(given), len(given) + 1):
-        names = "model, state, batch" if len(given) == 3 else "model, batch"
-        raise ConfigError(
-            f"loss {getattr(loss, '__name__', loss)}",
-            f"it takes {count} arguments",
-            f"loss({names}), or loss({names}, key) for one that draws random numbers",
-        )
-    return loss(*given, *([key] if count > len(given) else []))
-
-
-def _read(result: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns loss and metrics of what a loss returned. Raises ConfigError for anything else."""
-    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    if not isinstance(metrics, dict):
-        raise ConfigError(
-            "the loss's second result", f"it is a {type(metrics).__name__}", "a dictionary of scalars: metrics by name"
-        )
-    for name, value in {"loss": loss, **metrics}.items():
-        if jnp.shape(value) != ():
-            raise ConfigError(
-                f"{name} of a wrapped model",
-                f"it has the shape {list(jnp.shape(value))}, and a gradient is that of one number",
-                f"its mean over the examples: {name}.mean()",
-            )
-    reserved = sorted(set(metrics) & {"loss", "gradient norm", "learning rate"})
-    if reserved:
-        raise ConfigError(f"a metric called {reserved[0]!r}", "the step reports one of that name", "another name")
-    return loss, metrics
-
-
-class LinenModule:
-    """A module of Flax Linen: the loss gets it bound to its variables, and calls it as a function."""
-
-    framework, drawn = "Flax Linen", True
-
-    def __init__(self, module: Any, losses: tuple[Callable[..., Any], Callable[..., Any]], example: Any):
-        self._module, self._losses, self._example = module, losses, example
-        self._paths: dict[str, tuple[str, ...]] = {}
-
-    def build(self, key: jax.Array) -> tuple[Arrays, Arrays, Annotations]:
-        """Draws the variables by the module's first call in the loss."""
-        from flax.core import meta
-
-        bound = BoundLinen(self._module, None, key, True)
-        batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._example)
-        _call_loss(self._losses[0], (bound, batch), key)
-        if bound.variables is None:
-            raise ConfigError(
-                f"wrapping {type(self._module).__name__}", "the loss does not call the module", "model(batch[...])"
-            )
-        flat = jax.tree_util.tree_flatten_with_path(
-            bound.variables, is_leaf=lambda x: isinstance(x, meta.AxisMetadata)
-        )[0]
-        params: Arrays = {}
-        variables: Arrays = {}
-        annotations: Annotations = {}
-        for path, leaf in flat:
-            array = meta.unbox(leaf)
-            name = _path(path)
-            self._paths[name] = tuple(part.key for part in path)
-            if name.startswith("params."):
-                params[name.removeprefix("params.")] = array
-                if getattr(leaf, "names", None) is not None:
-                    annotations[name.removeprefix("params.")] = tuple(leaf.names)
-            else:
-                variables[name] = array
-        return params, variables, annotations
-
-    def call(self, arrays: tuple[Arrays, Arrays], batch: Any, key: jax.Array, train: bool) -> Result:
-        """Computes the loss; collections besides `params` may change in training."""
-        params, variables = arrays
-        named = {**{f"params.{name}": x for name, x in params.items()}, **variables}
-        nested = _nest({self._paths[name]: x for name, x in named.items()})
-        bound = BoundLinen(self._module, nested, key, train)
-        loss, metrics = _read(_call_loss(self._losses[0 if train else 1], (bound, batch), key))
-        after = {_path(path): x for path, x in jax.tree_util.tree_flatten_with_path(bound.variables)[0]}
-        return Result(loss, metrics, {name: after[name] for name in variables})
-
-
-class BoundLinen:
-    """A Linen module with its variables, as a loss calls it: `model(x, train=model.training)`.
-
-    training: whether the call is one of training; else it is an evaluation.  variables: the collections, `params`
-    among them.  Every other keyword (`method`, arguments of the module) goes to the module.
-    """
-
-    def __init__(self, module: Any, variables: Any, key: jax.Array, training: bool):
-        self.module, self.variables, self.training = module, variables, training
-        self._key, self._calls = key, 0
-
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
-        # Linen takes `params` for every stream of random numbers that has no key of its own.
-        rngs = {"params": jax.random.fold_in(self._key, self._calls)}
-        self._calls += 1
-        if self.variables is None:
-            output, variables = self.module.init_with_output(rngs, *args, **keywords)
-            self.variables = variables
-            return output
-        mutable = [name for name in self.variables if name != "params"] if self.training else []
-        if not mutable:
-            return self.module.apply(self.variables, *args, rngs=rngs, **keywords)
-        output, changed = self.module.apply(self.variables, *args, rngs=rngs, mutable=mutable, **keywords)
-        self.variables = {**self.variables, **changed}
-        return output
-
-
-def _nest(flat: dict[tuple[str, ...], Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for (*folders, last), x in flat.items():
-        place = nested
-        for folder in folders:
-            place = place.setdefault(folder, {})
-        place[last] = x
-    return nested
 
 
 class TreeModel:
@@ -222,7 +81,8 @@ class TreeModel:
     def call(self, arrays: tuple[Arrays, Arrays], batch: Any, key: jax.Array, train: bool) -> Result:
         """Computes the loss with a model that is made of the arrays."""
         given = self._parts.merge(*arrays, key, train)
-        result = _call_loss(self._losses[0 if train else 1], (*given, batch), key)
+        with _constants_in_state() if len(given) == 2 else contextlib.nullcontext():
+            result = call_loss(self._losses[0 if train else 1], (*given, batch), key)
         after = given
         if len(given) == 2:  # Equinox: the loss returns (loss, state) or (loss, metrics, state)
             if not isinstance(result, tuple) or len(result) not in (2, 3):
@@ -233,8 +93,37 @@ class TreeModel:
                 )
             *result, state = result
             after, result = (given[0], state), tuple(result) if len(result) == 2 else result[0]
-        loss, metrics = _read(result)
+        loss, metrics = read_result(result)
         return Result(loss, metrics, self._parts.variables(after, arrays[1]))
+
+    def made_of(self, params: Arrays, variables: Arrays) -> Any:
+        """Returns the model, or an Equinox module and its state."""
+        made = self._parts.merge(params, variables, jax.random.key(0), False)
+        return made if len(made) > 1 else made[0]
+
+
+@contextlib.contextmanager
+def _constants_in_state() -> Iterator[None]:
+    """Lets modules put constants into an Equinox state while a loss is traced, as `eqx.nn.BatchNorm` does.
+
+    `State.set` compares old and new value, sharding included. Inside a `shard_map` a traced value has the mesh's, and a
+    constant has none.
+    """
+    import equinox
+
+    states: Any = equinox.nn.State
+    original = states.set
+
+    def set_traced(self: Any, item: Any, value: Any) -> Any:
+        old = self.get(item)
+        value = jax.tree.map(lambda new, old: jnp.where(jnp.ones_like(old, bool), new, old), value, old)
+        return original(self, item, value)
+
+    states.set = set_traced
+    try:
+        yield
+    finally:
+        states.set = original
 
 
 def _made(factory: Callable[[jax.Array], Any], key: jax.Array) -> Any:
@@ -290,8 +179,8 @@ class TreeParts:
 
     def _name(self, path: Any) -> str:
         if self._with_state:
-            return ("state." if path[0].idx else "") + _path(path[1:])
-        return _path(path)
+            return ("state." if path[0].idx else "") + path_name(path[1:])
+        return path_name(path)
 
     def merge(self, params: Arrays, variables: Arrays, key: jax.Array, train: bool) -> tuple[Any, ...]:
         """Returns the model, and its state where it has one."""
@@ -313,7 +202,7 @@ class TreeParts:
         """Returns the variables after the loss: those of an Equinox state change, and no others."""
         if not self._with_state:
             return before
-        after = {"state." + _path(path): x for path, x in jax.tree_util.tree_flatten_with_path(model[1])[0]}
+        after = {"state." + path_name(path): x for path, x in jax.tree_util.tree_flatten_with_path(model[1])[0]}
         return {name: after.get(name, x) for name, x in before.items()}
 
 
@@ -335,7 +224,7 @@ class NnxParts:
         self._graphdef, *states = nnx.split(model, nnx.Param, nnx.RngState, ...)
         flat = [jax.tree_util.tree_flatten_with_path(state) for state in states]
         self._trees = tuple(treedef for _, treedef in flat)
-        self._names = tuple([_path(path) for path, _ in leaves] for leaves, _ in flat)
+        self._names = tuple([path_name(path) for path, _ in leaves] for leaves, _ in flat)
         # Of keys and counts only kind and shape are kept: values may be those of a trace that has ended.
         self._rngs = [(jnp.shape(leaf), None if _is_key(leaf) else leaf.dtype) for _, leaf in flat[1][0]]
         annotations = {}
@@ -344,7 +233,7 @@ class NnxParts:
             names = metadata.get("out_sharding") or metadata.get("sharding_names") or metadata.get("sharding")
             if names is not None:
                 annotations[".".join(map(str, path))] = tuple(names)
-        params, variables = ({_path(path): leaf for path, leaf in leaves} for leaves, _ in (flat[0], flat[2]))
+        params, variables = ({path_name(path): leaf for path, leaf in leaves} for leaves, _ in (flat[0], flat[2]))
         return params, variables, annotations
 
     def merge(self, params: Arrays, variables: Arrays, key: jax.Array, train: bool) -> tuple[Any]:
@@ -368,7 +257,7 @@ class NnxParts:
         from flax import nnx
 
         states: Any = nnx.split(model[0], nnx.Param, nnx.RngState, ...)
-        after = {_path(path): x for path, x in jax.tree_util.tree_flatten_with_path(states[-1])[0]}
+        after = {path_name(path): x for path, x in jax.tree_util.tree_flatten_with_path(states[-1])[0]}
         return {name: after[name] for name in before}
 
 

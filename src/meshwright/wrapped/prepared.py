@@ -12,6 +12,7 @@ from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import build_mesh, enable_compilation_cache
 from meshwright.report import Reporter
+from meshwright.runs.run_file import run_in_folder
 from meshwright.step.state import State
 from meshwright.step.train_step import CompiledTrainStep
 from meshwright.trainer.meter import Meter
@@ -105,3 +106,13 @@ def evaluate_wrapped(out: Path, run: Run, *, cache: Path, at: int | None = None)
         state, manifest = checkpoints.restore(prepared.device_run, at)
     metrics = evaluate(state.params, state.variables)
     return WrappedEvaluation(manifest.step, metrics["loss"], metrics)
+
+
+def restore_model(model: Wrapped, out: Path, at: int | None) -> Any:
+    """Returns the model of a checkpoint on the first device, its parameters in the module's own types."""
+    run = dataclasses.replace(run_in_folder(out), model=model, mesh=MeshShape())
+    wrapped_run = put_on_devices(run, build_mesh(MeshShape(), jax.devices()[:1]))
+    with Checkpoints(out / "checkpoints", max_to_keep=10**6) as checkpoints:
+        state, _ = checkpoints.restore(wrapped_run, at)
+    params = {name: x.astype(wrapped_run.parts.params[name].dtype) for name, x in state.params.items()}
+    return wrapped_run.parts.adapter.made_of(params, state.variables[0] if state.variables else {})

@@ -24,7 +24,7 @@ from meshwright.step.gradients import clip
 from meshwright.step.train_step import matmuls_of
 from meshwright.words import AXES
 from meshwright.wrapped.keys import Draws, step_key
-from meshwright.wrapped.modules import Arrays
+from meshwright.wrapped.losses import Arrays
 from meshwright.wrapped.placing import WrappedRun
 
 _GATHERED = "gathered parameter"
