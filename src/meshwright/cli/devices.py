@@ -23,7 +23,16 @@ def start_devices(devices: int | None, run: Run, processes: int = 1) -> None:
             f"{total} devices over {processes} processes", "each process has the same number, at least one",
             f"--devices {max(1, total // processes) * processes}",
         )  # fmt: skip
-    mesh.prepare_host(total // processes)
+    try:
+        mesh.prepare_host(total // processes)
+    except RuntimeError as error:
+        if jax.default_backend() != "cpu" or jax.device_count() >= total // processes:
+            return
+        raise ConfigError(
+            f"{total // processes} simulated devices",
+            "the recipe computed with JAX while it was imported, and devices can be simulated before that alone",
+            "create models and arrays in functions: mw.wrap(lambda key: Model(key), ...)",
+        ) from error
 
 
 def initialize_distributed(coordinator: str, processes: int, process: int) -> None:

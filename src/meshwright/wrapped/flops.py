@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from meshwright.wrapped.keys import nested_jaxprs, step_key
+from meshwright.wrapped.keys import KEY_WORDS, key_of, nested_jaxprs
 from meshwright.wrapped.model import WrappedParts, on_one_device
 
 
@@ -17,10 +17,10 @@ def training_flops(parts: WrappedParts) -> float:
 def forward_jaxpr(parts: WrappedParts) -> Any:
     """Returns the closed jaxpr of the loss on the whole batch, on one device."""
 
-    def loss(params: Any, variables: Any, batch: Any) -> Any:
-        return parts.loss((params, variables), batch, step_key(0, 0, 0, 1, parts.draws), True).loss
+    def loss(params: Any, variables: Any, batch: Any, words: Any) -> Any:
+        return parts.loss((params, variables), batch, key_of(words, 1, parts.draws), True).loss
 
-    return jax.make_jaxpr(on_one_device(loss))(parts.params, parts.variables, parts.source.example)
+    return jax.make_jaxpr(on_one_device(loss))(parts.params, parts.variables, parts.source.example, KEY_WORDS)
 
 
 def jaxpr_flops(jaxpr: Any) -> float:

@@ -132,5 +132,13 @@ def nested_jaxprs(equation: Any) -> list[Any]:
 
 def step_key(seed: int, step: Any, part: Any, parts: int, draws: Draws) -> jax.Array:
     """Returns the key of one part of the batch at a step. part: index of the part, outermost axis first."""
-    words = jnp.stack([jnp.asarray(word).astype(jnp.uint32) for word in (step, seed, part)])
+    return key_of(jnp.stack([jnp.asarray(word).astype(jnp.uint32) for word in (step, seed, part)]), parts, draws)
+
+
+def key_of(words: Any, parts: int, draws: Draws) -> jax.Array:
+    """Returns the key of one of `parts` parts of a batch. words: its data."""
     return jax.random.wrap_key_data(words, impl=_implementation(parts, draws))
+
+
+KEY_WORDS = jax.ShapeDtypeStruct((_WORDS,), jnp.uint32)
+"""Abstract data of a key, for traces that touch no device."""

@@ -4,18 +4,19 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from meshwright.config import MeshShape, Model, Run, Training
 from meshwright.errors import ConfigError, MeshwrightError, describe_failure
 from meshwright.plugins import load, name_of
 from meshwright.runs.changes import change_fields
+from meshwright.words import AXES
 from meshwright.wrapped.batches import Source, find_source
-from meshwright.wrapped.keys import Draws, step_key
+from meshwright.wrapped.keys import KEY_WORDS, Draws, key_of
 from meshwright.wrapped.losses import Annotations, Arrays, Result
 from meshwright.wrapped.modules import Adapter, find_adapter
 
@@ -60,6 +61,8 @@ class Wrapped(Model):
         3
     """
 
+    vocab: int | None = 0
+    """No vocabulary: batches are arrays."""
     name: str = ""
     """`FILE.py:attribute` of the object, by which another process finds it; empty where it has no such name."""
 
@@ -94,7 +97,7 @@ class Wrapped(Model):
         optimizer, by name. Raises ConfigError for an unknown field.
         """
         training = Training(batch=self.parts.source.batch_size, compute_dtype="float32")
-        return change_fields(Run(model=self, training=training), mesh, changes)
+        return change_fields(Run(model=self.named(), training=training), mesh, changes)
 
     def restore(self, out: str | Path, *, at: int | None = None) -> Any:
         """Returns the trained model of an output folder on the first device, in evaluation mode.
@@ -105,6 +108,18 @@ class Wrapped(Model):
         from meshwright.wrapped.prepared import restore_model
 
         return restore_model(self, Path(out), at)
+
+    def spec(self) -> NoReturn:
+        """Raises ConfigError: what is asked for needs to know the layers of a model."""
+        raise ConfigError(
+            "the layers of a wrapped model",
+            "they are known to the module alone; show, rehearse, generate and convert are for model families",
+            "train, evaluate, plan, prove or parity; or a family of your own (docs: Adding things)",
+        )
+
+    def shrunk(self, shape: MeshShape, layers: int) -> NoReturn:
+        """Raises ConfigError, like `spec`."""
+        self.spec()
 
     def params(self) -> Any:
         """Returns the descriptions of all parameters, by path."""
@@ -186,7 +201,7 @@ def _describe(adapter: Adapter, source: Source, held_out: Source | None) -> Wrap
         return params, variables
 
     try:
-        params, variables = jax.eval_shape(build, jax.random.key(0))
+        params, variables = jax.eval_shape(build, jax.eval_shape(jax.random.key, 0))
         draws, eval_draws = Draws(), Draws()
         parts = WrappedParts(
             adapter, source, held_out, {}, {}, draws, eval_draws, params, variables, annotations
@@ -208,13 +223,13 @@ def _describe(adapter: Adapter, source: Source, held_out: Source | None) -> Wrap
 def _trace(parts: WrappedParts, batch: Any, train: bool) -> None:
     draws = parts.draws if train else parts.eval_draws
 
-    def loss(params: Arrays, variables: Arrays, batch: Any) -> Any:
-        result = parts.loss((params, variables), batch, step_key(0, 0, 0, 1, draws), train)
+    def loss(params: Arrays, variables: Arrays, batch: Any, words: Any) -> Any:
+        result = parts.loss((params, variables), batch, key_of(words, 1, draws), train)
         return result.loss, result.metrics, result.variables
 
     # Inside a shard_map of one device, where a module may average over the axes of the mesh.
     traced = jax.make_jaxpr(on_one_device(loss), return_shape=True)
-    jaxpr, (value, _, variables) = traced(parts.params, parts.variables, batch)
+    jaxpr, (value, _, variables) = traced(parts.params, parts.variables, batch, KEY_WORDS)
     draws.read(jaxpr.jaxpr)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise ConfigError(
@@ -231,9 +246,7 @@ def _trace(parts: WrappedParts, batch: Any, train: bool) -> None:
 
 
 def on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function inside a `shard_map` over a mesh of one device that has all axes."""
-    from meshwright.hardware.mesh import build_mesh
-
-    mesh = build_mesh(MeshShape(), jax.devices()[:1])
+    """Returns the function inside a `shard_map` over an abstract mesh of one device that has all axes."""
+    mesh = AbstractMesh((1,) * len(AXES), tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
     spec = PartitionSpec()
     return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)

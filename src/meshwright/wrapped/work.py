@@ -11,7 +11,7 @@ from jax.extend import core
 from meshwright.planner.work import Matmul
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import BATCH_AXES
-from meshwright.wrapped.keys import step_key
+from meshwright.wrapped.keys import KEY_WORDS, key_of
 from meshwright.wrapped.model import WrappedParts, on_one_device
 
 Dims = tuple[int | None, ...]
@@ -39,15 +39,15 @@ def work_of_loss(parts: WrappedParts, placed: PlacedRun) -> LossWork:
     rows = placed.run.training.batch // (placed.shape.over(BATCH_AXES) * placed.run.training.microbatches)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), parts.source.example)
 
-    def loss(params: Any, variables: Any, batch: Any) -> Any:
-        return parts.loss((params, variables), batch, step_key(0, 0, 0, 1, parts.draws), True).loss
+    def loss(params: Any, variables: Any, batch: Any, words: Any) -> Any:
+        return parts.loss((params, variables), batch, key_of(words, 1, parts.draws), True).loss
 
-    def kept(params: Any, variables: Any, batch: Any) -> list[Any]:
-        backward = jax.vjp(lambda params: loss(params, variables, batch), params)[1]
+    def kept(params: Any, variables: Any, batch: Any, words: Any) -> list[Any]:
+        backward = jax.vjp(lambda params: loss(params, variables, batch, words), params)[1]
         own = {id(x) for x in jax.tree.leaves((params, batch))}
         return [x for x in jax.tree.leaves(backward) if id(x) not in own]
 
-    arguments = (parts.params, parts.variables, batch)
+    arguments = (parts.params, parts.variables, batch, KEY_WORDS)
     jaxpr = jax.make_jaxpr(on_one_device(loss))(*arguments).jaxpr
     origins: dict[Any, _Origin] = {
         variable: (name, tuple(range(parts.params[name].ndim)))
@@ -96,9 +96,9 @@ class _Reader:
                 if not isinstance(inner, core.Jaxpr):
                     continue
                 own = given[-len(inner.invars) :] if inner.invars else []
-                if name == "scan":
-                    first = params["num_consts"] + params["num_carry"]
-                    own = [g and (g[0], g[1][1:] if i >= first else g[1]) for i, g in enumerate(own)]
+                if name == "scan":  # whose body gets rows of what is scanned over
+                    ranks = [len(v.aval.shape) for v in inner.invars]
+                    own = [g and (g[0], g[1][len(g[1]) - rank :]) for g, rank in zip(own, ranks, strict=True)]
                 known = {v: g for v, g in zip(inner.invars, own, strict=False) if g is not None}
                 yield from self.matmuls(inner, known, times * (params["length"] if name == "scan" else 1))
 
