@@ -26,6 +26,7 @@ from meshwright.planner.search import Plan, SearchResult, price_mesh, search, wi
 from meshwright.report.console import open_console
 from meshwright.views.offer_tables import print_training
 from meshwright.views.plan_tables import print_alternatives, print_best_plan, print_comparison, print_plans
+from meshwright.wrapped.model import is_wrapped
 
 if TYPE_CHECKING:
     from meshwright.cli.tune import Outcome
@@ -94,6 +95,11 @@ def main(args: Sequence[str]) -> int:
 
 def run_plan(options: PlanOptions) -> int:
     """Searches, compiles where asked, writes, prints. Raises ConfigError where no mesh has the memory."""
+    if is_wrapped(options.run):
+        from meshwright.cli.wrapped import print_wrapped_plans  # a plan of a family's model loads no wrapped one
+
+        console = open_console(sys.stderr if options.json else sys.stdout)
+        return print_wrapped_plans(options.run, find_target(options.on), console, out=options.out, as_json=options.json)
     if options.decode:
         from meshwright.cli.decoding import plan_decode  # a plan of training prices no decoding
 
