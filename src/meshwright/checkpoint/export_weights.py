@@ -113,6 +113,7 @@ def _configuration(run: Run, source: Path) -> tuple[Architecture, dict[str, Any]
         return architecture, {**config, **longest}
     folder = read_model(str(kept.absolute()))
     config = json.loads((kept / "config.json").read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)  # weights go out as numbers
     if _same(folder.architecture, folder.model, run.model):
         return folder.architecture, config
     architecture, changed = architecture_of(run.model)

@@ -106,16 +106,25 @@ class LocalModel:
 
         params: the parameters of that virtual stage alone, by stack.
         """
-        first, aux = 0, {}
+        first, aux, spec = 0, {}, self.model.spec()
         functions: Mapping[str, Any] = self.model.layer_functions(ctx)
-        for stack, count in self.stacks.items():
-            rows = self.stages.rows(first, count)
-            period = functions[stack] if isinstance(functions[stack], tuple) else (functions[stack],)
-            if (rows == NO_LAYER).any():
+        rows = {stack: self.stages.rows(spec.layers_of(stack)) for stack in self.stacks}
+        periods: dict[str, tuple[Any, ...]] = {}
+        for stack, given in functions.items():
+            period = given if isinstance(given, tuple) else (given,)
+            if (rows[stack] == NO_LAYER).any():
                 from meshwright.models.padding_rows import drop_padding, skip_padding  # most stacks have none
 
                 period = tuple(map(drop_padding if self.permutes else skip_padding, period))
-            index_L, parts = _local_rows(rows, virtual_stage), list[Aux]()
+            periods[stack] = period
+        index = {stack: _local_rows(rows[stack], virtual_stage) for stack in self.stacks}
+        if spec.interleaved:
+            from meshwright.models.periods import scan_stacks_in_parts
+
+            chosen = self._policies(0, len(spec.layers))
+            return scan_stacks_in_parts(spec, periods, x_BTD, params, index, chosen, self.training.unroll)
+        for stack, count in self.stacks.items():
+            period, index_L, parts = periods[stack], index[stack], list[Aux]()
             for part, remat in self._policies(first, count):
                 chosen, index = (jax.tree.map(operator.itemgetter(part), tree) for tree in (params[stack], index_L))
                 if stack in self.ahead:
@@ -182,7 +191,8 @@ class LocalModel:
         x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
         chunk = chunk_tokens(x_TD.shape[0], table_VD.shape[0], self.training.logits_mib)
         with jax.named_scope("unembedding"):
-            return token_losses(x_TD, table_VD, batch.targets.reshape(-1), vocab_size(self.model), chunk)
+            vocab, softcap = vocab_size(self.model), self.model.spec().logit_softcap
+            return token_losses(x_TD, table_VD, batch.targets.reshape(-1), vocab, chunk, softcap)
 
     def weight(self, batch: Batch) -> jax.Array:
         """Returns what this device's sequences weigh in the mean loss: their tokens, or their preferences."""

@@ -90,7 +90,7 @@ def price_decode(
     work = _weights_work(placed, sequences, layout)
     plan = CachePlan(placed.spec, shape, batch, context, placed.run.training.compute_dtype)
     itemsize = jnp.dtype(placed.run.training.compute_dtype).itemsize
-    seen = [(a, min(a.window or context, context) / shape.context) for a in placed.spec.attention]
+    seen = [(a, a.reach(context) / shape.context) for a in placed.spec.attention]
     cache_read = sum(2 * a.kv_heads / shape.tensor * a.head_size * n for a, n in seen) * itemsize * sequences
     scores = sum(4 * a.heads / shape.tensor * a.head_size * n for a, n in seen) * sequences
     causal = sum(4 * a.heads / shape.tensor * a.head_size * a.causal_positions(context) for a in placed.spec.attention)

@@ -15,6 +15,7 @@ from meshwright.hardware.axis_mapping import AxisMapping, map_axes
 from meshwright.hardware.interconnect import Route, route
 from meshwright.hardware.targets import Target
 from meshwright.models.flops import training_flops_per_token
+from meshwright.planner.bounds import OPTIMIZER, TOKEN_BYTES, add_bounds, bounds_of_pass, largest_bound
 from meshwright.planner.layer_time import LayerTime, attention_kernel, matmul_seconds, platform_of, shape_efficiency
 from meshwright.planner.memory_model import (
     fragmentation_of,
@@ -64,8 +65,8 @@ class Estimate:
     """Memory of the device."""
     model_flops: float
     """Model FLOPs of a step per device."""
-    memory_bound: float
-    """Seconds of matmuls and attention, recomputed ones included, that HBM bounds rather than the matrix unit."""
+    bounds: Mapping[str, float]
+    """Seconds of computation, recomputed included, by what bounds it: a name of planner/bounds.py."""
     peak: float
     """Peak FLOP/s of the device."""
     tokens: int
@@ -95,16 +96,18 @@ class Estimate:
 
     @property
     def bound_by(self) -> str:
-        """Largest share of the step: compute, HBM, pipeline bubble, host transfers, or the links of an axis."""
-        matrix = self.parts["matmul"] + self.parts["attention"] + self.parts["recomputation"]
-        kinds = {
-            "compute": matrix - self.memory_bound,
-            "HBM": self.memory_bound + self.parts["elementwise"] + self.parts["optimizer"],
-            "bubble": self.parts["bubble"],
-            "host": self.parts["host"],
-        }
+        """Resource that takes most of the step (`bounds.largest_bound`)."""
+        return largest_bound(self.seconds_by_bound)
+
+    @property
+    def seconds_by_bound(self) -> dict[str, float]:
+        """Seconds of the step by what bounds them; they add up to `seconds`, but for the input, which runs beside."""
+        kinds = {**self.bounds, OPTIMIZER: self.parts["optimizer"], "bubble": self.parts["bubble"]}
+        kinds |= {"host": self.parts["host"]}
         kinds |= {f"{axes} over {self.routes[axes]}": n for axes, n in self.exposed.items()}
-        return max(kinds, key=lambda kind: kinds[kind])
+        # Tokens are read ahead: they count where reading them takes longer than the step.
+        waiting = self.tokens * TOKEN_BYTES / self.devices / self.target.chip.network_bandwidth
+        return {**kinds, "input": waiting} if waiting > self.seconds else kinds
 
 
 def estimate(placed: PlacedRun, target: Target, software: Software = MESHWRIGHT) -> Estimate:
@@ -147,7 +150,7 @@ def _mixed(others: Estimate, saving: Estimate, fraction: float) -> Estimate:
         exposed=mix(others.exposed, saving.exposed),
         busy=mix(others.busy, saving.busy),
         memory=memory,
-        memory_bound=(1 - fraction) * others.memory_bound + fraction * saving.memory_bound,
+        bounds=mix(others.bounds, saving.bounds),
     )
 
 
@@ -167,9 +170,11 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
     # Preferences: the reference is one more forward pass.
     forwards = 2.0 if run.finetune.objective == "preferences" else 1.0
     compute["forward"] = {part: forwards * seconds for part, seconds in compute["forward"].items()}
-    memory_bound = microbatches * sum(seconds.pop("memory_bound") for seconds in compute.values())
     for name, copied in _copied_bytes(placed, work, software).items():
         compute[name]["elementwise"] += copied / (chip.hbm_bandwidth * target.efficiency.hbm)
+    bounds = {name: bounds_of_pass(seconds) for name, seconds in compute.items()}
+    for seconds in compute.values():
+        del seconds["operands"], seconds["scores"]
     busy = {name: sum(compute[name].values()) for name in PASSES}
     unembedding = _unembedding_seconds(placed, work, target, software, sum(busy.values()))
     busy["stage"] = busy["forward"] if tasks is not None and not keeps_stages(placed) else 0.0
@@ -206,7 +211,7 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
         memory=memory_by_category(placed, work, in_flight, gathers_ahead(placed, target, mapping)),
         hbm_bytes=chip.hbm_bytes,
         model_flops=training_flops_per_token(run.model, training.seq, run.finetune.method) * tokens / shape.size,
-        memory_bound=memory_bound,
+        bounds=add_bounds(bounds, microbatches, unembedding, parts["recomputation"], stages_repeat=busy["stage"] > 0),
         peak=chip.flops_bf16,
         tokens=tokens,
         devices=shape.size,
@@ -301,11 +306,28 @@ def _route_movements(
     routes: dict[tuple[str, ...], Route] = {}
     timed = []
     for movement in traffic:
-        if movement.axes not in routes:
-            span = mapping.span(movement.axes)
-            if span is None:
-                continue
-            routes[movement.axes] = route(target.chip, target.topology, span, target.efficiency)
-        seconds = movement.count * routes[movement.axes].seconds(movement.kind, movement.payload)
-        timed.append((movement, seconds))
+        path = _route_of(movement.axes, mapping, target)
+        if path is not None:
+            routes[movement.axes] = path
+            timed.append((movement, movement.count * path.seconds(movement.kind, movement.payload)))
     return timed, {"+".join(axes): r.medium for axes, r in routes.items()}
+
+
+_ROUTES: dict[tuple[int, tuple[str, ...]], tuple[AxisMapping, Route | None]] = {}
+_MAX_ROUTES = 65536
+
+
+def _route_of(axes: tuple[str, ...], mapping: AxisMapping, target: Target) -> Route | None:
+    """Returns the path over some axes, None where all have degree 1.
+
+    A search prices each mesh with many remat policies: the mapping, which `map_axes` makes once for a mesh and a
+    target, is the key. It is kept, so that no other object can have its id.
+    """
+    key = (id(mapping), axes)
+    if key not in _ROUTES:
+        if len(_ROUTES) >= _MAX_ROUTES:
+            _ROUTES.clear()
+        span = mapping.span(axes)
+        path = None if span is None else route(target.chip, target.topology, span, target.efficiency)
+        _ROUTES[key] = (mapping, path)
+    return _ROUTES[key][1]

@@ -167,11 +167,11 @@ def _place_params(
         stages = assign_periods(layer_flops(model, seq), spec.period, shape.stage, chunks, pipeline.placement)
     else:
         stages = assign_layers(layer_flops(model, seq), shape.stage, chunks, pipeline.placement)
-    orders, first = {}, 0
-    for stack, count in spec.stacks.items():
-        rows = stages.rows(first, count).flat
-        orders[stack] = tuple(int(row) - first if row != NO_LAYER else NO_LAYER for row in rows)
-        first += count
+    orders = {}
+    for stack in spec.stacks:
+        layers = spec.layers_of(stack)
+        place = {layer: row for row, layer in enumerate(layers)} | {NO_LAYER: NO_LAYER}
+        orders[stack] = tuple(place[int(layer)] for layer in stages.rows(layers).flat)
     described = model.params()
     if tuning is not None:
         from meshwright.models.tuned_params import tuned_params  # loaded for runs with frozen parameters
@@ -190,12 +190,8 @@ def _spec(model: Model) -> ModelSpec:
 
 def _uneven(stages: StageAssignment, model: Model) -> bool:
     """Whether some stage has padding rows in some stack."""
-    first = 0
-    for count in model.spec().stacks.values():
-        if NO_LAYER in stages.rows(first, count):
-            return True
-        first += count
-    return False
+    spec = model.spec()
+    return any(NO_LAYER in stages.rows(spec.layers_of(stack)) for stack in spec.stacks)
 
 
 def _check_batch(run: Run, shape: MeshShape) -> None:
