@@ -40,7 +40,7 @@ class ChatTemplate:
 
     @property
     def marks_answers(self) -> bool:
-        """Whether the template says which of its text is answers: `{% generation %}`."""
+        """Whether the template marks which of its text is answers: `{% generation %}`."""
         return re.search(r"{%-?\s*generation\s*-?%}", self.source) is not None
 
     def render_marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:

@@ -26,7 +26,9 @@ class Samples(Protocol):
     """Samples of one source by index, each the fields of a `Batch` [T]."""
 
     @property
-    def seq(self) -> int: ...
+    def seq(self) -> int:
+        """Tokens of a sample."""
+        ...
 
     def __len__(self) -> int: ...
 

@@ -167,9 +167,6 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
         tasks = build_counts(training.pipeline_schedule, shape.stage, microbatches, placed.virtual_stages)
     layers = LayerTime(placed, work, again, target, software, attention_kernel(placed, chip, software))
     compute = {name: layers.seconds(name) for name in PASSES}
-    # Preferences: the reference is one more forward pass.
-    forwards = 2.0 if run.finetune.objective == "preferences" else 1.0
-    compute["forward"] = {part: forwards * seconds for part, seconds in compute["forward"].items()}
     for name, copied in _copied_bytes(placed, work, software).items():
         compute[name]["elementwise"] += copied / (chip.hbm_bandwidth * target.efficiency.hbm)
     bounds = {name: bounds_of_pass(seconds) for name, seconds in compute.items()}
