@@ -219,9 +219,6 @@ def _compute_seconds(
     """Returns the seconds of each pass over a microbatch by kind, as `LayerTime.seconds` does, with copies."""
     layers = LayerTime(placed, work, again, target, software, attention_kernel(placed, target.chip, software))
     compute = {name: layers.seconds(name) for name in PASSES}
-    # Preferences: the reference is one more forward pass.
-    forwards = 2.0 if placed.run.finetune.objective == "preferences" else 1.0
-    compute["forward"] = {part: forwards * seconds for part, seconds in compute["forward"].items()}
     for name, copied in _copied_bytes(placed, work, software).items():
         compute[name]["elementwise"] += copied / (target.chip.hbm_bandwidth * target.efficiency.hbm)
     return compute
