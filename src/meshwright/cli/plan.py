@@ -19,6 +19,7 @@ from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
 from meshwright.formatting import parse_count
 from meshwright.hardware.targets import Target
+from meshwright.planner.divisibility import notes
 from meshwright.planner.explain import alternatives, explain_mesh, nothing_fits
 from meshwright.planner.offers import Offer, make_offer
 from meshwright.planner.plan_file import prediction_json, write_plan
@@ -84,6 +85,8 @@ class Planned:
     """Plans of `--compare`."""
     offer: Offer
     """Training of the best plan."""
+    notes: list[str]
+    """Factors of the devices that divide neither batch nor parameters."""
 
 
 def main(args: Sequence[str]) -> int:
@@ -116,7 +119,7 @@ def run_plan(options: PlanOptions) -> int:
     outcome = _compile(options, found, console) if compiles else None
     _write_files(options, planned, outcome)
     if options.json:
-        training = {"training": offer_json(planned.offer)}
+        training = {"training": offer_json(planned.offer), "notes": planned.notes}
         write_json({**_to_json(found, options.shown), **training, **(outcome.figures if outcome else {})})
     elif not compiles:
         _print(console, options, planned)
@@ -175,7 +178,8 @@ def _search(options: PlanOptions) -> Planned:
     if not found.plans:
         raise nothing_fits(run, found)
     compared = (_price(run, target, shapes[0]), _price(run, target, shapes[1])) if shapes else None
-    return Planned(found, seconds, tokens, explained, compared, make_offer(found.plans[0], tokens, options.market()))
+    offer = make_offer(found.plans[0], tokens, options.market())
+    return Planned(found, seconds, tokens, explained, compared, offer, notes(run, found))
 
 
 def _price(run: Run, target: Target, shape: MeshShape) -> Plan:
@@ -204,6 +208,8 @@ def _print(console: Console, options: PlanOptions, planned: Planned) -> None:
         console, found, name=options.run.name, shown=options.shown, tokens=planned.tokens,
         search_seconds=planned.seconds,
     )  # fmt: skip
+    for note in planned.notes:
+        console.print(f"note: {note}\n", markup=False, highlight=False)
     print_best_plan(console, found.plans[0], found.target)
     print_training(console, planned.offer)
     print_alternatives(console, alternatives(found), options.shown)
