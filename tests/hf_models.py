@@ -222,7 +222,8 @@ def load(folder: Path, mesh: str, run: Run | None = None) -> tuple[DeviceRun, An
     return device_run, params
 
 
-def _batch(device_run: DeviceRun) -> Batch:
+def batch_of(device_run: DeviceRun) -> Batch:
+    """The tokens as one document for each sequence."""
     positions = np.broadcast_to(np.arange(SEQ, dtype=np.int32), (BATCH, SEQ))
     fields = (tokens()[:, :-1], tokens()[:, 1:], np.zeros((BATCH, SEQ), np.int32), positions)
     return jax.device_put(Batch(*fields, np.ones((BATCH, SEQ), np.float32)), device_run.batch_sharding)
@@ -260,13 +261,13 @@ def build_logits(device_run: DeviceRun) -> Callable[[Any, Batch], jax.Array]:
 def logits_of(folder: Path, mesh: str) -> np.ndarray:
     """Logits of a folder's model on a mesh."""
     device_run, params = load(folder, mesh)
-    return np.asarray(build_logits(device_run)(params, _batch(device_run)))
+    return np.asarray(build_logits(device_run)(params, batch_of(device_run)))
 
 
 def gradients_of(folder: Path, mesh: str) -> dict[str, np.ndarray]:
     """Gradients of the mean loss by the name of the stored tensor."""
     device_run, params = load(folder, mesh)
-    grads, _, _ = jax.jit(build_gradients(device_run))(params, jnp.int32(0), _batch(device_run))
+    grads, _, _ = jax.jit(build_gradients(device_run))(params, jnp.int32(0), batch_of(device_run))
     return _by_tensor(folder, device_run, grads)
 
 
@@ -298,7 +299,7 @@ def steps_of(folder: Path, mesh: str) -> tuple[list[float], dict[str, np.ndarray
     where = device_run.state_shardings
     moments = jax.jit(device_run.optimizer.init, out_shardings=where.optimizer)(params)
     number, healthy = jax.device_put((np.zeros((), np.int32), np.ones((), np.bool_)), (where.step, where.healthy))
-    batch, losses = _batch(device_run), []
+    batch, losses = batch_of(device_run), []
     state, step = State(number, healthy, params, moments), CompiledTrainStep(device_run, batch)
     for _ in range(STEPS):
         state, metrics = step(state, batch)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from meshwright.analysis.census import Census as Census
     from meshwright.analysis.census import census as census
     from meshwright.api.convert import convert as convert
+    from meshwright.api.finetuning import finetune as finetune
     from meshwright.api.generation import generate as generate
     from meshwright.api.generation import open_generator as open_generator
     from meshwright.api.layout import show as show
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from meshwright.errors import MeshwrightError as MeshwrightError
     from meshwright.errors import TrainingError as TrainingError
     from meshwright.errors import WeightsError as WeightsError
+    from meshwright.fine_tuning import FineTune as FineTune
     from meshwright.generation.generator import Decoding as Decoding
     from meshwright.generation.sampling import Sampling as Sampling
     from meshwright.hardware.chips import Chip as Chip
@@ -80,6 +82,7 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "Decoding": ("generation.generator", "Decoding"),
     "Deepseek": ("models.families.deepseek", "Deepseek"),
     "Gemma2": ("models.families.gemma", "Gemma2"),
+    "FineTune": ("fine_tuning", "FineTune"),
     "Gemma3": ("models.families.gemma", "Gemma3"),
     "GptOss": ("models.families.gpt_oss", "GptOss"),
     "Gpt2": ("models.families.gpt2", "Gpt2"),
@@ -107,6 +110,7 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "convert": ("api.convert", "convert"),
     "draw": ("views.draw", "draw"),
     "evaluate": ("api.training", "evaluate"),
+    "finetune": ("api.finetuning", "finetune"),
     "generate": ("api.generation", "generate"),
     "local_view": ("views.draw", "local_view"),
     "offers": ("api.renting", "offers"),

@@ -57,7 +57,11 @@ class TrainOptions(RunOptions):
 def main(args: Sequence[str]) -> int:
     """Runs `meshwright train`; the exit code is 128 + N where signal N stopped the run."""
     base = _base_of_training(args)
-    options = parse(TrainOptions, "train [RECIPE]", base.args, default=TrainOptions(run=base.run))
+    return run_training(parse(TrainOptions, "train [RECIPE]", base.args, default=TrainOptions(run=base.run)))
+
+
+def run_training(options: TrainOptions) -> int:
+    """Trains what the options of a verb say; returns its exit code."""
     console = open_console(sys.stderr if options.json else sys.stdout)
     hosts = options.hosts.hosts()
     console.quiet = hosts.process != 0

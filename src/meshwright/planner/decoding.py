@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError, divisors
+from meshwright.fine_tuning import FineTune
 from meshwright.generation.cache import CachePlan, cached_heads
 from meshwright.generation.weight_sizes import WeightsLayout, is_int8, run_for_decoding, weight_bytes
 from meshwright.hardware.axis_mapping import map_axes
@@ -220,9 +221,10 @@ def best_decode(
     Batches are rounded up to what the mesh divides. Raises ConfigError where no mesh divides the model.
     """
     placed = []
+    merged = dataclasses.replace(run, finetune=FineTune())  # adapters are merged before weights are laid out
     for shape in decode_meshes(run, target):
         try:
-            placed.append(place_run(run_for_decoding(run, shape), shape))
+            placed.append(place_run(run_for_decoding(merged, shape), shape))
         except ConfigError:
             continue
     if not placed:

@@ -24,8 +24,10 @@ from meshwright.planner.memory_model import (
     kept_bytes,
     memory_by_category,
     offloaded_bytes,
+    param_bytes,
     sharded_elements,
     state_bytes,
+    trained_elements,
 )
 from meshwright.planner.optimizer_work import update_matmuls
 from meshwright.planner.software import MESHWRIGHT, Software
@@ -163,10 +165,7 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
     tasks = None
     if shape.stage > 1:
         tasks = build_counts(training.pipeline_schedule, shape.stage, microbatches, placed.virtual_stages)
-    layers = LayerTime(placed, work, again, target, software, attention_kernel(placed, chip, software))
-    compute = {name: layers.seconds(name) for name in PASSES}
-    for name, copied in _copied_bytes(placed, work, software).items():
-        compute[name]["elementwise"] += copied / (chip.hbm_bandwidth * target.efficiency.hbm)
+    compute = _compute_seconds(placed, work, again, target, software)
     bounds = {name: bounds_of_pass(seconds) for name, seconds in compute.items()}
     for seconds in compute.values():
         del seconds["operands"], seconds["scores"]
@@ -205,13 +204,27 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
         routes=routes,
         memory=memory_by_category(placed, work, in_flight, gathers_ahead(placed, target, mapping)),
         hbm_bytes=chip.hbm_bytes,
-        model_flops=training_flops_per_token(run.model, training.seq) * tokens / shape.size,
+        model_flops=training_flops_per_token(run.model, training.seq, run.finetune.method) * tokens / shape.size,
         bounds=add_bounds(bounds, microbatches, unembedding, parts["recomputation"], stages_repeat=busy["stage"] > 0),
         peak=chip.flops_bf16,
         tokens=tokens,
         devices=shape.size,
         axis_mapping=mapping,
     )
+
+
+def _compute_seconds(
+    placed: PlacedRun, work: Work, again: frozenset[str], target: Target, software: Software
+) -> dict[str, dict[str, float]]:
+    """Returns the seconds of each pass over a microbatch by kind, as `LayerTime.seconds` does, with copies."""
+    layers = LayerTime(placed, work, again, target, software, attention_kernel(placed, target.chip, software))
+    compute = {name: layers.seconds(name) for name in PASSES}
+    # Preferences: the reference is one more forward pass.
+    forwards = 2.0 if placed.run.finetune.objective == "preferences" else 1.0
+    compute["forward"] = {part: forwards * seconds for part, seconds in compute["forward"].items()}
+    for name, copied in _copied_bytes(placed, work, software).items():
+        compute[name]["elementwise"] += copied / (target.chip.hbm_bandwidth * target.efficiency.hbm)
+    return compute
 
 
 def _overlap_room(busy: dict[str, float], unembedding: float, microbatches: int) -> dict[str, float]:
@@ -251,16 +264,14 @@ def _communication(
 
 def _copied_bytes(placed: PlacedRun, work: Work, software: Software) -> dict[str, float]:
     """HBM bytes that a microbatch's weights, gradients and kept activations take besides their matmuls, by pass."""
-    training, elements = placed.run.training, sharded_elements(placed)
-    param, compute, reduce = (
-        jnp.dtype(t).itemsize for t in (training.param_dtype, training.compute_dtype, training.reduce_dtype)
-    )
+    training, trained = placed.run.training, trained_elements(placed)
+    compute, reduce = (jnp.dtype(t).itemsize for t in (training.compute_dtype, training.reduce_dtype))
     # Gradients are summed over microbatches: the sum is read and written.
-    summed = 2.0 * reduce * elements if training.microbatches > 1 or placed.shape.stage > 1 else 0.0
+    summed = 2.0 * reduce * trained if training.microbatches > 1 or placed.shape.stage > 1 else 0.0
     if not software.copies:
         return {"backward": summed}
     # Cut out of its stack, a layer's weights are read, converted and written; its gradients are read to be summed.
-    weights = (param + compute) * elements
+    weights = param_bytes(placed) + compute * sharded_elements(placed)
     # A stage copies what it keeps into the slot of the microbatch, and out of it.
     kept = 2.0 * kept_bytes(placed, work)
     return {"forward": weights + kept, "backward": weights + kept + summed * (1 + compute / (2 * reduce))}
@@ -276,7 +287,10 @@ def _unembedding_seconds(
     """
     m, efficiency, stages = work.unembedding, target.efficiency, placed.stages
     rate = target.chip.flops_bf16 * efficiency.matmul * shape_efficiency(m.m, m.k, m.n, efficiency.tile)
-    seconds = 4 * m.flops / rate
+    # A frozen table has no gradient.
+    tuning = placed.run.finetune
+    passes = (3 if tuning.method == "lora" else 4) + (1 if tuning.objective == "preferences" else 0)
+    seconds = passes * m.flops / rate
     if placed.shape.stage == 1 or software.vocab_over_stages:
         return seconds
     most = max(stages.cost_fraction(stage) for stage in range(placed.shape.stage))
@@ -287,7 +301,7 @@ def _unembedding_seconds(
 def _update_seconds(placed: PlacedRun, target: Target) -> float:
     """Seconds of the optimizer update, which is bound by HBM, and of its matrix products."""
     products = sum(max(matmul_seconds(m, target)) for m in update_matmuls(placed))
-    params, name = sharded_elements(placed), placed.run.optimizer.name
+    params, name = trained_elements(placed), placed.run.optimizer.name
     known = UPDATE_BYTES.get(name)
     moved = params * _UPDATE_BASE + 2 * state_bytes(placed) if known is None else params * known
     return products + moved / (target.chip.hbm_bandwidth * target.efficiency.hbm)

@@ -48,11 +48,11 @@ class LayerTime:
         Of the first two also those that HBM bounds rather than the matrix unit, by what it moves: operands, scores.
         """
         work, chip, recomputes = self.work, self.target.chip, name == "recomputation"
-        factor = 2.0 if name == "backward" else 1.0
         matmul = operands = 0.0
         for m in work.matmuls:
             if not recomputes or m.role in self.again:
                 at_peak, moved = matmul_seconds(self._at_rate(m), self.target)
+                factor = 2.0 if name == "backward" and not m.frozen else 1.0
                 matmul += factor * max(at_peak, moved)
                 operands += factor * moved if moved > at_peak else 0.0
         kernel, efficiency = self.kernel, self.target.efficiency

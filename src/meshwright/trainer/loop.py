@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import jax
-import numpy as np
 
 from meshwright.checkpoint.checkpoints import Checkpoints, check_disk_space, committed_steps
 from meshwright.config import Run
 from meshwright.data.batch import Batch
-from meshwright.data.feed import Feed, Windows, build_stream, held_out_batches, split
+from meshwright.data.feed import Feed, Samples, build_stream, held_out_batches, split
 from meshwright.data.ramp import BatchRamp, ramp_of
 from meshwright.data.tokens import Corpus, load_corpus
 from meshwright.errors import CheckpointError, ConfigError, DataError
@@ -23,7 +22,6 @@ from meshwright.models.model import Metrics
 from meshwright.report import Reporter, Values
 from meshwright.report.files import JsonLines
 from meshwright.runs.run_file import write_run
-from meshwright.sharding.params import count_params
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.state import State
 from meshwright.step.train_step import CompiledTrainStep, build_eval_step
@@ -37,8 +35,8 @@ class PreparedRun:
 
     device_run: DeviceRun
     corpus: Corpus
-    train: tuple[Windows, ...]
-    held_out: tuple[Windows, ...]
+    train: tuple[Samples, ...]
+    held_out: tuple[Samples, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +78,6 @@ class Summary:
     """Text sampled from the model at the end."""
 
 
-SMALL_MODEL = 100_000_000
-"""Most parameters of a model that is sampled from where the run does not say."""
-_SAMPLE = 200
-"""Tokens of that sample."""
-
 Choose = Callable[[Run, Sequence[Any]], Run]
 """`(run, devices) -> run` with the choices filled in that it leaves to the machine (remat policy)."""
 
@@ -103,10 +96,16 @@ def prepare_run(
     mesh = build_mesh(run.mesh or default_mesh_shape(len(available)), available)
     if run.mesh is None:
         run = dataclasses.replace(run, mesh=default_mesh_shape(len(available)))
-    corpus = load_corpus(run.data.paths, run.data.tokenizer, cache)
+    parts: Sequence[tuple[Samples, Samples]]
+    if run.finetune.objective == "text":
+        corpus = load_corpus(run.data.paths, run.data.tokenizer, cache)
+        parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
+    else:
+        from meshwright.data.conversations import load_conversations  # most runs train on all of a text
+
+        corpus, parts = load_conversations(run, cache)
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=_common_vocab(run, corpus)))
     device_run = place_on_devices(choose(run, list(mesh.devices.flat)), mesh)
-    parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
     return PreparedRun(device_run, corpus, tuple(p[0] for p in parts), tuple(p[1] for p in parts if len(p[1])))
 
 
@@ -123,7 +122,7 @@ def _common_vocab(run: Run, corpus: Corpus) -> int:
 
 
 def evaluate(
-    device_run: DeviceRun, params: Any, parts: tuple[Windows, ...], eval_step: Callable[[Any, Batch], Metrics]
+    device_run: DeviceRun, params: Any, parts: tuple[Samples, ...], eval_step: Callable[[Any, Batch], Metrics]
 ) -> float:
     """Returns the mean loss per token over held-out text."""
     total, count = sum_losses(device_run, params, parts, eval_step)
@@ -131,7 +130,7 @@ def evaluate(
 
 
 def sum_losses(
-    device_run: DeviceRun, params: Any, parts: tuple[Windows, ...], eval_step: Callable[[Any, Batch], Metrics]
+    device_run: DeviceRun, params: Any, parts: tuple[Samples, ...], eval_step: Callable[[Any, Batch], Metrics]
 ) -> tuple[float, float]:
     """Returns the loss summed over the tokens of held-out text, and their number."""
     training = device_run.run.training
@@ -263,7 +262,9 @@ class _Loop:
         sample = ""
         if not self.preemption.signal:
             self._evaluate(step, state, eval_step)
-            sample = _write_sample(self.prepared, state, self.out)
+            from meshwright.trainer.sample import write_sample  # it generates, which the steps before do not
+
+            sample = write_sample(device_run, self.prepared.corpus.tokenizer, state.params, self.out)
         self.checkpoints.wait()
         return Summary(
             out=self.out,
@@ -317,25 +318,3 @@ class _Loop:
         if self.prepared.held_out:
             self.held_out_loss = evaluate(self.prepared.device_run, state.params, self.prepared.held_out, eval_step)
             self.meter.report(step, {"held-out loss": self.held_out_loss})
-
-
-def _write_sample(prepared: PreparedRun, state: State, out: Path) -> str:
-    """Samples text from the model and writes it to `out`."""
-    device_run, data = prepared.device_run, prepared.device_run.run.data
-    count = _SAMPLE if data.sample is None and _is_small(device_run) else data.sample
-    if not count:
-        return ""
-    from meshwright.generation.training_sample import sample_tokens  # a run without a sample does not load it
-
-    tokenizer = prepared.corpus.tokenizer
-    prompt = tokenizer.encode(data.prompt)
-    prompt = prompt if len(prompt) else np.array([tokenizer.end], np.int32)
-    tokens = sample_tokens(device_run, state.params, prompt, tokens=count, seed=device_run.run.training.seed)
-    text = data.prompt + tokenizer.decode(tokens)
-    if jax.process_index() == 0:
-        (out / "sample.txt").write_text(text, encoding="utf-8")
-    return text
-
-
-def _is_small(device_run: DeviceRun) -> bool:
-    return count_params(device_run.params) <= SMALL_MODEL

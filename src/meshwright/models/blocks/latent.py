@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from meshwright.models.blocks.linear import linear
+
 
 @dataclasses.dataclass(frozen=True)
 class LatentSpec:
@@ -69,8 +71,11 @@ def absorb_values(out_BTNA: jax.Array, up_ANH: Any, size: int) -> jax.Array:
 
 def _values_and_scale(weight: Any, dtype: Any) -> tuple[Any, Any]:
     """Returns a weight as an array, and the scale of its output features, None where it has none."""
-    if not hasattr(weight, "values"):
+    if not hasattr(weight, "linear"):
         return weight, None
+    if not hasattr(weight, "values"):
+        # What multiplies itself in another way, such as a weight with its adapter, is its product with unit vectors.
+        return linear(jnp.eye(weight.shape[0], dtype=dtype), weight), None
     values_ANH, scale = weight.values.astype(dtype), weight.scale
     if scale is None:
         return values_ANH, None
