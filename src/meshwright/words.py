@@ -25,7 +25,7 @@ DIMENSIONS: dict[str, str] = {
     "K": "key/value heads",
     "G": "query heads per key/value head (GQA)",
     "H": "head size",
-    "A": "width of a latent of queries, or of keys and values (MLA)",
+    "Z": "width of a latent of queries, or of keys and values (MLA)",
     "V": "vocabulary",
     "L": "layers",
     "E": "experts",

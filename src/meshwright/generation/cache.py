@@ -161,9 +161,9 @@ class CachedAttend:
         """Returns the attention output of this device's tokens [1, tokens, N, H]."""
         return self._attend(q_BTNH, k_BTKH, v_BTKH, window, scores)
 
-    def latent(self, q_BTNA: jax.Array, cached_BTA: jax.Array, kv_rank: int, /) -> jax.Array:
+    def latent(self, q_BTNZ: jax.Array, cached_BTZ: jax.Array, kv_rank: int, /) -> jax.Array:
         """Returns the attention output of latents [1, tokens, N, kv_rank], for `ForwardContext.attend_latent`."""
-        return self._attend(q_BTNA, cached_BTA[:, :, None], None, None, None, kv_rank)
+        return self._attend(q_BTNZ, cached_BTZ[:, :, None], None, None, None, kv_rank)
 
     def _attend(
         self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array | None, window: int | None,

@@ -111,11 +111,12 @@ class LocalModel:
         rows = {stack: self.stages.rows(spec.layers_of(stack)) for stack in self.stacks}
         periods: dict[str, tuple[Any, ...]] = {}
         for stack, given in functions.items():
-            periods[stack] = given if isinstance(given, tuple) else (given,)
+            period = given if isinstance(given, tuple) else (given,)
             if (rows[stack] == NO_LAYER).any():
-                from meshwright.models.padding_rows import without_padding  # most stacks have no padding rows
+                from meshwright.models.padding_rows import drop_padding, skip_padding  # most stacks have none
 
-                periods[stack] = tuple(without_padding(layer, self.permutes) for layer in periods[stack])
+                period = tuple(map(drop_padding if self.permutes else skip_padding, period))
+            periods[stack] = period
         layers = {stack: _local_rows(rows[stack], virtual_stage) for stack in self.stacks}
         if spec.interleaved:
             from meshwright.models.periods import scan_stacks_in_parts

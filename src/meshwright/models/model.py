@@ -102,8 +102,7 @@ class ForwardContext:
     ) -> jax.Array:
         """Returns `row_parallel(f, attend(q, k, v), weights)`: attention and its output projection [B, T/tensor, D].
 
-        The projection is too short a matmul to hide its own sums over `tensor`. In pieces of the batch, the sums of one
-        piece travel while the next attends.
+        In pieces of the batch (blocks/attention_pieces.py), the sums of one piece travel while the next attends.
         """
         if not self.attend_pieces:
             out_BTNH = self.attend(q_BTNH, k_BTKH, v_BTKH, window=window, scores=scores)
@@ -129,16 +128,15 @@ class AttentionSpec:
     """Whether queries and keys are normalised: what saves everything saves them before and after."""
     latent: "LatentSpec | None" = None
     """Latents that keys and values are projections of (multi-head latent attention, MLA)."""
+    chunk: int | None = None
+    """Tokens of a chunk, of which a token attends to those of its own (Llama 4); None has no chunks."""
+    features: frozenset[str] = frozenset()
+    """Rows of `kernels.choose.FEATURES` that the kernel must have: a soft cap of the scores, sinks."""
 
     @property
     def value_size(self) -> int:
         """Size of a value, equal to that of a key but for latent attention."""
         return self.head_size if self.latent is None else self.latent.value_size
-
-    chunk: int | None = None
-    """Tokens of a chunk, of which a token attends to those of its own (Llama 4); None has no chunks."""
-    features: frozenset[str] = frozenset()
-    """Rows of `kernels.choose.FEATURES` that the kernel must have: a soft cap of the scores, sinks."""
 
     def reach(self, seq: int) -> int:
         """Returns the most positions that a token of a sequence of `seq` tokens attends to."""
@@ -232,17 +230,6 @@ def vocab_size(model: Model) -> int:
 def padded_vocab(model: Model) -> int:
     """Returns the rows of the embedding tables: the vocabulary rounded up to `vocab_multiple`."""
     return -(-vocab_size(model) // model.vocab_multiple) * model.vocab_multiple
-
-
-def even_head_size(width: int, heads: int) -> int:
-    """Returns width / heads. Raises ConfigError where it is not a whole number."""
-    if width % heads:
-        raise ConfigError(
-            f"width {width} in {heads} heads",
-            f"{width} = {width // heads} * {heads} + {width % heads}",
-            f"a width of {width // heads * heads or heads}, or give model.head_size",
-        )
-    return width // heads
 
 
 def stacked_matmuls(params: dict[str, Any], stack: str) -> list[Param]:

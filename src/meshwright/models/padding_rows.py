@@ -1,4 +1,4 @@
-"""Layers of a stack whose rows are padded because pipeline stages have unequal numbers of them."""
+"""Padding rows of a stack on uneven pipeline stages: layers that are the identity."""
 
 from typing import Any
 
@@ -9,15 +9,7 @@ from meshwright.models.model import Aux, Layer
 from meshwright.sharding.stages import NO_LAYER
 
 
-def without_padding(layer: Layer, permutes: bool) -> Layer:
-    """Returns `layer` for a stack with padding rows, which leave x as it is.
-
-    permutes: whether layers send values around a ring of devices, in which those of all stages take part.
-    """
-    return _drop(layer) if permutes else _skip(layer)
-
-
-def _skip(layer: Layer) -> Layer:
+def skip_padding(layer: Layer) -> Layer:
     """Returns `layer` for a stack with padding rows: these are the identity and return zero aux."""
 
     def maybe(x_BTD: jax.Array, params: Any, index: jax.Array, /) -> tuple[jax.Array, Aux]:
@@ -28,8 +20,8 @@ def _skip(layer: Layer) -> Layer:
     return maybe
 
 
-def _drop(layer: Layer) -> Layer:
-    """Returns `layer` as `_skip` does, computed in padding rows too and dropped there.
+def drop_padding(layer: Layer) -> Layer:
+    """Returns `layer` as `skip_padding` does, computed in padding rows too and dropped there.
 
     For layers that send values around a ring, in which the devices of all stages have to take part.
     """

@@ -22,10 +22,7 @@ class Refusal:
 
 REFUSED: tuple[Refusal, ...] = (
     Refusal(
-        ("multi-token prediction", "stage"),
-        "its layer reads the last hidden states and the embedding, which all pipeline stages share: every stage would "
-        "compute the layer, as long as the others wait",
-        "--model.mtp-depth 0, or a mesh without stage",
+        ("multi-token prediction", "stage"), "each stage would repeat its layer", "--model.mtp-depth 0, or no stage"
     ),
 )
 

@@ -124,6 +124,7 @@ def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
         check_fine_tuning(run, shape)
     _check_sequence(run, shape)
     check_numbers(run)
+    check_composition(dataclasses.replace(run, mesh=shape), uneven=False)
     multiple = math.lcm(run.model.vocab_multiple, shape.over(VOCAB_AXES))
     model = run.model
     if multiple != model.vocab_multiple:

@@ -1,4 +1,7 @@
-"""Attention and its output projection in pieces of the batch: the sums of one travel while the next attends."""
+"""Attention and its output projection in pieces of the batch: the sums of one travel while the next attends.
+
+The projection is too short a matmul to hide its own sums over `tensor`.
+"""
 
 from collections.abc import Callable, Sequence
 

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from meshwright.models.blocks.linear import linear
+
 
 @dataclasses.dataclass(frozen=True)
 class LatentSpec:
@@ -42,40 +44,43 @@ class LatentAttend(Protocol):
     Scores are divided by the root of the queries' size, which is that of what is cached.
     """
 
-    def __call__(self, q_BTNA: jax.Array, cached_BTA: jax.Array, kv_rank: int, /) -> jax.Array: ...
+    def __call__(self, q_BTNZ: jax.Array, cached_BTZ: jax.Array, kv_rank: int, /) -> jax.Array: ...
 
 
-def absorb_keys(q_BTNH: jax.Array, up_ANH: Any) -> jax.Array:
-    """Returns the queries times the keys' projection, as queries to latents: [B, T, N, A].
+def absorb_keys(q_BTNH: jax.Array, up_ZNH: Any) -> jax.Array:
+    """Returns the queries times the keys' projection, as queries to latents: [B, T, N, Z].
 
-    up_ANH: an array, or an object that multiplies itself (blocks/linear.py). Its last dimension begins with the key.
+    up_ZNH: an array, or an object that multiplies itself (blocks/linear.py). Its last dimension begins with the key.
     """
-    up_ANH, scale_NH = _values_and_scale(up_ANH, q_BTNH.dtype)
+    up_ZNH, scale_NH = _values_and_scale(up_ZNH, q_BTNH.dtype)
     size = q_BTNH.shape[-1]
     if scale_NH is not None:
         q_BTNH = (q_BTNH * scale_NH[:, :size]).astype(q_BTNH.dtype)
-    return jnp.einsum("btnh,anh->btna", q_BTNH, up_ANH[..., :size])
+    return jnp.einsum("btnh,znh->btnz", q_BTNH, up_ZNH[..., :size])
 
 
-def absorb_values(out_BTNA: jax.Array, up_ANH: Any, size: int) -> jax.Array:
+def absorb_values(out_BTNZ: jax.Array, up_ZNH: Any, size: int) -> jax.Array:
     """Returns the attention output of latents times the values' projection: [B, T, N, size].
 
-    up_ANH: as for `absorb_keys`; its last dimension ends with the value.
+    up_ZNH: as for `absorb_keys`; its last dimension ends with the value.
     """
-    up_ANH, scale_NH = _values_and_scale(up_ANH, out_BTNA.dtype)
-    out_BTNH = jnp.einsum("btna,anh->btnh", out_BTNA, up_ANH[..., -size:])
-    return out_BTNH if scale_NH is None else (out_BTNH * scale_NH[:, -size:]).astype(out_BTNA.dtype)
+    up_ZNH, scale_NH = _values_and_scale(up_ZNH, out_BTNZ.dtype)
+    out_BTNH = jnp.einsum("btnz,znh->btnh", out_BTNZ, up_ZNH[..., -size:])
+    return out_BTNH if scale_NH is None else (out_BTNH * scale_NH[:, -size:]).astype(out_BTNZ.dtype)
 
 
 def _values_and_scale(weight: Any, dtype: Any) -> tuple[Any, Any]:
     """Returns a weight as an array, and the scale of its output features, None where it has none."""
-    if not hasattr(weight, "values"):
+    if not hasattr(weight, "linear"):
         return weight, None
-    values_ANH, scale = weight.values.astype(dtype), weight.scale
+    if not hasattr(weight, "values"):
+        # What multiplies itself in another way, such as a weight with its adapter, is its product with unit vectors.
+        return linear(jnp.eye(weight.shape[0], dtype=dtype), weight), None
+    values_ZNH, scale = weight.values.astype(dtype), weight.scale
     if scale is None:
-        return values_ANH, None
-    features = values_ANH.shape[1:]
-    return values_ANH, jnp.broadcast_to(scale.reshape(features if scale.size > 1 else (1, 1)), features)
+        return values_ZNH, None
+    features = values_ZNH.shape[1:]
+    return values_ZNH, jnp.broadcast_to(scale.reshape(features if scale.size > 1 else (1, 1)), features)
 
 
 def pad_values(v_BTNH: jax.Array, size: int) -> jax.Array:

@@ -1,7 +1,7 @@
 """DeepSeek-V3 (arXiv:2412.19437), DeepSeek-V2-Lite (arXiv:2405.04434) and Kimi K2 (arXiv:2507.20534).
 
 Multi-head latent attention (MLA), then the second half of a Mixtral layer: a SwiGLU in the first layers, routed and
-shared experts after them. One attention half, latents c of width A, N heads:
+shared experts after them. One attention half, latents c of width Z, N heads:
 
     h = rms_norm(x);  c_q = rms_norm(h query_down);  c, k_rope = split(h kv_down);  c = rms_norm(c)
     c_q, c, k_rope = sequence_all_gather(c_q, c, k_rope)
@@ -116,7 +116,7 @@ class Deepseek(Mixtral):
             inputs = {
                 "embed_norm": Param((1, D), "LD", "ones"),
                 "hidden_norm": Param((1, D), "LD", "ones"),
-                "project": Param((1, 2 * D, D), "LAD", role="projection"),
+                "project": Param((1, 2 * D, D), "LZD", role="projection"),
                 "final_norm": Param((1, D), "LD", "ones"),
             }
             tree[MTP] = {**inputs, **self.expert_params(1)}
@@ -154,9 +154,9 @@ class Deepseek(Mixtral):
         H, rank, kv_rank = spec.head_size, self.q_lora_rank, self.kv_lora_rank
         params = {
             "attention_norm": Param((L, D), "LD", "ones"),
-            "kv_down": Param((L, D, kv_rank + self.qk_rope_head_dim), "LDA", role="qkv"),
-            "kv_norm": Param((L, kv_rank), "LA", "ones"),
-            "kv_up": Param((L, kv_rank, N, self.qk_nope_head_dim + self.v_head_dim), "LANH", role="projection"),
+            "kv_down": Param((L, D, kv_rank + self.qk_rope_head_dim), "LDZ", role="qkv"),
+            "kv_norm": Param((L, kv_rank), "LZ", "ones"),
+            "kv_up": Param((L, kv_rank, N, self.qk_nope_head_dim + self.v_head_dim), "LZNH", role="projection"),
             "attention_out": Param(
                 (L, N, self.v_head_dim, D), "LNHD", std=output_std(self), role="attention_out", contract=2
             ),
@@ -166,9 +166,9 @@ class Deepseek(Mixtral):
             return {**params, "query": Param((L, D, N, H), "LDNH", role="qkv")}
         return {
             **params,
-            "query_down": Param((L, D, rank), "LDA", role="qkv"),
-            "query_norm": Param((L, rank), "LA", "ones"),
-            "query_up": Param((L, rank, N, H), "LANH", role="projection"),
+            "query_down": Param((L, D, rank), "LDZ", role="qkv"),
+            "query_norm": Param((L, rank), "LZ", "ones"),
+            "query_up": Param((L, rank, N, H), "LZNH", role="projection"),
         }
 
     def attention_half(self, ctx: ForwardContext) -> AttentionHalf:
@@ -227,25 +227,25 @@ def _attention_half(c: Deepseek, ctx: ForwardContext) -> AttentionHalf:
 
 def _down(c: Deepseek, h_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, list[Any]]:
     """Returns latents and rotary keys of this device's positions, queries first, and the up projections."""
-    kv_BTA = checkpoint_name(linear(h_BTD, w["kv_down"]), QKV)
-    latent_BTA = rms_norm(kv_BTA[..., : c.kv_lora_rank], w["kv_norm"], LATENT_EPSILON)
-    rest = [latent_BTA, kv_BTA[..., c.kv_lora_rank :]]
+    kv_BTZ = checkpoint_name(linear(h_BTD, w["kv_down"]), QKV)
+    latent_BTZ = rms_norm(kv_BTZ[..., : c.kv_lora_rank], w["kv_norm"], LATENT_EPSILON)
+    rest = [latent_BTZ, kv_BTZ[..., c.kv_lora_rank :]]
     if c.q_lora_rank is None:
         return jnp.concatenate([h_BTD, *rest], -1), [w["query"], w["kv_up"]]
-    query_BTA = checkpoint_name(linear(h_BTD, w["query_down"]), QKV)
-    query_BTA = rms_norm(query_BTA, w["query_norm"], LATENT_EPSILON)
-    return jnp.concatenate([query_BTA, *rest], -1), [w["query_up"], w["kv_up"]]
+    query_BTZ = checkpoint_name(linear(h_BTD, w["query_down"]), QKV)
+    query_BTZ = rms_norm(query_BTZ, w["query_norm"], LATENT_EPSILON)
+    return jnp.concatenate([query_BTZ, *rest], -1), [w["query_up"], w["kv_up"]]
 
 
-def _up(c: Deepseek, expands: bool, gathered_BTA: jax.Array, weights: list[Any]) -> list[jax.Array]:
+def _up(c: Deepseek, expands: bool, gathered_BTZ: jax.Array, weights: list[Any]) -> list[jax.Array]:
     """Returns queries, the rotary key as one head, and keys with values of every head, or the latents as one head.
 
-    gathered_BTA: queries' latent, latent and rotary key.  expands: whether keys and values are projected.
+    gathered_BTZ: queries' latent, latent and rotary key.  expands: whether keys and values are projected.
     """
-    ends = (gathered_BTA.shape[-1] - c.kv_lora_rank - c.qk_rope_head_dim, gathered_BTA.shape[-1] - c.qk_rope_head_dim)
-    query_BTA, latent_BTA, rope_BTA = jnp.split(gathered_BTA, ends, axis=-1)
-    latents = linear(latent_BTA, weights[1]) if expands else latent_BTA[:, :, None]
-    return [linear(query_BTA, weights[0]), rope_BTA[:, :, None], latents]
+    ends = (gathered_BTZ.shape[-1] - c.kv_lora_rank - c.qk_rope_head_dim, gathered_BTZ.shape[-1] - c.qk_rope_head_dim)
+    query_BTZ, latent_BTZ, rope_BTZ = jnp.split(gathered_BTZ, ends, axis=-1)
+    latents = linear(latent_BTZ, weights[1]) if expands else latent_BTZ[:, :, None]
+    return [linear(query_BTZ, weights[0]), rope_BTZ[:, :, None], latents]
 
 
 def _project_values(size: int, out_BTNH: jax.Array, w_NHD: Any) -> jax.Array:
@@ -254,15 +254,15 @@ def _project_values(size: int, out_BTNH: jax.Array, w_NHD: Any) -> jax.Array:
 
 
 def _attend_cached(
-    c: Deepseek, ctx: ForwardContext, q_BTNH: jax.Array, latent_BTNH: jax.Array, rope_BTNH: jax.Array, up_ANH: Any
+    c: Deepseek, ctx: ForwardContext, q_BTNH: jax.Array, latent_BTNH: jax.Array, rope_BTNH: jax.Array, up_ZNH: Any
 ) -> jax.Array:
     """Returns the attention output [B, T, N, v_head_dim] of a decoding step: every head attends to the latents."""
     assert ctx.attend_latent is not None
     spec = c.attention
     assert spec.latent is not None
-    absorbed = absorb_keys(q_BTNH[..., : c.qk_nope_head_dim], up_ANH)
+    absorbed = absorb_keys(q_BTNH[..., : c.qk_nope_head_dim], up_ZNH)
     # The cache's attention divides scores by the root of the latents' size, and they are those of queries and keys.
     scale = (spec.latent.cached / spec.head_size) ** 0.5
-    q_BTNA = (jnp.concatenate([absorbed, q_BTNH[..., c.qk_nope_head_dim :]], -1) * scale).astype(q_BTNH.dtype)
-    cached_BTA = jnp.concatenate([latent_BTNH[:, :, 0], rope_BTNH[:, :, 0]], -1)
-    return absorb_values(ctx.attend_latent(q_BTNA, cached_BTA, c.kv_lora_rank), up_ANH, c.v_head_dim)
+    q_BTNZ = (jnp.concatenate([absorbed, q_BTNH[..., c.qk_nope_head_dim :]], -1) * scale).astype(q_BTNH.dtype)
+    cached_BTZ = jnp.concatenate([latent_BTNH[:, :, 0], rope_BTNH[:, :, 0]], -1)
+    return absorb_values(ctx.attend_latent(q_BTNZ, cached_BTZ, c.kv_lora_rank), up_ZNH, c.v_head_dim)

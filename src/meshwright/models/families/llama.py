@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from meshwright.comm.collectives import sequence_all_gather
 from meshwright.config import MeshShape, Model
 from meshwright.models.blocks.embed import embed
+from meshwright.models.blocks.head_size import even_head_size
 from meshwright.models.blocks.linear import attention_projection, linear, linears
 from meshwright.models.blocks.norm import rms_norm, rms_norm_heads
 from meshwright.models.blocks.rotary import RopeScaling, apply_rope, rope_angles, rope_frequencies
@@ -28,7 +29,6 @@ from meshwright.models.model import (
     Layer,
     LayerSpec,
     ModelSpec,
-    even_head_size,
     padded_vocab,
     vocab_size,
 )
