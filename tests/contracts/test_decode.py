@@ -138,7 +138,7 @@ def decoded_logits(decoder: Decoder, params: Any) -> list[np.ndarray]:
 
 
 COMPARED = ("gemma-2", "gpt-oss", "llama-4", "olmo-3")
-"""Families whose decoding is compared with `transformers` too (test_families.py): one mesh in every run of the tests."""
+"""Families whose decoding is compared with `transformers` too (test_families.py): one mesh in every run."""
 
 
 def row_of(name: str, mesh: str, layout: WeightsLayout) -> Any:
