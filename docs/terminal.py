@@ -48,6 +48,7 @@ CACHE = Path(tempfile.gettempdir()) / "meshwright-docs-cache"
 
 VERBS = {
     "train": ("meshwright.cli.train", "TrainOptions"),
+    "finetune": ("meshwright.cli.finetune", "FinetuneOptions"),
     "evaluate": ("meshwright.cli.evaluate", "EvaluateOptions"),
     "generate": ("meshwright.cli.generate", "GenerateOptions"),
     "tokenize": ("meshwright.cli.tokenize", "TokenizeOptions"),
