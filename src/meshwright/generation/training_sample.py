@@ -1,14 +1,12 @@
 """Text sampled from the model in training, on the devices and with the parameters of the run."""
 
 import dataclasses
-from pathlib import Path
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from meshwright.checkpoint.layer_order import permuted_in_layer_order
-from meshwright.data.tokenizers import Tokenizer
 from meshwright.generation.decoder import Decoder, bucket_for
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.weights import lay_out
@@ -17,18 +15,6 @@ from meshwright.step.device_run import DeviceRun, place_on_devices
 
 _TEMPERATURE = 0.8
 _CHUNK = 512
-
-
-def write_sample(device_run: DeviceRun, tokenizer: Tokenizer, params: Tree, out: Path, *, tokens: int) -> str:
-    """Samples `tokens` tokens of text after the run's prompt, and writes it to `out`."""
-    data = device_run.run.data
-    prompt = tokenizer.encode(data.prompt)
-    prompt = prompt if len(prompt) else np.array([tokenizer.end], np.int32)
-    sampled = sample_tokens(device_run, params, prompt, tokens=tokens, seed=device_run.run.training.seed)
-    text = data.prompt + tokenizer.decode(sampled)
-    if jax.process_index() == 0:
-        (out / "sample.txt").write_text(text, encoding="utf-8")
-    return text
 
 
 def sample_tokens(device_run: DeviceRun, params: Tree, prompt: np.ndarray, *, tokens: int, seed: int) -> list[int]:

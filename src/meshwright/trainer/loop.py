@@ -13,7 +13,7 @@ import jax
 from meshwright.checkpoint.checkpoints import Checkpoints, check_disk_space, committed_steps
 from meshwright.config import Run
 from meshwright.data.batch import Batch
-from meshwright.data.feed import Feed, Windows, build_stream, held_out_batches, split
+from meshwright.data.feed import Feed, Samples, build_stream, held_out_batches, split
 from meshwright.data.ramp import BatchRamp, ramp_of
 from meshwright.data.tokens import Corpus, load_corpus
 from meshwright.errors import CheckpointError, ConfigError, DataError
@@ -23,7 +23,6 @@ from meshwright.models.model import Metrics
 from meshwright.report import Reporter, Values
 from meshwright.report.files import JsonLines
 from meshwright.runs.run_file import write_run
-from meshwright.sharding.params import count_params
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.state import State
 from meshwright.step.train_step import CompiledTrainStep, build_eval_step
@@ -72,8 +71,8 @@ class PreparedRun:
 
     device_run: DeviceRun
     corpus: Corpus
-    train: tuple[Windows, ...]
-    held_out: tuple[Windows, ...]
+    train: tuple[Samples, ...]
+    held_out: tuple[Samples, ...]
 
     def write_files(self, out: Path) -> None:
         """Writes the tokenizer."""
@@ -82,7 +81,7 @@ class PreparedRun:
     def meter(self, reporters: list[Reporter]) -> Meter:
         """Returns a meter of tokens."""
         run = self.device_run.run
-        seq, flops = run.training.seq, training_flops_per_token(run.model, run.training.seq)
+        seq, flops = run.training.seq, training_flops_per_token(run.model, run.training.seq, run.finetune.method)
         return Meter(reporters, run.training, self.device_run.mesh, unit="tokens", per_sample=seq, flops=flops)
 
     def feed(self, first: int, cursor: int, position: Any) -> Feed:
@@ -116,14 +115,9 @@ class PreparedRun:
 
     def sample(self, state: State, out: Path) -> str:
         """Samples text where the run asks for it or the model is small, and writes it to `out`."""
-        data = self.device_run.run.data
-        small = count_params(self.device_run.params) <= SMALL_MODEL
-        count = _SAMPLE if data.sample is None and small else data.sample
-        if not count:
-            return ""
-        from meshwright.generation.training_sample import write_sample  # a run without a sample does not load it
+        from meshwright.trainer.sample import write_sample  # it generates, which the steps before do not
 
-        return write_sample(self.device_run, self.corpus.tokenizer, state.params, out, tokens=count)
+        return write_sample(self.device_run, self.corpus.tokenizer, state.params, out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,11 +159,6 @@ class Summary:
     """Text sampled from the model at the end."""
 
 
-SMALL_MODEL = 100_000_000
-"""Most parameters of a model that is sampled from where the run does not say."""
-_SAMPLE = 200
-"""Tokens of that sample."""
-
 Choose = Callable[[Run, Sequence[Any]], Run]
 """`(run, devices) -> run` with the choices filled in that it leaves to the machine (remat policy)."""
 
@@ -188,10 +177,16 @@ def prepare_run(
     mesh = build_mesh(run.mesh or default_mesh_shape(len(available)), available)
     if run.mesh is None:
         run = dataclasses.replace(run, mesh=default_mesh_shape(len(available)))
-    corpus = load_corpus(run.data.paths, run.data.tokenizer, cache)
+    parts: Sequence[tuple[Samples, Samples]]
+    if run.finetune.objective == "text":
+        corpus = load_corpus(run.data.paths, run.data.tokenizer, cache)
+        parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
+    else:
+        from meshwright.data.conversations import load_conversations  # most runs train on all of a text
+
+        corpus, parts = load_conversations(run, cache)
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=_common_vocab(run, corpus)))
     device_run = place_on_devices(choose(run, list(mesh.devices.flat)), mesh)
-    parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
     return PreparedRun(device_run, corpus, tuple(p[0] for p in parts), tuple(p[1] for p in parts if len(p[1])))
 
 
@@ -208,7 +203,7 @@ def _common_vocab(run: Run, corpus: Corpus) -> int:
 
 
 def sum_losses(
-    device_run: DeviceRun, params: Any, parts: tuple[Windows, ...], eval_step: Callable[[Any, Batch], Metrics]
+    device_run: DeviceRun, params: Any, parts: tuple[Samples, ...], eval_step: Callable[[Any, Batch], Metrics]
 ) -> tuple[float, float]:
     """Returns the loss summed over the tokens of held-out text, and their number."""
     training = device_run.run.training

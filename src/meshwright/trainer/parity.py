@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from meshwright.config import MeshShape, Run, Training
-from meshwright.data.feed import Feed, Windows, build_stream
+from meshwright.data.feed import Feed, Samples, build_stream
 from meshwright.data.ramp import BatchRamp
 from meshwright.hardware.mesh import build_mesh
 from meshwright.sharding.layouts import VOCAB_AXES
@@ -84,7 +84,7 @@ class Parity:
 
 
 def compare_meshes(
-    device_run: DeviceRun, other: MeshShape, windows: tuple[Windows, ...], weights: tuple[float, ...], *, steps: int
+    device_run: DeviceRun, other: MeshShape, windows: tuple[Samples, ...], weights: tuple[float, ...], *, steps: int
 ) -> Parity:
     """Compares `steps` steps of `device_run` with the same steps on the mesh `other`, in float32.
 

@@ -14,6 +14,7 @@ from meshwright.formatting import format_bytes
 from meshwright.hardware.axis_mapping import map_axes
 from meshwright.hardware.chips import Nodes
 from meshwright.hardware.targets import Target
+from meshwright.planner.bounds import ELEMENTWISE, MATMULS, OPERANDS
 from meshwright.planner.estimate import Estimate, overlapped, update_seconds
 from meshwright.planner.layer_time import matmul_seconds
 from meshwright.planner.optimizer_state import optimizer_state_bytes
@@ -93,6 +94,7 @@ def estimate_wrapped(placed: PlacedRun, target: Target) -> Estimate:
         matmul += max(at_peak, moved)
         bound += moved if moved > at_peak else 0.0
     again = matmul if run.training.remat == "full" else 0.0
+    passes = 4 if again else 3
     elementwise = 2.0 * work.kept_bytes / (chip.hbm_bandwidth * target.efficiency.hbm)
     forward, backward = matmul + elementwise / 2, 2 * matmul + elementwise / 2
     room = {"forward": forward * microbatches, "recomputation": 0.0, "backward": backward * microbatches, "step": 0.0}
@@ -118,7 +120,11 @@ def estimate_wrapped(placed: PlacedRun, target: Target) -> Estimate:
         memory=_memory(placed, work),
         hbm_bytes=chip.hbm_bytes,
         model_flops=training_flops(parts) / shape.size,
-        memory_bound=3 * bound * microbatches,
+        bounds={
+            MATMULS: passes * (matmul - bound) * microbatches,
+            OPERANDS: passes * bound * microbatches,
+            ELEMENTWISE: elementwise * microbatches,
+        },
         peak=chip.flops_bf16,
         tokens=run.training.batch,
         devices=shape.size,

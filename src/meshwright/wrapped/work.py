@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.extend import core
@@ -97,7 +97,7 @@ class _Reader:
                     continue
                 own = given[-len(inner.invars) :] if inner.invars else []
                 if name == "scan":  # whose body gets rows of what is scanned over
-                    ranks = [len(v.aval.shape) for v in inner.invars]
+                    ranks = [len(cast(Any, v.aval).shape) for v in inner.invars]
                     own = [g and (g[0], g[1][len(g[1]) - rank :]) for g, rank in zip(own, ranks, strict=True)]
                 known = {v: g for v, g in zip(inner.invars, own, strict=False) if g is not None}
                 yield from self.matmuls(inner, known, times * (params["length"] if name == "scan" else 1))
