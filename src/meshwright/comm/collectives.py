@@ -298,10 +298,7 @@ def _row_major(x: jax.Array) -> jax.Array:
 
     XLA:GPU gathers and scatters along the outermost dimension in memory. It would keep that layout for the weights and
     the gradients of all layers, and transpose them in one piece before and after the step: second copies of both.
-    Where an axis is the compiler's, it would gather the array over that axis to constrain it, so nothing is done.
     """
-    if jax.sharding.get_abstract_mesh().auto_axes:
-        return x
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
