@@ -13,7 +13,7 @@ from meshwright.formatting import parse_count
 from meshwright.hardware.target_lists import expand_targets
 from meshwright.planner.explain import nothing_fits
 from meshwright.planner.goodput import Reliability
-from meshwright.planner.offers import Aim, Market, Offer, choose, make_offer, rank
+from meshwright.planner.offers import Aim, Market, Offer, Recommendation, choose, make_offer, rank
 from meshwright.planner.prices import PUE, PriceTerms, read_power, read_prices
 from meshwright.planner.scaling_law import SCALING_LAWS, ScalingLaw
 from meshwright.planner.search import search, with_tokens_per_step
@@ -127,34 +127,6 @@ def parse_budget(text: str) -> Budget:
         raise ConfigError(f"--budget {text}", "a budget is a sum of dollars or of FLOPs", "--budget 500k, or 1e24flops")
     amount = float(match[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]]
     return Budget(flops=amount) if match[3] else Budget(dollars=amount)
-
-
-@dataclasses.dataclass(frozen=True)
-class Recommendation:
-    """Model size and tokens with the least loss that a scaling law predicts for a budget."""
-
-    law: ScalingLaw
-    flops: float
-    """FLOPs of the training, 6 for each parameter and token."""
-    parameters: float
-    """Parameters of the optimum."""
-    tokens: float
-    """Tokens of the optimum."""
-    recipe: str
-    """Dense recipe with the nearest number of parameters."""
-    recipe_parameters: int
-    offer: Offer
-    """Training of that recipe with those FLOPs."""
-
-    @property
-    def recipe_loss(self) -> float:
-        """Loss of the recipe by the law."""
-        return self.law.loss(self.recipe_parameters, self.offer.tokens)
-
-    @property
-    def optimal_loss(self) -> float:
-        """Loss of the optimum by the law."""
-        return self.law.loss(self.parameters, self.tokens)
 
 
 def compute_optimal(

@@ -9,7 +9,6 @@ from rich.console import Console
 
 from meshwright.api.renting import (
     Budget,
-    Recommendation,
     compute_optimal,
     find_offers,
     parse_budget,
@@ -19,8 +18,9 @@ from meshwright.cli.output import write_json
 from meshwright.config import Run
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.formatting import format_count, parse_count
+from meshwright.planner.divisibility import batch_note
 from meshwright.planner.goodput import CHIP_HOURS_PER_FAILURE, RESTART_MINUTES, Reliability
-from meshwright.planner.offers import Aim, Market, Offer, choose, rank
+from meshwright.planner.offers import Aim, Market, Offer, Recommendation, choose, rank
 from meshwright.planner.plan_file import prediction_json
 from meshwright.planner.prices import PUE, PriceTerms
 from meshwright.views.offer_tables import print_offers, print_recommendation, print_refused
@@ -105,6 +105,9 @@ def plan_offers(
     )
     print_offers(console, offers, heading=heading, shown=shown)
     print_refused(console, refused)
+    for note in dict.fromkeys(batch_note(offer.plan.run, offer.plan.target) for offer in offers[:shown]):
+        if note is not None:
+            console.print(f"note: {note}", markup=False, highlight=False)
     return offers[0]
 
 

@@ -116,7 +116,7 @@ def pack(file: TokenFile, answers: np.ndarray, seq: int, units: Any, together: i
 
 
 def load_conversations(run: Run, cache: Path) -> tuple[Corpus, list[tuple[Packed, Packed]]]:
-    """Loads the chat data of a run: its files, and for each the training and the held-out sequences.
+    """Loads the chat data of a run: its files, and for each the sequences to train on and the held-out ones.
 
     Tokens are kept in `cache`. Raises DataError with file and line for a record that is none, has no answer, or is
     longer than a sequence (`FineTune.too_long`).

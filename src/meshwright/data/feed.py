@@ -27,7 +27,7 @@ class Samples(Protocol):
 
     @property
     def seq(self) -> int:
-        """Tokens of a sample."""
+        """Tokens of a sample, T."""
         ...
 
     def __len__(self) -> int: ...
@@ -156,7 +156,7 @@ class Feed:
     def __init__(
         self, stream: Any, ramp: BatchRamp, *, seq: int, taken: int, cursor: int, steps: int, sharding: NamedSharding
     ):
-        self.wait_seconds = 0.0
+        self.wait_seconds, self.position = 0.0, None
         self._ramp, self._seq, self._step, self._sharding = ramp, seq, taken, sharding
         rows = {size: local_rows(sharding, (size, seq)) for size in ramp.sizes}
         self._index_of_row = {size: {row: i for i, row in enumerate(own)} for size, own in rows.items()}

@@ -1,7 +1,7 @@
 """Records of chat data as tokens, and which of them are the assistant's answers.
 
 A conversation is rendered and tokenised whole, as a model sees it, and the answers are found by their characters. A
-template may mark them (`{% generation %}`). With any other, an answer is what the conversation up
+template with marks (`{% generation %}`) shows where they are. With any other, an answer is what the conversation up
 to it has beyond the conversation before it with the prompt for an answer: its text, and the token that ends it.
 """
 

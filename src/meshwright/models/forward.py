@@ -117,14 +117,14 @@ class LocalModel:
 
                 period = tuple(map(drop_padding if self.permutes else skip_padding, period))
             periods[stack] = period
-        index = {stack: _local_rows(rows[stack], virtual_stage) for stack in self.stacks}
+        layers = {stack: _local_rows(rows[stack], virtual_stage) for stack in self.stacks}
         if spec.interleaved:
             from meshwright.models.periods import scan_stacks_in_parts
 
             chosen = self._policies(0, len(spec.layers))
-            return scan_stacks_in_parts(spec, periods, x_BTD, params, index, chosen, self.training.unroll)
+            return scan_stacks_in_parts(spec, periods, x_BTD, params, layers, chosen, self.training.unroll)
         for stack, count in self.stacks.items():
-            period, index_L, parts = periods[stack], index[stack], list[Aux]()
+            period, index_L, parts = periods[stack], layers[stack], list[Aux]()
             for part, remat in self._policies(first, count):
                 chosen, index = (jax.tree.map(operator.itemgetter(part), tree) for tree in (params[stack], index_L))
                 if stack in self.ahead:
@@ -214,6 +214,11 @@ class LocalModel:
             loss, metrics = self.loss(params, x_BTD, batch, total)
         else:
             loss, metrics = self.preferences.loss(self, params, x_BTD, batch, total)
+        if self.model.spec().further:
+            from meshwright.models.further_tokens import further_loss  # most models predict the next token alone
+
+            more, more_metrics, more_aux = further_loss(self, params, x_BTD, batch, dropout, total)
+            loss, metrics, aux = loss + more, metrics | more_metrics, aux | more_aux
         return loss + self.aux_loss(aux), (metrics, aux)
 
     def aux_loss(self, aux: dict[str, Aux]) -> jax.Array | float:

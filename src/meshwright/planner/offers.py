@@ -12,6 +12,7 @@ from meshwright.errors import ConfigError
 from meshwright.planner.error_bands import ErrorRange, band_of
 from meshwright.planner.goodput import Goodput, Reliability, goodput
 from meshwright.planner.prices import PUE, ChipPower, Price, PriceTerms, cheapest
+from meshwright.planner.scaling_law import ScalingLaw
 from meshwright.planner.search import Plan
 
 Aim = Literal["time", "cost", "energy"]
@@ -167,3 +168,31 @@ def _impossible(offers: Sequence[Offer], days: float | None, dollars: float | No
 def _line(offer: Offer) -> str:
     money = "no price" if offer.dollars is None else f"${offer.dollars:,.0f}"
     return f"{offer.plan.target}, {offer.plan.name}: {offer.days:.1f} days, {money}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Recommendation:
+    """Model size and tokens with the least loss that a scaling law predicts for a budget."""
+
+    law: ScalingLaw
+    flops: float
+    """FLOPs of the training, 6 for each parameter and token."""
+    parameters: float
+    """Parameters of the optimum."""
+    tokens: float
+    """Tokens of the optimum."""
+    recipe: str
+    """Dense recipe with the nearest number of parameters."""
+    recipe_parameters: int
+    offer: Offer
+    """Training of that recipe with those FLOPs."""
+
+    @property
+    def recipe_loss(self) -> float:
+        """Loss of the recipe by the law."""
+        return self.law.loss(self.recipe_parameters, self.offer.tokens)
+
+    @property
+    def optimal_loss(self) -> float:
+        """Loss of the optimum by the law."""
+        return self.law.loss(self.parameters, self.tokens)

@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from meshwright.api.renting import Recommendation
 from meshwright.errors import MeshwrightError
 from meshwright.formatting import format_count, format_time
-from meshwright.planner.offers import Offer
+from meshwright.planner.offers import Offer, Recommendation
 from meshwright.views.plain_table import plain_table
 
 
