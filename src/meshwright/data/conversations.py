@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.config import Run
-from meshwright.data.chat import ChatTemplate, read_chat_template
+from meshwright.data.chat import ChatTemplate, check_jinja, read_chat_template
 from meshwright.data.rendering import Rendered, render_record
 from meshwright.data.sources import parse_source
 from meshwright.data.tokenizers import build_tokenizer
@@ -129,6 +129,8 @@ def load_conversations(run: Run, cache: Path) -> tuple[Corpus, list[tuple[Packed
         )  # fmt: skip
     sources = [parse_source(path) for path in data.paths]
     template = template_of(data.tokenizer, tuning.template)
+    if template is not None:
+        check_jinja()
     together = 2 if tuning.objective == "preferences" else 1
     files, parts = [], []
     for source in sources:
@@ -195,7 +197,7 @@ def _tokenise(path: str, spec: str, template: ChatTemplate | None, objective: Ob
     """Returns the folder with the tokens of one source, made where it is not there yet."""
     files = _files(path)
     tokenizer = build_tokenizer(spec, iter(()))
-    kind = [str(_FORMAT), objective, tokenizer.to_json(), template.source if template else "", *map(_status, files)]
+    kind = [str(_FORMAT), objective, tokenizer.to_json(), repr(template), *map(_status, files)]
     folder = cache / "tokens" / f"chat-{hashlib.sha256(chr(10).join(kind).encode()).hexdigest()[:24]}"
     if (folder / "tokens.json").is_file():
         return folder
