@@ -16,9 +16,12 @@ from meshwright.config import MeshShape
 from meshwright.data.batch import Batch
 from meshwright.errors import ConfigError, WeightsError
 from meshwright.generation.cache import CachePlan
+from meshwright.generation.weights import Int8Weight
 from meshwright.hardware.targets import parse_target
 from meshwright.hugging_face.folder import open_folder
 from meshwright.hugging_face.safetensors_files import SafetensorsFile
+from meshwright.models.adapters import AdaptedWeight
+from meshwright.models.blocks.latent import absorb_keys, absorb_values
 from meshwright.models.families.deepseek import Deepseek
 from meshwright.models.flops import layer_flops, training_flops_per_token
 from meshwright.models.further_tokens import shift
@@ -245,3 +248,24 @@ def test_planned_memory_is_that_of_the_compiler() -> None:
 def test_fields_without_a_meaning_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(DEEPSEEK, **change).params()
+
+
+@pytest.mark.parametrize("kind", ["array", "int8", "adapter"])
+def test_absorbed_projections_are_the_expanded_ones(kind: str) -> None:
+    """q (W c) = (W^T q) c, with every form in which decoding has weights."""
+    rng = np.random.default_rng(0)
+    q, up, latent = (rng.standard_normal(shape, np.float32) for shape in ((1, 3, 4, 6), (5, 4, 6 + 7), (1, 3, 5)))
+    weight: Any = up
+    if kind == "int8":
+        scale = np.abs(up).max(0) / 127
+        weight = Int8Weight(np.round(up / scale).astype(np.int8), scale)
+        up = weight.values * scale
+    if kind == "adapter":
+        a, b = rng.standard_normal((5, 2), np.float32), rng.standard_normal((2, 4, 13), np.float32)
+        weight = AdaptedWeight(jax.numpy.asarray(up), a, b, 0.5)
+        up = up + 0.5 * np.einsum("zr,rnh->znh", a, b)
+    expanded = np.einsum("btz,znh->btnh", latent, up)
+    scores = np.einsum("btnz,bsz->bnts", absorb_keys(q, weight), latent)
+    np.testing.assert_allclose(scores, np.einsum("btnh,bsnh->bnts", q, expanded[..., :6]), atol=1e-4)
+    each = np.repeat(latent[:, :, None], 4, 2)
+    np.testing.assert_allclose(absorb_values(each, weight, 7), expanded[..., 6:], atol=1e-4)
