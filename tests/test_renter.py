@@ -388,7 +388,8 @@ def test_json_holds_all_that_the_figures_follow_from(tmp_path: Path) -> None:
         (("--on", "h100:8", "--budget", "1e22flops"), "--scaling-law besiroglu2024"),
         (("--on", "h100:8", "--budget", "much"), "a sum of dollars or of FLOPs"),
         (("--on", "h100:8,16", "--why", "fsdp=8"), "the plans of one target"),
-        (("--on", "h100:8", "--scaling-law", "hoffmann2022"), "it divides a budget"),
+        (("--on", "h100:8", "--scaling-law", "hoffmann2022"), "it chooses the model"),
+        (("--on", "h100:8", "--days", "99", "--rank-by", "energy"), "the cheapest comes first"),
         (("--on", "h100:8", "--pue", "0.5"), "at least what its machines use"),
     ],
 )
