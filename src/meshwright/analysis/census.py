@@ -40,6 +40,7 @@ from meshwright.analysis.lint import (
     lint_tiles,
 )
 from meshwright.analysis.memory import Argument, Memory, read_memory
+from meshwright.analysis.missed_overlap import lint_missed_overlap
 from meshwright.analysis.self_check import FlopsBand, doubts_of
 from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, Ticks, simulate_schedule
 from meshwright.analysis.source_lint import lint_source
@@ -47,6 +48,7 @@ from meshwright.analysis.unexpected_collectives import MIN_SENT_BYTES, lint_unex
 from meshwright.hlo.flops import CompiledMatmul, read_matmuls, unpriced_kernels
 from meshwright.hlo.kernels import ALL_ROWS, Skipped
 from meshwright.hlo.ledger import LedgerEntry, by_kind_and_axes, read_ledger, unread_collectives
+from meshwright.hlo.parser import Module
 from meshwright.hlo.scopes import Branches
 
 PROVENANCE: dict[str, tuple[str, ...]] = {
@@ -244,7 +246,7 @@ def census(
     findings += _argument_findings(program, arguments, leaves, line, device)
     schedule = None if target is None else simulate_schedule(module, target, degrees, facts.skipped, facts.ticks)
     flops, grouped = _flops(program, facts), grouped_products(module, program.jaxpr)
-    findings += lint_grouped_matmuls(grouped)
+    findings += [*lint_grouped_matmuls(grouped), *_waits(module, schedule, ledger, device, facts.min_sent)]
     return Census(
         name=facts.name or str(getattr(function, "__name__", "") or module.name.removeprefix("jit_") or "function"),
         mesh=degrees,
@@ -260,6 +262,15 @@ def census(
         schedule=schedule,
         doubts=doubts_of(flops.compiled, grouped.excess, flops.unpriced, facts.flops_band, schedule),
     )
+
+
+def _waits(
+    module: Module, schedule: SimulatedSchedule | None, ledger: Sequence[LedgerEntry], device: str, min_sent: int
+) -> list[Finding]:
+    """Reports collectives that could overlap and do not; all of simulated devices are synchronous, whatever the chip."""
+    if schedule is None or device == "cpu":
+        return []
+    return lint_missed_overlap(module, schedule, ledger, min_sent)
 
 
 def _flops(program: CompiledProgram, facts: ProgramFacts) -> Flops:
