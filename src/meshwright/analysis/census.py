@@ -41,6 +41,7 @@ from meshwright.analysis.lint import (
 )
 from meshwright.analysis.memory import Argument, Memory, read_memory
 from meshwright.analysis.missed_overlap import lint_missed_overlap
+from meshwright.analysis.replicated_work import lint_duplicated_work, lint_whole_state
 from meshwright.analysis.self_check import FlopsBand, doubts_of
 from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, Ticks, simulate_schedule
 from meshwright.analysis.source_lint import lint_source
@@ -243,9 +244,10 @@ def census(
     ledger = read_ledger(module, degrees, facts.library_files)
     findings = layout_findings(leaves, program, declared or {}, degrees, line)
     findings += _program_findings(program, ledger, expected, degrees, arguments, facts.min_sent)
-    findings += _argument_findings(program, arguments, leaves, line, device)
+    findings += [*_argument_findings(program, arguments, leaves, line, device), *lint_whole_state(arguments, line)]
     schedule = None if target is None else simulate_schedule(module, target, degrees, facts.skipped, facts.ticks)
     flops, grouped = _flops(program, facts), grouped_products(module, program.jaxpr)
+    findings += lint_duplicated_work(program.jaxpr, flops.compiled - grouped.excess, arguments, degrees, line)
     findings += [*lint_grouped_matmuls(grouped), *_waits(module, schedule, ledger, device, facts.min_sent)]
     return Census(
         name=facts.name or str(getattr(function, "__name__", "") or module.name.removeprefix("jit_") or "function"),
@@ -254,7 +256,7 @@ def census(
         ledger=tuple(ledger),
         memory=read_memory(module, program.memory, program.assignment, arguments),
         flops=flops,
-        findings=tuple(findings),
+        findings=tuple(f if f.line else dataclasses.replace(f, line=line) for f in findings),
         compile_seconds=program.compile_seconds,
         versions=_versions(device),
         text=program.text,
@@ -267,7 +269,7 @@ def census(
 def _waits(
     module: Module, schedule: SimulatedSchedule | None, ledger: Sequence[LedgerEntry], device: str, min_sent: int
 ) -> list[Finding]:
-    """Reports collectives that could overlap and do not; all of simulated devices are synchronous, whatever the chip."""
+    """Reports collectives that could overlap and do not; simulated devices have none that could."""
     if schedule is None or device == "cpu":
         return []
     return lint_missed_overlap(module, schedule, ledger, min_sent)
@@ -292,7 +294,8 @@ def _program_findings(
     findings += lint_rematerialisation(program.module, program.warnings)
     if mesh and program.jaxpr is not None:
         written = read_jaxpr_collectives(program.jaxpr, mesh)
-        findings += lint_unexpected_collectives(ledger, written, arguments, min_sent)
+        results = {tuple(getattr(aval, "shape", ())) for aval in program.jaxpr.out_avals}
+        findings += lint_unexpected_collectives(ledger, written, arguments, min_sent, results)
     findings += [] if program.jaxpr is None else lint_source(program.jaxpr)
     return findings + lint_host(program.module)
 

@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from meshwright.analysis.jaxpr_collectives import CONSTRAINED, JaxprCollective
 from meshwright.analysis.lint import Finding
@@ -31,6 +31,7 @@ def lint_unexpected_collectives(
     written: Sequence[JaxprCollective],
     arguments: Sequence[Argument] = (),
     min_sent: int = MIN_SENT_BYTES,
+    results: Collection[tuple[int, ...]] = (),
 ) -> list[Finding]:
     """Reports collectives that the compiler inserted to reshard a value.
 
@@ -38,16 +39,17 @@ def lint_unexpected_collectives(
     the compiler made of it, or if the written ones of its kind and axes, moved and combined, account for its bytes. A
     written gather of 256 KiB does not hide another of 32 MiB. What the layout asks for and leaves to the compiler is
     known too: sums of gradients over devices that have the same shard of an argument or of one of its layers (data
-    parallelism), gathers of a sharded argument for a product (FSDP), and sums of products whose result has a sharding
+    parallelism), gathers of a sharded parameter for a product (FSDP), and sums of products whose result has a sharding
     constraint (tensor parallelism).
 
-    min_sent: bytes that a device sends in one execution below which nothing is reported.
+    min_sent: bytes that a device sends in one execution below which nothing is reported.  results: shapes of the
+    function's results; an argument with one of them is taken for a parameter, which is returned updated or derived.
     """
     shapes, asked = _shard_sizes(arguments), {line for w in written if w.kind == CONSTRAINED for line in w.lines}
     known = (
         e.axes == ()
         or _sums_gradients(e, shapes)
-        or _gathers_argument(e, arguments)
+        or _gathers_parameter(e, arguments, results)
         or (_family(e.kind) == "all-reduce" and bool(asked) and (e.line in asked or _is_backward_product(e)))
         for e in entries
     )
@@ -133,8 +135,8 @@ def _is_backward_product(entry: LedgerEntry) -> bool:
     return "transpose(" in entry.op_name and _PRODUCT.search(entry.op_name) is not None
 
 
-def _gathers_argument(entry: LedgerEntry, arguments: Sequence[Argument]) -> bool:
-    """Whether an entry gathers the shards of an argument for a product, beside another argument that is sharded too.
+def _gathers_parameter(entry: LedgerEntry, arguments: Sequence[Argument], results: Collection[tuple[int, ...]]) -> bool:
+    """Whether an entry gathers the shards of a parameter for a product, beside another argument that is sharded too.
 
     Where nothing else is sharded, no device has work of its own: the gather is no FSDP.
     """
@@ -143,7 +145,8 @@ def _gathers_argument(entry: LedgerEntry, arguments: Sequence[Argument]) -> bool
     if entry.kind != "all-gather" or not (whole or _PRODUCT.search(entry.op_name) or _READ.search(entry.op_name)):
         return False
     sharded = [a for a in arguments if a.local_shape != a.shape]
-    gathered = [a for a in sharded if all(_sizes(_dims(o)) in _shard_sizes([a]) for o in entry.operands[:1])]
+    trained = [a for a in sharded if a.category == "parameters" or a.shape in results]
+    gathered = [a for a in trained if all(_sizes(_dims(o)) in _shard_sizes([a]) for o in entry.operands[:1])]
     return bool(gathered) and len(sharded) > 1
 
 

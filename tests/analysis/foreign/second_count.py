@@ -17,9 +17,9 @@ _MOST_TRIPS = 100_000
 # One FLOP for each element of the result; XLA counts transcendental functions apart.
 _ELEMENTWISE = (
     "add", "subtract", "multiply", "divide", "maximum", "minimum", "and", "or", "xor", "not", "negate", "abs",
-    "compare", "select", "clamp", "sign", "floor", "ceil", "round-nearest-afz", "round-nearest-even", "remainder", "shift-left",
-    "shift-right-logical", "shift-right-arithmetic", "is-finite", "real", "imag", "complex", "popcnt", "convert",
-    "count-leading-zeros", "reduce-precision", "stochastic-convert",
+    "compare", "select", "clamp", "sign", "floor", "ceil", "round-nearest-afz", "round-nearest-even", "remainder",
+    "shift-left", "shift-right-logical", "shift-right-arithmetic", "is-finite", "real", "imag", "complex", "popcnt",
+    "convert", "count-leading-zeros", "reduce-precision", "stochastic-convert",
 )  # fmt: skip
 
 
