@@ -83,8 +83,6 @@ def row_of(name: str, on: str, devices: list[Any], target: Any) -> dict[str, Any
         "cost_analysis": census.flops.cost_analysis,
         "products_once": second.matmul_once,
         "elementwise_once": second.elementwise_once,
-        "findings": sorted({f.kind for f in census.findings}),
-        "doubts": list(census.doubts),
     }
 
 

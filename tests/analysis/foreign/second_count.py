@@ -299,7 +299,8 @@ def _flops(program: Program) -> tuple[float, float, float, set[str]]:
             for inner in called:
                 sums[0] += trips * inner[0]
                 sums[1] += inner[1]
-                sums[2] += inner[2]
+                # The analysis does not look into what runs on a TPU's other cores.
+                sums[2] += 0.0 if line.opcode in ("call-start", "custom-call-start") else inner[2]
         cache[here] = (sums[0], sums[1], sums[2])
         return cache[here]
 
@@ -316,9 +317,12 @@ def _vector(program: Program, here: str, line: Line, of: Callable[[str], tuple[f
         arrays = line.given[: len(line.given) // 2]
         each = sum(of(reducer[1])[2:])
         return each * (elements_of(program.find(here, arrays[0]).shape) - elements_of(line.shape) / len(arrays))
+    if line.opcode == "reduce-window" and ":T(" in line.shape:
+        return 0.0  # TPUs write a reduction that is broadcast again as a window, and their analysis does not count it
     if line.opcode == "reduce-window" and reducer:
         window = math.prod(int(n) for n in re.search(r"size=([\dx]+)", line.rest)[1].split("x"))
-        return of(reducer[1])[2] * elements_of(line.shape) * (window - 1)
+        arrays = len(dims_of(line.shape))
+        return of(reducer[1])[2] * elements_of(line.shape) / arrays * (window - 1)
     if line.opcode in ("scatter", "select-and-scatter") and (reducer or "scatter=" in line.rest):
         name = reducer[1] if reducer else re.search(r"scatter=%?([\w.\-]+)", line.rest)[1]
         return of(name)[2] * elements_of(program.find(here, line.given[-1 if reducer else 1]).shape)

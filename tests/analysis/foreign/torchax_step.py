@@ -42,6 +42,7 @@ def build(devices):
     from torchax import interop
     from torchax.train import make_train_step
 
+    env = torchax.default_env()
     torch._ops._OpNamespace.__getattr__, torch._ops.OpOverloadPacket.__getattr__ = found, overload
 
     mesh = mesh_of(devices, data=8)
@@ -52,7 +53,6 @@ def build(devices):
     def model(weights, buffers, x):
         return torch.func.functional_call(module, {**weights, **buffers}, (x,))
 
-    env = torchax.default_env()
     step = interop.jax_view(make_train_step(model, torch.nn.functional.mse_loss, tx))
 
     def train_step(weights, state, x, y):
