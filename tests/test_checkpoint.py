@@ -22,6 +22,7 @@ from tiny_runs import MODELS, device_run_of, tiny_run
 from meshwright.checkpoint import orbax_reports
 from meshwright.checkpoint.checkpoints import Checkpoints, check_disk_space, committed_steps
 from meshwright.checkpoint.layer_order import abstract_in_layer_order, reordering
+from meshwright.checkpoint.manifest import seal
 from meshwright.checkpoint.orbax_reports import orbax_reports_suppressed
 from meshwright.config import Data, MeshShape, Run
 from meshwright.errors import CheckpointError, ConfigError, TrainingError
@@ -190,7 +191,7 @@ def test_one_flipped_bit_names_the_tensor_and_the_previous_checkpoint(
     file = out / "checkpoints" / "4" / "manifest" / "metadata"
     content = json.loads(file.read_text())
     content["tensors"] = manifest.to_dict()["tensors"]
-    file.write_text(json.dumps(content))
+    file.write_text(json.dumps(seal(content)))
     with (
         Checkpoints(out / "checkpoints", max_to_keep=9) as checkpoints,
         pytest.raises(CheckpointError, match=r"'params\.blocks\.up' is not what was saved(.|\n)*--at 2"),

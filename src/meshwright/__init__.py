@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from meshwright.errors import MeshwrightError as MeshwrightError
     from meshwright.errors import TrainingError as TrainingError
     from meshwright.errors import WeightsError as WeightsError
+    from meshwright.faults import Faults as Faults
     from meshwright.generation.generator import Decoding as Decoding
     from meshwright.generation.sampling import Sampling as Sampling
     from meshwright.hardware.chips import Chip as Chip
@@ -71,6 +72,7 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "Conversion": ("checkpoint.import_weights", "Conversion"),
     "DataError": ("errors", "DataError"),
     "Decoding": ("generation.generator", "Decoding"),
+    "Faults": ("faults", "Faults"),
     "Gemma3": ("models.families.gemma", "Gemma3"),
     "Gpt2": ("models.families.gpt2", "Gpt2"),
     "Layout": ("sharding.placement", "Layout"),

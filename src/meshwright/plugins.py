@@ -18,6 +18,25 @@ from meshwright.errors import ConfigError, nearest
 
 _FILE_MODULE = "meshwright_file_"
 """Prefix of the modules made from files given by path."""
+_from_files: dict[str, str] = {}
+"""Names read from files, and the file of each: `trust` decides which of them are imported."""
+
+
+def note_names(document: Any, origin: str) -> None:
+    """Marks every name of code in JSON values as read from the file `origin`."""
+    if isinstance(document, str) and ":" in document:
+        _from_files.update({document: origin, document.rpartition("=")[0] or document: origin})
+    elif isinstance(document, Mapping):
+        for value in document.values():
+            note_names(value, origin)
+    elif isinstance(document, list):
+        for value in document:
+            note_names(value, origin)
+
+
+def has_foreign_names() -> bool:
+    """Whether a file that was read names code."""
+    return bool(_from_files)
 
 
 def resolve(kind: str, name: str, builtin: Mapping[str, Any]) -> Any:
@@ -44,12 +63,19 @@ def is_reference(name: str) -> bool:
 def load(kind: str, name: str) -> Any:
     """Imports `module:attribute` or `FILE.py:attribute`. Raises ConfigError where either is missing."""
     module_name, _, path = name.rpartition(":")
+    origin = _from_files.get(name)
+    if origin is not None:
+        from meshwright import trust  # names of recipes and of the command line are the user's own
+
+        trust.check_name(kind, name, origin)
     module = load_file(Path(module_name)) if module_name.endswith(".py") else _import(kind, name, module_name)
     value: Any = module
     for attribute in path.split("."):
         if not hasattr(value, attribute):
             raise ConfigError(f"{kind} {name!r}", f"{module_name} has no {path!r}", nearest(attribute, _public(value)))
         value = getattr(value, attribute)
+    if origin is not None:
+        trust.check_value(kind, name, origin, value)
     return value
 
 

@@ -63,7 +63,7 @@ def with_vocab(run: Run) -> Run:
     """Returns the run with a vocabulary size, which some recipes leave to their tokenizer."""
     if run.model.vocab is not None:
         return run
-    vocab = vocab_of_corpus(run.data.paths, run.data.tokenizer, default_cache_folder())
+    vocab = vocab_of_corpus(run.data.paths, run.data.tokenizer, default_cache_folder(), run.faults.bad_records)
     return dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=vocab))
 
 

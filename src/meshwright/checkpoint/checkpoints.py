@@ -6,28 +6,24 @@ checkpoint written on one mesh is verified on another, and each device reads and
 """
 
 import contextlib
-import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from meshwright.checkpoint.fingerprints import fingerprints
-from meshwright.checkpoint.manifest import Manifest, TensorRecord, check_no_other_tensors, check_tensors
+from meshwright.checkpoint.manifest import Manifest, TensorRecord
 from meshwright.checkpoint.orbax_reports import drain_reports, orbax_reports_suppressed
 from meshwright.errors import CheckpointError
 from meshwright.sharding.params import named_leaves
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
-
-_FLOATING = ("float32", "bfloat16")
 
 
 class Checkpoints:
@@ -63,9 +59,9 @@ class Checkpoints:
         cursor: global index of the next training sample. Raises CheckpointError where this save or the one before
         it fails.
         """
-        tensors = _named_tensors(state)
+        tensors = named_tensors(state)
         permuted: dict[str, jax.Array] = {}
-        if _rows_permuted(device_run):
+        if rows_permuted(device_run):
             from meshwright.checkpoint.layer_order import to_layer_order  # loaded for uneven pipelines alone
 
             tensors, permuted = to_layer_order(tensors, device_run.params, lambda x: fingerprints({"": x})[""])
@@ -99,65 +95,36 @@ class Checkpoints:
             self._commit.close()
 
     def manifest(self, step: int | None = None) -> Manifest:
-        """Returns the manifest of the checkpoint of `step`, or of the last one; no device is needed."""
-        step = self._choose(step)
-        try:
-            file = self.folder / str(step) / "manifest" / "metadata"
-            return Manifest.from_dict(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise self._damaged(step, "its manifest cannot be read", error) from error
+        """Returns the manifest of the checkpoint of `step`, or of the last whole one; no device is needed."""
+        from meshwright.checkpoint.restore import manifest_of  # a new run restores nothing
+
+        return manifest_of(self.folder, step)
 
     def restore(self, device_run: DeviceRun, step: int | None = None) -> tuple[State, Manifest]:
-        """Returns the state of `step`, or of the last checkpoint, in the shardings of `device_run`, verified.
+        """Returns the state of `step`, or of the last whole checkpoint, in the shardings of `device_run`, verified.
 
         Raises CheckpointError naming the first tensor that differs from the model's in shape or type, or is damaged.
         """
+        from meshwright.checkpoint.restore import restore_state
+
         manifest = self.manifest(step)
-        expected = _named_tensors(device_run.abstract)
-        if "step" not in manifest.tensors:
-            truth = "it has weights alone, and no optimizer state: they were converted"
-            fix = f"--init-from {self.folder.parent} and another --out, which starts at step 0"
-            raise CheckpointError(f"resuming from {self.folder}", truth, fix)
-        tensors = self._read_tensors(manifest, expected, device_run, check_no_other_tensors)
-        healthy = jax.device_put(np.ones((), np.bool_), device_run.abstract.healthy.sharding)
-        tree = jax.tree.unflatten(jax.tree.structure(_saved_fields(device_run.abstract)), list(tensors.values()))
-        return State(healthy=healthy, **tree), manifest
+        return restore_state(self._manager, self.folder, manifest, device_run), manifest
 
     def restore_params(self, device_run: DeviceRun, step: int | None = None) -> tuple[Any, Manifest]:
-        """Returns the verified parameters of `step`, or of the last checkpoint, without the optimizer state.
+        """Returns the verified parameters of `step`, or of the last whole checkpoint, without the optimizer state.
 
         A checkpoint of another type is converted after it is verified.
         """
+        from meshwright.checkpoint.restore import restore_params
+
         manifest = self.manifest(step)
-        wanted = {name: x for name, x in _named_tensors(device_run.abstract).items() if name.startswith("params.")}
-        types = {name: np.dtype(t.dtype) for name, t in manifest.tensors.items() if t.dtype in _FLOATING}
-        expected = {name: x.update(dtype=types.get(name, x.dtype)) for name, x in wanted.items()}
-        tensors = self._read_tensors(manifest, expected, device_run)
-        converted = [x.astype(wanted[name].dtype) for name, x in tensors.items()]
-        return jax.tree.unflatten(jax.tree.structure(device_run.abstract.params), converted), manifest
-
-    def _read_tensors(
-        self, manifest: Manifest, expected: dict[str, Any], device_run: DeviceRun, *checks: Callable[..., None]
-    ) -> dict[str, jax.Array]:
-        """Returns the tensors of a checkpoint in the rows and shardings of `expected`, verified."""
-        permuted, abstract = _rows_permuted(device_run), expected
-        if permuted:
-            from meshwright.checkpoint.layer_order import abstract_in_layer_order, to_row_order
-
-            abstract = abstract_in_layer_order(expected, device_run.params)
-        check_tensors(manifest, abstract, device_run.params)
-        for check in checks:
-            check(manifest, abstract)
-        tensors = self._read(manifest, abstract)
-        if permuted:
-            return to_row_order(tensors, expected, device_run.params)
-        return {name: tensors[name] for name in expected}  # the order of the state's leaves, not of the file's
+        return restore_params(self._manager, self.folder, manifest, device_run), manifest
 
     def set_aside(self, after: int) -> None:
-        """Moves checkpoints newer than `after` into the folder `set-aside`, so that training can continue there."""
+        """Moves checkpoints newer than `after`, whole or not, into the folder `set-aside`: training continues there."""
         aside = self.folder.parent / "set-aside"
         if jax.process_index() == 0:
-            for step in self.steps():
+            for step in _steps(self.folder):
                 if step > after:
                     aside.mkdir(exist_ok=True)
                     target, number = aside / str(step), 1
@@ -168,61 +135,9 @@ class Checkpoints:
             multihost_utils.sync_global_devices("checkpoints set aside")
         self._manager.reload()
 
-    def _choose(self, step: int | None) -> int:
-        steps = self.steps()
-        if not steps:
-            raise CheckpointError(f"a checkpoint in {self.folder}", "none was committed there", "another folder")
-        if step is None:
-            return steps[-1]
-        if step not in steps:
-            raise CheckpointError(
-                f"the checkpoint of step {step}",
-                "the folder has those of steps " + ", ".join(map(str, steps)),
-                f"--at {steps[-1]}",
-            )
-        return step
-
     def _wait_for_commit(self) -> None:
         self._manager.wait_until_finished()
         self._commit.close()
-
-    def _read(self, manifest: Manifest, abstract: dict[str, Any]) -> dict[str, jax.Array]:
-        """Reads the tensors `abstract`, which have one row per layer, and verifies their fingerprints."""
-        restore_args = {
-            name: ocp.ArrayRestoreArgs(
-                sharding=x.sharding,
-                global_shape=x.shape,
-                dtype=x.dtype,
-                # A vocabulary that was padded otherwise is cut or padded with zeros.
-                strict=manifest.tensors[name].shape == x.shape,
-            )
-            for name, x in abstract.items()
-        }
-        args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=True)
-        with orbax_reports_suppressed():
-            try:
-                tensors = self._manager.restore(manifest.step, args=ocp.args.Composite(state=args))["state"]
-            except Exception as error:  # TensorStore raises several types, with pages of text
-                text = str(error)
-                name = next((name for name in abstract if name in text), None)
-                damage = "a file is damaged" if name is None else f"tensor {name!r} cannot be read"
-                drain_reports(error)
-                raise self._damaged(manifest.step, damage, error) from error
-        hashes = jax.device_get(fingerprints(tensors))
-        changed = [n for n in abstract if tuple(int(v) for v in hashes[n]) != manifest.tensors[n].fingerprint]
-        if changed:
-            damage = f"tensor {changed[0]!r} is not what was saved ({len(changed)} of {len(abstract)} differ)"
-            raise self._damaged(manifest.step, damage, None)
-        return dict(tensors)
-
-    def _damaged(self, step: int, damage: str, error: Exception | None) -> CheckpointError:
-        earlier = [s for s in self.steps() if s < step]
-        detail = f" ({type(error).__name__}: {str(error).splitlines()[0][:160]})" if error and str(error) else ""
-        return CheckpointError(
-            f"the checkpoint of step {step} in {self.folder}",
-            damage + detail,
-            f"the one before it: --at {earlier[-1]}" if earlier else "no earlier checkpoint exists: start a new run",
-        )
 
     @contextlib.contextmanager
     def _explained(self, action: str) -> Iterator[None]:
@@ -250,18 +165,33 @@ def _write_error(action: str, folder: Path, error: Exception) -> CheckpointError
     )
 
 
-def _saved_fields(state: State) -> dict[str, Any]:
+def saved_fields(state: State) -> dict[str, Any]:
     """Fields of the state that a checkpoint has; `healthy` is not saved, because only a healthy state is."""
     return {"step": state.step, "params": state.params, "optimizer": state.optimizer}
 
 
-def _named_tensors(state: State) -> dict[str, Any]:
-    return named_leaves(_saved_fields(state))
+def named_tensors(state: State) -> dict[str, Any]:
+    """Returns the tensors that a checkpoint of `state` has, by dotted name."""
+    return named_leaves(saved_fields(state))
 
 
 def committed_steps(folder: Path) -> list[int]:
-    """Returns the steps with a committed checkpoint in `folder`, oldest first; no device is needed."""
-    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
+    """Returns the steps with a whole checkpoint in `folder`, oldest first; no device is needed."""
+    return sorted(set(_steps(folder)) - set(partial_steps(folder)))
+
+
+def partial_steps(folder: Path) -> list[int]:
+    """Returns the steps whose checkpoint lacks what every one has, oldest first: a copy that was cut off."""
+    names = ("manifest/metadata", "state/_METADATA")
+    return sorted(step for step in _steps(folder) if not all(_has(folder / str(step) / name) for name in names))
+
+
+def _steps(folder: Path) -> list[int]:
+    return [int(p.name) for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
+
+
+def _has(file: Path) -> bool:
+    return file.is_file() and file.stat().st_size > 0
 
 
 def check_disk_space(folder: Path, device_run: DeviceRun, max_to_keep: int) -> None:
@@ -275,7 +205,7 @@ def check_disk_space(folder: Path, device_run: DeviceRun, max_to_keep: int) -> N
         raise CheckpointError(
             f"output folder {folder}", f"it cannot be written: {error.strerror or error}", "another --out"
         ) from error
-    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in _named_tensors(device_run.abstract).values())
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in named_tensors(device_run.abstract).values())
     free = shutil.disk_usage(folder).free
     if free < size * (max_to_keep + 1):
         raise CheckpointError(
@@ -292,6 +222,6 @@ def _free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _rows_permuted(device_run: DeviceRun) -> bool:
+def rows_permuted(device_run: DeviceRun) -> bool:
     """Whether rows of stacked parameters are not in the order of the layers: uneven or interleaved pipelines."""
     return any(p.order is not None for p in named_leaves(device_run.params).values())

@@ -14,6 +14,7 @@ from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.import_weights import Conversion, Say
 from meshwright.checkpoint.journal import Journal, write_sums
 from meshwright.config import Model, Run
+from meshwright.documents import read_json
 from meshwright.errors import CheckpointError
 from meshwright.hugging_face.architecture import Architecture, architecture_of
 from meshwright.hugging_face.folder import KEPT, read_model
@@ -103,7 +104,7 @@ def _configuration(run: Run, source: Path) -> tuple[Architecture, dict[str, Any]
         architecture, config = architecture_of(run.model)
         return architecture, {**config, **longest}
     folder = read_model(str(kept.absolute()))
-    config = json.loads((kept / "config.json").read_text(encoding="utf-8"))
+    config = read_json(kept / "config.json")
     if _same(folder.architecture, folder.model, run.model):
         return folder.architecture, config
     architecture, changed = architecture_of(run.model)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.config import Model, Precision
+from meshwright.documents import check_inside
 from meshwright.errors import WeightsError
 from meshwright.hugging_face.architecture import Architecture, find_architecture
 from meshwright.hugging_face.fields import read_fields
@@ -220,6 +221,10 @@ def keep_files(folder: Path, out: Path) -> None:
     """Copies tokenizer files, chat template and configuration of a folder into `out`/huggingface."""
     target = out / KEPT
     target.mkdir(parents=True, exist_ok=True)
+    try:
+        check_inside(folder, [folder / name for name in _KEPT_FILES])
+    except ValueError as error:
+        raise WeightsError(f"copying the files of {folder}", str(error), "a folder whose files are in it") from error
     for name in _KEPT_FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, target / name)

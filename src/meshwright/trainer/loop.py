@@ -22,7 +22,7 @@ from meshwright.hardware.mesh import build_mesh, default_mesh_shape, enable_comp
 from meshwright.models.model import Metrics
 from meshwright.report import Reporter, Values
 from meshwright.report.files import JsonLines
-from meshwright.runs.run_file import write_run
+from meshwright.runs.write_run import write_run
 from meshwright.sharding.params import count_params
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.state import State
@@ -90,12 +90,18 @@ Choose = Callable[[Run, Sequence[Any]], Run]
 
 
 def prepare_run(
-    run: Run, *, cache: Path, devices: int | None = None, choose: Choose = lambda run, devices: run
+    run: Run,
+    *,
+    cache: Path,
+    devices: int | None = None,
+    choose: Choose = lambda run, devices: run,
+    own: Path | None = None,
 ) -> PreparedRun:
     """Tokenises the text, chooses the mesh where the run leaves it open, and places the run on devices.
 
     cache: folder of token files and compiled programs.  devices: use the first so many; None uses all.  choose: makes
     the choices that need the planner; without it a run that leaves the remat policy open recomputes whole layers.
+    own: tokenizer.json of a run that goes on, whose vocabulary it keeps where its text has changed.
     Raises ConfigError or DataError before anything is traced.
     """
     enable_compilation_cache(cache / "compiled")
@@ -103,7 +109,7 @@ def prepare_run(
     mesh = build_mesh(run.mesh or default_mesh_shape(len(available)), available)
     if run.mesh is None:
         run = dataclasses.replace(run, mesh=default_mesh_shape(len(available)))
-    corpus = load_corpus(run.data.paths, run.data.tokenizer, cache)
+    corpus = load_corpus(run.data.paths, run.data.tokenizer, cache, own=own, bad_records=run.faults.bad_records)
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=_common_vocab(run, corpus)))
     device_run = place_on_devices(choose(run, list(mesh.devices.flat)), mesh)
     parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
@@ -207,8 +213,7 @@ def _initial_state(
 
         return device_run.state_of(load_initial_weights(device_run, checkpoints.folder.parent)), 0, 0
     state, manifest = checkpoints.restore(device_run, at)
-    if at is not None:
-        checkpoints.set_aside(after=at)
+    checkpoints.set_aside(after=manifest.step)
     return state, manifest.step, manifest.cursor
 
 
