@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from tiny_runs import MODELS, device_run_of, tiny_run
 
-from meshwright.checkpoint import orbax_reports
+from meshwright.checkpoint import late_reports
 from meshwright.checkpoint.checkpoints import Checkpoints, check_disk_space, committed_steps
 from meshwright.checkpoint.layer_order import abstract_in_layer_order, reordering
 from meshwright.checkpoint.manifest import seal
@@ -284,7 +284,7 @@ def test_disk_space_is_checked_before_the_first_step(tmp_path: Path, monkeypatch
 def test_a_failed_save_is_reported_once_and_leaves_the_process_as_it_was(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orbax_reports, "_LATE_SECONDS", 0.7)
+    monkeypatch.setattr(late_reports, "_LATE_SECONDS", 0.7)
     device_run = device_run_of(tiny_run(MODELS["llama"], "fsdp=2,tensor=2"))
     state = device_run.initial_state()
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]

@@ -19,9 +19,10 @@ from meshwright.data.feed import Feed, Windows, build_stream, held_out_batches, 
 from meshwright.data.ramp import BatchRamp
 from meshwright.data.records import Records
 from meshwright.data.sources import find_files, read_documents
-from meshwright.data.tokenizers import Bytes, Chars, build_tokenizer, tokenizer_from_json, train_bpe
-from meshwright.data.tokenizing import load_tokens, tokenize
-from meshwright.data.tokens import load_corpus, open_tokens, parse_source, vocab_of_corpus, write_description
+from meshwright.data.tokenizers import Bytes, Chars, tokenizer_from_json
+from meshwright.data.tokenizing import load_tokens, tokenize, write_description
+from meshwright.data.tokens import load_corpus, open_tokens, parse_source
+from meshwright.data.vocabulary import build_tokenizer, train_bpe, vocab_of_corpus
 from meshwright.errors import ConfigError, DataError
 from meshwright.hardware.mesh import build_mesh
 from meshwright.plugins import load

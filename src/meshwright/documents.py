@@ -69,18 +69,3 @@ def check_inside(folder: Path, files: Iterable[Path]) -> None:
         found = file.resolve()
         if not any(found.is_relative_to(allowed) for allowed in roots):
             raise ValueError(f"{file.name} is a link that leaves the folder, to {found}")
-
-
-def check_tree(folder: Path) -> None:
-    """Raises ValueError naming a link in `folder` that leaves it, or an entry that is no file and no folder."""
-    pending = [folder]
-    while pending:
-        with os.scandir(pending.pop()) as entries:
-            for entry in entries:
-                path = Path(entry.path)
-                if entry.is_symlink():  # known from the listing, without a request for each file
-                    check_inside(folder, [path])
-                elif entry.is_dir():
-                    pending.append(path)
-                elif not entry.is_file():
-                    raise ValueError(f"{path.relative_to(folder)} is neither a file nor a folder")

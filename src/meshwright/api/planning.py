@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.bench.calibration_file import read_calibration
 from meshwright.config import Run
-from meshwright.data.tokens import vocab_of_corpus
+from meshwright.data.vocabulary import vocab_of_corpus
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_bytes, parse_count
 from meshwright.hardware.mesh import default_cache_folder

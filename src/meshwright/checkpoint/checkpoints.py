@@ -15,11 +15,10 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from meshwright.checkpoint.fingerprints import fingerprints
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
-from meshwright.checkpoint.orbax_reports import drain_reports, orbax_reports_suppressed
+from meshwright.checkpoint.orbax_reports import orbax_reports_suppressed
 from meshwright.errors import CheckpointError
 from meshwright.sharding.params import named_leaves
 from meshwright.step.device_run import DeviceRun
@@ -29,18 +28,20 @@ from meshwright.step.state import State
 class Checkpoints:
     """Checkpoints in one folder. Close it, or use it in a `with` statement, so that the last one is committed."""
 
-    def __init__(self, folder: Path, *, max_to_keep: int):
+    def __init__(self, folder: Path, *, max_to_keep: int | None):
+        """Opens `folder`. max_to_keep: checkpoints to keep when another is saved; None opens it for reading alone."""
         self.folder = folder.absolute()
         # Suppresses Orbax's reports while a commit is in progress.
         self._commit = contextlib.ExitStack()
         with self._explained("opening checkpoints"):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._manager = ocp.CheckpointManager(
-                self.folder,
-                options=ocp.CheckpointManagerOptions(
+            # One that reads leaves alone what a run beside it is writing.
+            options = ocp.CheckpointManagerOptions(read_only=True)
+            if max_to_keep is not None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                options = ocp.CheckpointManagerOptions(
                     max_to_keep=max_to_keep, cleanup_tmp_directories=True, enable_async_checkpointing=True
-                ),
-            )
+                )
+            self._manager = ocp.CheckpointManager(self.folder, options=options)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -53,11 +54,20 @@ class Checkpoints:
         self._manager.reload()
         return sorted(self._manager.all_steps())
 
-    def save(self, state: State, device_run: DeviceRun, *, step: int, cursor: int) -> None:
+    def save(
+        self,
+        state: State,
+        device_run: DeviceRun,
+        *,
+        step: int,
+        cursor: int,
+        skipped: tuple[tuple[int, int], ...] = (),
+        data: dict[str, Any] | None = None,
+    ) -> None:
         """Starts to write `state` and returns as soon as its buffers may be donated.
 
-        cursor: global index of the next training sample. Raises CheckpointError where this save or the one before
-        it fails.
+        cursor: global index of the next training sample.  skipped, data: as of `Manifest`. Raises CheckpointError
+        where this save or the one before it fails.
         """
         tensors = named_tensors(state)
         permuted: dict[str, jax.Array] = {}
@@ -71,7 +81,7 @@ class Checkpoints:
             name: TensorRecord(x.shape, str(x.dtype), (int(hashes[name][0]), int(hashes[name][1])))
             for name, x in tensors.items()
         }
-        manifest = Manifest(step, cursor, device_run.run, records)
+        manifest = Manifest(step, cursor, device_run.run, records, data, skipped)
         with self._explained(f"saving step {step}"):
             self._wait_for_commit()
             self._commit.enter_context(orbax_reports_suppressed())
@@ -122,17 +132,9 @@ class Checkpoints:
 
     def set_aside(self, after: int) -> None:
         """Moves checkpoints newer than `after`, whole or not, into the folder `set-aside`: training continues there."""
-        aside = self.folder.parent / "set-aside"
-        if jax.process_index() == 0:
-            for step in _steps(self.folder):
-                if step > after:
-                    aside.mkdir(exist_ok=True)
-                    target, number = aside / str(step), 1
-                    while target.exists():
-                        target, number = aside / f"{step}.{number}", number + 1
-                    os.replace(self.folder / str(step), target)
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("checkpoints set aside")
+        from meshwright.checkpoint.restore import set_aside
+
+        set_aside(self.folder, after)
         self._manager.reload()
 
     def _wait_for_commit(self) -> None:
@@ -146,23 +148,13 @@ class Checkpoints:
             try:
                 yield
             except Exception as error:
+                from meshwright.checkpoint.late_reports import drain_reports
+                from meshwright.checkpoint.write_errors import write_error
+
                 drain_reports(error)
                 self._commit.close()
-                raise _write_error(action, self.folder, error) from error
 
-
-def _write_error(action: str, folder: Path, error: Exception) -> CheckpointError:
-    text = str(error)
-    full = any(sign in text for sign in ("No space left", "RESOURCE_EXHAUSTED", "Disk quota", "File too large"))
-    lines = text.splitlines() or [type(error).__name__]
-    reason = "the disk is full" if full else (getattr(error, "strerror", None) or lines[0][:300])
-    intact = committed_steps(folder)
-    last = f"the checkpoint of step {intact[-1]} is intact" if intact else "no checkpoint was committed"
-    return CheckpointError(
-        f"{action} in {folder}",
-        f"{reason}; {last}",
-        f"free some space ({_free_bytes(folder) / 2**20:.0f} MiB are free), or another --out",
-    )
+                raise write_error(action, self.folder, error) from error
 
 
 def saved_fields(state: State) -> dict[str, Any]:
@@ -175,18 +167,19 @@ def named_tensors(state: State) -> dict[str, Any]:
     return named_leaves(saved_fields(state))
 
 
-def committed_steps(folder: Path) -> list[int]:
+def committedall_steps(folder: Path) -> list[int]:
     """Returns the steps with a whole checkpoint in `folder`, oldest first; no device is needed."""
-    return sorted(set(_steps(folder)) - set(partial_steps(folder)))
+    return sorted(set(all_steps(folder)) - set(partialall_steps(folder)))
 
 
-def partial_steps(folder: Path) -> list[int]:
+def partialall_steps(folder: Path) -> list[int]:
     """Returns the steps whose checkpoint lacks what every one has, oldest first: a copy that was cut off."""
     names = ("manifest/metadata", "state/_METADATA")
-    return sorted(step for step in _steps(folder) if not all(_has(folder / str(step) / name) for name in names))
+    return sorted(step for step in all_steps(folder) if not all(_has(folder / str(step) / name) for name in names))
 
 
-def _steps(folder: Path) -> list[int]:
+def all_steps(folder: Path) -> list[int]:
+    """Returns the steps that have a folder, whole or not, in no order."""
     return [int(p.name) for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
 
 
@@ -214,12 +207,6 @@ def check_disk_space(folder: Path, device_run: DeviceRun, max_to_keep: int) -> N
             f"and {free / 2**20:.1f} MiB are free",
             "a folder with more space, or a smaller --training.max-to-keep",
         )
-
-
-def _free_bytes(folder: Path) -> int:
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
 
 
 def rows_permuted(device_run: DeviceRun) -> bool:

@@ -54,7 +54,7 @@ def export_weights(
     ConfigError where `out` exists.
     """
     run = run_in_folder(source)
-    with Checkpoints(source / "checkpoints", max_to_keep=10**6) as checkpoints:
+    with Checkpoints(source / "checkpoints", max_to_keep=None) as checkpoints:
         manifest = checkpoints.manifest(at)
     tensors = StoredTensors(source / "checkpoints" / str(manifest.step), manifest)
     target = _target(manifest.run, source, dtype or _dtype_of(tensors), largest_file)

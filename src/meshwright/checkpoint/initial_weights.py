@@ -36,7 +36,7 @@ def load_initial_weights(device_run: DeviceRun, out: Path | None = None) -> Tree
         weights = open_folder(run.init_from)
         return load_params(weights, device_run.params, device_run.state_shardings.params, run.training.param_dtype)
     folder = Path(run.init_from)
-    with Checkpoints(folder / "checkpoints", max_to_keep=10**6) as checkpoints:
+    with Checkpoints(folder / "checkpoints", max_to_keep=None) as checkpoints:
         params, _ = checkpoints.restore_params(device_run)
     return params
 

@@ -1,6 +1,7 @@
 """Restores of checkpoints: manifests read and checked, tensors read by Orbax and verified by their fingerprints."""
 
 import operator
+import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -9,13 +10,22 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from meshwright.checkpoint.blocks import StoredTensors
-from meshwright.checkpoint.checkpoints import committed_steps, named_tensors, partial_steps, rows_permuted, saved_fields
+from meshwright.checkpoint.checkpoints import (
+    all_steps,
+    committed_steps,
+    named_tensors,
+    partial_steps,
+    rows_permuted,
+    saved_fields,
+)
 from meshwright.checkpoint.fingerprints import fingerprints
+from meshwright.checkpoint.late_reports import drain_reports
 from meshwright.checkpoint.manifest import FORMAT, Manifest, TensorRecord, seal
-from meshwright.checkpoint.orbax_reports import drain_reports, orbax_reports_suppressed
-from meshwright.documents import LARGE, check_inside, check_tree, read_json
+from meshwright.checkpoint.orbax_reports import orbax_reports_suppressed
+from meshwright.documents import LARGE, check_inside, read_json
 from meshwright.errors import CheckpointError
 from meshwright.runs.run_file import run_from_dict
 from meshwright.sharding.params import Tree, named_leaves
@@ -57,7 +67,7 @@ def read_manifest(step_folder: Path) -> Manifest:
     the folder.
     """
     check_inside(step_folder.parent, [step_folder])
-    check_tree(step_folder)
+    _check_tree(step_folder)
     file = step_folder / "manifest" / "metadata"
     return manifest_from_dict(read_json(file, LARGE), str(file))
 
@@ -212,3 +222,33 @@ def _read(manager: Any, folder: Path, manifest: Manifest, abstract: dict[str, An
         damage = f"tensor {changed[0]!r} is not what was saved ({len(changed)} of {len(abstract)} differ)"
         raise damaged(folder, manifest.step, damage, None)
     return dict(tensors)
+
+
+def set_aside(folder: Path, after: int) -> None:
+    """Moves checkpoints newer than `after`, whole or not, into the folder `set-aside` beside `folder`."""
+    aside = folder.parent / "set-aside"
+    if jax.process_index() == 0:
+        for step in sorted(all_steps(folder)):
+            if step > after:
+                aside.mkdir(exist_ok=True)
+                target, number = aside / str(step), 1
+                while target.exists():
+                    target, number = aside / f"{step}.{number}", number + 1
+                os.replace(folder / str(step), target)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("checkpoints set aside")
+
+
+def _check_tree(folder: Path) -> None:
+    """Raises ValueError naming a link in `folder` that leaves it, or an entry that is no file and no folder."""
+    pending = [folder]
+    while pending:
+        with os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                if entry.is_symlink():  # known from the listing, without a request for each file
+                    check_inside(folder, [path])
+                elif entry.is_dir():
+                    pending.append(path)
+                elif not entry.is_file():
+                    raise ValueError(f"{path.relative_to(folder)} is neither a file nor a folder")

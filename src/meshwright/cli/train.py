@@ -43,6 +43,8 @@ class TrainOptions(RunOptions):
     """Continue from the last checkpoint in --out, with the Run that is kept there."""
     at: int | None = None
     """Continue from the checkpoint of this step; newer ones are set aside."""
+    new_data: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Resume although the text, its order or its mixture differ from those of the checkpoint."""
     coordinator: str | None = None
     """HOST:PORT of process 0, for a run of several processes."""
     processes: int = 1
@@ -73,8 +75,9 @@ def main(args: Sequence[str]) -> int:
         mesh.initialize_distributed(options.coordinator, options.processes, options.process)
     out = options.out or Path("runs") / f"{options.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     prepared = loop.prepare_run(
-        options.run, cache=mesh.default_cache_folder(), devices=options.devices, choose=choose_for_devices
-    )
+        options.run, cache=mesh.default_cache_folder(), devices=options.devices, choose=choose_for_devices,
+        own=out / "tokenizer.json" if options.resumes else None,
+    )  # fmt: skip
     print_prepared_run(console, prepared)
     if options.run.init_from is not None and not options.resumes:
         from meshwright.checkpoint.initial_weights import describe_initial_weights
@@ -115,8 +118,9 @@ def _train(options: TrainOptions, prepared: loop.PreparedRun, out: Path, console
 
     try:
         return loop.train(
-            prepared, out, start="resume" if options.resumes else "fresh", at=options.at, reporters=reporters
-        )
+            prepared, out, start="resume" if options.resumes else "fresh", at=options.at,
+            data="new" if options.new_data else "same", reporters=reporters,
+        )  # fmt: skip
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

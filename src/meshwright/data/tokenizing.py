@@ -2,19 +2,22 @@
 
 import dataclasses
 import hashlib
+import json
 import os
 import shutil
 import tempfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from meshwright.data.records import Records
 from meshwright.data.sources import Documents, open_source
-from meshwright.data.tokenizers import Tokenizer, build_tokenizer
-from meshwright.data.tokens import BLOCK, FORMAT, TokenFile, open_tokens, write_description
+from meshwright.data.tokenizers import Tokenizer
+from meshwright.data.tokens import BLOCK, FORMAT, HASHED, TokenFile, checksum, open_tokens, sha256_of
+from meshwright.data.vocabulary import build_tokenizer
 from meshwright.documents import write_atomically
 from meshwright.errors import DataError
 
@@ -118,7 +121,7 @@ def load_text(
 
     own, bad_records: as of `load_corpus`.
     """
-    if own is None:
+    if own is None or not own.is_file():
         return _load_all(paths, spec, cache, bad_records)
     kept = build_tokenizer(str(own), iter(())).to_json()
     if not _is_learned(spec):
@@ -185,3 +188,11 @@ def _fingerprint(path: str, spec: str) -> str:
     parts = [str(FORMAT), build_tokenizer(spec, iter(())).to_json() if Path(spec).is_file() else spec]
     parts += open_source(path).fingerprint()
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
+
+
+def write_description(folder: Path, record: dict[str, Any]) -> None:
+    """Writes `tokens.json`, which makes a folder a token file. record: all but the checksums."""
+    record = {"format": FORMAT, **record, "block": BLOCK, "sha256": {name: sha256_of(folder / name) for name in HASHED}}
+    (folder / "tokens.json").write_text(
+        json.dumps({**record, "checksum": checksum(record)}, indent=1), encoding="utf-8"
+    )

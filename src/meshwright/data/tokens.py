@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.data.tokenizers import Bytes, Tokenizer, build_tokenizer, tokenizer_from_json
+from meshwright.data.tokenizers import Tokenizer, tokenizer_from_json
 from meshwright.documents import LARGE, check_inside, read_json, read_text
 from meshwright.errors import DataError
 
 FORMAT = 2
 BLOCK = 2**18
 """Bytes of `tokens.bin` under one checksum: verified in 0.1 ms, and 4 bytes of `sums.bin`."""
-_HASHED = ("ends.npy", "sums.bin", "tokenizer.json")
+HASHED = ("ends.npy", "sums.bin", "tokenizer.json")
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
@@ -80,20 +80,14 @@ class TokenFile(NamedTuple):
     """Records that were left out, by reason."""
 
 
-def write_description(folder: Path, record: dict[str, Any]) -> None:
-    """Writes `tokens.json`, which makes a folder a token file. record: all but the checksums."""
-    record = {"format": FORMAT, **record, "block": BLOCK, "sha256": {name: _sha256(folder / name) for name in _HASHED}}
-    (folder / "tokens.json").write_text(
-        json.dumps({**record, "checksum": _checksum(record)}, indent=1), encoding="utf-8"
-    )
-
-
-def _sha256(file: Path) -> str:
+def sha256_of(file: Path) -> str:
+    """Returns the SHA-256 of a file."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _checksum(record: Mapping[str, Any]) -> str:
+def checksum(record: Any) -> str:
+    """Returns the SHA-256 of JSON values."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
@@ -109,7 +103,7 @@ def open_tokens(folder: Path) -> TokenFile:
                 f"{count * dtype.itemsize}; sums.bin has {sums}"
             )
         for name, expected in record["sha256"].items():
-            if _sha256(folder / name) != expected:
+            if sha256_of(folder / name) != expected:
                 raise ValueError(f"{name} is not what was written: its SHA-256 differs")
         # Mapped: a header that promises more than the file has is refused before anything is allocated.
         ends = np.load(folder / "ends.npy", mmap_mode="r", allow_pickle=False)
@@ -123,7 +117,7 @@ def open_tokens(folder: Path) -> TokenFile:
         tokens = TokenArray(folder / "tokens.bin", dtype)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise DataError(f"token file {folder}", f"it cannot be read: {error}", "tokenise again") from error
-    digest = _checksum([record["dtype"], count, record["sha256"]])  # type: ignore[arg-type]
+    digest = checksum([record["dtype"], count, record["sha256"]])
     return TokenFile(tokens, np.asarray(ends), vocab, tokenizer, folder, digest, record["skipped"])
 
 
@@ -133,11 +127,11 @@ def _read_description(folder: Path) -> dict[str, Any]:
     if not isinstance(record, dict) or record.get("format") != FORMAT or record.get("block") != BLOCK:
         found = record.get("format") if isinstance(record, dict) else None
         raise ValueError(f"tokens.json is of format {found}, and this version reads {FORMAT}")
-    if record.pop("checksum", None) != _checksum(record):
+    if record.pop("checksum", None) != checksum(record):
         raise ValueError("tokens.json is not what was written: its checksum differs")
-    if set(record["sha256"]) != set(_HASHED) or not isinstance(record["skipped"], dict):
+    if set(record["sha256"]) != set(HASHED) or not isinstance(record["skipped"], dict):
         raise ValueError("tokens.json has no checksums")
-    check_inside(folder, [folder / name for name in ("tokens.json", "tokens.bin", *_HASHED)])
+    check_inside(folder, [folder / name for name in ("tokens.json", "tokens.bin", *HASHED)])
     return record
 
 
@@ -180,6 +174,13 @@ class Corpus:
         """Vocabulary size."""
         return self.files[0].vocab
 
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """SHA-256 of the tokenizer, and of what training reads of each source, with its weight; as JSON values."""
+        tokenizer = hashlib.sha256(self.tokenizer.to_json().encode()).hexdigest()
+        sources = [[file.digest, weight] for file, weight in zip(self.files, self.weights, strict=True)]
+        return {"tokenizer": tokenizer, "sources": sources}
+
 
 def load_corpus(
     paths: Sequence[str], spec: str, cache: Path, *, own: Path | None = None, bad_records: float = 0.0
@@ -207,16 +208,6 @@ def load_corpus(
                 "tokenise both with the same tokenizer file",
             )
     return Corpus(files, tuple(source.weight for source in sources))
-
-
-def vocab_of_corpus(paths: tuple[str, ...], spec: str, cache: Path, bad_records: float = 0.0) -> int:
-    """Returns the vocabulary size of `load_corpus`; reads text only where the tokenizer is learned from it."""
-    if not any(is_token_file(parse_source(path).path) for path in paths):
-        if spec == "bytes":
-            return Bytes().vocab
-        if Path(spec).is_file():
-            return build_tokenizer(spec, iter(())).vocab
-    return load_corpus(paths, spec, cache, bad_records=bad_records).vocab
 
 
 def is_token_file(path: str) -> bool:

@@ -12,8 +12,9 @@ import jax
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import MeshShape, Run
 from meshwright.data.chat import ChatTemplate, read_chat_template
-from meshwright.data.tokenizers import Tokenizer, build_tokenizer
+from meshwright.data.tokenizers import Tokenizer
 from meshwright.data.tokens import load_corpus
+from meshwright.data.vocabulary import build_tokenizer
 from meshwright.documents import read_json
 from meshwright.errors import ConfigError, WeightsError
 from meshwright.generation.weight_sizes import run_for_decoding
@@ -63,7 +64,7 @@ def open_weights(
     run, folder = run_of_source(source, initial), Path(source)
     device_run = place_for_decoding(run, mesh, devices)
     tokenizer = build_tokenizer(str(folder / "tokenizer.json"), iter(()))
-    with Checkpoints(folder / "checkpoints", max_to_keep=10**6) as checkpoints:
+    with Checkpoints(folder / "checkpoints", max_to_keep=None) as checkpoints:
         params, manifest = checkpoints.restore_params(device_run, at)
     origin = f"{folder}, step {manifest.step}"
     stops, seq = (tokenizer.end,), run.training.seq

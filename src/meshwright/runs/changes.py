@@ -15,7 +15,7 @@ def recipe(name: str, *, mesh: str | MeshShape | None = None, **changes: Any) ->
     """Returns the Run of a recipe with some fields changed.
 
     name: a row of `meshwright recipes`, or FILE.py:FUNCTION.  mesh: as `fsdp=8,tensor=2`.
-    changes: fields of `Run`, or of its training, optimizer, data, model or faults, by name; a field that several have is
+    changes: fields of `Run`, or of its training, optimizer, data, model or faults, by name; one that several have is
     that of the first in this order. Raises ConfigError for an unknown recipe or field.
 
     Example:

@@ -6,27 +6,29 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple
 
 import jax
-import numpy as np
 
 from meshwright.checkpoint.checkpoints import Checkpoints, check_disk_space, committed_steps
 from meshwright.config import Run
 from meshwright.data.batch import Batch
-from meshwright.data.feed import Feed, Windows, build_stream, held_out_batches, split
+from meshwright.data.feed import Feed, Windows, build_stream, split
 from meshwright.data.ramp import BatchRamp, ramp_of
 from meshwright.data.tokens import Corpus, load_corpus
+from meshwright.documents import write_atomically
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape, enable_compilation_cache
 from meshwright.models.model import Metrics
-from meshwright.report import Reporter, Values
+from meshwright.report import Reporter
 from meshwright.report.files import JsonLines
 from meshwright.runs.write_run import write_run
 from meshwright.sharding.params import count_params
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.state import State
 from meshwright.step.train_step import CompiledTrainStep, build_eval_step
+from meshwright.trainer.lock import locked
+from meshwright.trainer.losses import evaluate
 from meshwright.trainer.meter import Meter
 from meshwright.trainer.preemption import Preemption
 
@@ -39,6 +41,24 @@ class PreparedRun:
     corpus: Corpus
     train: tuple[Windows, ...]
     held_out: tuple[Windows, ...]
+
+    @functools.cached_property
+    def data(self) -> dict[str, Any]:
+        """Fingerprint of what determines the samples of the run, as JSON values: kept with every checkpoint."""
+        run = self.device_run.run
+        order = {"held_out": run.data.held_out, "sequence": run.training.seq, "seed": run.training.seed}
+        return {**self.corpus.fingerprint, **order}
+
+
+class Position(NamedTuple):
+    """Place of a run in its training and in its data."""
+
+    step: int
+    """Steps taken."""
+    cursor: int
+    """Samples read, without those that were left out."""
+    skipped: tuple[tuple[int, int], ...] = ()
+    """Samples that are left out: first index and number, ascending."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,39 +148,19 @@ def _common_vocab(run: Run, corpus: Corpus) -> int:
     return corpus.vocab if vocab is None else vocab
 
 
-def evaluate(
-    device_run: DeviceRun, params: Any, parts: tuple[Windows, ...], eval_step: Callable[[Any, Batch], Metrics]
-) -> float:
-    """Returns the mean loss per token over held-out text."""
-    total, count = sum_losses(device_run, params, parts, eval_step)
-    return total / max(count, 1.0)
-
-
-def sum_losses(
-    device_run: DeviceRun, params: Any, parts: tuple[Windows, ...], eval_step: Callable[[Any, Batch], Metrics]
-) -> tuple[float, float]:
-    """Returns the loss summed over the tokens of held-out text, and their number."""
-    training = device_run.run.training
-    total = count = 0.0
-    batches = held_out_batches(
-        list(parts), samples=training.eval_samples, batch=training.batch, sharding=device_run.batch_sharding
-    )
-    for metrics in [eval_step(params, batch)["loss"] for batch in batches]:
-        total, count = total + float(metrics[0]), count + float(metrics[1])
-    return total, count
-
-
 def train(
     prepared: PreparedRun,
     out: Path,
     *,
     start: Literal["fresh", "resume"] = "fresh",
     at: int | None = None,
+    data: Literal["same", "new"] = "same",
     reporters: Callable[[int], list[Reporter]] = lambda first: [],
 ) -> Summary:
     """Trains a prepared run, writing checkpoints, metrics, the Run and a text sample into `out`.
 
     start: `resume` continues from the last checkpoint in `out`, or from that of step `at`.
+    data: `new` resumes on data, or in an order, that differ from those of the checkpoint.
     reporters: called with the number of steps already taken, returns further reporters.
     Raises CheckpointError, TrainingError, DataError.
     """
@@ -169,23 +169,30 @@ def train(
     _check_folder(out, start)
     check_disk_space(out, device_run, run.training.max_to_keep)
     with contextlib.ExitStack() as stack:
-        checkpoints = stack.enter_context(Checkpoints(out / "checkpoints", max_to_keep=run.training.max_to_keep))
-        state, first, cursor = _initial_state(device_run, checkpoints, start, at)
+        preemption = stack.enter_context(Preemption().listening())
         chief = jax.process_index() == 0
         if chief:
-            write_run(run, out / "run.json")
-            (out / "tokenizer.json").write_text(prepared.corpus.tokenizer.to_json(), encoding="utf-8")
-        sinks = list(reporters(first))
+            stack.enter_context(locked(out))
+        checkpoints = stack.enter_context(Checkpoints(out / "checkpoints", max_to_keep=run.training.max_to_keep))
+        if start == "fresh":
+            state, position = _first_state(device_run, out), Position(0, 0)
+        else:
+            from meshwright.trainer.resume import resume  # a new run has nothing to resume
+
+            state, position = resume(device_run, checkpoints, at, prepared.data, data)
+        if chief:
+            _write_description(prepared, out)
+        sinks = list(reporters(position.step))
         if chief and run.reporters:
             from meshwright.report.reporters import build_reporters  # most runs name none
 
             sinks += build_reporters(out, run)
         if chief:
-            sinks += [JsonLines(out / "metrics.jsonl", upto=first)]
+            sinks += [JsonLines(out / "metrics.jsonl", upto=position.step)]
         for sink in sinks:
             stack.callback(sink.close)
-        preemption = stack.enter_context(Preemption().listening())
-        return _Loop(prepared, out, checkpoints, Meter(device_run, sinks), preemption, first, cursor, began).run(state)
+        meter = Meter(device_run, sinks)
+        return _Loop(prepared, out, checkpoints, meter, preemption, position, position, began).run(state)
 
 
 def _check_folder(out: Path, start: str) -> None:
@@ -202,19 +209,22 @@ def _check_folder(out: Path, start: str) -> None:
         )
 
 
-def _initial_state(
-    device_run: DeviceRun, checkpoints: Checkpoints, start: str, at: int | None
-) -> tuple[State, int, int]:
-    """State, steps taken, and samples read."""
-    if start == "fresh":
-        if device_run.run.init_from is None:
-            return device_run.initial_state(), 0, 0
-        from meshwright.checkpoint.initial_weights import load_initial_weights  # most runs start from initial values
+def _first_state(device_run: DeviceRun, out: Path) -> State:
+    """Initial values, or the weights that the run starts from."""
+    if device_run.run.init_from is None:
+        return device_run.initial_state()
+    from meshwright.checkpoint.initial_weights import load_initial_weights  # most runs start from initial values
 
-        return device_run.state_of(load_initial_weights(device_run, checkpoints.folder.parent)), 0, 0
-    state, manifest = checkpoints.restore(device_run, at)
-    checkpoints.set_aside(after=manifest.step)
-    return state, manifest.step, manifest.cursor
+    return device_run.state_of(load_initial_weights(device_run, out))
+
+
+def _write_description(prepared: PreparedRun, out: Path) -> None:
+    """Writes Run and tokenizer, unless they are there: the output folder of a run that resumes keeps its vocabulary."""
+    write_run(prepared.device_run.run, out / "run.json")
+    tokenizer = prepared.corpus.tokenizer.to_json()
+    file = out / "tokenizer.json"
+    if not file.is_file() or file.read_text(encoding="utf-8", errors="replace") != tokenizer:
+        write_atomically(file, tokenizer)
 
 
 @dataclasses.dataclass
@@ -226,15 +236,17 @@ class _Loop:
     checkpoints: Checkpoints
     meter: Meter
     preemption: Preemption
-    first: int
-    """Steps taken before this loop."""
-    cursor: int
-    """Samples read before this loop."""
+    started: Position
+    """Place at which this start of the run began."""
+    origin: Position
+    """Place from which the feed counts: that, or the checkpoint that the run returned to."""
     began: float
     """Time at which `train` was called."""
     compile_seconds: float = 0.0
     save_seconds: float = 0.0
+    data_wait_seconds: float = 0.0
     held_out_loss: float | None = None
+    bad_steps: int = 0
 
     @property
     def ramp(self) -> BatchRamp:
@@ -242,43 +254,31 @@ class _Loop:
 
     def run(self, state: State) -> Summary:
         device_run, training = self.prepared.device_run, self.prepared.device_run.run.training
-        eval_step, feed = build_eval_step(device_run), self._feed()
-        began, saved, step = time.perf_counter(), self.first, self.first
+        eval_step, began = build_eval_step(device_run), time.perf_counter()
         compiled: dict[int, CompiledTrainStep] = {}
-        batch: Batch | None = None
-        while step < training.steps and not self.preemption.stops_before(step):
-            previous, batch = batch, next(feed)
-            size = batch.inputs.shape[0]
-            if size not in compiled:
-                compiled[size] = self._compile(batch)
-            state, metrics = compiled[size](state, batch)
-            step += 1
-            # While this step runs, the metrics of the previous one are read: the device never waits for the host.
-            self.meter.read(functools.partial(self._not_finite, state, previous))
-            self.meter.push(step, metrics)
-            if training.eval_every and step % training.eval_every == 0 and step < training.steps:
-                self._evaluate(step, state, eval_step)
-            if training.save_every and step % training.save_every == 0 and step < training.steps:
-                self.meter.read(functools.partial(self._not_finite, state, batch))
-                self._save(step, state)
-                saved = step
-        self.meter.read(functools.partial(self._not_finite, state, batch))
+        reached: State | Position = state
+        while True:
+            reached, step, saved = self._take_steps(reached, eval_step, compiled)
+            if not isinstance(reached, Position):
+                break
+            reached = self._roll_back(reached)
+        state = reached
         if step > saved:
-            self.checkpoints.save(state, device_run, step=step, cursor=self._samples_read(step))
+            self._save(step, state)
         sample = ""
-        if not self.preemption.signal:
+        if not self.preemption.signal and step > self.started.step:
             self._evaluate(step, state, eval_step)
-            sample = _write_sample(self.prepared, state, self.out)
+            sample = self._sample(state)
         self.checkpoints.wait()
         return Summary(
             out=self.out,
             steps=step,
             loss=self.meter.recent_loss,
             held_out_loss=self.held_out_loss,
-            steps_taken=step - self.first,
-            tokens=(self._samples_read(step) - self.cursor) * training.seq,
+            steps_taken=step - self.started.step,
+            tokens=(self._samples_read(step) - self.started.cursor) * training.seq,
             seconds=time.perf_counter() - began,
-            data_wait_seconds=feed.wait_seconds,
+            data_wait_seconds=self.data_wait_seconds,
             start_seconds=(self.meter.first_read_at or began) - self.began,
             compile_seconds=self.compile_seconds,
             save_seconds=self.save_seconds,
@@ -287,16 +287,80 @@ class _Loop:
             sample=sample,
         )
 
+    def _take_steps(
+        self, state: State, eval_step: Callable[[Any, Batch], Metrics], compiled: dict[int, CompiledTrainStep]
+    ) -> tuple[State | Position, int, int]:
+        """Trains to the end, a signal, or a step that has to be undone.
+
+        Returns the state, or the place to roll back to; the steps taken; and the step of the last checkpoint.
+        """
+        training, feed = self.prepared.device_run.run.training, self._feed()
+        saved = step = self.origin.step
+        batch: Batch | None = None
+        reached: State | Position = state
+        while step < training.steps and not self.preemption.stops_before(step):
+            previous, batch = batch, next(feed)
+            size = batch.inputs.shape[0]
+            if size not in compiled:
+                compiled[size] = self._compile(batch)
+            state, metrics = compiled[size](state, batch)
+            step += 1
+            # While this step runs, the metrics of the previous one are read: the device never waits for the host.
+            reached = self._settle(state, previous)
+            if isinstance(reached, Position):
+                break
+            if reached is not state:  # the step before was left out, and this one with it
+                state, metrics = compiled[size](reached, batch)
+            self.meter.push(step, metrics)
+            if training.eval_every and step % training.eval_every == 0 and step < training.steps:
+                self._evaluate(step, state, eval_step)
+            if training.save_every and step % training.save_every == 0 and step < training.steps:
+                reached = self._settle(state, batch)
+                if isinstance(reached, Position):
+                    break
+                state, saved = reached, step
+                self._save(step, state)
+        else:
+            reached = self._settle(state, batch)
+        self.data_wait_seconds += feed.wait_seconds
+        return reached, step, saved
+
+    def _settle(self, state: State, batch: Batch | None) -> State | Position:
+        """Reads the pending step, whose batch is `batch`. Returns the state to go on with, or the place to return to.
+
+        A step that has to be undone stops the run unless its policy is another.
+        """
+        bad = self.meter.read()
+        if bad is None:
+            return state
+        from meshwright.trainer.evidence import handle  # loaded for a run with a bad step
+
+        self.bad_steps += 1
+        place = Position(bad.step - 1, self._samples_read(bad.step - 1), self.origin.skipped)
+        return handle(self.out, self.prepared.device_run, bad, state, batch, place, self.bad_steps)
+
+    def _roll_back(self, place: Position) -> State:
+        """Returns the state of the last checkpoint, or the first state. place: has the samples that are left out."""
+        self.checkpoints.wait()
+        if committed_steps(self.checkpoints.folder):
+            state, manifest = self.checkpoints.restore(self.prepared.device_run)
+            self.origin = Position(manifest.step, manifest.cursor, place.skipped)
+        else:
+            state, self.origin = _first_state(self.prepared.device_run, self.out), Position(0, 0, place.skipped)
+        self.meter.rewind(self.origin.step)
+        return state
+
     def _feed(self) -> Feed:
         device_run, training = self.prepared.device_run, self.prepared.device_run.run.training
         return Feed(
             build_stream(list(self.prepared.train), list(self.prepared.corpus.weights), training.seed),
             self.ramp,
             seq=training.seq,
-            taken=self.first,
-            cursor=self.cursor,
-            steps=max(training.steps - self.first, 1),
+            taken=self.origin.step,
+            cursor=self.origin.cursor,
+            steps=max(training.steps - self.origin.step, 1),
             sharding=device_run.batch_sharding,
+            skipped=self.origin.skipped,
         )
 
     def _compile(self, batch: Batch) -> CompiledTrainStep:
@@ -306,41 +370,28 @@ class _Loop:
         return compiled
 
     def _samples_read(self, step: int) -> int:
-        return self.cursor + self.ramp.read_before(step) - self.ramp.read_before(self.first)
+        return self.origin.cursor + self.ramp.read_before(step) - self.ramp.read_before(self.origin.step)
 
     def _save(self, step: int, state: State) -> None:
         began = time.perf_counter()
-        self.checkpoints.save(state, self.prepared.device_run, step=step, cursor=self._samples_read(step))
+        self.checkpoints.save(
+            state, self.prepared.device_run, step=step, cursor=self._samples_read(step),
+            skipped=self.origin.skipped, data=self.prepared.data,
+        )  # fmt: skip
         self.save_seconds += time.perf_counter() - began
 
-    def _not_finite(self, state: State, batch: Batch | None, step: int, values: Values) -> NoReturn:
-        from meshwright.trainer.evidence import Evidence  # loaded for a run that fails
+    def _sample(self, state: State) -> str:
+        """Samples text from the model: 200 tokens where the model is small, unless the run names a number."""
+        device_run, count = self.prepared.device_run, self.prepared.device_run.run.data.sample
+        if count is None:
+            count = _SAMPLE if count_params(device_run.params) <= SMALL_MODEL else 0
+        if not count:
+            return ""
+        from meshwright.trainer.sample import write_sample  # a run without a sample does not load it
 
-        Evidence(self.out, self.prepared.device_run, state, batch).save(step, values)
+        return write_sample(device_run, self.prepared.corpus.tokenizer, state, self.out, count)
 
     def _evaluate(self, step: int, state: State, eval_step: Callable[[Any, Batch], Metrics]) -> None:
         if self.prepared.held_out:
             self.held_out_loss = evaluate(self.prepared.device_run, state.params, self.prepared.held_out, eval_step)
             self.meter.report(step, {"held-out loss": self.held_out_loss})
-
-
-def _write_sample(prepared: PreparedRun, state: State, out: Path) -> str:
-    """Samples text from the model and writes it to `out`."""
-    device_run, data = prepared.device_run, prepared.device_run.run.data
-    count = _SAMPLE if data.sample is None and _is_small(device_run) else data.sample
-    if not count:
-        return ""
-    from meshwright.generation.training_sample import sample_tokens  # a run without a sample does not load it
-
-    tokenizer = prepared.corpus.tokenizer
-    prompt = tokenizer.encode(data.prompt)
-    prompt = prompt if len(prompt) else np.array([tokenizer.end], np.int32)
-    tokens = sample_tokens(device_run, state.params, prompt, tokens=count, seed=device_run.run.training.seed)
-    text = data.prompt + tokenizer.decode(tokens)
-    if jax.process_index() == 0:
-        (out / "sample.txt").write_text(text, encoding="utf-8")
-    return text
-
-
-def _is_small(device_run: DeviceRun) -> bool:
-    return count_params(device_run.params) <= SMALL_MODEL
