@@ -26,6 +26,7 @@ from meshwright.checkpoint.manifest import seal
 from meshwright.checkpoint.orbax_reports import orbax_reports_suppressed
 from meshwright.config import Data, MeshShape, Run
 from meshwright.errors import CheckpointError, ConfigError, TrainingError
+from meshwright.faults import Faults
 from meshwright.sharding.params import layers_to_rows, named_leaves, rows_to_layers
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
@@ -68,7 +69,10 @@ def programs_are_compiled_once() -> Iterator[None]:
             run = device_run.run
             # None of these is part of a program.
             training = dataclasses.replace(run.training, save_every=0, max_to_keep=1, eval_every=0, log_every=1)
-            key = build, dataclasses.replace(run, training=training, data=Data(), name="", reporters=())
+            key = (
+                build,
+                dataclasses.replace(run, training=training, data=Data(), name="", reporters=(), faults=Faults()),
+            )
             if key not in compiled:
                 compiled[key] = build(device_run, *like)
             return compiled[key]

@@ -58,7 +58,7 @@ def test_every_kind_of_file_is_read(tmp_path: Path, kind: str) -> None:
     ("name", "content", "says"),
     [
         ("a.jsonl", b'{"text": "good"}\n{"text": 3}\n', r"a.jsonl, line 2(.|\n)*no text: its 'text' is a number"),
-        ("a.jsonl", b'{"text": "go', r"line 1(.|\n)*not JSON: Unterminated string starting at at column 10"),
+        ("a.jsonl", b'{"text": "go', r"line 1(.|\n)*not JSON: Unterminated string starting at column 10"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "good"}\n', mtime=0)[:-9], "EOFError"),
         ("a.jsonl.gz", gzip.compress(b"", mtime=0)[:10] + b"\xff" * 20, "error: Error -3"),
         ("a.parquet", b"PAR1 no parquet at all", "Arrow"),

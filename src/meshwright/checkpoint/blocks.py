@@ -162,21 +162,30 @@ class StoredTensors:
         Raises CheckpointError where a block cannot be read, or the tensor is not what was saved: what `then` has
         written is then worthless.
         """
+        for index, values in self.blocks(name):
+            inside = tuple(slice(p.start, min(p.stop, size)) for p, size in zip(index, shape, strict=True))
+            if all(p.start < p.stop for p in inside):
+                then(inside, values[tuple(slice(0, p.stop - p.start) for p in inside)])
+
+    def blocks(self, name: str) -> Iterator[tuple[Index, np.ndarray]]:
+        """Yields the blocks of a tensor. Raises CheckpointError like `read_blocks`, after the last one."""
         record, total = self.manifest.tensors[name], (0, 0)
         try:
-            array = tensorstore.open(self._spec(name)).result()
-            stored = check_array(name, array, record)
+            array, stored = self.open(name)
             block = _whole_chunks(block_shape(record.shape, array.dtype.numpy_dtype.itemsize), stored)
             for index in blocks_of(record.shape, block):
                 values = np.asarray(array[index].read().result())
                 total = add_fingerprints(total, block_fingerprint(values, index, record.shape))
-                inside = tuple(slice(p.start, min(p.stop, size)) for p, size in zip(index, shape, strict=True))
-                if all(p.start < p.stop for p in inside):
-                    then(inside, values[tuple(slice(0, p.stop - p.start) for p in inside)])
+                yield index, values
         except ValueError as error:
             raise self._damaged(f"tensor {name!r} cannot be read: {str(error).splitlines()[0][:200]}") from error
         if total != record.fingerprint:
             raise self._damaged(f"tensor {name!r} is not what was saved")
+
+    def open(self, name: str) -> tuple[Any, tuple[int, ...]]:
+        """Opens the array of a tensor with TensorStore; returns it, and the shape of its chunks. Raises ValueError."""
+        array = tensorstore.open(self._spec(name)).result()
+        return array, check_array(name, array, self.manifest.tensors[name])
 
     def _spec(self, name: str) -> dict[str, Any]:
         return array_spec(self.step_folder / "state", name)

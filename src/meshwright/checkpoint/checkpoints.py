@@ -167,12 +167,12 @@ def named_tensors(state: State) -> dict[str, Any]:
     return named_leaves(saved_fields(state))
 
 
-def committedall_steps(folder: Path) -> list[int]:
+def committed_steps(folder: Path) -> list[int]:
     """Returns the steps with a whole checkpoint in `folder`, oldest first; no device is needed."""
-    return sorted(set(all_steps(folder)) - set(partialall_steps(folder)))
+    return sorted(set(all_steps(folder)) - set(partial_steps(folder)))
 
 
-def partialall_steps(folder: Path) -> list[int]:
+def partial_steps(folder: Path) -> list[int]:
     """Returns the steps whose checkpoint lacks what every one has, oldest first: a copy that was cut off."""
     names = ("manifest/metadata", "state/_METADATA")
     return sorted(step for step in all_steps(folder) if not all(_has(folder / str(step) / name) for name in names))

@@ -69,7 +69,10 @@ class FileDocuments:
         lines = []
         for file in map(os.fspath, self.files):
             folder, name = os.path.split(file)
-            status = os.stat(file)
+            try:
+                status = os.stat(file)
+            except OSError as error:
+                raise DataError(f"reading {file}", error.strerror or str(error), "repair or remove it") from error
             if not stat.S_ISREG(status.st_mode):
                 raise DataError(f"reading {file}", "it is no regular file", "leave it out")
             home = folders.get(folder) or folders.setdefault(folder, os.path.realpath(folder))
@@ -228,10 +231,10 @@ def _read_lines(file: Path, lines: IO[bytes], records: Records) -> Iterator[str]
         if decoded is None:
             continue
         try:
-            record = parse_json(decoded)
+            record = parse_json(decoded.rstrip("\r\n"))
         except ValueError as error:
             at = f" at column {error.colno}" if hasattr(error, "colno") else ""
-            records.skip(where, f"not JSON: {getattr(error, 'msg', error)}{at}")
+            records.skip(where, f"not JSON: {str(getattr(error, 'msg', error)).removesuffix(' at')}{at}")
             continue
         value = record.get(_FIELD) if isinstance(record, dict) else None
         if not isinstance(value, str):

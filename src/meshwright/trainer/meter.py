@@ -95,8 +95,9 @@ class Meter:
                 values["MFU"] = mfu(self._flops, values["tokens/s"], self._peak)
         self._read_at = now
         self.first_read_at = self.first_read_at or now
-        self._losses = [*self._losses[-self._RECENT :], values["loss"]]
         finite = bool(np.isfinite(values["loss"]) and np.isfinite(values["gradient norm"]))
+        if finite:
+            self._losses = [*self._losses[-self._RECENT :], values["loss"]]
         if not finite or step % self._every == 0:
             self.report(step, values)
         reason = "" if finite else "its loss or gradient is not finite"
