@@ -15,14 +15,16 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.config import MeshShape
+from meshwright.data.bpe import train_bpe
+from meshwright.data.chars import Chars
 from meshwright.data.feed import Feed, Windows, build_stream, held_out_batches, split
 from meshwright.data.ramp import BatchRamp
 from meshwright.data.records import Records
 from meshwright.data.sources import find_files, read_documents
-from meshwright.data.tokenizers import Bytes, Chars, tokenizer_from_json
+from meshwright.data.tokenizers import Bytes, tokenizer_from_json
 from meshwright.data.tokenizing import load_tokens, tokenize, write_description
 from meshwright.data.tokens import load_corpus, open_tokens, parse_source
-from meshwright.data.vocabulary import build_tokenizer, train_bpe, vocab_of_corpus
+from meshwright.data.vocabulary import build_tokenizer, vocab_of_corpus
 from meshwright.errors import ConfigError, DataError
 from meshwright.hardware.mesh import build_mesh
 from meshwright.plugins import load

@@ -23,12 +23,12 @@ from meshwright.checkpoint.journal import check_sums
 from meshwright.checkpoint.manifest import Manifest, TensorRecord, seal
 from meshwright.config import Run, Training
 from meshwright.data import chat
+from meshwright.data.bpe import train_bpe
 from meshwright.data.chat import ChatTemplate, read_chat_template
 from meshwright.data.feed import Windows
 from meshwright.data.tokenizers import tokenizer_from_json
 from meshwright.data.tokenizing import tokenize, write_description
 from meshwright.data.tokens import open_tokens
-from meshwright.data.vocabulary import train_bpe
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.hugging_face.folder import keep_files
 from meshwright.hugging_face.safetensors_files import find_files, read_header

@@ -23,8 +23,8 @@ TRAIN_FILES = 60
 TRAIN_LINES = 7000
 
 TOP_LEVEL = {
-    "__init__", "__main__", "aliases", "config", "documents", "errors", "faults", "formatting", "object_names",
-    "plugins", "trust", "words",
+    "__init__", "__main__", "aliases", "config", "documents", "errors", "faults", "fine_tuning", "formatting",
+    "object_names", "plugins", "trust", "words",
 }  # fmt: skip
 """Modules that live in no room."""
 

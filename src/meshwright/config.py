@@ -1,8 +1,6 @@
 """The `Run`: one frozen value that describes a training run (model, mesh, layout, training, optimizer, data).
 
-Values and the checks that need nothing but the value itself. `runs.placed_run` checks whether a model fits a mesh.
-Nothing here touches a device.
-"""
+Values and the checks that need nothing but themselves; `runs.placed_run` checks whether a model fits a mesh."""
 
 import dataclasses
 import math
@@ -12,6 +10,7 @@ import tyro
 
 from meshwright.errors import ConfigError, nearest
 from meshwright.faults import Faults
+from meshwright.fine_tuning import FineTune
 from meshwright.plugins import name_of
 from meshwright.words import AXES
 
@@ -388,6 +387,7 @@ class Run:
     optimizer: Optimizer = Optimizer()
     data: Data = Data()
     faults: Faults = Faults()
+    finetune: FineTune = FineTune()
     reporters: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--report"])] = ()
     """Metrics besides console and metrics.jsonl: tensorboard, or module:attribute of `(Path, Run) -> Reporter`."""
     init_from: str | None = None

@@ -33,4 +33,6 @@ DIMENSIONS: dict[str, str] = {
     "C": "expert capacity, in tokens",
     "M": "microbatches",
     "P": "pipeline stages",
+    "A": "rank of an adapter (LoRA)",
+    "Q": "size 1: a scale that all elements of a dimension share",
 }

@@ -49,12 +49,9 @@ def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
             "--training.save-every", "4"]  # fmt: skip
     alone, together = tmp_path / "alone", tmp_path / "together"
     finish(start(*same, "--out", str(alone)))
-    two = [
-        start(
-            *same, "--out", str(together), "--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process", str(i)
-        )
-        for i in range(2)
-    ]
+    same += ["--out", str(together)]
+    rank = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    two = [start(*same, env={**rank, "RANK": str(i)}) for i in range(2)]
     for process in two:
         finish(process)
     single, sharded = losses(alone), losses(together)

@@ -169,6 +169,10 @@ class StoredTensors:
 
     def blocks(self, name: str) -> Iterator[tuple[Index, np.ndarray]]:
         """Yields the blocks of a tensor. Raises CheckpointError like `read_blocks`, after the last one."""
+        if name not in self.manifest.tensors:
+            raise CheckpointError(
+                f"the checkpoint in {self.step_folder}", f"it has no tensor {name!r}", "another checkpoint of the run"
+            )  # fmt: skip
         record, total = self.manifest.tensors[name], (0, 0)
         try:
             array, stored = self.open(name)
@@ -186,6 +190,18 @@ class StoredTensors:
         """Opens the array of a tensor with TensorStore; returns it, and the shape of its chunks. Raises ValueError."""
         array = tensorstore.open(self._spec(name)).result()
         return array, check_array(name, array, self.manifest.tensors[name])
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns a whole tensor. Raises as `read_blocks`."""
+        record = self.manifest.tensors.get(name)
+        shape = record.shape if record else ()
+        whole = np.empty(shape, np.dtype(record.dtype) if record else None)
+
+        def put(index: Index, block: np.ndarray) -> None:
+            whole[index] = block
+
+        self.read_blocks(name, shape, put)
+        return whole
 
     def _spec(self, name: str) -> dict[str, Any]:
         return array_spec(self.step_folder / "state", name)

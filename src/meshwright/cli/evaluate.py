@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import tyro
 
-from meshwright.cli.devices import start_devices
+from meshwright.cli.devices import HostOptions, start_devices
 from meshwright.cli.output import write, write_json
 from meshwright.cli.parse import parse
 from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
-from meshwright.hardware.mesh import default_cache_folder, initialize_distributed
+from meshwright.hardware.mesh import default_cache_folder
 from meshwright.trainer.evaluation import evaluate_checkpoint, run_to_evaluate
 
 
@@ -41,12 +41,7 @@ class EvaluateOptions:
     """Mesh to evaluate on, as axis=degree,...; by default the run's own."""
     devices: int | None = None
     """Devices to use; simulated where there is no accelerator."""
-    coordinator: str | None = None
-    """HOST:PORT of process 0, for several processes."""
-    processes: int = 1
-    """Number of processes that evaluate together."""
-    process: int = 0
-    """Index of this process."""
+    hosts: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions()
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print JSON."""
 
@@ -54,19 +49,14 @@ class EvaluateOptions:
 def main(args: Sequence[str]) -> int:
     """Runs `meshwright evaluate`. Raises CheckpointError where there is no run, ConfigError where there is no text."""
     options = parse(EvaluateOptions, "evaluate", args)
-    if options.processes > 1 and not options.coordinator:
-        raise ConfigError(
-            f"{options.processes} processes", "they have no address to meet at", "--coordinator HOST:PORT"
-        )
     if options.tasks and options.data:
         raise ConfigError("--tasks and --data", "tasks bring their own text", "one of them")
     shape = MeshShape.parse(options.mesh) if options.mesh else None
     run = run_to_evaluate(options.folder, options.data, shape)
-    start_devices(options.devices, run, options.processes)
-    if options.coordinator:
-        initialize_distributed(options.coordinator, options.processes, options.process)
+    hosts = options.hosts.hosts()
+    start_devices(options.devices, run, hosts)
     shown, record = _tasks(options, shape) if options.tasks else _losses(options, run)
-    if options.process == 0:
+    if hosts.process == 0:
         write_json(record) if options.json else write(shown)
     return 0
 

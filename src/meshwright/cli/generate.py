@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 
-from meshwright.cli.devices import start_devices
+from meshwright.cli.devices import HostOptions, start_devices
 from meshwright.cli.output import write, write_json
 from meshwright.cli.parse import parse
 from meshwright.config import MeshShape
@@ -52,6 +52,7 @@ class GenerateOptions:
     """Mesh to generate on, as axis=degree,...; by default the run's own."""
     devices: int | None = None
     """Devices to use; simulated where there is no accelerator."""
+    hosts: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions()
     at: int | None = None
     """Step of the checkpoint; by default the last."""
     decoding: Decoding = Decoding()
@@ -71,7 +72,12 @@ def main(args: Sequence[str]) -> int:
     shape = MeshShape.parse(options.mesh) if options.mesh else None
     initial: Literal["checkpoint", "random"] = "random" if options.random_weights else "checkpoint"
     run = run_of_source(options.source, initial)
-    start_devices(options.devices, dataclasses.replace(run, mesh=shape or run.mesh))
+    hosts = options.hosts.hosts()
+    if options.chat and hosts.processes > 1:
+        raise ConfigError(
+            f"--chat with {hosts.processes} processes", "only one of them has your terminal", "--prompts FILE"
+        )
+    start_devices(options.devices, dataclasses.replace(run, mesh=shape or run.mesh), hosts)
     enable_compilation_cache(default_cache_folder() / "compiled")
     opened = open_weights(
         options.source, mesh=shape, at=options.at, devices=options.devices, initial=initial
@@ -83,11 +89,11 @@ def main(args: Sequence[str]) -> int:
         return _converse(options, generator, prompts)
     texts = prompts if prompts is not None else [_standard_input()]
     generated = _generate(options, generator, texts, shown=len(texts) == 1 and not options.json)
-    if options.json:
+    if options.json and hosts.process == 0:
         write_json(_record(texts, generated))
-    elif len(texts) > 1:
+    elif len(texts) > 1 and not options.json:
         for text, added in zip(texts, generated.texts, strict=True):
-            write(f"--- {text}\n{added}\n")
+            _write(f"--- {text}\n{added}\n")
     _note(format_report(generated.report))
     return 0
 
@@ -130,13 +136,13 @@ def _standard_input() -> str:
 def _generate(options: GenerateOptions, generator: Generator, texts: Sequence[str], *, shown: bool) -> Generated:
     """Generates; where there is one text it is `shown` from its prompt on, as it is decoded."""
     if shown:
-        write(texts[0])
+        _write(texts[0])
     generated = generator.generate(
         texts, max_tokens=options.max_tokens, sampling=options.sampling, stop=options.stop,
-        on_text=(lambda _, added: write(added)) if shown else None,
+        on_text=(lambda _, added: _write(added)) if shown else None,
     )  # fmt: skip
     if shown:
-        write("\n")
+        _write("\n")
     return generated
 
 
@@ -155,11 +161,11 @@ def _converse(options: GenerateOptions, generator: Generator, prompts: list[str]
         messages.append({"role": "user", "content": message})
         generated = generator.generate(
             [template.render(messages)], max_tokens=options.max_tokens, sampling=options.sampling, stop=options.stop,
-            on_text=None if options.json else lambda _, added: write(added),
+            on_text=None if options.json else lambda _, added: _write(added),
         )  # fmt: skip
         messages.append({"role": "assistant", "content": generated.texts[0]})
         report = generated.report
-        write_json(_record([message], generated)) if options.json else write("\n")
+        write_json(_record([message], generated)) if options.json else _write("\n")
     if report is not None:
         _note(format_report(report))
     return 0
@@ -169,7 +175,7 @@ def _lines() -> Any:
     """Yields the lines of standard input, after a mark where it is a terminal."""
     while True:
         if sys.stdin.isatty():
-            write("> ")
+            _write("> ")
         line = sys.stdin.readline()
         if not line:
             return
@@ -202,6 +208,12 @@ def format_report(report: GenerationReport) -> str:
         f"memory:  weights {format_bytes(report.weight_bytes)} ({report.weights}), cache {cache} (planned "
         f"{format_bytes(report.planned_cache_bytes)}), temporaries {format_bytes(report.temporary_bytes)} per device\n"
     )
+
+
+def _write(text: str) -> None:
+    """Writes generated text, from process 0."""
+    if jax.process_index() == 0:
+        write(text)
 
 
 def _note(text: str) -> None:

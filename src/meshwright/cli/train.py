@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import jax
 import tyro
@@ -14,7 +15,7 @@ from rich.console import Console
 from meshwright.api.choices import choose_for_devices
 from meshwright.bench.calibration_file import calibration_path, read_calibration
 from meshwright.cli.base_run import Base, RunOptions, base_run, value_of
-from meshwright.cli.devices import start_devices
+from meshwright.cli.devices import HostOptions, start_devices
 from meshwright.cli.output import write_json
 from meshwright.cli.parse import parse
 from meshwright.errors import ConfigError, TrainingError
@@ -45,12 +46,7 @@ class TrainOptions(RunOptions):
     """Continue from the checkpoint of this step; newer ones are set aside."""
     new_data: tyro.conf.FlagCreatePairsOff[bool] = False
     """Resume although the text, its order or its mixture differ from those of the checkpoint."""
-    coordinator: str | None = None
-    """HOST:PORT of process 0, for a run of several processes."""
-    processes: int = 1
-    """Number of processes that train together."""
-    process: int = 0
-    """Index of this process."""
+    hosts: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions()
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the summary as JSON on standard output, and everything else on standard error."""
 
@@ -63,16 +59,15 @@ class TrainOptions(RunOptions):
 def main(args: Sequence[str]) -> int:
     """Runs `meshwright train`; the exit code is 128 + N where signal N stopped the run."""
     base = _base_of_training(args)
-    options = parse(TrainOptions, "train [RECIPE]", base.args, default=TrainOptions(run=base.run))
+    return run_training(parse(TrainOptions, "train [RECIPE]", base.args, default=TrainOptions(run=base.run)))
+
+
+def run_training(options: TrainOptions) -> int:
+    """Trains what the options of a verb say; returns its exit code."""
     console = open_console(sys.stderr if options.json else sys.stdout)
-    console.quiet = options.process != 0
-    if options.processes > 1 and not options.coordinator:
-        raise ConfigError(
-            f"{options.processes} processes", "they have no address to meet at", "--coordinator HOST:PORT"
-        )
-    start_devices(options.devices, options.run, options.processes)
-    if options.coordinator:
-        mesh.initialize_distributed(options.coordinator, options.processes, options.process)
+    hosts = options.hosts.hosts()
+    console.quiet = hosts.process != 0
+    start_devices(options.devices, options.run, hosts)
     out = options.out or Path("runs") / f"{options.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     prepared = loop.prepare_run(
         options.run, cache=mesh.default_cache_folder(), devices=options.devices, choose=choose_for_devices,
@@ -85,7 +80,7 @@ def main(args: Sequence[str]) -> int:
         console.print(describe_initial_weights(prepared.device_run.run), markup=False)
     forecast = _print_forecast(console, prepared)
     summary = _train(options, prepared, out, console)
-    if options.process == 0:
+    if hosts.process == 0:
         gaps = [] if forecast is None or not summary.tokens else _write_gaps(console, forecast, summary, prepared)
         if options.json:
             write_json({**dataclasses.asdict(summary), "out": out})
@@ -112,7 +107,7 @@ def _train(options: TrainOptions, prepared: loop.PreparedRun, out: Path, console
     """Trains, with progress on the console of process 0."""
 
     def reporters(first: int) -> list[Reporter]:
-        if options.process:
+        if jax.process_index():
             return []
         return [ConsoleReport(console, start=first, steps=prepared.device_run.run.training.steps)]
 

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import re
 import select
 import subprocess
 import sys
@@ -19,6 +20,9 @@ from typing import Any
 
 from meshwright.documents import SMALL, check_inside, parse_json, read_text
 from meshwright.errors import DataError
+
+_MARKS = ("\ue0f8", "\ue0f9")
+"""Characters of private use around answers, while a conversation is rendered."""
 
 Message = dict[str, Any]
 """`{"role": "user", "content": "..."}`; other keys are the template's own."""
@@ -42,9 +46,35 @@ class ChatTemplate:
         Raises DataError where the template refuses the conversation, takes too long or too much memory, or Jinja is
         not installed.
         """
+        return self._render(messages, answer, ("", ""))
+
+    @property
+    def marks_answers(self) -> bool:
+        """Whether the template marks which of its text is answers: `{% generation %}`."""
+        return re.search(r"{%-?\s*generation\s*-?%}", self.source) is not None
+
+    def render_marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+        """Returns the text of a conversation, and first and last character (one past it) of each answer.
+
+        For a template that `marks_answers`. Raises as `render`.
+        """
+        if any(mark in str(message.get("content")) for message in messages for mark in _MARKS):
+            raise DataError(
+                "a conversation", f"it has one of the characters {_MARKS}, which mark answers", "without them"
+            )
+        text, spans = "", list[tuple[int, int]]()
+        for number, part in enumerate(re.split(f"[{''.join(_MARKS)}]", self._render(messages, False, _MARKS))):
+            if number % 2:
+                spans.append((len(text), len(text) + len(part)))
+            text += part
+        return text, spans
+
+    def _render(self, messages: Sequence[Message], answer: bool, marks: tuple[str, str]) -> str:
+        """Returns the text, with `marks` before and after each answer that the template marks."""
         check_jinja()
         request = {
-            "source": self.source, "messages": list(messages), "answer": answer, "tokens": dict(self.special_tokens)
+            "source": self.source, "messages": list(messages), "answer": answer, "tokens": dict(self.special_tokens),
+            "marks": marks,
         }  # fmt: skip
         reply = _renderer.ask(json.dumps(request))
         if "text" in reply:
@@ -104,7 +134,8 @@ _renderer = _Renderer()
 def read_chat_template(folder: Path) -> ChatTemplate | None:
     """Reads the chat template beside a tokenizer: chat_template.jinja, or that of tokenizer_config.json.
 
-    Returns None where there is none. Raises DataError where a file is damaged or leaves the folder.
+    An output folder has the files of the model that it started from in `huggingface`. Returns None where there is no
+    template. Raises DataError where a file is damaged or leaves the folder.
     """
     file, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     try:
@@ -118,7 +149,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"the chat template of {folder}", f"it cannot be read: {error}", "its own files") from error
     if source is None:
-        return None
+        return read_chat_template(folder / "huggingface") if (folder / "huggingface").is_dir() else None
     if not isinstance(source, str) or len(source) > SMALL:
         raise DataError(f"the chat template of {folder}", f"it is a {type(source).__name__}", "its own files")
     special = []

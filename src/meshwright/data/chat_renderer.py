@@ -23,24 +23,25 @@ TEXT = 16 * 2**20
 """Most characters of a rendered conversation."""
 
 
-class _Generation(Extension):
-    """Statement `{% generation %}`, which marks answers for training; the text is as without it."""
-
-    tags = {"generation"}  # noqa: RUF012 - Jinja's own interface
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 def _refuse(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
 @functools.lru_cache(maxsize=8)
-def _template(source: str) -> jinja2.Template:
+def _template(source: str, marks: tuple[str, str]) -> jinja2.Template:
+    class Generation(Extension):
+        """Statement `{% generation %}`, which marks answers for training."""
+
+        tags = {"generation"}  # noqa: RUF012 - Jinja's own interface
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            first, last = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in marks)
+            return [first, *body, last]
+
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     environment.globals["raise_exception"] = _refuse
@@ -50,7 +51,7 @@ def _template(source: str) -> jinja2.Template:
 
 def _render(request: dict[str, Any]) -> dict[str, str]:
     try:
-        template = _template(request["source"])
+        template = _template(request["source"], tuple(request["marks"]))
         text = template.render(
             messages=request["messages"], add_generation_prompt=request["answer"], **request["tokens"]
         )  # fmt: skip

@@ -65,7 +65,7 @@ def _move(scratch: Path, out: Path) -> None:
 
 
 @dataclasses.dataclass
-class _BlockSums:
+class BlockSums:
     """CRC-32 of each block of a file that is written in pieces of any size."""
 
     sums: list[int] = dataclasses.field(default_factory=list)
@@ -73,6 +73,7 @@ class _BlockSums:
     filled: int = 0
 
     def add(self, data: bytes) -> None:
+        """Adds the next bytes of the file."""
         view = memoryview(data)
         while view:
             part = view[: BLOCK - self.filled]
@@ -82,9 +83,15 @@ class _BlockSums:
             view = view[len(part) :]
 
     def close(self) -> None:
+        """Ends the block in progress."""
         if self.filled:
             self.sums.append(self.current)
         self.current = self.filled = 0
+
+    def write(self, file: Path) -> None:
+        """Writes the sums of all blocks."""
+        self.close()
+        np.array(self.sums, "<u4").tofile(file)
 
 
 def _write(
@@ -93,7 +100,7 @@ def _write(
 ) -> np.ndarray:  # fmt: skip
     """Writes the tokens and their checksums; returns where each document ends."""
     ends: list[int] = []
-    total, sums = 0, _BlockSums()
+    total, sums = 0, BlockSums()
     with (folder / "tokens.bin").open("wb") as output:
         for text in source.read(records):
             tokens = np.append(tokenizer.encode(text), tokenizer.end)
@@ -109,8 +116,7 @@ def _write(
             ends.append(total)
     if not ends:
         raise DataError(f"--data {path}", f"{source} hold no text: all are empty", "a source with text in it")
-    sums.close()
-    np.array(sums.sums, "<u4").tofile(folder / "sums.bin")
+    sums.write(folder / "sums.bin")
     return np.array(ends, np.int64)
 
 
@@ -190,9 +196,10 @@ def _fingerprint(path: str, spec: str) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 
-def write_description(folder: Path, record: dict[str, Any]) -> None:
-    """Writes `tokens.json`, which makes a folder a token file. record: all but the checksums."""
-    record = {"format": FORMAT, **record, "block": BLOCK, "sha256": {name: sha256_of(folder / name) for name in HASHED}}
+def write_description(folder: Path, record: dict[str, Any], *more: str) -> None:
+    """Writes `tokens.json`, which makes a folder a token file. record: all but the checksums.  more: further files."""
+    sums = {name: sha256_of(folder / name) for name in (*HASHED, *more)}
+    record = {"format": FORMAT, **record, "block": BLOCK, "sha256": sums}
     (folder / "tokens.json").write_text(
         json.dumps({**record, "checksum": checksum(record)}, indent=1), encoding="utf-8"
     )

@@ -129,9 +129,12 @@ def _read_description(folder: Path) -> dict[str, Any]:
         raise ValueError(f"tokens.json is of format {found}, and this version reads {FORMAT}")
     if record.pop("checksum", None) != checksum(record):
         raise ValueError("tokens.json is not what was written: its checksum differs")
-    if set(record["sha256"]) != set(HASHED) or not isinstance(record["skipped"], dict):
+    names = tuple(record["sha256"])
+    if not set(HASHED) <= set(names) or not isinstance(record["skipped"], dict):
         raise ValueError("tokens.json has no checksums")
-    check_inside(folder, [folder / name for name in ("tokens.json", "tokens.bin", *HASHED)])
+    if any(Path(name).name != name for name in names):
+        raise ValueError("tokens.json names a file outside the folder")
+    check_inside(folder, [folder / name for name in ("tokens.json", "tokens.bin", *names)])
     return record
 
 

@@ -1,33 +1,12 @@
 """Vocabularies: tokenizers by the name that `--data.tokenizer` takes, learned from text or read from a file."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import tokenizers
-
-from meshwright.data.tokenizers import END, Bytes, Chars, Subwords, Tokenizer, tokenizer_from_json
+from meshwright.data.tokenizers import Bytes, Tokenizer, tokenizer_from_json
 from meshwright.data.tokens import is_token_file, load_corpus, parse_source
 from meshwright.documents import LARGE, read_text
 from meshwright.errors import DataError
-
-
-def train_bpe(documents: Iterable[str], size: int) -> Subwords:
-    """Trains a byte-level BPE vocabulary of at most `size` tokens (Sennrich et al. 2016, arXiv:1508.07909)."""
-    if size < 257:
-        raise DataError(f"bpe:{size}", "256 bytes and the end of a document take 257 tokens", "bpe:257 or more")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        documents,
-        tokenizers.trainers.BpeTrainer(
-            vocab_size=size,
-            special_tokens=[END],
-            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    return Subwords(tokenizer.to_str())
 
 
 def build_tokenizer(spec: str, documents: Iterator[str]) -> Tokenizer:
@@ -35,6 +14,8 @@ def build_tokenizer(spec: str, documents: Iterator[str]) -> Tokenizer:
     if spec == "bytes":
         return Bytes()
     if spec == "chars":
+        from meshwright.data.chars import Chars  # loaded where it is asked for
+
         letters: set[str] = set()
         for text in documents:
             letters.update(text)
@@ -42,6 +23,8 @@ def build_tokenizer(spec: str, documents: Iterator[str]) -> Tokenizer:
     if spec.startswith("bpe:"):
         if not spec[4:].isdigit():
             raise DataError(f"tokenizer {spec!r}", f"{spec[4:]!r} is not a number of tokens", "bpe:4096")
+        from meshwright.data.bpe import train_bpe  # loaded where a vocabulary is learned
+
         return train_bpe(documents, int(spec[4:]))
     if not Path(spec).is_file():
         raise DataError(

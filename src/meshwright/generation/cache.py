@@ -26,7 +26,9 @@ from meshwright.comm.collectives import all_gather, all_reduce, all_reduce_max, 
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.context import CONTEXT
+from meshwright.models.kernels.scores import Scores
 from meshwright.models.model import ModelSpec
+from meshwright.models.softcap import cap
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.placement import Placement, local_shape, replicates_kv_heads, to_spec
 
@@ -141,7 +143,10 @@ class CachedAttend:
         assert cache is not None
         return cache
 
-    def __call__(self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, /, *, window: int | None) -> jax.Array:
+    def __call__(
+        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, /, *, window: int | None,
+        scores: Scores | None = None,
+    ) -> jax.Array:  # fmt: skip
         """Returns the attention output of this device's tokens [1, tokens, N, H]."""
         assert self._cache is not None
         batch, tokens = self._slots.first_B.shape[0], self._slots.tokens
@@ -153,12 +158,18 @@ class CachedAttend:
         q, k, v = (by_sequence(x) for x in (q_BTNH, k_BTKH, v_BTKH))
         with jax.named_scope("cache"):
             self._cache = write(self._cache, self._row, self._slots, k, v)
-            out, lse = attend(self._cache, self._row, self._slots, q, window)
+            out, lse = attend(self._cache, self._row, self._slots, q, window, scores)
+        sinks_N = None if scores is None else scores.sinks_N
         if lax.axis_size(CONTEXT) == 1:
+            if sinks_N is not None:
+                out *= jax.nn.sigmoid(lse - sinks_N)[..., None]
             return _flat(out, q_BTNH.shape[1]).astype(q_BTNH.dtype)[None]
         highest = all_reduce_max(lse, CONTEXT)
         weight = jnp.exp(lse - highest)
-        out *= (weight / all_reduce(weight, CONTEXT))[..., None]
+        total = all_reduce(weight, CONTEXT)
+        if sinks_N is not None:
+            total += jnp.exp(sinks_N - highest)
+        out *= (weight / total)[..., None]
         flat = _flat(out, q_BTNH.shape[1] * lax.axis_size(CONTEXT))
         return reduce_scatter(flat, CONTEXT, 0).astype(q_BTNH.dtype)[None]
 
@@ -200,7 +211,7 @@ def quantise(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def attend(
-    cache: KeyValues, row: Any, slots: Slots, q_BTNH: jax.Array, window: int | None
+    cache: KeyValues, row: Any, slots: Slots, q_BTNH: jax.Array, window: int | None, scores: Scores | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Attends to this device's slots of a layer; returns the output [B, T, N, H] and its log-sum-exp [B, T, N].
 
@@ -212,21 +223,26 @@ def attend(
     # All queries of a key/value head are one dimension, [G, T].
     q_KBGH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H).transpose(2, 0, 3, 1, 4).reshape(K, B, G * T, H)
     at_T = slots.slot + jnp.arange(T)
+    chunk = None if scores is None else scores.chunk
+    if chunk is not None:
+        window = min(window or chunk, chunk)
 
     def visit(number: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         highest, total, out = sums
         k_SKBH, k_scale = _block(cache.k, cache.k_scale, row, number, block)
         v_SKBH, v_scale = _block(cache.v, cache.v_scale, row, number, block)
-        scores = jnp.einsum("kbgh,skbh->kbgs", q_KBGH, k_SKBH.astype(q_KBGH.dtype), preferred_element_type=jnp.float32)
+        products = jnp.einsum(
+            "kbgh,skbh->kbgs", q_KBGH, k_SKBH.astype(q_KBGH.dtype), preferred_element_type=jnp.float32
+        )
         if k_scale is not None:
-            scores *= k_scale
+            products *= k_scale
+        if scores is not None:
+            products = cap(products, scores.softcap)
         key_S = (number * block + jnp.arange(block)) * devices + axis_index(CONTEXT)
-        distance_TS = at_T[:, None] - key_S[None]
-        seen_TS = distance_TS >= 0 if window is None else (distance_TS >= 0) & (distance_TS < window)
-        seen_BTS = seen_TS[None] & (key_S[None, None] >= slots.first_B[:, None, None])
+        seen_BTS = _seen(slots.first_B, at_T, key_S, window, chunk)
         seen = jnp.broadcast_to(seen_BTS[:, None], (B, G, T, block)).reshape(1, B, G * T, block)
-        now = jnp.maximum(highest, jnp.where(seen, scores, _HIDDEN).max(-1))
-        weights = jnp.where(seen, jnp.exp(scores - now[..., None]), 0.0)
+        now = jnp.maximum(highest, jnp.where(seen, products, _HIDDEN).max(-1))
+        weights = jnp.where(seen, jnp.exp(products - now[..., None]), 0.0)
         old = jnp.exp(highest - now)
         total = total * old + weights.sum(-1)
         if v_scale is not None:
@@ -253,6 +269,17 @@ def attend(
     lse = highest + jnp.log(jnp.maximum(total, 1e-30))
     back = out.reshape(K, B, G, T, H).transpose(1, 3, 0, 2, 4).reshape(B, T, N, H)
     return back, lse.reshape(K, B, G, T).transpose(1, 3, 0, 2).reshape(B, T, N)
+
+
+def _seen(first_B: jax.Array, at_T: jax.Array, key_S: jax.Array, window: int | None, chunk: int | None) -> jax.Array:
+    """Returns the slots [B, T, S] that each token attends to. at_T, key_S: slots of the tokens, and of the keys."""
+    distance_TS = at_T[:, None] - key_S[None]
+    seen_TS = distance_TS >= 0 if window is None else (distance_TS >= 0) & (distance_TS < window)
+    seen_BTS = seen_TS[None] & (key_S[None, None] >= first_B[:, None, None])
+    if chunk is None:
+        return seen_BTS
+    chunk_BT, chunk_BS = ((x[None] - first_B[:, None]) // chunk for x in (at_T, key_S))
+    return seen_BTS & (chunk_BT[:, :, None] == chunk_BS[:, None])
 
 
 def _block(

@@ -77,13 +77,6 @@ def _keep_heap() -> None:
         mallopt(arena_max, 1)
 
 
-def initialize_distributed(coordinator: str, processes: int, process: int) -> None:
-    """Joins this process to `processes` that train together. coordinator: host:port of process 0."""
-    if not 0 <= process < processes:
-        raise ConfigError(f"process {process} of {processes}", "processes are counted from 0", f"0 to {processes - 1}")
-    jax.distributed.initialize(coordinator, processes, process, heartbeat_timeout_seconds=30)
-
-
 def default_cache_folder() -> Path:
     """Returns the folder that keeps compiled programs and token files between runs."""
     folder = os.environ.get("MESHWRIGHT_CACHE") or os.path.join(

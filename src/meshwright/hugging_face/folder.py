@@ -3,8 +3,9 @@
 import contextlib
 import dataclasses
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,8 @@ class ModelFolder:
     """Longest sequence that the configuration names."""
     notes: tuple[str, ...]
     """What the configuration has and the model does not read."""
+    packed: bool = False
+    """Whether some weights are in the quantised form that the architecture reads (mxfp4.py)."""
 
     @property
     def tokenizer(self) -> Path:
@@ -52,11 +55,13 @@ def read_model(name: str, *, weights: bool = False) -> ModelFolder:
     folder = find_folder(name, weights=weights)
     fields = read_fields(folder)
     architecture = find_architecture(fields)
+    packed = fields.check_quantised(architecture.packed)
     model = architecture.read(fields)
     unread = fields.unread()
     notes = [f"fields of config.json without a meaning here: {', '.join(unread)}"] if unread else []
+    notes += [f"weights in {architecture.packed} are read as the bfloat16 numbers that they stand for"] * packed
     longest = fields.get("max_position_embeddings", fields.get("n_positions", None))
-    return ModelFolder(folder, architecture, model, longest, tuple(notes))
+    return ModelFolder(folder, architecture, model, longest, tuple(notes), packed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +79,8 @@ class WeightsFolder:
     dtype: Precision
     """Type of the weights: float32 where there are several, or one that float32 holds and bfloat16 does not."""
     notes: tuple[str, ...]
+    packed: Mapping[str, tuple[str, str]]
+    """Names of the blocks and the scales of tensors that are stored in a quantised form."""
 
     @contextlib.contextmanager
     def reader(self) -> Iterator["TensorReader"]:
@@ -92,6 +99,11 @@ class TensorReader:
 
     def __call__(self, name: str) -> np.ndarray:
         """Returns a view of a tensor."""
+        if name in self._folder.packed:
+            from meshwright.hugging_face.mxfp4 import PackedTensor
+
+            packed: Any = PackedTensor(*map(self, self._folder.packed[name]))
+            return packed
         path = self._folder.files[name]
         if path not in self._open:
             self._open[path] = SafetensorsFile(path)
@@ -113,6 +125,7 @@ def open_folder(name: str) -> WeightsFolder:
     """
     folder = read_model(name, weights=True)
     files, entries = _all_tensors(folder)
+    parts = _add_unpacked(files, entries) if folder.packed else {}
     params = named_leaves(folder.model.params())
     stored = dict(folder.architecture.tensors(folder.model))
     expected: set[str] = set()
@@ -121,11 +134,22 @@ def open_folder(name: str) -> WeightsFolder:
         for tensor in stored[path].names(p):
             expected.add(tensor)
             _check_tensor(folder, tensor, path, shape, files, entries)
-    left_out = _check_others(folder, expected, files)
+    stored_parts = {part for tensor in expected & parts.keys() for part in parts[tensor]}
+    left_out = _check_others(folder, expected | stored_parts, files)
     notes = folder.notes + ((f"computed and not kept: {left_out} tensors of the files",) if left_out else ())
     found = {entries[tensor].dtype for tensor in expected}
     dtype: Precision = "bfloat16" if found == {"BF16"} else "float32"
-    return WeightsFolder(folder, params, stored, files, entries, dtype, notes)
+    return WeightsFolder(folder, params, stored, files, entries, dtype, notes, parts)
+
+
+def _add_unpacked(files: dict[str, Path], entries: dict[str, TensorEntry]) -> dict[str, tuple[str, str]]:
+    """Adds the tensors that packed ones stand for; returns the blocks and the scales of each."""
+    from meshwright.hugging_face.mxfp4 import BLOCKS, SCALES, unpacked_entries
+
+    unpacked = unpacked_entries(entries)
+    files |= {tensor: files[tensor + BLOCKS] for tensor in unpacked}
+    entries |= unpacked
+    return {tensor: (tensor + BLOCKS, tensor + SCALES) for tensor in unpacked}
 
 
 def _all_tensors(folder: ModelFolder) -> tuple[dict[str, Path], dict[str, TensorEntry]]:

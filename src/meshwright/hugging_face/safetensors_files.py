@@ -56,7 +56,8 @@ class SafetensorsFile:
     def tensor(self, name: str) -> np.ndarray:
         """Returns a view of a tensor, read-only."""
         entry = self.entries[name]
-        dtype = DTYPES[entry.dtype]
+        # Bytes are packed numbers, which their reader takes apart (mxfp4.py).
+        dtype = np.dtype(np.uint8) if entry.dtype == "U8" else DTYPES[entry.dtype]
         return np.frombuffer(self._map, dtype, math.prod(entry.shape), entry.start).reshape(entry.shape)
 
     def release(self) -> None:
@@ -143,7 +144,8 @@ class NewSafetensorsFile:
     def tensor(self, name: str) -> np.ndarray:
         """Returns a writable view of a tensor."""
         entry = self.entries[name]
-        dtype = DTYPES[entry.dtype]
+        # Bytes are packed numbers, which their reader takes apart (mxfp4.py).
+        dtype = np.dtype(np.uint8) if entry.dtype == "U8" else DTYPES[entry.dtype]
         return np.frombuffer(self._map, dtype, math.prod(entry.shape), entry.start).reshape(entry.shape)
 
     def release(self) -> None:

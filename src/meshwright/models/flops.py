@@ -27,9 +27,15 @@ FORMULAS: dict[str, str] = {
 
 
 @functools.lru_cache(maxsize=256)
-def training_flops_per_token(model: Model, seq: int) -> float:
-    """Returns the FLOPs of one training step per token, forward and backward."""
-    return 3.0 * sum(forward_flops(model, seq).values())
+def training_flops_per_token(model: Model, seq: int, method: str = "full") -> float:
+    """Returns the FLOPs of one training step per token, forward and backward.
+
+    method: `lora` for frozen weights, which have no gradient of their own: two forward passes for their matmuls and
+    three for attention. Adapters of rank r add 3 r / width of that to a matmul, which is not counted.
+    """
+    items = forward_flops(model, seq)
+    frozen = sum(items.values()) - items.get("attention", 0.0) if method == "lora" else 0.0
+    return 3.0 * sum(items.values()) - frozen
 
 
 def forward_flops(model: Model, seq: int) -> dict[str, float]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError, divisors
+from meshwright.fine_tuning import FineTune
 from meshwright.generation.cache import CachePlan
 from meshwright.generation.weight_sizes import WeightsLayout, is_int8, run_for_decoding, weight_bytes
 from meshwright.hardware.axis_mapping import map_axes
@@ -89,7 +90,7 @@ def price_decode(
     work = _weights_work(placed, sequences, layout)
     plan = CachePlan(placed.spec, shape, batch, context, placed.run.training.compute_dtype)
     itemsize = jnp.dtype(placed.run.training.compute_dtype).itemsize
-    seen = [(a, min(a.window or context, context) / shape.context) for a in placed.spec.attention]
+    seen = [(a, a.reach(context) / shape.context) for a in placed.spec.attention]
     cache_read = sum(2 * a.kv_heads / shape.tensor * a.head_size * n for a, n in seen) * itemsize * sequences
     scores = sum(4 * a.heads / shape.tensor * a.head_size * n for a, n in seen) * sequences
     causal = sum(4 * a.heads / shape.tensor * a.head_size * a.causal_positions(context) for a in placed.spec.attention)
@@ -207,9 +208,10 @@ def best_decode(
     Batches are rounded up to what the mesh divides. Raises ConfigError where no mesh divides the model.
     """
     placed = []
+    merged = dataclasses.replace(run, finetune=FineTune())  # adapters are merged before weights are laid out
     for shape in decode_meshes(run, target):
         try:
-            placed.append(place_run(run_for_decoding(run, shape), shape))
+            placed.append(place_run(run_for_decoding(merged, shape), shape))
         except ConfigError:
             continue
     if not placed:

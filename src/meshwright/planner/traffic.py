@@ -77,6 +77,10 @@ def movements(
         result.append(
             Movement("all-reduce", vocab_axes, work.tokens * 4 * 3, microbatches, "forward", True, "loss softmax")
         )
+    if placed.run.finetune.objective == "preferences":
+        # The reference is one more forward pass.
+        again_forward = [dataclasses.replace(m, purpose=f"{m.purpose}, reference") for m in result]
+        result += [m for m in again_forward if m.during == "forward"]
     return result
 
 
@@ -89,10 +93,12 @@ def _weights(placed: PlacedRun, microbatches: float, gathered_again: bool) -> li
     repeats = int(placed.shape.stage > 1 and not keeps_stages(placed)) + int(gathered_again)
     low = low_precision(placed)
     gathered: dict[tuple[tuple[str, ...], bool], tuple[float, float]] = {}
-    for (axes, stacked, quantised), elements in _gathered_elements(placed).items():
+    for (axes, stacked, quantised, stored), (elements, trained) in _gathered_elements(placed).items():
         count, payload = gathered.get((axes, stacked), (0.0, 0.0))
         itemsize = 1 if quantised and low is not None and low.gathered else compute
-        gathered[axes, stacked] = (count + elements, payload + elements * itemsize)
+        # Quantised weights travel as they are kept.
+        itemsize = jnp.dtype(stored).itemsize if stored in ("int8", "uint8") else itemsize
+        gathered[axes, stacked] = (count + trained, payload + elements * itemsize)
     for (axes, stacked), (count, payload) in gathered.items():
         what = "weights" if stacked else "embedding and unembedding"
         layers = float(len(placed.spec.layers)) if stacked else 1.0
@@ -102,18 +108,27 @@ def _weights(placed: PlacedRun, microbatches: float, gathered_again: bool) -> li
             times = layers * microbatches * repeats
             result.append(Movement("all-gather", axes, sent, times, "backward", False, f"{what}, recomputed"))
         times = layers * microbatches
-        result.append(Movement("reduce-scatter", axes, per * reduce, times, "backward", False, f"gradients of {what}"))
+        if count:
+            scattered = Movement("reduce-scatter", axes, per * reduce, times, "backward", False, f"gradients of {what}")
+            result.append(scattered)
     return result
 
 
 @cached_by_layout
-def _gathered_elements(placed: PlacedRun) -> dict[tuple[tuple[str, ...], bool, bool], float]:
-    """Elements on a device after the all-gathers, by axes, whether they are stacked, and may be quantised."""
-    elements: dict[tuple[tuple[str, ...], bool, bool], float] = {}
-    for _, p, where in placed.leaves:
+def _gathered_elements(
+    placed: PlacedRun,
+) -> dict[tuple[tuple[str, ...], bool, bool, str | None], tuple[float, float]]:
+    """Elements on a device after the all-gathers, and those of them that are trained.
+
+    By axes, whether they are stacked, whether they may be quantised, and their type at rest where it is their own.
+    """
+    elements: dict[tuple[tuple[str, ...], bool, bool, str | None], tuple[float, float]] = {}
+    own = ((p, where) for path, p, where in placed.leaves if not path.startswith("reference."))
+    for p, where in own:
         for axes, gathered in _gathers(p, where, placed):
-            key = (axes, "L" in p.dims, p.role in LOW_PRECISION_ROLES and "E" not in p.dims)
-            elements[key] = elements.get(key, 0.0) + gathered
+            key = (axes, "L" in p.dims, p.role in LOW_PRECISION_ROLES and "E" not in p.dims, p.stored)
+            every, trained = elements.get(key, (0.0, 0.0))
+            elements[key] = (every + gathered, trained + (0.0 if p.frozen else gathered))
     return elements
 
 
@@ -151,6 +166,8 @@ def _gradient_elements(placed: PlacedRun) -> tuple[_AxisElements, _AxisElements]
     shape = placed.shape
     sums, scattered, degrees = _AxisElements(), _AxisElements(), shape.degrees()
     for _, p, where in placed.leaves:
+        if p.frozen:
+            continue
         sharded = math.prod(p.shape) / shape.over(axes_of(where.at_rest))
         more = tuple(a for a in axes_of(where.optimizer) if a not in axes_of(where.at_rest))
         if more:

@@ -28,6 +28,8 @@ class Matmul:
     count: float = 1.0
     grouped: bool = False
     """Whether its rows go to several experts."""
+    frozen: bool = False
+    """Whether its weight has no gradient: the backward pass is one matmul, for its input."""
     rate: str = "bf16"
     """Peak of the chip that it runs at: bf16, or that of a low precision (fp8, mxfp8, int8)."""
 
@@ -95,7 +97,7 @@ def work_of(placed: PlacedRun) -> Work:
     shape, spec, tokens = placed.shape, placed.spec, tokens_per_device(placed)
     fraction = _largest_stage(placed)
     experts = {layer.stack: layer.experts for layer in spec.layers if layer.experts is not None}
-    matmuls: dict[tuple[str, int, int, bool], Matmul] = {}
+    matmuls: dict[tuple[str, int, int, bool, bool], Matmul] = {}
     expert_layers, inputs, outputs = 0.0, dict[tuple[str, str, int], float](), 0.0
     low = low_precision(placed)
     for stack, p, sizes in _stacked_matmuls(placed):
@@ -106,10 +108,11 @@ def work_of(placed: PlacedRun) -> Work:
             # Tokens sent to other devices' experts are made up for by tokens received from them.
             m = tokens * experts[stack].experts_per_token
         k, n = math.prod(sizes[: p.contract]), math.prod(sizes[p.contract :])
-        key = (str(p.role), k, n, grouped)
+        key = (str(p.role), k, n, grouped, p.frozen)
         count = matmuls[key].count + layers if key in matmuls else layers
         quantised = low is not None and p.role in LOW_PRECISION_ROLES and not grouped
-        matmuls[key] = Matmul(str(p.role), m, k, n, count, grouped, low.rate if low and quantised else "bf16")
+        rate = low.rate if low and quantised else "bf16"
+        matmuls[key] = Matmul(str(p.role), m, k, n, count, grouped, p.frozen, rate)
         if quantised:
             # Matmuls of one role and width share their input: queries, keys, values; gate and up.
             inputs[stack, str(p.role), k] = m * k * layers
@@ -175,7 +178,7 @@ def recomputed_roles(remat: str) -> frozenset[str]:
         return frozenset({"scores"} if policy.dropped else ())
     saved = set(policy.saved) | set(policy.offloaded)
     # The layer's output is not needed, and of other matmuls nothing is known.
-    again = {"router", "projection"}
+    again = {"router", "projection", "adapter"}
     again |= set() if ATTN_RESIDUAL in saved else {"attention_out"}
     again |= set() if QKV in saved else {"qkv"}
     again |= set() if ATTN_OUT in saved else {"attention"}
@@ -202,9 +205,10 @@ def _stacked_matmuls(placed: PlacedRun) -> list[tuple[str, Param, tuple[int, ...
     """Stack, description and gathered local sizes (layers and experts left out) of each weight with a role."""
     rows = []
     for path, p, where in placed.leaves:
-        if p.role is not None:
+        if p.role is not None and not path.startswith("reference."):
             shape = local_shape(p.shape, where.in_use, placed.shape)
-            sizes = tuple(n for letter, n in zip(p.dims, shape, strict=True) if letter not in "LE")
+            whole = (2 * n if i == p.packed else n for i, n in enumerate(shape))
+            sizes = tuple(n for letter, n in zip(p.dims, whole, strict=True) if letter not in "LE")
             rows.append((path.partition(".")[0], p, sizes))
     return rows
 
@@ -219,9 +223,10 @@ def _ffn_hidden(placed: PlacedRun) -> float:
     experts = {layer.stack: layer.experts for layer in placed.spec.layers if layer.experts is not None}
     stacks: dict[str, float] = {}
     for path, p, _ in placed.leaves:
-        if p.role == "ffn_in":
+        if p.role == "ffn_in" and not path.startswith("reference."):
             stack = path.partition(".")[0]
-            columns = math.prod(p.shape[-(len(p.dims.replace("L", "").replace("E", "")) - p.contract) :])
+            first = len(p.dims) - len(p.dims.replace("L", "").replace("E", "")) + p.contract
+            columns = math.prod(p.shape[first:]) * (2 if p.packed is not None and p.packed >= first else 1)
             rows = buffer_rows(experts[stack], int(tokens), placed.shape.expert) if "E" in p.dims else tokens
             stacks[stack] = stacks.get(stack, 0.0) + columns * rows / tokens / placed.shape.tensor
     return max(stacks.values(), default=0.0)

@@ -1,13 +1,14 @@
 """Recipes with changed fields, for Python."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError, nearest
 from meshwright.runs.recipe import find_recipe
 
-_PARTS = ("training", "optimizer", "data", "model", "faults")
+_PARTS = ("training", "optimizer", "data", "finetune", "model", "faults")
 """Parts of a Run whose fields can be changed by name, in this order."""
 
 
@@ -15,8 +16,8 @@ def recipe(name: str, *, mesh: str | MeshShape | None = None, **changes: Any) ->
     """Returns the Run of a recipe with some fields changed.
 
     name: a row of `meshwright recipes`, or FILE.py:FUNCTION.  mesh: as `fsdp=8,tensor=2`.
-    changes: fields of `Run`, or of its training, optimizer, data, model or faults, by name; one that several have is
-    that of the first in this order. Raises ConfigError for an unknown recipe or field.
+    changes: fields of `Run`, or of its training, optimizer, data, finetune, model or faults, by name; a field that
+    several have is that of the first in this order. Raises ConfigError for an unknown recipe or field.
 
     Example:
         >>> run = mw.recipe("tiny", mesh="fsdp=8", steps=100, learning_rate=1e-3)
@@ -26,6 +27,11 @@ def recipe(name: str, *, mesh: str | MeshShape | None = None, **changes: Any) ->
     run = find_recipe(name)
     if mesh is not None:
         run = dataclasses.replace(run, mesh=MeshShape.parse(mesh) if isinstance(mesh, str) else mesh)
+    return with_changes(run, changes)
+
+
+def with_changes(run: Run, changes: Mapping[str, Any]) -> Run:
+    """Returns a Run with fields changed by name, as `recipe` does. Raises ConfigError for an unknown field."""
     for field, value in changes.items():
         run = _change(run, field, value)
     return run

@@ -29,13 +29,8 @@ def run_from_dict(document: dict[str, Any], origin: str) -> Run:
     config = find_family(str(model.pop("family", "")))
     _check_names(model, config, "model")
     _check_names(rest, Run, "run")
-    for name, default in (
-        ("training", Run.training),
-        ("optimizer", Run.optimizer),
-        ("data", Run.data),
-        ("faults", Run.faults),
-    ):
-        _check_names(rest.get(name, {}), type(default), name)
+    for name in ("training", "optimizer", "data", "finetune", "faults"):
+        _check_names(rest.get(name, {}), type(getattr(Run, name)), name)
     try:
         built = msgspec.convert(model, config)
         others = {
@@ -50,7 +45,15 @@ def run_from_dict(document: dict[str, Any], origin: str) -> Run:
 
 def _check_values(document: Any, origin: str) -> None:
     """Raises ConfigError for a document of the wrong form, and for a value that reaches outside of what it is for."""
-    form = {"model": dict, "training": dict, "optimizer": dict, "data": dict, "faults": dict, "name": str}
+    form = {
+        "model": dict,
+        "training": dict,
+        "optimizer": dict,
+        "data": dict,
+        "finetune": dict,
+        "faults": dict,
+        "name": str,
+    }
     for name, kind in form.items():
         if not isinstance(document, dict) or not isinstance(document.get(name, kind()), kind):
             raise ConfigError(f"the run in {origin}", f"its {name} is no {kind.__name__}", "what training wrote")

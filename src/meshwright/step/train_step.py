@@ -19,7 +19,7 @@ from meshwright.errors import TrainingError
 from meshwright.models.blocks.dropout import no_dropout
 from meshwright.models.model import Metrics
 from meshwright.sharding.layouts import TOKEN_AXES
-from meshwright.sharding.params import Tree, shardings
+from meshwright.sharding.params import Tree, shardings, trained_only, with_frozen
 from meshwright.step.device_run import BATCH_SPEC, DeviceRun, param_specs
 from meshwright.step.gradients import build_gradients
 from meshwright.step.optimizers import build_lr_schedule
@@ -40,21 +40,26 @@ def build_train_step(device_run: DeviceRun) -> Any:
     A step whose loss or gradient is not finite leaves the state unchanged, except for `healthy`.
     """
     gradients, where, model = build_gradients(device_run), device_run.state_shardings, device_run.run.model
-    for_update = shardings(device_run.mesh, device_run.placements, "optimizer")
+    described = device_run.params
+    for_update = trained_only(described, shardings(device_run.mesh, device_run.placements, "optimizer"))
     learning_rate = build_lr_schedule(device_run.run.optimizer, device_run.run.training.steps)
 
     def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
         with matmuls_of(device_run.run.training.compute_dtype):
             grads, metrics, aux = gradients(state.params, state.step, batch)
-        params = jax.lax.with_sharding_constraint(state.params, for_update)
+        params = jax.lax.with_sharding_constraint(trained_only(described, state.params), for_update)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         with matmuls_of(device_run.run.training.compute_dtype):
             updated, optimizer = device_run.optimizer.update(grads, state.optimizer, params, state.step)
-        updated = model.post_update(updated, aux)
+        updated = model.post_update(with_frozen(described, updated, state.params), aux)
+        updated = with_frozen(described, updated, state.params)
         finite = jnp.isfinite(metrics["loss"][0]) & jnp.isfinite(metrics["gradient norm"][0]) & state.healthy
         new = State(state.step + 1, jnp.ones_like(finite), updated, optimizer)
         new = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), new, dataclasses.replace(state, healthy=finite)
+            # Frozen parameters are the arrays that came in.
+            lambda new, old: old if new is old else jnp.where(finite, new, old),
+            new,
+            dataclasses.replace(state, healthy=finite),
         )
         rate = jnp.asarray(learning_rate(state.step), jnp.float32)
         return new, {**metrics, "learning rate": (rate, jnp.ones(()))}

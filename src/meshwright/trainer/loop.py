@@ -13,7 +13,7 @@ import jax
 from meshwright.checkpoint.checkpoints import Checkpoints, check_disk_space, committed_steps
 from meshwright.config import Run
 from meshwright.data.batch import Batch
-from meshwright.data.feed import Feed, Windows, build_stream, split
+from meshwright.data.feed import Feed, Samples, build_stream, split
 from meshwright.data.ramp import BatchRamp, ramp_of
 from meshwright.data.tokens import Corpus, load_corpus
 from meshwright.documents import write_atomically
@@ -23,11 +23,9 @@ from meshwright.models.model import Metrics
 from meshwright.report import Reporter
 from meshwright.report.files import JsonLines
 from meshwright.runs.write_run import write_run
-from meshwright.sharding.params import count_params
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.state import State
 from meshwright.step.train_step import CompiledTrainStep, build_eval_step
-from meshwright.trainer.lock import locked
 from meshwright.trainer.losses import evaluate
 from meshwright.trainer.meter import Meter
 from meshwright.trainer.preemption import Preemption
@@ -39,8 +37,8 @@ class PreparedRun:
 
     device_run: DeviceRun
     corpus: Corpus
-    train: tuple[Windows, ...]
-    held_out: tuple[Windows, ...]
+    train: tuple[Samples, ...]
+    held_out: tuple[Samples, ...]
 
     @functools.cached_property
     def data(self) -> dict[str, Any]:
@@ -100,11 +98,6 @@ class Summary:
     """Text sampled from the model at the end."""
 
 
-SMALL_MODEL = 100_000_000
-"""Most parameters of a model that is sampled from where the run does not say."""
-_SAMPLE = 200
-"""Tokens of that sample."""
-
 Choose = Callable[[Run, Sequence[Any]], Run]
 """`(run, devices) -> run` with the choices filled in that it leaves to the machine (remat policy)."""
 
@@ -129,10 +122,16 @@ def prepare_run(
     mesh = build_mesh(run.mesh or default_mesh_shape(len(available)), available)
     if run.mesh is None:
         run = dataclasses.replace(run, mesh=default_mesh_shape(len(available)))
-    corpus = load_corpus(run.data.paths, run.data.tokenizer, cache, own=own, bad_records=run.faults.bad_records)
+    parts: Sequence[tuple[Samples, Samples]]
+    if run.finetune.objective == "text":
+        corpus = load_corpus(run.data.paths, run.data.tokenizer, cache, own=own, bad_records=run.faults.bad_records)
+        parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
+    else:
+        from meshwright.data.conversations import load_conversations  # most runs train on all of a text
+
+        corpus, parts = load_conversations(run, cache)
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=_common_vocab(run, corpus)))
     device_run = place_on_devices(choose(run, list(mesh.devices.flat)), mesh)
-    parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
     return PreparedRun(device_run, corpus, tuple(p[0] for p in parts), tuple(p[1] for p in parts if len(p[1])))
 
 
@@ -172,6 +171,8 @@ def train(
         preemption = stack.enter_context(Preemption().listening())
         chief = jax.process_index() == 0
         if chief:
+            from meshwright.trainer.lock import locked  # process 0 alone takes it
+
             stack.enter_context(locked(out))
         checkpoints = stack.enter_context(Checkpoints(out / "checkpoints", max_to_keep=run.training.max_to_keep))
         if start == "fresh":
@@ -268,7 +269,9 @@ class _Loop:
         sample = ""
         if not self.preemption.signal and step > self.started.step:
             self._evaluate(step, state, eval_step)
-            sample = self._sample(state)
+            from meshwright.trainer.sample import write_sample  # it generates, which the steps before do not
+
+            sample = write_sample(device_run, self.prepared.corpus.tokenizer, state.params, self.out)
         self.checkpoints.wait()
         return Summary(
             out=self.out,
@@ -379,17 +382,6 @@ class _Loop:
             skipped=self.origin.skipped, data=self.prepared.data,
         )  # fmt: skip
         self.save_seconds += time.perf_counter() - began
-
-    def _sample(self, state: State) -> str:
-        """Samples text from the model: 200 tokens where the model is small, unless the run names a number."""
-        device_run, count = self.prepared.device_run, self.prepared.device_run.run.data.sample
-        if count is None:
-            count = _SAMPLE if count_params(device_run.params) <= SMALL_MODEL else 0
-        if not count:
-            return ""
-        from meshwright.trainer.sample import write_sample  # a run without a sample does not load it
-
-        return write_sample(device_run, self.prepared.corpus.tokenizer, state, self.out, count)
 
     def _evaluate(self, step: int, state: State, eval_step: Callable[[Any, Batch], Metrics]) -> None:
         if self.prepared.held_out:

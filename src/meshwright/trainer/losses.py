@@ -4,13 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 from meshwright.data.batch import Batch
-from meshwright.data.feed import Windows, held_out_batches
+from meshwright.data.feed import Samples, held_out_batches
 from meshwright.models.model import Metrics
 from meshwright.step.device_run import DeviceRun
 
 
 def evaluate(
-    device_run: DeviceRun, params: Any, parts: tuple[Windows, ...], eval_step: Callable[[Any, Batch], Metrics]
+    device_run: DeviceRun, params: Any, parts: tuple[Samples, ...], eval_step: Callable[[Any, Batch], Metrics]
 ) -> float:
     """Returns the mean loss per token over held-out text."""
     total, count = sum_losses(device_run, params, parts, eval_step)
@@ -18,7 +18,7 @@ def evaluate(
 
 
 def sum_losses(
-    device_run: DeviceRun, params: Any, parts: tuple[Windows, ...], eval_step: Callable[[Any, Batch], Metrics]
+    device_run: DeviceRun, params: Any, parts: tuple[Samples, ...], eval_step: Callable[[Any, Batch], Metrics]
 ) -> tuple[float, float]:
     """Returns the loss summed over the tokens of held-out text, and their number."""
     training = device_run.run.training

@@ -40,7 +40,7 @@ class Meter:
         training = device_run.run.training
         self._reporters, self._every = reporters, training.log_every
         self._ramp, self._seq = ramp_of(training), training.seq
-        self._flops = training_flops_per_token(device_run.run.model, training.seq)
+        self._flops = training_flops_per_token(device_run.run.model, training.seq, device_run.run.finetune.method)
         self._peak = _peak_flops(device_run.mesh)
         self._spike = device_run.run.faults.spike
         self._norms: collections.deque[float] = collections.deque(maxlen=100)

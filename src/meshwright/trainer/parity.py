@@ -18,7 +18,7 @@ import numpy as np
 
 from meshwright.config import MeshShape, Run
 from meshwright.data.batch import Batch
-from meshwright.data.feed import Feed, Windows, build_stream
+from meshwright.data.feed import Feed, Samples, build_stream
 from meshwright.data.ramp import BatchRamp
 from meshwright.hardware.mesh import build_mesh, default_cache_folder
 from meshwright.sharding.layouts import VOCAB_AXES
@@ -109,7 +109,7 @@ def parity(
 
 
 def compare_meshes(
-    device_run: DeviceRun, other: MeshShape, windows: tuple[Windows, ...], weights: tuple[float, ...], *, steps: int
+    device_run: DeviceRun, other: MeshShape, windows: tuple[Samples, ...], weights: tuple[float, ...], *, steps: int
 ) -> Parity:
     """Compares `steps` steps of `device_run` with the same steps on the mesh `other`, in float32.
 
@@ -139,7 +139,7 @@ def _in_float32(run: Run, other: MeshShape) -> Run:
 class _Side:
     """Training run on one mesh."""
 
-    def __init__(self, device_run: DeviceRun, windows: tuple[Windows, ...], weights: tuple[float, ...], steps: int):
+    def __init__(self, device_run: DeviceRun, windows: tuple[Samples, ...], weights: tuple[float, ...], steps: int):
         training = device_run.run.training
         stream = build_stream(list(windows), list(weights), training.seed)
         sharding = device_run.batch_sharding

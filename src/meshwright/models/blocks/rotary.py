@@ -27,10 +27,10 @@ def rope_frequencies(head_size: int, theta: float, scaling: RopeScaling | None) 
     frequency = theta ** (-np.arange(0, head_size, 2, dtype=np.float64) / head_size)
     if scaling is not None:
         wavelength = 2 * math.pi / frequency
-        smooth = (scaling.original_max_position_embeddings / wavelength - scaling.low_freq_factor) / (
-            scaling.high_freq_factor - scaling.low_freq_factor
-        )
-        smooth = np.clip(smooth, 0.0, 1.0)
+        above = scaling.original_max_position_embeddings / wavelength - scaling.low_freq_factor
+        between = scaling.high_freq_factor - scaling.low_freq_factor
+        # Llama 4 has no frequencies between the two.
+        smooth = np.clip(above / between, 0.0, 1.0) if between else (above > 0).astype(np.float64)
         frequency = (1 - smooth) * frequency / scaling.factor + smooth * frequency
     return frequency.astype(np.float32)
 
@@ -39,6 +39,15 @@ def rope_angles(positions_BT: jax.Array, frequency_H: np.ndarray) -> tuple[jax.A
     """Returns cosine and sine [B, T, 1, H/2], float32. positions_BT: positions within each document."""
     angle = positions_BT[:, :, None, None].astype(jnp.float32) * frequency_H.reshape(1, 1, 1, -1)
     return jnp.cos(angle), jnp.sin(angle)
+
+
+def apply_rope_pairs(x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates each pair of neighbouring features (2i, 2i + 1) by its angle (Llama 4)."""
+    cos, sin = cos_sin
+    pairs = x_BTNH.astype(jnp.float32).reshape(*x_BTNH.shape[:-1], -1, 2)
+    a, b = pairs[..., 0], pairs[..., 1]
+    rotated = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return rotated.reshape(x_BTNH.shape).astype(x_BTNH.dtype)
 
 
 def apply_rope(x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:

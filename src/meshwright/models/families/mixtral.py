@@ -20,10 +20,10 @@ from meshwright.models.blocks.experts import ExchangeType, Routing, capacity_moe
 from meshwright.models.blocks.norm import rms_norm
 from meshwright.models.families.llama import (
     Llama,
-    attention_half,
     attention_params,
     dense_layer,
     output_std,
+    own_attention,
     shrunk_sizes,
     swiglu,
     swiglu_params,
@@ -137,7 +137,7 @@ class Mixtral(Llama):
 
     def layer_functions(self, ctx: ForwardContext) -> dict[str, Layer]:
         """Returns the dense layer, where there is one, and the layer with experts."""
-        attention, experts = attention_half(self, ctx), _experts(self, ctx)
+        attention, experts = own_attention(self, ctx), _experts(self, ctx)
 
         def layer(x_BTD: jax.Array, params: Tree, index: jax.Array) -> tuple[jax.Array, Aux]:
             weights = ctx.gather_params(params, "blocks")
@@ -149,26 +149,12 @@ class Mixtral(Llama):
                     y_BTD += swiglu(h_BTD, {name: weights[f"shared_{name}"] for name in ("gate", "up", "down")})
                 return x_BTD + ctx.dropout(sequence_reduce_scatter(y_BTD, 1), 2 * index + 2), aux
 
-        dense = {"dense_blocks": dense_layer(self, ctx, "dense_blocks")} if self.dense_layers else {}
+        dense = {"dense_blocks": dense_layer(self, ctx, "dense_blocks", attention)} if self.dense_layers else {}
         return {**dense, "blocks": layer}
 
     def layer_metrics(self, aux: dict[str, Aux], sequences: int) -> Metrics:
-        """Returns the routing metrics of a step, averaged over layers.
-
-        aux: sums over the batch of `sequences`, [L, ...]. The expert balance is one where all experts have equal load;
-        the largest load is that of the busiest expert of a layer over the mean.
-        """
-        sums = aux["blocks"]
-        layers, load_LE = jnp.float32(self.expert_layers), sums["load"]
-        metrics = {
-            "expert balance": (sums["balance"].sum() / sequences, layers),
-            "router z": (sums["router z"].sum() / sequences, layers),
-            "largest expert load": ((load_LE.max(-1) / load_LE.mean(-1)).sum(), layers),
-            "smallest expert load": ((load_LE.min(-1) / load_LE.mean(-1)).sum(), layers),
-        }
-        if "dropped" in sums:
-            metrics["choices dropped"] = (sums["dropped"].sum(), load_LE.sum())
-        return metrics
+        """Returns the routing metrics of a step, averaged over layers."""
+        return routing_metrics(aux["blocks"], self.expert_layers, sequences)
 
     def post_update(self, params: Tree, aux: dict[str, Aux]) -> Tree:
         """Returns `params` with the router bias moved towards experts whose load was below the mean.
@@ -194,6 +180,24 @@ class Mixtral(Llama):
         """Returns the features that `runs.composition` lists."""
         leading = {"leading dense layers"} if self.dense_layers else set()
         return super().features() | leading | {f"dispatch: {self.dispatch}"}
+
+
+def routing_metrics(sums: Aux, expert_layers: int, sequences: int) -> Metrics:
+    """Returns the routing metrics of a step, averaged over the layers with experts.
+
+    sums: aux of those layers, summed over the batch of `sequences`, [L, ...]. The expert balance is one where all
+    experts have equal load; the largest load is that of the busiest expert of a layer over the mean.
+    """
+    layers, load_LE = jnp.float32(expert_layers), sums["load"]
+    metrics = {
+        "expert balance": (sums["balance"].sum() / sequences, layers),
+        "router z": (sums["router z"].sum() / sequences, layers),
+        "largest expert load": ((load_LE.max(-1) / load_LE.mean(-1)).sum(), layers),
+        "smallest expert load": ((load_LE.min(-1) / load_LE.mean(-1)).sum(), layers),
+    }
+    if "dropped" in sums:
+        metrics["choices dropped"] = (sums["dropped"].sum(), load_LE.sum())
+    return metrics
 
 
 def _check(c: Mixtral) -> None:

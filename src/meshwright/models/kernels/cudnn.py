@@ -236,7 +236,11 @@ cudnn_chunks = ChunkAttention(_forward, _backward)
 def cudnn_kernels() -> Kernels:
     """Returns cuDNN's attention."""
     attend = self_attention_of(cudnn_chunks)
-    return Kernels("cudnn", attend, unsupported=_unsupported, chunk_attention=cudnn_chunks, missing=_missing)
+    # Sinks need its output and log-sum-exp alone (kernels/scores.py); it has no function of the scores.
+    features = frozenset({"sinks"})
+    return Kernels(
+        "cudnn", attend, unsupported=_unsupported, chunk_attention=cudnn_chunks, features=features, missing=_missing
+    )
 
 
 def _unsupported(shapes: AttentionShapes) -> str | None:

@@ -1,0 +1,235 @@
+"""Processes of a run on several hosts: what the environment tells of them, and how this one joins the others.
+
+The rules read the variables that each scheduler documents. `jax.distributed.initialize` finds clusters by itself, but
+does not say beforehand whether there is one, gives a Slurm task that has a node to itself one of its GPUs, and asks the
+Kubernetes API, for which pods need a role; it is asked for the address of Open MPI alone.
+"""
+
+import dataclasses
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import jax
+
+from meshwright.errors import ConfigError, TrainingError
+
+PORT = 8476
+"""Port of process 0 where the environment names a host alone."""
+_HEARTBEAT = 30
+"""Seconds without a sign of a process after which the others stop."""
+JOIN_SECONDS = 300
+"""Seconds that processes wait for each other at the start."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Hosts:
+    """Processes that compute together, and which of them this is.
+
+    Example:
+        >>> from meshwright.hardware.hosts import hosts_of
+        >>> hosts_of({"WORLD_SIZE": "4", "RANK": "3", "MASTER_ADDR": "10.0.0.1"})
+        Hosts(source='MASTER_ADDR and RANK', processes=4, process=3, coordinator='10.0.0.1:8476', local_device=None)
+    """
+
+    source: str
+    """Scheduler, or the variables or options that name the others."""
+    processes: int
+    """Number of processes."""
+    process: int
+    """Index of this one."""
+    coordinator: str | None
+    """host:port of process 0; None where JAX finds it."""
+    local_device: int | None = None
+    """Index of the one accelerator of the host that is this process's; None: all of them."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.process < self.processes:
+            raise ConfigError(
+                f"process {self.process} of {self.processes} ({self.source})", "processes are counted from 0",
+                f"0 to {self.processes - 1}",
+            )  # fmt: skip
+
+
+ALONE = Hosts("one process", 1, 0, None)
+"""A process that computes alone."""
+
+
+def hosts_of(environment: Mapping[str, str]) -> Hosts:
+    """Returns the processes that the environment tells of; `ALONE` where it tells of none.
+
+    Raises ConfigError where this process belongs to a job of several but was not started as one of them, and where the
+    variables contradict themselves.
+    """
+    for rule in _RULES:
+        try:
+            hosts = rule(environment)
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                f"the variables of {rule.__name__.strip('_')}", f"{error} is missing or no number",
+                "--coordinator HOST:PORT --processes N --process I, or --processes 1",
+            ) from error  # fmt: skip
+        if hosts is not None:
+            return hosts
+    return ALONE
+
+
+def join(hosts: Hosts, seconds: int = JOIN_SECONDS) -> None:
+    """Joins this process to the others. Must come before anything asks JAX for its devices.
+
+    seconds: how long to wait for the others. Raises TrainingError where they do not come.
+    """
+    if hosts.processes == 1 or jax.distributed.is_initialized():
+        return
+    began = time.monotonic()
+    try:
+        jax.distributed.initialize(
+            hosts.coordinator,
+            hosts.processes,
+            hosts.process,
+            local_device_ids=hosts.local_device,
+            cluster_detection_method="ompi" if hosts.coordinator is None else None,
+            initialization_timeout=seconds,
+            heartbeat_timeout_seconds=_HEARTBEAT,
+        )
+    except (RuntimeError, ValueError) as error:  # JaxRuntimeError is a RuntimeError
+        raise TrainingError(
+            f"joining as process {hosts.process} of {hosts.processes} at {hosts.coordinator} ({hosts.source})",
+            f"after {time.monotonic() - began:.0f} s not all were there: {str(error).splitlines()[0]}",
+            "start the same command on every host, let all reach that address and port, or give --processes 1",
+        ) from error
+
+
+def _flags(environment: Mapping[str, str]) -> Hosts | None:
+    """Variables of this package, for job files of any scheduler."""
+    address = environment.get("MESHWRIGHT_COORDINATOR")
+    if address is None:
+        return None
+    count, index = int(environment["MESHWRIGHT_PROCESSES"]), int(environment["MESHWRIGHT_PROCESS"])
+    return Hosts("MESHWRIGHT_COORDINATOR", count, index, address)
+
+
+def _slurm(environment: Mapping[str, str]) -> Hosts | None:
+    """A Slurm step: `srun` sets the index of each task, a batch script alone has none of its own."""
+    count = int(environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1")))
+    if "SLURM_JOB_ID" not in environment or count == 1:
+        return None
+    if "SLURM_STEP_NODELIST" not in environment:
+        raise ConfigError(
+            f"one process in Slurm's job {environment['SLURM_JOB_ID']} of {count} tasks",
+            "it was started without srun, and would compute alone while the other nodes wait",
+            "srun meshwright ..., or --processes 1",
+        )
+    first = first_host(environment["SLURM_STEP_NODELIST"])
+    # The step's tasks per node; one task per node has all of the node's accelerators.
+    per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "1"))
+    several = int(re.match(r"\d+", per_node)[0]) > 1  # type: ignore[index]
+    local = int(environment["SLURM_LOCALID"]) if several else None
+    # Jobs that share a node must not share a port; as JAX does, from the number of the job.
+    port = 61440 + int(environment["SLURM_JOB_ID"]) % 4096
+    return Hosts("Slurm", count, int(environment["SLURM_PROCID"]), f"{first}:{port}", local)
+
+
+def first_host(nodes: str) -> str:
+    """Returns the first host of a Slurm list: `gpu[003-010,12],login1` begins with gpu003."""
+    name, bracket, rest = nodes.partition("[")
+    if not bracket or "," in name:
+        return nodes.split(",")[0]
+    end = rest.index("]")
+    return name + re.split("[,-]", rest[:end])[0] + rest[end + 1 :].split(",")[0]
+
+
+def _open_mpi(environment: Mapping[str, str]) -> Hosts | None:
+    """`mpirun` of Open MPI, whose address JAX reads."""
+    count = int(environment.get("OMPI_COMM_WORLD_SIZE", "1"))
+    if count == 1:
+        return None
+    local = int(environment["OMPI_COMM_WORLD_LOCAL_RANK"])
+    several = int(environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")) > 1
+    return Hosts("Open MPI", count, int(environment["OMPI_COMM_WORLD_RANK"]), None, local if several else None)
+
+
+def _tpu_pod(environment: Mapping[str, str]) -> Hosts | None:
+    """TPU hosts of GKE, which sets variables, and of Cloud TPU VMs, whose metadata server is asked."""
+    if "TPU_WORKER_HOSTNAMES" in environment:
+        workers = environment["TPU_WORKER_HOSTNAMES"].split(",")
+        index = int(environment.get("TPU_WORKER_ID", "0"))
+        slices = environment
+    elif has_tpu():
+        endpoints, number = (
+            _metadata(environment, "worker-network-endpoints"),
+            _metadata(environment, "agent-worker-number"),
+        )
+        if endpoints is None or number is None:
+            return None
+        workers = [endpoint.split(":")[-1] for endpoint in endpoints.split(",")]
+        index, slices = int(number), tpu_environment(_metadata(environment, "tpu-env") or "")
+    else:
+        return None
+    number_of_slices, this = int(slices.get("MEGASCALE_NUM_SLICES", "1")), int(slices.get("MEGASCALE_SLICE_ID", "0"))
+    if len(workers) * number_of_slices == 1:
+        return None
+    first = slices.get("MEGASCALE_COORDINATOR_ADDRESS", workers[0]).split(":")[0]
+    return Hosts("Cloud TPU", len(workers) * number_of_slices, this * len(workers) + index, f"{first}:{PORT}")
+
+
+def tpu_environment(text: str) -> dict[str, str]:
+    """Returns the variables of a TPU VM's metadata `tpu-env`, lines of NAME: 'value'."""
+    pairs = (line.split(":", 1) for line in text.splitlines() if ":" in line)
+    return {name.strip(): value.strip().strip("'") for name, value in pairs}
+
+
+def has_tpu() -> bool:
+    """Whether this host has TPU chips."""
+    return any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
+
+
+def _metadata(environment: Mapping[str, str], name: str) -> str | None:
+    """Returns an attribute of Google's metadata server; None where there is no such server or attribute."""
+    host = environment.get("GCE_METADATA_IP", "metadata.google.internal")
+    url = f"http://{host}/computeMetadata/v1/instance/attributes/{name}"
+    try:
+        request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+        with urllib.request.urlopen(request, timeout=3) as answer:
+            return str(answer.read().decode())
+    except (urllib.error.URLError, TimeoutError, OSError):
+        return None
+
+
+def _skypilot(environment: Mapping[str, str]) -> Hosts | None:
+    """SkyPilot's nodes, each with one process."""
+    addresses = environment.get("SKYPILOT_NODE_IPS", "").split()
+    if len(addresses) < 2:
+        return None
+    return Hosts("SkyPilot", len(addresses), int(environment["SKYPILOT_NODE_RANK"]), f"{addresses[0]}:{PORT}")
+
+
+def _rank_variables(environment: Mapping[str, str]) -> Hosts | None:
+    """MASTER_ADDR and RANK, as torchrun, Ray and many job systems set them."""
+    count = int(environment.get("WORLD_SIZE", "1"))
+    if count == 1 or "MASTER_ADDR" not in environment:
+        return None
+    several = int(environment.get("LOCAL_WORLD_SIZE", "1")) > 1
+    local = int(environment["LOCAL_RANK"]) if several else None
+    address = f"{environment['MASTER_ADDR']}:{environment.get('MASTER_PORT', PORT)}"
+    return Hosts("MASTER_ADDR and RANK", count, int(environment["RANK"]), address, local)
+
+
+def _kubernetes(environment: Mapping[str, str]) -> Hosts | None:
+    """A pod of an indexed Job without an address: it cannot know the others."""
+    index = environment.get("JOB_COMPLETION_INDEX", "0")
+    if "KUBERNETES_SERVICE_HOST" in environment and int(index) > 0:
+        raise ConfigError(
+            f"pod {index} of an indexed Job", "no variable has the address of pod 0: this one would compute alone",
+            "MESHWRIGHT_COORDINATOR, MESHWRIGHT_PROCESSES and MESHWRIGHT_PROCESS in the job file; or --processes 1",
+        )  # fmt: skip
+    return None
+
+
+_RULES: tuple[Callable[[Mapping[str, str]], Hosts | None], ...] = (
+    _flags, _tpu_pod, _open_mpi, _skypilot, _rank_variables, _slurm, _kubernetes,
+)  # fmt: skip
+"""Rules, the most particular first: inside a Slurm step, mpirun and torchrun count."""

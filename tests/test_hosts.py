@@ -1,0 +1,140 @@
+"""Processes of several hosts, as each scheduler's variables describe them."""
+
+import http.server
+import threading
+from collections.abc import Mapping
+
+import pytest
+
+from meshwright.cli.devices import HostOptions, start_devices
+from meshwright.errors import ConfigError, TrainingError
+from meshwright.hardware import hosts
+from meshwright.hardware.hosts import ALONE, Hosts, first_host, hosts_of, join, tpu_environment
+from meshwright.runs.recipe import find_recipe
+
+SLURM = {"SLURM_JOB_ID": "4103", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2",
+         "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "gpu[003-006]", "SLURM_STEP_TASKS_PER_NODE": "1(x4)"}  # fmt: skip
+GKE = {"TPU_WORKER_HOSTNAMES": "w-0.svc,w-1.svc", "TPU_WORKER_ID": "1"}
+MPI = {"OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+       "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}  # fmt: skip
+TORCHRUN = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500", "WORLD_SIZE": "16", "RANK": "10", "LOCAL_RANK": "2"}
+
+CASES: list[tuple[str, Mapping[str, str], Hosts]] = [
+    ("nothing", {"PATH": "/bin"}, ALONE),
+    ("Slurm, one task on a node: all of its GPUs", SLURM, Hosts("Slurm", 4, 2, "gpu003:61447")),
+    ("Slurm, a task for each GPU", {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_LOCALID": "1"},
+     Hosts("Slurm", 4, 2, "gpu003:61447", 1)),
+    ("Slurm's shell of one task", {"SLURM_JOB_ID": "9", "SLURM_NTASKS": "1"}, ALONE),
+    ("GKE", GKE, Hosts("Cloud TPU", 2, 1, "w-0.svc:8476")),
+    ("GKE, one host", {"TPU_WORKER_HOSTNAMES": "w-0.svc", "TPU_WORKER_ID": "0"}, ALONE),
+    ("GKE, two slices",
+     {**GKE, "MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1", "MEGASCALE_COORDINATOR_ADDRESS": "a.svc:80"},
+     Hosts("Cloud TPU", 4, 3, "a.svc:8476")),
+    ("Open MPI", MPI, Hosts("Open MPI", 16, 9, None, 1)),
+    ("Open MPI inside Slurm", {**SLURM, **MPI}, Hosts("Open MPI", 16, 9, None, 1)),
+    ("SkyPilot", {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1"},
+     Hosts("SkyPilot", 2, 1, "10.0.0.1:8476")),
+    ("torchrun, a process on each host", TORCHRUN, Hosts("MASTER_ADDR and RANK", 16, 10, "node7:29500")),
+    ("torchrun, a process for each GPU", {**TORCHRUN, "LOCAL_WORLD_SIZE": "8"},
+     Hosts("MASTER_ADDR and RANK", 16, 10, "node7:29500", 2)),
+    ("a job file",
+     {"MESHWRIGHT_COORDINATOR": "h:1", "MESHWRIGHT_PROCESSES": "3", "MESHWRIGHT_PROCESS": "2"},
+     Hosts("MESHWRIGHT_COORDINATOR", 3, 2, "h:1")),
+    ("first pod of an indexed Job", {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}, ALONE),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("environment", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_scheduler(environment: Mapping[str, str], expected: Hosts) -> None:
+    assert hosts_of(environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"SLURM_JOB_ID": "9", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "started without srun"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}, "address of pod 0"),
+        ({"SKYPILOT_NODE_IPS": "a\nb"}, "SKYPILOT_NODE_RANK"),
+        ({**TORCHRUN, "RANK": "sixteen"}, "sixteen"),
+        ({**TORCHRUN, "RANK": "16"}, "process 16 of 16"),
+    ],
+)  # fmt: skip
+def test_a_worker_that_was_started_alone_says_so(environment: Mapping[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        hosts_of(environment)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("node7", "node7"), ("a1,b2", "a1"), ("gpu[3,5-9]", "gpu3"), ("a[01-04],b1", "a01"), ("r[1-2]n,x", "r1n")],
+)
+def test_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+class Metadata(http.server.BaseHTTPRequestHandler):
+    """Google's metadata server on the third host of four in the second slice of two."""
+
+    def do_GET(self) -> None:
+        answers = {
+            "worker-network-endpoints": "w:1:10.0.0.4,w:2:10.0.0.5,w:3:10.0.0.6,w:4:10.0.0.7",
+            "agent-worker-number": "2",
+            "tpu-env": "MEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: '1'\nMEGASCALE_COORDINATOR_ADDRESS: '10.0.0.0'",
+        }
+        answer = answers.get(self.path.rsplit("/", 1)[1])
+        self.send_response(200 if answer and self.headers["Metadata-Flavor"] == "Google" else 404)
+        self.end_headers()
+        self.wfile.write((answer or "").encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_cloud_tpu_hosts_from_the_metadata_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "has_tpu", lambda: True)
+    with http.server.HTTPServer(("127.0.0.1", 0), Metadata) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        found = hosts_of({"GCE_METADATA_IP": f"127.0.0.1:{server.server_port}"})
+        server.shutdown()
+    assert found == Hosts("Cloud TPU", 8, 6, "10.0.0.0:8476")
+    assert hosts_of({"GCE_METADATA_IP": f"127.0.0.1:{server.server_port}"}) == ALONE  # no server, no pod
+
+
+def test_tpu_environment_is_read_line_by_line() -> None:
+    assert tpu_environment("A: 'b:c'\nno pair\n") == {"A": "b:c"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (HostOptions(processes=2), "--coordinator and --process are not given"),
+        (HostOptions(coordinator="h:1", processes=2), "--process is not given"),
+        (HostOptions(coordinator="h:1", processes=0, process=0), "at least one process"),
+        (HostOptions(coordinator="h:1", processes=2, process=2), "process 2 of 2"),
+    ],
+)
+def test_options_that_do_not_fit_together(options: HostOptions, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        options.hosts()
+
+
+def test_one_process_ignores_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    assert HostOptions(processes=1).hosts() == ALONE
+    assert HostOptions().hosts().processes == 4
+
+
+def test_devices_are_shared_evenly() -> None:
+    with pytest.raises(ConfigError, match="--devices 8"):
+        start_devices(9, find_recipe("tiny"), Hosts("test", 4, 0, "localhost:1"))
+
+
+def test_waiting_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(*_: object, **__: object) -> None:
+        raise RuntimeError("DEADLINE_EXCEEDED: Barrier timed out.\nmore")
+
+    monkeypatch.setattr("jax.distributed.initialize", nobody)
+    with pytest.raises(TrainingError, match=r"process 1 of 2 at 127\.0\.0\.1:9") as error:
+        join(Hosts("test", 2, 1, "127.0.0.1:9"), seconds=1)
+    assert "Barrier timed out" in str(error.value) and "more" not in str(error.value)
