@@ -362,7 +362,8 @@ HOSTILE: tuple[Hostile, ...] = (
 @pytest.mark.parametrize("hostile", HOSTILE, ids=lambda hostile: hostile.__name__)
 def test_a_hostile_file_is_refused(hostile: Hostile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(chat, "SECONDS", 1.0)
+    if hostile is template_that_never_ends:
+        monkeypatch.setattr(chat, "SECONDS", 1.0)
     read, reason = hostile(tmp_path)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(MeshwrightError, match=reason):

@@ -116,6 +116,8 @@ class _Renderer:
         file = Path(__file__).with_name("chat_renderer.py")
         process = subprocess.Popen([sys.executable, "-P", str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         weakref.finalize(self, _stop, process)
+        assert process.stdout is not None
+        process.stdout.readline()  # it has started: the time of a template begins now
         return process
 
 

@@ -70,6 +70,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    print("ready", flush=True)
     for line in sys.stdin:
         used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
         limit = int(used) + SECONDS + 1
