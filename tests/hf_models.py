@@ -49,6 +49,13 @@ _YARN = {
     "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
     "original_max_position_embeddings": 1024,
 }  # fmt: skip
+_LATENT_YARN = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1,
+    "mscale": 1.0, "mscale_all_dim": 0.7, "rope_theta": 10000.0,
+}  # fmt: skip
+_LATENT = {
+    "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24, "moe_intermediate_size": 32,
+}  # fmt: skip
 
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _SIZES),
@@ -96,6 +103,16 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         **_SIZES, "num_hidden_layers": 5, "head_dim": 24, "sliding_window": 5, "query_pre_attn_scalar": 40,
         "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
     }),
+    "deepseek-v3": ("DeepseekV3", {
+        **_SIZES, **_LATENT, "num_key_value_heads": 4, "q_lora_rank": 24, "n_routed_experts": 8, "n_shared_experts": 1,
+        "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+        "rope_parameters": _LATENT_YARN,
+        "num_mtp_layers": 0,
+    }),
+    "deepseek-v2-lite": ("DeepseekV2", {
+        **_SIZES, **_LATENT, "num_key_value_heads": 4, "q_lora_rank": None, "n_routed_experts": 8,
+        "n_shared_experts": 2, "num_experts_per_tok": 3, "topk_method": "greedy", "first_k_dense_replace": 1,
+    }),
 }  # fmt: skip
 """Row -> class of `transformers`, and its configuration."""
 
@@ -141,6 +158,9 @@ def _make(name: str, **config: Any) -> Any:
         model = model_class(settings).float().eval()
         for parameter in model.parameters():
             parameter.data += 0.05 * torch.randn_like(parameter)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer += 0.05 * torch.randn_like(buffer)
     return model
 
 
@@ -148,6 +168,13 @@ def _make(name: str, **config: Any) -> Any:
 def tokens() -> np.ndarray:
     """Random tokens, int32 [B, T + 1]."""
     return np.random.default_rng(0).integers(0, VOCAB, (BATCH, SEQ + 1)).astype(np.int32)
+
+
+def stored_elements(model: Any) -> int:
+    """Elements of a model's parameters, and of its buffers that are stored."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    stored = [buffer for name, buffer in model.state_dict().items() if name not in names]
+    return sum(x.numel() for x in (*model.parameters(), *stored))
 
 
 def save(row: str, folder: Path, **how: Any) -> Any:
@@ -179,7 +206,7 @@ def run_of(folder: Path, mesh: str) -> Run:
     training = Training(batch=BATCH, seq=SEQ, compute_dtype="float32", remat="none")
     model: Any = run.model
     if any(field.name == "aux_loss_weight" for field in dataclasses.fields(model)):
-        model = dataclasses.replace(model, aux_loss_weight=0.0, router_z_loss_weight=0.0)
+        model = dataclasses.replace(model, aux_loss_weight=0.0, router_z_loss_weight=0.0, bias_update_rate=0.0)
     return dataclasses.replace(
         run, model=model, mesh=MeshShape.parse(mesh), training=training, fsdp_min_size=64,
         optimizer=Optimizer(grad_clip_norm=0.0),

@@ -30,7 +30,7 @@ from meshwright.faults import Faults
 from meshwright.sharding.params import layers_to_rows, named_leaves, rows_to_layers
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
-from meshwright.trainer import loop
+from meshwright.trainer import loop, prepare
 
 MESH = "data=2,fsdp=2,tensor=2"
 TEXT = "the quick brown fox jumps over the lazy dog; " * 400
@@ -81,7 +81,7 @@ def programs_are_compiled_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("CompiledTrainStep", "build_eval_step"):
-            patch.setattr(loop, name, shared(getattr(loop, name)))
+            patch.setattr(prepare, name, shared(getattr(prepare, name)))
         yield
 
 

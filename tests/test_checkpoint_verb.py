@@ -26,7 +26,7 @@ def save(out: Path, step: int, **changed: np.ndarray) -> Path:
         records[name] = TensorRecord(values.shape, "float32", total)
     run = Run(model=Gpt2(50, 32, 1, 4), optimizer=Optimizer(learning_rate=step * 1e-3))
     data = {"tokenizer": "t", "sources": [["d", 1.0]], "held_out": 0.1, "sequence": 8, "seed": 0}
-    commit_weights(folder, Manifest(step, step * 16, run, records, data, ((32, 16),)))
+    commit_weights(folder, Manifest(step, step * 16, run, records, None, data, ((32, 16),)))
     return folder
 
 

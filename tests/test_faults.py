@@ -22,10 +22,12 @@ from tiny_runs import device_run_of
 from meshwright.checkpoint.checkpoints import committed_steps, partial_steps
 from meshwright.config import Run
 from meshwright.data.feed import Feed, Windows, build_stream
+from meshwright.data.ramp import ramp_of
 from meshwright.errors import CheckpointError, ConfigError, TrainingError
 from meshwright.faults import Faults
 from meshwright.report.files import JsonLines
 from meshwright.step.state import State
+from meshwright.step.train_step import CompiledTrainStep
 from meshwright.trainer import lock, loop
 from meshwright.trainer.evidence import healed
 from meshwright.trainer.lock import locked
@@ -64,12 +66,12 @@ def trained_by_hand(run: Run, cache: Path, skipped: tuple[tuple[int, int], ...],
     prepared = loop.prepare_run(run, cache=cache)
     feed = Feed(
         build_stream(list(prepared.train), list(prepared.corpus.weights), run.training.seed),
-        loop.ramp_of(run.training), seq=run.training.seq, taken=0, cursor=0, steps=STEPS,
+        ramp_of(run.training), seq=run.training.seq, taken=0, cursor=0, steps=STEPS,
         sharding=prepared.device_run.batch_sharding, skipped=skipped,
     )  # fmt: skip
     state, step = prepared.device_run.initial_state(), None
     for number, batch in enumerate(feed, 1):
-        step = step or loop.CompiledTrainStep(prepared.device_run, batch)
+        step = step or CompiledTrainStep(prepared.device_run, batch)
         state = healed(state, number) if number == without else step(state, batch)[0]
     return state
 
@@ -136,8 +138,8 @@ def test_too_many_bad_steps_stop_the_run(
 
 
 def test_a_spike_is_measured_by_the_median(run: Run) -> None:
-    spiking = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=50), faults=Faults(spike=5.0))
-    meter = Meter(device_run_of(spiking), [])
+    mesh = device_run_of(dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=50))).mesh
+    meter = Meter([], run.training, mesh, unit="tokens", per_sample=1, flops=1.0, spike=5.0)
     assert not any(meter._spike_of(1.0 + 0.01 * step) for step in range(30))
     assert "is 50, 43.7 times the median" in meter._spike_of(50.0)
     assert not meter._spike_of(5.0)

@@ -36,12 +36,14 @@ from meshwright.fine_tuning import FineTune
 from meshwright.hugging_face.peft_files import CONFIG, WEIGHTS
 from meshwright.models.adapters import ADAPTERS
 from meshwright.models.base_weights import BLOCK, NF4, dequantise, quantise
+from meshwright.planner.memory_model import memory_by_category
+from meshwright.planner.work import work_of
 from meshwright.runs.hugging_face import run_of_hugging_face
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.params import named_leaves
 from meshwright.step.train_step import build_eval_step
-from meshwright.trainer.loop import prepare_run
+from meshwright.trainer.loop import evaluate, prepare_run
 
 PLAIN = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -424,3 +426,39 @@ def test_preferences_train_alike_on_two_meshes_and_keep_their_reference(tmp_path
     assert losses[-1] < losses[0] and metrics(tmp_path / "eight", "preference accuracy")[-1] > 0.5
     texts = mw.generate(tmp_path / "eight", ["<|user|>1+1?<|end|><|assistant|>"], max_tokens=3, mesh="data=1")
     assert len(texts.tokens[0]) > 0
+
+
+BYTES = {"compute": 2.0, "int8": 1.0, "nf4": 0.5 + 4 / BLOCK}
+"""Bytes of an element of a matrix in each base, without int8's scales, one for thousands of elements."""
+
+
+@pytest.mark.parametrize("base", BYTES)
+def test_the_plan_counts_what_is_frozen_in_its_type_and_nothing_else_of_it(base: str) -> None:
+    tuning = FineTune(method="lora", base=base)  # type: ignore[arg-type]
+    run = mw.recipe("llama3-8b", vocab=128256, batch=8, seq=512, mesh="fsdp=8", remat="full")
+    placed = place_run(dataclasses.replace(run, finetune=tuning))
+    memory = memory_by_category(placed, work_of(placed), 1.0)
+    matrices = 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336)
+    adapters = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+    expected = (matrices * BYTES[base] + 2 * 128256 * 4096 * 2 + 4 * adapters) / 8
+    assert abs(memory["parameters"] / expected - 1) < 2e-3
+    assert abs(memory["optimizer state"] / (8 * adapters / 8) - 1) < 1e-6
+    assert abs(memory["gradients"] / (4 * adapters / 8) - 1) < 1e-6
+
+
+def test_a_quantised_base_trains_alike_on_two_meshes_and_is_merged(tmp_path: Path, cache: Path) -> None:
+    write_base(tmp_path / "base")
+    write_sums(tmp_path / "chat.jsonl")
+    settings = {**SETTINGS, "steps": 3, "base": "nf4", "save_every": 0, "eval_every": 0}
+    for name, mesh in (("one", "data=1"), ("eight", "data=2,fsdp=2,tensor=2")):
+        data = str(tmp_path / "chat.jsonl")
+        mw.finetune(f"hf:{tmp_path}/base", data, tmp_path / name, mesh=mesh, cache=cache, **settings)
+    np.testing.assert_allclose(metrics(tmp_path / "eight", "loss"), metrics(tmp_path / "one", "loss"), rtol=1e-5)
+    mw.convert(tmp_path / "eight", tmp_path / "merged")
+    whole = mw.evaluate(tmp_path / "eight", mesh="data=1", cache=cache)
+    run = dataclasses.replace(run_in_folder(tmp_path / "eight"), init_from=f"hf:{tmp_path}/merged")
+    run = dataclasses.replace(run, finetune=FineTune(objective="answers"), mesh=mw.MeshShape.parse("data=1"))
+    prepared = prepare_run(run, cache=cache)
+    device_run = prepared.device_run
+    loss = evaluate(device_run, load_initial_weights(device_run), prepared.held_out, build_eval_step(device_run))
+    assert abs(loss / whole.loss - 1) < 1e-5

@@ -21,12 +21,14 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.target_lists import expand_targets
 from meshwright.hardware.targets import parse_target
 from meshwright.planner.bounds import largest_bound
+from meshwright.planner.divisibility import nearest_batches, notes
 from meshwright.planner.error_bands import EVERY, FILE, UNSEEN, band_of, kinds_of, read_bands
 from meshwright.planner.estimate import Estimate, estimate
 from meshwright.planner.goodput import CHIP_HOURS_PER_FAILURE, Goodput, Reliability, daly_period, goodput
 from meshwright.planner.offers import Offer, choose, make_offer, rank
 from meshwright.planner.prices import PRICES_FILE, cheapest, read_power, read_prices
 from meshwright.planner.scaling_law import SCALING_LAWS
+from meshwright.planner.search import search
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
 
@@ -399,3 +401,40 @@ def test_a_scaling_law_replaces_the_recipe() -> None:
                       "besiroglu2024")  # fmt: skip
     for words in ("6 N D", "optimum: N =", "nearest recipe:", "tokens/s ="):
         assert words in done, done
+
+
+# Devices with factors that divide little.
+
+
+def notes_on(recipe: str, target: str, batch: int) -> list[str]:
+    run = find_recipe(recipe)
+    run = dataclasses.replace(run, training=dataclasses.replace(run.training, batch=batch, seq=4096))
+    return notes(run, search(run, parse_target(target)))
+
+
+def test_a_batch_that_the_devices_do_not_divide_is_named_with_the_nearest() -> None:
+    batch, rates = notes_on("llama32-1b", "h100:12", 64)[:2]
+    assert "12 devices do not divide a batch of 64 sequences: 64 = 5 * 12 + 4" in batch and "--batch 60 or 72" in batch
+    assert "a factor of 3" in batch and "batch 60:" in rates and "against" in rates
+    assert notes_on("llama32-1b", "h100:8", 64) == [] == notes_on("llama32-1b", "h100:16", 24)
+
+
+def test_a_factor_that_shards_no_parameter_is_named() -> None:
+    """2048 = 2^11, 8192 = 2^13: nothing of a Llama divides by 9, and parameters are split evenly or not at all."""
+    (note,) = notes_on("llama32-1b", "gb200:72", 288)
+    assert "72 = 8 * 9: 9 divides no dimension" in note and "fsdp has at most 8" in note
+
+
+def test_an_odd_domain_is_not_slower_than_the_power_of_two_below_it() -> None:
+    """At a batch that both divide: the factor of 9 is in `data`, whose gradients NVLink sums."""
+    run = find_recipe("llama32-1b")
+    run = dataclasses.replace(run, training=dataclasses.replace(run.training, batch=576, seq=4096))
+    of_64, of_72 = (search(run, parse_target(target)).plans[0].estimate.seconds for target in ("gb200:64", "gb200:72"))
+    assert of_72 <= of_64
+
+
+def test_nothing_that_divides_is_an_error_with_the_nearest_batches() -> None:
+    run = find_recipe("llama32-1b")
+    run = dataclasses.replace(run, training=dataclasses.replace(run.training, batch=64, seq=1024))
+    assert nearest_batches(run, parse_target("h100:40")) == [40, 80]
+    assert nearest_batches(run, parse_target("h100:128")) == []  # tensor takes a factor of two

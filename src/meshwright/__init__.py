@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from meshwright.api.planning import prove as prove
     from meshwright.api.renting import offers as offers
     from meshwright.api.training import evaluate as evaluate
+    from meshwright.api.training import parity as parity
     from meshwright.api.training import train as train
     from meshwright.checkpoint.import_weights import Conversion as Conversion
     from meshwright.comm import collectives as collectives
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from meshwright.generation.generator import Decoding as Decoding
     from meshwright.generation.sampling import Sampling as Sampling
     from meshwright.hardware.chips import Chip as Chip
+    from meshwright.models.families.deepseek import Deepseek as Deepseek
     from meshwright.models.families.gemma import Gemma2 as Gemma2
     from meshwright.models.families.gemma import Gemma3 as Gemma3
     from meshwright.models.families.gpt2 import Gpt2 as Gpt2
@@ -66,9 +68,9 @@ if TYPE_CHECKING:
     from meshwright.sharding.placement import Layout as Layout
     from meshwright.trainer.loop import Summary as Summary
     from meshwright.trainer.parity import Parity as Parity
-    from meshwright.trainer.parity import parity as parity
     from meshwright.views.draw import draw as draw
     from meshwright.views.draw import local_view as local_view
+    from meshwright.wrapped.model import wrap as wrap
 
 _PUBLIC: dict[str, tuple[str, str]] = {
     "Census": ("analysis.census", "Census"),
@@ -81,8 +83,9 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "DataError": ("errors", "DataError"),
     "Decoding": ("generation.generator", "Decoding"),
     "Faults": ("faults", "Faults"),
-    "Gemma2": ("models.families.gemma", "Gemma2"),
+    "Deepseek": ("models.families.deepseek", "Deepseek"),
     "FineTune": ("fine_tuning", "FineTune"),
+    "Gemma2": ("models.families.gemma", "Gemma2"),
     "Gemma3": ("models.families.gemma", "Gemma3"),
     "GptOss": ("models.families.gpt_oss", "GptOss"),
     "Gpt2": ("models.families.gpt2", "Gpt2"),
@@ -115,7 +118,7 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "local_view": ("views.draw", "local_view"),
     "offers": ("api.renting", "offers"),
     "open_generator": ("api.generation", "open_generator"),
-    "parity": ("trainer.parity", "parity"),
+    "parity": ("api.training", "parity"),
     "partition": ("sharding.partition", ""),
     "plan": ("api.planning", "plan"),
     "prove": ("api.planning", "prove"),
@@ -123,6 +126,7 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "recipes": ("runs.recipe", "list_recipes"),
     "show": ("api.layout", "show"),
     "train": ("api.training", "train"),
+    "wrap": ("wrapped.model", "wrap"),
 }
 """Public name -> module, and attribute of it; the module itself where none is given."""
 

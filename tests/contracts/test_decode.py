@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from tiny_runs import MODELS, VOCAB, by_layers, device_run_of, keep, place_params, tiny_run
+from tiny_runs import DEEPSEEK, MODELS, VOCAB, by_layers, device_run_of, keep, place_params, tiny_run
 
 from meshwright.config import Model
 from meshwright.data.batch import Batch
@@ -35,6 +35,7 @@ FAMILIES: dict[str, Model] = {
     "gemma-3": Gemma3(
         VOCAB, 64, 5, 16, vocab_multiple=16, kv_heads=8, mlp=96, local_layers=1, sliding_window=5
     ),
+    "deepseek": DEEPSEEK,
     "gemma-2": Gemma2(
         VOCAB, 64, 3, 16, vocab_multiple=16, kv_heads=8, mlp=96, sliding_window=5, softcap=0.5, logit_softcap=2.0
     ),
@@ -146,6 +147,7 @@ ROWS: list[tuple[str, str, WeightsLayout]] = [
     ("llama", "data=2,tensor=4", "gathered"),
     ("two-kv-heads", "data=2,tensor=4", "gathered"),
     ("deepseek-like", "expert=4,context=2", "gathered"),
+    ("deepseek", "fsdp=2,context=2,tensor=2", "gathered"),
 ]
 
 

@@ -62,12 +62,13 @@ class Checkpoints:
         step: int,
         cursor: int,
         skipped: tuple[tuple[int, int], ...] = (),
-        data: dict[str, Any] | None = None,
+        data: Any = None,
+        corpus: dict[str, Any] | None = None,
     ) -> None:
         """Starts to write `state` and returns as soon as its buffers may be donated.
 
-        cursor: global index of the next training sample.  skipped, data: as of `Manifest`. Raises CheckpointError
-        where this save or the one before it fails.
+        cursor: global index of the next training sample.  skipped, data, corpus: as of `Manifest`.
+        Raises CheckpointError where this save or the one before it fails.
         """
         tensors = named_tensors(state)
         permuted: dict[str, jax.Array] = {}
@@ -81,7 +82,7 @@ class Checkpoints:
             name: TensorRecord(x.shape, str(x.dtype), (int(hashes[name][0]), int(hashes[name][1])))
             for name, x in tensors.items()
         }
-        manifest = Manifest(step, cursor, device_run.run, records, data, skipped)
+        manifest = Manifest(step, cursor, device_run.run, records, data, corpus, skipped)
         with self._explained(f"saving step {step}"):
             self._wait_for_commit()
             self._commit.enter_context(orbax_reports_suppressed())
@@ -159,7 +160,8 @@ class Checkpoints:
 
 def saved_fields(state: State) -> dict[str, Any]:
     """Fields of the state that a checkpoint has; `healthy` is not saved, because only a healthy state is."""
-    return {"step": state.step, "params": state.params, "optimizer": state.optimizer}
+    fields = {"step": state.step, "params": state.params, "optimizer": state.optimizer}
+    return fields | ({"variables": state.variables} if state.variables else {})
 
 
 def named_tensors(state: State) -> dict[str, Any]:

@@ -96,8 +96,8 @@ def compare_checkpoints(
     first, second: folder of checkpoints and manifest of each.
     """
     a, b = first[1], second[1]
-    fields = dict(_flat({"step": a.step, "cursor": a.cursor, "data": a.data, "run": run_to_dict(a.run)}))
-    others = dict(_flat({"step": b.step, "cursor": b.cursor, "data": b.data, "run": run_to_dict(b.run)}))
+    fields = dict(_flat({"step": a.step, "cursor": a.cursor, "data": a.corpus, "run": run_to_dict(a.run)}))
+    others = dict(_flat({"step": b.step, "cursor": b.cursor, "data": b.corpus, "run": run_to_dict(b.run)}))
     changed = [
         f"{name}: {fields.get(name, 'absent')} -> {others.get(name, 'absent')}"
         for name in {**fields, **others}

@@ -38,8 +38,10 @@ class Manifest:
     """Run that wrote the checkpoint."""
     tensors: dict[str, TensorRecord]
     """Tensors by dotted name, with one row per layer."""
-    data: dict[str, Any] | None = None
-    """Fingerprint of the data that the run reads (`data_fingerprint`); None where weights were converted."""
+    data: Any = None
+    """Position of data that is not read by `cursor`: an iterator's own state."""
+    corpus: dict[str, Any] | None = None
+    """Fingerprint of the text that the run reads and of its order; None where it reads none."""
     skipped: tuple[tuple[int, int], ...] = ()
     """Samples that the run leaves out: global index of the first, and their number."""
 
@@ -56,6 +58,7 @@ class Manifest:
                 for name, t in self.tensors.items()
             },
             "data": self.data,
+            "corpus": self.corpus,
             "skipped": [list(part) for part in self.skipped],
         }
         return seal(document)

@@ -49,7 +49,7 @@ def manifest_from_dict(data: dict[str, Any], origin: str) -> Manifest:
     tensors = {name: _read_record(record) for name, record in data["tensors"].items()}
     skipped = tuple((operator.index(first), operator.index(count)) for first, count in data.get("skipped", ()))
     run = run_from_dict(data["run"], origin)
-    return Manifest(int(data["step"]), int(data["cursor"]), run, tensors, data.get("data"), skipped)
+    return Manifest(int(data["step"]), int(data["cursor"]), run, tensors, data.get("data"), data.get("corpus"), skipped)
 
 
 def _read_record(record: dict[str, Any]) -> TensorRecord:

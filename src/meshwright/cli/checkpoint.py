@@ -118,7 +118,7 @@ def _inspect(args: Sequence[str]) -> int:
     for part in manifest.skipped:
         write(f"left out: samples {part[0]:,} to {part[0] + part[1] - 1:,}\n")
     for name, value in (
-        manifest.data or {"data": "no fingerprint: written by an earlier version, or converted"}
+        manifest.corpus or {"data": "no fingerprint: written by an earlier version, or converted"}
     ).items():
         write(f"{name}: {value}\n")
     for section, value in run_to_dict(manifest.run).items():

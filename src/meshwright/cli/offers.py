@@ -18,6 +18,7 @@ from meshwright.cli.output import write_json
 from meshwright.config import Run
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.formatting import format_count, parse_count
+from meshwright.planner.divisibility import batch_note
 from meshwright.planner.goodput import CHIP_HOURS_PER_FAILURE, RESTART_MINUTES, Reliability
 from meshwright.planner.offers import Aim, Market, Offer, Recommendation, choose, rank
 from meshwright.planner.plan_file import prediction_json
@@ -104,6 +105,9 @@ def plan_offers(
     )
     print_offers(console, offers, heading=heading, shown=shown)
     print_refused(console, refused)
+    for note in dict.fromkeys(batch_note(offer.plan.run, offer.plan.target) for offer in offers[:shown]):
+        if note is not None:
+            console.print(f"note: {note}", markup=False, highlight=False)
     return offers[0]
 
 

@@ -19,6 +19,7 @@ from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
 from meshwright.formatting import parse_count
 from meshwright.hardware.targets import Target
+from meshwright.planner.divisibility import notes
 from meshwright.planner.explain import alternatives, explain_mesh, nothing_fits
 from meshwright.planner.offers import Offer, make_offer
 from meshwright.planner.plan_file import prediction_json, write_plan
@@ -26,6 +27,7 @@ from meshwright.planner.search import Plan, SearchResult, price_mesh, search, wi
 from meshwright.report.console import open_console
 from meshwright.views.offer_tables import print_training
 from meshwright.views.plan_tables import print_alternatives, print_best_plan, print_comparison, print_plans
+from meshwright.wrapped.model import is_wrapped
 
 if TYPE_CHECKING:
     from meshwright.cli.tune import Outcome
@@ -83,6 +85,8 @@ class Planned:
     """Plans of `--compare`."""
     offer: Offer
     """Training of the best plan."""
+    notes: list[str]
+    """Factors of the devices that divide neither batch nor parameters."""
 
 
 def main(args: Sequence[str]) -> int:
@@ -94,6 +98,11 @@ def main(args: Sequence[str]) -> int:
 
 def run_plan(options: PlanOptions) -> int:
     """Searches, compiles where asked, writes, prints. Raises ConfigError where no mesh has the memory."""
+    if is_wrapped(options.run):
+        from meshwright.cli.wrapped import print_wrapped_plans  # a plan of a family's model loads no wrapped one
+
+        console = open_console(sys.stderr if options.json else sys.stdout)
+        return print_wrapped_plans(options.run, find_target(options.on), console, out=options.out, as_json=options.json)
     if options.decode:
         from meshwright.cli.decoding import plan_decode  # a plan of training prices no decoding
 
@@ -110,7 +119,7 @@ def run_plan(options: PlanOptions) -> int:
     outcome = _compile(options, found, console) if compiles else None
     _write_files(options, planned, outcome)
     if options.json:
-        training = {"training": offer_json(planned.offer)}
+        training = {"training": offer_json(planned.offer), "notes": planned.notes}
         write_json({**_to_json(found, options.shown), **training, **(outcome.figures if outcome else {})})
     elif not compiles:
         _print(console, options, planned)
@@ -169,7 +178,8 @@ def _search(options: PlanOptions) -> Planned:
     if not found.plans:
         raise nothing_fits(run, found)
     compared = (_price(run, target, shapes[0]), _price(run, target, shapes[1])) if shapes else None
-    return Planned(found, seconds, tokens, explained, compared, make_offer(found.plans[0], tokens, options.market()))
+    offer = make_offer(found.plans[0], tokens, options.market())
+    return Planned(found, seconds, tokens, explained, compared, offer, notes(run, found))
 
 
 def _price(run: Run, target: Target, shape: MeshShape) -> Plan:
@@ -198,6 +208,8 @@ def _print(console: Console, options: PlanOptions, planned: Planned) -> None:
         console, found, name=options.run.name, shown=options.shown, tokens=planned.tokens,
         search_seconds=planned.seconds,
     )  # fmt: skip
+    for note in planned.notes:
+        console.print(f"note: {note}\n", markup=False, highlight=False)
     print_best_plan(console, found.plans[0], found.target)
     print_training(console, planned.offer)
     print_alternatives(console, alternatives(found), options.shown)

@@ -176,7 +176,7 @@ class Feed:
         sharding: NamedSharding,
         skipped: tuple[tuple[int, int], ...] = (),
     ):
-        self.wait_seconds = 0.0
+        self.wait_seconds, self.position = 0.0, None
         self._ramp, self._seq, self._step, self._sharding = ramp, seq, taken, sharding
         rows = {size: local_rows(sharding, (size, seq)) for size in ramp.sizes}
         self._index_of_row = {size: {row: i for i, row in enumerate(own)} for size, own in rows.items()}

@@ -314,7 +314,8 @@ class Decoder:
         sequence = SequenceSplit("all_gather", local.ids.shape[1], 1, 1)
         fewer = (self.device_run.placed.spec.kv_heads or math.inf) < self.device_run.shape.tensor
         own = with_own_kv_head(attend) if fewer else attend
-        ctx = ForwardContext(local, self.weights.gather, no_dropout(), own, sequence, model.grouped_matmul)
+        kernels = (own, sequence, model.grouped_matmul)
+        ctx = ForwardContext(local, self.weights.gather, no_dropout(), *kernels, attend_latent=attend.latent)
         x_BTD, cache = self._layers(params, state.cache, ctx, attend)
         return *model.model.unembed(params, x_BTD, self.weights.gather), cache
 

@@ -46,6 +46,8 @@ class Architecture:
 
 
 _FAMILIES: dict[str, str] = {
+    "DeepseekV2ForCausalLM": "deepseek",
+    "DeepseekV3ForCausalLM": "deepseek",
     "GPT2LMHeadModel": "gpt2",
     "GptOssForCausalLM": "gpt_oss",
     "Gemma2ForCausalLM": "gemma",

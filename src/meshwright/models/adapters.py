@@ -55,8 +55,8 @@ class AdaptedWeight:
 
     def linear(self, x: jax.Array, contract: int) -> jax.Array:
         """Returns x W + scale (x A) B, contracting the last `contract` dimensions of x; result in x's dtype."""
-        low_BTA = linear(x, self.a, contract=contract)
-        return linear(x, self.base, contract=contract) + self.scale * linear(low_BTA, self.b)
+        low_BTU = linear(x, self.a, contract=contract)
+        return linear(x, self.base, contract=contract) + self.scale * linear(low_BTU, self.b)
 
     def __jax_array__(self) -> jax.Array:
         raise ConfigError(
@@ -117,9 +117,9 @@ def adapter_of(p: Param, rank: int) -> dict[str, Param]:
     std = (3 * math.prod(p.shape[inner])) ** -0.5
     return {
         "a": Param(
-            (*p.shape[:1], *p.shape[inner], rank), f"L{p.dims[inner]}A", std=std, role="adapter", contract=p.contract
+            (*p.shape[:1], *p.shape[inner], rank), f"L{p.dims[inner]}U", std=std, role="adapter", contract=p.contract
         ),
-        "b": Param((*p.shape[:1], rank, *p.shape[outer]), f"LA{p.dims[outer]}", "zeros", role="adapter"),
+        "b": Param((*p.shape[:1], rank, *p.shape[outer]), f"LU{p.dims[outer]}", "zeros", role="adapter"),
     }
 
 

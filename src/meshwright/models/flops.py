@@ -41,10 +41,10 @@ def training_flops_per_token(model: Model, seq: int, method: str = "full") -> fl
 def forward_flops(model: Model, seq: int) -> dict[str, float]:
     """Returns the FLOPs of one token's forward pass by item, averaged over a sequence of `seq` tokens."""
     spec, params, items = model.spec(), model.params(), dict[str, float]()
-    for layer, count in collections.Counter(spec.layers).items():
+    for layer, count in collections.Counter((*spec.layers, *spec.further)).items():
         for item, flops in _layer(layer, stacked_matmuls(params, layer.stack), seq).items():
             items[item] = items.get(item, 0.0) + flops * count
-    items["unembedding"] = 2.0 * spec.width * vocab_size(model)
+    items["unembedding"] = 2.0 * spec.width * vocab_size(model) * (1 + len(spec.further))
     return {item: items[item] for item in FORMULAS if item in items}
 
 
@@ -66,7 +66,7 @@ def _layer(layer: LayerSpec, matmuls: list[Param], seq: int) -> dict[str, float]
         items[item] = items.get(item, 0.0) + flops
     if layer.attention is not None:
         a = layer.attention
-        items["attention"] = 4.0 * a.causal_positions(seq) * a.heads * a.head_size
+        items["attention"] = 2.0 * a.causal_positions(seq) * a.heads * (a.head_size + a.value_size)
     return items
 
 

@@ -214,6 +214,11 @@ class LocalModel:
             loss, metrics = self.loss(params, x_BTD, batch, total)
         else:
             loss, metrics = self.preferences.loss(self, params, x_BTD, batch, total)
+        if self.model.spec().further:
+            from meshwright.models.further_tokens import further_loss  # most models predict the next token alone
+
+            more, more_metrics, more_aux = further_loss(self, params, x_BTD, batch, dropout, total)
+            loss, metrics, aux = loss + more, metrics | more_metrics, aux | more_aux
         return loss + self.aux_loss(aux), (metrics, aux)
 
     def aux_loss(self, aux: dict[str, Aux]) -> jax.Array | float:

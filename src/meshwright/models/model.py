@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
-import jax.numpy as jnp
 
 from meshwright.comm.collectives import TokenFunction, sequence_all_gather, sequence_reduce_scatter
 from meshwright.config import Model
@@ -21,6 +20,7 @@ from meshwright.sharding.params import Param
 from meshwright.sharding.sequence import SequenceSplit
 
 if TYPE_CHECKING:
+    from meshwright.models.blocks.latent import LatentAttend, LatentSpec
     from meshwright.models.kernels.scores import Scores
 
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
@@ -65,6 +65,8 @@ class ForwardContext:
     """Devices of `tensor` in the order of a ring, around which collective matmuls send chunks; () has no ring."""
     attend_pieces: tuple[Attend, ...] = ()
     """Attention of each piece of the batch, for `attend_row_parallel`; () has no pieces."""
+    attend_latent: "LatentAttend | None" = None
+    """Attention to cached latents (blocks/latent.py), where the context is that of decoding."""
 
     def column_parallel(self, f: TokenFunction, x_BTD: jax.Array, weights: Any) -> Any:
         """Returns `f(x, weights)` for the whole sequence, gathered over `tensor`: column-parallel matmuls.
@@ -100,20 +102,15 @@ class ForwardContext:
     ) -> jax.Array:
         """Returns `row_parallel(f, attend(q, k, v), weights)`: attention and its output projection [B, T/tensor, D].
 
-        The projection is too short a matmul to hide its own sums over `tensor`. In pieces of the batch, the sums of one
-        piece travel while the next attends.
+        In pieces of the batch (blocks/attention_pieces.py), the sums of one piece travel while the next attends.
         """
         if not self.attend_pieces:
             out_BTNH = self.attend(q_BTNH, k_BTKH, v_BTKH, window=window, scores=scores)
             return self.row_parallel(f, out_BTNH, weights)
-        arrays = (jnp.split(x, len(self.attend_pieces)) for x in (q_BTNH, k_BTKH, v_BTKH))
-        done: list[jax.Array] = []
-        for attend, q, k, v in zip(self.attend_pieces, *arrays, strict=True):
-            if len(done) > 1:
-                # XLA would attend to all pieces first and send all sums after.
-                q, done[-2] = jax.lax.optimization_barrier((q, done[-2]))
-            done.append(sequence_reduce_scatter(f(attend(q, k, v, window=window, scores=scores), weights), 1))
-        return jnp.concatenate(done)
+        from meshwright.models.blocks.attention_pieces import in_pieces  # loaded for runs with pieces
+
+        attends = [functools.partial(attend, window=window, scores=scores) for attend in self.attend_pieces]
+        return in_pieces(attends, (q_BTNH, k_BTKH, v_BTKH), lambda out: sequence_reduce_scatter(f(out, weights), 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,10 +126,17 @@ class AttentionSpec:
     """Sliding window: positions a token attends to, itself included; None is all before it."""
     normalises_qk: bool = False
     """Whether queries and keys are normalised: what saves everything saves them before and after."""
+    latent: "LatentSpec | None" = None
+    """Latents that keys and values are projections of (multi-head latent attention, MLA)."""
     chunk: int | None = None
     """Tokens of a chunk, of which a token attends to those of its own (Llama 4); None has no chunks."""
     features: frozenset[str] = frozenset()
     """Rows of `kernels.choose.FEATURES` that the kernel must have: a soft cap of the scores, sinks."""
+
+    @property
+    def value_size(self) -> int:
+        """Size of a value, equal to that of a key but for latent attention."""
+        return self.head_size if self.latent is None else self.latent.value_size
 
     def reach(self, seq: int) -> int:
         """Returns the most positions that a token of a sequence of `seq` tokens attends to."""
@@ -182,6 +186,8 @@ class ModelSpec:
     """Path of the parameter that the unembedding multiplies by; equal to the embedding where they are tied."""
     logit_softcap: float | None = None
     """Soft cap of the logits (models/softcap.py); None has none."""
+    further: tuple[LayerSpec, ...] = ()
+    """Layers after the last that predict further tokens in training (models/further_tokens.py)."""
     period: int = 1
     """Layers after which the kinds of layers repeat (local and global attention): pipeline parts begin with a period.
     Above 1 the stacks of a model take turns within it."""
@@ -224,17 +230,6 @@ def vocab_size(model: Model) -> int:
 def padded_vocab(model: Model) -> int:
     """Returns the rows of the embedding tables: the vocabulary rounded up to `vocab_multiple`."""
     return -(-vocab_size(model) // model.vocab_multiple) * model.vocab_multiple
-
-
-def even_head_size(width: int, heads: int) -> int:
-    """Returns width / heads. Raises ConfigError where it is not a whole number."""
-    if width % heads:
-        raise ConfigError(
-            f"width {width} in {heads} heads",
-            f"{width} = {width // heads} * {heads} + {width % heads}",
-            f"a width of {width // heads * heads or heads}, or give model.head_size",
-        )
-    return width // heads
 
 
 def stacked_matmuls(params: dict[str, Any], stack: str) -> list[Param]:

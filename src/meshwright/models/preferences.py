@@ -71,8 +71,12 @@ class Preferences:
 def _by_pair(batch: Batch, values_BT: jax.Array, pairs: int | None = None) -> jax.Array:
     """Returns sums over the positions of each pair, float32 [B, pairs]; a pair takes two positions at least."""
     pairs = pairs or batch.segments.shape[1] // 2 + 1
-    rows: Any = jax.vmap(lambda values_T, pair_T: jax.ops.segment_sum(values_T, pair_T, num_segments=pairs))
-    return rows(values_BT.astype(jnp.float32), batch.segments // 2)
+
+    def of_row(values_T: jax.Array, pair_T: jax.Array) -> jax.Array:
+        sums: jax.Array = jax.ops.segment_sum(values_T, pair_T, num_segments=pairs)
+        return sums
+
+    return jax.vmap(of_row)(values_BT.astype(jnp.float32), batch.segments // 2)
 
 
 def reference_of(model: "LocalModel", params: Tree) -> tuple["LocalModel", Tree]:

@@ -172,7 +172,7 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
     busy = {name: sum(compute[name].values()) for name in PASSES}
     unembedding = _unembedding_seconds(placed, work, target, software, sum(busy.values()))
     busy["stage"] = busy["forward"] if tasks is not None and not keeps_stages(placed) else 0.0
-    exposed, links, routes = _communication(
+    exposed, links, routes = overlapped(
         movements(placed, work, again, tasks, software),
         mapping,
         target,
@@ -186,7 +186,7 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
         "attention": microbatches * sum(seconds["attention"] for seconds in both),
         "recomputation": microbatches * busy["recomputation"],
         "elementwise": microbatches * sum(seconds["elementwise"] for seconds in both),
-        "optimizer": _update_seconds(placed, target),
+        "optimizer": update_seconds(placed, target),
         "exposed": sum(exposed.values()),
         "host": max(0.0, host - target.efficiency.overlap * microbatches * sum(busy.values())),
         "bubble": 0.0,
@@ -219,9 +219,6 @@ def _compute_seconds(
     """Returns the seconds of each pass over a microbatch by kind, as `LayerTime.seconds` does, with copies."""
     layers = LayerTime(placed, work, again, target, software, attention_kernel(placed, target.chip, software))
     compute = {name: layers.seconds(name) for name in PASSES}
-    # Preferences: the reference is one more forward pass.
-    forwards = 2.0 if placed.run.finetune.objective == "preferences" else 1.0
-    compute["forward"] = {part: forwards * seconds for part, seconds in compute["forward"].items()}
     for name, copied in _copied_bytes(placed, work, software).items():
         compute[name]["elementwise"] += copied / (target.chip.hbm_bandwidth * target.efficiency.hbm)
     return compute
@@ -237,7 +234,7 @@ def _overlap_room(busy: dict[str, float], unembedding: float, microbatches: int)
     }
 
 
-def _communication(
+def overlapped(
     traffic: list[Movement], mapping: AxisMapping, target: Target, software: Software, room: dict[str, float]
 ) -> tuple[dict[str, float], dict[str, float], dict[str, str]]:
     """Exposed seconds, busy seconds and links, each by axes."""
@@ -298,7 +295,7 @@ def _unembedding_seconds(
     return max(0.0, 3 / 4 * seconds * placed.shape.stage - fewer)
 
 
-def _update_seconds(placed: PlacedRun, target: Target) -> float:
+def update_seconds(placed: PlacedRun, target: Target) -> float:
     """Seconds of the optimizer update, which is bound by HBM, and of its matrix products."""
     products = sum(max(matmul_seconds(m, target)) for m in update_matmuls(placed))
     params, name = trained_elements(placed), placed.run.optimizer.name

@@ -70,13 +70,16 @@ class LayerTime:
             hidden = sum(m.m * m.n * m.count for m in work.matmuls if m.role == "ffn_in")
             elementwise += HIDDEN_COPIES[name] * 2 * hidden
         elementwise *= self.software.elementwise if gpu else 1.0
-        return {
+        seconds = {
             "matmul": matmul,
             "attention": max(attention, scores),
             "elementwise": elementwise / bandwidth,
             "operands": operands,
             "scores": scores if scores > attention else 0.0,
         }
+        # The reference of preferences is one more forward pass.
+        reference = self.placed.run.finetune.objective == "preferences" and name == "forward"
+        return {kind: value * (2.0 if reference else 1.0) for kind, value in seconds.items()}
 
     def _at_rate(self, m: Matmul) -> Matmul:
         """Returns a matmul of experts in the run's low precision, where the software has it."""

@@ -232,8 +232,8 @@ def _elements_per_token(placed: PlacedRun, work: Work) -> dict[str, float]:
     """Elements per token that a layer produces under each checkpoint name, on a device."""
     return {
         LAYER_INPUT: work.width / placed.shape.tensor,
-        QKV: work.query_width + 2 * work.kv_width,
-        ATTN_OUT: work.query_width,
+        QKV: work.qkv_width,
+        ATTN_OUT: work.value_width,
         ATTN_RESIDUAL: work.width / placed.shape.tensor,
         FFN_HIDDEN: work.ffn_hidden,
     }
@@ -247,7 +247,10 @@ def _saved_bytes(placed: PlacedRun, work: Work, compute: int) -> float:
     if policy.saved is None:
         # Also both normalised inputs, whole over `tensor`, the attention output as its projection reads it, SwiGLU's
         # product (gate and up are `ffn_hidden`); of experts their rows, and the router's input in float32.
-        kept = sum(elements.values()) + 2 * work.width + work.ffn_hidden / 2 + work.query_width
+        kept = sum(elements.values()) + 2 * work.width + work.ffn_hidden / 2 + work.value_width
+        if any(attention.latent is not None for attention in placed.spec.attention):
+            # Queries, keys and values as the kernel reads them, besides the latents.
+            kept += work.query_width + 2 * work.kv_width
         if any(attention.normalises_qk for attention in placed.spec.attention):
             kept += work.query_width + work.kv_width
         if work.expert_rows:

@@ -55,7 +55,8 @@ def movements(
     residual = work.tokens * work.width * compute
     if shape.tensor > 1:
         pairs = max(1, len({matmul.role for matmul in work.matmuls} & {"attention_out", "ffn_out"}))
-        result += _tensor(residual, layers, pairs, microbatches, again)
+        opened = residual * (pairs - 1 + work.opening_width / work.width) / pairs
+        result += _tensor((opened, residual), layers, pairs, microbatches, again)
     if shape.context > 1:
         result += _context(placed, work, layers, compute, again)
     if shape.expert > 1 and work.experts:
@@ -178,25 +179,28 @@ def _gradient_elements(placed: PlacedRun) -> tuple[_AxisElements, _AxisElements]
     return sums, scattered
 
 
-def _tensor(residual: float, layers: float, pairs: int, microbatches: float, again: frozenset[str]) -> list[Movement]:
+def _tensor(
+    payloads: tuple[float, float], layers: float, pairs: int, microbatches: float, again: frozenset[str]
+) -> list[Movement]:
     """Tensor parallel with sequence parallel: each half of a layer is entered by an all-gather and left by a
     reduce-scatter (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2).
 
+    payloads: bytes that enter a half of a layer, on average, and that leave it: latent attention gathers its latents.
     pairs: halves of a layer: attention, feed-forward.
     """
+    opened, residual = payloads
     axes = ("tensor",)
     # The embedding ends with a reduce-scatter and the unembedding begins with an all-gather, once per microbatch.
     times = pairs * layers + microbatches
+    gathered = (opened * pairs * layers + residual * microbatches) / times
     result = [
-        Movement("all-gather", axes, residual, times, "forward", True, "sequence gathered"),
+        Movement("all-gather", axes, gathered, times, "forward", True, "sequence gathered"),
         Movement("reduce-scatter", axes, residual, times, "forward", True, "sequence scattered"),
         Movement("all-gather", axes, residual, times, "backward", True, "sequence scattered, backward"),
-        Movement("reduce-scatter", axes, residual, times, "backward", True, "sequence gathered, backward"),
+        Movement("reduce-scatter", axes, gathered, times, "backward", True, "sequence gathered, backward"),
     ]
     if again - {"scores"}:
-        result.append(
-            Movement("all-gather", axes, residual, pairs * layers, "recomputation", True, "sequence gathered")
-        )
+        result.append(Movement("all-gather", axes, opened, pairs * layers, "recomputation", True, "sequence gathered"))
         # The output of the last half is not needed again.
         scattered = (pairs - 1) * layers
         result.append(
@@ -207,9 +211,12 @@ def _tensor(residual: float, layers: float, pairs: int, microbatches: float, aga
 
 def _context(placed: PlacedRun, work: Work, layers: float, compute: int, again: frozenset[str]) -> list[Movement]:
     """Keys and values (ring, all_gather) or heads (ulysses, usp) moved by context parallelism."""
-    block = 2 * work.tokens * work.kv_width * compute
-    queries = 2 * work.tokens * work.query_width * compute
     strategy, axes, n = placed.run.training.context_strategy, ("context",), placed.shape.context
+    # Keys and values of latent attention are sent as arrays of one shape, but for Ulysses (families/deepseek.py).
+    latent = any(attention.latent is not None for attention in placed.spec.attention)
+    kv_width = work.query_width if latent and placed.sequence.groups > 1 else work.kv_width
+    block = 2 * work.tokens * kv_width * compute
+    queries = work.tokens * (work.query_width + work.value_width) * compute
     passes = [("forward", 1.0), ("backward", 2.0 if strategy == "ring" else 1.0)]
     # Queries, keys and values are saved as they were before they moved: what was gathered moves again.
     moves_again = "attention" in again if strategy == "ring" else bool(again - {"scores"})

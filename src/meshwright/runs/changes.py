@@ -24,7 +24,11 @@ def recipe(name: str, *, mesh: str | MeshShape | None = None, **changes: Any) ->
         >>> str(run.mesh), run.training.steps, run.optimizer.learning_rate
         ('fsdp=8', 100, 0.001)
     """
-    run = find_recipe(name)
+    return change_fields(find_recipe(name), mesh, changes)
+
+
+def change_fields(run: Run, mesh: str | MeshShape | None, changes: dict[str, Any]) -> Run:
+    """Returns `run` on another mesh and with some fields changed, as `recipe` takes them."""
     if mesh is not None:
         run = dataclasses.replace(run, mesh=MeshShape.parse(mesh) if isinstance(mesh, str) else mesh)
     return with_changes(run, changes)

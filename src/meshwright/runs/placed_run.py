@@ -7,7 +7,7 @@ here, before anything is traced.
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from meshwright.comm.hierarchical import DcnAxis
 from meshwright.config import MeshShape, Model, Run, Training
@@ -20,12 +20,12 @@ from meshwright.runs.composition import check_composition
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES, find_layout
 from meshwright.sharding.params import Param, Tree, named_leaves, place_params, reorder_stacks
 from meshwright.sharding.placement import Placements
-from meshwright.sharding.schedules import PipelineSchedule, build_forward_table, build_table, find_schedule
 from meshwright.sharding.sequence import SequenceSplit, split_sequence
-from meshwright.sharding.stages import NO_LAYER, StageAssignment, assign_layers
+from meshwright.sharding.stages import NO_LAYER, PartPlacement, StageAssignment, assign_layers, loop_placement
 
 if TYPE_CHECKING:
     from meshwright.sharding.schedule_table import ScheduleTable
+    from meshwright.sharding.schedules import PipelineSchedule
 
 Leaves = tuple[tuple[str, Param, Placements], ...]
 """Path, description and placements of parameters."""
@@ -75,13 +75,17 @@ class PlacedRun:
         return split_sequence(training.context_strategy, training.seq, self.shape.context, local_heads)
 
     @property
-    def schedule(self) -> PipelineSchedule:
+    def schedule(self) -> "PipelineSchedule":
         """Pipeline schedule of the run."""
+        from meshwright.sharding.schedules import find_schedule  # loaded for runs with stages
+
         return find_schedule(self.run.training.pipeline_schedule)
 
     @functools.cached_property
     def schedule_table(self) -> "ScheduleTable":
         """Tasks of each pipeline stage in each tick of a training step."""
+        from meshwright.sharding.schedules import build_table
+
         training = self.run.training
         table = build_table(training.pipeline_schedule, self.shape.stage, training.microbatches, self.virtual_stages)
         if training.stage_saves == "layers" and table.splits_backward:
@@ -95,6 +99,8 @@ class PlacedRun:
 
     def forward_table(self, microbatches: int) -> "ScheduleTable":
         """Returns the tasks of a forward pass alone: evaluation and sampling."""
+        from meshwright.sharding.schedules import build_forward_table
+
         name = self.run.training.pipeline_schedule
         return build_forward_table(name, self.shape.stage, microbatches, self.virtual_stages)
 
@@ -118,6 +124,7 @@ def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
         check_fine_tuning(run, shape)
     _check_sequence(run, shape)
     check_numbers(run)
+    check_composition(dataclasses.replace(run, mesh=shape), uneven=False)
     multiple = math.lcm(run.model.vocab_multiple, shape.over(VOCAB_AXES))
     model = run.model
     if multiple != model.vocab_multiple:
@@ -133,11 +140,13 @@ def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
     return placed
 
 
+_SAFE: dict[str, Any] = {"remat": "full", "stage_saves": "input", "pipeline_schedule": "1f1b"}
+"""Values for `auto`: the planner chooses before, where it knows the chip."""
+
+
 def _without_auto(training: Training) -> Training:
-    """Returns the options with safe values for `auto`: the planner chooses before, where it knows the chip."""
-    defaults: dict[str, Any] = {"remat": "full", "stage_saves": "input", "pipeline_schedule": "1f1b"}
     return dataclasses.replace(
-        training, **{name: value for name, value in defaults.items() if getattr(training, name) == "auto"}
+        training, **{name: value for name, value in _SAFE.items() if getattr(training, name) == "auto"}
     )
 
 
@@ -158,15 +167,20 @@ def _place_params(
     tuning: FineTune | None, dtype: Any,
 ) -> tuple[Tree, Tree, StageAssignment, Leaves]:  # fmt: skip
     """Parameters, placements, stages and leaves, which depend on nothing else of a run."""
-    pipeline = find_schedule(schedule[0])
-    chunks = pipeline.virtual_stages_for(schedule[1]) if shape.stage > 1 else 1
+    chunks, placement = 1, cast(PartPlacement, loop_placement)
+    if shape.stage > 1 or schedule[0] != _SAFE["pipeline_schedule"]:
+        from meshwright.sharding.schedules import find_schedule
+
+        pipeline = find_schedule(schedule[0])  # refuses an unknown name on any mesh
+        if shape.stage > 1:
+            chunks, placement = pipeline.virtual_stages_for(schedule[1]), pipeline.placement
     spec = model.spec()
     if spec.period > 1:
         from meshwright.sharding.periods import assign_periods  # most models have one kind of layer
 
-        stages = assign_periods(layer_flops(model, seq), spec.period, shape.stage, chunks, pipeline.placement)
+        stages = assign_periods(layer_flops(model, seq), spec.period, shape.stage, chunks, placement)
     else:
-        stages = assign_layers(layer_flops(model, seq), shape.stage, chunks, pipeline.placement)
+        stages = assign_layers(layer_flops(model, seq), shape.stage, chunks, placement)
     orders = {}
     for stack in spec.stacks:
         layers = spec.layers_of(stack)

@@ -158,6 +158,9 @@ def layers_to_rows(p: Param, x: Any) -> Any:
 
 
 def _initial(p: Param, words: jax.Array, dtype: Any) -> jax.Array:
+    if dtype in ("int8", "uint8"):
+        truth = "quantised weights are read from weights, and not drawn"
+        raise ConfigError("random initial values of a quantised base", truth, "--init-from, or --finetune.base compute")
     if p.init == "zeros":
         return jnp.zeros(p.shape, dtype)
     mask = _row_mask(p)

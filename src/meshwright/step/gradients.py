@@ -41,7 +41,7 @@ def build_gradients(device_run: DeviceRun) -> Callable[[Tree, jax.Array, Batch],
         with jax.named_scope("gradients"):
             grads, norm = _reduce(device_run, grads)
             metrics = all_reduce(metrics, TOKEN_AXES)
-            grads = _clip(grads, norm, run.optimizer.grad_clip_norm)
+            grads = clip(grads, norm, run.optimizer.grad_clip_norm)
             aux = jax.tree.map(lambda a: all_gather(all_reduce(a, TOKEN_AXES), ("stage",), 0), aux)
         metrics = {**metrics, "gradient norm": (norm, jnp.ones(()))}
         by_layer = {path: jax.tree.map(lambda a, p=p: rows_to_layers(p, a), aux[path]) for path, p in stacked.items()}
@@ -157,7 +157,7 @@ def _reduce(device_run: DeviceRun, grads: Tree) -> tuple[Tree, jax.Array]:
     return grads, jnp.sqrt(all_reduce(jnp.asarray(squares), tuple(AXES)))
 
 
-def _clip(grads: Tree, norm: jax.Array, limit: float) -> Tree:
+def clip(grads: Tree, norm: jax.Array, limit: float) -> Tree:
     """Scales gradients so that their global norm is at most `limit`; 0 leaves them as they are."""
     if not limit:
         return grads

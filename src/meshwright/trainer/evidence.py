@@ -12,17 +12,17 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from meshwright.checkpoint.checkpoints import Checkpoints
-from meshwright.data.batch import Batch
 from meshwright.errors import TrainingError
+from meshwright.sharding.params import named_leaves
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
-from meshwright.trainer.loop import Position
 from meshwright.trainer.meter import BadStep
+from meshwright.trainer.prepare import Position
 from meshwright.trainer.resume import add_skipped
 
 
 def keep_evidence(
-    out: Path, device_run: DeviceRun, bad: BadStep, state: State | None, cursor: int, batch: Batch | None
+    out: Path, device_run: DeviceRun, bad: BadStep, state: State | None, cursor: int, batch: Any
 ) -> Path:  # fmt: skip
     """Writes batch and metrics of a bad step into the output folder, and the state before it; returns their folder.
 
@@ -54,7 +54,7 @@ def _new_folder(out: Path, step: int) -> Path:
 
 
 def handle(
-    out: Path, device_run: DeviceRun, bad: BadStep, state: State, batch: Batch | None, position: Position, count: int
+    out: Path, device_run: DeviceRun, bad: BadStep, state: State, batch: Any, position: Position, count: int
 ) -> State | Position:  # fmt: skip
     """Keeps the evidence of a bad step. Returns the state to go on with, or the place to roll back to.
 
@@ -78,7 +78,7 @@ def handle(
     if faults.bad_step == "skip":
         _say(f"step {bad.step}: {bad.reason}; its update is left out, and {folder} has its batch")
         return healed(state, bad.step)
-    part = (stream_index(position), batch.inputs.shape[0])
+    part = (stream_index(position), jax.tree.leaves(batch)[0].shape[0])
     if jax.process_index() == 0:
         record = {"first": part[0], "number": part[1], "step": bad.step, "reason": bad.reason, "evidence": folder.name}
         add_skipped(out, record)
@@ -109,11 +109,11 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _local_rows(batch: Batch) -> dict[str, Any]:
+def _local_rows(batch: Any) -> dict[str, Any]:
     """The rows of the batch on this process, by field."""
     return {
-        field.name: np.concatenate(
-            [np.asarray(shard.data) for shard in getattr(batch, field.name).addressable_shards if shard.replica_id == 0]
+        name or "batch": np.concatenate(
+            [np.asarray(shard.data) for shard in field.addressable_shards if shard.replica_id == 0]
         )
-        for field in dataclasses.fields(Batch)
+        for name, field in named_leaves(batch).items()
     }

@@ -2,61 +2,27 @@
 
 import contextlib
 import dataclasses
-import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 
 from meshwright.checkpoint.checkpoints import Checkpoints, check_disk_space, committed_steps
-from meshwright.config import Run
-from meshwright.data.batch import Batch
-from meshwright.data.feed import Feed, Samples, build_stream, split
 from meshwright.data.ramp import BatchRamp, ramp_of
-from meshwright.data.tokens import Corpus, load_corpus
-from meshwright.documents import write_atomically
-from meshwright.errors import CheckpointError, ConfigError, DataError
-from meshwright.hardware.mesh import build_mesh, default_mesh_shape, enable_compilation_cache
-from meshwright.models.model import Metrics
+from meshwright.errors import CheckpointError, ConfigError
 from meshwright.report import Reporter
 from meshwright.report.files import JsonLines
 from meshwright.runs.write_run import write_run
-from meshwright.step.device_run import DeviceRun, place_on_devices
+from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
-from meshwright.step.train_step import CompiledTrainStep, build_eval_step
-from meshwright.trainer.losses import evaluate
+from meshwright.step.train_step import CompiledTrainStep
 from meshwright.trainer.meter import Meter
 from meshwright.trainer.preemption import Preemption
+from meshwright.trainer.prepare import Position, PreparedRun, Trainable, prepare_run
 
-
-@dataclasses.dataclass(frozen=True)
-class PreparedRun:
-    """A run on its devices with its tokenised text: everything there is before the first array."""
-
-    device_run: DeviceRun
-    corpus: Corpus
-    train: tuple[Samples, ...]
-    held_out: tuple[Samples, ...]
-
-    @functools.cached_property
-    def data(self) -> dict[str, Any]:
-        """Fingerprint of what determines the samples of the run, as JSON values: kept with every checkpoint."""
-        run = self.device_run.run
-        order = {"held_out": run.data.held_out, "sequence": run.training.seq, "seed": run.training.seed}
-        return {**self.corpus.fingerprint, **order}
-
-
-class Position(NamedTuple):
-    """Place of a run in its training and in its data."""
-
-    step: int
-    """Steps taken."""
-    cursor: int
-    """Samples read, without those that were left out."""
-    skipped: tuple[tuple[int, int], ...] = ()
-    """Samples that are left out: first index and number, ascending."""
+__all__ = ["PreparedRun", "Summary", "Trainable", "prepare_run", "train"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,57 +64,8 @@ class Summary:
     """Text sampled from the model at the end."""
 
 
-Choose = Callable[[Run, Sequence[Any]], Run]
-"""`(run, devices) -> run` with the choices filled in that it leaves to the machine (remat policy)."""
-
-
-def prepare_run(
-    run: Run,
-    *,
-    cache: Path,
-    devices: int | None = None,
-    choose: Choose = lambda run, devices: run,
-    own: Path | None = None,
-) -> PreparedRun:
-    """Tokenises the text, chooses the mesh where the run leaves it open, and places the run on devices.
-
-    cache: folder of token files and compiled programs.  devices: use the first so many; None uses all.  choose: makes
-    the choices that need the planner; without it a run that leaves the remat policy open recomputes whole layers.
-    own: tokenizer.json of a run that goes on, whose vocabulary it keeps where its text has changed.
-    Raises ConfigError or DataError before anything is traced.
-    """
-    enable_compilation_cache(cache / "compiled")
-    available = jax.devices()[:devices]
-    mesh = build_mesh(run.mesh or default_mesh_shape(len(available)), available)
-    if run.mesh is None:
-        run = dataclasses.replace(run, mesh=default_mesh_shape(len(available)))
-    parts: Sequence[tuple[Samples, Samples]]
-    if run.finetune.objective == "text":
-        corpus = load_corpus(run.data.paths, run.data.tokenizer, cache, own=own, bad_records=run.faults.bad_records)
-        parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
-    else:
-        from meshwright.data.conversations import load_conversations  # most runs train on all of a text
-
-        corpus, parts = load_conversations(run, cache)
-    run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=_common_vocab(run, corpus)))
-    device_run = place_on_devices(choose(run, list(mesh.devices.flat)), mesh)
-    return PreparedRun(device_run, corpus, tuple(p[0] for p in parts), tuple(p[1] for p in parts if len(p[1])))
-
-
-def _common_vocab(run: Run, corpus: Corpus) -> int:
-    """Vocabulary size of model and text."""
-    vocab = run.model.vocab
-    if vocab is not None and corpus.vocab > vocab:
-        raise DataError(
-            f"training a model of {vocab} tokens on {corpus.files[0].folder}",
-            f"its tokenizer has {corpus.vocab} tokens, so tokens {vocab} to {corpus.vocab - 1} have no embedding",
-            f"--model.vocab {corpus.vocab}, or the model's own tokenizer with --data.tokenizer",
-        )
-    return corpus.vocab if vocab is None else vocab
-
-
 def train(
-    prepared: PreparedRun,
+    prepared: Trainable,
     out: Path,
     *,
     start: Literal["fresh", "resume"] = "fresh",
@@ -180,9 +97,10 @@ def train(
         else:
             from meshwright.trainer.resume import resume  # a new run has nothing to resume
 
-            state, position = resume(device_run, checkpoints, at, prepared.data, data)
+            state, position = resume(device_run, checkpoints, at, prepared.fingerprint(), data)
         if chief:
-            _write_description(prepared, out)
+            write_run(run, out / "run.json")
+            prepared.write_files(out)
         sinks = list(reporters(position.step))
         if chief and run.reporters:
             from meshwright.report.reporters import build_reporters  # most runs name none
@@ -192,7 +110,7 @@ def train(
             sinks += [JsonLines(out / "metrics.jsonl", upto=position.step)]
         for sink in sinks:
             stack.callback(sink.close)
-        meter = Meter(device_run, sinks)
+        meter = prepared.meter(sinks)
         return _Loop(prepared, out, checkpoints, meter, preemption, position, position, began).run(state)
 
 
@@ -219,20 +137,11 @@ def _first_state(device_run: DeviceRun, out: Path) -> State:
     return device_run.state_of(load_initial_weights(device_run, out))
 
 
-def _write_description(prepared: PreparedRun, out: Path) -> None:
-    """Writes Run and tokenizer, unless they are there: the output folder of a run that resumes keeps its vocabulary."""
-    write_run(prepared.device_run.run, out / "run.json")
-    tokenizer = prepared.corpus.tokenizer.to_json()
-    file = out / "tokenizer.json"
-    if not file.is_file() or file.read_text(encoding="utf-8", errors="replace") != tokenizer:
-        write_atomically(file, tokenizer)
-
-
 @dataclasses.dataclass
 class _Loop:
     """The training loop and what it measures."""
 
-    prepared: PreparedRun
+    prepared: Trainable
     out: Path
     checkpoints: Checkpoints
     meter: Meter
@@ -254,12 +163,11 @@ class _Loop:
         return ramp_of(self.prepared.device_run.run.training)
 
     def run(self, state: State) -> Summary:
-        device_run, training = self.prepared.device_run, self.prepared.device_run.run.training
-        eval_step, began = build_eval_step(device_run), time.perf_counter()
+        held_out_loss, began = self.prepared.evaluator(), time.perf_counter()
         compiled: dict[int, CompiledTrainStep] = {}
         reached: State | Position = state
         while True:
-            reached, step, saved = self._take_steps(reached, eval_step, compiled)
+            reached, step, saved = self._take_steps(reached, held_out_loss, compiled)
             if not isinstance(reached, Position):
                 break
             reached = self._roll_back(reached)
@@ -268,10 +176,8 @@ class _Loop:
             self._save(step, state)
         sample = ""
         if not self.preemption.signal and step > self.started.step:
-            self._evaluate(step, state, eval_step)
-            from meshwright.trainer.sample import write_sample  # it generates, which the steps before do not
-
-            sample = write_sample(device_run, self.prepared.corpus.tokenizer, state.params, self.out)
+            self._evaluate(step, state, held_out_loss)
+            sample = self.prepared.sample(state, self.out)
         self.checkpoints.wait()
         return Summary(
             out=self.out,
@@ -279,7 +185,7 @@ class _Loop:
             loss=self.meter.recent_loss,
             held_out_loss=self.held_out_loss,
             steps_taken=step - self.started.step,
-            tokens=(self._samples_read(step) - self.started.cursor) * training.seq,
+            tokens=(self._samples_read(step) - self.started.cursor) * self.meter.per_sample,
             seconds=time.perf_counter() - began,
             data_wait_seconds=self.data_wait_seconds,
             start_seconds=(self.meter.first_read_at or began) - self.began,
@@ -291,19 +197,20 @@ class _Loop:
         )
 
     def _take_steps(
-        self, state: State, eval_step: Callable[[Any, Batch], Metrics], compiled: dict[int, CompiledTrainStep]
+        self, state: State, held_out_loss: Callable[[State], float] | None, compiled: dict[int, CompiledTrainStep]
     ) -> tuple[State | Position, int, int]:
         """Trains to the end, a signal, or a step that has to be undone.
 
         Returns the state, or the place to roll back to; the steps taken; and the step of the last checkpoint.
         """
-        training, feed = self.prepared.device_run.run.training, self._feed()
+        training = self.prepared.device_run.run.training
+        self.feed = feed = self.prepared.feed(self.origin)
         saved = step = self.origin.step
-        batch: Batch | None = None
+        batch: Any = None
         reached: State | Position = state
         while step < training.steps and not self.preemption.stops_before(step):
             previous, batch = batch, next(feed)
-            size = batch.inputs.shape[0]
+            size = jax.tree.leaves(batch)[0].shape[0]
             if size not in compiled:
                 compiled[size] = self._compile(batch)
             state, metrics = compiled[size](state, batch)
@@ -316,7 +223,7 @@ class _Loop:
                 state, metrics = compiled[size](reached, batch)
             self.meter.push(step, metrics)
             if training.eval_every and step % training.eval_every == 0 and step < training.steps:
-                self._evaluate(step, state, eval_step)
+                self._evaluate(step, state, held_out_loss)
             if training.save_every and step % training.save_every == 0 and step < training.steps:
                 reached = self._settle(state, batch)
                 if isinstance(reached, Position):
@@ -328,7 +235,7 @@ class _Loop:
         self.data_wait_seconds += feed.wait_seconds
         return reached, step, saved
 
-    def _settle(self, state: State, batch: Batch | None) -> State | Position:
+    def _settle(self, state: State, batch: Any) -> State | Position:
         """Reads the pending step, whose batch is `batch`. Returns the state to go on with, or the place to return to.
 
         A step that has to be undone stops the run unless its policy is another.
@@ -347,28 +254,15 @@ class _Loop:
         self.checkpoints.wait()
         if committed_steps(self.checkpoints.folder):
             state, manifest = self.checkpoints.restore(self.prepared.device_run)
-            self.origin = Position(manifest.step, manifest.cursor, place.skipped)
+            self.origin = Position(manifest.step, manifest.cursor, place.skipped, manifest.data)
         else:
             state, self.origin = _first_state(self.prepared.device_run, self.out), Position(0, 0, place.skipped)
         self.meter.rewind(self.origin.step)
         return state
 
-    def _feed(self) -> Feed:
-        device_run, training = self.prepared.device_run, self.prepared.device_run.run.training
-        return Feed(
-            build_stream(list(self.prepared.train), list(self.prepared.corpus.weights), training.seed),
-            self.ramp,
-            seq=training.seq,
-            taken=self.origin.step,
-            cursor=self.origin.cursor,
-            steps=max(training.steps - self.origin.step, 1),
-            sharding=device_run.batch_sharding,
-            skipped=self.origin.skipped,
-        )
-
-    def _compile(self, batch: Batch) -> CompiledTrainStep:
+    def _compile(self, batch: Any) -> CompiledTrainStep:
         began = time.perf_counter()
-        compiled = CompiledTrainStep(self.prepared.device_run.with_batch(batch.inputs.shape[0]), batch)
+        compiled = self.prepared.compile(batch)
         self.compile_seconds += time.perf_counter() - began
         return compiled
 
@@ -379,11 +273,11 @@ class _Loop:
         began = time.perf_counter()
         self.checkpoints.save(
             state, self.prepared.device_run, step=step, cursor=self._samples_read(step),
-            skipped=self.origin.skipped, data=self.prepared.data,
+            skipped=self.origin.skipped, data=self.feed.position, corpus=self.prepared.fingerprint(),
         )  # fmt: skip
         self.save_seconds += time.perf_counter() - began
 
-    def _evaluate(self, step: int, state: State, eval_step: Callable[[Any, Batch], Metrics]) -> None:
-        if self.prepared.held_out:
-            self.held_out_loss = evaluate(self.prepared.device_run, state.params, self.prepared.held_out, eval_step)
+    def _evaluate(self, step: int, state: State, held_out_loss: Callable[[State], float] | None) -> None:
+        if held_out_loss is not None:
+            self.held_out_loss = held_out_loss(state)
             self.meter.report(step, {"held-out loss": self.held_out_loss})

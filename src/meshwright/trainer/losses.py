@@ -9,14 +9,6 @@ from meshwright.models.model import Metrics
 from meshwright.step.device_run import DeviceRun
 
 
-def evaluate(
-    device_run: DeviceRun, params: Any, parts: tuple[Samples, ...], eval_step: Callable[[Any, Batch], Metrics]
-) -> float:
-    """Returns the mean loss per token over held-out text."""
-    total, count = sum_losses(device_run, params, parts, eval_step)
-    return total / max(count, 1.0)
-
-
 def sum_losses(
     device_run: DeviceRun, params: Any, parts: tuple[Samples, ...], eval_step: Callable[[Any, Batch], Metrics]
 ) -> tuple[float, float]:

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from meshwright.config import Training
 from meshwright.data.ramp import ramp_of
-from meshwright.models.flops import mfu, training_flops_per_token
+from meshwright.models.flops import mfu
 from meshwright.models.model import Metrics
 from meshwright.report import Reporter, Values
-from meshwright.step.device_run import DeviceRun
 
 
 class BadStep(NamedTuple):
@@ -36,13 +36,24 @@ class Meter:
     _FEWEST = 20
     """Gradient norms of which a median is taken."""
 
-    def __init__(self, device_run: DeviceRun, reporters: list[Reporter]):
-        training = device_run.run.training
+    def __init__(
+        self,
+        reporters: list[Reporter],
+        training: Training,
+        mesh: Mesh,
+        *,
+        unit: str,
+        per_sample: int,
+        flops: float,
+        spike: float = 0.0,
+    ):
+        """Counts `per_sample` units (tokens, examples) in each sample of a batch, of `flops` model FLOPs each.
+
+        spike: as of `Faults`.
+        """
         self._reporters, self._every = reporters, training.log_every
-        self._ramp, self._seq = ramp_of(training), training.seq
-        self._flops = training_flops_per_token(device_run.run.model, training.seq, device_run.run.finetune.method)
-        self._peak = _peak_flops(device_run.mesh)
-        self._spike = device_run.run.faults.spike
+        self._ramp, self._unit, self.per_sample = ramp_of(training), unit, per_sample
+        self._flops, self._peak, self._spike = flops, _peak_flops(mesh), spike
         self._norms: collections.deque[float] = collections.deque(maxlen=100)
         self._pending: tuple[int, Metrics] | None = None
         self._losses: list[float] = []
@@ -90,9 +101,9 @@ class Meter:
         now = time.perf_counter()
         if self._read_at is not None:
             self._intervals.append(now - self._read_at)
-            values["tokens/s"] = self._ramp.batch(step - 1) * self._seq / (now - self._read_at)
+            speed = values[f"{self._unit}/s"] = self._ramp.batch(step - 1) * self.per_sample / (now - self._read_at)
             if self._peak is not None:
-                values["MFU"] = mfu(self._flops, values["tokens/s"], self._peak)
+                values["MFU"] = mfu(self._flops, speed, self._peak)
         self._read_at = now
         self.first_read_at = self.first_read_at or now
         finite = bool(np.isfinite(values["loss"]) and np.isfinite(values["gradient norm"]))

@@ -12,34 +12,34 @@ from meshwright.documents import read_json, write_atomically
 from meshwright.errors import CheckpointError
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
-from meshwright.trainer.loop import Position
+from meshwright.trainer.prepare import Position
 
 SKIPPED = "skipped.json"
 """File of an output folder with the samples that its run leaves out."""
 
 
 def resume(
-    device_run: DeviceRun, checkpoints: Checkpoints, at: int | None, data: Mapping[str, Any],
+    device_run: DeviceRun, checkpoints: Checkpoints, at: int | None, data: Mapping[str, Any] | None,
     policy: Literal["same", "new"],
 ) -> tuple[State, Position]:  # fmt: skip
     """Returns the state of the last whole checkpoint, or of step `at`, and its place.
 
-    data: fingerprint of the data that the run reads now (`PreparedRun.data`).  policy: `new` accepts data that differ.
+    data: fingerprint of the data that the run reads now.  policy: `new` accepts data that differ.
     Raises CheckpointError.
     """
-    if policy == "same":
+    if policy == "same" and data is not None:
         check_data(checkpoints.manifest(at), data, device_run.run)
     state, manifest = checkpoints.restore(device_run, at)
     checkpoints.set_aside(after=manifest.step)
     skipped = tuple(sorted({*manifest.skipped, *read_skipped(checkpoints.folder.parent)}))
-    return state, Position(manifest.step, manifest.cursor, skipped)
+    return state, Position(manifest.step, manifest.cursor, skipped, manifest.data)
 
 
 def check_data(manifest: Manifest, data: Mapping[str, Any], run: Run) -> None:
     """Raises CheckpointError naming what differs between the data of a checkpoint and those of the run that resumes."""
-    if manifest.data is None:  # written by an earlier version
+    if manifest.corpus is None:  # written by an earlier version
         return
-    before = {**data, **manifest.data}
+    before = {**data, **manifest.corpus}
     options = {"--seq": "sequence", "--seed": "seed", "--data.held-out": "held_out"}
     differences = [
         f"{option} was {before[name]} and is {data[name]}"

@@ -55,3 +55,14 @@ def apply_rope(x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.A
     cos, sin = cos_sin
     a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BTNH.dtype)
+
+
+def apply_rope_interleaved(x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates each pair of features (2i, 2i + 1) by its angle; first come the first features of all pairs.
+
+    Queries and keys in one order have the scores of any other.
+    """
+    cos, sin = cos_sin
+    pairs = x_BTNH.astype(jnp.float32).reshape(*x_BTNH.shape[:-1], -1, 2)
+    a, b = pairs[..., 0], pairs[..., 1]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BTNH.dtype)

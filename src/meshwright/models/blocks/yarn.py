@@ -57,3 +57,30 @@ def yarn_angles(positions_BT: jax.Array, head_size: int, theta: float, scaling: 
     """Returns cosine and sine [B, T, 1, H/2] times the factor on queries and keys, float32."""
     cos, sin = rope_angles(positions_BT, yarn_frequencies(head_size, theta, scaling))
     return cos * scaling.magnitude, sin * scaling.magnitude
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentYarn(Yarn):
+    """YaRN of latent attention, with a factor on whole attention scores besides (DeepSeek-V2, arXiv:2405.04434)."""
+
+    factor: float = 40.0
+    """Factor by which low frequencies are divided."""
+    mscale: float = 1.0
+    """Weight of ln(factor) in the factor on rotated queries and keys, over that of `mscale_all_dim`; 0 is none."""
+    mscale_all_dim: float = 1.0
+    """Weight of ln(factor) in the factor on scores, (0.1 mscale_all_dim ln(factor) + 1)^2; 0 has no such factor."""
+
+    @property
+    def magnitude(self) -> float:
+        """Factor on rotated queries and keys."""
+        if self.attention_factor is None and self.mscale and self.mscale_all_dim:
+            return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+        return super().magnitude
+
+    @property
+    def score_scale(self) -> float:
+        """Factor on attention scores, besides one over the root of the head size."""
+        return self._growth(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _growth(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0

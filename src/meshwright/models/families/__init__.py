@@ -4,6 +4,7 @@ from meshwright.config import Model
 from meshwright.plugins import load, name_of, resolve
 
 FAMILIES: dict[str, str] = {
+    "deepseek": "meshwright.models.families.deepseek:Deepseek",
     "gemma2": "meshwright.models.families.gemma:Gemma2",
     "gemma3": "meshwright.models.families.gemma:Gemma3",
     "gpt2": "meshwright.models.families.gpt2:Gpt2",

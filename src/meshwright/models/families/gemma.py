@@ -23,6 +23,7 @@ from meshwright.comm.collectives import sequence_all_gather
 from meshwright.config import MeshShape, Model
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.embed import embed
+from meshwright.models.blocks.head_size import even_head_size
 from meshwright.models.blocks.linear import attention_projection, linear, linears
 from meshwright.models.blocks.norm import rms_norm_plus_one
 from meshwright.models.blocks.rotary import apply_rope, rope_angles, rope_frequencies
@@ -35,7 +36,6 @@ from meshwright.models.model import (
     LayerSpec,
     ModelSpec,
     Pattern,
-    even_head_size,
     padded_vocab,
     vocab_size,
 )

@@ -24,6 +24,7 @@ from meshwright.config import MeshShape, Model
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.embed import embed
 from meshwright.models.blocks.experts import ExpertFunction, Routing, dropless_moe, route, router_losses
+from meshwright.models.blocks.head_size import even_head_size
 from meshwright.models.blocks.linear import attention_projection, linears
 from meshwright.models.blocks.norm import rms_norm
 from meshwright.models.blocks.rotary import apply_rope, rope_angles, rope_frequencies
@@ -40,7 +41,6 @@ from meshwright.models.model import (
     Metrics,
     ModelSpec,
     Pattern,
-    even_head_size,
     padded_vocab,
     vocab_size,
 )

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from meshwright.comm.collectives import sequence_all_gather
 from meshwright.config import MeshShape, Model
 from meshwright.models.blocks.embed import embed
+from meshwright.models.blocks.head_size import even_head_size
 from meshwright.models.blocks.linear import attention_projection, linear, linears
 from meshwright.models.blocks.norm import rms_norm, rms_norm_heads
 from meshwright.models.blocks.rotary import RopeScaling, apply_rope, rope_angles, rope_frequencies
@@ -28,13 +29,15 @@ from meshwright.models.model import (
     Layer,
     LayerSpec,
     ModelSpec,
-    even_head_size,
     padded_vocab,
     vocab_size,
 )
 from meshwright.models.remat import ATTN_RESIDUAL, FFN_HIDDEN, QKV, recomputed
 from meshwright.sharding.params import GatherParams, Param, Tree
 from meshwright.words import AXES
+
+AttentionHalf = Callable[[jax.Array, dict[str, Any], jax.Array], jax.Array]
+"""Attention half of a layer: `(x [B, T/tensor, D], weights, layer index) -> x`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,12 +90,20 @@ class Llama(Model):
         D, V = self.width, padded_vocab(self)
         tree: Tree = {
             "embed": Param((V, D), "VD", rows=vocab_size(self)),
-            "blocks": {**attention_params(self, self.layers), **swiglu_params(self, self.layers)},
+            "blocks": {**self.half_params(self.layers), **swiglu_params(self, self.layers)},
             "final_norm": Param((D,), "D", "ones"),
         }
         if self.embedding == "untied":
             tree["unembed"] = Param((V, D), "VD", rows=vocab_size(self))
         return tree
+
+    def half_params(self, layers: int) -> dict[str, Param]:
+        """Returns the parameters of the attention half of `layers` layers, and the norms of both halves."""
+        return attention_params(self, layers)
+
+    def attention_half(self, ctx: ForwardContext) -> AttentionHalf:
+        """Returns the attention half of a layer."""
+        return own_attention(self, ctx)
 
     def spec(self) -> ModelSpec:
         """Returns a dense attention layer for each of `layers`."""
@@ -107,7 +118,7 @@ class Llama(Model):
 
     def layer_functions(self, ctx: ForwardContext) -> dict[str, Layer]:
         """Returns the dense layer."""
-        return {"blocks": dense_layer(self, ctx, "blocks", own_attention(self, ctx))}
+        return {"blocks": dense_layer(self, ctx, "blocks", self.attention_half(ctx))}
 
     def unembed(self, params: Tree, x_BTD: jax.Array, gather_params: GatherParams) -> tuple[jax.Array, jax.Array]:
         """Returns the normalised hidden states [B, T, D] and the unembedding [V/stage+tensor, D]."""
@@ -183,10 +194,6 @@ def swiglu_params(c: Llama, layers: int) -> dict[str, Param]:
 def output_std(c: Llama) -> float:
     """Returns the initial standard deviation of projections into the residual stream (GPT-2: 0.02 / sqrt(2 L))."""
     return float(0.02 / (2 * c.layers) ** 0.5)
-
-
-AttentionHalf = Callable[[jax.Array, dict[str, Any], jax.Array], jax.Array]
-"""Attention half of a layer: `(x, weights, layer index) -> x`."""
 
 
 def dense_layer(c: Llama, ctx: ForwardContext, stack: str, attention: AttentionHalf) -> Layer:

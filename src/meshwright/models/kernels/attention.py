@@ -47,7 +47,7 @@ def reference_attention(
     sinks_N = None if scores is None else scores.sinks_N
     weights_BKGTS = _softmax(scores_BKGTS, None if sinks_N is None else sinks_N.reshape(K, N // K, 1, 1))
     out_BTKGH = jnp.einsum("bkgts,bskh->btkgh", weights_BKGTS.astype(q_BTNH.dtype), v_BSKH)
-    return out_BTKGH.reshape(B, T, N, H)
+    return out_BTKGH.reshape(B, T, N, v_BSKH.shape[3])
 
 
 class SelfAttention(Protocol):

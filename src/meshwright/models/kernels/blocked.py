@@ -113,7 +113,8 @@ def _forward(queries: Queries, keys: Keys, mask: ChunkMask, softcap: float | Non
     k, v = blocks.cut(keys.k_BSKH), blocks.cut(keys.v_BSKH)
     shape = (q.shape[0], B, *q.shape[3:5], blocks.block)
     zeros = jnp.zeros(shape, jnp.float32)
-    start = _State(jnp.full(shape, _MASKED, jnp.float32), zeros, jnp.zeros((*shape, H), jnp.float32))
+    values = jnp.zeros((*shape, v.shape[-1]), jnp.float32)
+    start = _State(jnp.full(shape, _MASKED, jnp.float32), zeros, values)
 
     def add(states: _State, i: Any, j: Any) -> _State:
         scores = cap(_scores(select(q, i), select(k, j)), softcap)
@@ -125,7 +126,9 @@ def _forward(queries: Queries, keys: Keys, mask: ChunkMask, softcap: float | Non
     out = (state.total_BKGTH / weight[..., None]).astype(queries.q_BTNH.dtype)
     lse = jnp.where(seen, state.top_BKGT + jnp.log(weight), _MASKED)
     # [blocks, B, K, G, block, H] and [blocks, B, K, G, block]
-    return Result(out.transpose(1, 0, 4, 2, 3, 5).reshape(B, T, N, H), jnp.moveaxis(lse, 0, 3).reshape(B, N, T))
+    return Result(
+        out.transpose(1, 0, 4, 2, 3, 5).reshape(B, T, N, v.shape[-1]), jnp.moveaxis(lse, 0, 3).reshape(B, N, T)
+    )
 
 
 def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
@@ -162,7 +165,7 @@ def _backward(
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (q, columns))
     g_q, g_kv = blocks.loop(add, zeros)
-    g_k, g_v = (x.swapaxes(0, 1).reshape(keys.k_BSKH.shape) for x in g_kv)
+    g_k, g_v = (x.swapaxes(0, 1).reshape(like.shape) for x, like in zip(g_kv, keys[:2], strict=True))
     return (g_q * H**-0.5).swapaxes(0, 1).reshape(queries.q_BTNH.shape), g_k, g_v
 
 

@@ -28,7 +28,7 @@ class AttentionShapes:
     platform: str
     """`jax.Device.platform`: cpu, tpu, gpu or cuda, rocm."""
     head_sizes: tuple[int, ...]
-    """Head sizes H of the layers, each once."""
+    """Sizes of the layers' keys and values, each once."""
     seq: int
     """Tokens of the whole sequence T."""
     chunk: int
@@ -37,6 +37,8 @@ class AttentionShapes:
     """Dtype of queries, keys and values."""
     remat: str
     """Remat policy (models/remat.py)."""
+    chip: str | None = None
+    """Name in `chips.CHIPS`, if it is known."""
 
 
 FEATURES: dict[str, str] = {"softcap": "soft cap of the scores", "sinks": "attention sinks"}
@@ -147,7 +149,7 @@ def kernels_of(training: Training, spec: "ModelSpec", sequence: SequenceSplit, h
         hardware,
         block=training.attention_block,
         remat=training.remat,
-        head_sizes=tuple(sorted({a.head_size for a in spec.attention})),
+        head_sizes=tuple(sorted({size for a in spec.attention for size in (a.head_size, a.value_size)})),
         dtype=training.compute_dtype,
         sequence=sequence,
         needs=frozenset().union(*(a.features for a in spec.attention)),
@@ -175,7 +177,7 @@ def choose_kernels(
     where the named kernel does not support the run, or would not be used.
     """
     chunk = sequence.seq // (2 * sequence.groups) if sequence.groups > 1 else sequence.seq
-    shapes = AttentionShapes(hardware.platform, head_sizes, sequence.seq, chunk, dtype, remat)
+    shapes = AttentionShapes(hardware.platform, head_sizes, sequence.seq, chunk, dtype, remat, hardware.chip)
 
     def refusal(kernels: Kernels) -> str | None:
         missing = None if hardware.installed else kernels.missing()

@@ -151,10 +151,13 @@ def update(x: Any, i: jax.Array | int, value: Any) -> Any:
     return jax.tree.map(lambda leaf, v: lax.dynamic_update_index_in_dim(leaf, v, i, 0), x, value)
 
 
-def empty_result(queries: Queries) -> Result:
-    """Returns the result for no keys, float32, to which those of chunks of keys are combined."""
-    B, T, N, _ = queries.q_BTNH.shape
-    return Result(jnp.zeros(queries.q_BTNH.shape, jnp.float32), jnp.full((B, N, T), -1e30, jnp.float32))
+def empty_result(queries: Queries, value_size: int | None = None) -> Result:
+    """Returns the result for no keys, float32, to which those of chunks of keys are combined.
+
+    value_size: size of a value; None is that of a key.
+    """
+    B, T, N, H = queries.q_BTNH.shape
+    return Result(jnp.zeros((B, T, N, value_size or H), jnp.float32), jnp.full((B, N, T), -1e30, jnp.float32))
 
 
 Masks = tuple[ChunkMask | None, ...]
