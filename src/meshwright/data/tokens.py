@@ -9,6 +9,7 @@ ahead: a corpus larger than memory is not read before the first step.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import zlib
@@ -177,7 +178,7 @@ class Corpus:
         """Vocabulary size."""
         return self.files[0].vocab
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
         """SHA-256 of the tokenizer, and of what training reads of each source, with its weight; as JSON values."""
         tokenizer = hashlib.sha256(self.tokenizer.to_json().encode()).hexdigest()
