@@ -165,12 +165,9 @@ class _Loop:
     def run(self, state: State) -> Summary:
         held_out_loss, began = self.prepared.evaluator(), time.perf_counter()
         compiled: dict[int, CompiledTrainStep] = {}
-        reached: State | Position = state
-        while True:
-            reached, step, saved = self._take_steps(reached, held_out_loss, compiled)
-            if not isinstance(reached, Position):
-                break
-            reached = self._roll_back(reached)
+        reached, step, saved = self._take_steps(state, held_out_loss, compiled)
+        while isinstance(reached, Position):
+            reached, step, saved = self._take_steps(self._roll_back(reached), held_out_loss, compiled)
         state = reached
         if step > saved:
             self._save(step, state)
