@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.bench.calibration_file import read_calibration
 from meshwright.config import Run
-from meshwright.data.tokens import vocab_of_corpus
+from meshwright.data.vocabulary import vocab_of_corpus
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_bytes, parse_count
 from meshwright.hardware.mesh import default_cache_folder
@@ -73,7 +73,7 @@ def with_vocab(run: Run) -> Run:
     """Returns the run with a vocabulary size, which some recipes leave to their tokenizer."""
     if run.model.vocab is not None:
         return run
-    vocab = vocab_of_corpus(run.data.paths, run.data.tokenizer, default_cache_folder())
+    vocab = vocab_of_corpus(run.data.paths, run.data.tokenizer, default_cache_folder(), run.faults.bad_records)
     return dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=vocab))
 
 
