@@ -3,7 +3,8 @@
 
 from pathlib import Path
 
-from meshwright.runs.composition import FEATURES, REFUSED, refusal_of
+from meshwright.runs.composition import REFUSED, refusal_of
+from meshwright.runs.feature_table import FEATURES
 from meshwright.sharding.schedules import SCHEDULES, build_table
 from meshwright.views.draw import PipelineTimeline
 from meshwright.views.draw.svg import standalone

@@ -48,6 +48,7 @@ CACHE = Path(tempfile.gettempdir()) / "meshwright-docs-cache"
 
 VERBS = {
     "train": ("meshwright.cli.train", "TrainOptions"),
+    "finetune": ("meshwright.cli.finetune", "FinetuneOptions"),
     "evaluate": ("meshwright.cli.evaluate", "EvaluateOptions"),
     "generate": ("meshwright.cli.generate", "GenerateOptions"),
     "tokenize": ("meshwright.cli.tokenize", "TokenizeOptions"),
@@ -62,10 +63,14 @@ VERBS = {
 """Verb -> module and dataclass of its options. `words`, `recipes` and `completion` have no dataclass."""
 
 FAMILIES = {
+    "gemma2": ("meshwright.models.families.gemma", "Gemma2"),
     "gemma3": ("meshwright.models.families.gemma", "Gemma3"),
     "gpt2": ("meshwright.models.families.gpt2", "Gpt2"),
+    "gpt_oss": ("meshwright.models.families.gpt_oss", "GptOss"),
     "llama": ("meshwright.models.families.llama", "Llama"),
+    "llama4": ("meshwright.models.families.llama4", "Llama4"),
     "mixtral": ("meshwright.models.families.mixtral", "Mixtral"),
+    "olmo3": ("meshwright.models.families.olmo3", "Olmo3"),
 }
 
 TERMINALS = {

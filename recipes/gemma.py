@@ -1,13 +1,14 @@
-"""Gemma 3 by name (arXiv:2503.19786); dimensions from its published configurations, the text model alone.
+"""Gemma 2 (arXiv:2408.00118) and Gemma 3 (arXiv:2503.19786) by name; dimensions from their published
+configurations, the text models alone.
 
 The text is yours: `--data PATH --data.tokenizer FOLDER/tokenizer.json`.
 """
 
 from meshwright.config import Data, Optimizer, Run, Training
-from meshwright.models.families.gemma import Gemma3
+from meshwright.models.families.gemma import Gemma, Gemma2, Gemma3
 
 
-def _gemma3(name: str, model: Gemma3, batch: int = 512) -> Run:
+def _gemma(name: str, model: Gemma, batch: int = 512) -> Run:
     return Run(
         name=name,
         model=model,
@@ -17,29 +18,44 @@ def _gemma3(name: str, model: Gemma3, batch: int = 512) -> Run:
     )
 
 
+def gemma2_2b() -> Run:
+    """Gemma 2 2B (arXiv:2408.00118, table 1)."""
+    return _gemma("gemma2-2b", Gemma2(256000, 2304, 26, 8, 4, 256, 9216, query_scale=256))
+
+
+def gemma2_9b() -> Run:
+    """Gemma 2 9B (arXiv:2408.00118, table 1)."""
+    return _gemma("gemma2-9b", Gemma2(256000, 3584, 42, 16, 8, 256, 14336, query_scale=256))
+
+
+def gemma2_27b() -> Run:
+    """Gemma 2 27B (arXiv:2408.00118, table 1)."""
+    return _gemma("gemma2-27b", Gemma2(256000, 4608, 46, 32, 16, 128, 36864, query_scale=144))
+
+
 def gemma3_270m() -> Run:
     """Gemma 3 270M: 268 M parameters, of which 168 M are the embedding."""
-    return _gemma3("gemma3-270m", Gemma3(262144, 640, 18, 4, 1, 256, 2048, query_scale=256))
+    return _gemma("gemma3-270m", Gemma3(262144, 640, 18, 4, 1, 256, 2048, query_scale=256))
 
 
 def gemma3_1b() -> Run:
     """Gemma 3 1B (arXiv:2503.19786, table 1)."""
-    return _gemma3("gemma3-1b", Gemma3(262144, 1152, 26, 4, 1, 256, 6912, query_scale=256))
+    return _gemma("gemma3-1b", Gemma3(262144, 1152, 26, 4, 1, 256, 6912, query_scale=256))
 
 
 def gemma3_4b() -> Run:
     """Gemma 3 4B, the text model (arXiv:2503.19786, table 1)."""
     model = Gemma3(262208, 2560, 34, 8, 4, 256, 10240, sliding_window=1024, rope_factor=8.0, query_scale=256)
-    return _gemma3("gemma3-4b", model)
+    return _gemma("gemma3-4b", model)
 
 
 def gemma3_12b() -> Run:
     """Gemma 3 12B, the text model (arXiv:2503.19786, table 1)."""
     model = Gemma3(262208, 3840, 48, 16, 8, 256, 15360, sliding_window=1024, rope_factor=8.0, query_scale=256)
-    return _gemma3("gemma3-12b", model)
+    return _gemma("gemma3-12b", model)
 
 
 def gemma3_27b() -> Run:
     """Gemma 3 27B, the text model (arXiv:2503.19786, table 1)."""
     model = Gemma3(262208, 5376, 62, 32, 16, 128, 21504, sliding_window=1024, rope_factor=8.0, query_scale=168)
-    return _gemma3("gemma3-27b", model)
+    return _gemma("gemma3-27b", model)

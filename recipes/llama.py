@@ -1,11 +1,14 @@
-"""Llama 1 to 3.3, Mistral, Qwen2, Qwen2.5, Qwen3 and OLMo 2 by name; dimensions from their published configurations.
+"""Llama 1 to 3.3, Mistral, Qwen2, Qwen2.5, Qwen3, OLMo 2 and OLMo 3 by name; dimensions from their published
+configurations.
 
 The text is yours: `--data PATH --data.tokenizer FOLDER/tokenizer.json`.
 """
 
 from meshwright.config import Data, Optimizer, Run, Training
 from meshwright.models.blocks.rotary import RopeScaling
+from meshwright.models.blocks.yarn import Yarn
 from meshwright.models.families.llama import Llama
+from meshwright.models.families.olmo3 import Olmo3
 
 _LLAMA31 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 _LLAMA32 = RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -216,3 +219,20 @@ def olmo2_13b() -> Run:
 def olmo2_32b() -> Run:
     """OLMo 2 32B (arXiv:2501.00656, table 3)."""
     return _olmo2("olmo2-32b", 5120, 64, 40, 8, 27648)
+
+
+def _olmo3(name: str, width: int, layers: int, heads: int, kv_heads: int, mlp: int) -> Run:
+    # The published configurations are those after the extension to 64k tokens.
+    yarn = Yarn(factor=8.0, original_max_position_embeddings=8192)
+    model = Olmo3(100278, width, layers, heads, kv_heads=kv_heads, mlp=mlp, yarn=yarn)
+    return _run(name, model, seq=8192, batch=512, learning_rate=3e-4)
+
+
+def olmo3_7b() -> Run:
+    """OLMo 3 7B (arXiv:2512.13961; its published configuration)."""
+    return _olmo3("olmo3-7b", 4096, 32, 32, 32, 11008)
+
+
+def olmo3_32b() -> Run:
+    """OLMo 3 32B (arXiv:2512.13961; its published configuration)."""
+    return _olmo3("olmo3-32b", 5120, 64, 40, 8, 27648)

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.config import MeshShape
+from meshwright.data.bpe import train_bpe
+from meshwright.data.chars import Chars
 from meshwright.data.feed import Feed, Windows, build_stream, held_out_batches, split
 from meshwright.data.ramp import BatchRamp
 from meshwright.data.sources import find_files, parse_source, read_documents
-from meshwright.data.tokenizers import Bytes, Chars, build_tokenizer, tokenizer_from_json, train_bpe
+from meshwright.data.tokenizers import Bytes, build_tokenizer, tokenizer_from_json
 from meshwright.data.tokens import load_corpus, load_tokens, open_tokens, tokenize, vocab_of_corpus
 from meshwright.errors import ConfigError, DataError
 from meshwright.hardware.mesh import build_mesh

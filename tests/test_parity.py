@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from tiny_runs import MODELS, tiny_run
 
+from meshwright.api.training import parity
 from meshwright.config import Data, MeshShape, Run
 from meshwright.models.families.llama import Llama
 from meshwright.sharding.params import named_leaves
 from meshwright.step.device_run import DeviceRun
 from meshwright.trainer import parity as parity_module
-from meshwright.trainer.parity import TOLERANCE, gradient_differences, parity
+from meshwright.trainer.parity import TOLERANCE, gradient_differences
 
 MESH = "data=2,fsdp=2,tensor=2"
 TEXT = "the quick brown fox jumps over the lazy dog; she sells sea shells by the sea shore. " * 300

@@ -10,8 +10,10 @@ import pytest
 from tiny_runs import assert_same_steps, device_run_of, tiny_run, train, train_on_one_device
 
 import meshwright as mw
+from meshwright.models.blocks.rotary import RopeScaling
+from meshwright.models.blocks.yarn import Yarn
 from meshwright.models.flops import layer_flops
-from meshwright.models.periods import scan_periods
+from meshwright.models.periods import scan_periods, scan_stacks_in_parts
 from meshwright.runs.placed_run import place_run
 from meshwright.sharding.periods import assign_periods
 from meshwright.sharding.stages import loop_placement
@@ -19,6 +21,23 @@ from meshwright.sharding.stages import loop_placement
 GEMMA = mw.Gemma3(
     50, 64, 5, 8, 4, 8, 96, vocab_multiple=16, local_layers=1, sliding_window=5, query_scale=6, rope_factor=4.0
 )
+
+
+LLAMA4 = mw.Llama4(
+    50, 64, 6, 8, vocab_multiple=16, kv_heads=4, mlp=96, attention_chunk=6, temperature_floor=4, experts=4,
+    expert_mlp=32, expert_interval=2,
+)  # fmt: skip
+PATTERNS: dict[str, mw.Model] = {
+    "gemma2": mw.Gemma2(
+        50, 64, 5, 8, 4, 8, 96, vocab_multiple=16, sliding_window=5, softcap=0.5, logit_softcap=2.0
+    ),
+    "gpt_oss": mw.GptOss(
+        50, 64, 5, 8, 4, 8, vocab_multiple=16, sliding_window=5, experts=4, experts_per_token=2, expert_mlp=32,
+        rope_scaling=Yarn(original_max_position_embeddings=64),
+    ),
+    "llama4": LLAMA4,
+    "olmo3": mw.Olmo3(50, 64, 5, 8, vocab_multiple=16, kv_heads=8, mlp=96, local_layers=1, sliding_window=5),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
@@ -65,6 +84,78 @@ def test_gathering_ahead_is_refused_for_several_kinds() -> None:
     run = tiny_run(GEMMA, "fsdp=2", gather_ahead="layer")
     with pytest.raises(mw.ConfigError, match="the model's layers repeat with a period of 2"):
         device_run_of(run)
+
+
+def test_stacks_take_turns_as_in_a_loop_over_layers() -> None:
+    """Two stacks, layers after the last whole period, parts that begin inside of one."""
+    model = dataclasses.replace(LLAMA4, layers=7)
+    spec = model.spec()
+    assert [layer.stack for layer in spec.layers[:4]] == ["dense_blocks", "blocks"] * 2 and spec.period == 4
+    kinds = {stack: [lambda x, w, i, k=k: (jnp.sin(x * w) + k * i, {"x": x}) for k in (c, c + 2)]
+             for c, stack in enumerate(("dense_blocks", "blocks"))}  # fmt: skip
+    w = {"dense_blocks": jnp.linspace(0.5, 0.8, 4), "blocks": jnp.linspace(0.9, 1.5, 3)}
+    index = {stack: np.array(spec.layers_of(stack)) for stack in w}
+    x, aux = jnp.arange(4.0), dict[str, list[Any]](dense_blocks=[], blocks=[])
+    found = []
+    for parts in ([(slice(None), "none")], [(slice(0, 3), "projections"), (slice(3, 7), "full")]):
+        found.append(scan_stacks_in_parts(spec, kinds, x, w, index, parts, 1))
+    for i, layer in enumerate(spec.layers):
+        row = spec.layers_of(layer.stack).index(i)
+        aux[layer.stack].append(x)
+        x = kinds[layer.stack][row % 2](x, w[layer.stack][row], i)[0]
+    for last, given in found:
+        np.testing.assert_allclose(last, x, rtol=1e-6)
+        for stack, values in aux.items():
+            np.testing.assert_allclose(given[stack]["x"], jnp.stack(values), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "changes"),
+    [
+        ("llama4", "stage=2,context=2,tensor=2", {"microbatches": 2}),
+        pytest.param("llama4", "fsdp=2,expert=2,tensor=2", {"saved_layers": 3, "remat": "full"},
+                     marks=pytest.mark.exhaustive),
+        ("gpt_oss", "stage=2,context=2,tensor=2", {"microbatches": 2, "context_strategy": "ulysses"}),
+        pytest.param("gpt_oss", "fsdp=2,expert=2,context=2", {"context_strategy": "all_gather"},
+                     marks=pytest.mark.exhaustive),
+        pytest.param("gemma2", "stage=2,context=2,tensor=2", {"microbatches": 2}, marks=pytest.mark.exhaustive),
+        pytest.param("olmo3", "stage=2,context=2,tensor=2", {"microbatches": 2}, marks=pytest.mark.exhaustive),
+    ],
+)  # fmt: skip
+def test_every_pattern_has_the_numbers_of_one_device(family: str, mesh: str, changes: dict[str, Any]) -> None:
+    run = tiny_run(PATTERNS[family], mesh, **changes)
+    one = train_on_one_device(run, 3)
+    assert_same_steps(train(run, 3, initial=one.initial), one)
+
+
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "window": ("llama4", {"sliding_window": 7}, "fix: .*--model.attention-chunk 7, without --model.sliding-window"),
+    "bias": ("llama4", {"qkv_bias": "learned"}, "projections have no biases"),
+    "no experts": ("llama4", {"layers": 1}, "fix: .*--model.expert-interval 1"),
+    "no chunk": ("llama4", {"attention_chunk": 0}, "both are 1 at least"),
+    "few experts": ("llama4", {"experts_per_token": 5}, "5 experts per token of 4 experts"),
+    "none of the experts": ("gpt_oss", {"experts_per_token": 0}, "uses at least one expert"),
+    "sees nothing": ("gpt_oss", {"sliding_window": 0}, "a token attends to itself at least"),
+    "no local layer": ("olmo3", {"local_layers": 0}, "or the family llama for layers of one kind"),
+    "two scalings": ("olmo3", {"rope_scaling": RopeScaling()}, "scaled by YaRN, in global layers"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_patterns_are_refused(case: str) -> None:
+    family, changes, message = WRONG[case]
+    model = dataclasses.replace(PATTERNS[family], **changes)
+    with pytest.raises(mw.ConfigError, match=f"(?s){message}"):
+        place_run(tiny_run(model), mw.MeshShape())
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "gemma2-2b", "olmo3-7b", "llama4-maverick"])
+def test_patterns_shrink(name: str) -> None:
+    shape = mw.MeshShape(stage=2, tensor=2)
+    small = mw.recipe(name).model.shrunk(shape, 2)
+    assert small.spec().period == 2
+    run = dataclasses.replace(tiny_run(small), model=small, mesh=shape)
+    assert place_run(run, shape).stages.boundaries == (0, 2, 4)
 
 
 @pytest.mark.parametrize(

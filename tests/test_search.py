@@ -47,7 +47,7 @@ def test_a_search_finds_what_fits_and_ranks_it(found: SearchResult) -> None:
         assert place_run(plan.run) == plan.placed  # the trainer takes it
     assert not any(p.estimate.fits for p in found.too_large)
     best = found.plans[0]
-    assert best.mesh.fsdp == 32 and best.estimate.bound_by == "compute"
+    assert best.mesh.fsdp == 32 and best.estimate.bound_by == "matmuls"
 
 
 def test_every_other_set_of_axes_has_its_reason(found: SearchResult) -> None:

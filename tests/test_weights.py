@@ -14,7 +14,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from hf_models import ROWS, largest_gap, quiet
+from hf_models import EIGHT_DEVICES, MESHES, ROWS, largest_gap, quiet
 
 import meshwright as mw
 from meshwright.checkpoint.checkpoints import Checkpoints
@@ -66,10 +66,7 @@ def test_a_family_has_the_numbers_of_transformers(row: str, folders: Any) -> Non
     folder = folders(row)
     logits, gradients = hf_models.reference(folders.models[row])
     assert np.abs(hf_models.logits_of(folder, "data=1") - logits).max() < 1e-5
-    # Gemma's stages are of unequal length, and begin with a period. Four devices of `tensor` have two key/value heads.
-    meshes = {"gemma-3": "stage=2,fsdp=2,tensor=2", "qwen2": "tensor=4,data=2", "olmo-2": "tensor=4,fsdp=2"}
-    mesh = meshes.get(row, "fsdp=2,tensor=2,data=2")
-    found = hf_models.gradients_of(folder, mesh)
+    found = hf_models.gradients_of(folder, MESHES.get(row, EIGHT_DEVICES))
     for name, gradient in hf_models.stored_gradients(row, gradients).items():
         assert largest_gap(found[name], gradient) < 1e-5, name
 
@@ -78,7 +75,7 @@ def test_a_family_has_the_numbers_of_transformers(row: str, folders: Any) -> Non
 def test_out_and_in_again_is_bit_exact(row: str, folders: Any, tmp_path: Path) -> None:
     folder = folders(row)
     done = mw.convert(folder, tmp_path / "run")
-    assert done.parameters == sum(p.numel() for p in folders.models[row].parameters())
+    assert done.parameters == hf_models.stored_elements(folders.models[row])
     mw.convert(tmp_path / "run", tmp_path / "back", largest_file=100_000)
     assert_same_tensors(folder, tmp_path / "back")
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(

@@ -20,6 +20,8 @@ import meshwright
 from meshwright.config import Data, MeshShape, Model, Optimizer, Run, Training
 from meshwright.data.batch import Batch
 from meshwright.hardware.mesh import build_mesh
+from meshwright.models.blocks.yarn import LatentYarn
+from meshwright.models.families.deepseek import Deepseek
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.mixtral import Mixtral
@@ -46,6 +48,14 @@ MODELS: dict[str, Model] = {
         bias_update_rate=0.01, embedding="tied",
     ),
 }  # fmt: skip
+
+DEEPSEEK = Deepseek(
+    VOCAB, 64, 3, 16, vocab_multiple=16, mlp=96, experts=8, experts_per_token=3, expert_mlp=16, shared_experts=1,
+    dense_layers=1, router_score="sigmoid", routed_scaling=2.5, expert_groups=4, topk_groups=2, bias_update_rate=0.01,
+    q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
+    yarn=LatentYarn(factor=4.0, original_max_position_embeddings=8, mscale_all_dim=0.7),
+)  # fmt: skip
+"""Latent attention in the layers of DeepSeek-V3."""
 
 DENSE = ("gpt2", "llama", "qwen-like")
 

@@ -13,14 +13,10 @@ from rows import Row, read_rows
 
 from meshwright.hardware.chips import Nodes
 from meshwright.hardware.efficiency import EFFICIENCY
+from meshwright.planner.error_bands import FAMILIES
 from meshwright.planner.estimate import estimate
 from meshwright.planner.software import SOFTWARE
 
-FAMILIES = {
-    "v4": ("v4",), "v5e": ("v5e",), "v5p": ("v5p",), "v6e": ("v6e",), "tpu7x": ("tpu7x",),
-    "a100": ("a100", "a100-40gb"), "h100": ("h100", "h200"), "b200": ("b200", "gb200"), "b300": ("b300", "gb300"),
-}  # fmt: skip
-"""Chips with the same matrix unit, which have the same fractions."""
 Constant = tuple[str, str]
 """A family of chips or a program, and the name of its constant."""
 Values = Mapping[Constant, float]

@@ -1,8 +1,6 @@
 """The `Run`: one frozen value that describes a training run (model, mesh, layout, training, optimizer, data).
 
-Values and the checks that need nothing but the value itself. `runs.placed_run` checks whether a model fits a mesh.
-Nothing here touches a device.
-"""
+Values and the checks that need nothing but themselves; `runs.placed_run` checks whether a model fits a mesh."""
 
 import dataclasses
 import math
@@ -11,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from meshwright.errors import ConfigError, nearest
+from meshwright.fine_tuning import FineTune
 from meshwright.plugins import name_of
 from meshwright.words import AXES
 
@@ -388,6 +387,7 @@ class Run:
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
     data: Data = Data()
+    finetune: FineTune = FineTune()
     reporters: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--report"])] = ()
     """Metrics besides console and metrics.jsonl: tensorboard, or module:attribute of `(Path, Run) -> Reporter`."""
     init_from: str | None = None

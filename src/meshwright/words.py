@@ -25,6 +25,7 @@ DIMENSIONS: dict[str, str] = {
     "K": "key/value heads",
     "G": "query heads per key/value head (GQA)",
     "H": "head size",
+    "Z": "width of a latent of queries, or of keys and values (MLA)",
     "V": "vocabulary",
     "L": "layers",
     "E": "experts",
@@ -33,4 +34,6 @@ DIMENSIONS: dict[str, str] = {
     "C": "expert capacity, in tokens",
     "M": "microbatches",
     "P": "pipeline stages",
+    "U": "rank of an adapter (LoRA)",
+    "Q": "size 1: a scale that all elements of a dimension share",
 }

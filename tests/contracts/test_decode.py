@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from tiny_runs import MODELS, VOCAB, by_layers, device_run_of, keep, place_params, tiny_run
+from tiny_runs import DEEPSEEK, MODELS, VOCAB, by_layers, device_run_of, keep, place_params, tiny_run
 
 from meshwright.config import Model
 from meshwright.data.batch import Batch
@@ -17,9 +17,14 @@ from meshwright.generation.decoder import Bucket, Decoder
 from meshwright.generation.weight_sizes import WeightsLayout
 from meshwright.generation.weights import lay_out
 from meshwright.models.blocks.dropout import no_dropout
-from meshwright.models.families.gemma import Gemma3
+from meshwright.models.blocks.yarn import Yarn
+from meshwright.models.families.gemma import Gemma2, Gemma3
 from meshwright.models.families.gpt2 import Gpt2
+from meshwright.models.families.gpt_oss import GptOss
 from meshwright.models.families.llama import Llama
+from meshwright.models.families.llama4 import Llama4
+from meshwright.models.families.olmo3 import Olmo3
+from meshwright.models.softcap import cap
 from meshwright.step.device_run import BATCH_SPEC, DeviceRun, param_specs
 
 FAMILIES: dict[str, Model] = {
@@ -29,6 +34,22 @@ FAMILIES: dict[str, Model] = {
     ),
     "gemma-3": Gemma3(
         VOCAB, 64, 5, 16, vocab_multiple=16, kv_heads=8, mlp=96, local_layers=1, sliding_window=5
+    ),
+    "deepseek": DEEPSEEK,
+    "gemma-2": Gemma2(
+        VOCAB, 64, 3, 16, vocab_multiple=16, kv_heads=8, mlp=96, sliding_window=5, softcap=0.5, logit_softcap=2.0
+    ),
+    "gpt-oss": GptOss(
+        VOCAB, 64, 3, 16, vocab_multiple=16, kv_heads=8, experts=8, experts_per_token=2, expert_mlp=32,
+        sliding_window=5, rope_scaling=Yarn(original_max_position_embeddings=64),
+    ),
+    "olmo-3": Olmo3(
+        VOCAB, 64, 3, 16, vocab_multiple=16, kv_heads=8, mlp=96, local_layers=1, sliding_window=5,
+        yarn=Yarn(original_max_position_embeddings=64),
+    ),
+    "llama-4": Llama4(
+        VOCAB, 64, 6, 16, vocab_multiple=16, kv_heads=8, mlp=96, attention_chunk=6, temperature_floor=4, experts=4,
+        expert_mlp=32, expert_interval=2,
     ),
 }  # fmt: skip
 TWO_KV_HEADS = {"two-kv-heads": dataclasses.replace(MODELS["llama"], kv_heads=2)}  # type: ignore[call-arg]
@@ -64,7 +85,7 @@ def forward_logits(device_run: DeviceRun, params: Any, tokens_BT: np.ndarray) ->
         ctx = model.context(batch, no_dropout())
         x_BTD, _ = model.layers({stack: params[stack] for stack in model.stacks}, model.embed(params, ctx), ctx)
         x_BTD, table_VD = model.unembed(params, x_BTD)
-        return jnp.einsum("btd,vd->btv", x_BTD, table_VD)[..., :VOCAB]
+        return cap(jnp.einsum("btd,vd->btv", x_BTD, table_VD)[..., :VOCAB], model.model.spec().logit_softcap)
 
     specs = (param_specs(device_run.placements, "at_rest"), BATCH_SPEC)
     mapped = jax.shard_map(logits, mesh=device_run.mesh, in_specs=specs, out_specs=BATCH_SPEC, check_vma=False)
@@ -126,6 +147,7 @@ ROWS: list[tuple[str, str, WeightsLayout]] = [
     ("llama", "data=2,tensor=4", "gathered"),
     ("two-kv-heads", "data=2,tensor=4", "gathered"),
     ("deepseek-like", "expert=4,context=2", "gathered"),
+    ("deepseek", "fsdp=2,context=2,tensor=2", "gathered"),
 ]
 
 

@@ -206,7 +206,7 @@ def causal_fraction(spec: ModelSpec, seq: int) -> float:
     Sliding windows may differ between layers. A model without attention has the fraction of causal attention, 1/2,
     which then applies to nothing.
     """
-    flops = [(a.heads * a.head_size, a.causal_positions(seq) / seq) for a in spec.attention]
+    flops = [(a.heads * (a.head_size + a.value_size), a.causal_positions(seq) / seq) for a in spec.attention]
     total = sum(weight for weight, _ in flops)
     return sum(weight * fraction for weight, fraction in flops) / total if total else 0.5
 

@@ -15,6 +15,7 @@ def convert(
     *,
     at: int | None = None,
     dtype: Literal["float32", "bfloat16"] | None = None,
+    weights: Literal["merged", "adapter"] = "merged",
     largest_file: int = LARGEST_FILE,
     say: Say = lambda line: None,
 ) -> Conversion:
@@ -23,7 +24,8 @@ def convert(
     source: a folder with config.json, `hf:PATH`, `hf:OWNER/MODEL` of the hub, or the output folder of a run.
     out: folder to write; it must not exist. An interrupted conversion goes on when it is called again.
     at, dtype, largest_file: of a run alone: step of its checkpoint (None takes the last), type of the weights (None
-    keeps that of the checkpoint), largest file in bytes.  say: called with a line for each parameter.
+    keeps that of the checkpoint), largest file in bytes.  weights: of a run with adapters: the whole model with them
+    merged, or the adapters alone in PEFT's format.  say: called with a line for each parameter.
     Raises WeightsError, CheckpointError, ConfigError.
 
     Example:
@@ -35,6 +37,10 @@ def convert(
     """
     text, folder = str(source), Path(str(source).removeprefix("hf:"))
     if not is_hugging_face(text) and (folder / "run.json").is_file():
+        if weights == "adapter":
+            from meshwright.checkpoint.export_adapter import export_adapter  # loaded for adapters
+
+            return export_adapter(folder, Path(out), at=at)
         return export_weights(folder, Path(out), at=at, dtype=dtype, largest_file=largest_file, say=say)
     if not is_hugging_face(text) and not (folder / "config.json").is_file():
         raise ConfigError(
@@ -42,6 +48,8 @@ def convert(
             "it has neither config.json (a Hugging Face model) nor run.json (the output folder of a run)",
             "one of these, or hf:OWNER/MODEL",
         )
+    if weights != "merged":
+        raise ConfigError(f"the adapters of {text}", "it is no run with adapters", "the output folder of a run")
     if at is not None or dtype is not None:
         raise ConfigError(
             f"converting {text} at a step or into another type",

@@ -22,6 +22,8 @@ from meshwright.planner.explain import nothing_fits
 from meshwright.planner.plan_file import write_plan
 from meshwright.planner.search import Plan, price_run, search, with_tokens_per_step
 from meshwright.runs.recipe import find_recipe
+from meshwright.wrapped.model import check_named, is_wrapped
+from meshwright.wrapped.plan import plan_wrapped, price_wrapped
 
 
 def plan(
@@ -39,7 +41,14 @@ def plan(
         >>> best[0].mesh.size, best[0].estimate.fits
         (64, True)
     """
-    base = with_vocab(find_recipe(run) if isinstance(run, str) else run)
+    base = find_recipe(run) if isinstance(run, str) else run
+    if is_wrapped(base):
+        if tokens_per_step is not None:
+            raise ConfigError(
+                f"{tokens_per_step} tokens per step of a wrapped model", "its batch is that of its data", "leave it out"
+            )
+        return plan_wrapped(base, [find_target(m) for m in ((on,) if isinstance(on, str) else on)], at_most=at_most)
+    base = with_vocab(base)
     if tokens_per_step is not None:
         base = with_tokens_per_step(base, parse_count(str(tokens_per_step), "tokens_per_step"))
     plans: list[Plan] = []
@@ -133,12 +142,15 @@ def prove(plan: Plan | Run, on: str | None = None, *, limit: int = 900) -> Proof
                 'prove(run, on="v5p:4x4x4"), or one of the plans of plan(...)',
             )
         target = find_target(on)
+        if is_wrapped(plan):
+            return prove_plan(price_wrapped(plan, target), target, limit)
         return prove_plan(price_run(with_best_remat(with_vocab(plan), target), target), target, limit)
     return prove_plan(plan, plan.target, limit)
 
 
 def prove_plan(plan: Plan, target: Target, limit: int) -> Proof:
     """Compiles a plan for `target` by `meshwright prove PLAN --json` in a child process."""
+    check_named(plan.run)  # another process compiles it
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
         write_plan(plan, target, file)

@@ -1,5 +1,6 @@
 """Training and evaluation from Python."""
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +11,15 @@ import jax
 from meshwright.api.choices import choose_for_devices
 from meshwright.config import MeshShape, Run
 from meshwright.hardware.mesh import default_cache_folder
+from meshwright.hugging_face.hub import is_hugging_face
 from meshwright.report import Reporter
 from meshwright.report.console import ConsoleReport, open_console
+from meshwright.runs.run_file import run_in_folder
 from meshwright.trainer import evaluation, loop
+from meshwright.trainer.parity import Parity, compare_meshes
+from meshwright.wrapped.model import Wrapped, is_wrapped
+from meshwright.wrapped.parity import compare_wrapped
+from meshwright.wrapped.prepared import WrappedEvaluation, evaluate_wrapped, prepare_wrapped
 
 
 def train(
@@ -40,7 +47,7 @@ def train(
         (2, True)
     """
     folder = Path(out) if out is not None else Path("runs") / f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    prepared = loop.prepare_run(run, cache=cache or default_cache_folder(), devices=devices, choose=choose_for_devices)
+    prepared = _prepare(run, cache or default_cache_folder(), devices)
 
     def reporters(first: int) -> list[Reporter]:
         if progress == "none" or jax.process_index() != 0:
@@ -50,18 +57,26 @@ def train(
     return loop.train(prepared, folder, start=start, at=at, reporters=reporters)
 
 
+def _prepare(run: Run, cache: Path, devices: int | None) -> loop.Trainable:
+    if is_wrapped(run):
+        return prepare_wrapped(run, cache=cache, devices=devices)
+    return loop.prepare_run(run, cache=cache, devices=devices, choose=choose_for_devices)
+
+
 def evaluate(
     out: str | Path,
     *,
     data: Sequence[str] = (),
     at: int | None = None,
     mesh: str | MeshShape | None = None,
+    model: Wrapped | None = None,
     cache: Path | None = None,
-) -> evaluation.Evaluation:
-    """Evaluates a run's checkpoint on its held-out text, or on `data`.
+) -> evaluation.Evaluation | WrappedEvaluation:
+    """Evaluates a run's checkpoint on its held-out text or batches, or on the text `data`.
 
     out: output folder of the run, or hf:PATH of a Hugging Face model.  data: other text, all of which is evaluated.
     at: step of the checkpoint; None takes the last.  mesh: mesh to evaluate on; None takes the run's own.
+    model: wrapped model of the run, where run.json cannot name it.
     Raises CheckpointError, ConfigError, DataError.
 
     Example:
@@ -72,5 +87,34 @@ def evaluate(
         (2, True)
     """
     shape = MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
+    if not is_hugging_face(str(out)) and is_wrapped(wrapped := run_in_folder(Path(out))):
+        wrapped = dataclasses.replace(wrapped, model=model or wrapped.model, mesh=shape or wrapped.mesh)
+        return evaluate_wrapped(Path(out), wrapped, cache=cache or default_cache_folder(), at=at)
     run = evaluation.run_to_evaluate(out, data, shape)
     return evaluation.evaluate_checkpoint(out, run, cache=cache or default_cache_folder(), whole=bool(data), at=at)
+
+
+def parity(
+    run: Run,
+    against: MeshShape | str = "data=1",
+    *,
+    steps: int = 5,
+    cache: Path | None = None,
+    devices: int | None = None,
+) -> Parity:
+    """Compares `steps` steps of `run` on its own mesh with the same steps on the mesh `against`, in float32.
+
+    cache: folder of token files and compiled programs; None takes the user's cache folder.
+    devices: use the first so many; None uses all. A run without a mesh takes the default mesh over them.
+    Raises ConfigError where the run does not fit one of the meshes, and DataError.
+
+    Example:
+        >>> run = mw.recipe("tiny", mesh="data=2", layers=1, batch=2, seq=32)
+        >>> print(mw.parity(run, against="data=1", steps=1, cache=tmp).first_divergence)
+        None
+    """
+    other = MeshShape.parse(against) if isinstance(against, str) else against
+    if is_wrapped(run):
+        return compare_wrapped(run, other, cache=cache or default_cache_folder(), devices=devices, steps=steps)
+    prepared = loop.prepare_run(run, cache=cache or default_cache_folder(), devices=devices)
+    return compare_meshes(prepared.device_run, other, prepared.train, prepared.corpus.weights, steps=steps)

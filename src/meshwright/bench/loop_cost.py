@@ -16,6 +16,7 @@ from meshwright.data.ramp import BatchRamp
 from meshwright.data.tokenizers import build_tokenizer
 from meshwright.data.tokens import TokenFile
 from meshwright.errors import TrainingError
+from meshwright.models.flops import training_flops_per_token
 from meshwright.models.model import vocab_size
 from meshwright.report import Reporter, Values
 from meshwright.step.device_run import DeviceRun
@@ -101,7 +102,9 @@ class StepRunner:
 
     def loop(self, steps: int, reporters: list[Reporter]) -> float:
         """Returns seconds per step of `steps` steps with feed and metrics, in the order of `trainer/loop.py`."""
-        meter = Meter(self.device_run, reporters)
+        run = self.device_run.run
+        seq, flops = run.training.seq, training_flops_per_token(run.model, run.training.seq)
+        meter = Meter(reporters, run.training, self.device_run.mesh, unit="tokens", per_sample=seq, flops=flops)
         jax.block_until_ready(self._state)
         began = time.perf_counter()
         for number in range(1, steps + 1):

@@ -162,6 +162,10 @@ class StoredTensors:
         Raises CheckpointError where a block cannot be read, or the tensor is not what was saved: what `then` has
         written is then worthless.
         """
+        if name not in self.manifest.tensors:
+            raise CheckpointError(
+                f"the checkpoint in {self.step_folder}", f"it has no tensor {name!r}", "another checkpoint of the run"
+            )  # fmt: skip
         record, total = self.manifest.tensors[name], (0, 0)
         try:
             array = tensorstore.open(self._spec(name)).result()
@@ -179,6 +183,18 @@ class StoredTensors:
             raise self._damaged(f"tensor {name!r} cannot be read: {str(error).splitlines()[0][:200]}") from error
         if total != record.fingerprint:
             raise self._damaged(f"tensor {name!r} is not what was saved")
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns a whole tensor. Raises as `read_blocks`."""
+        record = self.manifest.tensors.get(name)
+        shape = record.shape if record else ()
+        whole = np.empty(shape, np.dtype(record.dtype) if record else None)
+
+        def put(index: Index, block: np.ndarray) -> None:
+            whole[index] = block
+
+        self.read_blocks(name, shape, put)
+        return whole
 
     def _spec(self, name: str) -> dict[str, Any]:
         state = self.step_folder / "state"

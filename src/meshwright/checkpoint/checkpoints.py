@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from meshwright.checkpoint.fingerprints import fingerprints
 from meshwright.checkpoint.manifest import Manifest, TensorRecord, check_no_other_tensors, check_tensors
@@ -57,11 +56,11 @@ class Checkpoints:
         self._manager.reload()
         return sorted(self._manager.all_steps())
 
-    def save(self, state: State, device_run: DeviceRun, *, step: int, cursor: int) -> None:
+    def save(self, state: State, device_run: DeviceRun, *, step: int, cursor: int, data: Any = None) -> None:
         """Starts to write `state` and returns as soon as its buffers may be donated.
 
-        cursor: global index of the next training sample. Raises CheckpointError where this save or the one before
-        it fails.
+        cursor: global index of the next training sample.  data: position of the data, as JSON. Raises CheckpointError
+        where this save or the one before it fails.
         """
         tensors = _named_tensors(state)
         permuted: dict[str, jax.Array] = {}
@@ -75,7 +74,7 @@ class Checkpoints:
             name: TensorRecord(x.shape, str(x.dtype), (int(hashes[name][0]), int(hashes[name][1])))
             for name, x in tensors.items()
         }
-        manifest = Manifest(step, cursor, device_run.run, records)
+        manifest = Manifest(step, cursor, device_run.run, records, data)
         with self._explained(f"saving step {step}"):
             self._wait_for_commit()
             self._commit.enter_context(orbax_reports_suppressed())
@@ -155,17 +154,9 @@ class Checkpoints:
 
     def set_aside(self, after: int) -> None:
         """Moves checkpoints newer than `after` into the folder `set-aside`, so that training can continue there."""
-        aside = self.folder.parent / "set-aside"
-        if jax.process_index() == 0:
-            for step in self.steps():
-                if step > after:
-                    aside.mkdir(exist_ok=True)
-                    target, number = aside / str(step), 1
-                    while target.exists():
-                        target, number = aside / f"{step}.{number}", number + 1
-                    os.replace(self.folder / str(step), target)
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("checkpoints set aside")
+        from meshwright.checkpoint.set_aside import set_aside  # loaded to continue from an earlier step
+
+        set_aside(self.folder, [step for step in self.steps() if step > after])
         self._manager.reload()
 
     def _choose(self, step: int | None) -> int:
@@ -216,13 +207,9 @@ class Checkpoints:
         return dict(tensors)
 
     def _damaged(self, step: int, damage: str, error: Exception | None) -> CheckpointError:
-        earlier = [s for s in self.steps() if s < step]
-        detail = f" ({type(error).__name__}: {str(error).splitlines()[0][:160]})" if error and str(error) else ""
-        return CheckpointError(
-            f"the checkpoint of step {step} in {self.folder}",
-            damage + detail,
-            f"the one before it: --at {earlier[-1]}" if earlier else "no earlier checkpoint exists: start a new run",
-        )
+        from meshwright.checkpoint.failures import damaged  # loaded for a checkpoint that cannot be read
+
+        return damaged(self.folder, step, [s for s in self.steps() if s < step], damage, error)
 
     @contextlib.contextmanager
     def _explained(self, action: str) -> Iterator[None]:
@@ -233,26 +220,15 @@ class Checkpoints:
             except Exception as error:
                 drain_reports(error)
                 self._commit.close()
-                raise _write_error(action, self.folder, error) from error
+                from meshwright.checkpoint.failures import write_error  # loaded for a save that fails
 
-
-def _write_error(action: str, folder: Path, error: Exception) -> CheckpointError:
-    text = str(error)
-    full = any(sign in text for sign in ("No space left", "RESOURCE_EXHAUSTED", "Disk quota", "File too large"))
-    lines = text.splitlines() or [type(error).__name__]
-    reason = "the disk is full" if full else (getattr(error, "strerror", None) or lines[0][:300])
-    intact = committed_steps(folder)
-    last = f"the checkpoint of step {intact[-1]} is intact" if intact else "no checkpoint was committed"
-    return CheckpointError(
-        f"{action} in {folder}",
-        f"{reason}; {last}",
-        f"free some space ({_free_bytes(folder) / 2**20:.0f} MiB are free), or another --out",
-    )
+                raise write_error(action, self.folder, error, committed_steps(self.folder)) from error
 
 
 def _saved_fields(state: State) -> dict[str, Any]:
     """Fields of the state that a checkpoint has; `healthy` is not saved, because only a healthy state is."""
-    return {"step": state.step, "params": state.params, "optimizer": state.optimizer}
+    fields = {"step": state.step, "params": state.params, "optimizer": state.optimizer}
+    return fields | ({"variables": state.variables} if state.variables else {})
 
 
 def _named_tensors(state: State) -> dict[str, Any]:
@@ -284,12 +260,6 @@ def check_disk_space(folder: Path, device_run: DeviceRun, max_to_keep: int) -> N
             f"and {free / 2**20:.1f} MiB are free",
             "a folder with more space, or a smaller --training.max-to-keep",
         )
-
-
-def _free_bytes(folder: Path) -> int:
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
 
 
 def _rows_permuted(device_run: DeviceRun) -> bool:

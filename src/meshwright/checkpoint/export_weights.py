@@ -3,9 +3,9 @@
 import dataclasses
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.import_weights import Conversion, Say
 from meshwright.checkpoint.journal import Journal, write_sums
 from meshwright.config import Model, Run
-from meshwright.errors import CheckpointError
 from meshwright.hugging_face.architecture import Architecture, architecture_of
 from meshwright.hugging_face.folder import KEPT, read_model
 from meshwright.hugging_face.names import StoredTensor, unpadded_shape, write_block
@@ -48,6 +47,7 @@ def export_weights(
     """Converts the checkpoint of a run in the folder `source` into the Hugging Face folder `out`.
 
     at: step of the checkpoint; None takes the last.  dtype: float32 or bfloat16; None keeps that of the checkpoint.
+    Adapters are merged, W + (alpha / r) A B in float32 (checkpoint/export_adapter.py writes them alone).
     Memory is bounded by the checkpoint's largest chunk. Every tensor is compared with the checkpoint's fingerprint.
     Raises CheckpointError for a damaged checkpoint, WeightsError for a model that no architecture expresses,
     ConfigError where `out` exists.
@@ -56,8 +56,14 @@ def export_weights(
     with Checkpoints(source / "checkpoints", max_to_keep=10**6) as checkpoints:
         manifest = checkpoints.manifest(at)
     tensors = StoredTensors(source / "checkpoints" / str(manifest.step), manifest)
-    target = _target(manifest.run, source, dtype or _dtype_of(tensors), largest_file)
-    code = _CODES[dtype or _dtype_of(tensors)]
+    dtype = dtype or _dtype_of(tensors)
+    target = _target(manifest.run, source, dtype, largest_file)
+    code = _CODES[dtype]
+    weights: WeightReader = tensors
+    if manifest.run.finetune.method == "lora":
+        from meshwright.checkpoint.merged_tensors import MergedTensors  # loaded for runs with adapters
+
+        weights = MergedTensors(tensors)
     identity = [str(tensors.step_folder.resolve()), manifest.to_dict()["tensors"], code, target.groups]
     journal = Journal(out, identity)
     if journal.resumed:
@@ -71,7 +77,7 @@ def export_weights(
     for number, (path, p) in enumerate(target.params.items(), 1):
         if path not in journal.done:
             say(f"{number}/{len(target.params)} {path} {list(unpadded_shape(p))}")
-            _export_one(tensors, path, p, target.stored[path], {t: files[f] for t, f in file_of.items()})
+            _export_one(weights, path, p, target.stored[path], {t: files[f] for t, f in file_of.items()})
             journal.add(path, True)
     _write_rest(journal.folder, run, source, target, file_of, DTYPES[code].itemsize)
     journal.commit()
@@ -81,6 +87,9 @@ def export_weights(
 
 
 def _dtype_of(tensors: StoredTensors) -> str:
+    tuning, training = tensors.manifest.run.finetune, tensors.manifest.run.training
+    if tuning.method == "lora":
+        return "float32" if tuning.base == "float32" else training.compute_dtype
     return next(t.dtype for name, t in tensors.manifest.tensors.items() if name.startswith("params."))
 
 
@@ -104,6 +113,7 @@ def _configuration(run: Run, source: Path) -> tuple[Architecture, dict[str, Any]
         return architecture, {**config, **longest}
     folder = read_model(str(kept.absolute()))
     config = json.loads((kept / "config.json").read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)  # weights go out as numbers
     if _same(folder.architecture, folder.model, run.model):
         return folder.architecture, config
     architecture, changed = architecture_of(run.model)
@@ -117,15 +127,18 @@ def _same(architecture: Architecture, first: Model, second: Model) -> bool:
     return type(first) is type(second) and architecture.write(first) == architecture.write(second)
 
 
+class WeightReader(Protocol):
+    """Weights of a model, block by block."""
+
+    def read_blocks(self, name: str, shape: tuple[int, ...], then: Callable[[Index, np.ndarray], None]) -> None:
+        """Calls `then` with each block of the weight `name`, without its rows beyond `shape`."""
+        ...
+
+
 def _export_one(
-    tensors: StoredTensors, path: str, p: Param, stored: StoredTensor, files: dict[str, NewSafetensorsFile]
+    tensors: WeightReader, path: str, p: Param, stored: StoredTensor, files: dict[str, NewSafetensorsFile]
 ) -> None:
     """Writes one parameter into the tensors that it is stored in."""
-    name = f"params.{path}"
-    if name not in tensors.manifest.tensors:
-        raise CheckpointError(
-            f"the checkpoint in {tensors.step_folder}", f"it has no tensor {name!r}", "another checkpoint of the run"
-        )
     touched: set[NewSafetensorsFile] = set()
 
     def tensor(stored_name: str) -> np.ndarray:
@@ -138,7 +151,7 @@ def _export_one(
             file.release()
         touched.clear()
 
-    tensors.read_blocks(name, unpadded_shape(p), write)
+    tensors.read_blocks(f"params.{path}", unpadded_shape(p), write)
 
 
 def _write_rest(

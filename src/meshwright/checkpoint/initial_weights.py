@@ -1,7 +1,9 @@
 """Weights that a run starts from: a Hugging Face folder, or the last checkpoint of another run."""
 
 import dataclasses
+import functools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ from meshwright.hugging_face.folder import KEPT, keep_files, open_folder, read_m
 from meshwright.hugging_face.hub import find_folder, is_hugging_face
 from meshwright.hugging_face.load import load_params
 from meshwright.runs.run_file import run_in_folder
-from meshwright.sharding.params import Tree
-from meshwright.step.device_run import DeviceRun
+from meshwright.sharding.params import Tree, named_leaves
+from meshwright.step.device_run import DeviceRun, place_on_devices
 
 _FREE = ("vocab_multiple",)
 """Fields of a model in which a run may differ from its weights without a word: they change no number."""
@@ -32,13 +34,44 @@ def load_initial_weights(device_run: DeviceRun, out: Path | None = None) -> Tree
     changed_fields(run)
     if out is not None and jax.process_index() == 0:
         _keep_description(run.init_from, out)
-    if is_hugging_face(run.init_from):
-        weights = open_folder(run.init_from)
-        return load_params(weights, device_run.params, device_run.state_shardings.params, run.training.param_dtype)
-    folder = Path(run.init_from)
+        if run.finetune.template is not None:
+            (out / KEPT).mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(run.finetune.template, out / KEPT / "chat_template.jinja")
+    if run.finetune.method == "lora":
+        from meshwright.checkpoint.adapters import add_adapters  # loaded for runs with adapters
+
+        return add_adapters(device_run, functools.partial(_load, run.init_from))
+    if run.finetune.objective == "preferences":
+        from meshwright.checkpoint.adapters import model_alone
+
+        device_run = model_alone(device_run)  # the reference is a copy, and no weights of a file
+    return _load(run.init_from, device_run, lambda path, w: w)
+
+
+def _load(init_from: str, device_run: DeviceRun, then: Callable[[str, jax.Array], Any]) -> Tree:
+    """Weights of a run without adapters; each is given to `then` before the next is loaded."""
+    if is_hugging_face(init_from):
+        weights = open_folder(init_from)
+        dtype = device_run.run.training.param_dtype
+        return load_params(weights, device_run.params, device_run.state_shardings.params, dtype, then)
+    params = load_run(Path(init_from), device_run)
+    treedef: Any = jax.tree.structure(params)
+    return treedef.unflatten([then(path, w) for path, w in named_leaves(params).items()])
+
+
+def load_run(folder: Path, device_run: DeviceRun, at: int | None = None) -> Tree:
+    """Returns the weights of another run's checkpoint, the last one or that of step `at`; its adapters are merged."""
+    theirs = run_in_folder(folder)
     with Checkpoints(folder / "checkpoints", max_to_keep=10**6) as checkpoints:
-        params, _ = checkpoints.restore_params(device_run)
-    return params
+        if theirs.finetune.method != "lora":
+            return checkpoints.restore_params(device_run, at)[0]
+        from meshwright.checkpoint.adapters import merge_adapters
+
+        training = dataclasses.replace(device_run.run.training, param_dtype=theirs.training.param_dtype)
+        adapted = dataclasses.replace(device_run.run, finetune=theirs.finetune, training=training)
+        other = place_on_devices(adapted, device_run.mesh)
+        params = merge_adapters(other, checkpoints.restore_params(other, at)[0])[1]
+    return jax.tree.map(lambda w, like: w.astype(like.dtype), params, device_run.abstract.params)
 
 
 def changed_fields(run: Run) -> dict[str, tuple[Any, Any]]:

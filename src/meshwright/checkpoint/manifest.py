@@ -37,6 +37,8 @@ class Manifest:
     """Run that wrote the checkpoint."""
     tensors: dict[str, TensorRecord]
     """Tensors by dotted name, with one row per layer."""
+    data: Any = None
+    """Position of data that is not read by `cursor`: an iterator's own state."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the manifest as JSON-compatible values, with the versions of the libraries."""
@@ -44,6 +46,7 @@ class Manifest:
             "format": _FORMAT,
             "step": self.step,
             "cursor": self.cursor,
+            "data": self.data,
             "run": run_to_dict(self.run),
             "versions": {"jax": jax.__version__, "orbax": ocp.__version__, "numpy": np.__version__},
             "tensors": {
@@ -56,7 +59,7 @@ class Manifest:
     def from_dict(cls, data: dict[str, Any]) -> "Manifest":
         """Reads what `to_dict` returned. Raises KeyError, TypeError, ValueError or ConfigError for anything else."""
         tensors = {name: _read_record(record) for name, record in data["tensors"].items()}
-        return cls(int(data["step"]), int(data["cursor"]), run_from_dict(data["run"]), tensors)
+        return cls(int(data["step"]), int(data["cursor"]), run_from_dict(data["run"]), tensors, data.get("data"))
 
 
 def _read_record(record: dict[str, Any]) -> TensorRecord:

@@ -29,6 +29,9 @@ class ConvertOptions:
     """Step of the run's checkpoint; by default the last."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of the weights written from a run; by default that of its checkpoint."""
+    weights: Literal["merged", "adapter"] = "merged"
+    """Weights of a run with adapters (finetune): the whole model with adapters merged, or the adapters alone in PEFT's
+    format."""
     max_file_mib: int = 4768
     """Largest safetensors file, in MiB; a larger tensor has a file of its own."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -45,8 +48,8 @@ def main(args: Sequence[str]) -> int:
         print(line, file=sys.stderr, flush=True)
 
     done = convert(
-        options.source, options.out, at=options.at, dtype=options.dtype, largest_file=options.max_file_mib * 2**20,
-        say=say,
+        options.source, options.out, at=options.at, dtype=options.dtype, weights=options.weights,
+        largest_file=options.max_file_mib * 2**20, say=say,
     )  # fmt: skip
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if options.json:

@@ -12,6 +12,7 @@ from rich.console import Console
 from meshwright.cli.output import write_json
 from meshwright.config import Run
 from meshwright.errors import CensusError
+from meshwright.fine_tuning import FineTune
 from meshwright.hardware import mesh
 from meshwright.hardware.targets import Target
 from meshwright.planner.decoding import DecodePrice, best_decode, price_decode
@@ -52,7 +53,8 @@ def prove_decode(
     from meshwright.step.device_run import place_on_devices
 
     assert run.mesh is not None
-    device_run = place_on_devices(run_for_decoding(run, run.mesh), mesh.build_mesh(run.mesh, list(devices)))
+    merged = dataclasses.replace(run, finetune=FineTune())  # adapters are merged before weights are laid out
+    device_run = place_on_devices(run_for_decoding(merged, run.mesh), mesh.build_mesh(run.mesh, list(devices)))
     share = run.mesh.over(BATCH_AXES)
     batch, slots = math.ceil(sizes[0] / share) * share, sizes[1]
     chunk = math.gcd(slots, 512)

@@ -3,6 +3,8 @@
 import dataclasses
 import os
 
+import jax
+
 from meshwright.config import Run
 from meshwright.errors import ConfigError
 from meshwright.hardware import mesh
@@ -57,5 +59,14 @@ def start_devices(devices: int | None, run: Run, hosts: Hosts = ALONE) -> None:
             f"{total} devices over {hosts.processes} processes", "each process has the same number, at least one",
             f"--devices {max(1, total // hosts.processes) * hosts.processes}",
         )  # fmt: skip
-    mesh.prepare_host(total // hosts.processes)
+    try:
+        mesh.prepare_host(total // hosts.processes)
+    except RuntimeError as error:
+        if jax.default_backend() != "cpu" or jax.device_count() >= total // hosts.processes:
+            return
+        raise ConfigError(
+            f"{total // hosts.processes} simulated devices",
+            "the recipe computed with JAX while it was imported, and devices can be simulated before that alone",
+            "create models and arrays in functions: mw.wrap(lambda key: Model(key), ...)",
+        ) from error
     join(hosts)

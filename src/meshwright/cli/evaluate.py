@@ -14,6 +14,8 @@ from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import default_cache_folder
 from meshwright.trainer.evaluation import evaluate_checkpoint, run_to_evaluate
+from meshwright.wrapped.model import is_wrapped
+from meshwright.wrapped.prepared import evaluate_wrapped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,12 @@ def main(args: Sequence[str]) -> int:
     run = run_to_evaluate(options.folder, options.data, shape)
     hosts = options.hosts.hosts()
     start_devices(options.devices, run, hosts)
+    if is_wrapped(run):
+        metrics = evaluate_wrapped(Path(options.folder), run, cache=default_cache_folder(), at=options.at).metrics
+        lines = "".join(f"{name:<20} {value:.6g}\n" for name, value in metrics.items())
+        if hosts.process == 0:
+            write_json(metrics) if options.json else write(lines)
+        return 0
     shown, record = _tasks(options, shape) if options.tasks else _losses(options, run)
     if hosts.process == 0:
         write_json(record) if options.json else write(shown)

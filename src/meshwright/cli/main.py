@@ -12,6 +12,7 @@ from meshwright.errors import ConfigError, MeshwrightError, nearest
 
 VERBS = {
     "train": "Train a recipe, or resume a run: on the accelerators found, or on simulated devices.",
+    "finetune": "Fine-tune a model on conversations or preferences, with LoRA adapters or all parameters.",
     "evaluate": "Compute the loss of a run's checkpoint on held-out or other text, or benchmarks.",
     "generate": "Continue prompts with a run's model, or chat with it.",
     "tokenize": "Tokenise text once, into a folder that --data takes.",

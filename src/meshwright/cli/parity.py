@@ -6,13 +6,13 @@ from typing import Annotated
 
 import tyro
 
+from meshwright.api.training import parity
 from meshwright.cli.base_run import RunOptions, base_run
 from meshwright.cli.devices import SIMULATED, start_devices
 from meshwright.cli.output import write_json
 from meshwright.cli.parse import parse
 from meshwright.config import MeshShape
 from meshwright.report.console import open_console
-from meshwright.trainer.parity import parity
 from meshwright.views.run_tables import print_parity
 
 _STEPS = 5

@@ -12,34 +12,39 @@ from rich.console import Console
 
 from meshwright.api.planning import find_target, with_vocab
 from meshwright.cli.base_run import RunOptions, base_run
+from meshwright.cli.offers import OfferOptions, offer_json, plan_offers, plan_optimum
 from meshwright.cli.output import write_json
 from meshwright.cli.parse import parse
 from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
 from meshwright.formatting import parse_count
 from meshwright.hardware.targets import Target
+from meshwright.planner.divisibility import notes
 from meshwright.planner.explain import alternatives, explain_mesh, nothing_fits
+from meshwright.planner.offers import Offer, make_offer
 from meshwright.planner.plan_file import prediction_json, write_plan
 from meshwright.planner.search import Plan, SearchResult, price_mesh, search, with_tokens_per_step
 from meshwright.report.console import open_console
+from meshwright.views.offer_tables import print_training
 from meshwright.views.plan_tables import print_alternatives, print_best_plan, print_comparison, print_plans
+from meshwright.wrapped.model import is_wrapped
 
 if TYPE_CHECKING:
     from meshwright.cli.tune import Outcome
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanOptions(RunOptions):
+class PlanOptions(OfferOptions, RunOptions):
     """Find the fastest way to lay RECIPE (by default `tiny`) out on hardware that is not here, and explain why the
     others lose. All figures are predicted by arithmetic; nothing is compiled unless --prove or --tune asks for it."""
 
-    on: Annotated[str, tyro.conf.arg(metavar="CHIP:SIZE")]
+    on: Annotated[str, tyro.conf.arg(metavar="CHIP:SIZE,...")]
     """Hardware: v5p:8x8x16, 2*v6e:16x16, h100:64, gb200:144, or your own chip as FILE.toml:SIZE or
-    module:attribute:SIZE."""
+    module:attribute:SIZE. Several are ranked: v5p:4x4x8,h100:64,128, or numbers of chips in a range: v5p:64..1024."""
     tokens_per_step: str | None = None
-    """Tokens per step, as 4M or 2097152; by default the recipe's batch."""
+    """Tokens per step, as 4M or 2097152; by default the recipe's batch. Several are ranked: 1M,2M or 1M..8M."""
     tokens: str = "1T"
-    """Tokens of the whole training, for the days and chip-hours."""
+    """Tokens of the whole training, for the days, cost and energy."""
     why: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
     """Also explain this mesh (axis=degree,...): its rank, and what it loses against the best."""
     compare: Annotated[tuple[str, str] | None, tyro.conf.arg(metavar="AXIS=N,... AXIS=N,...")] = None
@@ -78,6 +83,10 @@ class Planned:
     """Mesh of `--why`."""
     compared: tuple[Plan, Plan] | None
     """Plans of `--compare`."""
+    offer: Offer
+    """Training of the best plan."""
+    notes: list[str]
+    """Factors of the devices that divide neither batch nor parameters."""
 
 
 def main(args: Sequence[str]) -> int:
@@ -89,12 +98,19 @@ def main(args: Sequence[str]) -> int:
 
 def run_plan(options: PlanOptions) -> int:
     """Searches, compiles where asked, writes, prints. Raises ConfigError where no mesh has the memory."""
+    if is_wrapped(options.run):
+        from meshwright.cli.wrapped import print_wrapped_plans  # a plan of a family's model loads no wrapped one
+
+        console = open_console(sys.stderr if options.json else sys.stdout)
+        return print_wrapped_plans(options.run, find_target(options.on), console, out=options.out, as_json=options.json)
     if options.decode:
         from meshwright.cli.decoding import plan_decode  # a plan of training prices no decoding
 
         console = open_console(sys.stderr if options.json else sys.stdout)
         run, target = with_vocab(options.run), find_target(options.on)
         return plan_decode(run, target, options.decode, options.decode_batch, console=console, as_json=options.json)
+    if _ranks_offers(options):
+        return _plan_offers(options)
     planned = _search(options)
     found, console = planned.found, open_console(sys.stderr if options.json else sys.stdout)
     compiles = options.prove > 0 or options.tune
@@ -103,12 +119,43 @@ def run_plan(options: PlanOptions) -> int:
     outcome = _compile(options, found, console) if compiles else None
     _write_files(options, planned, outcome)
     if options.json:
-        write_json({**_to_json(found, options.shown), **(outcome.figures if outcome else {})})
+        training = {"training": offer_json(planned.offer), "notes": planned.notes}
+        write_json({**_to_json(found, options.shown), **training, **(outcome.figures if outcome else {})})
     elif not compiles:
         _print(console, options, planned)
     if options.out:
         text = f"\nwritten: {options.out} (meshwright prove {options.out}, meshwright train {options.out})"
         console.print(text, markup=False, soft_wrap=True)
+    return 0
+
+
+def _ranks_offers(options: PlanOptions) -> bool:
+    """Whether the question has several targets or batches, a limit, or a budget to divide."""
+    several = any("," in text or ".." in text for text in (options.on, options.tokens_per_step or ""))
+    return several or options.days is not None or options.budget is not None or options.scaling_law is not None
+
+
+def _plan_offers(options: PlanOptions) -> int:
+    """Prints offers and writes the best plan. Raises ConfigError for options of a single plan."""
+    for name in ("why", "compare", "prove", "tune", "html"):
+        if getattr(options, name):
+            raise ConfigError(
+                f"--{name} with several plans to rank, or a deadline or budget", "it is about the plans of one target",
+                f"plan first, then --{name} with the target that is best, and without the limits",
+            )  # fmt: skip
+    console = open_console(sys.stderr if options.json else sys.stdout)
+    if options.scaling_law is not None:
+        best = plan_optimum(
+            options, options.on, tokens_per_step=options.tokens_per_step, console=console, as_json=options.json
+        )
+    else:
+        best = plan_offers(
+            options, with_vocab(options.run), options.on, tokens=options.tokens,
+            tokens_per_step=options.tokens_per_step, shown=options.shown, console=console, as_json=options.json,
+        )  # fmt: skip
+    if options.out:
+        write_plan(best.plan, best.plan.target, options.out, {})
+        console.print(f"written: {options.out}", markup=False, soft_wrap=True)
     return 0
 
 
@@ -131,7 +178,8 @@ def _search(options: PlanOptions) -> Planned:
     if not found.plans:
         raise nothing_fits(run, found)
     compared = (_price(run, target, shapes[0]), _price(run, target, shapes[1])) if shapes else None
-    return Planned(found, seconds, tokens, explained, compared)
+    offer = make_offer(found.plans[0], tokens, options.market())
+    return Planned(found, seconds, tokens, explained, compared, offer, notes(run, found))
 
 
 def _price(run: Run, target: Target, shape: MeshShape) -> Plan:
@@ -160,7 +208,10 @@ def _print(console: Console, options: PlanOptions, planned: Planned) -> None:
         console, found, name=options.run.name, shown=options.shown, tokens=planned.tokens,
         search_seconds=planned.seconds,
     )  # fmt: skip
+    for note in planned.notes:
+        console.print(f"note: {note}\n", markup=False, highlight=False)
     print_best_plan(console, found.plans[0], found.target)
+    print_training(console, planned.offer)
     print_alternatives(console, alternatives(found), options.shown)
     if planned.explained is not None:
         console.print(f"\n[bold]why {planned.explained}[/]")

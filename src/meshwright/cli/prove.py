@@ -50,6 +50,7 @@ from meshwright.views.census_tables import (
 from meshwright.views.draw.machine import machine_of, parse_machine
 from meshwright.views.run_tables import choices_to_json, print_choices
 from meshwright.views.trace import write_trace
+from meshwright.wrapped.model import is_wrapped
 
 Sections = list[tuple[str, str]]
 """Headings and HTML of a page."""
@@ -125,6 +126,10 @@ def run_prove(options: ProveOptions) -> int:
     if target is not None and not is_compiling_process(target):
         return compile_in_subprocess(target, options.limit)
     devices = _target_devices(target) if target else _local_devices(options, other)
+    if is_wrapped(options.run):
+        from meshwright.cli.wrapped import prove_wrapped  # a proof of a family's model loads no wrapped one
+
+        return prove_wrapped(options.run, devices, target, console, as_json=options.json)
     run = with_vocab(dataclasses.replace(options.run, mesh=_shape(options.run, devices, target)))
     if options.step in ("prefill", "decode"):
         from meshwright.cli.decoding import prove_decode  # a proof of training loads no decoder

@@ -28,6 +28,7 @@ from meshwright.runs.run_file import run_in_folder
 from meshwright.trainer import loop
 from meshwright.views.plan_tables import print_forecast_gaps
 from meshwright.views.run_tables import print_prepared_run, print_summary
+from meshwright.wrapped.model import is_wrapped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,12 +58,25 @@ class TrainOptions(RunOptions):
 def main(args: Sequence[str]) -> int:
     """Runs `meshwright train`; the exit code is 128 + N where signal N stopped the run."""
     base = _base_of_training(args)
-    options = parse(TrainOptions, "train [RECIPE]", base.args, default=TrainOptions(run=base.run))
+    return run_training(parse(TrainOptions, "train [RECIPE]", base.args, default=TrainOptions(run=base.run)))
+
+
+def run_training(options: TrainOptions) -> int:
+    """Trains what the options of a verb say; returns its exit code."""
     console = open_console(sys.stderr if options.json else sys.stdout)
     hosts = options.hosts.hosts()
     console.quiet = hosts.process != 0
     start_devices(options.devices, options.run, hosts)
     out = options.out or Path("runs") / f"{options.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if is_wrapped(options.run):
+        from meshwright.cli.wrapped import prepare_and_print  # a run of a family's model loads no wrapped one
+
+        summary = _train(options, prepare_and_print(options.run, options.devices, console), out, console)
+        if options.json:
+            write_json({**dataclasses.asdict(summary), "out": out})
+        else:
+            print_summary(console, summary, unit="examples")
+        return 128 + summary.interrupted_by if summary.interrupted_by else 0
     prepared = loop.prepare_run(
         options.run, cache=mesh.default_cache_folder(), devices=options.devices, choose=choose_for_devices
     )
@@ -96,7 +110,7 @@ def _base_of_training(args: Sequence[str]) -> Base:
     return base_run(args)
 
 
-def _train(options: TrainOptions, prepared: loop.PreparedRun, out: Path, console: Console) -> loop.Summary:
+def _train(options: TrainOptions, prepared: loop.Trainable, out: Path, console: Console) -> loop.Summary:
     """Trains, with progress on the console of process 0."""
 
     def reporters(first: int) -> list[Reporter]:

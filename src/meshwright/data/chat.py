@@ -8,11 +8,15 @@ import dataclasses
 import datetime
 import importlib.util
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from meshwright.errors import DataError
+
+_MARKS = ("\ue0f8", "\ue0f9")
+"""Characters of private use around answers, while a conversation is rendered."""
 
 Message = dict[str, Any]
 """`{"role": "user", "content": "..."}`; other keys are the template's own."""
@@ -32,18 +36,45 @@ class ChatTemplate:
 
         Raises DataError where the template refuses the conversation, or Jinja is not installed.
         """
+        return self._render(messages, answer, ("", ""))
+
+    @property
+    def marks_answers(self) -> bool:
+        """Whether the template marks which of its text is answers: `{% generation %}`."""
+        return re.search(r"{%-?\s*generation\s*-?%}", self.source) is not None
+
+    def render_marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+        """Returns the text of a conversation, and first and last character (one past it) of each answer.
+
+        For a template that `marks_answers`. Raises as `render`.
+        """
+        if any(mark in str(message.get("content")) for message in messages for mark in _MARKS):
+            raise DataError(
+                "a conversation", f"it has one of the characters {_MARKS}, which mark answers", "without them"
+            )
+        text, spans = "", list[tuple[int, int]]()
+        for number, part in enumerate(re.split(f"[{''.join(_MARKS)}]", self._render(messages, False, _MARKS))):
+            if number % 2:
+                spans.append((len(text), len(text) + len(part)))
+            text += part
+        return text, spans
+
+    def _render(self, messages: Sequence[Message], answer: bool, marks: tuple[str, str]) -> str:
+        """Returns the text, with `marks` before and after each answer that the template marks."""
         import jinja2  # an optional dependency
         from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         class Generation(Extension):
-            """Statement `{% generation %}`, which marks answers for training; the text is as without it."""
+            """Statement `{% generation %}`, which marks answers for training."""
 
             tags = {"generation"}  # noqa: RUF012 - Jinja's own interface
 
             def parse(self, parser: Any) -> Any:
                 next(parser.stream)
-                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                first, last = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in marks)
+                return [first, *body, last]
 
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
@@ -70,7 +101,8 @@ def _refuse(message: str) -> NoReturn:
 def read_chat_template(folder: Path) -> ChatTemplate | None:
     """Reads the chat template beside a tokenizer: chat_template.jinja, or that of tokenizer_config.json.
 
-    Returns None where there is none. Raises DataError where tokenizer_config.json is no JSON.
+    An output folder has the files of the model that it started from in `huggingface`. Returns None where there is no
+    template. Raises DataError where tokenizer_config.json is no JSON.
     """
     config: dict[str, Any] = {}
     file = folder / "tokenizer_config.json"
@@ -85,7 +117,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
     if (folder / "chat_template.jinja").is_file():
         source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     if source is None:
-        return None
+        return read_chat_template(folder / "huggingface") if (folder / "huggingface").is_dir() else None
     special = []
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         token = config.get(name)

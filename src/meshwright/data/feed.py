@@ -7,7 +7,7 @@ depend on the number of hosts or on the mesh. Grain shuffles, repeats and mixes 
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import grain
 import jax
@@ -20,6 +20,27 @@ from meshwright.data.tokens import TokenFile
 from meshwright.errors import DataError
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Batch))
+
+
+class Samples(Protocol):
+    """Samples of one source by index, each the fields of a `Batch` [T]."""
+
+    @property
+    def seq(self) -> int:
+        """Tokens of a sample, T."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]: ...
+
+    def whole(self) -> "Samples":
+        """Returns the samples of all of the source, its training and held-out part together."""
+        ...
+
+    def texts(self, samples: int) -> Iterator[np.ndarray]:
+        """Yields the tokens that the first `samples` samples predict, in runs of text."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +83,19 @@ class Windows:
             "weights": weights,
         }
 
+    def whole(self) -> "Windows":
+        """Returns the windows of the whole file."""
+        return dataclasses.replace(self, start=0, stop=len(self.file.tokens))
+
+    def texts(self, samples: int) -> Iterator[np.ndarray]:
+        """Yields the tokens that the first windows predict, by document, without their ends."""
+        start, stop, ends = self.start + 1, self.start + 1 + samples * self.seq, self.file.ends
+        inside = ends[np.searchsorted(ends, start, side="left") : np.searchsorted(ends, stop, side="left")]
+        # The first token of a document is not predicted from the document before it.
+        starts = [start, *(int(end) + 1 for end in inside)]
+        for first, last in zip(starts, [*map(int, inside), stop], strict=True):
+            yield self.file.tokens[first:last]
+
 
 def split(file: TokenFile, seq: int, held_out: float) -> tuple[Windows, Windows]:
     """Splits a token file into a training part and the held-out tail.
@@ -81,7 +115,7 @@ def split(file: TokenFile, seq: int, held_out: float) -> tuple[Windows, Windows]
     return train, rest
 
 
-def build_stream(windows: list[Windows], weights: list[float], seed: int) -> grain.MapDataset:
+def build_stream(windows: Sequence[Samples], weights: list[float], seed: int) -> grain.MapDataset:
     """Builds an endless dataset of samples by global index: each source reshuffled every epoch, mixed by weight."""
     shuffled = [
         grain.MapDataset.source(part).seed(seed + number).shuffle().repeat() for number, part in enumerate(windows)
@@ -122,7 +156,7 @@ class Feed:
     def __init__(
         self, stream: Any, ramp: BatchRamp, *, seq: int, taken: int, cursor: int, steps: int, sharding: NamedSharding
     ):
-        self.wait_seconds = 0.0
+        self.wait_seconds, self.position = 0.0, None
         self._ramp, self._seq, self._step, self._sharding = ramp, seq, taken, sharding
         rows = {size: local_rows(sharding, (size, seq)) for size in ramp.sizes}
         self._index_of_row = {size: {row: i for i, row in enumerate(own)} for size, own in rows.items()}
@@ -170,14 +204,14 @@ def put_rows(
     return Batch(**{name: place(field) for name, field in local.items()})
 
 
-def held_out_order(parts: Sequence[Windows], samples: int) -> list[tuple[Windows, int]]:
+def held_out_order(parts: Sequence[Samples], samples: int) -> list[tuple[Samples, int]]:
     """Returns the first `samples` windows (0: all) as source and index in it, taken from the sources in turn."""
     total = sum(len(part) for part in parts)
     count = min(samples, total) if samples else total
     return [(part, i) for i in range(max(len(p) for p in parts)) for part in parts if i < len(part)][:count]
 
 
-def held_out_batches(parts: list[Windows], *, samples: int, batch: int, sharding: NamedSharding) -> Iterator[Batch]:
+def held_out_batches(parts: Sequence[Samples], *, samples: int, batch: int, sharding: NamedSharding) -> Iterator[Batch]:
     """Yields batches of the first `samples` held-out windows (0: all), taken from the sources in turn.
 
     The last batch is filled up with rows of weight 0.

@@ -3,18 +3,16 @@
 import dataclasses
 import glob
 import gzip
-import hashlib
-import inspect
 import json
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from meshwright.errors import DataError, describe_failure
+from meshwright.errors import DataError
 from meshwright.plugins import is_reference, load
 
 _PLAIN = (".txt", ".py", ".md", ".rst", ".text")
@@ -68,6 +66,8 @@ def open_source(path: str) -> Documents:
     Raises DataError where there is no readable file, ConfigError where the module or the attribute is missing.
     """
     if is_reference(path) and not Path(path).exists():
+        from meshwright.data.function_source import FunctionDocuments  # most runs read files
+
         return FunctionDocuments(path, load("data source", path))
     return FileDocuments(tuple(find_files(path)))
 
@@ -89,59 +89,6 @@ class FileDocuments:
 
     def __str__(self) -> str:
         return f"{len(self.files)} file(s)"
-
-
-@dataclasses.dataclass(frozen=True)
-class FunctionDocuments:
-    """Documents from a callable `() -> Iterable[str]` outside the package."""
-
-    name: str
-    """Name in `data.paths`: `module:attribute` or `FILE.py:attribute`."""
-    function: Callable[[], Iterable[str]]
-
-    def read(self) -> Iterator[str]:
-        """Yields the documents of one call. Raises DataError where the call fails or an item is not a string."""
-        number = 0
-        try:
-            for number, text in enumerate(self.function(), 1):
-                if not isinstance(text, str):
-                    raise DataError(
-                        f"--data {self.name}",
-                        f"its document {number} is of type {type(text).__name__}",
-                        "yield strings",
-                    )
-                if text:
-                    yield text
-        except DataError:
-            raise
-        except Exception as error:
-            raise DataError(
-                f"--data {self.name}",
-                f"after {number} document(s) it {describe_failure(error)}",
-                "correct the function",
-            ) from error
-
-    def fingerprint(self) -> list[str]:
-        """Returns the name, and the callable's `fingerprint` attribute or the hash of the file that defines it.
-
-        Raises DataError where it has neither, such as an instance of a class.
-        """
-        own: Any = getattr(self.function, "fingerprint", None)
-        if own is not None:
-            return [self.name, str(own() if callable(own) else own)]
-        try:
-            file = inspect.getsourcefile(self.function)
-            code = Path(file or "").read_bytes()
-        except (TypeError, OSError) as error:
-            raise DataError(
-                f"--data {self.name}",
-                f"an object of type {type(self.function).__name__} has no source file whose change would be noticed",
-                "give it an attribute `fingerprint`: a text that changes when the documents do",
-            ) from error
-        return [self.name, hashlib.sha256(code).hexdigest()]
-
-    def __str__(self) -> str:
-        return self.name
 
 
 def find_files(path: str) -> list[Path]:

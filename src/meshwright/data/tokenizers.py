@@ -60,47 +60,6 @@ class Bytes:
         return json.dumps({"kind": "bytes"})
 
 
-@dataclasses.dataclass(frozen=True)
-class Chars:
-    """Tokenizer over the characters of the training text; one more token ends a document."""
-
-    letters: str
-    """Characters in order of their code points."""
-
-    @property
-    def vocab(self) -> int:
-        """Number of characters, and one."""
-        return len(self.letters) + 1
-
-    @property
-    def end(self) -> int:
-        """Token after the last character."""
-        return len(self.letters)
-
-    def encode(self, text: str) -> np.ndarray:
-        """Returns the index of every character. Raises DataError for one that the vocabulary does not have."""
-        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-        known = np.frombuffer(self.letters.encode("utf-32-le", "surrogatepass"), np.uint32)
-        index = np.searchsorted(known, codes).clip(max=len(known) - 1)
-        unknown = np.flatnonzero(known[index] != codes)
-        if unknown.size:
-            at = int(unknown[0])
-            raise DataError(
-                f"encoding text with {len(self.letters)} characters",
-                f"character {at} is {text[at]!r}, which the vocabulary does not have",
-                "--data.tokenizer bytes, or text with these characters only",
-            )
-        return index.astype(np.int32)
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Returns the characters of `tokens`."""
-        return "".join(self.letters[t] for t in tokens if t < len(self.letters))
-
-    def to_json(self) -> str:
-        """Returns the kind and the characters."""
-        return json.dumps({"kind": "chars", "letters": self.letters})
-
-
 class Subwords:
     """Subword tokenizer of the `tokenizers` library (Hugging Face's tokenizer.json)."""
 
@@ -134,30 +93,13 @@ class Subwords:
         return str(self._tokenizer.to_str())
 
 
-def train_bpe(documents: Iterable[str], size: int) -> Subwords:
-    """Trains a byte-level BPE vocabulary of at most `size` tokens (Sennrich et al. 2016, arXiv:1508.07909)."""
-    if size < 257:
-        raise DataError(f"bpe:{size}", "256 bytes and the end of a document take 257 tokens", "bpe:257 or more")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        documents,
-        tokenizers.trainers.BpeTrainer(
-            vocab_size=size,
-            special_tokens=[END],
-            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    return Subwords(tokenizer.to_str())
-
-
 def build_tokenizer(spec: str, documents: Iterator[str]) -> Tokenizer:
     """Builds the tokenizer `spec`: `bytes`, `chars` or `bpe:SIZE` (both learned from `documents`), or a file."""
     if spec == "bytes":
         return Bytes()
     if spec == "chars":
+        from meshwright.data.chars import Chars  # loaded where it is asked for
+
         letters: set[str] = set()
         for text in documents:
             letters.update(text)
@@ -165,6 +107,8 @@ def build_tokenizer(spec: str, documents: Iterator[str]) -> Tokenizer:
     if spec.startswith("bpe:"):
         if not spec[4:].isdigit():
             raise DataError(f"tokenizer {spec!r}", f"{spec[4:]!r} is not a number of tokens", "bpe:4096")
+        from meshwright.data.bpe import train_bpe  # loaded where a vocabulary is learned
+
         return train_bpe(documents, int(spec[4:]))
     if not Path(spec).is_file():
         raise DataError(
@@ -183,5 +127,7 @@ def tokenizer_from_json(text: str) -> Tokenizer:
     if kind == "bytes":
         return Bytes()
     if kind == "chars":
+        from meshwright.data.chars import Chars
+
         return Chars(config["letters"])
     return Subwords(text)

@@ -26,7 +26,9 @@ from meshwright.comm.collectives import all_gather, all_reduce, all_reduce_max, 
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.context import CONTEXT
-from meshwright.models.model import ModelSpec
+from meshwright.models.kernels.scores import Scores
+from meshwright.models.model import AttentionSpec, ModelSpec
+from meshwright.models.softcap import cap
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.placement import Placement, local_shape, replicates_kv_heads, to_spec
 
@@ -41,13 +43,23 @@ _PLACEMENT: Placement = ((), CONTEXT, ("tensor",), BATCH_AXES, ())
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "k_scale", "v_scale"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class KeyValues:
-    """Cached keys and values of a stack of layers, [L, S, K, B, H] each."""
+    """Cached keys and values of a stack of layers, [L, S, K, B, H] each.
+
+    Of latent attention (blocks/latent.py) `k` holds latents and rotary keys as one head, whose beginning is the value.
+    """
 
     k: Any
     v: Any
+    """None where the cache holds latents."""
     k_scale: Any = None
     """float32 [L, S, K, B, 1] of an int8 cache: the key is `k * k_scale`; None where the cache is not quantised."""
     v_scale: Any = None
+
+
+def cached_heads(attention: AttentionSpec) -> tuple[int, int]:
+    """Returns the heads that a layer caches, and the size of a key: latents and rotary keys are one head."""
+    latent = attention.latent
+    return (attention.kv_heads, attention.head_size) if latent is None else (1, latent.cached)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +92,13 @@ class CachePlan:
             attention = next(layer.attention for layer in self.spec.layers if layer.stack == stack)
             assert attention is not None
             # Fewer heads than devices of `tensor`: every device caches the one that its queries attend to.
-            tensor = self.shape.tensor
-            heads = tensor if replicates_kv_heads(attention.kv_heads, tensor) else attention.kv_heads
-            values = (layers, self.slots, heads, self.batch, attention.head_size)
+            tensor, (kv_heads, size) = self.shape.tensor, cached_heads(attention)
+            heads = tensor if replicates_kv_heads(kv_heads, tensor) else kv_heads
+            values = (layers, self.slots, heads, self.batch, size)
             leaf = jax.ShapeDtypeStruct(values, jnp.dtype(self.dtype))
             scale = jax.ShapeDtypeStruct((*values[:-1], 1), jnp.float32) if self.dtype == "int8" else None
-            stacks[stack] = KeyValues(leaf, leaf, scale, scale)
+            twice = attention.latent is None
+            stacks[stack] = KeyValues(leaf, leaf if twice else None, scale, scale if twice else None)
         return stacks
 
     @property
@@ -141,8 +154,21 @@ class CachedAttend:
         assert cache is not None
         return cache
 
-    def __call__(self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, /, *, window: int | None) -> jax.Array:
+    def __call__(
+        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, /, *, window: int | None,
+        scores: Scores | None = None,
+    ) -> jax.Array:  # fmt: skip
         """Returns the attention output of this device's tokens [1, tokens, N, H]."""
+        return self._attend(q_BTNH, k_BTKH, v_BTKH, window, scores)
+
+    def latent(self, q_BTNZ: jax.Array, cached_BTZ: jax.Array, kv_rank: int, /) -> jax.Array:
+        """Returns the attention output of latents [1, tokens, N, kv_rank], for `ForwardContext.attend_latent`."""
+        return self._attend(q_BTNZ, cached_BTZ[:, :, None], None, None, None, kv_rank)
+
+    def _attend(
+        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array | None, window: int | None,
+        scores: Scores | None, kv_rank: int | None = None,
+    ) -> jax.Array:  # fmt: skip
         assert self._cache is not None
         batch, tokens = self._slots.first_B.shape[0], self._slots.tokens
 
@@ -150,15 +176,22 @@ class CachedAttend:
             whole = all_gather(x[0], CONTEXT, 0)[: batch * tokens]
             return whole.reshape(batch, tokens, *whole.shape[1:])
 
-        q, k, v = (by_sequence(x) for x in (q_BTNH, k_BTKH, v_BTKH))
+        q, k = by_sequence(q_BTNH), by_sequence(k_BTKH)
+        v = None if v_BTKH is None else by_sequence(v_BTKH)
         with jax.named_scope("cache"):
             self._cache = write(self._cache, self._row, self._slots, k, v)
-            out, lse = attend(self._cache, self._row, self._slots, q, window)
+            out, lse = attend(self._cache, self._row, self._slots, q, window, scores, kv_rank)
+        sinks_N = None if scores is None else scores.sinks_N
         if lax.axis_size(CONTEXT) == 1:
+            if sinks_N is not None:
+                out *= jax.nn.sigmoid(lse - sinks_N)[..., None]
             return _flat(out, q_BTNH.shape[1]).astype(q_BTNH.dtype)[None]
         highest = all_reduce_max(lse, CONTEXT)
         weight = jnp.exp(lse - highest)
-        out *= (weight / all_reduce(weight, CONTEXT))[..., None]
+        total = all_reduce(weight, CONTEXT)
+        if sinks_N is not None:
+            total += jnp.exp(sinks_N - highest)
+        out *= (weight / total)[..., None]
         flat = _flat(out, q_BTNH.shape[1] * lax.axis_size(CONTEXT))
         return reduce_scatter(flat, CONTEXT, 0).astype(q_BTNH.dtype)[None]
 
@@ -169,8 +202,11 @@ def _flat(out_BTNH: jax.Array, rows: int) -> jax.Array:
     return jnp.pad(flat, ((0, rows - flat.shape[0]), (0, 0), (0, 0)))
 
 
-def write(cache: KeyValues, row: Any, slots: Slots, k_BTKH: jax.Array, v_BTKH: jax.Array) -> KeyValues:
-    """Returns the cache with a step's keys and values at their slots, of which this device keeps its own."""
+def write(cache: KeyValues, row: Any, slots: Slots, k_BTKH: jax.Array, v_BTKH: jax.Array | None) -> KeyValues:
+    """Returns the cache with a step's keys and values at their slots, of which this device keeps its own.
+
+    v_BTKH: None for a cache of latents.
+    """
     devices, here = lax.axis_size(CONTEXT), axis_index(CONTEXT)
     start = slots.slot // devices
 
@@ -186,10 +222,19 @@ def write(cache: KeyValues, row: Any, slots: Slots, k_BTKH: jax.Array, v_BTKH: j
             new_TKBH = jnp.where(slots.slot % devices == here, new_TKBH, old)
         return lax.dynamic_update_slice(array, new_TKBH[None], where)
 
-    if cache.k_scale is None:
-        return KeyValues(place(cache.k, k_BTKH), place(cache.v, v_BTKH))
-    (k, k_scale), (v, v_scale) = quantise(k_BTKH), quantise(v_BTKH)
-    return KeyValues(place(cache.k, k), place(cache.v, v), place(cache.k_scale, k_scale), place(cache.v_scale, v_scale))
+    def place_both(array: Any, scales: Any, new_BTKH: jax.Array | None) -> tuple[Any, Any]:
+        """Places values and their scales; None has neither."""
+        if new_BTKH is None:
+            return None, None
+        if scales is None:
+            return place(array, new_BTKH), None
+        values, scale = quantise(new_BTKH)
+        return place(array, values), place(scales, scale)
+
+    (k, k_scale), (v, v_scale) = (
+        place_both(cache.k, cache.k_scale, k_BTKH), place_both(cache.v, cache.v_scale, v_BTKH)
+    )  # fmt: skip
+    return KeyValues(k, v, k_scale, v_scale)
 
 
 def quantise(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -200,33 +245,36 @@ def quantise(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def attend(
-    cache: KeyValues, row: Any, slots: Slots, q_BTNH: jax.Array, window: int | None
-) -> tuple[jax.Array, jax.Array]:
-    """Attends to this device's slots of a layer; returns the output [B, T, N, H] and its log-sum-exp [B, T, N].
+    cache: KeyValues, row: Any, slots: Slots, q_BTNH: jax.Array, window: int | None, scores: Scores | None = None,
+    kv_rank: int | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Attends to this device's slots of a layer; returns the output [B, T, N, value] and its log-sum-exp [B, T, N].
 
-    Both are float32. A query that sees none of the slots gets zeros, and a log-sum-exp near -1e30.
+    Both are float32. A query that sees none of the slots gets zeros, and a log-sum-exp near -1e30.  kv_rank: first
+    features of the keys that are the values of a cache of latents.
     """
     B, T, N, H = q_BTNH.shape
-    local, K = cache.k.shape[1:3]
+    (local, K), value_size = cache.k.shape[1:3], kv_rank or cache.v.shape[-1]
     G, block, devices = N // K, math.gcd(local, _BLOCK), lax.axis_size(CONTEXT)
     # All queries of a key/value head are one dimension, [G, T].
     q_KBGH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H).transpose(2, 0, 3, 1, 4).reshape(K, B, G * T, H)
     at_T = slots.slot + jnp.arange(T)
+    chunk = None if scores is None else scores.chunk
+    if chunk is not None:
+        window = min(window or chunk, chunk)
 
     def visit(number: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         highest, total, out = sums
         k_SKBH, k_scale = _block(cache.k, cache.k_scale, row, number, block)
-        v_SKBH, v_scale = _block(cache.v, cache.v_scale, row, number, block)
-        scores = jnp.einsum("kbgh,skbh->kbgs", q_KBGH, k_SKBH.astype(q_KBGH.dtype), preferred_element_type=jnp.float32)
-        if k_scale is not None:
-            scores *= k_scale
+        v_SKBH, v_scale = k_SKBH[..., :kv_rank], k_scale
+        if cache.v is not None:
+            v_SKBH, v_scale = _block(cache.v, cache.v_scale, row, number, block)
+        products = _products(q_KBGH, k_SKBH, k_scale, None if scores is None else scores.softcap)
         key_S = (number * block + jnp.arange(block)) * devices + axis_index(CONTEXT)
-        distance_TS = at_T[:, None] - key_S[None]
-        seen_TS = distance_TS >= 0 if window is None else (distance_TS >= 0) & (distance_TS < window)
-        seen_BTS = seen_TS[None] & (key_S[None, None] >= slots.first_B[:, None, None])
+        seen_BTS = _seen(slots.first_B, at_T, key_S, window, chunk)
         seen = jnp.broadcast_to(seen_BTS[:, None], (B, G, T, block)).reshape(1, B, G * T, block)
-        now = jnp.maximum(highest, jnp.where(seen, scores, _HIDDEN).max(-1))
-        weights = jnp.where(seen, jnp.exp(scores - now[..., None]), 0.0)
+        now = jnp.maximum(highest, jnp.where(seen, products, _HIDDEN).max(-1))
+        weights = jnp.where(seen, jnp.exp(products - now[..., None]), 0.0)
         old = jnp.exp(highest - now)
         total = total * old + weights.sum(-1)
         if v_scale is not None:
@@ -240,7 +288,7 @@ def attend(
     sums = (
         jnp.full((K, B, G * T), _HIDDEN, jnp.float32),
         jnp.zeros((K, B, G * T), jnp.float32),
-        jnp.zeros((K, B, G * T, H), jnp.float32),
+        jnp.zeros((K, B, G * T, value_size), jnp.float32),
     )
     if block == local:
         highest, total, out = visit(0, sums)
@@ -251,8 +299,26 @@ def attend(
         )
     out /= jnp.maximum(total, 1e-30)[..., None]
     lse = highest + jnp.log(jnp.maximum(total, 1e-30))
-    back = out.reshape(K, B, G, T, H).transpose(1, 3, 0, 2, 4).reshape(B, T, N, H)
+    back = out.reshape(K, B, G, T, value_size).transpose(1, 3, 0, 2, 4).reshape(B, T, N, value_size)
     return back, lse.reshape(K, B, G, T).transpose(1, 3, 0, 2).reshape(B, T, N)
+
+
+def _products(q_KBGH: jax.Array, k_SKBH: jax.Array, scale: jax.Array | None, softcap: float | None) -> jax.Array:
+    """Returns the scores [K, B, G, S] of a block of keys, float32. scale: of quantised keys."""
+    products = jnp.einsum("kbgh,skbh->kbgs", q_KBGH, k_SKBH.astype(q_KBGH.dtype), preferred_element_type=jnp.float32)
+    products = products if scale is None else products * scale
+    return products if softcap is None else cap(products, softcap)
+
+
+def _seen(first_B: jax.Array, at_T: jax.Array, key_S: jax.Array, window: int | None, chunk: int | None) -> jax.Array:
+    """Returns the slots [B, T, S] that each token attends to. at_T, key_S: slots of the tokens, and of the keys."""
+    distance_TS = at_T[:, None] - key_S[None]
+    seen_TS = distance_TS >= 0 if window is None else (distance_TS >= 0) & (distance_TS < window)
+    seen_BTS = seen_TS[None] & (key_S[None, None] >= first_B[:, None, None])
+    if chunk is None:
+        return seen_BTS
+    chunk_BT, chunk_BS = ((x[None] - first_B[:, None]) // chunk for x in (at_T, key_S))
+    return seen_BTS & (chunk_BT[:, :, None] == chunk_BS[:, None])
 
 
 def _block(

@@ -28,6 +28,7 @@ from meshwright.models.blocks.dropout import no_dropout
 from meshwright.models.blocks.kv_heads import with_own_kv_head
 from meshwright.models.model import ForwardContext, Layer, Tokens, vocab_size
 from meshwright.models.remat import scan_layers
+from meshwright.models.softcap import cap
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import Tree
 from meshwright.sharding.placement import to_spec
@@ -294,6 +295,7 @@ class Decoder:
         x_TD = all_gather(x_BTD[0], CONTEXT, 0)[: batch * tokens]
         x_BD = x_TD.reshape(batch, tokens, -1)[:, -1]
         logits_BV = jnp.einsum("bd,vd->bv", x_BD, table_VD, preferred_element_type=jnp.float32)
+        logits_BV = cap(logits_BV, self.device_run.placed.spec.logit_softcap)
         vocab = vocab_size(self.device_run.run.model)
         return all_gather(logits_BV, VOCAB_AXES, 1)[:, :vocab], cache
 
@@ -312,7 +314,8 @@ class Decoder:
         sequence = SequenceSplit("all_gather", local.ids.shape[1], 1, 1)
         fewer = (self.device_run.placed.spec.kv_heads or math.inf) < self.device_run.shape.tensor
         own = with_own_kv_head(attend) if fewer else attend
-        ctx = ForwardContext(local, self.weights.gather, no_dropout(), own, sequence, model.grouped_matmul)
+        kernels = (own, sequence, model.grouped_matmul)
+        ctx = ForwardContext(local, self.weights.gather, no_dropout(), *kernels, attend_latent=attend.latent)
         x_BTD, cache = self._layers(params, state.cache, ctx, attend)
         return *model.model.unembed(params, x_BTD, self.weights.gather), cache
 
@@ -329,28 +332,36 @@ class Decoder:
         self, params: Tree, cache: dict[str, KeyValues], ctx: ForwardContext, attend: CachedAttend
     ) -> tuple[jax.Array, dict[str, KeyValues]]:
         """Runs all layers; the cache is carried through the loop over them, so that it is written in place."""
-        model = self.device_run.local_model
-        x_BTD, functions, first = model.model.embed(params, ctx), model.model.layer_functions(ctx), 0
-        written: dict[str, KeyValues] = {}
+        model, spec = self.device_run.local_model, self.device_run.placed.spec
+        functions = model.model.layer_functions(ctx)
 
-        def cached(layer: Layer, first: int) -> Any:
-            def step(carry: Any, layer_params: Tree, index: jax.Array) -> tuple[Any, Any]:
-                x_BTD, cache = carry
-                attend.open(cache, index - first)
+        def cached(stack: str, layer: Layer) -> Any:
+            def step(carry: Any, layer_params: Tree, place: Any) -> tuple[Any, Any]:
+                (x_BTD, cache), (index, row) = carry, place
+                attend.open(cache[stack], row)
                 x_BTD, _ = layer(x_BTD, layer_params, index)
-                return (x_BTD, attend.close()), None
+                return (x_BTD, {**cache, stack: attend.close()}), None
 
             return step
 
-        for stack, count in model.stacks.items():
-            given = functions[stack]
-            kinds = tuple(cached(layer, first) for layer in (given if isinstance(given, tuple) else (given,)))
-            index_L = first + jnp.arange(count, dtype=jnp.int32)
-            carry: Any = (x_BTD, cache[stack])
-            carry, _ = scan_layers(kinds, carry, params[stack], index_L, remat="none", unroll=1)
-            x_BTD, written[stack] = carry
-            first += count
-        return x_BTD, written
+        # Index of each layer in the model, and its row in the stack.
+        places = {s: (jnp.array(spec.layers_of(s)), jnp.arange(n)) for s, n in model.stacks.items()}
+        given = {s: f if isinstance(f, tuple) else (f,) for s, f in functions.items()}
+        kinds = {stack: tuple(cached(stack, layer) for layer in layers) for stack, layers in given.items()}
+        carry = (model.model.embed(params, ctx), cache)
+        if spec.interleaved:
+            from meshwright.models.periods import kinds_of, scan_stacks
+
+            stacked = {stack: params[stack] for stack in model.stacks}
+            done: tuple[jax.Array, dict[str, KeyValues]]
+            done, _ = scan_stacks(kinds_of(spec, kinds), carry, stacked, places, remat="none", unroll=1)
+            return done
+        for stack in model.stacks:
+            # The cache of one stack alone is carried through the loop over its layers.
+            own: Any = (carry[0], {stack: carry[1][stack]})
+            left: Any = scan_layers(kinds[stack], own, params[stack], places[stack], remat="none", unroll=1)[0]
+            carry = (left[0], {**carry[1], **left[1]})
+        return carry
 
 
 def check_decodable(device_run: DeviceRun) -> None:

@@ -15,6 +15,7 @@ from meshwright.generation.sampling import Sampling
 from meshwright.models.blocks.context import CONTEXT
 from meshwright.models.loss import chunk_tokens
 from meshwright.models.model import vocab_size
+from meshwright.models.softcap import cap
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import Tree
 
@@ -63,7 +64,9 @@ class _ScoreChunk:
         labels_T = decoder.local_tokens(jnp.maximum(labels_BT, 0))
         run = decoder.device_run.run
         size = chunk_tokens(labels_T.shape[0], table_VD.shape[0], run.training.logits_mib)
-        scores = token_scores(x_BTD[0], table_VD, labels_T, vocab_size(run.model), size)
+        scores = token_scores(
+            x_BTD[0], table_VD, labels_T, vocab_size(run.model), size, decoder.device_run.placed.spec.logit_softcap
+        )
         logprobs_BT, greedy_BT = (
             all_gather(all_gather(x, CONTEXT, 0)[: batch * chunk].reshape(batch, chunk), BATCH_AXES, 0) for x in scores
         )
@@ -72,7 +75,7 @@ class _ScoreChunk:
 
 
 def token_scores(
-    x_TD: jax.Array, table_VD: jax.Array, labels_T: jax.Array, vocab: int, chunk: int
+    x_TD: jax.Array, table_VD: jax.Array, labels_T: jax.Array, vocab: int, chunk: int, softcap: float | None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the log-probability of each label, float32 [T], and whether no token has a larger logit, int32 [T].
 
@@ -85,7 +88,7 @@ def token_scores(
     def scores(inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x_TD, labels_T = inputs
         logits_TV = jnp.einsum("td,vd->tv", x_TD, table_VD, preferred_element_type=jnp.float32)
-        logits_TV = jnp.where(row_V < vocab, logits_TV, -1e30)
+        logits_TV = jnp.where(row_V < vocab, cap(logits_TV, softcap), -1e30)
         largest_T = all_reduce_max(logits_TV.max(-1), VOCAB_AXES)
         sum_T, label_T = all_reduce(
             (

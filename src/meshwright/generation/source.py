@@ -18,6 +18,7 @@ from meshwright.data.tokens import load_corpus
 from meshwright.errors import ConfigError
 from meshwright.generation.weight_sizes import run_for_decoding
 from meshwright.hardware.mesh import build_mesh, default_cache_folder, default_mesh_shape
+from meshwright.hugging_face.folder import KEPT
 from meshwright.hugging_face.hub import find_folder, is_hugging_face
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run_file import run_in_folder
@@ -66,8 +67,18 @@ def open_weights(
     with Checkpoints(folder / "checkpoints", max_to_keep=10**6) as checkpoints:
         params, manifest = checkpoints.restore_params(device_run, at)
     origin = f"{folder}, step {manifest.step}"
-    stops, seq = (tokenizer.end,), run.training.seq
+    device_run, params = _merged(device_run, params)
+    stops, seq = _end_tokens(folder / KEPT) or (tokenizer.end,), run.training.seq
     return OpenedModel(device_run, params, tokenizer, stops, seq, origin, read_chat_template(folder))
+
+
+def _merged(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tree]:
+    """The model with its adapters merged, which a decode step reads as one weight, and without its reference."""
+    if device_run.run.finetune.method != "lora" and device_run.run.finetune.objective != "preferences":
+        return device_run, params
+    from meshwright.checkpoint.adapters import merge_adapters  # loaded for runs with adapters
+
+    return merge_adapters(device_run, params)
 
 
 def run_of_source(source: str | Path, initial: Literal["checkpoint", "random"] = "checkpoint") -> Run:
@@ -92,10 +103,11 @@ def _hugging_face(name: str, mesh: MeshShape | None, at: int | None, devices: in
     run = find_recipe(name)
     device_run = place_for_decoding(run, mesh, devices)
     tokenizer = build_tokenizer(run.data.tokenizer, iter(()))
-    params = load_initial_weights(device_run)
-    folder = find_folder(name, weights=False)
+    seq = run.training.seq
+    device_run, params = _merged(device_run, load_initial_weights(device_run))
+    folder = find_folder(run.init_from or name, weights=False)
     stops = _end_tokens(folder) or (tokenizer.end,)
-    return OpenedModel(device_run, params, tokenizer, stops, run.training.seq, name, read_chat_template(folder))
+    return OpenedModel(device_run, params, tokenizer, stops, seq, name, read_chat_template(folder))
 
 
 def _end_tokens(folder: Path) -> tuple[int, ...]:

@@ -37,19 +37,28 @@ class Architecture:
     prefix: str = ""
     """Prefix of the tensors' names that files may lack."""
 
+    packed: str | None = None
+    """Quantised form of weights that is read as the numbers it stands for; None reads none."""
+
     def is_computed(self, name: str) -> bool:
         """Whether a stored tensor is one that the model computes."""
         return any(re.fullmatch(pattern, name) for pattern in self.computed)
 
 
 _FAMILIES: dict[str, str] = {
+    "DeepseekV2ForCausalLM": "deepseek",
+    "DeepseekV3ForCausalLM": "deepseek",
     "GPT2LMHeadModel": "gpt2",
+    "GptOssForCausalLM": "gpt_oss",
+    "Gemma2ForCausalLM": "gemma",
     "Gemma3ForCausalLM": "gemma",
     "LlamaForCausalLM": "llama",
+    "Llama4ForCausalLM": "llama4",
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "llama",
     "Qwen3ForCausalLM": "llama",
     "Olmo2ForCausalLM": "llama",
+    "Olmo3ForCausalLM": "olmo3",
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "mixtral",
 }

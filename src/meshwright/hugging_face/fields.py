@@ -60,6 +60,20 @@ class Fields:
         """Counts fields as read that change no number of the forward pass."""
         self._read.update(names)
 
+    def check_quantised(self, known: str | None) -> bool:
+        """Returns whether the weights are quantised, in the form `known`. Raises WeightsError for any other."""
+        self._read.add("quantization_config")
+        method = (self.config.get("quantization_config") or {}).get("quant_method")
+        if not self.config.get("quantization_config"):
+            return False
+        if method != known:
+            raise WeightsError(
+                f"reading {self.file}",
+                f"its weights are quantised ({method or '?'}), and training needs the numbers themselves",
+                "the model's unquantised weights (bfloat16), or dequantise it with `transformers`",
+            )
+        return True
+
     def unread(self) -> list[str]:
         """Returns the fields with a value that nothing has read, and that are not known to be without effect."""
         empty: tuple[Any, ...] = (None, False, [], {}, "")
@@ -83,11 +97,4 @@ def read_fields(folder: Path) -> Fields:
         raise WeightsError(f"reading {file}", f"it is not JSON: {error}", "download it again") from error
     if not isinstance(config, dict):
         raise WeightsError(f"reading {file}", "it is not a JSON object", "the config.json of a model")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "?")
-        raise WeightsError(
-            f"reading {file}",
-            f"its weights are quantised ({method}), and training needs the numbers themselves",
-            "the model's unquantised weights (bfloat16), or dequantise it with `transformers`",
-        )
     return Fields(file, config)

@@ -3,13 +3,15 @@
 import contextlib
 import dataclasses
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from meshwright.config import Model, Precision
 from meshwright.errors import WeightsError
+from meshwright.hugging_face import fp8
 from meshwright.hugging_face.architecture import Architecture, find_architecture
 from meshwright.hugging_face.fields import read_fields
 from meshwright.hugging_face.hub import find_folder
@@ -36,6 +38,10 @@ class ModelFolder:
     """Longest sequence that the configuration names."""
     notes: tuple[str, ...]
     """What the configuration has and the model does not read."""
+    packed: bool = False
+    """Whether some weights are in the quantised form that the architecture reads (mxfp4.py, fp8.py)."""
+    fp8_block: fp8.Block | None = None
+    """Blocks of float8 weights that share a scale; None where weights are not float8."""
 
     @property
     def tokenizer(self) -> Path:
@@ -51,11 +57,14 @@ def read_model(name: str, *, weights: bool = False) -> ModelFolder:
     folder = find_folder(name, weights=weights)
     fields = read_fields(folder)
     architecture = find_architecture(fields)
+    packed = fields.check_quantised(architecture.packed)
     model = architecture.read(fields)
     unread = fields.unread()
     notes = [f"fields of config.json without a meaning here: {', '.join(unread)}"] if unread else []
+    notes += [f"weights in {architecture.packed} are read as the bfloat16 numbers that they stand for"] * packed
     longest = fields.get("max_position_embeddings", fields.get("n_positions", None))
-    return ModelFolder(folder, architecture, model, longest, tuple(notes))
+    block = fp8.block_of(fields) if packed and architecture.packed == fp8.PACKED else None
+    return ModelFolder(folder, architecture, model, longest, tuple(notes), packed, block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +82,8 @@ class WeightsFolder:
     dtype: Precision
     """Type of the weights: float32 where there are several, or one that float32 holds and bfloat16 does not."""
     notes: tuple[str, ...]
+    packed: Mapping[str, tuple[str, str]]
+    """Names of the blocks and the scales of tensors that are stored in a quantised form."""
 
     @contextlib.contextmanager
     def reader(self) -> Iterator["TensorReader"]:
@@ -88,9 +99,23 @@ class TensorReader:
     def __init__(self, folder: WeightsFolder):
         self._folder = folder
         self._open: dict[Path, SafetensorsFile] = {}
+        self._last: tuple[str, np.ndarray] | None = None
 
     def __call__(self, name: str) -> np.ndarray:
-        """Returns a view of a tensor."""
+        """Returns a view of a tensor; one in float8 is dequantised, and the last one kept."""
+        if name in self._folder.packed:
+            from meshwright.hugging_face.mxfp4 import PackedTensor
+
+            packed: Any = PackedTensor(*map(self, self._folder.packed[name]))
+            return packed
+        block = self._folder.folder.fp8_block
+        if self._folder.entries[name].dtype != fp8.CODE or block is None:
+            return self._view(name)
+        if self._last is None or self._last[0] != name:
+            self._last = (name, fp8.dequantise(self._view(name), self._view(fp8.scale_name(name)), block))
+        return self._last[1]
+
+    def _view(self, name: str) -> np.ndarray:
         path = self._folder.files[name]
         if path not in self._open:
             self._open[path] = SafetensorsFile(path)
@@ -112,19 +137,35 @@ def open_folder(name: str) -> WeightsFolder:
     """
     folder = read_model(name, weights=True)
     files, entries = _all_tensors(folder)
+    parts = _add_unpacked(files, entries) if folder.packed and folder.fp8_block is None else {}
     params = named_leaves(folder.model.params())
     stored = dict(folder.architecture.tensors(folder.model))
-    expected: set[str] = set()
+    expected, stored_parts = set[str](), set[str]()
     for path, p in params.items():
         shape = stored[path].stored_shape(p)
         for tensor in stored[path].names(p):
             expected.add(tensor)
             _check_tensor(folder, tensor, path, shape, files, entries)
-    left_out = _check_others(folder, expected, files)
+            if entries[tensor].dtype == fp8.CODE and folder.fp8_block is not None:
+                scales = fp8.scale_name(tensor)
+                _check_tensor(folder, scales, path, fp8.scale_shape(shape, folder.fp8_block), files, entries)
+                stored_parts.add(scales)
+    stored_parts |= {part for tensor in expected & parts.keys() for part in parts[tensor]}
+    left_out = _check_others(folder, expected | stored_parts, files)
     notes = folder.notes + ((f"computed and not kept: {left_out} tensors of the files",) if left_out else ())
-    found = {entries[tensor].dtype for tensor in expected}
+    found = {"BF16" if entries[tensor].dtype == fp8.CODE else entries[tensor].dtype for tensor in expected}
     dtype: Precision = "bfloat16" if found == {"BF16"} else "float32"
-    return WeightsFolder(folder, params, stored, files, entries, dtype, notes)
+    return WeightsFolder(folder, params, stored, files, entries, dtype, notes, parts)
+
+
+def _add_unpacked(files: dict[str, Path], entries: dict[str, TensorEntry]) -> dict[str, tuple[str, str]]:
+    """Adds the tensors that packed ones stand for; returns the blocks and the scales of each."""
+    from meshwright.hugging_face.mxfp4 import BLOCKS, SCALES, unpacked_entries
+
+    unpacked = unpacked_entries(entries)
+    files |= {tensor: files[tensor + BLOCKS] for tensor in unpacked}
+    entries |= unpacked
+    return {tensor: (tensor + BLOCKS, tensor + SCALES) for tensor in unpacked}
 
 
 def _all_tensors(folder: ModelFolder) -> tuple[dict[str, Path], dict[str, TensorEntry]]:
@@ -163,7 +204,7 @@ def _check_tensor(
             "all files of the model, or a config.json that describes these (layers, tied embeddings, biases)",
         )
     entry, file = entries[tensor], files[tensor].name
-    if entry.dtype not in DTYPES:
+    if entry.dtype not in DTYPES and not (entry.dtype == fp8.CODE and folder.fp8_block is not None):
         raise WeightsError(
             f"weights in {folder.path / file}",
             f"{tensor!r} is {entry.dtype}, a quantised or integer type; {', '.join(DTYPES)} are read",

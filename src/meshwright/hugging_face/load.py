@@ -1,5 +1,6 @@
 """Weights of a Hugging Face folder straight onto a mesh: each device reads the bytes of its own shard."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,10 +14,14 @@ from meshwright.sharding.params import Param, Tree, is_param, named_leaves
 from meshwright.sharding.stages import NO_LAYER
 
 
-def load_params(weights: WeightsFolder, params: Tree, shardings: Tree, dtype: Any) -> Tree:
+def load_params(
+    weights: WeightsFolder, params: Tree, shardings: Tree, dtype: Any,
+    then: Callable[[str, jax.Array], Any] = lambda path, w: w,
+) -> Tree:  # fmt: skip
     """Returns the weights as arrays in `shardings`: no host and no device ever has more than its shards.
 
     params: descriptions of the parameters, rows of stacks in the order of the stages.  dtype: of the arrays.
+    then: makes of a weight, by its path, what is kept of it, before the next is loaded.
     Raises WeightsError where `params` are not those of the folder's model.
     """
     _check_params(weights, params)
@@ -25,7 +30,7 @@ def load_params(weights: WeightsFolder, params: Tree, shardings: Tree, dtype: An
     where = named_leaves(shardings)
     with weights.reader() as reader:
         arrays = [
-            _load(path, p, weights.stored[path], where[path], np.dtype(dtype), reader)
+            then(path, _load(path, p, weights.stored[path], where[path], np.dtype(dtype), reader))
             for path, p in named_leaves(params).items()
         ]
     return treedef.unflatten(arrays)

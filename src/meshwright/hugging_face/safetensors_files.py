@@ -18,6 +18,7 @@ import numpy as np
 
 from meshwright.errors import WeightsError
 from meshwright.formatting import format_bytes
+from meshwright.hugging_face import fp8
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
@@ -26,6 +27,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 """Types of weights that are read."""
+FP8_DTYPES: dict[str, np.dtype[Any]] = {fp8.CODE: np.dtype(ml_dtypes.float8_e4m3fn)}
+"""Types of weights that are read with their scales."""
 _OTHER_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1,
                 "F8_E5M2FNUZ": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8, "U64": 8, "C64": 8}  # fmt: skip
 _MAX_HEADER = 100_000_000
@@ -55,7 +58,8 @@ class SafetensorsFile:
     def tensor(self, name: str) -> np.ndarray:
         """Returns a view of a tensor, read-only."""
         entry = self.entries[name]
-        dtype = DTYPES[entry.dtype]
+        # Bytes are packed numbers, which their reader takes apart (mxfp4.py).
+        dtype = np.dtype(np.uint8) if entry.dtype == "U8" else (DTYPES | FP8_DTYPES)[entry.dtype]
         return np.frombuffer(self._map, dtype, math.prod(entry.shape), entry.start).reshape(entry.shape)
 
     def release(self) -> None:
@@ -141,7 +145,8 @@ class NewSafetensorsFile:
     def tensor(self, name: str) -> np.ndarray:
         """Returns a writable view of a tensor."""
         entry = self.entries[name]
-        dtype = DTYPES[entry.dtype]
+        # Bytes are packed numbers, which their reader takes apart (mxfp4.py).
+        dtype = np.dtype(np.uint8) if entry.dtype == "U8" else DTYPES[entry.dtype]
         return np.frombuffer(self._map, dtype, math.prod(entry.shape), entry.start).reshape(entry.shape)
 
     def release(self) -> None:
@@ -205,6 +210,17 @@ def find_files(folder: Path) -> dict[str, Path]:
         "it has neither model.safetensors nor model.safetensors.index.json",
         "a folder that save_pretrained of `transformers` wrote, or one downloaded from the hub",
     )
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """Returns the names of a folder's tensors by its index, or by the header of its one file; none without weights."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        try:
+            return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        except (ValueError, KeyError, TypeError):
+            return set()  # `find_files` names what is wrong with it
+    return set(read_header(single)) if single.is_file() else set()
 
 
 def _check_present(folder: Path, files: Iterable[str]) -> None:

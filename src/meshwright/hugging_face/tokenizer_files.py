@@ -7,7 +7,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers
 
-from meshwright.data.tokenizers import END, Bytes, Chars, tokenizer_from_json
+from meshwright.data.chars import Chars
+from meshwright.data.tokenizers import END, Bytes, tokenizer_from_json
 
 _FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",

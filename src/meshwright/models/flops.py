@@ -27,18 +27,24 @@ FORMULAS: dict[str, str] = {
 
 
 @functools.lru_cache(maxsize=256)
-def training_flops_per_token(model: Model, seq: int) -> float:
-    """Returns the FLOPs of one training step per token, forward and backward."""
-    return 3.0 * sum(forward_flops(model, seq).values())
+def training_flops_per_token(model: Model, seq: int, method: str = "full") -> float:
+    """Returns the FLOPs of one training step per token, forward and backward.
+
+    method: `lora` for frozen weights, which have no gradient of their own: two forward passes for their matmuls and
+    three for attention. Adapters of rank r add 3 r / width of that to a matmul, which is not counted.
+    """
+    items = forward_flops(model, seq)
+    frozen = sum(items.values()) - items.get("attention", 0.0) if method == "lora" else 0.0
+    return 3.0 * sum(items.values()) - frozen
 
 
 def forward_flops(model: Model, seq: int) -> dict[str, float]:
     """Returns the FLOPs of one token's forward pass by item, averaged over a sequence of `seq` tokens."""
     spec, params, items = model.spec(), model.params(), dict[str, float]()
-    for layer, count in collections.Counter(spec.layers).items():
+    for layer, count in collections.Counter((*spec.layers, *spec.further)).items():
         for item, flops in _layer(layer, stacked_matmuls(params, layer.stack), seq).items():
             items[item] = items.get(item, 0.0) + flops * count
-    items["unembedding"] = 2.0 * spec.width * vocab_size(model)
+    items["unembedding"] = 2.0 * spec.width * vocab_size(model) * (1 + len(spec.further))
     return {item: items[item] for item in FORMULAS if item in items}
 
 
@@ -60,7 +66,7 @@ def _layer(layer: LayerSpec, matmuls: list[Param], seq: int) -> dict[str, float]
         items[item] = items.get(item, 0.0) + flops
     if layer.attention is not None:
         a = layer.attention
-        items["attention"] = 4.0 * a.causal_positions(seq) * a.heads * a.head_size
+        items["attention"] = 2.0 * a.causal_positions(seq) * a.heads * (a.head_size + a.value_size)
     return items
 
 

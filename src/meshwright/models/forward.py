@@ -9,7 +9,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,14 @@ from meshwright.models.blocks.context import Attend, build_attend
 from meshwright.models.blocks.dropout import Dropout
 from meshwright.models.kernels.choose import Kernels
 from meshwright.models.loss import chunk_tokens, token_losses
-from meshwright.models.model import Aux, ForwardContext, Layer, Metrics, Tokens, vocab_size
+from meshwright.models.model import Aux, ForwardContext, Metrics, Tokens, vocab_size
 from meshwright.models.remat import scan_layers
 from meshwright.sharding.params import GatherParams, Tree
 from meshwright.sharding.sequence import SequenceSplit
 from meshwright.sharding.stages import NO_LAYER, StageAssignment
+
+if TYPE_CHECKING:
+    from meshwright.models.preferences import Preferences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +54,8 @@ class LocalModel:
     """Ring of collective matmuls over `tensor` (models/model.py); () has none."""
     attention_pieces: int = 1
     """Most pieces of the batch in which attention and its output projection are computed; 1 is all at once."""
+    preferences: "Preferences | None" = None
+    """Loss of preferences in the place of that of tokens (models/preferences.py)."""
 
     @functools.cached_property
     def stacks(self) -> dict[str, int]:
@@ -65,7 +70,7 @@ class LocalModel:
     def context(self, batch: Batch, dropout: Dropout) -> ForwardContext:
         """Returns what every layer needs besides its parameters."""
         attend = self._build_attend(batch.segments)
-        local = self._local_positions(batch)
+        local = self.local_positions(batch)
         tokens = Tokens(local.inputs, local.positions)
         pieces: tuple[Attend, ...] = ()
         count = math.gcd(self.attention_pieces, batch.segments.shape[0])
@@ -83,7 +88,7 @@ class LocalModel:
 
         return with_own_kv_head(attend)
 
-    def _local_positions(self, batch: Batch) -> Batch:
+    def local_positions(self, batch: Batch) -> Batch:
         """This device's positions of every sequence."""
         if self.sequence.shards == 1:
             return batch
@@ -101,16 +106,25 @@ class LocalModel:
 
         params: the parameters of that virtual stage alone, by stack.
         """
-        first, aux = 0, {}
+        first, aux, spec = 0, {}, self.model.spec()
         functions: Mapping[str, Any] = self.model.layer_functions(ctx)
+        rows = {stack: self.stages.rows(spec.layers_of(stack)) for stack in self.stacks}
+        periods: dict[str, tuple[Any, ...]] = {}
+        for stack, given in functions.items():
+            period = given if isinstance(given, tuple) else (given,)
+            if (rows[stack] == NO_LAYER).any():
+                from meshwright.models.padding_rows import drop_padding, skip_padding  # most stacks have none
+
+                period = tuple(map(drop_padding if self.permutes else skip_padding, period))
+            periods[stack] = period
+        layers = {stack: _local_rows(rows[stack], virtual_stage) for stack in self.stacks}
+        if spec.interleaved:
+            from meshwright.models.periods import scan_stacks_in_parts
+
+            chosen = self._policies(0, len(spec.layers))
+            return scan_stacks_in_parts(spec, periods, x_BTD, params, layers, chosen, self.training.unroll)
         for stack, count in self.stacks.items():
-            rows = self.stages.rows(first, count)
-            # Most stacks have no padding rows; the check below then costs nothing in the compiled step.
-            without = _drop_padding if self.permutes else _skip_padding
-            period = functions[stack] if isinstance(functions[stack], tuple) else (functions[stack],)
-            if (rows == NO_LAYER).any():
-                period = tuple(map(without, period))
-            index_L, parts = _local_rows(rows, virtual_stage), list[Aux]()
+            period, index_L, parts = periods[stack], layers[stack], list[Aux]()
             for part, remat in self._policies(first, count):
                 chosen, index = (jax.tree.map(operator.itemgetter(part), tree) for tree in (params[stack], index_L))
                 if stack in self.ahead:
@@ -160,12 +174,8 @@ class LocalModel:
 
         The sum over the token axes is the mean over `total` weights.
         """
-        batch, z_loss = self._local_positions(batch), self.training.z_loss
-        x_BTD, table_VD = self.unembed(params, x_BTD)
-        x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
-        chunk = chunk_tokens(x_TD.shape[0], table_VD.shape[0], self.training.logits_mib)
-        with jax.named_scope("unembedding"):
-            nll_T, lse_T = token_losses(x_TD, table_VD, batch.targets.reshape(-1), vocab_size(self.model), chunk)
+        batch, z_loss = self.local_positions(batch), self.training.z_loss
+        nll_T, lse_T = self.token_losses(params, x_BTD, batch)
         weights_T = batch.weights.reshape(-1)
         nll, weight = (nll_T * weights_T).sum(), weights_T.sum()
         loss, metrics = nll / total, {"loss": (nll, weight)}
@@ -175,13 +185,40 @@ class LocalModel:
             metrics["squared lse"] = (squared, weight)
         return loss, metrics
 
+    def token_losses(self, params: Tree, x_BTD: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Returns negative log-likelihood and log-sum-exp, both [B T/context]. batch: this device's positions."""
+        x_BTD, table_VD = self.unembed(params, x_BTD)
+        x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
+        chunk = chunk_tokens(x_TD.shape[0], table_VD.shape[0], self.training.logits_mib)
+        with jax.named_scope("unembedding"):
+            vocab, softcap = vocab_size(self.model), self.model.spec().logit_softcap
+            return token_losses(x_TD, table_VD, batch.targets.reshape(-1), vocab, chunk, softcap)
+
+    def weight(self, batch: Batch) -> jax.Array:
+        """Returns what this device's sequences weigh in the mean loss: their tokens, or their preferences."""
+        if self.preferences is None:
+            return batch.weights.sum()
+        return self.preferences.pairs(batch).sum()
+
+    def hidden(self, params: Tree, batch: Batch, dropout: Dropout) -> tuple[jax.Array, dict[str, Aux]]:
+        """Returns the hidden states after the last layer and each stack's aux, for a model on one pipeline stage."""
+        ctx = self.context(batch, dropout)
+        return self.layers({stack: params[stack] for stack in self.stacks}, self.embed(params, ctx), ctx)
+
     def loss_fn(
         self, params: Tree, batch: Batch, dropout: Dropout, total: jax.Array
     ) -> tuple[jax.Array, tuple[Metrics, dict[str, Aux]]]:
         """Returns `(loss, (metrics, aux))` of this device's shard, for a model on one pipeline stage."""
-        ctx = self.context(batch, dropout)
-        x_BTD, aux = self.layers({stack: params[stack] for stack in self.stacks}, self.embed(params, ctx), ctx)
-        loss, metrics = self.loss(params, x_BTD, batch, total)
+        x_BTD, aux = self.hidden(params, batch, dropout)
+        if self.preferences is None:
+            loss, metrics = self.loss(params, x_BTD, batch, total)
+        else:
+            loss, metrics = self.preferences.loss(self, params, x_BTD, batch, total)
+        if self.model.spec().further:
+            from meshwright.models.further_tokens import further_loss  # most models predict the next token alone
+
+            more, more_metrics, more_aux = further_loss(self, params, x_BTD, batch, dropout, total)
+            loss, metrics, aux = loss + more, metrics | more_metrics, aux | more_aux
         return loss + self.aux_loss(aux), (metrics, aux)
 
     def aux_loss(self, aux: dict[str, Aux]) -> jax.Array | float:
@@ -195,28 +232,3 @@ def _local_rows(rows: np.ndarray, virtual_stage: jax.Array | int) -> Any:
     if rows.shape[:2] == (1, 1):
         return rows[0, 0]
     return jnp.asarray(rows)[axis_index(("stage",)), virtual_stage]
-
-
-def _skip_padding(layer: Layer) -> Layer:
-    """Returns `layer` for a stack with padding rows: these are the identity and return zero aux."""
-
-    def maybe(x_BTD: jax.Array, params: Any, index: jax.Array, /) -> tuple[jax.Array, Aux]:
-        aux = jax.eval_shape(layer, x_BTD, params, index)[1]
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), aux)
-        return jax.lax.cond(index == NO_LAYER, lambda: (x_BTD, zeros), lambda: layer(x_BTD, params, index))
-
-    return maybe
-
-
-def _drop_padding(layer: Layer) -> Layer:
-    """Returns `layer` as `_skip_padding` does, computed in padding rows too and dropped there.
-
-    For layers that send values around a ring, in which the devices of all stages have to take part.
-    """
-
-    def dropped(x_BTD: jax.Array, params: Any, index: jax.Array, /) -> tuple[jax.Array, Aux]:
-        y_BTD, aux = layer(x_BTD, params, index)
-        padding = index == NO_LAYER
-        return jnp.where(padding, x_BTD, y_BTD), jax.tree.map(lambda a: jnp.where(padding, jnp.zeros_like(a), a), aux)
-
-    return dropped

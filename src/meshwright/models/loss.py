@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.comm.collectives import all_reduce, all_reduce_max, axis_index
+from meshwright.models.softcap import cap, cap_gradient
 from meshwright.sharding.layouts import VOCAB_AXES
 
 
@@ -28,26 +29,27 @@ def chunk_tokens(tokens: int, vocab: int, logits_mib: int) -> int:
     return tokens // chunks
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def token_losses(
-    x_TD: jax.Array, table_VD: jax.Array, labels_T: jax.Array, vocab: int, chunk: int
+    x_TD: jax.Array, table_VD: jax.Array, labels_T: jax.Array, vocab: int, chunk: int, softcap: float | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the negative log-likelihood of each label and the log-sum-exp (lse) of its logits; both [T], float32.
 
     x_TD: final hidden states, whole over `tensor` and `stage`.  table_VD: this device's block of the unembedding.
     vocab: size of the vocabulary; rows of the table beyond it are padding and get probability zero.  chunk: tokens per
-    chunk; divides T. Sends two all-reduces over VOCAB_AXES of 4 T and 8 T bytes.
+    chunk; divides T.  softcap: of the logits, if there is one. Sends two all-reduces over VOCAB_AXES of 4 T and 8 T
+    bytes.
     """
-    return _forward(x_TD, table_VD, labels_T, vocab, chunk)[0]
+    return _forward(x_TD, table_VD, labels_T, vocab, chunk, softcap)[0]
 
 
-def _logits(x_TD: jax.Array, table_VD: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
+def _logits(x_TD: jax.Array, table_VD: jax.Array, vocab: int, softcap: float | None) -> tuple[jax.Array, jax.Array]:
     """Returns the float32 logits of this device's block, padding at -1e30, and the block's first row."""
     rows = table_VD.shape[0]
     first = axis_index(VOCAB_AXES) * rows
     logits_TV = jax.lax.dot_general(x_TD, table_VD, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     in_vocab_V = first + jnp.arange(rows) < vocab
-    return jnp.where(in_vocab_V[None], logits_TV, -1e30), first
+    return jnp.where(in_vocab_V[None], cap(logits_TV, softcap), -1e30), first
 
 
 def _one_hot(labels_T: jax.Array, first: jax.Array, rows: int) -> jax.Array:
@@ -56,11 +58,11 @@ def _one_hot(labels_T: jax.Array, first: jax.Array, rows: int) -> jax.Array:
 
 
 def _forward(
-    x_TD: jax.Array, table_VD: jax.Array, labels_T: jax.Array, vocab: int, chunk: int
+    x_TD: jax.Array, table_VD: jax.Array, labels_T: jax.Array, vocab: int, chunk: int, softcap: float | None
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
     def chunk_losses(inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x_TD, labels_T = inputs
-        logits_TV, first = _logits(x_TD, table_VD, vocab)
+        logits_TV, first = _logits(x_TD, table_VD, vocab, softcap)
         max_T = all_reduce_max(logits_TV.max(-1), VOCAB_AXES)
         one_hot_TV = _one_hot(labels_T, first, table_VD.shape[0])
         sum_exp_T, label_logit_T = all_reduce(
@@ -77,17 +79,19 @@ def _forward(
 
 
 def _backward(
-    vocab: int, chunk: int, saved: Any, g: tuple[jax.Array, jax.Array]
+    vocab: int, chunk: int, softcap: float | None, saved: Any, g: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, np.ndarray]:
     x_TD, table_VD, labels_T, lse_T = saved
     g_nll_T, g_lse_T = g
 
     def chunk_gradients(g_table_VD: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         x_TD, labels_T, lse_T, g_nll_T, g_lse_T = inputs
-        logits_TV, first = _logits(x_TD, table_VD, vocab)
+        logits_TV, first = _logits(x_TD, table_VD, vocab, softcap)
         one_hot_TV = _one_hot(labels_T, first, table_VD.shape[0])
         probability_TV = jnp.exp(logits_TV - lse_T[:, None])
         g_logits_TV = (g_nll_T + g_lse_T)[:, None] * probability_TV - jnp.where(one_hot_TV, g_nll_T[:, None], 0)
+        # Padding has no probability, so its gradient is zero whatever the cap's derivative there.
+        g_logits_TV = cap_gradient(g_logits_TV, jnp.where(logits_TV > -1e29, logits_TV, 0), softcap)
         g_logits_TV = g_logits_TV.astype(table_VD.dtype)
         g_table_VD += jax.lax.dot_general(
             g_logits_TV, x_TD, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32

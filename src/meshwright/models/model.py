@@ -5,11 +5,11 @@ A family (a subclass of `config.Model`) states its facts in a `ModelSpec` and co
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
-import jax.numpy as jnp
 
 from meshwright.comm.collectives import TokenFunction, sequence_all_gather, sequence_reduce_scatter
 from meshwright.config import Model
@@ -18,6 +18,10 @@ from meshwright.models.blocks.context import Attend
 from meshwright.models.blocks.dropout import Dropout
 from meshwright.sharding.params import Param
 from meshwright.sharding.sequence import SequenceSplit
+
+if TYPE_CHECKING:
+    from meshwright.models.blocks.latent import LatentAttend, LatentSpec
+    from meshwright.models.kernels.scores import Scores
 
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
 """Metrics of a step as (sum, count); the value is sum / count."""
@@ -53,7 +57,7 @@ class ForwardContext:
     """`(params, path) -> weights`: gathers a subtree over `fsdp` in the compute dtype."""
     dropout: Dropout
     attend: Attend
-    """`(q, k, v, window) -> attention output` over the whole sequence."""
+    """`(q, k, v, window, scores) -> attention output` over the whole sequence."""
     sequence: SequenceSplit
     grouped_matmul: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = jax.lax.ragged_dot
     """`(rows, weights, rows of each expert) -> rows times their expert's weights` (kernels/grouped.py)."""
@@ -61,6 +65,8 @@ class ForwardContext:
     """Devices of `tensor` in the order of a ring, around which collective matmuls send chunks; () has no ring."""
     attend_pieces: tuple[Attend, ...] = ()
     """Attention of each piece of the batch, for `attend_row_parallel`; () has no pieces."""
+    attend_latent: "LatentAttend | None" = None
+    """Attention to cached latents (blocks/latent.py), where the context is that of decoding."""
 
     def column_parallel(self, f: TokenFunction, x_BTD: jax.Array, weights: Any) -> Any:
         """Returns `f(x, weights)` for the whole sequence, gathered over `tensor`: column-parallel matmuls.
@@ -92,22 +98,19 @@ class ForwardContext:
         v_BTKH: jax.Array,
         weights: Any,
         window: int | None,
+        scores: "Scores | None" = None,
     ) -> jax.Array:
         """Returns `row_parallel(f, attend(q, k, v), weights)`: attention and its output projection [B, T/tensor, D].
 
-        The projection is too short a matmul to hide its own sums over `tensor`. In pieces of the batch, the sums of one
-        piece travel while the next attends.
+        In pieces of the batch (blocks/attention_pieces.py), the sums of one piece travel while the next attends.
         """
         if not self.attend_pieces:
-            return self.row_parallel(f, self.attend(q_BTNH, k_BTKH, v_BTKH, window=window), weights)
-        arrays = (jnp.split(x, len(self.attend_pieces)) for x in (q_BTNH, k_BTKH, v_BTKH))
-        done: list[jax.Array] = []
-        for attend, q, k, v in zip(self.attend_pieces, *arrays, strict=True):
-            if len(done) > 1:
-                # XLA would attend to all pieces first and send all sums after.
-                q, done[-2] = jax.lax.optimization_barrier((q, done[-2]))
-            done.append(sequence_reduce_scatter(f(attend(q, k, v, window=window), weights), 1))
-        return jnp.concatenate(done)
+            out_BTNH = self.attend(q_BTNH, k_BTKH, v_BTKH, window=window, scores=scores)
+            return self.row_parallel(f, out_BTNH, weights)
+        from meshwright.models.blocks.attention_pieces import in_pieces  # loaded for runs with pieces
+
+        attends = [functools.partial(attend, window=window, scores=scores) for attend in self.attend_pieces]
+        return in_pieces(attends, (q_BTNH, k_BTKH, v_BTKH), lambda out: sequence_reduce_scatter(f(out, weights), 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,9 +126,27 @@ class AttentionSpec:
     """Sliding window: positions a token attends to, itself included; None is all before it."""
     normalises_qk: bool = False
     """Whether queries and keys are normalised: what saves everything saves them before and after."""
+    latent: "LatentSpec | None" = None
+    """Latents that keys and values are projections of (multi-head latent attention, MLA)."""
+    chunk: int | None = None
+    """Tokens of a chunk, of which a token attends to those of its own (Llama 4); None has no chunks."""
+    features: frozenset[str] = frozenset()
+    """Rows of `kernels.choose.FEATURES` that the kernel must have: a soft cap of the scores, sinks."""
+
+    @property
+    def value_size(self) -> int:
+        """Size of a value, equal to that of a key but for latent attention."""
+        return self.head_size if self.latent is None else self.latent.value_size
+
+    def reach(self, seq: int) -> int:
+        """Returns the most positions that a token of a sequence of `seq` tokens attends to."""
+        return min(self.window or seq, self.chunk or seq, seq)
 
     def causal_positions(self, seq: int) -> float:
         """Returns the positions a token attends to, averaged over a sequence of `seq` tokens."""
+        if self.chunk is not None and self.chunk < seq:
+            whole, rest = divmod(seq, self.chunk)
+            return (whole * self.chunk * (self.chunk + 1) + rest * (rest + 1)) / (2 * seq)
         window = min(self.window or seq, seq)
         return (window * (window + 1) / 2 + (seq - window) * window) / seq
 
@@ -164,11 +185,14 @@ class ModelSpec:
     embedding: str = "embed"
     """Path of the parameter that the unembedding multiplies by; equal to the embedding where they are tied."""
     logit_softcap: float | None = None
+    """Soft cap of the logits (models/softcap.py); None has none."""
+    further: tuple[LayerSpec, ...] = ()
+    """Layers after the last that predict further tokens in training (models/further_tokens.py)."""
     period: int = 1
     """Layers after which the kinds of layers repeat (local and global attention): pipeline parts begin with a period.
-    Above 1 the model has one stack."""
+    Above 1 the stacks of a model take turns within it."""
 
-    @property
+    @functools.cached_property
     def stacks(self) -> dict[str, int]:
         """Layers of each stack, in the order of the layers."""
         count: dict[str, int] = {}
@@ -176,12 +200,21 @@ class ModelSpec:
             count[layer.stack] = count.get(layer.stack, 0) + 1
         return count
 
+    def layers_of(self, stack: str) -> tuple[int, ...]:
+        """Returns the layers that a stack holds, in order."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.stack == stack)
+
     @property
+    def interleaved(self) -> bool:
+        """Whether several stacks take turns."""
+        return self.period > 1 and len(self.stacks) > 1
+
+    @functools.cached_property
     def attention(self) -> tuple[AttentionSpec, ...]:
         """Attention of the layers that have one, in order."""
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
-    @property
+    @functools.cached_property
     def kv_heads(self) -> int | None:
         """Fewest key/value heads of any layer; None for a model without attention."""
         return min((a.kv_heads for a in self.attention), default=None)
@@ -197,17 +230,6 @@ def vocab_size(model: Model) -> int:
 def padded_vocab(model: Model) -> int:
     """Returns the rows of the embedding tables: the vocabulary rounded up to `vocab_multiple`."""
     return -(-vocab_size(model) // model.vocab_multiple) * model.vocab_multiple
-
-
-def even_head_size(width: int, heads: int) -> int:
-    """Returns width / heads. Raises ConfigError where it is not a whole number."""
-    if width % heads:
-        raise ConfigError(
-            f"width {width} in {heads} heads",
-            f"{width} = {width // heads} * {heads} + {width % heads}",
-            f"a width of {width // heads * heads or heads}, or give model.head_size",
-        )
-    return width // heads
 
 
 def stacked_matmuls(params: dict[str, Any], stack: str) -> list[Param]:

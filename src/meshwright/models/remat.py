@@ -78,8 +78,13 @@ def recomputed[**P, R](elementwise: Callable[P, R]) -> Callable[P, R]:
     return jax.checkpoint(elementwise, prevent_cse=False)
 
 
-def gathered_within_reason(training: Training, stages: int, period: int) -> str | None:
-    """Returns why a run's weights are gathered within their own layer, None where they can be gathered ahead."""
+def gathered_within_reason(training: Training, stages: int, period: int, frozen: str) -> str | None:
+    """Returns why a run's weights are gathered within their own layer, None where they can be gathered ahead.
+
+    frozen: `lora` where the weights are frozen (`FineTune.method`).
+    """
+    if frozen == "lora":
+        return "its backward pass computes the gradients of all weights, and those beside adapters are frozen"
     if period > 1:
         return f"it gathers for the next layer of one kind, and the model's layers repeat with a period of {period}"
     if REMAT_POLICIES[training.remat].saved is None:

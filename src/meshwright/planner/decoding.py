@@ -12,13 +12,14 @@ import jax.numpy as jnp
 
 from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError, divisors
-from meshwright.generation.cache import CachePlan
+from meshwright.fine_tuning import FineTune
+from meshwright.generation.cache import CachePlan, cached_heads
 from meshwright.generation.weight_sizes import WeightsLayout, is_int8, run_for_decoding, weight_bytes
 from meshwright.hardware.axis_mapping import map_axes
 from meshwright.hardware.chips import Chip, Nodes
 from meshwright.hardware.interconnect import route
 from meshwright.hardware.targets import Target
-from meshwright.models.model import padded_vocab
+from meshwright.models.model import AttentionSpec, padded_vocab
 from meshwright.planner.candidates import split_size
 from meshwright.planner.memory_model import fragmentation_of
 from meshwright.runs.placed_run import PlacedRun, place_run
@@ -89,10 +90,12 @@ def price_decode(
     work = _weights_work(placed, sequences, layout)
     plan = CachePlan(placed.spec, shape, batch, context, placed.run.training.compute_dtype)
     itemsize = jnp.dtype(placed.run.training.compute_dtype).itemsize
-    seen = [(a, min(a.window or context, context) / shape.context) for a in placed.spec.attention]
-    cache_read = sum(2 * a.kv_heads / shape.tensor * a.head_size * n for a, n in seen) * itemsize * sequences
-    scores = sum(4 * a.heads / shape.tensor * a.head_size * n for a, n in seen) * sequences
-    causal = sum(4 * a.heads / shape.tensor * a.head_size * a.causal_positions(context) for a in placed.spec.attention)
+    seen = [(a, a.reach(context) / shape.context) for a in placed.spec.attention]
+    cache_read = sum(_cached_width(a, shape.tensor) * n for a, n in seen) * itemsize * sequences
+    scores = sum(2 * a.heads / shape.tensor * _score_width(a) * n for a, n in seen) * sequences
+    causal = sum(
+        2 * a.heads / shape.tensor * _score_width(a) * a.causal_positions(context) for a in placed.spec.attention
+    )
     links = _links_seconds(placed, target, sequences, 1, layout)
     prefill = (
         work.flops * context / peak
@@ -114,6 +117,17 @@ def price_decode(
         logits=sequences * padded_vocab(placed.run.model) * 4,
         chip=chip,
     )
+
+
+def _cached_width(a: AttentionSpec, tensor: int) -> float:
+    """Elements per token that a device caches of a layer: keys and values of its heads, or all of the latents."""
+    heads, size = cached_heads(a)
+    return 2 * heads / tensor * size if a.latent is None else size
+
+
+def _score_width(a: AttentionSpec) -> int:
+    """Features that a score and a weighted value multiply: of absorbed latents, what is cached and the latent."""
+    return a.head_size + a.value_size if a.latent is None else a.latent.cached + a.latent.kv_rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,10 +183,10 @@ def _links_seconds(placed: PlacedRun, target: Target, sequences: float, tokens: 
     add("reduce-scatter", ("tensor",), residual, 2 * layers + 1)
     add("all-gather", ("tensor",), sequences * padded_vocab(placed.run.model) * 4, 1)
     for a in spec.attention:
-        heads, kept = a.heads / shape.tensor, sequences * tokens * a.head_size
-        add("all-gather", ("context",), kept * size * heads, 1)
-        add("all-gather", ("context",), kept * size * a.kv_heads / shape.tensor, 2)
-        add("reduce-scatter", ("context",), kept * 4 * heads, 1)
+        heads, rows, key = a.heads / shape.tensor, sequences * tokens, cached_heads(a)[1]
+        add("all-gather", ("context",), rows * size * heads * key, 1)
+        add("all-gather", ("context",), rows * size * _cached_width(a, shape.tensor), 1)
+        add("reduce-scatter", ("context",), rows * 4 * heads * (_score_width(a) - key), 1)
         add("all-reduce", ("context",), sequences * tokens * heads * 4, 2)
     for layer in spec.layers:
         if layer.experts is not None:
@@ -207,9 +221,10 @@ def best_decode(
     Batches are rounded up to what the mesh divides. Raises ConfigError where no mesh divides the model.
     """
     placed = []
+    merged = dataclasses.replace(run, finetune=FineTune())  # adapters are merged before weights are laid out
     for shape in decode_meshes(run, target):
         try:
-            placed.append(place_run(run_for_decoding(run, shape), shape))
+            placed.append(place_run(run_for_decoding(merged, shape), shape))
         except ConfigError:
             continue
     if not placed:

@@ -15,6 +15,7 @@ from meshwright.hardware.axis_mapping import AxisMapping, map_axes
 from meshwright.hardware.interconnect import Route, route
 from meshwright.hardware.targets import Target
 from meshwright.models.flops import training_flops_per_token
+from meshwright.planner.bounds import OPTIMIZER, TOKEN_BYTES, add_bounds, bounds_of_pass, largest_bound
 from meshwright.planner.layer_time import LayerTime, attention_kernel, matmul_seconds, platform_of, shape_efficiency
 from meshwright.planner.memory_model import (
     fragmentation_of,
@@ -23,8 +24,10 @@ from meshwright.planner.memory_model import (
     kept_bytes,
     memory_by_category,
     offloaded_bytes,
+    param_bytes,
     sharded_elements,
     state_bytes,
+    trained_elements,
 )
 from meshwright.planner.optimizer_work import update_matmuls
 from meshwright.planner.software import MESHWRIGHT, Software
@@ -62,8 +65,8 @@ class Estimate:
     """Memory of the device."""
     model_flops: float
     """Model FLOPs of a step per device."""
-    memory_bound: float
-    """Seconds of matmuls and attention, recomputed ones included, that HBM bounds rather than the matrix unit."""
+    bounds: Mapping[str, float]
+    """Seconds of computation, recomputed included, by what bounds it: a name of planner/bounds.py."""
     peak: float
     """Peak FLOP/s of the device."""
     tokens: int
@@ -93,16 +96,18 @@ class Estimate:
 
     @property
     def bound_by(self) -> str:
-        """Largest share of the step: compute, HBM, pipeline bubble, host transfers, or the links of an axis."""
-        matrix = self.parts["matmul"] + self.parts["attention"] + self.parts["recomputation"]
-        kinds = {
-            "compute": matrix - self.memory_bound,
-            "HBM": self.memory_bound + self.parts["elementwise"] + self.parts["optimizer"],
-            "bubble": self.parts["bubble"],
-            "host": self.parts["host"],
-        }
+        """Resource that takes most of the step (`bounds.largest_bound`)."""
+        return largest_bound(self.seconds_by_bound)
+
+    @property
+    def seconds_by_bound(self) -> dict[str, float]:
+        """Seconds of the step by what bounds them; they add up to `seconds`, but for the input, which runs beside."""
+        kinds = {**self.bounds, OPTIMIZER: self.parts["optimizer"], "bubble": self.parts["bubble"]}
+        kinds |= {"host": self.parts["host"]}
         kinds |= {f"{axes} over {self.routes[axes]}": n for axes, n in self.exposed.items()}
-        return max(kinds, key=lambda kind: kinds[kind])
+        # Tokens are read ahead: they count where reading them takes longer than the step.
+        waiting = self.tokens * TOKEN_BYTES / self.devices / self.target.chip.network_bandwidth
+        return {**kinds, "input": waiting} if waiting > self.seconds else kinds
 
 
 def estimate(placed: PlacedRun, target: Target, software: Software = MESHWRIGHT) -> Estimate:
@@ -145,7 +150,7 @@ def _mixed(others: Estimate, saving: Estimate, fraction: float) -> Estimate:
         exposed=mix(others.exposed, saving.exposed),
         busy=mix(others.busy, saving.busy),
         memory=memory,
-        memory_bound=(1 - fraction) * others.memory_bound + fraction * saving.memory_bound,
+        bounds=mix(others.bounds, saving.bounds),
     )
 
 
@@ -160,15 +165,14 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
     tasks = None
     if shape.stage > 1:
         tasks = build_counts(training.pipeline_schedule, shape.stage, microbatches, placed.virtual_stages)
-    layers = LayerTime(placed, work, again, target, software, attention_kernel(placed, chip, software))
-    compute = {name: layers.seconds(name) for name in PASSES}
-    memory_bound = microbatches * sum(seconds.pop("memory_bound") for seconds in compute.values())
-    for name, copied in _copied_bytes(placed, work, software).items():
-        compute[name]["elementwise"] += copied / (chip.hbm_bandwidth * target.efficiency.hbm)
+    compute = _compute_seconds(placed, work, again, target, software)
+    bounds = {name: bounds_of_pass(seconds) for name, seconds in compute.items()}
+    for seconds in compute.values():
+        del seconds["operands"], seconds["scores"]
     busy = {name: sum(compute[name].values()) for name in PASSES}
     unembedding = _unembedding_seconds(placed, work, target, software, sum(busy.values()))
     busy["stage"] = busy["forward"] if tasks is not None and not keeps_stages(placed) else 0.0
-    exposed, links, routes = _communication(
+    exposed, links, routes = overlapped(
         movements(placed, work, again, tasks, software),
         mapping,
         target,
@@ -182,7 +186,7 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
         "attention": microbatches * sum(seconds["attention"] for seconds in both),
         "recomputation": microbatches * busy["recomputation"],
         "elementwise": microbatches * sum(seconds["elementwise"] for seconds in both),
-        "optimizer": _update_seconds(placed, target),
+        "optimizer": update_seconds(placed, target),
         "exposed": sum(exposed.values()),
         "host": max(0.0, host - target.efficiency.overlap * microbatches * sum(busy.values())),
         "bubble": 0.0,
@@ -200,13 +204,24 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
         routes=routes,
         memory=memory_by_category(placed, work, in_flight, gathers_ahead(placed, target, mapping)),
         hbm_bytes=chip.hbm_bytes,
-        model_flops=training_flops_per_token(run.model, training.seq) * tokens / shape.size,
-        memory_bound=memory_bound,
+        model_flops=training_flops_per_token(run.model, training.seq, run.finetune.method) * tokens / shape.size,
+        bounds=add_bounds(bounds, microbatches, unembedding, parts["recomputation"], stages_repeat=busy["stage"] > 0),
         peak=chip.flops_bf16,
         tokens=tokens,
         devices=shape.size,
         axis_mapping=mapping,
     )
+
+
+def _compute_seconds(
+    placed: PlacedRun, work: Work, again: frozenset[str], target: Target, software: Software
+) -> dict[str, dict[str, float]]:
+    """Returns the seconds of each pass over a microbatch by kind, as `LayerTime.seconds` does, with copies."""
+    layers = LayerTime(placed, work, again, target, software, attention_kernel(placed, target.chip, software))
+    compute = {name: layers.seconds(name) for name in PASSES}
+    for name, copied in _copied_bytes(placed, work, software).items():
+        compute[name]["elementwise"] += copied / (target.chip.hbm_bandwidth * target.efficiency.hbm)
+    return compute
 
 
 def _overlap_room(busy: dict[str, float], unembedding: float, microbatches: int) -> dict[str, float]:
@@ -219,7 +234,7 @@ def _overlap_room(busy: dict[str, float], unembedding: float, microbatches: int)
     }
 
 
-def _communication(
+def overlapped(
     traffic: list[Movement], mapping: AxisMapping, target: Target, software: Software, room: dict[str, float]
 ) -> tuple[dict[str, float], dict[str, float], dict[str, str]]:
     """Exposed seconds, busy seconds and links, each by axes."""
@@ -246,16 +261,14 @@ def _communication(
 
 def _copied_bytes(placed: PlacedRun, work: Work, software: Software) -> dict[str, float]:
     """HBM bytes that a microbatch's weights, gradients and kept activations take besides their matmuls, by pass."""
-    training, elements = placed.run.training, sharded_elements(placed)
-    param, compute, reduce = (
-        jnp.dtype(t).itemsize for t in (training.param_dtype, training.compute_dtype, training.reduce_dtype)
-    )
+    training, trained = placed.run.training, trained_elements(placed)
+    compute, reduce = (jnp.dtype(t).itemsize for t in (training.compute_dtype, training.reduce_dtype))
     # Gradients are summed over microbatches: the sum is read and written.
-    summed = 2.0 * reduce * elements if training.microbatches > 1 or placed.shape.stage > 1 else 0.0
+    summed = 2.0 * reduce * trained if training.microbatches > 1 or placed.shape.stage > 1 else 0.0
     if not software.copies:
         return {"backward": summed}
     # Cut out of its stack, a layer's weights are read, converted and written; its gradients are read to be summed.
-    weights = (param + compute) * elements
+    weights = param_bytes(placed) + compute * sharded_elements(placed)
     # A stage copies what it keeps into the slot of the microbatch, and out of it.
     kept = 2.0 * kept_bytes(placed, work)
     return {"forward": weights + kept, "backward": weights + kept + summed * (1 + compute / (2 * reduce))}
@@ -271,7 +284,10 @@ def _unembedding_seconds(
     """
     m, efficiency, stages = work.unembedding, target.efficiency, placed.stages
     rate = target.chip.flops_bf16 * efficiency.matmul * shape_efficiency(m.m, m.k, m.n, efficiency.tile)
-    seconds = 4 * m.flops / rate
+    # A frozen table has no gradient.
+    tuning = placed.run.finetune
+    passes = (3 if tuning.method == "lora" else 4) + (1 if tuning.objective == "preferences" else 0)
+    seconds = passes * m.flops / rate
     if placed.shape.stage == 1 or software.vocab_over_stages:
         return seconds
     most = max(stages.cost_fraction(stage) for stage in range(placed.shape.stage))
@@ -279,10 +295,10 @@ def _unembedding_seconds(
     return max(0.0, 3 / 4 * seconds * placed.shape.stage - fewer)
 
 
-def _update_seconds(placed: PlacedRun, target: Target) -> float:
+def update_seconds(placed: PlacedRun, target: Target) -> float:
     """Seconds of the optimizer update, which is bound by HBM, and of its matrix products."""
     products = sum(max(matmul_seconds(m, target)) for m in update_matmuls(placed))
-    params, name = sharded_elements(placed), placed.run.optimizer.name
+    params, name = trained_elements(placed), placed.run.optimizer.name
     known = UPDATE_BYTES.get(name)
     moved = params * _UPDATE_BASE + 2 * state_bytes(placed) if known is None else params * known
     return products + moved / (target.chip.hbm_bandwidth * target.efficiency.hbm)
@@ -295,11 +311,28 @@ def _route_movements(
     routes: dict[tuple[str, ...], Route] = {}
     timed = []
     for movement in traffic:
-        if movement.axes not in routes:
-            span = mapping.span(movement.axes)
-            if span is None:
-                continue
-            routes[movement.axes] = route(target.chip, target.topology, span, target.efficiency)
-        seconds = movement.count * routes[movement.axes].seconds(movement.kind, movement.payload)
-        timed.append((movement, seconds))
+        path = _route_of(movement.axes, mapping, target)
+        if path is not None:
+            routes[movement.axes] = path
+            timed.append((movement, movement.count * path.seconds(movement.kind, movement.payload)))
     return timed, {"+".join(axes): r.medium for axes, r in routes.items()}
+
+
+_ROUTES: dict[tuple[int, tuple[str, ...]], tuple[AxisMapping, Route | None]] = {}
+_MAX_ROUTES = 65536
+
+
+def _route_of(axes: tuple[str, ...], mapping: AxisMapping, target: Target) -> Route | None:
+    """Returns the path over some axes, None where all have degree 1.
+
+    A search prices each mesh with many remat policies: the mapping, which `map_axes` makes once for a mesh and a
+    target, is the key. It is kept, so that no other object can have its id.
+    """
+    key = (id(mapping), axes)
+    if key not in _ROUTES:
+        if len(_ROUTES) >= _MAX_ROUTES:
+            _ROUTES.clear()
+        span = mapping.span(axes)
+        path = None if span is None else route(target.chip, target.topology, span, target.efficiency)
+        _ROUTES[key] = (mapping, path)
+    return _ROUTES[key][1]

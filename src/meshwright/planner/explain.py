@@ -7,6 +7,7 @@ from meshwright.errors import ConfigError
 from meshwright.formatting import format_bytes
 from meshwright.hardware.targets import Target
 from meshwright.planner.candidates import check_size
+from meshwright.planner.divisibility import nearest_batches
 from meshwright.planner.estimate import Estimate
 from meshwright.planner.memory_model import fragmentation_of
 from meshwright.planner.search import Plan, SearchResult, variants
@@ -150,7 +151,9 @@ def nothing_fits(run: Run, result: SearchResult) -> ConfigError:
     target = result.target
     if not result.too_large:
         reason = next(iter(result.refused.values()), "no mesh divides its batch, heads and layers")
-        return ConfigError(f"{run.name} on {target}", f"every mesh is refused, the last: {reason}", "another batch")
+        nearest = " or ".join(f"--batch {batch}" for batch in nearest_batches(run, target))
+        fix = nearest or "another batch"
+        return ConfigError(f"{run.name} on {target}", f"every mesh is refused, the last: {reason}", fix)
     smallest = result.too_large[:3]
     estimate = smallest[0].estimate
     return ConfigError(

@@ -1,11 +1,14 @@
 """Seconds of one microbatch's layers on a device: matmuls, attention, and what moves through HBM beside them."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 from meshwright.hardware.chips import Chip, Torus, chip_name
 from meshwright.hardware.efficiency import Efficiency
 from meshwright.hardware.targets import Target
 from meshwright.models.kernels.choose import Hardware, kernels_of
+from meshwright.planner.layout_cache import cached_by_layout_and
 from meshwright.planner.software import SCORE_BYTES, AttentionKernel, Software
 from meshwright.planner.work import Matmul, Work, low_precision
 from meshwright.runs.placed_run import PlacedRun
@@ -40,22 +43,24 @@ class LayerTime:
     kernel: AttentionKernel
 
     def seconds(self, name: str) -> dict[str, float]:
-        """Returns the seconds of a pass: matmul, attention and elementwise, and of the first two what HBM bounds."""
+        """Returns the seconds of a pass by kind: matmul, attention, elementwise.
+
+        Of the first two also those that HBM bounds rather than the matrix unit, by what it moves: operands, scores.
+        """
         work, chip, recomputes = self.work, self.target.chip, name == "recomputation"
-        factor = 2.0 if name == "backward" else 1.0
-        matmul = bound = 0.0
+        matmul = operands = 0.0
         for m in work.matmuls:
             if not recomputes or m.role in self.again:
                 at_peak, moved = matmul_seconds(self._at_rate(m), self.target)
+                factor = 2.0 if name == "backward" and not m.frozen else 1.0
                 matmul += factor * max(at_peak, moved)
-                bound += factor * moved if moved > at_peak else 0.0
+                operands += factor * moved if moved > at_peak else 0.0
         kernel, efficiency = self.kernel, self.target.efficiency
         again = {"attention", "scores"} if kernel.keeps_scores else {"attention"}
         passes = {"forward": 1.0, "backward": kernel.backward, "recomputation": 1.0 if again & self.again else 0.0}
         attention = passes[name] * work.attention / (chip.flops_bf16 * _attention_fraction(kernel, efficiency))
         bandwidth = chip.hbm_bandwidth * efficiency.hbm
         scores = work.scores * kernel.score_bytes.get(name, 0) / bandwidth if passes[name] else 0.0
-        bound += scores if scores > attention else 0.0
         recomputed = self.again - {"scores"}
         copies = RESIDUAL_COPIES[name] if not recomputes or recomputed else 0
         residual = work.tokens * work.width * 2 * work.layers / self.placed.shape.tensor
@@ -65,12 +70,16 @@ class LayerTime:
             hidden = sum(m.m * m.n * m.count for m in work.matmuls if m.role == "ffn_in")
             elementwise += HIDDEN_COPIES[name] * 2 * hidden
         elementwise *= self.software.elementwise if gpu else 1.0
-        return {
+        seconds = {
             "matmul": matmul,
             "attention": max(attention, scores),
             "elementwise": elementwise / bandwidth,
-            "memory_bound": bound,
+            "operands": operands,
+            "scores": scores if scores > attention else 0.0,
         }
+        # The reference of preferences is one more forward pass.
+        reference = self.placed.run.finetune.objective == "preferences" and name == "forward"
+        return {kind: value * (2.0 if reference else 1.0) for kind, value in seconds.items()}
 
     def _at_rate(self, m: Matmul) -> Matmul:
         """Returns a matmul of experts in the run's low precision, where the software has it."""
@@ -85,9 +94,20 @@ def attention_kernel(placed: PlacedRun, chip: Chip, software: Software) -> Atten
     platform = platform_of(chip)
     if software.kernel is not None and platform != "tpu":
         return software.kernel
-    hardware = Hardware(platform, chip_name(chip.name), installed=True)
-    chosen = kernels_of(placed.run.training, placed.spec, placed.sequence, hardware)
-    return AttentionKernel(chosen.backward, score_bytes={} if chosen.fused or software.kernel else SCORE_BYTES)
+    backward, fused = _chosen_kernel(placed)(Hardware(platform, chip_name(chip.name), installed=True))
+    return AttentionKernel(backward, score_bytes={} if fused or software.kernel else SCORE_BYTES)
+
+
+@cached_by_layout_and("attention_kernel", "attention_block", "remat", "compute_dtype", "context_strategy", "seq")
+def _chosen_kernel(placed: PlacedRun) -> Callable[[Hardware], tuple[float, bool]]:
+    """Returns a function of the hardware: cost of the backward pass, and whether scores stay on the chip."""
+
+    @functools.cache
+    def chosen(hardware: Hardware) -> tuple[float, bool]:
+        kernels = kernels_of(placed.run.training, placed.spec, placed.sequence, hardware)
+        return kernels.backward, kernels.fused
+
+    return chosen
 
 
 def _attention_fraction(kernel: AttentionKernel, efficiency: Efficiency) -> float:

@@ -23,7 +23,7 @@ from meshwright.models.remat import (
     REMAT_POLICIES,
     gathered_within_reason,
 )
-from meshwright.planner.layout_cache import cached_by_layout
+from meshwright.planner.layout_cache import cached_by_layout, cached_by_layout_and
 from meshwright.planner.optimizer_work import muon_moments, update_temporaries
 from meshwright.planner.work import Work
 from meshwright.runs.placed_run import PlacedRun
@@ -59,7 +59,8 @@ def gathers_ahead(placed: PlacedRun, target: Target, mapping: AxisMapping) -> bo
     training = placed.run.training
     if (
         training.gather_ahead == "none"
-        or gathered_within_reason(training, placed.shape.stage, placed.spec.period) is not None
+        or gathered_within_reason(training, placed.shape.stage, placed.spec.period, placed.run.finetune.method)
+        is not None
     ):
         return False
     if training.gather_ahead == "layer":
@@ -80,12 +81,12 @@ def memory_by_category(placed: PlacedRun, work: Work, in_flight: float, ahead: b
     param, reduce, compute = (
         jnp.dtype(t).itemsize for t in (training.param_dtype, training.reduce_dtype, training.compute_dtype)
     )
-    sharded = sharded_elements(placed)
+    frozen = placed.run.finetune.method == "lora"
     one_layer, all_layers = _gathered_elements(placed)
     everything_kept = REMAT_POLICIES[training.remat].saved is None
     # Two moments can be the peak: a layer in the backward pass, or the loss (its table, their gradient, the logits).
     logits = chunk_tokens(int(work.tokens), work.unembedding.n, training.logits_mib) * work.unembedding.n
-    table = work.unembedding.n * work.width * (compute + 4)
+    table = work.unembedding.n * work.width * (compute + (0 if frozen else 4))
     # Logits are float32; so is their gradient while it is computed.
     loss = table + 2.0 * logits * 4
     attention_inner = (work.query_width + work.kv_width) * 2
@@ -97,21 +98,21 @@ def memory_by_category(placed: PlacedRun, work: Work, in_flight: float, ahead: b
     from_host = 2 * offloaded_bytes(placed, work) / max(1.0, work.layers)
     # Ahead: the gradients of the layer above, not yet reduced, and the first weights of the layer below.
     carried = compute * _carried_elements(placed) if ahead else 0.0
-    layer = from_host + one_layer * (2 * compute + reduce) + carried + inner
+    # The gradients of adapters are small; those of frozen weights there are none.
+    layer = from_host + one_layer * (2 * compute + (0 if frozen else reduce)) + carried + inner
     # One part of a stage at a time; without a pipeline it is the model.
     part = _saved_bytes(placed, work, compute) * work.layers / placed.virtual_stages
     parts_kept = in_flight if keeps_stages(placed) else 0.0
     activations = part * (1 + parts_kept)
     if shape.stage > 1:
         activations += in_flight * work.tokens / shape.tensor * work.width * compute
-    if training.param_dtype == training.compute_dtype:
-        all_layers -= _whole_elements(placed)  # used where they lie
+    all_layers -= _whole_elements(placed)  # used where they lie
     all_layers *= (1 + parts_kept) / placed.virtual_stages
     weights = compute * all_layers if everything_kept else 0.0
     result = {
-        "parameters": sharded * param,
+        "parameters": param_bytes(placed),
         "optimizer state": state_bytes(placed),
-        "gradients": sharded * max(param, reduce),
+        "gradients": trained_elements(placed) * max(param, reduce),
         "activations": activations,
         "gathered weights": weights,
         "one layer" if layer > loss else "loss and its table": max(layer, loss),
@@ -140,7 +141,24 @@ def kept_bytes(placed: PlacedRun, work: Work) -> float:
 @cached_by_layout
 def sharded_elements(placed: PlacedRun) -> float:
     """Returns the elements of all parameters that a device keeps."""
-    return sum(math.prod(p.shape) / placed.shape.over(axes_of(where.at_rest)) for _, p, where in placed.leaves)
+    return sum(p.size / placed.shape.over(axes_of(where.at_rest)) for _, p, where in placed.leaves)
+
+
+@cached_by_layout
+def trained_elements(placed: PlacedRun) -> float:
+    """Returns the elements that a device keeps of the parameters that are trained."""
+    kept = ((p, where) for _, p, where in placed.leaves if not p.frozen)
+    return sum(p.size / placed.shape.over(axes_of(where.at_rest)) for p, where in kept)
+
+
+@cached_by_layout_and("param_dtype")
+def param_bytes(placed: PlacedRun) -> float:
+    """Returns the bytes of all parameters on a device, each in its own type."""
+    dtype = placed.run.training.param_dtype
+    return sum(
+        math.prod(p.shape) / placed.shape.over(axes_of(where.at_rest)) * jnp.dtype(p.stored or dtype).itemsize
+        for _, p, where in placed.leaves
+    )
 
 
 @cached_by_layout
@@ -149,22 +167,24 @@ def _gathered_elements(placed: PlacedRun) -> tuple[float, float]:
     shape = placed.shape
     all_layers, one_layer = 0.0, dict[str, float]()
     for path, p, where in placed.leaves:
-        if "L" in p.dims:
-            gathered = math.prod(p.shape) / shape.over(axes_of(where.in_use))
+        if "L" in p.dims and not path.startswith("reference."):
+            gathered = p.size / shape.over(axes_of(where.in_use))
             all_layers += gathered
             stack = path.partition(".")[0]
             one_layer[stack] = one_layer.get(stack, 0.0) + gathered / p.logical_shape[0] * shape.stage
     return max(one_layer.values(), default=0.0), all_layers
 
 
-@cached_by_layout
+@cached_by_layout_and("param_dtype", "compute_dtype")
 def _whole_elements(placed: PlacedRun) -> float:
-    """Elements on a device of the layers' parameters that are not gathered before use."""
+    """Elements on a device of the layers' parameters that are neither gathered nor converted before use."""
+    training = placed.run.training
     return sum(
         math.prod(p.shape) / placed.shape.over(axes_of(where.in_use))
-        for _, p, where in placed.leaves
-        if "L" in p.dims and where.at_rest == where.in_use
-    )
+        for path, p, where in placed.leaves
+        if "L" in p.dims and where.at_rest == where.in_use and not path.startswith("reference.")
+        and (p.stored or training.param_dtype) == training.compute_dtype
+    )  # fmt: skip
 
 
 @cached_by_layout
@@ -204,15 +224,16 @@ def state_bytes(placed: PlacedRun) -> float:
 @cached_by_layout
 def _optimizer_elements(placed: PlacedRun) -> float:
     """Elements of all parameters whose optimizer state a device keeps."""
-    return sum(math.prod(p.shape) / placed.shape.over(axes_of(where.optimizer)) for _, p, where in placed.leaves)
+    kept = ((p, where) for _, p, where in placed.leaves if not p.frozen)
+    return sum(p.size / placed.shape.over(axes_of(where.optimizer)) for p, where in kept)
 
 
 def _elements_per_token(placed: PlacedRun, work: Work) -> dict[str, float]:
     """Elements per token that a layer produces under each checkpoint name, on a device."""
     return {
         LAYER_INPUT: work.width / placed.shape.tensor,
-        QKV: work.query_width + 2 * work.kv_width,
-        ATTN_OUT: work.query_width,
+        QKV: work.qkv_width,
+        ATTN_OUT: work.value_width,
         ATTN_RESIDUAL: work.width / placed.shape.tensor,
         FFN_HIDDEN: work.ffn_hidden,
     }
@@ -226,7 +247,10 @@ def _saved_bytes(placed: PlacedRun, work: Work, compute: int) -> float:
     if policy.saved is None:
         # Also both normalised inputs, whole over `tensor`, the attention output as its projection reads it, SwiGLU's
         # product (gate and up are `ffn_hidden`); of experts their rows, and the router's input in float32.
-        kept = sum(elements.values()) + 2 * work.width + work.ffn_hidden / 2 + work.query_width
+        kept = sum(elements.values()) + 2 * work.width + work.ffn_hidden / 2 + work.value_width
+        if any(attention.latent is not None for attention in placed.spec.attention):
+            # Queries, keys and values as the kernel reads them, besides the latents.
+            kept += work.query_width + 2 * work.kv_width
         if any(attention.normalises_qk for attention in placed.spec.attention):
             kept += work.query_width + work.kv_width
         if work.expert_rows:

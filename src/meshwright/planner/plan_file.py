@@ -33,6 +33,7 @@ def prediction_json(plan: Plan) -> dict[str, Any]:
     return {
         "seconds": e.seconds, "bytes": e.bytes, "hbm_bytes": e.hbm_bytes, "mfu": e.mfu,
         "tokens_per_second": e.tokens_per_second, "bound_by": e.bound_by, "seconds_by_part": dict(e.parts),
+        "seconds_by_bound": e.seconds_by_bound,
         "exposed_seconds_by_axes": dict(e.exposed), "busy_seconds_by_axes": dict(e.busy),
         "links_by_axes": dict(e.routes), "bytes_by_category": dict(e.memory), "axis_mapping": str(e.axis_mapping),
     }  # fmt: skip

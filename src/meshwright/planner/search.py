@@ -46,7 +46,7 @@ class Plan:
     Example:
         >>> best = mw.plan("llama3-8b", on="v5p:4x4x4", tokens_per_step="1M")[0]
         >>> best.name, best.estimate.bound_by
-        ('fsdp=64, projections', 'compute')
+        ('fsdp=64, projections', 'matmuls')
     """
 
     placed: PlacedRun

@@ -55,7 +55,8 @@ def movements(
     residual = work.tokens * work.width * compute
     if shape.tensor > 1:
         pairs = max(1, len({matmul.role for matmul in work.matmuls} & {"attention_out", "ffn_out"}))
-        result += _tensor(residual, layers, pairs, microbatches, again)
+        opened = residual * (pairs - 1 + work.opening_width / work.width) / pairs
+        result += _tensor((opened, residual), layers, pairs, microbatches, again)
     if shape.context > 1:
         result += _context(placed, work, layers, compute, again)
     if shape.expert > 1 and work.experts:
@@ -77,6 +78,10 @@ def movements(
         result.append(
             Movement("all-reduce", vocab_axes, work.tokens * 4 * 3, microbatches, "forward", True, "loss softmax")
         )
+    if placed.run.finetune.objective == "preferences":
+        # The reference is one more forward pass.
+        again_forward = [dataclasses.replace(m, purpose=f"{m.purpose}, reference") for m in result]
+        result += [m for m in again_forward if m.during == "forward"]
     return result
 
 
@@ -89,10 +94,12 @@ def _weights(placed: PlacedRun, microbatches: float, gathered_again: bool) -> li
     repeats = int(placed.shape.stage > 1 and not keeps_stages(placed)) + int(gathered_again)
     low = low_precision(placed)
     gathered: dict[tuple[tuple[str, ...], bool], tuple[float, float]] = {}
-    for (axes, stacked, quantised), elements in _gathered_elements(placed).items():
+    for (axes, stacked, quantised, stored), (elements, trained) in _gathered_elements(placed).items():
         count, payload = gathered.get((axes, stacked), (0.0, 0.0))
         itemsize = 1 if quantised and low is not None and low.gathered else compute
-        gathered[axes, stacked] = (count + elements, payload + elements * itemsize)
+        # Quantised weights travel as they are kept.
+        itemsize = jnp.dtype(stored).itemsize if stored in ("int8", "uint8") else itemsize
+        gathered[axes, stacked] = (count + trained, payload + elements * itemsize)
     for (axes, stacked), (count, payload) in gathered.items():
         what = "weights" if stacked else "embedding and unembedding"
         layers = float(len(placed.spec.layers)) if stacked else 1.0
@@ -102,18 +109,27 @@ def _weights(placed: PlacedRun, microbatches: float, gathered_again: bool) -> li
             times = layers * microbatches * repeats
             result.append(Movement("all-gather", axes, sent, times, "backward", False, f"{what}, recomputed"))
         times = layers * microbatches
-        result.append(Movement("reduce-scatter", axes, per * reduce, times, "backward", False, f"gradients of {what}"))
+        if count:
+            scattered = Movement("reduce-scatter", axes, per * reduce, times, "backward", False, f"gradients of {what}")
+            result.append(scattered)
     return result
 
 
 @cached_by_layout
-def _gathered_elements(placed: PlacedRun) -> dict[tuple[tuple[str, ...], bool, bool], float]:
-    """Elements on a device after the all-gathers, by axes, whether they are stacked, and may be quantised."""
-    elements: dict[tuple[tuple[str, ...], bool, bool], float] = {}
-    for _, p, where in placed.leaves:
+def _gathered_elements(
+    placed: PlacedRun,
+) -> dict[tuple[tuple[str, ...], bool, bool, str | None], tuple[float, float]]:
+    """Elements on a device after the all-gathers, and those of them that are trained.
+
+    By axes, whether they are stacked, whether they may be quantised, and their type at rest where it is their own.
+    """
+    elements: dict[tuple[tuple[str, ...], bool, bool, str | None], tuple[float, float]] = {}
+    own = ((p, where) for path, p, where in placed.leaves if not path.startswith("reference."))
+    for p, where in own:
         for axes, gathered in _gathers(p, where, placed):
-            key = (axes, "L" in p.dims, p.role in LOW_PRECISION_ROLES and "E" not in p.dims)
-            elements[key] = elements.get(key, 0.0) + gathered
+            key = (axes, "L" in p.dims, p.role in LOW_PRECISION_ROLES and "E" not in p.dims, p.stored)
+            every, trained = elements.get(key, (0.0, 0.0))
+            elements[key] = (every + gathered, trained + (0.0 if p.frozen else gathered))
     return elements
 
 
@@ -151,6 +167,8 @@ def _gradient_elements(placed: PlacedRun) -> tuple[_AxisElements, _AxisElements]
     shape = placed.shape
     sums, scattered, degrees = _AxisElements(), _AxisElements(), shape.degrees()
     for _, p, where in placed.leaves:
+        if p.frozen:
+            continue
         sharded = math.prod(p.shape) / shape.over(axes_of(where.at_rest))
         more = tuple(a for a in axes_of(where.optimizer) if a not in axes_of(where.at_rest))
         if more:
@@ -161,25 +179,28 @@ def _gradient_elements(placed: PlacedRun) -> tuple[_AxisElements, _AxisElements]
     return sums, scattered
 
 
-def _tensor(residual: float, layers: float, pairs: int, microbatches: float, again: frozenset[str]) -> list[Movement]:
+def _tensor(
+    payloads: tuple[float, float], layers: float, pairs: int, microbatches: float, again: frozenset[str]
+) -> list[Movement]:
     """Tensor parallel with sequence parallel: each half of a layer is entered by an all-gather and left by a
     reduce-scatter (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2).
 
+    payloads: bytes that enter a half of a layer, on average, and that leave it: latent attention gathers its latents.
     pairs: halves of a layer: attention, feed-forward.
     """
+    opened, residual = payloads
     axes = ("tensor",)
     # The embedding ends with a reduce-scatter and the unembedding begins with an all-gather, once per microbatch.
     times = pairs * layers + microbatches
+    gathered = (opened * pairs * layers + residual * microbatches) / times
     result = [
-        Movement("all-gather", axes, residual, times, "forward", True, "sequence gathered"),
+        Movement("all-gather", axes, gathered, times, "forward", True, "sequence gathered"),
         Movement("reduce-scatter", axes, residual, times, "forward", True, "sequence scattered"),
         Movement("all-gather", axes, residual, times, "backward", True, "sequence scattered, backward"),
-        Movement("reduce-scatter", axes, residual, times, "backward", True, "sequence gathered, backward"),
+        Movement("reduce-scatter", axes, gathered, times, "backward", True, "sequence gathered, backward"),
     ]
     if again - {"scores"}:
-        result.append(
-            Movement("all-gather", axes, residual, pairs * layers, "recomputation", True, "sequence gathered")
-        )
+        result.append(Movement("all-gather", axes, opened, pairs * layers, "recomputation", True, "sequence gathered"))
         # The output of the last half is not needed again.
         scattered = (pairs - 1) * layers
         result.append(
@@ -190,9 +211,12 @@ def _tensor(residual: float, layers: float, pairs: int, microbatches: float, aga
 
 def _context(placed: PlacedRun, work: Work, layers: float, compute: int, again: frozenset[str]) -> list[Movement]:
     """Keys and values (ring, all_gather) or heads (ulysses, usp) moved by context parallelism."""
-    block = 2 * work.tokens * work.kv_width * compute
-    queries = 2 * work.tokens * work.query_width * compute
     strategy, axes, n = placed.run.training.context_strategy, ("context",), placed.shape.context
+    # Keys and values of latent attention are sent as arrays of one shape, but for Ulysses (families/deepseek.py).
+    latent = any(attention.latent is not None for attention in placed.spec.attention)
+    kv_width = work.query_width if latent and placed.sequence.groups > 1 else work.kv_width
+    block = 2 * work.tokens * kv_width * compute
+    queries = work.tokens * (work.query_width + work.value_width) * compute
     passes = [("forward", 1.0), ("backward", 2.0 if strategy == "ring" else 1.0)]
     # Queries, keys and values are saved as they were before they moved: what was gathered moves again.
     moves_again = "attention" in again if strategy == "ring" else bool(again - {"scores"})

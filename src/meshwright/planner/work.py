@@ -6,9 +6,10 @@ one for its input, one for its weight; scaling-book, transformers.md).
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 from meshwright.models.blocks.experts import buffer_rows
-from meshwright.models.model import AttentionSpec, padded_vocab
+from meshwright.models.model import AttentionSpec, ModelSpec, padded_vocab
 from meshwright.models.remat import ATTN_OUT, ATTN_RESIDUAL, FFN_HIDDEN, QKV, REMAT_POLICIES
 from meshwright.planner.layout_cache import cached_by_layout, cached_by_layout_and
 from meshwright.runs.placed_run import PlacedRun
@@ -28,6 +29,8 @@ class Matmul:
     count: float = 1.0
     grouped: bool = False
     """Whether its rows go to several experts."""
+    frozen: bool = False
+    """Whether its weight has no gradient: the backward pass is one matmul, for its input."""
     rate: str = "bf16"
     """Peak of the chip that it runs at: bf16, or that of a low precision (fp8, mxfp8, int8)."""
 
@@ -62,7 +65,13 @@ class Work:
     query_width: float
     """Elements per token of the queries (N H) of a layer and device, averaged over layers."""
     kv_width: float
-    """Elements per token of the keys (K H) of a layer and device, averaged over layers."""
+    """Elements per token of keys or values (K H, the mean of both) of a layer and device, averaged over layers."""
+    value_width: float
+    """Elements per token of the attention output (N H) of a layer and device, averaged over layers."""
+    qkv_width: float
+    """Elements per token that remat policies keep as queries, keys and values: of latent attention the latents."""
+    opening_width: float
+    """Features per token that attention gathers over `tensor`: the model's width, or that of the latents."""
     heads: float
     """Query heads of a layer and device, averaged over layers."""
     ffn_hidden: float
@@ -94,8 +103,9 @@ def work_of(placed: PlacedRun) -> Work:
     """Returns the work of the stage with the most."""
     shape, spec, tokens = placed.shape, placed.spec, tokens_per_device(placed)
     fraction = _largest_stage(placed)
-    experts = {layer.stack: layer.experts for layer in spec.layers if layer.experts is not None}
-    matmuls: dict[tuple[str, int, int, bool], Matmul] = {}
+    all_layers = (*spec.layers, *spec.further)
+    experts = {layer.stack: layer.experts for layer in all_layers if layer.experts is not None}
+    matmuls: dict[tuple[str, int, int, bool, bool], Matmul] = {}
     expert_layers, inputs, outputs = 0.0, dict[tuple[str, str, int], float](), 0.0
     low = low_precision(placed)
     for stack, p, sizes in _stacked_matmuls(placed):
@@ -106,29 +116,34 @@ def work_of(placed: PlacedRun) -> Work:
             # Tokens sent to other devices' experts are made up for by tokens received from them.
             m = tokens * experts[stack].experts_per_token
         k, n = math.prod(sizes[: p.contract]), math.prod(sizes[p.contract :])
-        key = (str(p.role), k, n, grouped)
+        key = (str(p.role), k, n, grouped, p.frozen)
         count = matmuls[key].count + layers if key in matmuls else layers
         quantised = low is not None and p.role in LOW_PRECISION_ROLES and not grouped
-        matmuls[key] = Matmul(str(p.role), m, k, n, count, grouped, low.rate if low and quantised else "bf16")
+        rate = low.rate if low and quantised else "bf16"
+        matmuls[key] = Matmul(str(p.role), m, k, n, count, grouped, p.frozen, rate)
         if quantised:
             # Matmuls of one role and width share their input: queries, keys, values; gate and up.
             inputs[stack, str(p.role), k] = m * k * layers
             outputs += m * n * layers * (low.gradient_passes if low else 0)
-    positions = [(a, a.causal_positions(placed.run.training.seq)) for a in spec.attention]
+    attention = [layer.attention for layer in all_layers if layer.attention is not None]
+    positions = [(a, a.causal_positions(placed.run.training.seq)) for a in attention]
     scores = sum(a.heads * n for a, n in positions) * tokens * fraction / shape.tensor
-    flops = sum(4.0 * n * a.heads * a.head_size for a, n in positions) * tokens * fraction / shape.tensor
-    heads, query_width, kv_width = _attention_widths(spec.attention, len(spec.layers), shape.tensor)
+    flops = sum(2.0 * n * a.heads * (a.head_size + a.value_size) for a, n in positions)
+    widths = _attention_widths(spec, shape.tensor)
     return Work(
         tokens=tokens,
-        layers=len(spec.layers) * fraction,
+        layers=len(all_layers) * fraction,
         width=spec.width,
         matmuls=tuple(matmuls.values()),
-        unembedding=Matmul("unembedding", tokens, spec.width, padded_vocab(placed.run.model) // shape.over(VOCAB_AXES)),
-        attention=flops,
+        unembedding=_unembedding(placed, tokens * (1 + len(spec.further))),
+        attention=flops * tokens * fraction / shape.tensor,
         scores=scores,
-        query_width=query_width,
-        kv_width=kv_width,
-        heads=heads,
+        query_width=widths.query,
+        kv_width=widths.kv,
+        value_width=widths.value,
+        qkv_width=widths.saved,
+        opening_width=widths.opening,
+        heads=widths.heads,
         ffn_hidden=_ffn_hidden(placed),
         experts=float(max((e.experts_per_token for e in experts.values()), default=0)),
         expert_rows=max((buffer_rows(e, int(tokens), shape.expert) for e in experts.values()), default=0.0),
@@ -136,6 +151,11 @@ def work_of(placed: PlacedRun) -> Work:
         quantised_inputs=sum(inputs.values()),
         quantised_gradients=outputs,
     )
+
+
+def _unembedding(placed: PlacedRun, rows: float) -> Matmul:
+    columns = padded_vocab(placed.run.model) // placed.shape.over(VOCAB_AXES)
+    return Matmul("unembedding", rows, placed.spec.width, columns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +195,7 @@ def recomputed_roles(remat: str) -> frozenset[str]:
         return frozenset({"scores"} if policy.dropped else ())
     saved = set(policy.saved) | set(policy.offloaded)
     # The layer's output is not needed, and of other matmuls nothing is known.
-    again = {"router", "projection"}
+    again = {"router", "projection", "adapter"}
     again |= set() if ATTN_RESIDUAL in saved else {"attention_out"}
     again |= set() if QKV in saved else {"qkv"}
     again |= set() if ATTN_OUT in saved else {"attention"}
@@ -183,18 +203,36 @@ def recomputed_roles(remat: str) -> frozenset[str]:
     return frozenset(again)
 
 
-def _attention_widths(attention: tuple[AttentionSpec, ...], layers: int, tensor: int) -> tuple[float, float, float]:
-    """Heads, N H and K H of a device, averaged over all layers."""
+class _Widths(NamedTuple):
+    """Elements per token of the attention of a layer and device."""
 
-    def kv_heads(a: AttentionSpec) -> int:
-        return a.kv_heads if replicates_kv_heads(a.kv_heads, tensor) else max(1, a.kv_heads // tensor)
+    heads: float
+    query: float
+    kv: float
+    value: float
+    saved: float
+    opening: float
 
-    local = [(a.heads // tensor, kv_heads(a), a.head_size) for a in attention]
+
+def _attention_widths(spec: ModelSpec, tensor: int) -> _Widths:
+    """Widths of a device, averaged over all layers; those without attention have none."""
+    local = [_widths_of(a, spec.width, tensor) for a in spec.attention]
     return (
-        sum(n for n, _, _ in local) / layers,
-        sum(n * h for n, _, h in local) / layers,
-        sum(k * h for _, k, h in local) / layers,
+        _Widths(*(sum(column) / len(spec.layers) for column in zip(*local, strict=True)))
+        if local
+        else _Widths(*[0] * 6)
     )
+
+
+def _widths_of(a: AttentionSpec, width: int, tensor: int) -> _Widths:
+    kv_heads = a.kv_heads if replicates_kv_heads(a.kv_heads, tensor) else max(1, a.kv_heads // tensor)
+    heads = a.heads // tensor
+    query, value, kv = heads * a.head_size, heads * a.value_size, kv_heads * (a.head_size + a.value_size) / 2
+    if a.latent is None:
+        return _Widths(heads, query, kv, value, query + 2 * kv, width)
+    # Each device of `tensor` keeps the latents of its own positions; queries without one are those of its heads.
+    queries = query if a.latent.query_rank is None else a.latent.query_rank / tensor
+    return _Widths(heads, query, kv, value, queries + a.latent.cached / tensor, a.latent.gathered(width))
 
 
 @cached_by_layout
@@ -202,9 +240,10 @@ def _stacked_matmuls(placed: PlacedRun) -> list[tuple[str, Param, tuple[int, ...
     """Stack, description and gathered local sizes (layers and experts left out) of each weight with a role."""
     rows = []
     for path, p, where in placed.leaves:
-        if p.role is not None:
+        if p.role is not None and not path.startswith("reference."):
             shape = local_shape(p.shape, where.in_use, placed.shape)
-            sizes = tuple(n for letter, n in zip(p.dims, shape, strict=True) if letter not in "LE")
+            whole = (2 * n if i == p.packed else n for i, n in enumerate(shape))
+            sizes = tuple(n for letter, n in zip(p.dims, whole, strict=True) if letter not in "LE")
             rows.append((path.partition(".")[0], p, sizes))
     return rows
 
@@ -216,12 +255,14 @@ def _ffn_hidden(placed: PlacedRun) -> float:
     Experts have them for every row of their buffer.
     """
     tokens = tokens_per_device(placed)
-    experts = {layer.stack: layer.experts for layer in placed.spec.layers if layer.experts is not None}
+    layers = (*placed.spec.layers, *placed.spec.further)
+    experts = {layer.stack: layer.experts for layer in layers if layer.experts is not None}
     stacks: dict[str, float] = {}
     for path, p, _ in placed.leaves:
-        if p.role == "ffn_in":
+        if p.role == "ffn_in" and not path.startswith("reference."):
             stack = path.partition(".")[0]
-            columns = math.prod(p.shape[-(len(p.dims.replace("L", "").replace("E", "")) - p.contract) :])
+            first = len(p.dims) - len(p.dims.replace("L", "").replace("E", "")) + p.contract
+            columns = math.prod(p.shape[first:]) * (2 if p.packed is not None and p.packed >= first else 1)
             rows = buffer_rows(experts[stack], int(tokens), placed.shape.expert) if "E" in p.dims else tokens
             stacks[stack] = stacks.get(stack, 0.0) + columns * rows / tokens / placed.shape.tensor
     return max(stacks.values(), default=0.0)

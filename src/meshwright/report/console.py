@@ -86,8 +86,7 @@ class ConsoleReport:
 def _parts(values: Values) -> list[str]:
     """Returns the metrics worth a place on the line."""
     parts = [f"loss {values['loss']:.4f}"]
-    if "tokens/s" in values:
-        parts.append(f"{values['tokens/s']:,.0f} tokens/s")
+    parts += [f"{values[unit]:,.0f} {unit}" for unit in ("tokens/s", "examples/s") if unit in values]
     if "MFU" in values:
         parts.append(f"MFU {values['MFU']:.1%}")
     if "largest expert load" in values:

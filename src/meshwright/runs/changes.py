@@ -1,13 +1,14 @@
 """Recipes with changed fields, for Python."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError, nearest
 from meshwright.runs.recipe import find_recipe
 
-_PARTS = ("training", "optimizer", "data", "model")
+_PARTS = ("training", "optimizer", "data", "finetune", "model")
 """Parts of a Run whose fields can be changed by name, in this order."""
 
 
@@ -15,17 +16,26 @@ def recipe(name: str, *, mesh: str | MeshShape | None = None, **changes: Any) ->
     """Returns the Run of a recipe with some fields changed.
 
     name: a row of `meshwright recipes`, or FILE.py:FUNCTION.  mesh: as `fsdp=8,tensor=2`.
-    changes: fields of `Run`, or of its training, optimizer, data or model, by name; a field that several have is that
-    of the first in this order. Raises ConfigError for an unknown recipe or field.
+    changes: fields of `Run`, or of its training, optimizer, data, finetune or model, by name; a field that several
+    have is that of the first in this order. Raises ConfigError for an unknown recipe or field.
 
     Example:
         >>> run = mw.recipe("tiny", mesh="fsdp=8", steps=100, learning_rate=1e-3)
         >>> str(run.mesh), run.training.steps, run.optimizer.learning_rate
         ('fsdp=8', 100, 0.001)
     """
-    run = find_recipe(name)
+    return change_fields(find_recipe(name), mesh, changes)
+
+
+def change_fields(run: Run, mesh: str | MeshShape | None, changes: dict[str, Any]) -> Run:
+    """Returns `run` on another mesh and with some fields changed, as `recipe` takes them."""
     if mesh is not None:
         run = dataclasses.replace(run, mesh=MeshShape.parse(mesh) if isinstance(mesh, str) else mesh)
+    return with_changes(run, changes)
+
+
+def with_changes(run: Run, changes: Mapping[str, Any]) -> Run:
+    """Returns a Run with fields changed by name, as `recipe` does. Raises ConfigError for an unknown field."""
     for field, value in changes.items():
         run = _change(run, field, value)
     return run

@@ -8,10 +8,7 @@ import dataclasses
 
 from meshwright.config import Run
 from meshwright.errors import ConfigError
-from meshwright.models.families import FAMILIES, builtin_name
-from meshwright.models.remat import REMAT_POLICIES
-from meshwright.sharding.schedules import SCHEDULES
-from meshwright.words import AXES
+from meshwright.models.families import builtin_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,21 +20,14 @@ class Refusal:
     instead: str
 
 
-REFUSED: tuple[Refusal, ...] = ()
+REFUSED: tuple[Refusal, ...] = (
+    Refusal(
+        ("multi-token prediction", "stage"), "each stage would repeat its layer", "--model.mtp-depth 0, or no stage"
+    ),
+)
 
-FEATURES: dict[str, tuple[str, ...]] = {
-    "family": tuple(FAMILIES),
-    "mesh axis": tuple(AXES),
-    "slices": ("several slices",),
-    "pipeline": (*(f"schedule: {name}" for name in SCHEDULES), "uneven stages"),
-    "sequence": tuple(f"context: {s}" for s in ("ring", "all_gather", "ulysses", "usp")),
-    "experts": ("dispatch: dropless", "dispatch: capacity", "leading dense layers"),
-    "memory": ("accumulation", *(f"remat: {r}" for r in REMAT_POLICIES), "zero1"),
-    "model": ("tied embeddings", "dropout"),
-    "optimizer": ("adamw", "adafactor", "lion", "muon", "sgd"),
-    "always": ("packing", "evaluation", "checkpoint on another mesh"),
-}
-"""Features by kind. Those under `always` are part of every run."""
+ALWAYS = ("packing", "evaluation", "checkpoint on another mesh")
+"""Features of every run."""
 
 
 def features_of(run: Run, uneven: bool) -> set[str]:
@@ -45,7 +35,7 @@ def features_of(run: Run, uneven: bool) -> set[str]:
     training, model = run.training, run.model
     degrees = run.mesh.degrees() if run.mesh else {}
     family = {name for name in (builtin_name(model),) if name is not None}
-    features = {run.optimizer.name, f"remat: {training.remat}", *family, *model.features(), *FEATURES["always"]}
+    features = {run.optimizer.name, f"remat: {training.remat}", *family, *model.features(), *ALWAYS}
     features |= {axis for axis, degree in degrees.items() if degree > 1}
     optional = {
         "several slices": run.mesh is not None and run.mesh.slices > 1,

@@ -7,25 +7,25 @@ here, before anything is traced.
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from meshwright.comm.hierarchical import DcnAxis
 from meshwright.config import MeshShape, Model, Run, Training
 from meshwright.data.ramp import ramp_of
 from meshwright.errors import ConfigError, divisors
+from meshwright.fine_tuning import FineTune
 from meshwright.models.flops import layer_flops
 from meshwright.models.model import ModelSpec, vocab_size
-from meshwright.models.remat import REMAT_POLICIES
 from meshwright.runs.composition import check_composition
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES, find_layout
 from meshwright.sharding.params import Param, Tree, named_leaves, place_params, reorder_stacks
 from meshwright.sharding.placement import Placements
-from meshwright.sharding.schedules import PipelineSchedule, build_forward_table, build_table, find_schedule
 from meshwright.sharding.sequence import SequenceSplit, split_sequence
-from meshwright.sharding.stages import NO_LAYER, StageAssignment, assign_layers
+from meshwright.sharding.stages import NO_LAYER, PartPlacement, StageAssignment, assign_layers, loop_placement
 
 if TYPE_CHECKING:
     from meshwright.sharding.schedule_table import ScheduleTable
+    from meshwright.sharding.schedules import PipelineSchedule
 
 Leaves = tuple[tuple[str, Param, Placements], ...]
 """Path, description and placements of parameters."""
@@ -75,13 +75,17 @@ class PlacedRun:
         return split_sequence(training.context_strategy, training.seq, self.shape.context, local_heads)
 
     @property
-    def schedule(self) -> PipelineSchedule:
+    def schedule(self) -> "PipelineSchedule":
         """Pipeline schedule of the run."""
+        from meshwright.sharding.schedules import find_schedule  # loaded for runs with stages
+
         return find_schedule(self.run.training.pipeline_schedule)
 
     @functools.cached_property
     def schedule_table(self) -> "ScheduleTable":
         """Tasks of each pipeline stage in each tick of a training step."""
+        from meshwright.sharding.schedules import build_table
+
         training = self.run.training
         table = build_table(training.pipeline_schedule, self.shape.stage, training.microbatches, self.virtual_stages)
         if training.stage_saves == "layers" and table.splits_backward:
@@ -95,6 +99,8 @@ class PlacedRun:
 
     def forward_table(self, microbatches: int) -> "ScheduleTable":
         """Returns the tasks of a forward pass alone: evaluation and sampling."""
+        from meshwright.sharding.schedules import build_forward_table
+
         name = self.run.training.pipeline_schedule
         return build_forward_table(name, self.shape.stage, microbatches, self.virtual_stages)
 
@@ -108,18 +114,23 @@ def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
     shape = shape or run.mesh or MeshShape()
     run = dataclasses.replace(run, training=_without_auto(run.training))
     _check_batch(run, shape)
-    _check_saved_layers(run, shape)
-    _check_stage_saves(run, shape)
+    if run.training.saved_layers or run.training.stage_saves == "layers":
+        from meshwright.runs.saved import check_saved  # most runs recompute by one policy
+
+        check_saved(run, shape)
+    if run.finetune != FineTune():
+        from meshwright.runs.fine_tuning import check_fine_tuning  # most runs train all parameters on all of a text
+
+        check_fine_tuning(run, shape)
     _check_sequence(run, shape)
     check_numbers(run)
+    check_composition(dataclasses.replace(run, mesh=shape), uneven=False)
     multiple = math.lcm(run.model.vocab_multiple, shape.over(VOCAB_AXES))
     model = run.model
     if multiple != model.vocab_multiple:
         model = dataclasses.replace(model, vocab_multiple=multiple)
     training = run.training
-    params, placements, stages, leaves = _place(
-        model, shape, run.layout, run.fsdp_min_size, training.seq, training.pipeline_schedule, training.virtual_stages
-    )
+    params, placements, stages, leaves = _place(model, shape, run.layout, run.fsdp_min_size, training, run.finetune)
     placed = PlacedRun(dataclasses.replace(run, mesh=shape, model=model), params, placements, stages, leaves)
     check_composition(placed.run, uneven=_uneven(stages, model))
     if shape.context > 1 and run.training.context_strategy == "ulysses":
@@ -129,34 +140,58 @@ def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
     return placed
 
 
+_SAFE: dict[str, Any] = {"remat": "full", "stage_saves": "input", "pipeline_schedule": "1f1b"}
+"""Values for `auto`: the planner chooses before, where it knows the chip."""
+
+
 def _without_auto(training: Training) -> Training:
-    """Returns the options with safe values for `auto`: the planner chooses before, where it knows the chip."""
-    defaults: dict[str, Any] = {"remat": "full", "stage_saves": "input", "pipeline_schedule": "1f1b"}
     return dataclasses.replace(
-        training, **{name: value for name, value in defaults.items() if getattr(training, name) == "auto"}
+        training, **{name: value for name, value in _SAFE.items() if getattr(training, name) == "auto"}
     )
 
 
-@functools.lru_cache(maxsize=4096)
 def _place(
-    model: Model, shape: MeshShape, layout: str, min_size: int, seq: int, schedule: str, virtual_stages: int
+    model: Model, shape: MeshShape, layout: str, min_size: int, training: Training, tuning: FineTune
 ) -> tuple[Tree, Tree, StageAssignment, Leaves]:
+    """Parameters, placements, stages and leaves."""
+    schedule = (training.pipeline_schedule, training.virtual_stages)
+    # Without adapters nothing of these depends on the types.
+    adapts = tuning if tuning.method == "lora" or tuning.objective == "preferences" else None
+    dtype = training.compute_dtype if adapts else ""
+    return _place_params(model, shape, layout, min_size, training.seq, schedule, adapts, dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _place_params(
+    model: Model, shape: MeshShape, layout: str, min_size: int, seq: int, schedule: tuple[str, int],
+    tuning: FineTune | None, dtype: Any,
+) -> tuple[Tree, Tree, StageAssignment, Leaves]:  # fmt: skip
     """Parameters, placements, stages and leaves, which depend on nothing else of a run."""
-    pipeline = find_schedule(schedule)
-    chunks = pipeline.virtual_stages_for(virtual_stages) if shape.stage > 1 else 1
+    chunks, placement = 1, cast(PartPlacement, loop_placement)
+    if shape.stage > 1 or schedule[0] != _SAFE["pipeline_schedule"]:
+        from meshwright.sharding.schedules import find_schedule
+
+        pipeline = find_schedule(schedule[0])  # refuses an unknown name on any mesh
+        if shape.stage > 1:
+            chunks, placement = pipeline.virtual_stages_for(schedule[1]), pipeline.placement
     spec = model.spec()
     if spec.period > 1:
         from meshwright.sharding.periods import assign_periods  # most models have one kind of layer
 
-        stages = assign_periods(layer_flops(model, seq), spec.period, shape.stage, chunks, pipeline.placement)
+        stages = assign_periods(layer_flops(model, seq), spec.period, shape.stage, chunks, placement)
     else:
-        stages = assign_layers(layer_flops(model, seq), shape.stage, chunks, pipeline.placement)
-    orders, first = {}, 0
-    for stack, count in spec.stacks.items():
-        rows = stages.rows(first, count).flat
-        orders[stack] = tuple(int(row) - first if row != NO_LAYER else NO_LAYER for row in rows)
-        first += count
-    params = reorder_stacks(model.params(), orders)
+        stages = assign_layers(layer_flops(model, seq), shape.stage, chunks, placement)
+    orders = {}
+    for stack in spec.stacks:
+        layers = spec.layers_of(stack)
+        place = {layer: row for row, layer in enumerate(layers)} | {NO_LAYER: NO_LAYER}
+        orders[stack] = tuple(place[int(layer)] for layer in stages.rows(layers).flat)
+    described = model.params()
+    if tuning is not None:
+        from meshwright.models.tuned_params import tuned_params  # loaded for runs with frozen parameters
+
+        described = tuned_params(described, tuning, dtype)
+    params = reorder_stacks(described, orders)
     placements = place_params(params, layout=find_layout(layout), mesh=shape, min_size=min_size)
     by_path = named_leaves(placements)
     return params, placements, stages, tuple((path, p, by_path[path]) for path, p in named_leaves(params).items())
@@ -169,12 +204,8 @@ def _spec(model: Model) -> ModelSpec:
 
 def _uneven(stages: StageAssignment, model: Model) -> bool:
     """Whether some stage has padding rows in some stack."""
-    first = 0
-    for count in model.spec().stacks.values():
-        if NO_LAYER in stages.rows(first, count):
-            return True
-        first += count
-    return False
+    spec = model.spec()
+    return any(NO_LAYER in stages.rows(spec.layers_of(stack)) for stack in spec.stacks)
 
 
 def _check_batch(run: Run, shape: MeshShape) -> None:
@@ -192,28 +223,6 @@ def _check_batch(run: Run, shape: MeshShape) -> None:
                 f"{batch // parts} * {parts} + {batch % parts}",
                 f"{option} {above}" + (f" or {below}" if below > 0 else ""),
             )
-
-
-def _check_saved_layers(run: Run, shape: MeshShape) -> None:
-    saved, layers = run.training.saved_layers, len(_spec(run.model).layers)
-    if not 0 <= saved <= layers:
-        raise ConfigError(f"{saved} saved layers", f"the model has {layers} layers", f"0 to {layers}")
-    if saved and shape.stage > 1:
-        raise ConfigError(
-            f"{saved} saved layers on mesh {shape}",
-            "a pipeline stage runs the same program as every other, so all layers have one remat policy",
-            "--training.saved-layers 0 and --training.remat projections, or stage=1",
-        )
-
-
-def _check_stage_saves(run: Run, shape: MeshShape) -> None:
-    training = run.training
-    if shape.stage > 1 and training.stage_saves == "layers" and REMAT_POLICIES[training.remat].offloaded:
-        raise ConfigError(
-            f"--training.stage-saves layers with --training.remat {training.remat} on mesh {shape}",
-            "what a stage keeps of several microbatches is in the memory of the device",
-            "--training.stage-saves input, or a remat policy that does not offload",
-        )
 
 
 def _check_sequence(run: Run, shape: MeshShape) -> None:

@@ -26,8 +26,8 @@ def run_from_dict(document: dict[str, Any]) -> Run:
     config = find_family(str(model.pop("family", "")))
     _check_names(model, config, "model")
     _check_names(rest, Run, "run")
-    for name, default in (("training", Run.training), ("optimizer", Run.optimizer), ("data", Run.data)):
-        _check_names(rest.get(name, {}), type(default), name)
+    for name in ("training", "optimizer", "data", "finetune"):
+        _check_names(rest.get(name, {}), type(getattr(Run, name)), name)
     try:
         built = msgspec.convert(model, config)
         others = {

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.random import threefry2x32_p
 from jax.sharding import Mesh, NamedSharding
 
 from meshwright.comm.collectives import gather_param
@@ -27,8 +26,9 @@ Tree = Any
 """Nested dictionary of Params, of arrays, or of Placements; all have the same keys."""
 
 
-Role = Literal["qkv", "attention_out", "ffn_in", "ffn_out", "router", "projection"]
+Role = Literal["qkv", "attention_out", "ffn_in", "ffn_out", "router", "adapter", "projection"]
 """Matmul of a weight in its layer; planner, FLOPs and Muon read it. `projection` is any other."""
+Stored = Literal["float32", "bfloat16", "int8", "uint8"]
 
 
 LOW_PRECISION_ROLES: tuple[Role, ...] = ("qkv", "attention_out", "ffn_in", "ffn_out", "projection")
@@ -52,6 +52,12 @@ class Param:
     """Matmul that a stacked weight takes part in; None for norms, biases and tables."""
     contract: int = 1
     """Dimensions that the matmul contracts: the first ones after layers and experts."""
+    frozen: bool = False
+    """Whether training leaves it as it is: it has no gradient and no optimizer state."""
+    stored: Stored | None = None
+    """Type at rest; None is the run's `param_dtype`."""
+    packed: int | None = None
+    """Dimension of which an element at rest holds two (4 bits each); None where each holds one."""
     order: tuple[int, ...] | None = None
     """Layer in each row of a stack, where rows follow the pipeline stages; NO_LAYER is a padding row of zeros."""
 
@@ -62,8 +68,8 @@ class Param:
 
     @property
     def size(self) -> int:
-        """Number of elements, padding included."""
-        return math.prod(self.shape)
+        """Number of elements, padding included; of packed ones each counts."""
+        return math.prod(self.shape) * (1 if self.packed is None else 2)
 
 
 def is_param(x: Any) -> bool:
@@ -76,6 +82,19 @@ def tree_map(f: Callable[..., Any], params: Tree, *rest: Tree) -> Tree:
     return jax.tree.map(f, params, *rest, is_leaf=is_param)
 
 
+def trained_only(params: Tree, tree: Tree) -> Tree:
+    """Returns `tree` with None in the place of what belongs to a frozen parameter. params: descriptions.
+
+    JAX takes None for a tree without leaves: gradients and optimizer state of the result have those of the rest alone.
+    """
+    return tree_map(lambda p, x: None if p.frozen else x, params, tree)
+
+
+def with_frozen(params: Tree, trained: Tree, whole: Tree) -> Tree:
+    """Returns `trained` with the frozen leaves of `whole` in the places where it has None. params: descriptions."""
+    return tree_map(lambda p, new, old: old if p.frozen else new, params, trained, whole)
+
+
 def named_leaves(params: Tree) -> dict[str, Any]:
     """Returns the leaves of a tree by dotted path, such as `blocks.query`."""
     flat = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: is_param(x) or isinstance(x, Placements))[0]
@@ -83,10 +102,11 @@ def named_leaves(params: Tree) -> dict[str, Any]:
 
 
 def count_params(params: Tree) -> int:
-    """Counts parameters, without the padding of vocabulary and stacks."""
+    """Counts parameters, without the padding of vocabulary and stacks, and without scales of quantised ones."""
     return sum(
-        math.prod(p.logical_shape) if p.rows is None else p.size // p.shape[0] * p.rows
-        for p in jax.tree.leaves(params, is_leaf=is_param)
+        p.size // p.shape[0] * (p.logical_shape[0] if p.rows is None else p.rows)
+        for path, p in named_leaves(params).items()
+        if not path.endswith(".scales")
     )
 
 
@@ -138,6 +158,9 @@ def layers_to_rows(p: Param, x: Any) -> Any:
 
 
 def _initial(p: Param, words: jax.Array, dtype: Any) -> jax.Array:
+    if dtype in ("int8", "uint8"):
+        truth = "quantised weights are read from weights, and not drawn"
+        raise ConfigError("random initial values of a quantised base", truth, "--init-from, or --finetune.base compute")
     if p.init == "zeros":
         return jnp.zeros(p.shape, dtype)
     mask = _row_mask(p)
@@ -146,7 +169,9 @@ def _initial(p: Param, words: jax.Array, dtype: Any) -> jax.Array:
     if p.order is None:
         w = jax.random.normal(jax.random.wrap_key_data(words, impl="threefry2x32"), p.shape, jnp.float32)
     else:
-        w = _normal_in_order(p, words)
+        from meshwright.sharding.ordered_values import normal_in_order  # loaded for uneven pipelines alone
+
+        w = normal_in_order(p.order, p.shape, words)
     return jnp.where(mask, p.std * w, 0.0).astype(dtype)
 
 
@@ -155,33 +180,6 @@ def _row_mask(p: Param) -> jax.Array:
     rows = np.arange(p.shape[0]) if p.order is None else np.array(p.order)
     mask = (rows >= 0) & (rows < (p.shape[0] if p.rows is None else p.rows))
     return jnp.asarray(mask).reshape(-1, *(1,) * (len(p.shape) - 1))
-
-
-def _normal_in_order(p: Param, words: jax.Array) -> jax.Array:
-    """Generates the rows of `jax.random.normal(key, p.logical_shape)` in the order of `p`, each on its own device.
-
-    Indexing the whole array would materialise it on every device. Threefry hashes an element's index, so hashing the
-    indices that the elements have in the whole array gives the same numbers (`jax_threefry_partitionable`).
-    """
-    assert p.order is not None
-    inner = p.shape[2:]
-    layer = np.maximum(np.array(p.order), 0).astype(np.uint64)[:, None]
-    # Indices have 64 bits, and JAX integers 32: the index is kept as two words, and the last dimensions fit in one.
-    start = (layer * np.uint64(p.shape[1]) + np.arange(p.shape[1], dtype=np.uint64)) * np.uint64(math.prod(inner))
-    offset = jnp.zeros(inner, jnp.uint32)
-    for dim, size in enumerate(inner):
-        offset = offset * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, inner, dim)
-    high, low = (
-        jnp.asarray(word.astype(np.uint32)).reshape(*p.shape[:2], *(1,) * len(inner))
-        for word in (start >> np.uint64(32), start & np.uint64(2**32 - 1))
-    )
-    low = jnp.broadcast_to(low + offset, p.shape)
-    high = jnp.broadcast_to(high, p.shape) + (low < offset).astype(jnp.uint32)
-    first_bits, second_bits = threefry2x32_p.bind(*(jnp.broadcast_to(w, p.shape) for w in words), high, low)
-    # 23 random bits are the mantissa of a float32 in [1, 2).
-    unit = jax.lax.bitcast_convert_type(((first_bits ^ second_bits) >> 9) | jnp.uint32(0x3F800000), jnp.float32) - 1.0
-    least = np.nextafter(np.float32(-1.0), np.float32(0.0))
-    return np.float32(np.sqrt(2)) * jax.lax.erf_inv(jnp.maximum(least, unit * (np.float32(1.0) - least) + least))
 
 
 # This program runs once. At full optimisation XLA:CPU compiles it for 7 of the 8 s that a small model takes to start.
@@ -196,7 +194,9 @@ def init_params(params: Tree, shardings: Tree, *, seed: int, dtype: Any) -> Tree
     treedef: Any = jax.tree.structure(params, is_leaf=is_param)
 
     def build(words: dict[str, jax.Array]) -> Tree:
-        return treedef.unflatten([_initial(p, words[path], dtype) for path, p in named_leaves(params).items()])
+        return treedef.unflatten(
+            [_initial(p, words[path], p.stored or dtype) for path, p in named_leaves(params).items()]
+        )
 
     options = _COMPILER_OPTIONS.get(jax.default_backend())
     # The value of an element must not depend on how many devices share the array.
@@ -275,7 +275,9 @@ def plan_gathers(
         gathers.sort(key=lambda gather: dcn.axis not in gather[0])
         # First forwards, last backwards: of the scattered gradient the sum moves least.
         gathers = [(sum_over, None), *gathers] if sum_over else gathers
-        return _Gathers(tuple(gathers), None if p.precision == "compute" else jnp.float32)
+        # Quantised weights travel as they are.
+        kept = p.stored if p.stored in ("int8", "uint8") else None if p.precision == "compute" else jnp.float32
+        return _Gathers(tuple(gathers), kept)
 
     trees = (placed,) if summed is None else (placed, summed)
     gathers = jax.tree_util.tree_map_with_path(plan, params, *trees, is_leaf=is_param)

@@ -96,15 +96,20 @@ class _Builder:
 
     def counts(self) -> TaskCounts:
         ticks, sent = self.ticks()
-        running = [[set[int]() for _ in self.orders] for _ in range(_length(ticks))]
+        # Kinds that run at once as bits: a search counts hundreds of schedules with ten thousands of tasks each.
+        running = [[0] * len(self.orders) for _ in range(_length(ticks))]
         live = np.zeros((len(running) + 1, self.parts.stages), np.int32)
         for stage, own in enumerate(ticks):
-            for task, tick in own.items():
-                running[tick][stage].add(task.kind)
-            for arrival, _, uses in _inputs(own, sent[stage]):
-                live[arrival + 1, stage] += 1
-                live[max(uses.values()) + 1, stage] -= 1
-        concurrent = Counter(frozenset(map(frozenset, tick)) - {frozenset()} for tick in running)
+            last = dict[tuple[int, int], int]()
+            for (kind, v, m), tick in own.items():
+                running[tick][stage] |= 1 << kind
+                last[v, m] = max(tick, last.get((v, m), 0))
+            arrived = [sent[stage][task] for task in own if task.kind == FORWARD]
+            np.add.at(live[:, stage], np.array(arrived, np.int64) + 1, 1)
+            np.subtract.at(live[:, stage], np.array(list(last.values()), np.int64) + 1, 1)
+        concurrent = Counter[frozenset[frozenset[int]]]()
+        for bits, count in Counter(frozenset(tick) - {0} for tick in running).items():
+            concurrent[frozenset(_kinds(each) for each in bits)] += count
         first = Counter(task.kind for task in ticks[0])
         return TaskCounts(
             self.name, self.microbatches, self.parts.stages, self.parts.virtual_stages,
@@ -131,22 +136,13 @@ class _Builder:
             for stage, kind, v in itertools.product(stages, TASK_NAMES, virtual_stages)
         }
 
-    def _needed(self, stage: int, task: Task) -> tuple[int, Task] | None:
-        """Returns the stage and the task that `task` waits for."""
-        needed = self._dependencies[stage, task.kind, task.virtual_stage]
-        if needed is None:
-            return None
-        at, (kind, v, _) = needed
-        if kind in (BACKWARD, BACKWARD_INPUT):
-            kind = self._backward_kinds[at, v, task.microbatch]
-        return at, Task(kind, v, task.microbatch)
-
     def ticks(self) -> tuple[list[dict[Task, int]], list[dict[Task, int]]]:
         """Returns the tick of each task of each stage, and the tick in which what it waits for is sent.
 
         Every task runs as early as its order and its inputs allow.
         """
         self._check_complete()
+        needs, backward_kinds = self._dependencies, self._backward_kinds
         ticks: list[dict[Task, int]] = [{} for _ in self.orders]
         sent: list[dict[Task, int]] = [{} for _ in self.orders]
         position, last = [0] * len(self.orders), [(0, NOTHING)] * len(self.orders)
@@ -160,10 +156,15 @@ class _Builder:
                         last[stage] = (last[stage][0], len(PLACES))
                         position[stage] += 1
                         continue
-                    needed = self._needed(stage, task)
+                    needed = needs[stage, task.kind, task.virtual_stage]
                     place, (tick, taken) = PLACE[task.kind], last[stage]
                     tick += taken >= place  # the places of a tick are run in their order
-                    before = tick - 1 if needed is None else ticks[needed[0]].get(needed[1])
+                    before: int | None = tick - 1
+                    if needed is not None:
+                        at, (kind, v, _) = needed
+                        if kind in (BACKWARD, BACKWARD_INPUT):
+                            kind = backward_kinds[at, v, task.microbatch]
+                        before = ticks[at].get(Task(kind, v, task.microbatch))
                     if before is None:
                         break
                     # A weight gradient may follow its input gradient in the same tick.
@@ -267,6 +268,12 @@ def _gradients(ticks: dict[Task, int], sent: dict[Task, int]) -> list[tuple[int,
     """Returns the output gradients of a stage in the order of their arrival, as `_inputs` does its inputs."""
     backward = sorted((sent[task], task) for task in ticks if task.kind in (BACKWARD, BACKWARD_INPUT))
     return [(arrival, task, _uses(ticks, task, task.kind, BACKWARD_WEIGHT)) for arrival, task in backward]
+
+
+@functools.cache
+def _kinds(bits: int) -> frozenset[int]:
+    """Kinds of tasks whose bits are set."""
+    return frozenset(kind for kind in TASK_NAMES if bits >> kind & 1)
 
 
 def _uses(ticks: dict[Task, int], task: Task, *kinds: int) -> dict[int, int]:

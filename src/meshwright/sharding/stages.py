@@ -9,7 +9,7 @@ numbers of layers are padded with rows of zeros that are never read.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -139,13 +139,14 @@ class StageAssignment:
         """Returns the fraction of the layers' cost that a stage has."""
         return sum(self.layer_costs[i] for part in self.layers_of(stage) for i in part) / sum(self.layer_costs)
 
-    def rows(self, first: int, layers: int) -> np.ndarray:
+    def rows(self, layers: Sequence[int]) -> np.ndarray:
         """Returns the layer in each row of a stack, int32 [stages, virtual_stages, rows]; NO_LAYER is padding.
 
-        The stack holds the layers from `first` to `first + layers`, counted from the first layer of the model.
+        layers: those that the stack holds, counted from the first layer of the model.
         """
+        wanted = frozenset(layers)
         layers_of_parts = [
-            [[i for i in self.layers_in(v, s) if first <= i < first + layers] for v in range(self.virtual_stages)]
+            [[i for i in self.layers_in(v, s) if i in wanted] for v in range(self.virtual_stages)]
             for s in range(self.stages)
         ]
         longest = max(len(part) for parts in layers_of_parts for part in parts)

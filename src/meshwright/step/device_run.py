@@ -19,7 +19,7 @@ from meshwright.models.kernels.choose import Hardware, Kernels, kernels_of
 from meshwright.models.remat import REMAT_POLICIES, gathered_within_reason
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.sharding.layouts import BATCH_AXES
-from meshwright.sharding.params import Param, Tree, init_params, plan_gathers, shardings, tree_map
+from meshwright.sharding.params import Param, Tree, init_params, plan_gathers, shardings, trained_only, tree_map
 from meshwright.sharding.placement import Placements, axes_of, to_spec
 from meshwright.step.optimizers import ELEMENTWISE, UpdateRule, build_update_rule, place_optimizer_state
 from meshwright.step.state import State
@@ -84,6 +84,10 @@ class DeviceRun:
             from meshwright.models.blocks.quantised import low_precision_gather  # loaded for runs that ask for it
 
             gather = low_precision_gather(gather, self.params, self.placements, training.matmul_precision)
+        if self.run.finetune.method == "lora":
+            from meshwright.models.adapters import adapter_gather  # loaded for runs with adapters
+
+            gather = adapter_gather(gather, self.run.finetune.scale)
         placed, ring = self.placed, self._tensor_ring()
         return LocalModel(
             self.run.model,
@@ -96,7 +100,15 @@ class DeviceRun:
             self._gathered_ahead(),
             ring,
             self._attention_pieces() if ring else 1,
+            self._preferences(),
         )
+
+    def _preferences(self) -> Any:
+        if self.run.finetune.objective != "preferences":
+            return None
+        from meshwright.models.preferences import Preferences  # loaded for runs on preferences
+
+        return Preferences(self.run.finetune.beta)
 
     @functools.cached_property
     def summed_in_backward(self) -> Tree:
@@ -109,7 +121,7 @@ class DeviceRun:
         at_the_end = training.microbatches > 1 or self.shape.stage > 1 or training.matmul_precision != "compute"
 
         def axes(p: Param, where: Placements) -> Axes:
-            if at_the_end or p.role is None or "L" not in p.dims:
+            if at_the_end or p.role is None or "L" not in p.dims or p.frozen:
                 return ()
             return tuple(a for a in BATCH_AXES if self.shape.degrees()[a] > 1 and a not in axes_of(where.optimizer))
 
@@ -119,7 +131,8 @@ class DeviceRun:
         """Parameters that are gathered one layer ahead, by stack; none where nothing is gathered or recomputed."""
         training = self.run.training
         policy = REMAT_POLICIES[training.remat]
-        whole = gathered_within_reason(training, self.shape.stage, self.placed.spec.period) is not None
+        frozen = self.run.finetune.method
+        whole = gathered_within_reason(training, self.shape.stage, self.placed.spec.period, frozen) is not None
         # With offloading it is the setting that was compiled: Llama 3 8B on v6e (docs/overlap.md).
         automatic = bool(self.links.torus) or (bool(policy.offloaded) and self.mesh.devices.flat[0].platform == "tpu")
         if training.gather_ahead == "none" or whole or (training.gather_ahead == "auto" and not automatic):
@@ -187,9 +200,13 @@ class DeviceRun:
     def state_of(self, params: Tree) -> State:
         """Returns the state before the first step with given parameters, in their shardings."""
         where = self.state_shardings
-        optimizer = jax.jit(self.optimizer.init, out_shardings=where.optimizer)(
-            jax.device_put(params, shardings(self.mesh, self.placements, "optimizer"))
-        )
+        if self.run.finetune.objective == "preferences" and self.run.finetune.method == "full":
+            from meshwright.models.preferences import with_reference
+
+            params = with_reference(params, where.params, self.params)
+        sharded = shardings(self.mesh, self.placements, "optimizer")
+        trained, sharded = (trained_only(self.params, tree) for tree in (params, sharded))
+        optimizer = jax.jit(self.optimizer.init, out_shardings=where.optimizer)(jax.device_put(trained, sharded))
         step, healthy = jax.device_put((np.zeros((), np.int32), np.ones((), np.bool_)), (where.step, where.healthy))
         return State(step, healthy, params, optimizer)
 
@@ -260,20 +277,25 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     same = run.mesh is not None and run.mesh.degrees() == dict(mesh.shape)
     placed = place_run(run, run.mesh if same else MeshShape(**mesh.shape))
     _check_offload(placed.run, platform, mesh.devices.flat[0].device_kind)
-    reason = gathered_within_reason(placed.run.training, placed.shape.stage, placed.spec.period)
+    reason = gathered_within_reason(placed.run.training, placed.shape.stage, placed.spec.period, run.finetune.method)
     if run.training.gather_ahead == "layer" and reason is not None:
         raise ConfigError("--training.gather-ahead layer", reason, "--training.gather-ahead auto")
     training = placed.run.training
     dtype = jnp.dtype(training.param_dtype)
     sharded = shardings(mesh, placed.placements, "at_rest")
-    params = tree_map(lambda p, where: jax.ShapeDtypeStruct(p.shape, dtype, sharding=where), placed.params, sharded)
+    params = tree_map(
+        lambda p, where: jax.ShapeDtypeStruct(p.shape, jnp.dtype(p.stored or dtype), sharding=where),
+        placed.params,
+        sharded,
+    )
+    described, placements = (trained_only(placed.params, tree) for tree in (placed.params, placed.placements))
     layer_map = None
     if run.optimizer.name not in ELEMENTWISE:
         from meshwright.step.matrices import LayerMap  # loaded for optimizers of whole matrices
 
-        layer_map = LayerMap(mesh, placed.shape, placed.params, placed.placements, jnp.dtype(training.compute_dtype))
-    optimizer = build_update_rule(run.optimizer, training, placed.params, layer_map)
-    state, where = place_optimizer_state(optimizer, params, placed.placements, placed.shape)
+        layer_map = LayerMap(mesh, placed.shape, described, placements, jnp.dtype(training.compute_dtype))
+    optimizer = build_update_rule(run.optimizer, training, described, layer_map)
+    state, where = place_optimizer_state(optimizer, trained_only(placed.params, params), placements, placed.shape)
     leaves = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, to_spec(placement)))
         for leaf, placement in zip(jax.tree.leaves(state), where, strict=True)

@@ -17,7 +17,7 @@ from meshwright.data.batch import Batch
 from meshwright.models.blocks.dropout import Dropout, dropout_key
 from meshwright.models.model import Aux, Metrics
 from meshwright.sharding.layouts import BATCH_AXES, TOKEN_AXES
-from meshwright.sharding.params import Tree, is_param, rows_to_layers
+from meshwright.sharding.params import Tree, is_param, rows_to_layers, trained_only, with_frozen
 from meshwright.sharding.placement import Placements, axes_of
 from meshwright.step.device_run import BATCH_SPEC, DeviceRun, param_specs
 from meshwright.words import AXES
@@ -29,8 +29,8 @@ Sums = tuple[Metrics, dict[str, Aux]]
 def build_gradients(device_run: DeviceRun) -> Callable[[Tree, jax.Array, Batch], tuple[Tree, Metrics, dict[str, Aux]]]:
     """Returns `(params, step, batch) -> (gradients, metrics, aux)`.
 
-    Gradients are clipped and in the optimizer's placement. Metrics and aux are summed over all devices, aux in the rows
-    of the parameters.
+    Gradients are those of trained parameters, clipped and in the optimizer's placement. Metrics and aux are summed over
+    all devices, aux in the rows of the parameters.
     """
     run, placed, model = device_run.run, device_run.placed, device_run.local_model
     # Any parameter of a stack knows in which rows its layers are.
@@ -41,7 +41,7 @@ def build_gradients(device_run: DeviceRun) -> Callable[[Tree, jax.Array, Batch],
         with jax.named_scope("gradients"):
             grads, norm = _reduce(device_run, grads)
             metrics = all_reduce(metrics, TOKEN_AXES)
-            grads = _clip(grads, norm, run.optimizer.grad_clip_norm)
+            grads = clip(grads, norm, run.optimizer.grad_clip_norm)
             aux = jax.tree.map(lambda a: all_gather(all_reduce(a, TOKEN_AXES), ("stage",), 0), aux)
         metrics = {**metrics, "gradient norm": (norm, jnp.ones(()))}
         by_layer = {path: jax.tree.map(lambda a, p=p: rows_to_layers(p, a), aux[path]) for path, p in stacked.items()}
@@ -51,7 +51,11 @@ def build_gradients(device_run: DeviceRun) -> Callable[[Tree, jax.Array, Batch],
         gradients,
         mesh=device_run.mesh,
         in_specs=(param_specs(placed.placements, "at_rest"), PartitionSpec(), BATCH_SPEC),
-        out_specs=(param_specs(placed.placements, "optimizer"), PartitionSpec(), PartitionSpec()),
+        out_specs=(
+            trained_only(placed.params, param_specs(placed.placements, "optimizer")),
+            PartitionSpec(),
+            PartitionSpec(),
+        ),
         check_vma=False,
     )
 
@@ -62,22 +66,24 @@ def _accumulate(device_run: DeviceRun, params: Tree, step: jax.Array, batch: Bat
     local = batch.inputs.shape[0]
     sequences_B = (axis_index(BATCH_AXES) * local + jnp.arange(local)).astype(jnp.uint32)
     key = dropout_key(training.seed, step)
-    total = jnp.maximum(all_reduce(batch.weights.sum(), BATCH_AXES), 1e-9)
+    total = jnp.maximum(all_reduce(model.weight(batch), BATCH_AXES), 1e-9)
 
     def dropout(sequences_B: jax.Array) -> Dropout:
         return Dropout(training.dropout, key, sequences_B, placed.sequence.local_positions())
 
-    def loss_fn(params: Tree, sequences_B: jax.Array, batch: Batch) -> Any:
-        return model.loss_fn(params, batch, dropout(sequences_B), total)
+    def loss_fn(trained: Tree, sequences_B: jax.Array, batch: Batch) -> Any:
+        return model.loss_fn(with_frozen(placed.params, trained, params), batch, dropout(sequences_B), total)
 
+    trained = trained_only(placed.params, params)
     if training.microbatches == 1 and placed.shape.stage == 1:
-        return jax.grad(loss_fn, has_aux=True)(params, sequences_B, batch)
+        return jax.grad(loss_fn, has_aux=True)(trained, sequences_B, batch)
     parts: Any = jax.tree.map(lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), (sequences_B, batch))
     if placed.shape.stage > 1:
-        from meshwright.step.pipeline_model import pipeline_gradients  # loaded for runs with stages alone
+        from meshwright.step.pipeline_model import Whole, pipeline_gradients  # loaded for runs with stages alone
 
-        return pipeline_gradients(placed.schedule_table, model, params, parts, dropout, total)
-    return _add_microbatches(loss_fn, params, parts, jnp.dtype(training.reduce_dtype))
+        whole = Whole(placed.params, params, placed.virtual_stages)
+        return pipeline_gradients(placed.schedule_table, model, trained, parts, dropout, total, whole)
+    return _add_microbatches(loss_fn, trained, parts, jnp.dtype(training.reduce_dtype))
 
 
 def _add_microbatches(
@@ -119,7 +125,10 @@ def _add_microbatches(
 
 def _reduce(device_run: DeviceRun, grads: Tree) -> tuple[Tree, jax.Array]:
     """Sums gradients over devices into the optimizer's placement; returns them and their global norm."""
-    placements, shape, dcn = device_run.placements, device_run.shape, device_run.links
+    shape, dcn = device_run.shape, device_run.links
+    placements, summed = (
+        trained_only(device_run.params, t) for t in (device_run.placements, device_run.summed_in_backward)
+    )
     reduce_dtype = jnp.dtype(device_run.run.training.reduce_dtype)
 
     def scatter(grad: jax.Array, where: Placements) -> jax.Array:
@@ -136,7 +145,7 @@ def _reduce(device_run: DeviceRun, grads: Tree) -> tuple[Tree, jax.Array]:
     lacking = jax.tree.map(
         lambda where, summed: tuple(a for a in AXES if a not in axes_of(where.optimizer) and a not in summed),
         placements,
-        device_run.summed_in_backward,
+        summed,
     )
     grads = sum_gradients(grads, lacking, dcn)
     treedef: Any = jax.tree.structure(grads)
@@ -148,7 +157,7 @@ def _reduce(device_run: DeviceRun, grads: Tree) -> tuple[Tree, jax.Array]:
     return grads, jnp.sqrt(all_reduce(jnp.asarray(squares), tuple(AXES)))
 
 
-def _clip(grads: Tree, norm: jax.Array, limit: float) -> Tree:
+def clip(grads: Tree, norm: jax.Array, limit: float) -> Tree:
     """Scales gradients so that their global norm is at most `limit`; 0 leaves them as they are."""
     if not limit:
         return grads

@@ -21,7 +21,8 @@ _PADDING = 0.1
 
 def orthogonalised(p: Param) -> bool:
     """Returns whether Muon updates a parameter: matmuls of layers, other than the router's; AdamW has the rest."""
-    return p.role not in (None, "router") and "L" in p.dims and p.init == "normal"
+    matrix = p.role not in (None, "router") and "L" in p.dims and not p.frozen
+    return matrix and (p.init == "normal" or p.role == "adapter")
 
 
 def newton_schulz_flops(short: int, long: int) -> float:

@@ -177,7 +177,7 @@ def _call(kind: str, name: str, function: Any, *arguments: Any) -> Any:
 
 def decays(params: Tree) -> Tree:
     """Weight decay applies to weight matrices and embeddings, not to norms and biases."""
-    return tree_map(lambda p: p.init == "normal", params)
+    return tree_map(lambda p: p.init == "normal" or p.role is not None, params)
 
 
 def place_optimizer_state(

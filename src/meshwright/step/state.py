@@ -10,7 +10,9 @@ from meshwright.sharding.params import Tree
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["step", "healthy", "params", "optimizer"], meta_fields=[]
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "healthy", "params", "optimizer", "variables"],
+    meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class State:
@@ -22,3 +24,5 @@ class State:
     """False after a step whose loss or gradient was not finite; nothing changes from then on. Bool scalar."""
     params: Tree
     optimizer: Any
+    variables: tuple[Tree, ...] = ()
+    """Arrays that the forward pass of a wrapped model changes, such as batch statistics: one tree, or none."""

@@ -19,7 +19,7 @@ from meshwright.errors import TrainingError
 from meshwright.models.blocks.dropout import no_dropout
 from meshwright.models.model import Metrics
 from meshwright.sharding.layouts import TOKEN_AXES
-from meshwright.sharding.params import Tree, shardings
+from meshwright.sharding.params import Tree, shardings, trained_only, with_frozen
 from meshwright.step.device_run import BATCH_SPEC, DeviceRun, param_specs
 from meshwright.step.gradients import build_gradients
 from meshwright.step.optimizers import build_lr_schedule
@@ -34,27 +34,34 @@ def matmuls_of(compute_dtype: str) -> Any:
     return jax.default_matmul_precision("highest") if compute_dtype == "float32" else contextlib.nullcontext()
 
 
-def build_train_step(device_run: DeviceRun) -> Any:
+def build_train_step(device_run: DeviceRun, gradients: Any = None) -> Any:
     """Returns the train step `(state, batch) -> (state, metrics)`, jitted, its state donated.
 
     A step whose loss or gradient is not finite leaves the state unchanged, except for `healthy`.
+    gradients: `(params, step, batch, *variables) -> (gradients, metrics, aux)`; None takes those of `build_gradients`.
+    The aux of a model with variables is a tuple of its new ones.
     """
-    gradients, where, model = build_gradients(device_run), device_run.state_shardings, device_run.run.model
-    for_update = shardings(device_run.mesh, device_run.placements, "optimizer")
+    gradients, where, model = gradients or build_gradients(device_run), device_run.state_shardings, device_run.run.model
+    described = device_run.params
+    for_update = trained_only(described, shardings(device_run.mesh, device_run.placements, "optimizer"))
     learning_rate = build_lr_schedule(device_run.run.optimizer, device_run.run.training.steps)
 
     def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
         with matmuls_of(device_run.run.training.compute_dtype):
-            grads, metrics, aux = gradients(state.params, state.step, batch)
-        params = jax.lax.with_sharding_constraint(state.params, for_update)
+            grads, metrics, aux = gradients(state.params, state.step, batch, *state.variables)
+        params = jax.lax.with_sharding_constraint(trained_only(described, state.params), for_update)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         with matmuls_of(device_run.run.training.compute_dtype):
             updated, optimizer = device_run.optimizer.update(grads, state.optimizer, params, state.step)
-        updated = model.post_update(updated, aux)
+        updated = model.post_update(with_frozen(described, updated, state.params), aux)
+        updated = with_frozen(described, updated, state.params)
         finite = jnp.isfinite(metrics["loss"][0]) & jnp.isfinite(metrics["gradient norm"][0]) & state.healthy
-        new = State(state.step + 1, jnp.ones_like(finite), updated, optimizer)
+        new = State(state.step + 1, jnp.ones_like(finite), updated, optimizer, aux if state.variables else ())
         new = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), new, dataclasses.replace(state, healthy=finite)
+            # Frozen parameters are the arrays that came in.
+            lambda new, old: old if new is old else jnp.where(finite, new, old),
+            new,
+            dataclasses.replace(state, healthy=finite),
         )
         rate = jnp.asarray(learning_rate(state.step), jnp.float32)
         return new, {**metrics, "learning rate": (rate, jnp.ones(()))}
@@ -65,35 +72,23 @@ def build_train_step(device_run: DeviceRun) -> Any:
 class CompiledTrainStep:
     """The train step, compiled once; it refuses to compile again and names the array that changed."""
 
-    def __init__(self, device_run: DeviceRun, like: Batch):
+    def __init__(self, device_run: DeviceRun, like: Batch, gradients: Any = None):
         self._expected = (device_run.abstract, like)
-        lowered = build_train_step(device_run).lower(device_run.abstract, like)
+        lowered = build_train_step(device_run, gradients).lower(device_run.abstract, like)
         self._compiled = lowered.compile(compiler_options=device_run.compiler_options())
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         try:
             return self._compiled(state, batch)
         except (TypeError, ValueError) as error:
-            changed = _changed(self._expected, (state, batch))
+            from meshwright.step.changed_arrays import changed_array  # loaded for a step that fails
+
+            changed = changed_array(self._expected, (state, batch))
             if changed is None:
                 raise
             raise TrainingError(
                 "the train step, compiled once", f"{changed}; it would be compiled again", "the same shapes every step"
             ) from error
-
-
-def _changed(expected: Any, given: Any) -> str | None:
-    """Describes the first array whose shape, type or sharding is not what the step was compiled for."""
-    want, got = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (expected, given))
-    if len(want) != len(got):
-        return f"{len(want)} arrays became {len(got)}"
-    for (path, before), (_, after) in zip(want, got, strict=True):
-        name = jax.tree_util.keystr(path[1:], simple=True, separator=".")
-        if (before.shape, before.dtype) != (after.shape, after.dtype):
-            return f"{name} was {before.dtype}{list(before.shape)} and is {after.dtype}{list(after.shape)}"
-        if not before.sharding.is_equivalent_to(after.sharding, len(before.shape)):
-            return f"{name} was sharded as {before.sharding.spec} and is {after.sharding}"
-    return None
 
 
 def build_eval_step(device_run: DeviceRun) -> Callable[[Tree, Batch], Metrics]:

@@ -5,11 +5,10 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import MeshShape, Run
-from meshwright.data.feed import Windows, held_out_order
+from meshwright.data.feed import Samples, held_out_order
+from meshwright.data.tokenizers import Tokenizer
 from meshwright.errors import ConfigError
 from meshwright.hugging_face.hub import is_hugging_face
 from meshwright.runs.recipe import find_recipe
@@ -76,7 +75,7 @@ def evaluate_checkpoint(
     prepared = prepare_run(run, cache=cache, devices=devices)
     parts = prepared.held_out
     if whole:
-        parts = tuple(dataclasses.replace(part, start=0, stop=len(part.file.tokens)) for part in prepared.train)
+        parts = tuple(part.whole() for part in prepared.train)
     if not parts:
         raise ConfigError(f"evaluating {source}", "the run has no held-out text", "--data PATH")
     device_run = prepared.device_run
@@ -84,30 +83,23 @@ def evaluate_checkpoint(
     total, count = sum_losses(device_run, params, parts, build_eval_step(device_run))
     windows = sum(len(part) for part in parts)
     samples = min(windows, run.training.eval_samples or windows)
-    return Evaluation(step, total / max(count, 1.0), samples, round(count), count_bytes(parts, samples))
+    return Evaluation(
+        step, total / max(count, 1.0), samples, round(count), count_bytes(parts, prepared.corpus.tokenizer, samples)
+    )
 
 
-def count_bytes(parts: Sequence[Windows], samples: int) -> int:
+def count_bytes(parts: Sequence[Samples], tokenizer: Tokenizer, samples: int) -> int:
     """Returns the UTF-8 bytes of the tokens that the first `samples` windows of `parts`, taken in turn, predict.
 
     Where a window ends inside a character of several bytes, decoding puts U+FFFD in its place.
     """
     taken = held_out_order(parts, samples)
-    return sum(_bytes_of(part, sum(1 for owner, _ in taken if owner is part)) for part in parts)
+    return sum(_bytes_of(part, tokenizer, sum(1 for owner, _ in taken if owner is part)) for part in parts)
 
 
-def _bytes_of(part: Windows, windows: int) -> int:
-    """UTF-8 bytes of what the first windows of one source predict."""
-    start, stop = part.start + 1, part.start + 1 + windows * part.seq
-    ends = part.file.ends
-    inside = ends[np.searchsorted(ends, start, side="left") : np.searchsorted(ends, stop, side="left")]
-    # The first token of a document is not predicted from the document before it.
-    starts = [start, *(int(end) + 1 for end in inside)]
-    total = 0
-    for first, last in zip(starts, [*map(int, inside), stop], strict=True):
-        tokens = part.file.tokens[first:last]
-        total += len(part.file.tokenizer.decode(map(int, tokens)).encode("utf-8", "surrogatepass"))
-    return total
+def _bytes_of(part: Samples, tokenizer: Tokenizer, samples: int) -> int:
+    decoded = (tokenizer.decode(map(int, tokens)) for tokens in part.texts(samples))
+    return sum(len(text.encode("utf-8", "surrogatepass")) for text in decoded)
 
 
 def _params_of(source: str | Path, device_run: DeviceRun, at: int | None) -> tuple[Tree, int]:

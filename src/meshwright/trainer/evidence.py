@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from meshwright.checkpoint.checkpoints import Checkpoints
-from meshwright.data.batch import Batch
 from meshwright.data.ramp import ramp_of
 from meshwright.errors import TrainingError
 from meshwright.report import Values
+from meshwright.sharding.params import named_leaves
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
 
@@ -25,7 +25,7 @@ class Evidence:
     device_run: DeviceRun
     state: State
     """State before that step: an unhealthy step changes nothing, nor does any after it."""
-    batch: Batch | None
+    batch: Any
 
     def save(self, step: int, values: Values) -> NoReturn:
         """Writes the evidence into the output folder and raises TrainingError."""
@@ -44,11 +44,11 @@ class Evidence:
         )
 
 
-def _local_rows(batch: Batch) -> dict[str, Any]:
+def _local_rows(batch: Any) -> dict[str, Any]:
     """The rows of the batch on this process, by field."""
     return {
-        field.name: np.concatenate(
-            [np.asarray(shard.data) for shard in getattr(batch, field.name).addressable_shards if shard.replica_id == 0]
+        name or "batch": np.concatenate(
+            [np.asarray(shard.data) for shard in field.addressable_shards if shard.replica_id == 0]
         )
-        for field in dataclasses.fields(Batch)
+        for name, field in named_leaves(batch).items()
     }

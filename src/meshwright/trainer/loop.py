@@ -6,29 +6,63 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Protocol
 
 import jax
-import numpy as np
 
 from meshwright.checkpoint.checkpoints import Checkpoints, check_disk_space, committed_steps
 from meshwright.config import Run
 from meshwright.data.batch import Batch
-from meshwright.data.feed import Feed, Windows, build_stream, held_out_batches, split
+from meshwright.data.feed import Feed, Samples, build_stream, held_out_batches, split
 from meshwright.data.ramp import BatchRamp, ramp_of
 from meshwright.data.tokens import Corpus, load_corpus
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape, enable_compilation_cache
+from meshwright.models.flops import training_flops_per_token
 from meshwright.models.model import Metrics
 from meshwright.report import Reporter, Values
 from meshwright.report.files import JsonLines
 from meshwright.runs.run_file import write_run
-from meshwright.sharding.params import count_params
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.state import State
 from meshwright.step.train_step import CompiledTrainStep, build_eval_step
 from meshwright.trainer.meter import Meter
 from meshwright.trainer.preemption import Preemption
+
+
+class Batches(Protocol):
+    """Batches on the devices, seconds waited for them, and their position: JSON, or None where steps tell it."""
+
+    wait_seconds: float
+    position: Any
+
+    def __next__(self) -> Any: ...
+
+
+class Trainable(Protocol):
+    """A run as the loop trains it: one of text (`PreparedRun`), or of a wrapped model (`wrapped.prepared`)."""
+
+    @property
+    def device_run(self) -> DeviceRun:
+        """The run on its devices."""
+
+    def write_files(self, out: Path) -> None:
+        """Writes what the output folder has besides run.json, metrics and checkpoints."""
+
+    def meter(self, reporters: list[Reporter]) -> Meter:
+        """Returns the meter of its steps."""
+
+    def feed(self, first: int, cursor: int, position: Any) -> Batches:
+        """Returns the batches after `first` steps and `cursor` samples; `position` is the saved one of the data."""
+
+    def compile(self, batch: Any) -> CompiledTrainStep:
+        """Compiles the train step for batches like this one."""
+
+    def evaluator(self) -> Callable[[State], float] | None:
+        """Returns the loss on held-out data as a function of the state; None without such data."""
+
+    def sample(self, state: State, out: Path) -> str:
+        """Samples from the model and writes the sample to `out`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +71,53 @@ class PreparedRun:
 
     device_run: DeviceRun
     corpus: Corpus
-    train: tuple[Windows, ...]
-    held_out: tuple[Windows, ...]
+    train: tuple[Samples, ...]
+    held_out: tuple[Samples, ...]
+
+    def write_files(self, out: Path) -> None:
+        """Writes the tokenizer."""
+        (out / "tokenizer.json").write_text(self.corpus.tokenizer.to_json(), encoding="utf-8")
+
+    def meter(self, reporters: list[Reporter]) -> Meter:
+        """Returns a meter of tokens."""
+        run = self.device_run.run
+        seq, flops = run.training.seq, training_flops_per_token(run.model, run.training.seq, run.finetune.method)
+        return Meter(reporters, run.training, self.device_run.mesh, unit="tokens", per_sample=seq, flops=flops)
+
+    def feed(self, first: int, cursor: int, position: Any) -> Feed:
+        """Returns the batches from the global sample `cursor` on."""
+        training = self.device_run.run.training
+        return Feed(
+            build_stream(list(self.train), list(self.corpus.weights), training.seed),
+            ramp_of(training),
+            seq=training.seq,
+            taken=first,
+            cursor=cursor,
+            steps=max(training.steps - first, 1),
+            sharding=self.device_run.batch_sharding,
+        )
+
+    def compile(self, batch: Batch) -> CompiledTrainStep:
+        """Compiles the train step for as many sequences as the batch has."""
+        return CompiledTrainStep(self.device_run.with_batch(batch.inputs.shape[0]), batch)
+
+    def evaluator(self) -> Callable[[State], float] | None:
+        """Returns the mean loss per token on held-out text as a function of the state."""
+        if not self.held_out:
+            return None
+        eval_step = build_eval_step(self.device_run)
+
+        def held_out_loss(state: State) -> float:
+            total, count = sum_losses(self.device_run, state.params, self.held_out, eval_step)
+            return total / max(count, 1.0)
+
+        return held_out_loss
+
+    def sample(self, state: State, out: Path) -> str:
+        """Samples text where the run asks for it or the model is small, and writes it to `out`."""
+        from meshwright.trainer.sample import write_sample  # it generates, which the steps before do not
+
+        return write_sample(self.device_run, self.corpus.tokenizer, state.params, out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +159,6 @@ class Summary:
     """Text sampled from the model at the end."""
 
 
-SMALL_MODEL = 100_000_000
-"""Most parameters of a model that is sampled from where the run does not say."""
-_SAMPLE = 200
-"""Tokens of that sample."""
-
 Choose = Callable[[Run, Sequence[Any]], Run]
 """`(run, devices) -> run` with the choices filled in that it leaves to the machine (remat policy)."""
 
@@ -103,10 +177,16 @@ def prepare_run(
     mesh = build_mesh(run.mesh or default_mesh_shape(len(available)), available)
     if run.mesh is None:
         run = dataclasses.replace(run, mesh=default_mesh_shape(len(available)))
-    corpus = load_corpus(run.data.paths, run.data.tokenizer, cache)
+    parts: Sequence[tuple[Samples, Samples]]
+    if run.finetune.objective == "text":
+        corpus = load_corpus(run.data.paths, run.data.tokenizer, cache)
+        parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
+    else:
+        from meshwright.data.conversations import load_conversations  # most runs train on all of a text
+
+        corpus, parts = load_conversations(run, cache)
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=_common_vocab(run, corpus)))
     device_run = place_on_devices(choose(run, list(mesh.devices.flat)), mesh)
-    parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
     return PreparedRun(device_run, corpus, tuple(p[0] for p in parts), tuple(p[1] for p in parts if len(p[1])))
 
 
@@ -122,16 +202,8 @@ def _common_vocab(run: Run, corpus: Corpus) -> int:
     return corpus.vocab if vocab is None else vocab
 
 
-def evaluate(
-    device_run: DeviceRun, params: Any, parts: tuple[Windows, ...], eval_step: Callable[[Any, Batch], Metrics]
-) -> float:
-    """Returns the mean loss per token over held-out text."""
-    total, count = sum_losses(device_run, params, parts, eval_step)
-    return total / max(count, 1.0)
-
-
 def sum_losses(
-    device_run: DeviceRun, params: Any, parts: tuple[Windows, ...], eval_step: Callable[[Any, Batch], Metrics]
+    device_run: DeviceRun, params: Any, parts: tuple[Samples, ...], eval_step: Callable[[Any, Batch], Metrics]
 ) -> tuple[float, float]:
     """Returns the loss summed over the tokens of held-out text, and their number."""
     training = device_run.run.training
@@ -145,7 +217,7 @@ def sum_losses(
 
 
 def train(
-    prepared: PreparedRun,
+    prepared: Trainable,
     out: Path,
     *,
     start: Literal["fresh", "resume"] = "fresh",
@@ -164,11 +236,11 @@ def train(
     check_disk_space(out, device_run, run.training.max_to_keep)
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpoints(out / "checkpoints", max_to_keep=run.training.max_to_keep))
-        state, first, cursor = _initial_state(device_run, checkpoints, start, at)
+        state, first, cursor, position = _initial_state(device_run, checkpoints, start, at)
         chief = jax.process_index() == 0
         if chief:
             write_run(run, out / "run.json")
-            (out / "tokenizer.json").write_text(prepared.corpus.tokenizer.to_json(), encoding="utf-8")
+            prepared.write_files(out)
         sinks = list(reporters(first))
         if chief and run.reporters:
             from meshwright.report.reporters import build_reporters  # most runs name none
@@ -179,7 +251,8 @@ def train(
         for sink in sinks:
             stack.callback(sink.close)
         preemption = stack.enter_context(Preemption().listening())
-        return _Loop(prepared, out, checkpoints, Meter(device_run, sinks), preemption, first, cursor, began).run(state)
+        feed, meter = prepared.feed(first, cursor, position), prepared.meter(sinks)
+        return _Loop(prepared, out, checkpoints, feed, meter, preemption, first, cursor, began).run(state)
 
 
 def _check_folder(out: Path, start: str) -> None:
@@ -198,27 +271,28 @@ def _check_folder(out: Path, start: str) -> None:
 
 def _initial_state(
     device_run: DeviceRun, checkpoints: Checkpoints, start: str, at: int | None
-) -> tuple[State, int, int]:
-    """State, steps taken, and samples read."""
+) -> tuple[State, int, int, Any]:
+    """State, steps taken, samples read, and position of the data."""
     if start == "fresh":
         if device_run.run.init_from is None:
-            return device_run.initial_state(), 0, 0
+            return device_run.initial_state(), 0, 0, None
         from meshwright.checkpoint.initial_weights import load_initial_weights  # most runs start from initial values
 
-        return device_run.state_of(load_initial_weights(device_run, checkpoints.folder.parent)), 0, 0
+        return device_run.state_of(load_initial_weights(device_run, checkpoints.folder.parent)), 0, 0, None
     state, manifest = checkpoints.restore(device_run, at)
     if at is not None:
         checkpoints.set_aside(after=at)
-    return state, manifest.step, manifest.cursor
+    return state, manifest.step, manifest.cursor, manifest.data
 
 
 @dataclasses.dataclass
 class _Loop:
     """The training loop and what it measures."""
 
-    prepared: PreparedRun
+    prepared: Trainable
     out: Path
     checkpoints: Checkpoints
+    feed: Batches
     meter: Meter
     preemption: Preemption
     first: int
@@ -236,14 +310,13 @@ class _Loop:
         return ramp_of(self.prepared.device_run.run.training)
 
     def run(self, state: State) -> Summary:
-        device_run, training = self.prepared.device_run, self.prepared.device_run.run.training
-        eval_step, feed = build_eval_step(device_run), self._feed()
+        training, held_out_loss = self.prepared.device_run.run.training, self.prepared.evaluator()
         began, saved, step = time.perf_counter(), self.first, self.first
         compiled: dict[int, CompiledTrainStep] = {}
-        batch: Batch | None = None
+        batch: Any = None
         while step < training.steps and not self.preemption.stops_before(step):
-            previous, batch = batch, next(feed)
-            size = batch.inputs.shape[0]
+            previous, batch = batch, next(self.feed)
+            size = jax.tree.leaves(batch)[0].shape[0]
             if size not in compiled:
                 compiled[size] = self._compile(batch)
             state, metrics = compiled[size](state, batch)
@@ -252,18 +325,18 @@ class _Loop:
             self.meter.read(functools.partial(self._not_finite, state, previous))
             self.meter.push(step, metrics)
             if training.eval_every and step % training.eval_every == 0 and step < training.steps:
-                self._evaluate(step, state, eval_step)
+                self._evaluate(step, state, held_out_loss)
             if training.save_every and step % training.save_every == 0 and step < training.steps:
                 self.meter.read(functools.partial(self._not_finite, state, batch))
                 self._save(step, state)
                 saved = step
         self.meter.read(functools.partial(self._not_finite, state, batch))
         if step > saved:
-            self.checkpoints.save(state, device_run, step=step, cursor=self._samples_read(step))
+            self._save(step, state)
         sample = ""
         if not self.preemption.signal:
-            self._evaluate(step, state, eval_step)
-            sample = _write_sample(self.prepared, state, self.out)
+            self._evaluate(step, state, held_out_loss)
+            sample = self.prepared.sample(state, self.out)
         self.checkpoints.wait()
         return Summary(
             out=self.out,
@@ -271,9 +344,9 @@ class _Loop:
             loss=self.meter.recent_loss,
             held_out_loss=self.held_out_loss,
             steps_taken=step - self.first,
-            tokens=(self._samples_read(step) - self.cursor) * training.seq,
+            tokens=(self._samples_read(step) - self.cursor) * self.meter.per_sample,
             seconds=time.perf_counter() - began,
-            data_wait_seconds=feed.wait_seconds,
+            data_wait_seconds=self.feed.wait_seconds,
             start_seconds=(self.meter.first_read_at or began) - self.began,
             compile_seconds=self.compile_seconds,
             save_seconds=self.save_seconds,
@@ -282,21 +355,9 @@ class _Loop:
             sample=sample,
         )
 
-    def _feed(self) -> Feed:
-        device_run, training = self.prepared.device_run, self.prepared.device_run.run.training
-        return Feed(
-            build_stream(list(self.prepared.train), list(self.prepared.corpus.weights), training.seed),
-            self.ramp,
-            seq=training.seq,
-            taken=self.first,
-            cursor=self.cursor,
-            steps=max(training.steps - self.first, 1),
-            sharding=device_run.batch_sharding,
-        )
-
-    def _compile(self, batch: Batch) -> CompiledTrainStep:
+    def _compile(self, batch: Any) -> CompiledTrainStep:
         began = time.perf_counter()
-        compiled = CompiledTrainStep(self.prepared.device_run.with_batch(batch.inputs.shape[0]), batch)
+        compiled = self.prepared.compile(batch)
         self.compile_seconds += time.perf_counter() - began
         return compiled
 
@@ -305,37 +366,16 @@ class _Loop:
 
     def _save(self, step: int, state: State) -> None:
         began = time.perf_counter()
-        self.checkpoints.save(state, self.prepared.device_run, step=step, cursor=self._samples_read(step))
+        cursor, position = self._samples_read(step), self.feed.position
+        self.checkpoints.save(state, self.prepared.device_run, step=step, cursor=cursor, data=position)
         self.save_seconds += time.perf_counter() - began
 
-    def _not_finite(self, state: State, batch: Batch | None, step: int, values: Values) -> NoReturn:
+    def _not_finite(self, state: State, batch: Any, step: int, values: Values) -> NoReturn:
         from meshwright.trainer.evidence import Evidence  # loaded for a run that fails
 
         Evidence(self.out, self.prepared.device_run, state, batch).save(step, values)
 
-    def _evaluate(self, step: int, state: State, eval_step: Callable[[Any, Batch], Metrics]) -> None:
-        if self.prepared.held_out:
-            self.held_out_loss = evaluate(self.prepared.device_run, state.params, self.prepared.held_out, eval_step)
+    def _evaluate(self, step: int, state: State, held_out_loss: Callable[[State], float] | None) -> None:
+        if held_out_loss is not None:
+            self.held_out_loss = held_out_loss(state)
             self.meter.report(step, {"held-out loss": self.held_out_loss})
-
-
-def _write_sample(prepared: PreparedRun, state: State, out: Path) -> str:
-    """Samples text from the model and writes it to `out`."""
-    device_run, data = prepared.device_run, prepared.device_run.run.data
-    count = _SAMPLE if data.sample is None and _is_small(device_run) else data.sample
-    if not count:
-        return ""
-    from meshwright.generation.training_sample import sample_tokens  # a run without a sample does not load it
-
-    tokenizer = prepared.corpus.tokenizer
-    prompt = tokenizer.encode(data.prompt)
-    prompt = prompt if len(prompt) else np.array([tokenizer.end], np.int32)
-    tokens = sample_tokens(device_run, state.params, prompt, tokens=count, seed=device_run.run.training.seed)
-    text = data.prompt + tokenizer.decode(tokens)
-    if jax.process_index() == 0:
-        (out / "sample.txt").write_text(text, encoding="utf-8")
-    return text
-
-
-def _is_small(device_run: DeviceRun) -> bool:
-    return count_params(device_run.params) <= SMALL_MODEL

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from meshwright.config import Training
 from meshwright.data.ramp import ramp_of
-from meshwright.models.flops import mfu, training_flops_per_token
+from meshwright.models.flops import mfu
 from meshwright.models.model import Metrics
 from meshwright.report import Reporter, Values
-from meshwright.step.device_run import DeviceRun
 
 
 class Meter:
@@ -24,12 +24,13 @@ class Meter:
     _TIMED = 500
     """Steps whose times are kept for the median."""
 
-    def __init__(self, device_run: DeviceRun, reporters: list[Reporter]):
-        training = device_run.run.training
+    def __init__(
+        self, reporters: list[Reporter], training: Training, mesh: Mesh, *, unit: str, per_sample: int, flops: float
+    ):
+        """Counts `per_sample` units (tokens, examples) in each sample of a batch, of `flops` model FLOPs each."""
         self._reporters, self._every = reporters, training.log_every
-        self._ramp, self._seq = ramp_of(training), training.seq
-        self._flops = training_flops_per_token(device_run.run.model, training.seq)
-        self._peak = _peak_flops(device_run.mesh)
+        self._ramp, self._unit, self.per_sample = ramp_of(training), unit, per_sample
+        self._flops, self._peak = flops, _peak_flops(mesh)
         self._pending: tuple[int, Metrics] | None = None
         self._losses: list[float] = []
         self._intervals: collections.deque[float] = collections.deque(maxlen=self._TIMED)
@@ -70,9 +71,9 @@ class Meter:
         now = time.perf_counter()
         if self._read_at is not None:
             self._intervals.append(now - self._read_at)
-            values["tokens/s"] = self._ramp.batch(step - 1) * self._seq / (now - self._read_at)
+            speed = values[f"{self._unit}/s"] = self._ramp.batch(step - 1) * self.per_sample / (now - self._read_at)
             if self._peak is not None:
-                values["MFU"] = mfu(self._flops, values["tokens/s"], self._peak)
+                values["MFU"] = mfu(self._flops, speed, self._peak)
         self._read_at = now
         self.first_read_at = self.first_read_at or now
         self._losses = [*self._losses[-self._RECENT :], values["loss"]]

@@ -11,22 +11,21 @@ Three comparisons show whether a mesh computes the same function as another:
 
 import dataclasses
 import math
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
 
-from meshwright.config import MeshShape, Run
-from meshwright.data.batch import Batch
-from meshwright.data.feed import Feed, Windows, build_stream
+from meshwright.config import MeshShape, Run, Training
+from meshwright.data.feed import Feed, Samples, build_stream
 from meshwright.data.ramp import BatchRamp
-from meshwright.hardware.mesh import build_mesh, default_cache_folder
+from meshwright.hardware.mesh import build_mesh
 from meshwright.sharding.layouts import VOCAB_AXES
 from meshwright.sharding.params import Tree, layers_to_rows, named_leaves, rows_to_layers
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.gradients import build_gradients
 from meshwright.step.train_step import CompiledTrainStep
-from meshwright.trainer.loop import prepare_run
 
 TOLERANCE = 1e-5
 """Largest accepted difference of losses, relative to the loss, and of gradients, relative to their tensor's scale."""
@@ -54,7 +53,7 @@ class StepParity:
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """Result of `parity`.
+    """Result of `mw.parity`.
 
     Example:
         >>> run = mw.recipe("tiny", mesh="fsdp=2", layers=1, batch=2, seq=32)
@@ -84,32 +83,8 @@ class Parity:
         return None
 
 
-def parity(
-    run: Run,
-    against: MeshShape | str = "data=1",
-    *,
-    steps: int = 5,
-    cache: Path | None = None,
-    devices: int | None = None,
-) -> Parity:
-    """Compares `steps` steps of `run` on its own mesh with the same steps on the mesh `against`, in float32.
-
-    cache: folder of token files and compiled programs; None takes the user's cache folder.
-    devices: use the first so many; None uses all. A run without a mesh takes the default mesh over them.
-    Raises ConfigError where the run does not fit one of the meshes, and DataError.
-
-    Example:
-        >>> run = mw.recipe("tiny", mesh="data=2", layers=1, batch=2, seq=32)
-        >>> print(mw.parity(run, against="data=1", steps=1, cache=tmp).first_divergence)
-        None
-    """
-    other = MeshShape.parse(against) if isinstance(against, str) else against
-    prepared = prepare_run(run, cache=cache or default_cache_folder(), devices=devices)
-    return compare_meshes(prepared.device_run, other, prepared.train, prepared.corpus.weights, steps=steps)
-
-
 def compare_meshes(
-    device_run: DeviceRun, other: MeshShape, windows: tuple[Windows, ...], weights: tuple[float, ...], *, steps: int
+    device_run: DeviceRun, other: MeshShape, windows: tuple[Samples, ...], weights: tuple[float, ...], *, steps: int
 ) -> Parity:
     """Compares `steps` steps of `device_run` with the same steps on the mesh `other`, in float32.
 
@@ -120,33 +95,47 @@ def compare_meshes(
     run = _in_float32(device_run.run, other)
     first = place_on_devices(run, device_run.mesh)
     second = place_on_devices(dataclasses.replace(first.run, mesh=other), build_mesh(other, jax.devices()))
-    sides = [_Side(side, windows, weights, steps) for side in (first, second)]
-    initial = [side.params() for side in sides]
+
+    def feed(side: DeviceRun) -> Feed:
+        training = side.run.training
+        stream = build_stream(list(windows), list(weights), training.seed)
+        full = BatchRamp((), training.batch)
+        return Feed(
+            stream, full, seq=training.seq, taken=0, cursor=0, steps=steps, sharding=side.batch_sharding
+        )  # fmt: skip
+
+    return compare_sides(*(Side(side, feed(side), build_gradients(side)) for side in (first, second)), steps=steps)
+
+
+def compare_sides(first: "Side", second: "Side", *, steps: int) -> Parity:
+    """Compares initial values, gradients and losses of two sides over `steps` steps."""
+    initial = [side.params() for side in (first, second)]
     unequal = tuple(name for name, x in initial[0].items() if not np.array_equal(x, initial[1][name]))
-    compared = [_compare_step(step, *sides) for step in range(1, steps + 1)]
-    return Parity((str(first.run.mesh), str(other)), unequal, tuple(compared))
+    compared = [_compare_step(step, first, second) for step in range(1, steps + 1)]
+    return Parity((first.mesh, second.mesh), unequal, tuple(compared))
+
+
+def in_float32(training: Training) -> Training:
+    """Returns the options with every type float32."""
+    return dataclasses.replace(
+        training, compute_dtype="float32", param_dtype="float32", reduce_dtype="float32", matmul_precision="compute"
+    )
 
 
 def _in_float32(run: Run, other: MeshShape) -> Run:
     """Returns the run in float32, its matmuls too, with a padding of the vocabulary that suits both meshes."""
-    training = dataclasses.replace(
-        run.training, compute_dtype="float32", param_dtype="float32", reduce_dtype="float32", matmul_precision="compute"
-    )
+    training = in_float32(run.training)
     multiple = math.lcm(run.model.vocab_multiple, other.over(VOCAB_AXES))
     return dataclasses.replace(run, training=training, model=dataclasses.replace(run.model, vocab_multiple=multiple))
 
 
-class _Side:
-    """Training run on one mesh."""
+class Side:
+    """Training run on one mesh, with its batches, and its gradients as the train step takes them."""
 
-    def __init__(self, device_run: DeviceRun, windows: tuple[Windows, ...], weights: tuple[float, ...], steps: int):
-        training = device_run.run.training
-        stream = build_stream(list(windows), list(weights), training.seed)
-        sharding = device_run.batch_sharding
-        full = BatchRamp((), training.batch)
-        self.feed = Feed(stream, full, seq=training.seq, taken=0, cursor=0, steps=steps, sharding=sharding)
-        self._device_run = device_run
-        self._gradients = jax.jit(build_gradients(device_run), compiler_options=device_run.compiler_options() or None)
+    def __init__(self, device_run: DeviceRun, feed: Iterator[Any], gradients: Callable[..., Any]):
+        self.feed, self.mesh = feed, str(device_run.run.mesh)
+        self._device_run, self._build = device_run, gradients
+        self._gradients = jax.jit(gradients, compiler_options=device_run.compiler_options() or None)
         self._step: CompiledTrainStep | None = None
         self._state = device_run.initial_state()
 
@@ -154,14 +143,15 @@ class _Side:
         """Returns the parameters of this side's state."""
         return self._to_host(self._state.params)
 
-    def gradients(self, params: Tensors, batch: Batch) -> Tensors:
+    def gradients(self, params: Tensors, batch: Any) -> Tensors:
         """Returns the gradients at `params` and this side's step count."""
-        return self._to_host(self._gradients(self._to_devices(params), self._state.step, batch)[0])
+        state = self._state
+        return self._to_host(self._gradients(self._to_devices(params), state.step, batch, *state.variables)[0])
 
-    def update(self, batch: Batch) -> float:
+    def update(self, batch: Any) -> float:
         """Takes a train step on this side's own state and returns its loss."""
         if self._step is None:
-            self._step = CompiledTrainStep(self._device_run, batch)
+            self._step = CompiledTrainStep(self._device_run, batch, self._build)
         self._state, metrics = self._step(self._state, batch)
         return float(metrics["loss"][0] / metrics["loss"][1])
 
@@ -175,7 +165,7 @@ class _Side:
         return jax.device_put(jax.tree.unflatten(jax.tree.structure(shardings), rows), shardings)
 
 
-def _compare_step(step: int, first: _Side, second: _Side) -> StepParity:
+def _compare_step(step: int, first: Side, second: Side) -> StepParity:
     """Compares gradients at the first side's parameters, and the losses of both sides' own updates."""
     batches = next(first.feed), next(second.feed)
     params = first.params()

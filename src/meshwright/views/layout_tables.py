@@ -32,10 +32,15 @@ def print_layout(console: Console, placed: PlacedRun, report: LayoutReport) -> N
     console.print(table)
     print_precision(console, placed)
     console.print(
-        f"\non each device: {format_bytes(report.bytes_parameters)} of parameters ({run.training.param_dtype}), "
+        f"\non each device: {format_bytes(report.bytes_parameters)} of parameters ({_types(placed)}), "
         f"{format_bytes(report.bytes_optimizer)} of optimizer state ({escape(run.optimizer.name)})"
     )
     print_stages(console, placed)
+
+
+def _types(placed: PlacedRun) -> str:
+    """Types of the parameters at rest."""
+    return ", ".join(sorted({p.stored or placed.run.training.param_dtype for _, p, _ in placed.leaves}))
 
 
 def print_precision(console: Console, placed: PlacedRun) -> None:

@@ -10,7 +10,7 @@ from meshwright.planner.forecast import ForecastGap
 from meshwright.planner.search import Plan, SearchResult
 from meshwright.views.plain_table import plain_table
 
-_HOUR, _DAY = 3600.0, 86400.0
+_DAY = 86400.0
 _SMALL = 0.005
 """Fraction of a step or of the memory below which a part is not printed."""
 _EQUAL_BYTES = 2**28
@@ -22,7 +22,7 @@ def print_plans(
 ) -> None:  # fmt: skip
     """Prints the ranked plans.
 
-    name: of the run. shown: number of rows. tokens: of the whole training, from which days and chip-hours follow.
+    name: of the run. shown: number of rows. tokens: of the whole training, from which days follow.
     """
     target, training = result.target, result.plans[0].run.training
     console.print(
@@ -32,18 +32,17 @@ def print_plans(
     )
     console.print("[dim]all figures are predicted by arithmetic; --prove compiles the best plans[/]")
     console.print(f"[dim]efficiency: {escape(target.efficiency_source)}[/]\n" if target.efficiency_source else "")
-    right = ("", "step", "MFU", "tokens/s", "memory", "days", "chip-hours")
-    table = plain_table("", "plan", "step", "MFU", "tokens/s", "memory", "bound by", "days", "chip-hours", right=right)
+    right = ("", "step", "MFU", "tokens/s", "GiB", "days")
+    table = plain_table("", "plan", "step", "MFU", "tokens/s", "GiB", "bound by", "days", right=right)
     for rank, plan in enumerate(result.plans[:shown], 1):
         e = plan.estimate
         seconds = tokens / e.tokens_per_second
         table.add_row(
             str(rank), escape(plan.name), f"{e.seconds:.3g} s", f"{e.mfu:.0%}", format_count(e.tokens_per_second),
-            f"{e.bytes / 2**30:.0f} of {e.hbm_bytes / 2**30:.0f} GiB", e.bound_by, f"{seconds / _DAY:,.1f}",
-            f"{seconds / _HOUR * target.chips:,.0f}",
+            f"{e.bytes / 2**30:.0f} of {e.hbm_bytes / 2**30:.0f}", e.bound_by, f"{seconds / _DAY:,.1f}",
         )  # fmt: skip
     console.print(table)
-    console.print(f"[dim]days and chip-hours for {format_count(tokens)} tokens; MFU leaves recomputation out[/]\n")
+    console.print(f"[dim]days of steps for {format_count(tokens)} tokens; MFU leaves recomputation out[/]\n")
 
 
 def print_best_plan(console: Console, plan: Plan, target: Target) -> None:

@@ -79,7 +79,7 @@ def print_choices(console: Console, device_run: DeviceRun) -> None:
         console.print(f"the installed compiler does not know {', '.join(refused)}: left out", markup=False)
 
 
-def print_summary(console: Console, summary: loop.Summary) -> None:
+def print_summary(console: Console, summary: loop.Summary, unit: str = "tokens") -> None:
     """Prints the losses, the time and the output files of a training run."""
     if summary.sample:
         console.print("\n[dim]sample from the model:[/]")
@@ -95,7 +95,7 @@ def print_summary(console: Console, summary: loop.Summary) -> None:
     if summary.held_out_loss is not None:
         table.add_row("held-out loss", f"{summary.held_out_loss:.4f}")
     table.add_row(
-        "time", f"{format_time(summary.seconds)} for {format_count(summary.tokens)} tokens, compilation included"
+        "time", f"{format_time(summary.seconds)} for {format_count(summary.tokens)} {unit}, compilation included"
     )
     compiling = f", compiling the step {format_time(summary.compile_seconds)}" if summary.compile_seconds else ""
     table.add_row("start", f"{format_time(summary.start_seconds)} to the end of the first step{compiling}")

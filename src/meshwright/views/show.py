@@ -74,7 +74,6 @@ class LayoutReport:
 def layout_report(placed: PlacedRun) -> LayoutReport:
     """Returns the layout of every parameter of a placed run, and bytes per device."""
     placements, training = named_leaves(placed.placements), placed.run.training
-    sharded_itemsize = jnp.dtype(training.param_dtype).itemsize
     compute_itemsize, low = jnp.dtype(training.compute_dtype).itemsize, low_precision(placed)
     rows = []
     for path, p in named_leaves(placed.params).items():
@@ -89,7 +88,8 @@ def layout_report(placed: PlacedRun) -> LayoutReport:
                 sharded=notation("w", p.dims, placement.at_rest),
                 gathered=notation("w", p.dims, placement.in_use),
                 parameters=p.size,
-                bytes_sharded=math.prod(local_shape(p.shape, placement.at_rest, placed.shape)) * sharded_itemsize,
+                bytes_sharded=math.prod(local_shape(p.shape, placement.at_rest, placed.shape))
+                * jnp.dtype(p.stored or training.param_dtype).itemsize,
                 bytes_gathered=math.prod(gathered) * (1 if quantised else compute_itemsize) // layers,
             )
         )

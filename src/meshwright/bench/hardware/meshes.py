@@ -15,7 +15,8 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import default_cache_folder
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.mixtral import Mixtral
-from meshwright.trainer.parity import parity
+from meshwright.trainer.loop import prepare_run
+from meshwright.trainer.parity import compare_meshes
 
 _STEPS = 3
 """Steps that are compared on each mesh."""
@@ -78,7 +79,9 @@ def _compare(name: str, mesh: MeshShape, text: Path) -> Mapping[str, Any]:
     try:
         # Float32 matmuls take bfloat16 passes on TPUs, and TF32 on GPUs, unless the highest precision is asked for.
         with jax.default_matmul_precision("highest"):
-            result = parity(run, "data=1", steps=_STEPS, cache=default_cache_folder())
+            prepared = prepare_run(run, cache=default_cache_folder())
+            one, weights = MeshShape(), prepared.corpus.weights
+            result = compare_meshes(prepared.device_run, one, prepared.train, weights, steps=_STEPS)
     except ConfigError as error:
         return {**label, "unsupported": f"{error.asked}: {error.truth}"}
     worst = max(result.steps, key=lambda s: s.gradient_difference)

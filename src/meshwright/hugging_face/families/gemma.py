@@ -1,49 +1,65 @@
-"""Gemma 3 as `transformers` names it: Llama's projections, four norms in a layer."""
+"""Gemma 2 and 3 as `transformers` names it: Llama's projections, four norms in a layer."""
 
 from typing import Any
 
 from meshwright.errors import WeightsError
 from meshwright.hugging_face.architecture import Architecture
+from meshwright.hugging_face.families.layer_types import layer_types, read_local_layers
 from meshwright.hugging_face.families.llama import COMPUTED, LAYER, TIED
+from meshwright.hugging_face.families.rope import read_rope
 from meshwright.hugging_face.fields import Fields
 from meshwright.hugging_face.names import StoredTensor
-from meshwright.models.families.gemma import Gemma3
+from meshwright.models.families.gemma import Gemma, Gemma2, Gemma3
 from meshwright.sharding.params import named_leaves
 
 
-def _read(fields: Fields) -> Gemma3:
+def _read_sizes(fields: Fields, local_layers: int) -> dict[str, Any]:
+    """Returns the fields of both. local_layers: before each global one, where the configuration names no kinds."""
     fields.require("hidden_activation", "gelu_pytorch_tanh")
+    fields.without_effect("hidden_act")  # the files of Gemma 2 have both
     fields.require("attention_bias", False)
-    fields.require("attn_logit_softcapping", None)
-    fields.require("final_logit_softcapping", None)
     fields.require("use_bidirectional_attention", False, None)
     fields.require("tie_word_embeddings", True)
     layers = fields.get("num_hidden_layers")
+    return {
+        "vocab": fields.get("vocab_size"),
+        "width": fields.get("hidden_size"),
+        "layers": layers,
+        "heads": fields.get("num_attention_heads"),
+        "kv_heads": fields.get("num_key_value_heads"),
+        "head_size": fields.get("head_dim"),
+        "mlp": fields.get("intermediate_size"),
+        "local_layers": read_local_layers(fields, layers, local_layers),
+        "sliding_window": fields.get("sliding_window", 4096),
+        "query_scale": fields.get("query_pre_attn_scalar", 256),
+        "norm_epsilon": fields.get("rms_norm_eps", 1e-6),
+    }
+
+
+def _read_gemma3(fields: Fields) -> Gemma3:
+    fields.require("attn_logit_softcapping", None)
+    fields.require("final_logit_softcapping", None)
+    pattern = fields.first("sliding_window_pattern", "_sliding_window_pattern", default=6)
     theta, factor, local_theta = _read_rope(fields)
     return Gemma3(
-        fields.get("vocab_size"), fields.get("hidden_size"), layers, fields.get("num_attention_heads"),
-        fields.get("num_key_value_heads"), fields.get("head_dim"), fields.get("intermediate_size"),
-        local_layers=_local_layers(fields, layers), sliding_window=fields.get("sliding_window"), rope_theta=theta,
-        rope_factor=factor, local_rope_theta=local_theta, query_scale=fields.get("query_pre_attn_scalar", 256),
-        norm_epsilon=fields.get("rms_norm_eps", 1e-6),
+        **_read_sizes(fields, pattern - 1), rope_theta=theta, rope_factor=factor, local_rope_theta=local_theta
+    )
+
+
+def _read_gemma2(fields: Fields) -> Gemma2:
+    theta, scaling = read_rope(fields)
+    if scaling is not None:
+        fields.require("rope_scaling", None)
+    caps = {name: fields.config.get(name, default) for name, default in _SOFTCAPS.items()}
+    fields.without_effect(*caps)
+    return Gemma2(
+        **_read_sizes(fields, 1), rope_theta=theta, softcap=caps["attn_logit_softcapping"],
+        logit_softcap=caps["final_logit_softcapping"],
     )  # fmt: skip
 
 
-def _local_layers(fields: Fields, layers: int) -> int:
-    """Local layers before each global one. Raises WeightsError for layers that do not repeat so."""
-    pattern = fields.first("sliding_window_pattern", "_sliding_window_pattern", default=6)
-    expected = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(layers)]
-    kinds = fields.get("layer_types", expected)
-    if "full_attention" in kinds:
-        pattern = kinds.index("full_attention") + 1
-        expected = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(layers)]
-    if kinds != expected:
-        raise WeightsError(
-            f"reading {fields.file}",
-            f"layer_types does not repeat every {pattern} layers: {kinds}",
-            "a model with the same number of local layers before each global one",
-        )
-    return int(pattern) - 1
+_SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+"""Field of Gemma 2 -> its value where it is missing; null has no cap."""
 
 
 def _read_rope(fields: Fields) -> tuple[float, float, float]:
@@ -64,15 +80,8 @@ def _read_rope(fields: Fields) -> tuple[float, float, float]:
     return float(theta), float(scaling.get("factor", 1.0)), float(local_theta)
 
 
-def _write(c: Any) -> dict[str, Any] | None:
-    if type(c) is not Gemma3:
-        return None
-    full = {"rope_type": "default", "rope_theta": c.rope_theta}
-    if c.rope_factor != 1.0:
-        full = {"rope_type": "linear", "rope_theta": c.rope_theta, "factor": c.rope_factor}
-    kinds = ["full_attention" if (i + 1) % c.period == 0 else "sliding_attention" for i in range(c.layers)]
+def _write_sizes(c: Gemma) -> dict[str, Any]:
     return {
-        "model_type": "gemma3_text",
         "vocab_size": c.vocab,
         "hidden_size": c.width,
         "num_hidden_layers": c.layers,
@@ -84,17 +93,36 @@ def _write(c: Any) -> dict[str, Any] | None:
         "query_pre_attn_scalar": int(c.query_scale or c.size_of_head),
         "rms_norm_eps": c.norm_epsilon,
         "sliding_window": c.sliding_window,
-        "layer_types": kinds,
+        "layer_types": layer_types(c.layers, c.local_layers),
+        "rope_theta": c.rope_theta,
+        "tie_word_embeddings": True,
+    }
+
+
+def _write_gemma3(c: Any) -> dict[str, Any] | None:
+    if type(c) is not Gemma3:
+        return None
+    full = {"rope_type": "default", "rope_theta": c.rope_theta}
+    if c.rope_factor != 1.0:
+        full = {"rope_type": "linear", "rope_theta": c.rope_theta, "factor": c.rope_factor}
+    return {
+        "model_type": "gemma3_text",
+        **_write_sizes(c),
         "rope_parameters": {
             "full_attention": full,
             "sliding_attention": {"rope_type": "default", "rope_theta": c.local_rope_theta},
         },
         # As `transformers` 4 reads them.
-        "rope_theta": c.rope_theta,
         "rope_local_base_freq": c.local_rope_theta,
         "rope_scaling": None if c.rope_factor == 1.0 else {"rope_type": "linear", "factor": c.rope_factor},
-        "tie_word_embeddings": True,
     }
+
+
+def _write_gemma2(c: Any) -> dict[str, Any] | None:
+    if type(c) is not Gemma2:
+        return None
+    caps = {"attn_logit_softcapping": c.softcap, "final_logit_softcapping": c.logit_softcap}
+    return {**_write_sizes(c), **caps}
 
 
 _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -114,7 +142,7 @@ _NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def _tensors(c: Gemma3) -> dict[str, StoredTensor]:
+def _tensors(c: Gemma) -> dict[str, StoredTensor]:
     rest = {
         "embed": StoredTensor("model.embed_tokens.weight", ("V", "D")),
         "final_norm": StoredTensor("model.norm.weight", ("D",)),
@@ -124,4 +152,7 @@ def _tensors(c: Gemma3) -> dict[str, StoredTensor]:
     return {path: (rest | blocks)[path] for path in named_leaves(c.params())}
 
 
-ARCHITECTURES = (Architecture("Gemma3ForCausalLM", "gemma3_text", _read, _write, _tensors, TIED, COMPUTED),)
+ARCHITECTURES = (
+    Architecture("Gemma2ForCausalLM", "gemma2", _read_gemma2, _write_gemma2, _tensors, TIED, COMPUTED),
+    Architecture("Gemma3ForCausalLM", "gemma3_text", _read_gemma3, _write_gemma3, _tensors, TIED, COMPUTED),
+)

@@ -1,5 +1,6 @@
 """Llama, Mistral, Qwen2, Qwen3 and OLMo 2 as `transformers` names them: one matrix [outputs, inputs] per layer."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.errors import WeightsError
@@ -168,7 +169,7 @@ _REST: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def llama_tensors(
-    c: Llama, stacks: dict[str, range], names: dict[str, tuple[str, tuple[str, ...]]] | None = None
+    c: Llama, stacks: Mapping[str, Sequence[int]], names: dict[str, tuple[str, tuple[str, ...]]] | None = None
 ) -> dict[str, StoredTensor]:
     """Returns where each parameter is stored.
 
@@ -189,7 +190,7 @@ def _tensors(c: Llama) -> dict[str, StoredTensor]:
     return llama_tensors(c, {"blocks": range(c.layers)})
 
 
-_OLMO2: dict[str, tuple[str, tuple[str, ...]]] = {
+OLMO2: dict[str, tuple[str, tuple[str, ...]]] = {
     "attention_norm": ("post_attention_layernorm.weight", ("D",)),
     "mlp_norm": ("post_feedforward_layernorm.weight", ("D",)),
     "query_norm": ("self_attn.q_norm.weight", ("NH",)),
@@ -199,7 +200,7 @@ _OLMO2: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def _olmo2_tensors(c: Llama) -> dict[str, StoredTensor]:
-    return llama_tensors(c, {"blocks": range(c.layers)}, _OLMO2)
+    return llama_tensors(c, {"blocks": range(c.layers)}, OLMO2)
 
 
 def _architecture(name: str, model_type: str, read: Any, write: Any) -> Architecture:

@@ -15,45 +15,66 @@ entirely are not computed (blocks/ring.py). The scores are computed by the platf
 Segments and positions of the whole sequence are known to every device; only queries, keys and values are sent.
 """
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from meshwright.comm.collectives import all_gather, grouped_all_to_all
-from meshwright.models.kernels.attention import Positions, sequence_positions
+from meshwright.comm.collectives import grouped_all_to_all
 from meshwright.models.kernels.choose import Kernels
 from meshwright.models.remat import ATTN_OUT
 from meshwright.sharding.sequence import SequenceSplit
+
+if TYPE_CHECKING:
+    from meshwright.models.kernels.scores import Scores
 
 CONTEXT = ("context",)
 
 
 class Attend(Protocol):
-    """Attention of this device's queries to all keys of the sequence that they may see; returns [B, T, N, H]."""
+    """Attention of this device's queries to all keys of the sequence that they may see; returns [B, T, N, H].
+
+    scores: soft cap, sinks and chunks (kernels/scores.py); None has none of them.
+    """
 
     def __call__(
-        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, /, *, window: int | None
-    ) -> jax.Array: ...
+        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, /, *, window: int | None,
+        scores: "Scores | None" = None,
+    ) -> jax.Array: ...  # fmt: skip
 
 
 def build_attend(sequence: SequenceSplit, segments_BT: jax.Array, kernels: Kernels) -> Attend:
     """Builds the attention of a context strategy. segments_BT: documents of the whole sequence, on every device."""
-    if sequence.shards == 1:
-        return lambda q, k, v, *, window: kernels.self_attention(q, k, v, segments_BT, window=window)
-    if sequence.strategy == "all_gather":
-        return _all_gather_attention(sequence, segments_BT, kernels)
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None) -> jax.Array:
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None, scores: "Scores | None" = None
+    ) -> jax.Array:
+        segments, rest = segments_BT, dict[str, Any]()
+        if scores is not None:
+            from meshwright.models.kernels.scores import chunked_segments, own_sinks
+
+            if scores.chunk is not None:
+                segments, window = (
+                    chunked_segments(segments_BT, scores.chunk),
+                    min(window or scores.chunk, scores.chunk),
+                )
+            if scores.sinks_N is not None or scores.softcap is not None:
+                heads = jax.lax.axis_index("context") % sequence.group if sequence.shards > 1 else 0
+                rest["scores"] = own_sinks(scores, heads, sequence.group)
+        if sequence.shards == 1:
+            return kernels.self_attention(q, k, v, segments, window=window, **rest)
+        if sequence.strategy == "all_gather":
+            from meshwright.models.blocks.gathered import attend_to_gathered
+
+            return attend_to_gathered(sequence, kernels, (q, k, v), segments, window, rest)
         q, k, v = (grouped_all_to_all(x, "context", sequence.group, 2, 1) for x in (q, k, v))
         if sequence.groups == 1:
-            out = kernels.self_attention(q, k, v, segments_BT, window=window)
+            out = kernels.self_attention(q, k, v, segments, window=window, **rest)
         else:
             from meshwright.models.blocks.ring import ring_attention
 
             assert kernels.chunk_attention is not None, f"choose_kernels gives no {kernels.name} kernel to a ring"
-            out = ring_attention(q, k, v, segments_BT, kernels.chunk_attention, sequence, window)
+            out = ring_attention(q, k, v, segments, kernels.chunk_attention, sequence, window, **rest)
         if sequence.group == 1:
             return out
         # Kernel and ring name their own residuals; the output after the exchange is another array, which the output
@@ -61,26 +82,3 @@ def build_attend(sequence: SequenceSplit, segments_BT: jax.Array, kernels: Kerne
         return checkpoint_name(grouped_all_to_all(out, "context", sequence.group, 1, 2), ATTN_OUT)
 
     return attend
-
-
-def _all_gather_attention(sequence: SequenceSplit, segments_BT: jax.Array, kernels: Kernels) -> Attend:
-    def gather(x: jax.Array) -> jax.Array:
-        return sequence.in_order(all_gather(x, CONTEXT, 1))
-
-    def by_chunks(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None) -> jax.Array:
-        from meshwright.models.blocks.ring import gathered_attention
-
-        assert kernels.chunk_attention is not None
-        return gathered_attention(q, gather(k), gather(v), segments_BT, kernels.chunk_attention, sequence, window)
-
-    def at_once(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None) -> jax.Array:
-        assert kernels.cross_attention is not None, f"choose_kernels gives no {kernels.name} kernel to all_gather"
-        queries, keys = _positions(segments_BT, sequence.local_positions()), sequence_positions(segments_BT)
-        out = kernels.cross_attention(q, gather(k), gather(v), queries, keys, window=window)
-        return checkpoint_name(out, ATTN_OUT)
-
-    return at_once if kernels.chunk_attention is None else by_chunks
-
-
-def _positions(segments_BT: jax.Array, positions_T: Any) -> Positions:
-    return Positions(segments_BT[:, positions_T], jnp.asarray(positions_T))

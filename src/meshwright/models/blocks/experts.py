@@ -30,7 +30,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshwright.comm.collectives import all_gather, all_reduce, all_to_all, local_shard, nontrivial_axes
+from meshwright.comm.collectives import all_gather, all_reduce, all_to_all, axis_index, local_shard, nontrivial_axes
 from meshwright.comm.ragged import Exchange, all_to_all_counts, plan_exchange, ragged_all_to_all
 from meshwright.models.blocks.context import CONTEXT
 from meshwright.models.blocks.fp8_rows import exchange_rows, round_rows, row_scales
@@ -77,14 +77,18 @@ class Routes:
     """Log-sum-exp of the router's logits, float32."""
 
 
-def route(r: Routing, h_BTD: jax.Array, w_DR: jax.Array, bias_R: jax.Array | None) -> Routes:
+def route(
+    r: Routing, h_BTD: jax.Array, w_DR: jax.Array, bias_R: jax.Array | None, logit_bias_R: jax.Array | None = None
+) -> Routes:
     """Scores every expert for every token and picks the top k.
 
     bias_R: added to the scores for the choice of experts only, not for their weights (auxiliary-loss-free load
-    balancing: arXiv:2412.19437, equation 16).
+    balancing: arXiv:2412.19437, equation 16).  logit_bias_R: learned bias of the router's logits (GPT-OSS).
     """
     # By default TPUs multiply float32 in one pass of bfloat16, which changes the choice of experts.
     logits_BTR = jnp.einsum("btd,dr->btr", h_BTD.astype(jnp.float32), w_DR, precision=lax.Precision.HIGHEST)
+    if logit_bias_R is not None:
+        logits_BTR += logit_bias_R.astype(jnp.float32)
     lse_BT = jax.nn.logsumexp(logits_BTR, -1)
     if r.router_score == "softmax":
         scores_BTR = probs_BTR = jnp.exp(logits_BTR - lse_BT[..., None])
@@ -131,7 +135,28 @@ def router_losses(r: Routing, routes: Routes, seq: int) -> dict[str, jax.Array]:
 Multiply = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Grouped matmul: `(rows [R, K], weights [E, K, N], rows of each expert [E]) -> [R, N]` (kernels/grouped.py)."""
 ExpertWeights = dict[str, jax.Array]
-"""Weights of this device's experts: gate, up [E/expert, D, F/tensor] and down [E/expert, F/tensor, D]."""
+"""Weights of this device's experts: gate, up [E/expert, D, F/tensor] and down [E/expert, F/tensor, D]; of experts with
+biases gate_bias, up_bias [E/expert, F/tensor] and down_bias [E/expert, D]."""
+
+
+@recomputed
+def swiglu_hidden(gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns the hidden layer of SwiGLU times the routing weight of each row. weights: [..., 1], float32."""
+    return (jax.nn.silu(gate).astype(jnp.float32) * up * weights).astype(up.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertFunction:
+    """Function of an expert between its matmuls, and the place of the routing weight."""
+
+    hidden: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = swiglu_hidden
+    """`(gate, up, weights [..., 1] float32) -> hidden layer times weights`."""
+    weighted: Literal["hidden", "input"] = "hidden"
+    """Whether the routing weight multiplies the hidden layer, which is the weighted sum of the experts' outputs, or
+    what goes into the expert (Llama 4)."""
+
+
+SWIGLU = ExpertFunction()
 
 
 def dropless_moe(
@@ -142,6 +167,7 @@ def dropless_moe(
     multiply: Multiply = lax.ragged_dot,
     buffer_factor: float = 0.0,
     exchange: ExchangeType = "compute",
+    function: ExpertFunction = SWIGLU,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes the weighted sum of each token's experts, in groups of unequal size.
 
@@ -158,12 +184,14 @@ def dropless_moe(
     h_TD = h_BTD.reshape(B * T, D)
     rows = _reorder(round_rows(h_TD) if exchange == "fp8" else h_TD, order, back, k)
     weights = _reorder(routes.weights_BTX.reshape(-1, 1), order, back, 1)
+    apply = functools.partial(_apply_experts, w=w, multiply=multiply, function=function)
     rows_E = (expert_of_row[:, None] == jnp.arange(r.experts)).sum(0).astype(jnp.int32)
     dropped = None
     if nontrivial_axes(EXPERT):
-        out, dropped = _expert_parallel(r, rows, weights, rows_E, w, multiply, buffer_factor, exchange)
+        room = ExpertSpec(r.experts, r.experts_per_token, buffer_factor)
+        out, dropped = _expert_parallel(room, rows, weights, rows_E, apply, exchange)
     else:
-        out = _grouped_swiglu(rows, weights, rows_E, w, multiply)
+        out = apply(rows, weights, rows_E)
     return _sum_of_experts(_reorder(out, back, order, 1).reshape(B, T, k, D)), dropped
 
 
@@ -188,22 +216,33 @@ def _sum_of_experts(out_BTXD: jax.Array) -> jax.Array:
     return out_BTXD.sum(2, dtype=jnp.float32).astype(out_BTXD.dtype)
 
 
-@recomputed
-def _hidden(gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
-    """Returns the hidden layer of SwiGLU times the routing weight of each row. weights: [..., 1], float32."""
-    return (jax.nn.silu(gate).astype(jnp.float32) * up * weights).astype(up.dtype)
-
-
-def _grouped_swiglu(
-    rows: jax.Array, weights: jax.Array, rows_E: jax.Array, w: ExpertWeights, multiply: Multiply
-) -> jax.Array:
-    """Applies each expert's SwiGLU to its rows, and their routing weights.
+def _apply_experts(
+    rows: jax.Array, weights: jax.Array, rows_E: jax.Array, *, w: ExpertWeights, multiply: Multiply,
+    function: ExpertFunction,
+) -> jax.Array:  # fmt: skip
+    """Applies each expert to its rows, and their routing weights.
 
     rows: [rows, D], sorted by expert.  weights: [rows, 1].  rows_E: rows of each expert.
     """
-    gate = checkpoint_name(multiply(rows, w["gate"], rows_E), FFN_HIDDEN)
-    up = checkpoint_name(multiply(rows, w["up"], rows_E), FFN_HIDDEN)
-    return multiply(_hidden(gate, up, weights), w["down"], rows_E)
+    if function.weighted == "input":
+        rows, weights = rows * weights.astype(rows.dtype), jnp.ones_like(weights)
+
+    def product(name: str) -> jax.Array:
+        y = multiply(rows, w[name], rows_E)
+        return checkpoint_name(y if f"{name}_bias" not in w else y + _of_rows(w[f"{name}_bias"], rows_E, y), FFN_HIDDEN)
+
+    out = multiply(function.hidden(product("gate"), product("up"), weights), w["down"], rows_E)
+    if "down_bias" in w:
+        # Outputs are summed over `tensor`: one device adds the bias.
+        first = (axis_index(("tensor",)) == 0).astype(jnp.float32)
+        out += (first * weights * _of_rows(w["down_bias"], rows_E, out)).astype(out.dtype)
+    return out
+
+
+def _of_rows(bias: jax.Array, rows_E: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns the bias [E, F] of the expert of each row of `like`; zeros for the rows of a buffer that are empty."""
+    expert = jnp.searchsorted(jnp.cumsum(rows_E), jnp.arange(like.shape[0]), side="right")
+    return bias.at[expert].get(mode="fill", fill_value=0).astype(like.dtype)
 
 
 def buffer_rows(spec: ExpertSpec, tokens: int, shards: int) -> int:
@@ -220,25 +259,23 @@ def buffer_rows(spec: ExpertSpec, tokens: int, shards: int) -> int:
 
 
 def _expert_parallel(
-    r: Routing,
+    spec: ExpertSpec,
     rows: jax.Array,
     weights: jax.Array,
     rows_E: jax.Array,
-    w: ExpertWeights,
-    multiply: Multiply,
-    buffer_factor: float,
+    apply: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     sent_as: ExchangeType,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Sends rows to the devices that hold their experts, applies these, and returns the outputs in the same order.
 
+    apply: `(rows, routing weights, rows of each expert here) -> outputs`.
     Rows without room give zeros; returns their number too, None where there is always room.
     """
-    shards, local_experts = lax.axis_size("expert"), w["gate"].shape[0]
-    tokens, spec = rows.shape[0] // r.experts_per_token, ExpertSpec(r.experts, r.experts_per_token, buffer_factor)
+    shards, tokens = lax.axis_size("expert"), rows.shape[0] // spec.experts_per_token
     room, most = (buffer_rows(s, tokens, shards) for s in (spec, dataclasses.replace(spec, buffer_factor=0.0)))
     # A token has at most one row for each expert, which bounds the rows that one device sends another.
     largest = min(room, most // shards)
-    sent_counts = rows_E.reshape(shards, local_experts)
+    sent_counts = rows_E.reshape(shards, spec.experts // shards)
     received_counts = all_to_all_counts(sent_counts, "expert")
     exchange = plan_exchange(sent_counts.sum(1), received_counts.sum(1), "expert", room)
     to_experts, back, rows_of_expert = _sort_blocks(exchange, received_counts, room)
@@ -250,7 +287,7 @@ def _expert_parallel(
     else:
         weights, arrived = send(weights), send(rows)
     arrived, weights = (_reorder(x, to_experts, back, 1) for x in (arrived, weights))
-    out = _grouped_swiglu(arrived, weights, rows_of_expert, w, multiply)
+    out = apply(arrived, weights, rows_of_expert)
     out = ragged_all_to_all(_reorder(out, back, to_experts, 1), exchange.reversed(), "expert", rows.shape[0], largest)
     return out, (rows_E.sum() - exchange.sizes.sum()).astype(jnp.float32) if room < most else None
 
@@ -305,7 +342,7 @@ def capacity_moe(
     gate_EBCF, up_EBCF = (
         checkpoint_name(jnp.einsum("ebcd,edf->ebcf", x_EBCD, w[n]), FFN_HIDDEN) for n in ("gate", "up")
     )
-    out_EBCD = jnp.einsum("ebcf,efd->ebcd", _hidden(gate_EBCF, up_EBCF, weights_EBC[..., None]), w["down"])
+    out_EBCD = jnp.einsum("ebcf,efd->ebcd", swiglu_hidden(gate_EBCF, up_EBCF, weights_EBC[..., None]), w["down"])
     out_EBCD = all_to_all(out_EBCD, EXPERT, 1, 0)
     out_BTXD = out_EBCD.at[index].get(mode="fill", fill_value=0)
     return _sum_of_experts(out_BTXD), (~kept_BTX).sum().astype(jnp.float32)

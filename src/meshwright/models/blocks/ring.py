@@ -33,6 +33,7 @@ from meshwright.models.kernels.chunks import (
     no_gradient,
     pair_mask,
 )
+from meshwright.models.kernels.scores import Scores, add_sinks, sinks_gradient
 from meshwright.sharding.sequence import SequenceSplit
 
 
@@ -114,9 +115,13 @@ class _Ring:
         return jax.tree.map(lambda leaf: ring_shift(leaf, "context", self.plan.sequence.group), x)
 
 
+_Rest = tuple[jax.Array, jax.Array | None]
+"""Documents of the whole sequence, and sinks of this device's heads."""
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _ring(q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array, plan: _Plan) -> jax.Array:
-    return _ring_forward(q, k, v, segments_BT, plan)[0]
+def _ring(q: jax.Array, k: jax.Array, v: jax.Array, rest: _Rest, plan: _Plan) -> jax.Array:
+    return _ring_forward(q, k, v, rest, plan)[0]
 
 
 def _local_causal(plan: _Plan) -> bool:
@@ -127,10 +132,8 @@ def _local_causal(plan: _Plan) -> bool:
     return plan.window is None or plan.window >= plan.sequence.seq
 
 
-def _ring_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array, plan: _Plan
-) -> tuple[jax.Array, Any]:
-    ring = _Ring(plan, segments_BT)
+def _ring_forward(q: jax.Array, k: jax.Array, v: jax.Array, rest: _Rest, plan: _Plan) -> tuple[jax.Array, Any]:
+    ring = _Ring(plan, rest[0])
     queries = Queries(_halves(q), ring.group_segments(ring.index))
     kv = jnp.stack([_halves(k), _halves(v)], axis=1)
 
@@ -149,8 +152,9 @@ def _ring_forward(
     start = (ring.shift(kv), _own_forward(ring, queries, ring.keys_after(kv, 0)))
     (kv, results), _ = lax.scan(step, start, jnp.arange(1, last))
     results = attend(results, kv, last)
-    result = named(Result(_join(results.out_BTNH), _join(results.lse_BNT, 2)), q.dtype)
-    return result.out_BTNH, (q, k, v, segments_BT, result)
+    result = add_sinks(Result(_join(results.out_BTNH), _join(results.lse_BNT, 2)), rest[1])
+    result = named(result, q.dtype)
+    return result.out_BTNH, (q, k, v, rest, result)
 
 
 def _own_forward(ring: _Ring, queries: Queries, keys: Keys) -> Result:
@@ -168,7 +172,7 @@ def _own_forward(ring: _Ring, queries: Queries, keys: Keys) -> Result:
 
 
 def _ring_backward(plan: _Plan, saved: Any, g: jax.Array) -> tuple[Any, ...]:
-    q, k, v, segments_BT, (out_BTNH, lse_BNT) = saved
+    q, k, v, (segments_BT, sinks_N), (out_BTNH, lse_BNT) = saved
     ring = _Ring(plan, segments_BT)
     queries = Queries(_halves(q), ring.group_segments(ring.index))
     kv = jnp.stack([_halves(k), _halves(v)], axis=1)
@@ -193,7 +197,8 @@ def _ring_backward(plan: _Plan, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     # One more shift returns every block of gradients to the device that holds its keys.
     g_k, g_v = ring.shift(g_kv)
     gradients = (_join(x).astype(like.dtype) for x, like in zip((g_q, g_k, g_v), (q, k, v), strict=True))
-    return *gradients, no_gradient(segments_BT)
+    g_sinks = sinks_gradient(saved[-1], g, sinks_N)
+    return *gradients, (no_gradient(segments_BT), g_sinks)
 
 
 def _own_backward(ring: _Ring, queries: Queries, keys: Keys, rows: tuple[Result, jax.Array]) -> Any:
@@ -218,19 +223,29 @@ _ring.defvjp(_ring_forward, _ring_backward)
 
 def ring_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array, kernel: ChunkAttention, sequence: SequenceSplit,
-    window: int | None,
+    window: int | None, scores: Scores | None = None,
 ) -> jax.Array:  # fmt: skip
     """Computes attention of a group's queries [B, T/groups, N, H] to the whole sequence, in a ring.
 
     Keys and values go around once in the forward pass; in the backward pass they go around again, with their gradients,
     instead of being saved. segments_BT: documents of the whole sequence.
     """
-    return _ring(q, k, v, segments_BT, _Plan(kernel, sequence, window))
+    plan, sinks_N = _plan(kernel, sequence, window, scores)
+    return _ring(q, k, v, (segments_BT, sinks_N), plan)
+
+
+def _plan(
+    kernel: ChunkAttention, sequence: SequenceSplit, window: int | None, scores: Scores | None
+) -> tuple[_Plan, jax.Array | None]:
+    """Returns the static facts of the attention, and its sinks."""
+    if scores is None:
+        return _Plan(kernel, sequence, window), None
+    return _Plan(kernel.capped(scores.softcap), sequence, window), scores.sinks_N
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _gathered(q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array, plan: _Plan) -> jax.Array:
-    return _gathered_forward(q, k, v, segments_BT, plan)[0]
+def _gathered(q: jax.Array, k: jax.Array, v: jax.Array, rest: _Rest, plan: _Plan) -> jax.Array:
+    return _gathered_forward(q, k, v, rest, plan)[0]
 
 
 class _Gathered:
@@ -263,21 +278,20 @@ class _Gathered:
         return lax.scan(lambda carry, step: (add(carry, others, step), None), carry, steps)[0]
 
 
-def _gathered_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array, plan: _Plan
-) -> tuple[jax.Array, Any]:
-    gathered = _Gathered(plan, q, k, v, segments_BT)
+def _gathered_forward(q: jax.Array, k: jax.Array, v: jax.Array, rest: _Rest, plan: _Plan) -> tuple[jax.Array, Any]:
+    gathered = _Gathered(plan, q, k, v, rest[0])
 
     def add(results: Result, masks: Masks, step: Step) -> Result:
         return forward_step(plan.kernel, masks, step, gathered.queries, gathered.keys, results)
 
     results = gathered.loop(add, jax.vmap(empty_result)(gathered.queries))
-    result = named(Result(_join(results.out_BTNH), _join(results.lse_BNT, 2)), q.dtype)
-    return result.out_BTNH, (q, k, v, segments_BT, result)
+    result = add_sinks(Result(_join(results.out_BTNH), _join(results.lse_BNT, 2)), rest[1])
+    result = named(result, q.dtype)
+    return result.out_BTNH, (q, k, v, rest, result)
 
 
 def _gathered_backward(plan: _Plan, saved: Any, g: jax.Array) -> tuple[Any, ...]:
-    q, k, v, segments_BT, (out_BTNH, lse_BNT) = saved
+    q, k, v, (segments_BT, sinks_N), (out_BTNH, lse_BNT) = saved
     gathered = _Gathered(plan, q, k, v, segments_BT)
     rows = (Result(_halves(out_BTNH), jnp.stack(jnp.split(lse_BNT, 2, axis=2))), _halves(g))
 
@@ -287,7 +301,8 @@ def _gathered_backward(plan: _Plan, saved: Any, g: jax.Array) -> tuple[Any, ...]
     like = (gathered.queries.q_BTNH, (gathered.keys.k_BSKH, gathered.keys.v_BSKH))
     g_q, g_kv = gathered.loop(add, jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like))
     g_k, g_v = (x.swapaxes(0, 1).reshape(k.shape).astype(k.dtype) for x in g_kv)
-    return _join(g_q).astype(q.dtype), g_k, g_v, no_gradient(segments_BT)
+    g_sinks = sinks_gradient(saved[-1], g, sinks_N)
+    return _join(g_q).astype(q.dtype), g_k, g_v, (no_gradient(segments_BT), g_sinks)
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
@@ -295,10 +310,11 @@ _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 def gathered_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array, kernel: ChunkAttention, sequence: SequenceSplit,
-    window: int | None,
+    window: int | None, scores: Scores | None = None,
 ) -> jax.Array:  # fmt: skip
     """Computes attention of a device's queries [B, T/n, N, H] to the keys of the whole sequence, in its order.
 
     segments_BT: documents of the whole sequence.
     """
-    return _gathered(q, k, v, segments_BT, _Plan(kernel, sequence, window))
+    plan, sinks_N = _plan(kernel, sequence, window, scores)
+    return _gathered(q, k, v, (segments_BT, sinks_N), plan)

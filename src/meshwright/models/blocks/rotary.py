@@ -27,10 +27,10 @@ def rope_frequencies(head_size: int, theta: float, scaling: RopeScaling | None) 
     frequency = theta ** (-np.arange(0, head_size, 2, dtype=np.float64) / head_size)
     if scaling is not None:
         wavelength = 2 * math.pi / frequency
-        smooth = (scaling.original_max_position_embeddings / wavelength - scaling.low_freq_factor) / (
-            scaling.high_freq_factor - scaling.low_freq_factor
-        )
-        smooth = np.clip(smooth, 0.0, 1.0)
+        above = scaling.original_max_position_embeddings / wavelength - scaling.low_freq_factor
+        between = scaling.high_freq_factor - scaling.low_freq_factor
+        # Llama 4 has no frequencies between the two.
+        smooth = np.clip(above / between, 0.0, 1.0) if between else (above > 0).astype(np.float64)
         frequency = (1 - smooth) * frequency / scaling.factor + smooth * frequency
     return frequency.astype(np.float32)
 
@@ -41,8 +41,28 @@ def rope_angles(positions_BT: jax.Array, frequency_H: np.ndarray) -> tuple[jax.A
     return jnp.cos(angle), jnp.sin(angle)
 
 
+def apply_rope_pairs(x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates each pair of neighbouring features (2i, 2i + 1) by its angle (Llama 4)."""
+    cos, sin = cos_sin
+    pairs = x_BTNH.astype(jnp.float32).reshape(*x_BTNH.shape[:-1], -1, 2)
+    a, b = pairs[..., 0], pairs[..., 1]
+    rotated = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return rotated.reshape(x_BTNH.shape).astype(x_BTNH.dtype)
+
+
 def apply_rope(x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotates each pair of features (i, i + H/2) by its angle."""
     cos, sin = cos_sin
     a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BTNH.dtype)
+
+
+def apply_rope_interleaved(x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates each pair of features (2i, 2i + 1) by its angle; first come the first features of all pairs.
+
+    Queries and keys in one order have the scores of any other.
+    """
+    cos, sin = cos_sin
+    pairs = x_BTNH.astype(jnp.float32).reshape(*x_BTNH.shape[:-1], -1, 2)
+    a, b = pairs[..., 0], pairs[..., 1]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BTNH.dtype)

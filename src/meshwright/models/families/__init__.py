@@ -4,10 +4,15 @@ from meshwright.config import Model
 from meshwright.plugins import load, name_of, resolve
 
 FAMILIES: dict[str, str] = {
+    "deepseek": "meshwright.models.families.deepseek:Deepseek",
+    "gemma2": "meshwright.models.families.gemma:Gemma2",
     "gemma3": "meshwright.models.families.gemma:Gemma3",
     "gpt2": "meshwright.models.families.gpt2:Gpt2",
+    "gpt_oss": "meshwright.models.families.gpt_oss:GptOss",
     "llama": "meshwright.models.families.llama:Llama",
+    "llama4": "meshwright.models.families.llama4:Llama4",
     "mixtral": "meshwright.models.families.mixtral:Mixtral",
+    "olmo3": "meshwright.models.families.olmo3:Olmo3",
 }
 """Name of a family -> module and class."""
 

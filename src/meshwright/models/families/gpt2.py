@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from meshwright.comm.collectives import local_shard, sequence_all_gather
 from meshwright.config import MeshShape, Model
 from meshwright.models.blocks.embed import embed
+from meshwright.models.blocks.head_size import even_head_size
 from meshwright.models.blocks.linear import attention_projection, linear, linears
 from meshwright.models.blocks.norm import layer_norm
 from meshwright.models.model import (
@@ -25,7 +26,6 @@ from meshwright.models.model import (
     Layer,
     LayerSpec,
     ModelSpec,
-    even_head_size,
     padded_vocab,
     vocab_size,
 )

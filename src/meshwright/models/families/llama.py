@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from meshwright.comm.collectives import sequence_all_gather
 from meshwright.config import MeshShape, Model
 from meshwright.models.blocks.embed import embed
+from meshwright.models.blocks.head_size import even_head_size
 from meshwright.models.blocks.linear import attention_projection, linear, linears
 from meshwright.models.blocks.norm import rms_norm, rms_norm_heads
 from meshwright.models.blocks.rotary import RopeScaling, apply_rope, rope_angles, rope_frequencies
@@ -28,13 +29,15 @@ from meshwright.models.model import (
     Layer,
     LayerSpec,
     ModelSpec,
-    even_head_size,
     padded_vocab,
     vocab_size,
 )
 from meshwright.models.remat import ATTN_RESIDUAL, FFN_HIDDEN, QKV, recomputed
 from meshwright.sharding.params import GatherParams, Param, Tree
 from meshwright.words import AXES
+
+AttentionHalf = Callable[[jax.Array, dict[str, Any], jax.Array], jax.Array]
+"""Attention half of a layer: `(x [B, T/tensor, D], weights, layer index) -> x`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,12 +90,20 @@ class Llama(Model):
         D, V = self.width, padded_vocab(self)
         tree: Tree = {
             "embed": Param((V, D), "VD", rows=vocab_size(self)),
-            "blocks": {**attention_params(self, self.layers), **swiglu_params(self, self.layers)},
+            "blocks": {**self.half_params(self.layers), **swiglu_params(self, self.layers)},
             "final_norm": Param((D,), "D", "ones"),
         }
         if self.embedding == "untied":
             tree["unembed"] = Param((V, D), "VD", rows=vocab_size(self))
         return tree
+
+    def half_params(self, layers: int) -> dict[str, Param]:
+        """Returns the parameters of the attention half of `layers` layers, and the norms of both halves."""
+        return attention_params(self, layers)
+
+    def attention_half(self, ctx: ForwardContext) -> AttentionHalf:
+        """Returns the attention half of a layer."""
+        return own_attention(self, ctx)
 
     def spec(self) -> ModelSpec:
         """Returns a dense attention layer for each of `layers`."""
@@ -107,7 +118,7 @@ class Llama(Model):
 
     def layer_functions(self, ctx: ForwardContext) -> dict[str, Layer]:
         """Returns the dense layer."""
-        return {"blocks": dense_layer(self, ctx, "blocks")}
+        return {"blocks": dense_layer(self, ctx, "blocks", self.attention_half(ctx))}
 
     def unembed(self, params: Tree, x_BTD: jax.Array, gather_params: GatherParams) -> tuple[jax.Array, jax.Array]:
         """Returns the normalised hidden states [B, T, D] and the unembedding [V/stage+tensor, D]."""
@@ -185,9 +196,8 @@ def output_std(c: Llama) -> float:
     return float(0.02 / (2 * c.layers) ** 0.5)
 
 
-def dense_layer(c: Llama, ctx: ForwardContext, stack: str) -> Layer:
+def dense_layer(c: Llama, ctx: ForwardContext, stack: str, attention: AttentionHalf) -> Layer:
     """Returns the layer whose parameters are the subtree `stack`."""
-    attention = attention_half(c, ctx)
 
     def layer(x_BTD: jax.Array, params: Tree, index: jax.Array) -> tuple[jax.Array, Aux]:
         weights = ctx.gather_params(params, stack)
@@ -202,16 +212,23 @@ def dense_layer(c: Llama, ctx: ForwardContext, stack: str) -> Layer:
     return layer
 
 
-def attention_half(c: Llama, ctx: ForwardContext) -> Callable[[jax.Array, dict[str, Any], jax.Array], jax.Array]:
-    """Returns the attention half of a layer: `(x, weights, layer index) -> x`."""
+def own_attention(c: Llama, ctx: ForwardContext) -> AttentionHalf:
+    """Returns the attention half of the layers of a model whose layers are of one kind."""
     cos_sin = rope_angles(ctx.tokens.positions, rope_frequencies(c.attention.head_size, c.rope_theta, c.rope_scaling))
+    return attention_half(c, ctx, c.sliding_window, cos_sin)
+
+
+def attention_half(
+    c: Llama, ctx: ForwardContext, window: int | None, cos_sin: tuple[jax.Array, jax.Array]
+) -> AttentionHalf:
+    """Returns the attention half of layers with one window and rotation. cos_sin: as `rope_angles` returns them."""
 
     def attention(x_BTD: jax.Array, weights: dict[str, Any], index: jax.Array) -> jax.Array:
         with jax.named_scope("attention"):
             h_BTD = _norm_if(c, "before", x_BTD, weights["attention_norm"])
             products = ctx.column_parallel(linears, h_BTD, [weights[name] for name in ("query", "key", "value")])
             qkv, w_NHD = _qkv(c, products, weights, cos_sin), weights["attention_out"]
-            y_BTD = ctx.attend_row_parallel(attention_projection, *qkv, w_NHD, window=c.sliding_window)
+            y_BTD = ctx.attend_row_parallel(attention_projection, *qkv, w_NHD, window=window)
             y_BTD = _norm_if(c, "after", y_BTD, weights["attention_norm"])
             return checkpoint_name(x_BTD + ctx.dropout(y_BTD, 2 * index + 1), ATTN_RESIDUAL)
 

@@ -8,7 +8,7 @@ One layer is Llama's with another second half. E experts of width F, of which a 
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,6 @@ from meshwright.models.blocks.experts import ExchangeType, Routing, capacity_moe
 from meshwright.models.blocks.norm import rms_norm
 from meshwright.models.families.llama import (
     Llama,
-    attention_half,
-    attention_params,
     dense_layer,
     output_std,
     shrunk_sizes,
@@ -30,6 +28,9 @@ from meshwright.models.families.llama import (
 )
 from meshwright.models.model import Aux, ExpertSpec, ForwardContext, Layer, LayerSpec, Metrics, ModelSpec
 from meshwright.sharding.params import Param, Tree
+
+Opening = Callable[[jax.Array, dict[str, Any]], jax.Array]
+"""Computation before a layer, with weights of its subtree: `(x [B, T/tensor, D], weights) -> x`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,29 +101,38 @@ class Mixtral(Llama):
         """Number of layers with experts."""
         return self.layers - self.dense_layers
 
+    @property
+    def has_router_bias(self) -> bool:
+        """Whether the router has a bias, which the step updates."""
+        return self.bias_update_rate > 0
+
     def params(self) -> Tree:
         """Returns the parameter descriptions; `dense_blocks` and `blocks` are stacked over layers."""
         _check(self)
-        L, D, E, F, out = self.expert_layers, self.width, self.experts, self.expert_mlp, output_std(self)
+        tree: Tree = {**super().params(), "blocks": self.expert_params(self.expert_layers)}
+        if self.dense_layers:
+            dense = self.dense_layers
+            tree["dense_blocks"] = {**self.half_params(dense), **swiglu_params(self, dense)}
+        return tree
+
+    def expert_params(self, layers: int) -> dict[str, Param]:
+        """Returns the parameters of `layers` layers with experts."""
+        L, D, E, F, out = layers, self.width, self.experts, self.expert_mlp, output_std(self)
         blocks = {
-            **attention_params(self, L),
+            **self.half_params(L),
             "router": Param((L, D, E), "LDR", precision="float32", role="router"),
             "expert_gate": Param((L, E, D, F), "LEDF", role="ffn_in"),
             "expert_up": Param((L, E, D, F), "LEDF", role="ffn_in"),
             "expert_down": Param((L, E, F, D), "LEFD", std=out, role="ffn_out"),
         }
-        if self.bias_update_rate:
+        if self.has_router_bias:
             blocks["router_bias"] = Param((L, E), "LR", "zeros", precision="float32")
         if self.shared_experts:
             shared_F = self.shared_experts * F
             blocks["shared_gate"] = Param((L, D, shared_F), "LDF", role="ffn_in")
             blocks["shared_up"] = Param((L, D, shared_F), "LDF", role="ffn_in")
             blocks["shared_down"] = Param((L, shared_F, D), "LFD", std=out, role="ffn_out")
-        tree: Tree = {**super().params(), "blocks": blocks}
-        if self.dense_layers:
-            dense = self.dense_layers
-            tree["dense_blocks"] = {**attention_params(self, dense), **swiglu_params(self, dense)}
-        return tree
+        return blocks
 
     def spec(self) -> ModelSpec:
         """Returns the dense layers, then the layers with experts."""
@@ -137,11 +147,20 @@ class Mixtral(Llama):
 
     def layer_functions(self, ctx: ForwardContext) -> dict[str, Layer]:
         """Returns the dense layer, where there is one, and the layer with experts."""
-        attention, experts = attention_half(self, ctx), _experts(self, ctx)
+        attention = self.attention_half(ctx)
+        dense = {"dense_blocks": dense_layer(self, ctx, "dense_blocks", attention)} if self.dense_layers else {}
+        return {**dense, "blocks": self.expert_layer(ctx, "blocks")}
+
+    def expert_layer(self, ctx: ForwardContext, stack: str, opening: Opening = lambda x_BTD, weights: x_BTD) -> Layer:
+        """Returns the layer with experts whose parameters are the subtree `stack`.
+
+        opening: `(x, weights) -> x`, what comes before the layer with weights of the same subtree.
+        """
+        attention, experts = self.attention_half(ctx), _experts(self, ctx)
 
         def layer(x_BTD: jax.Array, params: Tree, index: jax.Array) -> tuple[jax.Array, Aux]:
-            weights = ctx.gather_params(params, "blocks")
-            x_BTD = attention(x_BTD, weights, index)
+            weights = ctx.gather_params(params, stack)
+            x_BTD = attention(opening(x_BTD, weights), weights, index)
             with jax.named_scope("experts"):
                 h_BTD = sequence_all_gather(rms_norm(x_BTD, weights["mlp_norm"], self.norm_epsilon), 1)
                 y_BTD, aux = experts(h_BTD, weights)
@@ -149,26 +168,11 @@ class Mixtral(Llama):
                     y_BTD += swiglu(h_BTD, {name: weights[f"shared_{name}"] for name in ("gate", "up", "down")})
                 return x_BTD + ctx.dropout(sequence_reduce_scatter(y_BTD, 1), 2 * index + 2), aux
 
-        dense = {"dense_blocks": dense_layer(self, ctx, "dense_blocks")} if self.dense_layers else {}
-        return {**dense, "blocks": layer}
+        return layer
 
     def layer_metrics(self, aux: dict[str, Aux], sequences: int) -> Metrics:
-        """Returns the routing metrics of a step, averaged over layers.
-
-        aux: sums over the batch of `sequences`, [L, ...]. The expert balance is one where all experts have equal load;
-        the largest load is that of the busiest expert of a layer over the mean.
-        """
-        sums = aux["blocks"]
-        layers, load_LE = jnp.float32(self.expert_layers), sums["load"]
-        metrics = {
-            "expert balance": (sums["balance"].sum() / sequences, layers),
-            "router z": (sums["router z"].sum() / sequences, layers),
-            "largest expert load": ((load_LE.max(-1) / load_LE.mean(-1)).sum(), layers),
-            "smallest expert load": ((load_LE.min(-1) / load_LE.mean(-1)).sum(), layers),
-        }
-        if "dropped" in sums:
-            metrics["choices dropped"] = (sums["dropped"].sum(), load_LE.sum())
-        return metrics
+        """Returns the routing metrics of a step, averaged over layers."""
+        return routing_metrics(aux["blocks"], self.expert_layers, sequences)
 
     def post_update(self, params: Tree, aux: dict[str, Aux]) -> Tree:
         """Returns `params` with the router bias moved towards experts whose load was below the mean.
@@ -177,10 +181,13 @@ class Mixtral(Llama):
         """
         if not self.bias_update_rate:
             return params
-        load_LE = aux["blocks"]["load"]
-        bias_LE = params["blocks"]["router_bias"]
-        step_LE = self.bias_update_rate * jnp.sign(load_LE.mean(-1, keepdims=True) - load_LE)
-        return {**params, "blocks": {**params["blocks"], "router_bias": bias_LE + step_LE.astype(bias_LE.dtype)}}
+        moved = {}
+        for stack in aux.keys() & params.keys():
+            if "router_bias" in params[stack]:
+                load_LE, bias_LE = aux[stack]["load"], params[stack]["router_bias"]
+                step_LE = self.bias_update_rate * jnp.sign(load_LE.mean(-1, keepdims=True) - load_LE)
+                moved[stack] = {**params[stack], "router_bias": bias_LE + step_LE.astype(bias_LE.dtype)}
+        return {**params, **moved}
 
     def shrunk(self, shape: MeshShape, layers: int) -> Model:
         """Returns the least sizes that `shape` divides as it divides these, with a dense layer where there is one."""
@@ -194,6 +201,24 @@ class Mixtral(Llama):
         """Returns the features that `runs.composition` lists."""
         leading = {"leading dense layers"} if self.dense_layers else set()
         return super().features() | leading | {f"dispatch: {self.dispatch}"}
+
+
+def routing_metrics(sums: Aux, expert_layers: int, sequences: int) -> Metrics:
+    """Returns the routing metrics of a step, averaged over the layers with experts.
+
+    sums: aux of those layers, summed over the batch of `sequences`, [L, ...]. The expert balance is one where all
+    experts have equal load; the largest load is that of the busiest expert of a layer over the mean.
+    """
+    layers, load_LE = jnp.float32(expert_layers), sums["load"]
+    metrics = {
+        "expert balance": (sums["balance"].sum() / sequences, layers),
+        "router z": (sums["router z"].sum() / sequences, layers),
+        "largest expert load": ((load_LE.max(-1) / load_LE.mean(-1)).sum(), layers),
+        "smallest expert load": ((load_LE.min(-1) / load_LE.mean(-1)).sum(), layers),
+    }
+    if "dropped" in sums:
+        metrics["choices dropped"] = (sums["dropped"].sum(), load_LE.sum())
+    return metrics
 
 
 def _check(c: Mixtral) -> None:

@@ -4,6 +4,7 @@ It runs on every platform, for shapes and hardware without a fused kernel. The s
 keys are live at a time, and none are saved; pairs that a causal mask or a sliding window hides are not computed.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from meshwright.models.kernels.chunks import (
     self_attention_of,
     update,
 )
+from meshwright.models.softcap import cap, cap_gradient
 
 _SCORE_BYTES = 2**28
 """Largest size of the float32 scores of a pair of blocks, in bytes."""
@@ -104,18 +106,19 @@ class _Blocks:
         return lax.scan(lambda carry, pair: (add(carry, pair[0], pair[1]), None), carry, self.pairs)[0]
 
 
-def _forward(queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
+def _forward(queries: Queries, keys: Keys, mask: ChunkMask, softcap: float | None = None) -> Result:
     blocks = _Blocks(queries, keys, mask)
     B, T, N, H = queries.q_BTNH.shape
     q = blocks.grouped(queries.q_BTNH * H**-0.5)
     k, v = blocks.cut(keys.k_BSKH), blocks.cut(keys.v_BSKH)
     shape = (q.shape[0], B, *q.shape[3:5], blocks.block)
     zeros = jnp.zeros(shape, jnp.float32)
-    start = _State(jnp.full(shape, _MASKED, jnp.float32), zeros, jnp.zeros((*shape, H), jnp.float32))
+    values = jnp.zeros((*shape, v.shape[-1]), jnp.float32)
+    start = _State(jnp.full(shape, _MASKED, jnp.float32), zeros, values)
 
     def add(states: _State, i: Any, j: Any) -> _State:
-        state = _add_block(select(q, i), select(k, j), select(v, j), select(states, i), blocks.visible(i, j))
-        return update(states, i, state)
+        scores = cap(_scores(select(q, i), select(k, j)), softcap)
+        return update(states, i, _add_block(scores, select(v, j), select(states, i), blocks.visible(i, j)))
 
     state = blocks.loop(add, start)
     seen = state.weight_BKGT > 0
@@ -123,13 +126,18 @@ def _forward(queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
     out = (state.total_BKGTH / weight[..., None]).astype(queries.q_BTNH.dtype)
     lse = jnp.where(seen, state.top_BKGT + jnp.log(weight), _MASKED)
     # [blocks, B, K, G, block, H] and [blocks, B, K, G, block]
-    return Result(out.transpose(1, 0, 4, 2, 3, 5).reshape(B, T, N, H), jnp.moveaxis(lse, 0, 3).reshape(B, N, T))
+    return Result(
+        out.transpose(1, 0, 4, 2, 3, 5).reshape(B, T, N, v.shape[-1]), jnp.moveaxis(lse, 0, 3).reshape(B, N, T)
+    )
 
 
-def _add_block(q: jax.Array, k: jax.Array, v: jax.Array, state: _State, mask: jax.Array) -> _State:
-    """Adds a block of keys to the running softmax of a block of queries."""
+def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    return jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
+
+
+def _add_block(scores: jax.Array, v: jax.Array, state: _State, mask: jax.Array) -> _State:
+    """Adds the scores of a block of keys to the running softmax of a block of queries."""
     top, weight, total = state
-    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
     new_top = jnp.maximum(top, jnp.where(mask, scores, _MASKED).max(-1))
     # A row without a visible key so far has the masked score as its largest, so its weights need the mask to be zero.
     weights = jnp.where(mask, jnp.exp(scores - new_top[..., None]), 0.0)
@@ -138,7 +146,9 @@ def _add_block(q: jax.Array, k: jax.Array, v: jax.Array, state: _State, mask: ja
     return _State(new_top, weight * rescale + weights.sum(-1), total * rescale[..., None] + added)
 
 
-def _backward(queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, mask: ChunkMask) -> Gradients:
+def _backward(
+    queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, mask: ChunkMask, softcap: float | None = None
+) -> Gradients:
     blocks = _Blocks(queries, keys, mask)
     H = queries.q_BTNH.shape[3]
     # The row sums of gradient times output that the softmax's derivative needs (FlashAttention-2, arXiv:2307.08691).
@@ -148,32 +158,40 @@ def _backward(queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, m
     columns = (blocks.cut(keys.k_BSKH), blocks.cut(keys.v_BSKH))
 
     def add(sums: Any, i: Any, j: Any) -> Any:
-        g_q, g_kv = _gradients(select(rows, i), select(columns, j), blocks.visible(i, j))
+        g_q, g_kv = _gradients(select(rows, i), select(columns, j), blocks.visible(i, j), softcap)
         totals = (select(sums[0], i), select(sums[1], j))
         g_q, g_kv = jax.tree.map(jnp.add, totals, (g_q, g_kv))
         return update(sums[0], i, g_q), update(sums[1], j, g_kv)
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (q, columns))
     g_q, g_kv = blocks.loop(add, zeros)
-    g_k, g_v = (x.swapaxes(0, 1).reshape(keys.k_BSKH.shape) for x in g_kv)
+    g_k, g_v = (x.swapaxes(0, 1).reshape(like.shape) for x, like in zip(g_kv, keys[:2], strict=True))
     return (g_q * H**-0.5).swapaxes(0, 1).reshape(queries.q_BTNH.shape), g_k, g_v
 
 
 def _gradients(
-    row: tuple[jax.Array, ...], column: tuple[jax.Array, jax.Array], mask: jax.Array
+    row: tuple[jax.Array, ...], column: tuple[jax.Array, jax.Array], mask: jax.Array, softcap: float | None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Returns the gradients of a pair of blocks; recomputes its softmax from the log-sum-exp."""
     (q, g, inner, lse), (k, v) = row, column
-    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
+    scores = cap(_scores(q, k), softcap)
     weights = jnp.where(mask, jnp.exp(scores - lse[..., None]), 0.0)
     g_weights = jnp.einsum("btkgh,bskh->bkgts", g, v, preferred_element_type=jnp.float32)
-    g_scores = (weights * (g_weights - inner[..., None])).astype(q.dtype)
+    g_scores = cap_gradient(weights * (g_weights - inner[..., None]), scores, softcap).astype(q.dtype)
     g_q = jnp.einsum("bkgts,bskh->btkgh", g_scores, k, preferred_element_type=jnp.float32)
     g_k = jnp.einsum("bkgts,btkgh->bskh", g_scores, q, preferred_element_type=jnp.float32)
     g_v = jnp.einsum("bkgts,btkgh->bskh", weights.astype(q.dtype), g, preferred_element_type=jnp.float32)
     return g_q, (g_k, g_v)
 
 
-blocked_chunks = ChunkAttention(_forward, _backward)
+@functools.lru_cache(maxsize=32)
+def _with_softcap(softcap: float) -> ChunkAttention:
+    # The same cap gives the same functions: they are static arguments of what calls them.
+    return ChunkAttention(
+        functools.partial(_forward, softcap=softcap), functools.partial(_backward, softcap=softcap), _with_softcap
+    )
+
+
+blocked_chunks = ChunkAttention(_forward, _backward, _with_softcap)
 """Blocked attention between two chunks."""
 blocked_self_attention = self_attention_of(blocked_chunks)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from meshwright import plugins
 from meshwright.config import Training
 from meshwright.errors import ConfigError
-from meshwright.models.kernels.attention import CrossAttention, SelfAttention, as_self_attention, reference_attention
 from meshwright.models.remat import ATTN_SCORES, REMAT_POLICIES
 from meshwright.sharding.sequence import SequenceSplit
 
 if TYPE_CHECKING:
+    from meshwright.models.kernels.attention import CrossAttention, SelfAttention
     from meshwright.models.kernels.chunks import ChunkAttention
     from meshwright.models.model import ModelSpec
 
@@ -28,7 +28,7 @@ class AttentionShapes:
     platform: str
     """`jax.Device.platform`: cpu, tpu, gpu or cuda, rocm."""
     head_sizes: tuple[int, ...]
-    """Head sizes H of the layers, each once."""
+    """Sizes of the layers' keys and values, each once."""
     seq: int
     """Tokens of the whole sequence T."""
     chunk: int
@@ -37,6 +37,12 @@ class AttentionShapes:
     """Dtype of queries, keys and values."""
     remat: str
     """Remat policy (models/remat.py)."""
+    chip: str | None = None
+    """Name in `chips.CHIPS`, if it is known."""
+
+
+FEATURES: dict[str, str] = {"softcap": "soft cap of the scores", "sinks": "attention sinks"}
+"""What layers may need of a kernel besides causal attention in a window -> in words (kernels/scores.py)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,14 +54,16 @@ class Kernels:
 
     name: str
     """Name in logs, lints and the census."""
-    self_attention: SelfAttention
+    self_attention: "SelfAttention"
     """Kernel where a device has whole sequences: without context parallelism, and with Ulysses."""
-    cross_attention: CrossAttention | None = None
+    cross_attention: "CrossAttention | None" = None
     """Kernel between queries and keys at any positions; None where it has none."""
     unsupported: Callable[[AttentionShapes], str | None] = lambda shapes: None
     """Returns the reason why the kernel cannot run these shapes, None if it can."""
     chunk_attention: "ChunkAttention | None" = None
     """Kernel between two chunks of a sequence, with its log-sum-exp and its backward pass; None where it has none."""
+    features: frozenset[str] = frozenset()
+    """What the kernel computes of `FEATURES`; it is not chosen for layers that need another."""
     missing: Callable[[], str | None] = lambda: None
     """Returns which library the kernel lacks on this machine, None if it lacks none."""
     fused: bool = True
@@ -80,14 +88,17 @@ def _reference_unsupported(shapes: AttentionShapes) -> str | None:
 
 # A run has one kernel: the others are not imported.
 def _reference(block: int) -> Kernels:
-    attend = as_self_attention(reference_attention)
-    return Kernels("reference", attend, reference_attention, _reference_unsupported, fused=False)
+    from meshwright.models.kernels.attention import as_self_attention, reference_attention
+
+    attend, features = as_self_attention(reference_attention), frozenset(FEATURES)
+    return Kernels("reference", attend, reference_attention, _reference_unsupported, features=features, fused=False)
 
 
 def _blocked(block: int) -> Kernels:
     from meshwright.models.kernels.blocked import blocked_chunks, blocked_self_attention
 
-    return Kernels("blocked", blocked_self_attention, chunk_attention=blocked_chunks, fused=False)
+    features = frozenset(FEATURES)
+    return Kernels("blocked", blocked_self_attention, chunk_attention=blocked_chunks, features=features, fused=False)
 
 
 def _splash(block: int) -> Kernels:
@@ -138,9 +149,10 @@ def kernels_of(training: Training, spec: "ModelSpec", sequence: SequenceSplit, h
         hardware,
         block=training.attention_block,
         remat=training.remat,
-        head_sizes=tuple(sorted({a.head_size for a in spec.attention})),
+        head_sizes=tuple(sorted({size for a in spec.attention for size in (a.head_size, a.value_size)})),
         dtype=training.compute_dtype,
         sequence=sequence,
+        needs=frozenset().union(*(a.features for a in spec.attention)),
     )
 
 
@@ -153,22 +165,23 @@ def choose_kernels(
     head_sizes: tuple[int, ...],
     dtype: str,
     sequence: SequenceSplit,
+    needs: frozenset[str] = frozenset(),
 ) -> Kernels:
     """Chooses the attention kernel of a run, before anything is traced.
 
     name: "auto", a row of KERNELS, or a `Kernels` named as `module:attribute`.  block: largest block of queries and
     keys, for kernels that take one.  remat: remat policy.  head_sizes: of the layers.  dtype: compute dtype.
-    sequence: split over `context`.
+    sequence: split over `context`.  needs: rows of `FEATURES` that some layer has.
 
     The result's `name` is the attention that runs: "ring of splash" where keys go around a ring. Raises ConfigError
     where the named kernel does not support the run, or would not be used.
     """
     chunk = sequence.seq // (2 * sequence.groups) if sequence.groups > 1 else sequence.seq
-    shapes = AttentionShapes(hardware.platform, head_sizes, sequence.seq, chunk, dtype, remat)
+    shapes = AttentionShapes(hardware.platform, head_sizes, sequence.seq, chunk, dtype, remat, hardware.chip)
 
     def refusal(kernels: Kernels) -> str | None:
         missing = None if hardware.installed else kernels.missing()
-        return kernels.unsupported(shapes) or missing or _unused(kernels, sequence)
+        return kernels.unsupported(shapes) or _lacking(kernels, needs) or missing or _unused(kernels, sequence)
 
     if name == "auto":
         reasons: list[str] = []
@@ -187,6 +200,11 @@ def choose_kernels(
             f"--training.attention-kernel {name}", reason, "--training.attention-kernel auto, or change what it lacks"
         )
     return _in_strategy(kernels, sequence)
+
+
+def _lacking(kernels: Kernels, needs: frozenset[str]) -> str | None:
+    lacking = [words for feature, words in FEATURES.items() if feature in needs - kernels.features]
+    return f"{kernels.name} attention has no {lacking[0]}, which the model's layers have" if lacking else None
 
 
 def _unused(kernels: Kernels, sequence: SequenceSplit) -> str | None:

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from meshwright.models.kernels.scores import Scores, add_sinks, sinks_gradient
 from meshwright.models.remat import ATTN_LSE, ATTN_OUT
 
 
@@ -103,6 +104,15 @@ class ChunkAttention:
     forward: Callable[[Queries, Keys, ChunkMask], Result]
     backward: Callable[[Queries, Keys, Result, jax.Array, ChunkMask], Gradients]
     """`(queries, keys, result over all keys, gradient of the output, mask)` -> gradients from this pair of chunks."""
+    with_softcap: "Callable[[float], ChunkAttention] | None" = None
+    """Returns the kernel with a soft cap of the scores (kernels/scores.py); None where it has none."""
+
+    def capped(self, softcap: float | None) -> "ChunkAttention":
+        """Returns the kernel with a soft cap, if there is one; `choose_kernels` refuses kernels without."""
+        if softcap is None:
+            return self
+        assert self.with_softcap is not None, "choose_kernels gives no such kernel to layers with a soft cap"
+        return self.with_softcap(softcap)
 
 
 def forward_pair(kernel: ChunkAttention, mask: ChunkMask, queries: Queries, keys: Keys) -> Result:
@@ -141,10 +151,13 @@ def update(x: Any, i: jax.Array | int, value: Any) -> Any:
     return jax.tree.map(lambda leaf, v: lax.dynamic_update_index_in_dim(leaf, v, i, 0), x, value)
 
 
-def empty_result(queries: Queries) -> Result:
-    """Returns the result for no keys, float32, to which those of chunks of keys are combined."""
-    B, T, N, _ = queries.q_BTNH.shape
-    return Result(jnp.zeros(queries.q_BTNH.shape, jnp.float32), jnp.full((B, N, T), -1e30, jnp.float32))
+def empty_result(queries: Queries, value_size: int | None = None) -> Result:
+    """Returns the result for no keys, float32, to which those of chunks of keys are combined.
+
+    value_size: size of a value; None is that of a key.
+    """
+    B, T, N, H = queries.q_BTNH.shape
+    return Result(jnp.zeros((B, T, N, value_size or H), jnp.float32), jnp.full((B, N, T), -1e30, jnp.float32))
 
 
 Masks = tuple[ChunkMask | None, ...]
@@ -196,31 +209,42 @@ def self_attention_of(kernel: ChunkAttention) -> Callable[..., jax.Array]:
     """Makes self-attention of a chunk kernel, with the whole sequence as one chunk; it saves output and lse."""
 
     def self_attention(
-        q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array, /, *, window: int | None
-    ) -> jax.Array:
-        return _attend(q_BTNH, k_BTKH, v_BTKH, segments_BT, kernel, causal_mask(q_BTNH.shape[1], window))
+        q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array, /, *, window: int | None,
+        scores: Scores | None = None,
+    ) -> jax.Array:  # fmt: skip
+        chosen = kernel if scores is None else kernel.capped(scores.softcap)
+        sinks_N = None if scores is None else scores.sinks_N
+        mask = causal_mask(q_BTNH.shape[1], window)
+        return _attend(q_BTNH, k_BTKH, v_BTKH, (segments_BT, sinks_N), chosen, mask)
 
     return self_attention
 
 
+_Rest = tuple[jax.Array, jax.Array | None]
+"""Documents, and sinks of each head."""
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, kernel: ChunkAttention, mask: ChunkMask
+    q: jax.Array, k: jax.Array, v: jax.Array, rest: _Rest, kernel: ChunkAttention, mask: ChunkMask
 ) -> jax.Array:
-    return _forward(q, k, v, segments, kernel, mask)[0]
+    return _forward(q, k, v, rest, kernel, mask)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, kernel: ChunkAttention, mask: ChunkMask
+    q: jax.Array, k: jax.Array, v: jax.Array, rest: _Rest, kernel: ChunkAttention, mask: ChunkMask
 ) -> tuple[jax.Array, Any]:
-    result = named(forward_pair(kernel, mask, Queries(q, segments), Keys(k, v, segments)), q.dtype)
-    return result.out_BTNH, (q, k, v, segments, result)
+    segments, sinks_N = rest
+    result = forward_pair(kernel, mask, Queries(q, segments), Keys(k, v, segments))
+    result = named(add_sinks(result, sinks_N), q.dtype)
+    return result.out_BTNH, (q, k, v, rest, result)
 
 
 def _backward(kernel: ChunkAttention, mask: ChunkMask, saved: Any, g: jax.Array) -> tuple[Any, ...]:
-    q, k, v, segments, result = saved
+    q, k, v, (segments, sinks_N), result = saved
     gradients = backward_pair(kernel, mask, Queries(q, segments), Keys(k, v, segments), result, g)
-    return *(x.astype(like.dtype) for x, like in zip(gradients, (q, k, v), strict=True)), no_gradient(segments)
+    g_rest = (no_gradient(segments), sinks_gradient(result, g, sinks_N))
+    return *(x.astype(like.dtype) for x, like in zip(gradients, (q, k, v), strict=True)), g_rest
 
 
 _attend.defvjp(_forward, _backward)

@@ -37,7 +37,11 @@ from meshwright.models.kernels.chunks import (
 )
 
 MAX_HEAD_SIZE = 128
-"""Largest head on every architecture; Hopper takes 256."""
+"""Largest head before Hopper, where keys and values have one size."""
+MAX_HEAD_SIZE_HOPPER = 256
+"""Largest head on Hopper and later, where values may have a size of their own (latent attention; cuDNN 9.10)."""
+BEFORE_HOPPER = ("a100", "a100-40gb")
+"""Chips of earlier architectures."""
 CHUNK = 4096
 """Most queries and keys of a pair whose documents are a mask: 32 MiB per sequence."""
 _HIDDEN = -(2.0**41)
@@ -65,7 +69,7 @@ def _forward(queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
 
     def in_chunks() -> Result:
         pairs = _Pairs(queries, keys, mask)
-        start = jax.vmap(empty_result)(pairs.queries)
+        start = jax.vmap(functools.partial(empty_result, value_size=keys.v_BSKH.shape[3]))(pairs.queries)
         result = pairs.loop(functools.partial(forward_step, _DOCUMENTS), start)
         return Result(pairs.join(result.out_BTNH).astype(queries.q_BTNH.dtype), pairs.join(result.lse_BNT, 2))
 
@@ -164,7 +168,7 @@ def _by_pair(queries: Queries, keys: Keys, mask: ChunkMask, compute: Callable[[b
 
 
 def _forward_by_pair(queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
-    out, lse = empty_result(queries)
+    out, lse = empty_result(queries, keys.v_BSKH.shape[3])
     empty = Result(out.astype(queries.q_BTNH.dtype), lse)
     return _by_pair(queries, keys, mask, functools.partial(_call_forward, queries, keys, mask), empty)
 
@@ -236,7 +240,11 @@ cudnn_chunks = ChunkAttention(_forward, _backward)
 def cudnn_kernels() -> Kernels:
     """Returns cuDNN's attention."""
     attend = self_attention_of(cudnn_chunks)
-    return Kernels("cudnn", attend, unsupported=_unsupported, chunk_attention=cudnn_chunks, missing=_missing)
+    # Sinks need its output and log-sum-exp alone (kernels/scores.py); it has no function of the scores.
+    features = frozenset({"sinks"})
+    return Kernels(
+        "cudnn", attend, unsupported=_unsupported, chunk_attention=cudnn_chunks, features=features, missing=_missing
+    )
 
 
 def _unsupported(shapes: AttentionShapes) -> str | None:
@@ -244,11 +252,11 @@ def _unsupported(shapes: AttentionShapes) -> str | None:
         return f"cuDNN attention runs on NVIDIA GPUs, and the devices are of platform {shapes.platform!r}"
     if shapes.dtype not in ("bfloat16", "float16"):
         return f"cuDNN attention takes bfloat16 or float16, and the compute dtype is {shapes.dtype}"
+    hopper = shapes.chip is not None and shapes.chip not in BEFORE_HOPPER
+    most = MAX_HEAD_SIZE_HOPPER if hopper else MAX_HEAD_SIZE
     for head in shapes.head_sizes:
-        if head > MAX_HEAD_SIZE or head % 8:
-            return (
-                f"cuDNN attention takes heads of at most {MAX_HEAD_SIZE} in multiples of 8, and the head size is {head}"
-            )
+        if head > most or head % 8:
+            return f"cuDNN attention takes heads of at most {most} in multiples of 8, and the head size is {head}"
     return None
 
 

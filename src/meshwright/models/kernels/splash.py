@@ -42,10 +42,16 @@ class SplashChunks:
     keys."""
     interpret: Any = False
     """Runs the Pallas kernel in interpret mode on a CPU."""
+    softcap: float | None = None
+    """Soft cap of the scores (kernels/scores.py)."""
 
     def attention(self) -> ChunkAttention:
         """Returns the kernel."""
-        return ChunkAttention(self.forward, self.backward)
+        return ChunkAttention(self.forward, self.backward, self.with_softcap)
+
+    def with_softcap(self, softcap: float) -> ChunkAttention:
+        """Returns the kernel with a soft cap of the scores."""
+        return dataclasses.replace(self, softcap=softcap).attention()
 
     def forward(self, queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
         """Computes output and log-sum-exp."""
@@ -84,7 +90,7 @@ class SplashChunks:
         T, N = queries.q_BTNH.shape[1:3]
         S = keys.k_BSKH.shape[1]
         blocks = block_size(T, self.block), block_size(S, self.block)
-        return _kernel((T, S), N, mask, blocks, self.backward_kernels, self.interpret)
+        return _kernel((T, S), N, mask, blocks, self.backward_kernels, self.interpret, self.softcap)
 
 
 def _heads_first(queries: Queries, keys: Keys) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -100,8 +106,9 @@ def block_size(seq: int, largest: int) -> int:
 
 @functools.lru_cache(maxsize=32)
 def _kernel(
-    shape: tuple[int, int], heads: int, mask: ChunkMask, blocks: tuple[int, int], backward_kernels: int, interpret: Any
-) -> Any:
+    shape: tuple[int, int], heads: int, mask: ChunkMask, blocks: tuple[int, int], backward_kernels: int,
+    interpret: Any, softcap: float | None,
+) -> Any:  # fmt: skip
     # Importing Pallas takes 0.4 s, which only a TPU's step is worth.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -124,6 +131,7 @@ def _kernel(
             q_seq_shards=1,
             block_sizes=sizes,
             save_residuals=True,
+            attn_logits_soft_cap=softcap,
             interpret=interpret,
         )
 
@@ -137,6 +145,7 @@ def splash_kernels(block: int, backward_kernels: int = 2, interpret: Any = False
         self_attention_of(chunks),
         unsupported=_unsupported,
         chunk_attention=chunks,
+        features=frozenset({"softcap", "sinks"}),
         backward=3.5 if backward_kernels == 2 else 2.5,
     )
 

@@ -1,0 +1,140 @@
+"""Compares every architecture with `transformers` and prints the table of docs/families.md.
+
+    python bench/families.py [ROW...]          # adds what is not yet in bench/results/families.json
+    python bench/families.py --table           # prints the table of what is there
+
+Small random models in float32 on eight simulated devices, as in tests/contracts/test_families.py.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# As in tests/conftest.py, whose compiled programs are used again.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+RESULTS = ROOT / "bench" / "results" / "families.json"
+
+
+class Comparison:
+    """One row: its folder, and the numbers of `transformers`."""
+
+    def __init__(self, row: str, folder: Path):
+        import hf_models
+
+        self.row, self.folder, self.hf = row, folder, hf_models
+        self.model = hf_models.save(row, folder)
+        self.expected, self.expected_gradients = hf_models.reference(self.model)
+
+    def logits(self, mesh: str) -> float:
+        """Returns the largest difference of the logits on a mesh."""
+        return float(abs(self.hf.logits_of(self.folder, mesh) - self.expected).max())
+
+    def gradients(self) -> float:
+        """Returns the largest difference of any gradient, over the largest element of its tensor."""
+        found = self.hf.gradients_of(self.folder, self.hf.MESHES.get(self.row, self.hf.EIGHT_DEVICES))
+        stored = self.hf.stored_gradients(self.row, self.expected_gradients)
+        return max(self.hf.largest_gap(found[name], g) for name, g in stored.items())
+
+    def steps(self) -> dict[str, float]:
+        """Returns the largest differences of the losses of eight AdamW steps, and of the parameters after them."""
+        losses, params = self.hf.steps_of(self.folder, "fsdp=2,tensor=2")
+        expected, values = self.hf.reference_steps(self.row, self.folder)
+        return {
+            "losses": max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True)),
+            "params": max(self.hf.largest_gap(params[name], value) for name, value in values.items()),
+        }
+
+    def decode(self) -> float:
+        """Returns the largest difference of the logits of every position, each from the cache of those before it."""
+        return float(abs(self.hf.decoded_logits_of(self.folder, "data=1") - self.expected).max())
+
+    def greedy(self) -> bool:
+        """Returns whether greedy text of 12 tokens on eight devices is that of `transformers`."""
+        found = self.hf.greedy_of(self.folder, "fsdp=2,context=2,tensor=2", 12)
+        return bool((found == self.hf.reference_greedy(self.model, 12)).all())
+
+    def round_trip(self) -> bool:
+        """Returns whether all tensors have the same bytes after a checkpoint and back."""
+        import meshwright as mw
+
+        run, back = (self.folder.parent / name for name in ("run", "back"))
+        mw.convert(self.folder, run)
+        mw.convert(run, back)
+        return _tensors(self.folder) == _tensors(back)
+
+
+def _tensors(folder: Path) -> dict[str, bytes]:
+    from meshwright.hugging_face.safetensors_files import SafetensorsFile
+
+    file = SafetensorsFile(folder / "model.safetensors")
+    return {name: file.tensor(name).tobytes() for name in file.entries}
+
+
+PARTS: dict[str, Callable[[Comparison], Any]] = {
+    "logits": lambda c: c.logits("data=1"),
+    "gradients": Comparison.gradients,
+    "decode": Comparison.decode,
+    "round trip": Comparison.round_trip,
+    "steps": Comparison.steps,
+    "greedy": Comparison.greedy,
+    "meshes": lambda c: c.logits("stage=2,context=2,tensor=2"),
+}
+"""Part of a row -> its comparison; each is kept as soon as it is there."""
+COLUMNS = {
+    "logits": "logits", "meshes": "logits, pipeline and context", "gradients": "gradients", "losses": "8 losses",
+    "params": "parameters after 8 steps", "decode": "decoding", "greedy": "greedy text", "round trip": "round trip",
+}  # fmt: skip
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """Returns the table in Markdown."""
+
+    def cell(value: Any) -> str:
+        if value is None:
+            return ""
+        return {True: "equal", False: "**differs**"}[value] if isinstance(value, bool) else f"{value:.0e}"
+
+    lines = [f"| row | {' | '.join(COLUMNS.values())} |", f"|---|{'---|' * len(COLUMNS)}"]
+    for row, found in results.items():
+        lines.append(f"| {row} | {' | '.join(cell(found.get(column)) for column in COLUMNS)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Computes rows, or prints the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("rows", nargs="*")
+    parser.add_argument("--table", action="store_true")
+    arguments = parser.parse_args()
+    results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    if not arguments.table:
+        from meshwright.hardware.mesh import enable_compilation_cache, prepare_host
+
+        prepare_host(8)
+        enable_compilation_cache(ROOT / ".pytest_cache" / "compiled")
+        from hf_models import ROWS
+
+        for row in arguments.rows or ROWS:
+            with tempfile.TemporaryDirectory() as temporary:
+                comparison, found = Comparison(row, Path(temporary) / "model"), dict(results.get(row, {}))
+                for part, compare in PARTS.items():
+                    if part in found or (part == "steps" and "losses" in found):
+                        continue
+                    value = compare(comparison)
+                    found |= value if isinstance(value, dict) else {part: value}
+                    results[row] = found
+                    print(row, part, value, flush=True)
+                    ordered = {name: results[name] for name in ROWS if name in results}
+                    RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

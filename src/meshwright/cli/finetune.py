@@ -1,0 +1,52 @@
+"""The verb `finetune`: training from weights on chat data, with adapters or all parameters."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli.base_run import Base, base_run, value_of
+from meshwright.cli.parse import parse
+from meshwright.cli.train import TrainOptions, run_training
+from meshwright.errors import ConfigError
+from meshwright.runs.fine_tuning import check_start, source_run, tuned
+from meshwright.runs.run_file import run_in_folder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FinetuneOptions(TrainOptions):
+    """Fine-tune the model SOURCE: hf:PATH of a Hugging Face model or of an adapter in PEFT's format, the output folder
+    of a run, or a recipe with --init-from. By default it trains LoRA adapters on the answers of conversations (--data
+    CHAT.jsonl); everything else is as in `train`."""
+
+
+def main(args: Sequence[str]) -> int:
+    """Runs `meshwright finetune`, with the exit codes of `train`. Raises ConfigError without weights to start from."""
+    base = _base(list(args))
+    options = parse(FinetuneOptions, "finetune [SOURCE]", base.args, default=FinetuneOptions(run=base.run))
+    check_start(options.run)
+    return run_training(options)
+
+
+def _base(args: list[str]) -> Base:
+    """The Run to start from, with the defaults of fine-tuning; a resumed run is the one in its folder."""
+    out = value_of(args, "--out")
+    if ("--resume" in args or value_of(args, "--at") is not None) and out is not None:
+        return Base(run_in_folder(Path(out)), args)
+    named = bool(args) and not args[0].startswith("-")
+    if not named and value_of(args, "--run") is None and not {"-h", "--help"} & set(args):
+        raise ConfigError(
+            f"meshwright finetune {' '.join(args)}".rstrip(), "it starts from the weights of a model",
+            "meshwright finetune hf:PATH --data CHAT.jsonl --out DIR",
+        )  # fmt: skip
+    base = Base(source_run(args[0]), args[1:]) if named and not args[0].endswith(".json") else base_run(args)
+    method: Any = _given(args, "method", "lora")
+    objective: Any = _given(args, "objective", "answers")
+    return dataclasses.replace(base, run=tuned(base.run, method, objective))
+
+
+def _given(args: Sequence[str], field: str, default: str) -> str:
+    """The value of an option on which defaults depend; one that is illegal is refused where all are parsed."""
+    value = value_of(args, f"--finetune.{field}") or value_of(args, f"--{field}")
+    known = {"method": ("full", "lora"), "objective": ("text", "answers", "preferences")}[field]
+    return value if value in known else default

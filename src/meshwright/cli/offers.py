@@ -1,0 +1,158 @@
+"""Offers in the verb `plan`: several targets, numbers of chips and batches, deadlines, budgets, scaling laws."""
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from meshwright.api.renting import (
+    Budget,
+    compute_optimal,
+    find_offers,
+    parse_budget,
+    read_market,
+)
+from meshwright.cli.output import write_json
+from meshwright.config import Run
+from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.formatting import format_count, parse_count
+from meshwright.planner.divisibility import batch_note
+from meshwright.planner.goodput import CHIP_HOURS_PER_FAILURE, RESTART_MINUTES, Reliability
+from meshwright.planner.offers import Aim, Market, Offer, Recommendation, choose, rank
+from meshwright.planner.plan_file import prediction_json
+from meshwright.planner.prices import PUE, PriceTerms
+from meshwright.views.offer_tables import print_offers, print_recommendation, print_refused
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfferOptions:
+    """Options of a renter."""
+
+    days: float | None = None
+    """Latest end of the training, in days: the cheapest plans that keep it."""
+    budget: str | None = None
+    """Most to be spent, in dollars (500k): the fastest plans that keep it. With --scaling-law also in FLOPs
+    (1e24flops)."""
+    scaling_law: Literal["besiroglu2024", "hoffmann2022"] | None = None
+    """Choose model size and tokens for --budget by this law, and the nearest recipe in place of RECIPE."""
+    rank_by: Aim = "time"
+    """Order of several targets."""
+    terms: PriceTerms = "on-demand"
+    """Terms of the prices."""
+    prices: Path | None = None
+    """Prices in place of the package's: CSV of chip, provider, region, terms, usd_per_chip_hour, source, read_on."""
+    power: Path | None = None
+    """Power of chips in place of the package's: CSV of chip, watts, meaning, source, read_on."""
+    pue: float = PUE
+    """Energy of the data centre over that of its machines."""
+    failure_chip_hours: float = CHIP_HOURS_PER_FAILURE
+    """Chip-hours between two failures; by default those of Llama 3 405B on H100."""
+    restart_minutes: float = RESTART_MINUTES
+    """Minutes from a failure to the first step after it."""
+    save_seconds: float | None = None
+    """Seconds that a checkpoint stops the steps; by default the copy of a device's state to its host."""
+
+    def market(self) -> Market:
+        """Reads the tables of prices and power."""
+        reliability = Reliability(self.failure_chip_hours, self.restart_minutes, self.save_seconds)
+        return read_market(self.prices, self.power, self.terms, self.pue, reliability)
+
+    def spending(self) -> Budget:
+        """Parses the budget. Raises ConfigError for FLOPs without a scaling law."""
+        budget = Budget() if self.budget is None else parse_budget(self.budget)
+        if budget.flops is not None and self.scaling_law is None:
+            raise ConfigError(
+                f"--budget {self.budget}", "FLOPs give a model and tokens to train, and limit no cost",
+                "--scaling-law besiroglu2024 with it, or a budget in dollars",
+            )  # fmt: skip
+        return budget
+
+
+def plan_offers(
+    options: OfferOptions,
+    run: Run,
+    on: str,
+    *,
+    tokens: str,
+    tokens_per_step: str | None,
+    shown: int,
+    console: Console,
+    as_json: bool,
+) -> Offer:
+    """Prints the offers of several targets or batches, or those that keep a deadline or a budget; returns the best.
+
+    Raises ConfigError where nothing fits, or nothing keeps them.
+    """
+    began = time.perf_counter()
+    budget = options.spending()
+    found, refused = find_offers(run, on, tokens=tokens, tokens_per_step=tokens_per_step, market=options.market())
+    if not found:
+        raise next(iter(refused.values()))
+    limited = options.days is not None or budget.dollars is not None
+    offers = choose(found, options.days, budget.dollars) if limited else rank(found, options.rank_by)
+    if as_json:
+        write_json({"offers": [offer_json(offer) for offer in offers], "refused": _reasons(refused)})
+        return offers[0]
+    limits = [f"within {options.days:g} days"] if options.days is not None else []
+    limits += [f"for at most ${budget.dollars:,.0f}"] if budget.dollars is not None else []
+    order = ("cheapest" if options.days is not None else "fastest") if limited else f"least {options.rank_by}"
+    total = format_count(parse_count(tokens, "--tokens"))
+    heading = (
+        f"[bold]{run.name}[/], {total} tokens{' ' if limits else ''}{' and '.join(limits)}: {len(found)} plans in "
+        f"{time.perf_counter() - began:.1f} s, {len(offers)} of them kept, {order} first"
+    )
+    print_offers(console, offers, heading=heading, shown=shown)
+    print_refused(console, refused)
+    for note in dict.fromkeys(batch_note(offer.plan.run, offer.plan.target) for offer in offers[:shown]):
+        if note is not None:
+            console.print(f"note: {note}", markup=False, highlight=False)
+    return offers[0]
+
+
+def plan_optimum(
+    options: OfferOptions, on: str, *, tokens_per_step: str | None, console: Console, as_json: bool
+) -> Offer:
+    """Prints the model size and tokens of a scaling law for the budget, and the nearest recipe's training."""
+    if options.budget is None or options.scaling_law is None:
+        raise ConfigError("--scaling-law without --budget", "it divides a budget", "--budget 500k, or 1e24flops")
+    budget = options.spending()
+    found = compute_optimal(
+        budget, on, law=options.scaling_law, tokens_per_step=tokens_per_step, market=options.market()
+    )
+    if as_json:
+        write_json({"recommendation": _recommendation_json(found), "offers": [offer_json(found.offer)]})
+    else:
+        print_recommendation(console, found)
+        print_offers(console, [found.offer], heading=f"[bold]{found.recipe}[/] on {found.offer.plan.target}", shown=1)
+    return found.offer
+
+
+def offer_json(offer: Offer) -> dict[str, Any]:
+    """Returns an offer as JSON values, with everything that its figures follow from."""
+    good = offer.goodput
+    return {
+        "target": str(offer.plan.target), "chips": offer.plan.target.chips, "name": offer.plan.name,
+        "mesh": str(offer.plan.mesh), "tokens": offer.tokens,
+        "tokens_per_step": offer.plan.estimate.tokens, "step_days": offer.step_days, "days": offer.days,
+        "chip_hours": offer.chip_hours, "dollars": offer.dollars, "megawatt_hours": offer.megawatt_hours,
+        "pue": offer.pue, "price": None if offer.price is None else dataclasses.asdict(offer.price),
+        "power": None if offer.power is None else dataclasses.asdict(offer.power),
+        "goodput": {**dataclasses.asdict(good), "fraction": good.fraction},
+        "error_band": {"low": offer.band.low, "high": offer.band.high, **dataclasses.asdict(offer.band)},
+        "predicted": prediction_json(offer.plan),
+    }  # fmt: skip
+
+
+def _recommendation_json(found: Recommendation) -> dict[str, Any]:
+    return {
+        "law": dataclasses.asdict(found.law), "flops": found.flops, "parameters": found.parameters,
+        "tokens": found.tokens, "loss": found.optimal_loss, "recipe": found.recipe,
+        "recipe_parameters": found.recipe_parameters, "recipe_tokens": found.offer.tokens,
+        "recipe_loss": found.recipe_loss,
+    }  # fmt: skip
+
+
+def _reasons(refused: dict[str, MeshwrightError]) -> dict[str, str]:
+    return {name: str(error) for name, error in refused.items()}

@@ -1,0 +1,81 @@
+"""Verbs for wrapped models."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from meshwright.cli.output import write_json
+from meshwright.config import MeshShape, Run
+from meshwright.errors import CensusError
+from meshwright.formatting import format_bytes, format_count
+from meshwright.hardware.mesh import build_mesh, default_cache_folder
+from meshwright.hardware.targets import Target
+from meshwright.planner.plan_file import prediction_json, write_plan
+from meshwright.sharding.params import count_params
+from meshwright.sharding.placement import notation
+from meshwright.views.census_tables import print_census, print_prediction
+from meshwright.views.plain_table import plain_table
+from meshwright.wrapped.census import census_of_wrapped
+from meshwright.wrapped.placing import put_on_devices
+from meshwright.wrapped.plan import plan_wrapped, price_wrapped
+from meshwright.wrapped.prepared import PreparedModel, prepare_wrapped
+
+_ROWS = 20
+"""Most rows of a table."""
+
+
+def prove_wrapped(run: Run, devices: list[Any], target: Target | None, console: Console, *, as_json: bool) -> int:
+    """Compiles the train step of a wrapped model, prints its census, and returns the exit code."""
+    run = dataclasses.replace(run, mesh=run.mesh or MeshShape(fsdp=len(devices)))
+    assert run.mesh is not None
+    census = census_of_wrapped(put_on_devices(run, build_mesh(run.mesh, devices)), target)
+    planned = None if target is None else price_wrapped(run, target).estimate
+    if as_json:
+        figures = {"planned": {"seconds": planned.seconds, "bytes": planned.bytes}} if planned else {}
+        write_json({**census.to_json(), **figures})
+    else:
+        print_census(console, census)
+        if target is not None:
+            print_prediction(console, census, target, planned)
+    fits = target is None or census.memory.compiled.live <= target.chip.hbm_bytes
+    return 0 if fits else CensusError.exit_code
+
+
+def prepare_and_print(run: Run, devices: int | None, console: Console) -> PreparedModel:
+    """Places a wrapped model on the devices here and prints the placement of its parameters."""
+    prepared = prepare_wrapped(run, cache=default_cache_folder(), devices=devices)
+    placed, framework = prepared.device_run.placed, prepared.device_run.parts.adapter.framework
+    console.print(
+        f"[bold]{escape(run.name)}[/]: {framework}, {format_count(count_params(placed.params))} parameters, mesh "
+        f"[bold]{placed.shape}[/]; {run.training.steps} steps of {run.training.batch} examples"
+    )
+    table = plain_table("parameter", "sharded", "gathered")
+    for name, p, where in placed.leaves[:_ROWS]:
+        row = (escape(notation("w", p.dims, placement)) for placement in (where.at_rest, where.in_use))
+        table.add_row(name, *row)
+    console.print(table)
+    if len(placed.leaves) > _ROWS:
+        console.print(f"[dim]and {len(placed.leaves) - _ROWS} more[/]")
+    return prepared
+
+
+def print_wrapped_plans(run: Run, target: Target, console: Console, *, out: Path | None, as_json: bool) -> int:
+    """Plans a wrapped model, prints the plans and writes the best; returns the exit code."""
+    plans = plan_wrapped(run, [target], at_most=_ROWS)
+    if out is not None:
+        write_plan(plans[0], target, out)
+    if as_json:
+        write_json({"target": str(target), "plans": [{"plan": p.name, **prediction_json(p)} for p in plans]})
+        return 0
+    console.print(
+        f"[bold]{escape(run.name)}[/] on [bold]{target}[/]: {run.training.batch} examples per step, predicted"
+    )
+    table = plain_table("plan", "step", "MFU", "memory", "bound by", right=("step", "MFU", "memory"))
+    for plan in plans:
+        e = plan.estimate
+        table.add_row(escape(plan.name), f"{e.seconds:.3g} s", f"{e.mfu:.1%}", format_bytes(e.bytes), e.bound_by)
+    console.print(table)
+    return 0

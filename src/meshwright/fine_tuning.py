@@ -1,0 +1,56 @@
+"""Configuration of fine-tuning: what is trained, in which form the rest is kept, and on which loss.
+
+It is a field of the `Run`, so that plan, prove, checkpoints and a resumed run know of it. The mechanism is in
+`models.adapters` (LoRA), `models.preferences` (DPO) and `data.conversations` (chat data).
+"""
+
+import dataclasses
+from typing import Annotated, Literal
+
+import tyro
+
+Method = Literal["full", "lora"]
+Objective = Literal["text", "answers", "preferences"]
+BaseType = Literal["compute", "float32", "int8", "nf4"]
+TooLong = Literal["refuse", "truncate", "drop"]
+
+
+@dataclasses.dataclass(frozen=True)
+class FineTune:
+    """Fine-tuning of a run: LoRA or all parameters, on text, answers or preferences.
+
+    Example:
+        >>> tuning = mw.FineTune(method="lora", rank=8, alpha=16.0, targets=("query", "value"))
+        >>> tuning.scale
+        2.0
+    """
+
+    method: Annotated[Method, tyro.conf.arg(aliases=["--method"])] = "full"
+    """Parameters that are trained: all of them (full), or low-rank adapters of the layers' matrices beside the frozen
+    model (lora: LoRA, arXiv:2106.09685)."""
+    objective: Annotated[Objective, tyro.conf.arg(aliases=["--objective"])] = "text"
+    """Loss: all tokens of text (text), the assistant's answers in conversations (answers), or preferences of one answer
+    over another (preferences: DPO, arXiv:2305.18290)."""
+    rank: int = 16
+    """Rank of the adapters."""
+    alpha: float = 32.0
+    """Scale of the adapters times their rank: a weight W acts as W + (alpha / rank) A B."""
+    targets: tuple[str, ...] = ("all",)
+    """Matrices that get an adapter, by name or pattern (`query value`, `blocks.*`); `all` is every projection of
+    attention and feed-forward, those of routed experts excepted."""
+    base: BaseType = "compute"
+    """Type in which the frozen matrices of lora are kept: the run's compute dtype, float32, int8 (a scale per column),
+    or nf4 (4 bits in blocks of 64 with a float32 scale: QLoRA, arXiv:2305.14314). The first two hold all parameters."""
+    beta: float = 0.1
+    """Weight of the distance to the reference in the loss of preferences."""
+    adapter: str | None = None
+    """Folder of an adapter in PEFT's format (adapter_config.json) to start from; None draws A and starts B at zero."""
+    template: str | None = None
+    """File of a chat template (Jinja) in the place of the tokenizer's own."""
+    too_long: TooLong = "refuse"
+    """Conversations longer than a sequence: refuse the file, truncate their end, or drop them."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of an adapter's product A B."""
+        return self.alpha / self.rank

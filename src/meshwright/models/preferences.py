@@ -1,0 +1,107 @@
+"""Direct preference optimisation (DPO): the loss of preferring one answer to another (arXiv:2305.18290).
+
+    loss = -log sigmoid(beta ((log p(chosen) - log q(chosen)) - (log p(rejected) - log q(rejected))))
+
+p is the model that is trained, q the reference: the model that it started from. log p of an answer is the sum over its
+tokens. With adapters the reference is the frozen base, computed without them; otherwise it is a frozen copy of all
+parameters in the compute dtype, the subtree `reference`. It is a second forward pass, without dropout or gradient.
+
+A sequence holds whole pairs, the chosen answer with its prompt in an even segment and the rejected one in the odd
+segment after it (data/conversations.py), so a pair is never on two devices of the batch. With `context` the sums over
+positions are one all-reduce of a number per pair.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from meshwright.comm.collectives import all_reduce
+from meshwright.data.batch import Batch
+from meshwright.models.adapters import AdapterGather
+from meshwright.models.blocks.dropout import no_dropout
+from meshwright.models.model import Metrics
+from meshwright.sharding.params import Param, Stored, Tree, tree_map
+
+if TYPE_CHECKING:
+    from meshwright.models.forward import LocalModel
+
+REFERENCE = "reference"
+"""Subtree of the parameters with a frozen copy of all others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Preferences:
+    """Loss of preferences."""
+
+    beta: float
+
+    def pairs(self, batch: Batch) -> jax.Array:
+        """Returns 1 for each pair of whole sequences that has both answers, float32 [B, pairs]. batch: [B, T]."""
+        odd_BT = batch.segments % 2
+        chosen, rejected = (_by_pair(batch, batch.weights * (odd_BT == side)) for side in (0, 1))
+        return ((chosen > 0) & (rejected > 0)).astype(jnp.float32)
+
+    def loss(
+        self, model: "LocalModel", params: Tree, x_BTD: jax.Array, batch: Batch, total: jax.Array
+    ) -> tuple[jax.Array, Metrics]:
+        """Returns the loss whose gradient is this device's, and its metrics.
+
+        x_BTD: hidden states after the last layer.  batch: whole sequences.  total: pairs of the global batch. The sum
+        of the metrics over the token axes is over all pairs; rewards are beta (log p - log q).
+        """
+        local = model.local_positions(batch)
+        other, frozen = reference_of(model, params)
+        reference_BTD, _ = other.hidden(frozen, batch, no_dropout())
+        nll_T = model.token_losses(params, x_BTD, local)[0]
+        reference_T = jax.lax.stop_gradient(other.token_losses(frozen, reference_BTD, local)[0])
+        sign_BT = local.weights * (1 - 2 * (local.segments % 2))
+        ratio_BT = (reference_T - nll_T).reshape(local.segments.shape) * sign_BT
+        exists = self.pairs(batch)
+        # Whole over `context`, and so is its cotangent: each device differentiates the whole loss by its positions.
+        margin = self.beta * all_reduce(_by_pair(local, ratio_BT, exists.shape[1]), ("context",))
+        losses = -jax.nn.log_sigmoid(margin) * exists
+        share = exists.sum() / jax.lax.axis_size("context")
+        sums = {"loss": losses, "reward margin": margin * exists, "preference accuracy": (margin > 0) * exists}
+        shares = {name: values.sum() / jax.lax.axis_size("context") for name, values in sums.items()}
+        return losses.sum() / total, {name: (value, share) for name, value in shares.items()}
+
+
+def _by_pair(batch: Batch, values_BT: jax.Array, pairs: int | None = None) -> jax.Array:
+    """Returns sums over the positions of each pair, float32 [B, pairs]; a pair takes two positions at least."""
+    pairs = pairs or batch.segments.shape[1] // 2 + 1
+
+    def of_row(values_T: jax.Array, pair_T: jax.Array) -> jax.Array:
+        sums: jax.Array = jax.ops.segment_sum(values_T, pair_T, num_segments=pairs)
+        return sums
+
+    return jax.vmap(of_row)(values_BT.astype(jnp.float32), batch.segments // 2)
+
+
+def reference_of(model: "LocalModel", params: Tree) -> tuple["LocalModel", Tree]:
+    """Returns the model that computes the reference, and its parameters."""
+    gather: Any = model.gather_params
+    if isinstance(gather, AdapterGather):
+        return dataclasses.replace(model, gather_params=dataclasses.replace(gather, scale=None), ahead={}), params
+    plain = dataclasses.replace(gather, gathers=gather.gathers[REFERENCE])
+    return dataclasses.replace(model, gather_params=plain, ahead={}), params[REFERENCE]
+
+
+def with_reference_params(params: Tree, compute_dtype: Stored) -> Tree:
+    """Returns descriptions of a model and of the frozen copy that is its reference. params: of the model."""
+
+    def freeze(p: Param) -> Param:
+        return dataclasses.replace(p, frozen=True, stored="float32" if p.precision == "float32" else compute_dtype)
+
+    return {**params, REFERENCE: tree_map(freeze, params)}
+
+
+def with_reference(params: Tree, shardings: Tree, described: Tree) -> Tree:
+    """Returns parameters with the copy that is their reference. shardings, described: of all of them."""
+    own = {path: tree for path, tree in params.items() if path != REFERENCE}
+    types = tree_map(lambda p: p.stored, described[REFERENCE])
+    copy = jax.jit(
+        lambda own: jax.tree.map(lambda w, dtype: w.astype(dtype), own, types), out_shardings=shardings[REFERENCE]
+    )
+    return {**own, REFERENCE: copy(own)}

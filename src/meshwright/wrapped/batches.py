@@ -1,0 +1,231 @@
+"""Batches of a wrapped model: any pytree of arrays, from a function of the step, an iterable, or an iterator."""
+
+import base64
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from meshwright.errors import DataError
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Global batches, read from any step on."""
+
+    kind: str
+    """Word for errors: data, held_out."""
+    open: Callable[[int, Any], Iterator[Any]]
+    """`(steps taken, saved position) -> batches from there on`."""
+    example: Any
+    """First batch, as `ShapeDtypeStruct`s."""
+
+    once: Callable[[], Iterator[Any]] | None = None
+    """Batches from the beginning to the end; None for data without an end, or that can be read once."""
+
+    @property
+    def batch_size(self) -> int:
+        """Examples of a batch."""
+        return int(jax.tree.leaves(self.example)[0].shape[0])
+
+
+def find_source(data: Any, kind: str) -> Source:
+    """Returns the source of batches that a user gave. Raises DataError where there is no batch of arrays."""
+    first: Any
+    once: Callable[[], Iterator[Any]] | None = None
+    opened: Callable[[int, Any], Iterator[Any]]
+    if callable(data):
+        first = data(0)
+        opened = lambda step, position: _of_steps(data, step)  # noqa: E731
+    elif hasattr(data, "__iter__"):
+        iterator = iter(data)
+        once = None if iterator is data else lambda: iter(data)
+        if hasattr(iterator, "get_state") and hasattr(iterator, "set_state"):
+            start = iterator.get_state()
+            first = _first(iterator, kind)
+            iterator.set_state(start)
+            opened = lambda step, position: _at(iter(data), start, step, position)  # noqa: E731
+        elif iterator is data:
+            first = _first(iterator, kind)
+            opened = _Once(first, iterator).open
+        else:
+            first = _first(iterator, kind)
+            opened = lambda step, position: _repeated(data, step)  # noqa: E731
+    else:
+        raise DataError(
+            f"{kind} of a wrapped model",
+            f"it is a {type(data).__name__}",
+            "a function of the step that returns a batch, an iterable, or an iterator",
+        )
+    return Source(kind, opened, _described(first, kind), once)
+
+
+def _first(iterator: Iterator[Any], kind: str) -> Any:
+    try:
+        return next(iterator)
+    except StopIteration:
+        raise DataError(f"{kind} of a wrapped model", "it has no batch", "at least one batch") from None
+
+
+def _of_steps(data: Callable[[int], Any], step: int) -> Iterator[Any]:
+    while True:
+        yield data(step)
+        step += 1
+
+
+def _repeated(data: Any, step: int) -> Iterator[Any]:
+    """Reads an iterable from its start, again and again, and drops the first `step` batches."""
+    skipped = 0
+    while True:
+        for batch in data:
+            if skipped < step:
+                skipped += 1
+                continue
+            yield batch
+
+
+class _Stateful:
+    """Iterator with a state of its own (Grain): its state is the position in the checkpoint."""
+
+    def __init__(self, iterator: Any):
+        self._iterator = iterator
+
+    def __iter__(self) -> "_Stateful":
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._iterator)
+
+    def position(self) -> Any:
+        """Returns the iterator's state as JSON values."""
+        state = self._iterator.get_state()
+        return {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else {"json": state}
+
+
+def _at(iterator: Any, start: Any, step: int, position: Any) -> _Stateful:
+    if position is not None:
+        iterator.set_state(base64.b64decode(position["base64"]) if "base64" in position else position["json"])
+    elif step:
+        raise DataError(
+            f"continuing after step {step}",
+            "the data is an iterator with a state, and the checkpoint has none of it",
+            "the data that the checkpoint was trained with, or a new run",
+        )
+    else:
+        iterator.set_state(start)
+    return _Stateful(iterator)
+
+
+@dataclasses.dataclass
+class _Once:
+    """Iterator that can be read once: a generator."""
+
+    first: Any
+    iterator: Iterator[Any]
+    opened: bool = False
+
+    def open(self, step: int, position: Any) -> Iterator[Any]:
+        """Returns all batches. Raises DataError where it was read before, or where a run continues."""
+        if step or self.opened:
+            raise DataError(
+                f"batches from step {step} on",
+                "the data is an iterator that can be read once, from its beginning",
+                "a function of the step, an iterable such as a list, or an iterator with get_state and set_state "
+                "(Grain)",
+            )
+        self.opened = True
+        return itertools.chain([self.first], self.iterator)
+
+
+def _described(batch: Any, kind: str) -> Any:
+    """Returns the batch as ShapeDtypeStructs. Raises DataError where its arrays have no common first dimension."""
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    shapes = {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in leaves}
+    sizes = {shape[0] if shape else None for shape in shapes.values()}
+    if not shapes or None in sizes or len(sizes) > 1:
+        listed = ", ".join(f"{name or 'batch'} {list(shape)}" for name, shape in shapes.items()) or "no array"
+        raise DataError(
+            f"a batch of {kind}",
+            f"its arrays are {listed}",
+            "arrays whose first dimension is the batch, the same for all",
+        )
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(jnp.result_type(x))), batch
+    )
+
+
+def check_batch(batch: Any, example: Any, what: str) -> None:
+    """Raises DataError naming the first array that differs from those of the first batch."""
+    expected, given = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (example, batch))
+    if str(jax.tree.structure(batch)) != str(jax.tree.structure(example)):
+        raise DataError(
+            what, f"it is {jax.tree.structure(batch)}, and the first is {jax.tree.structure(example)}", "equal trees"
+        )
+    for (path, want), (_, x) in zip(expected, given, strict=True):
+        dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(x))
+        if (np.shape(x), dtype) != (want.shape, want.dtype):
+            raise DataError(
+                what,
+                f"{jax.tree_util.keystr(path) or 'it'} is {dtype}{list(np.shape(x))}, and in the first batch "
+                f"{want.dtype}{list(want.shape)}: the step would be compiled again",
+                "batches of one shape: drop or fill up the last one of an epoch",
+            )
+
+
+def put_batch(batch: Any, example: Any, sharding: NamedSharding) -> Any:
+    """Places a global batch on the devices; every process has all of it, and puts its own rows."""
+
+    def place(x: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+        array = np.asarray(x, like.dtype)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    return jax.tree.map(place, batch, example)
+
+
+class BatchFeed:
+    """Batches on the devices from a step on, each checked against the first."""
+
+    def __init__(self, source: Source, first: int, position: Any, sharding: NamedSharding):
+        self.wait_seconds = 0.0
+        self._source, self._step, self._sharding = source, first, sharding
+        self._batches = source.open(first, position)
+        self.position: Any = None
+        """Position after the last batch, as JSON; None where the number of steps tells it."""
+
+    def __iter__(self) -> "BatchFeed":
+        return self
+
+    def epoch(self) -> Iterator[Any]:
+        """Yields the batches from the first to the last. Raises DataError for data that cannot be read again."""
+        if self._source.once is None:
+            raise DataError(
+                f"the {self._source.kind} batches",
+                "they have no end, or can be read once alone",
+                "an iterable such as a list of batches",
+            )
+        for batch in self._source.once():
+            check_batch(batch, self._source.example, f"a batch of {self._source.kind}")
+            yield put_batch(batch, self._source.example, self._sharding)
+
+    def __next__(self) -> Any:
+        began = time.perf_counter()
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            raise DataError(
+                f"the batch of step {self._step + 1}",
+                f"the {self._source.kind} ended after {self._step} batches",
+                f"fewer steps (steps={self._step}), or an iterable, which is read again at its end",
+            ) from None
+        check_batch(batch, self._source.example, f"the batch of step {self._step + 1}")
+        self._step += 1
+        self.position = self._batches.position() if isinstance(self._batches, _Stateful) else None
+        placed = put_batch(batch, self._source.example, self._sharding)
+        self.wait_seconds += time.perf_counter() - began
+        return placed

@@ -1,0 +1,144 @@
+"""Random keys of a loss: the same numbers for the same example on every mesh.
+
+A key of JAX gives the same numbers to every device, and a key folded with the device's index gives numbers that depend
+on the mesh. A key made here knows which part of the batch its device has. An array that is drawn with it is that part
+of the array which one device with the whole batch would draw, and a split into one key per example gives the keys of
+those examples. What is drawn without a batch dimension (a mask that all examples share) is the same everywhere.
+
+Which of an array's dimensions is the batch is not guessed from its size: the loss is traced once with the whole batch,
+and what it draws there is compared. Numbers are Threefry-2x32 of (row, column), as in sharding.params.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.extend.random import define_prng_impl, threefry2x32_p
+
+from meshwright.errors import ConfigError
+
+Shape = tuple[int, ...]
+Draw = tuple[str, Shape]
+"""`bits` or `split`, and the shape that was asked for."""
+_DRAWING = {"random_bits": "bits", "random_split": "split"}
+_TAG = "mwp"
+_WORDS = 3
+"""Words of a key: two of Threefry's, and the part of the batch."""
+_SPLIT = 0x9E3779B9
+"""Added to the key where keys are drawn instead of numbers."""
+
+
+@dataclasses.dataclass(eq=False)
+class Draws:
+    """Everything that a loss draws for the whole batch."""
+
+    shapes: set[Draw] = dataclasses.field(default_factory=set)
+
+    def read(self, jaxpr: Any) -> None:
+        """Adds what an open jaxpr draws with keys of this module."""
+        for equation in jaxpr.eqns:
+            kind = _DRAWING.get(equation.primitive.name)
+            if kind is not None and _TAG in str(equation.invars[0].aval.dtype):
+                self.shapes.add((kind, tuple(equation.params["shape"])))
+            for inner in nested_jaxprs(equation):
+                self.read(inner)
+
+    def has_batch(self, kind: str, shape: Shape, parts: int) -> bool:
+        """Returns whether the first dimension is the batch, of which one of `parts` has the array `shape`.
+
+        Raises ConfigError where that cannot be known, because the whole batch draws both shapes, or neither.
+        """
+        if parts == 1 or not shape:
+            return False
+        whole = (kind, (shape[0] * parts, *shape[1:])) in self.shapes
+        same = (kind, shape) in self.shapes
+        if whole != same:
+            return whole
+        what = f"{list(shape)} random {'keys' if kind == 'split' else 'numbers'} on each of {parts} parts of the batch"
+        if whole:
+            raise ConfigError(
+                what,
+                f"the whole batch draws {list(shape)} as well as {[shape[0] * parts, *shape[1:]]}, so they may belong "
+                "to the examples of the part or to all of the batch",
+                "another batch or mesh, with other sizes for a part of the batch",
+            )
+        raise ConfigError(
+            what,
+            f"the whole batch draws neither {list(shape)} nor {[shape[0] * parts, *shape[1:]]}: the batch is not its "
+            "first dimension",
+            "draw arrays whose first dimension is the batch, or that do not depend on it",
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _implementation(parts: int, draws: Draws) -> Any:
+    """Returns the kind of keys for one of `parts` parts of a batch."""
+
+    def hashed(key: jax.Array, shape: Shape, batched: bool, salt: int) -> tuple[jax.Array, jax.Array]:
+        rows, columns = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+        row = jax.lax.broadcasted_iota(jnp.uint32, (rows, columns), 0)
+        column = jax.lax.broadcasted_iota(jnp.uint32, (rows, columns), 1)
+        row = row + key[2] * jnp.uint32(rows) if batched else row
+        first, second = (jnp.broadcast_to(word, row.shape) for word in (key[0] + jnp.uint32(salt), key[1]))
+        high, low = threefry2x32_p.bind(first, second, row, column)
+        return high.reshape(shape), low.reshape(shape)
+
+    def bits(key: jax.Array, width: int, shape: Shape) -> jax.Array:
+        high, low = hashed(key, shape, draws.has_batch("bits", shape, parts), 0)
+        if width == 64:
+            return high.astype(jnp.uint64) << 32 | low.astype(jnp.uint64)
+        kinds = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
+        return (high ^ low).astype(kinds[width])
+
+    def split(key: jax.Array, shape: Shape) -> jax.Array:
+        batched = draws.has_batch("split", shape, parts)
+        high, low = hashed(key, shape, batched, _SPLIT)
+        # The key of an example is no longer one of a part.
+        part = jnp.zeros_like(high) if batched else jnp.broadcast_to(key[2], high.shape)
+        return jnp.stack([high, low, part], -1)
+
+    def fold_in(key: jax.Array, data: Any) -> jax.Array:
+        zero = jnp.zeros((), jnp.uint32)
+        high, low = threefry2x32_p.bind(key[0], key[1] ^ jnp.uint32(_SPLIT), zero, jnp.asarray(data, jnp.uint32))
+        return jnp.stack([high, low, key[2]])
+
+    def seeded(seed: jax.Array) -> jax.Array:
+        return jnp.stack([jnp.zeros((), jnp.uint32), jnp.asarray(seed).astype(jnp.uint32), jnp.zeros((), jnp.uint32)])
+
+    return define_prng_impl(
+        key_shape=(_WORDS,),
+        seed=seeded,
+        split=split,
+        random_bits=bits,
+        fold_in=fold_in,
+        name=f"meshwright_part_of_{parts}",
+        tag=_TAG,
+    )
+
+
+def nested_jaxprs(equation: Any) -> list[Any]:
+    """Returns the open jaxprs among the parameters of an equation: bodies of loops, branches, called functions."""
+    found = []
+    for value in equation.params.values():
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            inner = getattr(part, "jaxpr", part)
+            found += [inner] if isinstance(inner, core.Jaxpr) else []
+    return found
+
+
+def step_key(seed: int, step: Any, part: Any, parts: int, draws: Draws) -> jax.Array:
+    """Returns the key of one part of the batch at a step. part: index of the part, outermost axis first."""
+    return key_of(jnp.stack([jnp.asarray(word).astype(jnp.uint32) for word in (step, seed, part)]), parts, draws)
+
+
+def key_of(words: Any, parts: int, draws: Draws) -> jax.Array:
+    """Returns the key of one of `parts` parts of a batch. words: its data."""
+    return jax.random.wrap_key_data(words, impl=_implementation(parts, draws))
+
+
+KEY_WORDS = jax.ShapeDtypeStruct((_WORDS,), jnp.uint32)
+"""Abstract data of a key, for traces that touch no device."""

@@ -1,0 +1,269 @@
+"""Modules of Flax NNX and Equinox, and plain pytrees, as named arrays and a loss of them; which module is which."""
+
+import contextlib
+import functools
+import inspect
+import math
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from meshwright.errors import ConfigError
+from meshwright.wrapped.linen import LinenModule
+from meshwright.wrapped.losses import Annotations, Arrays, Result, call_loss, path_name, read_result
+
+
+class Adapter(Protocol):
+    """A model of some framework as two dictionaries of arrays: trained parameters, and variables."""
+
+    framework: str
+    drawn: bool
+    """Whether `build` draws initial values; else it returns arrays that exist."""
+
+    def build(self, key: jax.Array) -> tuple[Arrays, Arrays, Annotations]:
+        """Returns parameters, variables, and annotations of parameters; can be traced where values are drawn."""
+
+    def call(self, arrays: tuple[Arrays, Arrays], batch: Any, key: jax.Array, train: bool) -> Result:
+        """Computes the loss of a batch with parameters and variables."""
+
+    def made_of(self, params: Arrays, variables: Arrays) -> Any:
+        """Returns the model with these arrays, for evaluation."""
+
+
+def find_adapter(model: Any, loss: Callable[..., Any], evaluate: Callable[..., Any] | None, example: Any) -> Adapter:
+    """Returns the adapter of a model: by its type, or for a function of a key, by the type of what it returns.
+
+    Raises ConfigError for a model that is neither a module of a known framework nor a pytree of arrays.
+    """
+    losses = (loss, evaluate or loss)
+    linen = sys.modules.get("flax.linen")
+    if linen is not None and isinstance(model, linen.Module):
+        return LinenModule(model, losses, example)
+    if inspect.isroutine(model) or inspect.isclass(model) or isinstance(model, functools.partial):
+        return TreeModel(None, model, losses)
+    return TreeModel(model, None, losses)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or type(leaf).__module__ == "numpy"
+
+
+def _is_key(leaf: Any) -> bool:
+    return _is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+class TreeModel:
+    """A model that is a tree of arrays: a module of NNX or Equinox, an Equinox module with its state, or a pytree."""
+
+    def __init__(
+        self,
+        model: Any,
+        factory: Callable[[jax.Array], Any] | None,
+        losses: tuple[Callable[..., Any], Callable[..., Any]],
+    ):
+        self._model, self._factory, self._losses = model, factory, losses
+        self.drawn = factory is not None
+        self.framework = ""
+        self._parts: Any = None
+        """What is not an array: how to build the model from its arrays."""
+
+    def build(self, key: jax.Array) -> tuple[Arrays, Arrays, Annotations]:
+        """Calls the function that makes the model, or takes the arrays of the given one."""
+        model = self._model if self._factory is None else _made(self._factory, key)
+        self._parts = _parts_of(model)
+        self.framework = self._parts.framework
+        return self._parts.split(model)
+
+    def call(self, arrays: tuple[Arrays, Arrays], batch: Any, key: jax.Array, train: bool) -> Result:
+        """Computes the loss with a model that is made of the arrays."""
+        given = self._parts.merge(*arrays, key, train)
+        with _constants_in_state() if len(given) == 2 else contextlib.nullcontext():
+            result = call_loss(self._losses[0 if train else 1], (*given, batch), key)
+        after = given
+        if len(given) == 2:  # Equinox: the loss returns (loss, state) or (loss, metrics, state)
+            if not isinstance(result, tuple) or len(result) not in (2, 3):
+                raise ConfigError(
+                    "the loss of an Equinox module with state",
+                    f"it returned {type(result).__name__}",
+                    "return (loss, state) or (loss, metrics, state)",
+                )
+            *result, state = result
+            after, result = (given[0], state), tuple(result) if len(result) == 2 else result[0]
+        loss, metrics = read_result(result)
+        return Result(loss, metrics, self._parts.variables(after, arrays[1]))
+
+    def made_of(self, params: Arrays, variables: Arrays) -> Any:
+        """Returns the model, or an Equinox module and its state."""
+        made = self._parts.merge(params, variables, jax.random.key(0), False)
+        return made if len(made) > 1 else made[0]
+
+
+@contextlib.contextmanager
+def _constants_in_state() -> Iterator[None]:
+    """Lets modules put constants into an Equinox state while a loss is traced, as `eqx.nn.BatchNorm` does.
+
+    `State.set` compares old and new value, sharding included. Inside a `shard_map` a traced value has the mesh's, and a
+    constant has none.
+    """
+    import equinox
+
+    states: Any = equinox.nn.State
+    original = states.set
+
+    def set_traced(self: Any, item: Any, value: Any) -> Any:
+        old = self.get(item)
+        value = jax.tree.map(lambda new, old: jnp.where(jnp.ones_like(old, bool), new, old), value, old)
+        return original(self, item, value)
+
+    states.set = set_traced
+    try:
+        yield
+    finally:
+        states.set = original
+
+
+def _made(factory: Callable[[jax.Array], Any], key: jax.Array) -> Any:
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return factory(key)
+    # Annotated variables would be put on a mesh as they are created; this package places them.
+    with nnx.use_eager_sharding(False):
+        return factory(key)
+
+
+def _parts_of(model: Any) -> Any:
+    nnx, equinox = sys.modules.get("flax.nnx"), sys.modules.get("equinox")
+    if nnx is not None and isinstance(model, nnx.Module):
+        return NnxParts()
+    with_state = isinstance(model, tuple) and len(model) == 2 and equinox and isinstance(model[1], equinox.nn.State)
+    if equinox is not None and (with_state or isinstance(model, equinox.Module)):
+        return TreeParts("Equinox", bool(with_state))
+    others = [leaf for leaf in jax.tree.leaves(model) if not _is_array(leaf)]
+    if others or not jax.tree.leaves(model):
+        what = others[0] if others else model
+        raise ConfigError(
+            f"wrapping a {type(model).__module__}.{type(model).__name__}",
+            f"it is no module of Flax or Equinox, and no pytree of arrays: it has a {type(what).__name__}",
+            "a module of Flax NNX, Flax Linen or Equinox, a pytree of arrays, or a function of a key that makes one",
+        )
+    return TreeParts("pytree", False)
+
+
+class TreeParts:
+    """Arrays of a pytree or an Equinox module: floating-point ones are parameters, all others variables."""
+
+    def __init__(self, framework: str, with_state: bool):
+        self.framework, self._with_state = framework, with_state
+        self._leaves: list[tuple[str, Any]] = []
+        self._treedef: Any = None
+
+    def split(self, model: Any) -> tuple[Arrays, Arrays, Annotations]:
+        """Returns parameters and variables; keeps everything else."""
+        leaves, self._treedef = jax.tree_util.tree_flatten_with_path(model)
+        params: Arrays = {}
+        variables: Arrays = {}
+        self._leaves = []
+        for path, leaf in leaves:
+            name = self._name(path)
+            if not _is_array(leaf):
+                self._leaves.append(("", leaf))
+                continue
+            trained = jnp.issubdtype(leaf.dtype, jnp.floating) and not (self._with_state and path[0].idx == 1)
+            self._leaves.append((name, str(jax.random.key_impl(leaf)) if _is_key(leaf) else None))
+            (params if trained else variables)[name] = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+        return params, variables, {}
+
+    def _name(self, path: Any) -> str:
+        if self._with_state:
+            return ("state." if path[0].idx else "") + path_name(path[1:])
+        return path_name(path)
+
+    def merge(self, params: Arrays, variables: Arrays, key: jax.Array, train: bool) -> tuple[Any, ...]:
+        """Returns the model, and its state where it has one."""
+        arrays = {**params, **variables}
+
+        def leaf(name: str, kept: Any) -> Any:
+            if not name:
+                return kept
+            return arrays[name] if kept is None else jax.random.wrap_key_data(arrays[name], impl=kept)
+
+        model = jax.tree.unflatten(self._treedef, [leaf(name, kept) for name, kept in self._leaves])
+        if self.framework == "Equinox" and not train:
+            import equinox
+
+            model = equinox.nn.inference_mode(model)
+        return model if self._with_state else (model,)
+
+    def variables(self, model: tuple[Any, ...], before: Arrays) -> Arrays:
+        """Returns the variables after the loss: those of an Equinox state change, and no others."""
+        if not self._with_state:
+            return before
+        after = {"state." + path_name(path): x for path, x in jax.tree_util.tree_flatten_with_path(model[1])[0]}
+        return {name: after.get(name, x) for name, x in before.items()}
+
+
+class NnxParts:
+    """Arrays of an NNX module: `nnx.Param` are parameters; keys are given anew each step; the others are variables."""
+
+    framework = "Flax NNX"
+
+    def __init__(self) -> None:
+        self._graphdef: Any = None
+        self._trees: tuple[Any, ...] = ()
+        self._names: tuple[list[str], ...] = ()
+        self._rngs: list[Any] = []
+
+    def split(self, model: Any) -> tuple[Arrays, Arrays, Annotations]:
+        """Returns parameters, variables, and the parameters' own annotations."""
+        from flax import nnx
+
+        self._graphdef, *states = nnx.split(model, nnx.Param, nnx.RngState, ...)
+        flat = [jax.tree_util.tree_flatten_with_path(state) for state in states]
+        self._trees = tuple(treedef for _, treedef in flat)
+        self._names = tuple([path_name(path) for path, _ in leaves] for leaves, _ in flat)
+        # Of keys and counts only kind and shape are kept: values may be those of a trace that has ended.
+        self._rngs = [(jnp.shape(leaf), None if _is_key(leaf) else leaf.dtype) for _, leaf in flat[1][0]]
+        annotations = {}
+        for path, variable in nnx.to_flat_state(states[0]):
+            metadata = variable.get_metadata()
+            names = metadata.get("out_sharding") or metadata.get("sharding_names") or metadata.get("sharding")
+            if names is not None:
+                annotations[".".join(map(str, path))] = tuple(names)
+        params, variables = ({path_name(path): leaf for path, leaf in leaves} for leaves, _ in (flat[0], flat[2]))
+        return params, variables, annotations
+
+    def merge(self, params: Arrays, variables: Arrays, key: jax.Array, train: bool) -> tuple[Any]:
+        """Returns the module with keys of this step, in training or evaluation mode."""
+        from flax import nnx
+
+        rngs = [
+            _key_for(jax.random.fold_in(key, zlib.crc32(name.encode())), shape)
+            if dtype is None
+            else jnp.zeros(shape, dtype)
+            for name, (shape, dtype) in zip(self._names[1], self._rngs, strict=True)
+        ]
+        leaves = ([params[name] for name in self._names[0]], rngs, [variables[name] for name in self._names[2]])
+        states = [jax.tree.unflatten(tree, own) for tree, own in zip(self._trees, leaves, strict=True)]
+        module = nnx.merge(self._graphdef, *states)
+        module.train() if train else module.eval()
+        return (module,)
+
+    def variables(self, model: tuple[Any, ...], before: Arrays) -> Arrays:
+        """Returns the variables after the loss."""
+        from flax import nnx
+
+        states: Any = nnx.split(model[0], nnx.Param, nnx.RngState, ...)
+        after = {path_name(path): x for path, x in jax.tree_util.tree_flatten_with_path(states[-1])[0]}
+        return {name: after[name] for name in before}
+
+
+def _key_for(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    if not shape:
+        return key
+    # Modules that are made by `nnx.vmap` have a key for each of them.
+    flat = jnp.stack([jax.random.fold_in(key, i) for i in range(math.prod(shape))])
+    return flat.reshape(shape)

@@ -1,0 +1,288 @@
+"""A wrapped model on a mesh: parameters described, placed by rules, annotations or size, and put on devices."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshwright.config import MeshShape, Run, Training
+from meshwright.errors import ConfigError, nearest
+from meshwright.runs.placed_run import PlacedRun
+from meshwright.sharding.layouts import BATCH_AXES, find_layout
+from meshwright.sharding.params import Param, shardings
+from meshwright.sharding.placement import Layout, Placements, place_param, to_spec
+from meshwright.sharding.stages import assign_layers
+from meshwright.step.device_run import DeviceRun
+from meshwright.step.optimizers import ELEMENTWISE, OPTIMIZERS, build_update_rule, place_optimizer_state
+from meshwright.step.state import State
+from meshwright.wrapped.model import Wrapped, WrappedParts
+
+PARAM_AXES = ("fsdp", "tensor")
+"""Mesh axes that may split a parameter."""
+_AXES = ("data", *PARAM_AXES)
+"""Mesh axes of a wrapped model."""
+_TRAINING = (
+    "steps", "batch", "microbatches", "seed", "param_dtype", "param_rounding", "compute_dtype", "reduce_dtype", "remat",
+    "compiler_options", "log_every", "eval_every", "save_every", "max_to_keep",
+)  # fmt: skip
+"""Fields of `Training` that mean something for a wrapped model."""
+REMAT = ("auto", "none", "full")
+"""Rematerialisation of a wrapped model."""
+
+
+def describe_params(parts: WrappedParts) -> dict[str, Param]:
+    """Returns the description of each parameter; its dimensions are numbered. Weight decay applies to matrices."""
+    return {
+        name: Param(x.shape, "".join(map(_digit, range(x.ndim))), init="normal" if x.ndim > 1 else "zeros")
+        for name, x in parts.params.items()
+    }
+
+
+def _digit(dim: int) -> str:
+    return "0123456789abcdefghijklmnopqrstuvwxyz"[dim]
+
+
+def read_rules(rules: Mapping[str, Any]) -> dict[str, PartitionSpec]:
+    """Returns the rules with their specs. Raises ConfigError for an axis that cannot split a parameter."""
+    read = {}
+    for pattern, spec in rules.items():
+        names = () if spec is None else tuple(spec) if isinstance(spec, (PartitionSpec, tuple, list)) else (spec,)
+        for name in _flat(names):
+            _check_axis(f"rule {pattern!r}", name)
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"rule {pattern!r}", f"it is no regular expression: {error}", "for example '.*kernel'"
+            ) from error
+        read[pattern] = PartitionSpec(*names)
+    return read
+
+
+def _flat(names: Any) -> list[str]:
+    return [n for name in names if name is not None for n in ((name,) if isinstance(name, str) else name)]
+
+
+def _check_axis(asked: str, name: str) -> None:
+    if name not in PARAM_AXES:
+        raise ConfigError(
+            asked,
+            f"{name!r} is no mesh axis that splits the parameters of a wrapped model",
+            f"one of {', '.join(PARAM_AXES)}; for a logical axis, axes={{{name!r}: 'tensor'}}, or None for whole",
+        )
+
+
+def check_rules(parts: WrappedParts) -> None:
+    """Raises ConfigError for a rule that matches no parameter, a spec of another rank, or an unknown annotation."""
+    for pattern, spec in parts.rules.items():
+        matched = [name for name in parts.params if re.fullmatch(pattern, name)]
+        if not matched:
+            raise ConfigError(f"rule {pattern!r}", "no parameter has such a path", nearest(pattern, parts.params))
+        for name in matched:
+            if len(spec) > parts.params[name].ndim:
+                raise ConfigError(
+                    f"rule {pattern!r}",
+                    f"it names {len(spec)} dimensions, and {name} has {list(parts.params[name].shape)}",
+                    "at most one axis or tuple of axes for each dimension",
+                )
+    for name, axis in parts.axes.items():
+        if axis is not None:
+            _check_axis(f"axes={{{name!r}: {axis!r}}}", axis)
+    for path in parts.params:
+        _annotated(parts, path)
+
+
+def _annotated(parts: WrappedParts, path: str) -> tuple[tuple[str, ...], ...]:
+    """Mesh axes of each dimension that the module's own annotation names."""
+    dims = []
+    for names in parts.annotations.get(path, ()):
+        axes = []
+        for name in _flat((names,)):
+            axis = parts.axes.get(name, name)
+            if axis is not None:
+                _check_axis(f"annotation {name!r} of {path}", axis)
+                axes.append(axis)
+        dims.append(tuple(axes))
+    return tuple(dims)
+
+
+def _stated(parts: WrappedParts, path: str) -> tuple[tuple[tuple[str, ...], ...], bool]:
+    """Mesh axes of each dimension by the first rule that matches, else the annotation; whether a rule did."""
+    for pattern, spec in parts.rules.items():
+        if re.fullmatch(pattern, path):
+            return tuple(tuple(_flat((names,))) for names in spec), True
+    return _annotated(parts, path), False
+
+
+def place_wrapped(run: Run, shape: MeshShape) -> PlacedRun:
+    """Places a run of a wrapped model on the mesh `shape`: arithmetic on shapes, without a device.
+
+    A rule places a parameter completely. Without one, `fsdp` splits the largest dimension that divides, of parameters
+    of at least `run.fsdp_min_size` elements, besides what the module's annotation states.
+    Raises ConfigError where batch or parameters do not divide, and for fields of the run without meaning here.
+    """
+    model = cast(Wrapped, run.model)
+    parts = model.parts
+    _check_fields(run, shape)
+    _check_batch(run, shape, parts)
+    layout = find_layout(run.layout)
+    params, placements = describe_params(parts), {}
+    for name, p in params.items():
+        stated, by_rule = _stated(parts, name)
+        placements[name] = _place(name, p, stated, by_rule, layout, (shape, run.fsdp_min_size))
+    leaves = tuple((name, p, placements[name]) for name, p in params.items())
+    return PlacedRun(
+        dataclasses.replace(run, mesh=shape), params, placements, assign_layers((1.0,), 1, 1), leaves
+    )  # fmt: skip
+
+
+def _place(
+    name: str, p: Param, stated: tuple[tuple[str, ...], ...], by_rule: bool, layout: Layout, mesh: tuple[MeshShape, int]
+) -> Placements:
+    shape, min_size = mesh
+    by_dim = {digit: axes for digit, axes in zip(p.dims, stated, strict=False)}
+    for digit, axes in by_dim.items():
+        if len(axes) > 1:
+            raise ConfigError(
+                f"{name} with {'+'.join(axes)} on dimension {digit}",
+                "`fsdp` is gathered by the step and `tensor` by the compiler, so they split different dimensions",
+                "one axis for each dimension",
+            )
+    table = {digit: axes for digit, axes in by_dim.items() if "fsdp" not in axes}
+    at_rest = {digit: axes for digit, axes in by_dim.items() if "fsdp" in axes}
+    over, min_size = (layout.params_over, min_size) if not by_rule else ((), 0)
+    own = Layout(table, over, layout.optimizer_over if not by_rule else (), layout.summary, at_rest)
+    if at_rest:
+        min_size = 0
+    return place_param(name, p.shape, p.dims, layout=own, mesh=shape, min_size=min_size)
+
+
+def _check_fields(run: Run, shape: MeshShape) -> None:
+    for axis, degree in shape.degrees().items():
+        if degree > 1 and axis not in _AXES:
+            raise ConfigError(
+                f"mesh {shape} for a wrapped model",
+                f"{axis} splits parts of a transformer that only a model family states",
+                f"axes among {', '.join(_AXES)}",
+            )
+    default = Training()
+    for field in dataclasses.fields(Training):
+        value = getattr(run.training, field.name)
+        if field.name not in _TRAINING and value != getattr(default, field.name):
+            raise ConfigError(
+                f"--training.{field.name.replace('_', '-')} {value} with a wrapped model",
+                "it is about transformers that this package defines",
+                f"leave it out; a wrapped model has {', '.join(_TRAINING)}",
+            )
+    if run.training.remat not in REMAT:
+        raise ConfigError(
+            f"--training.remat {run.training.remat} with a wrapped model",
+            "its layers are not known here",
+            f"one of {', '.join(REMAT)}, and jax.checkpoint or nn.remat inside the module",
+        )
+    for name, value in (("data", run.data), ("init_from", run.init_from)):
+        if value != {f.name: f.default for f in dataclasses.fields(Run)}[name]:
+            raise ConfigError(f"{name} with a wrapped model", "it is about text and transformers", "mw.wrap(..., data)")
+    if run.optimizer.name in OPTIMIZERS and run.optimizer.name not in ELEMENTWISE:
+        raise ConfigError(
+            f"--optimizer.name {run.optimizer.name} with a wrapped model",
+            "it needs to know which dimensions of a parameter are heads and layers",
+            f"one of {', '.join(ELEMENTWISE)}, or module:attribute of a function that returns one of optax's",
+        )
+
+
+def _check_batch(run: Run, shape: MeshShape, parts: WrappedParts) -> None:
+    batch, microbatches, given = run.training.batch, run.training.microbatches, parts.source.batch_size
+    if batch != given:
+        raise ConfigError(
+            f"a batch of {batch} examples",
+            f"the first batch of the data has {given}",
+            f"training.batch={given}, or data with batches of {batch}",
+        )
+    divisor = shape.over(BATCH_AXES) * microbatches
+    sizes = [("batch", batch, divisor)]
+    if parts.held_out is not None:
+        sizes.append(("held-out batch", parts.held_out.batch_size, shape.over(BATCH_AXES)))
+    for what, size, degree in sizes:
+        if microbatches < 1 or size % degree:
+            below, above = size // degree * degree, (size // degree + 1) * degree
+            raise ConfigError(
+                f"a {what} of {size} examples on mesh {shape} in {microbatches} microbatch(es)",
+                f"data * fsdp * microbatches = {degree}, and {size} = {size // degree} * {degree} + {size % degree}",
+                f"a batch of {above}" + (f" or {below}" if below else ""),
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class WrappedRun(DeviceRun):
+    """A wrapped model on a mesh of devices."""
+
+    @property
+    def parts(self) -> WrappedParts:
+        """Module, loss and data."""
+        return cast(Wrapped, self.run.model).parts
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Sharding of every array of a batch: its first dimension over the batch axes."""
+        return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
+
+    @functools.cached_property
+    def own_dtypes(self) -> dict[str, Any]:
+        """Type in which the loss gets each parameter: the module's own, or the run's compute dtype."""
+        compute = self.run.training.compute_dtype
+        own = {name: x.dtype for name, x in self.parts.params.items()}
+        return own if compute == "float32" else {name: jnp.dtype(compute) for name in own}
+
+    def initial_state(self) -> State:
+        """Returns the state before the first step: values drawn in their shardings, or copies of those given."""
+        adapter, training, where = self.parts.adapter, self.run.training, self.state_shardings
+        dtype = jnp.dtype(training.param_dtype)
+
+        def build(key: jax.Array) -> Any:
+            params, variables, _ = adapter.build(key)
+            return {name: x.astype(dtype) for name, x in params.items()}, (variables,) if where.variables else ()
+
+        if adapter.drawn:
+            with jax.threefry_partitionable(True):
+                drawn = jax.jit(build, out_shardings=(where.params, where.variables))
+                params, variables = drawn(jax.random.key(training.seed))
+        else:
+            # Copies: the train step writes over its own arrays, and the module keeps those that it has.
+            params, variables = jax.tree.map(
+                lambda x, s: jax.device_put(np.array(x), s, may_alias=False),
+                build(jax.random.key(0)),
+                (where.params, where.variables),
+            )
+        return dataclasses.replace(self.state_of(params), variables=variables)
+
+
+def put_on_devices(run: Run, mesh: Mesh) -> WrappedRun:
+    """Places a run of a wrapped model on the devices of `mesh`. Raises ConfigError where it does not fit."""
+    same = run.mesh is not None and run.mesh.degrees() == dict(mesh.shape)
+    placed = place_wrapped(run, run.mesh if same and run.mesh is not None else MeshShape(**mesh.shape))
+    parts, training = cast(Wrapped, run.model).parts, run.training
+    where = shardings(mesh, placed.placements, "at_rest")
+    dtype = jnp.dtype(training.param_dtype)
+    params = {name: jax.ShapeDtypeStruct(p.shape, dtype, sharding=where[name]) for name, p in placed.params.items()}
+    optimizer = build_update_rule(run.optimizer, training, placed.params)
+    state, placements = place_optimizer_state(optimizer, params, placed.placements, placed.shape)
+    leaves = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, to_spec(placement)))
+        for leaf, placement in zip(jax.tree.leaves(state), placements, strict=True)
+    ]
+    replicated = NamedSharding(mesh, PartitionSpec())
+
+    def whole(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated)
+
+    step, healthy = (whole(jax.ShapeDtypeStruct((), kind)) for kind in (jnp.int32, jnp.bool_))
+    variables = (jax.tree.map(whole, parts.variables),) if parts.variables else ()
+    abstract = State(step, healthy, params, jax.tree.unflatten(jax.tree.structure(state), leaves), variables)
+    return WrappedRun(placed, mesh, optimizer, abstract, cast(Any, None))

@@ -1,0 +1,185 @@
+"""DeepSeek-V3: latent attention on every kind of mesh, published sizes, multi-token prediction, fp8 weights."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import hf_models
+import jax
+import numpy as np
+import pytest
+from tiny_runs import DEEPSEEK, assert_same_steps, largest_difference, tiny_run, train, train_on_one_device
+
+import meshwright as mw
+from meshwright.data.batch import Batch
+from meshwright.errors import WeightsError
+from meshwright.hugging_face.folder import open_folder
+from meshwright.hugging_face.safetensors_files import SafetensorsFile
+from meshwright.models.further_tokens import shift
+
+exhaustive = pytest.mark.exhaustive
+STEPS = 3
+FURTHER = dataclasses.replace(DEEPSEEK, mtp_depth=1, mtp_weight=0.5)
+"""With a layer that predicts the token after the next."""
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        ("expert=2,fsdp=2,tensor=2", {"remat": "projections"}),
+        ("stage=2,fsdp=2,expert=2", {"microbatches": 4}),
+        ("context=4,tensor=2", {"context_strategy": "ring"}),
+        pytest.param("context=2,data=2,tensor=2", {"context_strategy": "ulysses"}, marks=exhaustive),
+        pytest.param("context=2,data=2,tensor=2", {"context_strategy": "all_gather"}, marks=exhaustive),
+        pytest.param("data=2,tensor=4", {"tensor_strategy": "ring", "remat": "none"}, marks=exhaustive),
+        pytest.param("stage=2,context=2,tensor=2", {"context_strategy": "usp"}, marks=exhaustive),
+    ],
+    ids=str,
+)
+def test_the_numbers_of_one_device(mesh: str, changes: dict[str, Any]) -> None:
+    run = tiny_run(DEEPSEEK, mesh, **changes)
+    one = train_on_one_device(run, STEPS)
+    many = train(run, STEPS, initial=one.initial)
+    assert_same_steps(many, one)
+    assert largest_difference(many.params, one.params) < 1e-4
+
+
+def test_tokens_after_the_next_stay_in_their_document() -> None:
+    row = [np.array([x]) for x in ([1, 2, 3, 4], [2, 3, 4, 5], [0, 0, 1, 1], [0, 1, 0, 1], [1.0, 0.5, 2.0, 3.0])]
+    found = shift(jax.tree.map(np.asarray, Batch(*row)))
+    # Position 1 predicts the end of a document, and position 3 has no token after the next.
+    np.testing.assert_array_equal(found.inputs, [[2, 3, 4, 5]])
+    np.testing.assert_array_equal(found.targets, [[3, 4, 5, 0]])
+    np.testing.assert_array_equal(found.weights, [[0.5, 0, 3.0, 0]])
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    ["expert=2,fsdp=2,tensor=2", pytest.param("data=2,context=2,tensor=2", marks=exhaustive)],
+)
+def test_multi_token_prediction_has_the_numbers_of_one_device(mesh: str) -> None:
+    run = tiny_run(FURTHER, mesh, context_strategy="ring", microbatches=2)
+    one = train_on_one_device(run, STEPS)
+    many = train(run, STEPS, initial=one.initial)
+    assert_same_steps(many, one)
+    assert largest_difference(many.params, one.params) < 1e-4
+    # The bias of its router is balanced as those of the others.
+    assert np.abs(one.params["mtp"]["router_bias"] - one.initial["mtp"]["router_bias"]).max() > 0
+
+
+def released(folder: Path, **config: Any) -> dict[str, Any]:
+    """Writes a small model as DeepSeek-V3 is released: in float8, with its layer of multi-token prediction."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers.modeling_layers import MtpLayer
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
+
+    model = hf_models.save("deepseek-v3", folder)
+    with hf_models.quiet():
+        layer = MtpLayer(model.config, v3.DeepseekV3DecoderLayer, v3.DeepseekV3RMSNorm, 3).float()
+        for parameter in layer.parameters():
+            parameter.data = 0.1 * torch.randn_like(parameter) + (1.0 if parameter.ndim == 1 else 0.0)
+    weights = load_file(folder / "model.safetensors")
+    further = {
+        name.replace("mtp_block.", "").replace("post_norm", "shared_head.norm"): w
+        for name, w in layer.state_dict().items()
+    }
+    for part, count in (("gate_up_proj", 2), ("down_proj", 1)):
+        fused = further.pop(f"mlp.experts.{part}")
+        for expert, whole in enumerate(fused):
+            names = ("gate_proj", "up_proj") if count == 2 else ("down_proj",)
+            for name, w in zip(names, whole.chunk(count), strict=True):
+                further[f"mlp.experts.{expert}.{name}.weight"] = w.clone()
+    further |= {"embed_tokens.weight": model.model.embed_tokens.weight, "shared_head.head.weight": model.lm_head.weight}
+    weights |= {f"model.layers.3.{name}": w.detach().clone() for name, w in further.items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_nextn_predict_layers": 1, **config}))
+    return {"model": model, "layer": layer, "weights": weights}
+
+
+def test_multi_token_prediction_has_the_numbers_of_transformers(tmp_path: Path) -> None:
+    """The loss of the released layer, in `transformers`' own class for it, and the gradients of all parameters."""
+    import torch
+
+    theirs = released(tmp_path)
+    model, layer, weight = theirs["model"], theirs["layer"], 0.3
+    found = hf_models.gradients_of(tmp_path, "fsdp=2,expert=2,tensor=2")
+    with hf_models.quiet():
+        tokens = torch.tensor(hf_models.tokens(), dtype=torch.long)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        hidden = model.model(inputs, use_cache=False).last_hidden_state
+        positions = torch.arange(inputs.shape[1])[None]
+        mask = torch.triu(torch.full((inputs.shape[1],) * 2, -1e30), 1)[None, None]
+        angles = model.model.rotary_emb(hidden, positions)
+        further = layer(model.model.embed_tokens(targets), hidden, angles, mask, positions, None)
+        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), targets.flatten())
+        logits, after = model.lm_head(further)[:, :-1], targets[:, 1:]
+        sums = torch.nn.functional.cross_entropy(logits.flatten(0, 1), after.flatten(), reduction="sum")
+        (loss + weight * sums / targets.numel()).backward()
+    names = {f"model.layers.3.{n}": p for n, p in layer.named_parameters()}
+    gradients = {n: p.grad.numpy() for n, p in ({**dict(model.named_parameters()), **names}).items()}
+    renamed = {n.replace("mtp_block.", "").replace("post_norm", "shared_head.norm"): g for n, g in gradients.items()}
+    compared = hf_models.stored_gradients("deepseek-v3", renamed)
+    assert len(compared) > 100
+    for name, gradient in compared.items():
+        assert hf_models.largest_gap(found[name], gradient) < 1e-5, name
+
+
+BLOCK = (16, 32)
+
+
+def in_float8(folder: Path, theirs: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Rewrites the matrices of layers in float8 with a scale for each block; returns their values in bfloat16."""
+    import torch
+    from safetensors.torch import save_file
+
+    stored, values = {}, {}
+    for name, w in theirs["weights"].items():
+        if w.ndim != 2 or "layers" not in name or any(part in name for part in ("mlp.gate.", "embed_tokens", "head")):
+            stored[name] = w if "correction_bias" in name else w.bfloat16()
+            continue
+        rows, columns = (-(-size // n) for size, n in zip(w.shape, BLOCK, strict=True))
+        scale = 0.01 * (1 + torch.rand(rows, columns))
+        whole = scale.repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)[: w.shape[0], : w.shape[1]]
+        stored[name], stored[f"{name}_scale_inv"] = (w / whole).to(torch.float8_e4m3fn), scale
+        values[name] = (stored[name].float() * whole).bfloat16().float().numpy()
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    return values
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
+
+
+def test_float8_weights_come_in_dequantised(tmp_path: Path) -> None:
+    folder = tmp_path / "released"
+    values = in_float8(folder, released(folder, quantization_config=FP8))
+    weights = open_folder(f"hf:{folder}")
+    assert "weights in fp8 are read as the bfloat16 numbers that they stand for" in weights.notes
+    with weights.reader() as read:
+        for name, value in values.items():
+            np.testing.assert_array_equal(read(name).astype(np.float32), value)
+    # In and out again, the weights are no longer quantised.
+    mw.convert(folder, tmp_path / "run")
+    back = mw.convert(tmp_path / "run", tmp_path / "back").out
+    file = SafetensorsFile(back / "model.safetensors")
+    for name, value in values.items():
+        np.testing.assert_array_equal(np.array(file.tensor(name)), value)
+    assert "quantization_config" not in json.loads((back / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quant_method": "gptq"}, "gptq"),
+        ({"fmt": "e5m2"}, "e5m2"),
+        ({"weight_block_size": None}, "blocks of None"),
+        ({"weight_block_size": [16, 16]}, r"weight_scale_inv' is \[\d, \d\], and .* needs"),
+    ],
+    ids=str,
+)
+def test_other_quantisations_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    in_float8(tmp_path, released(tmp_path, quantization_config={**FP8, **change}))
+    with pytest.raises(WeightsError, match=message):
+        open_folder(f"hf:{tmp_path}")

@@ -1,0 +1,464 @@
+"""Fine-tuning: chat data, adapters on every mesh, quantised bases, PEFT's format in and out, resumed runs."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import hf_models
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from tiny_runs import (
+    MODELS,
+    assert_same_steps,
+    device_run_of,
+    random_batch,
+    tiny_run,
+    train_on_one_device,
+)
+from tiny_runs import train as take_steps
+
+import meshwright as mw
+from meshwright.checkpoint.adapters import merge_adapters
+from meshwright.checkpoint.initial_weights import load_initial_weights
+from meshwright.config import Run
+from meshwright.data.batch import Batch
+from meshwright.data.chat import ChatTemplate
+from meshwright.data.conversations import Packed, document_range, pack
+from meshwright.data.rendering import render_record
+from meshwright.data.tokenizers import Bytes
+from meshwright.data.tokens import TokenFile
+from meshwright.fine_tuning import FineTune
+from meshwright.hugging_face.peft_files import CONFIG, WEIGHTS
+from meshwright.models.adapters import ADAPTERS
+from meshwright.models.base_weights import BLOCK, NF4, dequantise, quantise
+from meshwright.planner.memory_model import memory_by_category
+from meshwright.planner.work import work_of
+from meshwright.runs.hugging_face import run_of_hugging_face
+from meshwright.runs.placed_run import place_run
+from meshwright.runs.run_file import run_in_folder
+from meshwright.sharding.params import named_leaves
+from meshwright.step.train_step import build_eval_step
+from meshwright.trainer.loop import evaluate, prepare_run
+
+PLAIN = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>"
+    "{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
+)
+LATER = "{% for m in messages %}{{ m.content if loop.last else m.content | upper }}|{% endfor %}"
+TALK = [
+    {"role": "user", "content": "hé?"}, {"role": "assistant", "content": "yes ü"},
+    {"role": "user", "content": "two"}, {"role": "assistant", "content": "no"},
+]  # fmt: skip
+
+ANSWERS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
+    "by prefix": ({"messages": TALK}, PLAIN, ["yes ü<|end|>no<|end|>"]),
+    "marked": ({"messages": TALK}, MARKED, ["yes ü<|end|>no<|end|>"]),
+    "the last answer alone": ({"prompt": TALK[:3], "completion": TALK[3:]}, PLAIN, ["no<|end|>"]),
+    "the last marked one": ({"prompt": TALK[:3], "completion": TALK[3:]}, MARKED, ["no<|end|>"]),
+    "texts": ({"prompt": "One and one? ", "completion": "Two."}, "", ["Two."]),
+    "a preference": ({"prompt": TALK[:1], "chosen": TALK[1:2], "rejected": TALK[3:]}, PLAIN,
+                     ["yes ü<|end|>", "no<|end|>"]),
+    "a preference of conversations": ({"chosen": TALK[:2], "rejected": [*TALK[:1], *TALK[3:]]}, PLAIN,
+                                      ["yes ü<|end|>", "no<|end|>"]),
+}  # fmt: skip
+
+
+def template(source: str) -> ChatTemplate | None:
+    return ChatTemplate(source) if source else None
+
+
+@pytest.mark.parametrize("row", ANSWERS)
+def test_answers_are_what_the_loss_is_of(row: str) -> None:
+    record, source, answers = ANSWERS[row]
+    objective = "preferences" if "chosen" in record else "answers"
+    documents = render_record("f:1", record, objective, Bytes(), template(source))
+    assert [Bytes().decode(d.tokens[d.answers]) for d in documents] == answers
+    closed = [d.tokens[d.answers][-1] == Bytes().end for d in documents]
+    assert all(closed) if not source else not any(closed)
+
+
+BROKEN: dict[str, tuple[Any, str, str]] = {
+    "another field": ({"text": "x"}, PLAIN, "it has 'text'"),
+    "no messages": ({"messages": []}, PLAIN, "its messages is list"),
+    "no role": ({"messages": [{"content": "x"}]}, PLAIN, "message 0 of its messages"),
+    "no answer": ({"messages": TALK[:1]}, PLAIN, "no message is the assistant's"),
+    "an empty completion": ({"prompt": "a", "completion": ""}, "", "its answer is empty"),
+    "no template": ({"messages": TALK}, "", "no chat template"),
+    "a template that looks ahead": ({"messages": TALK}, LATER, "otherwise where more follow"),
+    "a template that refuses": ({"messages": TALK}, "{{ raise_exception('alone') }}", "refuses it: alone"),
+    "no object": ([1], PLAIN, "a list, not an object"),
+}
+
+
+@pytest.mark.parametrize("row", BROKEN)
+def test_broken_records_are_refused_with_file_and_line(row: str, tmp_path: Path) -> None:
+    record, source, reason = BROKEN[row]
+    file, jinja = tmp_path / "chat.jsonl", tmp_path / "template.jinja"
+    good = {"prompt": "a", "completion": "b"}
+    file.write_text(f"{json.dumps(good)}\n\n{json.dumps(record)}\n")
+    jinja.write_text(source)
+    chosen = str(jinja) if source else None
+    run = mw.recipe("tiny", tokenizer="bytes", objective="answers", paths=(str(file),), template=chosen)
+    with pytest.raises(mw.DataError, match=re.escape(reason)) as refused:
+        mw.train(run, tmp_path / "out", progress="none", cache=tmp_path)
+    assert refused.value.asked == f"{file}:3"
+
+
+@pytest.mark.parametrize("seq", [12, 64])
+def test_sequences_hold_whole_documents(seq: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(3, 13, 50)
+    tokens = rng.integers(0, 200, lengths.sum()).astype(np.uint32)
+    answers = (rng.random(lengths.sum()) < 0.5).astype(np.uint8)
+    file = TokenFile(tokens, np.cumsum(lengths), 257, Bytes(), tmp_path)
+    packed: Packed = pack(file, answers, seq, range(50), 1)
+    assert sorted(d for row in packed.rows for d in row) == list(range(50))
+    room = len(packed) * seq - int((lengths - 1).sum())
+    assert room / (len(packed) * seq) < (0.35 if seq == 12 else 0.1)
+    for row, documents in enumerate(packed.rows):
+        fields = packed[row]
+        for segment, document in enumerate(documents):
+            start, stop = document_range(file.ends, document)
+            here = np.flatnonzero(fields["segments"] == segment)
+            np.testing.assert_array_equal(fields["inputs"][here], tokens[start : stop - 1])
+            np.testing.assert_array_equal(fields["targets"][here], tokens[start + 1 : stop])
+            np.testing.assert_array_equal(fields["weights"][here], answers[start + 1 : stop])
+            np.testing.assert_array_equal(fields["positions"][here], np.arange(stop - start - 1))
+        assert not fields["weights"][fields["segments"] == len(documents)].any()
+
+
+def lora(model: str, mesh: str = "data=1", tuning: FineTune | None = None, **changes: Any) -> Run:
+    return tiny_run(MODELS[model], mesh, finetune=tuning or FineTune(method="lora", rank=4, alpha=8.0), **changes)
+
+
+MESHES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "data, fsdp, tensor": ("llama", "data=2,fsdp=2,tensor=2", {}),
+    "stages": ("qwen-like", "stage=2,data=2,tensor=2", {"microbatches": 2}),
+    "context, more devices than heads": ("gpt2", "context=2,fsdp=4", {}),
+    "experts, ZeRO-1, accumulation": ("mixtral", "data=2,expert=2,tensor=2", {"layout": "zero1", "microbatches": 2}),
+}
+
+
+@pytest.mark.parametrize("row", MESHES)
+def test_adapters_train_as_on_one_device(row: str) -> None:
+    model, mesh, changes = MESHES[row]
+    run = lora(model, mesh, **changes)
+    one = train_on_one_device(dataclasses.replace(run, layout="fsdp"), 3)
+    many = take_steps(run, 3)
+    for a, b in zip(jax.tree.leaves(many.initial), jax.tree.leaves(one.initial), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert_same_steps(many, one)
+
+
+def test_nothing_but_adapters_changes_or_has_a_state() -> None:
+    run = lora("llama")
+    trained = train_on_one_device(run, 3)
+    before, after = named_leaves(trained.initial), named_leaves(trained.params)
+    assert {path for path in before if not np.array_equal(before[path], after[path])} == {
+        path for path in before if f".{ADAPTERS}." in path
+    }
+    placed = device_run_of(run)
+    adapters = [p for path, p in named_leaves(placed.params).items() if ADAPTERS in path]
+    state = [x for x in jax.tree.leaves(placed.abstract.optimizer) if x.ndim > 1]
+    assert sum(x.size for x in state) == 2 * sum(p.size for p in adapters)
+
+
+def test_merged_weights_compute_what_adapters_do() -> None:
+    run = lora("mixtral", "data=2,fsdp=2,tensor=2")
+    device_run = device_run_of(run)
+    params = device_run.initial_state().params
+    params["blocks"][ADAPTERS] = jax.tree.map(lambda x: x + 0.02, params["blocks"][ADAPTERS])
+    base, merged = merge_adapters(device_run, params)
+    assert ADAPTERS not in merged["blocks"]
+    losses = [
+        float(build_eval_step(d)(p, random_batch(d))["loss"][0]) for d, p in ((device_run, params), (base, merged))
+    ]
+    assert abs(losses[0] / losses[1] - 1) < 1e-6
+
+
+def test_nf4_takes_the_nearest_of_its_values() -> None:
+    p = device_run_of(lora("llama")).run.model.params()["blocks"]["query"]
+    w = np.random.default_rng(0).normal(size=p.shape).astype(np.float32)
+    kept = quantise("blocks.query", p, jnp.asarray(w), "nf4")
+    assert kept["codes"].shape[1] == p.shape[1] // 2 and kept["scales"].shape[1] == p.shape[1] // BLOCK
+    blocks = w.reshape(p.shape[0], -1, BLOCK, *p.shape[2:])
+    scale = np.abs(blocks).max(2, keepdims=True)
+    distance = np.abs((blocks / scale)[..., None] - np.array(NF4, np.float32))
+    nearest = (np.array(NF4, np.float32)[distance.argmin(-1)] * scale).reshape(w.shape)
+    np.testing.assert_allclose(dequantise(kept, jnp.float32), nearest, rtol=1e-6)
+    exact = quantise("blocks.query", p, jnp.asarray(w), "int8")
+    apart = np.abs(np.asarray(dequantise(exact, jnp.float32)) - w)
+    assert (apart <= np.abs(w).max(1, keepdims=True) / 254 * 1.001).all()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "an unknown target": ({"targets": ("q_proj",)}, "data=1", "no matrix of a layer has such a name"),
+    "routed experts": ({"targets": ("expert_up",)}, "data=1", "routed experts"),
+    "no rank": ({"rank": 0}, "data=1", "at least 1"),
+    "a quantised model that trains": ({"method": "full", "base": "nf4"}, "data=1", "has a gradient"),
+    "preferences in stages": ({"objective": "preferences"}, "stage=2", "second forward pass"),
+}
+
+
+@pytest.mark.parametrize("row", REFUSED)
+def test_what_does_not_go_together_is_refused_with_the_reason(row: str) -> None:
+    fields, mesh, reason = REFUSED[row]
+    run = lora("mixtral", mesh, FineTune(**{"method": "lora", **fields}), microbatches=2)
+    with pytest.raises(mw.ConfigError, match=reason):
+        place_run(run)
+
+
+def write_base(folder: Path, row: str = "llama") -> Any:
+    """A random model of `transformers` with a tokenizer of 50 characters and a chat template."""
+    model = hf_models.save(row, folder)
+    letters = ["<|end|>", "<|user|>", "<|assistant|>", *"abcdefghijklmnopqrstuvwxyz0123456789 ?.,!+-=*/()"][:50]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({c: i for i, c in enumerate(letters)}, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    tokenizer.add_special_tokens(letters[:3])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"chat_template": PLAIN, "eos_token": "<|end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return model
+
+
+def write_sums(file: Path, count: int = 120) -> None:
+    """Questions with one digit answers."""
+    rng = np.random.default_rng(0)
+    with file.open("w") as lines:
+        for a, b in rng.integers(0, 5, (count, 2)):
+            talk = [{"role": "user", "content": f"{a}+{b}?"}, {"role": "assistant", "content": f"{a + b}!"}]
+            lines.write(json.dumps({"messages": talk}) + "\n")
+
+
+SETTINGS: dict[str, Any] = {
+    "steps": 8, "batch": 8, "seq": 32, "compute_dtype": "float32", "learning_rate": 5e-3, "rank": 4, "eval_every": 2,
+    "save_every": 4, "fsdp_min_size": 64, "warmup_steps": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    """A folder with `base` (Hugging Face), `chat.jsonl` and `eight`, a LoRA fine-tune on eight devices."""
+    folder = tmp_path_factory.mktemp("tuned")
+    write_base(folder / "base")
+    write_sums(folder / "chat.jsonl")
+    mesh = "data=2,fsdp=2,tensor=2"
+    mw.finetune(f"hf:{folder}/base", str(folder / "chat.jsonl"), folder / "eight", mesh=mesh, cache=cache, **SETTINGS)
+    return folder
+
+
+def metrics(folder: Path, name: str) -> list[float]:
+    lines = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
+    return [line[name] for line in lines if name in line]
+
+
+def test_a_fine_tune_lowers_held_out_loss_alike_on_one_device(tuned: Path, cache: Path) -> None:
+    held_out = metrics(tuned / "eight", "held-out loss")
+    assert held_out[-1] < 0.8 * held_out[0]
+    mw.finetune(f"hf:{tuned}/base", str(tuned / "chat.jsonl"), tuned / "one", mesh="data=1", cache=cache, **SETTINGS)
+    np.testing.assert_allclose(metrics(tuned / "one", "loss"), metrics(tuned / "eight", "loss"), rtol=1e-5)
+
+
+def test_a_resumed_fine_tune_is_bitwise_the_one_that_went_through(tuned: Path, cache: Path) -> None:
+    before = mw.convert(tuned / "eight", tuned / "before", weights="adapter").out / WEIGHTS
+    losses = metrics(tuned / "eight", "loss")
+    run = run_in_folder(tuned / "eight")
+    assert run.finetune.method == "lora"
+    mw.train(run, tuned / "eight", start="resume", at=4, progress="none", cache=cache)
+    assert metrics(tuned / "eight", "loss") == losses
+    after = mw.convert(tuned / "eight", tuned / "after", weights="adapter").out / WEIGHTS
+    assert before.read_bytes() == after.read_bytes()
+
+
+def logits(model: Any) -> np.ndarray:
+    import torch
+
+    return model(torch.tensor(hf_models.tokens()[:, :-1], dtype=torch.long)).logits.detach().numpy()
+
+
+def test_merged_weights_and_adapter_load_in_transformers_and_peft(tuned: Path) -> None:
+    mw.convert(tuned / "eight", tuned / "merged")
+    mw.convert(tuned / "eight", tuned / "adapter", weights="adapter")
+    with hf_models.quiet():
+        import peft
+        import transformers
+
+        base = transformers.AutoModelForCausalLM.from_pretrained(tuned / "base").float().eval()
+        merged = logits(transformers.AutoModelForCausalLM.from_pretrained(tuned / "merged").float().eval())
+        alone = logits(base)
+        adapted = logits(peft.PeftModel.from_pretrained(base, tuned / "adapter").eval())
+    assert np.abs(merged - alone).max() > 0.1
+    np.testing.assert_allclose(adapted, merged, atol=1e-5 * np.abs(merged).max())
+
+
+def test_outputs_of_a_fine_tune_are_sources_everywhere(tuned: Path, cache: Path) -> None:
+    mw.convert(tuned / "eight", tuned / "adapter of sources", weights="adapter")
+    mw.convert(tuned / "eight", tuned / "merged of sources")
+    evaluation = mw.evaluate(tuned / "eight", mesh="fsdp=2", cache=cache)
+    assert abs(evaluation.loss - metrics(tuned / "eight", "held-out loss")[-1]) < 1e-4
+    prompt = "<|user|>2+2?<|end|><|assistant|>"
+    texts = [
+        mw.generate(str(source), [prompt], max_tokens=6, mesh="data=1").tokens[0]
+        for source in (tuned / "eight", f"hf:{tuned}/adapter of sources", f"hf:{tuned}/merged of sources")
+    ]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_an_adapter_of_peft_is_read_to_equal_logits(tmp_path: Path) -> None:
+    adapted = adapter_of_peft(tmp_path)
+    with hf_models.quiet():
+        wanted = logits(adapted)
+    run = run_of_hugging_face(f"hf:{tmp_path}/adapter")
+    assert run.finetune.targets == ("blocks.query", "blocks.attention_out", "blocks.down")
+    run = dataclasses.replace(
+        run, mesh=mw.MeshShape.parse("data=2,fsdp=2,tensor=2"), fsdp_min_size=64,
+        training=mw.Training(batch=hf_models.BATCH, seq=hf_models.SEQ, compute_dtype="float32", remat="none"),
+    )  # fmt: skip
+    device_run = device_run_of(run)
+    batch = hf_models.batch_of(device_run)
+    found = np.asarray(hf_models.build_logits(device_run)(load_initial_weights(device_run), batch))
+    np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
+
+
+def write_preferences(file: Path, count: int = 60) -> None:
+    """Right answers before wrong ones."""
+    rng = np.random.default_rng(1)
+    with file.open("w") as lines:
+        for a, b in rng.integers(0, 4, (count, 2)):
+            prompt = [{"role": "user", "content": f"{a}+{b}?"}]
+            answers = [[{"role": "assistant", "content": f"{n}!"}] for n in (a + b, a + b + 3)]
+            lines.write(json.dumps({"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}) + "\n")
+
+
+def adapter_of_peft(folder: Path) -> Any:
+    """Writes a random model (`base`) and a random adapter of it (`adapter`) as `peft` does; returns both."""
+    model = write_base(folder / "base", "qwen3")
+    with hf_models.quiet():
+        import peft
+        import torch
+
+        config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "o_proj", "down_proj"], use_rslora=True)
+        adapted = peft.get_peft_model(model, config).eval()
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.data = 0.1 * torch.randn_like(parameter)
+        adapted.save_pretrained(folder / "adapter")
+    written = json.loads((folder / "adapter" / CONFIG).read_text())
+    written["base_model_name_or_path"] = str(folder / "base")
+    (folder / "adapter" / CONFIG).write_text(json.dumps(written))
+    return adapted
+
+
+def preferences_by_torch(adapted: Any, rows: list[dict[str, np.ndarray]], beta: float) -> tuple[float, float, float]:
+    """Loss, reward margin and accuracy of packed pairs by `transformers` and `torch`, each document by itself."""
+    import torch
+
+    def log_probability(row: dict[str, np.ndarray], segment: int) -> torch.Tensor:
+        here = np.flatnonzero(row["segments"] == segment)
+        ids, targets = (torch.tensor(row[name][here][None].astype(np.int64)) for name in ("inputs", "targets"))
+        scores = torch.log_softmax(adapted(ids).logits, -1).gather(-1, targets[..., None])[0, :, 0]
+        return (scores * torch.tensor(row["weights"][here])).sum()
+
+    def ratios(row: dict[str, np.ndarray], segment: int) -> torch.Tensor:
+        with torch.no_grad():
+            own = log_probability(row, segment)
+            with adapted.disable_adapter():
+                return own - log_probability(row, segment)
+
+    margins = torch.stack(
+        [
+            beta * (ratios(row, pair) - ratios(row, pair + 1))
+            for row in rows
+            for pair in range(0, int(row["segments"][row["weights"] > 0].max()) + 1, 2)
+        ]
+    )
+    loss = -torch.nn.functional.logsigmoid(margins).mean()
+    return float(loss), float(margins.mean()), float((margins > 0).float().mean())
+
+
+@pytest.mark.parametrize("mesh", ["data=1", "context=2,fsdp=2,tensor=2"])
+def test_the_loss_of_preferences_is_that_of_torch(mesh: str, tmp_path: Path, cache: Path) -> None:
+    adapted = adapter_of_peft(tmp_path)
+    write_preferences(tmp_path / "pairs.jsonl")
+    run = preference_run(run_of_hugging_face(f"hf:{tmp_path}/adapter"), tmp_path / "pairs.jsonl", mesh)
+    prepared = prepare_run(run, cache=cache)
+    samples = [prepared.train[0][i] for i in range(run.training.batch)]
+    batch = Batch(**{name: np.stack([s[name] for s in samples]) for name in samples[0]})
+    device_run = prepared.device_run
+    params = load_initial_weights(device_run)
+    found = build_eval_step(device_run)(params, jax.device_put(batch, device_run.batch_sharding))
+    values = [float(found[name][0] / found[name][1]) for name in ("loss", "reward margin", "preference accuracy")]
+    with hf_models.quiet():
+        expected = preferences_by_torch(adapted, samples, run.finetune.beta)
+    np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-6)
+
+
+def preference_run(run: Run, data: Path, mesh: str, method: str = "lora", **training: Any) -> Run:
+    tuning = dataclasses.replace(run.finetune, method=method, objective="preferences", beta=0.3)  # type: ignore[arg-type]
+    settings = {"batch": 4, "seq": 64, "compute_dtype": "float32", "steps": 6, "eval_samples": 0, **training}
+    return dataclasses.replace(
+        run, finetune=tuning, mesh=mw.MeshShape.parse(mesh), fsdp_min_size=64,
+        training=mw.Training(**settings),  # type: ignore[arg-type]
+        data=dataclasses.replace(run.data, paths=(str(data),), sample=0),
+        optimizer=mw.Optimizer(learning_rate=2e-3, weight_decay=0.0),
+    )  # fmt: skip
+
+
+def test_preferences_train_alike_on_two_meshes_and_keep_their_reference(tmp_path: Path, cache: Path) -> None:
+    write_base(tmp_path / "base")
+    write_preferences(tmp_path / "pairs.jsonl")
+    source = run_of_hugging_face(f"hf:{tmp_path}/base")
+    for name, mesh in (("one", "data=1"), ("eight", "fsdp=2,context=2,tensor=2")):
+        run = preference_run(source, tmp_path / "pairs.jsonl", mesh, "full", microbatches=2)
+        mw.train(run, tmp_path / name, progress="none", cache=cache)
+    losses = metrics(tmp_path / "eight", "loss")
+    np.testing.assert_allclose(losses, metrics(tmp_path / "one", "loss"), rtol=1e-5)
+    assert abs(losses[0] - np.log(2)) < 1e-6  # the model is its own reference
+    assert losses[-1] < losses[0] and metrics(tmp_path / "eight", "preference accuracy")[-1] > 0.5
+    texts = mw.generate(tmp_path / "eight", ["<|user|>1+1?<|end|><|assistant|>"], max_tokens=3, mesh="data=1")
+    assert len(texts.tokens[0]) > 0
+
+
+BYTES = {"compute": 2.0, "int8": 1.0, "nf4": 0.5 + 4 / BLOCK}
+"""Bytes of an element of a matrix in each base, without int8's scales, one for thousands of elements."""
+
+
+@pytest.mark.parametrize("base", BYTES)
+def test_the_plan_counts_what_is_frozen_in_its_type_and_nothing_else_of_it(base: str) -> None:
+    tuning = FineTune(method="lora", base=base)  # type: ignore[arg-type]
+    run = mw.recipe("llama3-8b", vocab=128256, batch=8, seq=512, mesh="fsdp=8", remat="full")
+    placed = place_run(dataclasses.replace(run, finetune=tuning))
+    memory = memory_by_category(placed, work_of(placed), 1.0)
+    matrices = 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336)
+    adapters = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+    expected = (matrices * BYTES[base] + 2 * 128256 * 4096 * 2 + 4 * adapters) / 8
+    assert abs(memory["parameters"] / expected - 1) < 2e-3
+    assert abs(memory["optimizer state"] / (8 * adapters / 8) - 1) < 1e-6
+    assert abs(memory["gradients"] / (4 * adapters / 8) - 1) < 1e-6
+
+
+def test_a_quantised_base_trains_alike_on_two_meshes_and_is_merged(tmp_path: Path, cache: Path) -> None:
+    write_base(tmp_path / "base")
+    write_sums(tmp_path / "chat.jsonl")
+    settings = {**SETTINGS, "steps": 3, "base": "nf4", "save_every": 0, "eval_every": 0}
+    for name, mesh in (("one", "data=1"), ("eight", "data=2,fsdp=2,tensor=2")):
+        data = str(tmp_path / "chat.jsonl")
+        mw.finetune(f"hf:{tmp_path}/base", data, tmp_path / name, mesh=mesh, cache=cache, **settings)
+    np.testing.assert_allclose(metrics(tmp_path / "eight", "loss"), metrics(tmp_path / "one", "loss"), rtol=1e-5)
+    mw.convert(tmp_path / "eight", tmp_path / "merged")
+    whole = mw.evaluate(tmp_path / "eight", mesh="data=1", cache=cache)
+    run = dataclasses.replace(run_in_folder(tmp_path / "eight"), init_from=f"hf:{tmp_path}/merged")
+    run = dataclasses.replace(run, finetune=FineTune(objective="answers"), mesh=mw.MeshShape.parse("data=1"))
+    prepared = prepare_run(run, cache=cache)
+    device_run = prepared.device_run
+    loss = evaluate(device_run, load_initial_weights(device_run), prepared.held_out, build_eval_step(device_run))
+    assert abs(loss / whole.loss - 1) < 1e-5

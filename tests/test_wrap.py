@@ -1,0 +1,392 @@
+"""Models of one's own: the same numbers on every mesh, resumed, moved, evaluated; and errors that teach."""
+
+import dataclasses
+import functools
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import meshwright as mw
+from meshwright.errors import ConfigError, DataError, TrainingError
+from meshwright.hardware.mesh import build_mesh
+from meshwright.plugins import load_file
+from meshwright.runs.run_file import read_run, run_from_dict, run_to_dict
+from meshwright.wrapped import prepared as prepared_module
+from meshwright.wrapped.census import census_of_wrapped
+from meshwright.wrapped.flops import training_flops
+from meshwright.wrapped.model import Wrapped
+
+EXAMPLES = Path(__file__).parents[1] / "docs" / "wrap"
+MESHES = {
+    "mlp_linen": "data=2,fsdp=4",
+    "vit_nnx": "data=2,fsdp=2,tensor=2",
+    "mixer_equinox": "fsdp=8",
+    "pytree": "data=2,fsdp=2,tensor=2",
+}
+every_example = pytest.mark.parametrize("name", MESHES)
+STEPS = 4
+
+
+@functools.cache
+def example(name: str) -> Wrapped:
+    """Model of an example; of the vision transformer one layer, whose program compiles in half the time."""
+    file: Any = load_file(EXAMPLES / f"{name}.py")
+    if name != "vit_nnx":
+        model: Wrapped = file.model
+        return model
+    return mw.wrap(
+        lambda key: file.VisionTransformer(nnx.Rngs(key), width=32, layers=1), file.loss, file.batches,
+        axes={"mlp": "tensor"},
+    )  # fmt: skip
+
+
+def run_of(name: str, mesh: str, **changes: Any) -> mw.Run:
+    return example(name).run(mesh=mesh, steps=STEPS, learning_rate=3e-4, save_every=2, max_to_keep=9, **changes)
+
+
+def train(run: mw.Run, out: Path, cache: Path, **how: Any) -> mw.Summary:
+    return mw.train(run, out, cache=cache, progress="none", **how)
+
+
+def losses(out: Path, name: str = "loss") -> list[float]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+def saved(out: Path, step: int) -> dict[str, Any]:
+    """Shape, type and fingerprint of every tensor of a checkpoint."""
+    manifest = json.loads((out / "checkpoints" / str(step) / "manifest" / "metadata").read_text(encoding="utf-8"))
+    tensors: dict[str, Any] = manifest["tensors"]
+    return tensors
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_are_compiled_once() -> Iterator[None]:
+    """Runs of this file that have the same program share its executable."""
+    compiled: dict[Any, tuple[Any, Any]] = {}
+    build = prepared_module.CompiledTrainStep
+
+    def build_once(device_run: Any, *like: Any) -> Any:
+        run, parts = device_run.run, device_run.parts
+        training = dataclasses.replace(run.training, save_every=0, max_to_keep=1, eval_every=0, log_every=1)
+        key = id(parts), dataclasses.replace(run, training=training, name="")
+        if key not in compiled:
+            compiled[key] = build(device_run, *like), parts  # which keeps the id
+        return compiled[key][0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepared_module, "CompiledTrainStep", build_once)
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Any:
+    """Output folder of an example trained without interruption, by name and mesh."""
+    folders: dict[tuple[str, str], Path] = {}
+
+    def folder(name: str, mesh: str) -> Path:
+        if (name, mesh) not in folders:
+            folders[name, mesh] = tmp_path_factory.mktemp(name) / "out"
+            train(run_of(name, mesh), folders[name, mesh], cache)
+        return folders[name, mesh]
+
+    return folder
+
+
+@every_example
+def test_eight_devices_have_the_losses_of_one(trained: Any, name: str) -> None:
+    eight, one = trained(name, MESHES[name]), trained(name, "data=1")
+    np.testing.assert_allclose(losses(eight), losses(one), rtol=1e-6)
+    np.testing.assert_allclose(losses(eight, "gradient norm"), losses(one, "gradient norm"), rtol=1e-5)
+    if example(name).parts.held_out is not None:
+        np.testing.assert_allclose(losses(eight, "held-out loss"), losses(one, "held-out loss"), rtol=1e-5)
+
+
+@every_example
+def test_initial_values_are_the_same_bits_on_every_mesh(name: str, cache: Path) -> None:
+    meshes = ("data=1", MESHES[name])
+    states = [
+        prepared_module.prepare_wrapped(run_of(name, mesh), cache=cache).device_run.initial_state() for mesh in meshes
+    ]
+    for path, x in states[0].params.items():
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(states[1].params[path]), err_msg=path)
+
+
+@every_example
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(trained: Any, name: str, tmp_path: Path, cache: Path) -> None:
+    whole = trained(name, MESHES[name])
+    shutil.copytree(whole, tmp_path / "out")
+    train(run_of(name, MESHES[name]), tmp_path / "out", cache, start="resume", at=2)
+    assert saved(tmp_path / "out", STEPS) == saved(whole, STEPS)
+    assert losses(tmp_path / "out") == losses(whole)
+
+
+@every_example
+def test_a_run_continues_on_another_mesh(trained: Any, name: str, tmp_path: Path, cache: Path) -> None:
+    whole = trained(name, MESHES[name])
+    shutil.copytree(whole, tmp_path / "out")
+    train(run_of(name, "data=1"), tmp_path / "out", cache, start="resume", at=2)
+    np.testing.assert_allclose(losses(tmp_path / "out"), losses(whole), rtol=1e-6)
+
+
+def test_a_checkpoint_is_evaluated_by_the_name_of_its_model(trained: Any, cache: Path) -> None:
+    out = trained("mlp_linen", MESHES["mlp_linen"])
+    assert read_run(out / "run.json").model.name.endswith("mlp_linen.py:model")  # type: ignore[attr-defined]
+    evaluation: Any = mw.evaluate(out, mesh="fsdp=8", cache=cache)
+    assert evaluation.step == STEPS and evaluation.loss == pytest.approx(losses(out, "held-out loss")[-1], rel=1e-6)
+    assert 0 <= evaluation.metrics["accuracy"] <= 1
+
+
+def test_parity_compares_gradients_too(cache: Path) -> None:
+    result = mw.parity(run_of("pytree", "fsdp=8"), "data=2", steps=1, cache=cache)
+    assert result.first_divergence is None and result.unequal_initial == ()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"name": "lion"}, {"microbatches": 2, "layout": "zero1"}, {"remat": "full"}, {"remat": "none"}]
+)
+def test_options_do_not_change_the_numbers(changes: dict[str, Any], tmp_path: Path, cache: Path) -> None:
+    optimizer = mw.Optimizer(name=changes.pop("name", "adamw"), learning_rate=3e-4)
+    results = []
+    for mesh, own in (("data=1", {}), ("data=2,fsdp=4", changes)):
+        run = example("pytree").run(mesh=mesh, steps=2, optimizer=optimizer, **own)
+        train(run, tmp_path / mesh, cache)
+        results.append(losses(tmp_path / mesh))
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-6)
+
+
+def squares(params: Any, batch: Any) -> jax.Array:
+    return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+
+def rows(step: int, count: int = 16) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(step)
+    return {"x": rng.normal(size=(count, 64)).astype(np.float32), "y": rng.normal(size=(count, 128)).astype(np.float32)}
+
+
+W = {"w": np.zeros((64, 128), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "words"),
+    [
+        (lambda: mw.wrap(W, lambda p, b: (b["x"] @ p["w"]).mean(0), rows), ConfigError, "shape [128]"),
+        (lambda: mw.wrap(W, lambda p, b: jnp.int32(1), rows), ConfigError, "int32"),
+        (lambda: mw.wrap(W, lambda p: 0.0, rows), ConfigError, "takes 1 arguments"),
+        (lambda: mw.wrap(W, lambda p, b: (squares(p, b), 3), rows), ConfigError, "dictionary of scalars"),
+        (lambda: mw.wrap(W, lambda p, b: b["z"].mean(), rows), ConfigError, "KeyError: 'z'"),
+        (lambda: mw.wrap({"w": "text"}, squares, rows), ConfigError, "it has a str"),
+        (lambda: mw.wrap(lambda key: object(), squares, rows), ConfigError, "it has a object"),
+        (lambda: mw.wrap(W, squares, rows, rules={"v": ("fsdp",)}), ConfigError, "known: w"),
+        (lambda: mw.wrap(W, squares, rows, rules={"w": ("model",)}), ConfigError, "one of fsdp, tensor"),
+        (lambda: mw.wrap(W, squares, rows, rules={"w": (None, None, "fsdp")}), ConfigError, "names 3 dimensions"),
+        (lambda: mw.wrap(W, squares, rows, rules={"(": ()}), ConfigError, "no regular expression"),
+        (lambda: mw.wrap(W, squares, lambda step: {"x": np.ones(3), "y": np.float32(0)}), DataError, "first dimension"),
+        (lambda: mw.wrap(W, squares, []), DataError, "no batch"),
+        (lambda: mw.wrap(W, squares, 3), DataError, "it is a int"),
+    ],
+)
+def test_wrapping_refuses_what_cannot_train(wrong: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error) as caught:
+        wrong()
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rules", "changes", "words"),
+    [
+        ("data=3", {}, {}, "16 = 5 * 3 + 1"),
+        ("data=4", {}, {"microbatches": 8}, "16 = 0 * 32 + 16"),
+        ("fsdp=8", {"w": ("fsdp",)}, {"batch": 8}, "training.batch=16"),
+        ("tensor=3,data=2", {"w": (None, "tensor")}, {}, "128 = 42 * 3 + 2"),
+        ("fsdp=4,tensor=2", {"w": (("fsdp", "tensor"),)}, {}, "split different dimensions"),
+        ("stage=2,data=2", {}, {}, "axes among data, fsdp, tensor"),
+        ("data=2", {}, {"seq": 64}, "--training.seq 64"),
+        ("data=2", {}, {"remat": "projections"}, "its layers are not known"),
+        ("data=2", {}, {"init_from": "hf:x"}, "init_from"),
+        ("data=2", {}, {"optimizer": mw.Optimizer(name="muon")}, "heads and layers"),
+    ],
+)
+def test_a_run_that_does_not_fit_is_refused_before_tracing(
+    mesh: str, rules: dict[str, Any], changes: dict[str, Any], words: str, tmp_path: Path, cache: Path
+) -> None:
+    run = mw.wrap(W, squares, rows, rules=rules).run(mesh=mesh, steps=1, **changes)
+    with pytest.raises(ConfigError) as caught:
+        train(run, tmp_path / "out", cache)
+    assert words in str(caught.value)
+
+
+def test_a_loss_that_is_not_finite_stops_with_its_batch(tmp_path: Path, cache: Path) -> None:
+    def batches(step: int) -> dict[str, np.ndarray]:
+        return {**rows(step), "y": np.full((16, 128), np.nan if step == 1 else 0.0, np.float32)}
+
+    with pytest.raises(TrainingError, match="step 2"):
+        train(mw.wrap(W, squares, batches).run(mesh="data=2", steps=4), tmp_path / "out", cache)
+    saved_batch = np.load(tmp_path / "out" / "evidence-step-2" / "batch-process-0.npz")
+    assert np.isnan(saved_batch["y"]).all() and saved_batch["x"].shape == (16, 64)
+
+
+def test_batches_of_another_shape_are_refused(tmp_path: Path, cache: Path) -> None:
+    run = mw.wrap(W, squares, lambda step: rows(step, 16 if step < 1 else 8)).run(mesh="data=2", steps=3)
+    with pytest.raises(DataError, match=r"float32\[8, 64\]"):
+        train(run, tmp_path / "out", cache)
+
+
+class Counted:
+    """Iterator with a state, as Grain's."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def __iter__(self) -> "Counted":
+        return Counted()
+
+    def __next__(self) -> Any:
+        self.step += 1
+        return rows(self.step)
+
+    def get_state(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+@pytest.mark.parametrize("data", [rows, [rows(i) for i in range(3)], Counted()], ids=["steps", "list", "state"])
+def test_resuming_continues_the_data(data: Any, tmp_path: Path, cache: Path) -> None:
+    model = mw.wrap(W, squares, data)
+    for name, steps in (("whole", (4,)), ("parts", (2, 4))):
+        for number, last in enumerate(steps):
+            run = model.run(mesh="data=2", steps=last, lr_schedule="constant")
+            train(run, tmp_path / name, cache, start="resume" if number else "fresh")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_a_generator_is_trained_on_and_not_resumed(tmp_path: Path, cache: Path) -> None:
+    run = mw.wrap(W, squares, (rows(i) for i in range(3))).run(mesh="data=2", steps=2)
+    train(run, tmp_path / "out", cache)
+    with pytest.raises(DataError, match="read once"):
+        train(dataclasses.replace(run, training=dataclasses.replace(run.training, steps=3)), tmp_path / "out", cache,
+              start="resume")  # fmt: skip
+
+
+def test_a_weight_makes_means_of_unequal_parts_those_of_the_whole(tmp_path: Path, cache: Path) -> None:
+    def masked(params: Any, batch: Any) -> Any:
+        each = ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean(1)
+        mask = (batch["x"][:, 0] > 0).astype(jnp.float32)
+        return (each * mask).sum() / mask.sum(), {"weight": mask.sum(), "chosen": mask.sum()}
+
+    model, results = mw.wrap(W, masked, lambda step: rows(step + 7, 32)), []
+    for mesh, microbatches in (("data=1", 1), ("data=2", 2)):
+        out = tmp_path / mesh
+        train(model.run(mesh=mesh, steps=3, microbatches=microbatches), out, cache)
+        results.append(losses(out) + losses(out, "gradient norm"))
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-6)
+
+
+def test_the_state_of_an_equinox_module_is_averaged_and_restored(tmp_path: Path, cache: Path) -> None:
+    import equinox as eqx
+
+    class Net(eqx.Module):
+        norm: eqx.nn.BatchNorm
+        out: eqx.nn.Linear
+
+        def __init__(self, key: jax.Array):
+            self.norm = eqx.nn.BatchNorm(64, axis_name="batch", mode="ema")
+            self.out = eqx.nn.Linear(64, 128, key=key)
+
+        def __call__(self, x: jax.Array, state: Any) -> Any:
+            x, state = self.norm(x, state)
+            return self.out(x), state
+
+    def loss(model: Any, state: Any, batch: Any) -> Any:
+        y, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(batch["x"], state)
+        return jnp.mean((y - batch["y"]) ** 2), state
+
+    model = mw.wrap(eqx.nn.make_with_state(Net), loss, rows, held_out=[rows(99)])
+    run = model.run(mesh="data=2", steps=2, save_every=1, max_to_keep=9)
+    train(run, tmp_path / "out", cache)
+    before = losses(tmp_path / "out", "held-out loss")
+    trained: Any = model.restore(tmp_path / "out")
+    assert trained[0].out.weight.shape == (128, 64) and trained[0].norm.inference
+    names = [name for name in saved(tmp_path / "out", 1) if name.startswith("variables")]
+    assert names and any(saved(tmp_path / "out", 1)[n] != saved(tmp_path / "out", 2)[n] for n in names)
+    train(run, tmp_path / "out", cache, start="resume", at=1)
+    assert losses(tmp_path / "out", "held-out loss") == before
+
+
+def test_random_numbers_that_could_be_either_are_refused(tmp_path: Path, cache: Path) -> None:
+    def loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+        first, second = jax.random.split(key)  # two keys, and two examples on each of eight devices
+        keys = jax.random.split(first, batch["x"].shape[0])
+        noise = jax.vmap(lambda k: jax.random.normal(k, (64,)))(keys)
+        return squares(params, {**batch, "x": batch["x"] + noise + jax.random.normal(second, (64,))})
+
+    model = mw.wrap(W, loss, rows)
+    with pytest.raises(ConfigError, match="may belong"):
+        train(model.run(mesh="data=8", steps=1), tmp_path / "out", cache)
+    outs = []
+    for mesh in ("data=1", "data=2"):
+        train(model.run(mesh=mesh, steps=2), tmp_path / mesh, cache)
+        outs.append(losses(tmp_path / mesh))
+    np.testing.assert_allclose(outs[1], outs[0], rtol=1e-6)
+
+
+def test_a_run_file_of_a_model_without_a_name_asks_for_the_model(tmp_path: Path, cache: Path) -> None:
+    model = mw.wrap(W, squares, rows, held_out=[rows(1)])
+    train(model.run(mesh="data=2", steps=1), tmp_path / "out", cache)
+    with pytest.raises(ConfigError, match="no top-level object"):
+        mw.evaluate(tmp_path / "out", cache=cache)
+    evaluation: Any = mw.evaluate(tmp_path / "out", model=model, cache=cache)
+    assert evaluation.loss == losses(tmp_path / "out", "held-out loss")[0]
+    with pytest.raises(ConfigError, match="cannot import it"):
+        mw.prove(model.run(mesh="fsdp=8"), on="v5p:2x2x2")
+
+
+def test_the_census_has_the_collectives_that_the_docs_state() -> None:
+    run = mw.wrap(W, squares, rows).run(mesh="data=2,fsdp=4", remat="none")
+    device_run = prepared_module.put_on_devices(run, build_mesh(run.mesh, jax.devices()))  # type: ignore[arg-type]
+    census = census_of_wrapped(device_run)
+    size = 64 * 128 * 4
+    entries = [e for e in census.ledger if e.total >= size / 8]
+    sent = {(e.kind, e.axes_label, e.total) for e in entries}
+    assert {("all-gather", "fsdp", size), ("reduce-scatter", "fsdp", size)} <= sent
+    assert ("all-reduce", "data", size / 4) in sent and not census.findings
+
+
+def test_plan_counts_matmuls_parameters_and_what_is_kept() -> None:
+    model = mw.wrap(W, squares, rows)
+    assert training_flops(model.parts) == 3 * 2 * 16 * 64 * 128
+    plans = mw.plan(model.run(), on="v5p:2x2x1")
+    assert {str(plan.mesh) for plan in plans} == {"data=4", "data=2,fsdp=2", "fsdp=4"}
+    fsdp = next(plan for plan in plans if str(plan.mesh) == "fsdp=4")
+    assert fsdp.estimate.memory["parameters"] == 64 * 128 * 4 / 4
+    assert fsdp.estimate.memory["optimizer state"] == pytest.approx(2 * 64 * 128 * 4 / 4, abs=8)
+    with pytest.raises(ConfigError, match="every mesh is refused"):
+        mw.plan(mw.wrap(W, squares, lambda step: rows(step, 6)).run(), on="v5p:2x2x1")
+
+
+def test_a_plan_is_proved_by_the_compiler_of_the_machine() -> None:
+    pytest.importorskip("libtpu")
+    run = example("pytree").run(mesh="data=2,fsdp=2,tensor=2")
+    proof = mw.prove(run, on="v5p:2x2x2")
+    assert proof.fits, proof.refused
+    kinds = {(entry["kind"], entry["axes"]) for entry in proof.census["traffic"]}
+    assert ("all-gather", "fsdp") in kinds and any(kind == "all-reduce" and "tensor" in axes for kind, axes in kinds)
+    assert proof.census["memory"]["categories"]["parameters"] == proof.plan.estimate.memory["parameters"]
+
+
+def test_a_wrapped_run_is_written_by_name() -> None:
+    run = run_of("pytree", "fsdp=8")
+    run = dataclasses.replace(run, model=run.model.named())  # type: ignore[attr-defined]
+    document = json.loads(json.dumps(run_to_dict(run)))
+    assert document["model"]["name"].endswith("pytree.py:model")
+    assert run_from_dict(document).model.parts is run.model.parts  # type: ignore[attr-defined]
