@@ -17,7 +17,6 @@ from typing import Any
 
 from meshwright.config import MeshShape
 from meshwright.errors import MeshwrightError
-from meshwright.hardware.chips import Nodes
 from meshwright.hardware.targets import parse_target
 from meshwright.planner.plan_file import read_plan, write_plan
 from meshwright.planner.search import Plan, price_run, search
@@ -72,14 +71,13 @@ def best_plans(case: tuple[str, str, int, int]) -> dict[str, Plan]:
 def needed_flops(plan: Plan) -> float:
     """Returns the FLOPs of a device's step: the model's, and what the remat policy and the loss compute again.
 
-    Programs for GPUs have two attention kernels in branches, for whole and for packed sequences, of which a step runs
-    one. The census counts both, so the model's attention counts twice here.
+    Programs for GPUs have two forms of attention in branches, for whole and for packed sequences; the census counts the
+    larger, as a step runs one.
     """
     training, work = plan.run.training, work_of(plan.placed)
     again = recomputed_roles(training.remat)
     matmuls = sum((3 + (m.role in again)) * m.flops for m in work.matmuls)
-    branches = 2.0 if isinstance(plan.target.chip.interconnect, Nodes) else 1.0
-    attention = (3.5 + ("attention" in again)) * branches * work.attention
+    attention = (3.5 + ("attention" in again)) * work.attention
     return training.microbatches * (matmuls + attention + 4 * work.unembedding.flops)
 
 

@@ -1,4 +1,4 @@
-"""Compares every architecture with `transformers` and prints the table of docs/families.md.
+"""Compares every architecture with `transformers` and prints the largest differences (docs/families.md).
 
     python bench/families.py [ROW...]          # adds what is not yet in bench/results/families.json
     python bench/families.py --table           # prints the table of what is there

@@ -86,8 +86,9 @@ def known_options() -> dict[str, set[str]]:
     """Returns the options of each verb, those of its Run and of all model families included."""
     names = {name: _names(name) for name in (*terminal.VERBS, *terminal.FAMILIES, "run")}
     shared = {"--help", "--run"}.union(names["run"], *(names[family] for family in terminal.FAMILIES))
-    own = ("evaluate", "tokenize", "convert", "bench")
-    return {verb: names[verb] | (shared if verb not in own else {"--help"}) for verb in terminal.VERBS}
+    own = ("evaluate", "tokenize", "convert", "bench", *(name for name in terminal.VERBS if " " in name))
+    every = {"--help", "--trust-code"}
+    return {verb: names[verb] | every | (shared if verb not in own else set()) for verb in terminal.VERBS}
 
 
 def _names(name: str) -> set[str]:

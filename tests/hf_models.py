@@ -205,8 +205,9 @@ def run_of(folder: Path, mesh: str) -> Run:
     run = run_of_hugging_face(f"hf:{folder}")
     training = Training(batch=BATCH, seq=SEQ, compute_dtype="float32", remat="none")
     model: Any = run.model
-    if any(field.name == "aux_loss_weight" for field in dataclasses.fields(model)):
-        model = dataclasses.replace(model, aux_loss_weight=0.0, router_z_loss_weight=0.0, bias_update_rate=0.0)
+    names = {field.name for field in dataclasses.fields(model)}
+    rest = names & {"aux_loss_weight", "router_z_loss_weight", "bias_update_rate"}
+    model = dataclasses.replace(model, **dict.fromkeys(rest, 0.0))
     return dataclasses.replace(
         run, model=model, mesh=MeshShape.parse(mesh), training=training, fsdp_min_size=64,
         optimizer=Optimizer(grad_clip_norm=0.0),

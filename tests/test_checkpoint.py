@@ -19,16 +19,18 @@ import numpy as np
 import pytest
 from tiny_runs import MODELS, device_run_of, tiny_run
 
-from meshwright.checkpoint import orbax_reports
+from meshwright.checkpoint import late_reports
 from meshwright.checkpoint.checkpoints import Checkpoints, check_disk_space, committed_steps
 from meshwright.checkpoint.layer_order import abstract_in_layer_order, reordering
+from meshwright.checkpoint.manifest import seal
 from meshwright.checkpoint.orbax_reports import orbax_reports_suppressed
 from meshwright.config import Data, MeshShape, Run
 from meshwright.errors import CheckpointError, ConfigError, TrainingError
+from meshwright.faults import Faults
 from meshwright.sharding.params import layers_to_rows, named_leaves, rows_to_layers
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
-from meshwright.trainer import loop
+from meshwright.trainer import loop, prepare
 
 MESH = "data=2,fsdp=2,tensor=2"
 TEXT = "the quick brown fox jumps over the lazy dog; " * 400
@@ -67,7 +69,10 @@ def programs_are_compiled_once() -> Iterator[None]:
             run = device_run.run
             # None of these is part of a program.
             training = dataclasses.replace(run.training, save_every=0, max_to_keep=1, eval_every=0, log_every=1)
-            key = build, dataclasses.replace(run, training=training, data=Data(), name="", reporters=())
+            key = (
+                build,
+                dataclasses.replace(run, training=training, data=Data(), name="", reporters=(), faults=Faults()),
+            )
             if key not in compiled:
                 compiled[key] = build(device_run, *like)
             return compiled[key]
@@ -76,7 +81,7 @@ def programs_are_compiled_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("CompiledTrainStep", "build_eval_step"):
-            patch.setattr(loop, name, shared(getattr(loop, name)))
+            patch.setattr(prepare, name, shared(getattr(prepare, name)))
         yield
 
 
@@ -190,7 +195,7 @@ def test_one_flipped_bit_names_the_tensor_and_the_previous_checkpoint(
     file = out / "checkpoints" / "4" / "manifest" / "metadata"
     content = json.loads(file.read_text())
     content["tensors"] = manifest.to_dict()["tensors"]
-    file.write_text(json.dumps(content))
+    file.write_text(json.dumps(seal(content)))
     with (
         Checkpoints(out / "checkpoints", max_to_keep=9) as checkpoints,
         pytest.raises(CheckpointError, match=r"'params\.blocks\.up' is not what was saved(.|\n)*--at 2"),
@@ -283,7 +288,7 @@ def test_disk_space_is_checked_before_the_first_step(tmp_path: Path, monkeypatch
 def test_a_failed_save_is_reported_once_and_leaves_the_process_as_it_was(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orbax_reports, "_LATE_SECONDS", 0.7)
+    monkeypatch.setattr(late_reports, "_LATE_SECONDS", 0.7)
     device_run = device_run_of(tiny_run(MODELS["llama"], "fsdp=2,tensor=2"))
     state = device_run.initial_state()
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]

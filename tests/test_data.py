@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zlib
 from pathlib import Path
 
 import jax
@@ -18,9 +19,12 @@ from meshwright.data.bpe import train_bpe
 from meshwright.data.chars import Chars
 from meshwright.data.feed import Feed, Windows, build_stream, held_out_batches, split
 from meshwright.data.ramp import BatchRamp
-from meshwright.data.sources import find_files, parse_source, read_documents
-from meshwright.data.tokenizers import Bytes, build_tokenizer, tokenizer_from_json
-from meshwright.data.tokens import load_corpus, load_tokens, open_tokens, tokenize, vocab_of_corpus
+from meshwright.data.records import Records
+from meshwright.data.sources import find_files, read_documents
+from meshwright.data.tokenizers import Bytes, tokenizer_from_json
+from meshwright.data.tokenizing import load_tokens, tokenize, write_description
+from meshwright.data.tokens import load_corpus, open_tokens, parse_source
+from meshwright.data.vocabulary import build_tokenizer, vocab_of_corpus
 from meshwright.errors import ConfigError, DataError
 from meshwright.hardware.mesh import build_mesh
 from meshwright.plugins import load
@@ -47,7 +51,7 @@ def write(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "jsonl.gz", "parquet", "md"])
 def test_every_kind_of_file_is_read(tmp_path: Path, kind: str) -> None:
     file = write(tmp_path, kind)
-    found = list(read_documents(find_files(str(file))))
+    found = list(read_documents(find_files(str(file)), Records(str(file))))
     assert found == (TEXTS if kind.startswith(("jsonl", "parquet")) else ["\n\n".join(TEXTS)])
     assert find_files(str(tmp_path)) == find_files(f"{tmp_path}/*.{kind}") == [file]
 
@@ -55,12 +59,12 @@ def test_every_kind_of_file_is_read(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.jsonl", b'{"text": "good"}\n{"text": 3}\n', "line 2 has no string field 'text'"),
-        ("a.jsonl", b'{"text": "go', "JSONDecodeError"),
+        ("a.jsonl", b'{"text": "good"}\n{"text": 3}\n', r"a.jsonl, line 2(.|\n)*no text: its 'text' is a number"),
+        ("a.jsonl", b'{"text": "go', r"line 1(.|\n)*not JSON: Unterminated string starting at column 10"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "good"}\n', mtime=0)[:-9], "EOFError"),
         ("a.jsonl.gz", gzip.compress(b"", mtime=0)[:10] + b"\xff" * 20, "error: Error -3"),
         ("a.parquet", b"PAR1 no parquet at all", "Arrow"),
-        ("a.txt", b"\xff\xfe\xff", "UnicodeDecodeError"),
+        ("a.txt", b"\xff\xfe\xff", "not UTF-8: it is UTF-16"),
         ("a.txt", b"", "hold no text: all are empty"),
         ("a.xyz", b"hello", "without a file of a known kind"),
     ],
@@ -203,7 +207,7 @@ def test_several_sources_share_one_vocabulary(tmp_path: Path) -> None:
         load_corpus((str(a.folder), str(b.folder)), "bytes", tmp_path / "cache")
 
 
-@pytest.mark.parametrize("harm", ["tokens.bin", "ends.npy", "tokens.json", "tokenizer.json"])
+@pytest.mark.parametrize("harm", ["tokens.bin", "ends.npy", "sums.bin", "tokens.json", "tokenizer.json"])
 def test_damaged_token_files_are_refused(tmp_path: Path, harm: str) -> None:
     tokenize(str(write(tmp_path, "txt")), "bytes", tmp_path / "tokens")
     file = tmp_path / "tokens" / harm
@@ -217,6 +221,15 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
     raw = np.fromfile(tmp_path / "tokens" / "tokens.bin", np.uint16)
     raw[5] = 999
     raw.tofile(tmp_path / "tokens" / "tokens.bin")
+    with pytest.raises(DataError, match=r"bytes 0 to .* of tokens.bin are not what was written"):
+        Windows(open_tokens(file.folder), 16, 0, 100)[0]
+    # A folder that was made so: its checksums agree.
+    np.array([zlib.crc32(raw)], "<u4").tofile(tmp_path / "tokens" / "sums.bin")
+    record = json.loads((tmp_path / "tokens" / "tokens.json").read_text())
+    write_description(
+        tmp_path / "tokens",
+        {key: record[key] for key in record if key not in ("checksum", "sha256", "format", "block")},
+    )
     with pytest.raises(DataError, match="token 5 is 999, and the vocabulary has 257"):
         Windows(open_tokens(file.folder), 16, 0, 100)[0]
 

@@ -12,11 +12,22 @@ import pytest
 from tiny_runs import DEEPSEEK, assert_same_steps, largest_difference, tiny_run, train, train_on_one_device
 
 import meshwright as mw
+from meshwright.config import MeshShape
 from meshwright.data.batch import Batch
-from meshwright.errors import WeightsError
+from meshwright.errors import ConfigError, WeightsError
+from meshwright.generation.cache import CachePlan
+from meshwright.generation.weights import Int8Weight
+from meshwright.hardware.targets import parse_target
 from meshwright.hugging_face.folder import open_folder
 from meshwright.hugging_face.safetensors_files import SafetensorsFile
+from meshwright.models.adapters import AdaptedWeight
+from meshwright.models.blocks.latent import absorb_keys, absorb_values
+from meshwright.models.families.deepseek import Deepseek
+from meshwright.models.flops import layer_flops, training_flops_per_token
 from meshwright.models.further_tokens import shift
+from meshwright.planner.search import price_run
+from meshwright.runs.recipe import find_recipe
+from meshwright.sharding.params import count_params, named_leaves
 
 exhaustive = pytest.mark.exhaustive
 STEPS = 3
@@ -183,3 +194,78 @@ def test_other_quantisations_are_refused(change: dict[str, Any], message: str, t
     in_float8(tmp_path, released(tmp_path, quantization_config={**FP8, **change}))
     with pytest.raises(WeightsError, match=message):
         open_folder(f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "parameters", "used", "cached"),
+    [
+        # arXiv:2412.19437, section 4.2; arXiv:2507.20534, table 2; arXiv:2405.04434, appendix B.
+        ("deepseek-v3", 671.0e9, 37.6e9, 61 * 576),
+        ("kimi-k2", 1.026e12, 32.9e9, 61 * 576),
+        ("deepseek-v2-lite", 15.7e9, 2.66e9, 27 * 576),
+    ],
+)
+def test_published_sizes(recipe: str, parameters: float, used: float, cached: int) -> None:
+    model = find_recipe(recipe).model
+    assert isinstance(model, Deepseek)
+    leaves = named_leaves(model.params())
+    total = count_params(model.params())
+    idle = sum(p.size for p in leaves.values() if "E" in p.dims) * (1 - model.experts_per_token / model.experts)
+    assert total == pytest.approx(parameters, rel=2e-3) and total - idle == pytest.approx(used, rel=2e-3)
+    # Latents and rotary keys of every layer in bfloat16, whole on each device of `tensor`.
+    plan = CachePlan(model.spec(), MeshShape(tensor=2), 1, 128, "bfloat16")
+    assert plan.bytes_per_device == 128 * cached * 2
+    # One layer more, its projection of two widths, and one more unembedding.
+    further = dataclasses.replace(model, mtp_depth=1)
+    more = training_flops_per_token(further, 4096) - training_flops_per_token(model, 4096)
+    forward = layer_flops(model, 4096)[-1] + 2 * 2 * model.width**2 + 2 * model.width * (model.vocab or 0)
+    assert more == pytest.approx(3 * forward)
+
+
+def test_planned_memory_is_that_of_the_compiler() -> None:
+    """DeepSeek-V3 on 2,048 H100, compiled whole: 59.3 GiB live at the peak (docs/families.md)."""
+    run = find_recipe("deepseek-v3")
+    training = dataclasses.replace(
+        run.training, remat="feed_forward", microbatches=15, pipeline_schedule="interleaved", virtual_stages=2,
+        stage_saves="layers",
+    )  # fmt: skip
+    mesh = MeshShape.parse("stage=2,data=4,expert=256")
+    plan = price_run(dataclasses.replace(run, mesh=mesh, layout="zero1", training=training), parse_target("h100:2048"))
+    assert plan.estimate.bytes / 2**30 == pytest.approx(59.3, rel=0.1) and plan.estimate.fits
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_heads": 4}, "16 heads has its own key"),
+        ({"sliding_window": 5}, "model.sliding_window = 5"),
+        ({"head_size": 8}, "model.head_size = 8"),
+        ({"qk_norm": "rms"}, "model.qk_norm = 'rms'"),
+        ({"qk_rope_head_dim": 5}, "rotate in pairs"),
+    ],
+    ids=str,
+)
+def test_fields_without_a_meaning_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(DEEPSEEK, **change).params()
+
+
+@pytest.mark.parametrize("kind", ["array", "int8", "adapter"])
+def test_absorbed_projections_are_the_expanded_ones(kind: str) -> None:
+    """q (W c) = (W^T q) c, with every form in which decoding has weights."""
+    rng = np.random.default_rng(0)
+    q, up, latent = (rng.standard_normal(shape, np.float32) for shape in ((1, 3, 4, 6), (5, 4, 6 + 7), (1, 3, 5)))
+    weight: Any = up
+    if kind == "int8":
+        scale = np.abs(up).max(0) / 127
+        weight = Int8Weight(np.round(up / scale).astype(np.int8), scale)
+        up = weight.values * scale
+    if kind == "adapter":
+        a, b = rng.standard_normal((5, 2), np.float32), rng.standard_normal((2, 4, 13), np.float32)
+        weight = AdaptedWeight(jax.numpy.asarray(up), a, b, 0.5)
+        up = up + 0.5 * np.einsum("zr,rnh->znh", a, b)
+    expanded = np.einsum("btz,znh->btnh", latent, up)
+    scores = np.einsum("btnz,bsz->bnts", absorb_keys(q, weight), latent)
+    np.testing.assert_allclose(scores, np.einsum("btnh,bsnh->bnts", q, expanded[..., :6]), atol=1e-4)
+    each = np.repeat(latent[:, :, None], 4, 2)
+    np.testing.assert_allclose(absorb_values(each, weight, 7), expanded[..., 6:], atol=1e-4)

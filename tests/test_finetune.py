@@ -42,6 +42,7 @@ from meshwright.runs.hugging_face import run_of_hugging_face
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.params import named_leaves
+from meshwright.sharding.placement import axes_of
 from meshwright.step.train_step import build_eval_step
 from meshwright.trainer.loop import evaluate, prepare_run
 
@@ -417,8 +418,8 @@ def test_preferences_train_alike_on_two_meshes_and_keep_their_reference(tmp_path
     write_base(tmp_path / "base")
     write_preferences(tmp_path / "pairs.jsonl")
     source = run_of_hugging_face(f"hf:{tmp_path}/base")
-    for name, mesh in (("one", "data=1"), ("eight", "fsdp=2,context=2,tensor=2")):
-        run = preference_run(source, tmp_path / "pairs.jsonl", mesh, "full", microbatches=2)
+    for name, mesh in (("one", "data=1"), ("eight", "fsdp=2,tensor=2")):
+        run = preference_run(source, tmp_path / "pairs.jsonl", mesh, "full")
         mw.train(run, tmp_path / name, progress="none", cache=cache)
     losses = metrics(tmp_path / "eight", "loss")
     np.testing.assert_allclose(losses, metrics(tmp_path / "one", "loss"), rtol=1e-5)
@@ -444,6 +445,15 @@ def test_the_plan_counts_what_is_frozen_in_its_type_and_nothing_else_of_it(base:
     assert abs(memory["parameters"] / expected - 1) < 2e-3
     assert abs(memory["optimizer state"] / (8 * adapters / 8) - 1) < 1e-6
     assert abs(memory["gradients"] / (4 * adapters / 8) - 1) < 1e-6
+
+
+def test_what_no_dimension_divides_is_whole_where_it_is_small() -> None:
+    run = mw.recipe("llama3-8b", vocab=128256, batch=1024, seq=512, mesh="fsdp=1024")
+    placed = place_run(dataclasses.replace(run, finetune=FineTune(method="lora", base="nf4")))
+    placements = named_leaves(placed.placements)
+    whole = {path for path in placements if axes_of(placements[path].at_rest) == ()}
+    assert "blocks.adapters.key.b" in whole and "blocks.key.scales" in whole
+    assert not any(path.endswith(".codes") for path in whole)
 
 
 def test_a_quantised_base_trains_alike_on_two_meshes_and_is_merged(tmp_path: Path, cache: Path) -> None:

@@ -16,7 +16,8 @@ from meshwright.models.families.llama import Llama
 from meshwright.report.console import ConsoleReport, open_console
 from meshwright.report.files import JsonLines
 from meshwright.report.reporters import build_reporters
-from meshwright.runs.run_file import run_from_dict, run_to_dict
+from meshwright.runs.run_file import run_from_dict
+from meshwright.runs.write_run import run_to_dict
 
 
 class Full:
@@ -96,7 +97,7 @@ def reporter_run(tmp_path: Path, *names: str) -> Run:
 
 def test_reporters_from_outside_are_built_by_name_and_kept_in_the_run(tmp_path: Path) -> None:
     run = reporter_run(tmp_path, "FILE:Kept", "tensorboard", "FILE:Kept")
-    assert run_from_dict(json.loads(json.dumps(run_to_dict(run)))) == run
+    assert run_from_dict(json.loads(json.dumps(run_to_dict(run))), "run.json") == run
     first, tensorboard, second = build_reporters(tmp_path / "out", run)
     values = {"loss": 2.0}
     for reporter in (first, tensorboard, second):

@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import json
-import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -167,8 +166,8 @@ def test_a_proof_is_kept_and_a_broken_one_made_again(monkeypatch: pytest.MonkeyP
     assert len(made) == 1 and again.text == first.text
     proof_cache.refresh_census(tmp_path, device_run, TARGET)
     assert len(made) == 2
-    for broken in (b"", b"\x80", pickle.dumps({"no": "census"})):
-        (tmp_path / "key.pickle").write_bytes(broken)
+    for broken in (b"", b"\x80", b'{"no": "census"}'):
+        (tmp_path / "key.json").write_bytes(broken)
         assert proof_cache.cached_census(tmp_path, device_run, TARGET).name == first.name
     assert len(made) == 5
 

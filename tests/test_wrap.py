@@ -362,6 +362,22 @@ def test_the_census_has_the_collectives_that_the_docs_state() -> None:
     assert ("all-reduce", "data", size / 4) in sent and not census.findings
 
 
+def test_the_compiler_sums_activations_over_tensor_and_gathers_no_parameter() -> None:
+    params = {"up": np.zeros((64, 256), np.float32), "down": np.zeros((256, 128), np.float32)}
+    rules = {"up": ("fsdp", "tensor"), "down": ("tensor", "fsdp")}
+
+    def loss(p: Any, b: Any) -> jax.Array:
+        return jnp.mean((jax.nn.relu(b["x"] @ p["up"]) @ p["down"] - b["y"]) ** 2)
+
+    run = mw.wrap(params, loss, rows, rules=rules).run(mesh="data=2,fsdp=2,tensor=2")
+    census = census_of_wrapped(prepared_module.put_on_devices(run, build_mesh(run.mesh, jax.devices())))  # type: ignore[arg-type]
+    over_tensor = [e for e in census.ledger if "tensor" in e.axes_label and e.total > 256]
+    # The output of the pair, 4 examples of a device in float32; the input of the first needs no gradient.
+    assert {(e.kind, e.total) for e in over_tensor} == {("all-reduce", 4 * 128 * 4)}
+    gathers = {e.total for e in census.ledger if (e.kind, e.axes_label) == ("all-gather", "fsdp")}
+    assert gathers == {64 * 256 * 4 / 2, 256 * 128 * 4 / 2}
+
+
 def test_plan_counts_matmuls_parameters_and_what_is_kept() -> None:
     model = mw.wrap(W, squares, rows)
     assert training_flops(model.parts) == 3 * 2 * 16 * 64 * 128

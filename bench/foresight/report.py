@@ -138,7 +138,7 @@ def table(rows: list[Row], left_out: dict[str, str]) -> str:
     ]  # fmt: skip
     for name, of in summary(rows).items():
         lines.append(f"| {name} | {of['rows']} | {of['median']:.1%} | {of['90th']:.1%} | {of['bias']:+.1%} |")
-    bound = Counter(predicted.bound_by.replace("compute", "the matrix unit") for _, predicted, _ in results.values())
+    bound = Counter(predicted.bound_by for _, predicted, _ in results.values())
     lines += ["", "Bound by: " + ", ".join(f"{name} {count}" for name, count in bound.most_common()) + "."]
     reasons: dict[str, list[str]] = defaultdict(list)
     for name, reason in left_out.items():

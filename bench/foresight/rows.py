@@ -13,11 +13,13 @@ from pathlib import Path
 from meshwright.config import MeshShape, Run, Training
 from meshwright.errors import MeshwrightError
 from meshwright.hardware.targets import Target, parse_target
+from meshwright.models.families.deepseek import Deepseek
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.mixtral import Mixtral
 from meshwright.models.quantisation import MatmulPrecision
 from meshwright.planner.software import FLASH2, SOFTWARE, Software
 from meshwright.runs.placed_run import PlacedRun, place_run
+from meshwright.runs.recipe import find_recipe
 from meshwright.sharding.layouts import MEGATRON
 from meshwright.sharding.params import count_params
 from meshwright.sharding.placement import Layout
@@ -111,8 +113,6 @@ def read_row(row: dict[str, str]) -> Row:
     row = fill_in(row)
     if "V100" in row["hardware"] or "v3" in row["hardware"]:
         raise NotPriced("a chip that is not in hardware/chips.py")
-    if "MLA" in row["notes"]:
-        raise NotPriced("multi-head latent attention, which no family here has")
     if "Mamba" in row["model"]:
         raise NotPriced("layers of Mamba, which no family here has")
     model, target, software = read_model(row), read_target(row), software_of(row)
@@ -209,6 +209,8 @@ def read_model(row: dict[str, str]) -> Llama:
     if missing:
         raise NotPriced(f"no {missing[0]}")
     notes = row["notes"]
+    if "MLA" in notes:
+        return read_latent_model(row)
     heads = int(row["n_heads"])
     size = re.search(r"head_dim (\d+)", notes)
     head = int(size[1]) if size else int(row["d_model"]) // heads
@@ -228,6 +230,20 @@ def read_model(row: dict[str, str]) -> Llama:
         )  # fmt: skip
     width = round(wide[0] * 2 / 3 / 256) * 256 if two else wide[0]
     return Llama(**shape, mlp=width)
+
+
+def read_latent_model(row: dict[str, str]) -> Deepseek:
+    """Reads a model with latent attention: all of the rows are DeepSeek-V3, whose ranks they do not repeat.
+
+    Without its layer of multi-token prediction: a pipeline here has none, and it is one layer and one unembedding more.
+    """
+    model = find_recipe("deepseek-v3").model
+    assert isinstance(model, Deepseek)
+    stated = (int(row["layers"]), int(row["d_model"]), int(row["n_heads"]))
+    if stated != (model.layers, model.width, model.heads):
+        raise NotPriced(f"latent attention of a model with {stated} layers, width and heads, whose ranks it leaves out")
+    # The rows balance the experts' load by force.
+    return dataclasses.replace(model, vocab=int(row["vocab"]), expert_buffer_factor=1.0)
 
 
 # Chips of a slice -> its shape.

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from meshwright.errors import MeshwrightError as MeshwrightError
     from meshwright.errors import TrainingError as TrainingError
     from meshwright.errors import WeightsError as WeightsError
+    from meshwright.faults import Faults as Faults
     from meshwright.fine_tuning import FineTune as FineTune
     from meshwright.generation.generator import Decoding as Decoding
     from meshwright.generation.sampling import Sampling as Sampling
@@ -81,6 +82,7 @@ _PUBLIC: dict[str, tuple[str, str]] = {
     "Conversion": ("checkpoint.import_weights", "Conversion"),
     "DataError": ("errors", "DataError"),
     "Decoding": ("generation.generator", "Decoding"),
+    "Faults": ("faults", "Faults"),
     "Deepseek": ("models.families.deepseek", "Deepseek"),
     "FineTune": ("fine_tuning", "FineTune"),
     "Gemma2": ("models.families.gemma", "Gemma2"),

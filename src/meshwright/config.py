@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from meshwright.errors import ConfigError, nearest
+from meshwright.faults import Faults
 from meshwright.fine_tuning import FineTune
 from meshwright.plugins import name_of
 from meshwright.words import AXES
@@ -282,13 +283,11 @@ class Training:
     """Attention over a sequence sharded over `context`: pass key/value blocks around a ring (ring), gather them
     (all_gather), exchange heads for positions (ulysses), or a ring of Ulysses groups (usp)."""
     gather_ahead: GatherAhead = "auto"
-    """Weights that a layer needs first: gathered while the layer before computes, and their gradients reduced while the
-    layer below computes (layer), or both within the layer (none). `auto` is `layer` on a closed three-dimensional torus
-    of v5p, where a gather is two collectives, and with remat policies that offload."""
+    """Weights that a layer needs first: gathered while the layer before computes, their gradients reduced while the one
+    below computes (layer), or within the layer (none). `auto`: `layer` on closed 3D tori of v5p and with offload."""
     tensor_strategy: TensorStrategy = "auto"
     """Tensor parallelism's gathers and scatters of the sequence: in chunks around a ring, each overlapped with the
-    matmul of another chunk (ring: collective matmul), or in one collective before or after the matmul (gather). `auto`
-    is the ring on TPUs."""
+    matmul of another chunk (ring: collective matmul), or in one collective (gather). `auto` is the ring on TPUs."""
     attention_kernel: str = "auto"
     """Attention kernel: auto (the platform's own), reference, blocked, splash, splash_fused, cudnn, or
     module:attribute of a `Kernels`. A kernel named here is used or refused, never replaced."""
@@ -387,6 +386,7 @@ class Run:
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
     data: Data = Data()
+    faults: Faults = Faults()
     finetune: FineTune = FineTune()
     reporters: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--report"])] = ()
     """Metrics besides console and metrics.jsonl: tensorboard, or module:attribute of `(Path, Run) -> Reporter`."""

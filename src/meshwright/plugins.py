@@ -18,6 +18,25 @@ from meshwright.errors import ConfigError, nearest
 
 _FILE_MODULE = "meshwright_file_"
 """Prefix of the modules made from files given by path."""
+_from_files: dict[str, str] = {}
+"""Names read from files, and the file of each: `trust` decides which of them are imported."""
+
+
+def note_names(document: Any, origin: str) -> None:
+    """Marks every name of code in JSON values as read from the file `origin`."""
+    if isinstance(document, str) and ":" in document:
+        _from_files.update({document: origin, document.rpartition("=")[0] or document: origin})
+    elif isinstance(document, Mapping):
+        for value in document.values():
+            note_names(value, origin)
+    elif isinstance(document, list):
+        for value in document:
+            note_names(value, origin)
+
+
+def has_foreign_names() -> bool:
+    """Whether a file that was read names code."""
+    return bool(_from_files)
 
 
 def resolve(kind: str, name: str, builtin: Mapping[str, Any]) -> Any:
@@ -44,12 +63,19 @@ def is_reference(name: str) -> bool:
 def load(kind: str, name: str) -> Any:
     """Imports `module:attribute` or `FILE.py:attribute`. Raises ConfigError where either is missing."""
     module_name, _, path = name.rpartition(":")
+    origin = _from_files.get(name)
+    if origin is not None:
+        from meshwright import trust  # names of recipes and of the command line are the user's own
+
+        trust.check_name(kind, name, origin)
     module = load_file(Path(module_name)) if module_name.endswith(".py") else _import(kind, name, module_name)
     value: Any = module
     for attribute in path.split("."):
         if not hasattr(value, attribute):
             raise ConfigError(f"{kind} {name!r}", f"{module_name} has no {path!r}", nearest(attribute, _public(value)))
         value = getattr(value, attribute)
+    if origin is not None:
+        trust.check_value(kind, name, origin, value)
     return value
 
 
@@ -104,40 +130,6 @@ def name_of(value: Any) -> str:
     """
     if isinstance(value, str):
         return value
-    attribute = getattr(value, "__qualname__", None)
-    module = sys.modules.get(getattr(value, "__module__", ""))
-    if attribute is None or module is None or _attribute(module, attribute) is not value:
-        module, attribute = _holder(value)
-    if module.__name__ != "__main__" and not module.__name__.startswith(_FILE_MODULE):
-        return f"{module.__name__}:{attribute}"
-    file = getattr(module, "__file__", None)
-    if file is None:
-        raise _nameless(value, "it is defined in an interactive session")
-    return f"{Path(file).resolve()}:{attribute}"
+    from meshwright.object_names import find_name  # a Run from the command line has names alone
 
-
-def _attribute(module: ModuleType, path: str) -> Any:
-    value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part, None)
-    return value
-
-
-def _holder(value: Any) -> tuple[ModuleType, str]:
-    """Returns the module and attribute of an object that does not know its own name, such as an instance.
-
-    The script comes last: what it imports is found in the module that another process would import.
-    """
-    for module in sorted(sys.modules.values(), key=lambda module: module is sys.modules["__main__"]):
-        for attribute, candidate in list(vars(module).items()) if isinstance(module, ModuleType) else ():
-            if candidate is value and not attribute.startswith("_"):
-                return module, attribute
-    raise _nameless(value, "it is not an attribute of any module")
-
-
-def _nameless(value: Any, reason: str) -> ConfigError:
-    return ConfigError(
-        f"{value!r} in a Run",
-        f"{reason}, so run.json could not name it and no other process could import it",
-        "define it at the top level of a .py file",
-    )
+    return find_name(value, _FILE_MODULE)

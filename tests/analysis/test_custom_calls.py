@@ -95,6 +95,23 @@ def test_a_second_reading_counts_the_same(second_reading: ModuleType, name: str)
     assert reading["doubts"] == [] and reading["above_floor"]
 
 
+@pytest.mark.parametrize(
+    ("target", "operands", "result"),
+    [
+        ("convForward", "f32[8,28,28,1];f32[3,4,4,1]", "f32[8,25,25,3]"),
+        ("convBiasActivationForward", "f32[8,28,28,1];f32[3,4,4,1];f32[3]", "f32[8,25,25,3]"),
+        ("convBackwardFilter", "f32[8,28,28,1];f32[8,25,25,3]", "f32[3,4,4,1]"),
+        ("convBackwardInput", "f32[8,25,25,3];f32[3,4,4,1]", "f32[8,28,28,1]"),
+    ],
+)
+def test_the_three_convolutions_of_cudnn_have_the_same_flops(target: str, operands: str, result: str) -> None:
+    """8 images, 25 x 25 positions of a kernel of 4 x 4, from 1 to 3 channels."""
+    labels = ", window={size=4x4}, dim_labels=b01f_o01i->b01f"
+    module = call(operands, f"({result}, u8[0])", f"__cudnn${target}", "cudnn-conv.1", labels)
+    assert work_of(module).kind == "matmul" and unpriced_kernels(module) == {}
+    assert total_flops(module) == 2 * 8 * 25 * 25 * 4 * 4 * 1 * 3
+
+
 # MaxText's Mixtral 8x7B: 32,768 rows of 4,096 to 14,336 features, eight experts, kernels of megablox.
 GROUPS = "s32[];s32[9];s32[71];s32[71];s32[1];"
 ROWS = 2 * 32768 * 4096 * 14336
@@ -152,6 +169,7 @@ def test_our_triton_kernel_is_a_grouped_matmul_by_its_scope(operands: str, resul
             "(bf16[1,8,512,64], f32[1,8,512], u8[0])", "attention", 2 * 2 * 8 * 512 * 512 * 64, "bf16",
         ),
         ("AllocateBuffer", "f32[8]", "f32[8]", "hint", 0, "bf16"),
+        ("AsyncCollectiveStart", "f32[8]", "f32[8]", "hint", 0, "bf16"),
         ("__gpu$TopK", "f32[8,128]", "(f32[8,4], s32[8,4])", "memory", 0, "bf16"),
         ("cusolver_potrf_ffi", "f32[64,64]", "(f32[64,64], s32[])", "unknown", 0, "bf16"),
         ("__cudnn$convForward", "f32[8,3,32,32];f32[16,3,3,3]", "(f32[8,16,32,32], u8[0])", "unknown", 0, "bf16"),

@@ -42,7 +42,8 @@ from meshwright.planner.software import MESHWRIGHT
 from meshwright.planner.traffic import movements
 from meshwright.planner.work import recomputed_roles, work_of
 from meshwright.runs.placed_run import place_run
-from meshwright.runs.run_file import read_run, run_from_dict, run_to_dict
+from meshwright.runs.run_file import read_run, run_from_dict
+from meshwright.runs.write_run import run_to_dict
 from meshwright.step.device_run import DeviceRun, place_on_devices
 
 FOLDER = Path(__file__).parent / "extensions"
@@ -121,7 +122,7 @@ def test_same_numbers_in_combination(model: mw.Model, mesh: str, changes: dict[s
 def test_a_run_keeps_its_extensions_by_name(case: str) -> None:
     document = json.loads(json.dumps(run_to_dict(run_of(case))))
     assert "outside.extensions." in json.dumps(document)
-    assert run_from_dict(document) == run_of(case)
+    assert run_from_dict(document, "run.json") == run_of(case)
 
 
 def bytes_on_first_device(tree: Any) -> int:

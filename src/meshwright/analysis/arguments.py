@@ -163,4 +163,14 @@ def layout_findings(
         )
     sizes = {p: a.size * a.dtype.itemsize for p, a in {**leaves, **shapes}.items() if hasattr(a, "dtype")}
     shardings = {p: s for p, s in {**compiled, **results}.items() if p in sizes and hasattr(s, "device_set")}
-    return lint_layouts(shardings, {**given, **declared}, sizes, mesh, line)
+    # A result that has the shape of an argument given whole, such as an updated parameter, is as whole as that is.
+    whole = {(leaves[p].shape, leaves[p].dtype) for p, spec in given.items() if not any(spec)}
+    expected = {
+        p: PartitionSpec() for p, a in shapes.items() if (getattr(a, "shape", None), getattr(a, "dtype", None)) in whole
+    }
+    expected = {p: spec for p, spec in expected.items() if p in shardings and _is_whole(shardings[p])}
+    return lint_layouts(shardings, {**expected, **given, **declared}, sizes, mesh, line)
+
+
+def _is_whole(sharding: Any) -> bool:
+    return bool(sharding.is_fully_replicated)

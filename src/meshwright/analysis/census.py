@@ -40,6 +40,8 @@ from meshwright.analysis.lint import (
     lint_tiles,
 )
 from meshwright.analysis.memory import Argument, Memory, read_memory
+from meshwright.analysis.missed_overlap import lint_missed_overlap
+from meshwright.analysis.replicated_work import lint_duplicated_work, lint_whole_state
 from meshwright.analysis.self_check import FlopsBand, doubts_of
 from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, Ticks, simulate_schedule
 from meshwright.analysis.source_lint import lint_source
@@ -47,6 +49,7 @@ from meshwright.analysis.unexpected_collectives import MIN_SENT_BYTES, lint_unex
 from meshwright.hlo.flops import CompiledMatmul, read_matmuls, unpriced_kernels
 from meshwright.hlo.kernels import ALL_ROWS, Skipped
 from meshwright.hlo.ledger import LedgerEntry, by_kind_and_axes, read_ledger, unread_collectives
+from meshwright.hlo.parser import Module
 from meshwright.hlo.scopes import Branches
 
 PROVENANCE: dict[str, tuple[str, ...]] = {
@@ -241,10 +244,11 @@ def census(
     ledger = read_ledger(module, degrees, facts.library_files)
     findings = layout_findings(leaves, program, declared or {}, degrees, line)
     findings += _program_findings(program, ledger, expected, degrees, arguments, facts.min_sent)
-    findings += _argument_findings(program, arguments, leaves, line, device)
+    findings += [*_argument_findings(program, arguments, leaves, line, device), *lint_whole_state(arguments, line)]
     schedule = None if target is None else simulate_schedule(module, target, degrees, facts.skipped, facts.ticks)
     flops, grouped = _flops(program, facts), grouped_products(module, program.jaxpr)
-    findings += lint_grouped_matmuls(grouped)
+    findings += lint_duplicated_work(program.jaxpr, flops.compiled - grouped.excess, arguments, degrees, line)
+    findings += [*lint_grouped_matmuls(grouped), *_waits(module, schedule, ledger, device, facts.min_sent)]
     return Census(
         name=facts.name or str(getattr(function, "__name__", "") or module.name.removeprefix("jit_") or "function"),
         mesh=degrees,
@@ -252,7 +256,7 @@ def census(
         ledger=tuple(ledger),
         memory=read_memory(module, program.memory, program.assignment, arguments),
         flops=flops,
-        findings=tuple(findings),
+        findings=tuple(f if f.line else dataclasses.replace(f, line=line) for f in findings),
         compile_seconds=program.compile_seconds,
         versions=_versions(device),
         text=program.text,
@@ -260,6 +264,15 @@ def census(
         schedule=schedule,
         doubts=doubts_of(flops.compiled, grouped.excess, flops.unpriced, facts.flops_band, schedule),
     )
+
+
+def _waits(
+    module: Module, schedule: SimulatedSchedule | None, ledger: Sequence[LedgerEntry], device: str, min_sent: int
+) -> list[Finding]:
+    """Reports collectives that could overlap and do not; simulated devices have none that could."""
+    if schedule is None or device == "cpu":
+        return []
+    return lint_missed_overlap(module, schedule, ledger, min_sent)
 
 
 def _flops(program: CompiledProgram, facts: ProgramFacts) -> Flops:
@@ -281,7 +294,8 @@ def _program_findings(
     findings += lint_rematerialisation(program.module, program.warnings)
     if mesh and program.jaxpr is not None:
         written = read_jaxpr_collectives(program.jaxpr, mesh)
-        findings += lint_unexpected_collectives(ledger, written, arguments, min_sent)
+        results = {tuple(getattr(aval, "shape", ())) for aval in program.jaxpr.out_avals}
+        findings += lint_unexpected_collectives(ledger, written, arguments, min_sent, results)
     findings += [] if program.jaxpr is None else lint_source(program.jaxpr)
     return findings + lint_host(program.module)
 

@@ -1,11 +1,11 @@
 """Comparison of two censuses: of two meshes, or of two commits."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright.documents import LARGE, read_json
 from meshwright.errors import CensusError
 from meshwright.formatting import format_bytes, format_count
 
@@ -81,7 +81,7 @@ def _flops(census: Mapping[str, Any]) -> dict[str, float]:
 def read_census(file: Path) -> dict[str, Any]:
     """Reads a census that `--json` or `--save` wrote. Raises CensusError if the file is not a census."""
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = read_json(file, LARGE)
         _ = document["memory"]["categories"], document["findings"], document["simulated_schedule"]
         _traffic(document), _flops(document)
     except OSError as error:

@@ -19,12 +19,19 @@ _KIND_OF_PRIMITIVE = {
 }  # fmt: skip
 
 
+CONSTRAINED = "constrained"
+"""Kind of a product or sum whose result has a sharding constraint: partial results are summed where it stands."""
+_SUMS = ("dot_general", "reduce_sum", "reduce_max", "conv_general_dilated")
+_MAX_STEPS = 6
+"""Operations between a product and the constraint on its result: a bias, an activation function, a residual."""
+
+
 @dataclasses.dataclass(frozen=True)
 class JaxprCollective:
     """Collectives of one kind over one set of mesh axes, written at one place."""
 
     kind: str
-    """HLO name of the collective; `reshard` for `jax.sharding.reshard`, which may become any."""
+    """HLO name of the collective; `reshard` for `jax.sharding.reshard`, which may become any; CONSTRAINED."""
     axes: tuple[str, ...]
     """Mesh axes with more than one device, in the mesh's order; all of them for a reshard."""
     count: int
@@ -52,9 +59,36 @@ def user_frames(equation: Any) -> list[tuple[str, int]]:
     return [(f.file_name, f.line_num) for f in frames if not f.file_name.startswith(_JAX)]
 
 
+def _lines(equation: Any) -> frozenset[str]:
+    return frozenset(f"{Path(file).name}:{line}" for file, line in user_frames(equation))
+
+
+def _constrained_lines(jaxpr: Any) -> frozenset[str]:
+    """Returns the lines of products and sums of an open jaxpr whose results have a sharding constraint."""
+    makers = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
+    found: set[str] = set()
+    pending = [(v, 0) for e in jaxpr.eqns if e.primitive.name == "sharding_constraint" for v in e.invars]
+    seen: set[Any] = set()
+    while pending:
+        variable, steps = pending.pop()
+        maker = None if isinstance(variable, core.Literal) or variable in seen else makers.get(variable)
+        if maker is None:
+            continue
+        seen.add(variable)
+        if maker.primitive.name in _SUMS:
+            found |= _lines(maker)
+        elif steps < _MAX_STEPS and maker.primitive.name != "sharding_constraint":
+            pending += [(v, steps + 1) for v in maker.invars]
+    return frozenset(found)
+
+
 def _read(jaxpr: Any, count: int, mesh: dict[str, int], sums: dict[Any, Counter[str]]) -> None:
+    constrained = _constrained_lines(jaxpr)
+    if constrained:
+        everywhere = tuple(a for a in mesh if mesh[a] > 1)
+        sums.setdefault((CONSTRAINED, everywhere, constrained), Counter())["count"] += count
     for equation in jaxpr.eqns:
-        lines = frozenset(f"{Path(file).name}:{line}" for file, line in user_frames(equation))
+        lines = _lines(equation)
         if equation.primitive.name == "reshard":
             sums.setdefault(("reshard", tuple(a for a in mesh if mesh[a] > 1), lines), Counter())["count"] += count
         kind = _KIND_OF_PRIMITIVE.get(equation.primitive.name)

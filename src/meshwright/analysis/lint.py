@@ -26,7 +26,8 @@ class Finding:
     """One thing to change in a program."""
 
     kind: str
-    """layout, replicated, rematerialised, unexpected, padding, precision, donation, experts, kernel, or host."""
+    """layout, replicated, duplicated, rematerialised, unexpected, overlap, padding, precision, donation, experts,
+    kernel, or host."""
     subject: str
     """Array or operation that it is about."""
     reason: str

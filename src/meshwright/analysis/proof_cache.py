@@ -2,10 +2,10 @@
 
 import hashlib
 import importlib.metadata
-import pickle
 from pathlib import Path
 
 import jax
+import msgspec
 
 import meshwright
 from meshwright.analysis.census import Census
@@ -17,24 +17,22 @@ from meshwright.step.train_step import build_train_step
 
 def cached_census(folder: Path, device_run: DeviceRun, target: Target) -> Census:
     """Returns the census of a train step on a target, from `folder` if the same one was taken before."""
-    file = folder / f"{cache_key(device_run, target)}.pickle"
+    file = folder / f"{cache_key(device_run, target)}.json"
     if file.is_file():
         try:
-            cached = pickle.loads(file.read_bytes())
-        except (OSError, pickle.PickleError, EOFError, AttributeError, ImportError):
-            cached = None  # truncated, or written by another version
-        if isinstance(cached, Census):
-            return cached
+            return msgspec.json.decode(file.read_bytes(), type=Census)
+        except (OSError, msgspec.MsgspecError):
+            pass  # truncated, or written by another version
     return refresh_census(folder, device_run, target)
 
 
 def refresh_census(folder: Path, device_run: DeviceRun, target: Target) -> Census:
     """Takes the census of a train step on a target and writes it to `folder`."""
-    file = folder / f"{cache_key(device_run, target)}.pickle"
+    file = folder / f"{cache_key(device_run, target)}.json"
     census = census_of_train_step(device_run, target)
     folder.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".partial")
-    partial.write_bytes(pickle.dumps(census))
+    partial.write_bytes(msgspec.json.encode(census))
     partial.replace(file)
     return census
 

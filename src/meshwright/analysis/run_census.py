@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -188,7 +188,11 @@ def census_of_eval_step(device_run: DeviceRun) -> Census:
 
 def target_devices(device_run: DeviceRun, target: Target) -> TargetDevices:
     """Returns the hardware of a run's devices, with the coordinates of each."""
-    devices = list(device_run.mesh.devices.flat)
+    return located_devices(list(device_run.mesh.devices.flat), target)
+
+
+def located_devices(devices: Sequence[Any], target: Target) -> TargetDevices:
+    """Returns the hardware of a mesh's devices, in its order, with the coordinates of each."""
     if isinstance(target.chip.interconnect, Torus):
         coordinates = [(getattr(d, "slice_index", 0) or 0, *d.coords, *_core(d, target)) for d in devices]
     else:

@@ -16,11 +16,11 @@ from meshwright.hardware.chips import Chip
 from meshwright.hardware.efficiency import Efficiency
 from meshwright.hardware.interconnect import DeviceCoordinates, Route, route, span_of_group
 from meshwright.hlo.async_pairs import done_of, is_fused_done, start_of, transfer_start
-from meshwright.hlo.collectives import group_of, is_collective, kind_of, payload_of
+from meshwright.hlo.collectives import collective_in, group_of, kind_of, payload_of
 from meshwright.hlo.flops import least_flops, unpriced_kernels
 from meshwright.hlo.groups import Groups
 from meshwright.hlo.kernels import ALL_ROWS, Skipped
-from meshwright.hlo.loops import known_branch, scope_of_branch
+from meshwright.hlo.loops import branches_of, known_branch, scope_of_branch
 from meshwright.hlo.parser import Computation, Instruction, Module, arrays_of
 from meshwright.hlo.scopes import scopes_of
 from meshwright.hlo.trip_count import trip_count
@@ -143,12 +143,12 @@ class _Simulator:
             trips = trip_count(self.module, computation, instruction) or 1
             timeline.enter(self._label(instruction), self.run(instruction.attributes["body"].lstrip("%")), trips)
         elif opcode == "conditional":
-            self._conditional(timeline, instruction)
+            self._conditional(timeline, computation, instruction)
         elif opcode == "call":
             timeline.enter(self._label(instruction), self.run(instruction.called[0]), 1)
         elif opcode.endswith(("-done", "-update")) or is_fused_done(instruction):
             self._continue(timeline, computation, instruction)
-        elif self._collective(instruction) is not None:
+        elif collective_in(self.module, instruction) is not None:
             if transfer_start(computation, instruction) is instruction:
                 self._communicate(timeline, computation, instruction)
         elif opcode in _OFFLOADED:
@@ -166,7 +166,7 @@ class _Simulator:
         name = start_of(computation, instruction)
         start = computation.instructions.get(name)
         begins = start is not None and transfer_start(computation, start) is instruction
-        if start is not None and begins and self._collective(start) is not None:
+        if start is not None and begins and collective_in(self.module, start) is not None:
             self._communicate(timeline, computation, start)
         elif start is not None and begins and start.opcode in _OFFLOADED:
             self._offload(timeline, computation, start)
@@ -183,9 +183,9 @@ class _Simulator:
         seconds = self.cost_model.memory_seconds(moved)
         timeline.begin(start.name, "memory", "memory", seconds, "", self._label(start))
 
-    def _conditional(self, timeline: Timeline, instruction: Instruction) -> None:
+    def _conditional(self, timeline: Timeline, computation: Computation, instruction: Instruction) -> None:
         """Simulates a conditional: its longest branch, as often as it is taken."""
-        bodies = [self.module.computations[name] for name in instruction.called]
+        bodies = branches_of(self.module, computation, instruction)
         totals = [self.run(body.name) for body in bodies]
         longest = max(range(len(bodies)), key=lambda i: totals[i].seconds)
         branch = known_branch(self.module, bodies[longest])
@@ -210,17 +210,6 @@ class _Simulator:
             for stages, count in self.ticks.items()
         )
         return max(0.0, lockstep - own) / max(branch.executions for branch in branches.values())
-
-    def _collective(self, instruction: Instruction) -> Instruction | None:
-        """Returns the collective that an instruction is, or the one inside its fusion or asynchronous computation."""
-        if is_collective(instruction):
-            return instruction
-        if instruction.opcode in ("fusion", "custom-call") or instruction.opcode.endswith("-start"):
-            for body in (self.module.computations[n] for n in instruction.called if n in self.module.computations):
-                for inner in body.instructions.values():
-                    if is_collective(inner):
-                        return inner
-        return None
 
     def _communicate(self, timeline: Timeline, computation: Computation, instruction: Instruction) -> None:
         """Adds a collective: overlapped until its done if it is asynchronous, exposed otherwise."""
@@ -248,7 +237,7 @@ class _Simulator:
     def _price_transfer(self, computation: str, name: str) -> tuple[str, float]:
         """Returns the mesh axes of a collective and its time in seconds."""
         instruction = self.module.computations[computation].instructions[name]
-        inner = self._collective(instruction)
+        inner = collective_in(self.module, instruction)
         assert inner is not None
         body = next(c for c in self.module.computations.values() if inner.name in c.instructions)
         groups, axes = group_of(self.module, inner, self.mesh)

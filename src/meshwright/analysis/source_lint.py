@@ -96,7 +96,8 @@ def _uneven_constraints(sites: list[_Site]) -> list[Finding]:
     return findings
 
 
-def _product_flops(equation: Any) -> float:
+def product_flops(equation: Any) -> float:
+    """Returns the FLOPs of a `dot_general`: 2 per multiply-add."""
     (contracted, _), _ = equation.params["dimension_numbers"]
     left = equation.invars[0].aval
     return 2.0 * equation.outvars[0].aval.size * math.prod(left.shape[d] for d in contracted)
@@ -113,7 +114,7 @@ def _wide_products(sites: list[_Site]) -> list[Finding]:
         if site.equation.primitive.name != "dot_general":
             continue
         operands = [v.aval for v in site.equation.invars]
-        flops, sizes = site.times * _product_flops(site.equation), {a.dtype.itemsize for a in operands}
+        flops, sizes = site.times * product_flops(site.equation), {a.dtype.itemsize for a in operands}
         if max(sizes) <= 2:
             narrow += flops
         elif any(site.widened) and not _is_highest(site.equation.params["precision"]):

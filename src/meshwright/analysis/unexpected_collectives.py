@@ -1,10 +1,11 @@
 """Collectives that the source does not contain: written and compiled ones matched by source line, axes and bytes."""
 
+import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from meshwright.analysis.jaxpr_collectives import JaxprCollective
+from meshwright.analysis.jaxpr_collectives import CONSTRAINED, JaxprCollective
 from meshwright.analysis.lint import Finding
 from meshwright.analysis.memory import Argument
 from meshwright.hlo.ledger import LedgerEntry
@@ -30,17 +31,29 @@ def lint_unexpected_collectives(
     written: Sequence[JaxprCollective],
     arguments: Sequence[Argument] = (),
     min_sent: int = MIN_SENT_BYTES,
+    results: Collection[tuple[int, ...]] = (),
 ) -> list[Finding]:
     """Reports collectives that the compiler inserted to reshard a value.
 
     A compiled collective is known if its source line contains one over the same axes with at least its bytes, whatever
     the compiler made of it, or if the written ones of its kind and axes, moved and combined, account for its bytes. A
-    written gather of 256 KiB does not hide another of 32 MiB. The sums of gradients over devices that have the same
-    shard of an argument, which data parallelism without `shard_map` leaves to the compiler, are known too.
+    written gather of 256 KiB does not hide another of 32 MiB. What the layout asks for and leaves to the compiler is
+    known too: sums of gradients over devices that have the same shard of an argument or of one of its layers (data
+    parallelism), gathers of a sharded parameter for a product (FSDP), and sums of products whose result has a sharding
+    constraint (tensor parallelism).
 
-    min_sent: bytes that a device sends in one execution below which nothing is reported.
+    min_sent: bytes that a device sends in one execution below which nothing is reported.  results: shapes of the
+    function's results; an argument with one of them is taken for a parameter, which is returned updated or derived.
     """
-    unknown = _unmatched([e for e in entries if e.axes != () and not _sums_gradients(e, arguments)], written)
+    shapes, asked = _shard_sizes(arguments), {line for w in written if w.kind == CONSTRAINED for line in w.lines}
+    known = (
+        e.axes == ()
+        or _sums_gradients(e, shapes)
+        or _gathers_parameter(e, arguments, results)
+        or (_family(e.kind) == "all-reduce" and bool(asked) and (e.line in asked or _is_backward_product(e)))
+        for e in entries
+    )
+    unknown = _unmatched([e for e, is_known in zip(entries, known, strict=True) if not is_known], written)
     inserted: dict[tuple[str, str, str], list[LedgerEntry]] = {}
     for entry in unknown:
         inserted.setdefault((entry.kind, entry.axes_label, entry.line), []).append(entry)
@@ -67,6 +80,7 @@ def lint_unexpected_collectives(
 def _unmatched(entries: Sequence[LedgerEntry], written: Sequence[JaxprCollective]) -> list[LedgerEntry]:
     """Returns the entries that no written collective accounts for."""
     left: defaultdict[_Key, float] = defaultdict(float)
+    written = [w for w in written if w.kind != CONSTRAINED]
     for w in written:
         left[_family(w.kind), frozenset(w.axes)] += _WIDENED * w.payload
     rest: list[LedgerEntry] = []
@@ -101,14 +115,55 @@ def _same_axes(entry: LedgerEntry, written: JaxprCollective) -> bool:
     return frozenset(entry.axes) == frozenset(written.axes)
 
 
-def _sums_gradients(entry: LedgerEntry, arguments: Sequence[Argument]) -> bool:
-    """Whether an entry sums arrays of the backward pass that have the local sizes of arguments, in any order."""
+_Sizes = tuple[int, ...]
+
+
+def _sums_gradients(entry: LedgerEntry, shapes: set[_Sizes]) -> bool:
+    """Whether an entry sums arrays of the backward pass that have the sizes of arguments, in any order."""
     if _family(entry.kind) != "all-reduce" or "transpose(" not in entry.op_name:
         return False
-    shapes = {_sizes(a.local_shape) for a in arguments} | {()}
-    return all(_sizes(map(int, re.findall(r"\d+", o.partition("[")[2]))) in shapes for o in entry.operands)
+    return all(_sizes(_dims(operand)) in shapes for operand in entry.operands)
 
 
-def _sizes(dims: Iterable[int]) -> tuple[int, ...]:
+_PRODUCT = re.compile(r"(?:dot_general|conv_general_dilated|ragged_dot_general|->\w*)[^/]*$")
+_READ = re.compile(r"/(?:convert_element_type|squeeze|dynamic_slice|slice|transpose|reshape|gather|copy)[^/]*$")
+"""Last part of the name of an operation that only reads an argument, or takes a layer of it."""
+
+
+def _is_backward_product(entry: LedgerEntry) -> bool:
+    """Whether an entry sums a product of the backward pass, as where the forward product has split columns."""
+    return "transpose(" in entry.op_name and _PRODUCT.search(entry.op_name) is not None
+
+
+def _gathers_parameter(entry: LedgerEntry, arguments: Sequence[Argument], results: Collection[tuple[int, ...]]) -> bool:
+    """Whether an entry gathers the shards of a parameter for a product, beside another argument that is sharded too.
+
+    Where nothing else is sharded, no device has work of its own: the gather is no FSDP.
+    """
+    # A gather of the argument itself has no line where no single operation asked for it.
+    whole = not entry.line and "/" not in entry.op_name
+    if entry.kind != "all-gather" or not (whole or _PRODUCT.search(entry.op_name) or _READ.search(entry.op_name)):
+        return False
+    sharded = [a for a in arguments if a.local_shape != a.shape]
+    trained = [a for a in sharded if a.category == "parameters" or a.shape in results]
+    gathered = [a for a in trained if all(_sizes(_dims(o)) in _shard_sizes([a]) for o in entry.operands[:1])]
+    return bool(gathered) and len(sharded) > 1
+
+
+def _shard_sizes(arguments: Sequence[Argument]) -> set[_Sizes]:
+    """Returns the sizes of arguments on a device, with any of their dimensions gathered, whole and layer by layer."""
+    found: set[_Sizes] = {()}
+    for argument in arguments:
+        choices = [{n, whole} for n, whole in zip(argument.local_shape, argument.shape, strict=False)]
+        for dims in itertools.product(*choices):
+            found |= {_sizes(dims), _sizes(dims[1:])}
+    return found
+
+
+def _dims(operand: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", operand.partition("[")[2])]
+
+
+def _sizes(dims: Iterable[int]) -> _Sizes:
     """Returns the dimensions of an array without their order, which a transposed gradient changes."""
     return tuple(sorted(n for n in dims if n > 1))

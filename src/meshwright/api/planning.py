@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.bench.calibration_file import read_calibration
 from meshwright.config import Run
-from meshwright.data.tokens import vocab_of_corpus
+from meshwright.data.vocabulary import vocab_of_corpus
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_bytes, parse_count
 from meshwright.hardware.mesh import default_cache_folder
@@ -23,7 +23,6 @@ from meshwright.planner.plan_file import write_plan
 from meshwright.planner.search import Plan, price_run, search, with_tokens_per_step
 from meshwright.runs.recipe import find_recipe
 from meshwright.wrapped.model import check_named, is_wrapped
-from meshwright.wrapped.plan import plan_wrapped, price_wrapped
 
 
 def plan(
@@ -47,6 +46,8 @@ def plan(
             raise ConfigError(
                 f"{tokens_per_step} tokens per step of a wrapped model", "its batch is that of its data", "leave it out"
             )
+        from meshwright.wrapped.plan import plan_wrapped  # loads optax
+
         return plan_wrapped(base, [find_target(m) for m in ((on,) if isinstance(on, str) else on)], at_most=at_most)
     base = with_vocab(base)
     if tokens_per_step is not None:
@@ -72,7 +73,7 @@ def with_vocab(run: Run) -> Run:
     """Returns the run with a vocabulary size, which some recipes leave to their tokenizer."""
     if run.model.vocab is not None:
         return run
-    vocab = vocab_of_corpus(run.data.paths, run.data.tokenizer, default_cache_folder())
+    vocab = vocab_of_corpus(run.data.paths, run.data.tokenizer, default_cache_folder(), run.faults.bad_records)
     return dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=vocab))
 
 
@@ -143,6 +144,8 @@ def prove(plan: Plan | Run, on: str | None = None, *, limit: int = 900) -> Proof
             )
         target = find_target(on)
         if is_wrapped(plan):
+            from meshwright.wrapped.plan import price_wrapped
+
             return prove_plan(price_wrapped(plan, target), target, limit)
         return prove_plan(price_run(with_best_remat(with_vocab(plan), target), target), target, limit)
     return prove_plan(plan, plan.target, limit)

@@ -28,6 +28,7 @@ def train(
     *,
     start: Literal["fresh", "resume"] = "fresh",
     at: int | None = None,
+    data: Literal["same", "new"] = "same",
     devices: int | None = None,
     progress: Literal["console", "none"] = "console",
     cache: Path | None = None,
@@ -36,6 +37,7 @@ def train(
 
     out: output folder for checkpoints, metrics, the Run and a text sample; None makes a new one under `runs`.
     start: `resume` continues from the last checkpoint in `out`, or from that of step `at`.
+    data: `new` resumes although the text, its order or its mixture differ from those of the checkpoint.
     devices: use the first so many devices; None uses all.  progress: where metrics are shown while it trains.
     cache: folder of token files and compiled programs; None takes the user's cache.
     Raises ConfigError before anything is traced, DataError, CheckpointError, TrainingError.
@@ -47,20 +49,21 @@ def train(
         (2, True)
     """
     folder = Path(out) if out is not None else Path("runs") / f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    prepared = _prepare(run, cache or default_cache_folder(), devices)
+    own = folder / "tokenizer.json" if start == "resume" else None
+    prepared = _prepare(run, cache or default_cache_folder(), devices, own)
 
     def reporters(first: int) -> list[Reporter]:
         if progress == "none" or jax.process_index() != 0:
             return []
         return [ConsoleReport(open_console(), start=first, steps=run.training.steps)]
 
-    return loop.train(prepared, folder, start=start, at=at, reporters=reporters)
+    return loop.train(prepared, folder, start=start, at=at, data=data, reporters=reporters)
 
 
-def _prepare(run: Run, cache: Path, devices: int | None) -> loop.Trainable:
+def _prepare(run: Run, cache: Path, devices: int | None, own: Path | None) -> loop.Trainable:
     if is_wrapped(run):
         return prepare_wrapped(run, cache=cache, devices=devices)
-    return loop.prepare_run(run, cache=cache, devices=devices, choose=choose_for_devices)
+    return loop.prepare_run(run, cache=cache, devices=devices, choose=choose_for_devices, own=own)
 
 
 def evaluate(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,11 @@ import jax
 
 from meshwright.bench.collectives import CollectiveTiming
 from meshwright.bench.single_device import MatmulTiming
+from meshwright.documents import read_json, write_atomically
 from meshwright.errors import ConfigError
+
+_FIGURES = ("memory_bandwidth", "attention", "grouped_matmul")
+_RATES = ("flops_per_second", "bus_bandwidth", "devices")
 
 
 def calibration_path(cache: Path) -> Path:
@@ -36,7 +41,7 @@ def write_calibration(
     kernels: `attention`, FLOP/s of the attention kernel in a training step, of which the backward pass counts as 3.5
     forward passes; `grouped_matmul`, rate of a grouped matmul over that of a dense one of equal FLOPs.
     """
-    calibration: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    calibration: dict[str, Any] = read_json(file) if file.exists() else {}
     if collectives:
         calibration["collectives"] = [dataclasses.asdict(row) for row in collectives]
         calibration["mesh"] = mesh
@@ -50,16 +55,29 @@ def write_calibration(
         "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(calibration, indent=1) + "\n", encoding="utf-8")
+    write_atomically(file, json.dumps(calibration, indent=1) + "\n")
 
 
 def read_calibration(file: Path) -> dict[str, Any]:
     """Reads a calibration. Raises ConfigError where the file is missing or is not a calibration."""
     try:
-        calibration: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        _ = calibration["device"], calibration["date"]
+        calibration: dict[str, Any] = read_json(file)
+        _check_figures(calibration)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"the calibration {file}", f"it cannot be read: {error}", "write it again with meshwright bench"
         ) from error
     return calibration
+
+
+def _check_figures(calibration: dict[str, Any]) -> None:
+    """Raises KeyError, TypeError or ValueError for anything but positive figures of a device."""
+    if not isinstance(calibration["device"], str) or not isinstance(calibration["date"], str):
+        raise ValueError("its device and its date are no texts")
+    figures = {name: calibration[name] for name in _FIGURES if calibration.get(name) is not None}
+    for name in ("collectives", "matmuls"):
+        for number, row in enumerate(calibration.get(name, [])):
+            figures |= {f"{name}[{number}].{key}": value for key, value in dict(row).items() if key in _RATES}
+    for name, value in figures.items():
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"{name} is {value!r}, and no positive number")

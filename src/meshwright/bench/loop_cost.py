@@ -1,27 +1,26 @@
 """Cost of the training loop: steps dispatched alone against steps with feed and metrics, by turns."""
 
 import dataclasses
-import functools
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
 
 from meshwright.data.feed import Feed, Windows, build_stream
 from meshwright.data.ramp import BatchRamp
-from meshwright.data.tokenizers import build_tokenizer
+from meshwright.data.tokenizers import Bytes
 from meshwright.data.tokens import TokenFile
 from meshwright.errors import TrainingError
 from meshwright.models.flops import training_flops_per_token
 from meshwright.models.model import vocab_size
-from meshwright.report import Reporter, Values
+from meshwright.report import Reporter
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
-from meshwright.trainer.meter import Meter
+from meshwright.trainer.meter import BadStep, Meter
 
 _DISPATCHES = 8
 """Calls of which the dispatch time is the median."""
@@ -108,18 +107,18 @@ class StepRunner:
         jax.block_until_ready(self._state)
         began = time.perf_counter()
         for number in range(1, steps + 1):
-            previous, self.batch = self.batch, next(self.feed)
+            self.batch = next(self.feed)
             metrics = self._advance()
-            assert self._state is not None
-            meter.read(functools.partial(_stop, self._state, previous))
+            _check(meter.read())
             meter.push(number, metrics)
-        assert self._state is not None
-        meter.read(functools.partial(_stop, self._state, self.batch))
+        _check(meter.read())
         return (time.perf_counter() - began) / steps
 
 
-def _stop(state: State, batch: Any, step: int, values: Values) -> NoReturn:
-    raise TrainingError(f"step {step}", f"its loss is {values['loss']}", "a lower --lr")
+def _check(bad: BadStep | None) -> None:
+    """Raises TrainingError for a bad step."""
+    if bad is not None:
+        raise TrainingError(f"step {bad.step}", bad.reason, "a lower --lr")
 
 
 def measure_loop(runner: StepRunner, *, steps: int, rounds: int, reporters: list[Reporter]) -> LoopCost:
@@ -151,7 +150,7 @@ def random_feed(device_run: DeviceRun, steps: int) -> Feed:
     training, vocab = device_run.run.training, vocab_size(device_run.run.model)
     count = max(_WINDOWS, training.batch) * training.seq + 1
     tokens = np.random.default_rng(0).integers(0, vocab, count).astype(np.uint32)
-    file = TokenFile(tokens, np.array([count], np.int64), vocab, build_tokenizer("bytes", iter(())), Path())
+    file = TokenFile(tokens, np.array([count], np.int64), vocab, Bytes(), Path())
     stream = build_stream([Windows(file, training.seq, 0, count)], [1.0], training.seed)
     sharding = device_run.batch_sharding
     return Feed(

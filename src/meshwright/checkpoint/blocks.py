@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 import tensorstore
 
 from meshwright.checkpoint.fingerprints import SALTS, sum_of_hashes
-from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.manifest import Manifest, TensorRecord
 from meshwright.errors import CheckpointError
 
 Index = tuple[slice, ...]
@@ -162,27 +162,34 @@ class StoredTensors:
         Raises CheckpointError where a block cannot be read, or the tensor is not what was saved: what `then` has
         written is then worthless.
         """
+        for index, values in self.blocks(name):
+            inside = tuple(slice(p.start, min(p.stop, size)) for p, size in zip(index, shape, strict=True))
+            if all(p.start < p.stop for p in inside):
+                then(inside, values[tuple(slice(0, p.stop - p.start) for p in inside)])
+
+    def blocks(self, name: str) -> Iterator[tuple[Index, np.ndarray]]:
+        """Yields the blocks of a tensor. Raises CheckpointError like `read_blocks`, after the last one."""
         if name not in self.manifest.tensors:
             raise CheckpointError(
                 f"the checkpoint in {self.step_folder}", f"it has no tensor {name!r}", "another checkpoint of the run"
             )  # fmt: skip
         record, total = self.manifest.tensors[name], (0, 0)
         try:
-            array = tensorstore.open(self._spec(name)).result()
-            stored = array.chunk_layout.read_chunk.shape or record.shape
-            block = _whole_chunks(
-                block_shape(record.shape, array.dtype.numpy_dtype.itemsize), tuple(int(size or 1) for size in stored)
-            )
+            array, stored = self.open(name)
+            block = _whole_chunks(block_shape(record.shape, array.dtype.numpy_dtype.itemsize), stored)
             for index in blocks_of(record.shape, block):
                 values = np.asarray(array[index].read().result())
                 total = add_fingerprints(total, block_fingerprint(values, index, record.shape))
-                inside = tuple(slice(p.start, min(p.stop, size)) for p, size in zip(index, shape, strict=True))
-                if all(p.start < p.stop for p in inside):
-                    then(inside, values[tuple(slice(0, p.stop - p.start) for p in inside)])
+                yield index, values
         except ValueError as error:
             raise self._damaged(f"tensor {name!r} cannot be read: {str(error).splitlines()[0][:200]}") from error
         if total != record.fingerprint:
             raise self._damaged(f"tensor {name!r} is not what was saved")
+
+    def open(self, name: str) -> tuple[Any, tuple[int, ...]]:
+        """Opens the array of a tensor with TensorStore; returns it, and the shape of its chunks. Raises ValueError."""
+        array = tensorstore.open(self._spec(name)).result()
+        return array, check_array(name, array, self.manifest.tensors[name])
 
     def read(self, name: str) -> np.ndarray:
         """Returns a whole tensor. Raises as `read_blocks`."""
@@ -197,17 +204,47 @@ class StoredTensors:
         return whole
 
     def _spec(self, name: str) -> dict[str, Any]:
-        state = self.step_folder / "state"
-        if (state / "manifest.ocdbt").is_file():
-            kvstore = {"driver": "ocdbt", "base": f"file://{state.absolute()}/", "path": f"{name}/"}
-        else:
-            kvstore = {"driver": "file", "path": f"{state.absolute() / name}/"}
-        return {"driver": "zarr", "kvstore": kvstore}
+        return array_spec(self.step_folder / "state", name)
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raises CheckpointError where the array of a tensor is not of the shape and type in the manifest.
+
+        Reads the arrays' descriptions, all at once, and allocates nothing of their size.
+        """
+        try:
+            opening = {name: tensorstore.open(self._spec(name)) for name in names}
+            for name, array in opening.items():
+                check_array(name, array.result(), self.manifest.tensors[name])
+        except ValueError as error:
+            raise self._damaged(f"tensor {name!r} cannot be read: {str(error).splitlines()[0][:200]}") from error
 
     def _damaged(self, damage: str) -> CheckpointError:
         return CheckpointError(
             f"the checkpoint in {self.step_folder}", damage, "another checkpoint of the run: --at STEP"
         )  # fmt: skip
+
+
+def array_spec(state: Path, name: str) -> dict[str, Any]:
+    """Returns TensorStore's description of the array of a tensor in the folder `state` of a checkpoint."""
+    if (state / "manifest.ocdbt").is_file():
+        kvstore = {"driver": "ocdbt", "base": f"file://{state.absolute()}/", "path": f"{name}/"}
+    else:
+        kvstore = {"driver": "file", "path": f"{state.absolute() / name}/"}
+    return {"driver": "zarr", "kvstore": kvstore}
+
+
+def check_array(name: str, array: Any, record: TensorRecord) -> tuple[int, ...]:
+    """Returns the shape of the chunks of a stored array.
+
+    Raises ValueError where its shape or type is not that of the manifest, or a chunk is larger than the array: a chunk
+    is read as a whole, whatever part of it is asked for.
+    """
+    if array.dtype.name != record.dtype or tuple(array.shape) != record.shape:
+        raise ValueError(f"its array is {array.dtype.name}{list(array.shape)}, not {record.dtype}{list(record.shape)}")
+    chunk = tuple(int(size or 1) for size in array.chunk_layout.read_chunk.shape or record.shape)
+    if any(size > max(1, whole) for size, whole in zip(chunk, record.shape, strict=True)):
+        raise ValueError(f"its chunks are {list(chunk)}, larger than {name!r} itself, {list(record.shape)}")
+    return chunk
 
 
 def _whole_chunks(block: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ def export_adapter(source: Path, out: Path, *, at: int | None = None) -> Convers
         )  # fmt: skip
     if out.exists():
         raise ConfigError(f"writing adapters to {out}", "it exists already", "a folder that does not exist yet")
-    with Checkpoints(source / "checkpoints", max_to_keep=10**6) as checkpoints:
+    with Checkpoints(source / "checkpoints", max_to_keep=None) as checkpoints:
         manifest = checkpoints.manifest(at)
     merged = MergedTensors(StoredTensors(source / "checkpoints" / str(manifest.step), manifest))
     base = (run.init_from or "").removeprefix(PREFIX)

@@ -14,6 +14,7 @@ from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.import_weights import Conversion, Say
 from meshwright.checkpoint.journal import Journal, write_sums
 from meshwright.config import Model, Run
+from meshwright.documents import read_json
 from meshwright.hugging_face.architecture import Architecture, architecture_of
 from meshwright.hugging_face.folder import KEPT, read_model
 from meshwright.hugging_face.names import StoredTensor, unpadded_shape, write_block
@@ -53,7 +54,7 @@ def export_weights(
     ConfigError where `out` exists.
     """
     run = run_in_folder(source)
-    with Checkpoints(source / "checkpoints", max_to_keep=10**6) as checkpoints:
+    with Checkpoints(source / "checkpoints", max_to_keep=None) as checkpoints:
         manifest = checkpoints.manifest(at)
     tensors = StoredTensors(source / "checkpoints" / str(manifest.step), manifest)
     dtype = dtype or _dtype_of(tensors)
@@ -112,7 +113,7 @@ def _configuration(run: Run, source: Path) -> tuple[Architecture, dict[str, Any]
         architecture, config = architecture_of(run.model)
         return architecture, {**config, **longest}
     folder = read_model(str(kept.absolute()))
-    config = json.loads((kept / "config.json").read_text(encoding="utf-8"))
+    config = read_json(kept / "config.json")
     config.pop("quantization_config", None)  # weights go out as numbers
     if _same(folder.architecture, folder.model, run.model):
         return folder.architecture, config

@@ -62,7 +62,7 @@ def _load(init_from: str, device_run: DeviceRun, then: Callable[[str, jax.Array]
 def load_run(folder: Path, device_run: DeviceRun, at: int | None = None) -> Tree:
     """Returns the weights of another run's checkpoint, the last one or that of step `at`; its adapters are merged."""
     theirs = run_in_folder(folder)
-    with Checkpoints(folder / "checkpoints", max_to_keep=10**6) as checkpoints:
+    with Checkpoints(folder / "checkpoints", max_to_keep=None) as checkpoints:
         if theirs.finetune.method != "lora":
             return checkpoints.restore_params(device_run, at)[0]
         from meshwright.checkpoint.adapters import merge_adapters

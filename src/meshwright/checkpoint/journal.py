@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from meshwright.documents import LARGE, check_inside, read_json, read_text
 from meshwright.errors import ConfigError, WeightsError
 
 SUMS = "SHA256SUMS"
@@ -36,7 +37,7 @@ class Journal:
 
     def _read(self) -> dict[str, Any]:
         try:
-            found = json.loads(self._file.read_text(encoding="utf-8"))
+            found = read_json(self._file, LARGE)
             if found["source"] == self._source:
                 return dict(found["done"])
         except (OSError, ValueError, KeyError, TypeError):
@@ -79,10 +80,14 @@ def check_sums(folder: Path, say: Callable[[str], None]) -> None:
     """Compares the files of a folder with its checksums, where it has them. Raises WeightsError where one differs."""
     if not (folder / SUMS).is_file():
         return
-    lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
+    try:
+        check_inside(folder, [folder / SUMS])
+        lines = read_text(folder / SUMS).splitlines()
+    except ValueError as error:
+        raise WeightsError(f"checksums of {folder}", str(error), "copy it again") from error
     for line in lines:
         expected, _, name = line.partition("  ")
-        if Path(name).name != name or not (folder / name).is_file():
+        if "\0" in name or Path(name).name != name or not (folder / name).is_file():
             raise WeightsError(f"checksums of {folder}", f"{SUMS} names {name!r}, and there is no such file", "copy it")
         found = sha256(folder / name)
         if found != expected:

@@ -7,23 +7,15 @@ dropped, but only they, and only while an operation of Orbax is in progress or s
 """
 
 import contextlib
-import gc
 import inspect
 import logging
 import re
 import sys
 import threading
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_QUIET_SECONDS = 0.5
-"""Seconds without a late report after which none is expected: they arrive within 0.3 s of a failure on a local disk."""
-_MAX_WAIT_SECONDS = 5.0
-_LATE_SECONDS = 60.0
-"""Seconds after a failure for which reports stay suppressed: threads of a busy machine write them after the wait."""
 _ORBAX_FILE = re.compile(r"[/\\](orbax|tensorstore)[/\\]")
 _ORBAX_TASK = re.compile("orbax|tensorstore|OCDBT", re.IGNORECASE)
 """Text of asyncio's report of a task of Orbax or of a failed transfer; OCDBT is TensorStore's storage format."""
@@ -43,7 +35,7 @@ class _Suppression:
         self._lock, self._operations = threading.Lock(), 0
         self._loggers = (logging.getLogger("absl"), logging.getLogger("asyncio"))
         self._previous_hook: Callable[[Any], object] = sys.unraisablehook
-        self._last_report = 0.0
+        self.last_report = 0.0
 
     def acquire(self) -> None:
         with self._lock:
@@ -67,48 +59,20 @@ class _Suppression:
     def _hook(self, unraisable: Any) -> None:
         coroutine = unraisable.object
         if str(unraisable.exc_value) == "Event loop is closed":
-            self._last_report = time.monotonic()
+            self.last_report = time.monotonic()
         elif not (inspect.iscoroutine(coroutine) and _ORBAX_FILE.search(coroutine.cr_code.co_filename)):
             self._previous_hook(unraisable)
 
-    def drain(self) -> None:
-        """Waits until no report has arrived for `_QUIET_SECONDS`, at most `_MAX_WAIT_SECONDS`."""
-        start = self._last_report = time.monotonic()
-        while time.monotonic() < min(self._last_report + _QUIET_SECONDS, start + _MAX_WAIT_SECONDS):
-            time.sleep(0.02)
 
-
-_suppression = _Suppression()
+suppression = _Suppression()
+"""The one of this process."""
 
 
 @contextlib.contextmanager
 def orbax_reports_suppressed() -> Iterator[None]:
     """Drops Orbax's own reports of failures inside the block; contexts may nest and overlap between threads."""
-    _suppression.acquire()
+    suppression.acquire()
     try:
         yield
     finally:
-        _suppression.release()
-
-
-def drain_reports(error: BaseException) -> None:
-    """Waits, inside `orbax_reports_suppressed`, for the reports that follow `error`: 0.5 s, at most 5 s.
-
-    Later ones are dropped too, for a minute.
-
-    Tasks and coroutines that the failed operation abandoned are reported when they are collected. The frames of
-    `error` hold them, so the frames' local variables are released here, while the reports are still suppressed.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-        chained: BaseException | None = error
-        while chained is not None:
-            traceback.clear_frames(chained.__traceback__)
-            chained = chained.__cause__
-        gc.collect()
-        _suppression.acquire()
-        late = threading.Timer(_LATE_SECONDS, _suppression.release)
-        late.daemon = True
-        late.start()
-        _suppression.drain()
-        gc.collect()
+        suppression.release()

@@ -9,6 +9,7 @@ from meshwright.cli.base_run import Base, base_run, value_of
 from meshwright.cli.parse import parse
 from meshwright.cli.train import TrainOptions, run_training
 from meshwright.errors import ConfigError
+from meshwright.fine_tuning import FineTune
 from meshwright.runs.fine_tuning import check_start, source_run, tuned
 from meshwright.runs.run_file import run_in_folder
 
@@ -39,7 +40,12 @@ def _base(args: list[str]) -> Base:
             f"meshwright finetune {' '.join(args)}".rstrip(), "it starts from the weights of a model",
             "meshwright finetune hf:PATH --data CHAT.jsonl --out DIR",
         )  # fmt: skip
-    base = Base(source_run(args[0]), args[1:]) if named and not args[0].endswith(".json") else base_run(args)
+    if not named or args[0].endswith(".json"):
+        base = base_run(args)
+        if base.run.finetune != FineTune():
+            return base  # a plan, or the run.json, of a run that fine-tunes
+    else:
+        base = Base(source_run(args[0]), args[1:])
     method: Any = _given(args, "method", "lora")
     objective: Any = _given(args, "objective", "answers")
     return dataclasses.replace(base, run=tuned(base.run, method, objective))

@@ -9,6 +9,7 @@ from importlib.metadata import version
 
 from meshwright.cli.output import write, write_table
 from meshwright.errors import ConfigError, MeshwrightError, nearest
+from meshwright.trust import trust_everything, trust_names
 
 VERBS = {
     "train": "Train a recipe, or resume a run: on the accelerators found, or on simulated devices.",
@@ -17,6 +18,7 @@ VERBS = {
     "generate": "Continue prompts with a run's model, or chat with it.",
     "tokenize": "Tokenise text once, into a folder that --data takes.",
     "convert": "Convert weights: a Hugging Face folder into a run, or a run into a Hugging Face folder.",
+    "checkpoint": "List, inspect, verify and compare checkpoints; needs no device.",
     "show": "Show how the parameters lie on a mesh; needs no device.",
     "plan": "Find the fastest mesh and layout for hardware that is not here.",
     "prove": "Compile the step, also for hardware that is not here: memory, communication, FLOPs, faults.",
@@ -28,6 +30,10 @@ VERBS = {
     "completion": "Print the completion script for a shell.",
 }
 """Verb -> one line about it. The module of a verb has its name, and a function `main(args) -> exit code`."""
+
+
+TRUST = "--trust-code"
+"""Option of every verb: files that are read may name any code (`meshwright.trust`)."""
 
 
 def main() -> None:
@@ -49,6 +55,10 @@ def main() -> None:
 
 def run(args: Sequence[str]) -> int:
     """Runs one command line; returns its exit code. Raises MeshwrightError."""
+    if TRUST in args:
+        trust_everything()
+        args = [word for word in args if word != TRUST]
+    trust_names(args)
     if not args or args[0] in ("-h", "--help"):
         _write_overview()
         return 0
@@ -68,7 +78,8 @@ def run(args: Sequence[str]) -> int:
 def _write_overview() -> None:
     write("usage: meshwright VERB [options]\n\n")
     write_table(VERBS, shutil.get_terminal_size((120, 24)).columns)
-    write("\nmeshwright VERB --help lists the options of a verb; meshwright --version prints the version.\n")
+    write(f"\n{TRUST} with any verb: run files, plans and checkpoints that it reads may name code to run.\n")
+    write("meshwright VERB --help lists the options of a verb; meshwright --version prints the version.\n")
 
 
 def _print_error(text: str) -> None:

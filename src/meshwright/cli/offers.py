@@ -60,8 +60,13 @@ class OfferOptions:
         return read_market(self.prices, self.power, self.terms, self.pue, reliability)
 
     def spending(self) -> Budget:
-        """Parses the budget. Raises ConfigError for FLOPs without a scaling law."""
+        """Parses the budget. Raises ConfigError for FLOPs without a scaling law, and for limits with another order."""
         budget = Budget() if self.budget is None else parse_budget(self.budget)
+        if self.rank_by != "time" and (self.days is not None or self.budget is not None):
+            raise ConfigError(
+                f"--rank-by {self.rank_by} with --days or --budget",
+                "with a deadline the cheapest comes first, else the fastest", "leave --rank-by out, or the limits",
+            )  # fmt: skip
         if budget.flops is not None and self.scaling_law is None:
             raise ConfigError(
                 f"--budget {self.budget}", "FLOPs give a model and tokens to train, and limit no cost",
@@ -117,6 +122,8 @@ def plan_optimum(
     """Prints the model size and tokens of a scaling law for the budget, and the nearest recipe's training."""
     if options.budget is None or options.scaling_law is None:
         raise ConfigError("--scaling-law without --budget", "it divides a budget", "--budget 500k, or 1e24flops")
+    if options.days is not None:
+        raise ConfigError("--days with --scaling-law", "the budget alone is divided", "more chips in --on end sooner")
     budget = options.spending()
     found = compute_optimal(
         budget, on, law=options.scaling_law, tokens_per_step=tokens_per_step, market=options.market()

@@ -93,7 +93,14 @@ def main(args: Sequence[str]) -> int:
     """Runs `meshwright plan`."""
     base = base_run(args)
     default = PlanOptions(run=base.run, on=base.target or tyro.MISSING)
-    return run_plan(parse(PlanOptions, "plan [RECIPE]", base.args, default=default))
+    options = parse(PlanOptions, "plan [RECIPE]", base.args, default=default)
+    if options.scaling_law is not None and (len(base.args) < len(args) or options.run != base.run):
+        raise ConfigError(
+            "--scaling-law with a recipe or options of a Run",
+            "it chooses the model, and plans the nearest recipe as it is",
+            "leave them out; then plan the recipe that it names",
+        )  # fmt: skip
+    return run_plan(options)
 
 
 def run_plan(options: PlanOptions) -> int:

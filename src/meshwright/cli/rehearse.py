@@ -19,7 +19,7 @@ from meshwright.config import Run
 from meshwright.errors import ConfigError, TrainingError, divisors
 from meshwright.planner.shrink import shape_within, shrink
 from meshwright.report.console import open_console
-from meshwright.runs.run_file import write_run
+from meshwright.runs.write_run import write_run
 
 _BYTES_VOCAB = 257
 

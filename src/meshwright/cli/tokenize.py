@@ -9,7 +9,7 @@ import tyro
 
 from meshwright.cli.output import write, write_json
 from meshwright.cli.parse import parse
-from meshwright.data.tokens import tokenize
+from meshwright.data.tokenizing import tokenize
 from meshwright.errors import ConfigError
 
 
@@ -23,6 +23,9 @@ class TokenizeOptions:
     """Folder to write."""
     tokenizer: str = "bpe:4096"
     """Tokenizer: `bytes`, `chars`, `bpe:SIZE` (trained on the text), or a tokenizer.json file."""
+    bad_records: float = 0.0
+    """Largest share of records (lines, rows, text files) that may be skipped because they cannot be read. 0 refuses the
+    first, with its file and line."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print JSON."""
 
@@ -32,14 +35,18 @@ def main(args: Sequence[str]) -> int:
     options = parse(TokenizeOptions, "tokenize", args)
     if options.out.exists():
         raise ConfigError(f"--out {options.out}", "it exists already", "a folder that does not exist yet")
-    file = tokenize(options.data, options.tokenizer, options.out)
+    file = tokenize(options.data, options.tokenizer, options.out, bad_records=options.bad_records)
     if options.json:
         write_json(
-            {"out": options.out, "tokens": len(file.tokens), "documents": len(file.ends), "vocab": file.vocab}
+            {"out": options.out, "tokens": len(file.tokens), "documents": len(file.ends), "vocab": file.vocab,
+             "skipped": file.skipped}
         )  # fmt: skip
     else:
         write(
             f"{options.out}: {len(file.tokens):,} tokens in {len(file.ends):,} documents, "
             f"vocabulary of {file.vocab:,}\n"
         )
+        if file.skipped["bad"]:
+            first = "; ".join(file.skipped["examples"][:3])
+            write(f"skipped {file.skipped['bad']:,} of {file.skipped['read']:,} records; the first: {first}\n")
     return 0

@@ -45,6 +45,8 @@ class TrainOptions(RunOptions):
     """Continue from the last checkpoint in --out, with the Run that is kept there."""
     at: int | None = None
     """Continue from the checkpoint of this step; newer ones are set aside."""
+    new_data: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Resume although the text, its order or its mixture differ from those of the checkpoint."""
     hosts: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions()
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the summary as JSON on standard output, and everything else on standard error."""
@@ -78,8 +80,9 @@ def run_training(options: TrainOptions) -> int:
             print_summary(console, summary, unit="examples")
         return 128 + summary.interrupted_by if summary.interrupted_by else 0
     prepared = loop.prepare_run(
-        options.run, cache=mesh.default_cache_folder(), devices=options.devices, choose=choose_for_devices
-    )
+        options.run, cache=mesh.default_cache_folder(), devices=options.devices, choose=choose_for_devices,
+        own=out / "tokenizer.json" if options.resumes else None,
+    )  # fmt: skip
     print_prepared_run(console, prepared)
     if options.run.init_from is not None and not options.resumes:
         from meshwright.checkpoint.initial_weights import describe_initial_weights
@@ -120,8 +123,9 @@ def _train(options: TrainOptions, prepared: loop.Trainable, out: Path, console: 
 
     try:
         return loop.train(
-            prepared, out, start="resume" if options.resumes else "fresh", at=options.at, reporters=reporters
-        )
+            prepared, out, start="resume" if options.resumes else "fresh", at=options.at,
+            data="new" if options.new_data else "same", reporters=reporters,
+        )  # fmt: skip
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -1,18 +1,24 @@
 """Chat templates: a conversation as the text that a model was tuned on, by the Jinja template of its tokenizer.
 
-A template is a program from a stranger: it runs in Jinja's sandbox, which has no access to Python's objects
-(`ImmutableSandboxedEnvironment`), with the functions and settings that `transformers` gives it.
+A template is a program from a stranger. It runs in a process of its own, in Jinja's sandbox
+(`ImmutableSandboxedEnvironment`, which has no access to Python's objects), with limits on its time, its memory and its
+text (`chat_renderer`).
 """
 
+import contextlib
 import dataclasses
-import datetime
 import importlib.util
 import json
 import re
+import select
+import subprocess
+import sys
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from meshwright.documents import SMALL, check_inside, parse_json, read_text
 from meshwright.errors import DataError
 
 _MARKS = ("\ue0f8", "\ue0f9")
@@ -20,6 +26,9 @@ _MARKS = ("\ue0f8", "\ue0f9")
 
 Message = dict[str, Any]
 """`{"role": "user", "content": "..."}`; other keys are the template's own."""
+
+SECONDS = 10.0
+"""Most seconds in which a template renders a conversation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +43,8 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
         """Returns the text of a conversation. answer: ends it where the model's answer begins.
 
-        Raises DataError where the template refuses the conversation, or Jinja is not installed.
+        Raises DataError where the template refuses the conversation, takes too long or too much memory, or Jinja is
+        not installed.
         """
         return self._render(messages, answer, ("", ""))
 
@@ -61,63 +71,89 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Message], answer: bool, marks: tuple[str, str]) -> str:
         """Returns the text, with `marks` before and after each answer that the template marks."""
-        import jinja2  # an optional dependency
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        check_jinja()
+        request = {
+            "source": self.source, "messages": list(messages), "answer": answer, "tokens": dict(self.special_tokens),
+            "marks": marks,
+        }  # fmt: skip
+        reply = _renderer.ask(json.dumps(request))
+        if "text" in reply:
+            return str(reply["text"])
+        raise DataError(
+            "a conversation in the tokenizer's chat template", f"the template refuses it: {reply['error']}",
+            "roles and order of messages as the template has them, or --chat-template FILE.jinja",
+        )  # fmt: skip
 
-        class Generation(Extension):
-            """Statement `{% generation %}`, which marks answers for training."""
 
-            tags = {"generation"}  # noqa: RUF012 - Jinja's own interface
+class _Renderer:
+    """Process that renders templates; it is started when it is first needed, and again after it was stopped."""
 
-            def parse(self, parser: Any) -> Any:
-                next(parser.stream)
-                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-                first, last = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in marks)
-                return [first, *body, last]
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
 
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-        )
-        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
+    def ask(self, request: str) -> dict[str, Any]:
+        """Sends one line and returns the answer; a process that gives none in time is stopped."""
+        process = self._process or self._start()
+        self._process = process
+        assert process.stdin is not None and process.stdout is not None
+        error = f"it took more than {SECONDS:.0f} s"
         try:
-            template = environment.from_string(self.source)
-            return template.render(messages=list(messages), add_generation_prompt=answer, **dict(self.special_tokens))
-        except jinja2.TemplateError as error:
-            raise DataError(
-                "a conversation in the tokenizer's chat template", f"the template refuses it: {error}",
-                "roles and order of messages as the template has them",
-            ) from error  # fmt: skip
+            process.stdin.write(request.encode() + b"\n")
+            process.stdin.flush()
+            if select.select([process.stdout], [], [], SECONDS)[0]:
+                line = process.stdout.readline()
+                if line.endswith(b"\n"):
+                    return dict(json.loads(line))
+                error = "it ran out of its memory or its time"
+        except BrokenPipeError:
+            error = "it ran out of its memory or its time"
+        self._process = None
+        _stop(process)
+        return {"error": error}
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # By the path of the file: the package itself would take longer to import than a conversation to render.
+        file = Path(__file__).with_name("chat_renderer.py")
+        process = subprocess.Popen([sys.executable, "-P", str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        weakref.finalize(self, _stop, process)
+        assert process.stdout is not None
+        process.stdout.readline()  # it has started: the time of a template begins now
+        return process
 
 
-def _refuse(message: str) -> NoReturn:
-    import jinja2
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
 
-    raise jinja2.TemplateError(message)
+
+_renderer = _Renderer()
 
 
 def read_chat_template(folder: Path) -> ChatTemplate | None:
     """Reads the chat template beside a tokenizer: chat_template.jinja, or that of tokenizer_config.json.
 
     An output folder has the files of the model that it started from in `huggingface`. Returns None where there is no
-    template. Raises DataError where tokenizer_config.json is no JSON.
+    template. Raises DataError where a file is damaged or leaves the folder.
     """
-    config: dict[str, Any] = {}
-    file = folder / "tokenizer_config.json"
-    if file.is_file():
-        try:
-            config = dict(json.loads(file.read_text(encoding="utf-8")))
-        except ValueError as error:
-            raise DataError(f"reading {file}", f"not JSON: {error}", "the tokenizer's own file") from error
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        source = next((t["template"] for t in source if t.get("name") == "default"), None)
-    if (folder / "chat_template.jinja").is_file():
-        source = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    file, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    try:
+        check_inside(folder, [file, template])
+        config = dict(parse_json(read_text(file))) if file.is_file() else {}
+        source = config.get("chat_template")
+        if isinstance(source, list):  # several, by name
+            source = next((t["template"] for t in source if t.get("name") == "default"), None)
+        if template.is_file():
+            source = read_text(template)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"the chat template of {folder}", f"it cannot be read: {error}", "its own files") from error
     if source is None:
         return read_chat_template(folder / "huggingface") if (folder / "huggingface").is_dir() else None
+    if not isinstance(source, str) or len(source) > SMALL:
+        raise DataError(f"the chat template of {folder}", f"it is a {type(source).__name__}", "its own files")
     special = []
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         token = config.get(name)

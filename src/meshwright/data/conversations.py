@@ -21,15 +21,16 @@ from typing import Any
 import numpy as np
 
 from meshwright.config import Run
-from meshwright.data.chat import ChatTemplate, read_chat_template
+from meshwright.data.chat import ChatTemplate, check_jinja, read_chat_template
 from meshwright.data.rendering import Rendered, render_record
-from meshwright.data.sources import parse_source
-from meshwright.data.tokenizers import build_tokenizer
-from meshwright.data.tokens import Corpus, TokenFile, open_tokens
+from meshwright.data.tokenizing import BlockSums, write_description
+from meshwright.data.tokens import Corpus, TokenFile, open_tokens, parse_source
+from meshwright.data.vocabulary import build_tokenizer
+from meshwright.documents import LARGE, read_json, read_text
 from meshwright.errors import DataError
 from meshwright.fine_tuning import Objective, TooLong
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,13 +130,15 @@ def load_conversations(run: Run, cache: Path) -> tuple[Corpus, list[tuple[Packed
         )  # fmt: skip
     sources = [parse_source(path) for path in data.paths]
     template = template_of(data.tokenizer, tuning.template)
+    if template is not None:
+        check_jinja()
     together = 2 if tuning.objective == "preferences" else 1
     files, parts = [], []
     for source in sources:
         folder = _tokenise(source.path, data.tokenizer, template, tuning.objective, cache)
         file = open_tokens(folder)
         answers: Any = np.memmap(folder / "answers.bin", np.uint8, mode="r")
-        lines = json.loads((folder / "lines.json").read_text(encoding="utf-8"))
+        lines = read_json(folder / "lines.json", LARGE)
         units = _fitting(file, seq, together, lines, tuning.too_long)
         if tuning.too_long == "truncate":
             file, answers = _truncated(file, answers, seq // together)
@@ -160,9 +163,9 @@ def template_of(tokenizer: str, file: str | None) -> ChatTemplate | None:
     if file is None:
         return beside
     try:
-        text = Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"--finetune.template {file}", f"{error.strerror}", "a file with a Jinja template") from error
+        text = read_text(Path(file))
+    except (OSError, ValueError) as error:
+        raise DataError(f"--finetune.template {file}", str(error), "a file with a Jinja template") from error
     return ChatTemplate(text, beside.special_tokens if beside else ())
 
 
@@ -195,11 +198,11 @@ def _tokenise(path: str, spec: str, template: ChatTemplate | None, objective: Ob
     """Returns the folder with the tokens of one source, made where it is not there yet."""
     files = _files(path)
     tokenizer = build_tokenizer(spec, iter(()))
-    kind = [str(_FORMAT), objective, tokenizer.to_json(), template.source if template else "", *map(_status, files)]
+    kind = [str(_FORMAT), objective, tokenizer.to_json(), repr(template), *map(_status, files)]
     folder = cache / "tokens" / f"chat-{hashlib.sha256(chr(10).join(kind).encode()).hexdigest()[:24]}"
     if (folder / "tokens.json").is_file():
         return folder
-    ends, lines, total = [0], list[str](), 0
+    ends, lines, total, sums = [0], list[str](), 0, BlockSums()
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -207,19 +210,22 @@ def _tokenise(path: str, spec: str, template: ChatTemplate | None, objective: Ob
             for where, record in _records(files):
                 documents: list[Rendered] = render_record(where, record, objective, tokenizer, template)
                 for document in documents:
-                    tokens.write(document.tokens.astype(np.uint32).tobytes())
+                    data = document.tokens.astype("<u4").tobytes()
+                    tokens.write(data)
+                    sums.add(data)
                     answers.write(document.answers.astype(np.uint8).tobytes())
                     total += len(document.tokens)
                     ends.append(total)
                 lines.append(where)
         if not lines:
             raise DataError(f"--data {path}", "it has no records", "JSON lines with `messages`")
+        sums.write(scratch / "sums.bin")
         np.save(scratch / "ends.npy", np.array(ends[1:], np.int64))
         (scratch / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
         (scratch / "lines.json").write_text(json.dumps(lines), encoding="utf-8")
-        record = {"format": _FORMAT, "dtype": "uint32", "tokens": total, "documents": len(ends) - 1,
-                  "vocab": tokenizer.vocab, "source": path, "tokenizer": spec}  # fmt: skip
-        (scratch / "tokens.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+        record = {"dtype": "uint32", "tokens": total, "documents": len(ends) - 1, "vocab": tokenizer.vocab,
+                  "source": path, "tokenizer": spec, "skipped": {}}  # fmt: skip
+        write_description(scratch, record, "answers.bin", "lines.json")
         try:
             os.replace(scratch, folder)
         except OSError:  # another process was first

@@ -127,7 +127,10 @@ def build_stream(windows: Sequence[Samples], weights: list[float], seed: int) ->
 
 @dataclasses.dataclass(frozen=True)
 class _LocalBatches:
-    """This process's rows of the global batch, by step. rows: by size of the batch.  taken: steps before the first."""
+    """This process's rows of the global batch, by step. rows: by size of the batch.  taken: steps before the first.
+
+    skipped: samples that are left out, first index and number, in ascending order.
+    """
 
     stream: Any
     ramp: BatchRamp
@@ -135,6 +138,7 @@ class _LocalBatches:
     cursor: int
     steps: int
     rows: dict[int, tuple[int, ...]]
+    skipped: tuple[tuple[int, int], ...]
 
     def __len__(self) -> int:
         return self.steps
@@ -142,26 +146,42 @@ class _LocalBatches:
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
         at = self.taken + int(step)
         first = self.cursor + self.ramp.read_before(at) - self.ramp.read_before(self.taken)
-        samples = [self.stream[first + row] for row in self.rows[self.ramp.batch(at)]]
+        samples = [self.stream[self._index(first + row)] for row in self.rows[self.ramp.batch(at)]]
         return {name: np.stack([sample[name] for sample in samples]) for name in _FIELDS}
+
+    def _index(self, sample: int) -> int:
+        """Index in the stream of the sample that `sample` others precede in training."""
+        for first, count in self.skipped:
+            sample += count if sample >= first else 0
+        return sample
 
 
 class Feed:
     """Iterator over the batches of the next `steps` steps on the devices, from the global sample `cursor` on.
 
-    taken: steps before them, by which the ramp gives the size of each batch. `wait_seconds` is the time spent waiting
+    taken: steps before them, by which the ramp gives the size of each batch.  skipped: samples of the stream that are
+    left out: first index and number, ascending; `cursor` does not count them. `wait_seconds` is the time spent waiting
     for data so far, in seconds.
     """
 
     def __init__(
-        self, stream: Any, ramp: BatchRamp, *, seq: int, taken: int, cursor: int, steps: int, sharding: NamedSharding
+        self,
+        stream: Any,
+        ramp: BatchRamp,
+        *,
+        seq: int,
+        taken: int,
+        cursor: int,
+        steps: int,
+        sharding: NamedSharding,
+        skipped: tuple[tuple[int, int], ...] = (),
     ):
         self.wait_seconds, self.position = 0.0, None
         self._ramp, self._seq, self._step, self._sharding = ramp, seq, taken, sharding
         rows = {size: local_rows(sharding, (size, seq)) for size in ramp.sizes}
         self._index_of_row = {size: {row: i for i, row in enumerate(own)} for size, own in rows.items()}
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
-        batches = grain.MapDataset.source(_LocalBatches(stream, ramp, taken, cursor, steps, rows))
+        batches = grain.MapDataset.source(_LocalBatches(stream, ramp, taken, cursor, steps, rows, skipped))
         self._batches: Iterator[dict[str, np.ndarray]] = iter(batches.to_iter_dataset(options))
 
     def __iter__(self) -> "Feed":

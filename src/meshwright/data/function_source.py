@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from meshwright.data.records import Records
 from meshwright.errors import DataError, describe_failure
 
 
@@ -18,7 +19,7 @@ class FunctionDocuments:
     """Name in `data.paths`: `module:attribute` or `FILE.py:attribute`."""
     function: Callable[[], Iterable[str]]
 
-    def read(self) -> Iterator[str]:
+    def read(self, records: Records) -> Iterator[str]:
         """Yields the documents of one call. Raises DataError where the call fails or an item is not a string."""
         number = 0
         try:
@@ -29,8 +30,9 @@ class FunctionDocuments:
                         f"its document {number} is of type {type(text).__name__}",
                         "yield strings",
                     )
-                if text:
-                    yield text
+                document = records.text(text, f"{self.name}, document {number}")
+                if document:
+                    yield document
         except DataError:
             raise
         except Exception as error:
@@ -39,6 +41,7 @@ class FunctionDocuments:
                 f"after {number} document(s) it {describe_failure(error)}",
                 "correct the function",
             ) from error
+        records.check()
 
     def fingerprint(self) -> list[str]:
         """Returns the name, and the callable's `fingerprint` attribute or the hash of the file that defines it.

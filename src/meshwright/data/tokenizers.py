@@ -1,17 +1,20 @@
 """Tokenizers: bytes, characters, or a subword vocabulary of the `tokenizers` library."""
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
 import tokenizers
 
+from meshwright.documents import parse_json
 from meshwright.errors import DataError
 
 END = "<|end|>"
+_GAPS = 10_000
+"""Numbers without a token that a vocabulary may have, in addition to one for each token."""
 
 
 class Tokenizer(Protocol):
@@ -78,7 +81,15 @@ class Subwords:
                 f"add {END} as a special token",
             )
         self.end = ends[0]
-        self.vocab = self._tokenizer.get_vocab_size()
+        ids = self._tokenizer.get_vocab().values()
+        self.vocab = max(ids) + 1
+        # Some models have a few numbers without a token; an embedding has a row for each.
+        if self.vocab > 2 * len(ids) + _GAPS:
+            raise DataError(
+                "reading a tokenizer",
+                f"its {len(ids):,} tokens have numbers up to {self.vocab - 1:,}, and an embedding has a row for each",
+                "a tokenizer whose tokens are numbered without gaps",
+            )
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the tokens of `text`, without special tokens."""
@@ -93,34 +104,10 @@ class Subwords:
         return str(self._tokenizer.to_str())
 
 
-def build_tokenizer(spec: str, documents: Iterator[str]) -> Tokenizer:
-    """Builds the tokenizer `spec`: `bytes`, `chars` or `bpe:SIZE` (both learned from `documents`), or a file."""
-    if spec == "bytes":
-        return Bytes()
-    if spec == "chars":
-        from meshwright.data.chars import Chars  # loaded where it is asked for
-
-        letters: set[str] = set()
-        for text in documents:
-            letters.update(text)
-        return Chars("".join(sorted(letters)))
-    if spec.startswith("bpe:"):
-        if not spec[4:].isdigit():
-            raise DataError(f"tokenizer {spec!r}", f"{spec[4:]!r} is not a number of tokens", "bpe:4096")
-        from meshwright.data.bpe import train_bpe  # loaded where a vocabulary is learned
-
-        return train_bpe(documents, int(spec[4:]))
-    if not Path(spec).is_file():
-        raise DataError(
-            f"tokenizer {spec!r}", "no such file, and no known kind", "bytes, chars, bpe:SIZE or a tokenizer.json"
-        )
-    return tokenizer_from_json(Path(spec).read_text(encoding="utf-8"))
-
-
 def tokenizer_from_json(text: str) -> Tokenizer:
     """Builds the tokenizer that `to_json` described. Raises DataError where `text` is not a tokenizer."""
     try:
-        config = json.loads(text)
+        config = parse_json(text)
     except ValueError as error:
         raise DataError("reading a tokenizer", f"not JSON: {error}", "the tokenizer.json of a run") from error
     kind = config.get("kind") if isinstance(config, dict) else None
@@ -129,5 +116,10 @@ def tokenizer_from_json(text: str) -> Tokenizer:
     if kind == "chars":
         from meshwright.data.chars import Chars
 
-        return Chars(config["letters"])
+        letters = config.get("letters")
+        if not isinstance(letters, str) or not letters or any(a >= b for a, b in itertools.pairwise(letters)):
+            raise DataError(
+                "reading a tokenizer", "its letters are no characters in order", "the tokenizer.json of a run"
+            )
+        return Chars(letters)
     return Subwords(text)

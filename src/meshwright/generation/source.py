@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Literal
 
@@ -13,9 +12,11 @@ import jax
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import MeshShape, Run
 from meshwright.data.chat import ChatTemplate, read_chat_template
-from meshwright.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_from_json
+from meshwright.data.tokenizers import Tokenizer
 from meshwright.data.tokens import load_corpus
-from meshwright.errors import ConfigError
+from meshwright.data.vocabulary import build_tokenizer
+from meshwright.documents import read_json
+from meshwright.errors import ConfigError, WeightsError
 from meshwright.generation.weight_sizes import run_for_decoding
 from meshwright.hardware.mesh import build_mesh, default_cache_folder, default_mesh_shape
 from meshwright.hugging_face.folder import KEPT
@@ -63,8 +64,8 @@ def open_weights(
         return _hugging_face(str(source), mesh, at, devices)
     run, folder = run_of_source(source, initial), Path(source)
     device_run = place_for_decoding(run, mesh, devices)
-    tokenizer = tokenizer_from_json((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    with Checkpoints(folder / "checkpoints", max_to_keep=10**6) as checkpoints:
+    tokenizer = build_tokenizer(str(folder / "tokenizer.json"), iter(()))
+    with Checkpoints(folder / "checkpoints", max_to_keep=None) as checkpoints:
         params, manifest = checkpoints.restore_params(device_run, at)
     origin = f"{folder}, step {manifest.step}"
     device_run, params = _merged(device_run, params)
@@ -114,15 +115,22 @@ def _end_tokens(folder: Path) -> tuple[int, ...]:
     """Returns the tokens that end a text of a Hugging Face model: of its generation settings, or its configuration."""
     for file in ("generation_config.json", "config.json"):
         if (folder / file).is_file():
-            ends = json.loads((folder / file).read_text(encoding="utf-8")).get("eos_token_id")
-            if ends is not None:
-                return tuple(ends) if isinstance(ends, list) else (int(ends),)
+            try:
+                ends = read_json(folder / file).get("eos_token_id")
+                if ends is not None:
+                    return tuple(int(end) for end in ends) if isinstance(ends, list) else (int(ends),)
+            except (OSError, ValueError, TypeError, AttributeError) as error:
+                raise WeightsError(
+                    f"reading {folder / file}", f"it is no configuration: {error}", "download it again"
+                ) from error
     return ()
 
 
 def _random(name: str, mesh: MeshShape | None, devices: int | None) -> OpenedModel:
     run = find_recipe(name)
-    tokenizer = load_corpus(run.data.paths, run.data.tokenizer, default_cache_folder()).tokenizer
+    tokenizer = load_corpus(
+        run.data.paths, run.data.tokenizer, default_cache_folder(), bad_records=run.faults.bad_records
+    ).tokenizer
     if run.model.vocab is None:
         run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=tokenizer.vocab))
     device_run = place_for_decoding(run, mesh, devices)

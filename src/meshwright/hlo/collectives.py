@@ -32,6 +32,18 @@ def is_collective(instruction: Instruction) -> bool:
     return instruction.opcode.removesuffix("-start") in COLLECTIVE_KINDS or megascale
 
 
+def collective_in(module: Module, instruction: Instruction) -> Instruction | None:
+    """Returns the collective that an instruction is, or the one inside its fusion or asynchronous computation."""
+    if is_collective(instruction):
+        return instruction
+    if instruction.opcode in ("fusion", "custom-call") or instruction.opcode.endswith("-start"):
+        for body in (module.computations[n] for n in instruction.called if n in module.computations):
+            for inner in body.instructions.values():
+                if is_collective(inner):
+                    return inner
+    return None
+
+
 COLLECTIVE_TEXT = re.compile(
     r"\b(?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast)(?:-start)?\("
     r"|\b(?:replica_groups|source_target_pairs)=|_xla_megascale_transfer_type|OFFLOAD_COLLECTIVE"

@@ -1,15 +1,16 @@
 """FLOPs of a compiled program, counted from its matrix products and those of its kernels."""
 
 import dataclasses
+import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
-
+from meshwright.hlo.convolutions import convolution_flops
 from meshwright.hlo.kernels import ALL_ROWS, Rate, Skipped, computed_flops, is_call, kernel_work, rate_of
-from meshwright.hlo.loops import ExecutionContext, walk
+from meshwright.hlo.loops import Choice, ExecutionContext, branches_of, known_branch, walk
 from meshwright.hlo.parser import Array, Computation, Instruction, Module
 from meshwright.hlo.scopes import Phase, phase_of, scopes_of
+from meshwright.hlo.trip_count import trip_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,27 +35,73 @@ class _Product:
     rate: Rate
 
 
-def _products(module: Module, skipped: Skipped) -> Iterator[_Product]:
-    """Yields every `dot`, `convolution` and custom call with FLOPs."""
-    for context in walk(module):
-        computation = context.computation
+def _products(module: Module, skipped: Skipped, branch: Callable[..., Computation]) -> Iterator[_Product]:
+    """Yields every `dot`, `convolution` and custom call with FLOPs that one execution of the program runs.
+
+    branch: `max` or `min`: of the branches of a conditional that are not known, the one with the most or the fewest
+    FLOPs counts.
+    """
+    for context in walk(module, _branch_by_flops(module, skipped, branch)):
+        for instruction in context.computation.instructions.values():
+            priced = _price(module, context.computation, instruction, skipped)
+            if priced is not None:
+                yield _Product(context, instruction, *priced)
+
+
+def _price(
+    module: Module, computation: Computation, instruction: Instruction, skipped: Skipped
+) -> tuple[float, Rate] | None:
+    """Returns the FLOPs of one execution and their peak; None of an instruction without matrix products."""
+    if instruction.opcode in ("dot", "convolution"):
+        operands = [shape for shape in computation.operand_shapes(instruction)[:2] if isinstance(shape, Array)]
+        return matmul_flops(computation, instruction), rate_of(operands)
+    if not is_call(instruction, module):
+        return None
+    work = kernel_work(computation, instruction)
+    return (computed_flops(work, instruction, skipped), work.rate) if work.flops else None
+
+
+def _branch_by_flops(module: Module, skipped: Skipped, branch: Callable[..., Computation]) -> Choice:
+    """Returns the choice of one branch of a conditional, of which a step runs one: never the sum of all.
+
+    A program for GPUs has two forms of attention, for sequences with and without document boundaries.
+    """
+
+    @functools.cache
+    def total(name: str) -> float:
+        """Returns the FLOPs of one execution of a computation."""
+        computation, flops = module.computations[name], 0.0
         for instruction in computation.instructions.values():
-            if instruction.opcode in ("dot", "convolution"):
-                operands = [shape for shape in computation.operand_shapes(instruction)[:2] if isinstance(shape, Array)]
-                yield _Product(context, instruction, matmul_flops(computation, instruction), rate_of(operands))
-            elif is_call(instruction, module):
-                work = kernel_work(computation, instruction)
-                if work.flops:
-                    yield _Product(context, instruction, computed_flops(work, instruction, skipped), work.rate)
+            priced = _price(module, computation, instruction, skipped)
+            flops += priced[0] if priced else 0.0
+            if instruction.opcode == "conditional":
+                flops += _conditional_flops(branches_of(module, computation, instruction))
+                continue
+            trips = trip_count(module, computation, instruction) if instruction.opcode == "while" else 1
+            called = (n for n in instruction.called if n in module.computations)
+            flops += (1 if trips is None else trips) * sum(map(total, called))
+        return flops
+
+    def _conditional_flops(branches: Sequence[Computation]) -> float:
+        known = [(b, taken) for b in branches if (taken := known_branch(module, b)) is not None]
+        sums = sum(total(b.name) * taken.taken / taken.executions for b, taken in known)
+        others = [b for b in branches if all(b is not k for k, _ in known)]
+        return sums + sum(total(b.name) for b in choose(others))
+
+    def choose(branches: Sequence[Computation]) -> Sequence[Computation]:
+        return [branch(branches, key=lambda b: total(b.name))] if branches else []
+
+    return choose
 
 
 def read_matmuls(module: Module, skipped: Skipped = ALL_ROWS) -> list[CompiledMatmul]:
     """Counts the FLOPs of every `dot`, `convolution` and kernel: 2 per multiply-add, times the trip counts of loops.
 
-    A program without a backward pass is one forward pass.  skipped: what kernels leave out of their operands.
+    Of a conditional whose branch is not known, the branch with the most FLOPs counts, and no other. A program without a
+    backward pass is one forward pass.  skipped: what kernels leave out of their operands.
     """
     totals: Counter[tuple[Phase, str]] = Counter()
-    for product in _products(module, skipped):
+    for product in _products(module, skipped, max):
         names = [product.instruction.op_name, *(i.op_name for _, i in reversed(product.context.callers))]
         name = next((n for n in names if n), "")
         scopes = scopes_of(name, module.branches)
@@ -67,15 +114,27 @@ def read_matmuls(module: Module, skipped: Skipped = ALL_ROWS) -> list[CompiledMa
 
 
 def least_flops(module: Module, skipped: Skipped = ALL_ROWS) -> dict[Rate, float]:
-    """Returns the FLOPs that a step cannot avoid, by the peak they run at; branches that may not be taken are left out.
+    """Returns the FLOPs that a step cannot avoid, by the peak they run at.
 
-    skipped: what kernels leave out of their operands.
+    Of a conditional whose branch is not known, the branch with the fewest counts; beside branches of known frequency,
+    the others count as never taken.  skipped: what kernels leave out of their operands.
     """
     totals: Counter[Rate] = Counter()
-    for product in _products(module, skipped):
-        if not product.context.conditional:
+    for product in _products(module, skipped, min):
+        if not product.context.conditional or _sole(module, product.context):
             totals[product.rate] += int(product.flops * product.context.count)
     return {rate: float(n) for rate, n in totals.items()}
+
+
+def _sole(module: Module, context: ExecutionContext) -> bool:
+    """Whether no conditional around a computation has branches of known frequency beside one of unknown frequency."""
+    for computation, caller in context.callers:
+        if caller.opcode != "conditional":
+            continue
+        known = [known_branch(module, branch) is not None for branch in branches_of(module, computation, caller)]
+        if any(known) and not all(known):
+            return False
+    return True
 
 
 def unpriced_kernels(module: Module) -> dict[str, int]:
@@ -102,35 +161,4 @@ def matmul_flops(computation: Computation, instruction: Instruction) -> float:
         for d in contracted:
             inner *= left.dims[d]
         return 2.0 * out.elements * inner
-    labels, _, result = instruction.attributes["dim_labels"].partition("->")
-    lhs, rhs = labels.split("_")
-    flops = 2.0 * out.dims[result.index("b")] * out.dims[result.index("f")] * right.dims[rhs.index("i")]
-    for label in filter(str.isdigit, lhs):
-        flops *= _taps(
-            _window(instruction, int(label)),
-            left.dims[lhs.index(label)],
-            right.dims[rhs.index(label)],
-            out.dims[result.index(label)],
-        )
-    return flops
-
-
-def _window(instruction: Instruction, spatial: int) -> dict[str, tuple[int, ...]]:
-    """Reads stride, padding and dilations of one spatial dimension of a convolution; defaults are left out."""
-    window: dict[str, tuple[int, ...]] = {}
-    for part in instruction.attributes.get("window", "{}").strip("{}").split():
-        key, _, value = part.partition("=")
-        window[key] = tuple(int(n) for n in value.split("x")[spatial].split("_"))
-    return window
-
-
-def _taps(window: dict[str, tuple[int, ...]], size: int, kernel: int, out: int) -> int:
-    """Counts the pairs of output and kernel positions that read an element, not padding or a hole of a dilation.
-
-    A TPU writes batched and per-head matrix products as convolutions in which most pairs read padding.
-    """
-    stride, low = window.get("stride", (1,))[0], window.get("pad", (0, 0))[0]
-    lhs_dilation, rhs_dilation = window.get("lhs_dilate", (1,))[0], window.get("rhs_dilate", (1,))[0]
-    position = np.arange(out)[:, None] * stride + np.arange(kernel)[None] * rhs_dilation - low
-    inside = (position >= 0) & (position <= (size - 1) * lhs_dilation) & (position % lhs_dilation == 0)
-    return int(inside.sum())
+    return convolution_flops(instruction, left.dims, right.dims, out.dims)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import Literal
 
+from meshwright.hlo.convolutions import convolution_flops
 from meshwright.hlo.parser import Array, Computation, Instruction, Module, arrays_of
 
 Rate = Literal["bf16", "fp8", "int8", "mxfp8"]
@@ -34,7 +35,7 @@ _MOSAIC, _TRITON = "tpu_custom_call", "__gpu$xla.gpu.triton"
 _HINTS = frozenset({
     "AllocateBuffer", "ConcatBitcast", "Sharding", "AssumeGatherIndicesInBound", "SPMDFullToShardShape",
     "SPMDShardToFullShape", "LayoutConstraint", "annotate_device_placement", "MoveToHost", "MoveToDevice",
-    "PinToDevice", "X64SplitLow", "X64SplitHigh", "X64Combine",
+    "PinToDevice", "X64SplitLow", "X64SplitHigh", "X64Combine", "AsyncCollectiveStart", "AsyncCollectiveDone",
 })  # fmt: skip
 _NO_PRODUCTS = re.compile(r"topk|top_k|sort|threefry|rng|random|callback|infeed|outfeed|partialreduce", re.IGNORECASE)
 _ATTENTION = re.compile(r"splash|flash_attention|flash_mha")
@@ -54,6 +55,9 @@ def kernel_work(computation: Computation, instruction: Instruction) -> KernelWor
         return KernelWork("attention", name, _cudnn_flops(target, given), rate_of(given[:2]))
     if target.startswith("__cudnn$blockScaledDot"):
         return KernelWork("matmul", name, _product_flops(instruction, given, results[0]), "mxfp8")
+    if target.startswith("__cudnn$conv") and "dim_labels" in instruction.attributes and len(given) >= 2:
+        convolved = convolution_flops(instruction, *_convolved(target, given, results))
+        return KernelWork("matmul", name, convolved, rate_of(given[:2]))
     words = f"{instruction.op_name} {instruction.name}"
     factors = [a for a in given if _is_factor(a) and len(a.dims) >= 2]
     if _GROUPED.search(words if target in (_MOSAIC, _TRITON) else target.lower()):
@@ -176,6 +180,14 @@ def _cudnn_flops(target: str, given: list[Array]) -> float:
     """
     queries, keys = given[:2]
     return (5 if "Backward" in target else 2) * 2.0 * queries.elements * keys.dims[1]
+
+
+def _convolved(target: str, given: list[Array], results: list[Array]) -> tuple[tuple[int, ...], ...]:
+    """Returns the dimensions of input, kernel and output of the forward convolution that a cuDNN kernel belongs to."""
+    first, second, result = given[0].dims, given[1].dims, results[0].dims
+    if "BackwardFilter" in target:
+        return first, result, second
+    return (result, second, first) if "BackwardInput" in target else (first, second, result)
 
 
 def _product_flops(instruction: Instruction, given: list[Array], out: Array) -> float:

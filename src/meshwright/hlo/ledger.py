@@ -51,6 +51,8 @@ class LedgerEntry:
     """Whether it is a pair of a start and a done."""
     overlapped: tuple[str, ...]
     """Instructions scheduled between its start and its done; none for exposed communication."""
+    instruction: str = ""
+    """Name in the program's text."""
 
     @property
     def total(self) -> int:
@@ -147,6 +149,7 @@ def _entry(
         op_name=instruction.op_name,
         asynchronous=overlapped is not None,
         overlapped=overlapped or (),
+        instruction=instruction.name,
     )
 
 

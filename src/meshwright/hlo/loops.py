@@ -1,7 +1,8 @@
 """Execution counts: how often each computation of a program runs in one execution of the program."""
 
 import dataclasses
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 
 from meshwright.hlo.parser import Computation, Instruction, Module
 from meshwright.hlo.scopes import BranchScope
@@ -25,12 +26,20 @@ class ExecutionContext:
     """Instructions through which it is reached, outermost first, each with its computation."""
 
 
-def walk(module: Module) -> Iterator[ExecutionContext]:
-    """Yields the entry computation and all computations it runs, fusion bodies included, once per place."""
-    yield from _walk(module, ExecutionContext(module.entry, 1, True, False, ()))
+Choice = Callable[[Sequence[Computation]], Sequence[Computation]]
+"""Chooses, of the branches of a conditional whose frequency is unknown, those that are entered."""
 
 
-def _walk(module: Module, context: ExecutionContext) -> Iterator[ExecutionContext]:
+def walk(module: Module, choice: Choice = lambda branches: branches) -> Iterator[ExecutionContext]:
+    """Yields the entry computation and all computations it runs, fusion bodies included, once per place.
+
+    choice: branches of unknown frequency to enter; by default all of them. A branch that a constant selects is the only
+    one, whatever the choice.
+    """
+    yield from _walk(module, ExecutionContext(module.entry, 1, True, False, ()), choice)
+
+
+def _walk(module: Module, context: ExecutionContext, choice: Choice) -> Iterator[ExecutionContext]:
     yield context
     for instruction in context.computation.instructions.values():
         if not instruction.called:
@@ -38,10 +47,10 @@ def _walk(module: Module, context: ExecutionContext) -> Iterator[ExecutionContex
         trips: int | None = 1
         if instruction.opcode == "while":
             trips = trip_count(module, context.computation, instruction)
-        for name in instruction.called:
-            if name not in module.computations:
-                continue
-            callee = module.computations[name]
+        callees = [module.computations[name] for name in instruction.called if name in module.computations]
+        if instruction.opcode == "conditional":
+            callees = _entered(module, context.computation, instruction, choice)
+        for callee in callees:
             branch = known_branch(module, callee) if instruction.opcode == "conditional" else _ALWAYS
             frequency = branch or _ALWAYS
             # A condition runs once more than its body; the difference is negligible.
@@ -54,7 +63,32 @@ def _walk(module: Module, context: ExecutionContext) -> Iterator[ExecutionContex
                     context.conditional or branch is None,
                     (*context.callers, (context.computation, instruction)),
                 ),
+                choice,
             )
+
+
+def branches_of(module: Module, computation: Computation, conditional: Instruction) -> list[Computation]:
+    """Returns the branches that a conditional can take: all of them, or the one that a constant selects."""
+    branches = [module.computations[name] for name in conditional.called if name in module.computations]
+    selector = computation.instructions.get(conditional.operands[0]) if conditional.operands else None
+    if selector is None or selector.opcode != "constant":
+        return branches
+    # `true` selects the first of two branches, a number the branch of that place; one out of range the last.
+    value = selector.operand_text.strip()
+    if value in ("true", "false"):
+        return branches[:1] if value == "true" else branches[1:]
+    if not re.fullmatch(r"-?\d+", value):
+        return branches
+    place = int(value)
+    return [branches[place if 0 <= place < len(branches) else -1]]
+
+
+def _entered(module: Module, computation: Computation, conditional: Instruction, choice: Choice) -> list[Computation]:
+    """Returns the branches of a conditional that are entered: those of known frequency, and the chosen others."""
+    branches = branches_of(module, computation, conditional)
+    unknown = [branch for branch in branches if known_branch(module, branch) is None]
+    chosen = {branch.name for branch in choice(unknown)} if len(unknown) > 1 else {branch.name for branch in unknown}
+    return [branch for branch in branches if branch.name in chosen or known_branch(module, branch) is not None]
 
 
 def scope_of_branch(module: Module, branch: Computation) -> str | None:

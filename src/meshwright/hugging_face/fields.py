@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright.documents import check_inside, read_json
 from meshwright.errors import WeightsError
 
 _REQUIRED: Any = object()
@@ -88,13 +89,14 @@ def read_fields(folder: Path) -> Fields:
     """Reads the config.json of a folder. Raises WeightsError where there is none, or it is no configuration."""
     file = folder / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        check_inside(folder, [file])
+        config = read_json(file)
     except OSError as error:
         raise WeightsError(
             f"reading {file}", f"{error.strerror or error}", "a folder that save_pretrained of `transformers` wrote"
         ) from error
     except ValueError as error:
-        raise WeightsError(f"reading {file}", f"it is not JSON: {error}", "download it again") from error
+        raise WeightsError(f"reading {file}", f"it is no configuration: {error}", "download it again") from error
     if not isinstance(config, dict):
         raise WeightsError(f"reading {file}", "it is not a JSON object", "the config.json of a model")
     return Fields(file, config)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.config import Model, Precision
+from meshwright.documents import check_inside
 from meshwright.errors import WeightsError
 from meshwright.hugging_face import fp8
 from meshwright.hugging_face.architecture import Architecture, find_architecture
@@ -261,6 +262,10 @@ def keep_files(folder: Path, out: Path) -> None:
     """Copies tokenizer files, chat template and configuration of a folder into `out`/huggingface."""
     target = out / KEPT
     target.mkdir(parents=True, exist_ok=True)
+    try:
+        check_inside(folder, [folder / name for name in _KEPT_FILES])
+    except ValueError as error:
+        raise WeightsError(f"copying the files of {folder}", str(error), "a folder whose files are in it") from error
     for name in _KEPT_FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, target / name)

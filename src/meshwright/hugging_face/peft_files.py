@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.config import Model
+from meshwright.documents import check_inside, read_json
 from meshwright.errors import WeightsError
 from meshwright.fine_tuning import FineTune
 from meshwright.hugging_face.architecture import architecture_of
@@ -22,6 +23,7 @@ from meshwright.sharding.params import Param
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_LARGEST_RANK = 2**16
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",), "use_dora": (False, None), "modules_to_save": (None, []), "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None), "layers_to_transform": (None, []), "lora_bias": (False, None),
@@ -42,8 +44,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Reads adapter_config.json. Raises WeightsError where it is no LoRA, or one that computes something else."""
     file = folder / CONFIG
     try:
-        config = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+        check_inside(folder, [file])
+        config = dict(read_json(file))
+        rank, alpha = config.get("r"), config.get("lora_alpha")
+        if not isinstance(rank, int) or not 1 <= rank <= _LARGEST_RANK or not isinstance(alpha, int | float):
+            raise ValueError(f"r is {rank!r} and lora_alpha is {alpha!r}")
+    except (OSError, ValueError, TypeError) as error:
         raise WeightsError(f"reading {file}", f"it cannot be read: {error}", "the folder of an adapter") from error
     if config.get("peft_type") != "LORA":
         raise WeightsError(f"reading {file}", f"its peft_type is {config.get('peft_type')!r}", "an adapter of LoRA")

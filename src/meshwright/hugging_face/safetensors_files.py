@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from meshwright.documents import LARGE, check_inside, parse_json, read_json
 from meshwright.errors import WeightsError
 from meshwright.formatting import format_bytes
 from meshwright.hugging_face import fp8
@@ -70,17 +71,18 @@ class SafetensorsFile:
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """Returns the tensors of a file by name. Raises WeightsError where the header and the file do not agree."""
     try:
+        check_inside(path.parent, [path])
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER):
                 found = f"it has {size:,} bytes" + (f", and its header would have {length:,}" if size >= 8 else "")
                 raise WeightsError(f"reading {path}", f"{found}: it is damaged, or no safetensors file", _FIX)
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length).decode("utf-8"))
     except OSError as error:
         raise WeightsError(f"reading {path}", f"{error.strerror or error}", "a folder with all of its files") from error
     except ValueError as error:
-        raise WeightsError(f"reading {path}", f"its header is not JSON: {error}", _FIX) from error
+        raise WeightsError(f"reading {path}", f"it is no safetensors file: {error}", _FIX) from error
     if not isinstance(header, dict):
         raise WeightsError(f"reading {path}", "its header is not a JSON object", _FIX)
     header.pop("__metadata__", None)
@@ -182,12 +184,13 @@ def find_files(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            check_inside(folder, [index])
+            names = read_json(index, LARGE)["weight_map"]
             files = {str(tensor): str(file) for tensor, file in names.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise WeightsError(f"reading {index}", f"it is no index: {error!r}", _FIX) from error
         for tensor, file in files.items():
-            if Path(file).name != file or file in ("", ".", "..") or os.sep in file or "\\" in file:
+            if Path(file).name != file or file in ("", ".", "..") or os.sep in file or "\\" in file or "\0" in file:
                 raise WeightsError(
                     f"reading {index}",
                     f"it places {tensor!r} in {file!r}, which is not the name of a file in the folder",

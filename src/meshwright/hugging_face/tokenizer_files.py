@@ -9,6 +9,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 
 from meshwright.data.chars import Chars
 from meshwright.data.tokenizers import END, Bytes, tokenizer_from_json
+from meshwright.documents import LARGE, read_text
 
 _FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -27,8 +28,8 @@ def write_tokenizer(file: Path, kept: Path, out: Path) -> int | None:
         for name in _FILES:
             if (kept / name).is_file():
                 shutil.copyfile(kept / name, out / name)
-        return tokenizer_from_json(file.read_text(encoding="utf-8")).end if file.is_file() else None
-    own = tokenizer_from_json(file.read_text(encoding="utf-8"))
+        return tokenizer_from_json(read_text(file, LARGE)).end if file.is_file() else None
+    own = tokenizer_from_json(read_text(file, LARGE))
     if isinstance(own, Bytes):
         text = _bytes_tokenizer().to_str(pretty=True)
     elif isinstance(own, Chars):
@@ -45,7 +46,7 @@ def write_tokenizer(file: Path, kept: Path, out: Path) -> int | None:
 def _same(file: Path, kept: Path) -> bool:
     if not kept.is_file():
         return False
-    texts = [path.read_text(encoding="utf-8") for path in (file, kept)]
+    texts = [read_text(path, LARGE) for path in (file, kept)]
     return texts[0] == texts[1] or tokenizer_from_json(texts[0]).to_json() == tokenizer_from_json(texts[1]).to_json()
 
 

@@ -214,7 +214,7 @@ class LocalModel:
             loss, metrics = self.loss(params, x_BTD, batch, total)
         else:
             loss, metrics = self.preferences.loss(self, params, x_BTD, batch, total)
-        if self.model.spec().further:
+        if self.model.spec().further and self.preferences is None:
             from meshwright.models.further_tokens import further_loss  # most models predict the next token alone
 
             more, more_metrics, more_aux = further_loss(self, params, x_BTD, batch, dropout, total)

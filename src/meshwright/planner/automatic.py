@@ -9,10 +9,10 @@ from meshwright.hardware.targets import Target
 from meshwright.planner.candidates import SCHEDULES_TRIED
 from meshwright.planner.estimate import with_remat
 from meshwright.planner.search import (
-    STAGE_SAVES,
     price_placed,
     remat_policies,
     room_of,
+    stage_saves_of,
     with_saved_layers,
 )
 from meshwright.runs.placed_run import PlacedRun, place_run
@@ -51,7 +51,7 @@ def with_best_remat(run: Run, target: Target) -> Run:
 def _stage_saves(placed: PlacedRun) -> tuple[StageSaves, ...]:
     """Returns what the stages of a run can save; a split backward pass starts from the stage's input."""
     with_inputs = with_remat(placed, placed.run.training.remat, stage_saves="input")
-    return ("input",) if with_inputs.schedule_table.splits_backward else STAGE_SAVES
+    return ("input",) if with_inputs.schedule_table.splits_backward else stage_saves_of(placed)
 
 
 def _with_schedules(run: Run) -> list[PlacedRun]:

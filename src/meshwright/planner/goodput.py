@@ -16,7 +16,7 @@ from meshwright.planner.memory_model import sharded_elements, state_bytes
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.params import count_params
 
-CHIP_HOURS_PER_FAILURE = 54 * 24 * 16384 / 419
+CHIP_HOURS_PER_FAILURE = float(round(54 * 24 * 16384 / 419))
 """Chip-hours between failures: 419 unexpected interruptions in 54 days on 16,384 H100 (Llama 3 405B, arXiv:2407.21783,
 section 3.3.4 and table 5). Other chips and clouds have their own rate."""
 RESTART_MINUTES = 10.0

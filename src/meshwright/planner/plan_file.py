@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config import Run
+from meshwright.documents import LARGE, read_json, write_atomically
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import Target
 from meshwright.planner.search import Plan
-from meshwright.runs.run_file import run_from_dict, run_to_dict
+from meshwright.plugins import note_names
+from meshwright.runs.run_file import run_from_dict
+from meshwright.runs.write_run import run_to_dict
 
 FORMAT = 2
 """Version of the file format."""
@@ -50,7 +53,7 @@ def write_plan(plan: Plan, target: Target, file: Path, compiled: Mapping[str, An
         **(compiled or {}),
     }  # fmt: skip
     try:
-        file.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
+        write_atomically(file, json.dumps(contents, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"writing {file}", f"{error.strerror}", "give a file in an existing folder") from error
 
@@ -58,7 +61,7 @@ def write_plan(plan: Plan, target: Target, file: Path, compiled: Mapping[str, An
 def is_plan(file: Path) -> bool:
     """Whether a file is a plan, of this version's format or another."""
     try:
-        contents = json.loads(file.read_text(encoding="utf-8"))
+        contents = read_json(file, LARGE)
     except (OSError, ValueError):
         return False
     return isinstance(contents, dict) and "plan" in contents
@@ -68,9 +71,14 @@ def read_plan(file: Path) -> PlanFile:
     """Reads a plan file. Raises ConfigError where it is missing or has another format."""
     fix = "give a file that `meshwright plan --out` wrote"
     try:
-        contents = json.loads(file.read_text(encoding="utf-8"))
+        contents = read_json(file, LARGE)
     except (OSError, ValueError) as error:
         raise ConfigError(f"plan {file}", f"it cannot be read: {error}", fix) from error
-    if not isinstance(contents, dict) or contents.get("plan") != FORMAT or "run" not in contents:
+    forms = {"run": dict, "target": str, "predicted": dict}
+    if not isinstance(contents, dict) or contents.get("plan") != FORMAT:
         raise ConfigError(f"plan {file}", f"it is not a plan of format {FORMAT}", fix)
-    return PlanFile(run_from_dict(contents["run"]), str(contents["target"]), dict(contents["predicted"]))
+    for name, form in forms.items():
+        if not isinstance(contents.get(name), form):
+            raise ConfigError(f"plan {file}", f"its {name!r} is no {form.__name__}", fix)
+    note_names([contents["target"], contents["target"].rpartition(":")[0].rpartition("*")[2]], str(file))
+    return PlanFile(run_from_dict(contents["run"], str(file)), contents["target"], contents["predicted"])

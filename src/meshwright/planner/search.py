@@ -107,6 +107,11 @@ def price_run(run: Run, target: Target) -> Plan:
     return Plan(placed, estimate(placed, target))
 
 
+def stage_saves_of(placed: PlacedRun) -> tuple[StageSaves, ...]:
+    """Returns what the stages of a run can save: with frozen weights inputs alone (runs/fine_tuning.py)."""
+    return ("input",) if placed.run.finetune.method == "lora" else STAGE_SAVES
+
+
 def remat_policies(target: Target, stage_saves: StageSaves | None = None) -> tuple[Remat, ...]:
     """Returns the remat policies of a target: offloading is for TPUs alone, because XLA ignores it on GPUs.
 
@@ -208,7 +213,7 @@ class _MeshSearch:
         limit: seconds above which the policies after the first, which is the fastest on most runs, are left out.
         """
         plans: list[Plan] = []
-        for saves in STAGE_SAVES if placed.shape.stage > 1 else (None,):
+        for saves in stage_saves_of(placed) if placed.shape.stage > 1 else (None,):
             for remat in remat_policies(self.target, saves):
                 plans.append(self._add(with_remat(placed, remat, stage_saves=saves)))
                 if plans[0].estimate.seconds > limit:

@@ -4,8 +4,10 @@ import contextlib
 import json
 import math
 import sys
+import time
 from pathlib import Path
 
+from meshwright.documents import parse_json, write_atomically
 from meshwright.errors import ConfigError
 from meshwright.report import Values
 
@@ -19,12 +21,28 @@ class JsonLines:
 
     def __init__(self, file: Path, *, upto: int):
         """Opens `file`, and drops its lines of steps after `upto`, which a resumed run writes again."""
-        kept = []
-        if file.exists():
-            kept = [line for line in file.read_text(encoding="utf-8").splitlines() if _step_of(line) <= upto]
-        file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        self._file = file.open("ab", buffering=0)
-        self._waiting = b""
+        self._path, self._waiting = file, b""
+        self._open(upto)
+
+    def _open(self, upto: int) -> None:
+        """Opens the file without the lines after `upto`; a file that cannot be read is kept under another name."""
+        kept: list[str] = []
+        try:
+            if self._path.exists():
+                text = self._path.read_text(encoding="utf-8", errors="replace")
+                kept = [f"{line}\n" for line in text.splitlines() if _step_of(line) <= upto]
+        except OSError as error:
+            aside = self._path.with_name(f"{self._path.name}.unreadable-{time.strftime('%Y%m%d-%H%M%S')}")
+            print(f"{self._path}: {error.strerror}; moved to {aside.name}", file=sys.stderr)
+            self._path.rename(aside)
+        write_atomically(self._path, "".join(kept))
+        self._file = self._path.open("ab", buffering=0)
+
+    def rewind(self, step: int) -> None:
+        """Drops the lines of steps after `step`, which are taken again."""
+        self._drain()
+        self._file.close()
+        self._open(step)
 
     def write(self, step: int, values: Values) -> None:
         """Appends the line of a step."""
@@ -48,9 +66,9 @@ class JsonLines:
 
 def _step_of(line: str) -> float:
     try:
-        return float(json.loads(line)["step"])
+        return float(parse_json(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return math.inf  # a line cut off by a crash
+        return math.inf  # a line cut off by a crash, or damaged
 
 
 class TensorBoard:

@@ -1,32 +1,35 @@
-"""A Run as a JSON file, and back."""
+"""A Run from a JSON file, whoever wrote it."""
 
 import dataclasses
-import json
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from meshwright.config import Run
+from meshwright.documents import check_inside, read_json
 from meshwright.errors import CheckpointError, ConfigError, nearest
-from meshwright.models.families import family_name, find_family
+from meshwright.models.families import find_family
+from meshwright.plugins import note_names
+
+_WRITES = re.compile("dump|path|file|dir|profile", re.IGNORECASE)
+"""Part of the names of compiler options that read or write files."""
 
 
-def run_to_dict(run: Run) -> dict[str, Any]:
-    """Returns every field of the run as JSON values; the model's also name its family."""
-    document = msgspec.to_builtins(run)
-    document["model"] = {"family": family_name(run.model), **document["model"]}
-    return dict(document)
+def run_from_dict(document: dict[str, Any], origin: str) -> Run:
+    """Returns the run of `run_to_dict`, read from the file `origin`.
 
-
-def run_from_dict(document: dict[str, Any]) -> Run:
-    """Returns the run of `run_to_dict`. Raises ConfigError naming an unknown or ill-typed field."""
+    Raises ConfigError naming an unknown or ill-typed field, and a name of code that a file may not choose (`trust`).
+    """
+    _check_values(document, origin)
+    note_names(document, origin)
     rest = dict(document)
     model = dict(rest.pop("model", {}))
     config = find_family(str(model.pop("family", "")))
     _check_names(model, config, "model")
     _check_names(rest, Run, "run")
-    for name in ("training", "optimizer", "data", "finetune"):
+    for name in ("training", "optimizer", "data", "finetune", "faults"):
         _check_names(rest.get(name, {}), type(getattr(Run, name)), name)
     try:
         built = msgspec.convert(model, config)
@@ -40,6 +43,29 @@ def run_from_dict(document: dict[str, Any]) -> Run:
     return Run(model=built, **others)
 
 
+def _check_values(document: Any, origin: str) -> None:
+    """Raises ConfigError for a document of the wrong form, and for a value that reaches outside of what it is for."""
+    form = {
+        "model": dict,
+        "training": dict,
+        "optimizer": dict,
+        "data": dict,
+        "finetune": dict,
+        "faults": dict,
+        "name": str,
+    }
+    for name, kind in form.items():
+        if not isinstance(document, dict) or not isinstance(document.get(name, kind()), kind):
+            raise ConfigError(f"the run in {origin}", f"its {name} is no {kind.__name__}", "what training wrote")
+    name = document.get("name", "run")
+    if not name.isprintable() or "/" in name or name.startswith("."):
+        raise ConfigError(f"the run in {origin}", f"its name {name[:80]!r} is no name of a folder", '"name": "run"')
+    for option in document.get("training", {}).get("compiler_options", ()):
+        if _WRITES.search(str(option).partition("=")[0]):
+            fix = f"--training.compiler-options {option} on the command line, and no such option in the file"
+            raise ConfigError(f"the compiler option {option!r} of {origin}", "it makes XLA write files", fix)
+
+
 def _check_names(document: dict[str, Any], kind: type, where: str) -> None:
     known = [field.name for field in dataclasses.fields(kind)]
     for name in document:
@@ -47,26 +73,23 @@ def _check_names(document: dict[str, Any], kind: type, where: str) -> None:
             raise ConfigError(f"{where}.{name}", "there is no such field", nearest(name, known))
 
 
-def write_run(run: Run, file: Path) -> None:
-    """Writes `run` as JSON."""
-    file.write_text(json.dumps(run_to_dict(run), indent=1) + "\n", encoding="utf-8")
-
-
 def read_run(file: Path) -> Run:
     """Reads a Run. Raises ConfigError where the file is missing or is not a run."""
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = read_json(file)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"run file {file}", f"it cannot be read: {error}", "the run.json of an output folder"
         ) from error
-    if not isinstance(document, dict):
-        raise ConfigError(f"run file {file}", "it is not a JSON object", "the run.json of an output folder")
-    return run_from_dict(document)
+    return run_from_dict(document, str(file))
 
 
 def run_in_folder(folder: Path) -> Run:
     """Reads the Run of an output folder. Raises CheckpointError where it has none."""
     if not (folder / "run.json").is_file():
         raise CheckpointError(f"the run in {folder}", "it has no run.json", "the output folder of a run")
+    try:
+        check_inside(folder, [folder / "run.json", folder / "tokenizer.json", folder / "checkpoints"])
+    except ValueError as error:
+        raise CheckpointError(f"the run in {folder}", str(error), "a folder whose files are in it") from error
     return read_run(folder / "run.json")

@@ -128,17 +128,17 @@ def place_params(params: Tree, *, layout: Layout, mesh: MeshShape, min_size: int
     """Returns the same tree of Placements. Raises ConfigError with the first tensor that does not divide."""
     treedef: Any
     flat, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_param)
-    placements = [
-        place_param(
-            jax.tree_util.keystr(path, simple=True, separator="."),
-            p.shape,
-            p.dims,
-            layout=layout,
-            mesh=mesh,
-            min_size=min_size,
-        )
-        for path, p in flat
-    ]
+
+    def place(path: str, p: Param) -> Placements:
+        try:
+            return place_param(path, p.shape, p.dims, layout=layout, mesh=mesh, min_size=min_size)
+        except ConfigError:
+            # Adapters and scales are small: those that no dimension divides are whole on every device.
+            if p.role != "adapter" and not path.endswith(".scales"):
+                raise
+            return place_param(path, p.shape, p.dims, layout=layout, mesh=mesh, min_size=p.size + 1)
+
+    placements = [place(jax.tree_util.keystr(path, simple=True, separator="."), p) for path, p in flat]
     return treedef.unflatten(placements)
 
 

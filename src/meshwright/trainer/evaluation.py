@@ -16,7 +16,8 @@ from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.params import Tree
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.train_step import build_eval_step
-from meshwright.trainer.loop import prepare_run, sum_losses
+from meshwright.trainer.loop import prepare_run
+from meshwright.trainer.losses import sum_losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _bytes_of(part: Samples, tokenizer: Tokenizer, samples: int) -> int:
 def _params_of(source: str | Path, device_run: DeviceRun, at: int | None) -> tuple[Tree, int]:
     """Parameters to evaluate, and the step of their checkpoint."""
     if not is_hugging_face(str(source)):
-        with Checkpoints(Path(source) / "checkpoints", max_to_keep=10**6) as checkpoints:
+        with Checkpoints(Path(source) / "checkpoints", max_to_keep=None) as checkpoints:
             params, manifest = checkpoints.restore_params(device_run, at)
         return params, manifest.step
     if at is not None:

@@ -1,47 +1,112 @@
-"""Evidence of a step whose loss or gradient is not finite: the state before it, its batch, its metrics."""
+"""Bad steps: what is kept of them, and how the run goes on (`faults.Faults`)."""
 
 import dataclasses
 import json
+import math
+import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from meshwright.checkpoint.checkpoints import Checkpoints
-from meshwright.data.ramp import ramp_of
 from meshwright.errors import TrainingError
-from meshwright.report import Values
 from meshwright.sharding.params import named_leaves
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
+from meshwright.trainer.meter import BadStep
+from meshwright.trainer.prepare import Position
+from meshwright.trainer.resume import add_skipped
 
 
-@dataclasses.dataclass(frozen=True)
-class Evidence:
-    """State and batch of a step, kept until its metrics are known to be finite."""
+def keep_evidence(
+    out: Path, device_run: DeviceRun, bad: BadStep, state: State | None, cursor: int, batch: Any
+) -> Path:  # fmt: skip
+    """Writes batch and metrics of a bad step into the output folder, and the state before it; returns their folder.
 
-    out: Path
-    device_run: DeviceRun
-    state: State
-    """State before that step: an unhealthy step changes nothing, nor does any after it."""
-    batch: Any
-
-    def save(self, step: int, values: Values) -> NoReturn:
-        """Writes the evidence into the output folder and raises TrainingError."""
-        folder, training = self.out / f"evidence-step-{step}", self.device_run.run.training
+    state: None keeps none.  cursor: samples read before the step.
+    """
+    folder = _new_folder(out, bad.step)
+    if state is not None:
         with Checkpoints(folder / "checkpoints", max_to_keep=1) as checkpoints:
-            checkpoints.save(self.state, self.device_run, step=step - 1, cursor=ramp_of(training).read_before(step - 1))
-        if self.batch is not None:
-            np.savez(folder / f"batch-process-{jax.process_index()}.npz", **_local_rows(self.batch))
-        metrics = {"step": step, **{name: str(value) for name, value in values.items()}}
-        (folder / "metrics.json").write_text(json.dumps(metrics, indent=1), encoding="utf-8")
+            checkpoints.save(state, device_run, step=bad.step - 1, cursor=cursor)
+    folder.mkdir(parents=True, exist_ok=True)
+    if batch is not None:
+        np.savez(folder / f"batch-process-{jax.process_index()}.npz", **_local_rows(batch))
+    if jax.process_index() == 0:
+        values = {name: value if math.isfinite(value) else str(value) for name, value in bad.values.items()}
+        record = {"step": bad.step, "reason": bad.reason, **values}
+        (folder / "metrics.json").write_text(json.dumps(record, indent=1, allow_nan=False), encoding="utf-8")
+    return folder
+
+
+def _new_folder(out: Path, step: int) -> Path:
+    """Returns a folder that does not exist, the same on all processes."""
+    number = 0
+    while (out / (name := f"evidence-step-{step}" + (f".{number}" if number else ""))).exists():
+        number += 1
+    if jax.process_count() > 1:
+        number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+        name = f"evidence-step-{step}" + (f".{number}" if number else "")
+    return out / name
+
+
+def handle(
+    out: Path, device_run: DeviceRun, bad: BadStep, state: State, batch: Any, position: Position, count: int
+) -> State | Position:  # fmt: skip
+    """Keeps the evidence of a bad step. Returns the state to go on with, or the place to roll back to.
+
+    state: after the step, which changed it where the step is finite.  position: before the step, by which the samples
+    of its batch are known.  count: bad steps so far, this one included. Raises TrainingError where the run stops.
+    """
+    faults = device_run.run.faults
+    before = state if not bad.finite and (count == 1 or faults.bad_step == "stop") else None
+    folder = keep_evidence(out, device_run, bad, before, position.cursor, batch)
+    stops = faults.bad_step == "stop" or count > faults.most_skipped
+    if stops or batch is None:
+        kept = "the state before it and its batch are" if before is not None else "its batch is"
+        more = f"; {count} steps were bad, and --faults.most-skipped is {faults.most_skipped}" if count > 1 else ""
         raise TrainingError(
-            f"step {step}",
-            f"its loss is {values['loss']} and its gradient norm {values['gradient norm']}; the state before it and "
-            f"its batch are saved in {folder}",
-            "a lower --lr, more --optimizer.warmup-steps, or a look at that batch",
+            f"step {bad.step}",
+            f"{bad.reason}: its loss is {bad.values['loss']} and its gradient norm {bad.values['gradient norm']}; "
+            f"{kept} saved in {folder}{more}",
+            "a lower --lr, more --optimizer.warmup-steps, a look at that batch, or --faults.bad-step roll_back, which "
+            "leaves its samples out",
         )
+    if faults.bad_step == "skip":
+        _say(f"step {bad.step}: {bad.reason}; its update is left out, and {folder} has its batch")
+        return healed(state, bad.step)
+    part = (stream_index(position), jax.tree.leaves(batch)[0].shape[0])
+    if jax.process_index() == 0:
+        record = {"first": part[0], "number": part[1], "step": bad.step, "reason": bad.reason, "evidence": folder.name}
+        add_skipped(out, record)
+    _say(
+        f"step {bad.step}: {bad.reason}; the run returns to its last checkpoint and leaves out samples {part[0]} to "
+        f"{part[0] + part[1] - 1}; {folder} has them"
+    )
+    return position._replace(skipped=tuple(sorted({*position.skipped, part})))
+
+
+def stream_index(position: Position) -> int:
+    """Returns the index in the stream of the next sample."""
+    sample = position.cursor
+    for first, count in position.skipped:
+        sample += count if sample >= first else 0
+    return sample
+
+
+def healed(state: State, step: int) -> State:
+    """Returns a state that an unhealthy step left, as if that step had been taken without its update."""
+    where = state.step.sharding, state.healthy.sharding
+    steps, healthy = jax.device_put((np.int32(step), np.ones((), np.bool_)), where)
+    return dataclasses.replace(state, step=steps, healthy=healthy)
+
+
+def _say(text: str) -> None:
+    if jax.process_index() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _local_rows(batch: Any) -> dict[str, Any]:

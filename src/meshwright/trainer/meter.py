@@ -1,9 +1,9 @@
 """Metrics of the training loop, read one step late so that the device never waits for the host."""
 
 import collections
+import math
 import time
-from collections.abc import Callable
-from typing import NoReturn
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -16,6 +16,16 @@ from meshwright.models.model import Metrics
 from meshwright.report import Reporter, Values
 
 
+class BadStep(NamedTuple):
+    """Step after which a run cannot simply go on."""
+
+    step: int
+    values: Values
+    finite: bool
+    """Whether its update was made: that of a step that is not finite is left out."""
+    reason: str
+
+
 class Meter:
     """Reads each step's metrics while the next step runs, and passes them to the reporters."""
 
@@ -23,14 +33,28 @@ class Meter:
     """Steps whose losses are averaged for the summary."""
     _TIMED = 500
     """Steps whose times are kept for the median."""
+    _FEWEST = 20
+    """Gradient norms of which a median is taken."""
 
     def __init__(
-        self, reporters: list[Reporter], training: Training, mesh: Mesh, *, unit: str, per_sample: int, flops: float
+        self,
+        reporters: list[Reporter],
+        training: Training,
+        mesh: Mesh,
+        *,
+        unit: str,
+        per_sample: int,
+        flops: float,
+        spike: float = 0.0,
     ):
-        """Counts `per_sample` units (tokens, examples) in each sample of a batch, of `flops` model FLOPs each."""
+        """Counts `per_sample` units (tokens, examples) in each sample of a batch, of `flops` model FLOPs each.
+
+        spike: as of `Faults`.
+        """
         self._reporters, self._every = reporters, training.log_every
         self._ramp, self._unit, self.per_sample = ramp_of(training), unit, per_sample
-        self._flops, self._peak = flops, _peak_flops(mesh)
+        self._flops, self._peak, self._spike = flops, _peak_flops(mesh), spike
+        self._norms: collections.deque[float] = collections.deque(maxlen=100)
         self._pending: tuple[int, Metrics] | None = None
         self._losses: list[float] = []
         self._intervals: collections.deque[float] = collections.deque(maxlen=self._TIMED)
@@ -57,10 +81,16 @@ class Meter:
         for reporter in self._reporters:
             reporter.write(step, values)
 
-    def read(self, not_finite: Callable[[int, Values], NoReturn]) -> None:
-        """Waits for the pending step and reports it; calls `not_finite` where its loss or gradient is not finite."""
+    def rewind(self, step: int) -> None:
+        """Forgets the pending step, because the run returned to the state after `step`."""
+        self._pending = self._read_at = None
+        for reporter in self._reporters:
+            getattr(reporter, "rewind", lambda step: None)(step)
+
+    def read(self) -> BadStep | None:
+        """Waits for the pending step and reports it; returns it where it is bad."""
         if self._pending is None:
-            return
+            return None
         step, metrics = self._pending
         self._pending = None
         values = {
@@ -76,12 +106,23 @@ class Meter:
                 values["MFU"] = mfu(self._flops, speed, self._peak)
         self._read_at = now
         self.first_read_at = self.first_read_at or now
-        self._losses = [*self._losses[-self._RECENT :], values["loss"]]
         finite = bool(np.isfinite(values["loss"]) and np.isfinite(values["gradient norm"]))
+        if finite:
+            self._losses = [*self._losses[-self._RECENT :], values["loss"]]
         if not finite or step % self._every == 0:
             self.report(step, values)
-        if not finite:
-            not_finite(step, values)
+        reason = "" if finite else "its loss or gradient is not finite"
+        if finite and self._spike:
+            reason = self._spike_of(values["gradient norm"])
+        return BadStep(step, values, finite, reason) if reason else None
+
+    def _spike_of(self, norm: float) -> str:
+        """Describes a gradient norm far above those before it, or adds it to them."""
+        median = float(np.median(self._norms)) if len(self._norms) >= self._FEWEST else math.inf
+        if norm > self._spike * median:
+            return f"its gradient norm is {norm:.4g}, {norm / median:.3g} times the median of the steps before it"
+        self._norms.append(norm)
+        return ""
 
 
 def _peak_flops(mesh: Mesh) -> float | None:

@@ -1,13 +1,19 @@
-"""Preemption: SIGTERM and Ctrl-C as a question that the training loop asks between steps."""
+"""Preemption: SIGTERM and Ctrl-C, acknowledged at once, and asked about by the training loop between steps."""
 
 import contextlib
 import os
 import signal
+import socket
+import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
 import jax
 from jax.experimental import multihost_utils
+
+_PATIENCE = 3.0
+"""Seconds after a second Ctrl-C in which the process may end in its own way."""
 
 
 class Preemption:
@@ -39,12 +45,51 @@ class Preemption:
     def listening(self) -> Iterator["Preemption"]:
         """Installs the signal handlers, and restores the previous ones at the end."""
         numbers = (signal.SIGINT, signal.SIGTERM) if jax.process_count() == 1 else (signal.SIGINT,)
-        try:
-            previous = {number: signal.signal(number, self) for number in numbers}
-        except ValueError:  # Python allows signal handlers in the main thread only
-            previous = {}
-        try:
+        with contextlib.ExitStack() as stack:
+            # Python allows signal handlers in the main thread only.
+            if threading.current_thread() is threading.main_thread():
+                stack.enter_context(_acknowledged())
+                for number in numbers:
+                    stack.callback(signal.signal, number, signal.signal(number, self))
             yield self
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _acknowledged() -> Iterator[None]:
+    """Says at once that a signal has arrived.
+
+    A handler in Python runs when the call returns that is in progress, which for a compilation takes minutes. The
+    system's own handler writes the signal's number into a socket instead, from which a thread reads.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    forced: list[threading.Timer] = []
+    thread = threading.Thread(target=_acknowledge, args=(reader, forced), daemon=True, name="signals")
+    thread.start()
+    try:
+        yield
+    finally:
+        for timer in forced:
+            timer.cancel()
+        signal.set_wakeup_fd(previous)
+        writer.close()
+        thread.join()
+        reader.close()
+
+
+def _acknowledge(reader: socket.socket, forced: list[threading.Timer]) -> None:
+    """Writes a line on standard error for each signal; ends the process some time after a second Ctrl-C."""
+    received: list[int] = []
+    while number := reader.recv(1):
+        received.append(number[0])
+        if received.count(signal.SIGINT) > 1:
+            print("leaving without another checkpoint; the last one is whole", file=sys.stderr, flush=True)
+            forced.append(threading.Timer(_PATIENCE, os._exit, (128 + signal.SIGINT,)))
+            forced[-1].daemon = True
+            forced[-1].start()
+        elif number[0] in (signal.SIGINT, signal.SIGTERM):
+            name = "Ctrl-C" if number[0] == signal.SIGINT else "SIGTERM"
+            hint = "; Ctrl-C again leaves at once" if number[0] == signal.SIGINT else ""
+            text = f"{name}: the run saves a checkpoint after the step in progress and stops{hint}"
+            print(text, file=sys.stderr, flush=True)

@@ -25,6 +25,10 @@ def write_sample(device_run: DeviceRun, tokenizer: Tokenizer, params: Any, out: 
         return ""
     from meshwright.generation.training_sample import sample_tokens  # a run without a sample does not load it
 
+    if device_run.run.finetune.method == "lora" or device_run.run.finetune.objective == "preferences":
+        from meshwright.checkpoint.adapters import merge_adapters  # loaded for runs that fine-tune
+
+        device_run, params = merge_adapters(device_run, params)
     prompt = tokenizer.encode(data.prompt)
     prompt = prompt if len(prompt) else np.array([tokenizer.end], np.int32)
     tokens = sample_tokens(device_run, params, prompt, tokens=count, seed=device_run.run.training.seed)

@@ -1,6 +1,7 @@
 """Offline HTML page of a plan: step time, memory, links, why other meshes lose, and the layout on the hardware."""
 
 from collections.abc import Sequence
+from html import escape
 
 from meshwright.formatting import format_bytes, format_count
 from meshwright.hardware.chips import Torus
@@ -97,7 +98,7 @@ def links_section(e: Estimate) -> str:
         for axes, n in e.busy.items()
     ]
     table = html_table(("mesh axes", "links", "busy", "exposed", ""), rows, (2, 3))
-    return f"<p>Mesh axes on the hardware: {e.axis_mapping}.</p>{table}"
+    return f"<p>Mesh axes on the hardware: {escape(str(e.axis_mapping))}.</p>{table}"
 
 
 def _ranked(result: SearchResult) -> str:

@@ -88,6 +88,13 @@ def print_summary(console: Console, summary: loop.Summary, unit: str = "tokens")
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
+    if not summary.steps_taken and not summary.interrupted_by:
+        console.print(
+            f"the run in {summary.out} is finished: it has taken all of its {summary.steps} steps; a larger --steps "
+            "goes on from there",
+            markup=False,
+        )
+        return
     if summary.interrupted_by:
         signal = f"by signal {summary.interrupted_by} after step {summary.steps}; --resume continues from there"
         table.add_row("stopped", signal)

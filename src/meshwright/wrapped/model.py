@@ -53,11 +53,11 @@ class Wrapped(Model):
     """A model of one's own as the model of a Run: made by `wrap`.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax.numpy as jnp, numpy as np
         >>> model = mw.wrap({"w": jnp.zeros((4, 2))}, lambda p, b: ((b["x"] @ p["w"] - b["y"]) ** 2).mean(),
         ...                 lambda step: {"x": np.ones((8, 4), "f"), "y": np.ones((8, 2), "f")})
         >>> run = model.run(mesh="fsdp=8", steps=3, learning_rate=0.1)
-        >>> mw.train(run, out=tmp / "wrapped", progress="none").steps
+        >>> mw.train(run, out=tmp / "wrapped", progress="none", cache=tmp).steps
         3
     """
 
@@ -174,7 +174,7 @@ def wrap(
     Raises ConfigError for an unknown kind of module, a loss that is not scalar, or a rule that matches nothing.
 
     Example:
-        >>> import flax.linen as nn, jax.numpy as jnp
+        >>> import flax.linen as nn, jax.numpy as jnp, numpy as np
         >>> batches = lambda step: {"x": np.ones((8, 4), "f"), "y": np.zeros(8, int)}
         >>> def loss(model, batch):
         ...     return -jnp.take_along_axis(jax.nn.log_softmax(model(batch["x"])), batch["y"][:, None], 1).mean()

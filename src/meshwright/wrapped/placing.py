@@ -186,7 +186,7 @@ def _check_fields(run: Run, shape: MeshShape) -> None:
             "its layers are not known here",
             f"one of {', '.join(REMAT)}, and jax.checkpoint or nn.remat inside the module",
         )
-    for name, value in (("data", run.data), ("init_from", run.init_from)):
+    for name, value in (("data", run.data), ("init_from", run.init_from), ("finetune", run.finetune)):
         if value != {f.name: f.default for f in dataclasses.fields(Run)}[name]:
             raise ConfigError(f"{name} with a wrapped model", "it is about text and transformers", "mw.wrap(..., data)")
     if run.optimizer.name in OPTIMIZERS and run.optimizer.name not in ELEMENTWISE:

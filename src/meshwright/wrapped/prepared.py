@@ -16,6 +16,7 @@ from meshwright.runs.run_file import run_in_folder
 from meshwright.step.state import State
 from meshwright.step.train_step import CompiledTrainStep
 from meshwright.trainer.meter import Meter
+from meshwright.trainer.prepare import Position
 from meshwright.wrapped.batches import BatchFeed
 from meshwright.wrapped.flops import training_flops
 from meshwright.wrapped.model import Wrapped
@@ -36,11 +37,15 @@ class PreparedModel:
         """Returns a meter of examples."""
         training, parts = self.device_run.run.training, self.device_run.parts
         flops = training_flops(parts) / parts.source.batch_size
-        return Meter(reporters, training, self.device_run.mesh, unit="examples", per_sample=1, flops=flops)
+        return Meter(reporters, training, self.device_run.mesh, unit="examples", per_sample=1, flops=flops,
+                     spike=self.device_run.run.faults.spike)  # fmt: skip
 
-    def feed(self, first: int, cursor: int, position: Any) -> BatchFeed:
-        """Returns the batches from step `first` on."""
-        return BatchFeed(self.device_run.parts.source, first, position, self.device_run.batch_sharding)
+    def feed(self, start: Position) -> BatchFeed:
+        """Returns the batches from a step on."""
+        return BatchFeed(self.device_run.parts.source, start.step, start.data, self.device_run.batch_sharding)
+
+    def fingerprint(self) -> None:
+        """Returns nothing: what the author's batches hold is not known here."""
 
     def compile(self, batch: Any) -> CompiledTrainStep:
         """Compiles the train step for batches of this shape."""
@@ -60,6 +65,12 @@ class PreparedModel:
 
 def prepare_wrapped(run: Run, *, cache: Path, devices: int | None = None) -> PreparedModel:
     """Places a wrapped model on the devices here, as `fsdp` over all of them where the run names no mesh."""
+    if run.faults.bad_step == "roll_back":
+        raise ConfigError(
+            "--faults.bad-step roll_back with a wrapped model",
+            "its batches have no index by which their samples could be left out",
+            "--faults.bad-step skip, or stop",
+        )
     enable_compilation_cache(cache / "compiled")
     available = jax.devices()[:devices]
     run = dataclasses.replace(
@@ -102,7 +113,7 @@ def evaluate_wrapped(out: Path, run: Run, *, cache: Path, at: int | None = None)
     """Evaluates a checkpoint of a wrapped model. Raises CheckpointError, or ConfigError without held-out batches."""
     prepared = prepare_wrapped(run, cache=cache)
     evaluate = held_out_metrics(prepared.device_run)
-    with Checkpoints(out / "checkpoints", max_to_keep=10**6) as checkpoints:
+    with Checkpoints(out / "checkpoints", max_to_keep=None) as checkpoints:
         state, manifest = checkpoints.restore(prepared.device_run, at)
     metrics = evaluate(state.params, state.variables)
     return WrappedEvaluation(manifest.step, metrics["loss"], metrics)
@@ -112,7 +123,7 @@ def restore_model(model: Wrapped, out: Path, at: int | None) -> Any:
     """Returns the model of a checkpoint on the first device, its parameters in the module's own types."""
     run = dataclasses.replace(run_in_folder(out), model=model, mesh=MeshShape())
     wrapped_run = put_on_devices(run, build_mesh(MeshShape(), jax.devices()[:1]))
-    with Checkpoints(out / "checkpoints", max_to_keep=10**6) as checkpoints:
+    with Checkpoints(out / "checkpoints", max_to_keep=None) as checkpoints:
         state, _ = checkpoints.restore(wrapped_run, at)
     params = {name: x.astype(wrapped_run.parts.params[name].dtype) for name, x in state.params.items()}
     return wrapped_run.parts.adapter.made_of(params, state.variables[0] if state.variables else {})

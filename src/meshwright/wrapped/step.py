@@ -6,6 +6,7 @@ gradients; `data` sums them. `tensor` is the compiler's: it sees the whole array
 and inserts what the module's own operations need.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from meshwright.comm.collectives import all_reduce, axis_index, gather_param, sum_gradients
 from meshwright.comm.hierarchical import hierarchical_reduce_scatter
@@ -54,7 +55,7 @@ def _gather(wrapped_run: WrappedRun, params: Arrays) -> Arrays:
     """Gathers every parameter over `fsdp`, in the type in which the loss gets it."""
     dcn, reduce_dtype = wrapped_run.links, jnp.dtype(wrapped_run.run.training.reduce_dtype)
 
-    def gather(name: str, w: jax.Array) -> jax.Array:
+    def gather_one(name: str, w: jax.Array) -> jax.Array:
         where: Placements = wrapped_run.placements[name]
         dims = [
             (tuple(a for a in rest if a not in used), dim)
@@ -63,16 +64,37 @@ def _gather(wrapped_run: WrappedRun, params: Arrays) -> Arrays:
         gathers = tuple((axes, dim) for axes, dim in dims if axes)
         with jax.named_scope(name):
             dtype = wrapped_run.own_dtypes[name]
-            if not gathers:
-                return w.astype(dtype)
-            w = gather_param(w, gathers, dtype, reduce_dtype, dcn)
-            if wrapped_run.shape.tensor > 1:
-                # Without it the compiler may gather a parameter over `tensor` as well.
-                mesh = jax.sharding.get_abstract_mesh()
-                w = jax.lax.with_sharding_constraint(w, NamedSharding(mesh, to_spec(where.in_use)))
-            return checkpoint_name(w, _GATHERED)
+            return gather_param(w, gathers, dtype, reduce_dtype, dcn) if gathers else w.astype(dtype)
 
-    return {name: gather(name, w) for name, w in params.items()}
+    def gather(params: Arrays) -> Arrays:
+        return {name: gather_one(name, w) for name, w in params.items()}
+
+    whole = _by_tensor(wrapped_run, gather)(params)
+    return {name: checkpoint_name(w, _GATHERED) for name, w in whole.items()}
+
+
+def _by_tensor(wrapped_run: WrappedRun, function: Callable[[Arrays], Arrays]) -> Callable[[Arrays], Arrays]:
+    """Applies a function with collectives to this device's part of each parameter (or gradient) over `tensor`.
+
+    The compiler does not split the operand of a collective over an axis of its own: it would gather it first.
+    """
+    specs = {}
+    for name, where in wrapped_run.placements.items():
+        if "tensor" in axes_of(where.in_use):
+            specs[name] = to_spec(tuple(tuple(a for a in axes if a == "tensor") for axes in where.in_use))
+    if not specs:
+        return function
+
+    def apply(arrays: Arrays) -> Arrays:
+        split = {name: x for name, x in arrays.items() if name in specs}
+        mesh = jax.sharding.get_abstract_mesh()
+        own = jax.shard_map(
+            function, mesh=mesh, in_specs=(specs,), out_specs=specs, axis_names={"tensor"}, check_vma=False
+        )  # fmt: skip
+        # The others are whole over `tensor`: inside, their gradients would be summed over it once more.
+        return own(split) | function({name: x for name, x in arrays.items() if name not in specs})
+
+    return apply
 
 
 def _saved(wrapped_run: WrappedRun, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,12 +121,7 @@ def build_wrapped_gradients(wrapped_run: WrappedRun) -> Callable[..., tuple[Arra
         sums = all_reduce(sums, BATCH_AXES)
         with jax.named_scope("gradients"):
             total = jnp.maximum(sums["loss"][1], 1e-9)
-            grads = {name: _reduce(wrapped_run, name, g) for name, g in grads.items()}
-            lacking = {
-                name: tuple(a for a in BATCH_AXES if a not in axes_of(p.optimizer))
-                for name, p in wrapped_run.placements.items()
-            }
-            grads = sum_gradients(grads, lacking, wrapped_run.links)
+            grads = _by_tensor(wrapped_run, functools.partial(_reduce, wrapped_run))(grads)
             grads = {name: g / total.astype(g.dtype) for name, g in grads.items()}
         return grads, sums, _averaged(variables)
 
@@ -165,12 +182,21 @@ def _accumulate(wrapped_run: WrappedRun, params: Arrays, step: jax.Array, batch:
     return (*sums, variables)
 
 
-def _reduce(wrapped_run: WrappedRun, name: str, grad: jax.Array) -> jax.Array:
-    """Scatters a gradient into the optimizer's placement, where that splits more than the parameter's (ZeRO-1)."""
-    where: Placements = wrapped_run.placements[name]
-    for dim, (sharded, end) in enumerate(zip(where.at_rest, where.optimizer, strict=True)):
-        grad = hierarchical_reduce_scatter(grad, end[len(sharded) :], dim, wrapped_run.links)
-    return grad
+def _reduce(wrapped_run: WrappedRun, grads: Arrays) -> Arrays:
+    """Sums gradients over the batch axes into the optimizer's placement, which may split more than the parameter's."""
+
+    def scatter(name: str, grad: jax.Array) -> jax.Array:
+        where: Placements = wrapped_run.placements[name]
+        for dim, (sharded, end) in enumerate(zip(where.at_rest, where.optimizer, strict=True)):
+            grad = hierarchical_reduce_scatter(grad, end[len(sharded) :], dim, wrapped_run.links)
+        return grad
+
+    lacking = {
+        name: tuple(a for a in BATCH_AXES if a not in axes_of(p.optimizer))
+        for name, p in wrapped_run.placements.items()
+        if name in grads
+    }
+    return sum_gradients({name: scatter(name, g) for name, g in grads.items()}, lacking, wrapped_run.links)
 
 
 def _averaged(variables: Arrays) -> Arrays:

@@ -41,15 +41,6 @@ def rope_angles(positions_BT: jax.Array, frequency_H: np.ndarray) -> tuple[jax.A
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def apply_rope_pairs(x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates each pair of neighbouring features (2i, 2i + 1) by its angle (Llama 4)."""
-    cos, sin = cos_sin
-    pairs = x_BTNH.astype(jnp.float32).reshape(*x_BTNH.shape[:-1], -1, 2)
-    a, b = pairs[..., 0], pairs[..., 1]
-    rotated = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    return rotated.reshape(x_BTNH.shape).astype(x_BTNH.dtype)
-
-
 def apply_rope(x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotates each pair of features (i, i + H/2) by its angle."""
     cos, sin = cos_sin

@@ -21,7 +21,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.blocks.experts import ExpertFunction, Routing, dropless_moe, route, router_losses
 from meshwright.models.blocks.linear import attention_projection, linears
 from meshwright.models.blocks.norm import rms_norm
-from meshwright.models.blocks.rotary import apply_rope_pairs, rope_angles, rope_frequencies
+from meshwright.models.blocks.rotary import apply_rope_interleaved, rope_angles, rope_frequencies
 from meshwright.models.families.llama import (
     AttentionHalf,
     Llama,
@@ -219,7 +219,7 @@ def _attention_half(c: Llama4, ctx: ForwardContext, rotates: bool) -> AttentionH
     growth_BT11 = (1.0 + c.temperature_scale * jnp.log1p(steps_BT))[..., None, None]
 
     def rotated(x_BTNH: jax.Array) -> jax.Array:
-        x_BTNH = apply_rope_pairs(x_BTNH, cos_sin)
+        x_BTNH = apply_rope_interleaved(x_BTNH, cos_sin)
         if c.qk_l2_norm == "none":
             return x_BTNH
         return rms_norm(x_BTNH, jnp.ones(x_BTNH.shape[-1:], x_BTNH.dtype), c.norm_epsilon)

@@ -39,13 +39,17 @@ def side_by_side(groups: Sequence[Sequence[str]]) -> str:
     return '<div class="side">' + "".join(f'<div class="group">{group}</div>' for group in drawn) + "</div>"
 
 
+class Html(str):
+    """Text that is HTML already and was written here; any other is escaped."""
+
+
 def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """Returns a table. numbers: columns that are aligned right. Cells are escaped unless they begin with `<div`."""
+    """Returns a table. numbers: columns that are aligned right. Cells are escaped unless they are `Html`."""
     head = "".join(f"<th>{escape(h)}</th>" for h in headings)
     body = "".join(
         "<tr>"
         + "".join(
-            f"<td{' class=number' if i in numbers else ''}>{cell if cell.startswith('<div') else escape(cell)}</td>"
+            f"<td{' class=number' if i in numbers else ''}>{cell if isinstance(cell, Html) else escape(cell)}</td>"
             for i, cell in enumerate(row)
         )
         + "</tr>"
@@ -54,8 +58,8 @@ def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: 
     return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
 
 
-def bar(fraction: float) -> str:
+def bar(fraction: float) -> Html:
     """Returns a horizontal bar of `fraction` of 20 rem."""
     # Styled inline, because a notebook shows it without the page's style sheet.
     look = "background:#4a7fb5;height:.8rem;min-width:2px;border-radius:2px"
-    return f'<div style="{look};width:{max(0.0, fraction) * 20:.2f}rem"></div>'
+    return Html(f'<div style="{look};width:{max(0.0, fraction) * 20:.2f}rem"></div>')

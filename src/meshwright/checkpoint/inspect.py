@@ -1,0 +1,141 @@
+"""Checkpoints on disk, without devices: which there are, what they hold, whether they are whole, how two differ."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.checkpoint.blocks import StoredTensors
+from meshwright.checkpoint.checkpoints import committed_steps, partial_steps
+from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.restore import manifest_of
+from meshwright.errors import CheckpointError
+from meshwright.runs.write_run import run_to_dict
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed:
+    """One checkpoint of an output folder."""
+
+    step: int
+    samples: int | None
+    """Samples read; None where the manifest cannot be read."""
+    tensors: int
+    bytes: int
+    """Bytes on disk."""
+    written: float
+    """Time of its manifest, in seconds since 1970."""
+    state: str
+    """`whole`, or what is wrong with it."""
+
+
+def find_checkpoints(out: Path) -> Path:
+    """Returns the folder of checkpoints of the output folder `out`, or `out` where it is one itself.
+
+    Raises CheckpointError where there are none.
+    """
+    folder = out / "checkpoints" if (out / "checkpoints").is_dir() else out
+    if not folder.is_dir() or not any(path.name.isdigit() for path in folder.iterdir()):
+        raise CheckpointError(f"the checkpoints in {out}", "there are none", "the output folder of a run")
+    return folder
+
+
+def list_checkpoints(folder: Path) -> list[Listed]:
+    """Returns the checkpoints in a folder, oldest first, those that are not whole included."""
+    partial = partial_steps(folder)
+    listed = []
+    for step in sorted({*committed_steps(folder), *partial}):
+        files = [file for file in (folder / str(step)).rglob("*") if file.is_file() and not file.is_symlink()]
+        size, written = sum(f.stat().st_size for f in files), max((f.stat().st_mtime for f in files), default=0.0)
+        if step in partial:
+            listed.append(Listed(step, None, 0, size, written, "not whole: its writing or copying was cut off"))
+            continue
+        try:
+            manifest = manifest_of(folder, step)
+            listed.append(Listed(step, manifest.cursor, len(manifest.tensors), size, written, "whole"))
+        except CheckpointError as error:
+            listed.append(Listed(step, None, 0, size, written, error.truth))
+    return listed
+
+
+def verify_checkpoint(folder: Path, manifest: Manifest, say: Callable[[str], None] = lambda line: None) -> list[str]:
+    """Reads every tensor of a checkpoint block by block and compares its fingerprint; returns what is damaged.
+
+    say: called with a line about each tensor.
+    """
+    tensors, damaged = StoredTensors(folder / str(manifest.step), manifest), []
+    for number, (name, record) in enumerate(manifest.tensors.items(), 1):
+        try:
+            tensors.read_blocks(name, record.shape, lambda index, block: None)
+            verdict = "as saved"
+        except CheckpointError as error:
+            verdict = error.truth
+            damaged.append(f"{name}: {error.truth}")
+        say(f"{number}/{len(manifest.tensors)} {name} {record.dtype}{list(record.shape)}: {verdict}")
+    return damaged
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorDifference:
+    """Difference of one tensor of two checkpoints."""
+
+    name: str
+    summary: str
+    """What differs: shape or type, or how many elements and by how much."""
+
+
+def compare_checkpoints(
+    first: tuple[Path, Manifest], second: tuple[Path, Manifest]
+) -> tuple[list[str], list[TensorDifference]]:
+    """Returns the fields in which two checkpoints differ, and their tensors that do.
+
+    Tensors with equal fingerprints are equal and are not read; of the others the values are compared, block by block.
+    first, second: folder of checkpoints and manifest of each.
+    """
+    a, b = first[1], second[1]
+    fields = dict(_flat({"step": a.step, "cursor": a.cursor, "data": a.corpus, "run": run_to_dict(a.run)}))
+    others = dict(_flat({"step": b.step, "cursor": b.cursor, "data": b.corpus, "run": run_to_dict(b.run)}))
+    changed = [
+        f"{name}: {fields.get(name, 'absent')} -> {others.get(name, 'absent')}"
+        for name in {**fields, **others}
+        if fields.get(name) != others.get(name)
+    ]
+    tensors = [
+        TensorDifference(name, summary)
+        for name in {**a.tensors, **b.tensors}
+        if (summary := _difference(name, first, second)) is not None
+    ]
+    return changed, tensors
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the values of nested JSON objects by dotted path."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _flat(inner, f"{path}.{name}" if path else str(name))
+    else:
+        yield path, value
+
+
+def _difference(name: str, first: tuple[Path, Manifest], second: tuple[Path, Manifest]) -> str | None:
+    a, b = first[1].tensors.get(name), second[1].tensors.get(name)
+    if a is None or b is None:
+        return "only in the second" if a is None else "only in the first"
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return f"{a.dtype}{list(a.shape)} -> {b.dtype}{list(b.shape)}"
+    if a.fingerprint == b.fingerprint:
+        return None
+    stored = [StoredTensors(folder / str(manifest.step), manifest) for folder, manifest in (first, second)]
+    changed, largest, squares = 0, 0.0, 0.0
+    array, _ = stored[1].open(name)
+    for index, one in stored[0].blocks(name):
+        other = np.asarray(array[index].read().result())
+        difference = np.abs(one.astype(np.float64) - other.astype(np.float64))
+        changed += int(np.count_nonzero(one != other))
+        largest, squares = max(largest, float(difference.max(initial=0.0))), squares + float(np.sum(difference**2))
+    count = math.prod(a.shape)
+    root = math.sqrt(squares / max(count, 1))
+    return f"{changed:,} of {count:,} elements differ, by at most {largest:.3g}, root mean square {root:.3g}"

@@ -1,0 +1,82 @@
+"""Program that renders chat templates: one JSON request on each line of standard input, one JSON reply on each line.
+
+It has Jinja's sandbox, and the functions and settings that `transformers` gives a template. Its memory and the seconds
+of its processor are limited, and it can open no file to write: what a template does wrong ends this process alone.
+"""
+
+import datetime
+import functools
+import json
+import resource
+import sys
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MEMORY = 2**30
+"""Bytes of address space."""
+SECONDS = 10
+"""Seconds of the processor for each conversation."""
+TEXT = 16 * 2**20
+"""Most characters of a rendered conversation."""
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+@functools.lru_cache(maxsize=8)
+def _template(source: str, marks: tuple[str, str]) -> jinja2.Template:
+    class Generation(Extension):
+        """Statement `{% generation %}`, which marks answers for training."""
+
+        tags = {"generation"}  # noqa: RUF012 - Jinja's own interface
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            first, last = (jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]) for mark in marks)
+            return [first, *body, last]
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
+    return environment.from_string(source)
+
+
+def _render(request: dict[str, Any]) -> dict[str, str]:
+    try:
+        template = _template(request["source"], tuple(request["marks"]))
+        text = template.render(
+            messages=request["messages"], add_generation_prompt=request["answer"], **request["tokens"]
+        )  # fmt: skip
+        text.encode("utf-8")
+    except MemoryError:
+        return {"error": f"it takes more than {MEMORY // 2**20} MiB"}
+    except Exception as error:  # a template can raise any: TypeError, ZeroDivisionError, RecursionError, ...
+        return {"error": (str(error) or type(error).__name__)[:1000]}
+    if len(text) > TEXT:
+        return {"error": f"its text has {len(text):,} characters, more than {TEXT:,}"}
+    return {"text": text}
+
+
+def main() -> None:
+    """Answers requests until standard input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+        limit = int(used) + SECONDS + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+        print(json.dumps(_render(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Files from elsewhere, read as data: of bounded size and nesting, and inside their folder.
+
+A checkpoint, a run file, a plan, weights or tokens may come from a stranger. What reads one goes through here.
+"""
+
+import json
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+SMALL = 16 * 2**20
+"""Largest description in bytes: run.json, plan, tokens.json, config.json, chat template."""
+LARGE = 512 * 2**20
+"""Largest list of a model's parts in bytes: tokenizer, manifest, index of weights."""
+
+
+def read_text(file: Path, largest: int = SMALL) -> str:
+    """Returns the text of a regular file of at most `largest` bytes.
+
+    Raises OSError where it cannot be read, ValueError where it is larger, no regular file, or not UTF-8.
+    """
+    # A pipe without a writer would never open.
+    with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise ValueError(f"{file.name} is no regular file")
+        content = opened.read(largest + 1)
+    if len(content) > largest:
+        raise ValueError(f"{file.name} is larger than {largest:,} bytes")
+    return content.decode("utf-8")
+
+
+def parse_json(text: str) -> Any:
+    """Returns the value of a JSON text. Raises ValueError where it is not JSON, or nested beyond Python's stack."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def read_json(file: Path, largest: int = SMALL) -> Any:
+    """Returns the JSON value in a regular file of at most `largest` bytes. Raises OSError or ValueError."""
+    return parse_json(read_text(file, largest))
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Replaces a file as a whole: a crash leaves the old text or the new one. Raises OSError."""
+    part = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with part.open("w", encoding="utf-8") as opened:
+            opened.write(text)
+            opened.flush()
+            os.fsync(opened.fileno())
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def check_inside(folder: Path, files: Iterable[Path]) -> None:
+    """Raises ValueError naming the first of `files` that a symbolic link takes out of `folder`.
+
+    In the cache of the Hugging Face hub, the files of `models--OWNER--NAME/snapshots/REVISION` are links to
+    `models--OWNER--NAME/blobs`, which belongs to the folder.
+    """
+    root = folder.resolve()
+    roots = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
+    for file in files:
+        found = file.resolve()
+        if not any(found.is_relative_to(allowed) for allowed in roots):
+            raise ValueError(f"{file.name} is a link that leaves the folder, to {found}")

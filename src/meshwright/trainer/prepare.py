@@ -1,0 +1,191 @@
+"""Runs as the training loop takes them, and a run of text placed on its devices."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+from meshwright.config import Run
+from meshwright.data.batch import Batch
+from meshwright.data.feed import Feed, Samples, build_stream, split
+from meshwright.data.ramp import ramp_of
+from meshwright.data.tokens import Corpus, load_corpus
+from meshwright.documents import write_atomically
+from meshwright.errors import DataError
+from meshwright.hardware.mesh import build_mesh, default_mesh_shape, enable_compilation_cache
+from meshwright.models.flops import training_flops_per_token
+from meshwright.report import Reporter
+from meshwright.step.device_run import DeviceRun, place_on_devices
+from meshwright.step.state import State
+from meshwright.step.train_step import CompiledTrainStep, build_eval_step
+from meshwright.trainer.losses import sum_losses
+from meshwright.trainer.meter import Meter
+
+
+class Position(NamedTuple):
+    """Place of a run in its training and in its data."""
+
+    step: int
+    """Steps taken."""
+    cursor: int
+    """Samples read, without those that were left out."""
+    skipped: tuple[tuple[int, int], ...] = ()
+    """Samples that are left out: first index and number, ascending."""
+    data: Any = None
+    """Position of data that `cursor` does not tell: an iterator's own state."""
+
+
+class Batches(Protocol):
+    """Batches on the devices, seconds waited for them, and their position: JSON, or None where steps tell it."""
+
+    wait_seconds: float
+    position: Any
+
+    def __next__(self) -> Any: ...
+
+
+class Trainable(Protocol):
+    """A run as the loop trains it: one of text (`PreparedRun`), or of a wrapped model (`wrapped.prepared`)."""
+
+    @property
+    def device_run(self) -> DeviceRun:
+        """The run on its devices."""
+
+    def write_files(self, out: Path) -> None:
+        """Writes what the output folder has besides run.json, metrics and checkpoints."""
+
+    def meter(self, reporters: list[Reporter]) -> Meter:
+        """Returns the meter of its steps."""
+
+    def feed(self, start: "Position") -> Batches:
+        """Returns the batches from a place in the training on."""
+
+    def fingerprint(self) -> dict[str, Any] | None:
+        """Returns what determines the samples, as JSON values: kept with every checkpoint, and compared by a resume."""
+
+    def compile(self, batch: Any) -> CompiledTrainStep:
+        """Compiles the train step for batches like this one."""
+
+    def evaluator(self) -> Callable[[State], float] | None:
+        """Returns the loss on held-out data as a function of the state; None without such data."""
+
+    def sample(self, state: State, out: Path) -> str:
+        """Samples from the model and writes the sample to `out`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedRun:
+    """A run on its devices with its tokenised text: everything there is before the first array."""
+
+    device_run: DeviceRun
+    corpus: Corpus
+    train: tuple[Samples, ...]
+    held_out: tuple[Samples, ...]
+
+    def write_files(self, out: Path) -> None:
+        """Writes the tokenizer, unless it is there."""
+        tokenizer, file = self.corpus.tokenizer.to_json(), out / "tokenizer.json"
+        if not file.is_file() or file.read_text(encoding="utf-8", errors="replace") != tokenizer:
+            write_atomically(file, tokenizer)
+
+    def meter(self, reporters: list[Reporter]) -> Meter:
+        """Returns a meter of tokens."""
+        run = self.device_run.run
+        seq, flops = run.training.seq, training_flops_per_token(run.model, run.training.seq, run.finetune.method)
+        return Meter(
+            reporters, run.training, self.device_run.mesh, unit="tokens", per_sample=seq, flops=flops,
+            spike=run.faults.spike,
+        )  # fmt: skip
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns the fingerprint of the text, and what orders its samples."""
+        run = self.device_run.run
+        order = {"held_out": run.data.held_out, "sequence": run.training.seq, "seed": run.training.seed}
+        return {**self.corpus.fingerprint, **order}
+
+    def feed(self, start: "Position") -> Feed:
+        """Returns the batches from a global sample on."""
+        training = self.device_run.run.training
+        return Feed(
+            build_stream(list(self.train), list(self.corpus.weights), training.seed),
+            ramp_of(training),
+            seq=training.seq,
+            taken=start.step,
+            cursor=start.cursor,
+            steps=max(training.steps - start.step, 1),
+            sharding=self.device_run.batch_sharding,
+            skipped=start.skipped,
+        )
+
+    def compile(self, batch: Batch) -> CompiledTrainStep:
+        """Compiles the train step for as many sequences as the batch has."""
+        return CompiledTrainStep(self.device_run.with_batch(batch.inputs.shape[0]), batch)
+
+    def evaluator(self) -> Callable[[State], float] | None:
+        """Returns the mean loss per token on held-out text as a function of the state."""
+        if not self.held_out:
+            return None
+        eval_step = build_eval_step(self.device_run)
+
+        def held_out_loss(state: State) -> float:
+            total, count = sum_losses(self.device_run, state.params, self.held_out, eval_step)
+            return total / max(count, 1.0)
+
+        return held_out_loss
+
+    def sample(self, state: State, out: Path) -> str:
+        """Samples text where the run asks for it or the model is small, and writes it to `out`."""
+        from meshwright.trainer.sample import write_sample  # it generates, which the steps before do not
+
+        return write_sample(self.device_run, self.corpus.tokenizer, state.params, out)
+
+
+Choose = Callable[[Run, Sequence[Any]], Run]
+"""`(run, devices) -> run` with the choices filled in that it leaves to the machine (remat policy)."""
+
+
+def prepare_run(
+    run: Run,
+    *,
+    cache: Path,
+    devices: int | None = None,
+    choose: Choose = lambda run, devices: run,
+    own: Path | None = None,
+) -> PreparedRun:
+    """Tokenises the text, chooses the mesh where the run leaves it open, and places the run on devices.
+
+    cache: folder of token files and compiled programs.  devices: use the first so many; None uses all.  choose: makes
+    the choices that need the planner; without it a run that leaves the remat policy open recomputes whole layers.
+    own: tokenizer.json of a run that goes on, whose vocabulary it keeps where its text has changed.
+    Raises ConfigError or DataError before anything is traced.
+    """
+    enable_compilation_cache(cache / "compiled")
+    available = jax.devices()[:devices]
+    mesh = build_mesh(run.mesh or default_mesh_shape(len(available)), available)
+    if run.mesh is None:
+        run = dataclasses.replace(run, mesh=default_mesh_shape(len(available)))
+    parts: Sequence[tuple[Samples, Samples]]
+    if run.finetune.objective == "text":
+        corpus = load_corpus(run.data.paths, run.data.tokenizer, cache, own=own, bad_records=run.faults.bad_records)
+        parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
+    else:
+        from meshwright.data.conversations import load_conversations  # most runs train on all of a text
+
+        corpus, parts = load_conversations(run, cache)
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=_common_vocab(run, corpus)))
+    device_run = place_on_devices(choose(run, list(mesh.devices.flat)), mesh)
+    return PreparedRun(device_run, corpus, tuple(p[0] for p in parts), tuple(p[1] for p in parts if len(p[1])))
+
+
+def _common_vocab(run: Run, corpus: Corpus) -> int:
+    """Vocabulary size of model and text."""
+    vocab = run.model.vocab
+    if vocab is not None and corpus.vocab > vocab:
+        raise DataError(
+            f"training a model of {vocab} tokens on {corpus.files[0].folder}",
+            f"its tokenizer has {corpus.vocab} tokens, so tokens {vocab} to {corpus.vocab - 1} have no embedding",
+            f"--model.vocab {corpus.vocab}, or the model's own tokenizer with --data.tokenizer",
+        )
+    return corpus.vocab if vocab is None else vocab
