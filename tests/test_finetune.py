@@ -44,7 +44,7 @@ from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.params import named_leaves
 from meshwright.sharding.placement import axes_of
 from meshwright.step.train_step import build_eval_step
-from meshwright.trainer.loop import evaluate, prepare_run
+from meshwright.trainer.loop import prepare_run, sum_losses
 
 PLAIN = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -470,5 +470,6 @@ def test_a_quantised_base_trains_alike_on_two_meshes_and_is_merged(tmp_path: Pat
     run = dataclasses.replace(run, finetune=FineTune(objective="answers"), mesh=mw.MeshShape.parse("data=1"))
     prepared = prepare_run(run, cache=cache)
     device_run = prepared.device_run
-    loss = evaluate(device_run, load_initial_weights(device_run), prepared.held_out, build_eval_step(device_run))
-    assert abs(loss / whole.loss - 1) < 1e-5
+    params = load_initial_weights(device_run)
+    total, count = sum_losses(device_run, params, prepared.held_out, build_eval_step(device_run))
+    assert abs(total / count / whole.loss - 1) < 1e-5
