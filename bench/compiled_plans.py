@@ -23,12 +23,14 @@ from typing import Any
 
 from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
+from meshwright.hardware.chips import Nodes
 from meshwright.hardware.targets import Target, parse_target
 from meshwright.planner.candidates import accumulation_counts, candidate_meshes, candidate_schedules
 from meshwright.planner.plan_file import write_plan
 from meshwright.planner.search import STAGE_SAVES, Plan, price_run, remat_policies
 from meshwright.runs.recipe import find_recipe
-from meshwright.runs.run_file import run_from_dict, run_to_dict
+from meshwright.runs.run_file import run_from_dict
+from meshwright.runs.write_run import run_to_dict
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "compiled_plans.json"
@@ -134,7 +136,7 @@ def compile_all(again: list[str]) -> list[dict[str, Any]]:
             if name in rows:
                 if not any(word in name for word in again):
                     continue
-                plan = price_run(run_from_dict(rows[name]["run"]), drawn.target)
+                plan = price_run(run_from_dict(rows[name]["run"], str(RESULTS)), drawn.target)
             rows[name] = {"name": name, "run": run_to_dict(plan.run), **compile_plan(plan)}
             RESULTS.write_text(json.dumps(list(rows.values()), indent=1) + "\n")
             print(name, plan.name, {k: v for k, v in rows[name].items() if k not in ("name", "run")}, flush=True)
@@ -143,7 +145,7 @@ def compile_all(again: list[str]) -> list[dict[str, Any]]:
 
 def with_prediction(row: dict[str, Any]) -> dict[str, Any]:
     """Returns a row with the planner's present prediction of its plan."""
-    plan = price_run(run_from_dict(row["run"]), parse_target(row["name"].split()[0]))
+    plan = price_run(run_from_dict(row["run"], str(RESULTS)), parse_target(row["name"].split()[0]))
     return {**row, "plan": plan.name, "planned": plan.estimate.bytes, "planned_seconds": plan.estimate.seconds}
 
 
@@ -156,12 +158,16 @@ def errors(rows: list[dict[str, Any]]) -> list[tuple[float, float]]:
     ]
 
 
+def is_gpu(row: dict[str, Any]) -> bool:
+    """Whether a row's machine has GPUs."""
+    return isinstance(parse_target(row["name"].split()[0]).chip.interconnect, Nodes)
+
+
 def summary(rows: list[dict[str, Any]]) -> list[tuple[str, int, float, float, float, float]]:
     """Returns name, number, median and 90th percentile of the absolute errors of time, and of memory, by group."""
     groups: dict[str, list[dict[str, Any]]] = {"all": rows, "fit": rows[::2], "held-out": rows[1::2]}
     for row in rows:
-        kind = "GPU" if row["name"].split()[0].split(":")[0][0] in "abgh" else "TPU"
-        groups.setdefault(kind, []).append(row)
+        groups.setdefault("GPU" if is_gpu(row) else "TPU", []).append(row)
     result = []
     for name, group in groups.items():
         time_errors, memory_errors = (sorted(map(abs, column)) for column in zip(*errors(group), strict=True))
@@ -208,6 +214,32 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def plot(rows: list[dict[str, Any]]) -> None:
+    """Plots planned over compiled step time and memory, with a colour for each kind of machine."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    matplotlib.rcParams["svg.hashsalt"] = "compiled-plans"
+    figure, both = plt.subplots(1, 2, figsize=(9.6, 4.6))
+    columns = (("compiled_seconds", "planned_seconds", "step, s", 1.0), ("compiled", "planned", "memory, GiB", 2**30))
+    for axes, (compiled, planned, label, unit) in zip(both, columns, strict=True):
+        for kind in ("GPU", "TPU"):
+            points = [
+                (r[compiled] / unit, r[planned] / unit)
+                for r in rows
+                if "error" not in r and is_gpu(r) == (kind == "GPU")
+            ]
+            axes.scatter(*zip(*points, strict=True), s=18, label=f"{kind} ({len(points)})", alpha=0.8)
+        ends = (min(axes.get_xlim()[0], axes.get_ylim()[0], 1.0), max(axes.get_xlim()[1], axes.get_ylim()[1]))
+        axes.plot(ends, ends, color="grey", linewidth=1)
+        axes.set(xscale="log", yscale="log", xlabel=f"compiled: {label}", ylabel=f"planned: {label}")
+        axes.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(PICTURE, metadata={"Date": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--again", action="append", default=[], help="compile rows whose name has this word again")
@@ -219,6 +251,7 @@ def main() -> None:
     if _BEGIN in page:
         before, rest = page.split(_BEGIN)
         PAGE.write_text(before + _BEGIN + table(rows) + _END + rest.split(_END)[1], encoding="utf-8")
+    plot(rows)
     print(table(rows))
 
 
