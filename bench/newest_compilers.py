@@ -1,10 +1,10 @@
 """Does the census read what the newest compilers write? New JAX, libtpu and CUDA plugin in an environment of their own.
 
 `python bench/newest_compilers.py [--folder FOLDER] [--on cpu,...]`. Made to run once a week. It installs the newest
-releases without constraints.txt, runs the tests of texts and of the census on them, takes the census of foreign
+releases without constraints.txt, runs the tests of texts and of the census, takes the census of foreign
 programs on CPU, TPUs and an H100 (bench/foreign_programs.py), and prints the versions beside those of constraints.txt.
-It ends with 1 where a test fails, a ledger differs from the second count, or an instruction like a collective
-is not read: the day a compiler writes something new. Needs the network for pip, no accelerator.
+It ends with 1 where a test fails, a ledger differs from the second count, or an instruction that looks like a
+collective is not read: the day a compiler writes something new. Needs the network for pip, no accelerator.
 """
 
 import argparse

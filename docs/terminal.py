@@ -67,6 +67,7 @@ VERBS = {
 """Verb -> module and dataclass of its options. `words`, `recipes` and `completion` have no dataclass."""
 
 FAMILIES = {
+    "deepseek": ("meshwright.models.families.deepseek", "Deepseek"),
     "gemma2": ("meshwright.models.families.gemma", "Gemma2"),
     "gemma3": ("meshwright.models.families.gemma", "Gemma3"),
     "gpt2": ("meshwright.models.families.gpt2", "Gpt2"),

@@ -18,7 +18,8 @@ import meshwright as mw
 from meshwright.errors import ConfigError, DataError, TrainingError
 from meshwright.hardware.mesh import build_mesh
 from meshwright.plugins import load_file
-from meshwright.runs.run_file import read_run, run_from_dict, run_to_dict
+from meshwright.runs.run_file import read_run, run_from_dict
+from meshwright.runs.write_run import run_to_dict
 from meshwright.wrapped import prepared as prepared_module
 from meshwright.wrapped.census import census_of_wrapped
 from meshwright.wrapped.flops import training_flops
@@ -405,4 +406,4 @@ def test_a_wrapped_run_is_written_by_name() -> None:
     run = dataclasses.replace(run, model=run.model.named())  # type: ignore[attr-defined]
     document = json.loads(json.dumps(run_to_dict(run)))
     assert document["model"]["name"].endswith("pytree.py:model")
-    assert run_from_dict(document).model.parts is run.model.parts  # type: ignore[attr-defined]
+    assert run_from_dict(document, "run.json").model.parts is run.model.parts  # type: ignore[attr-defined]
