@@ -34,9 +34,15 @@ def note_names(document: Any, origin: str) -> None:
             note_names(value, origin)
 
 
-def has_foreign_names() -> bool:
-    """Whether a file that was read names code."""
-    return bool(_from_files)
+def options_of_child() -> list[str]:
+    """Returns the options with which a child process reads a file of this one: what it names is trusted as here.
+
+    Names of code that a recipe, the command line or Python gave are the user's own, also in the file that passes them
+    on. Where this process has read names from files, the child asks about them again.
+    """
+    from meshwright.trust import trusts_everything
+
+    return [] if _from_files and not trusts_everything() else ["--trust-code"]
 
 
 def resolve(kind: str, name: str, builtin: Mapping[str, Any]) -> Any:

@@ -21,6 +21,7 @@ from meshwright.planner.calibration import calibrate_target
 from meshwright.planner.explain import nothing_fits
 from meshwright.planner.plan_file import write_plan
 from meshwright.planner.search import Plan, price_run, search, with_tokens_per_step
+from meshwright.plugins import options_of_child
 from meshwright.runs.recipe import find_recipe
 from meshwright.wrapped.model import check_named, is_wrapped
 
@@ -157,7 +158,8 @@ def prove_plan(plan: Plan, target: Target, limit: int) -> Proof:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
         write_plan(plan, target, file)
-        command = [sys.executable, "-m", "meshwright", "prove", str(file), "--json", "--limit", str(limit)]
+        words = [str(file), "--json", "--limit", str(limit), *options_of_child()]
+        command = [sys.executable, "-m", "meshwright", "prove", *words]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     documents = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not documents:

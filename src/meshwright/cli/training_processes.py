@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 
 from meshwright.checkpoint.checkpoints import committed_steps
 from meshwright.errors import TrainingError
-from meshwright.plugins import has_foreign_names
-from meshwright.trust import trusts_everything
+from meshwright.plugins import options_of_child
 
 
 class TrainingProcesses:
@@ -29,19 +28,8 @@ class TrainingProcesses:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         together = ["--coordinator", f"127.0.0.1:{port}", "--processes", str(self._count)] if self._count > 1 else []
-        # Names of code that a recipe or the command line gave are the user's own, also in the file that passes them on.
-        trust = [] if has_foreign_names() and not trusts_everything() else ["--trust-code"]
-        command = [
-            sys.executable,
-            "-m",
-            "meshwright",
-            "train",
-            *options,
-            "--devices",
-            str(self._devices),
-            "--json",
-            *trust,
-        ]
+        words = [*options, "--devices", str(self._devices), "--json", *options_of_child()]
+        command = [sys.executable, "-m", "meshwright", "train", *words]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
         self._running = [
             subprocess.Popen(
