@@ -67,7 +67,7 @@ def test_the_scan_is_a_loop_over_layers(layers: int, remat: str) -> None:
 def test_parts_begin_with_a_period() -> None:
     assignment = assign_periods((1.0,) * 26, 6, 2, 1, loop_placement)
     assert assignment.boundaries == (0, 12, 26)
-    rows = assignment.rows(tuple(range(26)))[:, 0]
+    rows = assignment.rows(range(26))[:, 0]
     assert all(layer % 6 == row % 6 for stage in rows for row, layer in enumerate(stage) if layer >= 0)
     with pytest.raises(mw.ConfigError, match=r"every part begins with a period, and 8 parts > 5 periods"):
         assign_periods((1.0,) * 26, 6, 4, 2, loop_placement)

@@ -13,6 +13,7 @@ from rich.console import Console
 from meshwright.config import Run
 from meshwright.errors import ConfigError, TrainingError
 from meshwright.models.families.llama import Llama
+from meshwright.plugins import keep_own_names
 from meshwright.report.console import ConsoleReport, open_console
 from meshwright.report.files import JsonLines
 from meshwright.report.reporters import build_reporters
@@ -97,6 +98,7 @@ def reporter_run(tmp_path: Path, *names: str) -> Run:
 
 def test_reporters_from_outside_are_built_by_name_and_kept_in_the_run(tmp_path: Path) -> None:
     run = reporter_run(tmp_path, "FILE:Kept", "tensorboard", "FILE:Kept")
+    keep_own_names(run_to_dict(run))
     assert run_from_dict(json.loads(json.dumps(run_to_dict(run))), "run.json") == run
     first, tensorboard, second = build_reporters(tmp_path / "out", run)
     values = {"loss": 2.0}

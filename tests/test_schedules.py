@@ -235,14 +235,14 @@ def test_layers_are_balanced(costs: list[int], stages: int, virtual_stages: int)
     for cost in costs:
         filled, used = (filled, used + cost) if used + cost < costliest else (filled + 1, cost)
     assert max(costs) == costliest or filled > len(parts)
-    rows = assignment.rows(0, len(costs))
+    rows = assignment.rows(range(len(costs)))
     assert sorted(rows[rows != NO_LAYER]) == list(range(len(costs)))
     assert rows.shape[:2] == (stages, virtual_stages)
 
 
 def test_uneven_layers() -> None:
     assert assign_layers((1.0,) * 7, 4, 1).boundaries == (0, 2, 4, 6, 7)
-    assert np.array_equal(assign_layers((1.0,) * 3, 2, 1).rows(0, 3), [[[0, 1]], [[2, NO_LAYER]]])
+    assert np.array_equal(assign_layers((1.0,) * 3, 2, 1).rows(range(3)), [[[0, 1]], [[2, NO_LAYER]]])
     # Three cheap layers and one costly layer share a stage.
     assert assign_layers((1.0,) * 3 + (3.0,) * 5, 4, 1).boundaries == (0, 4, 6, 7, 8)
 
@@ -251,7 +251,7 @@ def test_layers_on_a_v() -> None:
     assignment = assign_layers((1.0,) * 8, 2, 2, v_placement)
     assert assignment.layers_of(0) == [range(2), range(6, 8)] and assignment.layers_of(1) == [range(2, 4), range(4, 6)]
     assert assignment.last_stage == 0
-    assert np.array_equal(assignment.rows(0, 8), [[[0, 1], [6, 7]], [[2, 3], [4, 5]]])
+    assert np.array_equal(assignment.rows(range(8)), [[[0, 1], [6, 7]], [[2, 3], [4, 5]]])
 
 
 def test_documentation_shows_the_current_tables() -> None:

@@ -34,6 +34,20 @@ def note_names(document: Any, origin: str) -> None:
             note_names(value, origin)
 
 
+def keep_own_names(document: Any) -> None:
+    """Trusts the names of code in JSON values that no file has named so far: files may repeat the user's own."""
+    from meshwright.trust import trust_names
+
+    words = [document] if isinstance(document, str) else document
+    if isinstance(words, Mapping):
+        words = list(words.values())
+    for word in words if isinstance(words, list | tuple) else []:
+        if not isinstance(word, str):
+            keep_own_names(word)
+        elif word not in _from_files:
+            trust_names([word])
+
+
 def options_of_child() -> list[str]:
     """Returns the options with which a child process reads a file of this one: what it names is trusted as here.
 

@@ -12,9 +12,11 @@ from meshwright.api.choices import choose_for_devices
 from meshwright.config import MeshShape, Run
 from meshwright.hardware.mesh import default_cache_folder
 from meshwright.hugging_face.hub import is_hugging_face
+from meshwright.plugins import keep_own_names
 from meshwright.report import Reporter
 from meshwright.report.console import ConsoleReport, open_console
 from meshwright.runs.run_file import run_in_folder
+from meshwright.runs.write_run import run_to_dict
 from meshwright.trainer import evaluation, loop
 from meshwright.trainer.parity import Parity, compare_meshes
 from meshwright.wrapped.model import Wrapped, is_wrapped
@@ -50,6 +52,7 @@ def train(
     """
     folder = Path(out) if out is not None else Path("runs") / f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     own = folder / "tokenizer.json" if start == "resume" else None
+    keep_own_names(run_to_dict(run))  # before a checkpoint names them too
     prepared = _prepare(run, cache or default_cache_folder(), devices, own)
 
     def reporters(first: int) -> list[Reporter]:
