@@ -155,7 +155,11 @@ def test_train_reproduce_evaluate(tmp_path: Path) -> None:
     assert json.loads((out / "run.json").read_text())["reporters"] == ["tensorboard", f"{reporter}:Lines"]
     lines = (out / "lines.txt").read_text().splitlines()
     assert [line.split()[0] for line in lines] == ["1", "2", "3", "4", "5", "6", "6"] and "held-out loss" in lines[-1]
-    again = json.loads(meshwright("train", "--run", str(out / "run.json"), "--out", str(tmp_path / "again"), "--json"))
+    rerun = ("train", "--run", str(out / "run.json"), "--out", str(tmp_path / "again"), "--json")
+    # A file chooses no code: the reporter that it names is the user's own only where the user says so.
+    told = subprocess.run([sys.executable, "-m", "meshwright", *rerun], text=True, capture_output=True)
+    assert told.returncode == 2 and f"it would run {reporter}" in told.stderr and "--trust-code" in told.stderr
+    again = json.loads(meshwright(*rerun, "--trust-code"))
     first, second = ((d / "metrics.jsonl").read_text().splitlines() for d in (out, tmp_path / "again"))
     key = [("step", "loss"), ("step", "held-out loss")]
     for a, b in zip(first, second, strict=True):
@@ -220,10 +224,11 @@ def test_text_from_a_function_of_ones_own(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "run.json").read_text())["data"]["paths"] == [name]
     metrics = tmp_path / "out" / "metrics.jsonl"
     before = [json.loads(line).get("loss") for line in metrics.read_text().splitlines()]
-    resumed = json.loads(meshwright("train", "--out", out, "--at", "2", "--devices", "2", "--json"))
+    resumed = json.loads(meshwright("train", "--out", out, "--at", "2", "--devices", "2", "--json", "--trust-code"))
     assert [json.loads(line).get("loss") for line in metrics.read_text().splitlines()] == before
     assert resumed["held_out_loss"] == whole["held_out_loss"]
-    assert json.loads(meshwright("evaluate", out, "--json"))["loss"] == pytest.approx(whole["held_out_loss"], rel=1e-5)
+    evaluated = json.loads(meshwright("evaluate", out, "--json", "--trust-code"))
+    assert evaluated["loss"] == pytest.approx(whole["held_out_loss"], rel=1e-5)
     other = json.loads(meshwright("evaluate", out, "--json", "--data", name))
     assert other["samples"] > 100 and other["step"] == 4
 
