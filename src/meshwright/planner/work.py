@@ -215,13 +215,11 @@ class _Widths(NamedTuple):
 
 
 def _attention_widths(spec: ModelSpec, tensor: int) -> _Widths:
-    """Widths of a device, averaged over all layers; those without attention have none."""
+    """Widths of a device, averaged over all layers; those without attention only open with the model's width."""
+    without = _Widths(0, 0, 0, 0, 0, spec.width)
     local = [_widths_of(a, spec.width, tensor) for a in spec.attention]
-    return (
-        _Widths(*(sum(column) / len(spec.layers) for column in zip(*local, strict=True)))
-        if local
-        else _Widths(*[0] * 6)
-    )
+    local += [without] * (len(spec.layers) - len(local))
+    return _Widths(*(sum(column) / len(spec.layers) for column in zip(*local, strict=True)))
 
 
 def _widths_of(a: AttentionSpec, width: int, tensor: int) -> _Widths:
