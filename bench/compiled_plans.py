@@ -21,6 +21,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from page_table import put_table
+
 from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import Nodes
@@ -36,7 +38,6 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "compiled_plans.json"
 PAGE = ROOT / "docs" / "plan.md"
 PICTURE = ROOT / "docs" / "img" / "compiled-plans.svg"
-_BEGIN, _END = "<!-- table: bench/compiled_plans.py -->\n", "<!-- end of the table -->\n"
 
 # Machine, model, sequences for each device, tokens of each, plans drawn.
 MACHINES = [
@@ -114,14 +115,19 @@ def compile_plan(plan: Plan) -> dict[str, Any]:
     row: dict[str, Any] = {"wall": time.perf_counter() - began}
     if "{" not in done.stdout:
         return {**row, "error": done.stderr[-600:]}
-    census = json.JSONDecoder().raw_decode(done.stdout[done.stdout.index("{") :])[0]
+    return {**row, **figures_of(done.stdout), "fits": done.returncode == 0}
+
+
+def figures_of(text: str) -> dict[str, Any]:
+    """Returns the figures of what `prove --json` printed; none where there is no census."""
+    if "{" not in text:
+        return {}
+    census = json.JSONDecoder().raw_decode(text[text.index("{") :])[0]
     return {
-        **row,
         "compiled": census["memory"]["live"],
         "compiled_seconds": census["simulated_schedule"]["step_seconds"],
         "flops": census["flops"]["compiled"],
         "versions": census["versions"],
-        "fits": done.returncode == 0,
     }
 
 
@@ -247,10 +253,7 @@ def main() -> None:
     given = parser.parse_args()
     rows = json.loads(RESULTS.read_text()) if given.table else compile_all(given.again)
     rows = [with_prediction(row) for row in rows]
-    page = PAGE.read_text(encoding="utf-8")
-    if _BEGIN in page:
-        before, rest = page.split(_BEGIN)
-        PAGE.write_text(before + _BEGIN + table(rows) + _END + rest.split(_END)[1], encoding="utf-8")
+    put_table(PAGE, "compiled_plans.py", table(rows))
     plot(rows)
     print(table(rows))
 

@@ -9,16 +9,16 @@ table to docs/parallelism.md. --from takes what `prove --json` has written into 
 import argparse
 import dataclasses
 import json
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
+
+from compiled_plans import compile_plan, figures_of
+from page_table import put_table
 
 from meshwright.config import MeshShape
 from meshwright.errors import MeshwrightError
 from meshwright.hardware.targets import parse_target
-from meshwright.planner.plan_file import read_plan, write_plan
+from meshwright.planner.plan_file import read_plan
 from meshwright.planner.search import Plan, price_run, search
 from meshwright.planner.work import recomputed_roles, work_of
 from meshwright.runs.recipe import find_recipe
@@ -26,7 +26,6 @@ from meshwright.runs.recipe import find_recipe
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "experts.json"
 PAGE = ROOT / "docs" / "parallelism.md"
-_BEGIN, _END = "<!-- table: bench/expert_proofs.py -->\n", "<!-- end of the table -->\n"
 
 # Model, machine, sequences, tokens of each.
 CASES = [
@@ -87,27 +86,14 @@ def prove(case: tuple[str, str, int, int], name: str, plan: Plan, given: Path | 
     if given is not None:
         contents = read_plan(given / f"{key}.plan.json")
         plan = price_run(contents.run, parse_target(contents.target))
-        text = (given / f"{key}.json").read_text()
+        compiled = figures_of((given / f"{key}.json").read_text())
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "plan.json"
-            write_plan(plan, plan.target, file)
-            words = [sys.executable, "-m", "meshwright", "prove", str(file), "--json", "--fresh", "--limit", "3000"]
-            text = subprocess.run(words, capture_output=True, text=True, check=False).stdout
+        compiled = compile_plan(plan)
     row: dict[str, Any] = {
         "case": case, "experts over": name, "plan": plan.name, "planned": plan.estimate.bytes,
         "planned_seconds": plan.estimate.seconds, "needed_flops": needed_flops(plan),
     }  # fmt: skip
-    if "{" not in text:
-        return {**row, "error": "not compiled"}
-    census = json.JSONDecoder().raw_decode(text[text.index("{") :])[0]
-    return {
-        **row,
-        "compiled": census["memory"]["live"],
-        "compiled_seconds": census["simulated_schedule"]["step_seconds"],
-        "flops": census["flops"]["compiled"],
-        "versions": census["versions"],
-    }
+    return row | compiled if "compiled" in compiled else {**row, "error": "not compiled"}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -145,10 +131,7 @@ def main() -> None:
             continue
         rows += [prove(case, name, plan, given.given) for name, plan in best_plans(case).items()]
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
-    page = PAGE.read_text(encoding="utf-8")
-    if _BEGIN in page:
-        before, rest = page.split(_BEGIN)
-        PAGE.write_text(before + _BEGIN + table(rows) + _END + rest.split(_END)[1], encoding="utf-8")
+    put_table(PAGE, "expert_proofs.py", table(rows))
     print(table(rows))
 
 

@@ -18,11 +18,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from page_table import put_table
+
 ROOT = Path(__file__).parents[1]
 PROGRAMS = ROOT / "tests" / "analysis" / "foreign"
 RESULTS = ROOT / "bench" / "results" / "foreign.json"
 PAGE = ROOT / "docs" / "census.md"
-_BEGIN, _END = "<!-- table: bench/foreign_programs.py -->\n", "<!-- end of the table -->\n"
 TARGETS = ("cpu", "v5e:2x4", "v5p:2x2x2", "tpu7x:2x2x1", "h100:1x8")
 _HELPERS = ("placed", "second_count")
 SMALL = 0.01
@@ -206,10 +207,7 @@ def main() -> None:
             key=lambda row: (row["program"], TARGETS.index(row["on"]) if row["on"] in TARGETS else len(TARGETS)),
         )
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
-    page = PAGE.read_text(encoding="utf-8")
-    if _BEGIN in page:
-        before, rest = page.split(_BEGIN)
-        PAGE.write_text(before + _BEGIN + table(rows) + _END + rest.split(_END)[1], encoding="utf-8")
+    put_table(PAGE, "foreign_programs.py", table(rows))
     print(table(rows))
 
 

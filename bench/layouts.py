@@ -17,6 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "foresight"))
 
+from page_table import put_table
 from rows import Row, read_rows
 
 from meshwright.api.planning import Proof, prove_plan
@@ -27,7 +28,6 @@ from meshwright.planner.search import OFFLOADING, price_run, remat_policies, sea
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "layouts.json"
-_BEGIN, _END = "<!-- table: bench/layouts.py -->\n", "<!-- end of the layouts -->\n"
 
 CASES = ("P032", "P077", "P081", "P083", "P059", "P095", "P135", "P145", "P151")
 """Llama 3.1 8B on v6e, MaxText 32B and 128B on v5p and v5e; Llama 2 7B, Llama 3.1 8B and 405B on H100, Llama 3 70B on
@@ -101,9 +101,7 @@ def main() -> None:
         results[name] = compare(rows[name], given.best, given.limit)
         print(json.dumps(results[name]), flush=True)
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    page = ROOT / "docs" / "plan.md"
-    before, rest = page.read_text(encoding="utf-8").split(_BEGIN)
-    page.write_text(before + _BEGIN + table(results) + _END + rest.split(_END)[1], encoding="utf-8")
+    put_table(ROOT / "docs" / "plan.md", "layouts.py", table(results))
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def join(hosts: Hosts, seconds: int = JOIN_SECONDS) -> None:
         ) from error
 
 
-def _flags(environment: Mapping[str, str]) -> Hosts | None:
+def _job_file(environment: Mapping[str, str]) -> Hosts | None:
     """Variables of this package, for job files of any scheduler."""
     address = environment.get("MESHWRIGHT_COORDINATOR")
     if address is None:
@@ -207,7 +207,7 @@ def _skypilot(environment: Mapping[str, str]) -> Hosts | None:
     return Hosts("SkyPilot", len(addresses), int(environment["SKYPILOT_NODE_RANK"]), f"{addresses[0]}:{PORT}")
 
 
-def _rank_variables(environment: Mapping[str, str]) -> Hosts | None:
+def _torchrun(environment: Mapping[str, str]) -> Hosts | None:
     """MASTER_ADDR and RANK, as torchrun, Ray and many job systems set them."""
     count = int(environment.get("WORLD_SIZE", "1"))
     if count == 1 or "MASTER_ADDR" not in environment:
@@ -230,6 +230,6 @@ def _kubernetes(environment: Mapping[str, str]) -> Hosts | None:
 
 
 _RULES: tuple[Callable[[Mapping[str, str]], Hosts | None], ...] = (
-    _flags, _tpu_pod, _open_mpi, _skypilot, _rank_variables, _slurm, _kubernetes,
+    _job_file, _tpu_pod, _open_mpi, _skypilot, _torchrun, _slurm, _kubernetes,
 )  # fmt: skip
 """Rules, the most particular first: inside a Slurm step, mpirun and torchrun count."""
