@@ -15,7 +15,7 @@ test: .venv/dev
 	$(PYTEST) -m "not exhaustive"
 
 test-all: .venv/dev
-	$(PYTEST)
+	$(PYTEST) --durations=40
 
 check: .venv/dev
 	$(BIN)/ruff check .

@@ -33,6 +33,7 @@ from meshwright.planner.search import STAGE_SAVES, Plan, price_run, remat_polici
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run_file import run_from_dict
 from meshwright.runs.write_run import run_to_dict
+from meshwright.views.draw.colours import plot_colours
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "compiled_plans.json"
@@ -208,9 +209,9 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{row['planned'] / 2**30:.1f} |"
         )
         if "error" in row:
-            lines.append(
-                f"{start} {row['error'].strip().splitlines()[-1][:80]} | | {row['planned_seconds']:.3g} s | | |"
-            )
+            told = [line for line in row["error"].splitlines() if line.strip()]
+            reason = next((line.partition("because: ")[2] for line in told if "because: " in line), told[-1])
+            lines.append(f"{start} {reason[:80].strip()} | | {row['planned_seconds']:.3g} s | | |")
             continue
         ((seconds, size),) = errors([row])
         lines.append(
@@ -231,6 +232,7 @@ def plot(rows: list[dict[str, Any]]) -> None:
     figure, both = plt.subplots(1, 2, figsize=(9.6, 4.6))
     columns = (("compiled_seconds", "planned_seconds", "step, s", 1.0), ("compiled", "planned", "memory, GiB", 2**30))
     for axes, (compiled, planned, label, unit) in zip(both, columns, strict=True):
+        axes.set_prop_cycle(color=plot_colours())
         for kind in ("GPU", "TPU"):
             points = [
                 (r[compiled] / unit, r[planned] / unit)

@@ -1,4 +1,4 @@
-"""Checks of the docs that mkdocs does not make, and the page of `CONTRIBUTING.md`.
+"""Checks of the docs that mkdocs does not make, the page of `CONTRIBUTING.md`, and the chapters as notebooks.
 
 Checked are lost quotations, links in the Markdown files of the root, options tables that differ from the program, and
 commands with options that do not exist. `mkdocs.yml` registers this file under `hooks:`. A failed check ends the build,
@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-sys.path.insert(0, str(DOCS))
+sys.path[:0] = [str(DOCS), str(DOCS / "ladder")]
 
-import terminal  # noqa: E402  (in the folder of this file, which mkdocs loads by its path)
+import build  # noqa: E402  (in the folders of this file, which mkdocs loads by its path)
+import terminal  # noqa: E402
+
+from meshwright.cli import launch  # noqa: E402
 
 # `--8<--` quotes a file. A formatter of Python code blocks turns it into `--8 < --`, and the page then shows the marker
 # instead of the file. Highlighting puts tags and entities between the characters, so the text alone is searched.
@@ -40,6 +44,14 @@ def on_config(config: Any) -> Any:
     if config.strict and logger.level > logging.WARNING:
         logger.setLevel(logging.WARNING)
     return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds every chapter of the ladder, and every notebook, as a file that Jupyter opens."""
+    for chapter in build.chapters():
+        uri = f"{chapter.parent.name}/{chapter.stem}.ipynb"
+        files.append(File.generated(config, uri, content=build.as_notebook(chapter)))
+    return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -86,9 +98,11 @@ def known_options() -> dict[str, set[str]]:
     """Returns the options of each verb, those of its Run and of all model families included."""
     names = {name: _names(name) for name in (*terminal.VERBS, *terminal.FAMILIES, "run")}
     shared = {"--help", "--run"}.union(names["run"], *(names[family] for family in terminal.FAMILIES))
-    own = ("evaluate", "tokenize", "convert", "bench", *(name for name in terminal.VERBS if " " in name))
+    own = ("evaluate", "tokenize", "convert", "bench", "doctor", *(name for name in terminal.VERBS if " " in name))
     every = {"--help", "--trust-code"}
-    return {verb: names[verb] | every | (shared if verb not in own else set()) for verb in terminal.VERBS}
+    known = {verb: names[verb] | every | (shared if verb not in own else set()) for verb in terminal.VERBS}
+    # The words after RUN are those of another verb.
+    return known | {"launch": known["launch"].union(*(known[verb] for verb in launch.VERBS if verb in known))}
 
 
 def _names(name: str) -> set[str]:

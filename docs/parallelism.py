@@ -4,7 +4,7 @@
 from pathlib import Path
 
 from meshwright.runs.composition import REFUSED, refusal_of
-from meshwright.runs.feature_table import FEATURES
+from meshwright.runs.feature_table import FEATURES, IMPLIED
 from meshwright.sharding.schedules import SCHEDULES, build_table
 from meshwright.views.draw import PipelineTimeline
 from meshwright.views.draw.svg import standalone
@@ -36,7 +36,7 @@ def matrix() -> str:
     for kind, names in ROWS.items():
         lines += [f"| **{kind}** |{' |' * len(AXES)}"]
         for name in names:
-            cells = ("no" if refusal_of({name, axis}) else "yes" for axis in AXES)
+            cells = ("no" if refusal_of({name, *IMPLIED.get(name, ()), axis}) else "yes" for axis in AXES)
             lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += ["", "## What is refused", ""] if REFUSED else []
     for refusal in REFUSED:

@@ -4,7 +4,7 @@
     python docs/terminal.py docs/plan.md     # one page
     python docs/terminal.py --once PAGE      # also the commands marked `once`, which take minutes
     python docs/terminal.py --options        # options tables alone
-    python docs/terminal.py --pictures NAME  # docs/img/NAME: a terminal, or a page in a browser
+    python docs/terminal.py --pictures NAME  # docs/img/NAME: a terminal (pages: docs/screens.py)
 
 A page holds marks, each followed by a block that this program rewrites, up to `<!-- end -->`:
 
@@ -57,11 +57,16 @@ VERBS = {
     "checkpoint inspect": ("meshwright.cli.checkpoint", "InspectOptions"),
     "checkpoint verify": ("meshwright.cli.checkpoint", "VerifyOptions"),
     "checkpoint diff": ("meshwright.cli.checkpoint", "DiffOptions"),
+    "checkpoint move": ("meshwright.cli.checkpoint", "MoveOptions"),
     "show": ("meshwright.cli.show", "ShowOptions"),
     "plan": ("meshwright.cli.plan", "PlanOptions"),
     "prove": ("meshwright.cli.prove", "ProveOptions"),
+    "atlas": ("meshwright.cli.atlas", "AtlasOptions"),
+    "launch": ("meshwright.cli.launch", "LaunchOptions"),
+    "doctor": ("meshwright.cli.doctor", "DoctorOptions"),
     "rehearse": ("meshwright.cli.rehearse", "RehearseOptions"),
     "parity": ("meshwright.cli.parity", "ParityOptions"),
+    "view": ("meshwright.cli.view", "ViewOptions"),
     "bench": ("meshwright.cli.bench", "BenchOptions"),
 }
 """Verb -> module and dataclass of its options. `words`, `recipes` and `completion` have no dataclass."""
@@ -76,6 +81,7 @@ FAMILIES = {
     "llama4": ("meshwright.models.families.llama4", "Llama4"),
     "mixtral": ("meshwright.models.families.mixtral", "Mixtral"),
     "olmo3": ("meshwright.models.families.olmo3", "Olmo3"),
+    "qwen3_next": ("meshwright.models.families.qwen3_next", "Qwen3Next"),
 }
 
 TERMINALS = {
@@ -84,9 +90,6 @@ TERMINALS = {
     "prove.svg": "meshwright prove tiny --mesh data=2,fsdp=2,tensor=2",
 }
 """Picture of a terminal -> its command."""
-
-BROWSERS = {"page.png": ("meshwright prove tiny --mesh data=2,fsdp=2,tensor=2 --html page.html", "page.html")}
-"""Picture of a browser -> the command that writes the page, and the page."""
 
 _MARK = re.compile(
     r"^(?P<indent> *)<!-- (?P<kind>run|options)(?P<how>[^:\n]*): (?P<what>[^\n]*?) -->\n.*?<!-- end -->", re.S | re.M
@@ -233,27 +236,17 @@ def check_options(page: Path) -> None:
 def draw_terminal(image: Path, command: str) -> None:
     """Draws a command and its output as an SVG."""
     with tempfile.TemporaryDirectory() as folder:
-        output = capture(command, Path(folder), 0)
-    lines = Text(output.rstrip())
+        # Where libtpu is installed and there is no TPU, it warns on every start. `train` has a live line on a terminal,
+        # whose control codes are no part of a picture.
+        styled = f"JAX_PLATFORMS=cpu {'' if ' train ' in command else 'FORCE_COLOR=1 '}{command}"
+        output = capture(styled, Path(folder), 0)
+    lines = Text.from_ansi(output.rstrip())
     console = Console(record=True, width=max(map(len, lines.plain.splitlines())), file=io.StringIO())
     console.print(lines, soft_wrap=True)
     picture = console.export_svg(title=command, font_aspect_ratio=0.61)
     # The picture loads nothing: a reader's own monospaced font will do.
     picture = re.sub(r"@font-face \{.*?\}", "", picture, flags=re.S)
     image.write_text(re.sub(r"<!-- Generated.*?-->", "", picture), encoding="utf-8")
-
-
-def draw_browser(image: Path, command: str, page: str) -> None:
-    """Draws the top of an HTML page as a PNG, with Chromium."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        capture(command, folder, 0)
-        subprocess.run(
-            ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-             f"--user-data-dir={folder / 'profile'}", "--window-size=1180,1060", f"--screenshot={image}",
-             (folder / page).as_uri()],
-            check=True, capture_output=True, timeout=120,
-        )  # fmt: skip
 
 
 def pages() -> list[Path]:
@@ -264,12 +257,9 @@ def pages() -> list[Path]:
 def main(args: list[str]) -> None:
     """Rewrites pages, or draws pictures."""
     if args[:1] == ["--pictures"]:
-        for image in args[1:] or [*TERMINALS, *BROWSERS]:
+        for image in args[1:] or TERMINALS:
             print(image, file=sys.stderr, flush=True)
-            if image in TERMINALS:
-                draw_terminal(DOCS / "img" / image, TERMINALS[image])
-            else:
-                draw_browser(DOCS / "img" / image, *BROWSERS[image])
+            draw_terminal(DOCS / "img" / image, TERMINALS[image])
         return
     flags, names = {a for a in args if a.startswith("--")}, [a for a in args if not a.startswith("--")]
     for page in [Path(name).resolve() for name in names] or pages():

@@ -30,3 +30,12 @@ def environment(cache: Path) -> None:
     (cache / "compiled").symlink_to(_COMPILED)
     os.environ.update(MESHWRIGHT_CACHE=str(cache), JAX_PLATFORMS="cpu", COLUMNS="200", NO_COLOR="1")
     assert len(jax.devices()) == 8
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache for this test alone: what it measures of this machine must not become the calibration of other tests."""
+    folder = tmp_path / "own-cache"
+    folder.mkdir()
+    (folder / "compiled").symlink_to(_COMPILED)
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(folder))

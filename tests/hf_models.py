@@ -53,26 +53,36 @@ _LATENT_YARN = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1,
     "mscale": 1.0, "mscale_all_dim": 0.7, "rope_theta": 10000.0,
 }  # fmt: skip
+_LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+_SHORT_YARN = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0,
+}  # fmt: skip
 _LATENT = {
     "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24, "moe_intermediate_size": 32,
 }  # fmt: skip
 
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _SIZES),
-    "llama-3.1": ("Llama", {**_SIZES, "rope_parameters": _LLAMA3, "tie_word_embeddings": True, "head_dim": 24}),
-    "mistral": ("Mistral", {**_SIZES, "sliding_window": 5}),
-    "qwen2": ("Qwen2", _SIZES),
-    "qwen3": ("Qwen3", {**_SIZES, "head_dim": 24, "tie_word_embeddings": True}),
-    "mixtral": ("Mixtral", {**_SIZES, "num_local_experts": 4}),
+    "llama-3.1": ("Llama", {
+        **_SIZES, "rope_parameters": _LLAMA3, "tie_word_embeddings": True, "head_dim": 24, "attention_bias": True,
+        "mlp_bias": True,
+    }),
+    "mistral": ("Mistral", {**_SIZES, "sliding_window": 5, "rope_parameters": _LINEAR}),
+    "qwen2": ("Qwen2", {**_SIZES, "rope_parameters": _SHORT_YARN}),
+    "qwen3": ("Qwen3", {**_SIZES, "head_dim": 24, "tie_word_embeddings": True, "attention_bias": True}),
+    "mixtral": ("Mixtral", {**_SIZES, "num_local_experts": 4, "head_dim": 16, "rope_parameters": _SHORT_YARN}),
     "qwen3-moe": ("Qwen3Moe", {
         **_SIZES, "head_dim": 24, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-        "norm_topk_prob": True, "mlp_only_layers": [0],
+        "norm_topk_prob": True, "mlp_only_layers": [0], "attention_bias": True,
+        "rope_parameters": {**_SHORT_YARN, "attention_factor": 0.9},
     }),
     "gpt2": ("GPT2", {
         "vocab_size": VOCAB, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
         "eos_token_id": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
     }),
-    "olmo-2": ("Olmo2", _SIZES),
+    "olmo-2": ("Olmo2", {
+        **_SIZES, "attention_bias": True, "rope_parameters": {**_SHORT_YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+    }),
     "gpt-oss": ("GptOss", {
         **_SIZES, "num_hidden_layers": 5, "head_dim": 24, "num_local_experts": 4, "num_experts_per_tok": 2,
         "sliding_window": 5, "swiglu_limit": 0.1, "rope_parameters": {**_YARN, "truncate": False},
@@ -113,6 +123,12 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         **_SIZES, **_LATENT, "num_key_value_heads": 4, "q_lora_rank": None, "n_routed_experts": 8,
         "n_shared_experts": 2, "num_experts_per_tok": 3, "topk_method": "greedy", "first_k_dense_replace": 1,
     }),
+    "qwen3-next": ("Qwen3Next", {
+        **_SIZES, "num_hidden_layers": 4, "head_dim": 16, "full_attention_interval": 2, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    }),
 }  # fmt: skip
 """Row -> class of `transformers`, and its configuration."""
 
@@ -122,9 +138,12 @@ MESHES = {
     "gemma-2": "fsdp=2,context=2,tensor=2", "gemma-3": "stage=2,fsdp=2,tensor=2",
     "gpt-oss": "expert=2,context=2,tensor=2", "llama-4": "stage=2,expert=2,tensor=2",
     "llama-4-scout": "expert=2,context=2,tensor=2", "olmo-2": "tensor=4,fsdp=2", "olmo-3": "stage=2,fsdp=2,tensor=2",
-    "qwen2": "tensor=4,data=2",
+    "qwen2": "tensor=4,data=2", "qwen3-next": "stage=2,expert=2,tensor=2",
 }  # fmt: skip
 """Mesh of a row's gradients, where it is not EIGHT_DEVICES."""
+
+DECODE_MESHES = {"qwen3-next": "data=2,fsdp=2,tensor=2"}
+"""Mesh of a row's greedy text, where it is not `fsdp=2,context=2,tensor=2`: linear attention goes without `context`."""
 
 
 @contextlib.contextmanager
@@ -156,8 +175,11 @@ def _make(name: str, **config: Any) -> Any:
         settings = model_class.config_class(**config)
         settings._attn_implementation = "eager"
         model = model_class(settings).float().eval()
-        for parameter in model.parameters():
+        for parameter_name, parameter in model.named_parameters():
             parameter.data += 0.05 * torch.randn_like(parameter)
+            if parameter_name.endswith("A_log"):
+                # States that last: drawn as they are, most are forgotten within a token, and their gradients rounding.
+                parameter.data -= 4.0
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer += 0.05 * torch.randn_like(buffer)

@@ -1,10 +1,12 @@
 """Bad inputs in text and token files: each refused with file and line, or skipped and counted where that is allowed."""
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,26 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from meshwright.data.tokenizing import load_tokens, tokenize, write_description
-from meshwright.data.tokens import load_corpus, open_tokens, parse_source
-from meshwright.errors import DataError
+import meshwright as mw
+from meshwright.cli.tokenize import main as verb
+from meshwright.data import long_texts
+from meshwright.data.bpe import train_bpe
+from meshwright.data.cached import load_tokens
+from meshwright.data.records import Records
+from meshwright.data.shards import write_description
+from meshwright.data.sources import FileDocuments, read_documents
+from meshwright.data.tokenizers import tokenizer_from_json
+from meshwright.data.tokenizing import tokenize
+from meshwright.data.tokens import checksum, load_corpus, open_tokens, parse_source
+from meshwright.errors import ConfigError, DataError
+from meshwright.runs.placed_run import place_run
+from meshwright.runs.run_file import read_run
+from meshwright.runs.write_run import run_to_dict
 
+LLAMA = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
 GOOD = '{"text": "good"}\n'
 
 
@@ -56,6 +74,8 @@ RECORDS: dict[str, tuple[bytes, str]] = {
     "nested": (b"[" * 100_000, "nested too deeply"),
     "a number of many digits": (b'{"text": ' + b"9" * 5000 + b"}", "Exceeds the limit"),
     "zeros": (b"\0\0\0\0", "not JSON"),
+    "a field twice": (b'{"text": "a", "text": "b"}', "has the field 'text' twice"),
+    "a field twice, once in escapes": (rb'{"text": "a", "te\u0078t": "b"}', "has the field 'text' twice"),
     "a mark inside": (b'\xef\xbb\xbf{"text": "a"}', "not JSON"),
 }
 """Bad lines of a JSON file, and the reason that is given for each."""
@@ -104,6 +124,32 @@ FILES: dict[str, tuple[str, bytes | Callable[[Path], None], str]] = {
     "no gzip": ("a.jsonl.gz", b"plain", "BadGzipFile"),
     "damaged gzip": ("a.jsonl.gz", gzip.compress(b"")[:10] + b"\xff" * 20, "error: Error -3"),
     "UTF-16": ("a.txt", "text".encode("utf-16"), "not UTF-8: it is UTF-16"),
+    "lines in UTF-16 without a mark": ("a.jsonl", GOOD.encode("utf-16-le"), "it is UTF-16LE(.|\n)*iconv -f UTF-16LE"),
+    "columns in UTF-32 without a mark": ("a.csv", "text\na\n".encode("utf-32-be"), "not UTF-8: it is UTF-32BE"),
+    "gzip by another name": ("a.jsonl", gzip.compress(GOOD.encode()), r"it is .gz(.|\n)*the end .gz of its name"),
+    "bytes behind xz": (
+        "a.jsonl.xz",
+        lzma.compress(GOOD.encode()) + b"more than a header",
+        "LZMAError: Input format not supported",
+    ),
+    "bytes behind bzip2": ("a.jsonl.bz2", bz2.compress(GOOD.encode()) + b"more", "OSError: Invalid data stream"),
+    "a name that is bytes": (os.fsdecode(b"a\xff.jsonl"), b"3", r"a\\udcff.jsonl, line 1"),
+    "semicolons": ("a.csv", b"text;b\nx;y\n", "a.csv, line 1(.|\n)*';' between its names"),
+    "a split above the folder": (
+        "dataset_dict.json",
+        b'{"splits": [".."]}',
+        "it names no splits that are folders in it",
+    ),
+    "a link to itself": ("a.txt", lambda f: f.symlink_to(f), "Too many levels of symbolic links"),
+    "columns of one name": (
+        "a.parquet",
+        lambda f: pyarrow.parquet.write_table(pa.Table.from_arrays([pa.array(["a"])] * 2, ["text", "text"]), f),
+        "2 of its columns are named 'text'",
+    ),
+    "names of one name": ("a.csv", b"text,text\na,b\n", "a.csv, line 1(.|\n)*2 columns are named 'text'"),
+    "no names": ("a.csv", b"\ntext\na\n", "a.csv, line 1(.|\n)*it is blank"),
+    "names that are no row": ("a.csv", b'"text"x,b\na,1\n', "a.csv, line 1(.|\n)*no names of columns"),
+    "a name for a terminal": ("a\n\x1b[2J.jsonl", b"3", r"a\\n\\x1b\[2J.jsonl, line 1"),
     "latin-1": ("a.txt", "one\ntwo\ncaf\xe9".encode("latin-1"), r"not UTF-8: byte 12 \(0xe9\) on line 3"),
     "a picture": ("a.md", b"\x89PNG\r\n\x1a\n", r"not UTF-8: byte 1 \(0x89\) on line 1"),
     "empty": ("a.txt", b"", "hold no text: all are empty"),
@@ -139,6 +185,8 @@ def test_a_file_that_cannot_be_read_is_refused(name: str, tmp_path: Path) -> Non
         (tmp_path / "in" / file).write_bytes(content)
     with pytest.raises(DataError, match=reason):
         load_tokens(str(tmp_path / "in"), "bytes", tmp_path / "cache")
+    with pytest.raises(DataError, match=reason):
+        tokenize(str(tmp_path / "in"), "bytes", tmp_path / "cache" / "tokens" / "own")
     assert not list(tmp_path.glob("cache/tokens/*")), "nothing half-written is left"
 
 
@@ -153,6 +201,149 @@ def test_marks_are_no_tokens_and_text_files_may_be_skipped(tmp_path: Path) -> No
     assert texts == {"abc", "def"} and file.skipped["bad"] == 1
 
 
+def test_linked_folders_are_read_once(tmp_path: Path) -> None:
+    for name in ("in/own", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "A.TXT").write_text(name)
+    (tmp_path / "in" / "a").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in" / "b").symlink_to(tmp_path / "in" / "own")
+    (tmp_path / "elsewhere" / "up").symlink_to(tmp_path / "in")
+    file = tokenize(str(tmp_path / "in"), "bytes", tmp_path / "tokens")
+    assert sorted(np.diff(file.ends, prepend=0)) == [len("in/own") + 1, len("elsewhere") + 1]
+
+
+def test_streams_of_one_file_are_read_one_after_another(tmp_path: Path) -> None:
+    for name, compress, gap in (
+        ("xz", lzma.compress, b"\0" * 8),
+        ("bz2", bz2.compress, b""),
+        ("gz", gzip.compress, b""),
+    ):
+        (tmp_path / f"a.jsonl.{name}").write_bytes(compress(GOOD.encode() * 2) + gap + compress(GOOD.encode()) + gap)
+    assert len(tokenize(str(tmp_path), "bytes", tmp_path / "tokens").ends) == 9
+
+
+def test_a_linked_file_is_read_once(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name in ("in/b.txt", "other"):
+        (tmp_path / name).write_text(name)
+    for link, target in (("a.txt", "b.txt"), ("c.txt", "../other"), ("d.txt", "../other")):
+        (tmp_path / "in" / link).symlink_to(target)
+    for number, source in enumerate(("in", "in/*.txt")):
+        assert len(tokenize(str(tmp_path / source), "bytes", tmp_path / f"tokens{number}").ends) == 2
+
+
+def tokenizer_file(**changes: Any) -> Callable[[Path], None]:
+    def write(file: Path) -> None:
+        own = json.loads(train_bpe(["good text"] * 9, 270).to_json())
+        model = {**own["model"], **changes.pop("model", {})}
+        file.write_text(json.dumps({**own, "model": model, **changes}))
+
+    return write
+
+
+ONE_WORD = {"type": "WordLevel", "vocab": {"</s>": 0, "good": 1}, "unk_token": "<unk>", "merges": None}
+TOKENIZERS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no letters": (tokenizer_file(model={"vocab": {"<|end|>": 0}, "merges": []}), "line 1(.|\n)*character 1 is 'g'"),
+    "no unknown word": (tokenizer_file(model=ONE_WORD), "Missing .UNK. token"),
+    "numbers of two tokens": (tokenizer_file(model={"vocab": {"<|end|>": 0, "a": 0}, "merges": ["a b"]}), "own.json"),
+    "an expression without end": (
+        tokenizer_file(pre_tokenizer={
+            "type": "Split", "behavior": "Isolated", "invert": False, "pattern": {"Regex": "(o+o+)+!"}}),
+        "line 2(.|\n)*retry-limit",
+    ),
+    "a token that is not there": (
+        tokenizer_file(post_processor={
+            "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "x", "type_id": 0}}], "pair": [],
+            "special_tokens": {}}),
+        "reading a tokenizer: the tokenizers library: no entry",
+    ),
+    "erased text": (
+        tokenizer_file(normalizer={"type": "Replace", "pattern": {"Regex": ".+"}, "content": ""}),
+        "makes no tokens of any of the 2 documents",
+    ),
+}  # fmt: skip
+"""Tokenizers that would panic, lose text or never end, and the reason for which they are refused."""
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_tokenizer_that_cannot_encode_is_refused(name: str, tmp_path: Path) -> None:
+    write, reason = TOKENIZERS[name]
+    write(tmp_path / "own.json")
+    (tmp_path / "a.jsonl").write_text(GOOD + json.dumps({"text": "o" * 5000}) + "\n")
+    with pytest.raises(DataError, match=reason):
+        tokenize(str(tmp_path / "a.jsonl"), str(tmp_path / "own.json"), tmp_path / "tokens")
+    assert not (tmp_path / "tokens").exists()
+
+
+@pytest.mark.parametrize("size", ["0", "\u00b2", "9" * 30, "1e3", "-5", ""])
+def test_a_vocabulary_of_no_size_is_refused(size: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(GOOD)
+    with pytest.raises(DataError, match=f"bpe:{size}"):
+        tokenize(str(tmp_path / "a.jsonl"), f"bpe:{size}", tmp_path / "tokens")
+
+
+def test_the_verb_names_its_own_options(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(line_of(b'{"body": 3}'))
+    for words, own in (([], "--text-field NAME, or --bad-records 0.001"), (["--tokenizer", "chars"], "--bad-records")):
+        with pytest.raises(DataError) as refused:
+            verb([str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "tokens"), *words])
+        assert own in str(refused.value) and "--data" not in str(refused.value) and "faults" not in str(refused.value)
+
+
+def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(self: FileDocuments, records: Records) -> Iterator[str]:
+        for text in read_documents(self.files, records):
+            with self.files[0].open("a") as file:
+                file.write(GOOD)
+            yield text
+            return
+
+    monkeypatch.setattr(FileDocuments, "read", read)
+    (tmp_path / "a.jsonl").write_text(GOOD)
+    with pytest.raises(DataError, match=r"reading \S*a.jsonl\n(.|\n)*it changed while it was read"):
+        tokenize(str(tmp_path / "a.jsonl"), "bytes", tmp_path / "tokens")
+    assert not (tmp_path / "tokens").exists()
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
+def test_a_share_that_is_none_is_refused(share: float, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="a share is from 0 to 1"):
+        tokenize("stdlib", "bytes", tmp_path / "tokens", bad_records=share)
+
+
+def test_a_run_that_goes_on_keeps_its_kind_of_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.json").write_text('{"kind": "bytes"}')
+    (tmp_path / "a.txt").write_text("some text")
+    for spec in ("chars", "bpe:300"):
+        with pytest.raises(DataError, match="the run was trained with bytes, and keeps its tokenizer"):
+            load_corpus([str(tmp_path / "a.txt")], spec, tmp_path / "cache", own=tmp_path / "own.json")
+    for spec in ("bytes", str(tmp_path / "gone.json")):
+        assert load_corpus([str(tmp_path / "a.txt")], spec, tmp_path / "cache", own=tmp_path / "own.json").vocab == 257
+    assert not capsys.readouterr().err
+    (tmp_path / "other.json").write_text('{"kind": "chars", "letters": " emostx"}')
+    load_corpus([str(tmp_path / "a.txt")], str(tmp_path / "other.json"), tmp_path / "cache", own=tmp_path / "own.json")
+    assert "it goes on with" in capsys.readouterr().err
+
+
+def test_long_documents_are_encoded_in_parts_to_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(np.__file__).parent / "conftest.py").read_text() * 3
+    own = train_bpe([text], 400).to_json()
+    llama = json.loads(own)
+    llama["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
+        {"type": "Split", "behavior": "Isolated", "invert": False, "pattern": {"Regex": LLAMA}},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]}  # fmt: skip
+    monkeypatch.setattr(long_texts, "LONG", 50)
+    for description in (own, json.dumps(llama)):
+        tokenizer, parts = tokenizer_from_json(description), list(long_texts.split_text(text, description))
+        assert len(parts) > 100 and "".join(parts) == text
+        assert np.array_equal(np.concatenate([tokenizer.encode(p) for p in parts]), tokenizer.encode(text))
+    pieces = json.loads(own) | {"pre_tokenizer": {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always"}}
+    assert list(long_texts.split_text(text, json.dumps(pieces))) == [text]
+    monkeypatch.setattr(long_texts, "_COST", 10**12)
+    with pytest.raises(DataError, match="this tokenizer takes it in one piece"):
+        list(long_texts.split_text(text, json.dumps(pieces)))
+
+
 def test_tokens_that_skipped_more_than_is_allowed_now_are_not_taken_from_the_cache(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(line_of(b"bad"))
     assert load_tokens(str(tmp_path / "a.jsonl"), "bytes", tmp_path / "cache", bad_records=0.5).skipped["bad"] == 1
@@ -161,11 +352,11 @@ def test_tokens_that_skipped_more_than_is_allowed_now_are_not_taken_from_the_cac
 
 
 HARMS: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
-    "flipped token": ("tokens.bin", lambda b: bytes([b[0] ^ 1]) + b[1:], "checksum differs"),
-    "flipped last token": ("tokens.bin", lambda b: b[:-1] + bytes([b[-1] ^ 1]), "checksum differs"),
-    "cut tokens": ("tokens.bin", lambda b: b[:-2], "tokens.bin has"),
-    "more tokens": ("tokens.bin", lambda b: b + b"\0\0", "tokens.bin has"),
-    "no tokens": ("tokens.bin", lambda b: b"", "tokens.bin has"),
+    "flipped token": ("tokens-00000.bin", lambda b: bytes([b[0] ^ 1]) + b[1:], "checksum differs"),
+    "flipped last token": ("tokens-00000.bin", lambda b: b[:-1] + bytes([b[-1] ^ 1]), "checksum differs"),
+    "cut tokens": ("tokens-00000.bin", lambda b: b[:-2], "tokens-00000.bin has"),
+    "more tokens": ("tokens-00000.bin", lambda b: b + b"\0\0", "tokens-00000.bin has"),
+    "no tokens": ("tokens-00000.bin", lambda b: b"", "tokens-00000.bin has"),
     "flipped end": ("ends.npy", lambda b: b[:-8] + bytes([b[-8] ^ 1]) + b[-7:], "ends.npy is not what was written"),
     "cut ends": ("ends.npy", lambda b: b[:-8], "ends.npy is not what was written"),
     "flipped sum": ("sums.bin", lambda b: bytes([b[0] ^ 1]) + b[1:], "sums.bin is not what was written"),
@@ -173,7 +364,7 @@ HARMS: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
     "other count": ("tokens.json", lambda b: b.replace(b'"documents": 2', b'"documents": 3'), "checksum differs"),
     "other format": (
         "tokens.json",
-        lambda b: b.replace(b'"format": 2', b'"format": 9'),
+        lambda b: b.replace(b'"format": 3', b'"format": 9'),
         "of format 9, and this",
     ),
     "no description": ("tokens.json", lambda b: b"{", "it cannot be read"),
@@ -192,15 +383,61 @@ def test_a_damaged_token_folder_is_refused(name: str, tmp_path: Path) -> None:
         _ = open_tokens(folder).tokens[0:10]
 
 
+SHARD_HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a shard is missing": (lambda f: (f / "tokens-00001.bin").unlink(), "tokens-00001.bin"),
+    "two shards swapped": (
+        lambda f: [(f / a).rename(f / b) for a, b in (
+            ("tokens-00000.bin", "x"), ("tokens-00001.bin", "tokens-00000.bin"), ("x", "tokens-00001.bin"))],
+        "tokens-00000.bin are not what was written",
+    ),
+    "a cut shard": (lambda f: os.truncate(f / "tokens-00001.bin", 9), "tokens-00001.bin has 9 bytes"),
+    "a longer last shard": (lambda f: os.truncate(f / "tokens-00002.bin", 2**18), "tokens-00002.bin has 262144 bytes"),
+    "a flipped bit in the last shard": (
+        lambda f: (f / "tokens-00002.bin").write_bytes(b"\x01" + (f / "tokens-00002.bin").read_bytes()[1:]),
+        "bytes 0 to .* of tokens-00002.bin are not what was written",
+    ),
+    "a shard that is a link": (
+        lambda f: (f / "tokens-00001.bin").symlink_to((f / "tokens-00001.bin").rename(f.parent / "x")),
+        "a link that leaves the folder",
+    ),
+    "other shards": (lambda f: described(f, shards=2), "are not 2 shards of"),
+    "shards of no size": (lambda f: described(f, shard_tokens=0), "are not 3 shards of 0"),
+    "shards of half a block": (lambda f: described(f, shard_tokens=2**17 - 2), "are not 3 shards of"),
+    "a number that is none": (lambda f: described(f, tokens="many"), "it cannot be read"),
+    "other block": (lambda f: described(f, block=2**17), "has no checksums"),
+    "no shards": (lambda f: described(f, shards=None), "it cannot be read"),
+    "unfinished": (lambda f: (f / "tokens.json").unlink(), "it cannot be read"),
+}  # fmt: skip
+"""Harm to a token folder of three shards, and the reason for which it is refused."""
+
+
+def described(folder: Path, **changes: Any) -> None:
+    """Changes the description, with its checksum."""
+    record = {**json.loads((folder / "tokens.json").read_text()), **changes}
+    del record["checksum"]
+    (folder / "tokens.json").write_text(json.dumps({**record, "checksum": checksum(record)}))
+
+
+@pytest.mark.parametrize("name", SHARD_HARMS)
+def test_damaged_shards_are_refused(name: str, tmp_path: Path) -> None:
+    harm, reason = SHARD_HARMS[name]
+    text = "".join(chr(97 + i * i % 23) for i in range(1000))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text * 300}) + "\n")
+    folder = tokenize(str(tmp_path / "a.jsonl"), "bytes", tmp_path / "tokens", shard_tokens=1).folder
+    harm(folder)
+    with pytest.raises(DataError, match=rf"token file {folder}(.|\n)*{reason}"):
+        _ = np.asarray(open_tokens(folder).tokens)
+
+
 def test_ends_that_disagree_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(GOOD * 2)
     folder = tokenize(str(tmp_path / "a.jsonl"), "bytes", tmp_path / "tokens").folder
     record = json.loads((folder / "tokens.json").read_text())
-    for ends in (np.array([5.0, 10.0]), np.array([5, 9]), np.array([10])):
+    for ends in (np.array([5.0, 10.0]), np.array([5, 9]), np.array([10]), np.array([10, 10]), np.array([-5, 10])):
         np.save(folder / "ends.npy", ends)
         kept = {name: value for name, value in record.items() if name not in ("format", "block", "sha256", "checksum")}
         write_description(folder, kept)
-        with pytest.raises(DataError, match=r"ends.npy is \w+\[\d\], and there are 2 documents"):
+        with pytest.raises(DataError, match=r"ends.npy is \w+\[\d\], and there are 2 documents|at or before"):
             open_tokens(folder)
 
 
@@ -224,3 +461,25 @@ def test_a_hundred_thousand_files_are_found_quickly(tmp_path: Path) -> None:
     seconds = time.process_time() - start
     assert len(corpus.files[0].ends) == count
     assert seconds < 0.2e-3 * count
+
+
+RUN_FILES: dict[str, tuple[Callable[[str], str], str]] = {
+    "a section twice": (lambda text: text[:-1] + ', "training": {"steps": 5}}', "has 'training' twice"),
+    "an unknown axis": (lambda text: text[:-1] + ', "mesh": {"foo": 1}}', "mesh.foo"),
+    "text for a number": (lambda text: text.replace('"steps": 2', '"steps": "2"'), r"Expected .int., .*training.steps"),
+    "a name without a module": (lambda text: text.replace('"layout": "fsdp"', '"layout": ":x"'), "no layout has that"),
+    "a function for a family": (lambda text: text.replace('"llama"', '"meshwright:recipe"'), "no class of models"),
+    "layers without end": (lambda text: text.replace('"layers": 4', '"layers": 9' + "9" * 9), "a number up to 100000"),
+    "a negative seed": (lambda text: text.replace('"seed": 0', '"seed": -1'), "from 0 to 2"),
+}  # fmt: skip
+"""Changes to a run.json, and the reason for which it is refused."""
+
+
+@pytest.mark.parametrize("name", RUN_FILES)
+def test_a_run_file_that_is_wrong_is_refused(name: str, tmp_path: Path) -> None:
+    change, reason = RUN_FILES[name]
+    document = run_to_dict(mw.recipe("tiny", steps=2, vocab=512))
+    document.pop("mesh", None)
+    (tmp_path / "run.json").write_text(change(json.dumps({**document, "layout": "fsdp"})))
+    with pytest.raises(ConfigError, match=reason):
+        place_run(read_run(tmp_path / "run.json"), mw.MeshShape())

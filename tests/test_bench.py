@@ -17,6 +17,7 @@ from meshwright.bench.collectives import COLLECTIVES, Collective, time_collectiv
 from meshwright.bench.results import plot_timings
 from meshwright.bench.single_device import time_matmuls
 from meshwright.errors import ConfigError
+from meshwright.views.draw.colours import plot_colours
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +84,16 @@ def test_the_plot_is_readable_and_leaves_matplotlib_alone(
 
     monkeypatch.setattr(collective_bench, "median_seconds", lambda f, *x: (0.5, 1))
     settings = dict(matplotlib.rcParams)
-    plot_timings(list(time_collectives(mesh, ("all-gather", "ring-shift"), (1000, 4000))), tmp_path / "plot.svg")
+    plot_timings(
+        list(time_collectives(mesh, ("all-gather", "ring-shift"), (1000, 4000))), tmp_path / "plot.svg", plot_colours()
+    )
     assert dict(matplotlib.rcParams) == settings
     text = "".join(ET.parse(tmp_path / "plot.svg").getroot().itertext())
     assert "all-gather" in text and "fsdp (4 devices)" in text
+    assert plot_colours()[0] in (tmp_path / "plot.svg").read_text()
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_the_command_writes_the_rows_that_it_prints(tmp_path: Path) -> None:
     out = tmp_path / "out"
     printed = meshwright(

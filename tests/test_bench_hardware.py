@@ -34,6 +34,8 @@ from meshwright.planner.calibration import calibrate_target
 from meshwright.planner.forecast import local_target
 from meshwright.views.hardware_report import print_report, report_page
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 PLANTED = """
 import dataclasses, os, random, time
 from pathlib import Path
@@ -263,7 +265,7 @@ def test_the_whole_verb_on_eight_devices(planted: Path, tmp_path: Path) -> None:
         assert heading in page
     # The report is made again from the files alone.
     results = {name: json.loads(section_file(out, name).read_text()) for name in run.SECTIONS}
-    assert report_page(results) == page
+    assert report_page(results).html() == page
     console = Console(record=True, width=200)
     print_report(console, results)
     assert "wrong results" in console.export_text()

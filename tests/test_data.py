@@ -16,13 +16,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.config import MeshShape
 from meshwright.data.bpe import train_bpe
+from meshwright.data.cached import load_tokens
 from meshwright.data.chars import Chars
 from meshwright.data.feed import Feed, Windows, build_stream, held_out_batches, split
 from meshwright.data.ramp import BatchRamp
 from meshwright.data.records import Records
+from meshwright.data.shards import write_description
 from meshwright.data.sources import find_files, read_documents
 from meshwright.data.tokenizers import Bytes, tokenizer_from_json
-from meshwright.data.tokenizing import load_tokens, tokenize, write_description
+from meshwright.data.tokenizing import tokenize
 from meshwright.data.tokens import load_corpus, open_tokens, parse_source
 from meshwright.data.vocabulary import build_tokenizer, vocab_of_corpus
 from meshwright.errors import ConfigError, DataError
@@ -207,7 +209,7 @@ def test_several_sources_share_one_vocabulary(tmp_path: Path) -> None:
         load_corpus((str(a.folder), str(b.folder)), "bytes", tmp_path / "cache")
 
 
-@pytest.mark.parametrize("harm", ["tokens.bin", "ends.npy", "sums.bin", "tokens.json", "tokenizer.json"])
+@pytest.mark.parametrize("harm", ["tokens-00000.bin", "ends.npy", "sums.bin", "tokens.json", "tokenizer.json"])
 def test_damaged_token_files_are_refused(tmp_path: Path, harm: str) -> None:
     tokenize(str(write(tmp_path, "txt")), "bytes", tmp_path / "tokens")
     file = tmp_path / "tokens" / harm
@@ -218,10 +220,10 @@ def test_damaged_token_files_are_refused(tmp_path: Path, harm: str) -> None:
 
 def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
     file = tokenize(str(write(tmp_path, "txt")), "bytes", tmp_path / "tokens")
-    raw = np.fromfile(tmp_path / "tokens" / "tokens.bin", np.uint16)
+    raw = np.fromfile(tmp_path / "tokens" / "tokens-00000.bin", np.uint16)
     raw[5] = 999
-    raw.tofile(tmp_path / "tokens" / "tokens.bin")
-    with pytest.raises(DataError, match=r"bytes 0 to .* of tokens.bin are not what was written"):
+    raw.tofile(tmp_path / "tokens" / "tokens-00000.bin")
+    with pytest.raises(DataError, match=r"bytes 0 to .* of tokens-00000.bin are not what was written"):
         Windows(open_tokens(file.folder), 16, 0, 100)[0]
     # A folder that was made so: its checksums agree.
     np.array([zlib.crc32(raw)], "<u4").tofile(tmp_path / "tokens" / "sums.bin")
@@ -278,7 +280,7 @@ def test_a_function_of_ones_own_is_a_source_of_documents(tmp_path: Path, shelf: 
 
 def test_a_function_is_called_again_only_when_its_file_changes(tmp_path: Path, shelf: Path) -> None:
     def tokens() -> bytes:
-        return (load_tokens(f"{shelf}:poems", "bytes", tmp_path / "cache").folder / "tokens.bin").read_bytes()
+        return (load_tokens(f"{shelf}:poems", "bytes", tmp_path / "cache").folder / "tokens-00000.bin").read_bytes()
 
     first = tokens()
     module = load("data source", f"{shelf}:poems").__globals__

@@ -19,7 +19,7 @@ import pytest
 from test_checkpoint import StopAt, assert_same_bits, final_state, programs_are_compiled_once, text_run, train_into
 from tiny_runs import device_run_of
 
-from meshwright.checkpoint.checkpoints import committed_steps, partial_steps
+from meshwright.checkpoint.steps import committed_steps, partial_steps
 from meshwright.config import Run
 from meshwright.data.feed import Feed, Windows, build_stream
 from meshwright.data.ramp import ramp_of
@@ -159,7 +159,7 @@ def test_a_resume_on_other_data_is_refused(run: Run, tmp_path: Path, cache: Path
         return loop.train(prepared, out, start="resume", **how)
 
     other = dataclasses.replace(run, training=dataclasses.replace(run.training, seed=7))
-    with pytest.raises(CheckpointError, match=r"--seed was 0 and is 7(.|\n)*--new-data"):
+    with pytest.raises(CheckpointError, match=r"--seed was 0 and is 7(.|\n)*fix: +--seed 0, or --new-data"):
         resumed(other)
     # Other text, which would lead to another vocabulary of as many characters.
     text.write_text(text.read_text().swapcase().replace("LAZY", "lazy"))
@@ -270,6 +270,33 @@ def test_ctrl_c_is_acknowledged_inside_a_call(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert "the last one is whole" in process.communicate(timeout=60)[1]
     assert process.returncode == 130
+
+
+BEFORE_THE_LOOP = """
+import gc, hashlib, sys
+from meshwright.cli import interrupt
+interrupt._PATIENCE = 0.2
+interrupt.acknowledge_interrupts()
+compute = lambda *_: hashlib.pbkdf2_hmac("sha256", b"", b"", int(sys.argv[1]))
+print("computing", flush=True)
+if sys.argv[2] == "a callback of the collector":  # Python drops what is raised there
+    gc.callbacks.append(compute)
+    gc.collect()
+else:
+    compute()
+"""
+
+
+@pytest.mark.parametrize("place, rounds", [("a long call", 2_000_000_000), ("a callback of the collector", 1_000_000)])
+def test_ctrl_c_ends_every_verb(place: str, rounds: int) -> None:
+    command = [sys.executable, "-c", BEFORE_THE_LOOP, str(rounds), place]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "computing\n"
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and "Traceback" not in error
+    assert error == "Ctrl-C: stopping; Ctrl-C again leaves at once\n"
 
 
 def test_every_device_gets_the_state_of_a_skipped_step(run: Run, cache: Path) -> None:

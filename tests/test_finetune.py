@@ -23,8 +23,11 @@ from tiny_runs import (
 from tiny_runs import train as take_steps
 
 import meshwright as mw
+from meshwright.analysis.run_census import census_of_train_step
 from meshwright.checkpoint.adapters import merge_adapters
 from meshwright.checkpoint.initial_weights import load_initial_weights
+from meshwright.cli.finetune import base_of_fine_tuning
+from meshwright.cli.train import resume_if_exists
 from meshwright.config import Run
 from meshwright.data.batch import Batch
 from meshwright.data.chat import ChatTemplate
@@ -97,7 +100,23 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
     "no template": ({"messages": TALK}, "", "no chat template"),
     "a template that looks ahead": ({"messages": TALK}, LATER, "otherwise where more follow"),
     "a template that refuses": ({"messages": TALK}, "{{ raise_exception('alone') }}", "refuses it: alone"),
-    "no object": ([1], PLAIN, "a list, not an object"),
+    "no content": (
+        {"messages": [TALK[0], {"role": "assistant", "content": None}]},
+        PLAIN,
+        "the template writes 'None'",
+    ),
+    "parts of a content": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}, TALK[1]]},
+        PLAIN,
+        "the content of message 0 of its messages is list",
+    ),
+    "tools": ({"messages": TALK, "tools": [{"name": "add"}]}, PLAIN, "it has `tools`, which no template is given"),
+    "half a character": (
+        {"messages": [TALK[0], {"role": "assistant", "content": "x\ud800"}]},
+        PLAIN,
+        "character 1 is '\\ud800', half of a surrogate pair",
+    ),
+    "no object": ([1], PLAIN, "it is a list, and no object"),
 }
 
 
@@ -112,7 +131,7 @@ def test_broken_records_are_refused_with_file_and_line(row: str, tmp_path: Path)
     run = mw.recipe("tiny", tokenizer="bytes", objective="answers", paths=(str(file),), template=chosen)
     with pytest.raises(mw.DataError, match=re.escape(reason)) as refused:
         mw.train(run, tmp_path / "out", progress="none", cache=tmp_path)
-    assert refused.value.asked == f"{file}:3"
+    assert refused.value.asked.removeprefix("reading ") == f"{file}, line 3"
 
 
 @pytest.mark.parametrize("seq", [12, 64])
@@ -270,12 +289,22 @@ def test_a_fine_tune_lowers_held_out_loss_alike_on_one_device(tuned: Path, cache
     np.testing.assert_allclose(metrics(tuned / "one", "loss"), metrics(tuned / "eight", "loss"), rtol=1e-5)
 
 
+def test_a_resumed_fine_tune_may_name_its_model(tuned: Path) -> None:
+    """As a supervisor does that starts it again, and `--resume-if-exists`."""
+    out = ["--out", str(tuned / "eight"), "--steps", "9"]
+    for resumed in ("--resume", "--resume-if-exists"):
+        base = base_of_fine_tuning([*resume_if_exists([f"hf:{tuned}/base", *out, resumed])])
+        assert base.run == run_in_folder(tuned / "eight") and list(base.args) == [*out, "--resume"]
+    with pytest.raises(mw.ConfigError, match=rf"(?s)started from hf:{tuned}/base.*or another --out"):
+        base_of_fine_tuning([f"hf:{tuned}/other", *out, "--resume"])
+
+
 def test_a_resumed_fine_tune_is_bitwise_the_one_that_went_through(tuned: Path, cache: Path) -> None:
     before = mw.convert(tuned / "eight", tuned / "before", weights="adapter").out / WEIGHTS
     losses = metrics(tuned / "eight", "loss")
     run = run_in_folder(tuned / "eight")
     assert run.finetune.method == "lora"
-    mw.train(run, tuned / "eight", start="resume", at=4, progress="none", cache=cache)
+    mw.train(run, tuned / "eight", start=4, progress="none", cache=cache)
     assert metrics(tuned / "eight", "loss") == losses
     after = mw.convert(tuned / "eight", tuned / "after", weights="adapter").out / WEIGHTS
     assert before.read_bytes() == after.read_bytes()
@@ -446,6 +475,19 @@ def test_the_plan_counts_what_is_frozen_in_its_type_and_nothing_else_of_it(base:
     assert abs(memory["parameters"] / expected - 1) < 2e-3
     assert abs(memory["optimizer state"] / (8 * adapters / 8) - 1) < 1e-6
     assert abs(memory["gradients"] / (4 * adapters / 8) - 1) < 1e-6
+
+
+@pytest.mark.parametrize("base", ["nf4", pytest.param("int8", marks=pytest.mark.exhaustive)])
+def test_a_compiled_step_holds_what_is_planned_of_frozen_weights_and_adapters(base: str) -> None:
+    tuning = FineTune(method="lora", base=base, rank=2)  # type: ignore[arg-type]
+    run = tiny_run(MODELS["llama"], "data=2,fsdp=2,tensor=2", finetune=tuning, dropout=0.0)
+    device_run = device_run_of(run)
+    census, placed = census_of_train_step(device_run), device_run.placed
+    compiled, planned = census.memory.by_category(), memory_by_category(placed, work_of(placed), 1.0)
+    for category in ("parameters", "optimizer state"):
+        # The program has the optimizer's count of steps besides.
+        assert compiled[category] == pytest.approx(planned[category], abs=64), category
+    assert census.doubts == ()
 
 
 def test_what_no_dimension_divides_is_whole_where_it_is_small() -> None:

@@ -15,11 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from hf_copies import MODELS, copy_of, greedy
 from tiny_runs import VOCAB, by_layers, device_run_of, keep, place_params, tiny_run
 
 import meshwright as mw
 from meshwright.data.chat import ChatTemplate, read_chat_template
+from meshwright.data.encoding import encode_texts
+from meshwright.data.subwords import Subwords
 from meshwright.data.tokenizers import Bytes, Tokenizer
 from meshwright.errors import ConfigError, DataError
 from meshwright.generation.cache import CachePlan, KeyValues, Slots, attend, write
@@ -179,6 +182,39 @@ def test_stops() -> None:
     )
     assert found.texts[0] == whole[: whole.index(whole[5:8])] == "".join(pieces)
 
+    # The tokens end with the stop, not with the piece of the loop that had it.
+    found = Generator(opened("llama")).generate(
+        [list(map(int, prompts()[0]))], max_tokens=TOKENS, stop=(whole[5:8],)
+    )  # fmt: skip
+    assert list(found.tokens[0]) == text[: len(found.tokens[0])] and len(found.tokens[0]) == len(found.texts[0]) + 3
+    for wrong in ("END", ("",)):
+        with pytest.raises(ConfigError, match="it lists texts, of a character or more"):
+            generator.generate([[1]], stop=wrong)
+
+
+def test_texts_begin_and_end_as_their_vocabulary_does() -> None:
+    """As Gemma's and Llama 2's: a first token, </s> as a word, a decoder that drops a text's first space."""
+    words = {"<bos>": 0, "<eos>": 1, "</s>": 2, "\u2581": 3, "a": 4, "b": 5, "\u2581a": 6, "\u2581b": 7}
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(words, [("\u2581", "a"), ("\u2581", "b")]))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    library.decoder = tokenizers.decoders.Metaspace()
+    library.add_special_tokens(["<bos>", "<eos>"])
+    library.add_tokens([tokenizers.AddedToken("</s>", special=False)])
+    first = tokenizers.processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    library.post_processor = first
+    # As a file that was saved after it had been used: texts are not cut or filled up for it.
+    library.enable_truncation(4)
+    library.enable_padding(length=4)
+    own = Subwords(library.to_str())
+    assert (own.begin, own.end) == ((0,), 1)
+    assert list(encode_texts(own, ["a b a b a b", "b"]).tokens) == [0, 6, 7, 6, 7, 6, 7, 1, 0, 7, 1]
+    generator = Generator(opened("llama", tokenizer=own))
+    assert list(generator.encode("a")) == list(generator.encode("<bos> a")) == [0, 6]
+    assert list(generator.encode([6])) == [6]
+    found = generator.generate(["a"], max_tokens=TOKENS)
+    whole = own.decode([0, 6, *found.tokens[0]])
+    assert "a" + found.texts[0] == whole
+
 
 @pytest.mark.parametrize(("mesh", "dtype"), [("data=1", "int8"), ("fsdp=2,context=2,tensor=2", "compute")])
 def test_the_cache_takes_the_memory_that_was_planned(mesh: str, dtype: str) -> None:
@@ -274,6 +310,11 @@ def test_what_cannot_be_is_refused() -> None:
             Sampling(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="tokens 0 to 49"):
         Generator(opened("llama")).encode([3, 50])
+    with pytest.raises(
+        ConfigError, match=r"(?s)1 text\(s\) of 10000000\d+ tokens takes .* on a device, which has .*--max-tokens \d"
+    ):
+        Generator(opened("llama")).decoder([3], 10**10)
+    assert Sampling(top_k=10**12).settings().top_k == 2**31 - 1
 
 
 def test_training_samples_the_same_text_on_stages() -> None:
@@ -363,6 +404,13 @@ def test_the_verb_shows_text_and_report(run_folder: Path, capsys: pytest.Capture
         == 0
     )
     record = json.loads(capsys.readouterr().out)
+    for line, message in (
+        ('{"prompt": ["a"]}', r'(?s)prompt 2 .* its prompt is \["a"\], and no text'),
+        ("{", "prompt 2 of"),
+    ):
+        prompts.write_text(f'{{"prompt": "a\u2028b"}}\n\n{line}\n', encoding="utf-8")
+        with pytest.raises(DataError, match=message):
+            main([str(run_folder), "--prompts", str(prompts), "--devices", "8"])
     assert ["abc" + record["texts"][0]["text"] + "\n"] == [shown.out]
     assert record["report"]["cache_bytes"] == record["report"]["planned_cache_bytes"]
     with pytest.raises(ConfigError, match="has no chat template"):

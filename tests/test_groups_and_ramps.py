@@ -119,7 +119,7 @@ def test_a_ramp_reads_every_sample_once_and_resumes_bitwise(tmp_path: Path, cach
     losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
     assert whole.tokens == 16 * (8 + 8 + 16 + 16) and whole.steps_taken == 4
     assert [row["batch"] for row in rows if "batch" in row] == [8, 8, 16, 16]
-    again, rows = ramped(tmp_path / "whole", cache, start="resume", at=1)
+    again, rows = ramped(tmp_path / "whole", cache, start=1)
     assert again.steps_taken == 3 and again.tokens == 16 * (8 + 16 + 16)
     assert {row["step"]: row["loss"] for row in rows if "loss" in row} == losses
     run: Run = read_run(tmp_path / "whole" / "run.json")

@@ -1,12 +1,17 @@
 """Processes of several hosts, as each scheduler's variables describe them."""
 
 import http.server
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 from meshwright.cli.devices import HostOptions, start_devices
+from meshwright.cli.main import run
 from meshwright.errors import ConfigError, TrainingError
 from meshwright.hardware import hosts
 from meshwright.hardware.hosts import ALONE, Hosts, first_host, hosts_of, join, tpu_environment
@@ -24,6 +29,8 @@ CASES: list[tuple[str, Mapping[str, str], Hosts]] = [
     ("Slurm, one task on a node: all of its GPUs", SLURM, Hosts("Slurm", 4, 2, "gpu003:61447")),
     ("Slurm, a task for each GPU", {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_LOCALID": "1"},
      Hosts("Slurm", 4, 2, "gpu003:61447", 1)),
+    ("Slurm's step in a script that sets WORLD_SIZE alone", {**SLURM, "WORLD_SIZE": "4"},
+     Hosts("Slurm", 4, 2, "gpu003:61447")),
     ("Slurm's shell of one task", {"SLURM_JOB_ID": "9", "SLURM_NTASKS": "1"}, ALONE),
     ("GKE", GKE, Hosts("Cloud TPU", 2, 1, "w-0.svc:8476")),
     ("GKE, one host", {"TPU_WORKER_HOSTNAMES": "w-0.svc", "TPU_WORKER_ID": "0"}, ALONE),
@@ -55,6 +62,16 @@ def test_scheduler(environment: Mapping[str, str], expected: Hosts) -> None:
         ({"SLURM_JOB_ID": "9", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "started without srun"),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}, "address of pod 0"),
         ({"SKYPILOT_NODE_IPS": "a\nb"}, "SKYPILOT_NODE_RANK"),
+        ({"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "a"}, "SKYPILOT_NUM_NODES"),
+        ({"SLURM_JOB_ID": "9", "SLURM_JOB_NUM_NODES": "4", "SLURM_PROCID": "0"}, "job 9 of 4 tasks"),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, "TPU_WORKER_ID"),
+        ({"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"}, "MEGASCALE_SLICE_ID"),
+        ({"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1"},
+         "MEGASCALE_COORDINATOR_ADDRESS"),
+        ({"WORLD_SIZE": "8", "RANK": "3"}, "one process of 8"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        ({"MESHWRIGHT_PROCESSES": "4", "MESHWRIGHT_PROCESS": "3"}, "one process of 4"),
+        ({"MESHWRIGHT_COORDINATOR": "h:1", "MESHWRIGHT_PROCESSES": "4"}, "MESHWRIGHT_PROCESS"),
         ({**TORCHRUN, "RANK": "sixteen"}, "sixteen"),
         ({**TORCHRUN, "RANK": "16"}, "process 16 of 16"),
     ],
@@ -138,3 +155,71 @@ def test_waiting_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TrainingError, match=r"process 1 of 2 at 127\.0\.0\.1:9") as error:
         join(Hosts("test", 2, 1, "127.0.0.1:9"), seconds=1)
     assert "Barrier timed out" in str(error.value) and "more" not in str(error.value)
+
+
+JOIN = """
+import socket, sys
+from meshwright.errors import MeshwrightError
+from meshwright.hardware.hosts import Hosts, join
+taken = socket.create_server(("", 0))
+port = 9 if sys.argv[1] == "1" else taken.getsockname()[1]
+try:
+    join(Hosts("test", 2, int(sys.argv[1]), f"127.0.0.1:{port}"), 1)
+except MeshwrightError as error:
+    sys.stderr.write(str(error))
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.mark.parametrize("variables, truth", [
+    ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "x"}, "SLURM_NTASKS is 'x', which is no number"),
+    ({**SLURM, "SLURM_STEP_NODELIST": "n[1-2"}, "one of them cannot be read"),
+    ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "x"}, "one of them cannot be read"),
+    ({"WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "RANK is not set"),
+    ({"WORLD_SIZE": "0", "MASTER_ADDR": "a", "RANK": "0"}, "at least one computes"),
+])  # fmt: skip
+def test_variables_that_cannot_be_read_are_named(variables: Mapping[str, str], truth: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        hosts_of(variables)
+    assert truth in error.value.truth
+
+
+@pytest.mark.parametrize("process, code, truth", [
+    (1, 75, "after 1 s: nothing answers there: [Errno 111] Connection refused"),
+    (0, 5, "this process opens that port for the others, and cannot: Address already in use"),
+])  # fmt: skip
+def test_who_cannot_join_ends_with_the_reason(process: int, code: int, truth: str) -> None:
+    """JAX aborts a process that waits in vain, with the stack of its C++ code and no word of what it waited for."""
+    command = [sys.executable, "-c", JOIN, str(process)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code and "stack" not in done.stderr
+    assert f"joining as process {process} of 2 at 127.0.0.1:" in done.stderr and truth in done.stderr
+
+
+@pytest.mark.parametrize("address", ["node7", "node7:", "node7:port", ":8476", "node7:70000"])
+def test_an_address_has_a_host_and_a_port(address: str) -> None:
+    with pytest.raises(ConfigError, match="it is not HOST:PORT"):
+        join(Hosts("test", 2, 1, address))
+
+
+@pytest.mark.parametrize("words", [["parity"], ["bench", "matmul"], ["bench", "hardware"]])
+def test_verbs_of_one_process_refuse_to_be_one_of_several(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="process 2 of 4") as error:
+        run(words)
+    assert "--processes 1" in error.value.fix
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("own_cache")
+def test_collectives_are_timed_across_processes(tmp_path: Path) -> None:
+    words = ["launch", "--on", "local", "--processes", "2", "bench", "collectives", "--devices", "4", "--sizes", "4096",
+             "--out", str(tmp_path), "--json"]  # fmt: skip
+    done = subprocess.run([sys.executable, "-m", "meshwright", *words], text=True, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(done.stdout)["rows"]
+    assert {row["devices"] for row in rows} == {2} and all(row["correct"] and row["calls"] == 20 for row in rows)

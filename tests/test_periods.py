@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import assert_same_steps, device_run_of, tiny_run, train, train_on_one_device
+from tiny_runs import QWEN3_NEXT, assert_same_steps, device_run_of, tiny_run, train, train_on_one_device
 
 import meshwright as mw
 from meshwright.models.blocks.rotary import RopeScaling
@@ -29,14 +29,15 @@ LLAMA4 = mw.Llama4(
 )  # fmt: skip
 PATTERNS: dict[str, mw.Model] = {
     "gemma2": mw.Gemma2(
-        50, 64, 5, 8, 4, 8, 96, vocab_multiple=16, sliding_window=5, softcap=0.5, logit_softcap=2.0
+        50, 64, 3, 8, 4, 8, 96, vocab_multiple=16, sliding_window=5, softcap=0.5, logit_softcap=2.0
     ),
     "gpt_oss": mw.GptOss(
         50, 64, 5, 8, 4, 8, vocab_multiple=16, sliding_window=5, experts=4, experts_per_token=2, expert_mlp=32,
         rope_scaling=Yarn(original_max_position_embeddings=64),
     ),
     "llama4": LLAMA4,
-    "olmo3": mw.Olmo3(50, 64, 5, 8, vocab_multiple=16, kv_heads=8, mlp=96, local_layers=1, sliding_window=5),
+    "qwen3_next": QWEN3_NEXT,
+    "olmo3": mw.Olmo3(50, 64, 3, 8, vocab_multiple=16, kv_heads=8, mlp=96, local_layers=1, sliding_window=5),
 }  # fmt: skip
 
 
@@ -115,6 +116,7 @@ def test_stacks_take_turns_as_in_a_loop_over_layers() -> None:
         ("llama4", "stage=2,context=2,tensor=2", {"microbatches": 2}),
         pytest.param("llama4", "fsdp=2,expert=2,tensor=2", {"saved_layers": 3, "remat": "full"},
                      marks=pytest.mark.exhaustive),
+        pytest.param("qwen3_next", "stage=2,expert=2,tensor=2", {"microbatches": 2}, marks=pytest.mark.exhaustive),
         ("gpt_oss", "stage=2,context=2,tensor=2", {"microbatches": 2, "context_strategy": "ulysses"}),
         pytest.param("gpt_oss", "fsdp=2,expert=2,context=2", {"context_strategy": "all_gather"},
                      marks=pytest.mark.exhaustive),
@@ -137,6 +139,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "none of the experts": ("gpt_oss", {"experts_per_token": 0}, "uses at least one expert"),
     "sees nothing": ("gpt_oss", {"sliding_window": 0}, "a token attends to itself at least"),
     "no local layer": ("olmo3", {"local_layers": 0}, "or the family llama for layers of one kind"),
+    "negative base": ("olmo3", {"rope_theta": -1.0}, "fix: .*--model.rope-theta 10000"),
     "two scalings": ("olmo3", {"rope_scaling": RopeScaling()}, "scaled by YaRN, in global layers"),
 }
 
@@ -149,7 +152,7 @@ def test_wrong_patterns_are_refused(case: str) -> None:
         place_run(tiny_run(model), mw.MeshShape())
 
 
-@pytest.mark.parametrize("name", ["gpt-oss-20b", "gemma2-2b", "olmo3-7b", "llama4-maverick"])
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "gemma2-2b", "olmo3-7b", "llama4-maverick", "qwen3-next-80b-a3b"])
 def test_patterns_shrink(name: str) -> None:
     shape = mw.MeshShape(stage=2, tensor=2)
     small = mw.recipe(name).model.shrunk(shape, 2)

@@ -31,6 +31,8 @@ from meshwright.planner.scaling_law import SCALING_LAWS
 from meshwright.planner.search import search
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
+from meshwright.views.offer_page import offer_page
+from meshwright.views.pages import Table
 
 FORESIGHT = Path(__file__).parents[1] / "bench" / "foresight"
 
@@ -280,6 +282,16 @@ def test_offers_follow_from_their_speed(found: list[Offer]) -> None:
     assert rank(found, "cost")[-1] is by_name["tpu7x:2x2x1"] and rank(found, "energy")[-1] is by_name["v5p:2x2x2"]
 
 
+def test_the_page_of_offers_tells_what_it_left_out(found: list[Offer]) -> None:
+    error = ConfigError("a plan", "no mesh has the memory; the closest:\n  fsdp=4", "about 2.2 times the chips")
+    sections = offer_page(found[:1], {"v5e:2x2 with 8 x 8 tokens per step": error}, found[1:]).sections
+    assert [section.title for section in offer_page(found).sections] == [s.title for s in sections[:-1]]
+    (table,) = sections[-1].blocks
+    assert isinstance(table, Table) and len(table.rows) == len(found)
+    assert table.rows[0][0] == "v5e:2x2 with 8 x 8 tokens per step" and error.truth in table.rows[0]
+    assert error.fix in table.rows[0] and str(found[1].plan.target) == table.rows[1][0]
+
+
 def test_the_cheapest_under_a_deadline_and_the_fastest_under_a_budget(found: list[Offer]) -> None:
     priced = [offer for offer in found if offer.dollars is not None]
     for days, dollars in itertools.product((None, *(o.days for o in found)), (None, *(o.dollars for o in priced))):
@@ -387,7 +399,7 @@ def test_json_holds_all_that_the_figures_follow_from(tmp_path: Path) -> None:
         (("--on", "h100:8", "--days", "0.1"), "none of the plans keeps it"),
         (("--on", "h100:8", "--budget", "1e22flops"), "--scaling-law besiroglu2024"),
         (("--on", "h100:8", "--budget", "much"), "a sum of dollars or of FLOPs"),
-        (("--on", "h100:8,16", "--why", "fsdp=8"), "the plans of one target"),
+        (("--on", "h100:8,16", "--why", "fsdp=8"), "with several plans to rank"),
         (("--on", "h100:8", "--scaling-law", "hoffmann2022"), "it chooses the model"),
         (("--on", "h100:8", "--days", "99", "--rank-by", "energy"), "the cheapest comes first"),
         (("--on", "h100:8", "--pue", "0.5"), "at least what its machines use"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from page_data import blocks_of, page_data
 from test_cli import meshwright
 from tiny_runs import MODELS, tiny_run
 
@@ -172,7 +173,10 @@ def test_the_command_plans_explains_compares_and_draws(tmp_path: Path) -> None:
         assert words in done, done
     assert "Memory of one device" not in done and read_plan(plan).target == "h100:1x8"
     text = page.read_text(encoding="utf-8")
-    assert "<svg" in text and "difference" in text and "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    data = page_data(text)
+    chosen = next(block for block in blocks_of(data) if block["block"] == "Inspector")
+    assert [chosen["items"][key]["title"].split(",")[0] for key in chosen["first"].split("~")] == ["fsdp=8", "fsdp=4"]
+    assert "://" not in text.replace("http://www.w3.org/2000/svg", "")
 
 
 def test_what_fits_nowhere_is_told_how_close_it_came() -> None:

@@ -12,7 +12,7 @@ from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError, divisors
 from meshwright.hardware.chips import Nodes
 from meshwright.hardware.targets import Target, parse_target
-from meshwright.planner.candidates import candidate_schedules, split_size
+from meshwright.planner.candidates import candidate_schedules, split_size, tensor_degrees
 from meshwright.planner.estimate import estimate, with_remat
 from meshwright.planner.search import Plan, remat_policies, room_of, search
 from meshwright.runs.placed_run import PlacedRun, place_run
@@ -28,7 +28,7 @@ def every_placement(run: Run, target: Target) -> list[PlacedRun]:
     """Every mesh without a pipeline that the trainer takes, with every number of microbatches."""
     placements, devices = [], target.devices
     node = target.topology[-1] if isinstance(target.chip.interconnect, Nodes) else devices
-    for tensor in [t for t in divisors(split_size(run, "tensor")) if t <= node]:
+    for tensor in [t for t in tensor_degrees(run) if t <= node]:
         for context in [c for c in divisors(devices) if run.training.seq // c >= 1024]:
             for expert in divisors(split_size(run, "expert")):
                 rest, left_over = divmod(devices, tensor * context * expert)

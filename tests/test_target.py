@@ -145,6 +145,15 @@ def test_what_it_says_and_its_exit_code_come_through(child, capfd: pytest.Captur
     assert not list(tmp_path.glob("*.log"))
 
 
+def test_it_writes_where_this_process_writes(child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program's standard output is no longer file descriptor 1."""
+    child("echo '{}'")
+    with (tmp_path / "out").open("w") as out, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        assert compile_in_subprocess(V5P, 60) == 0
+    assert (tmp_path / "out").read_text() == "{}\n"
+
+
 @pytest.mark.parametrize(
     ("text", "chips", "devices", "domains"),
     [

@@ -175,10 +175,17 @@ NORM = "model.layers.1.input_layernorm.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "architecture": (_edit_config(architectures=["MambaForCausalLM"]), r"MambaForCausalLM, which Meshwright does not"),
     "no architecture": (_edit_config(architectures=None), r"architecture is not named"),
-    "rope scaling": (_edit_config(rope_parameters={"rope_type": "yarn", "factor": 4.0}), r"of type 'yarn'"),
-    "bias": (_edit_config(attention_bias=True), r"attention_bias is true, and Meshwright computes it with false"),
+    "rope scaling": (_edit_config(rope_parameters={"rope_type": "yarn"}), r"type 'yarn' has no 'factor'"),
+    "rope factor": (_edit_config(rope_scaling={"type": "linear", "factor": "2"}), r"'linear' has the factor '2'"),
+    "bias": (_edit_config(attention_bias=True), r"no file has the tensor 'model.layers.0.self_attn.o_proj.bias'"),
+    "no flag": (_edit_config(mlp_bias="no"), r'mlp_bias is "no", and Meshwright computes it with false or true'),
     "activation": (_edit_config(hidden_act="relu"), r'hidden_act is "relu"'),
     "no width": (_edit_config(hidden_size="remove"), r"it has no 'hidden_size'"),
+    "long context": (_edit_config(rope_scaling={"type": "dynamic", "factor": 2.0}), r"how many tokens follow it"),
+    "partial rotation": (_edit_config(partial_rotary_factor=0.5), r"rotation of 0.5 of each head"),
+    "no heads": (_edit_config(num_attention_heads=0), r"num_attention_heads is 0"),
+    "base": (_edit_config(rope_parameters={"rope_theta": "10000"}), r"its fields describe no LlamaForCausalLM: TypeE"),
+    "no rope fields": (_edit_config(rope_parameters=[1]), r"rope_parameters is \[1\], and not a JSON object"),
     "quantised": (_edit_config(quantization_config={"quant_method": "gptq"}), r"quantised \(gptq\)"),
     "layers": (_edit_config(num_hidden_layers=4), r"no file has the tensor 'model.layers.3.*blocks.attention_norm"),
     "fewer layers": (_edit_config(num_hidden_layers=2), r"a tensor 'model.layers.2.* LlamaForCausalLM .* has none"),
@@ -211,6 +218,47 @@ def test_damaged_folders_are_refused(damage: str, folders: Any, tmp_path: Path) 
     with pytest.raises(mw.WeightsError, match=message):
         mw.convert(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_missing_field_is_that_of_transformers(row: str, tmp_path: Path) -> None:
+    """A configuration without one of its fields is refused, or is the model of `transformers`' own default."""
+
+    def shapes_of(model: Any) -> dict[str, Any]:
+        return {path: p.shape for path, p in named_leaves(model.params()).items()}
+
+    with quiet():
+        import transformers
+
+        name, settings = ROWS[row]
+        config_class = getattr(transformers, f"{name}{'Text' * (name in ('Llama4', 'Gemma3'))}Config")
+        named = {"architectures": [f"{name}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}"]}
+
+        def model_of(config: dict[str, Any]) -> Any:
+            (tmp_path / "config.json").write_text(json.dumps({**config, **named}))
+            try:
+                return read_model(f"hf:{tmp_path}").model
+            except mw.MeshwrightError:
+                return None
+
+        config = json.loads(config_class(**settings).to_json_string(use_diff=False))
+        given = model_of(config)
+        assert given is not None
+        changed = [(name, {n: v for n, v in config.items() if n != name}) for name in config]
+        changed += [
+            (f"rope_parameters.{name}", {**config, "rope_parameters": {n: v for n, v in rope.items() if n != name}})
+            for rope in [config.get("rope_parameters", {})] for name in rope
+        ]  # fmt: skip
+        changed += [("rope_scaling", {**config, "rope_scaling": {"rope_type": "linear", "factor": 2.0}})]
+        for name, fewer in changed:
+            found = model_of(fewer)
+            if found is None:
+                continue
+            filled = json.loads(config_class.from_dict(json.loads(json.dumps(fewer))).to_json_string(use_diff=False))
+            other = model_of(filled)
+            # Where shapes differ the weights' shapes say so.
+            assert other is None or found == other or shapes_of(found) != shapes_of(other), name
+            assert name != "rope_scaling" or found != given or row == "gpt2"
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path, folders: Any) -> None:

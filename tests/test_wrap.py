@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from flax import nnx
 
 import meshwright as mw
+from meshwright.cli.main import run as cli
 from meshwright.errors import ConfigError, DataError, TrainingError
 from meshwright.hardware.mesh import build_mesh
 from meshwright.plugins import load_file
@@ -125,7 +127,7 @@ def test_initial_values_are_the_same_bits_on_every_mesh(name: str, cache: Path) 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(trained: Any, name: str, tmp_path: Path, cache: Path) -> None:
     whole = trained(name, MESHES[name])
     shutil.copytree(whole, tmp_path / "out")
-    train(run_of(name, MESHES[name]), tmp_path / "out", cache, start="resume", at=2)
+    train(run_of(name, MESHES[name]), tmp_path / "out", cache, start=2)
     assert saved(tmp_path / "out", STEPS) == saved(whole, STEPS)
     assert losses(tmp_path / "out") == losses(whole)
 
@@ -134,7 +136,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(trained: Any, name: str,
 def test_a_run_continues_on_another_mesh(trained: Any, name: str, tmp_path: Path, cache: Path) -> None:
     whole = trained(name, MESHES[name])
     shutil.copytree(whole, tmp_path / "out")
-    train(run_of(name, "data=1"), tmp_path / "out", cache, start="resume", at=2)
+    train(run_of(name, "data=1"), tmp_path / "out", cache, start=2)
     np.testing.assert_allclose(losses(tmp_path / "out"), losses(whole), rtol=1e-6)
 
 
@@ -176,6 +178,37 @@ def rows(step: int, count: int = 16) -> dict[str, np.ndarray]:
 W = {"w": np.zeros((64, 128), np.float32)}
 
 
+def generated() -> Iterator[Any]:
+    yield rows(0)
+
+
+@dataclasses.dataclass
+class Pair:
+    x: np.ndarray
+    y: np.ndarray
+
+
+def noisy_by_its_own_key(params: Any, batch: Any) -> jax.Array:
+    return squares(params, {**batch, "x": jax.random.normal(jax.random.key(0), batch["x"].shape)})
+
+
+def test_numpy_arrays_of_an_equinox_module_are_constants() -> None:
+    """As for `equinox.filter_grad`; a checkpoint has none of them."""
+    import equinox
+
+    class Scaled(equinox.Module):
+        w: jax.Array
+        scale: np.ndarray
+
+    model = mw.wrap(
+        lambda key: Scaled(jax.random.normal(key, (64, 128)), np.arange(64, dtype=np.float32)),
+        lambda m, b: squares({"w": m.w * m.scale[:, None]}, b), rows,
+    )  # fmt: skip
+    assert list(model.params()) == ["w"] and not model.parts.variables
+    params, _, _ = model.parts.adapter.build(jax.random.key(0))
+    np.testing.assert_array_equal(model.parts.adapter.made_of(params, {}).scale, np.arange(64))
+
+
 @pytest.mark.parametrize(
     ("wrong", "error", "words"),
     [
@@ -192,7 +225,27 @@ W = {"w": np.zeros((64, 128), np.float32)}
         (lambda: mw.wrap(W, squares, rows, rules={"(": ()}), ConfigError, "no regular expression"),
         (lambda: mw.wrap(W, squares, lambda step: {"x": np.ones(3), "y": np.float32(0)}), DataError, "first dimension"),
         (lambda: mw.wrap(W, squares, []), DataError, "no batch"),
+        (lambda: mw.wrap(W, squares, lambda step: {**rows(0), "t": np.array(["a"] * 16)}), DataError, "numbers alone"),
+        (lambda: mw.wrap({"a.b": W["w"], "a": {"b": W["w"]}}, lambda p, b: p["a.b"].sum(), rows), ConfigError, "a dot"),
+        (lambda: mw.wrap({**W, "c": np.zeros(2, complex)}, squares, rows), ConfigError, "it is complex64"),
+        (lambda: mw.wrap({**W, "z": np.zeros((0, 2), "f")}, squares, rows), ConfigError, "which has no elements"),
+        (lambda: mw.wrap(W, lambda p, b: (squares(p, b), {"a": {"b": 1.0}}), rows), ConfigError, "it is a dict"),
         (lambda: mw.wrap(W, squares, 3), DataError, "it is a int"),
+        (lambda: mw.wrap(W, squares, rows(0)), DataError, "it is one dict"),
+        (lambda: mw.wrap(W, squares, np.ones((16, 64))), DataError, "it is one array"),
+        (lambda: mw.wrap(W, squares, generated), DataError, "the iterator that it returns: generated()"),
+        (lambda: mw.wrap(W, squares, lambda step: generated()), DataError, "returned a generator"),
+        (lambda: mw.wrap(W, squares, lambda step: Pair(**rows(0))), DataError, "register_dataclass(Pair)"),
+        (lambda: mw.wrap(W, squares, lambda step: {"x": [[1.0]] * 16}), DataError, "and 8 more"),
+        (lambda: mw.wrap(W, squares, lambda step: jax.random.split(jax.random.key(0), 16)), DataError, "array of keys"),
+        (lambda: mw.wrap(W, squares, rows, held_out=rows), DataError, "it has no end"),
+        (lambda: mw.wrap(W, squares, rows, held_out=generated()), DataError, "read once alone"),
+        (lambda: mw.wrap(W, lambda p, b: b["x"].mean(), rows), ConfigError, "no gradient of any parameter (w)"),
+        (lambda: mw.wrap(W, lambda p, b: squares(jax.lax.stop_gradient(p), b), rows), ConfigError, "no gradient"),
+        (lambda: mw.wrap(W, jax.value_and_grad(lambda p, b: squares(p, b)), rows), ConfigError, "[64, 128]"),
+        (lambda: mw.wrap(W, noisy_by_its_own_key, rows), ConfigError, "each device would draw the same"),
+        (lambda: mw.wrap(W, squares, rows, rules={".": (), "w": ("fsdp",)}), ConfigError, "it places nothing"),
+        (lambda: mw.wrap(W, squares, rows, axes={"mlp": "tensor"}), ConfigError, "no annotation of the module"),
     ],
 )
 def test_wrapping_refuses_what_cannot_train(wrong: Any, error: type[Exception], words: str) -> None:
@@ -210,6 +263,7 @@ def test_wrapping_refuses_what_cannot_train(wrong: Any, error: type[Exception], 
         ("tensor=3,data=2", {"w": (None, "tensor")}, {}, "128 = 42 * 3 + 2"),
         ("fsdp=4,tensor=2", {"w": (("fsdp", "tensor"),)}, {}, "split different dimensions"),
         ("stage=2,data=2", {}, {}, "axes among data, fsdp, tensor"),
+        ("data=4,tensor=2", {}, {}, "its 2 devices would compute the same"),
         ("data=2", {}, {"seq": 64}, "--training.seq 64"),
         ("data=2", {}, {"remat": "projections"}, "its layers are not known"),
         ("data=2", {}, {"init_from": "hf:x"}, "init_from"),
@@ -223,6 +277,96 @@ def test_a_run_that_does_not_fit_is_refused_before_tracing(
     with pytest.raises(ConfigError) as caught:
         train(run, tmp_path / "out", cache)
     assert words in str(caught.value)
+
+
+def test_a_loss_for_batches_of_one_size_is_refused_on_parts_of_them(tmp_path: Path, cache: Path) -> None:
+    model = mw.wrap(W, lambda p, b: squares(p, {**b, "x": b["x"].reshape(16, 64)}), rows)
+    with pytest.raises(ConfigError, match="8 of the 16 examples"):
+        train(model.run(mesh="data=2", steps=1), tmp_path / "out", cache)
+    with pytest.raises(ConfigError, match="4 of the 16 examples"):
+        mw.plan(model.run(), on="v5p:2x2x1")
+
+
+def test_integers_that_a_device_has_not_are_refused(tmp_path: Path, cache: Path) -> None:
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return squares(params, batch) + 0 * batch["index"].sum()
+
+    model = mw.wrap(W, loss, lambda step: {**rows(step), "index": np.full(16, 2**40)})
+    with pytest.raises(DataError, match="there is 1099511627776"):
+        train(model.run(mesh="data=2", steps=1), tmp_path / "out", cache)
+
+
+def test_plain_arrays_of_an_nnx_module_are_its_variables() -> None:
+    """Also where the module is made in a trace, as by a function of a key."""
+
+    class Scaled(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.linear = nnx.Linear(64, 8, rngs=rngs)
+            self.scale = jnp.linspace(0.5, 1.5, 8)
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        return jnp.mean((model.linear(batch["x"]) * model.scale) ** 2)
+
+    for module in (Scaled(nnx.Rngs(0)), lambda key: Scaled(nnx.Rngs(key))):
+        parts = mw.wrap(module, loss, rows).parts
+        assert list(parts.variables) == ["scale"] and sorted(parts.params) == ["linear.bias", "linear.kernel"]
+
+
+def test_a_parameter_without_a_gradient_stays_as_it_is(tmp_path: Path, cache: Path) -> None:
+    """Also under weight decay, in a scan; and a key with a default is given, batches of another library are read."""
+
+    class Foreign:
+        def __init__(self, array: np.ndarray):
+            self.array, self.shape, self.ndim, self.dtype = array, array.shape, array.ndim, f"foreign.{array.dtype}"
+
+        def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+            return np.asarray(self.array, dtype)
+
+    def loss(params: Any, batch: Any, key: jax.Array | None = None) -> jax.Array:
+        assert key is not None
+
+        def layer(x: jax.Array, frozen: jax.Array) -> Any:
+            return x @ jax.lax.stop_gradient(frozen), None
+
+        x, _ = jax.lax.scan(layer, batch["x"], params["frozen"])
+        return squares(params, {**batch, "x": x})
+
+    frozen = np.stack([np.eye(64, dtype=np.float32)] * 2)
+    model = mw.wrap({**W, "frozen": frozen}, loss, lambda step: {n: Foreign(x) for n, x in rows(step).items()})
+    train(model.run(mesh="data=2,fsdp=4", steps=2), tmp_path / "out", cache)
+    after: Any = model.restore(tmp_path / "out")
+    np.testing.assert_array_equal(after["frozen"], frozen)
+    assert np.abs(after["w"]).max() > 0
+
+
+def test_a_linen_module_has_several_methods_and_sows(tmp_path: Path, cache: Path) -> None:
+    """Each call makes the variables that it needs, leaves those of the calls before, and what is sown is no state."""
+    import flax.linen as nn
+
+    class Coder(nn.Module):
+        def setup(self) -> None:
+            self.encoder, self.decoder, self.norm = nn.Dense(32), nn.Dense(128), nn.BatchNorm(use_running_average=False)
+
+        def encode(self, x: jax.Array) -> jax.Array:
+            h = self.norm(self.encoder(x))
+            self.sow("losses", "size", (h**2).mean())
+            return h
+
+        def decode(self, h: jax.Array) -> jax.Array:
+            return self.decoder(self.norm(h))
+
+    def loss(model: Any, batch: Any) -> Any:
+        y = model(model(batch["x"], method="encode"), method="decode")
+        (size,) = model.variables["losses"]["size"]
+        return jnp.mean((y - batch["y"]) ** 2) + size, {"size": size}
+
+    model = mw.wrap(Coder(), loss, rows)
+    assert {name.split(".")[0] for name in model.params()} == {"encoder", "decoder", "norm"}
+    _, variables, _ = model.parts.adapter.build(jax.random.key(0))
+    assert set(variables) == {"batch_stats.norm.mean", "batch_stats.norm.var"}
+    np.testing.assert_array_equal(variables["batch_stats.norm.var"], 1)
+    train(model.run(mesh="data=2", steps=1), tmp_path / "out", cache)
+    assert losses(tmp_path / "out", "size")[0] == pytest.approx(1, abs=1e-3)
 
 
 def test_a_loss_that_is_not_finite_stops_with_its_batch(tmp_path: Path, cache: Path) -> None:
@@ -320,7 +464,7 @@ def test_the_state_of_an_equinox_module_is_averaged_and_restored(tmp_path: Path,
     assert trained[0].out.weight.shape == (128, 64) and trained[0].norm.inference
     names = [name for name in saved(tmp_path / "out", 1) if name.startswith("variables")]
     assert names and any(saved(tmp_path / "out", 1)[n] != saved(tmp_path / "out", 2)[n] for n in names)
-    train(run, tmp_path / "out", cache, start="resume", at=1)
+    train(run, tmp_path / "out", cache, start=1)
     assert losses(tmp_path / "out", "held-out loss") == before
 
 
@@ -391,6 +535,18 @@ def test_plan_counts_matmuls_parameters_and_what_is_kept() -> None:
         mw.plan(mw.wrap(W, squares, lambda step: rows(step, 6)).run(), on="v5p:2x2x1")
 
 
+def test_a_proof_writes_what_is_asked_for(tmp_path: Path) -> None:
+    page, census = tmp_path / "page.html", tmp_path / "census.json"
+    words = ["prove", f"{EXAMPLES / 'pytree.py'}:pytree", "--mesh", "data=2,fsdp=2,tensor=2"]
+    assert cli([*words, "--html", str(page), "--save", str(census)]) == 0
+    assert "Communication ledger" in page.read_text()
+    mesh = {axis: degree for axis, degree in json.loads(census.read_text())["mesh"].items() if degree > 1}
+    assert mesh == {"data": 2, "fsdp": 2, "tensor": 2}
+    for unused in (["--measure", "2"], ["--against", "fsdp=8"]):
+        with pytest.raises(ConfigError, match="a wrapped model"):
+            cli([*words, *unused])
+
+
 def test_a_plan_is_proved_by_the_compiler_of_the_machine() -> None:
     pytest.importorskip("libtpu")
     run = example("pytree").run(mesh="data=2,fsdp=2,tensor=2")
@@ -399,6 +555,15 @@ def test_a_plan_is_proved_by_the_compiler_of_the_machine() -> None:
     kinds = {(entry["kind"], entry["axes"]) for entry in proof.census["traffic"]}
     assert ("all-gather", "fsdp") in kinds and any(kind == "all-reduce" and "tensor" in axes for kind, axes in kinds)
     assert proof.census["memory"]["categories"]["parameters"] == proof.plan.estimate.memory["parameters"]
+
+
+def test_the_page_counts_the_lines_of_the_edited_script() -> None:
+    edit = (EXAMPLES / "train_rnn.ed").read_text(encoding="utf-8")
+    ranges = re.findall(r"^(\d+)(?:,(\d+))?c$", edit, re.MULTILINE)
+    removed = sum(int(last or first) - int(first) + 1 for first, last in ranges)
+    added = len(edit.splitlines()) - 2 * len(ranges)  # each change has a line of its own before and after
+    page = " ".join((EXAMPLES.parent / "wrap.md").read_text(encoding="utf-8").split())
+    assert f"{removed} are removed" in page and f"{added} are added" in page
 
 
 def test_a_wrapped_run_is_written_by_name() -> None:

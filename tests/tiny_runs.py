@@ -25,6 +25,7 @@ from meshwright.models.families.deepseek import Deepseek
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.mixtral import Mixtral
+from meshwright.models.families.qwen3_next import Qwen3Next
 from meshwright.sharding.params import Param, rows_to_layers, tree_map
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.state import State
@@ -56,6 +57,13 @@ DEEPSEEK = Deepseek(
     yarn=LatentYarn(factor=4.0, original_max_position_embeddings=8, mscale_all_dim=0.7),
 )  # fmt: skip
 """Latent attention in the layers of DeepSeek-V3."""
+
+QWEN3_NEXT = Qwen3Next(
+    VOCAB, 64, 4, 16, vocab_multiple=16, kv_heads=8, head_size=8, experts=4, experts_per_token=2, expert_mlp=32,
+    shared_mlp=48, full_attention_interval=2, linear_heads=4, linear_value_heads=8, linear_key_size=8,
+    linear_value_size=8, rotary_fraction=0.5,
+)  # fmt: skip
+"""Linear and full attention by turns."""
 
 DENSE = ("gpt2", "llama", "qwen-like")
 

@@ -40,6 +40,8 @@ _SIZES = {
     # Hugging Face, Qwen/Qwen3-30B-A3B, config.json.
     "Qwen3_30B_a3B": dict(layers=48, d_model=2048, n_heads=32, n_kv_heads=4, d_ff="768 moe", vocab=151936,
                           notes="MoE E128 top8; head_dim 128"),
+    # Hugging Face, Qwen/Qwen3-235B-A22B, config.json: 64 heads of 128, not of 4096 / 64.
+    **{name: dict(notes="head_dim 128") for name in ("qwen3-235b-a22b", "Qwen3_235B_a22B")},
     # NVIDIA/NeMo, examples/nlp/language_modeling/conf and recipes, gpt3_20b and gpt3_5b; PAX's GPT 5B has its sizes.
     "GPT3-20B": dict(layers=44, d_model=6144, n_heads=48, d_ff=24576, vocab=51200),
     "GPT 5B": dict(layers=24, d_model=4096, n_heads=32, d_ff=16384, vocab=51200),

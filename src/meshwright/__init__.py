@@ -27,10 +27,13 @@ if TYPE_CHECKING:
     from meshwright.api.planning import Proof as Proof
     from meshwright.api.planning import plan as plan
     from meshwright.api.planning import prove as prove
+    from meshwright.api.ranked import Offers as Offers
+    from meshwright.api.ranked import Plans as Plans
     from meshwright.api.renting import offers as offers
     from meshwright.api.training import evaluate as evaluate
     from meshwright.api.training import parity as parity
     from meshwright.api.training import train as train
+    from meshwright.api.viewing import view as view
     from meshwright.checkpoint.import_weights import Conversion as Conversion
     from meshwright.comm import collectives as collectives
     from meshwright.config import Data as Data
@@ -43,7 +46,9 @@ if TYPE_CHECKING:
     from meshwright.errors import CheckpointError as CheckpointError
     from meshwright.errors import ConfigError as ConfigError
     from meshwright.errors import DataError as DataError
+    from meshwright.errors import HostError as HostError
     from meshwright.errors import MeshwrightError as MeshwrightError
+    from meshwright.errors import StorageError as StorageError
     from meshwright.errors import TrainingError as TrainingError
     from meshwright.errors import WeightsError as WeightsError
     from meshwright.faults import Faults as Faults
@@ -60,73 +65,64 @@ if TYPE_CHECKING:
     from meshwright.models.families.llama4 import Llama4 as Llama4
     from meshwright.models.families.mixtral import Mixtral as Mixtral
     from meshwright.models.families.olmo3 import Olmo3 as Olmo3
+    from meshwright.models.families.qwen3_next import Qwen3Next as Qwen3Next
     from meshwright.planner.offers import Offer as Offer
     from meshwright.planner.search import Plan as Plan
     from meshwright.runs.changes import recipe as recipe
     from meshwright.runs.recipe import list_recipes as recipes  # noqa: F401
     from meshwright.sharding import partition as partition
     from meshwright.sharding.placement import Layout as Layout
+    from meshwright.storage.tiers import LocalCheckpoints as LocalCheckpoints
     from meshwright.trainer.loop import Summary as Summary
     from meshwright.trainer.parity import Parity as Parity
     from meshwright.views.draw import draw as draw
     from meshwright.views.draw import local_view as local_view
     from meshwright.wrapped.model import wrap as wrap
 
-_PUBLIC: dict[str, tuple[str, str]] = {
-    "Census": ("analysis.census", "Census"),
-    "CensusError": ("errors", "CensusError"),
-    "CheckpointError": ("errors", "CheckpointError"),
-    "Chip": ("hardware.chips", "Chip"),
-    "ConfigError": ("errors", "ConfigError"),
-    "Data": ("config", "Data"),
-    "Conversion": ("checkpoint.import_weights", "Conversion"),
-    "DataError": ("errors", "DataError"),
-    "Decoding": ("generation.generator", "Decoding"),
-    "Faults": ("faults", "Faults"),
-    "Deepseek": ("models.families.deepseek", "Deepseek"),
-    "FineTune": ("fine_tuning", "FineTune"),
-    "Gemma2": ("models.families.gemma", "Gemma2"),
-    "Gemma3": ("models.families.gemma", "Gemma3"),
-    "GptOss": ("models.families.gpt_oss", "GptOss"),
-    "Gpt2": ("models.families.gpt2", "Gpt2"),
-    "Layout": ("sharding.placement", "Layout"),
-    "Llama": ("models.families.llama", "Llama"),
-    "Llama4": ("models.families.llama4", "Llama4"),
-    "MeshShape": ("config", "MeshShape"),
-    "MeshwrightError": ("errors", "MeshwrightError"),
-    "Mixtral": ("models.families.mixtral", "Mixtral"),
-    "Model": ("config", "Model"),
-    "Olmo3": ("models.families.olmo3", "Olmo3"),
-    "Offer": ("planner.offers", "Offer"),
-    "Optimizer": ("config", "Optimizer"),
-    "Parity": ("trainer.parity", "Parity"),
-    "Plan": ("planner.search", "Plan"),
-    "Proof": ("api.planning", "Proof"),
-    "Run": ("config", "Run"),
-    "Sampling": ("generation.sampling", "Sampling"),
-    "Summary": ("trainer.loop", "Summary"),
-    "Training": ("config", "Training"),
-    "TrainingError": ("errors", "TrainingError"),
-    "WeightsError": ("errors", "WeightsError"),
-    "census": ("analysis.census", "census"),
+_NAMES = {
+    "analysis.census": "Census census",
+    "api.convert": "convert",
+    "api.finetuning": "finetune",
+    "api.generation": "generate open_generator",
+    "api.layout": "show",
+    "api.planning": "Proof plan prove",
+    "api.ranked": "Offers Plans",
+    "api.renting": "offers",
+    "api.training": "evaluate parity train",
+    "api.viewing": "view",
+    "checkpoint.import_weights": "Conversion",
+    "config": "Data MeshShape Model Optimizer Run Training",
+    "errors": "CensusError CheckpointError ConfigError DataError HostError MeshwrightError StorageError TrainingError "
+    "WeightsError",
+    "faults": "Faults",
+    "fine_tuning": "FineTune",
+    "generation.generator": "Decoding",
+    "generation.sampling": "Sampling",
+    "hardware.chips": "Chip",
+    "models.families.deepseek": "Deepseek",
+    "models.families.gemma": "Gemma2 Gemma3",
+    "models.families.gpt2": "Gpt2",
+    "models.families.gpt_oss": "GptOss",
+    "models.families.llama": "Llama",
+    "models.families.llama4": "Llama4",
+    "models.families.mixtral": "Mixtral",
+    "models.families.olmo3": "Olmo3",
+    "models.families.qwen3_next": "Qwen3Next",
+    "planner.offers": "Offer",
+    "planner.search": "Plan",
+    "runs.changes": "recipe",
+    "sharding.placement": "Layout",
+    "storage.tiers": "LocalCheckpoints",
+    "trainer.loop": "Summary",
+    "trainer.parity": "Parity",
+    "views.draw": "draw local_view",
+    "wrapped.model": "wrap",
+}
+"""Module -> its public names."""
+_PUBLIC = {name: (module, name) for module, names in _NAMES.items() for name in names.split()} | {
     "collectives": ("comm.collectives", ""),
-    "convert": ("api.convert", "convert"),
-    "draw": ("views.draw", "draw"),
-    "evaluate": ("api.training", "evaluate"),
-    "finetune": ("api.finetuning", "finetune"),
-    "generate": ("api.generation", "generate"),
-    "local_view": ("views.draw", "local_view"),
-    "offers": ("api.renting", "offers"),
-    "open_generator": ("api.generation", "open_generator"),
-    "parity": ("api.training", "parity"),
     "partition": ("sharding.partition", ""),
-    "plan": ("api.planning", "plan"),
-    "prove": ("api.planning", "prove"),
-    "recipe": ("runs.changes", "recipe"),
     "recipes": ("runs.recipe", "list_recipes"),
-    "show": ("api.layout", "show"),
-    "train": ("api.training", "train"),
-    "wrap": ("wrapped.model", "wrap"),
 }
 """Public name -> module, and attribute of it; the module itself where none is given."""
 

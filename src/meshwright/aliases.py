@@ -50,7 +50,7 @@ OPTIONS: dict[str, str] = {
     "attention": "--training.attention-kernel", "attn_implementation": "--training.attention-kernel",
     "attention_backend": "--training.attention-kernel",
     "random_seed": "--seed", "data_seed": "--seed",
-    "log_interval": "--training.log-every", "logging_steps": "--training.log-every", "log_freq": "--training.log-every",
+    "log_interval": "--log-every", "logging_steps": "--log-every", "log_freq": "--log-every",
     "eval_interval": "--training.eval-every", "eval_steps": "--training.eval-every",
     "eval_iters": "--training.eval-samples",
     "save_interval": "--training.save-every", "save_steps": "--training.save-every",

@@ -11,7 +11,8 @@ import tyro
 from meshwright.errors import ConfigError, nearest
 from meshwright.faults import Faults
 from meshwright.fine_tuning import FineTune
-from meshwright.plugins import name_of
+from meshwright.plugins import Shown, name_of
+from meshwright.storage.tiers import LocalCheckpoints
 from meshwright.words import AXES
 
 if TYPE_CHECKING:
@@ -95,12 +96,12 @@ class MeshShape:
                 from meshwright.aliases import MESH_AXES  # only for this error
 
                 known = MESH_AXES.get(axis.lower())
-                fix = f"{known}={degree or 'N'}" if known else nearest(axis, AXES)
+                fix = f"{known}={degree or 'N'}" if known else nearest(axis.lower(), AXES)
                 raise ConfigError(f"mesh {text!r}", f"{axis!r} is not a mesh axis", fix)
             if axis in degrees:
                 raise ConfigError(f"mesh {text!r}", f"{axis!r} is given twice", "give each axis once")
             outer, star, inner = degree.partition("*")
-            if not equals or not outer.isdigit() or (star and not inner.isdigit()):
+            if not equals or not outer.isdecimal() or (star and not inner.isdecimal()) or len(degree) > 18:
                 raise ConfigError(f"mesh {text!r}", f"{part!r} is not axis=degree", "for example data=2,fsdp=4")
             if star and slices > 1:
                 raise ConfigError(
@@ -193,7 +194,7 @@ class Optimizer:
     """Shape after warm-up: cosine, linear, constant, wsd (constant, then linear decay over the last fifth of the
     steps), or module:attribute of a function `(config: Optimizer, steps: int) -> optax.Schedule`."""
     warmup_steps: int = 0
-    """Steps of linear warm-up from zero."""
+    """Steps of linear warm-up from zero; a run that has no more steps warms up in all but its last."""
     final_lr_fraction: float = 0.1
     """Learning rate at the last step, as a fraction of the peak (not used by `constant`)."""
     beta1: float = 0.9
@@ -241,8 +242,7 @@ class Training:
     batch: Annotated[int, tyro.conf.arg(aliases=["--batch"])] = 16
     """Global batch: sequences per step over all devices."""
     batch_ramp: tuple[str, ...] = ()
-    """Smaller batches to begin with, each STEPS=SEQUENCES (`100=64 200=128`). Each size is compiled, and has to divide
-    like `batch`."""
+    """Smaller batches to begin with, each STEPS=SEQUENCES (`100=64 200=128`); each has to divide like `batch`."""
     seq: Annotated[int, tyro.conf.arg(aliases=["--seq"])] = 128
     """Tokens per sequence T."""
     microbatches: int = 1
@@ -257,8 +257,7 @@ class Training:
     param_dtype: Precision = "float32"
     """Type of the sharded parameters. The optimizer computes in float32 either way."""
     param_rounding: ParamRounding = "master"
-    """How bfloat16 parameters take updates below their last bit: the optimizer state has the other bits of a float32
-    master weight (master), or the update is rounded at random (stochastic)."""
+    """How bfloat16 parameters take small updates: by a float32 master weight, or rounded at random (stochastic)."""
     compute_dtype: Precision = "bfloat16"
     """Type of gathered weights and of activations."""
     reduce_dtype: Precision = "float32"
@@ -274,9 +273,8 @@ class Training:
     memory (offload), with the attention outputs (offload_attention). `auto` takes the policy with the shortest
     predicted step that fits the chip's memory, and full where the chip is unknown."""
     stage_saves: StageSaves = "auto"
-    """What a pipeline stage saves between the forward and the backward pass of a microbatch: its input, from which the
-    backward pass recomputes the stage's layers (input), or what `remat` saves of every layer (layers). `auto` takes
-    what has the shortest predicted step that fits, and input where the chip is unknown."""
+    """What a pipeline stage saves of a microbatch for its backward pass: its input, from which it recomputes its layers
+    (input), or what `remat` saves of every layer (layers). `auto`: what fits and is fastest; unknown chips: input."""
     saved_layers: int = 0
     """First layers that save all projections; the others follow `remat`, whose `auto` fills the memory. No stages."""
     context_strategy: ContextStrategy = "ring"
@@ -297,8 +295,7 @@ class Training:
     attention_block: int = 512
     """Largest block of queries and keys in the TPU's attention kernel; a multiple of 128."""
     compiler_options: tuple[str, ...] = ("auto",)
-    """XLA compiler options for accelerators, each NAME=VALUE; `auto` stands for those that are best for the chip
-    (hardware/compiler_options.py). Not used on simulated devices."""
+    """XLA compiler options for accelerators, each NAME=VALUE; `auto`: the chip's (hardware/compiler_options.py)."""
     unroll: int = 1
     """Layers per iteration of the loop over layers."""
     dropout: float = 0.0
@@ -332,18 +329,20 @@ class Data:
     """
 
     paths: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--data"])] = ("stdlib",)
-    """Files (.txt, .py, .md, .jsonl, .jsonl.gz, .parquet), folders, globs, folders written by `meshwright tokenize`, or
-    module:attribute of a function that yields documents; `stdlib` is the source of Python's standard library.
-    PATH=WEIGHT mixes several by weight."""
+    """Files, folders, globs, saved datasets, folders that `meshwright tokenize` wrote, or module:attribute of a
+    function that yields documents; `stdlib` is Python's standard library. PATH=WEIGHT mixes several by weight."""
     tokenizer: str = "bytes"
     """Tokenizer: `bytes`, `chars`, `bpe:SIZE` (trained on the text), or a tokenizer.json file."""
+    text_field: str = "text"
+    """Field or column with the text in JSON lines and tables, `body.text` of nested ones."""
     held_out: float = 0.1
     """Held-out fraction: tokens at the end of each source that are evaluated and never trained on."""
     prompt: str = "\n"
     """Prompt of the text sampled at the end of a run."""
     sample: int | None = None
-    """Tokens sampled at the end of a run, up to the length of a sequence. By default 200 from a model of at most 100
-    million parameters, and none from a larger one."""
+    """Tokens sampled at the end, at most a sequence; 200 by default up to 100M parameters or with sample-every."""
+    sample_every: int = 0
+    """Steps between such samples while it trains; 0 samples only at the end."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", tuple(name_of(path) for path in self.paths))
@@ -366,7 +365,7 @@ _MESH = tyro.constructors.PrimitiveConstructorSpec(
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Run(Shown):
     """Training run. The same Run gives the same numbers on any mesh.
 
     Example:
@@ -387,9 +386,10 @@ class Run:
     optimizer: Optimizer = Optimizer()
     data: Data = Data()
     faults: Faults = Faults()
+    local_checkpoints: LocalCheckpoints = LocalCheckpoints()
     finetune: FineTune = FineTune()
     reporters: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--report"])] = ()
-    """Metrics besides console and metrics.jsonl: tensorboard, or module:attribute of `(Path, Run) -> Reporter`."""
+    """Metrics also to wandb, trackio, mlflow, tensorboard, or module:attribute of `(Path, Run) -> Reporter`."""
     init_from: str | None = None
     """Weights to start from, at step 0: hf:PATH of a Hugging Face folder, or a run's output folder; None draws them."""
     name: str = "run"

@@ -6,9 +6,11 @@ A checkpoint, a run file, a plan, weights or tokens may come from a stranger. Wh
 import json
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from meshwright.storage.paths import in_bucket, read_object, store_of
 
 SMALL = 16 * 2**20
 """Largest description in bytes: run.json, plan, tokens.json, config.json, chat template."""
@@ -21,6 +23,11 @@ def read_text(file: Path, largest: int = SMALL) -> str:
 
     Raises OSError where it cannot be read, ValueError where it is larger, no regular file, or not UTF-8.
     """
+    if in_bucket(file):
+        content = read_object(file, largest + 1)
+        if len(content) > largest:
+            raise ValueError(f"{file.name} is larger than {largest:,} bytes")
+        return content.decode("utf-8")
     # A pipe without a writer would never open.
     with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
         if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
@@ -31,10 +38,13 @@ def read_text(file: Path, largest: int = SMALL) -> str:
     return content.decode("utf-8")
 
 
-def parse_json(text: str) -> Any:
-    """Returns the value of a JSON text. Raises ValueError where it is not JSON, or nested beyond Python's stack."""
+def parse_json(text: str, objects: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """Returns the value of a JSON text. Raises ValueError where it is not JSON, or nested beyond Python's stack.
+
+    objects: makes an object of its names and values, in order; without it the last of several of one name counts.
+    """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=objects)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
@@ -46,6 +56,9 @@ def read_json(file: Path, largest: int = SMALL) -> Any:
 
 def write_atomically(file: Path, text: str) -> None:
     """Replaces a file as a whole: a crash leaves the old text or the new one. Raises OSError."""
+    if not store_of(file).renames:
+        file.write_text(text, encoding="utf-8")  # an object appears as a whole
+        return
     part = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         with part.open("w", encoding="utf-8") as opened:

@@ -34,10 +34,22 @@ class CheckpointError(MeshwrightError):
     exit_code = 4
 
 
+class StorageError(MeshwrightError):
+    """Bucket that cannot be reached, read or written."""
+
+    exit_code = 8
+
+
 class TrainingError(MeshwrightError):
     """Training run that had to stop."""
 
     exit_code = 5
+
+
+class HostError(MeshwrightError):
+    """Run on several hosts that had to stop because of one of them: restarting it may help (EX_TEMPFAIL)."""
+
+    exit_code = 75
 
 
 class WeightsError(MeshwrightError):

@@ -31,10 +31,15 @@ class Faults:
     most_skipped: int = 10
     """Bad steps of one start of the run after which it stops whatever `bad_step` is."""
 
+    check_every: int = 0
+    """Steps between two that are taken twice, their results and all replicas compared bit by bit: it finds silent
+    corruption, and takes a step's time and the memory of a second state. 0 checks none."""
+
     def __post_init__(self) -> None:
         checks = {
             "bad_records": (0 <= self.bad_records < 1, "a share is at least 0 and below 1", "0.001"),
             "spike": (self.spike == 0 or self.spike > 1, "it is a multiple of the median, above 1", "10"),
+            "check_every": (self.check_every >= 0, "it is a number of steps", "1000"),
             "most_skipped": (self.most_skipped >= 1, "it is a number of steps, at least 1", "10"),
         }
         for name, (valid, truth, example) in checks.items():

@@ -6,18 +6,21 @@ from meshwright.errors import ConfigError
 
 
 def format_time(seconds: float) -> str:
-    """Formats a duration: `4.2 s`, `3 min 20 s`, `2 h 5 min`."""
+    """Formats a duration: `4.2 s`, `3 min 20 s`, `2 h 5 min`, `3 days 4 h`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes = round(seconds) // 60
-    if minutes < 60:
-        return f"{minutes} min {round(seconds) % 60} s"
-    return f"{minutes // 60} h {minutes % 60} min"
+    for size, unit, part, small in ((1440, "days", 60, "h"), (60, "h", 1, "min")):
+        if minutes >= (2 * size if unit == "days" else size):
+            rest = minutes % size // part
+            return f"{minutes // size} {unit} {rest} {small}" if rest else f"{minutes // size} {unit}"
+    rest = round(seconds) % 60
+    return f"{minutes} min {rest} s" if rest else f"{minutes} min"
 
 
 def format_count(n: float) -> str:
     """Formats a count in decimal units: `70.6 B`, `1.05 M`, `312`."""
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
+    for size, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
         if n >= size:
             return f"{n / (1e3 if letter == 'k' else size):.3g} {letter}"
     return f"{n:g}"
@@ -35,7 +38,9 @@ def format_step(seconds: float) -> str:
     """Formats the time of a step: `812 us`, `35 ms`, `4.2 s`."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
 
 
 _MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
@@ -44,6 +49,6 @@ _MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12
 def parse_count(text: str, option: str) -> int:
     """Parses a count: `4M` is 4,000,000. Raises ConfigError on anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmbgt]?)", text.strip().lower())
-    if not match or float(match[1]) <= 0:
+    if not match or not 0 < float(match[1]) < 1e18:
         raise ConfigError(f"{option} {text}", "a count is a number, with k, M, B or T behind it", f"{option} 4M")
     return round(float(match[1]) * _MULTIPLES[match[2]])

@@ -22,6 +22,13 @@ _from_files: dict[str, str] = {}
 """Names read from files, and the file of each: `trust` decides which of them are imported."""
 
 
+class Shown:
+    """Value that a notebook shows as a page. The page's module is loaded by name: what is shown imports no views."""
+
+    def _repr_html_(self) -> str:
+        return str(importlib.import_module("meshwright.views.result_pages").result_html(self))
+
+
 def note_names(document: Any, origin: str) -> None:
     """Marks every name of code in JSON values as read from the file `origin`."""
     if isinstance(document, str) and ":" in document:
@@ -66,7 +73,7 @@ def resolve(kind: str, name: str, builtin: Mapping[str, Any]) -> Any:
     """
     if name in builtin:
         return builtin[name]
-    if ":" not in name:
+    if not name.partition(":")[0] or ":" not in name:
         raise ConfigError(
             f"{kind} {name!r}", f"no {kind} has that name", f"{nearest(name, builtin)} or module:attribute"
         )

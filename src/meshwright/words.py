@@ -23,7 +23,7 @@ DIMENSIONS: dict[str, str] = {
     "F": "feed-forward width",
     "N": "query heads",
     "K": "key/value heads",
-    "G": "query heads per key/value head (GQA)",
+    "G": "query heads per key/value head (GQA), value heads per key head (linear attention)",
     "H": "head size",
     "Z": "width of a latent of queries, or of keys and values (MLA)",
     "V": "vocabulary",
@@ -34,6 +34,7 @@ DIMENSIONS: dict[str, str] = {
     "C": "expert capacity, in tokens",
     "M": "microbatches",
     "P": "pipeline stages",
+    "W": "taps of a short convolution, the token's own last",
     "U": "rank of an adapter (LoRA)",
     "Q": "size 1: a scale that all elements of a dimension share",
 }

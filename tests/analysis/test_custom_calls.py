@@ -23,7 +23,7 @@ from meshwright.hardware.efficiency import Efficiency
 from meshwright.hlo.flops import least_flops, read_matmuls, unpriced_kernels
 from meshwright.hlo.kernels import KernelWork, Skipped, kernel_work
 from meshwright.hlo.parser import Module, parse_module
-from meshwright.views.census_page import census_html, schedule_section
+from meshwright.views.census_page import census_html, schedule_blocks
 from meshwright.views.census_tables import census_text
 
 TEXTS = Path(__file__).parent / "texts"
@@ -85,7 +85,7 @@ def test_a_kernel_is_priced_by_its_authors_estimate_or_named() -> None:
     assert unpriced_kernels(module) == {"without_cost": 1}
     schedule = simulate_schedule(module, V5P, {})
     assert schedule.unpriced == {"without_cost": 1}
-    assert "<b>Not priced</b>: without_cost (1 x)" in schedule_section(schedule)
+    assert "Not priced: without_cost (1 x)." in schedule_blocks(schedule)[-1].paragraphs
 
 
 @pytest.mark.parametrize("name", ["ragged-dot", "attention"])
@@ -208,7 +208,7 @@ def test_a_step_faster_than_its_flops_does_not_trust_itself() -> None:
     schedule = simulate_schedule(parse_module(FAST), V5P, {})
     assert schedule.floor_seconds == pytest.approx(2**31 / 459e12)
     assert "shorter than its matrix products take" in schedule.doubt and "4.679e-06 s" in schedule.doubt
-    assert "Not to be trusted" in schedule_section(schedule)
+    assert "Not to be trusted" in schedule_blocks(schedule)[-1].paragraphs[0]
     slower = simulate_schedule(parse_module(FAST.replace('"1"', '"17500"')), V5P, {})
     assert slower.doubt == ""
 

@@ -130,6 +130,9 @@ def test_blocks_that_fill_a_tpus_tiles_badly() -> None:
     assert lint_tiles([argument(1024, 1024), argument(8, 64)], {"params.w": 4}, "x.py:1") == []
     (found,) = lint_tiles([argument(4096, 80)], {"params.w": 4}, "x.py:1")
     assert "padded to 4096 x 128, 60% padding" in found.reason and found.line == "x.py:1"
+    assert found.fix.startswith("last dimension on each device of 128")
+    (found,) = lint_tiles([argument(4096, 1, 128)], {"params.w": 4}, "x.py:1")
+    assert "700% padding" in found.reason and found.fix.startswith("second-last dimension on each device of 8")
 
 
 @pytest.mark.filterwarnings("ignore")

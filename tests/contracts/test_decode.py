@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from tiny_runs import DEEPSEEK, MODELS, VOCAB, by_layers, device_run_of, keep, place_params, tiny_run
+from tiny_runs import DEEPSEEK, MODELS, QWEN3_NEXT, VOCAB, by_layers, device_run_of, keep, place_params, tiny_run
 
 from meshwright.config import Model
 from meshwright.data.batch import Batch
@@ -51,7 +51,10 @@ FAMILIES: dict[str, Model] = {
         VOCAB, 64, 6, 16, vocab_multiple=16, kv_heads=8, mlp=96, attention_chunk=6, temperature_floor=4, experts=4,
         expert_mlp=32, expert_interval=2,
     ),
+    "qwen3-next": QWEN3_NEXT,
 }  # fmt: skip
+WITHOUT_CONTEXT = ("qwen3-next",)
+"""Families with linear attention."""
 TWO_KV_HEADS = {"two-kv-heads": dataclasses.replace(MODELS["llama"], kv_heads=2)}  # type: ignore[call-arg]
 """Fewer key/value heads than devices of `tensor`."""
 SEQ, CHUNK = 24, 8
@@ -138,19 +141,19 @@ def decoded_logits(decoder: Decoder, params: Any) -> list[np.ndarray]:
     return found
 
 
-COMPARED = ("gemma-2", "gpt-oss", "llama-4", "olmo-3")
+COMPARED = ("gemma-2", "gpt-oss", "llama-4", "olmo-3", "qwen3-next")
 """Families whose decoding is compared with `transformers` too (test_families.py): one mesh in every run."""
 
 
 def row_of(name: str, mesh: str, layout: WeightsLayout) -> Any:
-    marks = pytest.mark.exhaustive if name in COMPARED and "context" not in mesh else ()
+    marks = pytest.mark.exhaustive if name in COMPARED and "context" not in mesh and name not in WITHOUT_CONTEXT else ()
     return pytest.param(name, mesh, layout, marks=marks)
 
 
 ROWS: list[Any] = [
     *(row_of(name, "data=1", "sharded") for name in FAMILIES),
     *(row_of(name, "data=2,fsdp=2,tensor=2", "gathered") for name in FAMILIES),
-    *(row_of(name, "fsdp=2,context=2,tensor=2", "sharded") for name in FAMILIES),
+    *(row_of(name, "fsdp=2,context=2,tensor=2", "sharded") for name in FAMILIES if name not in WITHOUT_CONTEXT),
     ("llama", "context=8", "sharded"),
     ("mixtral", "fsdp=2,expert=2,tensor=2", "sharded"),
     ("llama", "data=2,tensor=4", "gathered"),

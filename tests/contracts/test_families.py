@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hf_models import ROWS, largest_gap
 
-NEW = ("gemma-2", "gpt-oss", "llama-4", "olmo-3")
+NEW = ("gemma-2", "gpt-oss", "llama-4", "olmo-3", "qwen3-next")
 """Rows of which decoding is compared in every run of the tests; that of older families has tests of its own."""
 
 STEPPED = (*NEW, "gemma-3", "gpt2", "llama", "mixtral")
@@ -43,5 +43,5 @@ def test_decoding_is_the_forward_pass_of_transformers(row: str, folder_of: Calla
     model = hf_models.make(row)
     logits, _ = hf_models.reference(model)
     assert np.abs(hf_models.decoded_logits_of(folder, "data=1") - logits).max() < 1e-5
-    found = hf_models.greedy_of(folder, "fsdp=2,context=2,tensor=2", 12)
+    found = hf_models.greedy_of(folder, hf_models.DECODE_MESHES.get(row, "fsdp=2,context=2,tensor=2"), 12)
     np.testing.assert_array_equal(found, hf_models.reference_greedy(model, 12))

@@ -32,6 +32,7 @@ from meshwright.analysis.census import Census
 from meshwright.analysis.run_census import census_of_train_step
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import Data, MeshShape, Optimizer, Run, Training
+from meshwright.data.tokenizers import Bytes
 from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import build_mesh
 from meshwright.hardware.targets import parse_target
@@ -45,6 +46,7 @@ from meshwright.runs.placed_run import place_run
 from meshwright.runs.run_file import read_run, run_from_dict
 from meshwright.runs.write_run import run_to_dict
 from meshwright.step.device_run import DeviceRun, place_on_devices
+from meshwright.trainer.sample import check_sample, write_sample
 
 FOLDER = Path(__file__).parent / "extensions"
 STEPS = 4
@@ -276,7 +278,7 @@ def test_resume_is_bitwise(trained: tuple[Path, mw.Summary], tmp_path: Path, cac
     again = tmp_path / "again"
     shutil.copytree(out, again)
     run = read_run(again / "run.json")
-    resumed = mw.train(run, again, start="resume", at=2, progress="none", cache=cache)
+    resumed = mw.train(run, again, start=2, progress="none", cache=cache)
     assert resumed.held_out_loss == summary.held_out_loss
     assert run.mesh is not None
     device_run = place_on_devices(run, build_mesh(run.mesh))
@@ -324,6 +326,18 @@ def test_a_wrong_extension_is_refused(changes: dict[str, Any], message: str) -> 
     changes = dict(changes)
     with pytest.raises(ConfigError, match=message):
         device_run_of(tiny_run(NANO, changes.pop("mesh", "data=2"), **changes))
+
+
+def test_a_model_without_attention_trains_without_a_sample(tmp_path: Path) -> None:
+    """By default it is left out with a word; a sample that is asked for is refused before the training."""
+    left_out = device_run_of(tiny_run(MIN_GRU, data=Data((sums,))))
+    check_sample(left_out)
+    assert write_sample(left_out, Bytes(), None, tmp_path) == ""
+    for data in (Data((sums,), sample=5), Data((sums,), sample_every=2)):
+        with pytest.raises(ConfigError, match="they have no attention"):
+            check_sample(device_run_of(tiny_run(MIN_GRU, data=data)))
+    with pytest.raises(ConfigError, match="sample 0 is no text at all"):
+        check_sample(device_run_of(tiny_run(MIN_GRU, data=Data((sums,), sample=0, sample_every=2))))
 
 
 def test_an_object_without_a_name_is_refused() -> None:

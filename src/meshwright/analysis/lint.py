@@ -313,13 +313,15 @@ def lint_tiles(arguments: Sequence[Argument], itemsize: Mapping[str, int], line:
         padded_rows, padded_cols = -(-rows // sublanes) * sublanes, -(-cols // _LANES) * _LANES
         padding = padded_rows * padded_cols / (rows * cols) - 1
         if padding > _MAX_PADDING:
+            last = padded_cols / cols > padded_rows / rows
             findings.append(
                 Finding(
                     "padding",
                     a.path,
                     f"local shards of {rows} x {cols} in tiles of {sublanes} x {_LANES} are padded to "
                     f"{padded_rows} x {padded_cols}, {padding:.0%} padding",
-                    f"a last dimension of {_LANES} or a multiple of it on each device",
+                    f"{'last' if last else 'second-last'} dimension on each device of "
+                    f"{_LANES if last else sublanes} or a multiple: a lower degree of the axis that divides it",
                     int(a.bytes * padding),
                     line,
                 )

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from meshwright.hlo.buffer_assignment import BufferAssignment
-from meshwright.hlo.buffers import Buffer, buffers_of, op_names_written_into, peak_of
+from meshwright.hlo.buffers import Buffer, Peak, buffers_of, op_names_written_into, peak_of
 from meshwright.hlo.parser import Module
 from meshwright.hlo.scopes import phase_of, plain_path, scopes_of
 
@@ -65,6 +65,41 @@ class MemoryPart:
 
 
 @dataclasses.dataclass(frozen=True)
+class PeakBuffer:
+    """One temporary that is live at the peak."""
+
+    category: str
+    module: str
+    array: str
+    """Type and shape."""
+    bytes: int
+    instruction: str
+    """Name in the program's text."""
+    op_name: str
+    """Name that JAX gave the operation."""
+    line: str
+    """FILE:LINE of the Python that made it; empty if the program does not record it."""
+    start: int
+    """First moment at which it is live, on the clock of the schedule."""
+    end: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryProfile:
+    """Temporaries over the schedule; the clock counts instructions, a loop's body once."""
+
+    moments: tuple[int, ...]
+    live_bytes: tuple[int, ...]
+    """Most bytes of live temporaries from each moment to the next."""
+    peak: int
+    """Moment of the peak."""
+    backward: int | None
+    """Moment at which the backward pass begins; None for a program without one."""
+    buffers: tuple[PeakBuffer, ...]
+    """Largest temporaries at the peak."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Memory:
     """Memory of one device at the program's peak."""
 
@@ -73,6 +108,8 @@ class Memory:
     """Bytes by category and module; they add up to `compiled.peak`."""
     largest: tuple[tuple[str, str, str, int], ...]
     """Largest temporaries at the peak: category, module, type and shape, bytes."""
+    profile: MemoryProfile | None = None
+    """Temporaries over the schedule, and which of them make the peak."""
 
     @property
     def total(self) -> int:
@@ -123,7 +160,45 @@ def read_memory(
         largest[category, part, str(buffer.array)] += int(size * scale)
     sums["packing", ""] += compiled.temporary - sum(int(size * scale) for _, size in peak.parts)
     parts = tuple(MemoryPart(category, part, n) for (category, part), n in sums.items() if n)
-    return Memory(compiled, parts, tuple((*key, n) for key, n in largest.most_common(12)))
+    profile = _profile(module, buffers, peak, classifier, scale)
+    return Memory(compiled, parts, tuple((*key, n) for key, n in largest.most_common(12)), profile)
+
+
+_MOMENTS, _BUFFERS = 400, 40
+"""Most moments of a profile, and temporaries that explain its peak."""
+
+
+def _profile(
+    module: Module, buffers: Sequence[Buffer], peak: Peak, classifier: "_Classifier", scale: float
+) -> MemoryProfile:  # fmt: skip
+    """Sums the live temporaries at each moment, bytes that several share once where the compiler reports offsets."""
+    changes: Counter[int] = Counter()
+    for buffer in buffers:
+        changes[buffer.start] += buffer.size
+        changes[buffer.end + 1] -= buffer.size
+    end = max(changes, default=0)
+    every = max(1, -(-end // _MOMENTS))
+    sums: dict[int, int] = {}
+    now = 0
+    for moment in range(0, end + every, every):
+        most = now
+        for each in range(moment, moment + every):
+            now += changes.get(each, 0)
+            most = max(most, now)
+        sums[moment] = most
+    rows = []
+    for buffer, size in sorted(peak.parts, key=lambda part: -part[1])[:_BUFFERS]:
+        category, part = classifier.classify(buffer)
+        stack = module.source_stack(buffer.instruction)
+        rows.append(
+            PeakBuffer(
+                category, part, str(buffer.array), int(size * scale), buffer.instruction.name,
+                buffer.instruction.op_name, stack[0].location if stack else "", buffer.start, buffer.end,
+            )
+        )  # fmt: skip
+    # Values that share memory are counted more than once in a sum, and no moment has more than the peak.
+    levels = tuple(int(min(n, peak.live_bytes) * scale) for n in sums.values())
+    return MemoryProfile(tuple(sums), levels, peak.moment, classifier.first_backward, tuple(rows))
 
 
 GRADIENTS = "gradients"
@@ -137,7 +212,7 @@ class _Classifier:
     def __init__(self, module: Module, buffers: Sequence[Buffer], arguments: Sequence[Argument]):
         self._module = module
         starts = (b.start for b in buffers if b.array.elements > 1 and self._needs_backward(b.instruction.op_name))
-        self._first_backward = min(starts, default=None)
+        self.first_backward: int | None = min(starts, default=None)
         parameters = [a for a in arguments if a.category == "parameters"]
         sizes = {math.prod(shape) for a in parameters for shape in (a.shape, a.local_shape)}
         # One layer of a stack, whole or local.
@@ -166,7 +241,7 @@ class _Classifier:
         if phase in ("forward", "recomputed") and is_weight and "gather" in instruction.op_name:
             return "weights in use", part
         is_gradient = is_weight or buffer.array.elements in self._parameter_sizes
-        spans_turn = self._first_backward is not None and buffer.start < self._first_backward < buffer.end
+        spans_turn = self.first_backward is not None and buffer.start < self.first_backward < buffer.end
         if phase == "forward" and spans_turn:
             return "saved activations", part
         if phase == "update" and spans_turn and not scopes:

@@ -59,7 +59,15 @@ def model_flops(device_run: DeviceRun, passes: float) -> Mapping[str, float]:
     training = device_run.run.training
     tokens = training.batch * training.seq
     items = forward_flops(device_run.run.model, training.seq)
-    return {item: passes * tokens * flops / device_run.mesh.size for item, flops in items.items()}
+    # Frozen weights have no gradient of their own: their matmuls have two passes of a step's three.
+    own = passes - 1.0 if _is_frozen(device_run, passes) else passes
+    counted = {item: passes if item in ("attention", "linear attention") else own for item in items}
+    return {item: counted[item] * tokens * flops / device_run.mesh.size for item, flops in items.items()}
+
+
+def _is_frozen(device_run: DeviceRun, passes: float) -> bool:
+    """Whether a step of `passes` forward passes trains adapters beside frozen weights."""
+    return passes > 1 and device_run.run.finetune.method == "lora"
 
 
 _COUNTED = 0.95
@@ -77,10 +85,13 @@ def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
     """
     run, placed = device_run.run, device_run.placed
     items = model_flops(device_run, passes)
-    fraction, again = skipped_by_kernels(placed), 4 / 3 if placed.shape.stage == 1 else 5 / 3
+    own = passes - 1 if _is_frozen(device_run, passes) else 3
+    fraction, again = skipped_by_kernels(placed), 1 + (1 if placed.shape.stage == 1 else 2) / own
     # Attention's backward kernels compute the scores again: seven products for four, beside two recomputed ones.
     factors = {
         "attention": again * 11 / 8 / max(fraction.causal_fraction, 1e-9),
+        # Computed again from its inputs, whatever the remat policy keeps.
+        "linear attention": again + 1 / 3,
         "experts": again * max(2.0, 1 / fraction.group_fraction),
         "unembedding": again * padded_vocab(run.model) / vocab_size(run.model),
     }
@@ -90,6 +101,8 @@ def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
         # A stage without a task computes beside the others.
         uneven *= placed.schedule_table.ticks_of(FORWARD) / (run.training.microbatches * placed.virtual_stages)
     most = _SLACK * uneven * sum(factors.get(item, again) * flops for item, flops in items.items())
+    adapters = sum(p.size for _, p, _ in placed.leaves if p.role == "adapter")
+    most += _SLACK * uneven * again * 2 * passes * run.training.batch * run.training.seq * adapters / placed.shape.size
     if run.optimizer.name == "muon" and passes > 1:
         from meshwright.step.muon_plan import flops_of_device, plan_muon  # for Muon alone
 

@@ -7,6 +7,7 @@ from meshwright.checkpoint.export_weights import LARGEST_FILE, export_weights
 from meshwright.checkpoint.import_weights import Conversion, Say, import_weights
 from meshwright.errors import ConfigError
 from meshwright.hugging_face.hub import is_hugging_face
+from meshwright.storage.paths import in_bucket
 
 
 def convert(
@@ -36,6 +37,12 @@ def convert(
         ('LlamaForCausalLM', 12, ['SHA256SUMS', 'config.json', 'model.safetensors'])
     """
     text, folder = str(source), Path(str(source).removeprefix("hf:"))
+    if in_bucket(text) or in_bucket(out):
+        raise ConfigError(
+            f"converting {source} into {out}",
+            "a conversion maps files into memory, which those in a bucket are not",
+            "local folders: `meshwright checkpoint move` and `aws s3 cp` or `gcloud storage cp` copy them",
+        )
     if not is_hugging_face(text) and (folder / "run.json").is_file():
         if weights == "adapter":
             from meshwright.checkpoint.export_adapter import export_adapter  # loaded for adapters

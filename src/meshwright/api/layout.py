@@ -8,8 +8,10 @@ from meshwright.api.planning import with_vocab
 from meshwright.config import MeshShape, Run
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
+from meshwright.views.layout_page import layout_page
 from meshwright.views.layout_tables import print_layout
-from meshwright.views.show import LayoutReport, layout_page, layout_report
+from meshwright.views.pages import inline
+from meshwright.views.show import LayoutReport, layout_report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +27,10 @@ class LayoutView:
         yield capture.get()
 
     def _repr_html_(self) -> str:
-        return layout_page(self.placed, None, [])
+        return inline(layout_page(self.placed, None))
 
     def __str__(self) -> str:
-        console = Console(width=120, no_color=True, highlight=False)
+        console = Console(width=120, color_system=None, highlight=False, force_jupyter=False)
         with console.capture() as capture:
             print_layout(console, self.placed, self.report)
         return capture.get()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright.api.ranked import Plans
 from meshwright.bench.calibration_file import read_calibration
 from meshwright.config import Run
 from meshwright.data.vocabulary import vocab_of_corpus
@@ -23,17 +24,19 @@ from meshwright.planner.plan_file import write_plan
 from meshwright.planner.search import Plan, price_run, search, with_tokens_per_step
 from meshwright.plugins import options_of_child
 from meshwright.runs.recipe import find_recipe
-from meshwright.wrapped.model import check_named, is_wrapped
+from meshwright.views.pages import frame
+from meshwright.wrapped.model import Wrapped, check_named, is_wrapped
 
 
 def plan(
     run: Run | str, on: str | Sequence[str], *, tokens_per_step: str | int | None = None, at_most: int = 20
-) -> list[Plan]:
+) -> Plans:
     """Returns the best plans of a run on hardware that need not be here, the fastest predicted step first.
 
     run: a Run, or a recipe's name.  on: a machine such as `v5p:8x8x16` or `h100:64`, or several.
     tokens_per_step: global batch in tokens, such as `4M`; None keeps the run's batch.
-    Memory and time are predicted by arithmetic; `prove` compiles a plan.
+    Memory and time are predicted by arithmetic; `prove` compiles a plan. The list prints as a table; in a notebook it
+    shows its page.
     Raises ConfigError where no mesh of a machine has the memory.
 
     Example:
@@ -49,17 +52,20 @@ def plan(
             )
         from meshwright.wrapped.plan import plan_wrapped  # loads optax
 
-        return plan_wrapped(base, [find_target(m) for m in ((on,) if isinstance(on, str) else on)], at_most=at_most)
+        return Plans(
+            plan_wrapped(base, [find_target(m) for m in ((on,) if isinstance(on, str) else on)], at_most=at_most)
+        )
     base = with_vocab(base)
     if tokens_per_step is not None:
         base = with_tokens_per_step(base, parse_count(str(tokens_per_step), "tokens_per_step"))
-    plans: list[Plan] = []
+    searches = []
     for machine in (on,) if isinstance(on, str) else on:
         result = search(base, find_target(machine))
         if not result.plans:
             raise nothing_fits(base, result)
-        plans += result.plans[:at_most]
-    return sorted(plans, key=lambda p: p.estimate.seconds)[:at_most]
+        searches.append(result)
+    plans = [plan for result in searches for plan in result.plans[:at_most]]
+    return Plans(sorted(plans, key=lambda p: p.estimate.seconds)[:at_most], searches)
 
 
 def find_target(text: str) -> Target:
@@ -74,7 +80,10 @@ def with_vocab(run: Run) -> Run:
     """Returns the run with a vocabulary size, which some recipes leave to their tokenizer."""
     if run.model.vocab is not None:
         return run
-    vocab = vocab_of_corpus(run.data.paths, run.data.tokenizer, default_cache_folder(), run.faults.bad_records)
+    data = run.data
+    vocab = vocab_of_corpus(
+        data.paths, data.tokenizer, default_cache_folder(), run.faults.bad_records, data.text_field
+    )  # fmt: skip
     return dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=vocab))
 
 
@@ -102,11 +111,16 @@ class Proof:
     """Reason why the plan cannot run: it does not compile, or does not fit; empty where it can."""
     census: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
     """Census of the compiled step, as JSON (docs/formats.md)."""
+    page: str = dataclasses.field(default="", repr=False)
+    """Page of the census, as HTML; a notebook shows it."""
 
     @property
     def fits(self) -> bool:
         """Whether the step compiles and fits the memory of a device."""
         return self.step_seconds is not None and not self.refused
+
+    def _repr_html_(self) -> str | None:
+        return frame(self.page, f"proof of {self.plan.name}") if self.page else None
 
     def to_json(self) -> dict[str, Any]:
         """Returns planned and compiled figures side by side."""
@@ -156,11 +170,14 @@ def prove_plan(plan: Plan, target: Target, limit: int) -> Proof:
     """Compiles a plan for `target` by `meshwright prove PLAN --json` in a child process."""
     check_named(plan.run)  # another process compiles it
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "plan.json"
+        file, html = Path(folder) / "plan.json", Path(folder) / "page.html"
         write_plan(plan, target, file)
-        words = [str(file), "--json", "--limit", str(limit), *options_of_child()]
+        words = [str(file), "--json", "--html", str(html), "--limit", str(limit), *options_of_child()]
+        if isinstance(plan.run.model, Wrapped):  # whose code this process runs already
+            words += ["--model.name", plan.run.model.named().name]
         command = [sys.executable, "-m", "meshwright", "prove", *words]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
+        page = html.read_text(encoding="utf-8") if html.is_file() else ""
     documents = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not documents:
         message = done.stderr[done.stderr.find("error:") :] if "error:" in done.stderr else done.stderr
@@ -176,4 +193,5 @@ def prove_plan(plan: Plan, target: Target, limit: int) -> Proof:
         census["compile_seconds"],
         "" if fits else f"{format_bytes(peak)} of {format_bytes(target.chip.hbm_bytes)}",
         census,
+        page,
     )

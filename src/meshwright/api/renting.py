@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.api.planning import find_target, with_vocab
+from meshwright.api.ranked import Offers
 from meshwright.config import Run
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.formatting import parse_count
@@ -45,7 +46,7 @@ def offers(
     budget: float | None = None,
     rank_by: Aim = "time",
     market: Market | None = None,
-) -> list[Offer]:
+) -> Offers:
     """Returns the best plan of each target and batch with the days, dollars and energy of a training, the best first.
 
     run: a Run, or a recipe's name.  on: targets, numbers of chips or ranges: `v5p:4x4x8,h100:64`, `h100:64..1024`.
@@ -63,7 +64,7 @@ def offers(
     found, refused = find_offers(run, on, tokens=tokens, tokens_per_step=tokens_per_step, market=market)
     if not found:
         raise next(iter(refused.values()))
-    return rank(found, rank_by) if days is None and budget is None else choose(found, days, budget)
+    return Offers(rank(found, rank_by) if days is None and budget is None else choose(found, days, budget))
 
 
 def find_offers(

@@ -1,22 +1,31 @@
 """Training and evaluation from Python."""
 
+import contextlib
 import dataclasses
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
 import jax
+from rich.console import Console
 
+from meshwright.activity import watched_by
 from meshwright.api.choices import choose_for_devices
+from meshwright.api.memory_remedies import memory_explained
+from meshwright.api.viewing import view
 from meshwright.config import MeshShape, Run
 from meshwright.hardware.mesh import default_cache_folder
 from meshwright.hugging_face.hub import is_hugging_face
 from meshwright.plugins import keep_own_names
 from meshwright.report import Reporter
-from meshwright.report.console import ConsoleReport, open_console
+from meshwright.report.console import ConsoleReport, Period, open_console
+from meshwright.report.tokenizing import TokenizeReport
 from meshwright.runs.run_file import run_in_folder
 from meshwright.runs.write_run import run_to_dict
+from meshwright.storage.paths import path_of
 from meshwright.trainer import evaluation, loop
 from meshwright.trainer.parity import Parity, compare_meshes
 from meshwright.wrapped.model import Wrapped, is_wrapped
@@ -28,19 +37,23 @@ def train(
     run: Run,
     out: str | Path | None = None,
     *,
-    start: Literal["fresh", "resume"] = "fresh",
-    at: int | None = None,
+    start: Literal["fresh", "resume"] | int = "fresh",
     data: Literal["same", "new"] = "same",
     devices: int | None = None,
-    progress: Literal["console", "none"] = "console",
+    progress: str = "30s,10",
+    profile: str | None = None,
     cache: Path | None = None,
 ) -> loop.Summary:
     """Trains `run` and returns a summary.
 
     out: output folder for checkpoints, metrics, the Run and a text sample; None makes a new one under `runs`.
-    start: `resume` continues from the last checkpoint in `out`, or from that of step `at`.
+    start: `resume` continues from the last checkpoint in `out`, a number from that of this step.
     data: `new` resumes although the text, its order or its mixture differ from those of the checkpoint.
-    devices: use the first so many devices; None uses all.  progress: where metrics are shown while it trains.
+    devices: use the first so many devices; None uses all.
+    progress: time between lasting lines on standard output: seconds (`30s`), steps (`10`), or both, of which the later
+    counts; `none` shows nothing.
+    profile: first and last step to trace into `out`/profile, as `10:13`, and to set beside the simulated schedule, in
+    `out`/profile.json and, unless `progress` is `none`, on standard output.
     cache: folder of token files and compiled programs; None takes the user's cache.
     Raises ConfigError before anything is traced, DataError, CheckpointError, TrainingError.
 
@@ -50,23 +63,42 @@ def train(
         >>> result.steps, result.loss > 0
         (2, True)
     """
-    folder = Path(out) if out is not None else Path("runs") / f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    own = folder / "tokenizer.json" if start == "resume" else None
+    folder = path_of(out) if out is not None else Path("runs") / f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    at = start if isinstance(start, int) else None
+    own = None if start == "fresh" else folder / "tokenizer.json"
     keep_own_names(run_to_dict(run))  # before a checkpoint names them too
-    prepared = _prepare(run, cache or default_cache_folder(), devices, own)
+    console = ConsoleReport(open_console(), Period.parse("30s,10" if progress == "none" else progress))
+    display = None if progress == "none" else TokenizeReport(open_console(sys.stderr))
 
     def reporters(first: int) -> list[Reporter]:
-        if progress == "none" or jax.process_index() != 0:
-            return []
-        return [ConsoleReport(open_console(), start=first, steps=run.training.steps)]
+        return [console.begin(first, run.training.steps)] if progress != "none" and not jax.process_index() else []
 
-    return loop.train(prepared, folder, start=start, at=at, data=data, reporters=reporters)
+    with contextlib.nullcontext() if progress == "none" else watched_by(console), contextlib.closing(console):
+        prepared = _prepare(run, cache or default_cache_folder(), devices, own, display)
+        shown = None if progress == "none" else open_console()
+        with memory_explained(prepared), _profiled(prepared, profile, folder, shown) as profiled:
+            return loop.train(
+                profiled, folder, start="fresh" if start == "fresh" else "resume", at=at, data=data,
+                reporters=reporters, page=lambda: view(folder).write(),
+            )  # fmt: skip
 
 
-def _prepare(run: Run, cache: Path, devices: int | None, own: Path | None) -> loop.Trainable:
+def _profiled(
+    prepared: loop.Trainable, steps: str | None, out: Path, console: Console | None
+) -> AbstractContextManager[loop.Trainable]:
+    if steps is None:
+        return contextlib.nullcontext(prepared)
+    from meshwright.api.profiling import profiled  # most trainings have no profile
+
+    return profiled(prepared, steps, out, console)
+
+
+def _prepare(
+    run: Run, cache: Path, devices: int | None, own: Path | None, progress: TokenizeReport | None
+) -> loop.Trainable:
     if is_wrapped(run):
         return prepare_wrapped(run, cache=cache, devices=devices)
-    return loop.prepare_run(run, cache=cache, devices=devices, choose=choose_for_devices, own=own)
+    return loop.prepare_run(run, cache=cache, devices=devices, choose=choose_for_devices, own=own, progress=progress)
 
 
 def evaluate(
@@ -93,9 +125,9 @@ def evaluate(
         (2, True)
     """
     shape = MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
-    if not is_hugging_face(str(out)) and is_wrapped(wrapped := run_in_folder(Path(out))):
+    if not is_hugging_face(str(out)) and is_wrapped(wrapped := run_in_folder(path_of(out))):
         wrapped = dataclasses.replace(wrapped, model=model or wrapped.model, mesh=shape or wrapped.mesh)
-        return evaluate_wrapped(Path(out), wrapped, cache=cache or default_cache_folder(), at=at)
+        return evaluate_wrapped(path_of(out), wrapped, cache=cache or default_cache_folder(), at=at)
     run = evaluation.run_to_evaluate(out, data, shape)
     return evaluation.evaluate_checkpoint(out, run, cache=cache or default_cache_folder(), whole=bool(data), at=at)
 

@@ -11,6 +11,8 @@ _WARM_UP_CALLS = 2
 _TOTAL_SECONDS = 0.25
 """Seconds of measurement after which repetition stops, once there are `_MIN_CALLS`."""
 _MIN_CALLS, _MAX_CALLS = 5, 50
+_CALLS_TOGETHER = 20
+"""Calls where several processes take part, which must make equally many."""
 
 
 def median_seconds(function: Callable[..., Any], *arguments: Any) -> tuple[float, int]:
@@ -18,7 +20,8 @@ def median_seconds(function: Callable[..., Any], *arguments: Any) -> tuple[float
     for _ in range(_WARM_UP_CALLS):
         jax.block_until_ready(function(*arguments))
     times: list[float] = []
-    while len(times) < _MIN_CALLS or (sum(times) < _TOTAL_SECONDS and len(times) < _MAX_CALLS):
+    least, most = (_CALLS_TOGETHER, 0) if jax.process_count() > 1 else (_MIN_CALLS, _MAX_CALLS)
+    while len(times) < least or (sum(times) < _TOTAL_SECONDS and len(times) < most):
         start = time.perf_counter()
         jax.block_until_ready(function(*arguments))
         times.append(time.perf_counter() - start)

@@ -1,14 +1,17 @@
 """Trace of JAX's profiler read back: how long each device computed, communicated, and waited.
 
-The operations of a device lie on lanes of its plane in the trace (xplane): one lane of operations on a TPU, a lane for
-each stream on a GPU. Communication is exposed while no lane of the device computes. On a TPU's single lane of
-operations every collective is exposed by construction: an asynchronous one appears there as its start and as the time
-that its done waits. Which operations are collectives is read from the compiled program, whose instructions have the
-names of the events; a GPU's events are kernels, of which NCCL's have its name.
+The operations of a device lie on lanes of its plane in the trace (xplane): on a TPU one lane of operations, `XLA Ops`,
+and one of asynchronous operations in flight, `Async XLA Ops`; on a GPU a lane for each stream. Communication is exposed
+while no lane of operations computes. On a TPU an asynchronous collective is on the lane of operations twice, as its
+start and as the time that its done waits, both of them exposed; it is in flight from the one to the other. Which
+operations are collectives is read from the compiled program, whose instructions have the names of the events; a GPU's
+events are kernels, which tell their instruction, and of which NCCL's have its name.
 """
 
+import bisect
 import dataclasses
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,8 @@ Interval = tuple[float, float]
 _NCCL = re.compile(r"nccl|all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter|all[-_]?to[-_]?all", re.IGNORECASE)
 """Names of kernels that communicate: those of NCCL, and of XLA's own collectives inside a node."""
 _DEVICE = re.compile(r"/device:(TPU|GPU):\d+")
-_GPU_LANE, _TPU_LANE = "Stream", "XLA Ops"
+"""Planes of devices; a TPU's SparseCores have planes of their own, `/device:TPU:0 SparseCore 0`, which are left out."""
+_GPU_LANE, _TPU_LANE, _TPU_FLIGHTS, _TPU_PROGRAMS = "Stream", "XLA Ops", "Async XLA Ops", "XLA Modules"
 _NANOSECOND = 1e-9
 
 
@@ -38,6 +42,8 @@ class Event:
 
     communicates: bool
     """Whether it is a collective, or the wait for one."""
+    instruction: str = ""
+    """Instruction of the program that an event belongs to; empty where it belongs to none, or its name is it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +56,7 @@ class DeviceTime:
     compute: float
     """In which an operation computed."""
     communication: float
-    """In which a collective ran or was awaited."""
+    """In which a collective ran, was in flight or was awaited."""
     exposed: float
     """In which a collective ran or was awaited, and nothing computed."""
     idle: float
@@ -65,6 +71,8 @@ class Trace:
     """Lanes of each device."""
     host: list[list[Event]]
     """Threads of the host that ran instructions of the program, as simulated devices do."""
+    flights: dict[str, list[Interval]] = dataclasses.field(default_factory=dict)
+    """Intervals in which asynchronous collectives of each device were in flight."""
 
 
 def read_trace(folder: Path, module: Module) -> Trace:
@@ -72,18 +80,67 @@ def read_trace(folder: Path, module: Module) -> Trace:
     from jax.profiler import ProfileData
 
     files = sorted(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
-    planes = list(ProfileData.from_file(str(files[-1])).planes) if files else []
-    collective = collective_names(module)
-    known = frozenset(name for c in module.computations.values() for name in c.instructions)
-    devices, host = dict[str, list[list[Event]]](), list[list[Event]]()
+    if not files:
+        return Trace({}, [])
+    profile = ProfileData.from_file(str(files[-1]))  # its planes do not keep it alive
+    with warnings.catch_warnings():
+        # Made at its first use, the type of stats has no module; where warnings are errors the process would abort.
+        warnings.filterwarnings("ignore", "builtin type .* has no __module__", DeprecationWarning)
+        return trace_of(profile.planes, module)
+
+
+def trace_of(planes: Iterable[Any], module: Module) -> Trace:
+    """Returns the operations in the planes of a profile. module: the program that ran."""
+    program = _Program.of(module)
+    devices, host, flights = dict[str, list[list[Event]]](), list[list[Event]](), dict[str, list[Interval]]()
     for plane in planes:
         lines = list(plane.lines)
-        if _DEVICE.match(plane.name):
-            devices[plane.name] = [_events(line, collective) for line in _lanes_of_operations(lines)]
+        if _DEVICE.fullmatch(plane.name):
+            streams = [line for line in lines if line.name.startswith(_GPU_LANE)]
+            lanes = [_kernels(line, program) for line in streams] or _tpu_lanes(lines, program)
+            if any(lanes):
+                devices[plane.name] = lanes
+                flights[plane.name] = [] if streams else _flights(lanes, lines, program)
         elif plane.name.startswith("/host:"):
-            threads = [[event for event in _events(line, collective) if event.name in known] for line in lines]
+            threads = [[event for event in _operations(line, program) if event.name in program.known] for line in lines]
             host += [thread for thread in threads if thread]
-    return Trace({name: lanes for name, lanes in devices.items() if any(lanes)}, host)
+    return Trace(devices, host, flights)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """Names of a program, as events tell them."""
+
+    module: re.Pattern[str]
+    """Its own name, with the fingerprint or number that a trace adds: `jit_step(123)`, `jit_step.2`."""
+    known: frozenset[str]
+    """Instructions."""
+    collective: frozenset[str]
+    """Instructions that communicate, or wait for communication."""
+    starts: dict[str, str]
+    """Instruction that waits for a collective -> the one that starts it."""
+    kernels: dict[str, str]
+    """Name of a kernel of a GPU -> its instruction: XLA writes `loop_add_fusion_3` for `loop_add_fusion.3`."""
+
+    @classmethod
+    def of(cls, module: Module) -> "_Program":
+        known = frozenset(name for c in module.computations.values() for name in c.instructions)
+        starts = {
+            instruction.name: start_of(computation, instruction)
+            for computation in module.computations.values()
+            for instruction in computation.instructions.values()
+            if instruction.opcode.endswith("-done") or is_fused_done(instruction)
+        }
+        collective = collective_names(module)
+        return cls(
+            re.compile(rf"{re.escape(module.name)}([.(].*)?"), known, collective,
+            {done: start for done, start in starts.items() if done in collective},
+            {re.sub(r"[^0-9A-Za-z_]", "_", name): name for name in known},
+        )  # fmt: skip
+
+    def runs(self, name: str) -> bool:
+        """Whether a trace calls this program so; True where it tells none."""
+        return not name or self.module.fullmatch(name) is not None
 
 
 def collective_names(module: Module) -> frozenset[str]:
@@ -111,32 +168,92 @@ def _communicates(module: Module, instruction: Instruction) -> bool:
     return False
 
 
-def _lanes_of_operations(lines: Sequence[Any]) -> list[Any]:
-    """Returns the lanes on which a device's operations run, of those that the profiler derives from them."""
-    streams = [line for line in lines if line.name.startswith(_GPU_LANE)]
-    return streams or [line for line in lines if line.name == _TPU_LANE]
+def _tpu_lanes(lines: Sequence[Any], program: _Program) -> list[list[Event]]:
+    """Returns the lane of operations of a TPU; those while another program ran belong to no instruction."""
+    programs = [
+        (event.start_ns * _NANOSECOND, (event.start_ns + event.duration_ns) * _NANOSECOND)
+        for line in lines
+        if line.name == _TPU_PROGRAMS
+        for event in line.events
+        if not program.runs(event.name)
+    ]
+    others = union(programs)
+    lanes = [_operations(line, program) for line in lines if line.name == _TPU_LANE]
+    return [[_foreign(event) if _within(event, others) else event for event in lane] for lane in lanes]
 
 
-def _events(line: Any, collective: frozenset[str]) -> list[Event]:
+def _within(event: Event, intervals: Sequence[Interval]) -> bool:
+    middle = event.start + event.seconds / 2
+    at = bisect.bisect_right(intervals, (middle, float("inf"))) - 1
+    return at >= 0 and middle < intervals[at][1]
+
+
+def _foreign(event: Event) -> Event:
+    """Returns an operation of another program: it keeps the device busy, and has no instruction of this one."""
+    return dataclasses.replace(event, name=f"another program: {event.name}", instruction="")
+
+
+def _operations(line: Any, program: _Program) -> list[Event]:
+    """Returns the events of a lane whose names are instructions."""
     events = []
-    kernels = line.name.startswith(_GPU_LANE)
     for event in line.events:
         # On TPUs an event's name is the whole instruction: `%all-gather-done.3 = bf16[...] all-gather-done(...)`.
         name = event.name.partition(" = ")[0].lstrip("%")
-        communicates = name in collective or (kernels and bool(_NCCL.search(name)))
-        events.append(Event(name, event.start_ns * _NANOSECOND, event.duration_ns * _NANOSECOND, communicates))
+        start, seconds = event.start_ns * _NANOSECOND, event.duration_ns * _NANOSECOND
+        events.append(Event(name, start, seconds, name in program.collective))
     return events
 
 
-def device_time(device: str, lanes: Iterable[Sequence[Event]]) -> DeviceTime:
-    """Returns the seconds in which a device computes, communicates and waits."""
+def _kernels(line: Any, program: _Program) -> list[Event]:
+    """Returns the kernels and copies of a stream, with the instructions that they belong to.
+
+    A kernel inside a CUDA graph (a command buffer) has no `hlo_op` of its own; a fusion's has the fusion's name.
+    """
+    events = []
+    for event in line.events:
+        stats = dict(event.stats)
+        own = program.runs(str(stats.get("hlo_module", "")))
+        hlo_op = str(stats.get("hlo_op", "")).lstrip("%")
+        instruction = hlo_op if hlo_op in program.known else program.kernels.get(event.name, hlo_op)
+        name, instruction = (event.name, instruction) if own else (f"another program: {event.name}", "")
+        communicates = instruction in program.collective or bool(_NCCL.search(event.name))
+        start, seconds = event.start_ns * _NANOSECOND, event.duration_ns * _NANOSECOND
+        events.append(Event(name, start, seconds, communicates, instruction))
+    return events
+
+
+def _flights(lanes: Sequence[Sequence[Event]], lines: Sequence[Any], program: _Program) -> list[Interval]:
+    """Returns the intervals in which collectives of a TPU were in flight.
+
+    Each done ends the flight of the start before it on the lane of operations. What the trace's own lane of
+    asynchronous operations tells is added: collectives that the SparseCores run have no wait on the other.
+    """
+    flights = []
+    for lane in lanes:
+        begun: dict[str, float] = {}
+        for event in sorted(lane, key=lambda e: e.start):
+            begun[event.name] = event.start
+            start = begun.get(program.starts.get(event.name, ""))
+            if start is not None:
+                flights.append((start, event.start + event.seconds))
+    asynchronous = [event for line in lines if line.name == _TPU_FLIGHTS for event in _operations(line, program)]
+    flights += [(event.start, event.start + event.seconds) for event in asynchronous if event.communicates]
+    return union(flights)
+
+
+def device_time(device: str, lanes: Iterable[Sequence[Event]], flights: Iterable[Interval] = ()) -> DeviceTime:
+    """Returns the seconds in which a device computes, communicates and waits.
+
+    flights: intervals in which collectives are in flight besides those in which one is on a lane.
+    """
     events = [event for lane in lanes for event in innermost(lane)]
     compute = union((e.start, e.start + e.seconds) for e in events if not e.communicates)
     communication = union((e.start, e.start + e.seconds) for e in events if e.communicates)
     busy = union([*compute, *communication])
     window = busy[-1][1] - busy[0][0] if busy else 0.0
     total, computing = length(busy), length(compute)
-    return DeviceTime(device, window, computing, length(communication), total - computing, window - total)
+    in_flight = length(union([*communication, *flights]))
+    return DeviceTime(device, window, computing, in_flight, total - computing, window - total)
 
 
 def innermost(lane: Sequence[Event]) -> list[Event]:

@@ -25,8 +25,8 @@ def require_plotting() -> None:
         raise ConfigError("a plot", "matplotlib is not installed", "pip install 'meshwright[plot]', or omit --plot")
 
 
-def plot_timings(timings: Sequence[CollectiveTiming], file: Path) -> None:
-    """Plots bus bandwidth over size into `file`: a panel per mesh axis, a line per collective."""
+def plot_timings(timings: Sequence[CollectiveTiming], file: Path, colours: Sequence[str]) -> None:
+    """Plots bus bandwidth over size into `file`: a panel per mesh axis, a line per collective, each in its colour."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -38,6 +38,7 @@ def plot_timings(timings: Sequence[CollectiveTiming], file: Path) -> None:
         FigureCanvasAgg(figure)
         panels: Any = figure.subplots(1, len(axes), sharey=True, squeeze=False)
         for panel, axis in zip(panels[0], axes, strict=True):
+            panel.set_prop_cycle(color=colours)
             for kind in dict.fromkeys(t.kind for t in timings):
                 line = [t for t in timings if t.axis == axis and t.kind == kind]
                 panel.loglog([t.bytes for t in line], [t.bus_bandwidth / 1e9 for t in line], marker="o", label=kind)

@@ -6,6 +6,7 @@ where it stopped. Orbax restores such a checkpoint like any other.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -22,6 +23,7 @@ import tensorstore
 from meshwright.checkpoint.fingerprints import SALTS, sum_of_hashes
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
 from meshwright.errors import CheckpointError
+from meshwright.storage.paths import in_bucket
 
 Index = tuple[slice, ...]
 Fingerprint = tuple[int, int]
@@ -86,13 +88,10 @@ def write_tensor(
         "driver": "zarr",
         # The whole conversion is synchronised before it is moved to its name, and not each file.
         "kvstore": {"driver": "file", "path": f"{state / name}/", "file_io_sync": False},
-        "metadata": {
-            "shape": list(shape), "chunks": list(block), "dtype": _zarr_dtype(dtype), "compressor": None,
-            "dimension_separator": ".",
-        },
+        "metadata": zarr_metadata(shape, block, dtype),
         "store_data_equal_to_fill_value": True,
         "recheck_cached_data": False,
-    }  # fmt: skip
+    }
     total = (0, 0)
     try:
         array = tensorstore.open(spec, create=True, delete_existing=True).result()
@@ -107,33 +106,43 @@ def write_tensor(
     return total
 
 
-def _zarr_dtype(dtype: np.dtype[Any]) -> str:
-    return "bfloat16" if dtype.name == "bfloat16" else dtype.str
+def zarr_metadata(shape: tuple[int, ...], chunks: tuple[int, ...], dtype: np.dtype[Any]) -> dict[str, Any]:
+    """Returns the description of a Zarr array as Orbax writes it, without compression."""
+    # NumPy's own types by code, the others (bfloat16, float8_e4m3fn) by name.
+    code = dtype.str if dtype.isbuiltin == 1 else dtype.name
+    return {
+        "shape": list(shape), "chunks": list(chunks), "dtype": code, "compressor": None, "dimension_separator": ".",
+    }  # fmt: skip
 
 
 def commit_weights(step_folder: Path, manifest: Manifest) -> None:
     """Writes what makes the tensors in `step_folder`/state a checkpoint that Orbax restores, and its manifest."""
+    commit_state(step_folder, {name: t.shape for name, t in manifest.tensors.items()})
+    (step_folder / "manifest").mkdir(exist_ok=True)
+    write_json(step_folder / "manifest" / "metadata", manifest.to_dict())
+
+
+def commit_state(step_folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Writes Orbax's description of the tensors in `step_folder`/state. shapes: of the tensors, by name."""
     state, now = step_folder / "state", time.time_ns()
     handler = "orbax.checkpoint._src.handlers."
     tree = {
         f"('{name}',)": {
             "key_metadata": [{"key": name, "key_type": 2}],
-            "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": list(t.shape)},
+            "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": list(shape)},
         }
-        for name, t in manifest.tensors.items()
+        for name, shape in shapes.items()
     }
-    _write_json(
+    write_json(
         state / "_METADATA",
         {
             "tree_metadata": tree, "use_ocdbt": False, "use_zarr3": False,
             "store_array_data_equal_to_fill_value": True, "custom_metadata": None,
         },
     )  # fmt: skip
-    (step_folder / "manifest").mkdir(exist_ok=True)
-    _write_json(step_folder / "manifest" / "metadata", manifest.to_dict())
     items = {"manifest": "json_checkpoint_handler.JsonCheckpointHandler",
              "state": "pytree_checkpoint_handler.PyTreeCheckpointHandler"}  # fmt: skip
-    _write_json(
+    write_json(
         step_folder / "_CHECKPOINT_METADATA",
         {
             "item_handlers": {item: handler + name for item, name in items.items()},
@@ -142,10 +151,12 @@ def commit_weights(step_folder: Path, manifest: Manifest) -> None:
         },
     )  # fmt: skip
     for folder in (state, step_folder / "manifest", step_folder):
+        folder.mkdir(exist_ok=True)
         (folder / "commit_success.txt").write_text(f"Checkpoint commit was successful to {folder}", encoding="utf-8")
 
 
-def _write_json(file: Path, document: Mapping[str, Any]) -> None:
+def write_json(file: Path, document: Mapping[str, Any]) -> None:
+    """Writes JSON values."""
     file.write_text(json.dumps(document), encoding="utf-8")
 
 
@@ -188,7 +199,7 @@ class StoredTensors:
 
     def open(self, name: str) -> tuple[Any, tuple[int, ...]]:
         """Opens the array of a tensor with TensorStore; returns it, and the shape of its chunks. Raises ValueError."""
-        array = tensorstore.open(self._spec(name)).result()
+        array = open_array(self.step_folder / "state", name).result()
         return array, check_array(name, array, self.manifest.tensors[name])
 
     def read(self, name: str) -> np.ndarray:
@@ -203,16 +214,14 @@ class StoredTensors:
         self.read_blocks(name, shape, put)
         return whole
 
-    def _spec(self, name: str) -> dict[str, Any]:
-        return array_spec(self.step_folder / "state", name)
-
     def check(self, names: Iterable[str]) -> None:
         """Raises CheckpointError where the array of a tensor is not of the shape and type in the manifest.
 
         Reads the arrays' descriptions, all at once, and allocates nothing of their size.
         """
         try:
-            opening = {name: tensorstore.open(self._spec(name)) for name in names}
+            state = self.step_folder / "state"
+            opening = {name: open_array(state, name) for name in names}
             for name, array in opening.items():
                 check_array(name, array.result(), self.manifest.tensors[name])
         except ValueError as error:
@@ -224,13 +233,27 @@ class StoredTensors:
         )  # fmt: skip
 
 
-def array_spec(state: Path, name: str) -> dict[str, Any]:
-    """Returns TensorStore's description of the array of a tensor in the folder `state` of a checkpoint."""
-    if (state / "manifest.ocdbt").is_file():
-        kvstore = {"driver": "ocdbt", "base": f"file://{state.absolute()}/", "path": f"{name}/"}
+def open_array(state: Path, name: str) -> Any:
+    """Opens the array of a tensor in the folder `state` of a checkpoint with TensorStore; returns a future."""
+    from meshwright.storage.bucket import context, kvstore_spec
+
+    if _in_one_database(state):
+        kvstore = {"driver": "ocdbt", "base": kvstore_spec(state), "path": f"{name}/"}
     else:
-        kvstore = {"driver": "file", "path": f"{state.absolute() / name}/"}
-    return {"driver": "zarr", "kvstore": kvstore}
+        kvstore = kvstore_spec(state / name)
+    return tensorstore.open({"driver": "zarr", "kvstore": kvstore}, context=context() if in_bucket(state) else None)
+
+
+def _in_one_database(state: Path) -> bool:
+    """Whether the tensors are in a database of TensorStore (OCDBT), as Orbax writes them."""
+    if not in_bucket(state):
+        return (state / "manifest.ocdbt").is_file()
+    return _database_in_bucket(state)
+
+
+@functools.lru_cache(maxsize=64)
+def _database_in_bucket(state: Path) -> bool:
+    return (state / "manifest.ocdbt").is_file()
 
 
 def check_array(name: str, array: Any, record: TensorRecord) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: written by Orbax, committed atomically, verified by fingerprints.
+"""Checkpoints of a training run: written by Orbax or in shards, committed atomically, verified by fingerprints.
 
 Orbax restores a flipped bit, a zeroed block or another dtype without an error. So the fingerprint of every tensor is
 stored in the checkpoint's manifest and compared after the restore. Fingerprints do not depend on the layout: a
@@ -7,41 +7,69 @@ checkpoint written on one mesh is verified on another, and each device reads and
 
 import contextlib
 import math
-import os
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import jax
-import orbax.checkpoint as ocp
 
 from meshwright.checkpoint.fingerprints import fingerprints
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
 from meshwright.checkpoint.orbax_reports import orbax_reports_suppressed
-from meshwright.errors import CheckpointError
+from meshwright.errors import StorageError
 from meshwright.sharding.params import named_leaves
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
+from meshwright.storage.paths import path_of, store_of
+
+Reach = Literal["shared", "process"]
+
+
+class Writer(Protocol):
+    """A folder of checkpoints as its kind of store writes and reads it: `OrbaxWriter`, or `ShardWriter`."""
+
+    def steps(self) -> list[int]:
+        """Returns the committed steps, oldest first."""
+
+    def save(self, step: int, tensors: dict[str, jax.Array], manifest: dict[str, Any]) -> None:
+        """Starts to write tensors and manifest, and returns as soon as the tensors' buffers may be donated."""
+
+    def restore(self, step: int, abstract: dict[str, Any], other_shape: Set[str]) -> dict[str, jax.Array]:
+        """Returns tensors as `abstract` describes them. other_shape: those that are stored in another shape."""
+
+    def wait(self) -> None:
+        """Waits until the last save is committed; raises its error."""
+
+    def failed(self) -> bool:
+        """Whether the save in progress has failed; `wait` then raises its error at once."""
+
+    def close(self) -> None:
+        """Waits, and releases threads."""
+
+    def abandon(self) -> None:
+        """Gives up a save that failed."""
 
 
 class Checkpoints:
     """Checkpoints in one folder. Close it, or use it in a `with` statement, so that the last one is committed."""
 
-    def __init__(self, folder: Path, *, max_to_keep: int | None):
-        """Opens `folder`. max_to_keep: checkpoints to keep when another is saved; None opens it for reading alone."""
-        self.folder = folder.absolute()
-        # Suppresses Orbax's reports while a commit is in progress.
-        self._commit = contextlib.ExitStack()
+    def __init__(self, folder: Path, *, max_to_keep: int | None, reach: Reach = "shared"):
+        """Opens `folder`. max_to_keep: checkpoints to keep when another is saved; None opens it for reading alone.
+
+        reach: `process` for a folder of this process alone, which has its shards (`trainer.tiers`).
+        """
+        self.folder = path_of(folder).absolute()
         with self._explained("opening checkpoints"):
-            # One that reads leaves alone what a run beside it is writing.
-            options = ocp.CheckpointManagerOptions(read_only=True)
-            if max_to_keep is not None:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                options = ocp.CheckpointManagerOptions(
-                    max_to_keep=max_to_keep, cleanup_tmp_directories=True, enable_async_checkpointing=True
-                )
-            self._manager = ocp.CheckpointManager(self.folder, options=options)
+            if reach == "shared" and store_of(self.folder).renames:
+                from meshwright.checkpoint.orbax_writer import OrbaxWriter  # a bucket needs none of it
+
+                self._writer: Writer = OrbaxWriter(self.folder, max_to_keep)
+            else:
+                from meshwright.checkpoint.shard_writer import ShardWriter  # most runs are on file systems
+
+                self._writer = ShardWriter(self.folder, max_to_keep, reach)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -51,8 +79,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Returns the committed steps, oldest first."""
-        self._manager.reload()
-        return sorted(self._manager.all_steps())
+        return self._writer.steps()
 
     def save(
         self,
@@ -84,26 +111,28 @@ class Checkpoints:
         }
         manifest = Manifest(step, cursor, device_run.run, records, data, corpus, skipped)
         with self._explained(f"saving step {step}"):
-            self._wait_for_commit()
-            self._commit.enter_context(orbax_reports_suppressed())
-            self._manager.save(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.PyTreeSave(tensors), manifest=ocp.args.JsonSave(manifest.to_dict())
-                ),
-                force=True,
-            )
+            self._writer.save(step, tensors, manifest.to_dict())
+
+    def save_locally(self, state: State, device_run: DeviceRun, **place: Any) -> None:
+        """Writes to the hosts' own disks where the run has such checkpoints (`trainer.tiers`)."""
+
+    def forget_local(self, after: int = -1) -> None:
+        """Deletes the checkpoints on the hosts' own disks where the run has such."""
 
     def wait(self) -> None:
         """Waits until every save is committed. Raises CheckpointError where one could not be written."""
         with self._explained("saving"):
-            self._wait_for_commit()
+            self._writer.wait()
+
+    def check(self) -> None:
+        """Raises CheckpointError where a save in progress has failed on this host; the others wait for it."""
+        if self._writer.failed():
+            self.wait()
 
     def close(self) -> None:
-        """Waits like `wait` and releases Orbax's threads."""
+        """Waits like `wait` and releases the writer's threads."""
         with self._explained("saving"):
-            self._manager.close()
-            self._commit.close()
+            self._writer.close()
 
     def manifest(self, step: int | None = None) -> Manifest:
         """Returns the manifest of the checkpoint of `step`, or of the last whole one; no device is needed."""
@@ -119,7 +148,7 @@ class Checkpoints:
         from meshwright.checkpoint.restore import restore_state
 
         manifest = self.manifest(step)
-        return restore_state(self._manager, self.folder, manifest, device_run), manifest
+        return restore_state(self._writer, self.folder, manifest, device_run), manifest
 
     def restore_params(self, device_run: DeviceRun, step: int | None = None) -> tuple[Any, Manifest]:
         """Returns the verified parameters of `step`, or of the last whole checkpoint, without the optimizer state.
@@ -129,18 +158,14 @@ class Checkpoints:
         from meshwright.checkpoint.restore import restore_params
 
         manifest = self.manifest(step)
-        return restore_params(self._manager, self.folder, manifest, device_run), manifest
+        return restore_params(self._writer, self.folder, manifest, device_run), manifest
 
     def set_aside(self, after: int) -> None:
         """Moves checkpoints newer than `after`, whole or not, into the folder `set-aside`: training continues there."""
         from meshwright.checkpoint.restore import set_aside
 
         set_aside(self.folder, after)
-        self._manager.reload()
-
-    def _wait_for_commit(self) -> None:
-        self._manager.wait_until_finished()
-        self._commit.close()
+        self._writer.steps()
 
     @contextlib.contextmanager
     def _explained(self, action: str) -> Iterator[None]:
@@ -148,13 +173,14 @@ class Checkpoints:
         with orbax_reports_suppressed():
             try:
                 yield
+            except StorageError:
+                raise
             except Exception as error:
                 from meshwright.checkpoint.late_reports import drain_reports
                 from meshwright.checkpoint.write_errors import write_error
 
                 drain_reports(error)
-                self._commit.close()
-
+                self._writer.abandon()
                 raise write_error(action, self.folder, error) from error
 
 
@@ -169,46 +195,25 @@ def named_tensors(state: State) -> dict[str, Any]:
     return named_leaves(saved_fields(state))
 
 
-def committed_steps(folder: Path) -> list[int]:
-    """Returns the steps with a whole checkpoint in `folder`, oldest first; no device is needed."""
-    return sorted(set(all_steps(folder)) - set(partial_steps(folder)))
+def check_room(folder: Path, device_run: DeviceRun, max_to_keep: int) -> None:
+    """Raises CheckpointError (of a bucket: StorageError) where `folder` cannot take `max_to_keep` + 1 checkpoints."""
+    if not store_of(folder).limited:
+        from meshwright.storage.bucket import check_bucket
 
-
-def partial_steps(folder: Path) -> list[int]:
-    """Returns the steps whose checkpoint lacks what every one has, oldest first: a copy that was cut off."""
-    names = ("manifest/metadata", "state/_METADATA")
-    return sorted(step for step in all_steps(folder) if not all(_has(folder / str(step) / name) for name in names))
-
-
-def all_steps(folder: Path) -> list[int]:
-    """Returns the steps that have a folder, whole or not, in no order."""
-    return [int(p.name) for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
-
-
-def _has(file: Path) -> bool:
-    return file.is_file() and file.stat().st_size > 0
-
-
-def check_disk_space(folder: Path, device_run: DeviceRun, max_to_keep: int) -> None:
-    """Raises CheckpointError where `folder` cannot be written or has no space for `max_to_keep` + 1 checkpoints."""
+        check_bucket(folder)
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable-{os.getpid()}"
-        probe.write_bytes(b"")
-        probe.unlink()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise CheckpointError(
-            f"output folder {folder}", f"it cannot be written: {error.strerror or error}", "another --out"
-        ) from error
+        from meshwright.checkpoint.write_errors import unwritable
+
+        raise unwritable(folder, error) from error
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in named_tensors(device_run.abstract).values())
-    free = shutil.disk_usage(folder).free
-    if free < size * (max_to_keep + 1):
-        raise CheckpointError(
-            f"output folder {folder}",
-            f"a checkpoint takes up to {size / 2**20:.1f} MiB, {max_to_keep} are kept while another is written, "
-            f"and {free / 2**20:.1f} MiB are free",
-            "a folder with more space, or a smaller --training.max-to-keep",
-        )
+    if (free := shutil.disk_usage(folder).free) < size * (max_to_keep + 1):
+        from meshwright.checkpoint.write_errors import no_room
+
+        raise no_room(folder, size, max_to_keep, free)
 
 
 def rows_permuted(device_run: DeviceRun) -> bool:

@@ -111,7 +111,7 @@ def _configuration(run: Run, source: Path) -> tuple[Architecture, dict[str, Any]
     longest = {} if run.model.spec().max_seq else {"max_position_embeddings": run.training.seq}
     if not (kept / "config.json").is_file():
         architecture, config = architecture_of(run.model)
-        return architecture, {**config, **longest}
+        return architecture, {**config, **_longest(config, longest)}
     folder = read_model(str(kept.absolute()))
     config = read_json(kept / "config.json")
     config.pop("quantization_config", None)  # weights go out as numbers
@@ -121,7 +121,12 @@ def _configuration(run: Run, source: Path) -> tuple[Architecture, dict[str, Any]
     ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
     if longest and folder.max_seq:
         longest = {"max_position_embeddings": max(folder.max_seq, run.training.seq)}
-    return architecture, {**changed, **ids, **longest}
+    return architecture, {**changed, **ids, **_longest(changed, longest)}
+
+
+def _longest(config: dict[str, Any], trained: dict[str, Any]) -> dict[str, Any]:
+    """The longer of the sequence of the training and that of the configuration, which YaRN has for its extension."""
+    return {name: max(length, config.get(name, 0)) for name, length in trained.items()}
 
 
 def _same(architecture: Architecture, first: Model, second: Model) -> bool:

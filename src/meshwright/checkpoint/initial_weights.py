@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from meshwright.hugging_face.load import load_params
 from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.params import Tree, named_leaves
 from meshwright.step.device_run import DeviceRun, place_on_devices
+from meshwright.storage.paths import path_of
+from meshwright.storage.transfer import copy_file, files_of
 
 _FREE = ("vocab_multiple",)
 """Fields of a model in which a run may differ from its weights without a word: they change no number."""
@@ -35,8 +36,7 @@ def load_initial_weights(device_run: DeviceRun, out: Path | None = None) -> Tree
     if out is not None and jax.process_index() == 0:
         _keep_description(run.init_from, out)
         if run.finetune.template is not None:
-            (out / KEPT).mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(run.finetune.template, out / KEPT / "chat_template.jinja")
+            copy_file(path_of(run.finetune.template), out / KEPT / "chat_template.jinja")
     if run.finetune.method == "lora":
         from meshwright.checkpoint.adapters import add_adapters  # loaded for runs with adapters
 
@@ -54,7 +54,7 @@ def _load(init_from: str, device_run: DeviceRun, then: Callable[[str, jax.Array]
         weights = open_folder(init_from)
         dtype = device_run.run.training.param_dtype
         return load_params(weights, device_run.params, device_run.state_shardings.params, dtype, then)
-    params = load_run(Path(init_from), device_run)
+    params = load_run(path_of(init_from), device_run)
     treedef: Any = jax.tree.structure(params)
     return treedef.unflatten([then(path, w) for path, w in named_leaves(params).items()])
 
@@ -104,11 +104,13 @@ def describe_initial_weights(run: Run) -> str:
 def _keep_description(init_from: str, out: Path) -> None:
     if is_hugging_face(init_from):
         keep_files(find_folder(init_from, weights=False), out)
-    elif (Path(init_from) / KEPT).is_dir():
-        shutil.copytree(Path(init_from) / KEPT, out / KEPT, dirs_exist_ok=True)
+        return
+    kept = path_of(init_from) / KEPT
+    for name in files_of(kept) if kept.is_dir() else ():
+        copy_file(kept / name, out / KEPT / name)
 
 
 def _model_of(init_from: str) -> Model:
     if is_hugging_face(init_from):
         return read_model(init_from).model
-    return run_in_folder(Path(init_from)).model
+    return run_in_folder(path_of(init_from)).model

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 
 from meshwright.checkpoint.blocks import StoredTensors
-from meshwright.checkpoint.checkpoints import committed_steps, partial_steps
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.restore import manifest_of
+from meshwright.checkpoint.restore import manifest_of, read_manifest
+from meshwright.checkpoint.steps import all_steps, committed_steps, partial_steps
+from meshwright.documents import read_json
 from meshwright.errors import CheckpointError
 from meshwright.runs.write_run import run_to_dict
+from meshwright.storage.paths import in_bucket, path_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +39,9 @@ def find_checkpoints(out: Path) -> Path:
 
     Raises CheckpointError where there are none.
     """
+    out = path_of(out)
     folder = out / "checkpoints" if (out / "checkpoints").is_dir() else out
-    if not folder.is_dir() or not any(path.name.isdigit() for path in folder.iterdir()):
+    if not all_steps(folder):
         raise CheckpointError(f"the checkpoints in {out}", "there are none", "the output folder of a run")
     return folder
 
@@ -48,8 +51,7 @@ def list_checkpoints(folder: Path) -> list[Listed]:
     partial = partial_steps(folder)
     listed = []
     for step in sorted({*committed_steps(folder), *partial}):
-        files = [file for file in (folder / str(step)).rglob("*") if file.is_file() and not file.is_symlink()]
-        size, written = sum(f.stat().st_size for f in files), max((f.stat().st_mtime for f in files), default=0.0)
+        size, written = _size_and_time(folder / str(step))
         if step in partial:
             listed.append(Listed(step, None, 0, size, written, "not whole: its writing or copying was cut off"))
             continue
@@ -59,6 +61,22 @@ def list_checkpoints(folder: Path) -> list[Listed]:
         except CheckpointError as error:
             listed.append(Listed(step, None, 0, size, written, error.truth))
     return listed
+
+
+def _size_and_time(step_folder: Path) -> tuple[int, float]:
+    """Bytes of a checkpoint, and when it was written, in seconds since 1970.
+
+    A bucket's driver tells neither: there the bytes are those of the tensors, and the time is the writer's.
+    """
+    if in_bucket(step_folder):
+        try:
+            manifest = read_manifest(step_folder)
+            written = float(read_json(step_folder / "_CHECKPOINT_METADATA")["commit_timestamp_nsecs"]) / 1e9
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return 0, 0.0
+        return sum(math.prod(t.shape) * np.dtype(t.dtype).itemsize for t in manifest.tensors.values()), written
+    files = [file for file in step_folder.rglob("*") if file.is_file() and not file.is_symlink()]
+    return sum(f.stat().st_size for f in files), max((f.stat().st_mtime for f in files), default=0.0)
 
 
 def verify_checkpoint(folder: Path, manifest: Manifest, say: Callable[[str], None] = lambda line: None) -> list[str]:

@@ -31,7 +31,7 @@ def abstract_in_layer_order(tensors: dict[str, Any], params: Tree) -> dict[str, 
             sharding = _without_sharded_rows(x.shape, sharding)
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
-    permuted = _permuted(tensors, params)
+    permuted = permuted_params(tensors, params)
     return {name: abstract(x, permuted[name]) if name in permuted else x for name, x in tensors.items()}
 
 
@@ -53,7 +53,7 @@ def to_layer_order[T](
 def permuted_in_layer_order(tensors: dict[str, jax.Array], params: Tree) -> Iterator[tuple[str, jax.Array]]:
     """Yields the tensors whose rows are permuted with one row per layer, in order, on the device."""
     abstract = abstract_in_layer_order(tensors, params)
-    for name, p in _permuted(tensors, params).items():
+    for name, p in permuted_params(tensors, params).items():
         x = tensors[name]
         yield name, reordering(rows_to_layers, p, x.shape, x.sharding, abstract[name].sharding)(x)
 
@@ -63,7 +63,7 @@ def to_row_order(tensors: dict[str, jax.Array], like: dict[str, Any], params: Tr
 
     like: the tensors of the state, with their shapes and shardings.
     """
-    permuted = _permuted(like, params)
+    permuted = permuted_params(like, params)
     converted: dict[str, jax.Array] = {}
     for name, x in like.items():
         tensor = tensors.pop(name)
@@ -130,8 +130,8 @@ def _pieces(size: int) -> int:
     return max(n for n in range(1, _PIECES + 1) if size % n == 0)
 
 
-def _permuted(tensors: dict[str, Any], params: Tree) -> dict[str, Param]:
-    """Names of the tensors whose rows are permuted, with the parameter that they belong to."""
+def permuted_params(tensors: dict[str, Any], params: Tree) -> dict[str, Param]:
+    """Returns the names of the tensors whose rows are permuted, with the parameter that they belong to."""
     permuted = {path: p for path, p in named_leaves(params).items() if p.order is not None}
     return {
         name: p

@@ -13,10 +13,13 @@ import re
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 _ORBAX_FILE = re.compile(r"[/\\](orbax|tensorstore)[/\\]")
+_WRITER_FILE = re.compile(r"[/\\](orbax|tensorstore|etils)[/\\]")
+"""Files of what Orbax writes with in threads of its own: its small files go through etils."""
 _ORBAX_TASK = re.compile("orbax|tensorstore|OCDBT", re.IGNORECASE)
 """Text of asyncio's report of a task of Orbax or of a failed transfer; OCDBT is TensorStore's storage format."""
 
@@ -24,7 +27,9 @@ _ORBAX_TASK = re.compile("orbax|tensorstore|OCDBT", re.IGNORECASE)
 def _log_filter(record: logging.LogRecord) -> bool:
     """Keeps a record that is neither logged by a file of Orbax nor about one of its tasks."""
     if record.name == "asyncio":
-        return not _ORBAX_TASK.search(record.getMessage())
+        frames = traceback.walk_tb(record.exc_info[2] if record.exc_info else None)
+        failed_writing = any(_WRITER_FILE.search(frame.f_code.co_filename) for frame, _ in frames)
+        return not failed_writing and not _ORBAX_TASK.search(record.getMessage())
     return not _ORBAX_FILE.search(record.pathname)
 
 

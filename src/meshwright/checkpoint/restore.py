@@ -9,28 +9,22 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from meshwright.checkpoint.blocks import StoredTensors
-from meshwright.checkpoint.checkpoints import (
-    all_steps,
-    committed_steps,
-    named_tensors,
-    partial_steps,
-    rows_permuted,
-    saved_fields,
-)
+from meshwright.checkpoint.checkpoints import Writer, named_tensors, rows_permuted, saved_fields
 from meshwright.checkpoint.fingerprints import fingerprints
 from meshwright.checkpoint.late_reports import drain_reports
 from meshwright.checkpoint.manifest import FORMAT, Manifest, TensorRecord, seal
 from meshwright.checkpoint.orbax_reports import orbax_reports_suppressed
+from meshwright.checkpoint.steps import STARTED, all_steps, committed_steps, partial_steps
 from meshwright.documents import LARGE, check_inside, read_json
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, StorageError
 from meshwright.runs.run_file import run_from_dict
 from meshwright.sharding.params import Tree, named_leaves
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
+from meshwright.storage.paths import in_bucket, store_of
 
 _FLOATING = ("float32", "bfloat16")
 
@@ -67,7 +61,8 @@ def read_manifest(step_folder: Path) -> Manifest:
     the folder.
     """
     check_inside(step_folder.parent, [step_folder])
-    _check_tree(step_folder)
+    if not in_bucket(step_folder):  # a bucket has no links
+        _check_tree(step_folder)
     file = step_folder / "manifest" / "metadata"
     return manifest_from_dict(read_json(file, LARGE), str(file))
 
@@ -151,31 +146,31 @@ def damaged(folder: Path, step: int, damage: str, error: Exception | None) -> Ch
     )
 
 
-def restore_state(manager: Any, folder: Path, manifest: Manifest, device_run: DeviceRun) -> State:
-    """Returns the verified state of a checkpoint. manager: Orbax's, of `folder`."""
+def restore_state(writer: Writer, folder: Path, manifest: Manifest, device_run: DeviceRun) -> State:
+    """Returns the verified state of a checkpoint. writer: of `folder`."""
     expected = named_tensors(device_run.abstract)
     if "step" not in manifest.tensors:
         truth = "it has weights alone, and no optimizer state: they were converted"
         fix = f"--init-from {folder.parent} and another --out, which starts at step 0"
         raise CheckpointError(f"resuming from {folder}", truth, fix)
-    tensors = _read_tensors(manager, folder, manifest, expected, device_run, check_no_other_tensors)
+    tensors = _read_tensors(writer, folder, manifest, expected, device_run, check_no_other_tensors)
     healthy = jax.device_put(np.ones((), np.bool_), device_run.abstract.healthy.sharding)
     tree = jax.tree.unflatten(jax.tree.structure(saved_fields(device_run.abstract)), list(tensors.values()))
     return State(healthy=healthy, **tree)
 
 
-def restore_params(manager: Any, folder: Path, manifest: Manifest, device_run: DeviceRun) -> Tree:
+def restore_params(writer: Writer, folder: Path, manifest: Manifest, device_run: DeviceRun) -> Tree:
     """Returns the verified parameters of a checkpoint, converted to the type of `device_run` after that."""
     wanted = {name: x for name, x in named_tensors(device_run.abstract).items() if name.startswith("params.")}
     types = {name: np.dtype(t.dtype) for name, t in manifest.tensors.items() if t.dtype in _FLOATING}
     expected = {name: x.update(dtype=types.get(name, x.dtype)) for name, x in wanted.items()}
-    tensors = _read_tensors(manager, folder, manifest, expected, device_run)
+    tensors = _read_tensors(writer, folder, manifest, expected, device_run)
     converted = [x.astype(wanted[name].dtype) for name, x in tensors.items()]
     return jax.tree.unflatten(jax.tree.structure(device_run.abstract.params), converted)
 
 
 def _read_tensors(
-    manager: Any, folder: Path, manifest: Manifest, expected: dict[str, Any], device_run: DeviceRun,
+    writer: Writer, folder: Path, manifest: Manifest, expected: dict[str, Any], device_run: DeviceRun,
     *checks: Callable[..., None],
 ) -> dict[str, jax.Array]:  # fmt: skip
     """Returns the tensors of a checkpoint in the rows and shardings of `expected`, verified."""
@@ -187,29 +182,22 @@ def _read_tensors(
     check_tensors(manifest, abstract, device_run.params)
     for check in checks:
         check(manifest, abstract)
-    tensors = _read(manager, folder, manifest, abstract)
+    tensors = _read(writer, folder, manifest, abstract)
     if permuted:
         return to_row_order(tensors, expected, device_run.params)
     return {name: tensors[name] for name in expected}  # the order of the state's leaves, not of the file's
 
 
-def _read(manager: Any, folder: Path, manifest: Manifest, abstract: dict[str, Any]) -> dict[str, jax.Array]:
+def _read(writer: Writer, folder: Path, manifest: Manifest, abstract: dict[str, Any]) -> dict[str, jax.Array]:
     """Reads the tensors `abstract`, which have one row per layer, and verifies their fingerprints."""
     StoredTensors(folder / str(manifest.step), manifest).check(abstract)
-    restore_args = {
-        name: ocp.ArrayRestoreArgs(
-            sharding=x.sharding,
-            global_shape=x.shape,
-            dtype=x.dtype,
-            # A vocabulary that was padded otherwise is cut or padded with zeros.
-            strict=manifest.tensors[name].shape == x.shape,
-        )
-        for name, x in abstract.items()
-    }
-    args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=True)
+    # A vocabulary that was padded otherwise is cut or padded with zeros.
+    other_shape = {name for name, x in abstract.items() if manifest.tensors[name].shape != x.shape}
     with orbax_reports_suppressed():
         try:
-            tensors = manager.restore(manifest.step, args=ocp.args.Composite(state=args))["state"]
+            tensors = writer.restore(manifest.step, abstract, other_shape)
+        except StorageError:
+            raise
         except Exception as error:  # TensorStore raises several types, with pages of text
             text = str(error)
             name = next((name for name in abstract if name in text), None)
@@ -230,13 +218,24 @@ def set_aside(folder: Path, after: int) -> None:
     if jax.process_index() == 0:
         for step in sorted(all_steps(folder)):
             if step > after:
-                aside.mkdir(exist_ok=True)
                 target, number = aside / str(step), 1
                 while target.exists():
                     target, number = aside / f"{step}.{number}", number + 1
-                os.replace(folder / str(step), target)
+                _rename(folder / str(step), target)
+                (folder / STARTED / str(step)).unlink(missing_ok=True)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("checkpoints set aside")
+
+
+def _rename(source: Path, target: Path) -> None:
+    """Moves a folder; in a bucket its objects are copied and compared before they are deleted."""
+    if store_of(source).renames:
+        target.parent.mkdir(exist_ok=True)
+        os.replace(source, target)
+        return
+    from meshwright.storage.move import move_tree
+
+    move_tree(source, target, last=("manifest/metadata",))
 
 
 def _check_tree(folder: Path) -> None:

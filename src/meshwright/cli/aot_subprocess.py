@@ -36,6 +36,7 @@ def compile_in_subprocess(target: Target, limit: int) -> int:
             done = subprocess.run(
                 [sys.executable, "-m", "meshwright", *sys.argv[1:]],
                 env={**os.environ, **compiler_environment(target), _VARIABLE: str(target)},
+                stdout=sys.stdout.fileno(),  # which is no longer file descriptor 1 (cli/main.py)
                 stderr=output,
                 timeout=limit,
                 check=False,

@@ -11,6 +11,7 @@ from meshwright.config import Run
 from meshwright.errors import ConfigError
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run_file import read_run
+from meshwright.storage.paths import path_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,9 @@ def base_run(args: Sequence[str], *, default: str = "tiny") -> Base:
     if file is not None:
         if recipe is not None:
             raise ConfigError(f"recipe {recipe} and --run {file}", "each gives a whole Run", "one of them")
-        return Base(read_run(Path(file)), args)
+        return Base(read_run(path_of(file)), args)
+    if recipe == "":
+        raise ConfigError("a recipe without a name", "the first argument is empty", f"leave it out for {default}")
     if recipe is not None and recipe.endswith(".json"):
         from meshwright.planner.plan_file import read_plan  # a recipe needs no planner
 

@@ -14,14 +14,16 @@ from meshwright.bench.calibration_file import calibration_path, write_calibratio
 from meshwright.bench.collectives import COLLECTIVES, CollectiveTiming, time_collectives
 from meshwright.bench.results import plot_timings, require_plotting, write_csv
 from meshwright.bench.single_device import MatmulTiming, measure_memory_bandwidth, time_matmuls
-from meshwright.cli.devices import SIMULATED
+from meshwright.cli.devices import SIMULATED, HostOptions, require_one_process, simulate_devices
 from meshwright.cli.output import write_json
 from meshwright.cli.parse import parse
 from meshwright.config import MeshShape
 from meshwright.errors import CensusError, ConfigError
 from meshwright.formatting import format_bytes
 from meshwright.hardware import mesh
+from meshwright.hardware.hosts import Hosts
 from meshwright.report.console import open_console
+from meshwright.views.draw.colours import plot_colours
 from meshwright.views.plain_table import plain_table
 
 _COPY_BYTES = 2**28
@@ -57,6 +59,7 @@ class BenchOptions:
     checkpoint, or module:attribute of a section of your own."""
     kernels: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KERNEL ...")] = ()
     """With `hardware`: attention kernels from outside the package to check, each as module:attribute."""
+    hosts: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions()
     plot: tyro.conf.FlagCreatePairsOff[bool] = False
     """Also draw bus bandwidth over size (needs matplotlib)."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -70,6 +73,9 @@ def main(args: Sequence[str]) -> int:
     """Runs `meshwright bench`. Raises CensusError where a collective or a product gives a wrong result."""
     options = parse(BenchOptions, "bench", args)
     _check(options)
+    hosts = options.hosts.hosts()
+    if options.what != "collectives":
+        require_one_process(hosts, f"bench {options.what}", "it measures the devices of one host")
     if options.what == "hardware":
         from meshwright.cli.bench_hardware import bench_hardware  # the other two need no planner
 
@@ -77,18 +83,24 @@ def main(args: Sequence[str]) -> int:
             options.out, minutes=options.minutes, only=options.only, kernels=options.kernels,
             devices=options.devices if options.devices is not None else SIMULATED, json=options.json,
         )  # fmt: skip
-    rows = _time_collectives(options) if options.what == "collectives" else _time_matmuls(options)
-    write_csv(rows, options.out / f"{options.what}.csv")
-    if options.json:
-        write_json({"rows": [dataclasses.asdict(row) for row in rows], "out": options.out})
-    else:
-        _print(open_console(sys.stdout), options, rows)
+    rows = _time_collectives(options, hosts) if options.what == "collectives" else _time_matmuls(options)
+    if hosts.process == 0:  # the others have measured the same
+        _show(options, rows)
     wrong = [row for row in rows if not row.correct]
     if wrong:
         raise CensusError(
             f"{options.what} here", f"{len(wrong)} results are wrong, first {wrong[0]}", "a report to JAX"
         )
     return 0
+
+
+def _show(options: BenchOptions, rows: Rows) -> None:
+    """Writes the figures and prints them."""
+    write_csv(rows, options.out / f"{options.what}.csv")
+    if options.json:
+        write_json({"rows": [dataclasses.asdict(row) for row in rows], "out": options.out})
+    else:
+        _print(open_console(sys.stdout), options, rows)
 
 
 def _check(options: BenchOptions) -> None:
@@ -105,14 +117,16 @@ def _check(options: BenchOptions) -> None:
         ) from error
 
 
-def _time_collectives(options: BenchOptions) -> list[CollectiveTiming]:
+def _time_collectives(options: BenchOptions, hosts: Hosts) -> list[CollectiveTiming]:
     shape = MeshShape.parse(options.mesh) if options.mesh else None
-    mesh.prepare_host(options.devices or (shape.size if shape else SIMULATED))
+    simulate_devices(options.devices or (shape.size if shape else SIMULATED), hosts)
     shape = shape or mesh.default_mesh_shape(jax.device_count())
     rows = list(time_collectives(mesh.build_mesh(shape), options.kinds, options.sizes))
+    if hosts.process:
+        return rows
     _write_calibrations(options, collectives=rows, mesh=str(shape))
     if options.plot:
-        plot_timings(rows, options.out / "collectives.svg")
+        plot_timings(rows, options.out / "collectives.svg", plot_colours())
     return rows
 
 
@@ -135,8 +149,14 @@ def _write_calibrations(options: BenchOptions, **measured: Any) -> None:
 
 
 def _print(console: Console, options: BenchOptions, rows: Rows) -> None:
+    print_timings(console, rows)
+    console.print(f"\nwritten to {options.out}, and kept as the calibration of plans", markup=False, soft_wrap=True)
+
+
+def print_timings(console: Console, rows: Rows) -> None:
+    """Prints the timings of collectives, or of matrix products."""
     right: tuple[str, ...]
-    if options.what == "collectives":
+    if all(isinstance(row, CollectiveTiming) for row in rows):
         right = ("devices", "size", "median", "algorithm", "bus", "result")
         table = plain_table("collective", "axis", *right, right=right)
     else:
@@ -151,4 +171,3 @@ def _print(console: Console, options: BenchOptions, rows: Rows) -> None:
             rate = f"{row.flops_per_second / 1e9:.3g} GFLOP/s"
             table.add_row(row.dtype, f"{row.m} x {row.k} x {row.n}", median, rate, result)
     console.print(table)
-    console.print(f"\nwritten to {options.out}, and kept as the calibration of plans", markup=False, soft_wrap=True)

@@ -55,7 +55,7 @@ def bench_hardware(
 
 def _write(out: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
     write_json_file(out / "report.json", report_json(results))
-    (out / "report.html").write_text(report_page(results), encoding="utf-8")
+    report_page(results).write(out / "report.html")
 
 
 def _calibration(out: Path) -> str:

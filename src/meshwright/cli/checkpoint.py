@@ -1,6 +1,7 @@
 """The verb `checkpoint`: the checkpoints of a run, without devices."""
 
 import dataclasses
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from typing import Annotated, Any
 
 import jax
 import tyro
+from rich.markup import escape
 
 from meshwright.checkpoint.inspect import (
     compare_checkpoints,
@@ -22,7 +24,11 @@ from meshwright.cli.output import write, write_json, write_table
 from meshwright.cli.parse import parse
 from meshwright.errors import CheckpointError, ConfigError, nearest
 from meshwright.formatting import format_bytes
+from meshwright.report.console import open_console
 from meshwright.runs.write_run import run_to_dict
+from meshwright.storage.paths import path_of
+from meshwright.views.plain_table import plain_table
+from meshwright.views.run_folder import flat_fields
 
 _SHOWN = 20
 """Tensors that `diff` shows."""
@@ -78,15 +84,37 @@ class DiffOptions:
     """Print JSON."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoveOptions:
+    """Move the checkpoints and files of the run in OUT to TARGET: a folder, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER.
+    Every copy is read back and compared before the source is deleted; a move that was cut off goes on."""
+
+    out: Annotated[Path, tyro.conf.Positional]
+    """Output folder of a run."""
+    target: Annotated[Path, tyro.conf.Positional]
+    """Folder to move to."""
+    at: int | None = None
+    """Step of the only checkpoint to move; by default all of them."""
+    copy: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Leave the source as it is."""
+    dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Show what would be moved, and move nothing."""
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print JSON."""
+
+
 def main(args: Sequence[str]) -> int:
-    """Runs `meshwright checkpoint list|inspect|verify|diff`. Raises CheckpointError where there is none."""
+    """Runs `meshwright checkpoint list|inspect|verify|diff|move`. Raises CheckpointError where there is none."""
     actions: dict[str, Callable[[Sequence[str]], int]] = {
-        "list": _list, "inspect": _inspect, "verify": _verify, "diff": _diff
+        "list": _list, "inspect": _inspect, "verify": _verify, "diff": _diff, "move": _move
     }  # fmt: skip
     if not args or args[0] in ("-h", "--help"):
-        write("usage: meshwright checkpoint list|inspect|verify|diff OUT [options]\n\n")
-        kinds = {"list": ListOptions, "inspect": InspectOptions, "verify": VerifyOptions, "diff": DiffOptions}
-        write_table({name: str(kind.__doc__) for name, kind in kinds.items()}, 120)
+        write("usage: meshwright checkpoint list|inspect|verify|diff|move OUT [options]\n\n")
+        kinds = {"list": ListOptions, "inspect": InspectOptions, "verify": VerifyOptions, "diff": DiffOptions,
+                 "move": MoveOptions}  # fmt: skip
+        write_table(
+            {name: str(kind.__doc__) for name, kind in kinds.items()}, shutil.get_terminal_size((120, 24)).columns
+        )
         return 0
     if args[0] not in actions:
         raise ConfigError(f"meshwright checkpoint {args[0]}", "there is no such action", nearest(args[0], actions))
@@ -101,10 +129,13 @@ def _list(args: Sequence[str]) -> int:
     if options.json:
         write_json({"checkpoints": [dataclasses.asdict(row) for row in listed]})
         return 0
+    right = ("step", "samples", "tensors", "bytes", "written")
+    table = plain_table(*right, "state", right=right)
     for row in listed:
-        samples = "" if row.samples is None else f"{row.samples:>12,} samples  {row.tensors:>5} tensors  "
+        counts = ("", "") if row.samples is None else (f"{row.samples:,}", str(row.tensors))
         date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.written))
-        write(f"step {row.step:>8}  {samples}{format_bytes(row.bytes):>10}  {date}  {row.state}\n")
+        table.add_row(str(row.step), *counts, format_bytes(row.bytes), date, escape(row.state))
+    open_console().print(table)
     return 0
 
 
@@ -117,15 +148,18 @@ def _inspect(args: Sequence[str]) -> int:
     write(f"step {manifest.step}, {manifest.cursor:,} samples read\n")
     for part in manifest.skipped:
         write(f"left out: samples {part[0]:,} to {part[0] + part[1] - 1:,}\n")
-    for name, value in (
-        manifest.corpus or {"data": "no fingerprint: written by an earlier version, or converted"}
-    ).items():
-        write(f"{name}: {value}\n")
-    for section, value in run_to_dict(manifest.run).items():
-        write(f"run.{section}: {value}\n")
+    corpus = manifest.corpus or {"data": "no fingerprint: written by an earlier version, or converted"}
+    fields = plain_table("field", "value", unwrapped=("field",))
+    for name, text in {**flat_fields(corpus), **flat_fields({"run": run_to_dict(manifest.run)})}.items():
+        fields.add_row(escape(name), escape(text))
+    tensors = plain_table("tensor", "type and shape", "fingerprint", unwrapped=("tensor",))
     for name, record in manifest.tensors.items():
         fingerprint = "".join(f"{word:08x}" for word in record.fingerprint)
-        write(f"{name}  {record.dtype}{list(record.shape)}  {fingerprint}\n")
+        tensors.add_row(escape(name), escape(f"{record.dtype}{list(record.shape)}"), fingerprint)
+    console = open_console()
+    console.print(fields)
+    console.print()
+    console.print(tensors)
     return 0
 
 
@@ -177,6 +211,36 @@ def _diff(args: Sequence[str]) -> int:
         write(f"and {len(tensors) - _SHOWN} more tensors (--json has all)\n")
     if not tensors:
         write("every tensor is equal\n")
+    return 0
+
+
+def _move(args: Sequence[str]) -> int:
+    from meshwright.checkpoint.move import move_checkpoints, plan_move
+    from meshwright.trainer.lock import locked
+
+    options = parse(MoveOptions, "checkpoint move", args)
+    source, target = path_of(options.out), path_of(options.target)
+    if options.dry_run:
+        rows = plan_move(source, target, options.at)
+    else:
+        find_checkpoints(source)
+        with locked(source), locked(target):
+            rows = move_checkpoints(
+                source, target, options.at, then="keep" if options.copy else "delete",
+                say=lambda line: print(line, file=sys.stderr),
+            )  # fmt: skip
+    if options.json:
+        write_json({"dry_run": options.dry_run, "moved": [dataclasses.asdict(row) for row in rows]})
+        return 0
+    verbs = {
+        "copy": "would be" if options.dry_run else "is",
+        "there": "is already",
+        "left out": "stays: not whole, not",
+    }
+    table = plain_table("part", "files", "bytes", f"in {target}", right=("files", "bytes"), unwrapped=("part",))
+    for row in rows:
+        table.add_row(escape(row.what), str(row.files), format_bytes(row.bytes), verbs[row.action])
+    open_console().print(table)
     return 0
 
 

@@ -15,6 +15,7 @@ _RECIPE_VERBS = {
 }  # fmt: skip
 _OTHER_VERBS = {
     "evaluate": "EvaluateOptions", "tokenize": "TokenizeOptions", "convert": "ConvertOptions", "bench": "BenchOptions",
+    "launch": "LaunchOptions", "doctor": "DoctorOptions", "view": "ViewOptions", "atlas": "AtlasOptions",
 }  # fmt: skip
 _EXAMPLES = ("gemma3-270m", "nanogpt-cpu", "tiny", "tiny-moe")
 """A recipe of every built-in model family, whose options are completed."""

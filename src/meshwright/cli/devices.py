@@ -48,12 +48,28 @@ class HostOptions:
         return Hosts("--coordinator", self.processes, self.process, self.coordinator)
 
 
+def require_one_process(hosts: Hosts, verb: str, why: str) -> None:
+    """Raises ConfigError where this is one of several processes: each of them would compute alone."""
+    if hosts.processes > 1:
+        raise ConfigError(
+            f"meshwright {verb} as process {hosts.process} of {hosts.processes} ({hosts.source})", why,
+            f"--processes 1, on one of the hosts: meshwright {verb} --processes 1",
+        )  # fmt: skip
+
+
 def start_devices(devices: int | None, run: Run, hosts: Hosts = ALONE) -> None:
     """Joins the processes; simulates this one's part of `devices` where there is no accelerator.
 
     devices: None takes the size of the run's mesh. Raises ConfigError where the processes cannot have equally many.
     """
-    total = devices or (run.mesh.size if run.mesh else SIMULATED)
+    simulate_devices(devices or (run.mesh.size if run.mesh else SIMULATED), hosts)
+
+
+def simulate_devices(total: int, hosts: Hosts) -> None:
+    """Joins the processes; simulates this one's part of `total` devices where there is no accelerator.
+
+    Raises ConfigError where the processes cannot have equally many.
+    """
     if total < 1 or total % hosts.processes:
         raise ConfigError(
             f"{total} devices over {hosts.processes} processes", "each process has the same number, at least one",
@@ -62,11 +78,12 @@ def start_devices(devices: int | None, run: Run, hosts: Hosts = ALONE) -> None:
     try:
         mesh.prepare_host(total // hosts.processes)
     except RuntimeError as error:
-        if jax.default_backend() != "cpu" or jax.device_count() >= total // hosts.processes:
+        enough = jax.default_backend() != "cpu" or jax.device_count() >= total // hosts.processes
+        if enough and hosts.processes == 1:
             return
         raise ConfigError(
-            f"{total // hosts.processes} simulated devices",
-            "the recipe computed with JAX while it was imported, and devices can be simulated before that alone",
+            f"{hosts.processes} processes" if enough else f"{total // hosts.processes} simulated devices",
+            "the recipe computed with JAX while it was imported, and devices are simulated or joined before that",
             "create models and arrays in functions: mw.wrap(lambda key: Model(key), ...)",
         ) from error
     join(hosts)

@@ -13,6 +13,7 @@ from meshwright.cli.parse import parse
 from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import default_cache_folder
+from meshwright.storage.paths import path_of
 from meshwright.trainer.evaluation import evaluate_checkpoint, run_to_evaluate
 from meshwright.wrapped.model import is_wrapped
 from meshwright.wrapped.prepared import evaluate_wrapped
@@ -58,7 +59,7 @@ def main(args: Sequence[str]) -> int:
     hosts = options.hosts.hosts()
     start_devices(options.devices, run, hosts)
     if is_wrapped(run):
-        metrics = evaluate_wrapped(Path(options.folder), run, cache=default_cache_folder(), at=options.at).metrics
+        metrics = evaluate_wrapped(path_of(options.folder), run, cache=default_cache_folder(), at=options.at).metrics
         lines = "".join(f"{name:<20} {value:.6g}\n" for name, value in metrics.items())
         if hosts.process == 0:
             write_json(metrics) if options.json else write(lines)

@@ -15,6 +15,7 @@ from meshwright.cli.output import write, write_json
 from meshwright.cli.parse import parse
 from meshwright.config import MeshShape
 from meshwright.data.chat import ChatTemplate, Message, check_jinja
+from meshwright.documents import read_text
 from meshwright.errors import ConfigError, DataError
 from meshwright.formatting import format_bytes, format_count, format_step, format_time
 from meshwright.generation.generator import Decoding, Generated, GenerationReport, Generator
@@ -116,17 +117,25 @@ def _prompts(options: GenerateOptions) -> list[str] | None:
 def _prompts_in(file: Path) -> list[str]:
     try:
         text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"--prompts {file}", f"{error.strerror or error}", "a file of prompts, or -") from error
-    lines = [line for line in text.splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--prompts {file}", f"{error}", "a file of prompts in UTF-8, or -") from error
+    # Other ends of lines, such as U+2028, may stand within a prompt.
+    lines = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
     if not lines:
         raise DataError(f"--prompts {file}", "it has no line with a prompt", "one prompt on each line")
     if file.suffix != ".jsonl":
         return lines
+    return [_prompt_of(f"prompt {number} of --prompts {file}", line) for number, line in enumerate(lines, 1)]
+
+
+def _prompt_of(where: str, line: str) -> str:
     try:
-        return [str(json.loads(line)["prompt"]) for line in lines]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"--prompts {file}", f'a line is not {{"prompt": ...}}: {error}', "such lines") from error
+        prompt = json.loads(line)["prompt"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(where, f'it is not {{"prompt": "..."}}: {error!r}', "such lines") from error
+    if not isinstance(prompt, str):
+        raise DataError(where, f"its prompt is {json.dumps(prompt)[:80]}, and no text", '{"prompt": "..."}')
+    return prompt
 
 
 def _standard_input() -> str:
@@ -150,7 +159,10 @@ def _converse(options: GenerateOptions, generator: Generator, prompts: list[str]
     """Answers messages one after another; each answer knows all before it."""
     template = generator.chat
     if options.chat_template is not None:
-        template = ChatTemplate(options.chat_template.read_text(encoding="utf-8"))
+        try:
+            template = ChatTemplate(read_text(options.chat_template))
+        except (OSError, ValueError) as error:
+            raise DataError(f"--chat-template {options.chat_template}", f"{error}", "a file of text") from error
     if template is None:
         raise ConfigError(
             f"--chat with {options.source}", "its tokenizer has no chat template", "--chat-template FILE.jinja"
@@ -198,12 +210,13 @@ def _record(prompts: Sequence[str], generated: Generated) -> dict[str, Any]:
 def format_report(report: GenerationReport) -> str:
     """Formats speed and memory of a generation, in three lines."""
     first, decode = report.first_token_seconds, report.decode_tokens_per_second
+    took = format_step(report.decode_seconds) if report.decode_seconds < 1 else format_time(report.decode_seconds)
     cache = format_bytes(report.cache_bytes)
     return (
         f"prefill: {report.prompt_tokens} tokens, first token after {format_step(first)} "
         f"({format_count(round(report.prefill_tokens_per_second))} tokens/s); compiling took "
         f"{format_time(report.compile_seconds)}\n"
-        f"decode:  {report.new_tokens} tokens in {format_time(report.decode_seconds)} "
+        f"decode:  {report.new_tokens} tokens in {took} "
         f"({format_count(round(decode))} tokens/s)\n"
         f"memory:  weights {format_bytes(report.weight_bytes)} ({report.weights}), cache {cache} (planned "
         f"{format_bytes(report.planned_cache_bytes)}), temporaries {format_bytes(report.temporary_bytes)} per device\n"

@@ -1,5 +1,6 @@
 """Entry point of the command line: finds the verb, imports its module, prints errors."""
 
+import contextlib
 import importlib
 import os
 import shutil
@@ -7,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from meshwright.cli.interrupt import EXIT_CODE, acknowledge_interrupts
 from meshwright.cli.output import write, write_table
 from meshwright.errors import ConfigError, MeshwrightError, nearest
 from meshwright.trust import trust_everything, trust_names
@@ -21,9 +23,13 @@ VERBS = {
     "checkpoint": "List, inspect, verify and compare checkpoints; needs no device.",
     "show": "Show how the parameters lie on a mesh; needs no device.",
     "plan": "Find the fastest mesh and layout for hardware that is not here.",
+    "atlas": "Price published training runs, and what the planner would have chosen for them.",
     "prove": "Compile the step, also for hardware that is not here: memory, communication, FLOPs, faults.",
+    "launch": "Run a verb on several hosts: a job file for a scheduler, or processes on this machine.",
+    "doctor": "Find what is wrong with this host, or with several hosts together, before a run does.",
     "rehearse": "Run a plan with a small model on simulated devices: train, stop, resume, evaluate.",
     "parity": "Compare a run on two meshes: initial values, losses, gradients.",
+    "view": "Show runs on a page: curves, times, events, samples; --live updates it while they train.",
     "bench": "Time collectives or matrix products on the devices found.",
     "words": "Print the mesh axes and dimension letters.",
     "recipes": "List the recipes.",
@@ -40,13 +46,15 @@ def main() -> None:
     """Runs the command `meshwright` and exits."""
     # A Run may name `module:attribute` of a module beside the user. Last on the path, it shadows nothing.
     sys.path.append(os.getcwd())
+    _own_standard_output()
+    acknowledge_interrupts()
     try:
         code = run(sys.argv[1:])
     except MeshwrightError as error:
         _print_error(str(error))
         code = error.exit_code
     except KeyboardInterrupt:
-        code = 130
+        code = EXIT_CODE
     except BrokenPipeError:
         code = 0
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -75,6 +83,19 @@ def run(args: Sequence[str]) -> int:
     return code
 
 
+def _own_standard_output() -> None:
+    """Leaves standard output to this program: what libraries in C print there goes to standard error.
+
+    Gloo prints on file descriptor 1, in pieces that break lines of --json.
+    """
+    if sys.stdout is None or sys.stderr is None:
+        return
+    ours = os.dup(sys.stdout.fileno())
+    sys.stdout.flush()
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    sys.stdout = os.fdopen(ours, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, buffering=1)
+
+
 def _write_overview() -> None:
     write("usage: meshwright VERB [options]\n\n")
     write_table(VERBS, shutil.get_terminal_size((120, 24)).columns)
@@ -83,15 +104,19 @@ def _write_overview() -> None:
 
 
 def _print_error(text: str) -> None:
+    # Names of files and what they hold may have sequences that a terminal obeys.
+    text = "".join(c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in text)
     colored = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    print("\033[1;31merror:\033[0m" if colored else "error:", text, file=sys.stderr)
+    with contextlib.suppress(OSError):  # a log on a full disk: the exit code remains
+        print("\033[1;31merror:\033[0m" if colored else "error:", text, file=sys.stderr, flush=True)
 
 
 def _leave(code: int) -> None:
     """Exits. Where other processes train along and this one failed, it leaves without waiting for them."""
     jax = sys.modules.get("jax")
     if code and jax is not None and jax.distributed.is_initialized() and jax.process_count() > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
         os._exit(code)
     sys.exit(code)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,6 +76,18 @@ class OfferOptions:
         return budget
 
 
+@dataclasses.dataclass(frozen=True)
+class RankedOffers:
+    """Offers of a question, and what it left out."""
+
+    offers: list[Offer]
+    """The best first."""
+    beyond: Sequence[Offer] = ()
+    """Offers that do not keep the deadline or the budget."""
+    refused: Mapping[str, MeshwrightError] = dataclasses.field(default_factory=dict)
+    """Targets and batches that no plan fits, and why."""
+
+
 def plan_offers(
     options: OfferOptions,
     run: Run,
@@ -85,8 +98,8 @@ def plan_offers(
     shown: int,
     console: Console,
     as_json: bool,
-) -> Offer:
-    """Prints the offers of several targets or batches, or those that keep a deadline or a budget; returns the best.
+) -> RankedOffers:
+    """Prints the offers of several targets or batches, or those that keep a deadline or a budget; returns them.
 
     Raises ConfigError where nothing fits, or nothing keeps them.
     """
@@ -97,9 +110,10 @@ def plan_offers(
         raise next(iter(refused.values()))
     limited = options.days is not None or budget.dollars is not None
     offers = choose(found, options.days, budget.dollars) if limited else rank(found, options.rank_by)
+    ranked = RankedOffers(offers, [offer for offer in found if offer not in offers], refused)
     if as_json:
         write_json({"offers": [offer_json(offer) for offer in offers], "refused": _reasons(refused)})
-        return offers[0]
+        return ranked
     limits = [f"within {options.days:g} days"] if options.days is not None else []
     limits += [f"for at most ${budget.dollars:,.0f}"] if budget.dollars is not None else []
     order = ("cheapest" if options.days is not None else "fastest") if limited else f"least {options.rank_by}"
@@ -113,7 +127,7 @@ def plan_offers(
     for note in dict.fromkeys(batch_note(offer.plan.run, offer.plan.target) for offer in offers[:shown]):
         if note is not None:
             console.print(f"note: {note}", markup=False, highlight=False)
-    return offers[0]
+    return ranked
 
 
 def plan_optimum(

@@ -18,11 +18,19 @@ def write(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+_NARROW = 30
+"""Columns below which a description is not written beside its name."""
+
+
 def write_table(rows: Mapping[str, str], width: int) -> None:
-    """Writes names and their descriptions in two columns."""
+    """Writes names and their descriptions in two columns; in a narrow terminal each description below its name."""
     column = max(map(len, rows), default=0) + 2
+    if width - column < _NARROW:
+        for name, description in rows.items():
+            write(f"{name}\n{textwrap.fill(description, width, initial_indent='  ', subsequent_indent='  ')}\n")
+        return
     for name, description in rows.items():
-        lines = textwrap.wrap(description, max(width - column, 20)) or [""]
+        lines = textwrap.wrap(description, width - column) or [""]
         write(
             "".join(f"{left:<{column}}{line}\n" for left, line in zip([name, *[""] * len(lines)], lines, strict=False))
         )

@@ -8,7 +8,7 @@ import tyro
 
 from meshwright.api.training import parity
 from meshwright.cli.base_run import RunOptions, base_run
-from meshwright.cli.devices import SIMULATED, start_devices
+from meshwright.cli.devices import SIMULATED, HostOptions, require_one_process, start_devices
 from meshwright.cli.output import write_json
 from meshwright.cli.parse import parse
 from meshwright.config import MeshShape
@@ -26,6 +26,7 @@ class ParityOptions(RunOptions):
 
     against: Annotated[str, tyro.conf.arg(metavar="AXIS=N,...")] = "data=1"
     """The other mesh, as axis=degree,..."""
+    hosts: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions()
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print JSON."""
 
@@ -36,6 +37,8 @@ def main(args: Sequence[str]) -> int:
     run = dataclasses.replace(base.run, training=dataclasses.replace(base.run.training, steps=_STEPS))
     options = parse(ParityOptions, "parity [RECIPE]", base.args, default=ParityOptions(run=run))
     run, other = options.run, MeshShape.parse(options.against)
+    why = "it compares whole tensors of both meshes, and the second may be on one device"
+    require_one_process(options.hosts.hosts(), "parity", why)
     start_devices(max(other.size, run.mesh.size if run.mesh else SIMULATED), run)
     result = parity(run, other, steps=run.training.steps)
     if options.json:

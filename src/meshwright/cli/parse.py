@@ -38,9 +38,29 @@ def parse[Options](kind: type[Options], verb: str, args: Sequence[str], *, defau
             raise ConfigError(command, f"{option.names[0]} is missing.{_gist(option)}", f"{command} {option.example}")
     fields = {option.path: _convert(command, option, *given[option]) for option in given}
     try:
-        return kind(**{path[0]: value for path, value in fields.items()}) if default is None else _set(default, fields)
+        return _set(default, fields) if default is not None else _make(kind, fields)
     except ValueError as error:  # the checks of a configuration from outside the package
         raise ConfigError(f"{command} {' '.join(args)}", str(error), f"{command} --help") from error
+
+
+def refuse_options(options: Any, names: Sequence[str], mode: str, fix: str) -> None:
+    """Raises ConfigError where an option that a mode of a verb does not use was given.
+
+    names: fields of the options.  mode: what was asked for, such as `--decode`.  fix: the smallest change.
+    """
+    for field in dataclasses.fields(options):
+        if field.name in names and getattr(options, field.name) != field.default:
+            raise ConfigError(f"--{field.name.replace('_', '-')} with {mode}", "it would not be used there", fix)
+
+
+def _make[Owner](kind: type[Owner], fields: dict[tuple[str, ...], Any]) -> Owner:
+    """Makes a dataclass of the fields at some paths; nested ones begin with the default of their field."""
+    nested = {path[0] for path in fields if len(path) > 1}
+    defaults = {f.name: f.default for f in dataclasses.fields(kind) if f.name in nested}  # type: ignore[arg-type]
+    values = {path[0]: value for path, value in fields.items() if len(path) == 1}
+    for name, default in defaults.items():
+        values[name] = _set(default, {path[1:]: value for path, value in fields.items() if path[0] == name})
+    return kind(**values)
 
 
 def _set[Owner](owner: Owner, fields: dict[tuple[str, ...], Any]) -> Owner:
@@ -82,8 +102,9 @@ def _scan(command: str, args: Sequence[str], options: Sequence[Option]) -> dict[
         if not token.startswith("--"):
             if not free:
                 _refuse_stray(command, token, args)
-            option = free.pop(0)
-            given[option] = (option.names[0], [token])
+            option = free[0] if free[0].values.count is None else free.pop(0)
+            before = given[option][1] if option in given else []
+            given[option] = (option.names[0], [*before, token])
             _check(command, option, option.names[0], [token])
             continue
         name, equals, value = token.partition("=")
@@ -117,6 +138,9 @@ def _check(command: str, option: Option, name: str, values: Sequence[str]) -> No
         plural = "a value" if takes.count == 1 else f"{takes.count} values"
         raise ConfigError(asked, f"{name} takes {plural}.{_gist(option)}", f"{name} {takes.metavar}")
     for value in values:
+        if not value and takes.metavar.startswith("PATH"):
+            truth = "its value is empty, as of a shell variable that is not set"
+            raise ConfigError(asked, truth, f"{label}{takes.metavar}, or leave it out")
         if not _is_legal(takes, value):
             because = f"{value!r} is not {_expected(takes)}"
             raise ConfigError(asked, because, f"{label or command + ' '}{_legal_value(takes, value)}")

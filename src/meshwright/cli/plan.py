@@ -12,9 +12,9 @@ from rich.console import Console
 
 from meshwright.api.planning import find_target, with_vocab
 from meshwright.cli.base_run import RunOptions, base_run
-from meshwright.cli.offers import OfferOptions, offer_json, plan_offers, plan_optimum
+from meshwright.cli.offers import OfferOptions, RankedOffers, offer_json, plan_offers, plan_optimum
 from meshwright.cli.output import write_json
-from meshwright.cli.parse import parse
+from meshwright.cli.parse import parse, refuse_options
 from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
 from meshwright.formatting import parse_count
@@ -60,14 +60,19 @@ class PlanOptions(OfferOptions, RunOptions):
     decode_batch: tuple[int, ...] = (1, 16, 256)
     """Sequences decoded together, for --decode."""
     html: Path | None = None
-    """Write one offline page: the best plan on the hardware, its time and memory, why not the others; with --compare,
-    the two plans side by side."""
+    """Write one offline page: every plan by step time and memory, why each loses, the best on the hardware; with
+    --compare the two side by side, and of several targets days against cost."""
     out: Path | None = None
     """Write the best plan as JSON, which train, prove and rehearse take."""
     shown: int = 8
     """Rows of each table."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print JSON."""
+
+
+_OF_ONE_PLAN = ("why", "compare", "prove", "tune")
+"""Options about the plans of one target."""
+_OF_OFFERS = tuple(field.name for field in dataclasses.fields(OfferOptions))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,16 +113,22 @@ def run_plan(options: PlanOptions) -> int:
     if is_wrapped(options.run):
         from meshwright.cli.wrapped import print_wrapped_plans  # a plan of a family's model loads no wrapped one
 
+        unused = (*_OF_ONE_PLAN, *_OF_OFFERS, "html", "decode", "tokens", "tokens_per_step")
+        refuse_options(options, unused, "a wrapped model", "leave it out")
         console = open_console(sys.stderr if options.json else sys.stdout)
         return print_wrapped_plans(options.run, find_target(options.on), console, out=options.out, as_json=options.json)
     if options.decode:
         from meshwright.cli.decoding import plan_decode  # a plan of training prices no decoding
 
+        refuse_options(options, (*_OF_ONE_PLAN, *_OF_OFFERS, "html", "out", "tokens", "tokens_per_step"), "--decode",
+                       "leave it out: --decode prices contexts and batches")  # fmt: skip
         console = open_console(sys.stderr if options.json else sys.stdout)
         run, target = with_vocab(options.run), find_target(options.on)
         return plan_decode(run, target, options.decode, options.decode_batch, console=console, as_json=options.json)
+    refuse_options(options, ("decode_batch",), "a plan of training", "--decode 4096 with it")
     if _ranks_offers(options):
         return _plan_offers(options)
+    refuse_options(options, ("rank_by",), "one target", "several targets, or leave it out")
     planned = _search(options)
     found, console = planned.found, open_console(sys.stderr if options.json else sys.stdout)
     compiles = options.prove > 0 or options.tune
@@ -144,22 +155,24 @@ def _ranks_offers(options: PlanOptions) -> bool:
 
 def _plan_offers(options: PlanOptions) -> int:
     """Prints offers and writes the best plan. Raises ConfigError for options of a single plan."""
-    for name in ("why", "compare", "prove", "tune", "html"):
-        if getattr(options, name):
-            raise ConfigError(
-                f"--{name} with several plans to rank, or a deadline or budget", "it is about the plans of one target",
-                f"plan first, then --{name} with the target that is best, and without the limits",
-            )  # fmt: skip
+    refuse_options(options, _OF_ONE_PLAN, "several plans to rank, or a deadline or budget",
+                   "plan first, then the target that is best with it, and without the limits")  # fmt: skip
     console = open_console(sys.stderr if options.json else sys.stdout)
     if options.scaling_law is not None:
-        best = plan_optimum(
+        optimum = plan_optimum(
             options, options.on, tokens_per_step=options.tokens_per_step, console=console, as_json=options.json
         )
+        ranked = RankedOffers([optimum])
     else:
-        best = plan_offers(
+        ranked = plan_offers(
             options, with_vocab(options.run), options.on, tokens=options.tokens,
             tokens_per_step=options.tokens_per_step, shown=options.shown, console=console, as_json=options.json,
         )  # fmt: skip
+    best = ranked.offers[0]
+    if options.html:
+        from meshwright.views.offer_page import offer_page  # only for a page
+
+        offer_page(ranked.offers, ranked.refused, ranked.beyond).write(options.html)
     if options.out:
         write_plan(best.plan, best.plan.target, options.out, {})
         console.print(f"written: {options.out}", markup=False, soft_wrap=True)
@@ -233,14 +246,9 @@ def _write_files(options: PlanOptions, planned: Planned, outcome: "Outcome | Non
     found = planned.found
     best = found.plans[0] if outcome is None or outcome.best.refused else outcome.best.plan
     if options.html:
-        from meshwright.views.plan_page import compare_page, plan_page  # only for a page
+        from meshwright.views.plan_page import plan_page  # only for a page
 
         sections = outcome.sections if outcome else ()
-        compared = planned.compared
-        page = compare_page(*compared, found.target) if compared else plan_page(best, found, sections)
-        try:
-            options.html.write_text(page, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"writing {options.html}", f"{error.strerror}", "a folder that exists") from error
+        plan_page(best, found, sections, planned.compared or ()).write(options.html)
     if options.out:
         write_plan(best, found.target, options.out, outcome.figures if outcome else {})

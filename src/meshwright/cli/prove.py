@@ -18,12 +18,13 @@ from meshwright.analysis.compile import OutOfMemory
 from meshwright.analysis.proof_cache import cached_census, refresh_census
 from meshwright.analysis.run_census import census_of_eval_step, census_of_train_step
 from meshwright.analysis.run_measure import measure_steps
+from meshwright.analysis.run_saving import SavingMemory, saving_memory
 from meshwright.api.planning import find_target, with_vocab
 from meshwright.cli.aot_subprocess import compile_in_subprocess, is_compiling_process
 from meshwright.cli.base_run import RunOptions, base_run
 from meshwright.cli.devices import SIMULATED, start_devices
 from meshwright.cli.output import write_json
-from meshwright.cli.parse import parse
+from meshwright.cli.parse import parse, refuse_options
 from meshwright.config import MeshShape, Run
 from meshwright.errors import CensusError, ConfigError
 from meshwright.formatting import format_bytes
@@ -35,25 +36,25 @@ from meshwright.planner.estimate import Estimate, estimate
 from meshwright.planner.explain import memory_remedies
 from meshwright.planner.plan_file import is_plan, read_plan
 from meshwright.report.console import open_console
-from meshwright.runs.placed_run import place_run
+from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.step.device_run import DeviceRun, place_on_devices
-from meshwright.views import show
 from meshwright.views.census_page import census_sections, difference_section
 from meshwright.views.census_tables import (
+    census_title,
     print_census,
     print_changes,
     print_limits_exceeded,
     print_measured,
     print_prediction,
     print_remedies,
+    print_saving,
 )
-from meshwright.views.draw.machine import machine_of, parse_machine
+from meshwright.views.draw.machine import MachineGrid, machine_of, parse_machine
+from meshwright.views.layout_page import layout_sections
+from meshwright.views.pages import Page, Section
 from meshwright.views.run_tables import choices_to_json, print_choices
 from meshwright.views.trace import write_trace
 from meshwright.wrapped.model import is_wrapped
-
-Sections = list[tuple[str, str]]
-"""Headings and HTML of a page."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,12 @@ class ProveOptions(RunOptions):
     """Print the census as JSON on standard output, and everything else on standard error."""
 
 
+_OF_TRAINING = (
+    "trace", "against", "budget", "save_budget", "save", "hlo", "html", "machine", "measure", "profile", "fresh",
+)  # fmt: skip
+"""Options that read or write the census of a step."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Comparison:
     """Other side of a proof: a run to compile, or a census that was saved."""
@@ -122,18 +129,18 @@ def run_prove(options: ProveOptions) -> int:
     target = find_target(options.on) if options.on else None
     if target is not None and options.measure:
         raise ConfigError("--measure with --on", "hardware that is not here cannot run a step", "one of them")
+    _refuse_unused(options)
     other = _other_side(options, target)
     if target is not None and not is_compiling_process(target):
         return compile_in_subprocess(target, options.limit)
     devices = _target_devices(target) if target else _local_devices(options, other)
     if is_wrapped(options.run):
-        from meshwright.cli.wrapped import prove_wrapped  # a proof of a family's model loads no wrapped one
-
-        return prove_wrapped(options.run, devices, target, console, as_json=options.json)
+        return _prove_wrapped(options, devices, target, console, other, budget)
     run = with_vocab(dataclasses.replace(options.run, mesh=_shape(options.run, devices, target)))
     if options.step in ("prefill", "decode"):
         from meshwright.cli.decoding import prove_decode  # a proof of training loads no decoder
 
+        refuse_options(options, _OF_TRAINING, f"--step {options.step}", "leave it out: memory and speed are printed")
         sizes = (options.decode_batch, options.decode_slots)
         return prove_decode(run, devices, target, step=options.step, sizes=sizes, console=console, as_json=options.json)
     run = with_best_remat(run, target) if target is not None else run
@@ -144,19 +151,66 @@ def run_prove(options: ProveOptions) -> int:
             _print_remedies(console, run, target, error.required - error.available)
         raise
     sections = _compare(options, console, run, census, other, lambda r: _take_census(options, r, devices, target)[1])
-    _write_files(options, device_run, census, sections)
+    _write_files(options, device_run.placed, devices, census, sections)
     planned = estimate(place_run(run), target) if target is not None and options.step == "train" else None
+    saving = saving_memory(device_run) if options.step == "train" and options.against is None else None
     if options.json:
-        figures = {"planned": {"seconds": planned.seconds, "bytes": planned.bytes}} if planned else {}
+        figures: dict[str, Any] = {"planned": {"seconds": planned.seconds, "bytes": planned.bytes}} if planned else {}
+        figures |= {"saving": dataclasses.asdict(saving)} if saving else {}
         write_json({**census.to_json(), "choices": choices_to_json(device_run), **figures})
     elif options.against is None:
         print_census(console, census)
         print_choices(console, device_run)
+        if saving is not None:
+            print_saving(console, saving)
     if options.measure:
         print_measured(console, measure_steps(device_run, census, steps=options.measure, profile=options.profile))
     exceeded = check_budget(census, budget) if budget is not None else []
     print_limits_exceeded(console, exceeded)
-    fits = target is None or _print_verdict(console, run, target, census, planned)
+    fits = target is None or _print_verdict(console, run, target, census, planned, saving)
+    return CensusError.exit_code if exceeded or not fits else 0
+
+
+def _refuse_unused(options: ProveOptions) -> None:
+    """Raises ConfigError for an option that belongs to another one, which is not given."""
+    if options.step not in ("prefill", "decode"):
+        refuse_options(options, ("decode_batch", "decode_slots"), f"--step {options.step}", "--step decode with it")
+    if not options.measure:
+        refuse_options(options, ("profile",), "no --measure", "--measure 2 with it")
+    if options.html is None:
+        refuse_options(options, ("machine",), "no --html", "--html page.html with it")
+
+
+def _prove_wrapped(
+    options: ProveOptions,
+    devices: list[Any],
+    target: Target | None,
+    console: Console,
+    other: Comparison,
+    budget: dict[str, float] | None,
+) -> int:
+    """Compiles the train step of a wrapped model, writes, prints; returns the exit code."""
+    from meshwright.cli.wrapped import compile_wrapped  # a proof of a family's model loads no wrapped one
+
+    refuse_options(options, ("step", "measure", "profile", "fresh"), "a wrapped model", "leave it out")
+    if other.run is not None:
+        raise ConfigError(
+            f"--against {options.against} with a wrapped model", "its proof compiles one mesh",
+            "--save other.json with that mesh, then --against other.json",
+        )  # fmt: skip
+    placed, census, planned = compile_wrapped(options.run, devices, target)
+    sections = _compare(options, console, placed.run, census, other, lambda run: census)
+    _write_files(options, placed, devices, census, sections)
+    if options.json:
+        figures = {"planned": {"seconds": planned.seconds, "bytes": planned.bytes}} if planned else {}
+        write_json({**census.to_json(), **figures})
+    elif options.against is None:
+        print_census(console, census)
+    exceeded = check_budget(census, budget) if budget is not None else []
+    print_limits_exceeded(console, exceeded)
+    fits = target is None or census.memory.compiled.live <= target.chip.hbm_bytes
+    if target is not None:
+        print_prediction(console, census, target, planned)
     return CensusError.exit_code if exceeded or not fits else 0
 
 
@@ -219,7 +273,7 @@ def _take_census(
 
 def _compare(
     options: ProveOptions, console: Console, run: Run, census: Census, other: Comparison, take: Callable[[Run], Census]
-) -> Callable[[], Sections]:
+) -> Callable[[], list[Section]]:
     """Prints the difference to the other side, where there is one; returns what makes the sections of a page.
 
     take: compiles the run of the other side.
@@ -243,9 +297,9 @@ def _compare(
 
 def _difference_sections(
     changes: Sequence[Change], names: tuple[str, str], drawn: Sequence[tuple[str, Census]]
-) -> Sections:  # fmt: skip
+) -> list[Section]:  # fmt: skip
     """Returns two censuses side by side, then the sections of each of `drawn`, with the suffixes of their headings."""
-    parts = [(heading + suffix, body) for suffix, census in drawn for heading, body in census_sections(census)]
+    parts = [section for suffix, census in drawn for section in census_sections(census, suffix)]
     return [difference_section(changes, names), *parts]
 
 
@@ -255,14 +309,21 @@ def _short_name(run: Run) -> str:
     return f"{run.mesh}, {run.training.remat}{microbatches}"
 
 
-def _print_verdict(console: Console, run: Run, target: Target, census: Census, planned: Estimate | None) -> bool:
-    """Prints the predicted step and whether the compiled one fits, with remedies; returns whether it fits."""
+def _print_verdict(
+    console: Console, run: Run, target: Target, census: Census, planned: Estimate | None, saving: SavingMemory | None
+) -> bool:
+    """Prints the predicted step and whether step, save and restore fit, with remedies; returns whether they do."""
     print_prediction(console, census, target, planned)
-    peak, available = census.memory.compiled.live, target.chip.hbm_bytes
+    peaks = {
+        "the step": census.memory.compiled.live,
+        **({"a save": saving.save, "a restore": saving.restore} if saving else {}),
+    }
+    most, available = max(peaks, key=peaks.__getitem__), target.chip.hbm_bytes
+    peak = peaks[most]
     fits = peak <= available
     console.print(
         f"\n[bold]{'it fits' if fits else 'it does not fit'}[/]: {format_bytes(peak)} of the {format_bytes(available)} "
-        f"of a {target.chip.name}, {peak / available:.0%}"
+        f"of a {target.chip.name}, {peak / available:.0%}" + ("" if most == "the step" else f", in {most}")
     )
     if not fits:
         _print_remedies(console, run, target, peak - available)
@@ -274,9 +335,20 @@ def _print_remedies(console: Console, run: Run, target: Target, over: float) -> 
     print_remedies(console, over, memory_remedies(run, target, run.mesh, over))
 
 
+def _page(placed: PlacedRun, census: Census, sections: list[Section], machine: MachineGrid) -> Page:
+    """Returns the page of a proof: the census, then the layout of the run."""
+    run = placed.run
+    parts = [*sections, *layout_sections(placed, machine)]
+    return Page(f"{run.name} on {run.mesh}", parts, topic="proof", lead=census_title(census))
+
+
 def _write_files(
-    options: ProveOptions, device_run: DeviceRun, census: Census, sections: Callable[[], Sections]
-) -> None:  # fmt: skip
+    options: ProveOptions,
+    placed: PlacedRun,
+    devices: list[Any],
+    census: Census,
+    sections: Callable[[], list[Section]],
+) -> None:
     """Writes every file that is asked for. sections: makes those of --html."""
     try:
         if options.hlo:
@@ -288,9 +360,8 @@ def _write_files(
         if options.save_budget:
             options.save_budget.write_text(write_budget(census), encoding="utf-8")
         if options.html:
-            devices = list(device_run.mesh.devices.flat)
             machine = parse_machine(options.machine, len(devices)) if options.machine else machine_of(devices)
-            options.html.write_text(show.layout_page(device_run.placed, machine, sections()), encoding="utf-8")
+            _page(placed, census, sections(), machine).write(options.html)
     except OSError as error:
         raise ConfigError(
             f"writing {error.filename}", f"the file cannot be written: {error.strerror}", "a folder that exists"

@@ -20,6 +20,7 @@ from meshwright.views import show
 from meshwright.views.draw.blocks import ArrayPicture
 from meshwright.views.draw.machine import MachineGrid, parse_machine
 from meshwright.views.draw.svg import standalone
+from meshwright.views.layout_page import layout_page
 from meshwright.views.layout_tables import print_layout
 
 
@@ -35,7 +36,7 @@ class ShowOptions(RunOptions):
     svg: Path | None = None
     """Write the drawings into this folder, one file each."""
     html: Path | None = None
-    """Write one offline page: the mesh over the machine, every parameter and its blocks."""
+    """Write one offline page: any tensor on the devices, the pipeline, the mesh over the machine."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print JSON."""
 
@@ -94,7 +95,7 @@ def _write_files(
             for name, svg in _drawings(placed, machine, pictures).items():
                 (options.svg / f"{name}.svg").write_text(standalone(svg), encoding="utf-8")
         if options.html:
-            options.html.write_text(show.layout_page(placed, machine, []), encoding="utf-8")
+            layout_page(placed, machine).write(options.html)
     except OSError as error:
         raise ConfigError(
             f"writing {error.filename}", f"the file cannot be written: {error.strerror}", "a folder that exists"

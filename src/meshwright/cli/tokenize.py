@@ -1,6 +1,7 @@
 """The verb `tokenize`: text into a token file, once."""
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -9,20 +10,34 @@ import tyro
 
 from meshwright.cli.output import write, write_json
 from meshwright.cli.parse import parse
+from meshwright.data.shards import SHARD_TOKENS
 from meshwright.data.tokenizing import tokenize
-from meshwright.errors import ConfigError
+from meshwright.data.tokens import is_token_file
+from meshwright.errors import ConfigError, DataError
+from meshwright.formatting import parse_count
+from meshwright.report.console import open_console
+from meshwright.report.tokenizing import TokenizeReport
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizeOptions:
-    """Tokenise DATA once into a folder that --data takes. The folder's tokenizer.json serves as --data.tokenizer."""
+    """Tokenise DATA once into a folder that --data takes. The folder's tokenizer.json serves as --data.tokenizer. The
+    same command goes on where it was interrupted."""
 
     data: Annotated[str, tyro.conf.Positional]
-    """Text: a file, folder, glob, `stdlib`, or module:attribute of a function that yields documents."""
+    """Text: a file, folder, glob, saved dataset, `hf://datasets/OWNER/NAME`, `-` for lines of JSON on standard input,
+    `stdlib`, or module:attribute of a function that yields documents."""
     out: Path
-    """Folder to write."""
+    """Folder to write, or to go on with."""
     tokenizer: str = "bpe:4096"
     """Tokenizer: `bytes`, `chars`, `bpe:SIZE` (trained on the text), or a tokenizer.json file."""
+    text_field: str = "text"
+    """Field or column with the text in JSON lines and tables, `body.text` of nested ones."""
+    processes: int = 0
+    """Processes that encode; 0 takes one for each core. The tokens do not depend on it."""
+    shard_tokens: str = str(SHARD_TOKENS)
+    """Tokens of a shard, `256M` for instance, rounded up to whole blocks of 131,072. An interrupted tokenisation goes
+    on after its last whole shard."""
     bad_records: float = 0.0
     """Largest share of records (lines, rows, text files) that may be skipped because they cannot be read. 0 refuses the
     first, with its file and line."""
@@ -30,12 +45,34 @@ class TokenizeOptions:
     """Print JSON."""
 
 
+_MOST = 1024
+"""Most processes."""
+_NAMES = {"--faults.bad-records": "--bad-records", "--data.": "--", "--data ": "meshwright tokenize "}
+"""Options in the errors of reading text, and what they are called here."""
+
+
+def _with_own_names(text: str) -> str:
+    for name, own in _NAMES.items():
+        text = text.replace(name, own)
+    return text
+
+
 def main(args: Sequence[str]) -> int:
     """Runs `meshwright tokenize`. Raises ConfigError where the folder exists, DataError where there is no text."""
     options = parse(TokenizeOptions, "tokenize", args)
-    if options.out.exists():
+    if is_token_file(str(options.out)):
         raise ConfigError(f"--out {options.out}", "it exists already", "a folder that does not exist yet")
-    file = tokenize(options.data, options.tokenizer, options.out, bad_records=options.bad_records)
+    if not 0 <= options.processes <= _MOST:
+        raise ConfigError(f"--processes {options.processes}", f"from 1 to {_MOST} processes encode", "--processes 1")
+    try:
+        file = tokenize(
+            options.data, options.tokenizer, options.out, text_field=options.text_field,
+            bad_records=options.bad_records, processes=options.processes,
+            shard_tokens=parse_count(options.shard_tokens, "--shard-tokens"),
+            progress=TokenizeReport(open_console(sys.stderr)),
+        )  # fmt: skip
+    except DataError as error:
+        raise DataError(*map(_with_own_names, (error.asked, error.truth, error.fix))) from error
     if options.json:
         write_json(
             {"out": options.out, "tokens": len(file.tokens), "documents": len(file.ends), "vocab": file.vocab,
@@ -48,5 +85,8 @@ def main(args: Sequence[str]) -> int:
         )
         if file.skipped["bad"]:
             first = "; ".join(file.skipped["examples"][:3])
-            write(f"skipped {file.skipped['bad']:,} of {file.skipped['read']:,} records; the first: {first}\n")
+            write(
+                f"skipped {file.skipped['bad']:,} of {file.skipped['read']:,} records, all in "
+                f"{options.out / 'skipped.jsonl'}; the first: {first}\n"
+            )
     return 0

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from meshwright.checkpoint.checkpoints import committed_steps
+from meshwright.checkpoint.steps import committed_steps
 from meshwright.errors import TrainingError
 from meshwright.plugins import options_of_child
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -17,7 +17,7 @@ from meshwright.hardware.compiler_options import AUTO, COMPILER_OPTIONS
 from meshwright.hardware.targets import Target
 from meshwright.planner.search import Plan, SearchResult, price_run, remat_policies
 from meshwright.runs.placed_run import place_run
-from meshwright.views.draw.page import html_table
+from meshwright.views.pages import Column, Section, Table
 from meshwright.views.plain_table import plain_table
 
 _KEPT = 0.998
@@ -44,8 +44,8 @@ class Outcome:
     """The plan with the fastest compiled step."""
     figures: dict[str, Any]
     """Figures of all that was compiled, as JSON."""
-    sections: tuple[tuple[str, str], ...]
-    """Headings and HTML of the same figures."""
+    sections: tuple[Section, ...]
+    """Sections of a page with the same figures."""
 
 
 def prove_search(found: SearchResult, count: int, limit: int, console: Console) -> Outcome:
@@ -56,7 +56,7 @@ def prove_search(found: SearchResult, count: int, limit: int, console: Console) 
     proofs = prove_best(list(found.plans[: max(1, count)]), found.target, limit, console)
     console.print()
     print_proofs(console, proofs)
-    section = ("Compiled for the hardware", html_table(PROVED, rows_of_proofs(proofs), (1, 2, 3, 4, 5)))
+    section = Section("Compiled for the hardware", [_table(PROVED, rows_of_proofs(proofs))])
     return Outcome(proofs[0], {"proofs": [proof.to_json() for proof in proofs]}, (section,))
 
 
@@ -66,8 +66,13 @@ def tune_search(outcome: Outcome, target: Target, limit: int, console: Console) 
     console.print()
     print_trials(console, tuned)
     rows = [{"change": name, "kept": name in tuned.kept, **proof.to_json()} for name, proof in tuned.tried]
-    section = ("Tuned, each change on top of those kept", html_table(TUNED, rows_of(tuned), (1, 2)))
+    section = Section("Tuned, each change on top of those kept", [_table(TUNED, rows_of(tuned))])
     return Outcome(tuned.best, {**outcome.figures, "tuned": rows}, (*outcome.sections, section))
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    columns = [Column(heading or "outcome", wide=not heading) for heading in headings]
+    return Table(columns, rows, title="Compiled and simulated steps")
 
 
 def prove_best(plans: list[Plan], target: Target, limit: int, console: Console) -> list[Proof]:

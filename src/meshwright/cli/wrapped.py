@@ -7,16 +7,17 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from meshwright.analysis.census import Census
 from meshwright.cli.output import write_json
 from meshwright.config import MeshShape, Run
-from meshwright.errors import CensusError
 from meshwright.formatting import format_bytes, format_count
 from meshwright.hardware.mesh import build_mesh, default_cache_folder
 from meshwright.hardware.targets import Target
+from meshwright.planner.estimate import Estimate
 from meshwright.planner.plan_file import prediction_json, write_plan
+from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.params import count_params
 from meshwright.sharding.placement import notation
-from meshwright.views.census_tables import print_census, print_prediction
 from meshwright.views.plain_table import plain_table
 from meshwright.wrapped.census import census_of_wrapped
 from meshwright.wrapped.placing import put_on_devices
@@ -27,21 +28,15 @@ _ROWS = 20
 """Most rows of a table."""
 
 
-def prove_wrapped(run: Run, devices: list[Any], target: Target | None, console: Console, *, as_json: bool) -> int:
-    """Compiles the train step of a wrapped model, prints its census, and returns the exit code."""
+def compile_wrapped(
+    run: Run, devices: list[Any], target: Target | None
+) -> tuple[PlacedRun, Census, Estimate | None]:  # fmt: skip
+    """Compiles the train step of a wrapped model; returns the placed run, its census, and its price on the target."""
     run = dataclasses.replace(run, mesh=run.mesh or MeshShape(fsdp=len(devices)))
     assert run.mesh is not None
-    census = census_of_wrapped(put_on_devices(run, build_mesh(run.mesh, devices)), target)
+    wrapped_run = put_on_devices(run, build_mesh(run.mesh, devices))
     planned = None if target is None else price_wrapped(run, target).estimate
-    if as_json:
-        figures = {"planned": {"seconds": planned.seconds, "bytes": planned.bytes}} if planned else {}
-        write_json({**census.to_json(), **figures})
-    else:
-        print_census(console, census)
-        if target is not None:
-            print_prediction(console, census, target, planned)
-    fits = target is None or census.memory.compiled.live <= target.chip.hbm_bytes
-    return 0 if fits else CensusError.exit_code
+    return wrapped_run.placed, census_of_wrapped(wrapped_run, target), planned
 
 
 def prepare_and_print(run: Run, devices: int | None, console: Console) -> PreparedModel:

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 import tokenizers
 
-from meshwright.data.tokenizers import END, Subwords
+from meshwright.data.subwords import Subwords
+from meshwright.data.tokenizers import END
 from meshwright.errors import DataError
 
 

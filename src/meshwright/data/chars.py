@@ -26,6 +26,11 @@ class Chars:
         """Token after the last character."""
         return len(self.letters)
 
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """No tokens."""
+        return ()
+
     def encode(self, text: str) -> np.ndarray:
         """Returns the index of every character. Raises DataError for one that the vocabulary does not have."""
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)

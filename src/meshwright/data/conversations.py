@@ -8,6 +8,7 @@ Records are tokenised once, into a token file with one more array, `answers.bin`
 whole, chosen by best fit; each is a document of its own, to which attention and positions are confined.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -18,12 +19,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from meshwright.config import Run
 from meshwright.data.chat import ChatTemplate, check_jinja, read_chat_template
+from meshwright.data.local import local_data
+from meshwright.data.opening import decompressed, kind_of, open_bytes
+from meshwright.data.readers import kind_of_value, read_json_lines
+from meshwright.data.records import Records
 from meshwright.data.rendering import Rendered, render_record
-from meshwright.data.tokenizing import BlockSums, write_description
+from meshwright.data.shards import TokenWriter, write_description
 from meshwright.data.tokens import Corpus, TokenFile, open_tokens, parse_source
 from meshwright.data.vocabulary import build_tokenizer
 from meshwright.documents import LARGE, read_json, read_text
@@ -122,7 +128,9 @@ def load_conversations(run: Run, cache: Path) -> tuple[Corpus, list[tuple[Packed
     Tokens are kept in `cache`. Raises DataError with file and line for a record that is none, has no answer, or is
     longer than a sequence (`FineTune.too_long`).
     """
-    data, tuning, seq = run.data, run.finetune, run.training.seq
+    tuning, seq = run.finetune, run.training.seq
+    paths, tokenizer = local_data(run.data.paths, run.data.tokenizer, cache)
+    data = dataclasses.replace(run.data, paths=paths, tokenizer=tokenizer)
     if not Path(data.tokenizer).is_file() and data.tokenizer != "bytes":
         raise DataError(
             f"chat data with the tokenizer {data.tokenizer!r}", "it is learned from text, and this is none",
@@ -134,8 +142,9 @@ def load_conversations(run: Run, cache: Path) -> tuple[Corpus, list[tuple[Packed
         check_jinja()
     together = 2 if tuning.objective == "preferences" else 1
     files, parts = [], []
+    folders = _folders([source.path for source in sources], data.tokenizer, template, tuning.objective, cache)
     for source in sources:
-        folder = _tokenise(source.path, data.tokenizer, template, tuning.objective, cache)
+        folder = folders[source.path]
         file = open_tokens(folder)
         answers: Any = np.memmap(folder / "answers.bin", np.uint8, mode="r")
         lines = read_json(folder / "lines.json", LARGE)
@@ -155,6 +164,21 @@ def load_conversations(run: Run, cache: Path) -> tuple[Corpus, list[tuple[Packed
         files.append(file)
         parts.append((train, held_out))
     return Corpus(tuple(files), tuple(source.weight for source in sources)), parts
+
+
+def _folders(
+    paths: list[str], spec: str, template: ChatTemplate | None, objective: Objective, cache: Path
+) -> dict[str, Path]:
+    """Returns the folders with the tokens of sources; process 0 makes them for all that compute together."""
+
+    def make() -> dict[str, Path]:
+        return {path: _tokenise(path, spec, template, objective, cache) for path in paths}
+
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:
+        return make()
+    from meshwright.data.host_tokens import share_folders  # runs on one host need none of it
+
+    return share_folders(cache / "tokens", None, make)
 
 
 def template_of(tokenizer: str, file: str | None) -> ChatTemplate | None:
@@ -202,29 +226,26 @@ def _tokenise(path: str, spec: str, template: ChatTemplate | None, objective: Ob
     folder = cache / "tokens" / f"chat-{hashlib.sha256(chr(10).join(kind).encode()).hexdigest()[:24]}"
     if (folder / "tokens.json").is_file():
         return folder
-    ends, lines, total, sums = [0], list[str](), 0, BlockSums()
+    lines = list[str]()
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        with (scratch / "tokens.bin").open("wb") as tokens, (scratch / "answers.bin").open("wb") as answers:
+        writer = TokenWriter(scratch, np.dtype("<u4"))
+        with contextlib.closing(writer), (scratch / "answers.bin").open("wb") as answers:
             for where, record in _records(files):
                 documents: list[Rendered] = render_record(where, record, objective, tokenizer, template)
                 for document in documents:
-                    data = document.tokens.astype("<u4").tobytes()
-                    tokens.write(data)
-                    sums.add(data)
+                    writer.add(document.tokens, np.array([len(document.tokens)]))
                     answers.write(document.answers.astype(np.uint8).tobytes())
-                    total += len(document.tokens)
-                    ends.append(total)
                 lines.append(where)
-        if not lines:
-            raise DataError(f"--data {path}", "it has no records", "JSON lines with `messages`")
-        sums.write(scratch / "sums.bin")
-        np.save(scratch / "ends.npy", np.array(ends[1:], np.int64))
+            if not lines:
+                raise DataError(f"--data {path}", "it has no records", "JSON lines with `messages`")
+            writer.finish()
         (scratch / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
         (scratch / "lines.json").write_text(json.dumps(lines), encoding="utf-8")
-        record = {"dtype": "uint32", "tokens": total, "documents": len(ends) - 1, "vocab": tokenizer.vocab,
-                  "source": path, "tokenizer": spec, "skipped": {}}  # fmt: skip
+        record = {"dtype": "uint32", "tokens": writer.tokens, "documents": writer.documents, "vocab": tokenizer.vocab,
+                  "shards": writer.shards, "shard_tokens": writer.shard_tokens, "source": path, "tokenizer": spec,
+                  "skipped": {}}  # fmt: skip
         write_description(scratch, record, "answers.bin", "lines.json")
         try:
             os.replace(scratch, folder)
@@ -252,15 +273,10 @@ def _status(file: Path) -> str:
 def _records(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields file and line of each record, and the record."""
     for file in files:
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                where = f"{file}:{number}"
-                try:
-                    record = json.loads(line)
-                except ValueError as error:
-                    raise DataError(where, f"not JSON: {error}", "one JSON object in a line") from error
+        records = Records(str(file))
+        with open_bytes(file) as raw:
+            for place, record in read_json_lines(file, decompressed(raw, kind_of(file.name)[1]), records):
                 if not isinstance(record, dict):
-                    raise DataError(where, f"a {type(record).__name__}, not an object", "one JSON object in a line")
-                yield where, record
+                    truth = f"it is {kind_of_value(record)}, and no object"
+                    raise DataError(str(place), truth, "one JSON object in a line")
+                yield str(place), record

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.records import Records
+from meshwright.data.records import Records, place_of
 from meshwright.errors import DataError, describe_failure
 
 
@@ -20,17 +20,23 @@ class FunctionDocuments:
     function: Callable[[], Iterable[str]]
 
     def read(self, records: Records) -> Iterator[str]:
-        """Yields the documents of one call. Raises DataError where the call fails or an item is not a string."""
-        number = 0
+        """Yields the documents of one call from the position of `records` on.
+
+        Raises DataError where the call fails or an item is not a string.
+        """
+        number, skip = 0, records.number
         try:
             for number, text in enumerate(self.function(), 1):
+                if number <= skip:
+                    continue
+                records.number = number
                 if not isinstance(text, str):
                     raise DataError(
                         f"--data {self.name}",
                         f"its document {number} is of type {type(text).__name__}",
                         "yield strings",
                     )
-                document = records.text(text, f"{self.name}, document {number}")
+                document = records.text(text, place_of(self.name, "document", number))
                 if document:
                     yield document
         except DataError:
@@ -61,6 +67,10 @@ class FunctionDocuments:
                 "give it an attribute `fingerprint`: a text that changes when the documents do",
             ) from error
         return [self.name, hashlib.sha256(code).hexdigest()]
+
+    def size(self) -> tuple[int, int]:
+        """Returns zeros: the call alone tells."""
+        return 0, 0
 
     def __str__(self) -> str:
         return self.name

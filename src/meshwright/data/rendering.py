@@ -15,7 +15,8 @@ import tokenizers
 
 from meshwright.data.chars import Chars
 from meshwright.data.chat import ChatTemplate, Message
-from meshwright.data.tokenizers import Bytes, Tokenizer
+from meshwright.data.subwords import check_unicode
+from meshwright.data.tokenizers import Bytes, Tokenizer, with_begin
 from meshwright.errors import DataError
 from meshwright.fine_tuning import Objective
 
@@ -51,6 +52,11 @@ def render_record(
     elif objective == "preferences" and {"chosen", "rejected"} <= record.keys():
         pairs = [_shared_prompt(where, record["chosen"]), _shared_prompt(where, record["rejected"])]
     elif objective == "answers" and "messages" in record:
+        if record.get("tools"):
+            raise DataError(
+                where, "it has `tools`, which no template is given",
+                "their description in a system message, or no `tools`",
+            )  # fmt: skip
         return [_conversation(where, _messages(where, "messages", record["messages"]), tokenizer, template, 0)]
     elif objective == "answers" and {"prompt", "completion"} <= record.keys():
         pairs = [(record["prompt"], record["completion"])]
@@ -69,9 +75,11 @@ def _prompt_and_answer(
     where: str, prompt: Any, answer: Any, tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> Rendered:
     if isinstance(prompt, str) and isinstance(answer, str):
+        _check_text(where, prompt + answer)
         first, last = tokenizer.encode(prompt), np.append(tokenizer.encode(answer), tokenizer.end)
         if not len(first) or not answer:
             raise DataError(where, f"its {'answer' if len(first) else 'prompt'} is empty", "a text in both")
+        first = with_begin(tokenizer, first)
         return Rendered(np.concatenate([first, last]), np.repeat([False, True], [len(first), len(last)]))
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -89,7 +97,34 @@ def _messages(where: str, field: str, value: Any) -> list[Message]:
             raise DataError(
                 where, f"message {number} of its {field} is {str(message)[:60]}", f"an object with {_ROLES}"
             )
+        content = message["content"]
+        if not isinstance(content, str | None):
+            raise DataError(
+                where, f"the content of message {number} of its {field} is {type(content).__name__} "
+                f"{str(content)[:40]!r}, which a template would write as it is", "its text",
+            )  # fmt: skip
+        _check_text(where, content or "")
     return value
+
+
+def _check_text(where: str, text: str) -> None:
+    try:
+        check_unicode(text)
+    except DataError as error:
+        raise DataError(where, error.truth, error.fix) from error
+
+
+def _check_null_contents(where: str, messages: list[Message], template: ChatTemplate) -> None:
+    """Raises DataError where a template writes the word None for a content of null: not all know calls of tools."""
+    if all(message["content"] is not None for message in messages):
+        return
+    empty = [{**message, "content": message["content"] or ""} for message in messages]
+    if template.render(messages, answer=False).count("None") > template.render(empty, answer=False).count("None"):
+        number = next(i for i, message in enumerate(messages) if message["content"] is None)
+        raise DataError(
+            where, f"the content of message {number} is null, and the template writes 'None' for it",
+            "a content, or a template that knows messages without (--finetune.template)",
+        )  # fmt: skip
 
 
 def _conversation(
@@ -104,6 +139,7 @@ def _conversation(
     if not any(message["role"] == "assistant" for message in messages[first:]):
         raise DataError(where, "no message is the assistant's: there is nothing to learn", "a message with that role")
     try:
+        _check_null_contents(where, messages, template)
         text, spans = _answers(where, messages, template, first)
     except DataError as error:
         if error.asked == where:

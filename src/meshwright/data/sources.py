@@ -1,39 +1,40 @@
-"""Sources of documents: files, Python's standard library, or a function from outside the package."""
+"""Sources of documents: files, standard input, Python's standard library, or a function from outside the package."""
 
 import dataclasses
 import glob
-import gzip
 import os
 import stat
+import sys
 import sysconfig
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from meshwright.data.records import LARGEST, Records, place
-from meshwright.documents import parse_json
+from meshwright.data.opening import KINDS, SUFFIXES, UNREADABLE
+from meshwright.data.readers import read_file, read_json_texts
+from meshwright.data.records import Records
 from meshwright.errors import DataError
 from meshwright.plugins import is_reference, load
 
-_PLAIN = (".txt", ".py", ".md", ".rst", ".text")
-_SUFFIXES = (*_PLAIN, ".jsonl", ".jsonl.gz", ".parquet")
-_FIELD = "text"
-_UNREADABLE = (OSError, EOFError, zlib.error, ValueError, LookupError, RuntimeError, MemoryError)
-"""Errors of damaged files; those of pyarrow and of the decoders are subclasses."""
+STDIN = "-"
+"""Source that is read from standard input, once."""
 
 
 class Documents(Protocol):
     """Documents of one source. `read` may be called several times and yields the same documents each time."""
 
     def read(self, records: Records) -> Iterator[str]:
-        """Yields the documents that are not empty, and counts what it reads in `records`."""
+        """Yields the documents that are not empty from the position of `records` on, and counts what it reads there."""
         ...
 
     def fingerprint(self) -> list[str]:
         """Lines of text that change when the documents do; token files are cached under their hash."""
+        ...
+
+    def size(self) -> tuple[int, int]:
+        """Returns the number of files and their bytes; 0 where they are not known."""
         ...
 
     def __str__(self) -> str:
@@ -41,16 +42,23 @@ class Documents(Protocol):
         ...
 
 
-def open_source(path: str) -> Documents:
-    """Opens the source `path`: files, `stdlib`, or a function named `module:attribute` or `FILE.py:attribute`.
+def open_source(path: str, field: str = "text") -> Documents:
+    """Opens the source `path`: files, `-`, `stdlib`, or a function named `module:attribute` or `FILE.py:attribute`.
 
-    Raises DataError where there is no readable file, ConfigError where the module or the attribute is missing.
+    field: name of the field or column with the text. Raises DataError where there is no readable file, ConfigError
+    where the module or the attribute is missing.
     """
-    if is_reference(path) and not Path(path).exists():
+    if path == STDIN:
+        return StandardInput(field)
+    if path.startswith("hf://"):
+        from meshwright.data.hub import download_dataset  # most runs read files
+
+        return FileDocuments(tuple(download_dataset(path)), field)
+    if is_reference(path) and not os.path.exists(path):
         from meshwright.data.function_source import FunctionDocuments  # most runs read files
 
         return FunctionDocuments(path, load("data source", path))
-    return FileDocuments(tuple(find_files(path)))
+    return FileDocuments(tuple(find_files(path)), field)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +66,11 @@ class FileDocuments:
     """Documents in files."""
 
     files: tuple[Path, ...]
+    field: str = "text"
 
     def read(self, records: Records) -> Iterator[str]:
         """Yields the documents of all files."""
-        return read_documents(self.files, records)
+        return read_documents(self.files, records, self.field)
 
     def fingerprint(self) -> list[str]:
         """Returns path, size and modification time of every file. Raises DataError for what is no regular file."""
@@ -77,10 +86,40 @@ class FileDocuments:
                 raise DataError(f"reading {file}", "it is no regular file", "leave it out")
             home = folders.get(folder) or folders.setdefault(folder, os.path.realpath(folder))
             lines.append(f"{home}/{name} {status.st_size} {status.st_mtime_ns}")
-        return lines
+        return lines if self.field == "text" else [*lines, f"field {self.field}"]
+
+    def size(self) -> tuple[int, int]:
+        """Returns the number of files and their bytes."""
+        return len(self.files), sum(os.path.getsize(file) for file in self.files)
 
     def __str__(self) -> str:
         return f"{len(self.files)} file(s)"
+
+
+@dataclasses.dataclass(frozen=True)
+class StandardInput:
+    """Lines of JSON from standard input, which is read once."""
+
+    field: str
+
+    def read(self, records: Records) -> Iterator[str]:
+        """Yields the text of each line."""
+        try:
+            yield from read_json_texts("standard input", sys.stdin.buffer, records, self.field)
+        except UNREADABLE as error:
+            raise DataError(f"--data {STDIN}", f"{type(error).__name__}: {error}", "lines of JSON") from error
+        records.check()
+
+    def fingerprint(self) -> list[str]:
+        """Returns the field. Nothing else is known before it is read."""
+        return [STDIN, self.field]
+
+    def size(self) -> tuple[int, int]:
+        """Returns zeros."""
+        return 0, 0
+
+    def __str__(self) -> str:
+        return "standard input"
 
 
 def find_files(path: str) -> list[Path]:
@@ -88,24 +127,67 @@ def find_files(path: str) -> list[Path]:
     if path == "stdlib":
         return _stdlib()
     location = Path(path)
-    if location.is_dir():
-        found = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
-        files = [Path(file) for file in sorted(found, key=lambda f: f.split(os.sep)) if file.endswith(_SUFFIXES)]
+    if not path:
+        raise DataError("--data ''", "it is no name", f"one of {KINDS}")
+    if os.path.isdir(path):  # false for names that no file can have
+        if (location / "dataset_dict.json").is_file() or (location / "state.json").is_file():
+            from meshwright.data.saved_dataset import saved_files  # few folders are datasets
+
+            if saved := saved_files(location):
+                return saved
+        found = sorted(_walk(path), key=lambda file: file.split(os.sep))
+        files = _once([file for file in found if file.lower().endswith(SUFFIXES)])
         if files:
             return files
-    elif location.exists():
+    elif os.path.exists(path):
         files = [location]
     else:
-        files = [Path(f) for f in glob.glob(path, recursive=True) if not Path(f).is_dir()]
+        files = _once([file for file in sorted(glob.glob(path, recursive=True)) if not os.path.isdir(file)])
     if not files:
         reason = (
-            "a folder without a file of a known kind" if location.is_dir() else "neither a file, a folder nor a glob"
+            "a folder without a file of a known kind" if os.path.isdir(path) else "neither a file, a folder nor a glob"
         )
-        raise DataError(f"--data {path}", f"it is {reason}", f"one of {', '.join(_SUFFIXES)}, or module:attribute")
+        raise DataError(f"--data {path}", f"it is {reason}", f"one of {KINDS}")
     for file in files:
-        if not file.name.endswith(_SUFFIXES):
-            raise DataError(f"--data {path}", f"{file.name} is of no known kind", "one of " + ", ".join(_SUFFIXES))
+        if not file.name.lower().endswith(SUFFIXES):
+            raise DataError(f"--data {path}", f"{file.name} is of no known kind", f"one of {KINDS}")
     return sorted(files)
+
+
+def _once(found: Sequence[str]) -> list[Path]:
+    """Returns files without links to others of them, and of several links to one file the first."""
+    links = {file for file in found if os.path.islink(file)}
+    seen = {os.path.realpath(file) for file in found if file not in links} if links else set()
+    files = []
+    for file in found:
+        real = os.path.realpath(file) if file in links else None
+        if real is None or real not in seen:
+            files.append(Path(file))
+        if real is not None:
+            seen.add(real)
+    return files
+
+
+def _walk(path: str) -> Iterator[str]:
+    """Yields all files in a folder. Raises DataError where one inside cannot be listed.
+
+    Linked folders are read too, each folder once: a link to a folder above ends there.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"reading {error.filename}", f"{error.strerror}", "make it readable, or move it out") from error
+
+    seen = {os.path.realpath(path)}
+    for folder, folders, names in os.walk(path, onerror=refuse, followlinks=True):
+        inside = sorted((os.path.islink(os.path.join(folder, name)), name) for name in folders)
+        folders.clear()
+        for _, name in inside:
+            real = os.path.realpath(os.path.join(folder, name))
+            if real not in seen:
+                seen.add(real)
+                folders.append(name)
+        for name in names:
+            yield os.path.join(folder, name)
 
 
 def _stdlib() -> list[Path]:
@@ -116,122 +198,18 @@ def _stdlib() -> list[Path]:
     return sorted(f for folder in folders for f in folder.glob("*.py") if f.stat().st_size > 0)
 
 
-def read_documents(files: Sequence[Path], records: Records) -> Iterator[str]:
+def read_documents(files: Sequence[Path], records: Records, field: str = "text") -> Iterator[str]:
     """Yields the documents of `files`, which are shuffled once so that the held-out tail is a sample of all of them.
 
-    The order depends on the list alone. Raises DataError where a file cannot be read, or too many records are bad.
+    The order depends on the list alone. Begins at the position of `records`. Raises DataError where a file cannot be
+    read, or too many records are bad.
     """
-    for i in np.random.default_rng(0).permutation(len(files)):
+    order = np.random.default_rng(0).permutation(len(files))
+    records.bytes_before = sum(os.path.getsize(files[i]) for i in order[: records.file])
+    for i in order[records.file :]:
         try:
-            yield from _read(files[i], records)
-        except _UNREADABLE as error:
+            yield from read_file(files[i], records, field)
+        except UNREADABLE as error:
             raise DataError(f"reading {files[i]}", f"{type(error).__name__}: {error}", "repair or remove it") from error
+        records.file, records.number = records.file + 1, 0
     records.check()
-
-
-def _read(file: Path, records: Records) -> Iterator[str]:
-    if file.name.endswith(".parquet"):
-        yield from _read_parquet(file, records)
-        return
-    # A pipe without a writer would never open.
-    with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
-        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-            raise ValueError("it is no regular file")
-        if file.name.endswith((".jsonl", ".jsonl.gz")):
-            lines = gzip.GzipFile(fileobj=opened) if file.suffix == ".gz" else opened
-            yield from _read_lines(file, lines, records)  # type: ignore[arg-type]
-            return
-        content = opened.read(LARGEST + 1)
-    if len(content) > LARGEST:
-        raise ValueError(f"it is one document of more than {LARGEST:,} bytes; split it, or write it as .jsonl")
-    text = _decoded(content, str(file), records)
-    if text is not None and (text := records.text(text, str(file))):
-        yield text
-
-
-def _decoded(content: bytes, where: str, records: Records) -> str | None:
-    """Returns the text of UTF-8 bytes; None, and a bad record, where they are none."""
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start)
-        place_in = "" if ", line " in where else f" on line {line + 1}"
-        wide = content[:2] in (b"\xff\xfe", b"\xfe\xff")
-        reason = "it is UTF-16" if wide else f"byte {error.start + 1} (0x{content[error.start]:02x}){place_in}"
-        records.skip(where, f"not UTF-8: {reason}")
-        return None
-
-
-def _read_lines(file: Path, lines: IO[bytes], records: Records) -> Iterator[str]:
-    """Yields the text of each line of JSON."""
-    number = 0
-    while line := lines.readline(LARGEST + 1):
-        number += 1
-        where = place(file, number)
-        if len(line) > LARGEST:
-            raise ValueError(f"line {number} has more than {LARGEST:,} bytes")
-        if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
-        decoded = _decoded(line, where, records) if line.strip() else None
-        if decoded is None:
-            continue
-        try:
-            record = parse_json(decoded.rstrip("\r\n"))
-        except ValueError as error:
-            at = f" at column {error.colno}" if hasattr(error, "colno") else ""
-            records.skip(where, f"not JSON: {str(getattr(error, 'msg', error)).removesuffix(' at')}{at}")
-            continue
-        value = record.get(_FIELD) if isinstance(record, dict) else None
-        if not isinstance(value, str):
-            found = f"its {_FIELD!r} is {_kind(value)}" if isinstance(record, dict) and _FIELD in record else (
-                f"it has no field {_FIELD!r}" if isinstance(record, dict) else f"it is {_kind(record)}, and no object"
-            )  # fmt: skip
-            records.skip(where, f"no text: {found}")
-        elif text := records.text(value, where):
-            yield text
-
-
-def _kind(value: object) -> str:
-    """Names the JSON type of a value."""
-    kinds = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object", str: "text"}
-    return kinds.get(type(value), "null")
-
-
-def _read_parquet(file: Path, records: Records) -> Iterator[str]:
-    import pyarrow  # 0.2 s of import that other files do not need
-    import pyarrow.parquet
-
-    if not file.is_file():
-        raise ValueError("it is no regular file")
-    table = pyarrow.parquet.ParquetFile(file)
-    if _FIELD not in table.schema_arrow.names:
-        raise ValueError(f"no column {_FIELD!r} among {', '.join(table.schema_arrow.names)}")
-    kind = table.schema_arrow.field(_FIELD).type
-    stored = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-    if not (pyarrow.types.is_string(stored) or pyarrow.types.is_large_string(stored)):
-        raise ValueError(f"its column {_FIELD!r} is of type {kind}, and no text")
-    row = 0
-    for batch in table.iter_batches(batch_size=1024, columns=[_FIELD]):
-        for value in _values(batch.column(0)):
-            row += 1
-            where = f"{file}, row {row}"
-            if not isinstance(value, str):
-                records.skip(where, f"no text: its {_FIELD!r} is null" if value is None else "not UTF-8")
-            elif text := records.text(value, where):
-                yield text
-
-
-def _values(column: Any) -> list[str | bytes | None]:
-    """Returns the values of a column of text; those that are not UTF-8 as bytes."""
-    try:
-        return column.to_pylist()
-    except UnicodeDecodeError:
-        values = column.cast("large_binary").to_pylist()
-        return [_text_or_bytes(value) for value in values]
-
-
-def _text_or_bytes(value: bytes | None) -> str | bytes | None:
-    try:
-        return None if value is None else value.decode("utf-8")
-    except UnicodeDecodeError:
-        return value

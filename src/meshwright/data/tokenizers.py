@@ -7,14 +7,11 @@ from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
-import tokenizers
 
 from meshwright.documents import parse_json
 from meshwright.errors import DataError
 
 END = "<|end|>"
-_GAPS = 10_000
-"""Numbers without a token that a vocabulary may have, in addition to one for each token."""
 
 
 class Tokenizer(Protocol):
@@ -28,6 +25,11 @@ class Tokenizer(Protocol):
     @property
     def end(self) -> int:
         """Token that ends a document; one of the `vocab` tokens."""
+        ...
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """Tokens that a document begins with; most vocabularies have none."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
@@ -49,6 +51,7 @@ class Bytes:
 
     vocab: int = 257
     end: int = 256
+    begin: tuple[int, ...] = ()
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the UTF-8 bytes of `text`."""
@@ -63,45 +66,13 @@ class Bytes:
         return json.dumps({"kind": "bytes"})
 
 
-class Subwords:
-    """Subword tokenizer of the `tokenizers` library (Hugging Face's tokenizer.json)."""
+def with_begin(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
+    """Returns the tokens of a document's text after those that a document begins with, where it has not got them.
 
-    _ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>")
-
-    def __init__(self, text: str):
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises bare Exception
-            raise DataError("reading a tokenizer", f"{error}", "a tokenizer.json of the tokenizers library") from error
-        ends = [i for name in self._ENDS if (i := self._tokenizer.token_to_id(name)) is not None]
-        if not ends:
-            raise DataError(
-                "a tokenizer that separates documents",
-                f"its vocabulary has none of {', '.join(self._ENDS)}",
-                f"add {END} as a special token",
-            )
-        self.end = ends[0]
-        ids = self._tokenizer.get_vocab().values()
-        self.vocab = max(ids) + 1
-        # Some models have a few numbers without a token; an embedding has a row for each.
-        if self.vocab > 2 * len(ids) + _GAPS:
-            raise DataError(
-                "reading a tokenizer",
-                f"its {len(ids):,} tokens have numbers up to {self.vocab - 1:,}, and an embedding has a row for each",
-                "a tokenizer whose tokens are numbered without gaps",
-            )
-
-    def encode(self, text: str) -> np.ndarray:
-        """Returns the tokens of `text`, without special tokens."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Returns the text of `tokens`; padding of the vocabulary is left out."""
-        return str(self._tokenizer.decode([t for t in tokens if t < self.vocab]))
-
-    def to_json(self) -> str:
-        """Returns the contents of tokenizer.json."""
-        return str(self._tokenizer.to_str())
+    A chat template writes them into its text.
+    """
+    begin = np.array(tokenizer.begin, np.int32)
+    return tokens if np.array_equal(tokens[: len(begin)], begin) else np.concatenate([begin, tokens])
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:
@@ -122,4 +93,6 @@ def tokenizer_from_json(text: str) -> Tokenizer:
                 "reading a tokenizer", "its letters are no characters in order", "the tokenizer.json of a run"
             )
         return Chars(letters)
+    from meshwright.data.subwords import Subwords  # loaded for files of the `tokenizers` library
+
     return Subwords(text)

@@ -1,64 +1,94 @@
 """Token files: text tokenised once, then mapped into memory and verified as it is read.
 
-A token file is a folder with `tokens.bin` (uint16 or uint32, little-endian, documents one after another, each closed
-by the tokenizer's `end`), `ends.npy` (int64, where each document ends), `sums.bin` (uint32, CRC-32 of each block of
-`tokens.bin`), `tokenizer.json`, and `tokens.json` (the description with SHA-256 of the small files, written last).
+A token file is a folder with the tokens of all documents one after another, each closed by the tokenizer's `end`, in
+shards `tokens-00000.bin`, ... of equal size (uint16 or uint32, little-endian), `ends.npy` (int64, where each document
+ends), `sums.bin` (uint32, CRC-32 of each block of the tokens), `tokenizer.json`, and `tokens.json` (the description
+with SHA-256 of the small files, written last). A shard has whole blocks, so its size changes no checksum. Format 2 had
+all tokens in `tokens.bin`.
 
-Opening verifies all but `tokens.bin`. A block of that is verified when it is first read, in the threads that read
-ahead: a corpus larger than memory is not read before the first step.
+Opening verifies all but the tokens. A block of those is verified when it is first read, in the threads that read ahead:
+a corpus larger than memory is not read before the first step.
 """
 
 import dataclasses
 import functools
 import hashlib
 import json
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from meshwright.data.tokenizers import Tokenizer, tokenizer_from_json
 from meshwright.documents import LARGE, check_inside, read_json, read_text
 from meshwright.errors import DataError
+from meshwright.storage.paths import in_bucket
 
-FORMAT = 2
+if TYPE_CHECKING:
+    from meshwright.data.reading import Progress
+
+FORMAT = 3
+WHOLE = 2
+"""Format with all tokens in `tokens.bin`."""
 BLOCK = 2**18
-"""Bytes of `tokens.bin` under one checksum: verified in about 0.3 ms, and 4 bytes of `sums.bin`."""
+"""Bytes of tokens under one checksum: verified in about 0.3 ms, and 4 bytes of `sums.bin`."""
 HASHED = ("ends.npy", "sums.bin", "tokenizer.json")
+SKIPPED = "skipped.jsonl"
+"""File with a line for every record that was left out; no part of what training reads."""
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 class TokenArray:
-    """Memory-mapped tokens, [tokens]. A slice is verified before it is returned."""
+    """Memory-mapped tokens, [tokens]. A slice is verified before it is returned.
 
-    def __init__(self, file: Path, dtype: np.dtype[Any]):
-        self._file = file
-        self._tokens = np.memmap(file, dtype, mode="r")
-        self._sums = np.fromfile(file.with_name("sums.bin"), "<u4")
+    files: shards of `size` tokens each, and a last one of at most so many.
+    """
+
+    def __init__(self, files: Sequence[Path], size: int, count: int, dtype: np.dtype[Any]):
+        self._files, self._size, self._count, self._dtype = files, size, count, dtype
+        self._shards: dict[int, Any] = {}
+        self._sums = np.fromfile(files[0].with_name("sums.bin"), "<u4")
         self._verified = np.zeros(len(self._sums), np.bool_)
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return self._count
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        start, stop, _ = part.indices(len(self._tokens))
-        size = self._tokens.itemsize
-        first, last = start * size // BLOCK, -(-stop * size // BLOCK)
+        start, stop, _ = part.indices(self._count)
+        first, last = start * self._dtype.itemsize // BLOCK, -(-stop * self._dtype.itemsize // BLOCK)
         for block in first + np.flatnonzero(~self._verified[first:last]):
             self._verify(int(block))
-        return self._tokens[part]
+        if start // self._size == max(start, stop - 1) // self._size:
+            at = start // self._size * self._size
+            return self._shard(start // self._size)[start - at : max(start, stop) - at]
+        pieces = []
+        while start < stop:
+            at = start // self._size * self._size
+            pieces.append(self._shard(start // self._size)[start - at : stop - at])
+            start = at + self._size
+        return np.concatenate(pieces)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self[:], dtype, copy=copy)
 
+    def _shard(self, number: int) -> Any:
+        if number not in self._shards:
+            self._shards[number] = np.memmap(self._files[number], self._dtype, mode="r")
+        return self._shards[number]
+
     def _verify(self, block: int) -> None:
-        tokens = self._tokens[block * BLOCK // self._tokens.itemsize :][: BLOCK // self._tokens.itemsize]
+        per_block = BLOCK // self._dtype.itemsize
+        number = block * per_block // self._size
+        first = block * per_block - number * self._size
+        tokens = self._shard(number)[first : first + per_block]
         if zlib.crc32(tokens) != self._sums[block]:
+            at, file = first * self._dtype.itemsize, self._files[number]
             raise DataError(
-                f"token file {self._file.parent}",
-                f"bytes {block * BLOCK:,} to {block * BLOCK + tokens.nbytes - 1:,} of {self._file.name} are not what "
+                f"token file {file.parent}",
+                f"bytes {at:,} to {at + tokens.nbytes - 1:,} of {file.name} are not what "
                 "was written: their checksum differs",
                 "tokenise again, or copy the folder again",
             )
@@ -97,45 +127,73 @@ def open_tokens(folder: Path) -> TokenFile:
     try:
         record = _read_description(folder)
         dtype, count, vocab = _DTYPES[record["dtype"]], int(record["tokens"]), int(record["vocab"])
-        size, sums = (folder / "tokens.bin").stat().st_size, (folder / "sums.bin").stat().st_size
-        if size != count * dtype.itemsize or sums != 4 * -(-size // BLOCK) or not count:
-            raise ValueError(
-                f"tokens.bin has {size} bytes, and {count} tokens of {dtype.itemsize} bytes are "
-                f"{count * dtype.itemsize}; sums.bin has {sums}"
-            )
+        files, shard = _shards(folder, record, count)
+        _check_sizes(files, shard * dtype.itemsize, count * dtype.itemsize)
         for name, expected in record["sha256"].items():
             if sha256_of(folder / name) != expected:
                 raise ValueError(f"{name} is not what was written: its SHA-256 differs")
         # Mapped: a header that promises more than the file has is refused before anything is allocated.
-        ends = np.load(folder / "ends.npy", mmap_mode="r", allow_pickle=False)
+        ends = np.load(folder / "ends.npy", mmap_mode="r", allow_pickle=False, max_header_size=128)
         if ends.dtype != np.int64 or ends.shape != (int(record["documents"]),) or ends[-1] != count:
             raise ValueError(
                 f"ends.npy is {ends.dtype}{list(ends.shape)}, and there are {record['documents']} documents"
             )
+        if ends[0] < 1 or np.any(ends[1:] <= ends[:-1]):
+            raise ValueError("ends.npy has a document that ends at or before the one before it")
         tokenizer = tokenizer_from_json(read_text(folder / "tokenizer.json", LARGE))
         if tokenizer.vocab != vocab:
             raise ValueError(f"its vocabulary is {vocab}, and its tokenizer has {tokenizer.vocab} tokens")
-        tokens = TokenArray(folder / "tokens.bin", dtype)
+        tokens = TokenArray(files, shard, count, dtype)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise DataError(f"token file {folder}", f"it cannot be read: {error}", "tokenise again") from error
-    digest = checksum([record["dtype"], count, record["sha256"]])
+    read = {name: value for name, value in record["sha256"].items() if name != SKIPPED}
+    digest = checksum([record["dtype"], count, read])
     return TokenFile(tokens, np.asarray(ends), vocab, tokenizer, folder, digest, record["skipped"])
+
+
+def shard_name(number: int) -> str:
+    """Returns the name of a shard's file."""
+    return f"tokens-{number:05d}.bin"
+
+
+def _shards(folder: Path, record: Mapping[str, Any], count: int) -> tuple[list[Path], int]:
+    """Returns the files with the tokens, and the tokens of each but the last. Raises ValueError for wrong numbers."""
+    if not count:
+        raise ValueError("it has no tokens")
+    if record["format"] == WHOLE:
+        return [folder / "tokens.bin"], count
+    shards, size = int(record["shards"]), int(record["shard_tokens"])
+    if size < 1 or size * _DTYPES[record["dtype"]].itemsize % BLOCK or shards != -(-count // size):
+        raise ValueError(f"{count} tokens are not {shards} shards of {size} tokens")
+    return [folder / shard_name(number) for number in range(shards)], size
+
+
+def _check_sizes(files: Sequence[Path], shard: int, whole: int) -> None:
+    """Raises ValueError where a file of tokens or checksums is not as long as it must be, in bytes."""
+    for number, file in enumerate(files):
+        size, expected = file.stat().st_size, min(shard, whole - number * shard)
+        if size != expected:
+            raise ValueError(f"{file.name} has {size} bytes, and its tokens are {expected}")
+    sums = files[0].with_name("sums.bin").stat().st_size
+    if sums != 4 * -(-whole // BLOCK):
+        raise ValueError(f"sums.bin has {sums} bytes, and {whole} bytes of tokens have {-(-whole // BLOCK)} checksums")
 
 
 def _read_description(folder: Path) -> dict[str, Any]:
     """Reads `tokens.json`. Raises ValueError where it is not of this format, or another file is outside the folder."""
     record = read_json(folder / "tokens.json")
-    if not isinstance(record, dict) or record.get("format") != FORMAT or record.get("block") != BLOCK:
+    if not isinstance(record, dict) or record.get("format") not in (WHOLE, FORMAT):
         found = record.get("format") if isinstance(record, dict) else None
-        raise ValueError(f"tokens.json is of format {found}, and this version reads {FORMAT}")
+        raise ValueError(f"tokens.json is of format {found}, and this version reads {WHOLE} and {FORMAT}")
     if record.pop("checksum", None) != checksum(record):
         raise ValueError("tokens.json is not what was written: its checksum differs")
     names = tuple(record["sha256"])
-    if not set(HASHED) <= set(names) or not isinstance(record["skipped"], dict):
+    if record.get("block") != BLOCK or not set(HASHED) <= set(names) or not isinstance(record["skipped"], dict):
         raise ValueError("tokens.json has no checksums")
-    if any(Path(name).name != name for name in names):
-        raise ValueError("tokens.json names a file outside the folder")
-    check_inside(folder, [folder / name for name in ("tokens.json", "tokens.bin", *names)])
+    if any(Path(name).name != name or not (folder / name).is_file() for name in names):
+        raise ValueError("tokens.json names a file outside the folder, or one that is not there")
+    shards, _ = _shards(folder, record, int(record["tokens"]))
+    check_inside(folder, [*shards, *(folder / name for name in ("tokens.json", *names))])
     return record
 
 
@@ -150,7 +208,7 @@ class Source:
 def parse_source(text: str) -> Source:
     """Parses `PATH` or `PATH=WEIGHT`. Raises DataError where the weight is not a positive number."""
     path, equals, weight = text.rpartition("=")
-    if not equals or Path(text).exists():
+    if not equals or os.path.exists(text):
         return Source(text)
     try:
         value = float(weight)
@@ -187,22 +245,29 @@ class Corpus:
 
 
 def load_corpus(
-    paths: Sequence[str], spec: str, cache: Path, *, own: Path | None = None, bad_records: float = 0.0
-) -> Corpus:
+    paths: Sequence[str], spec: str, cache: Path, *, own: Path | None = None, bad_records: float = 0.0,
+    text_field: str = "text", progress: "Progress | None" = None,
+) -> Corpus:  # fmt: skip
     """Loads the token files of `paths` (each PATH or PATH=WEIGHT), with one vocabulary over all of them.
 
     own: tokenizer.json that a run which goes on has; text that would now lead to another is tokenised with it.
-    bad_records: largest share of records that may be skipped. Raises DataError where two token files were made with
-    different tokenizers.
+    bad_records: largest share of records that may be skipped.  text_field: field or column with the text.  Where
+    several processes compute together, process 0 tokenises and the others wait for it. Raises DataError where two token
+    files were made with different tokenizers.
     """
+    if any(map(in_bucket, (*paths, spec))):
+        from meshwright.data.local import local_data  # of data in buckets alone
+
+        paths, spec = local_data(paths, spec, cache)
     sources = [parse_source(path) for path in paths]
     if not sources:
         raise DataError("training without text", "--data is empty", "--data PATH")
     raw = [source.path for source in sources if not is_token_file(source.path)]
     if raw:
-        from meshwright.data.tokenizing import load_text  # token files need none of it
+        from meshwright.data.cached import load_text  # token files need none of it
+        from meshwright.data.reading import Reading
 
-        texts = load_text(raw, spec, cache, own, bad_records)
+        texts = load_text(raw, spec, cache, own, Reading(text_field, bad_records, progress))
     files = tuple(texts[s.path] if s.path in raw else open_tokens(Path(s.path)) for s in sources)
     for file in files[1:]:
         if file.tokenizer.to_json() != files[0].tokenizer.to_json():
@@ -216,4 +281,4 @@ def load_corpus(
 
 def is_token_file(path: str) -> bool:
     """Whether `path` is a folder that `tokenize` wrote."""
-    return (Path(path) / "tokens.json").is_file()
+    return os.path.isfile(os.path.join(path, "tokens.json"))  # false for names that no file can have

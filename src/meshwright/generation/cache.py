@@ -1,4 +1,4 @@
-"""Key/value cache: its plan before it exists, its arrays, and attention to it.
+"""Cache of decoding: its plan before it exists, its arrays, and attention to it.
 
 Slots are positions of a batch that is padded on the left: every sequence ends at the same slot, so a step writes one
 slot for the whole batch. The cache is sharded over batch, key/value heads (`tensor`) and slots (`context`). Slot s lies
@@ -6,6 +6,9 @@ on device s mod n of the n devices of `context`: a prompt fills all of them even
 
 Slots come before heads and sequences in memory: what a step writes is one block. With sequences first, XLA:TPU copies
 the whole cache into that order at the beginning of the decode loop and back at its end, into a second cache.
+
+A layer with linear attention (blocks/delta_net.py) caches its state and the last inputs of its convolution, whatever
+the number of slots: the same on every device of `context`, which compute the same.
 
 Attention visits the filled slots block by block with a running maximum and sum (Milakov and Gimelshein 2018,
 arXiv:1805.02867), so its work follows the tokens there are and not the slots there is room for; a sliding window starts
@@ -22,10 +25,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from meshwright.comm.collectives import all_gather, all_reduce, all_reduce_max, axis_index, reduce_scatter
+from meshwright.comm.collectives import all_gather, all_reduce, all_reduce_max, axis_index, local_shard, reduce_scatter
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.context import CONTEXT
+from meshwright.models.blocks.delta_net import Carried, DeltaInputs, delta_net
 from meshwright.models.kernels.scores import Scores
 from meshwright.models.model import AttentionSpec, ModelSpec
 from meshwright.models.softcap import cap
@@ -38,6 +42,7 @@ _BLOCK = 1024
 """Most slots of a block of attention on one device."""
 _HIDDEN = -1e30
 _PLACEMENT: Placement = ((), CONTEXT, ("tensor",), BATCH_AXES, ())
+_STATES: Placement = ((), ("tensor",), BATCH_AXES, (), (), ())
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "k_scale", "v_scale"], meta_fields=[])
@@ -77,19 +82,25 @@ class CachePlan:
 
     def __post_init__(self) -> None:
         for layer in self.spec.layers:
-            if layer.attention is None:
+            if layer.attention is None and layer.delta is None:
                 raise ConfigError(
                     f"generating with layers of stack {layer.stack!r}",
-                    "they have no attention, and what they carry from token to token is no key/value cache",
-                    "a model whose layers all state an `AttentionSpec`",
+                    "they have no attention, and what they carry from token to token is not known",
+                    "a model whose layers all state an `AttentionSpec` or a `DeltaSpec`",
                 )
 
     @functools.cached_property
-    def abstract(self) -> dict[str, KeyValues]:
-        """Arrays of each stack as (global shape, dtype)."""
-        stacks = {}
+    def abstract(self) -> dict[str, Any]:
+        """`KeyValues` or `Carried` of each stack, of arrays as (global shape, dtype)."""
+        stacks = dict[str, Any]()
         for stack, layers in self.spec.stacks.items():
-            attention = next(layer.attention for layer in self.spec.layers if layer.stack == stack)
+            first = next(layer for layer in self.spec.layers if layer.stack == stack)
+            if first.delta is not None:
+                d, each = first.delta, (layers, first.delta.heads, self.batch)
+                shapes = ((*each, d.taps - 1, d.channels), (*each, d.groups, d.key_size, d.value_size))
+                stacks[stack] = Carried(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+                continue
+            attention = first.attention
             assert attention is not None
             # Fewer heads than devices of `tensor`: every device caches the one that its queries attend to.
             tensor, (kv_heads, size) = self.shape.tensor, cached_heads(attention)
@@ -101,21 +112,31 @@ class CachePlan:
             stacks[stack] = KeyValues(leaf, leaf if twice else None, scale, scale if twice else None)
         return stacks
 
+    def placement(self, cache: Any, rank: int) -> Placement:
+        """Returns the mesh axes of each dimension of an array of `cache`, [L, S, K, B, H] or [L, N, B, ...]."""
+        degrees, axes_of_all = self.shape.degrees(), _STATES if isinstance(cache, Carried) else _PLACEMENT
+        return tuple(tuple(axis for axis in axes if degrees[axis] > 1) for axes in axes_of_all[:rank])
+
     @property
-    def placement(self) -> Placement:
-        """Mesh axes of each dimension [L, S, K, B, H]."""
-        degrees = self.shape.degrees()
-        return tuple(tuple(axis for axis in axes if degrees[axis] > 1) for axes in _PLACEMENT)
+    def specs(self) -> dict[str, Any]:
+        """`PartitionSpec` of every array."""
+        return {
+            stack: jax.tree.map(lambda x, cache=cache: to_spec(self.placement(cache, len(x.shape))), cache)
+            for stack, cache in self.abstract.items()
+        }
 
     @property
     def bytes_per_device(self) -> int:
         """Bytes that the cache takes on each device."""
-        leaves = jax.tree.leaves(self.abstract)
-        return sum(math.prod(local_shape(x.shape, self.placement, self.shape)) * x.dtype.itemsize for x in leaves)
+        arrays = [(cache, x) for cache in self.abstract.values() for x in jax.tree.leaves(cache)]
+        return sum(
+            math.prod(local_shape(x.shape, self.placement(cache, len(x.shape)), self.shape)) * x.dtype.itemsize
+            for cache, x in arrays
+        )
 
-    def shardings(self, mesh: Mesh) -> dict[str, KeyValues]:
+    def shardings(self, mesh: Mesh) -> dict[str, Any]:
         """Returns the sharding of every array."""
-        return jax.tree.map(lambda _: NamedSharding(mesh, to_spec(self.placement)), self.abstract)
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.specs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +150,11 @@ class Slots:
     tokens: int
     """Tokens T of each sequence in this step."""
 
+    @property
+    def positions_BT(self) -> jax.Array:
+        """Position of each token within its text, int32; 0 in padding."""
+        return jnp.maximum(self.slot + jnp.arange(self.tokens) - self.first_B[:, None], 0)
+
 
 class CachedAttend:
     """Attention of a step's tokens to the cache, for `ForwardContext.attend`.
@@ -141,14 +167,14 @@ class CachedAttend:
 
     def __init__(self, slots: Slots):
         self._slots = slots
-        self._cache: KeyValues | None = None
+        self._cache: Any = None
         self._row: Any = None
 
-    def open(self, cache: KeyValues, row: jax.Array) -> None:
+    def open(self, cache: Any, row: jax.Array) -> None:
         """Sets the cache and the row of the layer that is traced next."""
         self._cache, self._row = cache, row
 
-    def close(self) -> KeyValues:
+    def close(self) -> Any:
         """Returns the cache that the layer has written to."""
         cache, self._cache = self._cache, None
         assert cache is not None
@@ -165,19 +191,34 @@ class CachedAttend:
         """Returns the attention output of latents [1, tokens, N, kv_rank], for `ForwardContext.attend_latent`."""
         return self._attend(q_BTNZ, cached_BTZ[:, :, None], None, None, None, kv_rank)
 
+    def delta(self, x: DeltaInputs, taps_NFW: jax.Array, /) -> jax.Array:
+        """Returns the output of linear attention [1, tokens, N, G, H], for `ForwardContext.attend_delta`.
+
+        A text's first token begins with an empty state, and so does padding.
+        """
+        cache, row = self._cache, self._row
+        assert isinstance(cache, Carried)
+        with jax.named_scope("cache"):
+            carried = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, row, 0, keepdims=False), cache)
+            inputs = jax.tree.map(self._by_sequence, x)
+            out, carried = delta_net(inputs, taps_NFW, self._slots.positions_BT, carried)
+            self._cache = jax.tree.map(lambda a, new: lax.dynamic_update_index_in_dim(a, new, row, 0), cache, carried)
+        flat = _flat(out, x.q.shape[1] * lax.axis_size(CONTEXT))
+        return local_shard(flat, CONTEXT, 0)[None]
+
+    def _by_sequence(self, x: jax.Array) -> jax.Array:
+        """Gathers this device's tokens [1, tokens, ...] over `context` into [B, T, ...]."""
+        batch, tokens = self._slots.first_B.shape[0], self._slots.tokens
+        whole = all_gather(x[0], CONTEXT, 0)[: batch * tokens]
+        return whole.reshape(batch, tokens, *whole.shape[1:])
+
     def _attend(
         self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array | None, window: int | None,
         scores: Scores | None, kv_rank: int | None = None,
     ) -> jax.Array:  # fmt: skip
         assert self._cache is not None
-        batch, tokens = self._slots.first_B.shape[0], self._slots.tokens
-
-        def by_sequence(x: jax.Array) -> jax.Array:
-            whole = all_gather(x[0], CONTEXT, 0)[: batch * tokens]
-            return whole.reshape(batch, tokens, *whole.shape[1:])
-
-        q, k = by_sequence(q_BTNH), by_sequence(k_BTKH)
-        v = None if v_BTKH is None else by_sequence(v_BTKH)
+        q, k = self._by_sequence(q_BTNH), self._by_sequence(k_BTKH)
+        v = None if v_BTKH is None else self._by_sequence(v_BTKH)
         with jax.named_scope("cache"):
             self._cache = write(self._cache, self._row, self._slots, k, v)
             out, lse = attend(self._cache, self._row, self._slots, q, window, scores, kv_rank)
@@ -196,10 +237,10 @@ class CachedAttend:
         return reduce_scatter(flat, CONTEXT, 0).astype(q_BTNH.dtype)[None]
 
 
-def _flat(out_BTNH: jax.Array, rows: int) -> jax.Array:
-    """Makes the tokens of all sequences one dimension, padded to `rows`."""
-    flat = out_BTNH.reshape(-1, *out_BTNH.shape[2:])
-    return jnp.pad(flat, ((0, rows - flat.shape[0]), (0, 0), (0, 0)))
+def _flat(out: jax.Array, rows: int) -> jax.Array:
+    """Makes the tokens of all sequences [B, T, ...] one dimension, padded to `rows`."""
+    flat = out.reshape(-1, *out.shape[2:])
+    return jnp.pad(flat, ((0, rows - flat.shape[0]), *((0, 0),) * (flat.ndim - 1)))
 
 
 def write(cache: KeyValues, row: Any, slots: Slots, k_BTKH: jax.Array, v_BTKH: jax.Array | None) -> KeyValues:

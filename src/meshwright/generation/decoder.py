@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.comm.collectives import all_gather, axis_index, local_shard
 from meshwright.errors import ConfigError
-from meshwright.generation.cache import SLOT_MULTIPLE, CachedAttend, CachePlan, KeyValues, Slots
+from meshwright.generation.cache import SLOT_MULTIPLE, CachedAttend, CachePlan, Slots
 from meshwright.generation.sampling import Sampling, Settings, choose_tokens
 from meshwright.generation.weights import LaidOut
 from meshwright.models.blocks.context import CONTEXT
@@ -31,7 +31,6 @@ from meshwright.models.remat import scan_layers
 from meshwright.models.softcap import cap
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import Tree
-from meshwright.sharding.placement import to_spec
 from meshwright.sharding.sequence import SequenceSplit
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.train_step import matmuls_of
@@ -53,7 +52,7 @@ class DecodeState:
     """Texts in progress. Slots up to `slot` are in the cache; the token in `slot` is chosen, and goes in next."""
 
     cache: Any
-    """`KeyValues` of each stack."""
+    """`KeyValues` of each stack, or `Carried`."""
     tokens: Any
     """Tokens of each slot, int32 [B, slots + 1]; NO_TOKEN where there is none."""
     logprobs: Any
@@ -112,9 +111,7 @@ class Decoder:
         self.device_run, self.bucket, self.weights = device_run, bucket, weights
         dtype = device_run.run.training.compute_dtype if cache_dtype == "compute" else cache_dtype
         self.plan = CachePlan(device_run.placed.spec, device_run.shape, bucket.batch, bucket.slots, dtype)
-        self.specs = DecodeState(
-            jax.tree.map(lambda _: to_spec(self.plan.placement), self.plan.abstract), _ROWS, _ROWS, _ROWS, _ROWS, _ALL
-        )
+        self.specs = DecodeState(self.plan.specs, _ROWS, _ROWS, _ROWS, _ROWS, _ALL)
         self.no_stops = _stop_array(())
         self.end = 0
         self.scores: Any = None  # program of scoring.py, where texts are scored
@@ -285,7 +282,7 @@ class Decoder:
             done=stopped_B,
         )
 
-    def next_logits(self, params: Tree, state: DecodeState, tokens: int) -> tuple[jax.Array, dict[str, KeyValues]]:
+    def next_logits(self, params: Tree, state: DecodeState, tokens: int) -> tuple[jax.Array, dict[str, Any]]:
         """Feeds the `tokens` tokens from `state.slot` on; returns the logits [B, V] after them, and the cache.
 
         Call it inside a `shard_map`: B is this device's part of the batch. Logits are float32, of the whole vocabulary.
@@ -299,23 +296,23 @@ class Decoder:
         vocab = vocab_size(self.device_run.run.model)
         return all_gather(logits_BV, VOCAB_AXES, 1)[:, :vocab], cache
 
-    def hidden(
-        self, params: Tree, state: DecodeState, tokens: int
-    ) -> tuple[jax.Array, jax.Array, dict[str, KeyValues]]:
+    def hidden(self, params: Tree, state: DecodeState, tokens: int) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
         """Feeds tokens as `next_logits` does; returns hidden states [1, tokens, D], unembedding [V/tensor, D], cache.
 
         The hidden states are this device's part (`local_tokens`) of the tokens of all its sequences.
         """
         model = self.device_run.local_model
         ids_BT = jnp.maximum(lax.dynamic_slice_in_dim(state.tokens, state.slot, tokens, 1), 0)
-        positions_BT = jnp.maximum(state.slot + jnp.arange(tokens) - state.first[:, None], 0)
-        attend = CachedAttend(Slots(state.slot, state.first, tokens))
-        local = Tokens(self.local_tokens(ids_BT)[None], self.local_tokens(positions_BT)[None])
+        slots = Slots(state.slot, state.first, tokens)
+        attend = CachedAttend(slots)
+        local = Tokens(self.local_tokens(ids_BT)[None], self.local_tokens(slots.positions_BT)[None])
         sequence = SequenceSplit("all_gather", local.ids.shape[1], 1, 1)
         fewer = (self.device_run.placed.spec.kv_heads or math.inf) < self.device_run.shape.tensor
         own = with_own_kv_head(attend) if fewer else attend
         kernels = (own, sequence, model.grouped_matmul)
-        ctx = ForwardContext(local, self.weights.gather, no_dropout(), *kernels, attend_latent=attend.latent)
+        ctx = ForwardContext(
+            local, self.weights.gather, no_dropout(), *kernels, attend_latent=attend.latent, attend_delta=attend.delta
+        )
         x_BTD, cache = self._layers(params, state.cache, ctx, attend)
         return *model.model.unembed(params, x_BTD, self.weights.gather), cache
 
@@ -329,8 +326,8 @@ class Decoder:
         return local_shard(jnp.pad(x_BT.reshape(-1), (0, -x_BT.size % parts)), CONTEXT, 0)
 
     def _layers(
-        self, params: Tree, cache: dict[str, KeyValues], ctx: ForwardContext, attend: CachedAttend
-    ) -> tuple[jax.Array, dict[str, KeyValues]]:
+        self, params: Tree, cache: dict[str, Any], ctx: ForwardContext, attend: CachedAttend
+    ) -> tuple[jax.Array, dict[str, Any]]:
         """Runs all layers; the cache is carried through the loop over them, so that it is written in place."""
         model, spec = self.device_run.local_model, self.device_run.placed.spec
         functions = model.model.layer_functions(ctx)
@@ -353,7 +350,7 @@ class Decoder:
             from meshwright.models.periods import kinds_of, scan_stacks
 
             stacked = {stack: params[stack] for stack in model.stacks}
-            done: tuple[jax.Array, dict[str, KeyValues]]
+            done: tuple[jax.Array, dict[str, Any]]
             done, _ = scan_stacks(kinds_of(spec, kinds), carry, stacked, places, remat="none", unroll=1)
             return done
         for stack in model.stacks:

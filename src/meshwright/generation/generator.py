@@ -1,24 +1,30 @@
 """Texts that continue prompts: tokens in, tokens and text out, with a report of time and memory."""
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
 
+from meshwright.data.tokenizers import with_begin
 from meshwright.errors import ConfigError
+from meshwright.formatting import format_bytes
 from meshwright.generation.decoder import Bucket, Decoder, DecodeState, bucket_for, check_decodable
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.source import OpenedModel
 from meshwright.generation.weight_sizes import WeightsLayout, weight_bytes
 from meshwright.generation.weights import LaidOut, lay_out
+from meshwright.plugins import Shown
 from meshwright.step.device_run import DeviceRun
 
 OnText = Callable[[int, str], None]
 """Called with the index of a prompt and the text that was added to it."""
 _FITS = 0.8
 """Fraction of a device's memory that gathered weights may take, beside the ones they are gathered from."""
+_BEFORE = 16
+"""Tokens of a prompt that are decoded before a text."""
 _SIMULATED_BYTES = 2**30
 """Most bytes of gathered weights on a simulated device."""
 
@@ -88,7 +94,7 @@ class GenerationReport:
 
 
 @dataclasses.dataclass(frozen=True)
-class Generated:
+class Generated(Shown):
     """Texts of one generation, one for each prompt."""
 
     texts: tuple[str, ...]
@@ -118,8 +124,14 @@ class Generator:
         return len(self._decoders)
 
     def encode(self, prompt: str | Sequence[int]) -> np.ndarray:
-        """Returns the tokens of a prompt; an empty one is the end of the document before."""
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else np.asarray(prompt, np.int32)
+        """Returns the tokens of a prompt, of a text with those that a document begins with.
+
+        An empty one is the end of the document before.
+        """
+        if isinstance(prompt, str):
+            tokens = with_begin(self.tokenizer, self.tokenizer.encode(prompt))
+        else:
+            tokens = np.asarray(prompt, np.int32)
         if not len(tokens):
             tokens = np.array([self.tokenizer.end], np.int32)
         vocab = self.device_run.run.model.vocab or 0
@@ -134,7 +146,9 @@ class Generator:
         """Returns the programs for prompts of `lengths` tokens, those of other prompts of the same bucket."""
         bucket = bucket_for(self.device_run, lengths, max_tokens, self.decoding.prefill_chunk)
         if bucket not in self._decoders:
-            self._decoders[bucket] = Decoder(self.device_run, self._weights, bucket, self.decoding.cache)
+            decoder = Decoder(self.device_run, self._weights, bucket, self.decoding.cache)
+            _check_cache(decoder, max(lengths), max_tokens)
+            self._decoders[bucket] = decoder
         return self._decoders[bucket]
 
     def generate(
@@ -155,13 +169,15 @@ class Generator:
             raise ConfigError(
                 f"{max_tokens} tokens after {len(prompts)} prompts", "there is at least one of each", "--max-tokens 1"
             )
+        if isinstance(stop, str) or "" in stop:
+            raise ConfigError(f"stop {stop!r}", "it lists texts, of a character or more", 'stop=["\\n\\n"]')
         sampling = sampling or Sampling()
         encoded = [self.encode(prompt) for prompt in prompts]
         began = time.perf_counter()
         known = self.compilations
         decoder = self.decoder([len(tokens) for tokens in encoded], max_tokens).compile()
         compile_seconds = time.perf_counter() - began if self.compilations > known else 0.0
-        texts = [_Text(self.tokenizer.decode, stop, self._stops) for _ in prompts]
+        texts = [_Text(self.tokenizer.decode, tokens, stop, self._stops) for tokens in encoded]
         began = first = last = time.perf_counter()
         for number, state in enumerate(self._pieces(decoder, encoded, max_tokens, sampling)):
             tokens, logprobs, _ = decoder.read(state)
@@ -230,11 +246,16 @@ class Generator:
 class _Text:
     """One text in progress: its tokens, and what of it has been shown.
 
-    decode: text of tokens.  stop: texts that end it.  stops: tokens that end it.
+    decode: text of tokens.  prompt: tokens before it.  stop: texts that end it.  stops: tokens that end it.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str], stops: Sequence[int]):
-        self._decode, self._stop, self._stops = decode, tuple(stop), frozenset(stops)
+    def __init__(
+        self, decode: Callable[[list[int]], str], prompt: np.ndarray, stop: Sequence[str], stops: Sequence[int]
+    ):
+        self._whole, self._stop, self._stops = decode, tuple(stop), frozenset(stops)
+        # A decoder may drop the space that a text begins with (Llama 2): the prompt's last tokens stand before it.
+        self._before = [int(token) for token in prompt[-_BEFORE:]]
+        self._prefix = decode(self._before)
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.shown = ""
@@ -256,19 +277,48 @@ class _Text:
             self.logprobs.append(float(logprobs[self._read]))
             self._read += 1
         final = final or self.ended
-        text = self._decode(self.tokens)
+        text = self._decode()
         found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
             text, final, self.ended = text[: min(found)], True, True
+            # Tokens of the piece that were decoded after the stop.
+            while any(stop in self._decode(-1) for stop in self._stop):
+                del self.tokens[-1], self.logprobs[-1]
         elif not final:
             text = text.rstrip("\ufffd")
             kept = [n for stop in self._stop for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])]
             text = text[: len(text) - max(kept, default=0)]
         self.ended = self.ended or final
         if not text.startswith(self.shown):
+            # The decoder has changed what it said; what follows is not shown, and the whole text is right at its end.
+            self.shown = text if final else self.shown
             return ""
         added, self.shown = text[len(self.shown) :], text
         return added
+
+    def _decode(self, stop: int | None = None) -> str:
+        """Text of the tokens up to `stop`, without that of the prompt."""
+        tokens = self.tokens[:stop]
+        both = self._whole(self._before + tokens)
+        return both[len(self._prefix) :] if both.startswith(self._prefix) else self._whole(tokens)
+
+
+def _check_cache(decoder: Decoder, longest: int, max_tokens: int) -> None:
+    """Raises ConfigError where the cache alone is larger than the memory of a device."""
+    device, bucket = decoder.device_run.mesh.local_devices[0], decoder.bucket
+    memory = (device.memory_stats() or {}).get("bytes_limit", 0)
+    if device.platform == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(decoder.device_run.mesh.local_devices)
+    need = decoder.plan.bytes_per_device
+    if not memory or need <= memory:
+        return
+    fits = bucket.slots * memory // need // 2 - longest
+    raise ConfigError(
+        f"{max_tokens} tokens after a prompt of {longest}",
+        f"a cache of {bucket.batch} text(s) of {bucket.slots} tokens takes {format_bytes(need)} on a device, which "
+        f"has {format_bytes(memory)}",
+        f"--max-tokens {fits}" if 0 < fits < max_tokens else "fewer or shorter prompts at once, or more devices",
+    )
 
 
 def _choose_layout(device_run: DeviceRun, asked: str) -> WeightsLayout:

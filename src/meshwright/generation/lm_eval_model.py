@@ -30,8 +30,13 @@ class RequestAnswers:
 
     @property
     def eot_token_id(self) -> int:
-        """Token that ends a document, and stands before a text that has nothing before it."""
+        """Token that ends a document."""
         return int(self.generator.tokenizer.end)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Token before a text that has nothing before it: that which a document begins with, or ends with."""
+        return next(iter(self.generator.tokenizer.begin), self.eot_token_id)
 
     @property
     def tokenizer_name(self) -> str:
@@ -69,7 +74,7 @@ class RequestAnswers:
         """Returns the log-probability of whole texts, in windows of the longest text that overlap by one token."""
         windows, owners = [], []
         for number, request in enumerate(requests):
-            tokens = [self.eot_token_id, *self.tok_encode(request.args[0])]
+            tokens = [self.prefix_token_id, *self.tok_encode(request.args[0])]
             for start in range(0, max(1, len(tokens) - 1), self.longest - 1):
                 windows.append(tokens[start : start + self.longest])
                 owners.append(number)

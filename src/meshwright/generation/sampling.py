@@ -18,6 +18,9 @@ from jax import lax
 
 from meshwright.errors import ConfigError
 
+_ALL_TOKENS = 2**31 - 1
+"""A top-k that leaves no token out."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -62,7 +65,8 @@ class Sampling:
         """Returns the numbers as arguments of a compiled program: others compile nothing again."""
         f, i = np.float32, np.int32
         return Settings(
-            f(self.temperature), i(self.top_k), f(self.top_p), f(self.min_p), f(self.repetition_penalty),
+            f(self.temperature), i(min(self.top_k, _ALL_TOKENS)), f(self.top_p), f(self.min_p),
+            f(self.repetition_penalty),
             np.uint32(self.seed % 2**32),
         )  # fmt: skip
 

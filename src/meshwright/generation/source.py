@@ -25,6 +25,7 @@ from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.params import Tree, init_params
 from meshwright.step.device_run import DeviceRun, place_on_devices
+from meshwright.storage.paths import path_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ def open_weights(
         return _random(str(source), mesh, devices)
     if is_hugging_face(str(source)):
         return _hugging_face(str(source), mesh, at, devices)
-    run, folder = run_of_source(source, initial), Path(source)
+    run, folder = run_of_source(source, initial), path_of(source)
     device_run = place_for_decoding(run, mesh, devices)
     tokenizer = build_tokenizer(str(folder / "tokenizer.json"), iter(()))
     with Checkpoints(folder / "checkpoints", max_to_keep=None) as checkpoints:
@@ -86,8 +87,8 @@ def run_of_source(source: str | Path, initial: Literal["checkpoint", "random"] =
     """Returns the Run of what `open_weights` opens. Raises ConfigError for a recipe that has no weights."""
     if initial == "random" or is_hugging_face(str(source)):
         return find_recipe(str(source))
-    if Path(source).is_dir():
-        return run_in_folder(Path(source))
+    if path_of(source).is_dir():
+        return run_in_folder(path_of(source))
     raise ConfigError(
         f"weights of {source}",
         "it is no folder; a recipe names a model and has no weights before it is trained",
@@ -129,8 +130,9 @@ def _end_tokens(folder: Path) -> tuple[int, ...]:
 def _random(name: str, mesh: MeshShape | None, devices: int | None) -> OpenedModel:
     run = find_recipe(name)
     tokenizer = load_corpus(
-        run.data.paths, run.data.tokenizer, default_cache_folder(), bad_records=run.faults.bad_records
-    ).tokenizer
+        run.data.paths, run.data.tokenizer, default_cache_folder(), bad_records=run.faults.bad_records,
+        text_field=run.data.text_field,
+    ).tokenizer  # fmt: skip
     if run.model.vocab is None:
         run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=tokenizer.vocab))
     device_run = place_for_decoding(run, mesh, devices)

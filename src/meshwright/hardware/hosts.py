@@ -6,7 +6,11 @@ Kubernetes API, for which pods need a role; it is asked for the address of Open 
 """
 
 import dataclasses
+import os
 import re
+import socket
+import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -15,10 +19,15 @@ from pathlib import Path
 
 import jax
 
-from meshwright.errors import ConfigError, TrainingError
+from meshwright.errors import ConfigError, HostError, TrainingError
 
 PORT = 8476
 """Port of process 0 where the environment names a host alone."""
+_PATIENCE = 10.0
+"""Seconds after which a process tells that it waits for the others."""
+_LATER = 60
+"""Seconds by which JAX's limit for joining is later than this package's."""
+_JOIN_FIX = "start the same command on every host, let all reach that address and port, or give --processes 1"
 _HEARTBEAT = 30
 """Seconds without a sign of a process after which the others stop."""
 JOIN_SECONDS = 300
@@ -47,6 +56,8 @@ class Hosts:
     """Index of the one accelerator of the host that is this process's; None: all of them."""
 
     def __post_init__(self) -> None:
+        if self.processes < 1:
+            raise ConfigError(f"{self.processes} processes ({self.source})", "at least one computes", "--processes 1")
         if not 0 <= self.process < self.processes:
             raise ConfigError(
                 f"process {self.process} of {self.processes} ({self.source})", "processes are counted from 0",
@@ -67,9 +78,9 @@ def hosts_of(environment: Mapping[str, str]) -> Hosts:
     for rule in _RULES:
         try:
             hosts = rule(environment)
-        except (KeyError, ValueError) as error:
+        except (KeyError, ValueError, TypeError) as error:
             raise ConfigError(
-                f"the variables of {rule.__name__.strip('_')}", f"{error} is missing or no number",
+                f"the variables of {rule.__name__.strip('_')}", _unreadable(error, environment),
                 "--coordinator HOST:PORT --processes N --process I, or --processes 1",
             ) from error  # fmt: skip
         if hosts is not None:
@@ -77,14 +88,42 @@ def hosts_of(environment: Mapping[str, str]) -> Hosts:
     return ALONE
 
 
+def _unreadable(error: Exception, environment: Mapping[str, str]) -> str:
+    """Names the variable that a rule could not read."""
+    if isinstance(error, KeyError):
+        return f"{error.args[0]} is not set"
+    value = str(error).rpartition(": ")[2].strip("'")
+    names = [name for name, text in sorted(environment.items()) if text == value and name.startswith(_NAMES)]
+    return (
+        f"{' and '.join(names)} is {value!r}, which is no number" if names else f"one of them cannot be read: {error}"
+    )
+
+
+_NAMES = (
+    "SLURM_", "OMPI_", "TPU_", "MEGASCALE_", "MESHWRIGHT_", "SKYPILOT_", "WORLD_SIZE", "RANK", "LOCAL_", "JOB_",
+)  # fmt: skip
+"""Beginnings of the variables that the rules read."""
+
+
 def join(hosts: Hosts, seconds: int = JOIN_SECONDS) -> None:
     """Joins this process to the others. Must come before anything asks JAX for its devices.
 
-    seconds: how long to wait for the others. Raises TrainingError where they do not come.
+    seconds: how long to wait for the others; where they do not come, the process exits with `HostError`'s code.
+    Raises ConfigError where the address is none, TrainingError where JAX refuses (its port is taken).
     """
     if hosts.processes == 1 or jax.distributed.is_initialized():
         return
     began = time.monotonic()
+    unresolved = "" if hosts.coordinator is None else _unresolved(hosts.coordinator)
+    if hosts.process == 0 and hosts.coordinator is not None:
+        _check_port(hosts)
+    timers = [
+        threading.Timer(0 if unresolved else _PATIENCE, _print_waiting, (hosts, seconds, unresolved)),
+        threading.Timer(seconds, _give_up, (hosts, seconds)),
+    ]
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
     try:
         jax.distributed.initialize(
             hosts.coordinator,
@@ -92,15 +131,71 @@ def join(hosts: Hosts, seconds: int = JOIN_SECONDS) -> None:
             hosts.process,
             local_device_ids=hosts.local_device,
             cluster_detection_method="ompi" if hosts.coordinator is None else None,
-            initialization_timeout=seconds,
+            # At its own limit JAX aborts the process with a C++ stack: this one's comes before.
+            initialization_timeout=seconds + _LATER,
             heartbeat_timeout_seconds=_HEARTBEAT,
         )
     except (RuntimeError, ValueError) as error:  # JaxRuntimeError is a RuntimeError
-        raise TrainingError(
-            f"joining as process {hosts.process} of {hosts.processes} at {hosts.coordinator} ({hosts.source})",
-            f"after {time.monotonic() - began:.0f} s not all were there: {str(error).splitlines()[0]}",
-            "start the same command on every host, let all reach that address and port, or give --processes 1",
-        ) from error
+        truth = f"after {time.monotonic() - began:.0f} s: {str(error).splitlines()[0]}"
+        raise TrainingError(_joining(hosts), truth, _JOIN_FIX) from error
+    finally:
+        for timer in timers:
+            timer.cancel()
+
+
+def _check_port(hosts: Hosts) -> None:
+    """Raises TrainingError where process 0 cannot open its port: JAX's error does not tell, and may crash."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", int(str(hosts.coordinator).rpartition(":")[2])))
+        except OSError as error:
+            truth = f"this process opens that port for the others, and cannot: {error.strerror}"
+            raise TrainingError(_joining(hosts), truth, "another port, the same on every host") from error
+
+
+def _joining(hosts: Hosts) -> str:
+    return f"joining as process {hosts.process} of {hosts.processes} at {hosts.coordinator} ({hosts.source})"
+
+
+def _give_up(hosts: Hosts, seconds: int) -> None:
+    """Prints why the processes are not together, and exits: the main thread waits inside JAX."""
+    why = "not all of the others have come"
+    if hosts.process and hosts.coordinator is not None:
+        host, _, port = hosts.coordinator.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=3).close()
+            why = "process 0 answers, and another one has not come"
+        except (OSError, UnicodeError) as refusal:
+            why = _unresolved(hosts.coordinator) or f"nothing answers there: {refusal}"
+    error = HostError(_joining(hosts), f"after {seconds} s: {why}", _JOIN_FIX)
+    os.write(2, f"error: {error}\n".encode())
+    os._exit(error.exit_code)
+
+
+def _unresolved(coordinator: str) -> str:
+    """Returns why the coordinator's name has no address (a pod's may come later); nothing where it has one.
+
+    Raises ConfigError where the text is not HOST:PORT.
+    """
+    host, colon, port = coordinator.rpartition(":")
+    if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+        raise ConfigError(
+            f"coordinator {coordinator!r}", "it is not HOST:PORT with a port from 1 to 65535", f"HOST:{PORT}"
+        )
+    try:
+        socket.getaddrinfo(host.strip("[]"), int(port))
+    except (OSError, UnicodeError) as error:  # a name that no DNS label can be
+        return f"{host} has no address: {getattr(error, 'strerror', None) or error}"
+    return ""
+
+
+def _print_waiting(hosts: Hosts, seconds: int, trouble: str) -> None:
+    for_what = f"; {trouble}" if trouble else ""
+    print(
+        f"process {hosts.process} of {hosts.processes} waits for the others at {hosts.coordinator}, at most "
+        f"{seconds} s{for_what}", file=sys.stderr, flush=True,
+    )  # fmt: skip
 
 
 def _job_file(environment: Mapping[str, str]) -> Hosts | None:
@@ -114,11 +209,13 @@ def _job_file(environment: Mapping[str, str]) -> Hosts | None:
 
 def _slurm(environment: Mapping[str, str]) -> Hosts | None:
     """A Slurm step: `srun` sets the index of each task, a batch script alone has none of its own."""
-    count = int(environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1")))
+    # A job that asks for nodes alone has no number of tasks: one for each node.
+    tasks = environment.get("SLURM_NTASKS", environment.get("SLURM_JOB_NUM_NODES", "1"))
+    count = int(environment.get("SLURM_STEP_NUM_TASKS", tasks))
     if "SLURM_JOB_ID" not in environment or count == 1:
         return None
     if "SLURM_STEP_NODELIST" not in environment:
-        raise ConfigError(
+        raise _alone(
             f"one process in Slurm's job {environment['SLURM_JOB_ID']} of {count} tasks",
             "it was started without srun, and would compute alone while the other nodes wait",
             "srun meshwright ..., or --processes 1",
@@ -156,7 +253,7 @@ def _tpu_pod(environment: Mapping[str, str]) -> Hosts | None:
     """TPU hosts of GKE, which sets variables, and of Cloud TPU VMs, whose metadata server is asked."""
     if "TPU_WORKER_HOSTNAMES" in environment:
         workers = environment["TPU_WORKER_HOSTNAMES"].split(",")
-        index = int(environment.get("TPU_WORKER_ID", "0"))
+        index = int(environment["TPU_WORKER_ID"] if len(workers) > 1 else "0")
         slices = environment
     elif has_tpu():
         endpoints, number = (
@@ -169,10 +266,11 @@ def _tpu_pod(environment: Mapping[str, str]) -> Hosts | None:
         index, slices = int(number), tpu_environment(_metadata(environment, "tpu-env") or "")
     else:
         return None
-    number_of_slices, this = int(slices.get("MEGASCALE_NUM_SLICES", "1")), int(slices.get("MEGASCALE_SLICE_ID", "0"))
+    number_of_slices = int(slices.get("MEGASCALE_NUM_SLICES", "1"))
     if len(workers) * number_of_slices == 1:
         return None
-    first = slices.get("MEGASCALE_COORDINATOR_ADDRESS", workers[0]).split(":")[0]
+    this = int(slices["MEGASCALE_SLICE_ID"]) if number_of_slices > 1 else 0
+    first = (slices["MEGASCALE_COORDINATOR_ADDRESS"] if number_of_slices > 1 else workers[0]).split(":")[0]
     return Hosts("Cloud TPU", len(workers) * number_of_slices, this * len(workers) + index, f"{first}:{PORT}")
 
 
@@ -188,9 +286,14 @@ def has_tpu() -> bool:
 
 
 def _metadata(environment: Mapping[str, str], name: str) -> str | None:
-    """Returns an attribute of Google's metadata server; None where there is no such server or attribute."""
+    """Returns an attribute of an instance (see `metadata`)."""
+    return metadata(environment, f"attributes/{name}")
+
+
+def metadata(environment: Mapping[str, str], name: str) -> str | None:
+    """Returns a value of Google's metadata server about this machine; None where there is no such server or value."""
     host = environment.get("GCE_METADATA_IP", "metadata.google.internal")
-    url = f"http://{host}/computeMetadata/v1/instance/attributes/{name}"
+    url = f"http://{host}/computeMetadata/v1/instance/{name}"
     try:
         request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
         with urllib.request.urlopen(request, timeout=3) as answer:
@@ -222,14 +325,31 @@ def _kubernetes(environment: Mapping[str, str]) -> Hosts | None:
     """A pod of an indexed Job without an address: it cannot know the others."""
     index = environment.get("JOB_COMPLETION_INDEX", "0")
     if "KUBERNETES_SERVICE_HOST" in environment and int(index) > 0:
-        raise ConfigError(
+        raise _alone(
             f"pod {index} of an indexed Job", "no variable has the address of pod 0: this one would compute alone",
             "MESHWRIGHT_COORDINATOR, MESHWRIGHT_PROCESSES and MESHWRIGHT_PROCESS in the job file; or --processes 1",
         )  # fmt: skip
     return None
 
 
+def _nameless(environment: Mapping[str, str]) -> Hosts | None:
+    """Several processes by a variable that some launchers set without the address of process 0."""
+    for name in ("WORLD_SIZE", "SKYPILOT_NUM_NODES", "MESHWRIGHT_PROCESSES"):
+        if int(environment.get(name, "1")) > 1:
+            raise _alone(
+                f"one process of {environment[name]} ({name})",
+                "no variable has the address of process 0: this one would compute alone",
+                "MASTER_ADDR and RANK, or --coordinator HOST:PORT --processes N --process I; or --processes 1",
+            )
+    return None
+
+
+def _alone(asked: str, truth: str, fix: str) -> ConfigError:
+    """Builds the error of a process that would take itself for the only one."""
+    return ConfigError(asked, truth, f"{fix}. meshwright launch writes a job that starts all of them")
+
+
 _RULES: tuple[Callable[[Mapping[str, str]], Hosts | None], ...] = (
-    _job_file, _tpu_pod, _open_mpi, _skypilot, _torchrun, _slurm, _kubernetes,
+    _job_file, _tpu_pod, _open_mpi, _skypilot, _torchrun, _slurm, _kubernetes, _nameless,
 )  # fmt: skip
 """Rules, the most particular first: inside a Slurm step, mpirun and torchrun count."""

@@ -13,6 +13,8 @@ _JAX_INTERNAL = frozenset({
     "while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "shard_map", "remat", "pjit",
     "custom_vjp_call", "scan", "custom_jvp_call", "custom_vjp_call_jaxpr", "eval_jaxpr", "core_call", "remat2",
 })  # fmt: skip
+_COMBINED = re.compile(r"/\((?P<names>[^()]+)\)$")
+"""End of the name of an operation that XLA made of several: `(a/psum:b/psum)`."""
 _BRANCH_FUNCTION = re.compile(r"branch_\d+_fun$")
 
 
@@ -58,6 +60,11 @@ def scopes_of(op_name: str, branches: Branches) -> tuple[str, ...]:
 
     The function's own name, the operation's name and the scopes of `branches` are left out.
     """
+    if combined := _COMBINED.search(op_name):
+        names = combined["names"].split(":")
+        inner_most = list(dict.fromkeys(name.rpartition("/")[0] for name in names))
+        outer = scopes_of(f"{op_name[: combined.start()]}/{names[0]}", branches)
+        return (*outer[:-1], f"{outer[-1]} and {len(inner_most) - 1} more") if outer and inner_most[1:] else outer
     # `jit(silu)` inside a path is a function of JAX, not a scope.
     parts = [part for part in op_name.split("/")[1:-1] if not part.startswith(("jit(", "pjit(", "("))]
     inner = [_WRAPPER.sub("", part) for part in parts]

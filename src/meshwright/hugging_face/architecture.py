@@ -39,10 +39,16 @@ class Architecture:
 
     packed: str | None = None
     """Quantised form of weights that is read as the numbers it stands for; None reads none."""
+    left_out: tuple[str, ...] = ()
+    """Patterns of learned tensors that no logit depends on: they are left out, and a note counts them."""
 
     def is_computed(self, name: str) -> bool:
         """Whether a stored tensor is one that the model computes."""
         return any(re.fullmatch(pattern, name) for pattern in self.computed)
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether a stored tensor is learned, and none of those that the model computes logits from."""
+        return any(re.fullmatch(pattern, name) for pattern in self.left_out)
 
 
 _FAMILIES: dict[str, str] = {
@@ -61,6 +67,7 @@ _FAMILIES: dict[str, str] = {
     "Olmo3ForCausalLM": "olmo3",
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "mixtral",
+    "Qwen3NextForCausalLM": "qwen3_next",
 }
 """Architecture -> module of `hugging_face.families` that states it."""
 

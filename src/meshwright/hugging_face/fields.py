@@ -21,6 +21,18 @@ NEUTRAL = frozenset({
 """Fields of every architecture that change no number of the forward pass, or name the architecture itself."""
 
 
+_SIZES = frozenset({
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "n_embd", "n_layer", "n_head", "n_positions", "n_inner", "max_position_embeddings",
+    "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "shared_expert_intermediate_size", "intermediate_size_mlp", "interleave_moe_layer_step", "attention_chunk_size",
+    "n_group", "topk_group", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "sliding_window",
+    "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+    "linear_value_head_dim", "linear_conv_kernel_dim", "no_rope_layer_interval",
+})  # fmt: skip
+"""Fields that count something of which there is at least one, where they are not null."""
+
+
 class Fields:
     """Fields of one config.json. Remembers which were read, so that the others can be reported."""
 
@@ -36,7 +48,20 @@ class Fields:
             if default is _REQUIRED:
                 raise WeightsError(f"reading {self.file}", f"it has no {name!r}", f"a configuration with {name}")
             return default
+        if name in _SIZES and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise WeightsError(
+                f"reading {self.file}", f"{name} is {json.dumps(value)}", f"a configuration whose {name} is 1 or more"
+            )
         return value
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        """Returns a field with fields of its own, without those that are null; a missing one has none."""
+        value = self.get(name, {})
+        if not isinstance(value, dict):
+            raise WeightsError(
+                f"reading {self.file}", f"{name} is {json.dumps(value)}, and not a JSON object", "a model's config.json"
+            )
+        return {key: inner for key, inner in value.items() if inner is not None}
 
     def first(self, *names: str, default: Any = _REQUIRED) -> Any:
         """Returns the first of several fields that is there: names of different versions of `transformers`."""
@@ -56,6 +81,11 @@ class Fields:
                 f"{name} is {json.dumps(value)}, and Meshwright computes it with {known} alone",
                 f"a model with {name} {known}",
             )
+
+    def flag(self, name: str) -> bool:
+        """Returns a field that is true or false; a missing one is false. Raises WeightsError for any other value."""
+        self.require(name, False, True, None)
+        return bool(self.config.get(name))
 
     def without_effect(self, *names: str) -> None:
         """Counts fields as read that change no number of the forward pass."""

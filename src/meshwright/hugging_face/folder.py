@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,15 @@ import numpy as np
 
 from meshwright.config import Model, Precision
 from meshwright.documents import check_inside
-from meshwright.errors import WeightsError
+from meshwright.errors import MeshwrightError, WeightsError
 from meshwright.hugging_face import fp8
 from meshwright.hugging_face.architecture import Architecture, find_architecture
-from meshwright.hugging_face.fields import read_fields
+from meshwright.hugging_face.fields import Fields, read_fields
 from meshwright.hugging_face.hub import find_folder
 from meshwright.hugging_face.names import StoredTensor
 from meshwright.hugging_face.safetensors_files import DTYPES, SafetensorsFile, TensorEntry, find_files, read_header
 from meshwright.sharding.params import Param, named_leaves
+from meshwright.storage.transfer import copy_file
 
 KEPT = "huggingface"
 """Folder inside an output folder with the files that come back out: tokenizer, chat template, configuration."""
@@ -59,13 +59,28 @@ def read_model(name: str, *, weights: bool = False) -> ModelFolder:
     fields = read_fields(folder)
     architecture = find_architecture(fields)
     packed = fields.check_quantised(architecture.packed)
-    model = architecture.read(fields)
+    model = _model_of(architecture, fields)
     unread = fields.unread()
     notes = [f"fields of config.json without a meaning here: {', '.join(unread)}"] if unread else []
     notes += [f"weights in {architecture.packed} are read as the bfloat16 numbers that they stand for"] * packed
     longest = fields.get("max_position_embeddings", fields.get("n_positions", None))
     block = fp8.block_of(fields) if packed and architecture.packed == fp8.PACKED else None
     return ModelFolder(folder, architecture, model, longest, tuple(notes), packed, block)
+
+
+def _model_of(architecture: Architecture, fields: Fields) -> Model:
+    try:
+        model = architecture.read(fields)
+        model.params()
+    except MeshwrightError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise WeightsError(
+            f"reading {fields.file}",
+            f"its fields describe no {architecture.name}: {type(error).__name__}: {error}",
+            "the config.json that was published with these weights",
+        ) from error
+    return model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +167,7 @@ def open_folder(name: str) -> WeightsFolder:
                 _check_tensor(folder, scales, path, fp8.scale_shape(shape, folder.fp8_block), files, entries)
                 stored_parts.add(scales)
     stored_parts |= {part for tensor in expected & parts.keys() for part in parts[tensor]}
-    left_out = _check_others(folder, expected | stored_parts, files)
-    notes = folder.notes + ((f"computed and not kept: {left_out} tensors of the files",) if left_out else ())
+    notes = folder.notes + _check_others(folder, expected | stored_parts, files)
     found = {"BF16" if entries[tensor].dtype == fp8.CODE else entries[tensor].dtype for tensor in expected}
     dtype: Precision = "bfloat16" if found == {"BF16"} else "float32"
     return WeightsFolder(folder, params, stored, files, entries, dtype, notes, parts)
@@ -219,12 +233,15 @@ def _check_tensor(
         )
 
 
-def _check_others(folder: ModelFolder, expected: set[str], files: dict[str, Path]) -> int:
-    """Number of tensors that are computed. Raises WeightsError for one that the model does not have."""
-    left_out = 0
+def _check_others(folder: ModelFolder, expected: set[str], files: dict[str, Path]) -> tuple[str, ...]:
+    """Notes on the tensors that are not kept. Raises WeightsError for one that the model does not have."""
+    computed, unused = 0, list[str]()
     tied = folder.architecture.tied
     for tensor, path in files.items():
         if tensor in expected or (tied is not None and tensor == tied[0]):
+            continue
+        if folder.architecture.leaves_out(tensor):
+            unused.append(tensor)
             continue
         if not folder.architecture.is_computed(tensor):
             raise WeightsError(
@@ -232,8 +249,11 @@ def _check_others(folder: ModelFolder, expected: set[str], files: dict[str, Path
                 f"it has a tensor {tensor!r}, and {folder.architecture.name} of config.json has none of that name",
                 "the config.json of these weights; a tensor that is left out would change what the model computes",
             )
-        left_out += 1
-    return left_out
+        computed += 1
+    notes = [f"computed and not kept: {computed} tensors of the files"] if computed else []
+    if unused:
+        notes.append(f"not kept, as no logit depends on them: {len(unused)} tensors of the files, such as {unused[0]}")
+    return tuple(notes)
 
 
 def check_tied(weights: WeightsFolder, rows: int = 4096) -> None:
@@ -261,11 +281,10 @@ def check_tied(weights: WeightsFolder, rows: int = 4096) -> None:
 def keep_files(folder: Path, out: Path) -> None:
     """Copies tokenizer files, chat template and configuration of a folder into `out`/huggingface."""
     target = out / KEPT
-    target.mkdir(parents=True, exist_ok=True)
     try:
         check_inside(folder, [folder / name for name in _KEPT_FILES])
     except ValueError as error:
         raise WeightsError(f"copying the files of {folder}", str(error), "a folder whose files are in it") from error
     for name in _KEPT_FILES:
         if (folder / name).is_file():
-            shutil.copyfile(folder / name, target / name)
+            copy_file(folder / name, target / name)

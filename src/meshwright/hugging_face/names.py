@@ -33,6 +33,8 @@ class StoredTensor:
     """Dimension of a fused tensor, and the slice of it that is this parameter."""
     shape: tuple[int, ...] = ()
     """Shape of the stored tensor where it is fused; () is that of the parameter."""
+    split: tuple[int, ...] = ()
+    """Shape to which a fused tensor is split before `part` is taken: parts that alternate, head by head; () is none."""
 
     def stored_shape(self, p: Param) -> tuple[int, ...]:
         """Returns the shape of one stored tensor of the parameter `p`."""
@@ -63,6 +65,8 @@ class StoredTensor:
 
     def view(self, p: Param, stored: np.ndarray) -> np.ndarray:
         """Returns one stored tensor with its merged dimensions split, without copying."""
+        if self.split:
+            stored = stored.reshape(self.split)
         if self.part is not None:
             stored = stored[(slice(None),) * self.part[0] + (self.part[1],)]
         sizes = _sizes(p)

@@ -28,6 +28,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",), "use_dora": (False, None), "modules_to_save": (None, []), "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None), "layers_to_transform": (None, []), "lora_bias": (False, None),
     "target_parameters": (None, []), "trainable_token_indices": (None, []), "fan_in_fan_out": (False, None),
+    "layer_replication": (None, []), "alora_invocation_tokens": (None, []),
 }  # fmt: skip
 """Settings of PEFT that change what is computed, and the values with which nothing does."""
 
@@ -92,9 +93,17 @@ def targets_in(folder: Path, model: Model) -> tuple[str, ...]:
 def read_adapter(folder: Path, model: Model, tuning: FineTune) -> dict[str, Pair]:
     """Returns A and B of every adapted matrix by path, float32, one row per layer.
 
-    Raises WeightsError for a tensor that is missing, of another shape, or of a module that has no adapter in the run.
+    Raises WeightsError for another rank or scale than the adapter's, and for a tensor that is missing, of another
+    shape, or of a module that has no adapter in the run.
     """
-    config = read_config(folder)
+    config, own = read_config(folder), tuning_of(folder)
+    if tuning.rank != own.rank or not math.isclose(tuning.scale, own.scale, rel_tol=1e-6):
+        raise WeightsError(
+            f"the adapter in {folder}",
+            f"it has rank {own.rank} and alpha {own.alpha:g}, and the run rank {tuning.rank} and alpha "
+            f"{tuning.alpha:g}: the model would start as another than the one it was trained to",
+            f"--finetune.rank {own.rank} --finetune.alpha {own.alpha:g}",
+        )
     file = SafetensorsFile(folder / WEIGHTS)
     used: set[str] = set()
     found: dict[str, Pair] = {}

@@ -17,6 +17,7 @@ from meshwright.sharding.params import Param
 FORMULAS: dict[str, str] = {
     "attention projections": "2 D H (2 N + 2 K) per token and layer (scaling-book, transformers.md)",
     "attention": "4 s N H per token and layer, s positions attended to on average: (T + 1) / 2, fewer in a window",
+    "linear attention": "chunks of 64 tokens, and their states (models/blocks/delta_net.py; arXiv:2412.06464)",
     "feed-forward": "2 D F per matrix, token and layer: three in SwiGLU, two in an MLP (scaling-book, transformers.md)",
     "router": "2 D E per token and layer with experts",
     "experts": "6 D F per token for each of its k experts (Mixtral, arXiv:2401.04088)",
@@ -34,7 +35,8 @@ def training_flops_per_token(model: Model, seq: int, method: str = "full") -> fl
     three for attention. Adapters of rank r add 3 r / width of that to a matmul, which is not counted.
     """
     items = forward_flops(model, seq)
-    frozen = sum(items.values()) - items.get("attention", 0.0) if method == "lora" else 0.0
+    kept = items.get("attention", 0.0) + items.get("linear attention", 0.0)
+    frozen = sum(items.values()) - kept if method == "lora" else 0.0
     return 3.0 * sum(items.values()) - frozen
 
 
@@ -67,6 +69,8 @@ def _layer(layer: LayerSpec, matmuls: list[Param], seq: int) -> dict[str, float]
     if layer.attention is not None:
         a = layer.attention
         items["attention"] = 2.0 * a.causal_positions(seq) * a.heads * (a.head_size + a.value_size)
+    if layer.delta is not None:
+        items["linear attention"] = layer.delta.flops(seq)
     return items
 
 

@@ -20,6 +20,7 @@ from meshwright.sharding.params import Param
 from meshwright.sharding.sequence import SequenceSplit
 
 if TYPE_CHECKING:
+    from meshwright.models.blocks.delta_net import DeltaAttend, DeltaSpec
     from meshwright.models.blocks.latent import LatentAttend, LatentSpec
     from meshwright.models.kernels.scores import Scores
 
@@ -67,6 +68,8 @@ class ForwardContext:
     """Attention of each piece of the batch, for `attend_row_parallel`; () has no pieces."""
     attend_latent: "LatentAttend | None" = None
     """Attention to cached latents (blocks/latent.py), where the context is that of decoding."""
+    attend_delta: "DeltaAttend | None" = None
+    """Linear attention from its cached states (blocks/delta_net.py), where the context is that of decoding."""
 
     def column_parallel(self, f: TokenFunction, x_BTD: jax.Array, weights: Any) -> Any:
         """Returns `f(x, weights)` for the whole sequence, gathered over `tensor`: column-parallel matmuls.
@@ -99,18 +102,21 @@ class ForwardContext:
         weights: Any,
         window: int | None,
         scores: "Scores | None" = None,
+        factor_BTNH: jax.Array | None = None,
     ) -> jax.Array:
         """Returns `row_parallel(f, attend(q, k, v), weights)`: attention and its output projection [B, T/tensor, D].
 
         In pieces of the batch (blocks/attention_pieces.py), the sums of one piece travel while the next attends.
+        factor_BTNH: multiplies the attention output (an output gate); None is 1.
         """
         if not self.attend_pieces:
             out_BTNH = self.attend(q_BTNH, k_BTKH, v_BTKH, window=window, scores=scores)
-            return self.row_parallel(f, out_BTNH, weights)
+            return self.row_parallel(f, out_BTNH if factor_BTNH is None else out_BTNH * factor_BTNH, weights)
         from meshwright.models.blocks.attention_pieces import in_pieces  # loaded for runs with pieces
 
         attends = [functools.partial(attend, window=window, scores=scores) for attend in self.attend_pieces]
-        return in_pieces(attends, (q_BTNH, k_BTKH, v_BTKH), lambda out: sequence_reduce_scatter(f(out, weights), 1))
+        arrays = (q_BTNH, k_BTKH, v_BTKH)
+        return in_pieces(attends, arrays, lambda out: sequence_reduce_scatter(f(out, weights), 1), factor_BTNH)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +132,8 @@ class AttentionSpec:
     """Sliding window: positions a token attends to, itself included; None is all before it."""
     normalises_qk: bool = False
     """Whether queries and keys are normalised: what saves everything saves them before and after."""
+    gates_output: bool = False
+    """Whether a projection as wide as the queries multiplies the output: it is saved where they are."""
     latent: "LatentSpec | None" = None
     """Latents that keys and values are projections of (multi-head latent attention, MLA)."""
     chunk: int | None = None
@@ -170,6 +178,8 @@ class LayerSpec:
     stack: str
     attention: AttentionSpec | None = None
     experts: ExpertSpec | None = None
+    delta: "DeltaSpec | None" = None
+    """Linear attention (blocks/delta_net.py); a layer has this or `attention`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +223,11 @@ class ModelSpec:
     def attention(self) -> tuple[AttentionSpec, ...]:
         """Attention of the layers that have one, in order."""
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
+
+    @functools.cached_property
+    def delta(self) -> tuple["DeltaSpec", ...]:
+        """Linear attention of the layers that have one, in order."""
+        return tuple(layer.delta for layer in self.layers if layer.delta is not None)
 
     @functools.cached_property
     def kv_heads(self) -> int | None:

@@ -11,6 +11,7 @@ from meshwright.hardware.chips import Nodes
 from meshwright.hardware.targets import Target
 from meshwright.sharding.layouts import BATCH_AXES, find_layout
 from meshwright.sharding.params import named_leaves
+from meshwright.sharding.placement import replicates_kv_heads
 from meshwright.sharding.schedules import find_schedule
 
 _MAX_TENSOR, _MAX_STAGES, _MAX_CONTEXT = 64, 32, 64
@@ -48,6 +49,21 @@ def split_size(run: Run, axis: str) -> int:
     return math.gcd(*sizes) or 1
 
 
+def tensor_degrees(run: Run) -> list[int]:
+    """Returns the degrees of `tensor` that divide what it splits, in ascending order.
+
+    Key/value heads are the exception: where they are fewer than the devices, and divide them, every device has all.
+    """
+    table = find_layout(run.layout).table
+    sizes: dict[bool, set[int]] = {False: set(), True: set()}
+    for param in named_leaves(run.model.params()).values():
+        for letter, size in zip(param.dims, param.shape, strict=True):
+            if letter != "V" and "tensor" in table.get(letter, ()):
+                sizes[letter == "K"].add(size)
+    degrees = divisors(math.gcd(*sizes[False]) or 1)
+    return [t for t in degrees if all(k % t == 0 or replicates_kv_heads(k, t) for k in sizes[True])]
+
+
 def candidate_meshes(run: Run, target: Target) -> Iterator[MeshShape]:
     """Yields the meshes over all devices of a target that are worth pricing.
 
@@ -56,7 +72,7 @@ def candidate_meshes(run: Run, target: Target) -> Iterator[MeshShape]:
     """
     seq, devices, layers = run.training.seq, target.devices, len(run.model.spec().layers)
     node = target.topology[-1] if isinstance(target.chip.interconnect, Nodes) else _MAX_TENSOR
-    tensors = [t for t in divisors(split_size(run, "tensor")) if t <= min(_MAX_TENSOR, node)]
+    tensors = [t for t in tensor_degrees(run) if t <= min(_MAX_TENSOR, node)]
     stages = [s for s in divisors(devices) if s <= min(layers, _MAX_STAGES)]
     contexts = [c for c in divisors(devices) if c == 1 or (c <= _MAX_CONTEXT and seq // c >= _MIN_LOCAL_SEQ)]
     experts = divisors(split_size(run, "expert"))

@@ -20,7 +20,7 @@ from meshwright.hardware.chips import Chip, Nodes
 from meshwright.hardware.interconnect import route
 from meshwright.hardware.targets import Target
 from meshwright.models.model import AttentionSpec, padded_vocab
-from meshwright.planner.candidates import split_size
+from meshwright.planner.candidates import split_size, tensor_degrees
 from meshwright.planner.memory_model import fragmentation_of
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.sharding.layouts import BATCH_AXES
@@ -92,13 +92,16 @@ def price_decode(
     itemsize = jnp.dtype(placed.run.training.compute_dtype).itemsize
     seen = [(a, a.reach(context) / shape.context) for a in placed.spec.attention]
     cache_read = sum(_cached_width(a, shape.tensor) * n for a, n in seen) * itemsize * sequences
+    # A step reads the states of linear attention and writes them, whatever the context.
+    cache_read += sum(2 * 4 * d.state / shape.tensor for d in placed.spec.delta) * sequences
     scores = sum(2 * a.heads / shape.tensor * _score_width(a) * n for a, n in seen) * sequences
     causal = sum(
         2 * a.heads / shape.tensor * _score_width(a) * a.causal_positions(context) for a in placed.spec.attention
     )
+    recurrent = sum(d.flops(context) for d in placed.spec.delta) / shape.tensor * sequences * context
     links = _links_seconds(placed, target, sequences, 1, layout)
     prefill = (
-        work.flops * context / peak
+        (work.flops * context + recurrent) / peak
         + causal * sequences * context / shape.context / (chip.flops_bf16 * efficiency.attention)
         + _links_seconds(placed, target, sequences, context, layout)
     )
@@ -200,7 +203,7 @@ def _links_seconds(placed: PlacedRun, target: Target, sequences: float, tokens: 
 def decode_meshes(run: Run, target: Target) -> Iterator[MeshShape]:
     """Yields meshes of `data`, `tensor`, `expert` and `context` over all devices; the weights are gathered once."""
     node = target.topology[-1] if isinstance(target.chip.interconnect, Nodes) else 64
-    for tensor in divisors(split_size(run, "tensor")):
+    for tensor in tensor_degrees(run):
         if tensor > node or target.devices % tensor:
             continue
         for expert in divisors(split_size(run, "expert")) if any(la.experts for la in run.model.spec().layers) else [1]:

@@ -18,6 +18,7 @@ from meshwright.models.flops import training_flops_per_token
 from meshwright.planner.bounds import OPTIMIZER, TOKEN_BYTES, add_bounds, bounds_of_pass, largest_bound
 from meshwright.planner.layer_time import LayerTime, attention_kernel, matmul_seconds, platform_of, shape_efficiency
 from meshwright.planner.memory_model import (
+    expert_gradients_of,
     fragmentation_of,
     gathers_ahead,
     keeps_stages,
@@ -25,6 +26,7 @@ from meshwright.planner.memory_model import (
     memory_by_category,
     offloaded_bytes,
     param_bytes,
+    saved_bytes,
     sharded_elements,
     state_bytes,
     trained_elements,
@@ -73,6 +75,8 @@ class Estimate:
     """Tokens of a step, over all devices."""
     devices: int
     axis_mapping: AxisMapping
+    saved: float = 0.0
+    """Bytes of a checkpoint per device: what its host has in memory while one is written."""
 
     @property
     def bytes(self) -> float:
@@ -202,7 +206,9 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
         exposed=exposed,
         busy=links,
         routes=routes,
-        memory=memory_by_category(placed, work, in_flight, gathers_ahead(placed, target, mapping)),
+        memory=memory_by_category(
+            placed, work, in_flight, gathers_ahead(placed, target, mapping), expert_gradients_of(chip)
+        ),
         hbm_bytes=chip.hbm_bytes,
         model_flops=training_flops_per_token(run.model, training.seq, run.finetune.method) * tokens / shape.size,
         bounds=add_bounds(bounds, microbatches, unembedding, parts["recomputation"], stages_repeat=busy["stage"] > 0),
@@ -210,6 +216,7 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
         tokens=tokens,
         devices=shape.size,
         axis_mapping=mapping,
+        saved=saved_bytes(placed),
     )
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
-from meshwright.formatting import format_bytes
+from meshwright.formatting import format_bytes, format_step
 from meshwright.hardware.targets import Target
 from meshwright.planner.candidates import check_size
 from meshwright.planner.divisibility import nearest_batches
@@ -69,7 +69,7 @@ def slowdown_reason(plan: Plan, winner: Plan | None) -> str:
     slow, fast = plan.estimate, winner.estimate
     part = max(STEP_PARTS, key=lambda part: slow.parts[part] - fast.parts[part])
     more = slow.parts[part] - fast.parts[part]
-    text = f"{slow.seconds / fast.seconds - 1:+.0%}: {more:.2f} s more of {STEP_PARTS[part]}"
+    text = f"{slow.seconds / fast.seconds - 1:+.0%}: {format_step(more)} more of {STEP_PARTS[part]}"
     if part == "exposed" and slow.exposed:
         axes = max(slow.exposed, key=lambda axes: slow.exposed[axes])
         text += f", over {axes} ({slow.routes[axes]})"

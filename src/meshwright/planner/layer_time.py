@@ -50,7 +50,8 @@ class LayerTime:
         work, chip, recomputes = self.work, self.target.chip, name == "recomputation"
         matmul = operands = 0.0
         for m in work.matmuls:
-            if not recomputes or m.role in self.again:
+            # Linear attention is computed again from its inputs, whatever the policy keeps.
+            if not recomputes or m.role in self.again or m.role == "delta":
                 at_peak, moved = matmul_seconds(self._at_rate(m), self.target)
                 factor = 2.0 if name == "backward" and not m.frozen else 1.0
                 matmul += factor * max(at_peak, moved)

@@ -5,6 +5,7 @@ the microbatches in flight on a stage. The rest is what a layer needs while it r
 """
 
 import math
+from typing import Literal
 
 import jax.numpy as jnp
 
@@ -71,11 +72,24 @@ def gathers_ahead(placed: PlacedRun, target: Target, mapping: AxisMapping) -> bo
     return levels or bool(REMAT_POLICIES[training.remat].offloaded)
 
 
-def memory_by_category(placed: PlacedRun, work: Work, in_flight: float, ahead: bool = False) -> dict[str, float]:
+def expert_gradients_of(chip: Chip) -> Literal["layer", "matrix"]:
+    """Returns how a chip's compiler reduces the gradients of a layer's experts (`memory_by_category`).
+
+    Four programs for v5p have two of a layer's three gradients at once: so the plan is 0 to 8 % above them, and
+    2 to 13 % with all three (docs/log.md). Programs for GPUs lie on both sides of the plan with all three.
+    """
+    return "matrix" if isinstance(chip.interconnect, Torus) else "layer"
+
+
+def memory_by_category(
+    placed: PlacedRun, work: Work, in_flight: float, ahead: bool = False,
+    expert_gradients: Literal["layer", "matrix"] = "layer",
+) -> dict[str, float]:  # fmt: skip
     """Returns the bytes of a device by category.
 
     in_flight: microbatches (of one virtual stage each) whose inputs a stage holds at once; 1 without a pipeline.
     ahead: whether weights are gathered one layer ahead, and gradients reduced one layer later.
+    expert_gradients: whether those of a layer's experts are reduced together (layer), or one after another (matrix).
     """
     training, shape = placed.run.training, placed.shape
     param, reduce, compute = (
@@ -94,12 +108,15 @@ def memory_by_category(placed: PlacedRun, work: Work, in_flight: float, ahead: b
     hidden = 2.0 if work.expert_rows else 2.5
     inner = work.tokens * (4 * work.width + hidden * work.ffn_hidden + attention_inner) * compute
     inner += EXPERT_COPIES * work.expert_rows * work.width * compute
+    # One of the halves runs at a time.
+    inner = max(inner, work.tokens * (4 * work.width * compute + work.delta_inner))
     # Offloaded activations come back for one layer and, ahead of time, for the next.
     from_host = 2 * offloaded_bytes(placed, work) / max(1.0, work.layers)
     # Ahead: the gradients of the layer above, not yet reduced, and the first weights of the layer below.
     carried = compute * _carried_elements(placed) if ahead else 0.0
     # The gradients of adapters are small; those of frozen weights there are none.
-    layer = from_host + one_layer * (2 * compute + (0 if frozen else reduce)) + carried + inner
+    unreduced = one_layer - (_first_reduced_elements(placed) if expert_gradients == "matrix" else 0.0)
+    layer = from_host + one_layer * 2 * compute + (0 if frozen else unreduced * reduce) + carried + inner
     # One part of a stage at a time; without a pipeline it is the model.
     part = _saved_bytes(placed, work, compute) * work.layers / placed.virtual_stages
     parts_kept = in_flight if keeps_stages(placed) else 0.0
@@ -175,6 +192,23 @@ def _gathered_elements(placed: PlacedRun) -> tuple[float, float]:
     return max(one_layer.values(), default=0.0), all_layers
 
 
+@cached_by_layout
+def _first_reduced_elements(placed: PlacedRun) -> float:
+    """Elements of a layer's experts whose gradient has been scattered when the others are there: `down`'s comes first.
+
+    Experts' gradients are too large for the compiler to combine their reduce-scatters, as it does a dense layer's.
+    """
+    stages = placed.shape.stage
+    return max(
+        (
+            p.size / placed.shape.over(axes_of(where.in_use)) / p.logical_shape[0] * stages
+            for _, p, where in placed.leaves
+            if "L" in p.dims and "E" in p.dims and p.role == "ffn_out" and where.at_rest != where.in_use
+        ),
+        default=0.0,
+    )
+
+
 @cached_by_layout_and("param_dtype", "compute_dtype")
 def _whole_elements(placed: PlacedRun) -> float:
     """Elements on a device of the layers' parameters that are neither gathered nor converted before use."""
@@ -219,6 +253,15 @@ def state_bytes(placed: PlacedRun) -> float:
     if optimizer.name == "muon":
         second = 4 * muon_moments(placed)
     return _optimizer_elements(placed) * bytes_each + second
+
+
+def saved_bytes(placed: PlacedRun) -> float:
+    """Returns the bytes of a checkpoint per device: every part of a tensor once, whatever copies devices have of it."""
+    dtype = placed.run.training.param_dtype
+    params = sum(math.prod(p.shape) * jnp.dtype(p.stored or dtype).itemsize for _, p, _ in placed.leaves)
+    trained = sum(p.size for _, p, _ in placed.leaves if not p.frozen)
+    each = state_bytes(placed) / max(_optimizer_elements(placed), 1)
+    return (params + trained * each) / placed.shape.size
 
 
 @cached_by_layout

@@ -14,6 +14,7 @@ from meshwright.planner.goodput import Goodput, Reliability, goodput
 from meshwright.planner.prices import PUE, ChipPower, Price, PriceTerms, cheapest
 from meshwright.planner.scaling_law import ScalingLaw
 from meshwright.planner.search import Plan
+from meshwright.plugins import Shown
 
 Aim = Literal["time", "cost", "energy"]
 _DAY = 86400.0
@@ -171,7 +172,7 @@ def _line(offer: Offer) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Recommendation:
+class Recommendation(Shown):
     """Model size and tokens with the least loss that a scaling law predicts for a budget."""
 
     law: ScalingLaw

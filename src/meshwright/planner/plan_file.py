@@ -12,7 +12,7 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.targets import Target
 from meshwright.planner.search import Plan
 from meshwright.plugins import note_names
-from meshwright.runs.run_file import run_from_dict
+from meshwright.runs.run_file import read_unique_json, run_from_dict
 from meshwright.runs.write_run import run_to_dict
 
 FORMAT = 2
@@ -71,7 +71,7 @@ def read_plan(file: Path) -> PlanFile:
     """Reads a plan file. Raises ConfigError where it is missing or has another format."""
     fix = "give a file that `meshwright plan --out` wrote"
     try:
-        contents = read_json(file, LARGE)
+        contents = read_unique_json(file, LARGE)
     except (OSError, ValueError) as error:
         raise ConfigError(f"plan {file}", f"it cannot be read: {error}", fix) from error
     forms = {"run": dict, "target": str, "predicted": dict}

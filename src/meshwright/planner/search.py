@@ -18,7 +18,8 @@ from meshwright.models.remat import REMAT_POLICIES
 from meshwright.planner.candidates import accumulation_counts, candidate_meshes, candidate_schedules, check_size
 from meshwright.planner.estimate import Estimate, estimate, with_remat
 from meshwright.planner.memory_model import fragmentation_of
-from meshwright.runs.placed_run import PlacedRun, place_run
+from meshwright.plugins import Shown
+from meshwright.runs.placed_run import PlacedRun, check_sizes, place_run
 
 REMAT_ORDER: tuple[Remat, ...] = (
     "none",
@@ -40,17 +41,27 @@ _SLOWER = 1.5
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(Shown):
     """A run placed on a mesh of the target, with its predicted step time and memory.
 
     Example:
         >>> best = mw.plan("llama3-8b", on="v5p:4x4x4", tokens_per_step="1M")[0]
         >>> best.name, best.estimate.bound_by
         ('fsdp=64, projections', 'matmuls')
+        >>> best
+        <Plan of llama3-8b on v5p:4x4x4: fsdp=64, projections; 2.54 s, 72% MFU, 53 of 95 GiB, predicted>
     """
 
     placed: PlacedRun
     estimate: Estimate
+
+    def __repr__(self) -> str:
+        e = self.estimate
+        memory = f"{e.bytes / 2**30:.0f} of {e.hbm_bytes / 2**30:.0f} GiB"
+        return (
+            f"<Plan of {self.run.name} on {self.target}: {self.name}; {e.seconds:.3g} s, {e.mfu:.0%} MFU, {memory}, "
+            "predicted>"
+        )
 
     @property
     def run(self) -> Run:
@@ -160,6 +171,7 @@ def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> Sea
     include: meshes that are priced in full besides the candidates, so that they are ranked with them. Raises
     ConfigError where one of them has another number of devices than the target.
     """
+    check_sizes(run)
     for shape in include:
         check_size(shape, target)
     plans: list[Plan] = []

@@ -84,6 +84,8 @@ class Work:
     """Layers with experts of a device."""
     quantised_inputs: float = 0.0
     """Activations quantised in one forward pass of all layers: the inputs of low-precision matmuls, each once."""
+    delta_inner: float = 0.0
+    """Bytes per token and device of linear attention while it runs, of one layer; 0 in models without it."""
     quantised_gradients: float = 0.0
     """Gradients quantised in one backward pass: of the outputs of those matmuls."""
 
@@ -134,7 +136,7 @@ def work_of(placed: PlacedRun) -> Work:
         tokens=tokens,
         layers=len(all_layers) * fraction,
         width=spec.width,
-        matmuls=tuple(matmuls.values()),
+        matmuls=(*matmuls.values(), *_delta_matmuls(placed, tokens * fraction)),
         unembedding=_unembedding(placed, tokens * (1 + len(spec.further))),
         attention=flops * tokens * fraction / shape.tensor,
         scores=scores,
@@ -148,9 +150,24 @@ def work_of(placed: PlacedRun) -> Work:
         experts=float(max((e.experts_per_token for e in experts.values()), default=0)),
         expert_rows=max((buffer_rows(e, int(tokens), shape.expert) for e in experts.values()), default=0.0),
         expert_layers=expert_layers,
+        delta_inner=max((d.inner_bytes(placed.run.training.seq) for d in spec.delta), default=0.0) / shape.tensor,
         quantised_inputs=sum(inputs.values()),
         quantised_gradients=outputs,
     )
+
+
+def _delta_matmuls(placed: PlacedRun, tokens: float) -> list[Matmul]:
+    """Returns the matmuls of linear attention, of all layers that have it.
+
+    tokens: of a device, times its fraction of the layers.
+    """
+    if not placed.spec.delta:
+        return []
+    from meshwright.models.blocks.delta_net import chunk_of
+
+    seq, d = placed.run.training.seq, placed.spec.delta[0]
+    chunks = len(placed.spec.delta) * tokens / chunk_of(seq) / placed.shape.tensor
+    return [Matmul("delta", m, k, n, count * chunks) for m, k, n, count in d.matmuls(seq)]
 
 
 def _unembedding(placed: PlacedRun, rows: float) -> Matmul:
@@ -215,9 +232,14 @@ class _Widths(NamedTuple):
 
 
 def _attention_widths(spec: ModelSpec, tensor: int) -> _Widths:
-    """Widths of a device, averaged over all layers; those without attention only open with the model's width."""
+    """Widths of a device, averaged over all layers; those without attention only open with the model's width.
+
+    Linear attention keeps its queries, keys, values and output gate, and has its output.
+    """
     without = _Widths(0, 0, 0, 0, 0, spec.width)
     local = [_widths_of(a, spec.width, tensor) for a in spec.attention]
+    for d in spec.delta:
+        local.append(_Widths(0, 0, 0, d.values / tensor, (d.width + d.values) / tensor, spec.width))
     local += [without] * (len(spec.layers) - len(local))
     return _Widths(*(sum(column) / len(spec.layers) for column in zip(*local, strict=True)))
 
@@ -227,7 +249,7 @@ def _widths_of(a: AttentionSpec, width: int, tensor: int) -> _Widths:
     heads = a.heads // tensor
     query, value, kv = heads * a.head_size, heads * a.value_size, kv_heads * (a.head_size + a.value_size) / 2
     if a.latent is None:
-        return _Widths(heads, query, kv, value, query + 2 * kv, width)
+        return _Widths(heads, query, kv, value, query * (1 + a.gates_output) + 2 * kv, width)
     # Each device of `tensor` keeps the latents of its own positions; queries without one are those of its heads.
     queries = query if a.latent.query_rank is None else a.latent.query_rank / tensor
     return _Widths(heads, query, kv, value, queries + a.latent.cached / tensor, a.latent.gathered(width))

@@ -1,18 +1,29 @@
-"""Progress on a terminal: a live line on a terminal, a line now and then elsewhere."""
+"""Progress on a console: a live line on a terminal, and lasting lines at a period, with or without one."""
 
+import dataclasses
 import os
+import re
 import sys
+import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import IO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.live import Live
+from rich.text import Text
 
-from meshwright.formatting import format_time
+from meshwright.activity import Activity
+from meshwright.errors import ConfigError
+from meshwright.formatting import format_step, format_time
 from meshwright.report import Values
 
 _PIPED_WIDTH = 120
 """Columns where the output is not a terminal and COLUMNS is not set."""
+_ANNOUNCED = 5.0
+"""Seconds after which work that goes on is announced where there is no live line."""
+_BESIDE = ("saving seconds", "evaluating seconds", "compiling seconds")
+"""Metrics of what the loop does beside a step, which has lines of its own."""
 
 
 class _PatientConsole(Console):
@@ -30,62 +41,194 @@ def open_console(file: IO[str] | None = None) -> Console:
     return _PatientConsole(file=target, highlight=False, width=width)
 
 
-class ConsoleReport:
-    """Reporter that shows progress on a console.
+@dataclasses.dataclass(frozen=True)
+class Period:
+    """Time between lasting lines: both the seconds and the steps have to pass."""
 
-    start: steps done before this run.  steps: last step of the run.
+    seconds: float = 30.0
+    steps: int = 10
+
+    @classmethod
+    def parse(cls, text: str) -> "Period":
+        """Parses `30s` (or min, h), `10` (steps), or both, `30s,10`. Raises ConfigError on anything else."""
+        seconds, steps = 0.0, 1
+        for part in text.split(","):
+            match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h|steps|)\s*", part)
+            whole = match is not None and (match[2] in ("s", "min", "h") or float(match[1]).is_integer())
+            if match is None or not whole or not float(match[1]):
+                raise ConfigError(
+                    f"--log-every {text}", "it is a time, a number of steps, or both: the later of the two counts",
+                    "--log-every 30s,10",
+                )  # fmt: skip
+            if match[2] in ("s", "min", "h"):
+                seconds = float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]]
+            else:
+                steps = int(float(match[1]))
+        return cls(seconds, steps)
+
+
+class ConsoleReport:
+    """Reporter and watcher that shows progress on a console.
+
+    On a terminal a live line follows every step. Lasting lines are those of the first and the last step, one each
+    `period` between them, and one for every activity that is over. Speeds are means since the last lasting line.
     """
 
-    _LINES = 20
-    """Lines of a whole run where the output is not a terminal."""
+    def __init__(
+        self, console: Console, period: Period | None = None, *, clock: Callable[[], float] = time.perf_counter
+    ):
+        self._console, self._period, self._clock = console, period or Period(), clock
+        self._start = self._steps = 0
+        self._first: tuple[int, float] | None = None
+        self._printed: tuple[int, float] | None = None
+        self._last: tuple[int, Values] | None = None
+        self._since = _Speed()
+        """Speed since the last lasting line."""
+        self._activities: list[Activity] = []
+        self._timer: threading.Timer | None = None
+        self._live: Live | None = None
 
-    def __init__(self, console: Console, *, start: int, steps: int):
-        self._console, self._steps = console, steps
-        self._first_time: float | None = None
-        self._first_step = start
-        self._every = max(1, steps // self._LINES)
-        self._live = Progress(
-            TextColumn("step {task.completed:>{task.fields[width]}}/{task.total}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[text]}", markup=False),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._live.add_task("", total=steps, completed=start, text="compiling", width=len(str(steps)))
-        self._live.start()
+    def begin(self, start: int, steps: int) -> "ConsoleReport":
+        """Shows the steps of a run from now on. start: steps done before.  steps: its last step. Returns itself."""
+        self._start, self._steps = start, steps
+        self._show()
+        return self
 
     def write(self, step: int, values: Values) -> None:
-        """Shows the metrics of a step, or the loss of an evaluation."""
-        number = f"{step:>{len(str(self._steps))}}"
-        if "held-out loss" in values:
-            self._console.print(f"step {number}  held-out loss {values['held-out loss']:.4f}")
+        """Shows the metrics of a step; the result of an evaluation is that of its activity."""
+        if "loss" not in values:
             return
-        text = "  ".join([*_parts(values), *self._time_left(step)])
-        self._live.update(self._task, completed=step, text=text)
-        if not self._console.is_terminal and (
-            step in (self._first_step, self._steps) or step % self._every == 0
+        now = self._clock()
+        self._since.add(values)
+        self._last = (step, {**values, **self._since.mean()})
+        if self._first is None:
+            self._first = (step, now)
+        before = self._printed
+        if before is None or step >= self._steps or (
+            step - before[0] >= self._period.steps and now - before[1] >= self._period.seconds
         ):  # fmt: skip
-            self._console.print(f"step {number}/{self._steps}  {text}", highlight=False, markup=False)
+            self._printed = (step, now)
+            self._print(self._line(*self._last, now))
+            self._since = _Speed()
 
-    def _time_left(self, step: int) -> list[str]:
-        """Returns the estimated time to the last step; nothing at the first step that is seen."""
-        now = time.perf_counter()
-        if self._first_time is None:
-            self._first_time, self._first_step = now, step
-        if step == self._first_step:
-            return []
-        seconds = (now - self._first_time) / (step - self._first_step) * (self._steps - step)
-        return [f"{format_time(seconds)} left"]
+    def rewind(self, step: int) -> None:
+        """Goes on from an earlier step."""
+        self._first = self._printed = self._last = None
+        self._since = _Speed()
+
+    def began(self, activity: Activity) -> None:
+        """Shows work that is under way: at once on a terminal, elsewhere if it goes on for some seconds."""
+        self._activities.append(activity)
+        self._show()
+        if self._live is None:
+            self._cancel_timer()
+            self._timer = threading.Timer(_ANNOUNCED, self._print, [[f"{activity.doing} ..."]])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def ended(self, activity: Activity, *, failed: bool) -> None:
+        """Prints what an activity came to and how long it took; nothing where it failed: the error tells."""
+        self._cancel_timer()
+        self._activities.remove(activity)
+        if failed:
+            return
+        at = activity.step if activity.step is not None or self._last is None else self._last[0]
+        step = [] if at is None else [self._number(at)]
+        result = [activity.result] if activity.result else []
+        self._print([*step, *result, f"{activity.done} in {format_time(activity.seconds)}"])
 
     def close(self) -> None:
         """Removes the live line."""
-        self._live.stop()
+        self._cancel_timer()
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _show(self) -> None:
+        if self._live is None and self._console.is_terminal and not self._console.quiet:
+            self._live = Live(console=self._console, transient=True, get_renderable=self._renderable)
+            self._live.start()
+
+    def _renderable(self) -> Text:
+        """Returns the live line: the last step, or what is under way."""
+        last = self._last
+        parts = [] if last is None else self._line(*last, self._clock())
+        if not parts and self._steps:
+            parts = [self._number(self._start)]
+        if self._activities:
+            current = self._activities[-1]
+            parts.append(f"{current.doing}, {format_time(time.perf_counter() - current.began)}")
+        return Text(fold(parts, self._console.width), no_wrap=True, style="bold")
+
+    def _line(self, step: int, values: Values, now: float) -> list[str]:
+        return [self._number(step), *_parts(values), *self._time_left(step, now)]
+
+    def _number(self, step: int) -> str:
+        return f"step {step:>{len(str(self._steps))}}/{self._steps}"
+
+    def _time_left(self, step: int, now: float) -> list[str]:
+        """Returns the estimated time to the last step; nothing at the first step that is seen."""
+        if self._first is None or step <= self._first[0] or step >= self._steps:
+            return []
+        first, began = self._first
+        return [f"{format_time((now - began) / (step - first) * (self._steps - step))} left"]
+
+    def _print(self, parts: Sequence[str]) -> None:
+        text = fold(parts, self._console.width)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def fold(parts: Sequence[str], width: int) -> str:
+    """Joins parts by two spaces, and breaks the line between parts, never inside one, where it gets too wide."""
+    lines = [""]
+    for part in parts:
+        joined = f"{lines[-1]}  {part}" if lines[-1].strip() else f"{lines[-1]}{part}"
+        if len(joined) > width and lines[-1].strip():
+            lines.append(f"  {part}")
+        else:
+            lines[-1] = joined
+    return "\n".join(lines)
+
+
+class _Speed:
+    """Seconds per step, tokens/s and MFU over several steps, without what the loop did beside them."""
+
+    def __init__(self) -> None:
+        self._steps, self._seconds, self._sums = 0, 0.0, dict[str, float]()
+
+    def add(self, values: Values) -> None:
+        """Adds a step; the first that is seen has no duration."""
+        seconds = values.get("step seconds")
+        if seconds is None:
+            return
+        self._steps += 1
+        self._seconds += seconds - sum(values.get(name, 0.0) for name in _BESIDE)
+        for name in ("tokens/s", "examples/s", "MFU"):
+            if name in values:
+                self._sums[name] = self._sums.get(name, 0.0) + values[name] * seconds
+
+    def mean(self) -> Values:
+        """Returns the means; nothing where no time has passed."""
+        if self._seconds <= 0:
+            return {}
+        rates = {name: total / self._seconds for name, total in self._sums.items()}
+        return {"step seconds": self._seconds / self._steps, **rates}
 
 
 def _parts(values: Values) -> list[str]:
     """Returns the metrics worth a place on the line."""
     parts = [f"loss {values['loss']:.4f}"]
+    if "learning rate" in values:
+        parts.append(f"lr {values['learning rate']:.2e}")
+    if "gradient norm" in values:
+        parts.append(f"grad norm {values['gradient norm']:.3g}")
+    if "step seconds" in values:
+        parts.append(f"{format_step(values['step seconds'])}/step")
     parts += [f"{values[unit]:,.0f} {unit}" for unit in ("tokens/s", "examples/s") if unit in values]
     if "MFU" in values:
         parts.append(f"MFU {values['MFU']:.1%}")

@@ -1,4 +1,4 @@
-"""Reporters that write files: JSON lines and TensorBoard events."""
+"""Reporters that write files: metrics and events as JSON lines."""
 
 import contextlib
 import json
@@ -6,10 +6,12 @@ import math
 import sys
 import time
 from pathlib import Path
+from typing import IO, Any
 
+from meshwright.activity import Activity
 from meshwright.documents import parse_json, write_atomically
-from meshwright.errors import ConfigError
 from meshwright.report import Values
+from meshwright.storage.paths import store_of
 
 
 class JsonLines:
@@ -24,6 +26,13 @@ class JsonLines:
         self._path, self._waiting = file, b""
         self._open(upto)
 
+    def _opened(self, kept: str) -> IO[bytes]:
+        if store_of(self._path).appends:
+            return self._path.open("ab", buffering=0)
+        from meshwright.report.whole_file import WholeFile  # of runs whose output is in a bucket
+
+        return WholeFile(self._path, kept.encode())
+
     def _open(self, upto: int) -> None:
         """Opens the file without the lines after `upto`; a file that cannot be read is kept under another name."""
         kept: list[str] = []
@@ -35,8 +44,9 @@ class JsonLines:
             aside = self._path.with_name(f"{self._path.name}.unreadable-{time.strftime('%Y%m%d-%H%M%S')}")
             print(f"{self._path}: {error.strerror}; moved to {aside.name}", file=sys.stderr)
             self._path.rename(aside)
-        write_atomically(self._path, "".join(kept))
-        self._file = self._path.open("ab", buffering=0)
+        if kept or self._path.exists():
+            write_atomically(self._path, "".join(kept))
+        self._file = self._opened("".join(kept))
 
     def rewind(self, step: int) -> None:
         """Drops the lines of steps after `step`, which are taken again."""
@@ -71,23 +81,46 @@ def _step_of(line: str) -> float:
         return math.inf  # a line cut off by a crash, or damaged
 
 
-class TensorBoard:
-    """Reporter that writes TensorBoard events into `folder` (needs the extra `tensorboard`)."""
+class EventLog:
+    """Reporter and watcher that appends what happened besides the steps to a file of JSON lines.
 
-    def __init__(self, folder: Path):
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                "--report tensorboard", "tensorboardX is not installed", "pip install 'meshwright[tensorboard]'"
-            ) from error
-        self._writer = SummaryWriter(str(folder))
+    Each line has `time` (Unix seconds), `step`, `event` (`start`, `roll back`, `end`, or the kind of an activity) and
+    `seconds` of an activity. Nothing is ever dropped from it: a restart is a further `start`.
+    """
+
+    def __init__(self, file: Path):
+        self._file, self._step = file, 0
+
+    def start(self, step: int, **values: Any) -> None:
+        """Appends that a run starts, or goes on, after `step`."""
+        self._step = step
+        self.add("start", **values)
+
+    def add(self, event: str, **values: Any) -> None:
+        """Appends a line. A disk without room loses it: the run is not about its log."""
+        line = json.dumps({"time": round(time.time(), 3), "step": self._step, "event": event, **values})
+        with contextlib.suppress(OSError), self._file.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
     def write(self, step: int, values: Values) -> None:
-        """Adds one scalar per metric."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        """Takes note of the step."""
+        self._step = step
+
+    def rewind(self, step: int) -> None:
+        """Appends that the run returned to `step`."""
+        self.add("roll back", to=step)
+        self._step = step
+
+    def began(self, activity: Activity) -> None:
+        """Waits for its end."""
+
+    def ended(self, activity: Activity, *, failed: bool) -> None:
+        """Appends an activity with its seconds and its record."""
+        if activity.step is not None:
+            self._step = activity.step
+        failure = {"failed": True} if failed else {}
+        self.add(activity.kind, seconds=round(activity.seconds, 4), **failure, **activity.record)
 
     def close(self) -> None:
-        """Writes out what is buffered."""
-        self._writer.close()
+        """Appends the end; a run that was killed has none."""
+        self.add("end")

@@ -1,17 +1,21 @@
-"""Reporters by name: TensorBoard, or a function from outside the package."""
+"""Reporters by name: experiment trackers, or a function from outside the package."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from meshwright.config import Run
 from meshwright.errors import ConfigError, MeshwrightError, TrainingError, describe_failure
 from meshwright.plugins import resolve
 from meshwright.report import Reporter, Values
-from meshwright.report.files import TensorBoard
+from meshwright.report.trackers import MLflow, TensorBoard, Trackio, WeightsAndBiases
+from meshwright.storage.paths import in_bucket
 
 REPORTERS: dict[str, Callable[[Path, Run], Reporter]] = {
-    "tensorboard": lambda out, run: TensorBoard(out / "tensorboard"),
+    "mlflow": lambda out, run: MLflow(out),
+    "tensorboard": lambda out, run: TensorBoard(out),
+    "trackio": lambda out, run: Trackio(out),
+    "wandb": lambda out, run: WeightsAndBiases(out),
 }
 """Built-in reporters: name -> function of the output folder and the run."""
 
@@ -25,6 +29,12 @@ def build_reporters(out: Path, run: Run) -> list[Reporter]:
 
 
 def _build(name: str, out: Path, run: Run) -> Reporter:
+    if name in REPORTERS and in_bucket(out):
+        raise ConfigError(
+            f"--report {name} with the output in {out}",
+            "it keeps files there that grow, and what is in a bucket cannot",
+            "a local --out, or metrics.jsonl, which every run writes",
+        )
     factory = resolve("reporter", name, REPORTERS)
     try:
         reporter = factory(out, run)
@@ -51,16 +61,28 @@ class _Checked:
         self._name, self._reporter = name, reporter
 
     def write(self, step: int, values: Values) -> None:
-        try:
-            self._reporter.write(step, dict(values))
-        except Exception as error:
-            self._refuse(f"step {step}", error)
+        self._call("write", f"step {step}", step, dict(values))
+
+    def rewind(self, step: int) -> None:
+        self._call("rewind", f"returning to step {step}", step)
+
+    def sample(self, step: int, text: str) -> None:
+        self._call("sample", f"the sample of step {step}", step, text)
+
+    def keep_page(self, page: Callable[[], Path]) -> None:
+        self._call("keep_page", "the page", page)
 
     def close(self) -> None:
+        self._call("close", "closing")
+
+    def _call(self, method: str, place: str, *arguments: Any) -> None:
+        """Calls a method of the reporter; one that it does not have is left out."""
         try:
-            self._reporter.close()
+            getattr(self._reporter, method, lambda *arguments: None)(*arguments)
+        except MeshwrightError:
+            raise
         except Exception as error:
-            self._refuse("closing", error)
+            self._refuse(place, error)
 
     def _refuse(self, place: str, error: Exception) -> NoReturn:
         raise TrainingError(

@@ -8,7 +8,7 @@ from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError, nearest
 from meshwright.runs.recipe import find_recipe
 
-_PARTS = ("training", "optimizer", "data", "finetune", "model", "faults")
+_PARTS = ("training", "optimizer", "data", "finetune", "model", "faults", "local_checkpoints")
 """Parts of a Run whose fields can be changed by name, in this order."""
 
 
@@ -16,8 +16,8 @@ def recipe(name: str, *, mesh: str | MeshShape | None = None, **changes: Any) ->
     """Returns the Run of a recipe with some fields changed.
 
     name: a row of `meshwright recipes`, or FILE.py:FUNCTION.  mesh: as `fsdp=8,tensor=2`.
-    changes: fields of `Run`, or of its training, optimizer, data, finetune, model or faults, by name; a field that
-    several have is that of the first in this order. Raises ConfigError for an unknown recipe or field.
+    changes: fields of `Run`, or of its training, optimizer, data, finetune, model, faults, local_checkpoints, by name;
+    a field that several have is that of the first in this order. Raises ConfigError for an unknown recipe or field.
 
     Example:
         >>> run = mw.recipe("tiny", mesh="fsdp=8", steps=100, learning_rate=1e-3)

@@ -24,6 +24,11 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(
         ("multi-token prediction", "stage"), "each stage would repeat its layer", "--model.mtp-depth 0, or no stage"
     ),
+    Refusal(
+        ("linear attention", "context"),
+        "its state passes from token to token, so each device of context would wait for those before it",
+        "the same devices as fsdp or tensor",
+    ),
 )
 
 ALWAYS = ("packing", "evaluation", "checkpoint on another mesh")
@@ -41,6 +46,7 @@ def features_of(run: Run, uneven: bool) -> set[str]:
         "several slices": run.mesh is not None and run.mesh.slices > 1,
         f"schedule: {training.pipeline_schedule}": "stage" in features,
         "uneven stages": uneven,
+        "linear attention": bool(model.spec().delta),
         f"context: {training.context_strategy}": "context" in features,
         "accumulation": training.microbatches > 1,
         "zero1": run.layout == "zero1",

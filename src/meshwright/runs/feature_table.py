@@ -19,3 +19,6 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "always": ALWAYS,
 }
 """Features by kind. Those under `always` are part of every run."""
+
+IMPLIED: dict[str, tuple[str, ...]] = {"qwen3_next": ("linear attention",)}
+"""Family -> features that all of its models have."""

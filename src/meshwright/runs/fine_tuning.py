@@ -1,13 +1,13 @@
 """Runs that fine-tune: their defaults, and the checks of what they ask for before anything is traced."""
 
 import dataclasses
-from pathlib import Path
 
 from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
 from meshwright.fine_tuning import FineTune, Method, Objective
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run_file import run_in_folder
+from meshwright.storage.paths import path_of
 
 _RATES: dict[tuple[str, bool], float] = {
     ("lora", False): 2e-4, ("full", False): 2e-5, ("lora", True): 5e-6, ("full", True): 5e-7,
@@ -17,7 +17,7 @@ _RATES: dict[tuple[str, bool], float] = {
 
 def source_run(source: str) -> Run:
     """Returns the Run that starts from the weights of a source: hf:PATH, the output folder of a run, or a recipe."""
-    folder = Path(source)
+    folder = path_of(source)
     if not (folder / "run.json").is_file():
         return find_recipe(source)
     run = run_in_folder(folder)

@@ -7,6 +7,7 @@ here, before anything is traced.
 import dataclasses
 import functools
 import math
+import operator
 from typing import TYPE_CHECKING, Any, cast
 
 from meshwright.comm.hierarchical import DcnAxis
@@ -111,6 +112,7 @@ def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
     Raises ConfigError where the batch, the sequence or a parameter does not divide, naming it and the nearest legal
     sizes, and where two features of the run do not go together.
     """
+    check_sizes(run)
     shape = shape or run.mesh or MeshShape()
     run = dataclasses.replace(run, training=_without_auto(run.training))
     _check_batch(run, shape)
@@ -123,7 +125,7 @@ def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
 
         check_fine_tuning(run, shape)
     _check_sequence(run, shape)
-    check_numbers(run)
+    vocab_size(run.model)
     check_composition(dataclasses.replace(run, mesh=shape), uneven=False)
     multiple = math.lcm(run.model.vocab_multiple, shape.over(VOCAB_AXES))
     model = run.model
@@ -174,6 +176,11 @@ def _place_params(
         pipeline = find_schedule(schedule[0])  # refuses an unknown name on any mesh
         if shape.stage > 1:
             chunks, placement = pipeline.virtual_stages_for(schedule[1]), pipeline.placement
+    described = model.params()
+    for path, param in named_leaves(described).items():
+        if min(param.shape, default=1) < 1:  # sizes of a family from outside the package have any name
+            truth = f"its parameter {path} has the shape {list(param.shape)}: a dimension is at least 1"
+            raise ConfigError(f"the model {model}", truth, "sizes of the model above 0")
     spec = model.spec()
     if spec.period > 1:
         from meshwright.sharding.periods import assign_periods  # most models have one kind of layer
@@ -186,7 +193,6 @@ def _place_params(
         layers = spec.layers_of(stack)
         place = {layer: row for row, layer in enumerate(layers)} | {NO_LAYER: NO_LAYER}
         orders[stack] = tuple(place[int(layer)] for layer in stages.rows(layers).flat)
-    described = model.params()
     if tuning is not None:
         from meshwright.models.tuned_params import tuned_params  # loaded for runs with frozen parameters
 
@@ -210,8 +216,6 @@ def _uneven(stages: StageAssignment, model: Model) -> bool:
 
 def _check_batch(run: Run, shape: MeshShape) -> None:
     training = run.training
-    if training.microbatches < 1:
-        raise ConfigError(f"{training.microbatches} microbatches", "there is at least one", "--training.microbatches 1")
     parts = shape.over(BATCH_AXES) * training.microbatches
     for batch in ramp_of(training).sizes:
         if batch < 1 or batch % parts:
@@ -246,40 +250,47 @@ def _check_sequence(run: Run, shape: MeshShape) -> None:
         )
 
 
-def check_numbers(run: Run) -> None:
-    """Raises ConfigError for a number of the run that is out of range."""
-    vocab_size(run.model)
-    t, o = run.training, run.optimizer
-    for asked, truth, right, fix in (
-        (f"{t.steps} steps", "a run takes at least one", t.steps >= 1, "--steps 1"),
-        (f"dropout {t.dropout}", "it must be at least 0 and below 1", 0 <= t.dropout < 1, "0.1"),
-        (f"learning rate {o.learning_rate}", "it must be positive", 0 < o.learning_rate < math.inf, "--lr 3e-4"),
-        (f"{o.warmup_steps} warm-up steps", "it cannot be negative", o.warmup_steps >= 0, "0"),
-        (
-            f"final learning-rate fraction {o.final_lr_fraction}", "it must lie in [0, 1]",
-            0 <= o.final_lr_fraction <= 1, "--optimizer.final-lr-fraction 0.1",
-        ),
-        (f"beta1 {o.beta1}", "it must lie in [0, 1)", 0 <= o.beta1 < 1, "--optimizer.beta1 0.9"),
-        (f"beta2 {o.beta2}", "it must lie in [0, 1)", 0 <= o.beta2 < 1, "--optimizer.beta2 0.95"),
-        (f"weight decay {o.weight_decay}", "it cannot be negative", o.weight_decay >= 0, "0.1"),
-        (
-            f"gradient norm clipped at {o.grad_clip_norm}", "it cannot be negative; 0 disables clipping",
-            o.grad_clip_norm >= 0, "--optimizer.grad-clip-norm 1.0",
-        ),
-        (f"{t.virtual_stages} virtual stages", "there is at least one", t.virtual_stages >= 1, "2"),
-        (f"{t.unroll} layers per iteration", "there is at least one", t.unroll >= 1, "1"),
-        (f"logits of {t.logits_mib} MiB", "the loss needs at least 1 MiB", t.logits_mib >= 1, "64"),
-        (
-            f"--training.max-to-keep {t.max_to_keep}", "the last checkpoint is always kept", t.max_to_keep >= 1,
-            "--training.max-to-keep 1",
-        ),
-        (f"--training.log-every {t.log_every}", "it counts steps, at least 1", t.log_every >= 1, "1"),
-        (f"--training.eval-every {t.eval_every}", "it counts steps; 0 evaluates at the end", t.eval_every >= 0, "0"),
-        (f"--training.save-every {t.save_every}", "it counts steps; 0 saves at the end", t.save_every >= 0, "0"),
-        (
-            f"held-out fraction {run.data.held_out}", "it must be at least 0 and below 1",
-            0 <= run.data.held_out < 1, "0.1",
-        ),
+_COUNTED = frozenset({"vocab", "vocab_multiple", "width", "layers", "heads", "kv_heads", "head_size", "mlp"})
+"""Sizes that every model has one of at least; others, such as shared experts, may be 0."""
+_FROM_1 = "steps batch seq microbatches virtual_stages unroll logits_mib max_to_keep log_every attention_block"
+_FROM_0 = "data.sample data.sample_every optimizer.warmup_steps training.eval_every training.eval_samples fsdp_min_size"
+"""Whole numbers, of the training those of at least 1, and those of at least 0."""
+
+
+def check_sizes(run: Run) -> None:
+    """Raises ConfigError for a number of the run that is out of range, and for a size of its model that is none."""
+    low = {**{f"training.{name}": 1 for name in _FROM_1.split()}, **dict.fromkeys(_FROM_0.split(), 0)}
+    given = [(name, operator.attrgetter(name)(run), least) for name, least in low.items()]
+    for field in dataclasses.fields(run.model):
+        counted = field.name in _COUNTED and field.default != 0  # of DeepSeek's key/value heads there are none
+        given.append((f"model.{field.name}", getattr(run.model, field.name), int(counted)))
+    for name, size, least in given:
+        most = 10**5 if name == "model.layers" else 2**62
+        if (type(size) is int and not least <= size <= most) or (type(size) is float and not math.isfinite(size)):
+            option = f"--{name.replace('_', '-')}"
+            truth = f"it is at least {least}" if size < least else f"it is a number up to {most}"
+            raise ConfigError(f"{option} {size}", truth, f"{option} {max(1, -size)}")
+    _check_numbers(run)
+
+
+def _check_numbers(run: Run) -> None:
+    t, o, d, inf = run.training, run.optimizer, run.data, math.inf
+    for option, value, truth, right, fix in (
+        ("training.steps", t.steps, "its samples are counted in 64 bits", t.steps * t.batch < 2**62, "1000000"),
+        ("training.save-every", t.save_every, "it counts steps; 0 saves at the end", t.save_every >= 0, 0),
+        ("training.seed", t.seed, "it is from 0 to 2^32 - 1", 0 <= t.seed < 2**32, t.seed % 2**32),
+        ("training.dropout", t.dropout, "it must be at least 0 and below 1", 0 <= t.dropout < 1, 0.1),
+        ("training.z-loss", t.z_loss, "it is at least 0, and finite", 0 <= t.z_loss < inf, 1e-4),
+        ("training.attention-block", t.attention_block, "it is a multiple of 128", t.attention_block % 128 == 0, 512),
+        ("lr", o.learning_rate, "it must be positive, and finite", 0 < o.learning_rate < inf, 3e-4),
+        ("optimizer.final-lr-fraction", o.final_lr_fraction, "it lies in [0, 1]", 0 <= o.final_lr_fraction <= 1, 0.1),
+        *((f"optimizer.{n}", b, "within [0, 1)", 0 <= b < 1, 0.9) for n, b in (("beta1", o.beta1), ("beta2", o.beta2))),
+        ("optimizer.epsilon", o.epsilon, "it is at least 0, and finite", 0 <= o.epsilon < inf, 1e-8),
+        ("optimizer.weight-decay", o.weight_decay, "it is at least 0, and finite", 0 <= o.weight_decay < inf, 0.1),
+        ("optimizer.grad-clip-norm", o.grad_clip_norm, "it is at least 0, which disables it", o.grad_clip_norm >= 0, 1),
+        ("data.held-out", d.held_out, "it must be at least 0 and below 1", 0 <= d.held_out < 1, 0.1),
+        ("name", repr(run.name), "it is the name of a folder",
+            0 < len(run.name) < 200 and run.name.isprintable() and "/" not in run.name and run.name[0] != ".", "run"),
     ):  # fmt: skip
         if not right:
-            raise ConfigError(asked, truth, fix)
+            raise ConfigError(f"--{option} {value}", truth, f"--{option} {fix}")

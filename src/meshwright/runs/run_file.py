@@ -7,11 +7,13 @@ from typing import Any
 
 import msgspec
 
-from meshwright.config import Run
-from meshwright.documents import check_inside, read_json
+from meshwright.config import MeshShape, Model, Run
+from meshwright.data.unique_names import unique_object
+from meshwright.documents import SMALL, check_inside, parse_json, read_text
 from meshwright.errors import CheckpointError, ConfigError, nearest
 from meshwright.models.families import find_family
 from meshwright.plugins import note_names
+from meshwright.storage.paths import path_of
 
 _WRITES = re.compile("dump|path|file|dir|profile", re.IGNORECASE)
 """Part of the names of compiler options that read or write files."""
@@ -26,21 +28,25 @@ def run_from_dict(document: dict[str, Any], origin: str) -> Run:
     note_names(document, origin)
     rest = dict(document)
     model = dict(rest.pop("model", {}))
-    config = find_family(str(model.pop("family", "")))
+    config = find_family(family := str(model.pop("family", "")))
+    if not (isinstance(config, type) and issubclass(config, Model)):
+        raise ConfigError(f"model family {family!r} of {origin}", "it is no class of models", "a subclass of mw.Model")
     _check_names(model, config, "model")
     _check_names(rest, Run, "run")
-    for name in ("training", "optimizer", "data", "finetune", "faults"):
+    for name in ("training", "optimizer", "data", "finetune", "faults", "local_checkpoints"):
         _check_names(rest.get(name, {}), type(getattr(Run, name)), name)
+    _check_names(rest.get("mesh") or {}, MeshShape, "mesh")
+    types = {field.name: field.type for field in dataclasses.fields(Run) if field.name in rest}
+    others = {name: _converted(rest[name], kind, name, origin) for name, kind in types.items()}
+    return Run(model=_converted(model, config, "model", origin), **others)
+
+
+def _converted(value: Any, kind: Any, name: str, origin: str) -> Any:
     try:
-        built = msgspec.convert(model, config)
-        others = {
-            field.name: msgspec.convert(rest[field.name], field.type)
-            for field in dataclasses.fields(Run)
-            if field.name in rest
-        }
+        return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError("a run file", str(error), "the type that the message names") from error
-    return Run(model=built, **others)
+        truth = str(error).replace("$", name) if "$" in str(error) else f"{error} - at `{name}`"
+        raise ConfigError(f"the run in {origin}", truth, "a value of the type that is expected there") from error
 
 
 def _check_values(document: Any, origin: str) -> None:
@@ -52,11 +58,17 @@ def _check_values(document: Any, origin: str) -> None:
         "data": dict,
         "finetune": dict,
         "faults": dict,
+        "local_checkpoints": dict,
         "name": str,
     }
+    if not isinstance(document, dict):
+        raise ConfigError(f"the run in {origin}", "it is no object", "what training wrote")
+    if not isinstance(document.get("mesh") or {}, dict):
+        raise ConfigError(f"the run in {origin}", "its mesh is no object", '"mesh": {"fsdp": 8}')
     for name, kind in form.items():
-        if not isinstance(document, dict) or not isinstance(document.get(name, kind()), kind):
-            raise ConfigError(f"the run in {origin}", f"its {name} is no {kind.__name__}", "what training wrote")
+        if not isinstance(document.get(name, kind()), kind):
+            is_no = "object" if kind is dict else "text"
+            raise ConfigError(f"the run in {origin}", f"its {name} is no {is_no}", "what training wrote")
     name = document.get("name", "run")
     if not name.isprintable() or "/" in name or name.startswith("."):
         raise ConfigError(f"the run in {origin}", f"its name {name[:80]!r} is no name of a folder", '"name": "run"')
@@ -73,10 +85,15 @@ def _check_names(document: dict[str, Any], kind: type, where: str) -> None:
             raise ConfigError(f"{where}.{name}", "there is no such field", nearest(name, known))
 
 
+def read_unique_json(file: Path, largest: int = SMALL) -> Any:
+    """Returns the JSON value in a file. Raises OSError, and ValueError also where an object has a name twice."""
+    return parse_json(read_text(file, largest), unique_object)
+
+
 def read_run(file: Path) -> Run:
     """Reads a Run. Raises ConfigError where the file is missing or is not a run."""
     try:
-        document = read_json(file)
+        document = read_unique_json(file)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"run file {file}", f"it cannot be read: {error}", "the run.json of an output folder"
@@ -86,8 +103,11 @@ def read_run(file: Path) -> Run:
 
 def run_in_folder(folder: Path) -> Run:
     """Reads the Run of an output folder. Raises CheckpointError where it has none."""
+    folder = path_of(folder)
     if not (folder / "run.json").is_file():
-        raise CheckpointError(f"the run in {folder}", "it has no run.json", "the output folder of a run")
+        is_model = (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file()
+        fix = f"hf:{folder}, as it is a folder of Hugging Face" if is_model else "the output folder of a run"
+        raise CheckpointError(f"the run in {folder}", "it has no run.json", fix)
     try:
         check_inside(folder, [folder / "run.json", folder / "tokenizer.json", folder / "checkpoints"])
     except ValueError as error:

@@ -41,7 +41,8 @@ class Param:
 
     shape: tuple[int, ...]
     dims: str
-    init: Literal["normal", "zeros", "ones"] = "normal"
+    init: Literal["normal", "zeros", "ones", "log_uniform"] = "normal"
+    """`log_uniform` is the logarithm of a number between 0.01 and 16 (decay rates of linear attention)."""
     std: float = 0.02
     """Standard deviation of `normal`."""
     rows: int | None = None
@@ -172,6 +173,9 @@ def _initial(p: Param, words: jax.Array, dtype: Any) -> jax.Array:
         from meshwright.sharding.ordered_values import normal_in_order  # loaded for uneven pipelines alone
 
         w = normal_in_order(p.order, p.shape, words)
+    if p.init == "log_uniform":
+        w = jnp.log(0.01 + (16.0 - 0.01) * jax.scipy.special.ndtr(w))
+        return jnp.where(mask, w, 0.0).astype(dtype)
     return jnp.where(mask, p.std * w, 0.0).astype(dtype)
 
 

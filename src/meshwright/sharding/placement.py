@@ -150,7 +150,7 @@ def _shard_largest(
     name: str, shape: tuple[int, ...], dims: str, placement: Placement, axes: tuple[str, ...], mesh: MeshShape
 ) -> Placement:
     """Shards the largest dimension that divides further, by `axes`; the layer dimension (L) is never sharded here."""
-    if not axes:
+    if not axes or not shape:  # a scalar is whole everywhere
         return placement
     degree = mesh.over(axes)
     local = local_shape(shape, placement, mesh)

@@ -20,6 +20,7 @@ from meshwright.models.blocks.dropout import no_dropout
 from meshwright.models.model import Metrics
 from meshwright.sharding.layouts import TOKEN_AXES
 from meshwright.sharding.params import Tree, shardings, trained_only, with_frozen
+from meshwright.step.device_memory import check_memory
 from meshwright.step.device_run import BATCH_SPEC, DeviceRun, param_specs
 from meshwright.step.gradients import build_gradients
 from meshwright.step.optimizers import build_lr_schedule
@@ -74,8 +75,21 @@ class CompiledTrainStep:
 
     def __init__(self, device_run: DeviceRun, like: Batch, gradients: Any = None):
         self._expected = (device_run.abstract, like)
-        lowered = build_train_step(device_run, gradients).lower(device_run.abstract, like)
+        lowered = build_train_step(device_run, gradients).lower(*self._expected)
+        if jax.process_count() > 1:
+            from meshwright.hardware.agreement import agree, digest  # hosts that compile differing programs hang
+
+            agree("program", {"lowered train step": digest(lowered.as_text())})
         self._compiled = lowered.compile(compiler_options=device_run.compiler_options())
+        training = device_run.run.training
+        check_memory(
+            self._compiled, list(device_run.mesh.devices.flat),
+            f"a step of {training.batch} sequences of {training.seq} tokens on mesh {device_run.shape}",
+        )  # fmt: skip
+
+    def program_text(self) -> str:
+        """Returns the compiled program (HLO)."""
+        return str(self._compiled.as_text())
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         try:

@@ -11,17 +11,19 @@ from meshwright.data.feed import Samples, held_out_order
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.errors import ConfigError
 from meshwright.hugging_face.hub import is_hugging_face
+from meshwright.plugins import Shown
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.params import Tree
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.train_step import build_eval_step
+from meshwright.storage.paths import path_of
 from meshwright.trainer.loop import prepare_run
 from meshwright.trainer.losses import sum_losses
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Shown):
     """Loss of a checkpoint."""
 
     step: int
@@ -55,8 +57,8 @@ def run_to_evaluate(source: str | Path, data: Sequence[str] = (), mesh: MeshShap
         run = find_recipe(str(source))
         texts = run.data
     else:
-        run = run_in_folder(Path(source))
-        texts = dataclasses.replace(run.data, tokenizer=str(Path(source) / "tokenizer.json"))
+        run = run_in_folder(path_of(source))
+        texts = dataclasses.replace(run.data, tokenizer=str(path_of(source) / "tokenizer.json"))
     training = run.training
     if data:
         texts = dataclasses.replace(texts, paths=tuple(data))
@@ -106,7 +108,7 @@ def _bytes_of(part: Samples, tokenizer: Tokenizer, samples: int) -> int:
 def _params_of(source: str | Path, device_run: DeviceRun, at: int | None) -> tuple[Tree, int]:
     """Parameters to evaluate, and the step of their checkpoint."""
     if not is_hugging_face(str(source)):
-        with Checkpoints(Path(source) / "checkpoints", max_to_keep=None) as checkpoints:
+        with Checkpoints(path_of(source) / "checkpoints", max_to_keep=None) as checkpoints:
             params, manifest = checkpoints.restore_params(device_run, at)
         return params, manifest.step
     if at is not None:

@@ -34,7 +34,8 @@ def keep_evidence(
             checkpoints.save(state, device_run, step=bad.step - 1, cursor=cursor)
     folder.mkdir(parents=True, exist_ok=True)
     if batch is not None:
-        np.savez(folder / f"batch-process-{jax.process_index()}.npz", **_local_rows(batch))
+        with (folder / f"batch-process-{jax.process_index()}.npz").open("wb") as file:
+            np.savez(file, **_local_rows(batch))
     if jax.process_index() == 0:
         values = {name: value if math.isfinite(value) else str(value) for name, value in bad.values.items()}
         record = {"step": bad.step, "reason": bad.reason, **values}

@@ -7,62 +7,70 @@ watches it before it takes over.
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from meshwright.errors import CheckpointError
+from meshwright.heartbeat import beating
+from meshwright.storage.paths import store_of
 
 BEAT = 5.0
 """Seconds between two counts of the holder."""
-_WATCHED = 4
+WATCHED = 4
 """Beats for which a run on another host watches the file of one that it cannot see."""
 _LARGEST = 4096
 
 
+class LockError(CheckpointError):
+    """Output folder that another run writes to."""
+
+    exit_code = 9
+
+
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Holds the lock on the folder `out`. Raises CheckpointError where another run holds it.
+    """Holds the lock on the folder `out`. Raises LockError where another run holds it.
 
     Of several processes of one run, process 0 holds it for all.
     """
+    if not store_of(out).locks:
+        from meshwright.trainer.bucket_lock import bucket_locked  # most runs are on file systems
+
+        with bucket_locked(out):
+            yield
+        return
     out.mkdir(parents=True, exist_ok=True)
     file = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    stopped = threading.Event()
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise _refused(out, _read(file)) from error
+            raise refused(out, _read(file)) from error
         except OSError:
             pass  # a file system without locks: the counts alone tell
         holder = _read(file)
         if holder.get("host") not in (None, socket.gethostname()) and _counts(out, holder):
-            raise _refused(out, holder)
-        beat = threading.Thread(target=_beat, args=(file, stopped), daemon=True, name="lock of the output folder")
+            raise refused(out, holder)
         _write(file, 0)
-        beat.start()
+        counts = itertools.count(1)
         try:
-            yield
+            with beating(lambda: _renew(file, next(counts)), BEAT, "lock of the output folder"):
+                yield
         finally:
-            stopped.set()
-            beat.join()
             os.ftruncate(file, 0)
     finally:
         os.close(file)
 
 
-def _beat(file: int, stopped: threading.Event) -> None:
-    count = 0
-    while not stopped.wait(BEAT):
-        count += 1
-        # A full disk or a network that is away ends no run.
-        with contextlib.suppress(OSError):
-            _write(file, count)
+def _renew(file: int, count: int) -> None:
+    # A full disk or a network that is away ends no run.
+    with contextlib.suppress(OSError):
+        _write(file, count)
 
 
 def _write(file: int, count: int) -> None:
@@ -81,7 +89,7 @@ def _read(file: int) -> dict[str, object]:
 
 def _counts(out: Path, before: dict[str, object]) -> bool:
     """Whether a run on another host still counts up."""
-    until = time.monotonic() + _WATCHED * BEAT
+    until = time.monotonic() + WATCHED * BEAT
     while time.monotonic() < until:
         time.sleep(BEAT / 2)
         again = os.open(out / ".lock", os.O_RDONLY)  # opening asks the server of a network file system anew
@@ -93,11 +101,16 @@ def _counts(out: Path, before: dict[str, object]) -> bool:
     return False
 
 
-def _refused(out: Path, holder: dict[str, object]) -> CheckpointError:
-    who = (
-        f"process {holder['process']} on {holder['host']}" if "process" in holder and "host" in holder else "a process"
-    )
-    return CheckpointError(
+def describe_holder(holder: dict[str, object]) -> str:
+    """Names the process in the record of a lock: `process 4103 on node7`."""
+    known = "process" in holder and "host" in holder
+    return f"process {holder['process']} on {holder['host']}" if known else "a process"
+
+
+def refused(out: Path, holder: dict[str, object]) -> LockError:
+    """Returns the error of a folder that another run writes to."""
+    who = describe_holder(holder)
+    return LockError(
         f"training in {out}",
         f"{who} trains there, and two runs in one folder would overwrite each other",
         "another --out, or wait until it ends",

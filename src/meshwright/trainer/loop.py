@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,16 +10,21 @@ from typing import Any, Literal
 
 import jax
 
-from meshwright.checkpoint.checkpoints import Checkpoints, check_disk_space, committed_steps
+from meshwright.activity import activity, watched_by
+from meshwright.checkpoint.checkpoints import Checkpoints, check_room
+from meshwright.checkpoint.steps import committed_steps
+from meshwright.config import Run
 from meshwright.data.ramp import BatchRamp, ramp_of
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.report import Reporter
-from meshwright.report.files import JsonLines
+from meshwright.report.files import EventLog, JsonLines
 from meshwright.runs.write_run import write_run
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
 from meshwright.step.train_step import CompiledTrainStep
+from meshwright.storage.paths import path_of
 from meshwright.trainer.meter import Meter
+from meshwright.trainer.phases import BEATS, Phases
 from meshwright.trainer.preemption import Preemption
 from meshwright.trainer.prepare import Position, PreparedRun, Trainable, prepare_run
 
@@ -34,6 +40,10 @@ class Summary:
         >>> summary = mw.train(run, out=tmp / "summary", progress="none", cache=tmp, devices=1)
         >>> summary.steps, summary.tokens, summary.interrupted_by
         (1, 2048, 0)
+
+    In a notebook it shows the run's page:
+        >>> summary._repr_html_()[:7]
+        '<iframe'
     """
 
     out: Path
@@ -63,6 +73,11 @@ class Summary:
     sample: str
     """Text sampled from the model at the end."""
 
+    def _repr_html_(self) -> str:
+        from meshwright import view  # a notebook shows the run's page
+
+        return view(self.out)._repr_html_()
+
 
 def train(
     prepared: Trainable,
@@ -72,49 +87,78 @@ def train(
     at: int | None = None,
     data: Literal["same", "new"] = "same",
     reporters: Callable[[int], list[Reporter]] = lambda first: [],
+    watchdog: Any = None,
+    page: Callable[[], Path] | None = None,
 ) -> Summary:
     """Trains a prepared run, writing checkpoints, metrics, the Run and a text sample into `out`.
 
     start: `resume` continues from the last checkpoint in `out`, or from that of step `at`.
     data: `new` resumes on data, or in an order, that differ from those of the checkpoint.
     reporters: called with the number of steps already taken, returns further reporters.
-    Raises CheckpointError, TrainingError, DataError.
+    page: writes the run's page and returns its file, for reporters that keep it.  watchdog: a `Watchdog`.
+    Raises CheckpointError, TrainingError, DataError, ConfigError, HostError.
     """
-    device_run, began = prepared.device_run, time.perf_counter()
-    run = device_run.run
-    _check_folder(out, start)
-    check_disk_space(out, device_run, run.training.max_to_keep)
+    device_run, began, phases = prepared.device_run, time.perf_counter(), Phases()
+    run, out = device_run.run, path_of(out)
     with contextlib.ExitStack() as stack:
+        if jax.process_count() > 1 or BEATS in os.environ:
+            from meshwright.trainer.same_hosts import watched  # not for a process that is alone
+
+            stack.enter_context(watched(prepared, out, phases, watchdog))
+        _check_folder(out, start, run.local_checkpoints.path)
+        check_room(out, device_run, run.training.max_to_keep)
         preemption = stack.enter_context(Preemption().listening())
-        chief = jax.process_index() == 0
-        if chief:
+        if chief := jax.process_index() == 0:
             from meshwright.trainer.lock import locked  # process 0 alone takes it
 
             stack.enter_context(locked(out))
-        checkpoints = stack.enter_context(Checkpoints(out / "checkpoints", max_to_keep=run.training.max_to_keep))
+            stack.enter_context(watched_by(events := EventLog(out / "events.jsonl")))
+        checkpoints = stack.enter_context(_open_checkpoints(device_run, out))
         if start == "fresh":
+            checkpoints.forget_local()
             state, position = _first_state(device_run, out), Position(0, 0)
         else:
             from meshwright.trainer.resume import resume  # a new run has nothing to resume
 
-            state, position = resume(device_run, checkpoints, at, prepared.fingerprint(), data)
+            with activity("restore", "restoring the last checkpoint", "restored the last checkpoint"):
+                state, position = resume(device_run, checkpoints, at, prepared.fingerprint(), data)
         if chief:
             write_run(run, out / "run.json")
             prepared.write_files(out)
-        sinks = list(reporters(position.step))
-        if chief and run.reporters:
-            from meshwright.report.reporters import build_reporters  # most runs name none
-
-            sinks += build_reporters(out, run)
+        sinks = list(reporters(position.step)) + (_named_reporters(out, run) if chief else [])
         if chief:
-            sinks += [JsonLines(out / "metrics.jsonl", upto=position.step)]
+            sinks += [JsonLines(out / "metrics.jsonl", upto=position.step), events]
+            events.start(
+                position.step, mesh=str(device_run.shape), devices=device_run.mesh.size, processes=jax.process_count(),
+                kind=device_run.mesh.devices.flat[0].device_kind, how=start,
+            )  # fmt: skip
         for sink in sinks:
             stack.callback(sink.close)
         meter = prepared.meter(sinks)
-        return _Loop(prepared, out, checkpoints, meter, preemption, position, position, began).run(state)
+        summary = _Loop(prepared, out, checkpoints, meter, preemption, position, position, began, phases).run(state)
+        for sink in sinks if page is not None else ():
+            getattr(sink, "keep_page", lambda page: None)(page)
+        return summary
 
 
-def _check_folder(out: Path, start: str) -> None:
+def _named_reporters(out: Path, run: Run) -> list[Reporter]:
+    if not run.reporters:
+        return []
+    from meshwright.report.reporters import build_reporters  # most runs name none
+
+    return build_reporters(out, run)
+
+
+def _open_checkpoints(device_run: DeviceRun, out: Path) -> Checkpoints:
+    run = device_run.run
+    if run.local_checkpoints.path is None:
+        return Checkpoints(out / "checkpoints", max_to_keep=run.training.max_to_keep)
+    from meshwright.trainer.tiers import Tiers  # most runs have one tier
+
+    return Tiers(out, device_run, max_to_keep=run.training.max_to_keep, local=run.local_checkpoints)
+
+
+def _check_folder(out: Path, start: str, local: str | None) -> None:
     steps = committed_steps(out / "checkpoints")
     if start == "fresh" and steps:
         raise ConfigError(
@@ -122,7 +166,7 @@ def _check_folder(out: Path, start: str) -> None:
             f"it holds the checkpoint of step {steps[-1]} of another",
             "--resume to continue that one, or another --out",
         )
-    if start == "resume" and not steps:
+    if start == "resume" and not steps and local is None:
         raise CheckpointError(
             f"resuming the run in {out}", "no checkpoint was committed there", "leave --resume out, or another --out"
         )
@@ -130,11 +174,12 @@ def _check_folder(out: Path, start: str) -> None:
 
 def _first_state(device_run: DeviceRun, out: Path) -> State:
     """Initial values, or the weights that the run starts from."""
-    if device_run.run.init_from is None:
-        return device_run.initial_state()
-    from meshwright.checkpoint.initial_weights import load_initial_weights  # most runs start from initial values
+    with activity("initialise", "making the first state", "made the first state"):
+        if device_run.run.init_from is None:
+            return device_run.initial_state()
+        from meshwright.checkpoint.initial_weights import load_initial_weights  # most runs start from initial values
 
-    return device_run.state_of(load_initial_weights(device_run, out))
+        return device_run.state_of(load_initial_weights(device_run, out))
 
 
 @dataclasses.dataclass
@@ -152,9 +197,11 @@ class _Loop:
     """Place from which the feed counts: that, or the checkpoint that the run returned to."""
     began: float
     """Time at which `train` was called."""
+    phases: Phases
     compile_seconds: float = 0.0
     save_seconds: float = 0.0
     data_wait_seconds: float = 0.0
+    evaluation_seconds: float = 0.0
     held_out_loss: float | None = None
     bad_steps: int = 0
 
@@ -164,17 +211,18 @@ class _Loop:
 
     def run(self, state: State) -> Summary:
         held_out_loss, began = self.prepared.evaluator(), time.perf_counter()
-        compiled: dict[int, CompiledTrainStep] = {}
+        compiled: dict[int, Any] = {}
         reached, step, saved = self._take_steps(state, held_out_loss, compiled)
         while isinstance(reached, Position):
             reached, step, saved = self._take_steps(self._roll_back(reached), held_out_loss, compiled)
         state = reached
         if step > saved:
-            self._save(step, state)
+            self._save(step, state, self.checkpoints.save)
         sample = ""
         if not self.preemption.signal and step > self.started.step:
             self._evaluate(step, state, held_out_loss)
-            sample = self.prepared.sample(state, self.out)
+            sample = self._sample(step, state)
+        self.phases.enter("save", step)
         self.checkpoints.wait()
         return Summary(
             out=self.out,
@@ -200,16 +248,19 @@ class _Loop:
 
         Returns the state, or the place to roll back to; the steps taken; and the step of the last checkpoint.
         """
-        training = self.prepared.device_run.run.training
+        training, sample_every = self.prepared.device_run.run.training, self.prepared.device_run.run.data.sample_every
         self.feed = feed = self.prepared.feed(self.origin)
         saved = step = self.origin.step
         batch: Any = None
         reached: State | Position = state
         while step < training.steps and not self.preemption.stops_before(step):
+            self.checkpoints.check()
+            self.phases.enter("data", step)
             previous, batch = batch, next(feed)
             size = jax.tree.leaves(batch)[0].shape[0]
             if size not in compiled:
                 compiled[size] = self._compile(batch)
+            self.phases.enter("step", step + 1)
             state, metrics = compiled[size](state, batch)
             step += 1
             # While this step runs, the metrics of the previous one are read: the device never waits for the host.
@@ -221,23 +272,39 @@ class _Loop:
             self.meter.push(step, metrics)
             if training.eval_every and step % training.eval_every == 0 and step < training.steps:
                 self._evaluate(step, state, held_out_loss)
-            if training.save_every and step % training.save_every == 0 and step < training.steps:
+            if sample_every and step % sample_every == 0 and step < training.steps:
+                self._sample(step, state)
+            save = self._save_due(step)
+            if save is not None:
                 reached = self._settle(state, batch)
                 if isinstance(reached, Position):
                     break
-                state, saved = reached, step
-                self._save(step, state)
+                state, saved = reached, step if save == self.checkpoints.save else saved
+                self._save(step, state, save)
         else:
             reached = self._settle(state, batch)
         self.data_wait_seconds += feed.wait_seconds
         return reached, step, saved
+
+    def _save_due(self, step: int) -> Callable[..., None] | None:
+        """Returns where the state of this step is saved: in the output folder, on the hosts' disks, or not at all."""
+        run = self.prepared.device_run.run
+        if step >= run.training.steps:
+            return None
+        if run.training.save_every and step % run.training.save_every == 0:
+            return self.checkpoints.save
+        every = run.local_checkpoints.every
+        return self.checkpoints.save_locally if every and step % every == 0 else None
 
     def _settle(self, state: State, batch: Any) -> State | Position:
         """Reads the pending step, whose batch is `batch`. Returns the state to go on with, or the place to return to.
 
         A step that has to be undone stops the run unless its policy is another.
         """
-        bad = self.meter.read()
+        bad = self.meter.read(
+            {"input wait": self.data_wait_seconds + self.feed.wait_seconds, "compiling": self.compile_seconds,
+             "saving": self.save_seconds, "evaluating": self.evaluation_seconds}
+        )  # fmt: skip
         if bad is None:
             return state
         from meshwright.trainer.evidence import handle  # loaded for a run with a bad step
@@ -249,7 +316,7 @@ class _Loop:
     def _roll_back(self, place: Position) -> State:
         """Returns the state of the last checkpoint, or the first state. place: has the samples that are left out."""
         self.checkpoints.wait()
-        if committed_steps(self.checkpoints.folder):
+        if self.checkpoints.steps():
             state, manifest = self.checkpoints.restore(self.prepared.device_run)
             self.origin = Position(manifest.step, manifest.cursor, place.skipped, manifest.data)
         else:
@@ -257,24 +324,40 @@ class _Loop:
         self.meter.rewind(self.origin.step)
         return state
 
-    def _compile(self, batch: Any) -> CompiledTrainStep:
-        began = time.perf_counter()
-        compiled = self.prepared.compile(batch)
-        self.compile_seconds += time.perf_counter() - began
-        return compiled
+    def _compile(self, batch: Any) -> Any:
+        self.phases.enter("compile")
+        with activity("compile", "compiling the train step", "compiled the train step") as work:
+            compiled = self.prepared.compile(batch)
+        self.compile_seconds += work.seconds
+        from meshwright.trainer.silent import checked  # compares in runs that ask for it
+
+        return checked(compiled, self.prepared.device_run.run.faults.check_every, self.phases)
 
     def _samples_read(self, step: int) -> int:
         return self.origin.cursor + self.ramp.read_before(step) - self.ramp.read_before(self.origin.step)
 
-    def _save(self, step: int, state: State) -> None:
-        began = time.perf_counter()
-        self.checkpoints.save(
-            state, self.prepared.device_run, step=step, cursor=self._samples_read(step),
-            skipped=self.origin.skipped, data=self.feed.position, corpus=self.prepared.fingerprint(),
-        )  # fmt: skip
-        self.save_seconds += time.perf_counter() - began
+    def _save(self, step: int, state: State, save: Callable[..., None]) -> None:
+        self.phases.enter("save", step)
+        with activity("save", f"saving the checkpoint of step {step}", "saved a checkpoint", step) as work:
+            save(
+                state, self.prepared.device_run, step=step, cursor=self._samples_read(step),
+                skipped=self.origin.skipped, data=self.feed.position, corpus=self.prepared.fingerprint(),
+            )  # fmt: skip
+        self.save_seconds += work.seconds
+
+    def _sample(self, step: int, state: State) -> str:
+        """Samples from the model, where the run asks for it, and passes the text on."""
+        self.phases.enter("sample", step)
+        text = self.prepared.sample(state, self.out)
+        if text:
+            self.meter.sample(step, text)
+        return text
 
     def _evaluate(self, step: int, state: State, held_out_loss: Callable[[State], float] | None) -> None:
         if held_out_loss is not None:
-            self.held_out_loss = held_out_loss(state)
+            self.phases.enter("evaluate", step)
+            with activity("evaluate", "evaluating on held-out text", "evaluated", step) as work:
+                self.held_out_loss = held_out_loss(state)
+                work.result = f"held-out loss {self.held_out_loss:.4f}"
+            self.evaluation_seconds += work.seconds
             self.meter.report(step, {"held-out loss": self.held_out_loss})

@@ -3,6 +3,7 @@
 import collections
 import math
 import time
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -59,6 +60,7 @@ class Meter:
         self._losses: list[float] = []
         self._intervals: collections.deque[float] = collections.deque(maxlen=self._TIMED)
         self._read_at: float | None = None
+        self._spent: dict[str, float] = {}
         self.first_read_at: float | None = None
         """Time at which the first step was known to have ended."""
 
@@ -81,14 +83,23 @@ class Meter:
         for reporter in self._reporters:
             reporter.write(step, values)
 
+    def sample(self, step: int, text: str) -> None:
+        """Passes text sampled from the model to every reporter that takes it."""
+        for reporter in self._reporters:
+            getattr(reporter, "sample", lambda step, text: None)(step, text)
+
     def rewind(self, step: int) -> None:
         """Forgets the pending step, because the run returned to the state after `step`."""
         self._pending = self._read_at = None
         for reporter in self._reporters:
             getattr(reporter, "rewind", lambda step: None)(step)
 
-    def read(self) -> BadStep | None:
-        """Waits for the pending step and reports it; returns it where it is bad."""
+    def read(self, spent: Mapping[str, float] | None = None) -> BadStep | None:
+        """Waits for the pending step and reports it; returns it where it is bad.
+
+        spent: seconds since the start of the run that the loop spent beside the steps, by name (`input wait`,
+        `saving`); those of this step are among its metrics.
+        """
         if self._pending is None:
             return None
         step, metrics = self._pending
@@ -101,10 +112,12 @@ class Meter:
         now = time.perf_counter()
         if self._read_at is not None:
             self._intervals.append(now - self._read_at)
+            values["step seconds"] = now - self._read_at
+            values |= self._beside(spent or {})
             speed = values[f"{self._unit}/s"] = self._ramp.batch(step - 1) * self.per_sample / (now - self._read_at)
             if self._peak is not None:
                 values["MFU"] = mfu(self._flops, speed, self._peak)
-        self._read_at = now
+        self._read_at, self._spent = now, dict(spent or {})
         self.first_read_at = self.first_read_at or now
         finite = bool(np.isfinite(values["loss"]) and np.isfinite(values["gradient norm"]))
         if finite:
@@ -115,6 +128,11 @@ class Meter:
         if finite and self._spike:
             reason = self._spike_of(values["gradient norm"])
         return BadStep(step, values, finite, reason) if reason else None
+
+    def _beside(self, spent: Mapping[str, float]) -> Values:
+        """Returns the seconds that the loop spent beside the steps since the step before."""
+        since = {name: seconds - self._spent.get(name, 0.0) for name, seconds in spent.items()}
+        return {f"{name} seconds": seconds for name, seconds in since.items() if seconds > 0}
 
     def _spike_of(self, norm: float) -> str:
         """Describes a gradient norm far above those before it, or adds it to them."""

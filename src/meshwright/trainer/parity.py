@@ -21,6 +21,7 @@ from meshwright.config import MeshShape, Run, Training
 from meshwright.data.feed import Feed, Samples, build_stream
 from meshwright.data.ramp import BatchRamp
 from meshwright.hardware.mesh import build_mesh
+from meshwright.plugins import Shown
 from meshwright.sharding.layouts import VOCAB_AXES
 from meshwright.sharding.params import Tree, layers_to_rows, named_leaves, rows_to_layers
 from meshwright.step.device_run import DeviceRun, place_on_devices
@@ -52,7 +53,7 @@ class StepParity:
 
 
 @dataclasses.dataclass(frozen=True)
-class Parity:
+class Parity(Shown):
     """Result of `mw.parity`.
 
     Example:

@@ -1,4 +1,4 @@
-"""Preemption: SIGTERM and Ctrl-C, acknowledged at once, and asked about by the training loop between steps."""
+"""Preemption: SIGTERM, SIGUSR1 and Ctrl-C, acknowledged at once, and asked about by the training loop between steps."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ class Preemption:
         if self.signal == number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = number
-        if number == signal.SIGINT and jax.process_count() > 1:
+        if number != signal.SIGTERM and jax.process_count() > 1:
             os.kill(os.getpid(), signal.SIGTERM)  # which JAX passes on to the other processes
 
     def stops_before(self, step: int) -> bool:
@@ -44,13 +44,16 @@ class Preemption:
     @contextlib.contextmanager
     def listening(self) -> Iterator["Preemption"]:
         """Installs the signal handlers, and restores the previous ones at the end."""
-        numbers = (signal.SIGINT, signal.SIGTERM) if jax.process_count() == 1 else (signal.SIGINT,)
+        numbers = (signal.SIGINT, signal.SIGUSR1) + ((signal.SIGTERM,) if jax.process_count() == 1 else ())
         with contextlib.ExitStack() as stack:
             # Python allows signal handlers in the main thread only.
             if threading.current_thread() is threading.main_thread():
                 stack.enter_context(_acknowledged())
                 for number in numbers:
                     stack.callback(signal.signal, number, signal.signal(number, self))
+                from meshwright.trainer.maintenance import announced  # loads a client of HTTP
+
+                stack.enter_context(announced())
             yield self
 
 
@@ -88,8 +91,8 @@ def _acknowledge(reader: socket.socket, forced: list[threading.Timer]) -> None:
             forced.append(threading.Timer(_PATIENCE, os._exit, (128 + signal.SIGINT,)))
             forced[-1].daemon = True
             forced[-1].start()
-        elif number[0] in (signal.SIGINT, signal.SIGTERM):
-            name = "Ctrl-C" if number[0] == signal.SIGINT else "SIGTERM"
+        elif number[0] in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            name = "Ctrl-C" if number[0] == signal.SIGINT else signal.Signals(number[0]).name
             hint = "; Ctrl-C again leaves at once" if number[0] == signal.SIGINT else ""
             text = f"{name}: the run saves a checkpoint after the step in progress and stops{hint}"
             print(text, file=sys.stderr, flush=True)

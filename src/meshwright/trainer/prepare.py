@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 
@@ -17,11 +17,16 @@ from meshwright.errors import DataError
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape, enable_compilation_cache
 from meshwright.models.flops import training_flops_per_token
 from meshwright.report import Reporter
+from meshwright.runs.placed_run import check_sizes
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.state import State
 from meshwright.step.train_step import CompiledTrainStep, build_eval_step
+from meshwright.storage.paths import in_bucket, path_of
 from meshwright.trainer.losses import sum_losses
 from meshwright.trainer.meter import Meter
+
+if TYPE_CHECKING:
+    from meshwright.data.reading import Progress
 
 
 class Position(NamedTuple):
@@ -153,22 +158,32 @@ def prepare_run(
     devices: int | None = None,
     choose: Choose = lambda run, devices: run,
     own: Path | None = None,
+    progress: "Progress | None" = None,
 ) -> PreparedRun:
     """Tokenises the text, chooses the mesh where the run leaves it open, and places the run on devices.
 
     cache: folder of token files and compiled programs.  devices: use the first so many; None uses all.  choose: makes
     the choices that need the planner; without it a run that leaves the remat policy open recomputes whole layers.
-    own: tokenizer.json of a run that goes on, whose vocabulary it keeps where its text has changed.
+    own: tokenizer.json of a run that goes on, whose vocabulary it keeps where its text has changed.  progress: shows
+    the tokenisation.
     Raises ConfigError or DataError before anything is traced.
     """
+    check_sizes(run)
     enable_compilation_cache(cache / "compiled")
     available = jax.devices()[:devices]
     mesh = build_mesh(run.mesh or default_mesh_shape(len(available)), available)
     if run.mesh is None:
         run = dataclasses.replace(run, mesh=default_mesh_shape(len(available)))
+    if own is not None and in_bucket(own):
+        from meshwright.storage.transfer import local_copy  # of a run whose output is in a bucket
+
+        own = local_copy(path_of(own), cache)
     parts: Sequence[tuple[Samples, Samples]]
     if run.finetune.objective == "text":
-        corpus = load_corpus(run.data.paths, run.data.tokenizer, cache, own=own, bad_records=run.faults.bad_records)
+        corpus = load_corpus(
+            run.data.paths, run.data.tokenizer, cache, own=own, bad_records=run.faults.bad_records,
+            text_field=run.data.text_field, progress=progress,
+        )  # fmt: skip
         parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
     else:
         from meshwright.data.conversations import load_conversations  # most runs train on all of a text
@@ -176,6 +191,10 @@ def prepare_run(
         corpus, parts = load_conversations(run, cache)
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=_common_vocab(run, corpus)))
     device_run = place_on_devices(choose(run, list(mesh.devices.flat)), mesh)
+    if run.data.sample or run.data.sample_every:
+        from meshwright.trainer.sample import check_sample  # most runs leave it to the size of the model
+
+        check_sample(device_run)
     return PreparedRun(device_run, corpus, tuple(p[0] for p in parts), tuple(p[1] for p in parts if len(p[1])))
 
 

@@ -41,19 +41,19 @@ def check_data(manifest: Manifest, data: Mapping[str, Any], run: Run) -> None:
         return
     before = {**data, **manifest.corpus}
     options = {"--seq": "sequence", "--seed": "seed", "--data.held-out": "held_out"}
-    differences = [
-        f"{option} was {before[name]} and is {data[name]}"
-        for option, name in options.items()
-        if before[name] != data[name]
-    ]
+    changed = {option: name for option, name in options.items() if before[name] != data[name]}
+    differences = [f"{option} was {before[name]} and is {data[name]}" for option, name in changed.items()]
+    restored = [f"{option} {before[name]}" for option, name in changed.items()]
     if before["tokenizer"] != data["tokenizer"]:
         differences.insert(0, "the tokenizer is another: the same tokens would stand for other text")
     differences = _sources(before["sources"], data["sources"], run.data.paths) + differences
+    if len(differences) > len(restored):
+        restored.insert(0, "the data that it was trained on")
     if differences:
         raise CheckpointError(
             f"resuming from step {manifest.step} on the data of this run",
             "; ".join(differences),
-            "the data that it was trained on, or --new-data if the change is meant",
+            f"{' and '.join(restored)}, or --new-data if the change is meant",
         )
 
 

@@ -18,6 +18,7 @@ from meshwright.views.plain_table import plain_table
 
 if TYPE_CHECKING:
     from meshwright.analysis.run_measure import MeasuredMemory
+    from meshwright.analysis.run_saving import SavingMemory
     from meshwright.planner.estimate import Estimate
     from meshwright.planner.explain import Remedy
 
@@ -33,7 +34,8 @@ _SMALL = 0.0005
 
 
 def _bar(fraction: float) -> str:
-    return "█" * max(1, round(fraction * _BAR)) if fraction > 0 else ""
+    """Bar of a fraction; one that is less than an eighth of a cell has none, so that 5 bytes do not look like 5 MiB."""
+    return "█" * max(1, round(fraction * _BAR)) if 8 * fraction * _BAR >= 1 else ""
 
 
 def census_title(census: Census) -> str:
@@ -77,6 +79,17 @@ def print_doubts(console: Console, census: Census) -> None:
 def unpriced_text(unpriced: Mapping[str, int]) -> str:
     """Returns the kernels whose FLOPs are not known, with their executions; empty if there is none."""
     return ", ".join(f"{name} ({count} x)" for name, count in unpriced.items())
+
+
+def print_saving(console: Console, saving: "SavingMemory") -> None:
+    """Prints what a save and a restore take of the device and of the hosts."""
+    reordered = f"; the rows of {saving.reordered} tensors are reordered, one after another" if saving.reordered else ""
+    console.print(
+        f"\n[bold]saving[/]: at most {format_bytes(saving.save)} of a device ({escape(saving.save_by)}), of which the "
+        f"state is {format_bytes(saving.state)}; restoring: {format_bytes(saving.restore)} "
+        f"({escape(saving.restore_by)}){reordered}. Host memory until a save is committed: "
+        f"{format_bytes(saving.host)} of the process with most"
+    )
 
 
 def print_prediction(console: Console, census: Census, target: Target, estimate: "Estimate | None") -> None:

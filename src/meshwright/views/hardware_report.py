@@ -1,7 +1,6 @@
 """Report of `meshwright bench hardware`: an overview in the terminal, one HTML page, and the figures as JSON."""
 
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
 from typing import Any
 
 from rich.console import Console
@@ -9,8 +8,9 @@ from rich.markup import escape as escape_markup
 
 from meshwright.bench.hardware.section import DONE
 from meshwright.formatting import format_bytes, format_step, format_time
-from meshwright.views.draw.page import html_page, html_table
+from meshwright.views import pages
 from meshwright.views.hardware_tables import GIGA, TABLES, TERA, Row
+from meshwright.views.pages import Block, Code, Facts, Finding, Findings, Page, Section, Table, Text
 from meshwright.views.plain_table import plain_table
 
 Results = Mapping[str, Mapping[str, Any]]
@@ -149,52 +149,57 @@ def print_report(console: Console, results: Results) -> None:
                 console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
-def report_page(results: Results) -> str:
+def report_page(results: Results) -> Page:
     """Returns the report as one offline page."""
     facts = results["machine"]["facts"] if "machine" in results else {}
     title = f"Hardware: {facts.get('devices', '?')} x {facts.get('device_kind', 'unknown')}"
     wrong, unfinished = problems_of(results), unfinished_of(results)
     lead = f"{len(wrong)} wrong results, {len(unfinished)} sections not finished; jax {facts.get('jax', '?')}"
-    overview = [
-        [name, r["state"], format_time(r["seconds_used"]), headline(name, r)] for name, r in results.items()
-    ]  # fmt: skip
-    found = "".join(f'<div class="finding">{escape(line)}</div>' for line in (*wrong, *unfinished))
-    sections = [("Overview", found + html_table(("section", "state", "time", "result"), overview, (2,)))]
-    sections += [(name.capitalize(), _section_html(name, result)) for name, result in results.items()]
-    return html_page(title, lead, sections)
+    found = [Finding("wrong", line, "", tone="bad") for line in wrong]
+    found += [Finding("not finished", line, "") for line in unfinished]
+    overview = [[name, r["state"], format_time(r["seconds_used"]), headline(name, r)] for name, r in results.items()]
+    columns = [pages.Column("section"), pages.Column("state"), pages.Column("time"), pages.Column("result", wide=True)]
+    first = [*([Findings(found)] if found else []), Table(columns, overview, title="Sections")]
+    sections = [Section("Overview", first)]
+    sections += [Section(name.capitalize(), _section_blocks(name, result)) for name, result in results.items()]
+    footer = "Measured on this machine. This file loads nothing."
+    return Page(title, sections, topic="hardware", lead=lead, footer=footer)
 
 
-def _section_html(name: str, result: Mapping[str, Any]) -> str:
-    notes = "".join(f"<p>{escape(note)}</p>" for note in result["notes"])
+def _section_blocks(name: str, result: Mapping[str, Any]) -> list[Block]:
+    blocks: list[Block] = [Text(list(result["notes"]))] if result["notes"] else []
     if name == "machine":
-        return notes + _machine_html(result["facts"])
-    tables = []
+        return [*blocks, *_machine_blocks(result["facts"])]
     for title, key, columns in TABLES.get(name, ()):
         rows = [row for row in result["rows"] if row.get(key) is not None]
         if rows:
-            shown = [c for c in columns if any(c.cell(row) for row in rows)]
-            numbers = [i for i, column in enumerate(shown) if column.number]
-            cells = [[column.cell(row) for column in shown] for row in rows]
-            tables.append(f"<p>{escape(title)}</p>" + html_table([c.heading for c in shown], cells, numbers))
+            shown = [c for c in columns if any(c.cell(row) not in ("", None) for row in rows)]
+            heads = [
+                pages.Column(c.heading or ("item" if i == 0 else "outcome"), "fraction" if c.bar else "text", c.bar)
+                for i, c in enumerate(shown)
+            ]
+            blocks.append(Table(heads, [[c.cell(row) for c in shown] for row in rows], title=title))
     not_run = [[row["item"], row.get("failed") or row.get("unsupported", "")] for row in result["rows"]]
     if any(reason for _, reason in not_run):
-        tables.append("<p>Not run</p>" + html_table(("", "because"), [pair for pair in not_run if pair[1]]))
+        heads = [pages.Column("item"), pages.Column("because", wide=True)]
+        blocks.append(Table(heads, [pair for pair in not_run if pair[1]], title="Not run"))
     if name not in TABLES:  # a section from outside the package
-        tables.append(html_table(("measurement", "figures"), [[r["item"], _figures(r)] for r in result["rows"]]))
-    return notes + "".join(tables)
+        heads = [pages.Column("measurement"), pages.Column("figures", wide=True)]
+        blocks.append(Table(heads, [[r["item"], _figures(r)] for r in result["rows"]], title=name))
+    return blocks
 
 
 def _figures(row: Row) -> str:
     return ", ".join(f"{key} {value}" for key, value in row.items() if key not in ("item", "problems"))
 
 
-def _machine_html(facts: Mapping[str, Any]) -> str:
-    rows = [[name.replace("_", " "), str(facts[name])] for name in _MACHINE if facts.get(name)]
-    table = html_table(("", ""), rows)
+def _machine_blocks(facts: Mapping[str, Any]) -> list[Block]:
+    rows = [(name.replace("_", " "), str(facts[name])) for name in _MACHINE if facts.get(name)]
+    blocks: list[Block] = [Facts(rows)]
     for name in _PREFORMATTED:
         value = facts.get(name)
         if isinstance(value, Mapping):
             value = "\n".join(f"{key}={item}" for key, item in value.items())
         if value:
-            table += f'<p>{escape(name)}</p><div class="scroll"><pre>{escape(str(value))}</pre></div>'
-    return table
+            blocks.append(Code(str(value), title=name))
+    return blocks

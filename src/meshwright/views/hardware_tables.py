@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshwright.formatting import format_bytes, format_count, format_step
-from meshwright.views.draw.page import bar
 
 Row = Mapping[str, Any]
 TERA, GIGA = 1e12, 1e9
@@ -16,9 +15,9 @@ class Column:
     """One column of a section's table."""
 
     heading: str
-    cell: Callable[[Row], str]
-    number: bool = True
-    """Whether it is aligned right."""
+    cell: Callable[[Row], str | float | None]
+    bar: bool = False
+    """Whether its cells are fractions, drawn as bars."""
 
 
 def _with(format_value: Callable[[Any], str], key: str) -> Callable[[Row], str]:
@@ -38,7 +37,7 @@ def _percent(heading: str, key: str) -> Column:
 
 
 def _text(heading: str, key: str) -> Column:
-    return Column(heading, _with(str, key), False)
+    return Column(heading, _with(str, key))
 
 
 def _ratio(heading: str, over: str, under: str) -> Column:
@@ -46,16 +45,14 @@ def _ratio(heading: str, over: str, under: str) -> Column:
 
 
 def _bar(key: str) -> Column:
-    return Column("", lambda row: "" if row.get(key) is None else bar(min(1.0, row[key])), False)
+    return Column("of the peak", lambda row: None if row.get(key) is None else min(1.0, row[key]), True)
 
 
 def _error(label: str) -> Column:
     return Column(label, lambda row: f"{row['errors'][label][0]:.1e}" if label in row.get("errors", {}) else "")
 
 
-_OUTCOME = Column(
-    "", lambda row: row.get("failed") or row.get("unsupported") or "; ".join(row.get("problems", ())), False
-)
+_OUTCOME = Column("", lambda row: row.get("failed") or row.get("unsupported") or "; ".join(row.get("problems", ())))
 _RUN = (_text("", "item"), _text("model", "run"), _text("mesh", "mesh"))
 TABLES: dict[str, tuple[tuple[str, str, tuple[Column, ...]], ...]] = {
     "kernels": (

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from meshwright.errors import MeshwrightError
-from meshwright.formatting import format_count, format_time
+from meshwright.formatting import format_count, format_step, format_time
 from meshwright.planner.offers import Offer, Recommendation
 from meshwright.views.plain_table import plain_table
 
@@ -20,16 +21,7 @@ def print_offers(console: Console, offers: Sequence[Offer], *, heading: str, sho
     """Prints ranked offers, and the arithmetic of each."""
     console.print(heading)
     console.print("[dim]all figures are predicted by arithmetic[/]\n")
-    right = ("", "step", "tokens/s", "days", "cost", "MWh")
-    table = plain_table("", "target", "plan", "step", "days", "cost", "MWh", "bound by", right=right)
-    for number, offer in enumerate(offers[:shown], 1):
-        e = offer.plan.estimate
-        table.add_row(
-            str(number), str(offer.plan.target), escape(offer.plan.name), f"{e.seconds:.3g} s",
-            format_amount(offer.days), "-" if offer.dollars is None else f"${format_amount(offer.dollars)}",
-            "-" if offer.megawatt_hours is None else format_amount(offer.megawatt_hours), e.bound_by,
-        )  # fmt: skip
-    console.print(table)
+    console.print(offers_table(offers[:shown]))
     if len(offers) > shown:
         console.print(f"[dim]... and {len(offers) - shown} more (--shown {len(offers)})[/]")
     console.print()
@@ -37,6 +29,20 @@ def print_offers(console: Console, offers: Sequence[Offer], *, heading: str, sho
         _print(console, f"{number}  {arithmetic(offer)}")
     _print(console, "")
     print_assumptions(console, offers[:shown])
+
+
+def offers_table(offers: Sequence[Offer]) -> Table:
+    """Returns the table of ranked offers."""
+    right = ("", "step", "days", "cost", "MWh")
+    table = plain_table("", "target", "plan", "step", "days", "cost", "MWh", "bound by", right=right)
+    for number, offer in enumerate(offers, 1):
+        e = offer.plan.estimate
+        table.add_row(
+            str(number), str(offer.plan.target), escape(offer.plan.name), f"{e.seconds:.3g} s",
+            format_amount(offer.days), "-" if offer.dollars is None else f"${format_amount(offer.dollars)}",
+            "-" if offer.megawatt_hours is None else format_amount(offer.megawatt_hours), e.bound_by,
+        )  # fmt: skip
+    return table
 
 
 def print_training(console: Console, offer: Offer) -> None:
@@ -70,7 +76,7 @@ def print_assumptions(console: Console, offers: Sequence[Offer]) -> None:
         good, chip = offer.goodput, offer.plan.target.name
         lines[
             f"goodput of {offer.plan.target}: a failure every {format_time(good.failure_seconds)}, a checkpoint every "
-            f"{format_time(good.period)} of steps that stops {good.save_seconds:.3g} s of them, "
+            f"{format_time(good.period)} of steps that stops {format_step(good.save_seconds)} of them, "
             f"{format_time(good.restart_seconds)} of restart: {good.fraction:.2%}"
         ] = None
     for offer in offers:
@@ -90,7 +96,8 @@ def print_assumptions(console: Console, offers: Sequence[Offer]) -> None:
 def print_refused(console: Console, refused: Mapping[str, MeshwrightError]) -> None:
     """Prints the targets that no plan fits, and why."""
     for name, error in refused.items():
-        _print(console, f"no plan for {name}: {error.truth.splitlines()[0]} {error.fix}")
+        reason = " ".join(error.truth.split("\n")[:2])  # the second line has the closest plan
+        _print(console, f"no plan for {name}: {' '.join(reason.split())}; {error.fix}")
 
 
 def print_recommendation(console: Console, found: Recommendation) -> None:

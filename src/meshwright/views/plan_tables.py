@@ -1,7 +1,10 @@
 """Tables that `meshwright plan` and `meshwright train` print of plans and forecasts."""
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from meshwright.formatting import format_bytes, format_count, format_step
 from meshwright.hardware.targets import Target
@@ -32,17 +35,24 @@ def print_plans(
     )
     console.print("[dim]all figures are predicted by arithmetic; --prove compiles the best plans[/]")
     console.print(f"[dim]efficiency: {escape(target.efficiency_source)}[/]\n" if target.efficiency_source else "")
-    right = ("", "step", "MFU", "tokens/s", "GiB", "days")
-    table = plain_table("", "plan", "step", "MFU", "tokens/s", "GiB", "bound by", "days", right=right)
-    for rank, plan in enumerate(result.plans[:shown], 1):
-        e = plan.estimate
-        seconds = tokens / e.tokens_per_second
-        table.add_row(
-            str(rank), escape(plan.name), f"{e.seconds:.3g} s", f"{e.mfu:.0%}", format_count(e.tokens_per_second),
-            f"{e.bytes / 2**30:.0f} of {e.hbm_bytes / 2**30:.0f}", e.bound_by, f"{seconds / _DAY:,.1f}",
-        )  # fmt: skip
-    console.print(table)
+    days = [f"{tokens / plan.estimate.tokens_per_second / _DAY:,.1f}" for plan in result.plans[:shown]]
+    console.print(plans_table(result.plans[:shown], days=days))
     console.print(f"[dim]days of steps for {format_count(tokens)} tokens; MFU leaves recomputation out[/]\n")
+
+
+def plans_table(plans: Sequence[Plan], days: Sequence[str] = ()) -> Table:
+    """Returns the table of ranked plans. days: of each plan's training; none for plans of several machines."""
+    named = ("days",) if days else ("machine",)
+    right = ("", "step", "MFU", "tokens/s", "GiB", "days")
+    table = plain_table("", "plan", "step", "MFU", "tokens/s", "GiB", "bound by", *named, right=right)
+    for index, plan in enumerate(plans):
+        e = plan.estimate
+        table.add_row(
+            str(index + 1), escape(plan.name), f"{e.seconds:.3g} s", f"{e.mfu:.0%}",
+            format_count(e.tokens_per_second), f"{e.bytes / 2**30:.0f} of {e.hbm_bytes / 2**30:.0f}", e.bound_by,
+            days[index] if days else str(e.target),
+        )  # fmt: skip
+    return table
 
 
 def print_best_plan(console: Console, plan: Plan, target: Target) -> None:
@@ -51,20 +61,21 @@ def print_best_plan(console: Console, plan: Plan, target: Target) -> None:
     if e.axis_mapping.spans:
         console.print(f"mesh axes of [bold]{plan.mesh}[/] on {target}: {e.axis_mapping}")
     parts = [
-        f"{name} {e.parts[part]:.3g} s ({e.parts[part] / e.seconds:.0%})"
+        f"{name} {format_step(e.parts[part])} ({e.parts[part] / e.seconds:.0%})"
         for part, name in STEP_PARTS.items()
         if e.parts[part] > _SMALL * e.seconds
     ]
     console.print("step: " + ", ".join(parts))
     links = [
-        f"{axes} {seconds:.2g} s over {e.routes[axes]}, {e.exposed.get(axes, 0):.2g} s of it exposed"
+        f"{axes} {format_step(seconds)} over {e.routes[axes]}, {format_step(e.exposed.get(axes, 0.0))} of it exposed"
         for axes, seconds in e.busy.items()
         if seconds
     ]
     if links:
         console.print("links: " + "; ".join(links))
     memory = [f"{category} {format_bytes(n)}" for category, n in e.memory.items() if n > _SMALL * e.bytes]
-    console.print("memory: " + ", ".join(memory) + "\n")
+    console.print("memory: " + ", ".join(memory))
+    console.print(f"host memory while a checkpoint is written: {format_bytes(e.saved)} for each of a host's devices\n")
 
 
 def print_alternatives(console: Console, losers: list[Alternative], shown: int) -> None:

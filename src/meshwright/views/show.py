@@ -1,4 +1,4 @@
-"""Layout report of a placed run: every parameter sharded and gathered, pipeline stages, pictures, and an HTML page.
+"""Layout report of a placed run: every parameter sharded and gathered, pipeline stages, and pictures.
 
 Everything is arithmetic on shapes: no device, no array and no data are needed.
 """
@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, nearest
-from meshwright.formatting import format_bytes, format_count
 from meshwright.planner.memory_model import state_bytes
 from meshwright.planner.work import low_precision
 from meshwright.runs.placed_run import PlacedRun
@@ -19,7 +18,6 @@ from meshwright.sharding.params import LOW_PRECISION_ROLES, count_params, named_
 from meshwright.sharding.placement import local_shape, notation
 from meshwright.views.draw.blocks import ArrayPicture, picture_of
 from meshwright.views.draw.machine import MachineGrid, MachinePicture, draw_machine
-from meshwright.views.draw.page import bar, html_page, html_table, side_by_side
 from meshwright.views.draw.timeline import PipelineTimeline
 
 _WHOLE_MOMENTS = ("adamw", "lion", "sgd")
@@ -156,51 +154,3 @@ def tensor_pictures(placed: PlacedRun, paths: tuple[str, ...] = ()) -> list[tupl
 def machine_picture(placed: PlacedRun, machine: MachineGrid | None) -> MachinePicture:
     """Draws the run's mesh over a machine, or over one host where none is given."""
     return draw_machine(placed.shape.degrees(), machine)
-
-
-def layout_sections(
-    placed: PlacedRun, machine: MachineGrid | None, paths: tuple[str, ...] = ()
-) -> list[tuple[str, str]]:  # fmt: skip
-    """Returns headings and HTML of the pipeline, the mesh over the machine, and the parameters.
-
-    paths: of the parameters that are drawn; all where none is given.
-    """
-    report = layout_report(placed)
-    rows = [
-        [
-            row.path, row.sharded, row.gathered, f"{row.parameters:,}", format_bytes(row.bytes_sharded),
-            format_bytes(row.bytes_gathered),
-        ]
-        for row in report.rows
-    ]  # fmt: skip
-    headings = ("parameter", "sharded", "gathered", "elements", "bytes, sharded", "bytes of a layer, gathered")
-    totals = (
-        f"<p>On each device {format_bytes(report.bytes_parameters)} of parameters and "
-        f"{format_bytes(report.bytes_optimizer)} of optimizer state.</p>"
-    )
-    drawn = [[picture.svg() for picture in group] for group in tensor_pictures(placed, paths)]
-    return [
-        *_pipeline_section(placed, report),
-        ("Mesh over the machine", side_by_side([[machine_picture(placed, machine).svg()]])),
-        ("Parameters", totals + html_table(headings, rows, (3, 4, 5))),
-        ("Blocks and their devices", side_by_side(drawn)),
-    ]
-
-
-def _pipeline_section(placed: PlacedRun, report: LayoutReport) -> list[tuple[str, str]]:
-    timeline = pipeline_timeline(placed)
-    if timeline is None:
-        return []
-    rows = [
-        [str(s), stage.layers, f"{stage.flops_fraction:.1%}", bar(stage.flops_fraction)]
-        for s, stage in enumerate(report.stages)
-    ]
-    table = html_table(("stage", "layers", "fraction of FLOPs", ""), rows, (0, 2))
-    return [("Pipeline schedule", f'{table}<div class="scroll">{timeline.svg()}</div>')]
-
-
-def layout_page(placed: PlacedRun, machine: MachineGrid | None, first: list[tuple[str, str]]) -> str:
-    """Returns the whole page: the sections of `first`, then those of the layout."""
-    run = placed.run
-    lead = f"{format_count(count_params(placed.params))} parameters on mesh {run.mesh}, layout {run.layout}"
-    return html_page(f"{run.name} on {run.mesh}", lead, [*first, *layout_sections(placed, machine)])

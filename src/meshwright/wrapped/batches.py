@@ -2,9 +2,10 @@
 
 import base64
 import dataclasses
+import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,6 +14,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from meshwright.errors import DataError
+
+_LISTED = 8
+"""Most arrays that an error lists."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +44,11 @@ def find_source(data: Any, kind: str) -> Source:
     first: Any
     once: Callable[[], Iterator[Any]] | None = None
     opened: Callable[[int, Any], Iterator[Any]]
+    _check_kind(data, kind)
     if callable(data):
-        first = data(0)
+        first = _of_step_0(data, kind)
         opened = lambda step, position: _of_steps(data, step)  # noqa: E731
-    elif hasattr(data, "__iter__"):
+    else:
         iterator = iter(data)
         once = None if iterator is data else lambda: iter(data)
         if hasattr(iterator, "get_state") and hasattr(iterator, "set_state"):
@@ -57,13 +62,61 @@ def find_source(data: Any, kind: str) -> Source:
         else:
             first = _first(iterator, kind)
             opened = lambda step, position: _repeated(data, step)  # noqa: E731
-    else:
+    return Source(kind, opened, _described(first, kind), once)
+
+
+def find_held_out(data: Any) -> Source:
+    """Returns the source of held-out batches, which are read from the first to the last at each evaluation.
+
+    Raises DataError for batches without an end, or that can be read once alone.
+    """
+    if callable(data) or (hasattr(data, "__iter__") and iter(data) is data):
+        truth = "it is a function, so it has no end" if callable(data) else "it can be read once alone"
         raise DataError(
-            f"{kind} of a wrapped model",
+            "held_out of a wrapped model", f"{truth}, and each evaluation reads all of it",
+            "a list of batches: held_out=[batches(10**6 + i) for i in range(8)], or list(iterator)",
+        )  # fmt: skip
+    return find_source(data, "held_out")
+
+
+def _check_kind(data: Any, kind: str) -> None:
+    """Raises DataError for data that holds no batches: an array or a dictionary would be read as something else."""
+    if callable(data) or (
+        hasattr(data, "__iter__") and not isinstance(data, (Mapping, str, bytes)) and not _ndim(data)
+    ):
+        return
+    if isinstance(data, Mapping) or _ndim(data):
+        truth = "it is one array" if _ndim(data) else f"it is one {type(data).__name__}"
+        fix = "an iterable of batches: [batch], or a function of the step that takes its rows: lambda step: data[...]"
+    else:
+        truth, fix = (
             f"it is a {type(data).__name__}",
             "a function of the step that returns a batch, an iterable, or an iterator",
-        )
-    return Source(kind, opened, _described(first, kind), once)
+        )  # fmt: skip
+    raise DataError(f"{kind} of a wrapped model", truth, fix)
+
+
+def _ndim(data: Any) -> bool:
+    return hasattr(data, "ndim") and hasattr(data, "shape")
+
+
+def _of_step_0(data: Callable[[int], Any], kind: str) -> Any:
+    """Returns the first batch of a function. Raises DataError for a function of something else than the step."""
+    try:
+        inspect.signature(data).bind(0)
+    except TypeError as error:
+        made = f", or the iterator that it returns: {data.__name__}()" if inspect.isgeneratorfunction(data) else ""
+        fix = f"lambda step: batch{made}"
+        raise DataError(f"{kind} of a wrapped model", f"as a function of the step it fails: {error}", fix) from None
+    except ValueError:  # of a function without a signature
+        pass
+    first = data(0)
+    if isinstance(first, Iterator):
+        raise DataError(
+            f"{kind} of a wrapped model", f"the function of the step returned a {type(first).__name__}, and no batch",
+            "a function that returns the batch of one step, or the iterator itself",
+        )  # fmt: skip
+    return first
 
 
 def _first(iterator: Iterator[Any], kind: str) -> Any:
@@ -81,9 +134,13 @@ def _of_steps(data: Callable[[int], Any], step: int) -> Iterator[Any]:
 
 def _repeated(data: Any, step: int) -> Iterator[Any]:
     """Reads an iterable from its start, again and again, and drops the first `step` batches."""
-    skipped = 0
+    skipped, empty = 0, False
     while True:
+        if empty:
+            raise DataError("data of a wrapped model", "it has no batch when it is read again", "an iterable that has")
+        empty = True
         for batch in data:
+            empty = False
             if skipped < step:
                 skipped += 1
                 continue
@@ -146,18 +203,50 @@ class _Once:
 def _described(batch: Any, kind: str) -> Any:
     """Returns the batch as ShapeDtypeStructs. Raises DataError where its arrays have no common first dimension."""
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    for path, leaf in leaves:
+        _check_leaf(leaf, jax.tree_util.keystr(path) or "it", kind)
     shapes = {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in leaves}
     sizes = {shape[0] if shape else None for shape in shapes.values()}
     if not shapes or None in sizes or len(sizes) > 1:
-        listed = ", ".join(f"{name or 'batch'} {list(shape)}" for name, shape in shapes.items()) or "no array"
+        first = [f"{name or 'batch'} {list(shape)}" for name, shape in shapes.items()]
+        listed = ", ".join(first[:_LISTED]) + (f" and {len(first) - _LISTED} more" if len(first) > _LISTED else "")
         raise DataError(
             f"a batch of {kind}",
-            f"its arrays are {listed}",
-            "arrays whose first dimension is the batch, the same for all",
+            f"its arrays are {listed or 'none'}",
+            "arrays whose first dimension is the batch, the same for all; a list of numbers as np.array; a constant in "
+            "the loss",
         )
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(jnp.result_type(x))), batch
-    )
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), _dtype(x)), batch)
+
+
+def _check_leaf(leaf: Any, name: str, kind: str) -> None:
+    """Raises DataError for a part of a batch that is no array of numbers."""
+    if _is_jax(leaf):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise DataError(
+                f"a batch of {kind}", f"{name} is an array of keys, and the step has keys of its own",
+                "loss(model, batch, key), whose key does not depend on the mesh; or jax.random.key_data of them",
+            )  # fmt: skip
+        return
+    fix = "arrays of numbers: texts as their tokens"
+    if dataclasses.is_dataclass(leaf):
+        fix = f"jax.tree_util.register_dataclass({type(leaf).__name__}), or a dictionary of its fields"
+    try:
+        dtype = np.asarray(leaf).dtype
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"a batch of {kind}", f"{name} is a {type(leaf).__name__}: {error}", fix) from None
+    if dtype.kind in "USOMm":
+        what = f"an array of {dtype}" if _ndim(leaf) else f"a {type(leaf).__name__}"
+        raise DataError(f"a batch of {kind}", f"{name} is {what}, and devices have numbers alone", fix)
+
+
+def _is_jax(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+
+
+def _dtype(leaf: Any) -> Any:
+    """Type that an array has on a device; arrays of other libraries are read as NumPy's."""
+    return jax.dtypes.canonicalize_dtype(jnp.result_type(leaf if _is_jax(leaf) else np.asarray(leaf)))
 
 
 def check_batch(batch: Any, example: Any, what: str) -> None:
@@ -168,7 +257,7 @@ def check_batch(batch: Any, example: Any, what: str) -> None:
             what, f"it is {jax.tree.structure(batch)}, and the first is {jax.tree.structure(example)}", "equal trees"
         )
     for (path, want), (_, x) in zip(expected, given, strict=True):
-        dtype = jax.dtypes.canonicalize_dtype(jnp.result_type(x))
+        dtype = _dtype(x)
         if (np.shape(x), dtype) != (want.shape, want.dtype):
             raise DataError(
                 what,
@@ -182,10 +271,25 @@ def put_batch(batch: Any, example: Any, sharding: NamedSharding) -> Any:
     """Places a global batch on the devices; every process has all of it, and puts its own rows."""
 
     def place(x: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
-        array = np.asarray(x, like.dtype)
+        given = np.asarray(x)
+        if given.dtype.kind in "iu" and given.dtype != like.dtype and given.size:
+            _check_range(given, like.dtype)
+        array = given.astype(like.dtype, copy=False)
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
     return jax.tree.map(place, batch, example)
+
+
+def _check_range(array: np.ndarray, dtype: Any) -> None:
+    """Raises DataError for integers that a device would have as other numbers."""
+    limits = np.iinfo(dtype)
+    least, most = int(array.min()), int(array.max())
+    if least < limits.min or most > limits.max:
+        raise DataError(
+            f"{array.dtype} numbers of a batch",
+            f"devices have them as {dtype}, up to {limits.max}, and there is {most if most > limits.max else least}",
+            "smaller numbers: indices into a table, or two arrays",
+        )
 
 
 class BatchFeed:

@@ -37,6 +37,8 @@ class Draws:
     """Everything that a loss draws for the whole batch."""
 
     shapes: set[Draw] = dataclasses.field(default_factory=set)
+    foreign: list[Draw] = dataclasses.field(default_factory=list)
+    """What is drawn with keys of the loss's own, in the order of the program."""
 
     def read(self, jaxpr: Any) -> None:
         """Adds what an open jaxpr draws with keys of this module."""
@@ -44,8 +46,26 @@ class Draws:
             kind = _DRAWING.get(equation.primitive.name)
             if kind is not None and _TAG in str(equation.invars[0].aval.dtype):
                 self.shapes.add((kind, tuple(equation.params["shape"])))
+            elif kind is not None:
+                self.foreign.append((kind, tuple(equation.params["shape"])))
             for inner in nested_jaxprs(equation):
                 self.read(inner)
+
+    def check_foreign(self, jaxpr: Any) -> None:
+        """Raises ConfigError where a key of the loss's own draws for the examples of the batch.
+
+        jaxpr: the loss of a batch of twice the size. Each device would draw the same numbers for its own examples.
+        """
+        twice = Draws()
+        twice.read(jaxpr)
+        for own, other in zip(self.foreign, twice.foreign, strict=False):
+            if own != other:
+                raise ConfigError(
+                    f"{list(own[1])} random {'keys' if own[0] == 'split' else 'numbers'} in the loss",
+                    "they are drawn for the examples of the batch with a key that the loss has itself: each device "
+                    "would draw the same ones, and each step again",
+                    "the key that the step gives: loss(model, batch, key)",
+                )
 
     def has_batch(self, kind: str, shape: Shape, parts: int) -> bool:
         """Returns whether the first dimension is the batch, of which one of `parts` has the array `shape`.
@@ -64,7 +84,10 @@ class Draws:
                 what,
                 f"the whole batch draws {list(shape)} as well as {[shape[0] * parts, *shape[1:]]}, so they may belong "
                 "to the examples of the part or to all of the batch",
-                "another batch or mesh, with other sizes for a part of the batch",
+                f"another batch or mesh, with other sizes for a part of the batch, or {shape[0] + 1} of those that all "
+                f"of the batch shares: split(key, {shape[0] + 1})"
+                if kind == "split"
+                else "another batch or mesh, with other sizes for a part of the batch",
             )
         raise ConfigError(
             what,

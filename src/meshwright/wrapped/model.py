@@ -14,11 +14,13 @@ from meshwright.config import MeshShape, Model, Run, Training
 from meshwright.errors import ConfigError, MeshwrightError, describe_failure
 from meshwright.plugins import load, name_of
 from meshwright.runs.changes import change_fields
+from meshwright.storage.paths import path_of
 from meshwright.words import AXES
-from meshwright.wrapped.batches import Source, find_source
+from meshwright.wrapped.batches import Source, find_held_out, find_source
 from meshwright.wrapped.keys import KEY_WORDS, Draws, key_of
 from meshwright.wrapped.losses import Annotations, Arrays, Result
 from meshwright.wrapped.modules import Adapter, find_adapter
+from meshwright.wrapped.reach import reached
 
 Rules = Mapping[str, Any]
 """Regular expression of paths -> a PartitionSpec, or axis names of the dimensions."""
@@ -42,6 +44,8 @@ class WrappedParts:
     variables: Arrays
     """`ShapeDtypeStruct` of each variable, by path."""
     annotations: Annotations
+    untrained: frozenset[str] = frozenset()
+    """Paths of parameters that the loss has no gradient of."""
 
     def loss(self, arrays: tuple[Arrays, Arrays], batch: Any, key: jax.Array, train: bool) -> Result:
         """Computes the loss of a batch. arrays: parameters and variables."""
@@ -107,7 +111,7 @@ class Wrapped(Model):
         """
         from meshwright.wrapped.prepared import restore_model
 
-        return restore_model(self, Path(out), at)
+        return restore_model(self, path_of(out), at)
 
     def spec(self) -> NoReturn:
         """Raises ConfigError: what is asked for needs to know the layers of a model."""
@@ -167,7 +171,7 @@ def wrap(
     `loss(model, state, batch[, key])` -> (mean, state) or (mean, metrics, state). Where the metrics have a `weight`,
     means of devices are averaged by it.
     data: global batches, pytrees of arrays with the batch first: a function of the step (from 0), an iterable, or an
-    iterator. `held_out`: the same without end conditions, an iterable of batches that are evaluated.
+    iterator. `held_out`: a list, or another iterable that can be read again, of the batches that are evaluated.
     evaluate: loss on held-out batches; None takes `loss`.
     rules: regular expression of a parameter's path -> PartitionSpec or axis names over `fsdp` and `tensor`.
     axes: logical axis of the module's annotations -> mesh axis, or None for whole.
@@ -185,7 +189,7 @@ def wrap(
 
     source = find_source(data, "data")
     adapter = find_adapter(model, loss, evaluate, source.example)
-    parts = _describe(adapter, source, find_source(held_out, "held_out") if held_out is not None else None)
+    parts = _describe(adapter, source, find_held_out(held_out) if held_out is not None else None)
     parts = dataclasses.replace(parts, rules=read_rules(rules or {}), axes=dict(axes or {}))
     check_rules(parts)
     return _with_parts(Wrapped(), parts)
@@ -202,11 +206,12 @@ def _describe(adapter: Adapter, source: Source, held_out: Source | None) -> Wrap
 
     try:
         params, variables = jax.eval_shape(build, jax.eval_shape(jax.random.key, 0))
+        _check_arrays({**variables, **params})
         draws, eval_draws = Draws(), Draws()
         parts = WrappedParts(
             adapter, source, held_out, {}, {}, draws, eval_draws, params, variables, annotations
         )  # fmt: skip
-        _trace(parts, source.example, train=True)
+        parts = dataclasses.replace(parts, untrained=_trace(parts, source.example, train=True))
         if held_out is not None:
             _trace(parts, held_out.example, train=False)
     except MeshwrightError:
@@ -214,13 +219,29 @@ def _describe(adapter: Adapter, source: Source, held_out: Source | None) -> Wrap
     except Exception as error:
         raise ConfigError(
             f"wrapping a model of {adapter.framework or 'unknown kind'}",
-            f"its loss {describe_failure(error)}",
+            f"tracing it with its loss {describe_failure(error)}",
             "a loss of (model, batch) that works on one device",
         ) from error
     return parts
 
 
-def _trace(parts: WrappedParts, batch: Any, train: bool) -> None:
+def _check_arrays(arrays: Arrays) -> None:
+    """Raises ConfigError for an array that no optimizer trains or no checkpoint keeps."""
+    for name, x in arrays.items():
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise ConfigError(
+                f"array {name} of a wrapped model", f"it is {x.dtype}, and real numbers alone are trained and saved",
+                "two real arrays, of which the loss makes a complex one; a constant belongs in the loss",
+            )  # fmt: skip
+        if not x.size:
+            raise ConfigError(
+                f"array {name} of a wrapped model", f"it is {x.dtype}{list(x.shape)}, which has no elements",
+                "a model without it",
+            )  # fmt: skip
+
+
+def _trace(parts: WrappedParts, batch: Any, train: bool) -> frozenset[str]:
+    """Traces the loss and checks it; returns the parameters that it has no gradient of."""
     draws = parts.draws if train else parts.eval_draws
 
     def loss(params: Arrays, variables: Arrays, batch: Any, words: Any) -> Any:
@@ -231,6 +252,9 @@ def _trace(parts: WrappedParts, batch: Any, train: bool) -> None:
     traced = jax.make_jaxpr(on_one_device(loss), return_shape=True)
     jaxpr, (value, _, variables) = traced(parts.params, parts.variables, batch, KEY_WORDS)
     draws.read(jaxpr.jaxpr)
+    if draws.foreign:
+        twice = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), batch)
+        draws.check_foreign(traced(parts.params, parts.variables, twice, KEY_WORDS)[0].jaxpr)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise ConfigError(
             "the loss of a wrapped model", f"it is {value.dtype}, which has no gradient", "a floating-point mean"
@@ -243,6 +267,43 @@ def _trace(parts: WrappedParts, batch: Any, train: bool) -> None:
                 f"it was {before.dtype}{list(before.shape)} and is {x.dtype}{list(x.shape)} after the loss",
                 "the same shape and type after each step",
             )
+    names = sorted(parts.params)
+    given = [1 << i if i < len(names) else 0 for i in range(len(jaxpr.jaxpr.invars))]
+    bits = reached(jaxpr.jaxpr, given)[0]
+    if names and not bits:
+        listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        raise ConfigError(
+            "the loss of a wrapped model",
+            f"it has no gradient of any parameter ({listed}): it does not use them, or integers or stop_gradient "
+            "stand between",
+            "a loss of the model that it is given, as its first argument",
+        )
+    return frozenset(name for i, name in enumerate(names) if not bits >> i & 1)
+
+
+def check_rows(parts: WrappedParts, rows: int, held_out: int) -> None:
+    """Traces the losses with the part of a batch that a device has. Raises ConfigError for one that has another size.
+
+    rows: examples of a part in training.  held_out: the same of a held-out batch, 0 for none.
+    """
+    sources = [(parts.source, rows, True)] + ([(parts.held_out, held_out, False)] if parts.held_out is not None else [])
+    for source, own, train in sources:
+        draws = parts.draws if train else parts.eval_draws
+        batch = jax.tree.map(lambda x, own=own: jax.ShapeDtypeStruct((own, *x.shape[1:]), x.dtype), source.example)
+
+        def loss(params: Arrays, variables: Arrays, batch: Any, words: Any, d: Draws = draws, t: bool = train) -> Any:
+            return parts.loss((params, variables), batch, key_of(words, 1, d), t).loss
+
+        try:
+            jax.eval_shape(on_one_device(loss), parts.params, parts.variables, batch, KEY_WORDS)
+        except MeshwrightError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{own} of the {source.batch_size} examples of a batch on a device",
+                f"the loss {describe_failure(error)}, and takes all of them",
+                "the number of examples from the batch, x.shape[0], instead of a constant",
+            ) from error
 
 
 def on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:

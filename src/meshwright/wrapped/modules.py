@@ -130,6 +130,10 @@ def _made(factory: Callable[[jax.Array], Any], key: jax.Array) -> Any:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return factory(key)
+    if isinstance(key, jax.core.Tracer):
+        # An array that a constructor assigns as it is becomes data of the module, but not where it is traced, as here:
+        # Flax looks at the type.
+        nnx.register_data_type(type(key))
     # Annotated variables would be put on a mesh as they are created; this package places them.
     with nnx.use_eager_sharding(False):
         return factory(key)
@@ -154,7 +158,10 @@ def _parts_of(model: Any) -> Any:
 
 
 class TreeParts:
-    """Arrays of a pytree or an Equinox module: floating-point ones are parameters, all others variables."""
+    """Arrays of a pytree or an Equinox module: floating-point ones are parameters, all others variables.
+
+    NumPy arrays of an Equinox module are constants, as they are to Equinox.
+    """
 
     def __init__(self, framework: str, with_state: bool):
         self.framework, self._with_state = framework, with_state
@@ -169,9 +176,16 @@ class TreeParts:
         self._leaves = []
         for path, leaf in leaves:
             name = self._name(path)
-            if not _is_array(leaf):
+            # Equinox has NumPy arrays for constants: its filters take those of JAX alone.
+            constant = self.framework == "Equinox" and type(leaf).__module__ == "numpy"
+            if constant or not _is_array(leaf):
                 self._leaves.append(("", leaf))
                 continue
+            if name in params or name in variables:
+                raise ConfigError(
+                    f"the path {name!r} of a wrapped model", "two of its arrays have it: a key has a dot",
+                    "keys without dots",
+                )  # fmt: skip
             trained = jnp.issubdtype(leaf.dtype, jnp.floating) and not (self._with_state and path[0].idx == 1)
             self._leaves.append((name, str(jax.random.key_impl(leaf)) if _is_key(leaf) else None))
             (params if trained else variables)[name] = jax.random.key_data(leaf) if _is_key(leaf) else leaf

@@ -16,7 +16,7 @@ from meshwright.errors import ConfigError, nearest
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import BATCH_AXES, find_layout
 from meshwright.sharding.params import Param, shardings
-from meshwright.sharding.placement import Layout, Placements, place_param, to_spec
+from meshwright.sharding.placement import Layout, Placements, axes_of, place_param, to_spec
 from meshwright.sharding.stages import assign_layers
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.optimizers import ELEMENTWISE, OPTIMIZERS, build_update_rule, place_optimizer_state
@@ -37,9 +37,16 @@ REMAT = ("auto", "none", "full")
 
 
 def describe_params(parts: WrappedParts) -> dict[str, Param]:
-    """Returns the description of each parameter; its dimensions are numbered. Weight decay applies to matrices."""
+    """Returns the description of each parameter; its dimensions are numbered.
+
+    Weight decay applies to matrices that the loss has a gradient of: others would shrink untrained.
+    """
     return {
-        name: Param(x.shape, "".join(map(_digit, range(x.ndim))), init="normal" if x.ndim > 1 else "zeros")
+        name: Param(
+            x.shape,
+            "".join(map(_digit, range(x.ndim))),
+            init="normal" if x.ndim > 1 and name not in parts.untrained else "zeros",
+        )
         for name, x in parts.params.items()
     }
 
@@ -80,10 +87,19 @@ def _check_axis(asked: str, name: str) -> None:
 
 def check_rules(parts: WrappedParts) -> None:
     """Raises ConfigError for a rule that matches no parameter, a spec of another rank, or an unknown annotation."""
+    taken: dict[str, str] = {}
     for pattern, spec in parts.rules.items():
         matched = [name for name in parts.params if re.fullmatch(pattern, name)]
         if not matched:
             raise ConfigError(f"rule {pattern!r}", "no parameter has such a path", nearest(pattern, parts.params))
+        earlier = [taken.setdefault(name, pattern) for name in matched]
+        if pattern not in earlier:
+            raise ConfigError(
+                f"rule {pattern!r}",
+                f"it places nothing: the rule {earlier[0]!r} before it has {matched[0]}, and the first that matches "
+                "counts",
+                "this rule before that one, or without it",
+            )
         for name in matched:
             if len(spec) > parts.params[name].ndim:
                 raise ConfigError(
@@ -91,9 +107,16 @@ def check_rules(parts: WrappedParts) -> None:
                     f"it names {len(spec)} dimensions, and {name} has {list(parts.params[name].shape)}",
                     "at most one axis or tuple of axes for each dimension",
                 )
+    known = sorted({name for names in parts.annotations.values() for name in _flat(names)})
     for name, axis in parts.axes.items():
         if axis is not None:
             _check_axis(f"axes={{{name!r}: {axis!r}}}", axis)
+            if name not in known:
+                raise ConfigError(
+                    f"axes={{{name!r}: {axis!r}}}",
+                    "no annotation of the module has an axis of that name",
+                    nearest(name, known) if known else "nn.with_partitioning in the module, or rules={path: axes}",
+                )
     for path in parts.params:
         _annotated(parts, path)
 
@@ -136,6 +159,13 @@ def place_wrapped(run: Run, shape: MeshShape) -> PlacedRun:
     for name, p in params.items():
         stated, by_rule = _stated(parts, name)
         placements[name] = _place(name, p, stated, by_rule, layout, (shape, run.fsdp_min_size))
+    if shape.tensor > 1 and not any("tensor" in axes_of(where.at_rest) for where in placements.values()):
+        raise ConfigError(
+            f"mesh {shape} for a wrapped model",
+            f"no rule or annotation splits a parameter over tensor: its {shape.tensor} devices would compute the same",
+            f"rules={{{next(iter(params), 'path')!r}: (None, 'tensor')}}, axes={{logical axis: 'tensor'}}, or the "
+            "devices as data or fsdp",
+        )
     leaves = tuple((name, p, placements[name]) for name, p in params.items())
     return PlacedRun(
         dataclasses.replace(run, mesh=shape), params, placements, assign_layers((1.0,), 1, 1), leaves

@@ -11,15 +11,17 @@ from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import build_mesh, enable_compilation_cache
+from meshwright.plugins import Shown
 from meshwright.report import Reporter
 from meshwright.runs.run_file import run_in_folder
+from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.step.state import State
 from meshwright.step.train_step import CompiledTrainStep
 from meshwright.trainer.meter import Meter
 from meshwright.trainer.prepare import Position
 from meshwright.wrapped.batches import BatchFeed
 from meshwright.wrapped.flops import training_flops
-from meshwright.wrapped.model import Wrapped
+from meshwright.wrapped.model import Wrapped, check_rows
 from meshwright.wrapped.placing import WrappedRun, put_on_devices
 from meshwright.wrapped.step import build_wrapped_evaluation, build_wrapped_gradients
 
@@ -76,7 +78,12 @@ def prepare_wrapped(run: Run, *, cache: Path, devices: int | None = None) -> Pre
     run = dataclasses.replace(
         run, model=cast(Wrapped, run.model).named(), mesh=run.mesh or MeshShape(fsdp=len(available))
     )
-    return PreparedModel(put_on_devices(run, build_mesh(cast(MeshShape, run.mesh), available)))
+    prepared = PreparedModel(put_on_devices(run, build_mesh(cast(MeshShape, run.mesh), available)))
+    parts, degree = prepared.device_run.parts, prepared.device_run.shape.over(BATCH_AXES)
+    if degree * run.training.microbatches > 1:
+        held_out = parts.held_out.batch_size // degree if parts.held_out is not None else 0
+        check_rows(parts, parts.source.batch_size // (degree * run.training.microbatches), held_out)
+    return prepared
 
 
 def held_out_metrics(wrapped_run: WrappedRun) -> Callable[[Any, Any], dict[str, float]]:
@@ -99,7 +106,7 @@ def held_out_metrics(wrapped_run: WrappedRun) -> Callable[[Any, Any], dict[str, 
 
 
 @dataclasses.dataclass(frozen=True)
-class WrappedEvaluation:
+class WrappedEvaluation(Shown):
     """Metrics of a checkpoint of a wrapped model on its held-out batches."""
 
     step: int

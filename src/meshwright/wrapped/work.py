@@ -12,7 +12,7 @@ from meshwright.planner.work import Matmul
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.wrapped.keys import KEY_WORDS, key_of
-from meshwright.wrapped.model import WrappedParts, on_one_device
+from meshwright.wrapped.model import WrappedParts, check_rows, on_one_device
 
 Dims = tuple[int | None, ...]
 """Dimension of a parameter that each dimension of a value is; None where it is none."""
@@ -37,6 +37,8 @@ def work_of_loss(parts: WrappedParts, placed: PlacedRun) -> LossWork:
     A matmul whose parameter is split over `tensor` is divided by its degree; all others count whole.
     """
     rows = placed.run.training.batch // (placed.shape.over(BATCH_AXES) * placed.run.training.microbatches)
+    if rows < parts.source.batch_size:
+        check_rows(parts, rows, rows)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), parts.source.example)
 
     def loss(params: Any, variables: Any, batch: Any, words: Any) -> Any:

@@ -75,7 +75,7 @@ def measured_parts(trace: Trace, steps: int) -> dict[str, Any]:
         total = sum(e.seconds for e in events)
         share = sum(e.seconds for e in events if e.communicates) / total if total else None
         return {"measured_note": "no device lanes in this trace", "host_share_in_collectives": share}
-    times = [device_time(name, lanes) for name, lanes in trace.devices.items()]
+    times = [device_time(name, lanes, trace.flights.get(name, ())) for name, lanes in trace.devices.items()]
     parts = {
         field: statistics.median(getattr(t, field) for t in times) / steps
         for field in ("window", "compute", "communication", "exposed", "idle")

@@ -12,7 +12,7 @@ import jax
 from meshwright.bench.hardware.section import Section
 from meshwright.bench.hardware.sizing import run_names, sized_run
 from meshwright.bench.hardware.steps import describe_run
-from meshwright.checkpoint.checkpoints import Checkpoints, check_disk_space
+from meshwright.checkpoint.checkpoints import Checkpoints, check_room
 from meshwright.hardware.mesh import build_mesh
 from meshwright.step.device_run import place_on_devices
 
@@ -30,7 +30,7 @@ def _save_and_restore(name: str, folder: Path, seconds: float) -> Mapping[str, A
     device_run = place_on_devices(sized.run, build_mesh(sized.run.mesh))
     out = folder / "checkpoint-bench"
     shutil.rmtree(out, ignore_errors=True)
-    check_disk_space(out, device_run, 1)
+    check_room(out, device_run, 1)
     state = jax.block_until_ready(device_run.initial_state())
     size = sum(leaf.nbytes for leaf in jax.tree.leaves((state.params, state.optimizer)))
     try:

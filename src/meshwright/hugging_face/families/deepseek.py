@@ -6,6 +6,7 @@ from typing import Any, Literal
 from meshwright.errors import WeightsError
 from meshwright.hugging_face.architecture import Architecture
 from meshwright.hugging_face.families.llama import COMPUTED, LAYER, TIED, llama_tensors
+from meshwright.hugging_face.families.rope import refused_rope, rope_fields
 from meshwright.hugging_face.fields import Fields
 from meshwright.hugging_face.fp8 import PACKED
 from meshwright.hugging_face.names import StoredTensor
@@ -16,18 +17,21 @@ from meshwright.models.further_tokens import STACK as MTP
 
 BIAS_UPDATE_RATE = 0.001
 """Step of the router bias in DeepSeek-V3's training (arXiv:2412.19437, section 4.2)."""
-BALANCE_WEIGHT = {"deepseek_v3": 0.0001, "deepseek_v2": 0.001}
+V3_BALANCE_WEIGHT, V2_BALANCE_WEIGHT = 0.0001, 0.001
 """Weight of the sequence-wise balance loss (arXiv:2412.19437, section 4.2; V2-Lite's `aux_loss_alpha`)."""
 
 
-def _read(fields: Fields) -> dict[str, Any]:
-    """Returns the fields that both architectures have. Raises WeightsError for what the family does not compute."""
+def _read(fields: Fields, balance_weight: float) -> dict[str, Any]:
+    """Returns the fields that both architectures have. Raises WeightsError for what the family does not compute.
+
+    balance_weight: weight of the balance loss, where a configuration does not have it.
+    """
     fields.require("hidden_act", "silu")
     fields.require("attention_bias", False)
     fields.require("mlp_bias", False)
     fields.require("moe_layer_freq", 1)
     fields.require("ep_size", 1)
-    heads, kind = fields.get("num_attention_heads"), fields.config.get("model_type", "deepseek_v3")
+    heads = fields.get("num_attention_heads")
     fields.require("num_key_value_heads", heads)
     fields.without_effect("head_dim", "qk_head_dim", "seq_aux")
     theta, yarn = _read_rope(fields)
@@ -49,10 +53,10 @@ def _read(fields: Fields) -> dict[str, Any]:
         "experts": fields.get("n_routed_experts"),
         "experts_per_token": fields.get("num_experts_per_tok"),
         "expert_mlp": fields.get("moe_intermediate_size"),
-        "shared_experts": fields.get("n_shared_experts", 0),
-        "dense_layers": fields.get("first_k_dense_replace", 0),
-        "routed_scaling": float(fields.get("routed_scaling_factor", 1.0)),
-        "aux_loss_weight": fields.get("aux_loss_alpha", BALANCE_WEIGHT.get(kind, 0.0001)),
+        "shared_experts": fields.get("n_shared_experts"),
+        "dense_layers": fields.get("first_k_dense_replace"),
+        "routed_scaling": float(fields.get("routed_scaling_factor")),
+        "aux_loss_weight": fields.get("aux_loss_alpha", balance_weight),
         "router_z_loss_weight": 0.0,
     }
 
@@ -62,8 +66,8 @@ def _read_v3(fields: Fields) -> Deepseek:
     fields.require("scoring_func", "sigmoid")
     fields.require("topk_method", "noaux_tc")
     return Deepseek(
-        **_read(fields), router_score="sigmoid", normalize_top_k=fields.get("norm_topk_prob", True),
-        expert_groups=fields.get("n_group", 1), topk_groups=fields.get("topk_group", 1),
+        **_read(fields, V3_BALANCE_WEIGHT), router_score="sigmoid", normalize_top_k=fields.get("norm_topk_prob", True),
+        expert_groups=fields.get("n_group"), topk_groups=fields.get("topk_group"),
         bias_update_rate=BIAS_UPDATE_RATE, mtp_depth=_further_layers(fields),
     )  # fmt: skip
 
@@ -91,29 +95,25 @@ def _read_v2(fields: Fields) -> Deepseek:
     fields.require("norm_topk_prob", False)
     # With the method "greedy" there are no groups, whatever their number is.
     fields.without_effect("n_group", "topk_group")
-    return Deepseek(**_read(fields), router_score="softmax", normalize_top_k=False)
+    return Deepseek(**_read(fields, V2_BALANCE_WEIGHT), router_score="softmax", normalize_top_k=False)
 
 
 def _read_rope(fields: Fields) -> tuple[float, LatentYarn | None]:
     """Returns base and scaling of the rotary frequencies, as `transformers` 4 or 5 writes them."""
-    parameters = fields.get("rope_parameters", {})
-    scaling = parameters or fields.get("rope_scaling", {})
-    theta = float(parameters.get("rope_theta") or fields.get("rope_theta", 10000.0))
-    fields.without_effect("rope_theta", "rope_scaling")
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return theta, None
+    rope = rope_fields(fields)
+    if rope.kind == "default":
+        return rope.theta, None
     names = {field.name for field in dataclasses.fields(LatentYarn)} - {"bounds"}
-    given = {name: value for name, value in scaling.items() if name in names and value is not None}
-    others = set(scaling) - names - {"rope_type", "type", "rope_theta"}
-    if kind != "yarn" or others or "factor" not in given:
-        found = f"rope scaling of type {kind!r}" + (f" with {', '.join(sorted(others))}" if others else "")
-        raise WeightsError(
-            f"reading {fields.file}", f"it has {found}, which Meshwright does not compute", "a model without, or YaRN"
-        )
+    others = set(rope.scaling) - names
+    if rope.kind != "yarn" or others:
+        found = f"rope scaling of type {rope.kind!r}" + (f" with {', '.join(sorted(others))}" if others else "")
+        raise refused_rope(fields, found, "a model without, or YaRN")
+    scaling = {"factor": rope.number(fields, "factor"), **rope.scaling}
+    scaling["original_max_position_embeddings"] = rope.pretrained_length(fields)
+    numbers: dict[str, Any] = {name: rope.number(fields, name) for name, value in scaling.items() if value}
     # A field that is missing has these values in `transformers`, which are not those of DeepSeek.
     missing = {"mscale": 0.0, "mscale_all_dim": 0.0}
-    return theta, LatentYarn(**{**missing, **given})
+    return rope.theta, LatentYarn(**{**missing, **numbers})
 
 
 def _write(c: Deepseek) -> dict[str, Any]:

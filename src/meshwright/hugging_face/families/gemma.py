@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from meshwright.errors import WeightsError
 from meshwright.hugging_face.architecture import Architecture
 from meshwright.hugging_face.families.layer_types import layer_types, read_local_layers
 from meshwright.hugging_face.families.llama import COMPUTED, LAYER, TIED
-from meshwright.hugging_face.families.rope import read_rope
+from meshwright.hugging_face.families.rope import refused_rope, rope_fields
 from meshwright.hugging_face.fields import Fields
 from meshwright.hugging_face.names import StoredTensor
 from meshwright.models.families.gemma import Gemma, Gemma2, Gemma3
@@ -47,13 +46,13 @@ def _read_gemma3(fields: Fields) -> Gemma3:
 
 
 def _read_gemma2(fields: Fields) -> Gemma2:
-    theta, scaling = read_rope(fields)
-    if scaling is not None:
-        fields.require("rope_scaling", None)
+    rope = rope_fields(fields)
+    if rope.kind != "default":
+        raise refused_rope(fields, f"rope_scaling of type {rope.kind!r}", "a model without")
     caps = {name: fields.config.get(name, default) for name, default in _SOFTCAPS.items()}
     fields.without_effect(*caps)
     return Gemma2(
-        **_read_sizes(fields, 1), rope_theta=theta, softcap=caps["attn_logit_softcapping"],
+        **_read_sizes(fields, 1), rope_theta=rope.theta, softcap=caps["attn_logit_softcapping"],
         logit_softcap=caps["final_logit_softcapping"],
     )  # fmt: skip
 
@@ -64,20 +63,12 @@ _SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 def _read_rope(fields: Fields) -> tuple[float, float, float]:
     """Base and factor of the global layers, base of the local ones."""
-    both = fields.get("rope_parameters", {})
-    scaling = both.get("full_attention", {}) or fields.get("rope_scaling", {})
-    local = both.get("sliding_attention", {})
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ("default", "linear") or local.get("rope_type", "default") != "default":
-        raise WeightsError(
-            f"reading {fields.file}",
-            f"its rope_scaling is of type {kind!r} in global layers and {local.get('rope_type', 'default')!r} in local "
-            "ones, which Meshwright does not compute",
-            "a model with none, or with that of type linear in global layers",
-        )
-    theta = scaling.get("rope_theta") or fields.get("rope_theta", 1e6)
-    local_theta = local.get("rope_theta") or fields.get("rope_local_base_freq", 1e4)
-    return float(theta), float(scaling.get("factor", 1.0)), float(local_theta)
+    rope = rope_fields(fields, 1e6, "full_attention")
+    local = rope_fields(fields, 1e4, "sliding_attention", "rope_local_base_freq")
+    if rope.kind not in ("default", "linear") or local.kind != "default":
+        found = f"rope_scaling of type {rope.kind!r} in global layers and {local.kind!r} in local ones"
+        raise refused_rope(fields, found, "a model with none, or with that of type linear in global layers")
+    return rope.theta, float(rope.scaling["factor"]) if rope.kind == "linear" else 1.0, local.theta
 
 
 def _write_sizes(c: Gemma) -> dict[str, Any]:

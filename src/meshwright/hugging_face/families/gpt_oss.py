@@ -5,7 +5,8 @@ from typing import Any
 from meshwright.hugging_face.architecture import Architecture
 from meshwright.hugging_face.families.layer_types import layer_types, read_local_layers
 from meshwright.hugging_face.families.llama import COMPUTED, LAYER
-from meshwright.hugging_face.families.yarn import is_yarn, read_yarn, write_yarn
+from meshwright.hugging_face.families.rope import rope_fields
+from meshwright.hugging_face.families.yarn import read_yarn, write_yarn
 from meshwright.hugging_face.fields import Fields
 from meshwright.hugging_face.mxfp4 import PACKED
 from meshwright.hugging_face.names import StoredTensor
@@ -18,18 +19,17 @@ def _read(fields: Fields) -> GptOss:
     fields.require("attention_bias", True)
     fields.require("tie_word_embeddings", False)
     layers, heads = fields.get("num_hidden_layers"), fields.get("num_attention_heads")
-    rope = fields.get("rope_parameters", {})
-    scaling = rope or fields.get("rope_scaling", {})
-    if not is_yarn(scaling) and scaling.get("rope_type", "default") != "default":
-        fields.require("rope_parameters", {"rope_type": "yarn"})
+    # `transformers` takes YaRN for a configuration without rotary fields, and Meshwright writes them.
+    fields.first("rope_scaling", "rope_parameters")
+    rope = rope_fields(fields, 150000.0)
     # Names of the published files that repeat others.
     fields.without_effect("experts_per_token", "initial_context_length", "num_experts", "head_dim")
     width, size = fields.get("hidden_size"), fields.get("head_dim", 64)
     return GptOss(
         fields.get("vocab_size"), width, layers, heads, fields.get("num_key_value_heads", heads), size,
         local_layers=read_local_layers(fields, layers, 1), sliding_window=fields.get("sliding_window", 128),
-        rope_theta=float(rope.get("rope_theta") or fields.get("rope_theta", 150000.0)),
-        rope_scaling=read_yarn(fields, scaling) if is_yarn(scaling) else None,
+        rope_theta=rope.theta,
+        rope_scaling=read_yarn(fields, rope),
         norm_epsilon=fields.get("rms_norm_eps", 1e-5), experts=fields.first("num_local_experts", "num_experts"),
         experts_per_token=fields.first("num_experts_per_tok", "experts_per_token"),
         expert_mlp=fields.get("intermediate_size"), swiglu_alpha=fields.get("swiglu_alpha", 1.702),

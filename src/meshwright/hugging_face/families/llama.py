@@ -5,19 +5,21 @@ from typing import Any
 
 from meshwright.errors import WeightsError
 from meshwright.hugging_face.architecture import Architecture
-from meshwright.hugging_face.families.rope import read_rope, write_rope
+from meshwright.hugging_face.families.rope import rope_fields
+from meshwright.hugging_face.families.rope_scaling import read_rope, write_rope
 from meshwright.hugging_face.fields import Fields
 from meshwright.hugging_face.names import StoredTensor
 from meshwright.models.families.llama import Llama
 from meshwright.sharding.params import named_leaves
 
 
-def read_sizes(fields: Fields) -> dict[str, Any]:
-    """Returns the fields of `Llama` that all of its architectures have."""
-    theta, scaling = read_rope(fields)
+def read_sizes(fields: Fields, theta: float = 10000.0, epsilon: float = 1e-6) -> dict[str, Any]:
+    """Returns the fields of `Llama` that all of its architectures have.
+
+    theta, epsilon: base of the rotary frequencies and epsilon of the norms, where a configuration does not have them.
+    """
     heads = fields.get("num_attention_heads")
     fields.require("hidden_act", "silu")
-    fields.require("mlp_bias", False)
     head_size, width = fields.get("head_dim", None), fields.get("hidden_size")
     return {
         "vocab": fields.get("vocab_size"),
@@ -26,9 +28,8 @@ def read_sizes(fields: Fields) -> dict[str, Any]:
         "heads": heads,
         "kv_heads": fields.get("num_key_value_heads", heads),
         "head_size": None if head_size is None or head_size * heads == width else head_size,
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "norm_epsilon": fields.get("rms_norm_eps", 1e-6),
+        **read_rope(fields, rope_fields(fields, theta)),
+        "norm_epsilon": fields.get("rms_norm_eps", epsilon),
         "embedding": "tied" if fields.get("tie_word_embeddings", False) else "untied",
     }
 
@@ -40,6 +41,11 @@ def read_window(fields: Fields) -> int | None:
     kinds = fields.get("layer_types", ["full_attention" if not used or i < first else "sliding_attention"
                                        for i in range(layers)])  # fmt: skip
     window = fields.get("sliding_window", None)
+    if len(kinds) != layers:
+        raise WeightsError(
+            f"reading {fields.file}", f"layer_types has {len(kinds)} layers, and num_hidden_layers is {layers}",
+            "the config.json of these weights",
+        )  # fmt: skip
     if set(kinds) == {"full_attention"}:
         return None
     if set(kinds) != {"sliding_attention"} or window is None:
@@ -51,15 +57,28 @@ def read_window(fields: Fields) -> int | None:
     return int(window)
 
 
+def read_biases(fields: Fields) -> dict[str, Any]:
+    """Returns the fields of the biases of all four projections of attention, which are there together or not at all."""
+    return dict.fromkeys(("qkv_bias", "out_bias"), "learned" if fields.flag("attention_bias") else "none")
+
+
+def attention_bias(c: Llama) -> bool | None:
+    """Returns whether all four projections of attention have a bias; None is some of them, which has no such field."""
+    both = {c.qkv_bias, c.out_bias}
+    return None if len(both) == 2 else both == {"learned"}
+
+
 def _read_llama(fields: Fields) -> Llama:
-    fields.require("attention_bias", False)
-    return Llama(**read_sizes(fields), mlp=fields.get("intermediate_size"))
+    return Llama(
+        **read_sizes(fields), **read_biases(fields), mlp=fields.get("intermediate_size"),
+        mlp_bias="learned" if fields.flag("mlp_bias") else "none",
+    )  # fmt: skip
 
 
 def _read_mistral(fields: Fields) -> Llama:
-    return Llama(
-        **read_sizes(fields), mlp=fields.get("intermediate_size"), sliding_window=fields.get("sliding_window", None)
-    )
+    # Null has no window; a configuration without the field is that of Mistral 7B.
+    window = fields.get("sliding_window", None) if "sliding_window" in fields.config else 4096
+    return Llama(**read_sizes(fields), mlp=fields.get("intermediate_size"), sliding_window=window)
 
 
 def _read_qwen2(fields: Fields) -> Llama:
@@ -70,10 +89,10 @@ def _read_qwen2(fields: Fields) -> Llama:
 
 
 def _read_qwen3(fields: Fields) -> Llama:
-    fields.require("attention_bias", False)
     return Llama(
-        **read_sizes(fields), mlp=fields.get("intermediate_size"), sliding_window=read_window(fields), qk_norm="rms"
-    )
+        **read_sizes(fields), **read_biases(fields), mlp=fields.get("intermediate_size"),
+        sliding_window=read_window(fields), qk_norm="rms",
+    )  # fmt: skip
 
 
 def write_sizes(c: Llama) -> dict[str, Any]:
@@ -89,7 +108,7 @@ def write_sizes(c: Llama) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": c.norm_epsilon,
         "tie_word_embeddings": c.embedding == "tied",
-        **write_rope(c.rope_theta, c.rope_scaling),
+        **write_rope(c),
     }
 
 
@@ -101,9 +120,13 @@ def write_window(c: Llama) -> dict[str, Any]:
 
 
 def _read_olmo2(fields: Fields) -> Llama:
-    fields.require("attention_bias", False)
     fields.require("clip_qkv", None)
-    return Llama(**read_sizes(fields), mlp=fields.get("intermediate_size"), qk_norm="rms_heads", norm_place="after")
+    sizes = {**read_sizes(fields, epsilon=1e-5), **read_biases(fields)}
+    return Llama(**sizes, mlp=fields.get("intermediate_size"), qk_norm="rms_heads", norm_place="after")
+
+
+def _biases(c: Llama) -> tuple[str, str, str]:
+    return c.qkv_bias, c.out_bias, c.mlp_bias
 
 
 def _reads_normalised(c: Any) -> bool:
@@ -111,36 +134,39 @@ def _reads_normalised(c: Any) -> bool:
 
 
 def _write_llama(c: Any) -> dict[str, Any] | None:
-    if not _reads_normalised(c) or c.qkv_bias != "none" or c.qk_norm != "none" or c.sliding_window is not None:
+    biased = attention_bias(c) if _reads_normalised(c) else None
+    if biased is None or c.qk_norm != "none" or c.sliding_window is not None:
         return None
-    return {**write_sizes(c), "attention_bias": False, "mlp_bias": False}
+    return {**write_sizes(c), "attention_bias": biased, "mlp_bias": c.mlp_bias == "learned"}
 
 
 def _write_mistral(c: Any) -> dict[str, Any] | None:
-    if not _reads_normalised(c) or c.qkv_bias != "none" or c.qk_norm != "none":
+    if not _reads_normalised(c) or _biases(c) != ("none", "none", "none") or c.qk_norm != "none":
         return None
     return {**write_sizes(c), "sliding_window": c.sliding_window}
 
 
 def _write_qwen2(c: Any) -> dict[str, Any] | None:
-    if not _reads_normalised(c) or c.qkv_bias != "learned" or c.qk_norm != "none":
+    if not _reads_normalised(c) or _biases(c) != ("learned", "none", "none") or c.qk_norm != "none":
         return None
     return {**write_sizes(c), **write_window(c)}
 
 
 def _write_qwen3(c: Any) -> dict[str, Any] | None:
-    if not _reads_normalised(c) or c.qkv_bias != "none" or c.qk_norm != "rms":
+    biased = attention_bias(c) if _reads_normalised(c) and c.mlp_bias == "none" else None
+    if biased is None or c.qk_norm != "rms":
         return None
-    return {**write_sizes(c), **write_window(c), "attention_bias": False}
+    return {**write_sizes(c), **write_window(c), "attention_bias": biased}
 
 
 def _write_olmo2(c: Any) -> dict[str, Any] | None:
-    if type(c) is not Llama or c.norm_place != "after" or c.qk_norm != "rms_heads" or c.qkv_bias != "none":
+    biased = attention_bias(c) if type(c) is Llama and c.mlp_bias == "none" else None
+    if biased is None or c.norm_place != "after" or c.qk_norm != "rms_heads":
         return None
     sizes = write_sizes(c)
     # `transformers` computes this architecture with heads of width / heads and without a window.
     whole = sizes.pop("head_dim") * c.heads == c.width and c.sliding_window is None
-    return {**sizes, "attention_bias": False} if whole else None
+    return {**sizes, "attention_bias": biased} if whole else None
 
 
 LAYER = "model.layers.{layer}."
@@ -153,12 +179,16 @@ _BLOCK: dict[str, tuple[str, tuple[str, ...]]] = {
     "query_bias": ("self_attn.q_proj.bias", ("NH",)),
     "key_bias": ("self_attn.k_proj.bias", ("KH",)),
     "value_bias": ("self_attn.v_proj.bias", ("KH",)),
+    "attention_out_bias": ("self_attn.o_proj.bias", ("D",)),
     "query_norm": ("self_attn.q_norm.weight", ("H",)),
     "key_norm": ("self_attn.k_norm.weight", ("H",)),
     "mlp_norm": ("post_attention_layernorm.weight", ("D",)),
     "gate": ("mlp.gate_proj.weight", ("F", "D")),
     "up": ("mlp.up_proj.weight", ("F", "D")),
     "down": ("mlp.down_proj.weight", ("D", "F")),
+    "gate_bias": ("mlp.gate_proj.bias", ("F",)),
+    "up_bias": ("mlp.up_proj.bias", ("F",)),
+    "down_bias": ("mlp.down_proj.bias", ("D",)),
 }
 """Parameter of a layer -> name after the layer's number, and axes."""
 _REST: dict[str, tuple[str, tuple[str, ...]]] = {

@@ -34,7 +34,7 @@ def _read(fields: Fields) -> Llama4:
             )
     tuned = fields.get("attn_temperature_tuning", True)
     return Llama4(
-        **read_sizes(fields), mlp=fields.get("intermediate_size_mlp", 16384), no_rope_interval=interval,
+        **read_sizes(fields, 500000.0, 1e-5), mlp=fields.get("intermediate_size_mlp", 16384), no_rope_interval=interval,
         attention_chunk=fields.get("attention_chunk_size", 8192),
         qk_l2_norm="rotary" if fields.get("use_qk_norm", True) else "none",
         temperature_scale=fields.get("attn_scale", 0.1) if tuned else 0.0,

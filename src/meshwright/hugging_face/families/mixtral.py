@@ -7,7 +7,9 @@ from meshwright.hugging_face.architecture import Architecture
 from meshwright.hugging_face.families.llama import (
     COMPUTED,
     TIED,
+    attention_bias,
     llama_tensors,
+    read_biases,
     read_sizes,
     read_window,
     write_sizes,
@@ -22,14 +24,13 @@ def _read_mixtral(fields: Fields) -> Mixtral:
     fields.without_effect("router_jitter_noise")
     width = fields.get("intermediate_size")
     return Mixtral(
-        **read_sizes(fields), mlp=width, expert_mlp=width, sliding_window=fields.get("sliding_window", None),
+        **read_sizes(fields, 1e6, 1e-5), mlp=width, expert_mlp=width, sliding_window=fields.get("sliding_window", None),
         experts=fields.get("num_local_experts"), experts_per_token=fields.get("num_experts_per_tok"),
         aux_loss_weight=fields.get("router_aux_loss_coef", 0.001),
     )  # fmt: skip
 
 
 def _read_qwen3_moe(fields: Fields) -> Mixtral:
-    fields.require("attention_bias", False)
     fields.require("decoder_sparse_step", 1)
     dense = sorted(fields.get("mlp_only_layers", []))
     if dense != list(range(len(dense))):
@@ -39,7 +40,8 @@ def _read_qwen3_moe(fields: Fields) -> Mixtral:
             "a model whose layers without experts come first",
         )
     return Mixtral(
-        **read_sizes(fields), mlp=fields.get("intermediate_size"), sliding_window=read_window(fields), qk_norm="rms",
+        **read_sizes(fields), **read_biases(fields), mlp=fields.get("intermediate_size"),
+        sliding_window=read_window(fields), qk_norm="rms",
         experts=fields.first("num_experts", "num_local_experts"), experts_per_token=fields.get("num_experts_per_tok"),
         expert_mlp=fields.get("moe_intermediate_size"), normalize_top_k=fields.get("norm_topk_prob", False),
         aux_loss_weight=fields.get("router_aux_loss_coef", 0.001), dense_layers=len(dense),
@@ -55,13 +57,13 @@ def _plain(c: Any) -> bool:
         and c.expert_groups == 1
         and not c.shared_experts
         and not c.bias_update_rate
-        and c.qkv_bias == "none"
         and c.dispatch == "dropless"
     )
 
 
 def _write_mixtral(c: Any) -> dict[str, Any] | None:
-    if not _plain(c) or c.dense_layers or not c.normalize_top_k or c.qk_norm != "none":
+    plain = _plain(c) and attention_bias(c) is False and c.qk_norm == "none"
+    if not plain or c.dense_layers or not c.normalize_top_k:
         return None
     return {
         **write_sizes(c),
@@ -74,12 +76,13 @@ def _write_mixtral(c: Any) -> dict[str, Any] | None:
 
 
 def _write_qwen3_moe(c: Any) -> dict[str, Any] | None:
-    if not _plain(c) or c.qk_norm != "rms":
+    biased = attention_bias(c) if _plain(c) else None
+    if biased is None or c.qk_norm != "rms":
         return None
     return {
         **write_sizes(c),
         **write_window(c),
-        "attention_bias": False,
+        "attention_bias": biased,
         "num_experts": c.experts,
         "num_experts_per_tok": c.experts_per_token,
         "moe_intermediate_size": c.expert_mlp,

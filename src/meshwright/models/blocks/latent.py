@@ -84,5 +84,5 @@ def _values_and_scale(weight: Any, dtype: Any) -> tuple[Any, Any]:
 
 
 def pad_values(v_BTNH: jax.Array, size: int) -> jax.Array:
-    """Returns values with zeros up to the size of a key, for attention that sends both as one array."""
+    """Returns values with zeros up to a size, for attention that sends keys and values as one array."""
     return jnp.pad(v_BTNH, ((0, 0), (0, 0), (0, 0), (0, size - v_BTNH.shape[-1])))

@@ -13,6 +13,7 @@ FAMILIES: dict[str, str] = {
     "llama4": "meshwright.models.families.llama4:Llama4",
     "mixtral": "meshwright.models.families.mixtral:Mixtral",
     "olmo3": "meshwright.models.families.olmo3:Olmo3",
+    "qwen3_next": "meshwright.models.families.qwen3_next:Qwen3Next",
 }
 """Name of a family -> module and class."""
 

@@ -77,7 +77,8 @@ class Deepseek(Mixtral):
     """Constant added to the mean square in RMSNorm."""
 
     _unused: ClassVar[dict[str, Any]] = {
-        "head_size": None, "rope_scaling": None, "sliding_window": None, "qkv_bias": "none", "qk_norm": "none",
+        "head_size": None, "rope_scaling": None, "rope_factor": 1.0, "sliding_window": None, "qkv_bias": "none",
+        "out_bias": "none", "qk_norm": "none",
     }  # fmt: skip
 
     @property
@@ -217,7 +218,11 @@ def _attention_half(c: Deepseek, ctx: ForwardContext) -> AttentionHalf:
                 k_BTNH = jnp.concatenate([k_BTNH, shared], -1)
                 if ctx.sequence.groups > 1:
                     # Keys and values go around a ring, or are gathered, as arrays of one shape.
-                    v_BTNH = pad_values(v_BTNH, spec.head_size)
+                    longest = max(spec.head_size, c.v_head_dim)
+                    v_BTNH = pad_values(v_BTNH, longest)
+                    if longest > spec.head_size:  # the kernels divide by the root of the padded size
+                        q_BTNH = pad_values(q_BTNH * math.sqrt(longest / spec.head_size), longest)
+                        k_BTNH = pad_values(k_BTNH, longest)
                 project = functools.partial(_project_values, c.v_head_dim)
                 y_BTD = ctx.attend_row_parallel(project, q_BTNH, k_BTNH, v_BTNH, w["attention_out"], window=None)
             return checkpoint_name(x_BTD + ctx.dropout(y_BTD, 2 * index + 1), ATTN_RESIDUAL)

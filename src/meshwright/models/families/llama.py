@@ -13,15 +13,18 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.comm.collectives import sequence_all_gather
 from meshwright.config import MeshShape, Model
+from meshwright.errors import ConfigError
 from meshwright.models.blocks.embed import embed
 from meshwright.models.blocks.head_size import even_head_size
 from meshwright.models.blocks.linear import attention_projection, linear, linears
 from meshwright.models.blocks.norm import rms_norm, rms_norm_heads
 from meshwright.models.blocks.rotary import RopeScaling, apply_rope, rope_angles, rope_frequencies
+from meshwright.models.blocks.yarn import Yarn, yarn_angles
 from meshwright.models.model import (
     AttentionSpec,
     Aux,
@@ -66,12 +69,20 @@ class Llama(Model):
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Scaling of the low rotary frequencies (Llama 3.1 and later)."""
+    rope_factor: float = 1.0
+    """Factor by which all rotary frequencies are divided (linear position interpolation, arXiv:2306.15595)."""
+    yarn: Yarn | None = None
+    """Scaling of the low rotary frequencies for long contexts (YaRN; Qwen2.5 and Qwen3 beyond 32k tokens)."""
     norm_epsilon: float = 1e-5
     """Constant added to the mean square in RMSNorm."""
     sliding_window: int | None = None
     """Positions a token attends to, itself included (Mistral); None is all before it."""
     qkv_bias: Literal["none", "learned"] = "none"
     """Bias of the query, key and value projections (Qwen2)."""
+    out_bias: Literal["none", "learned"] = "none"
+    """Bias of the projection out of attention (`attention_bias` of Llama's and Qwen3's configurations)."""
+    mlp_bias: Literal["none", "learned"] = "none"
+    """Bias of the three projections of dense feed-forward layers (`mlp_bias` of Llama's configuration)."""
     qk_norm: Literal["none", "rms", "rms_heads"] = "none"
     """Normalisation of queries and keys: each head alone (rms: Qwen3), or all heads together (rms_heads: OLMo 2)."""
     norm_place: Literal["before", "after"] = "before"
@@ -82,6 +93,7 @@ class Llama(Model):
     @property
     def attention(self) -> AttentionSpec:
         """Attention of every layer."""
+        _check_rope(self)
         size = even_head_size(self.width, self.heads) if self.head_size is None else self.head_size
         return AttentionSpec(self.heads, self.kv_heads, size, self.sliding_window, self.qk_norm != "none")
 
@@ -153,6 +165,8 @@ def shrunk_sizes(c: Llama, shape: MeshShape) -> dict[str, Any]:
         "head_size": _SHRUNK_HEAD,
         "mlp": every * 2,
         "rope_scaling": None,
+        "rope_factor": 1.0,
+        "yarn": None,
         "sliding_window": None if c.sliding_window is None else _SHRUNK_WINDOW,
     }
 
@@ -172,6 +186,8 @@ def attention_params(c: Llama, layers: int) -> dict[str, Param]:
         params["query_bias"] = Param((L, N, H), "LNH", "zeros")
         params["key_bias"] = Param((L, K, H), "LKH", "zeros")
         params["value_bias"] = Param((L, K, H), "LKH", "zeros")
+    if c.out_bias == "learned":
+        params["attention_out_bias"] = Param((L, D), "LD", "zeros")
     if c.qk_norm == "rms":
         params["query_norm"] = Param((L, H), "LH", "ones")
         params["key_norm"] = Param((L, H), "LH", "ones")
@@ -184,11 +200,16 @@ def attention_params(c: Llama, layers: int) -> dict[str, Param]:
 def swiglu_params(c: Llama, layers: int) -> dict[str, Param]:
     """Returns the SwiGLU parameters of a stack of `layers` layers."""
     L, D, F = layers, c.width, c.mlp
-    return {
+    params = {
         "gate": Param((L, D, F), "LDF", role="ffn_in"),
         "up": Param((L, D, F), "LDF", role="ffn_in"),
         "down": Param((L, F, D), "LFD", std=output_std(c), role="ffn_out"),
     }
+    if c.mlp_bias == "learned":
+        params["gate_bias"] = Param((L, F), "LF", "zeros")
+        params["up_bias"] = Param((L, F), "LF", "zeros")
+        params["down_bias"] = Param((L, D), "LD", "zeros")
+    return params
 
 
 def output_std(c: Llama) -> float:
@@ -205,7 +226,10 @@ def dense_layer(c: Llama, ctx: ForwardContext, stack: str, attention: AttentionH
         with jax.named_scope("feed-forward"):
             h_BTD = _norm_if(c, "before", x_BTD, weights["mlp_norm"])
             gate_BTF, up_BTF = ctx.column_parallel(linears, h_BTD, [weights["gate"], weights["up"]])
+            if c.mlp_bias == "learned":
+                gate_BTF, up_BTF = gate_BTF + weights["gate_bias"], up_BTF + weights["up_bias"]
             y_BTD = ctx.row_parallel(linear, silu_product(gate_BTF, up_BTF), weights["down"])
+            y_BTD = y_BTD + weights["down_bias"] if c.mlp_bias == "learned" else y_BTD
             y_BTD = _norm_if(c, "after", y_BTD, weights["mlp_norm"])
             return x_BTD + ctx.dropout(y_BTD, 2 * index + 2), {}
 
@@ -214,8 +238,33 @@ def dense_layer(c: Llama, ctx: ForwardContext, stack: str, attention: AttentionH
 
 def own_attention(c: Llama, ctx: ForwardContext) -> AttentionHalf:
     """Returns the attention half of the layers of a model whose layers are of one kind."""
-    cos_sin = rope_angles(ctx.tokens.positions, rope_frequencies(c.attention.head_size, c.rope_theta, c.rope_scaling))
-    return attention_half(c, ctx, c.sliding_window, cos_sin)
+    return attention_half(c, ctx, c.sliding_window, rotary_angles(c, ctx.tokens.positions, c.attention.head_size))
+
+
+def rotary_angles(c: Llama, positions_BT: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the cosine and sine [B, T, 1, H/2] of the rotation of `size` features of each head, scaled as `c` has it.
+
+    positions_BT: positions within each document.
+    """
+    if c.yarn is not None:
+        return yarn_angles(positions_BT, size, c.rope_theta, c.yarn)
+    return rope_angles(positions_BT, rope_frequencies(size, c.rope_theta, c.rope_scaling) / np.float32(c.rope_factor))
+
+
+def _check_rope(c: Llama) -> None:
+    """Raises ConfigError for two scalings of the rotary frequencies, or one that does not lengthen a context."""
+    given = {
+        "rope_scaling": c.rope_scaling is not None, "rope_factor": c.rope_factor != 1.0, "yarn": c.yarn is not None,
+    }  # fmt: skip
+    found = [f"model.{name}" for name, is_given in given.items() if is_given]
+    if len(found) > 1:
+        raise ConfigError(
+            " and ".join(found), "each of them scales the same rotary frequencies", f"one of them, such as {found[-1]}"
+        )
+    for name, value, fix in (("theta", c.rope_theta, 10000), ("factor", c.rope_factor, 1)):
+        if not 0 < value < math.inf:
+            truth = "rotary frequencies are made of it, and it must be positive"
+            raise ConfigError(f"model.rope_{name} = {value:g}", truth, f"--model.rope-{name} {fix}")
 
 
 def attention_half(
@@ -229,6 +278,7 @@ def attention_half(
             products = ctx.column_parallel(linears, h_BTD, [weights[name] for name in ("query", "key", "value")])
             qkv, w_NHD = _qkv(c, products, weights, cos_sin), weights["attention_out"]
             y_BTD = ctx.attend_row_parallel(attention_projection, *qkv, w_NHD, window=window)
+            y_BTD = y_BTD + weights["attention_out_bias"] if c.out_bias == "learned" else y_BTD
             y_BTD = _norm_if(c, "after", y_BTD, weights["attention_norm"])
             return checkpoint_name(x_BTD + ctx.dropout(y_BTD, 2 * index + 1), ATTN_RESIDUAL)
 

@@ -21,13 +21,14 @@ from meshwright.errors import ConfigError
 from meshwright.models.blocks.experts import ExpertFunction, Routing, dropless_moe, route, router_losses
 from meshwright.models.blocks.linear import attention_projection, linears
 from meshwright.models.blocks.norm import rms_norm
-from meshwright.models.blocks.rotary import apply_rope_interleaved, rope_angles, rope_frequencies
+from meshwright.models.blocks.rotary import apply_rope_interleaved
 from meshwright.models.families.llama import (
     AttentionHalf,
     Llama,
     attention_params,
     dense_layer,
     output_std,
+    rotary_angles,
     shrunk_sizes,
     swiglu,
     swiglu_params,
@@ -189,6 +190,12 @@ def _check(c: Llama4) -> None:
             "--model.qkv-bias none --model.qk-norm none --model.norm-place before",
         ),
         (
+            f"--model.out-bias {c.out_bias} --model.mlp-bias {c.mlp_bias} in Llama 4",
+            "its projections have no biases",
+            (c.out_bias, c.mlp_bias) != ("none", "none"),
+            "--model.out-bias none --model.mlp-bias none",
+        ),
+        (
             f"{c.layers} layers of which every {c.expert_interval}-th has experts",
             "at least one layer has experts",
             not 1 <= c.expert_interval <= c.layers,
@@ -214,7 +221,7 @@ def _check(c: Llama4) -> None:
 def _attention_half(c: Llama4, ctx: ForwardContext, rotates: bool) -> AttentionHalf:
     """Returns the attention half of the layers with or without rotary embedding."""
     positions_BT = ctx.tokens.positions
-    cos_sin = rope_angles(positions_BT, rope_frequencies(c.attention.head_size, c.rope_theta, c.rope_scaling))
+    cos_sin = rotary_angles(c, positions_BT, c.attention.head_size)
     steps_BT = jnp.floor((positions_BT.astype(jnp.float32) + 1.0) / c.temperature_floor)
     growth_BT11 = (1.0 + c.temperature_scale * jnp.log1p(steps_BT))[..., None, None]
 

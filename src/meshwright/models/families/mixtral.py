@@ -156,7 +156,7 @@ class Mixtral(Llama):
 
         opening: `(x, weights) -> x`, what comes before the layer with weights of the same subtree.
         """
-        attention, experts = self.attention_half(ctx), _experts(self, ctx)
+        attention, experts = self.attention_half(ctx), routed_experts(self, ctx)
 
         def layer(x_BTD: jax.Array, params: Tree, index: jax.Array) -> tuple[jax.Array, Aux]:
             weights = ctx.gather_params(params, stack)
@@ -243,6 +243,12 @@ def _check(c: Mixtral) -> None:
             "--model.norm-place before",
         ),
         (
+            f"--model.mlp-bias {c.mlp_bias} with experts",
+            "experts have no biases",
+            c.mlp_bias != "none",
+            "--model.mlp-bias none",
+        ),
+        (
             f"{c.experts} experts in {c.expert_groups} groups",
             "groups are of equal size",
             c.experts % c.expert_groups != 0,
@@ -259,7 +265,9 @@ def _check(c: Mixtral) -> None:
             raise ConfigError(asked, truth, fix)
 
 
-def _experts(c: Mixtral, ctx: ForwardContext) -> Callable[[jax.Array, dict[str, jax.Array]], tuple[jax.Array, Aux]]:
+def routed_experts(
+    c: Mixtral, ctx: ForwardContext
+) -> Callable[[jax.Array, dict[str, jax.Array]], tuple[jax.Array, Aux]]:
     """Returns `(h, weights of a layer) -> (output of the routed experts [B, T, D], router statistics)`."""
 
     def experts(h_BTD: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, Aux]:

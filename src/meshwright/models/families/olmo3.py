@@ -10,7 +10,7 @@ from typing import Literal
 from meshwright.config import MeshShape, Model
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.rotary import rope_angles, rope_frequencies
-from meshwright.models.blocks.yarn import Yarn, yarn_angles
+from meshwright.models.blocks.yarn import yarn_angles
 from meshwright.models.families.llama import Llama, attention_half, dense_layer
 from meshwright.models.model import ForwardContext, Layer, LayerSpec, ModelSpec, Pattern
 
@@ -37,8 +37,6 @@ class Olmo3(Llama):
     """Attention and feed-forward normalise what they add."""
     local_layers: int = 3
     """Layers with a sliding window before each layer without."""
-    yarn: Yarn | None = None
-    """Scaling of the low rotary frequencies of global layers."""
 
     @property
     def period(self) -> int:
@@ -53,9 +51,9 @@ class Olmo3(Llama):
                 "OLMo 3 has local layers, and they have a window",
                 "--model.local-layers 3 --model.sliding-window 4096, or the family llama for layers of one kind",
             )
-        if self.rope_scaling is not None:
+        if self.rope_scaling is not None or self.rope_factor != 1.0:
             raise ConfigError(
-                "rope_scaling in OLMo 3",
+                f"{'rope_factor' if self.rope_scaling is None else 'rope_scaling'} in OLMo 3",
                 "its rotary frequencies are scaled by YaRN, in global layers",
                 "the field yarn",
             )

@@ -6,7 +6,7 @@ import numpy as np
 
 from meshwright.sharding.schedule_table import PLACE, TASK_NAMES, ScheduleTable
 from meshwright.views.draw.blocks import ArrayPicture, LocalPicture
-from meshwright.views.draw.colours import colour, format_devices
+from meshwright.views.draw.colours import block_colour, format_devices, ink_on, task_colour
 from meshwright.views.draw.machine import MachinePicture
 from meshwright.views.draw.panels import BlockPanel, BlockPanels, panels_of
 from meshwright.views.draw.timeline import PipelineTimeline, fill
@@ -40,7 +40,9 @@ class _Drawing:
         )
         size = min(12.0, h * 0.6, w / (max(len(label), 1) * _CHARACTER + 0.6))
         if label and size >= 5:
-            self.text(x + w / 2, y + h / 2 + size * 0.35, label, size, "fill:#111;pointer-events:none", "middle")
+            self.text(
+                x + w / 2, y + h / 2 + size * 0.35, label, size, f"fill:{ink_on(fill)};pointer-events:none", "middle"
+            )
         self.width, self.height = max(self.width, x + w + 4), max(self.height, y + h + 4)
 
     def render(self, title: str) -> str:
@@ -113,7 +115,7 @@ def _draw_panel(
     for cell in panel.cells:
         tip = f"block {cell.row}, {cell.column}: devices {', '.join(map(str, cell.devices))}"
         label = format_devices(cell.devices, label_width)
-        drawing.box(x + cell.column * w, y + cell.row * h, w, h, colour(cell.number), label, tip)
+        drawing.box(x + cell.column * w, y + cell.row * h, w, h, block_colour(cell.number), label, tip)
 
 
 def local_svg(picture: LocalPicture) -> str:
@@ -133,7 +135,7 @@ def local_svg(picture: LocalPicture) -> str:
         for c, device in enumerate(row):
             value = values[int(device)]
             label, tip = f"{device}: {picture.name or 'x'}{value}", f"device {device} holds value {value}"
-            drawing.box(8 + c * w, 40 + r * h, w - 3, h - 3, colour(value), label, tip)
+            drawing.box(8 + c * w, 40 + r * h, w - 3, h - 3, block_colour(value), label, tip)
     return drawing.render(picture.title)
 
 
@@ -161,7 +163,7 @@ def machine_svg(picture: MachinePicture) -> str:
             position = ", ".join(f"{axis}={int(i)}" for axis, i in along if picture.mesh[axis] > 1)
             left, top = x + cell.column * side, y + 6 + cell.row * side
             tip = f"device {cell.device}: {position}"
-            drawing.box(left, top, side - 2, side - 2, colour(picture.groups[cell.device]), str(cell.device), tip)
+            drawing.box(left, top, side - 2, side - 2, block_colour(picture.groups[cell.device]), str(cell.device), tip)
         tallest = max(tallest, height + 6)
         x += width + 16
     return drawing.render(picture.title)
@@ -202,7 +204,7 @@ def _draw_tick(
         name = TASK_NAMES[task.kind]
         tip = f"tick {t}: {name} of microbatch {task.microbatch}{virtual_stage}; {live} live inputs"
         top = y + _TASK_HEIGHT * picture.places.index(PLACE[task.kind])
-        drawing.box(x, top, width, _TASK_HEIGHT, fill(task.kind, task.microbatch), picture.label(task), tip)
+        drawing.box(x, top, width, _TASK_HEIGHT, fill(task), picture.label(task), tip)
     if live:
         height = _LIVE_HEIGHT * live / max(1, int(table.live_inputs.max()))
         top = y + _TASK_HEIGHT * len(picture.places) + _LIVE_HEIGHT - height
@@ -215,7 +217,7 @@ def _draw_tick(
 def _draw_task_legend(drawing: _Drawing, table: ScheduleTable, y: float) -> None:
     x = _STAGE_LEFT
     for kind in (kind for kind, count in table.task_counts.items() if count):
-        drawing.box(x, y - 11, 14, 14, fill(kind, 0), "", TASK_NAMES[kind])
+        drawing.box(x, y - 11, 14, 14, task_colour(TASK_NAMES[kind], 0), "", TASK_NAMES[kind])
         drawing.text(x + 20, y, TASK_NAMES[kind], 11)
         x += 34 + len(TASK_NAMES[kind]) * 7
     drawing.text(x, y, "grey: live inputs", 11)

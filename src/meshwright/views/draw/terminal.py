@@ -6,7 +6,7 @@ import numpy as np
 from rich.text import Text
 
 from meshwright.views.draw.blocks import ArrayPicture, LocalPicture
-from meshwright.views.draw.colours import colour, format_devices
+from meshwright.views.draw.colours import block_colour, format_devices, ink_on
 from meshwright.views.draw.machine import MachinePicture
 from meshwright.views.draw.panels import BlockPanel, panels_of
 from meshwright.views.draw.timeline import PipelineTimeline, fill, task_legend
@@ -38,6 +38,11 @@ def array_text(picture: ArrayPicture) -> Text:
     return text
 
 
+def _filled(colour: str) -> str:
+    """Returns the style of a box: ink that is readable on its colour."""
+    return f"{ink_on(colour)} on {colour}"
+
+
 def _grid(panel: BlockPanel) -> Text:
     rows, columns = min(panel.rows, _MAX_ROWS), min(panel.columns, _MAX_COLUMNS)
     cells = [c for c in panel.cells if c.row < rows and c.column < columns]
@@ -54,7 +59,7 @@ def _grid(panel: BlockPanel) -> Text:
     for row in range(rows):
         for column in range(columns):
             text.append("│")
-            text.append(labels[row, column].center(width), style=f"black on {colour(numbers[row, column])}")
+            text.append(labels[row, column].center(width), style=_filled(block_colour(numbers[row, column])))
         text.append(f"│{more}\n")
         text.append(line("├", "┼", "┤") if row < rows - 1 else line("└", "┴", "┘"))
     if panel.rows > rows:
@@ -80,7 +85,7 @@ def local_text(picture: LocalPicture) -> Text:
     for row in ids[:_MAX_ROWS]:
         for device in row[:_MAX_COLUMNS]:
             value = values[int(device)]
-            text.append(f" {device}:{picture.name or 'x'}{value} ", style=f"black on {colour(value)}")
+            text.append(f" {device}:{picture.name or 'x'}{value} ", style=_filled(block_colour(value)))
             text.append(" ")
         text.append("\n")
     if len(ids) > _MAX_ROWS:
@@ -112,7 +117,7 @@ def machine_text(picture: MachinePicture) -> Text:
             rows.setdefault(cell.row, []).append((cell.column, cell.device))
         for row in sorted(rows)[:_MAX_ROWS]:
             for _, device in sorted(rows[row])[:_MAX_COLUMNS]:
-                text.append(f"{device:^5}", style=f"black on {colour(picture.groups[device])}")
+                text.append(f"{device:^5}", style=_filled(block_colour(picture.groups[device])))
             text.append("\n")
     if len(picture.panels) > _MAX_PANELS:
         text.append(f"... and {len(picture.panels) - _MAX_PANELS} more\n", style="dim")
@@ -134,7 +139,7 @@ def timeline_text(picture: PipelineTimeline) -> Text:
                 if task is None:
                     text.append("·".rjust(width), style="dim")
                 else:
-                    text.append(picture.label(task).rjust(width), style=f"black on {fill(task.kind, task.microbatch)}")
+                    text.append(picture.label(task).rjust(width), style=_filled(fill(task)))
             text.append("\n" if shown == table.ticks else " ...\n")
         live = "".join((str(n) if n else "").rjust(width) for n in table.live_inputs[:shown, s])
         text.append(f"{'live':>9} {live}\n", style="dim")

@@ -14,7 +14,7 @@ from meshwright.sharding.schedule_table import (
     ScheduleTable,
     Task,
 )
-from meshwright.views.draw.colours import colour
+from meshwright.views.draw.colours import task_colour
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _MARKS = {FORWARD: "", BACKWARD: "'", BACKWARD_INPUT: "'", BACKWARD_WEIGHT: "w"}
@@ -84,11 +84,9 @@ class PipelineTimeline:
         return timeline_text(self)
 
 
-def fill(kind: int, microbatch: int) -> str:
-    """Returns the colour of a cell: that of the microbatch, darker for backward passes."""
-    red, green, blue = (int(colour(microbatch)[i : i + 2], 16) for i in (1, 3, 5))
-    shade = {FORWARD: 1.0, BACKWARD_WEIGHT: 0.86}.get(kind, 0.72)
-    return f"#{round(red * shade):02x}{round(green * shade):02x}{round(blue * shade):02x}"
+def fill(task: Task) -> str:
+    """Returns the colour of a cell: that of the kind of task, lighter for later virtual stages."""
+    return task_colour(TASK_NAMES[task.kind], task.virtual_stage)
 
 
 def task_legend(table: ScheduleTable) -> list[str]:

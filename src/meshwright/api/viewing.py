@@ -1,0 +1,66 @@
+"""Pages of runs, from Python."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.runs.recipe import find_recipe, list_recipes
+from meshwright.runs.write_run import run_to_dict
+from meshwright.views.pages import Page, inline
+from meshwright.views.run_folder import RunFolder, open_folders
+from meshwright.views.run_page import run_page
+
+if TYPE_CHECKING:
+    from meshwright.views.pages import Live
+
+PAGE = "view.html"
+"""Name of a run's page in its output folder."""
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """Page of one or several runs.
+
+    Example:
+        >>> run = mw.recipe("tiny", mesh="data=1", layers=1, steps=2, sample=0, eval_samples=16)
+        >>> result = mw.train(run, out=tmp / "viewed", progress="none", cache=tmp, devices=1)
+        >>> page = mw.view(tmp / "viewed").write()
+        >>> page.name, "Held-out" in page.read_text() or "held-out loss" in page.read_text()
+        ('view.html', True)
+    """
+
+    page: Page
+    out: Path
+    """Output folder of the first run."""
+
+    def write(self, file: str | Path | None = None) -> Path:
+        """Writes the page as one HTML file that loads nothing, by default OUT/view.html; returns the file."""
+        path = Path(file) if file is not None else self.out / PAGE
+        self.page.write(path)
+        return path
+
+    def _repr_html_(self) -> str:
+        return inline(self.page)
+
+
+def view(*outs: str | Path) -> View:
+    """Returns the page of the runs in these output folders, over each other where they are several.
+
+    Raises ConfigError for a folder without a run.
+
+    Example:
+        >>> run = mw.recipe("tiny", mesh="data=1", layers=1, steps=2, sample=0, eval_samples=16)
+        >>> result = mw.train(run, out=tmp / "seen", progress="none", cache=tmp, devices=1)
+        >>> mw.view(tmp / "seen").page.title
+        'seen'
+    """
+    folders = open_folders([Path(out) for out in outs])
+    return View(make_page(folders), folders[0].folder)
+
+
+def make_page(folders: Sequence[RunFolder], live: "Live | None" = None) -> Page:
+    """Returns the page of folders that are open, each compared with the built-in recipe of its run's name."""
+    names = {folder.document("run.json").get("name") for folder in folders}
+    recipes: dict[str, Any] = {name: run_to_dict(find_recipe(name)) for name in list_recipes() if name in names}
+    return run_page(folders, recipes, live)

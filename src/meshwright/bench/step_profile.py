@@ -1,0 +1,287 @@
+"""Profile of some steps of a training: traced by JAX's profiler, and set beside the simulated schedule.
+
+The folder of a profile has files for xprof (TensorBoard) and for ui.perfetto.dev.
+"""
+
+import collections
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from meshwright.analysis.run_census import skipped_by_kernels, target_devices
+from meshwright.analysis.simulate import SimulatedSchedule, simulate_schedule
+from meshwright.bench.device_trace import Event, Trace, device_time, innermost, read_trace
+from meshwright.errors import ConfigError
+from meshwright.hardware.targets import Target
+from meshwright.hlo.async_pairs import start_of
+from meshwright.hlo.collectives import collective_in, group_of, kind_of
+from meshwright.hlo.parser import Computation, Instruction, Module, parse_module
+from meshwright.hlo.scopes import scopes_of
+from meshwright.report import Reporter
+from meshwright.step.device_run import DeviceRun
+from meshwright.step.state import State
+from meshwright.trainer.loop import Trainable
+from meshwright.trainer.meter import Meter
+from meshwright.trainer.prepare import Batches, Position
+
+_HOST = (
+    "Simulated devices share the cores of this machine: figures are thread seconds per device, a collective's include "
+    "waiting for the other devices, and nothing overlaps as it would on accelerators."
+)
+_TPU = (
+    "On a TPU a collective counts as its start and the wait for its end, and its simulated seconds are those exposed; "
+    "communication is the time in which one is in flight."
+)
+_GPU = "On a GPU a collective counts from the beginning to the end of its kernel, overlapped or not."
+_NO_CHIP = "Nothing is known of this device, so nothing is simulated (meshwright bench measures it)."
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of a profile, in seconds of one device in one step."""
+
+    kind: str
+    """`step`, `part`, `collective`, or `scope`."""
+    name: str
+    measured: float
+    simulated: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Measured steps beside the simulated schedule."""
+
+    first: int
+    last: int
+    rows: tuple[Row, ...]
+    note: str
+    """Meaning of the figures on these devices."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the profile as JSON values."""
+        return dataclasses.asdict(self)
+
+
+def parse_steps(text: str, steps: int) -> tuple[int, int]:
+    """Parses `10:13`, the first and the last step of a run of `steps`. Raises ConfigError on anything else."""
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match is None or not 1 < int(match[1]) <= int(match[2]) <= steps:
+        raise ConfigError(
+            f"--profile {text}", f"it is the first and the last step, of 2 to {steps}: the first of a run warms up",
+            f"--profile {min(10, max(2, steps - 3))}:{min(13, steps)}",
+        )  # fmt: skip
+    return int(match[1]), int(match[2])
+
+
+class ProfiledRun:
+    """A run as the training loop takes it, whose steps `first` to `last` are traced into `folder`."""
+
+    def __init__(self, prepared: Trainable, first: int, last: int, folder: Path):
+        self._prepared, self._first, self._last, self._folder = prepared, first, last, folder
+        self._step = 0
+        self._began: float | None = None
+        self._text, self._seconds = "", 0.0
+
+    @property
+    def device_run(self) -> DeviceRun:
+        """The run on its devices."""
+        return self._prepared.device_run
+
+    def write_files(self, out: Path) -> None:
+        """Writes what the run writes."""
+        self._prepared.write_files(out)
+
+    def meter(self, reporters: list[Reporter]) -> Meter:
+        """Returns the run's meter."""
+        return self._prepared.meter(reporters)
+
+    def feed(self, start: Position) -> Batches:
+        """Returns the run's batches, and counts steps from there on."""
+        self._step = start.step
+        if self._first <= start.step:
+            raise ConfigError(
+                f"--profile {self._first}:{self._last}", f"the run goes on after step {start.step}",
+                f"--profile {start.step + 2}:{start.step + 4}",
+            )  # fmt: skip
+        return self._prepared.feed(start)
+
+    def fingerprint(self) -> dict[str, Any] | None:
+        """Returns the fingerprint of the run's data."""
+        return self._prepared.fingerprint()
+
+    def compile(self, batch: Any) -> Any:
+        """Compiles the train step and returns it with the profiler around it."""
+        step = self._prepared.compile(batch)
+
+        def traced(state: State, batch: Any) -> tuple[State, Any]:
+            self._step += 1
+            if self._step == self._first:
+                self._text = step.program_text()
+                jax.block_until_ready(state)
+                jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True)
+                self._began = time.perf_counter()
+            result = step(state, batch)
+            if self._step == self._last and self._began is not None:
+                jax.block_until_ready(result)
+                self._seconds = time.perf_counter() - self._began
+                self.stop()
+            return result
+
+        return traced
+
+    def evaluator(self) -> Callable[[State], float] | None:
+        """Returns the run's evaluator."""
+        return self._prepared.evaluator()
+
+    def sample(self, state: State, out: Path) -> str:
+        """Samples as the run does."""
+        return self._prepared.sample(state, out)
+
+    def stop(self) -> None:
+        """Ends the trace, also where the run ended before its last step."""
+        if self._began is not None:
+            self._began = None
+            jax.profiler.stop_trace()
+
+    def profile(self, target: Target | None) -> Profile | None:
+        """Returns the profile; None where the run ended before the last of its steps.
+
+        target: hardware of the devices, where it is known.
+        """
+        if not self._seconds:
+            return None
+        module = parse_module(self._text)
+        schedule, note = self._simulated(module, target)
+        count = self._last - self._first + 1
+        mesh = dict(self.device_run.mesh.shape)
+        trace = read_trace(self._folder, module)
+        rows, meaning = compare(trace, module, schedule, mesh, steps=count, seconds=self._seconds)
+        return Profile(self._first, self._last, tuple(rows), " ".join(part for part in (meaning, note) if part))
+
+    def _simulated(self, module: Module, target: Target | None) -> tuple[SimulatedSchedule | None, str]:
+        """Returns the simulated schedule of the program, or why there is none."""
+        device_run = self.device_run
+        if target is None:
+            return None, _NO_CHIP
+        if device_run.shape.stage > 1:
+            return None, "Stages take different branches of one program, whose times are not simulated by instruction."
+        skipped = skipped_by_kernels(device_run.placed)
+        mesh = dict(device_run.mesh.shape)
+        return simulate_schedule(module, target_devices(device_run, target), mesh, skipped=skipped), ""
+
+
+def compare(
+    trace: Trace, module: Module, schedule: SimulatedSchedule | None, mesh: Mapping[str, int], *, steps: int,
+    seconds: float,
+) -> tuple[list[Row], str]:  # fmt: skip
+    """Returns the lines of a profile, and what its figures mean on these devices.
+
+    mesh: degree of each axis.  steps: steps in the trace.  seconds: wall time of all of them.
+    """
+    tpu = any("TPU" in name for name in trace.devices)
+    lanes = [lane for device in trace.devices.values() for lane in device] or trace.host
+    devices = len(trace.devices) or max(1, _product(mesh.values()))
+    measured = _by_name(event for lane in lanes for event in innermost(lane))
+    share = 1.0 / (devices * steps)
+    simulated = None if schedule is None else _simulated_by_name(schedule, exposed=tpu)
+    rows = [Row("step", "whole step", seconds / steps, None if schedule is None else schedule.step_seconds)]
+    rows += _parts(trace, schedule, steps)
+    for kind, label in (("collective", _collective_labels(module, dict(mesh))), ("scope", _scope_labels(module))):
+        rows += _grouped(kind, label, {name: value * share for name, value in measured.items()}, simulated)
+    return rows, _TPU if tpu else _GPU if trace.devices else _HOST
+
+
+def _parts(trace: Trace, schedule: SimulatedSchedule | None, steps: int) -> list[Row]:
+    """Returns compute, exposed communication and idle time of the mean device; nothing of simulated devices."""
+    times = [device_time(name, lanes, trace.flights.get(name, ())) for name, lanes in trace.devices.items()]
+    if not times:
+        return []
+    mean = {
+        part: sum(getattr(time, part) for time in times) / (len(times) * steps)
+        for part in ("compute", "communication", "exposed", "idle")
+    }
+    foreseen: dict[str, float] = {}
+    if schedule is not None:
+        exposed = sum(schedule.exposed.values())
+        foreseen = {"exposed": exposed, "communication": sum(schedule.link_seconds.values()),
+                    "compute": schedule.step_seconds - exposed - schedule.bubble, "idle": schedule.bubble}  # fmt: skip
+    return [Row("part", part, value, foreseen.get(part)) for part, value in mean.items()]
+
+
+def _grouped(
+    kind: str, labels: Mapping[str, str], measured: Mapping[str, float], simulated: Mapping[str, float] | None
+) -> list[Row]:
+    """Returns a row for each label, the longest first."""
+    sums: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+    for column, times in enumerate((measured, simulated or {})):
+        for name, value in times.items():
+            if name in labels:
+                sums[labels[name]][column] += value
+    rows = [Row(kind, name, first, second if simulated is not None else None) for name, (first, second) in sums.items()]
+    return sorted(rows, key=lambda row: -max(row.measured, row.simulated or 0.0))
+
+
+def _by_name(events: Iterable[Event]) -> dict[str, float]:
+    sums: dict[str, float] = collections.defaultdict(float)
+    for event in events:
+        sums[event.instruction or event.name] += event.seconds
+    return sums
+
+
+def _simulated_by_name(schedule: SimulatedSchedule, *, exposed: bool) -> dict[str, float]:
+    """Returns the seconds of each instruction in a step. exposed: of collectives, those in which nothing else ran."""
+    sums: dict[str, float] = collections.defaultdict(float)
+    for span in schedule.spans:
+        if span.kind != "loop":
+            seconds = span.exposed if exposed and span.kind == "collective" else span.seconds
+            sums[span.name.rpartition(": ")[2]] += seconds * span.count
+    return sums
+
+
+def _collective_labels(module: Module, mesh: dict[str, int]) -> dict[str, str]:
+    """Returns kind and axes of every collective by the name of its instruction, and of what waits for it."""
+    labels: dict[str, str] = {}
+    for computation in module.computations.values():
+        for instruction in computation.instructions.values():
+            label = _collective_label(module, computation, instruction, mesh)
+            if label:
+                labels[instruction.name] = label
+    return labels
+
+
+def _collective_label(module: Module, computation: Computation, instruction: Instruction, mesh: dict[str, int]) -> str:
+    started = instruction
+    if instruction.opcode.endswith(("-done", "-update")):
+        started = computation.instructions.get(start_of(computation, instruction), instruction)
+    inner = collective_in(module, started)
+    if inner is None:
+        return ""
+    groups, axes = group_of(module, inner, mesh)
+    where = "+".join(axes) if axes else f"{max(len(group) for group in groups)} devices"
+    return f"{kind_of(inner) or 'all-reduce'} over {where}"
+
+
+def _scope_labels(module: Module) -> dict[str, str]:
+    """Returns the named scopes of every instruction by its name."""
+    labels = {}
+    for computation in module.computations.values():
+        for instruction in computation.instructions.values():
+            labels[instruction.name] = "/".join(scopes_of(instruction.op_name, module.branches)[-2:]) or "no scope"
+    return labels
+
+
+def _product(numbers: Iterable[int]) -> int:
+    product = 1
+    for number in numbers:
+        product *= number
+    return product
+
+
+def longest(profile: Profile, kind: str, most: int) -> Sequence[Row]:
+    """Returns the rows of a kind that take longest."""
+    return [row for row in profile.rows if row.kind == kind][:most]

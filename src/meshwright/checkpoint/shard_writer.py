@@ -1,0 +1,245 @@
+"""Checkpoints in a bucket or on each host's own disk: a file per shard, written and read by TensorStore.
+
+Orbax commits a checkpoint by renaming a folder of a file system that all hosts share. A bucket has no renames, and a
+host's own disk is not shared. So every process writes the shards that it has, each a chunk of a Zarr array in Orbax's
+format, and the manifest is written when all shards of all processes are there: a folder without a manifest is no
+checkpoint. Copied to a file system (`meshwright checkpoint move`), such a checkpoint is one that Orbax restores.
+"""
+
+import concurrent.futures
+import hashlib
+import json
+from collections.abc import Callable, Set
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore
+from jax.experimental import multihost_utils
+
+from meshwright.checkpoint.blocks import block_shape, commit_state, open_array, write_json, zarr_metadata
+from meshwright.checkpoint.steps import STARTED, committed_steps, partial_steps
+from meshwright.storage.bucket import context, kvstore_spec
+from meshwright.storage.paths import in_bucket
+from meshwright.storage.transfer import remove_tree
+
+_CHUNK = 64 * 2**20
+"""Largest chunk in bytes: a shard is one file, or several."""
+_READERS = 8
+"""Tensors that are read at a time."""
+_BARRIER_SECONDS = 1800
+LAYOUT = "layout.json"
+"""File of a checkpoint of one process alone: which parts of the tensors it has."""
+
+Shards = dict[str, list[tuple[tuple[slice, ...], np.ndarray]]]
+
+
+class ShardWriter:
+    """Checkpoints in one folder, of which a save is in progress in a thread.
+
+    reach: `shared` for a folder that all processes write to, each the shards that it owns; `process` for a folder of
+    this process alone, into which it writes all shards that it has.
+    """
+
+    def __init__(self, folder: Path, max_to_keep: int | None, reach: Literal["shared", "process"] = "shared"):
+        self._folder, self._max_to_keep, self._reach = folder, max_to_keep, reach
+        self._thread: concurrent.futures.ThreadPoolExecutor | None = None
+        self._pending: concurrent.futures.Future[None] | None = None
+        if max_to_keep is not None:
+            self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+            if self._commits:
+                for step in partial_steps(folder):  # the writer died; who writes here holds the lock of the folder
+                    self._remove(step)
+        self._saves = 0
+
+    @property
+    def _commits(self) -> bool:
+        """Whether this process writes descriptions and manifest."""
+        return self._reach == "process" or jax.process_index() == 0
+
+    def steps(self) -> list[int]:
+        """Returns the committed steps, oldest first."""
+        return committed_steps(self._folder)
+
+    def save(self, step: int, tensors: dict[str, jax.Array], manifest: dict[str, Any]) -> None:
+        """Copies the shards of this process to the host's memory, and starts to write them."""
+        assert self._thread is not None
+        self.wait()
+        shards = host_shards(tensors, owned=self._reach == "shared")
+        shapes = {name: (x.shape, x.dtype, x.sharding.shard_shape(x.shape)) for name, x in tensors.items()}
+        self._saves += 1
+        self._pending = self._thread.submit(self._write, step, shapes, shards, manifest, layout_of(tensors))
+
+    def _write(
+        self, step: int, shapes: dict[str, Any], shards: Shards, manifest: dict[str, Any], layout: str
+    ) -> None:  # fmt: skip
+        step_folder = self._folder / str(step)
+        state = step_folder / "state"
+        if self._commits:
+            if in_bucket(self._folder):
+                (self._folder / STARTED / str(step)).write_text(str(step))
+            state.mkdir(parents=True, exist_ok=True)
+        writing = []
+        for name, (shape, dtype, shard) in shapes.items():
+            if not self._commits and not shards[name]:
+                continue
+            spec = {
+                "driver": "zarr", "kvstore": kvstore_spec(state / name),
+                "metadata": zarr_metadata(shape, _chunk_shape(shard, dtype.itemsize), dtype),
+                "store_data_equal_to_fill_value": True, "recheck_cached_data": False,
+            }  # fmt: skip
+            # One process writes the description, which the others do not wait for.
+            spec |= {"create": True} if self._commits else {"open": True, "assume_metadata": True}
+            array = tensorstore.open(spec, context=context()).result()
+            writing += [array[index].write(values) for index, values in shards[name]]
+        for future in writing:
+            future.result()
+        if self._reach == "process":
+            write_json(step_folder / LAYOUT, {"layout": layout})
+        self._barrier(step, "written")
+        if self._commits:
+            commit_state(step_folder, {name: shape for name, (shape, _, _) in shapes.items()})
+            (step_folder / "manifest").mkdir(parents=True, exist_ok=True)
+            write_json(step_folder / "manifest" / "metadata", manifest)
+            assert self._max_to_keep is not None
+            for old in committed_steps(self._folder)[: -self._max_to_keep]:
+                self._remove(old)
+        self._barrier(step, "committed")
+
+    def _barrier(self, step: int, what: str) -> None:
+        """Waits for the other processes, without a device: the train step is running there."""
+        if self._reach == "shared" and jax.process_count() > 1:
+            key = f"checkpoint-{what}-{step}-{self._saves}"
+            ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=1000 * _BARRIER_SECONDS)
+
+    def _remove(self, step: int) -> None:
+        """Deletes a checkpoint, its manifest first: what is left is not taken for whole."""
+        (self._folder / str(step) / "manifest" / "metadata").unlink(missing_ok=True)
+        remove_tree(self._folder / str(step))
+        (self._folder / STARTED / str(step)).unlink(missing_ok=True)
+
+    def restore(self, step: int, abstract: dict[str, Any], other_shape: Set[str]) -> dict[str, jax.Array]:
+        """Returns tensors in the shapes and shardings of `abstract`; those of another shape are cut or padded."""
+        state = self._folder / str(step) / "state"
+        if self._reach == "process":
+            return _all_read(lambda: self._restore(state, abstract))
+        return self._restore(state, abstract)
+
+    def _restore(self, state: Path, abstract: dict[str, Any]) -> dict[str, jax.Array]:
+        with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
+            futures = {name: pool.submit(_read, state, name, x) for name, x in abstract.items()}
+            return {name: future.result() for name, future in futures.items()}
+
+    def wait(self) -> None:
+        """Waits until the last save is committed; raises its error."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def failed(self) -> bool:
+        """Whether the save in progress has failed; `wait` then raises its error at once."""
+        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
+
+    def close(self) -> None:
+        """Waits, and ends the thread."""
+        try:
+            self.wait()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+
+    def abandon(self) -> None:
+        """Gives up a save that failed."""
+        self._pending = None
+
+
+def layout_of(tensors: dict[str, Any]) -> str:
+    """Returns a digest of which parts of which tensors this process has: its shards serve no other layout.
+
+    tensors: arrays or ShapeDtypeStructs with shardings, by name.
+    """
+    parts = {
+        name: sorted({_bounds(i, x.shape) for i in x.sharding.addressable_devices_indices_map(x.shape).values()})
+        for name, x in sorted(tensors.items())
+    }
+    place = [jax.process_index(), jax.process_count()] if jax.process_count() > 1 else []
+    return hashlib.sha256(json.dumps([place, parts if place else ""]).encode()).hexdigest()
+
+
+def _all_read(read: Callable[[], dict[str, jax.Array]]) -> dict[str, jax.Array]:
+    """Returns what this process read; raises on all processes where one of them could not."""
+    failure: Exception | None = None
+    try:
+        tensors = read()
+    except Exception as error:
+        failure = error
+    if jax.process_count() > 1:
+        failed = multihost_utils.process_allgather(np.array(failure is not None))
+        if failure is None and failed.any():
+            failure = ValueError(f"process {int(np.argmax(failed))} could not read its shards")
+    if failure is not None:
+        raise failure
+    return tensors
+
+
+def host_shards(tensors: dict[str, jax.Array], *, owned: bool) -> Shards:
+    """Returns copies in the host's memory of the shards on this process's devices, one of each part of a tensor.
+
+    owned: leaves out the parts that another process has in its charge (the replica with the lowest number).
+    """
+    taken: dict[str, dict[Any, Any]] = {}
+    for name, x in tensors.items():
+        parts = taken[name] = {}
+        for shard in x.addressable_shards:
+            if not owned or shard.replica_id == 0:
+                parts.setdefault(_bounds(shard.index, x.shape), shard)
+        for shard in parts.values():
+            shard.data.copy_to_host_async()
+    return {
+        name: [(tuple(slice(*part) for part in bounds), _copied(shard.data)) for bounds, shard in parts.items()]
+        for name, parts in taken.items()
+    }
+
+
+def _copied(x: jax.Array) -> np.ndarray:
+    """The values in memory of the host's own: on a CPU an array shares that of the device, which is donated."""
+    values = np.asarray(x)
+    return values if values.flags.owndata else values.copy()
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def _chunk_shape(shard: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Returns the shape of the chunks of a shard, which divides it: no two processes write into one chunk."""
+    chunk = []
+    for size, most in zip(shard, block_shape(shard, itemsize, _CHUNK), strict=True):
+        chunk.append(max((n for n in range(1, most + 1) if size % n == 0), default=1))
+    return tuple(chunk)
+
+
+def _read(state: Path, name: str, x: Any) -> jax.Array:
+    """Reads the parts of a tensor that the devices of this process need, all at once."""
+    array = open_array(state, name).result()
+    stored = tuple(array.shape)
+    places = x.sharding.addressable_devices_indices_map(x.shape)
+    wanted = dict.fromkeys(_bounds(index or (), x.shape) for index in places.values())
+    inside = {
+        bounds: tuple(slice(a, min(b, size)) for (a, b), size in zip(bounds, stored, strict=True)) for bounds in wanted
+    }
+    whole = {bounds: all(p.start < p.stop for p in part) for bounds, part in inside.items()}
+    reading = {bounds: array[part].read() for bounds, part in inside.items() if whole[bounds]}
+    parts = {}
+    for bounds in wanted:
+        values = reading[bounds].result() if whole[bounds] else np.zeros((0,) * len(bounds), x.dtype)
+        shape = tuple(b - a for a, b in bounds)
+        if values.shape != shape:  # a vocabulary that was padded otherwise
+            padded = np.zeros(shape, x.dtype)
+            if whole[bounds]:
+                padded[tuple(slice(0, size) for size in values.shape)] = values
+            values = padded
+        parts[bounds] = values
+    return jax.make_array_from_callback(x.shape, x.sharding, lambda index: parts[_bounds(index or (), x.shape)])

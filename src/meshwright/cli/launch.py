@@ -1,0 +1,213 @@
+"""The verb `launch`: a command on several hosts, as a scheduler's job file or as processes on this machine."""
+
+import dataclasses
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from meshwright.cli.base_run import Base, value_of
+from meshwright.cli.options import options_of
+from meshwright.cli.output import write
+from meshwright.cli.parse import parse
+from meshwright.errors import ConfigError
+from meshwright.hardware.targets import parse_target
+from meshwright.launching.accelerators import accelerators_of
+from meshwright.launching.job import Job, legal_name, pairs
+from meshwright.trust import trusts_everything
+
+VERBS = ("train", "finetune", "evaluate", "generate", "bench", "doctor")
+"""Verbs that join their hosts."""
+_TRAINING = ("train", "finetune")
+_RESTARTS = 10
+"""Starts after the first where a scheduler does them and --restarts is not given."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """Run RUN on several hosts: a recipe, a run file or a plan, followed by the options of `train`; or another verb
+    with its own arguments. Prints the job file of a scheduler, or runs the processes on this machine (--on local).
+    The options of launch come before RUN."""
+
+    on: Literal["slurm", "jobset", "skypilot", "ray", "local"]
+    """Scheduler: Slurm, a Kubernetes JobSet, SkyPilot, a Ray cluster, or this machine."""
+    target: Annotated[str | None, tyro.conf.arg(metavar="CHIP:SIZE")] = None
+    """Hardware, as `plan --on` names it: v5p:8x8x16, 2*v6e:16x16, h100:64. Gives the hosts and what each of them has.
+    By default that of a plan."""
+    hosts: int | None = None
+    """Number of hosts; by default those of --target, else one."""
+    processes: int | None = None
+    """Processes in all; by default one on each host, and two with --on local."""
+    name: str | None = None
+    """Name of the job; by default that of RUN."""
+    image: str | None = None
+    """Container image; docker/Dockerfile makes one. With Slurm a FILE.sif is run by Apptainer, others by Pyxis."""
+    env: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE")] = ()
+    """Environment variable of every process; may be repeated."""
+    mount: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE:PATH")] = ()
+    """What is found at a path in the container: a folder (Slurm), a persistent volume claim (JobSet), a bucket
+    (SkyPilot); may be repeated."""
+    cache: str | None = None
+    """Folder of token files and compiled programs, which all hosts reach; by default each user's own."""
+    restarts: int | None = None
+    """Most starts after the first, from the last checkpoint; by default 10 for training with a scheduler, else
+    none."""
+    set: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE")] = ()
+    """Further field of the scheduler: a directive of sbatch, a node label, a resource of SkyPilot, an option of
+    `ray job submit`; may be repeated."""
+    write: Path | None = None
+    """File to write; by default the job is printed."""
+    overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Replace the file --write where there is one."""
+
+
+def main(args: Sequence[str]) -> int:
+    """Runs `meshwright launch`; with --on local the exit code is that of the first process that failed.
+
+    Raises ConfigError for a job that a scheduler cannot run, or a file that exists.
+    """
+    own, rest = _split(list(args))
+    options = parse(LaunchOptions, "launch [launch options] RUN", own, default=LaunchOptions(on=tyro.MISSING))
+    if not rest:
+        raise ConfigError(f"meshwright launch {' '.join(own)}", "there is no RUN", "meshwright launch --on local tiny")
+    for name, count, least in (
+        ("hosts", options.hosts, 1), ("processes", options.processes, 1), ("restarts", options.restarts, 0),
+    ):  # fmt: skip
+        if count is not None and count < least:
+            raise ConfigError(f"--{name} {count}", f"it is at least {least}", f"--{name} {least}, or leave it out")
+    job = _job(options, rest)
+    if options.on == "local":
+        from meshwright.launching.local import numbered, of_the_first, run_local
+
+        if options.write is not None:
+            raise ConfigError("--on local --write", "the processes run here, and there is no job file", "no --write")
+        return run_local(job, of_the_first if "--json" in rest else numbered)
+    text = _writer(options.on)(job)
+    if options.write is None:
+        write(text)
+        return 0
+    _write_file(options.write, text, options)
+    write(f"{options.write}: {job.hosts} hosts. Start it with: {_START[options.on]} {options.write}\n")
+    return 0
+
+
+_START = {"slurm": "sbatch", "jobset": "kubectl apply -f", "skypilot": "sky jobs launch", "ray": "bash"}
+
+
+def _writer(scheduler: str) -> Callable[[Job], str]:
+    module, function = {
+        "slurm": ("slurm", "slurm_script"),
+        "jobset": ("jobset", "jobset_manifest"),
+        "skypilot": ("skypilot", "skypilot_task"),
+        "ray": ("ray_job", "ray_script"),
+    }[scheduler]
+    written: Callable[[Job], str] = getattr(importlib.import_module(f"meshwright.launching.{module}"), function)
+    return written
+
+
+def _split(args: list[str]) -> tuple[list[str], list[str]]:
+    """Splits the arguments into those of launch and those from RUN on."""
+    switches = {name for o in options_of(LaunchOptions, LaunchOptions(on=tyro.MISSING)) if not o.values.count
+                for name in o.names if o.values.count == 0}  # fmt: skip
+    end = 0
+    while end < len(args) and args[end].startswith("-"):
+        alone = args[end] in (*switches, "--help", "-h") or "=" in args[end]
+        end += 1 if alone else 2
+    return args[:end], args[end:]
+
+
+def _job(options: LaunchOptions, words: Sequence[str]) -> Job:
+    """Builds the job of the verb and its arguments."""
+    verb, arguments = (words[0], list(words[1:])) if words[0] in VERBS else ("train", list(words))
+    if verb == words[0] and verb in _TRAINING and (not arguments or arguments[0].startswith("-")):
+        raise ConfigError(f"launch {verb}", "it names no run", f"launch {verb} RUN")
+    base = [word for word in arguments[:1] if not word.startswith("-")]
+    stem = Path(base[0].partition(":")[0] if ".py:" in base[0] else base[0]).stem if base else verb
+    name = options.name or legal_name(stem)
+    arguments = _with_out(options, verb, name, arguments)
+    target = _check_command(verb, arguments)
+    hardware = options.target or target
+    accelerators = None if hardware is None else accelerators_of(parse_target(hardware))
+    hosts = options.hosts or (accelerators.hosts if accelerators else 1)
+    if accelerators is not None and hosts != accelerators.hosts:
+        raise ConfigError(
+            f"--hosts {hosts} --target {hardware}", f"it has {accelerators.hosts} hosts of "
+            f"{accelerators.chips_per_host} chips", f"--hosts {accelerators.hosts}, or leave it out",
+        )  # fmt: skip
+    processes = options.processes or (2 if options.on == "local" else hosts)
+    for option, number in (("--hosts", hosts), ("--processes", processes), ("--restarts", options.restarts or 0)):
+        if number < (option != "--restarts"):
+            raise ConfigError(f"{option} {number}", "it counts", f"{option} {int(option != '--restarts')}")
+    if processes % hosts:
+        raise ConfigError(
+            f"--processes {processes} on {hosts} hosts", "each host has the same number", f"--processes {hosts}"
+        )
+    program = [sys.executable, "-m", "meshwright"] if options.on == "local" else ["meshwright"]
+    trust = ["--trust-code"] if trusts_everything() else []
+    cache = (("MESHWRIGHT_CACHE", options.cache),) if options.cache else ()
+    return Job(
+        name=name,
+        command=(*program, verb, *arguments, *trust),
+        hosts=hosts,
+        processes_per_host=processes // hosts,
+        accelerators=accelerators,
+        environment=(*pairs("--env", options.env, lambda text: text.partition("=")), *cache),
+        image=options.image,
+        mounts=pairs("--mount", options.mount, lambda text: text.rpartition(":")),
+        restarts=_restarts(options, verb),
+        fields=pairs("--set", options.set, lambda text: text.partition("=")),
+    )
+
+
+def _restarts(options: LaunchOptions, verb: str) -> int:
+    if options.restarts is not None:
+        return options.restarts
+    # Other verbs have no checkpoint to go on from, and `doctor` ends with 1 where it finds something.
+    return _RESTARTS if verb in _TRAINING and options.on != "local" else 0
+
+
+def _with_out(options: LaunchOptions, verb: str, name: str, arguments: list[str]) -> list[str]:
+    """Returns the arguments with an output folder that all processes share, and with which a start resumes."""
+    if verb not in _TRAINING:
+        return arguments
+    if value_of(arguments, "--out") is None:
+        if options.on != "local":
+            raise ConfigError(
+                f"launch --on {options.on} without --out", "hosts and restarts share one folder, whatever the time",
+                f"--out /shared/runs/{name}, a path that every host reaches",
+            )  # fmt: skip
+        arguments = [*arguments, "--out", os.path.join("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")]
+    resumes = {"--resume", "--at", "--resume-if-exists"} & {word.partition("=")[0] for word in arguments}
+    return arguments if resumes else [*arguments, "--resume-if-exists"]
+
+
+def _check_command(verb: str, arguments: list[str]) -> str | None:
+    """Parses the command as its processes will, so that a mistake does not wait in a queue; returns a plan's target."""
+    module = importlib.import_module(f"meshwright.cli.{verb}")
+    kind = getattr(module, f"{verb.capitalize()}Options")
+    bases: dict[str, Callable[[list[str]], Base]] = {}
+    if verb == "train":
+        bases["train"] = module.base_of_training
+    if verb == "finetune":
+        bases["finetune"] = module.base_of_fine_tuning
+    if verb not in bases:
+        parse(kind, verb, arguments, default=kind(source=tyro.MISSING) if verb == "generate" else None)
+        return None
+    base = bases[verb](arguments)
+    parse(kind, verb, base.args, default=kind(run=base.run))
+    return base.target
+
+
+def _write_file(file: Path, text: str, options: LaunchOptions) -> None:
+    try:
+        with file.open("w" if options.overwrite else "x", encoding="utf-8") as opened:
+            opened.write(text)
+    except FileExistsError as error:
+        raise ConfigError(f"--write {file}", "it exists", "another file, or --overwrite") from error
+    except OSError as error:
+        raise ConfigError(f"--write {file}", f"it cannot be written: {error.strerror}", "another file") from error

@@ -1,0 +1,148 @@
+"""Tables in columns: Parquet, Arrow (file and stream), Feather, and folders that Hugging Face `datasets` saved."""
+
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow
+import pyarrow.parquet
+
+from meshwright.data.records import Records, place_of
+from meshwright.errors import DataError
+
+_ROWS = 1024
+"""Rows that are text in Python at a time."""
+_SHOWN = 24
+"""Columns that an error lists."""
+_ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
+"""Last bytes of an Arrow stream, and of one of an early version."""
+
+
+def read_columns(file: Path, raw: IO[bytes], kind: str, records: Records, field: str) -> Iterator[str]:
+    """Yields the texts of a table's column from row `records.number` on.
+
+    Raises DataError where there is no such column, or it has no text.
+    """
+    tables = _parquet(file, raw, field, records) if kind == ".parquet" else _arrow(file, raw, field, records)
+    for first, column in tables:
+        skip = max(0, records.number - first)
+        for start in range(skip, len(column), _ROWS):
+            for number, value in enumerate(_values(column.slice(start, _ROWS)), first + start + 1):
+                records.number = number
+                place = place_of(file, "row", number)
+                if not isinstance(value, str):
+                    reason = f"no text: its {field!r} is null" if value is None else "not UTF-8"
+                    records.skip(place, reason)
+                elif text := records.text(value, place):
+                    yield text
+
+
+def _parquet(file: Path, raw: IO[bytes], field: str, records: Records) -> Iterator[tuple[int, Any]]:
+    """Yields the first row and the column of text of each part."""
+    table = pyarrow.parquet.ParquetFile(raw)
+    path = _column(file, table.schema_arrow, field)
+    size, rows, first = os.fstat(raw.fileno()).st_size, max(1, table.metadata.num_rows), 0
+    records.bytes_here = lambda: size * records.number / rows
+    for group in range(table.num_row_groups):
+        count = table.metadata.row_group(group).num_rows
+        if first + count > records.number:
+            at = first
+            for batch in table.iter_batches(_ROWS, row_groups=[group], columns=[".".join(path)]):
+                yield at, _part(batch, path)
+                at += batch.num_rows
+        first += count
+
+
+def _arrow(file: Path, raw: IO[bytes], field: str, records: Records) -> Iterator[tuple[int, Any]]:
+    """Yields the first row and the column of text of each part."""
+    magic = raw.read(6)
+    raw.seek(0)
+    if magic[:4] == b"FEA1":
+        raise DataError(f"reading {file}", "it is Feather of version 1", "pyarrow.feather.write_feather, version 2")
+    batches: Iterator[Any]
+    if magic == b"ARROW1":
+        reader = pyarrow.ipc.open_file(raw)
+        batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+    else:
+        raw.seek(-min(8, raw.seek(0, os.SEEK_END)), os.SEEK_END)
+        if not raw.read().endswith(_ENDS):
+            raise ValueError("it does not end as an Arrow stream does: it was cut off, or is no such file")
+        raw.seek(0)
+        reader = pyarrow.ipc.open_stream(raw)
+        batches = iter(reader)
+    path = _column(file, reader.schema, field)
+    first = 0
+    for batch in batches:
+        if first + batch.num_rows > records.number:
+            column = _part(batch, path)
+            # Arrow takes offsets into the text as they are stored: wrong ones would read elsewhere in memory.
+            _check(column)
+            yield first, column
+        first += batch.num_rows
+
+
+def _check(column: Any) -> None:
+    """Raises pyarrow.ArrowInvalid where offsets or indices lead outside the column."""
+    if pyarrow.types.is_string(column.type):
+        column = column.cast("binary")  # whose bytes need not be UTF-8: that is checked row by row
+    elif pyarrow.types.is_large_string(column.type):
+        column = column.cast("large_binary")
+    column.validate(full=True)
+
+
+def _column(file: Path, schema: Any, field: str) -> tuple[str, ...]:
+    """Returns the names that lead to the column of text. Raises DataError where there is none, or it is no text."""
+    if schema.names.count(field) > 1:
+        truth = f"{schema.names.count(field)} of its columns are named {field!r}"
+        raise DataError(f"reading {file}", truth, "give each a name of its own")
+    path: tuple[str, ...] = (field,)
+    parts = field.split(".")
+    if field not in schema.names and len(parts) > 1 and parts[0] in schema.names:
+        path = tuple(parts)
+    kind: Any = schema.field(path[0]).type if path[0] in schema.names else None
+    for name in path[1:]:
+        found = pyarrow.types.is_struct(kind) and kind.get_field_index(name) >= 0
+        kind = kind.field(name).type if found else None
+    known = [f"{column.name} ({column.type})" for column in itertools.islice(schema, _SHOWN)]
+    texts = [column.name for column in schema if _is_text(column.type)]
+    fix = f"--data.text-field {texts[0] if texts else 'NAME.NAME, of a text inside a struct'}"
+    if kind is None:
+        raise DataError(f"reading {file}", f"no column {field!r} among {', '.join(known)}", fix)
+    if not _is_text(kind):
+        others = f"; it has {', '.join(known)}" if len(known) > 1 else ""
+        raise DataError(f"reading {file}", f"its column {field!r} is of type {kind}, and no text{others}", fix)
+    return path
+
+
+def _is_text(kind: Any) -> bool:
+    types = pyarrow.types
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+
+
+def _part(batch: Any, path: tuple[str, ...]) -> Any:
+    """Returns the column of text of a batch; null where what contains it is null."""
+    import pyarrow.compute
+
+    column = batch.column(batch.schema.get_field_index(path[0]))
+    for name in path[1:]:
+        column = pyarrow.compute.struct_field(column, name)
+    return column
+
+
+def _values(column: Any) -> list[str | bytes | None]:
+    """Returns the values of a column of text; those that are not UTF-8 as bytes."""
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        values = column.cast("large_binary").to_pylist()
+        return [_text_or_bytes(value) for value in values]
+
+
+def _text_or_bytes(value: bytes | None) -> str | bytes | None:
+    try:
+        return None if value is None else value.decode("utf-8")
+    except UnicodeDecodeError:
+        return value

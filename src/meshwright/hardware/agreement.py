@@ -1,0 +1,168 @@
+"""Agreement of the processes of a run: each publishes what it is about to do, and all stop where they differ.
+
+Texts go through the key-value store of JAX's coordination service, which runs in process 0 from `jax.distributed` on.
+Process 0 compares, so that a thousand processes cost a thousand short messages.
+"""
+
+import collections
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from meshwright.errors import ConfigError, HostError
+
+DEADLINE = 600.0
+"""Seconds for which processes wait for each other: one may still be writing token files."""
+_READING, _PRINTING = 10.0, 0.5
+"""Seconds that others have to read a verdict, and to print it."""
+_SHOWN = 12
+"""Differences that an error lists."""
+_LONGEST = 60
+"""Characters of a value in an error."""
+_rounds: collections.Counter[str] = collections.Counter()
+
+
+def store() -> Any:
+    """Returns the client of the key-value store; None in a process that is alone."""
+    # There is no public interface in JAX 0.12.
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def digest(text: str | bytes) -> str:
+    """Returns a short digest of a text, to publish in its place."""
+    data = text.encode() if isinstance(text, str) else text
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, str]:
+    """Returns the leaves of nested mappings by dotted name, as JSON.
+
+    Example:
+        >>> flatten({"training": {"lr": 0.1}, "name": "a"})
+        {'training.lr': '0.1', 'name': '"a"'}
+    """
+    if isinstance(value, Mapping) and value:
+        parts = (flatten(item, f"{prefix}.{name}" if prefix else str(name)) for name, item in value.items())
+        return dict(itertools.chain.from_iterable(part.items() for part in parts))
+    return {prefix: json.dumps(value, sort_keys=True, default=str)}
+
+
+def agree(subject: str, fields: Mapping[str, str], seconds: float = DEADLINE) -> None:
+    """Compares `fields` with those of all other processes, which must call this with the same subject.
+
+    subject: what the fields describe, for the error.  Does nothing in a process that is alone. Raises ConfigError
+    in every process where a field differs, and HostError where a process does not answer within `seconds`.
+    """
+    client, processes, process = store(), jax.process_count(), jax.process_index()
+    if client is None or processes == 1:
+        return
+    folder = f"meshwright/agreement/{subject}/{_rounds[subject]}"
+    _rounds[subject] += 1
+    client.key_value_set(f"{folder}/{process}", json.dumps(dict(fields)))
+    until = time.monotonic() + seconds
+    if process == 0:
+        answers: dict[int, dict[str, str]] = {}
+        for other in range(processes):
+            text = _wait(client, f"{folder}/{other}", until)
+            if text is None:
+                absent = [i for i in range(processes) if not _there(client, f"{folder}/{i}")]
+                client.key_value_set(f"{folder}/verdict", json.dumps({"missing": absent}))
+                break
+            answers[other] = json.loads(text)
+        else:
+            client.key_value_set(f"{folder}/verdict", json.dumps({"differences": differences(answers)}))
+    # Process 0 may have begun to wait later than this one.
+    text = _wait(client, f"{folder}/verdict", until + seconds)
+    verdict: dict[str, Any] = {"missing": [0]} if text is None else json.loads(text)
+    missing = list(verdict.get("missing", ()))
+    if 0 not in missing and (missing or verdict["differences"]):
+        _wait_for_readers(client, folder, set(range(processes)) - set(missing), process)
+    if missing:
+        raise HostError(
+            f"comparing the {subject} of {processes} hosts",
+            f"{_hosts(missing)} did not answer within {seconds:.0f} s",
+            "look at the output of those hosts; all must start the same command",
+        )
+    found = list(verdict["differences"])
+    if found:
+        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        raise ConfigError(
+            f"training on {processes} hosts that differ in their {subject}",
+            "; ".join(found[:_SHOWN]) + more,
+            "the same command, versions and files on every host",
+        )
+
+
+def differences(answers: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """Describes the fields that differ between hosts, one line each.
+
+    Example:
+        >>> differences({0: {"lr": "3e-4"}, 1: {"lr": "3e-4"}, 2: {"lr": "1e-4"}})
+        ['lr: 3e-4 on hosts 0 and 1, 1e-4 on host 2']
+    """
+    found = []
+    names = dict.fromkeys(itertools.chain.from_iterable(answers.values()))
+    for name in names:
+        holders: dict[str, list[int]] = {}
+        for host, fields in answers.items():
+            holders.setdefault(fields.get(name, "absent"), []).append(host)
+        if len(holders) > 1:
+            values = sorted(holders.items(), key=lambda item: -len(item[1]))
+            found.append(f"{name}: " + ", ".join(f"{_short(value)} on {_hosts(hosts)}" for value, hosts in values))
+    return found
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= _LONGEST else value[:_LONGEST] + "..."
+
+
+def _hosts(numbers: list[int]) -> str:
+    """Formats host numbers: `host 3`, `hosts 0 to 6`, `hosts 0, 4 and 5`."""
+    if len(numbers) == 1:
+        return f"host {numbers[0]}"
+    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"hosts {numbers[0]} to {numbers[-1]}"
+    most = numbers[:8]
+    rest = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
+    if rest:
+        return f"hosts {', '.join(map(str, most))}{rest}"
+    return f"hosts {', '.join(map(str, most[:-1]))} and {most[-1]}"
+
+
+def _wait_for_readers(client: Any, folder: str, readers: set[int], process: int) -> None:
+    """Keeps process 0, and the store in it, until the others have read why they stop; else JAX aborts them unread."""
+    client.key_value_set(f"{folder}/read/{process}", "")
+    if process:
+        return
+    until = time.monotonic() + _READING
+    for reader in sorted(readers - {0}):
+        _wait(client, f"{folder}/read/{reader}", until)
+    time.sleep(_PRINTING)
+
+
+def _there(client: Any, key: str) -> bool:
+    try:
+        client.key_value_try_get(key)
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+def _wait(client: Any, key: str, until: float) -> str | None:
+    """Returns the value of a key once it is there; None when the time is up. Raises HostError without process 0."""
+    milliseconds = max(1, int(1000 * (until - time.monotonic())))
+    try:
+        return str(client.blocking_key_value_get(key, milliseconds))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return None
+        raise HostError(
+            "comparing hosts", f"host 0 does not answer: {str(error).splitlines()[0]}", "look at the output of host 0"
+        ) from error

@@ -1,0 +1,212 @@
+"""Processes of one run on this machine, over localhost: started, shown, stopped and started again together."""
+
+import dataclasses
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from meshwright.errors import ConfigError
+from meshwright.hardware.hosts import has_tpu
+from meshwright.launching.exit_codes import restarts
+from meshwright.launching.job import Job
+
+NOTICE_SECONDS = 60
+"""Seconds that processes have to end by themselves after the first has failed: they say what they waited for."""
+_END_SECONDS = 15
+"""Seconds between SIGTERM and SIGKILL for those that do not."""
+_GLOO = re.compile(rb"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. Expected .*: \1$")
+"""Line that Gloo prints for every group of every process once it is complete; it comes on standard error
+(`cli.main` leaves standard output to the program)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Copied:
+    """How a process's lines of standard output are shown."""
+
+    prefix: bytes
+    shown: bool = True
+
+
+def numbered(process: int) -> Copied:
+    """Shows the lines of every process behind its number, for a person."""
+    return Copied(f"[{process}] ".encode())
+
+
+def of_the_first(process: int) -> Copied:
+    """Shows the lines of process 0 as they are and those of no other, for a program that reads them."""
+    return Copied(b"", process == 0)
+
+
+def run_local(job: Job, output: Callable[[int], Copied] = numbered) -> int:
+    """Runs the job's processes on this machine; returns the exit code of the first that failed, 0 where none did.
+
+    Lines of standard error are prefixed by the number of their process. A signal to this process is passed on to all.
+    output: how the standard output of a process is shown, by its number: `numbered` or `of_the_first`.
+    Raises ConfigError where this machine cannot run several processes.
+    """
+    count = job.processes_per_host
+    _check_machine(job)
+    code = 0
+    for start in range(job.restarts + 1):
+        processes = _Processes(job.command, _environments(job, count), output)
+        code = processes.wait()
+        if not restarts(code) or processes.signalled or start == job.restarts:
+            break
+        _say(f"start {start + 2} of at most {job.restarts + 1}")
+    return code
+
+
+def _check_machine(job: Job) -> None:
+    if job.hosts != 1:
+        raise ConfigError(f"--on local --hosts {job.hosts}", "it is one host", "--processes N")
+    for option, value in (("--image", job.image), ("--mount", job.mounts), ("--set", job.fields)):
+        if value:
+            raise ConfigError(f"--on local {option}", "processes run here, without a container", f"no {option}")
+    if job.processes_per_host > 1 and has_tpu() and os.environ.get("JAX_PLATFORMS") != "cpu":
+        raise ConfigError(
+            f"--processes {job.processes_per_host} on a TPU host", "one process has all TPU chips of a host",
+            "--processes 1, or JAX_PLATFORMS=cpu for simulated devices",
+        )  # fmt: skip
+
+
+def _environments(job: Job, count: int) -> list[dict[str, str]]:
+    """Returns the environment of every process: how to find the others, and its own part of the GPUs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    common = {**os.environ, **dict(job.environment), "PYTHONUNBUFFERED": "1"}
+    gpus = _gpus(common)
+    if gpus and len(gpus) % count:
+        raise ConfigError(
+            f"--processes {count} with {len(gpus)} GPUs", "each process has the same number of GPUs",
+            f"CUDA_VISIBLE_DEVICES={','.join(gpus[: len(gpus) // count * count])}, or --processes {len(gpus)}",
+        )  # fmt: skip
+    each = len(gpus) // count
+    return [
+        {
+            **common,
+            "MESHWRIGHT_COORDINATOR": address,
+            "MESHWRIGHT_PROCESSES": str(count),
+            "MESHWRIGHT_PROCESS": str(i),
+            **({"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])} if gpus else {}),
+        }
+        for i in range(count)
+    ]
+
+
+def _gpus(environment: Mapping[str, str]) -> list[str]:
+    """Returns the GPUs that processes may use, as CUDA_VISIBLE_DEVICES names them."""
+    if environment.get("JAX_PLATFORMS") == "cpu":
+        return []
+    given = environment.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [name for name in given.split(",") if name]
+    return [str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+
+
+class _Processes:
+    """Processes that run together. command: words.  environments: one for each process.  output: see `run_local`."""
+
+    def __init__(
+        self, command: Sequence[str], environments: Sequence[Mapping[str, str]], output: Callable[[int], Copied]
+    ):
+        self.signalled = 0
+        """Number of the last signal that was passed on; 0 for none."""
+        self._previous = {number: signal.signal(number, self._pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        # In sessions of their own: a Ctrl-C of the terminal reaches this process alone, which passes it on once.
+        self._running = [
+            subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+            for environment in environments
+        ]  # fmt: skip
+        self._every = list(self._running)
+        self._lock = threading.Lock()
+        self._readers: list[threading.Thread] = []
+        for i, process in enumerate(self._running):
+            assert process.stdout is not None and process.stderr is not None
+            copied = output(i)
+            out = sys.stdout.buffer if copied.shown else None
+            self._read(process.stdout, out, copied.prefix)
+            self._read(process.stderr, sys.stderr.buffer, numbered(i).prefix, _GLOO)
+        for reader in self._readers:
+            reader.start()
+
+    def wait(self) -> int:
+        """Waits for all processes; returns the exit code of the first that failed, or 0."""
+        first, began, asked = 0, time.monotonic(), None
+        while self._running:
+            time.sleep(0.05)
+            for index, process in enumerate(self._every):
+                if process.poll() is None or process not in self._running:
+                    continue
+                self._running.remove(process)
+                if process.returncode and not first:
+                    first = _exit_code(process.returncode)
+                    _say(f"process {index} ended first, {_how(process.returncode)} after "
+                         f"{time.monotonic() - began:.0f} s")  # fmt: skip
+                    asked = time.monotonic() + NOTICE_SECONDS
+            if asked is not None and time.monotonic() > asked and self._running:
+                self._end_others()
+        for reader in self._readers:
+            reader.join(timeout=5)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        return first
+
+    def _end_others(self) -> None:
+        """Ends the processes that still wait for one that has failed."""
+        numbers = [str(i) for i, process in enumerate(self._every) if process in self._running]
+        _say(f"process {', '.join(numbers)} still runs {NOTICE_SECONDS} s later, and is ended")
+        for number, seconds in ((signal.SIGTERM, _END_SECONDS), (signal.SIGKILL, 5)):
+            for process in self._running:
+                process.send_signal(number)
+            deadline = time.monotonic() + seconds
+            while any(p.poll() is None for p in self._running) and time.monotonic() < deadline:
+                time.sleep(0.05)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.signalled = number
+        for process in self._running:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def _read(self, *arguments: Any) -> None:
+        self._readers.append(threading.Thread(target=self._copy, args=arguments, daemon=True))
+
+    def _copy(
+        self, pipe: IO[bytes], target: IO[bytes] | None, prefix: bytes, left_out: re.Pattern[bytes] | None = None
+    ) -> None:
+        """Copies lines with a prefix; whole lines alone, so that processes do not mix theirs."""
+        with pipe:
+            for line in pipe:
+                if target is None or (left_out and left_out.match(line)):
+                    continue
+                try:
+                    with self._lock:
+                        target.write(prefix + line + (b"" if line.endswith(b"\n") else b"\n"))
+                        target.flush()
+                except BrokenPipeError:  # the reader has gone; the processes work on
+                    target = None
+
+
+def _exit_code(code: int) -> int:
+    return 128 - code if code < 0 else code
+
+
+def _how(code: int) -> str:
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+
+
+def _say(text: str) -> None:
+    print(f"launch: {text}", file=sys.stderr, flush=True)

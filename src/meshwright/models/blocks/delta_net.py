@@ -1,0 +1,245 @@
+"""Linear attention by the gated delta rule: a short convolution, then a state that forgets and is corrected.
+
+Yang et al. 2024 (Gated DeltaNet, arXiv:2412.06464). A value head has a state S [key size, value size], float32. A token
+with key k (of length 1), value v, log decay g <= 0 and rate b in (0, 1) changes it, and its query q reads it:
+
+    S <- exp(g) S;  S <- S + b k (v - k S);  out = q S
+
+Chunks of the sequence are computed at once as matmuls (section 3.3, and arXiv:2406.06484): within a chunk the
+corrections solve a unit lower triangular system, whose inverse is made of matmuls too; a scan over the chunks carries
+the state. Nothing crosses from one document into the next: the state is zero before a document's first token, and the
+convolution reads no token before it.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+CHUNK = 64
+"""Most tokens of a chunk."""
+_EPSILON = 1e-6
+"""Constant of the norms of queries and keys, as in the released code."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaSpec:
+    """Linear attention of one layer, by the gated delta rule."""
+
+    heads: int
+    """Heads of queries and keys N."""
+    groups: int
+    """Value heads G of each of them; each has its own state."""
+    key_size: int
+    value_size: int
+    taps: int
+    """Tokens W that the convolution of queries, keys and values reads, the token itself included."""
+
+    @property
+    def channels(self) -> int:
+        """Features of a key head that pass the convolution: its query, key and values."""
+        return 2 * self.key_size + self.groups * self.value_size
+
+    @property
+    def width(self) -> int:
+        """Features that pass the convolution."""
+        return self.heads * self.channels
+
+    @property
+    def values(self) -> int:
+        """Features of all values."""
+        return self.heads * self.groups * self.value_size
+
+    @property
+    def state(self) -> int:
+        """Elements of the states of all heads."""
+        return self.values * self.key_size
+
+    def matmuls(self, seq: int) -> list[tuple[int, int, int, int]]:
+        """Returns the matmuls of a chunk of a sequence: [m, k] by [k, n], and how many there are, of all heads."""
+        C, H, F, N = chunk_of(seq), self.key_size, self.value_size, self.heads
+        levels = [1 << level for level in range(C.bit_length() - 1)]
+        each_value_head = [
+            *((size, size, size, C // size) for size in levels), (C, C, F, 2), (C, C, H, 1), (C, H, F, 2), (H, C, F, 1)
+        ]  # fmt: skip
+        return [(C, H, C, 2 * N), *((m, k, n, count * self.groups * N) for m, k, n, count in each_value_head)]
+
+    def flops(self, seq: int) -> float:
+        """Returns the FLOPs of one token's forward pass, in a sequence of `seq` tokens: its chunk and the states."""
+        return sum(2.0 * m * k * n * count for m, k, n, count in self.matmuls(seq)) / chunk_of(seq)
+
+    def inner_bytes(self, seq: int) -> float:
+        """Returns the bytes per token of what the backward pass computes again of all chunks, and their gradients.
+
+        Of each value head nine matrices of a chunk, twelve of a chunk's keys or values, and the states before each
+        chunk with their gradients, float32.
+        """
+        C = chunk_of(seq)
+        matrices, rows = 9 * C, 6 * (self.key_size + self.value_size)
+        return 4.0 * (self.heads * self.groups * (matrices + rows) + 2 * self.state / C)
+
+
+def chunk_of(tokens: int) -> int:
+    """Returns the tokens of a chunk of a sequence: a power of two, so that blocks of its matrices pair off."""
+    return min(CHUNK, 1 << max(0, tokens - 1).bit_length())
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["q", "k", "v", "decay", "rate"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class DeltaInputs:
+    """Inputs of a layer's tokens, before the convolution."""
+
+    q: Any
+    """[B, T, N, key size]"""
+    k: Any
+    """[B, T, N, key size]"""
+    v: Any
+    """[B, T, N, G, value size]"""
+    decay: Any
+    """Log decay of each state, at most 0: float32 [B, T, N, G]."""
+    rate: Any
+    """How much of a token's correction is written, in (0, 1): float32 [B, T, N, G]."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["inputs", "states"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Carried:
+    """Everything that later tokens need of those before them, of the same size after any number of tokens."""
+
+    inputs: Any
+    """Inputs of the convolution of the last W - 1 tokens, [N, B, W - 1, channels], float32."""
+    states: Any
+    """[N, B, G, key size, value size], float32."""
+
+
+class DeltaAttend(Protocol):
+    """Linear attention of a decoding step's tokens, from what is carried and into it; returns [B, T, N, G, H]."""
+
+    def __call__(self, x: DeltaInputs, taps_NFW: jax.Array, /) -> jax.Array: ...
+
+
+def delta_net(
+    x: DeltaInputs, taps_NFW: jax.Array, positions_BT: jax.Array, carried: Carried | None = None
+) -> tuple[jax.Array, Carried]:
+    """Returns the output of linear attention [B, T, N, G, H] in the dtype of the values, and what later tokens need.
+
+    taps_NFW: of the convolution, the channels of a head in the order query, key, values; the last tap is the token's.
+    positions_BT: positions within each document; a token at position 0 begins one.  carried: from the tokens before
+    these; None where there are none.
+    """
+    (B, T, N, H), (G, F) = x.k.shape, x.v.shape[3:]
+    mixed_BTNF = jnp.concatenate([x.q, x.k, x.v.reshape(B, T, N, G * F)], -1)
+    if carried is None:
+        inputs = jnp.zeros((N, B, taps_NFW.shape[-1] - 1, mixed_BTNF.shape[-1]), jnp.float32)
+        carried = Carried(inputs, jnp.zeros((N, B, G, H, F), jnp.float32))
+    before_BTNF = carried.inputs.transpose(1, 2, 0, 3).astype(mixed_BTNF.dtype)
+    joined_BTNF = jnp.concatenate([before_BTNF, mixed_BTNF], 1)
+    mixed_BTNF = jax.nn.silu(causal_convolution(joined_BTNF, taps_NFW, positions_BT))
+    q_BTNH, k_BTNH, v_BTNF = jnp.split(mixed_BTNF, (H, 2 * H), axis=-1)
+    with jax.named_scope("delta rule"):
+        out, states = gated_delta_rule(
+            dataclasses.replace(x, q=q_BTNH, k=k_BTNH, v=v_BTNF.reshape(B, T, N, G, F)), positions_BT == 0,
+            carried.states,
+        )  # fmt: skip
+    last = joined_BTNF[:, T:].transpose(2, 0, 1, 3).astype(jnp.float32)
+    return out.astype(x.v.dtype), Carried(last, states)
+
+
+def causal_convolution(x_BTNF: jax.Array, taps_NFW: jax.Array, positions_BT: jax.Array) -> jax.Array:
+    """Convolves each channel with its own W taps, within documents.
+
+    x_BTNF: W - 1 tokens before those of `positions_BT`, then they.
+    """
+    taps, T = taps_NFW.shape[-1], positions_BT.shape[1]
+    out = jnp.zeros_like(x_BTNF[:, :T])
+    for back in range(taps):
+        first = taps - 1 - back
+        seen_BT = positions_BT >= back
+        out += jnp.where(seen_BT[..., None, None], x_BTNF[:, first : first + T], 0) * taps_NFW[..., first]
+    return out
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    return x * lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + _EPSILON)
+
+
+# What a chunk computes is many times its inputs: the backward pass computes it again from them.
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def gated_delta_rule(x: DeltaInputs, starts_BT: jax.Array, states: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the output [B, T, N, G, H], float32, and the states after the last token.
+
+    x: after the convolution.  starts_BT: whether a token begins a document.  states: as `Carried` has them.
+    """
+    (B, T, N, H), (G, F) = x.k.shape, x.v.shape[3:]
+    C = chunk_of(T)
+
+    def chunked(value: jax.Array) -> jax.Array:
+        """Splits [B, T, N, ...] into [chunks, N, B, C, ...]; tokens that fill the last chunk change nothing."""
+        value = jnp.pad(value.astype(jnp.float32), ((0, 0), (0, -T % C), *((0, 0),) * (value.ndim - 2)))
+        return jnp.moveaxis(value.reshape(B, -1, C, *value.shape[2:]), (1, 3), (0, 1))
+
+    q, k = chunked(_unit(x.q.astype(jnp.float32)) * H**-0.5), chunked(_unit(x.k.astype(jnp.float32)))
+    v, rate = jnp.moveaxis(chunked(x.v), 4, 3), jnp.moveaxis(chunked(x.rate), 4, 3)
+    # The first token of a document decays nothing: what was there is left out below.
+    decay = jnp.moveaxis(chunked(jnp.where(starts_BT[..., None, None], 0.0, x.decay)), 4, 3)
+    document = jnp.cumsum(chunked(starts_BT[:, :, None])[:, 0], -1)[:, None, :, None]  # [chunks, 1, B, 1, C]
+    total = jnp.cumsum(decay, -1)
+    earlier = jnp.tril(jnp.ones((C, C), bool)) & (document[..., :, None] == document[..., None, :])
+    between = jnp.exp(jnp.where(earlier, total[..., :, None] - total[..., None, :], -jnp.inf))
+    keys, scores = (jnp.einsum("mnbch,mnbsh->mnbcs", a, k)[:, :, :, None] * between for a in (k, q))
+    solve = unit_lower_inverse(jnp.tril(keys * rate[..., None], -1))
+    reads = jnp.exp(total) * (document == 0)  # what is left at each token of the state before the chunk
+    writes = jnp.exp(total[..., -1:] - total) * (document == document[..., -1:])  # and after it of each token
+    k, q = k[:, :, :, None], q[:, :, :, None]
+    parts = (
+        solve @ (v * rate[..., None]), solve @ (k * (rate * reads)[..., None]), q * reads[..., None], scores,
+        k * writes[..., None], reads[..., -1],
+    )  # fmt: skip
+
+    def chunk(states: jax.Array, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        values, read_keys, read_queries, scores, written_keys, kept = parts
+        values -= read_keys @ states
+        out = read_queries @ states + scores @ values
+        return states * kept[..., None, None] + jnp.swapaxes(written_keys, -1, -2) @ values, out
+
+    states, out = lax.scan(chunk, states, parts)  # out: [chunks, N, B, G, C, F]
+    return out.transpose(2, 0, 4, 1, 3, 5).reshape(B, -1, N, G, F)[:, :T], states
+
+
+@jax.custom_vjp
+def unit_lower_inverse(lower: jax.Array) -> jax.Array:
+    """Returns the inverse of I + `lower`, which is strictly lower triangular, [..., C, C] with C a power of two.
+
+    Inverses of the diagonal blocks are joined in pairs: [[A, 0], [B, D]] has [[A', 0], [-D' B A', D']]. No power of the
+    matrix is taken, which would grow where the inverse does not.
+    """
+    *lead, C, _ = lower.shape
+    inverse, size = jnp.ones((*lead, C, 1, 1), lower.dtype), 1
+    multiply = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    while size < C:
+        pairs = C // (2 * size)
+        below = lower.reshape(*lead, pairs, 2, size, pairs, 2, size)[..., :, 1, :, :, 0, :]
+        below = jnp.moveaxis(jnp.diagonal(below, axis1=-4, axis2=-2), -1, -3)
+        halves = inverse.reshape(*lead, pairs, 2, size, size)
+        first, second = halves[..., 0, :, :], halves[..., 1, :, :]
+        corner = -multiply(multiply(second, below), first)
+        top = jnp.concatenate([first, jnp.zeros_like(first)], -1)
+        inverse, size = jnp.concatenate([top, jnp.concatenate([corner, second], -1)], -2), 2 * size
+    return inverse[..., 0, :, :]
+
+
+def _inverse_fwd(lower: jax.Array) -> tuple[jax.Array, jax.Array]:
+    inverse = unit_lower_inverse(lower)
+    return inverse, inverse
+
+
+def _inverse_bwd(inverse: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    transposed = jnp.swapaxes(inverse, -1, -2)
+    multiply = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    return (-jnp.tril(multiply(multiply(transposed, g), transposed), -1),)
+
+
+unit_lower_inverse.defvjp(_inverse_fwd, _inverse_bwd)

@@ -1,0 +1,66 @@
+"""Memory that a compiled step needs beside what its devices have, before it runs."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from meshwright.errors import TrainingError
+from meshwright.formatting import format_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """Memory of one kind of place."""
+
+    bytes: int
+    where: str
+    """What has it, as an error names it."""
+
+
+class OutOfDeviceMemory(TrainingError):
+    """Step that needs more memory than there is."""
+
+    def __init__(self, asked: str, needed: int | None, available: Room | None, fix: str):
+        self.needed, self.available = needed, available
+        truth = (
+            "a device ran out of memory"
+            if needed is None or available is None
+            else f"it needs {format_bytes(needed)}, and {available.where} has {format_bytes(available.bytes)}: "
+            f"{format_bytes(needed - available.bytes)} too much"
+        )
+        super().__init__(asked, truth, fix)
+
+
+def check_memory(compiled: Any, devices: Sequence[Any], asked: str) -> None:
+    """Raises OutOfDeviceMemory where a compiled step, its arguments included, exceeds the memory of its devices.
+
+    compiled: `jax.stages.Compiled`.  devices: those that it runs on.  asked: the request, for the error.
+    TPU compilers refuse such a program themselves. Nothing is checked where the memory of a device is not known.
+    """
+    local = [d for d in devices if d.process_index == d.client.process_index()]
+    stats = compiled.memory_analysis()
+    if not local or stats is None:
+        return
+    inside = stats.temp_size_in_bytes + max(0, stats.output_size_in_bytes - stats.alias_size_in_bytes)
+    if local[0].platform == "cpu":  # its arguments are in memory already, and all its devices share the host's
+        needed, available = inside * len(local), _host_memory()
+    else:
+        needed, available = inside + stats.argument_size_in_bytes, _device_memory(local[0])
+    if available is not None and needed > available.bytes:
+        raise OutOfDeviceMemory(asked, needed, available, "less at a time: see meshwright prove")
+
+
+def _device_memory(device: Any) -> Room | None:
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    return Room(limit, f"each {device.device_kind}") if limit else None
+
+
+def _host_memory() -> Room | None:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as opened:
+            fields = dict(line.split(":") for line in opened)
+    except (OSError, ValueError):
+        return None
+    available = fields.get("MemAvailable", "").split()
+    return Room(int(available[0]) * 1024, "this host, which simulates the devices,") if available else None

@@ -1,0 +1,316 @@
+"""Paths in buckets, on TensorStore's drivers for Google Cloud Storage and S3.
+
+The drivers that read and write the tensors of a checkpoint do the small files too: credentials, endpoint and retries
+are one thing. An object is written as a whole or not at all. A request that fails with 429, 5xx or a broken connection
+is sent again, after 0.2 s, 0.4 s and so on up to 10 s.
+"""
+
+import errno
+import fnmatch
+import functools
+import io
+import os
+import stat
+from collections.abc import Generator, Iterator
+from pathlib import Path, PosixPath
+from typing import Any
+
+import tensorstore
+
+from meshwright.errors import StorageError
+
+RETRIES = 12
+"""Times that a request is sent again: for about 70 s in all."""
+MISSING = b"\x02"
+"""Generation of an object that does not exist, as conditional writes name it."""
+
+
+class BucketPath(PosixPath):
+    """Path of an object, or of those whose names begin with it, in a bucket: `s3://BUCKET/KEY`, `gs://BUCKET/KEY`.
+
+    A folder exists while an object is in it. What a bucket cannot do raises OSError.
+    """
+
+    def __str__(self) -> str:
+        head, colon, tail = super().__str__().partition(":/")
+        return f"{head}://{tail.lstrip('/')}" if colon and head in ("gs", "s3") else super().__str__()
+
+    @property
+    def bucket(self) -> str:
+        """Name of the bucket."""
+        return self.parts[1] if len(self.parts) > 1 else ""
+
+    @property
+    def key(self) -> str:
+        """Name of the object in the bucket."""
+        return "/".join(self.parts[2:])
+
+    def is_absolute(self) -> bool:
+        """Always: a bucket has no working folder."""
+        return True
+
+    def absolute(self) -> "BucketPath":
+        """Returns the path itself."""
+        return self
+
+    def resolve(self, strict: bool = False) -> "BucketPath":
+        """Returns the path itself: a bucket has no links."""
+        return self
+
+    def is_symlink(self) -> bool:
+        """Never."""
+        return False
+
+    def exists(self, *, follow_symlinks: bool = True) -> bool:
+        """Whether there is an object of this name, or in this folder."""
+        return self.is_file() or self.is_dir()
+
+    def is_file(self) -> bool:
+        """Whether there is an object of this name."""
+        return self.key != "" and self._read(slice(0, 0)).state != "missing"
+
+    def is_dir(self) -> bool:
+        """Whether there is an object in this folder."""
+        return bool(self.object_names())
+
+    def object_names(self) -> list[str]:
+        """Returns the names of all objects in this folder, relative to it."""
+        found = self._wait(folder_store(str(self)).list(), "listing")
+        return sorted(key.decode() for key in found)
+
+    def generation(self) -> bytes:
+        """Returns the version of the object. Raises FileNotFoundError."""
+        return bytes(self._found(self._read(slice(0, 0))).stamp.generation)
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        """Returns kind and size; a bucket's driver gives no times. The object is read."""
+        try:
+            mode, size = stat.S_IFREG | 0o644, len(self.read_bytes())
+        except FileNotFoundError:
+            if not self.is_dir():
+                raise
+            mode, size = stat.S_IFDIR | 0o755, 0
+        return os.stat_result((mode, 0, 0, 1, 0, 0, size, 0, 0, 0))
+
+    def iterdir(self) -> Generator["BucketPath", None, None]:
+        """Yields the objects and folders in this folder."""
+        for name in dict.fromkeys(key.partition("/")[0] for key in self.object_names()):
+            yield self / name
+
+    def glob(self, pattern: str, *, case_sensitive: bool | None = None) -> Generator["BucketPath", None, None]:
+        """Yields the objects in this folder that match a pattern without folders."""
+        yield from (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
+
+    def rglob(self, pattern: str, *, case_sensitive: bool | None = None) -> Generator["BucketPath", None, None]:
+        """Yields all objects under this folder whose last name matches."""
+        yield from (self / key for key in self.object_names() if fnmatch.fnmatchcase(key.rpartition("/")[2], pattern))
+
+    def open(
+        self, mode: str = "r", buffering: int = -1, encoding: Any = None, errors: Any = None, newline: Any = None
+    ) -> Any:
+        """Opens the object for reading or writing as a whole; it is written when the file is closed."""
+        if mode.strip("bt") == "r":
+            raw: io.BytesIO = io.BytesIO(self.read_bytes())
+        elif mode.strip("bt") in ("w", "a"):
+            # An object cannot grow: what is in it is read, and written again with the rest.
+            raw = _Written(self, self.read_bytes() if "a" in mode and self.is_file() else b"")
+        else:
+            raise OSError(errno.ENOTSUP, f"an object is not opened with mode {mode!r}", str(self))
+        return raw if "b" in mode else io.TextIOWrapper(raw, encoding or "utf-8", errors, newline)
+
+    def read_bytes(self) -> bytes:
+        """Returns the content. Raises FileNotFoundError."""
+        return bytes(self._found(self._read(None)).value)
+
+    def read_part(self, first: int, size: int) -> bytes:
+        """Returns at most `size` bytes from byte `first` on; none behind the end. Raises FileNotFoundError."""
+        for part in (slice(first, first + size), slice(first, None)):
+            try:
+                return bytes(self._found(self._read(part)).value)
+            except EOFError:  # the part is beyond the end in part, or as a whole
+                continue
+        self.generation()
+        return b""
+
+    def write_bytes(self, data: Any) -> int:
+        """Replaces the object as a whole."""
+        content = bytes(data)
+        self._wait(object_store(self)[0].write(self.key, content), "writing")
+        return len(content)
+
+    def put_if(self, data: bytes, generation: bytes) -> bytes | None:
+        """Replaces the object if its version is `generation` (`MISSING`: if there is none).
+
+        Returns its new version, or None where it has another. Not every server that speaks S3 looks at the condition.
+        """
+        stamp = self._wait(object_store(self)[0].write(self.key, data, if_equal=generation), "writing")
+        return bytes(stamp.generation) or None
+
+    def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        """Does nothing: a folder exists while an object is in it."""
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Deletes the object."""
+        if not missing_ok and not self.is_file():
+            raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
+        self._wait(object_store(self)[0].write(self.key, None), "deleting")
+
+    def remove_tree(self) -> None:
+        """Deletes all objects in this folder."""
+        everything = tensorstore.KvStore.KeyRange("", "")
+        self._wait(folder_store(str(self)).delete_range(everything), "deleting")
+
+    def rename(self, target: Any) -> Any:
+        """Raises OSError: a bucket has no renames."""
+        raise OSError(errno.ENOTSUP, "a bucket has no renames", str(self))
+
+    def replace(self, target: Any) -> Any:
+        """Raises OSError: a bucket has no renames."""
+        return self.rename(target)
+
+    def _read(self, part: slice | None) -> Any:
+        if not self.key:
+            raise IsADirectoryError(errno.EISDIR, "a bucket is no object", str(self))
+        try:
+            return object_store(self)[0].read(self.key, byte_range=part).result()
+        except ValueError as error:
+            if "OUT_OF_RANGE" in str(error):
+                raise EOFError(str(self)) from error
+            raise storage_error(f"reading {self}", error) from error
+
+    def _found(self, result: Any) -> Any:
+        if result.state == "missing":
+            raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
+        return result
+
+    def _wait(self, future: Any, action: str) -> Any:
+        try:
+            return future.result()
+        except ValueError as error:
+            raise storage_error(f"{action} {self}", error) from error
+
+
+class _Written(io.BytesIO):
+    """Content of an object that is written when it is closed; one whose writer failed is not."""
+
+    def __init__(self, path: BucketPath, before: bytes):
+        super().__init__()
+        self.write(before)
+        self._path = path
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        if kind is not None:
+            super().close()
+        super().__exit__(kind, *rest)
+
+    def close(self) -> None:
+        if not self.closed:
+            content = self.getvalue()
+            super().close()
+            self._path.write_bytes(content)
+
+
+def kvstore_spec(path: Path) -> dict[str, Any]:
+    """Returns TensorStore's description of the objects under a folder, in a bucket or on a local disk."""
+    if not isinstance(path, BucketPath):
+        return {"driver": "file", "path": f"{path.absolute()}/"}
+    prefix = f"{path.key}/" if path.key else ""
+    if path.parts[0] == "gs:":
+        return {"driver": "gcs", "bucket": path.bucket, "path": prefix}
+    spec = {"driver": "s3", "bucket": path.bucket, "path": prefix, "use_conditional_write": True}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if endpoint:
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+        spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region}
+    return spec
+
+
+@functools.cache
+def context(retries: int = RETRIES) -> tensorstore.Context:
+    """Returns what all requests share: credentials, retries, limits of concurrency."""
+    again = {"max_retries": retries, "initial_delay": "200ms", "max_delay": "10s"}
+    shared: dict[str, Any] = {"s3_request_retries": again, "gcs_request_retries": again}
+    if "AWS_ACCESS_KEY_ID" in os.environ:
+        shared["aws_credentials"] = {"type": "environment"}
+    return tensorstore.Context(shared)
+
+
+def folder_store(folder: str, retries: int = RETRIES) -> Any:
+    """Returns TensorStore's view of the objects under a folder of a bucket. Raises StorageError."""
+    try:
+        return tensorstore.KvStore.open(kvstore_spec(BucketPath(folder)), context=context(retries)).result()
+    except ValueError as error:
+        raise storage_error(f"opening {folder}", error) from error
+
+
+def object_store(path: BucketPath) -> tuple[Any, str]:
+    """Returns TensorStore's view of the bucket of an object, and the object's name in it."""
+    return folder_store(f"{path.parts[0]}//{path.bucket}"), path.key
+
+
+def check_bucket(path: Path) -> None:
+    """Raises StorageError where a bucket cannot be reached, does not exist, or may not be written.
+
+    Asks with few retries, so that a wrong name or endpoint is found within seconds.
+    """
+    if not isinstance(path, BucketPath):
+        return
+    store, probe = folder_store(str(path), 2), f".writable-{os.getpid()}"
+    try:
+        store.write(probe, b"probe").result()
+        store.write(probe, None).result()
+    except ValueError as error:
+        raise storage_error(f"writing into {path}", error) from error
+
+
+def storage_error(asked: str, error: Exception) -> StorageError:
+    """Returns the error of a request that a bucket refused: what is missing, and where it is given."""
+    text = str(error)
+    for truth, fix, signs in _REASONS:
+        if any(sign in text for sign in signs):
+            return StorageError(asked, truth, fix)
+    return StorageError(
+        asked, text.splitlines()[0][:300] if text else type(error).__name__, "see `Buckets` in the docs"
+    )
+
+
+_CREDENTIALS = (
+    "for s3:// AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile; for gs:// `gcloud auth application-default "
+    "login` or GOOGLE_APPLICATION_CREDENTIALS"
+)
+_REASONS = (
+    (
+        "the bucket does not exist, or not at this endpoint",
+        "the name of a bucket that exists; AWS_ENDPOINT_URL where the server is not Amazon's",
+        ("NoSuchBucket", "bucket does not exist", "bucket not found", "Bucket not found"),
+    ),
+    (
+        "there are no credentials",
+        _CREDENTIALS,
+        ("AWS_AUTH_CREDENTIALS_PROVIDER", "Failed to get credentials", "credentials provider"),
+    ),
+    (
+        "the server refused permission (403): no credentials, wrong ones, or ones that may not do this",
+        f"a role that may list, read, write and delete objects of the bucket; {_CREDENTIALS}",
+        ("PERMISSION_DENIED", "UNAUTHENTICATED", "'403'", "'401'"),
+    ),
+    (
+        "the server could not be reached",
+        "AWS_ENDPOINT_URL (s3://) or TENSORSTORE_GCS_HTTP_URL (gs://) of a server that answers, or a network",
+        ("Could not connect", "Could not resolve", "Couldn't connect", "Couldn't resolve", "Timeout was reached"),
+    ),
+    (
+        f"the server failed again and again, through {RETRIES} retries",
+        "the same command when the server is well",
+        ("retry attempts failed", "UNAVAILABLE"),
+    ),
+)  # fmt: skip
+
+
+def objects_of(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yields the files under a folder, in a bucket or on a local disk, by their name relative to it, in order."""
+    if isinstance(folder, BucketPath):
+        yield from ((key, folder / key) for key in folder.object_names())
+    else:
+        files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+        yield from sorted((str(path.relative_to(folder)), path) for path in files)

@@ -1,0 +1,38 @@
+"""Two tiers of checkpoints: on each host's own disk, often, and in the output folder, rarely."""
+
+import dataclasses
+
+from meshwright.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalCheckpoints:
+    """Checkpoints on each host's own disk or in its memory (`/dev/shm`), besides those in the output folder.
+
+    Example:
+        >>> mw.LocalCheckpoints(path="/local/ssd", every=20).max_to_keep
+        2
+    """
+
+    path: str | None = None
+    """Folder on each host's own disk or in its memory, such as /dev/shm; None keeps no such checkpoints."""
+    every: int = 0
+    """Steps between two of them; 0 keeps none. Between two, `--training.save-every` writes to the output folder."""
+    max_to_keep: int = 2
+    """Checkpoints to keep there; another has room beside them while it is written. With two, hosts that stopped at
+    different steps have one in common."""
+
+    def __post_init__(self) -> None:
+        if (self.path is None) != (self.every == 0) or self.every < 0:
+            raise ConfigError(
+                f"--local-checkpoints.path {self.path} with --local-checkpoints.every {self.every}",
+                "one is the place, the other the period",
+                "--local-checkpoints.path /local/ssd --local-checkpoints.every 20",
+            )
+        if self.path is not None and "://" in self.path:
+            raise ConfigError(
+                f"--local-checkpoints.path {self.path}", "every host has its own, and a bucket is of all",
+                "a folder on each host's disk; --out may be in a bucket",
+            )  # fmt: skip
+        if self.max_to_keep < 1:
+            raise ConfigError(f"--local-checkpoints.max-to-keep {self.max_to_keep}", "it is at least 1", "1")

@@ -1,0 +1,120 @@
+"""Silent corruption: a step computed twice, and replicas that must be equal, compared bit by bit."""
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshwright.checkpoint.fingerprints import SALTS, sum_of_hashes
+from meshwright.errors import HostError
+from meshwright.sharding.params import named_leaves
+from meshwright.trainer.phases import Phases
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+_SHOWN = 4
+"""Tensors and devices that an error names."""
+
+
+def checked(step: Step, every: int, phases: Phases) -> Step:
+    """Returns a train step that is checked every so many times; the step itself where `every` is 0."""
+
+    def take(state: Any, batch: Any) -> tuple[Any, Any]:
+        number = phases.now[0]  # the step that the loop has begun
+        return step(state, batch) if number % every else checked_step(step, state, batch, number)
+
+    return take if every else step
+
+
+def checked_step(step: Step, state: Any, batch: Any, number: int) -> tuple[Any, Any]:
+    """Takes a step twice from the same state, and returns the second result.
+
+    The step is deterministic: another result, or replicas that differ, come from a device that computes wrongly or from
+    memory that lost a bit. Takes as much more memory as the state, once. Raises HostError naming the devices.
+    """
+    spare = jax.tree.map(jnp.copy, state)
+    first = shard_sums(step(spare, batch)[0])
+    del spare
+    state, metrics = step(state, batch)
+    second = shard_sums(state)
+    check_equal(first, second, number)
+    check_replicas(state, second, number)
+    return state, metrics
+
+
+def shard_sums(tree: Any) -> dict[str, dict[Any, int]]:
+    """Returns an exact integer sum over the bits of each device's shard of each tensor: name -> device -> sum.
+
+    Each device sums its own shard; 4 bytes per tensor and device are gathered. Tensors kept in the host's memory are
+    left out.
+    """
+    tensors = {
+        name: x for name, x in named_leaves(tree).items()
+        if isinstance(x.sharding, NamedSharding) and x.sharding.memory_kind in (None, "device", "unpinned_host")
+    }  # fmt: skip
+    if not tensors:
+        return {}
+    mesh = next(iter(tensors.values())).sharding.mesh
+    everywhere = PartitionSpec(mesh.axis_names)
+
+    def sums(shards: dict[str, jax.Array]) -> jax.Array:
+        return jnp.stack([_sum(x) for x in shards.values()])[None]
+
+    specs = {name: x.sharding.spec for name, x in tensors.items()}
+    mapped = jax.shard_map(sums, mesh=mesh, in_specs=(specs,), out_specs=everywhere, check_vma=False)
+    rows = np.asarray(multihost_utils.process_allgather(jax.jit(mapped)(tensors), tiled=True))
+    devices = list(mesh.devices.flat)
+    return {name: {d: int(rows[i, j]) for i, d in enumerate(devices)} for j, name in enumerate(tensors)}
+
+
+def _sum(x: jax.Array) -> jax.Array:
+    flat = x.reshape(-1)
+    return sum_of_hashes(flat, jax.lax.iota(jnp.uint32, flat.size), SALTS[0])
+
+
+def check_equal(first: dict[str, dict[Any, int]], second: dict[str, dict[Any, int]], step: int) -> None:
+    """Raises HostError where a step that was computed twice gave two results."""
+    names = [name for name in first if first[name] != second[name]]
+    if names:
+        devices = sorted({d for name in names for d in first[name] if first[name][d] != second[name][d]}, key=_order)
+        raise _corrupt(step, "computed twice, it gave two results", names, devices)
+
+
+def check_replicas(tree: Any, sums: dict[str, dict[Any, int]], step: int) -> None:
+    """Raises HostError where devices that have the same shard of a tensor have other bits in it.
+
+    sums: of `shard_sums(tree)`. With three replicas or more, those that differ from most are named.
+    """
+    names, odd = [], set()
+    leaves = named_leaves(tree)
+    for name, of_device in sums.items():
+        groups: dict[str, list[Any]] = collections.defaultdict(list)
+        for device, part in leaves[name].sharding.devices_indices_map(leaves[name].shape).items():
+            groups[str(part)].append(device)
+        for group in groups.values():
+            counts = collections.Counter(of_device[device] for device in group)
+            if len(counts) > 1:
+                (most, number), (_, next_number) = counts.most_common(2)
+                names.append(name)
+                odd |= {d for d in group if number == next_number or of_device[d] != most}
+    if names:
+        raise _corrupt(step, "its replicas differ", list(dict.fromkeys(names)), sorted(odd, key=_order))
+
+
+def _order(device: Any) -> int:
+    return int(device.id)
+
+
+def _corrupt(step: int, what: str, names: list[str], devices: list[Any]) -> HostError:
+    shown = ", ".join(f"device {d.id} of process {d.process_index}" for d in devices[:_SHOWN])
+    more = f" and {len(devices) - _SHOWN} more" if len(devices) > _SHOWN else ""
+    tensors = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return HostError(
+        f"step {step}, checked for silent corruption",
+        f"{what} in {tensors}: {shown}{more}",
+        "--resume, from a checkpoint before it, without the host of that device",
+    )

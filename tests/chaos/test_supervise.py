@@ -1,0 +1,159 @@
+"""Supervisors: what they start again, on which hosts and from which checkpoint; short chaos of two real processes."""
+
+import dataclasses
+import importlib.util
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.checkpoint.steps import committed_steps
+from meshwright.cli import supervisors
+from meshwright.cli.restarts import Restarts
+from meshwright.cli.supervise import _without, supervise
+from meshwright.cli.supervisors import Start, Supervisors
+from meshwright.config import MeshShape, Run
+from meshwright.errors import CheckpointError, ConfigError, HostError
+from meshwright.hardware.hosts import ALONE, Hosts
+from meshwright.hardware.targets import parse_target
+from meshwright.planner.fewer_devices import plan_for_fewer
+from meshwright.planner.search import search
+from meshwright.runs.recipe import find_recipe
+from meshwright.trainer.watchdog import Watchdog
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+@pytest.fixture
+def run() -> Run:
+    return dataclasses.replace(find_recipe("tiny"), mesh=MeshShape(data=2, fsdp=4))
+
+
+def committed(out: Path, *steps: int) -> None:
+    for step in steps:
+        for name in ("manifest/metadata", "state/_METADATA"):
+            file = out / "checkpoints" / str(step) / name
+            file.parent.mkdir(parents=True)
+            file.write_text("{}")
+    assert committed_steps(out / "checkpoints") == list(steps)
+
+
+def hosts(process: int, processes: int = 3) -> Hosts:
+    return Hosts("test", processes, process, "127.0.0.1:9911")
+
+
+def start_together(out: Path, run: Run, living: list[int], restarts: Restarts) -> dict[int, Any]:
+    """What the supervisors of the living hosts start, each in a thread."""
+    found: dict[int, Any] = {}
+
+    def one(process: int) -> None:
+        others = Supervisors(out, hosts(process), restarts)
+        with others.counting():
+            try:
+                first = Start(0, (0, 1, 2), "127.0.0.1:9911", None, None)
+                found[process] = others.next_start(first, {8} if process == living[-1] else set(), run, 12)
+            except HostError as error:
+                found[process] = error
+
+    threads = [threading.Thread(target=one, args=(process,)) for process in living]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def test_all_hosts_start_from_the_last_checkpoint_that_none_found_damaged(tmp_path: Path, run: Run) -> None:
+    committed(tmp_path, 4, 8)
+    found = start_together(tmp_path, run, [0, 1, 2], Restarts(wait=30))
+    assert found == dict.fromkeys((0, 1, 2), Start(1, (0, 1, 2), "127.0.0.1:9911", None, 4))
+
+
+def test_the_hosts_that_are_left_go_on_without_the_first(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisors, "_BEAT", 0.1)
+    wide = dataclasses.replace(
+        run, mesh=MeshShape(data=3, fsdp=4), training=dataclasses.replace(run.training, batch=48)
+    )
+    found = start_together(tmp_path, wide, [1, 2], Restarts(wait=2, hosts="left"))
+    assert found[1] == found[2]
+    start = found[1]
+    assert start.members == (1, 2) and start.coordinator == "127.0.0.1:9911" and start.step is None
+    assert MeshShape.parse(start.mesh).size == 8
+    missing = start_together(tmp_path / "all", wide, [1, 2], Restarts(wait=1))
+    assert all("supervisors of [0" in str(error) and error.exit_code == 75 for error in missing.values())
+
+
+def test_the_planner_chooses_the_smaller_mesh(run: Run) -> None:
+    simulated = plan_for_fewer(run, 1, 4, "cpu")
+    assert simulated.mesh.size == 4 and not simulated.training
+    assert "nothing is known of cpu" in simulated.why and "ranked as on h100:1x4" in simulated.why
+    run = dataclasses.replace(run, training=dataclasses.replace(run.training, remat="full"))
+    known = plan_for_fewer(run, 1, 4, "NVIDIA H100 80GB HBM3")
+    best = search(dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=1024)), parse_target("h100:1x4"))
+    assert known.mesh == best.plans[0].mesh and known.training == {"remat": best.plans[0].run.training.remat}
+    assert known.why.startswith(best.plans[0].name) and "the fastest of" in known.why
+    with pytest.raises(ConfigError, match="the batch of 16"):
+        plan_for_fewer(run, 1, 17, "cpu")
+    large = find_recipe("llama3-70b")
+    with pytest.raises(ConfigError, match=r"none of \d+ plans fits: .* needs least"):
+        plan_for_fewer(large, 1, 2, "NVIDIA H100 80GB HBM3")
+
+
+def test_a_run_without_a_good_checkpoint_stops(tmp_path: Path, run: Run) -> None:
+    committed(tmp_path, 4)
+    with pytest.raises(CheckpointError, match="none of the checkpoints"):
+        Supervisors(tmp_path, ALONE, Restarts()).next_start(Start(0, (0,), None, None, 4), {4}, run, None)
+
+
+def test_restarts_are_limited(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.cli.supervise._Supervisor._attempt", lambda self, start: 75)
+    with pytest.raises(HostError, match="started again 2 times"):
+        supervise("train", [], run, tmp_path, ALONE, None, (Restarts(most=2, backoff=0), Watchdog()))
+    # A mistake in the run is met again by every start.
+    monkeypatch.setattr("meshwright.cli.supervise._Supervisor._attempt", lambda self, start: 2)
+    assert supervise("train", [], run, tmp_path, ALONE, None, (Restarts(most=2, backoff=0), Watchdog())) == 2
+
+
+def test_arguments_of_a_restart() -> None:
+    words = ["tiny", "--at", "4", "--steps=9", "--at=5", "--resume", "--out", "x"]
+    assert _without(words, {"--at": 1, "--resume": 0}) == ["tiny", "--steps=9", "--out", "x"]
+    assert _without(["--training.stage_saves", "input", "--x"], {"--training.stage-saves": 1}) == ["--x"]
+
+
+@pytest.fixture(scope="module")
+def chaos(tmp_path_factory: pytest.TempPathFactory) -> tuple[types.ModuleType, Path, dict[str, Any]]:
+    """The bench, its folder, and the result of the undisturbed run."""
+    import sys
+
+    sys.path.insert(0, str(BENCH))
+    try:
+        spec = importlib.util.spec_from_file_location("chaos", BENCH / "chaos.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(BENCH))
+    folder = tmp_path_factory.mktemp("chaos")
+    reference = module.start("none", folder / "reference")
+    assert reference.finish() == [0, 0]
+    return module, folder, module.result(reference.out)
+
+
+MORE = ("SIGSTOP", "truncated file", "full disk", "network cut", "host lost")
+
+
+@pytest.mark.parametrize("kind", ["SIGKILL of one", *(pytest.param(k, marks=pytest.mark.exhaustive) for k in MORE)])
+def test_chaos(kind: str, chaos: tuple[types.ModuleType, Path, dict[str, Any]]) -> None:
+    module, folder, expected = chaos
+    if kind == "network cut" and module.Pair.apart:
+        pytest.skip(module.Pair.apart)
+    row = module.row(3, kind, folder / kind.replace(" ", "-"), expected)
+    assert row["ended by itself"] and row["equal"] and row["named by the other"] in (True, None), row
+    assert row["starts"] >= 2
+    logs = "".join((folder / kind.replace(" ", "-") / f"log-{i}").read_text() for i in range(2))
+    if kind == "SIGKILL of one":
+        assert "error: training on 2 hosts, seen by process" in logs and "the last whole one" in logs

@@ -1,0 +1,229 @@
+"""Hosts that differ are named before compiling; a host that dies, stops or falls behind is named by the others."""
+
+import errno
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from meshwright.checkpoint.orbax_writer import OrbaxWriter
+from meshwright.checkpoint.shard_writer import ShardWriter
+from meshwright.checkpoint.write_errors import write_error
+from meshwright.errors import ConfigError
+from meshwright.hardware.agreement import differences, flatten
+from meshwright.trainer.watchdog import Sign, Watchdog, verdict
+
+HOSTS = """
+import os, sys, traceback
+def fail(*error):  # the other process must not wait for this one at the exit
+    traceback.print_exception(*error)
+    os._exit(1)
+sys.excepthook = fail
+import dataclasses, importlib.metadata, sys
+from pathlib import Path
+from meshwright.cli.devices import start_devices
+from meshwright.hardware.hosts import Hosts
+from meshwright.errors import ConfigError
+folder, port, process = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+from meshwright.runs.recipe import find_recipe
+from meshwright.config import MeshShape
+run = find_recipe("tiny")
+model = dataclasses.replace(run.model, width=32, layers=1, heads=4, kv_heads=2, mlp=32)
+training = dataclasses.replace(run.training, seq=16, batch=4, steps=2)
+data = dataclasses.replace(run.data, paths=(str(folder / "text.txt"),), tokenizer="bytes", held_out=0.0, sample=0)
+run = dataclasses.replace(run, model=model, mesh=MeshShape(data=2), training=training, data=data)
+start_devices(2, run, Hosts("test", 2, process, "127.0.0.1:" + port))
+import jax
+from meshwright.hardware.agreement import agree
+from meshwright.step.train_step import build_train_step, CompiledTrainStep
+from meshwright.trainer.loop import prepare_run
+from meshwright.trainer.prepare import Position
+from meshwright.trainer.same_hosts import agree_on, same_fields
+
+def fields(run, **changes):
+    return same_fields(prepare_run(run, cache=folder / f"cache-{process}"), folder)
+
+def other(run, section, **changes):
+    if process == 0:
+        return run
+    return dataclasses.replace(run, **{section: dataclasses.replace(getattr(run, section), **changes)})
+
+def expect(kind, compare):
+    try:
+        compare()
+        print(kind, "NO ERROR", flush=True)
+    except ConfigError as error:
+        print(kind, " ".join(str(error).split()), flush=True)
+
+agree("start", fields(run))
+print("same: agreed", flush=True)
+expect("run:", lambda: agree("start", fields(other(run, "optimizer", learning_rate=1e-4))))
+real = importlib.metadata.version
+if process:
+    importlib.metadata.version = lambda name: "0.9.1" if name == "optax" else real(name)
+expect("version:", lambda: agree("start", fields(run)))
+importlib.metadata.version = real
+expect("paths:", lambda: agree_on(other(run, "data", paths=(str(folder / "text-2.txt"),))))
+# Folders of tokens behind the same path differ between hosts: with other text, and with another tokenizer.
+prepared = prepare_run(run, cache=folder / f"cache-{process}")
+def tokens_of(change):
+    corpus = prepared.corpus
+    changed = {**corpus.fingerprint, **(change if process else {})}
+    class Other:
+        device_run = prepared.device_run
+        fingerprint = staticmethod(lambda: changed)
+    return same_fields(Other, folder)
+expect("data:", lambda: agree("start", tokens_of({"sources": [["0123", 1.0]]})))
+expect("tokenizer:", lambda: agree("start", tokens_of({"tokenizer": "4567"})))
+# The same Run: a difference that only the program shows, such as a patched library.
+prepared = prepare_run(other(run, "training", z_loss=0.1), cache=folder / f"cache-{process}")
+batch = next(prepared.feed(Position(0, 0)))
+expect("program:", lambda: prepared.compile(batch))
+os._exit(0)
+"""
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def test_planted_differences_are_named(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("She sells sea shells by the sea shore. " * 50)
+    (tmp_path / "text-2.txt").write_text("She sells sea shells by the sea shore! " * 50)
+    command, port = [sys.executable, "-c", HOSTS, str(tmp_path)], free_port()
+    both = [
+        subprocess.Popen([*command, port, str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for i in range(2)
+    ]
+    outputs = [process.communicate(timeout=240) for process in both]
+    for out, err in outputs:
+        lines = dict(line.split(":", 1) for line in out.splitlines() if ": " in line and not line.startswith("["))
+        assert "agreed" in lines["same"], err[-3000:]
+        assert "optimizer.learning_rate: 0.004 on host 0, 0.0001 on host 1" in lines["run"]
+        assert "version of optax" in lines["version"] and "0.9.1 on host 1" in lines["version"]
+        assert "data.paths: " in lines["paths"]
+        assert "tokens: sources" in lines["data"] and "on host 1" in lines["data"]
+        assert "tokenizer: " in lines["tokenizer"] and "on host 0" in lines["tokenizer"]
+        assert "lowered train step: " in lines["program"] and "on host 1" in lines["program"]
+        assert all("the same command, versions and files" in lines[kind] for kind in ("run", "version", "program"))
+
+
+def test_differences_group_hosts() -> None:
+    answers = {i: {"lr": "3e-4", "seq": "8"} for i in range(4)} | {4: {"lr": "1e-4", "seq": "8", "xla": "x"}}
+    assert differences(answers) == [
+        "lr: 3e-4 on hosts 0 to 3, 1e-4 on host 4", "xla: absent on hosts 0 to 3, x on host 4",
+    ]  # fmt: skip
+    assert flatten({"a": {"b": [1, 2]}, "c": None}) == {"a.b": "[1, 2]", "c": "null"}
+
+
+def sign(process: int, step: int, phase: str, seconds: float = 0.0, at: float = 100.0, left: str = "") -> Sign:
+    return Sign(process, f"node{process}", 9, 1, step, phase, seconds, at, left)
+
+
+@pytest.mark.parametrize(
+    ("signs", "words"),
+    [
+        ([sign(0, 5, "step"), sign(1, 5, "step", 3.0)], None),
+        ([sign(0, 5, "step"), sign(1, 4, "step", at=70.0)], "no sign for 30 s of process 1 (node1, pid 9): step 4"),
+        # All wait in step 6; the one that waits for data keeps them.
+        ([sign(0, 6, "step", 70.0), sign(1, 6, "data", 65.0)], "process 1 (node1, pid 9): data after step 6 since"),
+        ([sign(0, 6, "step", 70.0), sign(1, 6, "step", 61.0)], "process 0 (node0, pid 9): step 6 since"),
+        ([sign(0, 0, "step", 70.0), sign(1, 0, "compile", 70.0)], None),
+        ([sign(0, 6, "step", 2.0), sign(1, 6, "data", left="DataError: bad")], "process 1 (node1) has left: DataError"),
+        # Process 1 has tokenised for hours and comes to the first step a moment after the other.
+        ([sign(0, 0, "step", 1.0), sign(1, 0, "prepare", 9000.0)], None),
+        ([sign(0, 6, "save", 2.0), sign(1, 6, "save", at=10.0, left="done")], None),
+    ],
+)  # fmt: skip
+def test_verdict(signs: list[Sign], words: str | None) -> None:
+    found = verdict({s.process: s for s in signs}, Watchdog(silence=20, stall=60), 100.0)
+    assert found is None if words is None else found is not None and words in found
+
+
+def test_a_save_that_failed_is_known_before_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    shards = ShardWriter(tmp_path / "shards", 2, "process")
+    monkeypatch.setattr(shards, "_write", full)
+    shards.save(1, {}, {})
+    orbax = OrbaxWriter(tmp_path / "orbax", None)
+
+    def finalise() -> None:  # as Orbax's thread does: it would wait for all others with the error in flight
+        with pytest.raises(OSError, match="No space left"):
+            try:
+                full()
+            finally:
+                orbax._barrier(key="never", timeout_ms=1)
+
+    thread = threading.Thread(target=finalise)
+    thread.start()
+    thread.join(10)
+    until = time.monotonic() + 10
+    while not shards.failed() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert shards.failed() and orbax.failed()
+    with pytest.raises(OSError, match="No space left"):
+        shards.wait()
+    orbax.abandon()
+    assert not shards.failed() and not orbax.failed()
+    for writer in (shards, orbax):
+        writer.close()
+    orbax._barrier(key="alone", timeout_ms=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("No space left on device", "the disk is full"), ("Disk quota exceeded", "the disk quota is used up"),
+     ("RESOURCE_EXHAUSTED: File too large", "`ulimit -f`"), ("odd", "odd; no checkpoint was committed")],
+)  # fmt: skip
+def test_what_a_disk_refuses(text: str, reason: str, tmp_path: Path) -> None:
+    error = write_error("saving step 4", tmp_path, ValueError(text))
+    assert reason in error.truth and "MiB are free" in error.fix
+    gone = write_error("saving step 4", tmp_path / "gone", ValueError(text))
+    assert "the folder is gone" in gone.truth and "free" not in gone.fix
+
+
+TOKENISING = """
+import sys, time
+from pathlib import Path
+import jax
+jax.distributed.initialize("127.0.0.1:" + sys.argv[2], 2, int(sys.argv[3]))
+from meshwright.data.host_tokens import share_folders
+from meshwright.trainer.same_hosts import watched_before
+from meshwright.trainer.watchdog import Watchdog
+with watched_before(Path(sys.argv[1]), Watchdog(silence=2)):
+    time.sleep(1)
+    print("ready", flush=True)
+    share_folders(Path(sys.argv[1]), None, lambda: time.sleep(60))
+"""
+
+
+@pytest.mark.parametrize("killed", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
+def test_a_host_that_dies_while_tokens_are_made_is_named(tmp_path: Path, killed: int) -> None:
+    command = [sys.executable, "-c", TOKENISING, str(tmp_path), free_port()]
+    both = [
+        subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for i in range(2)
+    ]
+    for process in both:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    both[killed].kill()
+    both[killed].communicate()
+    _, err = both[1 - killed].communicate(timeout=60)
+    assert both[1 - killed].returncode == 75, err[-3000:]
+    assert f"seen by process {1 - killed} in phase prepare" in err and f"process {killed} (" in err
+    assert "the same command again: no checkpoint was committed" in err
+
+
+def test_limits_are_checked() -> None:
+    with pytest.raises(ConfigError, match="a busy host is late"):
+        Watchdog(silence=1)
+    with pytest.raises(ConfigError, match="number of seconds"):
+        Watchdog(stall=-1)

@@ -1,0 +1,78 @@
+"""Memory that a step needs beside what there is: refused before it runs, with numbers and remedies."""
+
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshwright as mw
+from meshwright.hardware.targets import parse_target
+from meshwright.planner import forecast
+from meshwright.step import device_memory
+from meshwright.step.device_memory import OutOfDeviceMemory, Room, check_memory
+
+GIB = 2**30
+
+
+def gpu(limit: int | None) -> types.SimpleNamespace:
+    """A GPU of this process; limit: bytes that XLA may use on it."""
+    client = types.SimpleNamespace(process_index=lambda: 0)
+    stats = None if limit is None else {"bytes_limit": limit}
+    return types.SimpleNamespace(
+        platform="gpu", device_kind="NVIDIA H100", process_index=0, client=client, memory_stats=lambda: stats
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def product() -> object:
+    """A compiled product of two matrices of 4 MiB, with a temporary of 4 MiB between."""
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    return jax.jit(lambda a, b: jnp.sin(a @ b) @ b).lower(x, x).compile()
+
+
+def test_a_step_beyond_the_limit_of_its_devices_is_refused(product: object) -> None:
+    stats = product.memory_analysis()  # type: ignore[attr-defined]
+    needed = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+    assert needed >= 12 * 2**20  # two arguments and the result
+    check_memory(product, [gpu(needed)], "a product")
+    check_memory(product, [gpu(None)], "a product")  # nothing is known of the device
+    with pytest.raises(OutOfDeviceMemory, match="each NVIDIA H100 has") as refused:
+        check_memory(product, [gpu(needed - 2**20)], "a product")
+    assert refused.value.needed == needed and "1 MiB too much" in str(refused.value)
+
+
+def _without_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OutOfDeviceMemory:
+    monkeypatch.setattr(device_memory, "_host_memory", lambda: Room(2**10, "this host"))
+    run = mw.recipe("tiny", mesh="fsdp=2", layers=1, steps=2, sample=0, eval_samples=16)
+    with pytest.raises(OutOfDeviceMemory) as refused:
+        mw.train(run, out=tmp_path / "run", progress="none")
+    assert not (tmp_path / "run" / "metrics.jsonl").read_text()  # refused before its first step
+    return refused.value
+
+
+def test_training_refuses_it_before_the_first_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    error = _without_room(monkeypatch, tmp_path)
+    assert error.exit_code == 5 and "this host has 1 KiB" in str(error) and "--training.remat full" in error.fix
+
+
+def test_remedies_have_numbers_where_the_chip_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(forecast, "local_target", lambda devices, calibration: (parse_target("h100:2"), ""))
+    fix = _without_room(monkeypatch, tmp_path).fix
+    options = [line.split()[0] for line in fix.splitlines()[1:]]
+    assert 1 <= len(options) <= 3 and set(options) <= {"--training.remat", "--training.microbatches", "--mesh"}
+    assert all("per device" in line and "s per step" in line for line in fix.splitlines()[1:])
+
+
+def test_what_a_device_raises_while_it_runs_is_the_same_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def exhausted(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 68719476736 bytes."
+        )
+
+    monkeypatch.setattr(device_memory, "_host_memory", lambda: None)
+    monkeypatch.setattr("meshwright.trainer.loop._first_state", exhausted)
+    run = mw.recipe("tiny", mesh="fsdp=2", layers=1, steps=2, sample=0, eval_samples=16)
+    with pytest.raises(OutOfDeviceMemory, match="a device ran out of memory"):
+        mw.train(run, out=tmp_path / "run", progress="none")

@@ -1,0 +1,153 @@
+"""Traces as profilers of TPUs and GPUs write them, read back: names of planes, lines and stats of XLA's xplane schema.
+
+No trace of a chip is at hand: the planes are written here, over texts of programs that were compiled for these chips.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from jax.profiler import ProfileData
+
+from meshwright.bench.device_trace import Event, Trace, device_time, read_trace
+from meshwright.bench.step_profile import compare
+from meshwright.hlo.parser import Module, parse_module
+
+TEXTS = Path(__file__).parent / "analysis" / "texts"
+MESH = {"data": 4, "tensor": 2}
+Written = tuple[str, float, float] | tuple[str, float, float, Mapping[str, str]]
+"""Name of an event, its start and length in microseconds, and its stats."""
+
+
+def plane(name: str, lines: Mapping[str, Sequence[Written]]) -> str:
+    """Writes a plane as a text proto, in the form of `xplane.proto`."""
+    events = sorted({event[0] for line in lines.values() for event in line})
+    stats = sorted({stat for line in lines.values() for event in line for stat in (event[3] if len(event) > 3 else {})})
+    text = [f"name: {json.dumps(name)}"]
+    for number, names in (("event_metadata", events), ("stat_metadata", stats)):
+        text += [
+            f"{number} {{ key: {i} value {{ id: {i} name: {json.dumps(n)} }} }}" for i, n in enumerate(names, start=1)
+        ]
+    for i, (line, written) in enumerate(lines.items()):
+        text.append(f"lines {{ id: {i} name: {json.dumps(line)} timestamp_ns: 1000")
+        for event in written:
+            text.append(f"events {{ metadata_id: {events.index(event[0]) + 1} offset_ps: {round(event[1] * 1e6)}")
+            text.append(f"duration_ps: {round(event[2] * 1e6)}")
+            for stat, value in (event[3] if len(event) > 3 else {}).items():
+                text.append(f"stats {{ metadata_id: {stats.index(stat) + 1} str_value: {json.dumps(value)} }}")
+            text.append("}")
+        text.append("}")
+    return f"planes {{ {' '.join(text)} }}"
+
+
+def read(planes: Sequence[str], module: Module, folder: Path) -> Trace:
+    """Writes a profile into a folder as the profiler does, and reads it."""
+    file = folder / "plugins" / "profile" / "2026_11_23" / "host.xplane.pb"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(ProfileData.text_proto_to_serialized_xspace("\n".join(planes)))
+    return read_trace(folder, module)
+
+
+def instruction(text: str, name: str) -> str:
+    """Returns an instruction as the profiler of a TPU names its events: whole, without metadata."""
+    line = next(line for line in text.splitlines() if line.strip().removeprefix("ROOT ").startswith(f"%{name} = "))
+    return line.strip().removeprefix("ROOT ").partition(", metadata=")[0]
+
+
+def tpu_planes(text: str) -> list[str]:
+    """Two turns of a ring on two chips: 20 us of compute while a permutation of 26 us is in flight, 6 us exposed."""
+    names = ("collective-permute-start", "select_add_fusion.2", "collective-permute-done", "copy-start.3", "while.13")
+    start, add, done, copy, loop = (instruction(text, name) for name in names)
+    turns = (10.0, 50.0)
+    operations = [
+        ("%convert.1 = f32[8] convert(f32[8] %x)", 0.0, 5.0), (loop, 10.0, 80.0),
+        *(event for at in turns for event in ((start, at, 1.0), (add, at + 1, 20.0), (done, at + 21, 5.0))),
+    ]  # fmt: skip
+    chip = {
+        "Steps": [("7", 0.0, 90.0)],
+        "XLA Modules": [("jit_convert(1234)", 0.0, 6.0), ("jit__ring(98765432)", 10.0, 80.0)],
+        "XLA Ops": operations,
+        "Async XLA Ops": [event for at in turns for event in ((start, at, 26.0), (copy, at, 3.0))],
+        "Framework Ops": [("jit(_ring)/shard_map/while", 10.0, 80.0)],
+        "XLA TraceMe": [("idle", 90.0, 10.0)],
+    }
+    core = {"Sparse Core Ops": [("wait", 0.0, 900.0)], "XLA Ops": [(add, 0.0, 900.0)]}
+    host = plane("/host:CPU", {"python": [("train_step", 0.0, 100.0)]})
+    return [host, *(plane(f"/device:TPU:{i}", chip) for i in range(2)), plane("/device:TPU:0 SparseCore 0", core)]
+
+
+def test_a_trace_of_tpus(tmp_path: Path) -> None:
+    text = (TEXTS / "v5p" / "ring.hlo").read_text()
+    module = parse_module(text)
+    trace = read(tpu_planes(text), module, tmp_path)
+    assert list(trace.devices) == ["/device:TPU:0", "/device:TPU:1"] and not trace.host
+    micro = 1e-6
+    time = device_time("", trace.devices["/device:TPU:0"], trace.flights["/device:TPU:0"])
+    # The other program keeps the chip busy for 5 us; between it, the turns and the end of the last nothing runs.
+    assert [time.window, time.compute, time.communication, time.exposed, time.idle] == pytest.approx(
+        [76 * micro, 45 * micro, 52 * micro, 12 * micro, 19 * micro]
+    )
+    rows, note = compare(trace, module, None, MESH, steps=2, seconds=90 * micro)
+    measured = {(row.kind, row.name): row.measured for row in rows}
+    assert measured["part", "communication"] == pytest.approx(26 * micro)
+    assert measured["part", "exposed"] == pytest.approx(6 * micro)
+    assert measured["collective", "collective-permute over data"] == pytest.approx(6 * micro)
+    assert sum(value for (kind, _), value in measured.items() if kind == "scope") == pytest.approx(26 * micro)
+    assert not any("another" in row.name for row in rows) and "in flight" in note
+
+
+def test_a_start_without_a_lane_of_its_own_is_in_flight_until_its_done(tmp_path: Path) -> None:
+    text = (TEXTS / "v5p" / "ring.hlo").read_text()
+    without = [plane.replace("Async XLA Ops", "Other") for plane in tpu_planes(text)]
+    derived, written = (read(planes, parse_module(text), tmp_path).flights for planes in (without, tpu_planes(text)))
+    assert [end for flight in derived["/device:TPU:0"] for end in flight] == pytest.approx(
+        [end for flight in written["/device:TPU:0"] for end in flight]
+    )
+
+
+def test_a_trace_of_gpus(tmp_path: Path) -> None:
+    text = (TEXTS / "h100" / "ring.hlo").read_text()
+    module = parse_module(text)
+
+    def of(hlo_op: str, program: str = "jit__ring") -> dict[str, str]:
+        return {"hlo_op": hlo_op, "hlo_module": program, "correlation_id": "12"}
+
+    turns = (10.0, 50.0)
+    card = {
+        "Stream #13(Compute)": [
+            ("loop_convert_fusion", 0.0, 5.0, of("loop_add_fusion", "jit_convert")),
+            *(("loop_add_fusion", at, 12.0, of("loop_add_fusion")) for at in turns),
+            # A kernel of a CUDA graph tells no instruction; its name is that of the fusion.
+            *(("loop_add_fusion_1", at + 12, 2.0, {"cuda_graph_id": "3"}) for at in turns),
+        ],
+        "Stream #14(MemcpyD2D,Compute)": [
+            *(("MemcpyD2D", at, 3.0, of("copy.6")) for at in turns),
+            *(("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", at + 3, 20.0, of("collective-permute-start"))
+              for at in turns),
+        ],
+        # Lines that the profiler derives from the streams, which count nothing twice.
+        "Steps": [("7", 0.0, 90.0)], "XLA Modules": [("jit__ring", 10.0, 63.0)],
+        "XLA Ops": [("loop_add_fusion", at, 12.0, of("loop_add_fusion")) for at in turns],
+        "Launch Stats": [("loop_add_fusion", 0.0, 1.0)],
+    }  # fmt: skip
+    trace = read([plane(f"/device:GPU:{i}", card) for i in range(8)], module, tmp_path)
+    assert len(trace.devices) == 8 and len(trace.devices["/device:GPU:0"]) == 2 and not trace.flights["/device:GPU:0"]
+    micro = 1e-6
+    time = device_time("", trace.devices["/device:GPU:0"])
+    # Of 20 us of NCCL in a turn 11 are under kernels and 9 are exposed.
+    assert [time.compute, time.communication, time.exposed] == pytest.approx([33 * micro, 40 * micro, 18 * micro])
+    rows, note = compare(trace, module, None, MESH, steps=2, seconds=63 * micro)
+    measured = {(row.kind, row.name): row.measured for row in rows}
+    assert measured["collective", "collective-permute over data"] == pytest.approx(20 * micro)
+    # 12 and 2 us of fusions, 3 us of a copy, 20 us of NCCL, each in its scope; the other program has none.
+    assert sum(value for (kind, _), value in measured.items() if kind == "scope") == pytest.approx(37 * micro)
+    assert "kernel" in note
+
+
+def test_kernels_of_another_program_have_no_instruction_of_this_one(tmp_path: Path) -> None:
+    module = parse_module((TEXTS / "h100" / "ring.hlo").read_text())
+    stats = {"hlo_op": "loop_add_fusion", "hlo_module": "jit__ring_of_another"}
+    trace = read([plane("/device:GPU:0", {"Stream #7": [("kernel", 0.0, 1.0, stats)]})], module, tmp_path)
+    (event,) = trace.devices["/device:GPU:0"][0]
+    assert event == Event("another program: kernel", event.start, event.seconds, False, "")

@@ -1,0 +1,155 @@
+"""What the pages say exists: commands that the verbs' own parsers take, Python that compiles, names and files."""
+
+import ast
+import importlib
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import meshwright as mw
+from meshwright.cli import base_run, finetune, train
+from meshwright.cli.main import TRUST, VERBS
+from meshwright.cli.parse import parse
+from meshwright.errors import MeshwrightError
+from meshwright.hardware.targets import parse_target
+from meshwright.planner import plan_file
+from meshwright.runs import recipe
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_QUOTING = {"log.md"}
+"""Pages that quote commands and files of their day."""
+_BLOCK = re.compile(r"^( *)```(sh|bash|console|python)\n(.*?)^\1```", re.S | re.M)
+_REFUSED = re.compile(r"<!-- run [^\n]*exit=.*?<!-- end -->", re.S)
+_FILE = re.compile(r"`((?:[a-z_]+/)+[a-z_0-9]+\.(?:py|toml|csv))[`:]")
+
+
+class Parsed(Exception):
+    """Ends a verb once its arguments are parsed."""
+
+
+def blocks(page: Path, languages: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yields language and text of the fenced blocks of a page, but for commands that are shown because they fail."""
+    text = _REFUSED.sub("", page.read_text(encoding="utf-8"))
+    for indent, language, body in _BLOCK.findall(text):
+        if language in languages:
+            yield language, re.sub(rf"^{indent}", "", body, flags=re.M)
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Yields the arguments of every `meshwright` on a page, of those in lines of text the whole ones."""
+    text = _REFUSED.sub("", page.read_text(encoding="utf-8"))
+    for inline in re.findall(r"`meshwright ([a-z][^`\n]*)`", text):
+        if not re.search(r"\.\.\.|\||\bN\b|\b[A-Z]{3,}\b|^[a-z-]+( (--)?[a-z.-]+)?$", inline):
+            yield shlex.split(inline)
+    for language, body in blocks(page, ("sh", "bash", "console")):
+        for line in body.replace("\\\n", " ").splitlines():
+            if language == "console" and not line.startswith("$ "):
+                continue
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            for word in list(words):  # `srun ... meshwright doctor`, and `--command "meshwright train ..."`
+                words += shlex.split(word) if word.startswith("meshwright ") else []
+            for start in (i for i, word in enumerate(words) if word == "meshwright"):
+                rest = words[start + 1 :]
+                end = next((i for i, word in enumerate(rest) if word in ("|", ">", "&&", "&", "meshwright")), len(rest))
+                yield rest[:end]
+
+
+@pytest.fixture
+def only_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets verbs go no further than their parser; files that a page only names stand for the recipe `tiny`."""
+    tiny = mw.recipe("tiny")
+    builder = recipe._builder
+
+    def known(name: str) -> Any:
+        absent = name.startswith("hf:") or (".py" in name and not Path(name.partition(":")[0]).is_file())
+        return (lambda: tiny) if absent else builder(name)
+
+    def parse_and_stop(kind: type, verb: str, args: Sequence[str], **how: Any) -> Any:
+        options = parse(kind, verb, args, **how)
+        machines = (getattr(options, name, None) for name in ("on", "target"))
+        for target in (part for value in machines if isinstance(value, str) for part in value.split(",")):
+            if ":" in target and ".toml" not in target:  # launch --on slurm; a chip that a page only names
+                parse_target(target.partition("..")[0])
+        if verb.startswith("launch"):
+            return options
+        raise Parsed
+
+    monkeypatch.setattr(recipe, "_builder", known)
+    monkeypatch.setattr(plan_file, "read_plan", lambda path: SimpleNamespace(run=tiny, target="h100:64"))
+    monkeypatch.setattr(base_run, "read_run", lambda path: tiny)
+    monkeypatch.setattr(train, "run_in_folder", lambda path: tiny)
+    monkeypatch.setattr(finetune, "source_run", lambda name: tiny)
+    monkeypatch.setattr(finetune, "run_in_folder", lambda path: tiny)
+    for verb in VERBS:
+        module = importlib.import_module(f"meshwright.cli.{verb}")
+        if hasattr(module, "parse"):
+            monkeypatch.setattr(module, "parse", parse_and_stop)
+
+
+@pytest.mark.usefixtures("only_parsing")
+def test_every_command_of_the_pages_parses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT / "tests" / "outside" / "extensions")  # whose files `docs/adding.md` uses
+    found, faults = 0, []
+    for page in PAGES:
+        for args in commands(page) if page.name not in _QUOTING else ():
+            if not args or args[0] in ("--version", "--help", "words", "recipes", "completion"):
+                continue
+            found += 1
+            try:
+                words = [word for word in args[1:] if word != TRUST]
+                importlib.import_module(f"meshwright.cli.{args[0]}").main(words)
+            except Parsed:
+                continue
+            except (MeshwrightError, ImportError, SystemExit) as error:
+                faults.append(f"{page.relative_to(ROOT)}: meshwright {shlex.join(args)}\n{error}")
+    assert not faults, "\n".join(faults)
+    assert found > 200
+
+
+def names_of(tree: ast.AST) -> Iterator[str]:
+    """Yields `mw.NAME` and the names imported from the package, with their modules."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "mw":
+            yield f"meshwright.{node.attr}"
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("meshwright"):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def exists(name: str) -> bool:
+    module, _, attribute = name.rpartition(".")
+    return hasattr(importlib.import_module(module), attribute)
+
+
+def test_python_of_the_pages_compiles_and_names_what_exists() -> None:
+    faults = []
+    for page in PAGES:
+        if page.name in _QUOTING or page.parent.name in ("ladder", "notebooks"):  # which run
+            continue
+        for _, body in blocks(page, ("python",)):
+            if "--8<--" in body:
+                continue
+            try:
+                tree = ast.parse(body)
+            except SyntaxError as error:
+                faults.append(f"{page.name}: {error}\n{body}")
+                continue
+            faults += [f"{page.name}: there is no {name}" for name in set(names_of(tree)) if not exists(name)]
+    assert not faults, "\n".join(faults)
+
+
+def test_files_that_the_pages_name_are_there() -> None:
+    places = (ROOT, ROOT / "src" / "meshwright", ROOT / "docs", ROOT / "tests")
+    faults = []
+    for page in PAGES:
+        if page.name in _QUOTING:
+            continue
+        for name in set(_FILE.findall(page.read_text(encoding="utf-8"))):
+            if not any((place / name).exists() for place in places):
+                faults.append(f"{page.relative_to(ROOT)}: {name}")
+    assert not faults, "\n".join(faults)

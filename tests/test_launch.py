@@ -1,0 +1,329 @@
+"""Job files as their schedulers read them, and processes on this machine."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from importlib.metadata import Distribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
+from packaging.requirements import Requirement
+
+from meshwright.cli.main import run
+from meshwright.errors import ConfigError
+from meshwright.hardware.targets import parse_target
+from meshwright.launching.accelerators import accelerators_of
+from meshwright.launching.exit_codes import restarts
+from meshwright.launching.installation import REMOTE_SOURCE, requirement
+from meshwright.launching.job import Job, legal_name
+from meshwright.launching.jobset import jobset_manifest
+from meshwright.launching.local import of_the_first, run_local
+from meshwright.launching.ray_job import decode, ray_script, specification
+from meshwright.launching.skypilot import skypilot_task
+from meshwright.launching.slurm import slurm_script
+
+HOSTILE = (
+    "it's", 'a "b"', "$(touch PWNED)", "`touch PWNED`", "$HOME", "$(HOME)", "a\nb: c\n- d",
+    "{}: &x *x !!python/name:os", "yes", "012", "# no", "%j", "\\", "", " ", "a;touch PWNED", "--- ",
+    "é\u2028ü", "$$", "\ttab", "'\"'",
+)  # fmt: skip
+
+
+def job(**changes: Any) -> Job:
+    fields: dict[str, Any] = {
+        "name": "hostile", "command": ("meshwright", "train", *HOSTILE), "hosts": 4, "restarts": 2,
+        "environment": tuple((f"V{i}", value) for i, value in enumerate(HOSTILE)),
+        "accelerators": accelerators_of(parse_target("h100:32")),
+    }  # fmt: skip
+    return Job(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("target", "hosts", "each", "labels"),
+    [
+        ("v5p:8x8x16", 256, 4, {"tpu-accelerator": "tpu-v5p-slice", "tpu-topology": "8x8x16"}),
+        ("2*v6e:16x16", 128, 4, {"tpu-accelerator": "tpu-v6e-slice", "tpu-topology": "16x16"}),
+        ("v6e:2x4", 1, 8, {"tpu-accelerator": "tpu-v6e-slice", "tpu-topology": "2x4"}),
+        ("v5e:1x1", 1, 1, {"tpu-accelerator": "tpu-v5-lite-podslice", "tpu-topology": "1x1"}),
+        ("h100:64", 8, 8, {"accelerator": "nvidia-h100-80gb"}),
+        ("h100:2", 1, 2, {"accelerator": "nvidia-h100-80gb"}),
+        ("gb200:144", 36, 4, {"accelerator": "nvidia-gb200"}),
+    ],
+)
+def test_hosts_of_a_target(target: str, hosts: int, each: int, labels: dict[str, str]) -> None:
+    found = accelerators_of(parse_target(target))
+    assert (found.hosts, found.chips_per_host) == (hosts, each)
+    assert found.node_selector == {f"cloud.google.com/gke-{name}": value for name, value in labels.items()}
+
+
+def run_script(
+    folder: Path, script: str, programs: dict[str, str], **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a script in bash with other programs in the place of the real ones."""
+    for name, body in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    (folder / "script").write_text(script)
+    subprocess.run(["bash", "-n", "script"], cwd=folder, check=True)
+    done = subprocess.run(
+        ["bash", "script"], cwd=folder, text=True, capture_output=True,
+        env={"PATH": f"{folder}:{os.environ['PATH']}", "HOME": "/root", **environment},
+    )  # fmt: skip
+    assert not (folder / "PWNED").exists()
+    return done
+
+
+RECORD = f"""{shlex.quote(sys.executable)} -c 'import json, os, sys
+print(json.dumps([sys.argv[1:], [os.environ.get("V%d" % i) for i in range({len(HOSTILE)})]]))' "$@" """
+"""Program that prints its arguments and variables as JSON."""
+
+
+def test_slurm_passes_every_value_on(tmp_path: Path) -> None:
+    done = run_script(tmp_path, slurm_script(job(fields=(("time", "24:00:00"),))), {"srun": RECORD})
+    words, variables = json.loads(done.stdout)
+    assert words[-len(HOSTILE) - 2 :] == ["meshwright", "train", *HOSTILE]
+    assert variables == list(HOSTILE)
+
+
+@pytest.mark.parametrize(
+    ("code", "count", "again"), [(75, 0, True), (143, 1, True), (137, 2, False), (2, 0, False), (130, 0, False)]
+)
+def test_slurm_starts_again_where_that_helps(code: int, count: int, again: bool, tmp_path: Path) -> None:
+    programs = {"srun": f"exit {code}", "scontrol": 'echo "scontrol $@"'}
+    done = run_script(tmp_path, slurm_script(job()), programs, SLURM_RESTART_COUNT=str(count), SLURM_JOB_ID="7")
+    assert done.returncode == code
+    assert done.stdout == ("scontrol requeue 7\n" if again else "")
+    assert restarts(code) == (again or code == 137)
+
+
+def test_slurm_directives_and_containers() -> None:
+    lines = slurm_script(job(processes_per_host=8, image="nvcr.io/x:y", mounts=(("/data", "/data"),))).splitlines()
+    assert {"#SBATCH --nodes=4", "#SBATCH --ntasks-per-node=8", "#SBATCH --gpus-per-node=8", "#SBATCH --requeue",
+            "#SBATCH --signal=TERM@120"} <= set(lines)  # fmt: skip
+    srun = next(line for line in lines if line.startswith("srun"))
+    assert "--container-image=nvcr.io/x:y --container-mounts=/data:/data meshwright train" in srun
+    assert "apptainer exec --nv image.sif meshwright" in slurm_script(job(image="image.sif"))
+    with pytest.raises(ConfigError, match="a directive is a word"):
+        slurm_script(job(fields=(("partition", "gpu\n#SBATCH --wrap=touch PWNED"),)))
+
+
+def expanded(text: str) -> str:
+    """Expands `$(NAME)` as Kubernetes does where no variable has the name: `$$` is one dollar sign."""
+    return text.replace("$$", "$")
+
+
+@pytest.mark.parametrize("target", ["h100:32", "2*v5p:4x4x8", None])
+def test_jobset_is_one_by_the_schema(target: str | None) -> None:
+    chips = accelerators_of(parse_target(target)) if target else None
+    asked = job(hosts=chips.hosts if chips else 3, accelerators=chips, image="i", mounts=(("claim", "/data"),))
+    manifest = yaml.safe_load(jobset_manifest(asked))
+    # The models drop fields that they do not know: what comes back is what the schema has.
+    model = JobsetV1alpha2JobSet.from_dict(manifest)
+    assert model is not None and json.loads(model.to_json()) == manifest
+    [replicated] = manifest["spec"]["replicatedJobs"]
+    work = replicated["template"]["spec"]
+    [container] = work["template"]["spec"]["containers"]
+    assert [expanded(word) for word in container["command"]] == list(asked.command)
+    assert not any("$(" in word.replace("$$", "") for word in container["command"])
+    variables = {v["name"]: v.get("value") for v in container["env"]}
+    assert [expanded(variables[f"V{i}"]) for i in range(len(HOSTILE))] == list(HOSTILE)
+    assert replicated["replicas"] * work["parallelism"] == asked.hosts and work["backoffLimit"] == 0
+    assert ("MESHWRIGHT_COORDINATOR" in variables) == (target != "2*v5p:4x4x8")
+    assert container.get("resources", {}).get("limits", {}) == ({chips.resource: chips.chips_per_host} if chips else {})
+
+
+@pytest.mark.parametrize(
+    ("target", "accelerators", "nodes"),
+    [("h100:32", {"H100": 8}, 4), ("v5p:4x4x8", {"tpu-v5p-256": 1}, 1), ("v5e:4x4", {"tpu-v5litepod-16": 1}, 1)],
+)
+def test_skypilot_passes_every_value_on(target: str, accelerators: Any, nodes: int, tmp_path: Path) -> None:
+    chips = accelerators_of(parse_target(target))
+    task = yaml.safe_load(skypilot_task(job(accelerators=chips, hosts=chips.hosts, fields=(("use_spot", "true"),))))
+    assert task["num_nodes"] == nodes and task["resources"]["accelerators"] == accelerators
+    assert task["resources"]["use_spot"] is True and 75 in task["resources"]["job_recovery"]["recover_on_exit_codes"]
+    assert task["envs"] == {f"V{i}": value for i, value in enumerate(HOSTILE)}
+    done = run_script(tmp_path, task["run"], {"meshwright": RECORD})
+    assert json.loads(done.stdout)[0] == ["train", *HOSTILE]
+
+
+URL = "https://example.org/meshwright"
+
+
+@pytest.mark.parametrize(
+    ("origin", "package", "source"),
+    [
+        ({}, "meshwright[tpu]==1.2", None),
+        ({"url": "file:///my%20code", "dir_info": {"editable": True}}, f"{REMOTE_SOURCE}[tpu]", "/my code"),
+        ({"url": URL, "vcs_info": {"vcs": "git", "commit_id": "4f2a"}}, f"meshwright[tpu] @ git+{URL}@4f2a", None),
+        ({"url": f"{URL}.whl", "archive_info": {}}, f"meshwright[tpu] @ {URL}.whl", None),
+        ({"url": "file:///dist/meshwright.whl", "archive_info": {}}, "", None),
+    ],
+)
+def test_nodes_install_what_is_installed_here(
+    origin: dict[str, Any], package: str, source: str | None, tmp_path: Path
+) -> None:
+    folder = tmp_path / "meshwright-1.2.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: meshwright\nVersion: 1.2\n")
+    if origin:
+        (folder / "direct_url.json").write_text(json.dumps(origin))
+    installed = Distribution.at(folder)
+    if not package:
+        with pytest.raises(ConfigError, match="--image"):
+            requirement(installed, "tpu")
+        return
+    assert requirement(installed, "tpu") == (package, source)
+    Requirement(package.replace(REMOTE_SOURCE, "meshwright"))  # what pip would read
+
+
+def test_ray_passes_every_value_on(tmp_path: Path) -> None:
+    asked = job(fields=(("address", "http://head:8265"),))
+    # Ray joins the words of the entry point as Windows does, and gives them to a shell of the head node.
+    ray = f"""{shlex.quote(sys.executable)} -c 'import subprocess, sys
+print(subprocess.list2cmdline(sys.argv[sys.argv.index("--") + 1:]))' "$@" """
+    entry = run_script(tmp_path, ray_script(asked), {"ray": ray}).stdout
+    done = run_script(tmp_path, entry, {"python": RECORD})
+    words = json.loads(done.stdout)[0]
+    assert words[:2] == ["-m", "meshwright.launching.on_ray"]
+    assert decode(words[2]) == specification(asked)
+    assert specification(asked)["resources"] == {"GPU": 8}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--on", "slurm", "tiny"], "--out /shared/runs/tiny"),
+        (["--on", "slrum", "tiny"], "slurm"),
+        (["--on", "slurm", "trian", "--out", "x"], "there is no recipe"),
+        (["--on", "slurm", "tiny", "--out", "x", "--stesp", "3"], "--steps"),
+        (["--on", "slurm"], "there is no RUN"),
+        (["--on", "jobset", "tiny", "--out", "x"], "--image"),
+        (["--on", "jobset", "--image", "i", "--processes", "8", "tiny", "--out", "x"], "--processes 1"),
+        (["--on", "skypilot", "--target", "2*v5p:4x4x8", "tiny", "--out", "x"], "--on jobset"),
+        (["--on", "slurm", "--target", "h100:64", "--hosts", "3", "tiny", "--out", "x"], "--hosts 8"),
+        (["--on", "slurm", "--hosts", "4", "--processes", "6", "tiny", "--out", "x"], "--processes 4"),
+        (["--on", "slurm", "--env", "A B=c", "tiny", "--out", "x"], "--env NAME=VALUE"),
+        (["--on", "slurm", "--name", "My Run", "tiny", "--out", "x"], "--name my-run"),
+        (["--on", "ray", "--image", "i", "tiny", "--out", "x"], "the cluster's configuration"),
+        (["--on", "local", "--write", "x", "tiny"], "no --write"),
+        (["--on", "local", "--hosts", "2", "tiny"], "it is one host"),
+        (["--on", "slurm", "--hosts", "0", "tiny", "--out", "x"], "--hosts 1"),
+        (["--on", "local", "--processes", "0", "tiny"], "--processes 1"),
+    ],
+)
+def test_refusals_teach(words: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        run(["launch", *words])
+    assert says in str(error.value)
+
+
+def test_a_job_file_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "job.sh"
+    words = ["launch", "--on", "slurm", "--target", "h100:16", "--write", str(file), "tiny", "--out", "/s/x"]
+    assert run(words) == 0
+    assert "2 hosts. Start it with: sbatch" in capsys.readouterr().out
+    first = file.read_text()
+    assert "meshwright train tiny --out /s/x --resume-if-exists" in first
+    with pytest.raises(ConfigError, match="--overwrite"):
+        run(words)
+    assert run([*words[:5], "--overwrite", *words[5:], "--steps", "3"]) == 0 and file.read_text() != first
+    assert run(["launch", "--on", "slurm", "evaluate", "/s/x", "--data", "a b"]) == 0
+    assert "meshwright evaluate /s/x --data 'a b'\n" in capsys.readouterr().out
+
+
+def test_images_install_what_the_extras_name() -> None:
+    root = Path(__file__).parents[1]
+    text = (root / "docker" / "Dockerfile").read_text().replace("\\\n", " ")
+    stages = {m[1]: m[2] for m in re.finditer(r"^FROM \S+ AS (\w+)\n(.*?)(?=^FROM|\Z)", text, re.M | re.S)}
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for stage, extra in {"cpu": "", "tpu": "tpu", "cuda": "cuda13"}.items():
+        assert not extra or extra in extras
+        wanted = f"'.[{','.join(filter(None, [extra, 'all']))}]'"
+        installs = re.findall(r"pip install .*?(\S+)$", stages[stage], re.M)
+        assert installs == [wanted], stage
+    assert "constraints.txt" in stages["cpu"] and "http" not in text
+
+
+def test_names() -> None:
+    assert [legal_name(text) for text in ("My Run.v2", "3b", "Ü", "x" * 60)] == ["my-run-v2", "run-3b", "run", "x" * 40]
+
+
+def local(code: str, **changes: Any) -> Job:
+    fields: dict[str, Any] = {
+        "processes_per_host": 3,
+        "hosts": 1,
+        "environment": (),
+        "accelerators": None,
+        "restarts": 0,
+    }
+    script = f"import os, sys, time\ni = int(os.environ['MESHWRIGHT_PROCESS'])\n{code}"
+    return job(command=(sys.executable, "-c", script), **{**fields, **changes})
+
+
+def test_local_processes_are_shown_by_number(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    code = "print(os.environ['MESHWRIGHT_PROCESSES'], os.environ['A'])\nprint('no end', end='', file=sys.stderr)"
+    assert run_local(local(code, environment=(("A", "$(x)"),))) == 0
+    shown = capfdbinary.readouterr()
+    assert sorted(shown.out.splitlines()) == [f"[{i}] 3 $(x)".encode() for i in range(3)]
+    assert sorted(shown.err.splitlines()) == [f"[{i}] no end".encode() for i in range(3)]
+    assert run_local(local("print(i)"), of_the_first) == 0
+    assert capfdbinary.readouterr().out == b"0\n"
+
+
+@pytest.mark.parametrize(("fault", "code", "says"), [
+    ("sys.exit(7)", 7, "process 1 ended first, with exit code 7"),
+    ("os.kill(os.getpid(), 9)", 137, "process 1 ended first, by SIGKILL"),
+])  # fmt: skip
+def test_the_first_process_that_fails_is_named(fault: str, code: int, says: str, capfd: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("meshwright.launching.local.NOTICE_SECONDS", 0.2)
+    began = time.monotonic()
+    assert run_local(local(f"if i == 1: {fault}\ntime.sleep(60)")) == code
+    shown = capfd.readouterr().err
+    assert says in shown and "process 0, 2 still runs" in shown and time.monotonic() - began < 30
+
+
+def test_local_processes_start_again(tmp_path: Path, capfd: Any) -> None:
+    code = f"open({str(tmp_path / 'starts')!r}, 'a').write(str(i))\nsys.exit(75 if i == 0 else 0)"
+    assert run_local(local(code, restarts=2, processes_per_host=2)) == 75
+    assert len((tmp_path / "starts").read_text()) == 6
+    assert "start 3 of at most 3" in capfd.readouterr().err
+
+
+def test_a_signal_reaches_every_process(tmp_path: Path) -> None:
+    code = "import signal\nsignal.signal(15, lambda *_: sys.exit(143))\nprint('up', flush=True)\ntime.sleep(60)"
+    script = f"""
+import sys
+sys.path[:0] = [{str(Path(__file__).parent)!r}]
+from test_launch import local
+from meshwright.launching.local import run_local
+sys.exit(run_local(local({code!r})))"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for _ in range(3):
+            assert "up" in process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 143
+
+
+@pytest.mark.exhaustive
+def test_four_processes_train(tmp_path: Path) -> None:
+    out, text = tmp_path / "out", tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog; " * 400)
+    words = ["launch", "--on", "local", "--processes", "4", "tiny", "--data", str(text), "--devices", "8", "--out",
+             str(out), "--model.layers", "2", "--model.width", "32", "--model.mlp", "64", "--data.tokenizer", "bytes",
+             "--data.sample", "0", "--training.seq", "32", "--training.eval-samples", "16"]  # fmt: skip
+    for steps in ("2", "3"):  # the second resumes
+        done = subprocess.run([sys.executable, "-m", "meshwright", *words, "--steps", steps, "--json"],
+                              text=True, capture_output=True, timeout=600)  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout)["steps"] == 3
+    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()][-1] == 3

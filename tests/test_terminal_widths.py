@@ -1,0 +1,97 @@
+"""Tables of every verb in terminals of any width: no line is wider, and no layout or mesh breaks inside."""
+
+import io
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from test_checkpoint_verb import save
+
+from meshwright.bench.collectives import CollectiveTiming
+from meshwright.bench.step_profile import Profile, Row
+from meshwright.cli.bench import print_timings
+from meshwright.cli.main import run
+from meshwright.planner.forecast import ForecastGap
+from meshwright.views.plan_tables import print_forecast_gaps
+from meshwright.views.profile_tables import print_profile
+
+WIDTHS = (30, 40, 80, 200)
+WORD = re.compile(r"\w+\[[^\[\]]*\]|\b[a-z]+=\d+(?:,[a-z]+=\d+)*")
+"""Layout of a tensor, or a mesh."""
+SMALL = ["--model.width", "32", "--model.layers", "2", "--model.mlp", "64", "--seq", "32", "--batch", "8"]
+
+VERBS: dict[str, list[str]] = {
+    "show": ["show", "llama3-70b", "--mesh", "stage=2,fsdp=8,tensor=8"],
+    "plan": ["plan", "tiny", "--on", "v5e:2x4", "--compare", "fsdp=8", "data=2,fsdp=2,tensor=2"],
+    "plan, several": ["plan", "tiny", "--on", "v5e:2x2,h100:4"],
+    "plan, decode": ["plan", "tiny", "--on", "v5e:2x2", "--decode", "256"],
+    "prove": ["prove", "tiny", *SMALL, "--mesh", "data=2,fsdp=2,tensor=2"],
+    "doctor": ["doctor"],
+}
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, io.StringIO]]:
+    """What consoles print, as terminals of each width show it: the verb runs once."""
+    shown = {width: io.StringIO() for width in WIDTHS}
+    consoles = [Console(file=file, width=width, highlight=False) for width, file in shown.items()]
+    own: Callable[..., None] = Console.print
+
+    def each(console: Console, *objects: Any, **how: Any) -> None:
+        own(console, *objects, **how)
+        for other in consoles if not console.quiet and console not in consoles else ():
+            own(other, *objects, **how)
+
+    monkeypatch.setattr(Console, "print", each)
+    yield shown
+    monkeypatch.undo()
+
+
+def check(shown: dict[int, io.StringIO]) -> None:
+    words = set(WORD.findall(shown[200].getvalue()))
+    for width, file in shown.items():
+        text = file.getvalue()
+        wide = [line for line in text.splitlines() if len(line.rstrip()) > width]
+        assert not [line for line in wide if not line.startswith(("  fix:", "written:"))], width
+        broken = [word for word in words if len(word) <= width - 4 and word not in text]
+        assert not broken, (width, broken)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_tables_of_a_verb(verb: str, printed: dict[int, io.StringIO]) -> None:
+    assert run(VERBS[verb]) in (0, 1)
+    assert printed[80].getvalue()
+    check(printed)
+
+
+def test_tables_of_checkpoints(tmp_path: Path, printed: dict[int, io.StringIO]) -> None:
+    for step in (2, 4):
+        save(tmp_path, step)
+    for verb in (["list"], ["inspect"], ["verify"], ["diff"]):
+        assert run(["checkpoint", *verb, str(tmp_path)]) == 0
+    assert "float32[3, 4]" in printed[30].getvalue() and "run.optimizer.learning_rate" in printed[40].getvalue()
+    check(printed)
+
+
+def test_tables_of_measurements(printed: dict[int, io.StringIO]) -> None:
+    rows = [
+        Row("step", "whole step", 1.5, None), Row("collective", "reduce-scatter over data+fsdp+tensor", 0.25, 0.125),
+        Row("scope", "transformer_layer/attention_with_a_long_name", 0.5, 0.5),
+    ]  # fmt: skip
+    print_profile(Console(file=io.StringIO()), Profile(2, 3, tuple(rows), "a note that is long enough for two lines"))
+    print_forecast_gaps(Console(file=io.StringIO()), [ForecastGap("exposed communication", 0.25, 0.5)])
+    timing = CollectiveTiming("reduce-scatter", "data+fsdp", 8, 2**24, 0.0074, 10, 2.27e9, 2.27e9, True)
+    print_timings(Console(file=io.StringIO()), [timing])
+    check(printed)
+
+
+@pytest.mark.parametrize("columns", [30, 40, 80, 200])
+def test_recipes(columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert run(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns and any(line.startswith("llama3-405b") for line in lines)
+    assert ("llama3-405b" in lines) == (columns <= 40)

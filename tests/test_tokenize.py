@@ -1,0 +1,500 @@
+"""Tokenisation in shards and processes: every source, the same bytes however it was interrupted, one host for all."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from meshwright.data import encoding, saved_dataset, tokenizing
+from meshwright.data.bpe import train_bpe
+from meshwright.data.cached import load_tokens
+from meshwright.data.hub import download_dataset
+from meshwright.data.records import Records
+from meshwright.data.shards import read_progress
+from meshwright.data.sources import open_source
+from meshwright.data.tokenizing import tokenize
+from meshwright.data.tokens import checksum, open_tokens, sha256_of
+from meshwright.errors import DataError
+
+SHARD = 2**17
+TEXTS = ["first, with ümlauts", 'second "quoted"\none', "third \u2028 line", "fourth\u0085"]
+ROWS = [{"id": i, "body": {"text": text, "n": i}, "text": text} for i, text in enumerate(TEXTS)]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def zstd(content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+def arrow(file: Path, kind: str, table: pa.Table | None = None, options: Any = None) -> None:
+    table = pa.Table.from_pylist(ROWS) if table is None else table
+    new = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
+    with new(str(file), table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=3)
+
+
+def delimited(delimiter: str, end: str = "\n") -> bytes:
+    target = io.StringIO()
+    import csv
+
+    writer = csv.DictWriter(target, ["id", "text"], extrasaction="ignore", delimiter=delimiter, lineterminator=end)
+    writer.writeheader()
+    writer.writerows(ROWS)
+    return b"\xef\xbb\xbf" + target.getvalue().encode()
+
+
+def saved(folder: Path) -> None:
+    """As `save_to_disk` of `datasets` writes it."""
+    folder.mkdir(parents=True)
+    arrow(folder / "data-00000-of-00001.arrow", "stream")
+    (folder / "dataset_info.json").write_text("{}")
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+
+
+def saved_splits(folder: Path) -> None:
+    saved(folder / "train")
+    (folder / "dataset_dict.json").write_text('{"splits": ["train"]}')
+
+
+lz4 = pa.ipc.IpcWriteOptions(compression="lz4")
+SOURCES: dict[str, tuple[str, bytes | Callable[[Path], None]]] = {
+    "lines": ("a.jsonl", LINES),
+    "lines that end with CRLF": ("a.jsonl", LINES.replace(b"\n", b"\r\n")),
+    "lines, gzip": ("a.jsonl.gz", gzip.compress(LINES)),
+    "lines, bzip2": ("a.jsonl.bz2", bz2.compress(LINES)),
+    "lines, xz": ("a.ndjson.xz", lzma.compress(LINES)),
+    "lines, zstd of two frames": ("a.jsonl.zst", zstd(LINES[:99]) + zstd(LINES[99:])),
+    "commas": ("a.csv", delimited(",")),
+    "commas, CRLF, zstd": ("a.csv.zst", zstd(delimited(",", "\r\n"))),
+    "tabs": ("a.tsv", delimited("\t")),
+    "Parquet": ("a.parquet", lambda f: pa.parquet.write_table(pa.Table.from_pylist(ROWS), f, row_group_size=2)),
+    "Arrow file": ("a.arrow", lambda f: arrow(f, "file")),
+    "Arrow stream": ("a.arrow", lambda f: arrow(f, "stream")),
+    "Feather, lz4": ("a.feather", lambda f: arrow(f, "file", options=lz4)),
+    "saved dataset": ("set", saved),
+    "saved splits": ("set", saved_splits),
+}
+
+
+def create(folder: Path, name: str) -> Path:
+    file, content = SOURCES[name]
+    folder.mkdir(exist_ok=True)
+    if callable(content):
+        content(folder / file)
+    else:
+        (folder / file).write_bytes(content)
+    return folder / file
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_source_gives_its_texts_from_any_record_on(name: str, tmp_path: Path) -> None:
+    path = create(tmp_path / "in", name)
+    fields = ["text"] if "s, " in name or name in ("commas", "tabs") else ["text", "body.text"]
+    for field in ["text"] if name.startswith(("commas", "tabs")) else fields:
+        source, records = open_source(str(path), field), Records(str(path))
+        states = [records.state()]
+        assert [(text, states.append(records.state()))[0] for text in source.read(records)] == TEXTS
+        for start, state in enumerate(states):
+            records = Records(str(path))
+            records.resume(state)
+            assert list(source.read(records)) == TEXTS[start:]
+
+
+def test_texts_are_compressed_too(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.zst").write_bytes(zstd(b"\xef\xbb\xbftext"))
+    assert list(open_source(str(tmp_path)).read(Records(""))) == ["text"]
+
+
+def test_a_dataset_saved_by_its_own_library_is_read(tmp_path: Path) -> None:
+    program = (
+        "import datasets, sys; d = datasets.Dataset.from_dict({'text': [f'text {i}' for i in range(9)]});"
+        "datasets.DatasetDict({'train': d.select([3, 1]), 'test': d}).save_to_disk(sys.argv[1])"
+    )
+    environment = {**os.environ, "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "d")], check=True, env=environment, capture_output=True
+    )
+    with pytest.raises(DataError, match=r"splits train, test(.|\n)*--data .*/d/train"):
+        open_source(str(tmp_path / "d"))
+    assert list(open_source(str(tmp_path / "d" / "train")).read(Records(""))) == ["text 3", "text 1"]
+
+
+BAD: dict[str, tuple[str, bytes | Callable[[Path], None], str, str]] = {
+    "no such field": ("a.jsonl", LINES, "body.txt", "no field 'body.txt'; it has 'id' .a number., 'body' "),
+    "no such column": ("a.arrow", lambda f: arrow(f, "file"), "txt", r"no column 'txt' among id \(int64\), body"),
+    "no such nested": ("a.arrow", lambda f: arrow(f, "file"), "body.x", r"no column 'body.x'(.|\n)*text-field text"),
+    "a column of numbers": ("a.arrow", lambda f: arrow(f, "stream"), "body.n", "'body.n' is of type int64, and"),
+    "no column of that name": ("a.csv", delimited(","), "body", "no column 'body' among id, text"),
+    "too many fields": ("a.csv", b"id,text\n1,good\n1,a,b\n", "text", "line 3(.|\n)*it has 3 fields, and the first"),
+    "a quote without end": ("a.csv", b'id,text\n1,good\n1,"a\nb\n', "text", "line 3(.|\n)*not a row"),
+    "latin-1 in a row": ("a.csv", b"text\ngood\ncaf\xe9\n", "text", "line 3(.|\n)*not UTF-8"),
+    "NUL in a text": ("a.txt", b"a\0b", "text", "character 2 is NUL"),
+    "NUL in a record": ("a.jsonl", b'{"text": "a"}\n{"text": "\\u0000"}\n', "text", "line 2(.|\n)*character 1 is NUL"),
+    "UTF-16 lines": ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), "text", "UTF-16(.|\n)*iconv -f UTF-16 -t UTF-8"),
+    "UTF-16 text": ("a.txt", "text".encode("utf-16"), "text", "UTF-16(.|\n)*iconv -f UTF-16 -t UTF-8"),
+    "UTF-32 text": ("a.txt", "text".encode("utf-32"), "text", "UTF-32(.|\n)*iconv -f UTF-32"),
+    "UTF-16 without a mark": ("a.txt", "text".encode("utf-16-le"), "text", "it is UTF-16LE"),
+    "cut zstd": ("a.jsonl.zst", zstd(LINES)[:-9], "text", "Truncated compressed stream"),
+    "no zstd": ("a.jsonl.zst", LINES, "text", "ZSTD decompress failed"),
+    "empty zstd": ("a.jsonl.zst", b"", "text", "it is empty, which no compressed file is"),
+    "cut xz": ("a.jsonl.xz", lzma.compress(LINES)[:-9], "text", "EOFError"),
+    "cut bzip2": ("a.jsonl.bz2", bz2.compress(LINES)[:-9], "text", "EOFError"),
+    "no xz": ("a.jsonl.xz", LINES, "text", "LZMAError"),
+    "cut Arrow file": ("a.arrow", lambda f: (arrow(f, "file"), os.truncate(f, 500))[0], "text", "Arrow"),
+    "cut Arrow stream": (
+        "a.arrow", lambda f: (arrow(f, "stream"), os.truncate(f, f.stat().st_size - 8))[0], "text", "cut off",
+    ),
+    "no Arrow": ("a.arrow", b"plain text", "text", "cut off, or is no such file"),
+    "Feather 1": ("a.feather", b"FEA1" + bytes(99), "text", "Feather of version 1"),
+    "a dataset of other files": (
+        "set", lambda f: (saved(f), (f / "state.json").write_text('{"_data_files": [{"filename": "../x.arrow"}]}'))[0],
+        "text", "names a file outside the folder",
+    ),
+    "a dataset with an index": (
+        "set", lambda f: (saved(f), (f / "state.json").write_text(
+            '{"_data_files": [{"filename": "a.arrow"}], "_indices_files": [{"filename": "i.arrow"}]}'))[0],
+        "text", "flatten_indices",
+    ),
+    "a dataset without its description": (
+        "set", lambda f: (saved(f), (f / "state.json").write_text("{"))[0], "text", "state.json",
+    ),
+}  # fmt: skip
+"""File, contents, field, and the reason for which it is refused."""
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_read_is_refused(name: str, tmp_path: Path) -> None:
+    file, content, field, reason = BAD[name]
+    if callable(content):
+        content(tmp_path / file)
+    else:
+        (tmp_path / file).write_bytes(content)
+    with pytest.raises(DataError, match=reason):
+        tokenize(str(tmp_path / file), "bytes", tmp_path / "tokens", text_field=field)
+    assert not (tmp_path / "tokens").exists()
+
+
+def test_offsets_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
+    """An Arrow file whose offsets point behind its text would read another part of memory."""
+    arrow(tmp_path / "a.arrow", "file", pa.table({"text": ["text", "more"]}))
+    content = (tmp_path / "a.arrow").read_bytes()
+    harmed = content.replace(np.array([0, 4, 8], "<i4").tobytes(), np.array([0, 2**30, 8], "<i4").tobytes())
+    assert harmed != content
+    (tmp_path / "a.arrow").write_bytes(harmed)
+    with pytest.raises(DataError, match=r"a.arrow(.|\n)*Arrow"):
+        tokenize(str(tmp_path / "a.arrow"), "bytes", tmp_path / "tokens")
+
+
+def test_skipped_records_are_listed_beside_the_shards(tmp_path: Path) -> None:
+    lines = [b'{"text": "good"}'] * 60
+    lines[3:50:2] = [b"bad"] * len(lines[3:50:2])
+    (tmp_path / "a.jsonl").write_bytes(b"\r\n".join(lines) + b"\r\n")
+    file = tokenize(str(tmp_path / "a.jsonl"), "bytes", tmp_path / "tokens", bad_records=0.5)
+    listed = [json.loads(line) for line in (tmp_path / "tokens" / "skipped.jsonl").read_text().splitlines()]
+    assert [entry["line"] for entry in listed] == list(range(4, 51, 2))
+    assert file.skipped["bad"] == 24 and len(file.skipped["examples"]) == 20
+    assert listed[0] == {
+        "file": str(tmp_path / "a.jsonl"),
+        "line": 4,
+        "reason": "not JSON: Expecting value at column 1",
+    }
+
+
+def corpus_text(folder: Path) -> Path:
+    """Documents of many lengths, one of them longer than three shards, in two files; 0.8 million bytes."""
+    random = np.random.default_rng(0)
+    texts = ["".join(map(chr, random.integers(97, 123, n))) for n in random.integers(1, 9000, 60)]
+    texts[40] = "long " * (3 * SHARD // 5 + 999)
+    folder.mkdir()
+    for name, part in (("a", texts[:30]), ("b", texts[30:])):
+        lines = [json.dumps({"text": text}) for text in part]
+        lines.insert(9, "bad")
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return corpus_text(tmp_path_factory.mktemp("corpus") / "in")
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches so small that a shard has many, and processes start early."""
+    monkeypatch.setattr(tokenizing, "BATCH", 20_000)
+    monkeypatch.setattr(encoding, "_ALONE", 2)
+
+
+def undisturbed(corpus: Path, out: Path, shard: int = SHARD, processes: int = 1) -> dict[str, bytes]:
+    tokenize(str(corpus), "bytes", out, bad_records=0.1, shard_tokens=shard, processes=processes)
+    return files_of(out)
+
+
+@pytest.mark.parametrize("stop", [1, 3, 12, 24, 26, 39])
+def test_an_interrupted_tokenisation_goes_on_to_the_same_bytes(
+    stop: int, corpus: Path, tmp_path: Path, small_batches: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = undisturbed(corpus, tmp_path / "whole")
+    assert len([name for name in expected if name.startswith("tokens-")]) == 6
+    real = encoding.encode_texts
+
+    def encode_some(tokenizer: Any, texts: list[str]) -> encoding.Encoded:
+        counter.append(0)
+        if len(counter) > stop:
+            raise KeyboardInterrupt
+        return real(tokenizer, texts)
+
+    for _ in range(2):  # interrupted twice
+        counter: list[int] = []
+        monkeypatch.setattr(encoding, "encode_texts", encode_some)
+        with pytest.raises(KeyboardInterrupt):
+            undisturbed(corpus, tmp_path / "parts")
+            raise KeyboardInterrupt  # the second time it may come to its end
+        monkeypatch.setattr(encoding, "encode_texts", real)
+        if (tmp_path / "parts" / "tokens.json").exists():
+            break
+        with pytest.raises(DataError, match="unfinished tokenisation of other text"):
+            tokenize(str(corpus), "chars", tmp_path / "parts", bad_records=0.1, shard_tokens=SHARD)
+    else:
+        undisturbed(corpus, tmp_path / "parts", processes=2 if stop == 12 else 1)
+    assert files_of(tmp_path / "parts") == expected
+
+
+def test_a_killed_tokenisation_leaves_no_process_and_goes_on(corpus: Path, tmp_path: Path, small_batches: None) -> None:
+    expected = undisturbed(corpus, tmp_path / "whole")
+    program = (
+        "import sys, time; from pathlib import Path; from meshwright.data import encoding, tokenizing\n"
+        "tokenizing.BATCH, encoding._ALONE, real = 20_000, 2, encoding._Encoders._encode\n"
+        "encoding._Encoders._encode = lambda self, texts: (time.sleep(0.1), real(self, texts))[1]\n"
+        "tokenizing.tokenize(sys.argv[1], 'bytes', Path(sys.argv[2]), bad_records=0.1, shard_tokens=2**17, processes=2)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(corpus), str(tmp_path / "parts")])
+    until = time.monotonic() + 60
+    while (read_progress(tmp_path / "parts") or {"shards": 0})["shards"] < 1 and time.monotonic() < until:
+        time.sleep(0.02)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert len(children) == 2
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < until, "an encoder outlives the process that started it"
+        time.sleep(0.05)
+    assert not (tmp_path / "parts" / "tokens.json").exists()
+    assert undisturbed(corpus, tmp_path / "parts") == expected
+
+
+def test_neither_shards_nor_processes_nor_the_old_format_change_what_training_reads(
+    corpus: Path, tmp_path: Path, small_batches: None
+) -> None:
+    expected = undisturbed(corpus, tmp_path / "one", 2**30)
+    assert undisturbed(corpus, tmp_path / "two", 2**30, processes=2) == expected
+    undisturbed(corpus, tmp_path / "shards", 1)
+    whole, shards = open_tokens(tmp_path / "one"), open_tokens(tmp_path / "shards")
+    assert whole.digest == shards.digest
+    np.testing.assert_array_equal(whole.tokens, shards.tokens)
+    for start in range(0, len(whole.tokens) - 200, 997):
+        np.testing.assert_array_equal(shards.tokens[start : start + 199], whole.tokens[start : start + 199])
+    # Format 2: the same files, all tokens in one.
+    old = tmp_path / "one"
+    (old / "tokens-00000.bin").rename(old / "tokens.bin")
+    record = json.loads((old / "tokens.json").read_text())
+    for name in ("checksum", "shards", "shard_tokens"):
+        del record[name]
+    record["format"] = 2
+    record["sha256"].pop("skipped.jsonl")
+    ends = np.array(whole.ends)
+    np.save(old / "ends.npy", ends)
+    assert sha256_of(old / "ends.npy") == record["sha256"]["ends.npy"]
+    (old / "tokens.json").write_text(json.dumps({**record, "checksum": checksum(record)}))
+    again = open_tokens(old)
+    assert again.digest == shards.digest
+    np.testing.assert_array_equal(again.tokens, shards.tokens)
+
+
+def test_subwords_do_not_depend_on_processes(tmp_path: Path, corpus: Path, small_batches: None) -> None:
+    spec = tmp_path / "tokenizer.json"
+    spec.write_text(train_bpe(["some text to learn from"] * 9, 270).to_json())
+    for processes in (1, 2):
+        tokenize(str(corpus), str(spec), tmp_path / str(processes), bad_records=0.1, processes=processes)
+    assert files_of(tmp_path / "1") == files_of(tmp_path / "2")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_document_that_has_no_tokens_is_named(
+    processes: int, tmp_path: Path, corpus: Path, small_batches: None
+) -> None:
+    spec = tmp_path / "tokenizer.json"
+    spec.write_text(json.dumps({"kind": "chars", "letters": "abcdefghijklmnopqrstuvwxyz"}))
+    with pytest.raises(DataError, match=r"b.jsonl, line 12(.|\n)*character 4 is ' '"):
+        tokenize(str(corpus), str(spec), tmp_path / "out", bad_records=0.1, processes=processes)
+
+
+def test_damaged_parts_are_refused(corpus: Path, tmp_path: Path, small_batches: None, monkeypatch: Any) -> None:
+    real = encoding.encode_texts
+
+    def interrupted(*args: Any) -> encoding.Encoded:
+        if (read_progress(tmp_path / "parts") or {"shards": 0})["shards"] > 1:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(encoding, "encode_texts", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        undisturbed(corpus, tmp_path / "parts")
+    os.truncate(tmp_path / "parts" / "tokens-00000.bin", 99)
+    with pytest.raises(DataError, match=r"it is damaged: tokens-00000\.bin is not"):
+        undisturbed(corpus, tmp_path / "parts")
+
+
+def test_standard_input_is_read_once_and_compared_when_it_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
+    def pipe(content: bytes) -> None:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(content))))  # type: ignore[arg-type]
+
+    pipe(LINES)
+    assert len(tokenize("-", "bytes", tmp_path / "tokens").ends) == len(TEXTS)
+    with pytest.raises(DataError, match="can be read once"):
+        tokenize("-", "chars", tmp_path / "chars")
+    source, records = open_source("-"), Records("-")
+    pipe(LINES)
+    documents = source.read(records)
+    next(documents), next(documents)
+    state = records.state()
+    for content in (LINES.replace(b"first", b"other"), LINES[:9]):
+        pipe(content)
+        records = Records("-")
+        records.resume(state)
+        with pytest.raises(DataError, match="first 2 lines are not those that were tokenised before"):
+            list(source.read(records))
+
+
+def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from meshwright.data.tokenizing import tokenize\n"
+        "tokenize(sys.argv[1], 'bytes', Path(sys.argv[2]), processes=1)\n"
+        "print(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0])"
+    )
+    line, peaks = json.dumps({"text": "some text " * 500}).encode() + b"\n", []
+    for count in (2_000, 30_000):
+        (tmp_path / f"{count}.jsonl.gz").write_bytes(gzip.compress(line * count, 1))
+        command = [sys.executable, "-c", program, str(tmp_path / f"{count}.jsonl.gz"), str(tmp_path / f"{count}")]
+        peaks.append(int(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    # 150 MB of text and 300 MB of tokens, beside 10 and 20.
+    assert peaks[1] - peaks[0] < 40_000, peaks
+
+
+def test_datasets_of_the_hub_are_named_in_full_and_need_its_library(monkeypatch: Any, tmp_path: Path) -> None:
+    for path in ("hf://datasets/alone", "hf://models/a/b"):
+        with pytest.raises(DataError, match="names no dataset of the hub"):
+            download_dataset(path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").write_bytes(LINES)
+    asked = []
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        asked.append((name, options["repo_type"], options["revision"], options["allow_patterns"]))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert list(open_source("hf://datasets/a/b@v1/data").read(Records(""))) == TEXTS
+    assert asked == [("a/b", "dataset", "v1", ["data", "data/**"])]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(DataError, match=r"huggingface_hub is not installed(.|\n)*meshwright\[hub\]"):
+        download_dataset("hf://datasets/a/b")
+
+
+def test_a_field_is_part_of_the_name_in_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "title": "bb"}\n')
+    found = [load_tokens(str(tmp_path / "a.jsonl"), "bytes", tmp_path, text_field=f) for f in ("text", "title")]
+    assert [len(file.tokens) for file in found] == [2, 3]
+
+
+def test_what_is_there_already_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("precious")
+    with pytest.raises(DataError, match="it exists already"):
+        tokenize(str(tmp_path / "a.jsonl"), "bytes", tmp_path / "mine")
+    assert files_of(tmp_path / "mine") == {"thesis.tex": b"precious"}
+
+
+HOST = """
+import sys, jax
+from pathlib import Path
+import meshwright.data.cached as cached, meshwright.data.host_tokens as host_tokens
+from meshwright.data.tokens import load_corpus
+from meshwright.errors import DataError
+
+process, port, source, cache = int(sys.argv[1]), sys.argv[2], sys.argv[3], Path(sys.argv[4])
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
+calls, real = [], cached.tokenize
+def counted(*args, **options):
+    calls.append(args[0])
+    return real(*args, **options)
+cached.tokenize = counted
+corpus = load_corpus([source], "bytes", cache)
+first = len(calls), corpus.fingerprint["sources"][0][0]
+corpus = load_corpus([source], "bytes", cache)
+try:
+    load_corpus([source + ".missing"], "bytes", cache)
+except DataError as error:
+    print(*first, len(calls), error.truth, sep="|")
+"""
+
+
+@pytest.mark.parametrize("caches", ["one", "each its own"])
+def test_one_host_tokenises_and_the_others_have_its_files(caches: str, tmp_path: Path) -> None:
+    import socket
+
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    folders = [tmp_path / (caches if caches == "one" else str(process)) for process in (0, 1)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", HOST, str(process), str(port), str(tmp_path / "a.jsonl"), str(folders[process])],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        )
+        for process in (0, 1)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    found = [output.strip().splitlines()[-1].split("|") for output, _ in outputs]
+    # Process 0 tokenised once, process 1 never; both have the same tokens and stop for the same reason.
+    assert [f[0] for f in found] == ["1", "0"] and [f[2] for f in found] == ["1", "0"]
+    assert found[0][1] == found[1][1] and found[0][3] == found[1][3] == "it is neither a file, a folder nor a glob"
+    assert {file.parent.name for file in tmp_path.rglob("tokens.json")} == {load_name(folders[0])}
+
+
+def load_name(cache: Path) -> str:
+    return next(iterated(cache / "tokens")).name
+
+
+def iterated(folder: Path) -> Iterator[Path]:
+    return (file for file in folder.iterdir() if not file.name.startswith("."))
+
+
+def test_selected_rows_are_not_taken_for_all(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text('{"epoch": 3}')
+    assert saved_dataset.saved_files(tmp_path) is None
