@@ -114,7 +114,9 @@ class Supervisors:
                 except StorageError:  # the bucket is away for longer than requests are sent again
                     if late:
                         raise
-            if now > until + (0 if self.restarts.hosts == "all" else self.restarts.wait):
+            # Choosing takes as long as planning does, and the one that chooses counts up meanwhile.
+            choosing = (whole or left) and ready[0] != self.hosts.process
+            if not choosing and now > until + (0 if self.restarts.hosts == "all" else self.restarts.wait):
                 missing = sorted({*range(self.hosts.processes)} - {*ready})
                 self.leave("gone")
                 raise HostError(
