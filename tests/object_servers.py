@@ -35,6 +35,8 @@ def serve(kind: str, port: int) -> None:
     else:
         from gcp_storage_emulator.server import create_server
 
+        # The emulator answers one request at a time: more than five that wait must not be turned away.
+        http.server.HTTPServer.request_queue_size = 256
         create_server("127.0.0.1", port, in_memory=True, default_bucket=BUCKET).start()
     print("ready", flush=True)
     while os.getppid() != 1:
@@ -81,14 +83,17 @@ class FaultyProxy:
                     proxy.failed += 1
                     self._answer(proxy._random.choice((500, 503)), [], b"")
                     return
-                connection = http.client.HTTPConnection("127.0.0.1", proxy._target, timeout=60)
                 # The emulator of Google's store ignores the range of a listing, here always that of a prefix.
                 path = re.sub(r"startOffset=([^&]*)&endOffset=[^&]*", r"prefix=\1", self.path)
-                connection.request(self.command, path, body or None, dict(self.headers))
-                answer = connection.getresponse()
-                content = answer.read()
-                answer.close()
-                connection.close()
+                with contextlib.closing(http.client.HTTPConnection("127.0.0.1", proxy._target, timeout=60)) as target:
+                    try:
+                        target.request(self.command, path, body or None, dict(self.headers))
+                        with target.getresponse() as answer:
+                            content = answer.read()
+                    except (OSError, http.client.HTTPException):  # as a balancer does whose server does not answer
+                        proxy.failed += 1
+                        self._answer(503, [], b"")
+                        return
                 proxy.passed += 1
                 kept = [(n, v) for n, v in answer.getheaders() if n.lower() not in _HOP]
                 length = answer.getheader("Content-Length") if self.command == "HEAD" else None
