@@ -86,7 +86,9 @@ def lines_of(out: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.usefixtures("poisoned")
 def test_a_bad_step_stops_the_run_with_its_evidence(run: Run, tmp_path: Path, cache: Path) -> None:
-    with pytest.raises(TrainingError, match=rf"step {BAD}(.|\n)*not finite(.|\n)*the state before it and its batch"):
+    with pytest.raises(
+        TrainingError, match=rf"step {BAD}(.|\n)*not finite(.|\n)*the state before it and its batch(.|\n)*roll_back"
+    ):
         train_into(run, tmp_path / "out", cache)
     folder = tmp_path / "out" / f"evidence-step-{BAD}"
     assert committed_steps(folder / "checkpoints") == [BAD - 1]
@@ -133,7 +135,7 @@ def test_too_many_bad_steps_stop_the_run(
     monkeypatch.setattr(
         Windows, "__getitem__", lambda self, i: {**read(self, i), "weights": np.full(self.seq, np.nan, np.float32)}
     )
-    with pytest.raises(TrainingError, match=r"3 steps were bad, and --faults.most-skipped is 2"):
+    with pytest.raises(TrainingError, match=r"3 steps were bad, and --faults.most-skipped is 2(.|\n)*a higher"):
         train_into(with_faults(run, bad_step="roll_back", most_skipped=2), tmp_path / "out", cache)
 
 

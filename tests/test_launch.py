@@ -30,6 +30,8 @@ from meshwright.launching.local import of_the_first, run_local
 from meshwright.launching.ray_job import decode, ray_script, specification
 from meshwright.launching.skypilot import skypilot_task
 from meshwright.launching.slurm import slurm_script
+from meshwright.runs.recipe import find_recipe
+from meshwright.runs.write_run import write_run
 
 HOSTILE = (
     "it's", 'a "b"', "$(touch PWNED)", "`touch PWNED`", "$HOME", "$(HOME)", "a\nb: c\n- d",
@@ -206,6 +208,7 @@ print(subprocess.list2cmdline(sys.argv[sys.argv.index("--") + 1:]))' "$@" """
         (["--on", "slurm", "trian", "--out", "x"], "there is no recipe"),
         (["--on", "slurm", "tiny", "--out", "x", "--stesp", "3"], "--steps"),
         (["--on", "slurm"], "there is no RUN"),
+        (["--on", "slurm", "train", "--steps", "3"], "launch train --out DIR --resume"),
         (["--on", "jobset", "tiny", "--out", "x"], "--image"),
         (["--on", "jobset", "--image", "i", "--processes", "8", "tiny", "--out", "x"], "--processes 1"),
         (["--on", "skypilot", "--target", "2*v5p:4x4x8", "tiny", "--out", "x"], "--on jobset"),
@@ -236,6 +239,9 @@ def test_a_job_file_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(ConfigError, match="--overwrite"):
         run(words)
     assert run([*words[:5], "--overwrite", *words[5:], "--steps", "3"]) == 0 and file.read_text() != first
+    write_run(find_recipe("tiny"), tmp_path / "run.json")
+    assert run(["launch", "--on", "slurm", "train", "--out", str(tmp_path), "--resume"]) == 0
+    assert f"meshwright train --out {tmp_path} --resume\n" in capsys.readouterr().out
     assert run(["launch", "--on", "slurm", "evaluate", "/s/x", "--data", "a b"]) == 0
     assert "meshwright evaluate /s/x --data 'a b'\n" in capsys.readouterr().out
 

@@ -175,6 +175,15 @@ def test_a_long_run_prints_lines_at_the_stated_period(steps: int, seconds: float
     assert lines[-1].startswith(f"step {steps}/{steps}  loss 2.5000")
 
 
+def test_a_warm_up_that_is_cut_is_told() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    for steps, warmup, start in ((20, 19, 0), (20, 20, 20), (20, 20, 0)):
+        ConsoleReport(console).begin(start, steps, warmup)
+    assert isinstance(console.file, io.StringIO)
+    (line,) = console.file.getvalue().splitlines()
+    assert line == "warm-up cut to 19 of 20 steps:  --optimizer.warmup-steps 20 is longer than the run"
+
+
 @pytest.mark.parametrize(("text", "period"), [("30s,10", Period()), ("5min", Period(300, 1)), ("100", Period(0, 100)),
                                               ("20 steps,1h", Period(3600, 20))])  # fmt: skip
 def test_periods_of_progress(text: str, period: Period) -> None:

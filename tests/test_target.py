@@ -112,7 +112,7 @@ def child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
     monkeypatch.setattr(absent, "require_compiler", lambda target: None)
     monkeypatch.setattr(absent, "compiler_environment", lambda target: {})
-    monkeypatch.setattr(absent.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
     return is_script
 
 
@@ -120,7 +120,7 @@ def test_a_compiler_that_dies_is_explained(child, tmp_path: Path) -> None:
     child("echo 'the last words' >&2; kill -SEGV $$")
     with pytest.raises(CensusError, match="the compiler failed: SIGSEGV") as died:
         compile_in_subprocess(V5P, 60)
-    (log,) = tmp_path.glob("*.log")
+    (log,) = tmp_path.glob("cache/proofs/*.log")
     assert log.read_text() == "the last words\n" and str(log) in died.value.truth
 
 
@@ -142,7 +142,7 @@ def test_what_it_says_and_its_exit_code_come_through(child, capfd: pytest.Captur
     assert compile_in_subprocess(V5P, 60) == 6
     said = capfd.readouterr()
     assert said.err == "error: it does not fit\n" and said.out == "on v5p:4x4x8\n"
-    assert not list(tmp_path.glob("*.log"))
+    assert not list(tmp_path.rglob("*.log"))
 
 
 def test_it_writes_where_this_process_writes(child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

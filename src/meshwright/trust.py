@@ -72,7 +72,8 @@ def _refused(kind: str, name: str, origin: str, truth: str) -> ConfigError:
     return ConfigError(
         f"{kind} {name!r} of {origin}",
         f"{truth}, and a file chooses no code: installed packages and the recipe on the command line are imported",
-        "the recipe that wrote it as the first argument, or --trust-code where you would run that code yourself",
+        "the same command with --trust-code, where you would run that code yourself; or the recipe that wrote it as "
+        "the first argument, with the options it was given",
     )
 
 

@@ -118,6 +118,23 @@ def test_restarts_are_limited(tmp_path: Path, run: Run, monkeypatch: pytest.Monk
     assert supervise("train", [], run, tmp_path, ALONE, None, (Restarts(most=2, backoff=0), Watchdog())) == 2
 
 
+def test_several_starts_print_one_json(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    child, ran = tmp_path / "python", tmp_path / "ran"
+    child.write_text(
+        f"#!/bin/sh\nls {ran} >/dev/null 2>&1 && echo second && exit 0\necho first; touch {ran}; exit 143\n"
+    )
+    child.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(child))
+    limits = (Restarts(most=2, backoff=0), Watchdog())
+    assert supervise("train", ["--json"], run, tmp_path / "out", ALONE, None, limits) == 0
+    assert capfd.readouterr().out == "second\n"
+    ran.unlink()
+    assert supervise("train", [], run, tmp_path / "out", ALONE, None, limits) == 0
+    assert capfd.readouterr().out == "first\nsecond\n"
+
+
 def test_arguments_of_a_restart() -> None:
     words = ["tiny", "--at", "4", "--steps=9", "--at=5", "--resume", "--out", "x"]
     assert _without(words, {"--at": 1, "--resume": 0}) == ["tiny", "--steps=9", "--out", "x"]

@@ -71,7 +71,9 @@ def train(
     display = None if progress == "none" else TokenizeReport(open_console(sys.stderr))
 
     def reporters(first: int) -> list[Reporter]:
-        return [console.begin(first, run.training.steps)] if progress != "none" and not jax.process_index() else []
+        if progress == "none" or jax.process_index():
+            return []
+        return [console.begin(first, run.training.steps, run.optimizer.warmup_steps)]
 
     with contextlib.nullcontext() if progress == "none" else watched_by(console), contextlib.closing(console):
         prepared = _prepare(run, cache or default_cache_folder(), devices, own, display)

@@ -4,11 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 from meshwright.errors import CensusError
 from meshwright.hardware.aot import compiler_environment, require_compiler
+from meshwright.hardware.mesh import default_cache_folder
 from meshwright.hardware.targets import Target
 
 _VARIABLE = "MESHWRIGHT_COMPILES_FOR"
@@ -26,10 +25,11 @@ def compile_in_subprocess(target: Target, limit: int) -> int:
     """Runs this command again in a process that compiles for `target`; returns its exit code.
 
     limit: most seconds.  Raises CensusError where the compiler is missing, takes too long or crashes; its log is kept
-    in a file.
+    in the cache, in a file that the error names.
     """
     require_compiler(target)
-    log = Path(tempfile.gettempdir()) / f"meshwright-{os.getpid()}.log"
+    log = default_cache_folder() / "proofs" / f"compiler-{os.getpid()}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
     asked = f"compiling for {target}"
     with log.open("w", encoding="utf-8") as output:
         try:
@@ -43,6 +43,9 @@ def compile_in_subprocess(target: Target, limit: int) -> int:
             )
         except subprocess.TimeoutExpired as error:
             raise CensusError(asked, f"it took more than {limit} s; its log is {log}", "a larger --limit") from error
+        except KeyboardInterrupt:
+            log.unlink()
+            raise
     text = log.read_text(encoding="utf-8")
     if done.returncode < 0 or done.returncode == _COMPILER_EXIT or "Traceback (most recent call last)" in text:
         last = next((line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()), "it gave no message")

@@ -124,8 +124,12 @@ def _split(args: list[str]) -> tuple[list[str], list[str]]:
 def _job(options: LaunchOptions, words: Sequence[str]) -> Job:
     """Builds the job of the verb and its arguments."""
     verb, arguments = (words[0], list(words[1:])) if words[0] in VERBS else ("train", list(words))
-    if verb == words[0] and verb in _TRAINING and (not arguments or arguments[0].startswith("-")):
-        raise ConfigError(f"launch {verb}", "it names no run", f"launch {verb} RUN")
+    given = {word.partition("=")[0] for word in arguments}
+    named = bool(arguments) and not arguments[0].startswith("-")
+    # The run in a folder, or in a file, is named by that: `train --out DIR --resume`, as errors tell to go on with.
+    if verb == words[0] and verb in _TRAINING and not (named or given & {"--resume", "--at", "--run"}):
+        fix = f"launch {verb} RUN, or launch {verb} --out DIR --resume"
+        raise ConfigError(f"launch {verb}", "it names no run", fix)
     base = [word for word in arguments[:1] if not word.startswith("-")]
     stem = Path(base[0].partition(":")[0] if ".py:" in base[0] else base[0]).stem if base else verb
     name = options.name or legal_name(stem)

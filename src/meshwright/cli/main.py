@@ -11,6 +11,7 @@ from importlib.metadata import version
 from meshwright.cli.interrupt import EXIT_CODE, acknowledge_interrupts
 from meshwright.cli.output import write, write_table
 from meshwright.errors import ConfigError, MeshwrightError, nearest
+from meshwright.escapes import printable
 from meshwright.trust import trust_everything, trust_names
 
 VERBS = {
@@ -104,8 +105,7 @@ def _write_overview() -> None:
 
 
 def _print_error(text: str) -> None:
-    # Names of files and what they hold may have sequences that a terminal obeys.
-    text = "".join(c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in text)
+    text = printable(text, keep="\n\t")
     colored = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     with contextlib.suppress(OSError):  # a log on a full disk: the exit code remains
         print("\033[1;31merror:\033[0m" if colored else "error:", text, file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ import dataclasses
 import difflib
 import io
 from collections.abc import Sequence
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import tyro
 
@@ -101,7 +101,7 @@ def _scan(command: str, args: Sequence[str], options: Sequence[Option]) -> dict[
         token = tokens.pop(0)
         if not token.startswith("--"):
             if not free:
-                _refuse_stray(command, token, args)
+                raise _stray(command, token, args, options)
             option = free[0] if free[0].values.count is None else free.pop(0)
             before = given[option][1] if option in given else []
             given[option] = (option.names[0], [*before, token])
@@ -177,11 +177,21 @@ def _legal_value(takes: Values, value: str) -> str:
     return takes.metavar
 
 
-def _refuse_stray(command: str, token: str, args: Sequence[str]) -> NoReturn:
-    rest = [arg for arg in args if arg != token]
-    raise ConfigError(
-        f"{command} {' '.join(args)}", f"{token!r} belongs to no option; a recipe comes before the options",
-        f"{command} {' '.join([token, *rest])}, or leave it out",
+def _stray(command: str, token: str, args: Sequence[str], options: Sequence[Option]) -> ConfigError:
+    """Builds the error for a word that belongs to no option."""
+    asked, rest = f"{command} {' '.join(args)}", list(args)
+    rest.remove(token)
+    takes_recipe = any(option.group == "run" for option in options)
+    # What came first was taken for the recipe before the options are read; a second one has no place.
+    if not takes_recipe or args[0] == token:
+        if takes_recipe:
+            asked, before = f"{command} RECIPE {' '.join(args)}", "a recipe was given before it"
+        else:
+            before = "the verb takes no further word"
+        return ConfigError(asked, f"{token!r} belongs to no option, and {before}", f"leave {token!r} out")
+    return ConfigError(
+        asked, f"{token!r} belongs to no option; a recipe comes before the options",
+        f"{' '.join([command, token, *rest])}, or leave it out",
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from meshwright.checkpoint.steps import committed_steps
+from meshwright.cli.output import write
 from meshwright.cli.restarts import Restarts
 from meshwright.cli.supervisors import Start, Supervisors
 from meshwright.config import Run
@@ -75,6 +77,9 @@ class _Supervisor:
     child: subprocess.Popen[bytes] | None = None
     reached: int = -1
     """Steps that the child has taken, by its own signs; -1 before the first."""
+    printed: str = ""
+    """Standard output of the last child with --json: one that is preempted prints a summary, the next another, and a
+    program reads one."""
 
     def run_to_the_end(self) -> int:
         """Starts the child until it ends well, or for good."""
@@ -93,7 +98,7 @@ class _Supervisor:
                 self._note("ended", start.attempt, code=code, step=self.reached, seconds=time.monotonic() - began)
                 if code == 0 or self._stopping() or (code > 0 and code not in _AGAIN):
                     others.leave("done" if code == 0 else "gone")
-                    return code if code >= 0 else 128 - code
+                    return self._ended(code if code >= 0 else 128 - code)
                 # A start that made progress clears what went before.
                 failures = 1 if self.reached > (start.step or 0) + 1 else failures + 1
                 if code == CheckpointError.exit_code and start.step is not None and self.reached <= start.step:
@@ -112,11 +117,16 @@ class _Supervisor:
                 self._pause(wait)
                 if self._stopping():
                     others.leave("gone")
-                    return 128 + self.received
+                    return self._ended(128 + self.received)
                 start = others.next_start(start, damaged, self.run, self.devices)
                 where = "from the beginning" if start.step is None else f"from the checkpoint of step {start.step}"
                 mesh = f", on mesh {start.why}" if start.why else ""
                 self._say(f"starting {where} on {len(start.members)} of {self.hosts.processes} hosts{mesh}")
+
+    def _ended(self, code: int) -> int:
+        """Prints the JSON of the last start, where one was asked for; returns the exit code."""
+        write(self.printed)
+        return code
 
     def _stopping(self) -> bool:
         """Whether a signal asked this process to stop."""
@@ -138,14 +148,18 @@ class _Supervisor:
         command = [sys.executable, "-m", "meshwright", self.verb, *words, *options_of_child()]
         self.reached = -1
         self._note("starting", start.attempt, step=start.step)
-        with open(reader, "rb", buffering=0) as signs:
+        with open(reader, "rb", buffering=0) as signs, tempfile.TemporaryFile() as printed:
+            output = printed if "--json" in self.args else sys.stdout
             # The process's own standard output, which is no longer file descriptor 1 (cli/main.py).
             self.child = subprocess.Popen(
-                command, stdout=sys.stdout.fileno(), pass_fds=(writer,), env={**os.environ, BEATS: str(writer)}
+                command, stdout=output.fileno(), pass_fds=(writer,), env={**os.environ, BEATS: str(writer)}
             )
             os.close(writer)
             self._watch(signs, start)
-            return self.child.wait()
+            code = self.child.wait()
+            printed.seek(0)
+            self.printed = printed.read().decode()
+            return code
 
     def _watch(self, signs: Any, start: Start) -> None:
         """Reads the child's signs until it ends; kills it where they stop, as those of a stopped process do."""

@@ -124,9 +124,9 @@ def _run_training(
         from meshwright.cli.wrapped import prepare_and_print  # a run of a family's model loads no wrapped one
 
         summary = _train(options, prepare_and_print(options.run, options.devices, console), out, console, progress)
-        if options.json:
+        if options.json and hosts.process == 0:
             write_json({**dataclasses.asdict(summary), "out": out})
-        else:
+        elif not options.json:
             print_summary(console, summary, unit="examples")
         return 128 + summary.interrupted_by if summary.interrupted_by else 0
     with watched:
@@ -189,7 +189,8 @@ def _train(
     def reporters(first: int) -> list[Reporter]:
         if jax.process_index():
             return []
-        return [progress.begin(first, prepared.device_run.run.training.steps)]
+        run = prepared.device_run.run
+        return [progress.begin(first, run.training.steps, run.optimizer.warmup_steps)]
 
     with memory_explained(prepared), _profiled(options, prepared, out, console) as run:
         return loop.train(

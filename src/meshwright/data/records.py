@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from meshwright.errors import DataError
+from meshwright.escapes import printable
 
 _SHOWN = 20
 """Bad records that are kept with their places in `tokens.json`; all of them are in `skipped.jsonl`."""
@@ -24,8 +25,7 @@ class Place(NamedTuple):
     number: int = 0
 
     def __str__(self) -> str:
-        # A name may have line feeds, and sequences that a terminal obeys.
-        name = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in self.file)
+        name = printable(self.file)  # line feeds too
         return f"{name}, {self.unit} {self.number}" if self.unit else name
 
 

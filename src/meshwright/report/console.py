@@ -88,9 +88,15 @@ class ConsoleReport:
         self._timer: threading.Timer | None = None
         self._live: Live | None = None
 
-    def begin(self, start: int, steps: int) -> "ConsoleReport":
-        """Shows the steps of a run from now on. start: steps done before.  steps: its last step. Returns itself."""
+    def begin(self, start: int, steps: int, warmup_steps: int = 0) -> "ConsoleReport":
+        """Shows the steps of a run from now on. start: steps done before.  steps: its last step. Returns itself.
+
+        warmup_steps: those that were asked for; a line tells where the run is too short for them.
+        """
         self._start, self._steps = start, steps
+        if warmup_steps >= steps > start:
+            cut, asked = f"warm-up cut to {steps - 1} of {steps} steps:", f"--optimizer.warmup-steps {warmup_steps}"
+            self._print([cut, f"{asked} is longer than the run"])
         self._show()
         return self
 

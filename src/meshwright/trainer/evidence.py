@@ -17,7 +17,7 @@ from meshwright.sharding.params import named_leaves
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
 from meshwright.trainer.meter import BadStep
-from meshwright.trainer.prepare import Position
+from meshwright.trainer.prepare import Position, Trainable
 from meshwright.trainer.resume import add_skipped
 
 
@@ -55,13 +55,14 @@ def _new_folder(out: Path, step: int) -> Path:
 
 
 def handle(
-    out: Path, device_run: DeviceRun, bad: BadStep, state: State, batch: Any, position: Position, count: int
+    out: Path, prepared: Trainable, bad: BadStep, state: State, batch: Any, position: Position, count: int
 ) -> State | Position:  # fmt: skip
     """Keeps the evidence of a bad step. Returns the state to go on with, or the place to roll back to.
 
     state: after the step, which changed it where the step is finite.  position: before the step, by which the samples
     of its batch are known.  count: bad steps so far, this one included. Raises TrainingError where the run stops.
     """
+    device_run = prepared.device_run
     faults = device_run.run.faults
     before = state if not bad.finite and (count == 1 or faults.bad_step == "stop") else None
     folder = keep_evidence(out, device_run, bad, before, position.cursor, batch)
@@ -73,8 +74,7 @@ def handle(
             f"step {bad.step}",
             f"{bad.reason}: its loss is {bad.values['loss']} and its gradient norm {bad.values['gradient norm']}; "
             f"{kept} saved in {folder}{more}",
-            "a lower --lr, more --optimizer.warmup-steps, a look at that batch, or --faults.bad-step roll_back, which "
-            "leaves its samples out",
+            f"a lower --lr, more --optimizer.warmup-steps, a look at that batch, or {_way_on(prepared, bad)}",
         )
     if faults.bad_step == "skip":
         _say(f"step {bad.step}: {bad.reason}; its update is left out, and {folder} has its batch")
@@ -88,6 +88,20 @@ def handle(
         f"{part[0] + part[1] - 1}; {folder} has them"
     )
     return position._replace(skipped=tuple(sorted({*position.skipped, part})))
+
+
+def _way_on(prepared: Trainable, bad: BadStep) -> str:
+    """Returns the option with which this run goes on after such a step."""
+    faults = prepared.device_run.run.faults
+    if faults.bad_step != "stop":
+        return "a higher --faults.most-skipped"
+    if prepared.fingerprint() is not None:
+        return "--faults.bad-step roll_back, which leaves its samples out"
+    # The samples of an author's own batches have no index by which they could be left out.
+    if bad.finite:
+        return "a higher --faults.spike"
+    spike = " --faults.spike 0" if faults.spike else ""
+    return f"--faults.bad-step skip{spike}, which leaves its update out"
 
 
 def stream_index(position: Position) -> int:

@@ -311,7 +311,7 @@ class _Loop:
 
         self.bad_steps += 1
         place = Position(bad.step - 1, self._samples_read(bad.step - 1), self.origin.skipped)
-        return handle(self.out, self.prepared.device_run, bad, state, batch, place, self.bad_steps)
+        return handle(self.out, self.prepared, bad, state, batch, place, self.bad_steps)
 
     def _roll_back(self, place: Position) -> State:
         """Returns the state of the last checkpoint, or the first state. place: has the samples that are left out."""
