@@ -1,7 +1,11 @@
 """Eight simulated devices in every test, warnings as errors, programs compiled once for the whole session."""
 
 import os
+import signal
 from pathlib import Path
+
+# A shell starts background programs with interrupts ignored, and what a test starts would ignore them too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The programs of tests run a few times: not optimising their machine code takes nearly half off the time that compiling
 # them takes (level 1 a third).
