@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 from test_cli import SMALL, meshwright
 
+from meshwright.cli.main import run
+from meshwright.errors import ConfigError
+
 PROVE = ["prove", "tiny", "--mesh", "data=2,fsdp=2,tensor=2", *SMALL]
 
 
@@ -84,11 +87,19 @@ def test_json_and_the_evaluation_step() -> None:
     assert document["name"] == "evaluation step" and "gradients" not in document["memory"]["categories"]
 
 
-@pytest.mark.parametrize(
-    "flag", [*(pytest.param(f, marks=pytest.mark.exhaustive) for f in ("--hlo", "--save", "--save-budget")), "--html"]
-)
-def test_a_file_that_cannot_be_written(flag: str) -> None:
-    assert "cannot be written" in meshwright(*PROVE, flag, "/proc/none/file", code=2)
+def test_files_that_cannot_be_written_are_named_before_compiling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwright.cli.prove._take_census", None)
+    kept = tmp_path / "kept.html"
+    kept.write_text("kept")
+    for flag in ("--hlo", "--save", "--save-budget", "--html", "--trace"):
+        for file in (tmp_path / "none" / "file", tmp_path):
+            with pytest.raises(ConfigError, match=f"writing {file}"):
+                run([*PROVE, flag, str(file)])
+    with pytest.raises(ConfigError, match=r"3 \* 4 = 12"):
+        run([*PROVE, "--html", str(kept), "--save", str(tmp_path / "new"), "--machine", "gpu:3x4"])
+    assert kept.read_text() == "kept" and list(tmp_path.iterdir()) == [kept]
 
 
 def test_pictures_on_the_command_line(tmp_path: Path) -> None:

@@ -5,8 +5,11 @@ import math
 import os
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from meshwright.errors import ConfigError
 
 
 def write(text: str) -> None:
@@ -16,6 +19,33 @@ def write(text: str) -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def require_writable(files: Iterable[Path | None]) -> None:
+    """Raises ConfigError for a file that cannot be written, before what it is to hold is computed.
+
+    Nothing is left behind, and what a file has is kept. Pipes and devices are not opened.
+    """
+    for file in files:
+        if file is None:
+            continue
+        try:
+            new = not file.exists()
+            if new or file.is_file() or file.is_dir():
+                file.open("ab").close()
+            if new:
+                file.unlink()
+        except OSError as error:
+            raise unwritable(file, error) from error
+
+
+def unwritable(file: Path | str, error: OSError) -> ConfigError:
+    """Returns the error of a file that cannot be written."""
+    exists = Path(file).parent.is_dir()
+    return ConfigError(
+        f"writing {file}", f"the file cannot be written: {error.strerror}",
+        "the name of a file that you may write" if exists else "a folder that exists",
+    )  # fmt: skip
 
 
 _NARROW = 30

@@ -13,7 +13,7 @@ from rich.console import Console
 from meshwright.api.planning import find_target, with_vocab
 from meshwright.cli.base_run import RunOptions, base_run
 from meshwright.cli.offers import OfferOptions, RankedOffers, offer_json, plan_offers, plan_optimum
-from meshwright.cli.output import write_json
+from meshwright.cli.output import require_writable, write_json
 from meshwright.cli.parse import parse, refuse_options
 from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
@@ -110,6 +110,7 @@ def main(args: Sequence[str]) -> int:
 
 def run_plan(options: PlanOptions) -> int:
     """Searches, compiles where asked, writes, prints. Raises ConfigError where no mesh has the memory."""
+    require_writable((options.html, options.out))
     if is_wrapped(options.run):
         from meshwright.cli.wrapped import print_wrapped_plans  # a plan of a family's model loads no wrapped one
 

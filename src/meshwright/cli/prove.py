@@ -23,7 +23,7 @@ from meshwright.api.planning import find_target, with_vocab
 from meshwright.cli.aot_subprocess import compile_in_subprocess, is_compiling_process
 from meshwright.cli.base_run import RunOptions, base_run
 from meshwright.cli.devices import SIMULATED, start_devices
-from meshwright.cli.output import write_json
+from meshwright.cli.output import require_writable, unwritable, write_json
 from meshwright.cli.parse import parse, refuse_options
 from meshwright.config import MeshShape, Run
 from meshwright.errors import CensusError, ConfigError
@@ -130,6 +130,7 @@ def run_prove(options: ProveOptions) -> int:
     if target is not None and options.measure:
         raise ConfigError("--measure with --on", "hardware that is not here cannot run a step", "one of them")
     _refuse_unused(options)
+    require_writable((options.trace, options.save_budget, options.save, options.hlo, options.html, options.profile))
     other = _other_side(options, target)
     if target is not None and not is_compiling_process(target):
         return compile_in_subprocess(target, options.limit)
@@ -144,6 +145,7 @@ def run_prove(options: ProveOptions) -> int:
         sizes = (options.decode_batch, options.decode_slots)
         return prove_decode(run, devices, target, step=options.step, sizes=sizes, console=console, as_json=options.json)
     run = with_best_remat(run, target) if target is not None else run
+    machine = _machine(options, devices)
     try:
         device_run, census = _take_census(options, run, devices, target)
     except OutOfMemory as error:
@@ -151,7 +153,7 @@ def run_prove(options: ProveOptions) -> int:
             _print_remedies(console, run, target, error.required - error.available)
         raise
     sections = _compare(options, console, run, census, other, lambda r: _take_census(options, r, devices, target)[1])
-    _write_files(options, device_run.placed, devices, census, sections)
+    _write_files(options, device_run.placed, machine, census, sections)
     planned = estimate(place_run(run), target) if target is not None and options.step == "train" else None
     saving = saving_memory(device_run) if options.step == "train" and options.against is None else None
     if options.json:
@@ -198,9 +200,10 @@ def _prove_wrapped(
             f"--against {options.against} with a wrapped model", "its proof compiles one mesh",
             "--save other.json with that mesh, then --against other.json",
         )  # fmt: skip
+    machine = _machine(options, devices)
     placed, census, planned = compile_wrapped(options.run, devices, target)
     sections = _compare(options, console, placed.run, census, other, lambda run: census)
-    _write_files(options, placed, devices, census, sections)
+    _write_files(options, placed, machine, census, sections)
     if options.json:
         figures = {"planned": {"seconds": planned.seconds, "bytes": planned.bytes}} if planned else {}
         write_json({**census.to_json(), **figures})
@@ -335,6 +338,11 @@ def _print_remedies(console: Console, run: Run, target: Target, over: float) -> 
     print_remedies(console, over, memory_remedies(run, target, run.mesh, over))
 
 
+def _machine(options: ProveOptions, devices: Sequence[Any]) -> MachineGrid:
+    """Returns what the page draws the mesh over. Raises ConfigError where it has another number of devices."""
+    return parse_machine(options.machine, len(devices)) if options.machine else machine_of(devices)
+
+
 def _page(placed: PlacedRun, census: Census, sections: list[Section], machine: MachineGrid) -> Page:
     """Returns the page of a proof: the census, then the layout of the run."""
     run = placed.run
@@ -345,11 +353,11 @@ def _page(placed: PlacedRun, census: Census, sections: list[Section], machine: M
 def _write_files(
     options: ProveOptions,
     placed: PlacedRun,
-    devices: list[Any],
+    machine: MachineGrid,
     census: Census,
     sections: Callable[[], list[Section]],
 ) -> None:
-    """Writes every file that is asked for. sections: makes those of --html."""
+    """Writes every file that is asked for. machine, sections: those of --html."""
     try:
         if options.hlo:
             options.hlo.write_text(census.text, encoding="utf-8")
@@ -360,9 +368,6 @@ def _write_files(
         if options.save_budget:
             options.save_budget.write_text(write_budget(census), encoding="utf-8")
         if options.html:
-            machine = parse_machine(options.machine, len(devices)) if options.machine else machine_of(devices)
             _page(placed, census, sections(), machine).write(options.html)
     except OSError as error:
-        raise ConfigError(
-            f"writing {error.filename}", f"the file cannot be written: {error.strerror}", "a folder that exists"
-        ) from error  # fmt: skip
+        raise unwritable(error.filename, error) from error

@@ -10,10 +10,9 @@ from rich.console import Console
 
 from meshwright.api.planning import with_vocab
 from meshwright.cli.base_run import RunOptions, base_run
-from meshwright.cli.output import write_json
+from meshwright.cli.output import unwritable, write_json
 from meshwright.cli.parse import parse
 from meshwright.config import MeshShape
-from meshwright.errors import ConfigError
 from meshwright.report.console import open_console
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.views import show
@@ -97,9 +96,7 @@ def _write_files(
         if options.html:
             layout_page(placed, machine).write(options.html)
     except OSError as error:
-        raise ConfigError(
-            f"writing {error.filename}", f"the file cannot be written: {error.strerror}", "a folder that exists"
-        ) from error  # fmt: skip
+        raise unwritable(error.filename, error) from error
 
 
 def _drawings(placed: PlacedRun, machine: MachineGrid | None, pictures: Sequence[ArrayPicture]) -> dict[str, str]:
