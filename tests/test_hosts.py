@@ -202,7 +202,7 @@ def test_an_address_has_a_host_and_a_port(address: str) -> None:
         join(Hosts("test", 2, 1, address))
 
 
-@pytest.mark.parametrize("words", [["parity"], ["bench", "matmul"], ["bench", "hardware"]])
+@pytest.mark.parametrize("words", [["bench", "matmul"], ["bench", "hardware"]])
 def test_verbs_of_one_process_refuse_to_be_one_of_several(
     words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

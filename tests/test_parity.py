@@ -11,11 +11,12 @@ from tiny_runs import MODELS, tiny_run
 
 from meshwright.api.training import parity
 from meshwright.config import Data, MeshShape, Run
+from meshwright.errors import ConfigError
 from meshwright.models.families.llama import Llama
 from meshwright.sharding.params import named_leaves
 from meshwright.step.device_run import DeviceRun
 from meshwright.trainer import parity as parity_module
-from meshwright.trainer.parity import TOLERANCE, gradient_differences
+from meshwright.trainer.parity import TOLERANCE, check_processes, gradient_differences
 
 MESH = "data=2,fsdp=2,tensor=2"
 TEXT = "the quick brown fox jumps over the lazy dog; she sells sea shells by the sea shore. " * 300
@@ -139,3 +140,20 @@ def test_a_gradient_that_is_nan_diverges() -> None:
     assert parity_module.Parity(("a", "b"), (), (step,)).first_divergence == "step 1, gradient of w: nan of its scale"
     nan = parity_module.StepParity(1, (float("nan"), 2.0), 0.0, "w")
     assert "loss nan against" in str(parity_module.Parity(("a", "b"), (), (nan,)).first_divergence)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "other", "truth"),
+    [("fsdp=4", "data=1", "4 of their 8 devices"), ("fsdp=8", "data=6", "process 0 alone has 4"),
+     ("fsdp=8", "data=4", ""), (None, "tensor=8", "")],
+)  # fmt: skip
+def test_meshes_that_several_processes_compare(
+    mesh: str | None, other: str, truth: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "local_device_count", lambda: 4)
+    shape = MeshShape.parse(mesh) if mesh else None
+    if not truth:
+        return check_processes(shape, MeshShape.parse(other))
+    with pytest.raises(ConfigError, match=truth):
+        check_processes(shape, MeshShape.parse(other))

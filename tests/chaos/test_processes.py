@@ -40,6 +40,23 @@ def text_file(tmp_path: Path) -> list[str]:
     return ["--data", str(file), *SMALL]
 
 
+@pytest.mark.parametrize("other", ["data=1", pytest.param("data=2,fsdp=2,tensor=2", marks=pytest.mark.exhaustive)])
+def test_two_processes_compare_two_meshes(other: str) -> None:
+    """One that process 0 computes alone, and one that both compute; and a mistake that only process 0 meets."""
+    two = ["launch", "--on", "local", "--processes", "2", "parity", "tiny", *SMALL, "--mesh", "fsdp=8", "--json"]
+    two += ["--steps", "2"]
+    process = start(*two, "--against", other)
+    found, error = process.communicate(timeout=240)
+    assert process.returncode == 0, error[-3000:]
+    result = json.loads(found)
+    assert result["meshes"] == ["fsdp=8", other] and result["unequal_initial"] == []
+    assert result["first_divergence"] is None
+    assert [0 < step["gradient_difference"] < 1e-5 for step in result["steps"]] == [True, True]
+    if other == "data=1":
+        said = finish(start(*two, "--against", "data=3"), 2)
+        assert said.count("16 = 5 * 3 + 1") == 2 and "Check failure stack" not in said
+
+
 @pytest.mark.exhaustive
 def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
     with socket.socket() as probe:

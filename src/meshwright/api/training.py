@@ -27,7 +27,7 @@ from meshwright.runs.run_file import run_in_folder
 from meshwright.runs.write_run import run_to_dict
 from meshwright.storage.paths import path_of
 from meshwright.trainer import evaluation, loop
-from meshwright.trainer.parity import Parity, compare_meshes
+from meshwright.trainer.parity import Parity, check_processes, compare_meshes
 from meshwright.wrapped.model import Wrapped, is_wrapped
 from meshwright.wrapped.parity import compare_wrapped
 from meshwright.wrapped.prepared import WrappedEvaluation, evaluate_wrapped, prepare_wrapped
@@ -146,7 +146,8 @@ def parity(
 
     cache: folder of token files and compiled programs; None takes the user's cache folder.
     devices: use the first so many; None uses all. A run without a mesh takes the default mesh over them.
-    Raises ConfigError where the run does not fit one of the meshes, and DataError.
+    Of several processes all compute the run's mesh; a mesh `against` that fits process 0 is computed by it alone.
+    Raises ConfigError where the run does not fit one of the meshes, DataError, and HostError.
 
     Example:
         >>> run = mw.recipe("tiny", mesh="data=2", layers=1, batch=2, seq=32)
@@ -154,6 +155,7 @@ def parity(
         None
     """
     other = MeshShape.parse(against) if isinstance(against, str) else against
+    check_processes(run.mesh, other)
     if is_wrapped(run):
         return compare_wrapped(run, other, cache=cache or default_cache_folder(), devices=devices, steps=steps)
     prepared = loop.prepare_run(run, cache=cache or default_cache_folder(), devices=devices)

@@ -12,6 +12,7 @@ from meshwright.cli.output import write, write_json
 from meshwright.cli.parse import parse
 from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
+from meshwright.hardware.agreement import failing_together
 from meshwright.hardware.mesh import default_cache_folder
 from meshwright.storage.paths import path_of
 from meshwright.trainer.evaluation import evaluate_checkpoint, run_to_evaluate
@@ -49,6 +50,7 @@ class EvaluateOptions:
     """Print JSON."""
 
 
+@failing_together()
 def main(args: Sequence[str]) -> int:
     """Runs `meshwright evaluate`. Raises CheckpointError where there is no run, ConfigError where there is no text."""
     options = parse(EvaluateOptions, "evaluate", args)

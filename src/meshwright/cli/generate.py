@@ -21,6 +21,7 @@ from meshwright.formatting import format_bytes, format_count, format_step, forma
 from meshwright.generation.generator import Decoding, Generated, GenerationReport, Generator
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.source import open_weights, run_of_source
+from meshwright.hardware.agreement import failing_together
 from meshwright.hardware.mesh import default_cache_folder, enable_compilation_cache
 
 
@@ -63,6 +64,7 @@ class GenerateOptions:
     """Print one line of JSON with texts, tokens, log-probabilities and the report."""
 
 
+@failing_together()
 def main(args: Sequence[str]) -> int:
     """Runs `meshwright generate`. Raises CheckpointError where there is no run, ConfigError for what cannot be."""
     default = GenerateOptions(source=tyro.MISSING)

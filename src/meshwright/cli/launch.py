@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from meshwright.cli.base_run import Base, value_of
+from meshwright.cli.base_run import Base, base_run, value_of
 from meshwright.cli.options import options_of
 from meshwright.cli.output import write
 from meshwright.cli.parse import parse
@@ -21,7 +21,7 @@ from meshwright.launching.accelerators import accelerators_of
 from meshwright.launching.job import Job, legal_name, pairs
 from meshwright.trust import trusts_everything
 
-VERBS = ("train", "finetune", "evaluate", "generate", "bench", "doctor")
+VERBS = ("train", "finetune", "evaluate", "generate", "parity", "bench", "doctor")
 """Verbs that join their hosts."""
 _TRAINING = ("train", "finetune")
 _RESTARTS = 10
@@ -199,6 +199,8 @@ def _check_command(verb: str, arguments: list[str]) -> str | None:
         bases["train"] = module.base_of_training
     if verb == "finetune":
         bases["finetune"] = module.base_of_fine_tuning
+    if verb == "parity":
+        bases["parity"] = base_run
     if verb not in bases:
         parse(kind, verb, arguments, default=kind(source=tyro.MISSING) if verb == "generate" else None)
         return None

@@ -8,10 +8,11 @@ import tyro
 
 from meshwright.api.training import parity
 from meshwright.cli.base_run import RunOptions, base_run
-from meshwright.cli.devices import SIMULATED, HostOptions, require_one_process, start_devices
+from meshwright.cli.devices import SIMULATED, HostOptions, start_devices
 from meshwright.cli.output import write_json
 from meshwright.cli.parse import parse
 from meshwright.config import MeshShape
+from meshwright.hardware.agreement import failing_together
 from meshwright.report.console import open_console
 from meshwright.views.run_tables import print_parity
 
@@ -31,16 +32,22 @@ class ParityOptions(RunOptions):
     """Print JSON."""
 
 
+@failing_together()
 def main(args: Sequence[str]) -> int:
     """Runs `meshwright parity`; the exit code is 1 where the meshes diverge."""
     base = base_run(args)
     run = dataclasses.replace(base.run, training=dataclasses.replace(base.run.training, steps=_STEPS))
     options = parse(ParityOptions, "parity [RECIPE]", base.args, default=ParityOptions(run=run))
     run, other = options.run, MeshShape.parse(options.against)
-    why = "it compares whole tensors of both meshes, and the second may be on one device"
-    require_one_process(options.hosts.hosts(), "parity", why)
-    start_devices(max(other.size, run.mesh.size if run.mesh else SIMULATED), run)
+    hosts = options.hosts.hosts()
+    start_devices(max(other.size, run.mesh.size if run.mesh else SIMULATED), run, hosts)
+    if hosts.processes > 1:
+        from meshwright.trainer.same_hosts import agree_on  # not for a process that is alone
+
+        agree_on(run)
     result = parity(run, other, steps=run.training.steps)
+    if hosts.process:
+        return 1 if result.first_divergence else 0  # process 0 prints
     if options.json:
         write_json({**dataclasses.asdict(result), "first_divergence": result.first_divergence})
     else:

@@ -5,16 +5,17 @@ Process 0 compares, so that a thousand processes cost a thousand short messages.
 """
 
 import collections
+import contextlib
 import hashlib
 import itertools
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
-from meshwright.errors import ConfigError, HostError
+from meshwright.errors import ConfigError, HostError, MeshwrightError
 
 DEADLINE = 600.0
 """Seconds for which processes wait for each other: one may still be writing token files."""
@@ -98,6 +99,51 @@ def agree(subject: str, fields: Mapping[str, str], seconds: float = DEADLINE) ->
             "; ".join(found[:_SHOWN]) + more,
             "the same command, versions and files on every host",
         )
+
+
+@contextlib.contextmanager
+def failing_together() -> Iterator[None]:
+    """Keeps process 0, and the store in it, until the others have met the error too; else JAX aborts them unheard."""
+    try:
+        yield
+    except MeshwrightError:
+        if store() is not None and jax.process_count() > 1:
+            _wait_for_readers(store(), "meshwright/failed", set(range(jax.process_count())), jax.process_index())
+        raise
+
+
+def answer_of_the_first(compute: Callable[[], Any]) -> Any:
+    """Returns in every process what process 0 computes, as JSON has it; the others wait, however long it takes.
+
+    All processes must call this in the same order, in `failing_together`. An error of process 0 is raised in all.
+    """
+    client, process = store(), jax.process_index()
+    if client is None or jax.process_count() == 1:
+        return compute()
+    key = f"meshwright/answers/{_rounds['answer']}"
+    _rounds["answer"] += 1
+    if process == 0:
+        try:
+            answer = compute()
+        except MeshwrightError as error:
+            client.key_value_set(key, json.dumps({"failed": [error.exit_code, error.asked, error.truth, error.fix]}))
+            raise
+        except BaseException as error:
+            stopped = "waiting for host 0", f"it stopped: {type(error).__name__}", "look at the output of host 0"
+            client.key_value_set(key, json.dumps({"failed": [HostError.exit_code, *stopped]}))
+            raise
+        client.key_value_set(key, json.dumps({"answer": answer}))
+        return json.loads(json.dumps(answer))
+    text = None
+    while text is None:
+        text = _wait(client, key, time.monotonic() + DEADLINE)
+    found = json.loads(text)
+    if "failed" in found:
+        code, *parts = found["failed"]
+        failed = MeshwrightError(*parts)
+        failed.exit_code = code
+        raise failed
+    return found["answer"]
 
 
 def differences(answers: Mapping[int, Mapping[str, str]]) -> list[str]:

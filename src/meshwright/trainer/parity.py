@@ -16,10 +16,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
+from jax.sharding import Mesh
 
 from meshwright.config import MeshShape, Run, Training
 from meshwright.data.feed import Feed, Samples, build_stream
 from meshwright.data.ramp import BatchRamp
+from meshwright.errors import ConfigError
+from meshwright.hardware.agreement import answer_of_the_first
 from meshwright.hardware.mesh import build_mesh
 from meshwright.plugins import Shown
 from meshwright.sharding.layouts import VOCAB_AXES
@@ -84,6 +88,42 @@ class Parity(Shown):
         return None
 
 
+def check_processes(shape: MeshShape | None, other: MeshShape) -> None:
+    """Raises ConfigError where the processes of a run cannot compare two meshes.
+
+    The first mesh (None: all devices) is computed by all of them, the other by all or by process 0 alone.
+    """
+    processes, total, local = jax.process_count(), jax.device_count(), jax.local_device_count()
+    if processes == 1:
+        return
+    if shape is not None and shape.size != total:
+        raise ConfigError(
+            f"parity of mesh {shape} on {processes} processes",
+            f"it takes {shape.size} of their {total} devices, and every process computes a part of it",
+            f"a mesh of {total} devices, and {shape} in --against where it is the smaller one",
+        )
+    if other.size != total and other.size > local:
+        raise ConfigError(
+            f"parity against mesh {other} on {processes} processes",
+            f"it takes {other.size} of their {total} devices, and process 0 alone has {local}",
+            f"--against data=1, or another mesh of at most {local} devices, or of all {total}",
+        )
+
+
+def other_side(shape: MeshShape, build: Callable[[Mesh], "Side"]) -> "Side | None":
+    """Builds the side to compare with, over the first devices; None in a process that has none of them."""
+    mesh = build_mesh(shape, jax.devices())
+    if len({device.process_index for device in mesh.devices.flat}) > 1:
+        return build(mesh)
+    built: list[Side] = []
+
+    def build_here() -> None:
+        built.append(build(mesh))
+
+    answer_of_the_first(build_here)
+    return built[0] if built else None
+
+
 def compare_meshes(
     device_run: DeviceRun, other: MeshShape, windows: tuple[Samples, ...], weights: tuple[float, ...], *, steps: int
 ) -> Parity:
@@ -95,7 +135,6 @@ def compare_meshes(
     """
     run = _in_float32(device_run.run, other)
     first = place_on_devices(run, device_run.mesh)
-    second = place_on_devices(dataclasses.replace(first.run, mesh=other), build_mesh(other, jax.devices()))
 
     def feed(side: DeviceRun) -> Feed:
         training = side.run.training
@@ -105,15 +144,34 @@ def compare_meshes(
             stream, full, seq=training.seq, taken=0, cursor=0, steps=steps, sharding=side.batch_sharding
         )  # fmt: skip
 
-    return compare_sides(*(Side(side, feed(side), build_gradients(side)) for side in (first, second)), steps=steps)
+    def side(placed: DeviceRun) -> Side:
+        return Side(placed, feed(placed), build_gradients(placed))
+
+    second = other_side(other, lambda mesh: side(place_on_devices(dataclasses.replace(first.run, mesh=other), mesh)))
+    return compare_sides(side(first), second, str(other), steps=steps)
 
 
-def compare_sides(first: "Side", second: "Side", *, steps: int) -> Parity:
-    """Compares initial values, gradients and losses of two sides over `steps` steps."""
-    initial = [side.params() for side in (first, second)]
-    unequal = tuple(name for name, x in initial[0].items() if not np.array_equal(x, initial[1][name]))
+def compare_sides(first: "Side", second: "Side | None", other: str, *, steps: int) -> Parity:
+    """Compares initial values, gradients and losses of two sides over `steps` steps.
+
+    second: None in a process that has no device of the mesh `other`; it waits for what process 0 finds.
+    """
+    initial = first.params()
+
+    def unequal() -> list[str]:
+        assert second is not None  # process 0 has a part of both meshes
+        return [name for name, x in second.params().items() if not np.array_equal(x, initial[name])]
+
+    found = _found_by_the_first(unequal, second)
     compared = [_compare_step(step, first, second) for step in range(1, steps + 1)]
-    return Parity((first.mesh, second.mesh), unequal, tuple(compared))
+    return Parity((first.mesh, other), tuple(found), tuple(compared))
+
+
+def _found_by_the_first(compute: Callable[[], Any], second: "Side | None") -> Any:
+    """Computes in the processes that have a part of the second mesh; returns the result, as JSON has it, in all."""
+    if second is not None and not second.alone:
+        return compute()
+    return answer_of_the_first(compute)
 
 
 def in_float32(training: Training) -> Training:
@@ -135,6 +193,8 @@ class Side:
 
     def __init__(self, device_run: DeviceRun, feed: Iterator[Any], gradients: Callable[..., Any]):
         self.feed, self.mesh = feed, str(device_run.run.mesh)
+        # Another process may have a part of the run, but none of this mesh.
+        self.alone = device_run.batch_sharding.is_fully_addressable
         self._device_run, self._build = device_run, gradients
         self._gradients = jax.jit(gradients, compiler_options=device_run.compiler_options() or None)
         self._step: CompiledTrainStep | None = None
@@ -158,24 +218,38 @@ class Side:
 
     def _to_host(self, tree: Tree) -> Tensors:
         descriptions = named_leaves(self._device_run.params)
-        return {name: rows_to_layers(descriptions[name], x) for name, x in named_leaves(jax.device_get(tree)).items()}
+        return {name: rows_to_layers(descriptions[name], _whole(x)) for name, x in named_leaves(tree).items()}
 
     def _to_devices(self, params: Tensors) -> Tree:
         descriptions, shardings = self._device_run.params, self._device_run.state_shardings.params
         rows = [layers_to_rows(p, params[name]) for name, p in named_leaves(descriptions).items()]
-        return jax.device_put(jax.tree.unflatten(jax.tree.structure(shardings), rows), shardings)
+        return jax.tree.map(
+            lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, x.__getitem__),
+            jax.tree.unflatten(jax.tree.structure(shardings), rows), shardings,
+        )  # fmt: skip
 
 
-def _compare_step(step: int, first: Side, second: Side) -> StepParity:
+def _whole(x: jax.Array) -> np.ndarray:
+    """Copies a tensor to the host, from the devices of other processes too."""
+    return np.asarray(x if x.is_fully_addressable else process_allgather(x, tiled=True))
+
+
+def _compare_step(step: int, first: Side, second: Side | None) -> StepParity:
     """Compares gradients at the first side's parameters, and the losses of both sides' own updates."""
-    batches = next(first.feed), next(second.feed)
-    params = first.params()
-    gradients = first.gradients(params, batches[0]), second.gradients(params, batches[1])
-    rounded = second.gradients(_perturbed(params, step), batches[1])
-    differences = gradient_differences(*gradients, rounded)
-    worst = max(differences, key=lambda name: np.nan_to_num(differences[name], nan=np.inf))
-    losses = first.update(batches[0]), second.update(batches[1])
-    return StepParity(step, losses, differences[worst], worst)
+    batch, params = next(first.feed), first.params()
+    gradients = first.gradients(params, batch)
+    loss = first.update(batch)
+
+    def compared() -> list[Any]:
+        assert second is not None  # process 0 has a part of both meshes
+        batch = next(second.feed)
+        expected = second.gradients(params, batch)
+        differences = gradient_differences(gradients, expected, second.gradients(_perturbed(params, step), batch))
+        worst = max(differences, key=lambda name: np.nan_to_num(differences[name], nan=np.inf))
+        return [second.update(batch), differences[worst], worst]
+
+    other_loss, difference, worst = _found_by_the_first(compared, second)
+    return StepParity(step, (loss, other_loss), difference, worst)
 
 
 def _perturbed(params: Tensors, seed: int) -> Tensors:

@@ -3,11 +3,8 @@
 import dataclasses
 from pathlib import Path
 
-import jax
-
 from meshwright.config import MeshShape, Run
-from meshwright.hardware.mesh import build_mesh
-from meshwright.trainer.parity import Parity, Side, compare_sides, in_float32
+from meshwright.trainer.parity import Parity, Side, compare_sides, in_float32, other_side
 from meshwright.wrapped.batches import BatchFeed
 from meshwright.wrapped.placing import WrappedRun, put_on_devices
 from meshwright.wrapped.prepared import prepare_wrapped
@@ -21,10 +18,10 @@ def compare_wrapped(run: Run, other: MeshShape, *, cache: Path, devices: int | N
     """
     run = dataclasses.replace(run, training=in_float32(run.training))
     first = prepare_wrapped(run, cache=cache, devices=devices).device_run
-    second = put_on_devices(dataclasses.replace(first.run, mesh=other), build_mesh(other, jax.devices()))
 
     def side(wrapped_run: WrappedRun) -> Side:
         feed = BatchFeed(wrapped_run.parts.source, 0, None, wrapped_run.batch_sharding)
         return Side(wrapped_run, feed, build_wrapped_gradients(wrapped_run))
 
-    return compare_sides(side(first), side(second), steps=steps)
+    second = other_side(other, lambda mesh: side(put_on_devices(dataclasses.replace(first.run, mesh=other), mesh)))
+    return compare_sides(side(first), second, str(other), steps=steps)
