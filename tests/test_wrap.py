@@ -287,6 +287,16 @@ def test_a_loss_for_batches_of_one_size_is_refused_on_parts_of_them(tmp_path: Pa
         mw.plan(model.run(), on="v5p:2x2x1")
 
 
+def test_a_loss_that_is_a_sum_is_refused_on_parts_of_a_batch(tmp_path: Path, cache: Path) -> None:
+    def summed(p: Any, b: Any) -> Any:
+        return 16 * squares(p, b) * (b["x"].shape[0] / 16), {"squares": squares(p, b)}
+
+    for changes, own in (({"mesh": "data=2"}, 8), ({"mesh": "data=1", "microbatches": 4}, 4)):
+        with pytest.raises(ConfigError, match=f"a sum over the {own} of 16 examples"):
+            train(mw.wrap(W, summed, rows).run(steps=1, **changes), tmp_path / "out", cache)
+    train(mw.wrap(W, summed, rows).run(mesh="data=1", steps=1), tmp_path / "alone", cache)
+
+
 def test_integers_that_a_device_has_not_are_refused(tmp_path: Path, cache: Path) -> None:
     def loss(params: Any, batch: Any) -> jax.Array:
         return squares(params, batch) + 0 * batch["index"].sum()

@@ -1,5 +1,6 @@
 """A model of one's own as a Run's model: `wrap`."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from meshwright.runs.changes import change_fields
 from meshwright.storage.paths import path_of
 from meshwright.words import AXES
 from meshwright.wrapped.batches import Source, find_held_out, find_source
+from meshwright.wrapped.growth import Degree, growth
 from meshwright.wrapped.keys import KEY_WORDS, Draws, key_of
 from meshwright.wrapped.losses import Annotations, Arrays, Result
 from meshwright.wrapped.modules import Adapter, find_adapter
@@ -282,7 +284,9 @@ def _trace(parts: WrappedParts, batch: Any, train: bool) -> frozenset[str]:
 
 
 def check_rows(parts: WrappedParts, rows: int, held_out: int) -> None:
-    """Traces the losses with the part of a batch that a device has. Raises ConfigError for one that has another size.
+    """Traces the losses with the part of a batch that a device has.
+
+    Raises ConfigError for a loss that takes another number of examples, or is a sum over them.
 
     rows: examples of a part in training.  held_out: the same of a held-out batch, 0 for none.
     """
@@ -295,7 +299,7 @@ def check_rows(parts: WrappedParts, rows: int, held_out: int) -> None:
             return parts.loss((params, variables), batch, key_of(words, 1, d), t).loss
 
         try:
-            jax.eval_shape(on_one_device(loss), parts.params, parts.variables, batch, KEY_WORDS)
+            traced = jax.make_jaxpr(on_one_device(loss))(parts.params, parts.variables, batch, KEY_WORDS)
         except MeshwrightError:
             raise
         except Exception as error:
@@ -304,6 +308,18 @@ def check_rows(parts: WrappedParts, rows: int, held_out: int) -> None:
                 f"the loss {describe_failure(error)}, and takes all of them",
                 "the number of examples from the batch, x.shape[0], instead of a constant",
             ) from error
+        twice = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), batch)
+        degrees: list[Degree] = []
+        with contextlib.suppress(Exception):  # one that takes no other number of examples is no sum over them
+            doubled = jax.make_jaxpr(on_one_device(loss))(parts.params, parts.variables, twice, KEY_WORDS)
+            degrees = growth(traced, doubled, [0] * len(traced.jaxpr.invars))
+        if degrees == [1]:
+            raise ConfigError(
+                f"a loss that is a sum over the {own} of {source.batch_size} examples of a batch that a device has",
+                "the step takes the mean of what the parts of a batch give: on another mesh this loss and its "
+                "gradients would have another size",
+                "the mean over the examples: .mean() in the place of .sum(), or the sum divided by x.shape[0]",
+            )
 
 
 def on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:

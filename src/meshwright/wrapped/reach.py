@@ -40,16 +40,21 @@ def _through(equation: Any, inputs: list[int]) -> list[int]:
         return [every] * count
     if name != "scan":
         return reached(inner, inputs)
-    # What is carried has the same shape outside as in the body, and what is scanned over one dimension more.
-    carried = sum(_rank(a) == _rank(b) for a, b in zip(equation.outvars, inner.outvars, strict=True))
-    scanned = sum(_rank(a) != _rank(b) for a, b in zip(equation.invars, inner.invars, strict=True))
-    consts = len(inputs) - carried - scanned
+    consts, carried = scan_parts(equation, inner)
     while True:
         outputs = reached(inner, inputs)
         carry = [a | b for a, b in zip(inputs[consts : consts + carried], outputs, strict=False)]
         if carry == inputs[consts : consts + carried]:
             return outputs
         inputs = [*inputs[:consts], *carry, *inputs[consts + carried :]]
+
+
+def scan_parts(equation: Any, body: Any) -> tuple[int, int]:
+    """Returns how many inputs of a scan are constants, and how many are carried; the rest is scanned over."""
+    # What is carried has the same shape outside as in the body, and what is scanned over one dimension more.
+    carried = sum(_rank(a) == _rank(b) for a, b in zip(equation.outvars, body.outvars, strict=True))
+    scanned = sum(_rank(a) != _rank(b) for a, b in zip(equation.invars, body.invars, strict=True))
+    return len(equation.invars) - carried - scanned, carried
 
 
 def _rank(variable: Any) -> int:
