@@ -32,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,8 @@ def options_named(name: str) -> list[Any]:
     module, kind = (FAMILIES | VERBS)[name]
     owner = getattr(importlib.import_module(module), kind)
     if name in FAMILIES:
-        return list(options_of(owner, prefix="model.", group="model"))
+        parts = [f"model.{field.name}." for field in fields(owner)]  # those of optional parts too
+        return list(options_of(owner, prefix="model.", group="model", args=parts))
     return [option for option in options_of(owner) if option.path[0] != "run" and option.names[-1] != "--"]
 
 

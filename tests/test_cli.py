@@ -1,5 +1,6 @@
 """The command line as a person types it: what it prints, how it refuses, what it costs."""
 
+import dataclasses
 import json
 import math
 import os
@@ -14,10 +15,14 @@ import pytest
 
 from meshwright.aliases import MESH_OPTIONS, OPTIONS, SETTINGS
 from meshwright.cli import rehearse
+from meshwright.cli.base_run import base_run
 from meshwright.cli.completion import bash_script, collect_words, tcsh_script, zsh_script
 from meshwright.cli.main import run
 from meshwright.cli.output import write_json
+from meshwright.cli.parse import parse
+from meshwright.cli.show import ShowOptions
 from meshwright.errors import ConfigError, TrainingError
+from meshwright.models.blocks.yarn import Yarn
 from meshwright.words import AXES
 
 
@@ -296,6 +301,15 @@ def refused(*words: str) -> ConfigError:
 def test_a_wrong_option_is_answered_with_the_right_one(words: list[str], fix: str) -> None:
     error = refused("train", *words)
     assert fix in error.fix and words[0].partition("=")[0].lstrip("-") in error.asked
+
+
+def test_an_option_makes_the_optional_part_that_a_recipe_leaves_out() -> None:
+    base = base_run(["qwen3-0-6b", "--model.yarn.factor", "4", "--model.yarn.bounds=exact", "--mesh", "fsdp=2"])
+    run = parse(ShowOptions, "show [RECIPE]", base.args, default=ShowOptions(run=base.run)).run
+    assert run.model == dataclasses.replace(base.run.model, yarn=Yarn(factor=4.0, bounds="exact"))
+    assert refused("show", "qwen3-0-6b", "--model.yarn.factr", "4").fix.startswith("did you mean --model.yarn.factor?")
+    assert "--model.yarn.factor X" in refused("show", "qwen3-0-6b", "--model.yarn.factor", "four").fix
+    assert "one of them" in refused("show", "llama31-8b", "--model.yarn.factor", "4").fix
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import inspect
 import itertools
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
@@ -67,12 +67,14 @@ class Option:
 
 
 def options_of(
-    owner: type, default: Any = None, path: tuple[str, ...] = (), prefix: str = "", group: str = ""
-) -> Iterator[Option]:
+    owner: type, default: Any = None, path: tuple[str, ...] = (), prefix: str = "", group: str = "",
+    args: Sequence[str] = (),
+) -> Iterator[Option]:  # fmt: skip
     """Yields the options of a dataclass and of those nested in it.
 
     default: an instance whose fields are the defaults; None takes the defaults of the fields.
-    path, prefix, group: of a nested dataclass.
+    path, prefix, group: of a nested dataclass.  args: words of a command; an optional part that the default leaves out,
+    such as `model.yarn`, has options where one of them is among these.
     """
     hints = typing.get_type_hints(owner, include_extras=True)
     for field in dataclasses.fields(owner):
@@ -86,10 +88,13 @@ def options_of(
         where = (*path, field.name)
         if primitive is None and dataclasses.is_dataclass(value) and not isinstance(value, type):
             inside = prefix if name == "" else f"{prefix}{name}."
-            yield from options_of(type(value), value, where, inside, _heading(inside.rstrip("."), type(value)))
+            yield from options_of(type(value), value, where, inside, _heading(inside.rstrip("."), type(value)), args)
             continue
-        if primitive is None and value is None and _holds_dataclass(annotation):
-            continue  # an optional part that the recipe leaves out has no options
+        if primitive is None and value is None and (part := part_of(annotation)) is not None:
+            inside = f"{prefix}{name}."
+            if any(word.lstrip("-").replace("-", "_").startswith(inside) for word in args):
+                yield from options_of(part, None, where, inside, _heading(inside.rstrip("."), part), args)
+            continue
         values = values_of(annotation) if primitive is None else Values(str(primitive.metavar), 1)
         if given is not None and given.metavar is not None:
             values = dataclasses.replace(values, metavar=given.metavar)
@@ -118,9 +123,11 @@ def _default(field: "dataclasses.Field[Any]") -> Any:
     return REQUIRED if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def _holds_dataclass(annotation: Any) -> bool:
+def part_of(annotation: Any) -> type | None:
+    """Returns the dataclass that a field of this type may hold; None where it holds none."""
     kind = typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
-    return any(isinstance(k, type) and dataclasses.is_dataclass(k) for k in (kind, *typing.get_args(kind)))
+    kinds = (k for k in (kind, *typing.get_args(kind)) if isinstance(k, type) and dataclasses.is_dataclass(k))
+    return next(kinds, None)
 
 
 def values_of(annotation: Any) -> Values:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import typing
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ import tyro
 
 from meshwright.aliases import MESH_OPTIONS, OPTIONS, SETTINGS
 from meshwright.cli.help import format_help
-from meshwright.cli.options import REQUIRED, Option, Values, options_of
+from meshwright.cli.options import REQUIRED, Option, Values, options_of, part_of
 from meshwright.cli.output import write
 from meshwright.errors import ConfigError
 
@@ -26,7 +27,7 @@ def parse[Options](kind: type[Options], verb: str, args: Sequence[str], *, defau
     Prints the help and raises SystemExit for `--help`. Raises ConfigError for an unknown option, an illegal value, or
     a missing option.
     """
-    options = list(options_of(kind, default))
+    options = list(options_of(kind, default, args=args))
     command = f"meshwright {verb.split()[0]}"
     if "-h" in args or "--help" in args:
         positional = "".join(f" {option.names[0]}" for option in options if option.positional)
@@ -68,7 +69,13 @@ def _set[Owner](owner: Owner, fields: dict[tuple[str, ...], Any]) -> Owner:
     changes = {path[0]: value for path, value in fields.items() if len(path) == 1}
     for first in {path[0] for path in fields if len(path) > 1}:
         nested = {path[1:]: value for path, value in fields.items() if path[0] == first}
-        changes[first] = _set(getattr(owner, first), nested)
+        part = getattr(owner, first)
+        if part is None:  # an optional one, of which an option was given
+            kind = part_of(typing.get_type_hints(type(owner), include_extras=True)[first])
+            assert kind is not None
+            changes[first] = _make(kind, nested)
+            continue
+        changes[first] = _set(part, nested)
     return dataclasses.replace(owner, **changes)  # type: ignore[type-var]
 
 
