@@ -26,6 +26,7 @@ from meshwright.planner.error_bands import EVERY, FILE, UNSEEN, band_of, kinds_o
 from meshwright.planner.estimate import Estimate, estimate
 from meshwright.planner.goodput import CHIP_HOURS_PER_FAILURE, Goodput, Reliability, daly_period, goodput
 from meshwright.planner.offers import Offer, choose, make_offer, rank
+from meshwright.planner.offloading import offloading_note
 from meshwright.planner.prices import PRICES_FILE, cheapest, read_power, read_prices
 from meshwright.planner.scaling_law import SCALING_LAWS
 from meshwright.planner.search import search
@@ -436,6 +437,18 @@ def test_a_factor_that_shards_no_parameter_is_named() -> None:
     """2048 = 2^11, 8192 = 2^13: nothing of a Llama divides by 9, and parameters are split evenly or not at all."""
     (note,) = notes_on("llama32-1b", "gb200:72", 288)
     assert "72 = 8 * 9: 9 divides no dimension" in note and "fsdp has at most 8" in note
+
+
+def test_a_best_plan_that_offloads_names_its_risk_and_the_next_that_does_not() -> None:
+    run = find_recipe("llama3-8b")
+    found = search(run, parse_target("v6e:4x4"))
+    assert found.plans[0].run.training.remat == "offload_attention"
+    other = next(plan for plan in found.plans if "offload" not in plan.name)
+    note = offloading_note(found)
+    assert note is not None and "31% more with libtpu 0.0.52" in note and f"or take {other.name}, " in note
+    alone = dataclasses.replace(found, plans=found.plans[:1])
+    assert str(offloading_note(alone)).endswith("prove it")
+    assert offloading_note(dataclasses.replace(found, plans=(other, *found.plans))) is None
 
 
 def test_an_odd_domain_is_not_slower_than_the_power_of_two_below_it() -> None:

@@ -22,6 +22,7 @@ from meshwright.hardware.targets import Target
 from meshwright.planner.divisibility import notes
 from meshwright.planner.explain import alternatives, explain_mesh, nothing_fits
 from meshwright.planner.offers import Offer, make_offer
+from meshwright.planner.offloading import offloading_note
 from meshwright.planner.plan_file import prediction_json, write_plan
 from meshwright.planner.search import Plan, SearchResult, price_mesh, search, with_tokens_per_step
 from meshwright.report.console import open_console
@@ -91,7 +92,7 @@ class Planned:
     offer: Offer
     """Training of the best plan."""
     notes: list[str]
-    """Factors of the devices that divide neither batch nor parameters."""
+    """Factors of the devices that divide neither batch nor parameters; how far plans that offload may be off."""
 
 
 def main(args: Sequence[str]) -> int:
@@ -200,7 +201,9 @@ def _search(options: PlanOptions) -> Planned:
         raise nothing_fits(run, found)
     compared = (_price(run, target, shapes[0]), _price(run, target, shapes[1])) if shapes else None
     offer = make_offer(found.plans[0], tokens, options.market())
-    return Planned(found, seconds, tokens, explained, compared, offer, notes(run, found))
+    offloading = offloading_note(found)
+    found_notes = [*notes(run, found), *([offloading] if offloading else [])]
+    return Planned(found, seconds, tokens, explained, compared, offer, found_notes)
 
 
 def _price(run: Run, target: Target, shape: MeshShape) -> Plan:
