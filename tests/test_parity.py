@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,11 +13,12 @@ from tiny_runs import MODELS, tiny_run
 from meshwright.api.training import parity
 from meshwright.config import Data, MeshShape, Run
 from meshwright.errors import ConfigError
+from meshwright.hardware import mesh as mesh_module
 from meshwright.models.families.llama import Llama
 from meshwright.sharding.params import named_leaves
 from meshwright.step.device_run import DeviceRun
 from meshwright.trainer import parity as parity_module
-from meshwright.trainer.parity import TOLERANCE, check_processes, gradient_differences
+from meshwright.trainer.parity import TOLERANCE, check_processes, gradient_differences, other_devices
 
 MESH = "data=2,fsdp=2,tensor=2"
 TEXT = "the quick brown fox jumps over the lazy dog; she sells sea shells by the sea shore. " * 300
@@ -157,3 +159,16 @@ def test_meshes_that_several_processes_compare(
         return check_processes(shape, MeshShape.parse(other))
     with pytest.raises(ConfigError, match=truth):
         check_processes(shape, MeshShape.parse(other))
+
+
+def test_a_mesh_of_process_0_needs_no_other_slice() -> None:
+    """Two slices of two hosts of two chips: `data=1` runs on one chip, where all devices would need a DCN axis."""
+    devices: list[Any] = [
+        SimpleNamespace(id=i, process_index=i // 2, slice_index=i // 4, platform="tpu", device_kind="fake")
+        for i in range(8)
+    ]
+    one, all_of_them = MeshShape(data=1), MeshShape(data=8, slices=2)
+    with pytest.raises(ConfigError, match="in 2 slices"):
+        mesh_module._in_slices(one, devices)
+    assert [[d.id for d in part] for part in mesh_module._in_slices(one, other_devices(one, devices))] == [[0]]
+    assert other_devices(all_of_them, devices) == devices

@@ -1,4 +1,4 @@
-"""What is known of the memory of programs that offload activations, beside what is planned."""
+"""How far the memory of programs that offload activations was from their plans, for each version of libtpu."""
 
 from meshwright.planner.search import Plan, SearchResult
 

@@ -110,9 +110,14 @@ def check_processes(shape: MeshShape | None, other: MeshShape) -> None:
         )
 
 
+def other_devices(shape: MeshShape, devices: list[jax.Device]) -> list[jax.Device]:
+    """Returns the devices of process 0 where the mesh takes fewer than all: several slices are then not its concern."""
+    return devices if shape.size == len(devices) else [d for d in devices if d.process_index == 0]
+
+
 def other_side(shape: MeshShape, build: Callable[[Mesh], "Side"]) -> "Side | None":
-    """Builds the side to compare with, over the first devices; None in a process that has none of them."""
-    mesh = build_mesh(shape, jax.devices())
+    """Builds the side to compare with, over all devices or those of process 0; None in a process that has none."""
+    mesh = build_mesh(shape, other_devices(shape, jax.devices()))
     if len({device.process_index for device in mesh.devices.flat}) > 1:
         return build(mesh)
     built: list[Side] = []
