@@ -389,6 +389,24 @@ def test_a_loss_that_is_not_finite_stops_with_its_batch(tmp_path: Path, cache: P
     assert np.isnan(saved_batch["y"]).all() and saved_batch["x"].shape == (16, 64)
 
 
+def test_a_batch_of_no_weight_stops_instead_of_training_on_a_loss_of_0(tmp_path: Path, cache: Path) -> None:
+    def masked(params: Any, batch: Any) -> Any:
+        each = ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean(1)
+        weight = batch["mask"].sum()
+        return (each * batch["mask"]).sum() / jnp.maximum(weight, 1), {"weight": weight}
+
+    def batches(step: int) -> dict[str, np.ndarray]:
+        mask = np.zeros(16, np.float32)
+        mask[:8] = step != 1  # The second device has none in any step, which is fine.
+        return {**rows(step), "mask": mask}
+
+    out = tmp_path / "out"
+    with pytest.raises(TrainingError, match=r"step 2(.|\n)*total weight of its batch is 0(.|\n)*the state before it"):
+        train(mw.wrap(W, masked, batches).run(mesh="data=2", steps=4), out, cache)
+    train(mw.wrap(W, masked, batches).run(mesh="data=2", steps=1), tmp_path / "first", cache)
+    assert losses(out)[0] == losses(tmp_path / "first")[0] > 0
+
+
 def test_batches_of_another_shape_are_refused(tmp_path: Path, cache: Path) -> None:
     run = mw.wrap(W, squares, lambda step: rows(step, 16 if step < 1 else 8)).run(mesh="data=2", steps=3)
     with pytest.raises(DataError, match=r"float32\[8, 64\]"):

@@ -1,6 +1,7 @@
 """A run of a wrapped model as the trainer's loop takes it, and its evaluation."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -100,7 +101,7 @@ def held_out_metrics(wrapped_run: WrappedRun) -> Callable[[Any, Any], dict[str, 
             for name, (total, weight) in jax.device_get(step(params, batch, *variables)).items():
                 kept = totals.setdefault(name, [0.0, 0.0])
                 kept[0], kept[1] = kept[0] + float(total), kept[1] + float(weight)
-        return {name: total / max(weight, 1e-9) for name, (total, weight) in totals.items()}
+        return {name: total / weight if weight else math.nan for name, (total, weight) in totals.items()}
 
     return evaluate
 
