@@ -181,7 +181,7 @@ def test_a_warm_up_that_is_cut_is_told() -> None:
         ConsoleReport(console).begin(start, steps, warmup)
     assert isinstance(console.file, io.StringIO)
     (line,) = console.file.getvalue().splitlines()
-    assert line == "warm-up cut to 19 of 20 steps:  --optimizer.warmup-steps 20 is longer than the run"
+    assert line == "warm-up cut to 19 of 20 steps:  --optimizer.warmup-steps 20 leaves no step after it"
 
 
 @pytest.mark.parametrize(("text", "period"), [("30s,10", Period()), ("5min", Period(300, 1)), ("100", Period(0, 100)),

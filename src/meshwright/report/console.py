@@ -96,7 +96,7 @@ class ConsoleReport:
         self._start, self._steps = start, steps
         if warmup_steps >= steps > start:
             cut, asked = f"warm-up cut to {steps - 1} of {steps} steps:", f"--optimizer.warmup-steps {warmup_steps}"
-            self._print([cut, f"{asked} is longer than the run"])
+            self._print([cut, f"{asked} leaves no step after it"])
         self._show()
         return self
 
