@@ -107,6 +107,32 @@ def test_a_bad_step_is_skipped(run: Run, tmp_path: Path, cache: Path, capfd: pyt
     assert (tmp_path / "out" / f"evidence-step-{BAD}" / "batch-process-0.npz").is_file()
 
 
+def test_a_step_without_any_weight_is_skipped(
+    run: Run, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prepared = loop.prepare_run(run, cache=cache)
+    stream = build_stream(list(prepared.train), list(prepared.corpus.weights), run.training.seed)
+    read, of_the_step, known = Windows.__getitem__, set[int](), False
+
+    def unweighted(self: Windows, index: int) -> dict[str, np.ndarray]:
+        sample = read(self, index)
+        if not known:
+            of_the_step.add(int(index))
+        elif self.start == 0 and int(index) in of_the_step:
+            sample["weights"] = np.zeros_like(sample["weights"])
+        return sample
+
+    monkeypatch.setattr(Windows, "__getitem__", unweighted)
+    _ = [stream[(BAD - 1) * BATCH + i] for i in range(BATCH)]
+    known = True
+    train_into(with_faults(run, bad_step="skip"), tmp_path / "out", cache)
+    assert f"step {BAD}: the total weight of its batch is 0" in capfd.readouterr().err
+    assert_same_bits(final_state(run, tmp_path / "out", cache), trained_by_hand(run, cache, (), BAD))
+    assert [line["loss"] is None for line in lines_of(tmp_path / "out") if "loss" in line] == [
+        step == BAD for step in range(1, STEPS + 1)
+    ]
+
+
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("stop", [BAD, BAD + 1])
 def test_a_run_rolls_back_and_skipped_samples_stay_skipped(

@@ -38,7 +38,7 @@ def matmuls_of(compute_dtype: str) -> Any:
 def build_train_step(device_run: DeviceRun, gradients: Any = None) -> Any:
     """Returns the train step `(state, batch) -> (state, metrics)`, jitted, its state donated.
 
-    A step whose loss or gradient is not finite leaves the state unchanged, except for `healthy`.
+    A step whose mean loss or gradient is not finite leaves the state unchanged, except for `healthy`.
     gradients: `(params, step, batch, *variables) -> (gradients, metrics, aux)`; None takes those of `build_gradients`.
     The aux of a model with variables is a tuple of its new ones.
     """
@@ -56,7 +56,7 @@ def build_train_step(device_run: DeviceRun, gradients: Any = None) -> Any:
             updated, optimizer = device_run.optimizer.update(grads, state.optimizer, params, state.step)
         updated = model.post_update(with_frozen(described, updated, state.params), aux)
         updated = with_frozen(described, updated, state.params)
-        finite = jnp.isfinite(metrics["loss"][0]) & jnp.isfinite(metrics["gradient norm"][0]) & state.healthy
+        finite = jnp.isfinite(jnp.divide(*metrics["loss"])) & jnp.isfinite(metrics["gradient norm"][0]) & state.healthy
         new = State(state.step + 1, jnp.ones_like(finite), updated, optimizer, aux if state.variables else ())
         new = jax.tree.map(
             # Frozen parameters are the arrays that came in.

@@ -105,7 +105,7 @@ class Meter:
         step, metrics = self._pending
         self._pending = None
         sums = {name: (float(total), float(count)) for name, (total, count) in jax.device_get(metrics).items()}
-        values = {name: total / count if count else 0.0 for name, (total, count) in sums.items()}
+        values = {name: total / count if count else math.nan for name, (total, count) in sums.items()}
         if self._ramp.parts:
             values["batch"] = float(self._ramp.batch(step - 1))
         now = time.perf_counter()
@@ -124,10 +124,10 @@ class Meter:
         if not finite or step % self._every == 0:
             self.report(step, values)
         reason = "" if finite else "its loss or gradient is not finite"
-        if finite and self._spike:
-            reason = self._spike_of(values["gradient norm"])
         if not sums["loss"][1]:
             reason = "the total weight of its batch is 0, and a mean over nothing is no loss"
+        if finite and self._spike:
+            reason = self._spike_of(values["gradient norm"])
         return BadStep(step, values, finite, reason) if reason else None
 
     def _beside(self, spent: Mapping[str, float]) -> Values:

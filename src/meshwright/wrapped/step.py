@@ -120,7 +120,7 @@ def build_wrapped_gradients(wrapped_run: WrappedRun) -> Callable[..., tuple[Arra
         grads, sums, variables = _accumulate(wrapped_run, params, step, batch, variables)
         sums = all_reduce(sums, BATCH_AXES)
         with jax.named_scope("gradients"):
-            total = sums["loss"][1]  # A mean over nothing is not a number, and its step a bad one.
+            total = jnp.maximum(sums["loss"][1], 1e-9)
             grads = _by_tensor(wrapped_run, functools.partial(_reduce, wrapped_run))(grads)
             grads = {name: g / total.astype(g.dtype) for name, g in grads.items()}
         return grads, sums, _averaged(variables)
