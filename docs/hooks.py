@@ -1,6 +1,6 @@
 """Checks of the docs that mkdocs does not make, the page of `CONTRIBUTING.md`, and the chapters as notebooks.
 
-Checked are lost quotations, links in the Markdown files of the root, options tables that differ from the program, and
+Options tables are made from the program. Checked are lost quotations, links in the Markdown files of the root, and
 commands with options that do not exist. `mkdocs.yml` registers this file under `hooks:`. A failed check ends the build,
 also without `--strict`.
 """
@@ -55,9 +55,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Returns `CONTRIBUTING.md` for its page, and any other page as it is."""
+    """Returns `CONTRIBUTING.md` for its page, and any other page with its options tables."""
     if page.file.src_uri != "contributing.md":
-        return markdown
+        return terminal.with_options_tables(markdown)
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     return text.replace("](docs/", "](").replace(
         "](SECURITY.md)", "](https://github.com/meshwright/meshwright/security)"
@@ -80,14 +80,12 @@ def on_page_content(rendered: str, page: Any, **_: Any) -> str:
 
 
 def on_pre_build(**_: Any) -> None:
-    """Raises PluginError for a dead link in the root's pages, a stale options table, or an option that is unknown."""
+    """Raises PluginError for a dead link in the root's pages, or an option that is unknown."""
     for page in sorted(ROOT.glob("*.md")):
         for target in _LINK.findall(page.read_text(encoding="utf-8")):
             file = target.partition("#")[0]
             if file and "://" not in file and not file.startswith("mailto:") and not (ROOT / file).exists():
                 raise PluginError(f"{page.name}: links to {target}, which does not exist")
-    for page in terminal.pages():
-        terminal.check_options(page)
     known = known_options()
     # The log quotes commands of their day.
     for page in [ROOT / "README.md", *(p for p in sorted(DOCS.rglob("*.md")) if p.name != "log.md")]:

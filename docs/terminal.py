@@ -1,9 +1,8 @@
 """Runs the commands that the docs show, and writes their output into the pages and pictures.
 
-    python docs/terminal.py                  # every page: options tables, and output of the quick commands
+    python docs/terminal.py                  # every page: output of the quick commands
     python docs/terminal.py docs/plan.md     # one page
     python docs/terminal.py --once PAGE      # also the commands marked `once`, which take minutes
-    python docs/terminal.py --options        # options tables alone
     python docs/terminal.py --pictures NAME  # docs/img/NAME: a terminal (pages: docs/screens.py)
 
 A page holds marks, each followed by a block that this program rewrites, up to `<!-- end -->`:
@@ -15,10 +14,10 @@ A page holds marks, each followed by a block that this program rewrites, up to `
     <!-- run exit=2: COMMAND -->             has to end with that exit code; 0 without it
     <!-- run columns=140: COMMAND -->        on a wider terminal
     <!-- run quiet: COMMAND -->              is run for what it leaves behind, and not shown
-    <!-- options: VERB -->                   the options table of a verb, or of `run`, or of a model family
 
-The commands of a page run in one temporary folder, in their order. `docs/hooks.py` compares the options tables with the
-program in every build of the docs, and refuses options that do not exist.
+The commands of a page run in one temporary folder, in their order. `<!-- options: VERB -->` (a verb, `run`, or a model
+family) is no block: `docs/hooks.py` puts the options table there whenever the docs are built, and refuses options that
+do not exist.
 """
 
 import datetime
@@ -91,16 +90,14 @@ TERMINALS = {
 }
 """Picture of a terminal -> its command."""
 
-_MARK = re.compile(
-    r"^(?P<indent> *)<!-- (?P<kind>run|options)(?P<how>[^:\n]*): (?P<what>[^\n]*?) -->\n.*?<!-- end -->", re.S | re.M
-)
+_MARK = re.compile(r"^(?P<indent> *)<!-- run(?P<how>[^:\n]*): (?P<what>[^\n]*?) -->\n.*?<!-- end -->", re.S | re.M)
+_OPTIONS = re.compile(r"^<!-- options: (?P<name>[a-z0-9_ ]+) -->$", re.M)
 
 
 @dataclass(frozen=True)
 class Block:
-    """Mark of a page: what to run or to list, and how to show it."""
+    """Mark of a page: what to run, and how to show it."""
 
-    kind: str
     what: str
     how: dict[str, str]
 
@@ -108,13 +105,13 @@ class Block:
 def block_of(match: re.Match[str]) -> Block:
     """Parses a mark."""
     how = dict(pair.partition("=")[::2] for pair in shlex.split(match["how"]))
-    return Block(match["kind"], match["what"], how)
+    return Block(match["what"], how)
 
 
 def mark_of(block: Block) -> str:
     """Formats a mark."""
     how = "".join(f" {key}={shlex.quote(value)}" if value else f" {key}" for key, value in block.how.items())
-    return f"<!-- {block.kind}{how}: {block.what} -->\n"
+    return f"<!-- run{how}: {block.what} -->\n"
 
 
 def options_table(name: str) -> str:
@@ -206,16 +203,21 @@ def shown(block: Block, folder: Path, page: Path) -> str:
     return f"\n```console\n{text}\n```\n\n"
 
 
-def rebuild(page: Path, *, once: bool, run: bool) -> None:
-    """Rewrites the blocks of a page. once: also those that take minutes.  run: the commands, besides the options."""
+def with_options_tables(markdown: str) -> str:
+    """Returns a page with its options tables, which are made from the program."""
+    return _OPTIONS.sub(lambda match: options_table(match["name"]), markdown)
+
+
+def rebuild(page: Path, *, once: bool) -> None:
+    """Rewrites the blocks of a page. once: also those that take minutes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
         def replace(match: re.Match[str]) -> str:
             block = block_of(match)
-            if block.kind == "run" and (not run or ("once" in block.how and not once)):
+            if "once" in block.how and not once:
                 return match[0]
-            body = f"\n{options_table(block.what)}\n" if block.kind == "options" else shown(block, folder, page)
+            body = shown(block, folder, page)
             lines = f"{mark_of(block)}{body}<!-- end -->".splitlines()
             return "\n".join(f"{match['indent']}{line}".rstrip() for line in lines)
 
@@ -224,14 +226,6 @@ def rebuild(page: Path, *, once: bool, run: bool) -> None:
     shutil.rmtree(CACHE / "calibration", ignore_errors=True)  # of `bench`, which would add predictions to other pages
     if new != old:
         page.write_text(new, encoding="utf-8")
-
-
-def check_options(page: Path) -> None:
-    """Raises SystemExit where an options table of a page differs from the program."""
-    for match in _MARK.finditer(page.read_text(encoding="utf-8")):
-        block = block_of(match)
-        if block.kind == "options" and options_table(block.what) not in match[0]:
-            raise SystemExit(f"{page.name}: the options of {block.what} are out of date: docs/terminal.py --options")
 
 
 def draw_terminal(image: Path, command: str) -> None:
@@ -264,7 +258,7 @@ def main(args: list[str]) -> None:
         return
     flags, names = {a for a in args if a.startswith("--")}, [a for a in args if not a.startswith("--")]
     for page in [Path(name).resolve() for name in names] or pages():
-        rebuild(page, once="--once" in flags, run="--options" not in flags)
+        rebuild(page, once="--once" in flags)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Predicted against published step times: `python bench/foresight/report.py` writes docs/foresight.md and its plot."""
+"""Predicted against published step times: `python bench/foresight/report.py` writes docs/foresight.md and rows.md."""
 
 import json
 import math
@@ -147,7 +147,15 @@ def table(rows: list[Row], left_out: dict[str, str]) -> str:
     lines += ["", f"{len(left_out)} rows are not priced:", ""]
     ordered = sorted(reasons.items(), key=lambda item: -len(item[1]))
     lines += [f"- {reason}: {', '.join(names)}" for reason, names in ordered]
-    lines += [
+    return "\n".join(lines) + "\n"
+
+
+def row_tables(rows: list[Row]) -> str:
+    """Returns every priced row, and every published memory, as Markdown."""
+    results = results_of(rows)
+    lines = [
+        "# Every priced row: published and predicted", "",
+        "Written by `python bench/foresight/report.py`; the sources of the rows are in `published.csv`.",
         "", "| row | system | hardware | model | mesh | remat | matmuls | measured | predicted, s | error | bound by |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
@@ -200,6 +208,7 @@ def main() -> None:
     before, rest = text.split(_BEGIN)
     after = rest.split(_END)[1]
     page.write_text(before + _BEGIN + table(rows, left_out) + _END + after, encoding="utf-8")
+    (Path(__file__).parent / "rows.md").write_text(row_tables(rows), encoding="utf-8")
     plot(rows, ROOT / "docs" / "img" / "foresight.svg")
     results = ROOT / "bench" / "results" / "foresight.json"
     results.write_text(json.dumps(summary(rows), indent=1) + "\n", encoding="utf-8")
