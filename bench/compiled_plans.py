@@ -4,8 +4,8 @@ Needs the `tpu` extra, and for GPUs the wheels that `meshwright prove` names. Fo
 schedules, remat policies and numbers of microbatches are drawn until the planner finds one that fits; every drawn plan
 is compiled whole and its schedule simulated. Every other plan may be used to set the planner's constants (`fit`), the
 rest is `held-out`. A row goes to bench/results/compiled_plans.json as soon as it is there, and rows that are there
-are not compiled again (`--again NAME`); what the planner predicts is computed anew each time. The table goes to
-docs/plan.md, the picture to docs/img/compiled-plans.svg.
+are not compiled again (`--again NAME`); what the planner predicts is computed anew each time. The summary goes to
+docs/plan.md, the rows to results/compiled_plans.md, the picture to docs/img/compiled-plans.svg.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from page_table import put_table
+from page_table import put_rows, put_table
 
 from meshwright.config import MeshShape, Run
 from meshwright.errors import ConfigError
@@ -189,15 +189,19 @@ def ninetieth(values: list[float]) -> float:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Returns summary and rows as Markdown."""
+    """Returns the summary as Markdown."""
     lines = [
         "| plans | number | time, median error | 90th | memory, median error | 90th |",
         "|---|---|---|---|---|---|",
     ]
     for name, count, *cells in summary(rows):
         lines.append(f"| {name} | {count} | {' | '.join(f'{cell:.1%}' for cell in cells)} |")
-    lines += [
-        "",
+    return "\n".join(lines) + "\n"
+
+
+def row_table(rows: list[dict[str, Any]]) -> str:
+    """Returns one line of Markdown for each plan."""
+    lines = [
         "| machine | model | tokens | plan | planned, GiB | compiled, GiB | error | step planned | simulated | error |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -256,6 +260,7 @@ def main() -> None:
     rows = json.loads(RESULTS.read_text()) if given.table else compile_all(given.again)
     rows = [with_prediction(row) for row in rows]
     put_table(PAGE, "compiled_plans.py", table(rows))
+    put_rows("compiled_plans.py", "Plans drawn at random: planned and compiled", row_table(rows))
     plot(rows)
     print(table(rows))
 

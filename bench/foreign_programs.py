@@ -3,8 +3,8 @@
 `python bench/foreign_programs.py [--on cpu,v5e:2x4,...] [--only NAME,...]`. The programs of tests/analysis/foreign are
 after the documentation of JAX, Flax, Equinox, Optax, the scaling book, MaxText and torchax; each names its source. The
 census must not fail, its ledger and FLOPs must equal a second count that shares no code with it (second_count.py), and
-the parts of that count explain the compiler's cost analysis. Results go to bench/results/foreign.json, the table to
-docs/census.md. Needs libtpu for TPUs and the wheels that `meshwright prove` names for GPUs; torchax's program is left
+the parts of that count explain the compiler's cost analysis. Results go to bench/results/foreign.json and
+foreign_programs.md, the sums to docs/census.md. Needs libtpu for TPUs and the wheels that `meshwright prove` names for GPUs; torchax's program is left
 out where torchax is not installed.
 """
 
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from page_table import put_table
+from page_table import put_rows, put_table
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = ROOT / "tests" / "analysis" / "foreign"
@@ -128,8 +128,8 @@ def run(on: str, only: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Returns the results as Markdown: one line a program, and the sums."""
+def row_table(rows: list[dict[str, Any]]) -> str:
+    """Returns one line of Markdown for each program."""
     targets = [on for on in TARGETS if any(row["on"] == on for row in rows)]
     lines = [
         "| program | " + " | ".join(on.partition(":")[0] for on in targets) + " | FLOPs and cost analysis on CPU |",
@@ -142,7 +142,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         cpu = own.get("cpu", {})
         why = f"{cpu['flops']:.4g}; {cpu['cost_analysis']:.4g}: {explanation(cpu)}" if "flops" in cpu else ""
         lines.append(f"| [{name}]({source}) | " + " | ".join(cells) + f" | {why} |")
-    return "\n".join([*lines, "", *sums(rows, targets)]) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _cell(row: dict[str, Any] | None) -> str:
@@ -207,8 +207,10 @@ def main() -> None:
             key=lambda row: (row["program"], TARGETS.index(row["on"]) if row["on"] in TARGETS else len(TARGETS)),
         )
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
-    put_table(PAGE, "foreign_programs.py", table(rows))
-    print(table(rows))
+    targets = [on for on in TARGETS if any(row["on"] == on for row in rows)]
+    put_table(PAGE, "foreign_programs.py", "\n".join(sums(rows, targets)) + "\n")
+    put_rows("foreign_programs.py", "Ledgers and FLOPs of other people's programs", row_table(rows))
+    print(row_table(rows))
 
 
 if __name__ == "__main__":
