@@ -68,7 +68,7 @@ VERBS = {
     "view": ("meshwright.cli.view", "ViewOptions"),
     "bench": ("meshwright.cli.bench", "BenchOptions"),
 }
-"""Verb -> module and dataclass of its options. `words`, `recipes` and `completion` have no dataclass."""
+"""Verb -> module and dataclass of its options. `words` and `recipes` have no dataclass."""
 
 FAMILIES = {
     "deepseek": ("meshwright.models.families.deepseek", "Deepseek"),

@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +17,17 @@ import pytest
 from meshwright.aliases import MESH_OPTIONS, OPTIONS, SETTINGS
 from meshwright.cli import rehearse
 from meshwright.cli.base_run import base_run
-from meshwright.cli.completion import bash_script, collect_words, tcsh_script, zsh_script
+from meshwright.cli.evaluate import EvaluateOptions
 from meshwright.cli.main import run
+from meshwright.cli.options import options_of
 from meshwright.cli.output import write_json
 from meshwright.cli.parse import parse
+from meshwright.cli.plan import PlanOptions
 from meshwright.cli.show import ShowOptions
+from meshwright.cli.train import TrainOptions
 from meshwright.errors import ConfigError, TrainingError
 from meshwright.models.blocks.yarn import Yarn
+from meshwright.runs.recipe import find_recipe
 from meshwright.words import AXES
 
 
@@ -96,7 +101,7 @@ def test_heads_that_do_not_divide_name_the_tensor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "verb",
     ["", "train", "evaluate", "tokenize", "convert", "show", "plan", "prove", "rehearse", "parity", "view", "bench",
-     "words", "recipes", "completion"],
+     "words", "recipes"],
 )  # fmt: skip
 def test_every_verb_explains_itself(verb: str) -> None:
     said = meshwright(*([verb] if verb else []), "--help")
@@ -107,7 +112,7 @@ def test_every_verb_explains_itself(verb: str) -> None:
     if verb == "train":
         for option in ("--devices", "--out", "--resume", "--run"):
             assert option in said
-    assert ("[options]" if verb != "completion" else "{bash,zsh,tcsh}") in said
+    assert "[options]" in said
     if verb == "train":
         at = [said.index(text) for text in ("common options:", "--steps", "run options:", "model (Llama) options:")]
         assert at == sorted(at) and at[-1] < said.index("--training.microbatches")
@@ -331,7 +336,6 @@ def test_an_option_makes_the_optional_part_that_a_recipe_leaves_out() -> None:
         (["rehearse", "tiny", "--mesh", "fsdp=2", "--for-steps", "0"], "a rehearsal has at least one"),
         (["words", "--jsn"], "one option, --json"),
         (["bench", "matmul", "again"], "the verb takes no further word"),
-        (["completion", "fish"], "one of bash, zsh, tcsh"),
         (["plan", "--on", "v5litepod-16"], "a target is CHIP:SIZE"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
@@ -361,7 +365,10 @@ def test_an_option_that_a_mode_does_not_use_is_refused(words: list[str]) -> None
 
 
 def test_every_suggestion_exists() -> None:
-    known = {name for names in collect_words().options.values() for name in names}
+    recipes = [find_recipe(name) for name in ("gemma3-270m", "nanogpt-cpu", "tiny", "tiny-moe")]
+    defaults: list[tuple[type, Any]] = [(TrainOptions, TrainOptions(run=recipe)) for recipe in recipes]
+    defaults += [(EvaluateOptions, None), (PlanOptions, PlanOptions(run=recipes[0], on=""))]
+    known = {name for kind, default in defaults for option in options_of(kind, default) for name in option.names}
     assert {meant.split()[0] for meant in (*OPTIONS.values(), *SETTINGS.values())} <= known
     assert set(MESH_OPTIONS.values()) <= set(AXES)
 
@@ -433,26 +440,6 @@ def test_json_is_strict(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name)) == {
         "a": None, "b": [None, 1.5], "c": "x", "d": 2.5, "3": None, "e": True,
     }  # fmt: skip
-
-
-def complete(*words: str) -> list[str]:
-    """Returns what bash completes the last of `words` to."""
-    line = " ".join(f"'{word}'" for word in words)
-    ask = f'COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _meshwright; printf "%s\\n" "${{COMPREPLY[@]}}"'
-    script = f"{bash_script(collect_words())}\n{ask}"
-    return subprocess.run(["bash", "-c", script], text=True, capture_output=True, check=True).stdout.split()
-
-
-def test_a_shell_completes_verbs_recipes_options_and_choices() -> None:
-    assert complete("meshwright", "p") == ["plan", "prove", "parity"]
-    assert complete("meshwright", "train", "tiny") == ["tiny", "tiny-moe"]
-    assert complete("meshwright", "train", "--training.rem") == ["--training.remat"]
-    assert "--model.experts-per-token" in complete("meshwright", "show", "--model.")
-    assert complete("meshwright", "train", "--training.remat", "f") == ["feed_forward", "full"]
-    assert complete("meshwright", "evaluate", "--m") == ["--mesh"]
-    zsh, tcsh = zsh_script(collect_words()), tcsh_script(collect_words())
-    assert zsh.startswith("#compdef meshwright\n") and "--training.remat) _meshwright_words 'auto none " in zsh
-    assert "'n/--training.remat/(auto none " in tcsh
 
 
 def test_a_rehearsal_compares_every_step() -> None:

@@ -34,7 +34,6 @@ VERBS = {
     "bench": "Time collectives or matrix products on the devices found.",
     "words": "Print the mesh axes and dimension letters.",
     "recipes": "List the recipes.",
-    "completion": "Print the completion script for a shell.",
 }
 """Verb -> one line about it. The module of a verb has its name, and a function `main(args) -> exit code`."""
 
