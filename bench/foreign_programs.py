@@ -4,8 +4,8 @@
 after the documentation of JAX, Flax, Equinox, Optax, the scaling book, MaxText and torchax; each names its source. The
 census must not fail, its ledger and FLOPs must equal a second count that shares no code with it (second_count.py), and
 the parts of that count explain the compiler's cost analysis. Results go to bench/results/foreign.json and
-foreign_programs.md, the sums to docs/census.md. Needs libtpu for TPUs and the wheels that `meshwright prove` names for GPUs; torchax's program is left
-out where torchax is not installed.
+foreign_programs.md, the sums to docs/census.md. Needs libtpu for TPUs and the wheels that `meshwright prove` names for
+GPUs; torchax's program is left out where torchax is not installed.
 """
 
 import argparse
