@@ -1,17 +1,28 @@
-"""Draws the pipeline schedules and the table of features: `python docs/parallelism.py` writes `img/schedule-*.svg` and
+"""Draws the pipeline schedules and lists the features: `python docs/parallelism.py` writes `img/schedule-*.svg` and
 `composition.md`."""
 
 from pathlib import Path
 
-from meshwright.runs.composition import REFUSED, refusal_of
-from meshwright.runs.feature_table import FEATURES, IMPLIED
+from meshwright.models.families import FAMILIES
+from meshwright.models.remat import REMAT_POLICIES
+from meshwright.runs.composition import ALWAYS, REFUSED
 from meshwright.sharding.schedules import SCHEDULES, build_table
 from meshwright.views.draw import PipelineTimeline
 from meshwright.views.draw.svg import standalone
+from meshwright.words import AXES
 
 DOCS = Path(__file__).parent
-AXES = (*FEATURES["mesh axis"], *FEATURES["slices"])
-ROWS = {kind: names for kind, names in FEATURES.items() if kind not in ("mesh axis", "slices")}
+FEATURES: dict[str, tuple[str, ...]] = {
+    "model families": tuple(FAMILIES),
+    "mesh axes": (*AXES, "any one of them across slices"),
+    "pipeline": (*SCHEDULES, "uneven stages"),
+    "context strategies": ("ring", "all_gather", "ulysses", "usp"),
+    "experts": ("dropless", "capacity", "leading dense layers"),
+    "memory": ("accumulation", "zero1", *(f"remat {name}" for name in REMAT_POLICIES)),
+    "model": ("tied embeddings", "dropout", "multi-token prediction"),
+    "optimizers": ("adamw", "adafactor", "lion", "muon", "sgd"),
+    "every run": ALWAYS,
+}
 
 
 def schedules() -> dict[str, str]:
@@ -20,30 +31,27 @@ def schedules() -> dict[str, str]:
     return {f"img/schedule-{table.name}.svg": standalone(PipelineTimeline(table).svg()) for table in tables}
 
 
-def matrix() -> str:
+def combinations() -> str:
     """Returns the page that lists which features go together."""
     lines = [
         "# What goes together",
         "",
-        "Look up whether two features can be combined. Every feature goes with every other"
-        + (", except the pairs at the end." if REFUSED else "."),
-        "The page is made from `meshwright.runs.composition`, the table that the trainer checks before anything is",
-        "traced. Tests walk it pair by pair on eight devices, and compare each run with one device.",
+        "Look up whether two features can be combined. Every feature below goes with every other, except the pairs at",
+        "the end. `meshwright.runs.composition` has those pairs, and the trainer checks them before anything",
+        "is traced. Tests walk all pairs on eight devices, and compare each run with one device.",
         "",
-        f"| | {' | '.join(AXES)} |",
-        f"|---|{'---|' * len(AXES)}",
+        "| | |",
+        "|---|---|",
+        *(f"| {kind} | {', '.join(names)} |" for kind, names in FEATURES.items()),
+        "",
+        "## What is refused",
+        "",
     ]
-    for kind, names in ROWS.items():
-        lines += [f"| **{kind}** |{' |' * len(AXES)}"]
-        for name in names:
-            cells = ("no" if refusal_of({name, *IMPLIED.get(name, ()), axis}) else "yes" for axis in AXES)
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += ["", "## What is refused", ""] if REFUSED else []
     for refusal in REFUSED:
         lines += [f"- **{' with '.join(refusal.features)}**: {refusal.because}. Instead: {refusal.instead}."]
     return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    for file, drawing in {**schedules(), "composition.md": matrix()}.items():
+    for file, drawing in {**schedules(), "composition.md": combinations()}.items():
         (DOCS / file).write_text(drawing, encoding="utf-8")

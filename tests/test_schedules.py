@@ -255,8 +255,8 @@ def test_layers_on_a_v() -> None:
 
 
 def test_documentation_shows_the_current_tables() -> None:
-    """The drawings and the matrix in the documentation are those that `python docs/parallelism.py` writes."""
+    """The drawings and the list of features in the documentation are those that `python docs/parallelism.py` writes."""
     docs = Path(__file__).parents[1] / "docs"
     pages = runpy.run_path(str(docs / "parallelism.py"))
-    for file, text in {**pages["schedules"](), "composition.md": pages["matrix"]()}.items():
+    for file, text in {**pages["schedules"](), "composition.md": pages["combinations"]()}.items():
         assert (docs / file).read_text(encoding="utf-8") == text, f"{file}: python docs/parallelism.py"
