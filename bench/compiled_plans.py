@@ -23,7 +23,7 @@ from typing import Any
 
 from page_table import put_rows, put_table
 
-from meshwright.config import MeshShape, Run
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import Nodes
 from meshwright.hardware.targets import Target, parse_target
@@ -31,6 +31,7 @@ from meshwright.planner.candidates import accumulation_counts, candidate_meshes,
 from meshwright.planner.plan_file import write_plan
 from meshwright.planner.search import STAGE_SAVES, Plan, price_run, remat_policies
 from meshwright.runs.recipe import find_recipe
+from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_from_dict
 from meshwright.runs.write_run import run_to_dict
 from meshwright.views.draw.colours import plot_colours

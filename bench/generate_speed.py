@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from meshwright.comm.collectives import all_gather
-from meshwright.config import MeshShape, Run
+from meshwright.config import MeshShape
 from meshwright.data.batch import Batch
 from meshwright.generation.generator import Decoding, Generator
 from meshwright.generation.sampling import Sampling
@@ -24,6 +24,7 @@ from meshwright.generation.source import OpenedModel, open_weights
 from meshwright.hardware.mesh import prepare_host
 from meshwright.models.blocks.dropout import no_dropout
 from meshwright.runs.recipe import find_recipe
+from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import Tree
 from meshwright.step.device_run import BATCH_SPEC, DeviceRun, param_specs

@@ -72,9 +72,10 @@ class OurStep:
         import jax
 
         from meshwright.bench.loop_cost import StepRunner
-        from meshwright.config import MeshShape, Run, Training
+        from meshwright.config import MeshShape, Training
         from meshwright.hardware.mesh import build_mesh
         from meshwright.models.families.llama import Llama
+        from meshwright.runs.run import Run
         from meshwright.sharding.params import count_params
         from meshwright.step.device_run import place_on_devices
         from meshwright.step.train_step import CompiledTrainStep

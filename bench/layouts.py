@@ -22,9 +22,9 @@ from rows import Row, read_rows
 
 from meshwright.api.planning import Proof, prove_plan
 from meshwright.cli.tune import COMPILER_OPTIONS
-from meshwright.config import Run
 from meshwright.hardware.targets import Target
 from meshwright.planner.search import OFFLOADING, price_run, remat_policies, search
+from meshwright.runs.run import Run
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "layouts.json"

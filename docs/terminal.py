@@ -147,7 +147,7 @@ def option_rows(name: str) -> Iterator[tuple[str, str, str]]:
 def options_named(name: str) -> list[Any]:
     """Returns the options of a verb without those of its Run, of `run`, or of a model family."""
     from meshwright.cli.options import options_of
-    from meshwright.config import Run
+    from meshwright.runs.run import Run
 
     if name == "run":
         return [option for option in options_of(Run) if not option.names[-1].startswith("--model")]

@@ -4,8 +4,9 @@ The text is yours: `--data PATH --data.tokenizer FOLDER/tokenizer.json`. Sequenc
 the YaRN scaling (`model.yarn`) with which the released models were extended.
 """
 
-from meshwright.config import Data, Optimizer, Run, Training
+from meshwright.config import Data, Optimizer, Training
 from meshwright.models.families.deepseek import Deepseek
+from meshwright.runs.run import Run
 
 _ROOM = 1.5
 """Room for rows of experts on other devices, of an even share: the most that can arrive is up to `expert` times it."""

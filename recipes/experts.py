@@ -3,8 +3,9 @@
 The text is yours: `--data PATH --data.tokenizer FOLDER/tokenizer.json`. `tiny-moe` needs none.
 """
 
-from meshwright.config import Data, Optimizer, Run, Training
+from meshwright.config import Data, Optimizer, Training
 from meshwright.models.families.mixtral import Mixtral
+from meshwright.runs.run import Run
 
 
 def tiny_moe() -> Run:

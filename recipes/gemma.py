@@ -4,8 +4,9 @@ configurations, the text models alone.
 The text is yours: `--data PATH --data.tokenizer FOLDER/tokenizer.json`.
 """
 
-from meshwright.config import Data, Optimizer, Run, Training
+from meshwright.config import Data, Optimizer, Training
 from meshwright.models.families.gemma import Gemma, Gemma2, Gemma3
+from meshwright.runs.run import Run
 
 
 def _gemma(name: str, model: Gemma, batch: int = 512) -> Run:

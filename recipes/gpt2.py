@@ -1,7 +1,8 @@
 """GPT-2 sizes (Radford et al. 2019), and nanoGPT's CPU setting."""
 
-from meshwright.config import Data, MeshShape, Optimizer, Run, Training
+from meshwright.config import Data, MeshShape, Optimizer, Training
 from meshwright.models.families.gpt2 import Gpt2
+from meshwright.runs.run import Run
 
 
 def nanogpt_cpu() -> Run:

@@ -3,9 +3,10 @@
 The text is yours: `--data PATH --data.tokenizer FOLDER/tokenizer.json`.
 """
 
-from meshwright.config import Data, Optimizer, Run, Training
+from meshwright.config import Data, Optimizer, Training
 from meshwright.models.blocks.yarn import Yarn
 from meshwright.models.families.gpt_oss import GptOss
+from meshwright.runs.run import Run
 
 _ROOM = 1.5
 """Room for rows of experts on other devices, of an even share: the most that can arrive is up to `expert` times it."""

@@ -4,11 +4,12 @@ configurations.
 The text is yours: `--data PATH --data.tokenizer FOLDER/tokenizer.json`.
 """
 
-from meshwright.config import Data, Optimizer, Run, Training
+from meshwright.config import Data, Optimizer, Training
 from meshwright.models.blocks.rotary import RopeScaling
 from meshwright.models.blocks.yarn import Yarn
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.olmo3 import Olmo3
+from meshwright.runs.run import Run
 
 _LLAMA31 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 _LLAMA32 = RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)

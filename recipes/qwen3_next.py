@@ -4,8 +4,9 @@ They are the defaults of `Qwen3NextConfig` in `transformers`, with the base of t
 config.json has. The text is yours: `--data PATH --data.tokenizer FOLDER/tokenizer.json`.
 """
 
-from meshwright.config import Data, Optimizer, Run, Training
+from meshwright.config import Data, Optimizer, Training
 from meshwright.models.families.qwen3_next import Qwen3Next
+from meshwright.runs.run import Run
 
 
 def qwen3_next_80b_a3b() -> Run:

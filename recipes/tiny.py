@@ -5,8 +5,9 @@
 Measured on 2 cores of an AMD EPYC (no accelerator), 2026-11-21: see README.md.
 """
 
-from meshwright.config import Data, Optimizer, Run, Training
+from meshwright.config import Data, Optimizer, Training
 from meshwright.models.families.llama import Llama
+from meshwright.runs.run import Run
 
 
 def tiny() -> Run:

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from tiny_runs import VOCAB
 
-from meshwright.config import Model
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.mixtral import Mixtral
+from meshwright.models.model import Model
 
 ENDLESS = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
 """Texts go on for as many tokens as are asked for."""

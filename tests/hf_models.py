@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from meshwright.comm.collectives import all_gather
-from meshwright.config import MeshShape, Optimizer, Run, Training
+from meshwright.config import MeshShape, Optimizer, Training
 from meshwright.data.batch import Batch
 from meshwright.generation.decoder import Bucket, Decoder
 from meshwright.generation.sampling import Sampling
@@ -27,6 +27,7 @@ from meshwright.hugging_face.names import write_block
 from meshwright.models.blocks.dropout import no_dropout
 from meshwright.models.softcap import cap
 from meshwright.runs.hugging_face import run_of_hugging_face
+from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import named_leaves, rows_to_layers, tree_map
 from meshwright.step.device_run import BATCH_SPEC, DeviceRun, param_specs, place_on_devices

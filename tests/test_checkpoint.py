@@ -26,9 +26,10 @@ from meshwright.checkpoint.layer_order import abstract_in_layer_order, reorderin
 from meshwright.checkpoint.manifest import seal
 from meshwright.checkpoint.orbax_reports import orbax_reports_suppressed
 from meshwright.checkpoint.steps import committed_steps
-from meshwright.config import Data, MeshShape, Run
+from meshwright.config import Data, MeshShape
 from meshwright.errors import CheckpointError, ConfigError, TrainingError
 from meshwright.faults import Faults
+from meshwright.runs.run import Run
 from meshwright.sharding.params import layers_to_rows, named_leaves, rows_to_layers
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State

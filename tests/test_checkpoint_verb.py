@@ -10,9 +10,10 @@ import pytest
 from meshwright.checkpoint.blocks import commit_weights, write_tensor
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
 from meshwright.cli.checkpoint import main
-from meshwright.config import Optimizer, Run
+from meshwright.config import Optimizer
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.models.families.gpt2 import Gpt2
+from meshwright.runs.run import Run
 
 
 def save(out: Path, step: int, **changed: np.ndarray) -> Path:

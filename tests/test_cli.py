@@ -214,7 +214,7 @@ def test_tokenize_then_train(tmp_path: Path) -> None:
 def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.py"
     recipe.write_text(
-        "from meshwright.config import Run\nfrom meshwright.models.families.gpt2 import Gpt2\n\n"
+        "from meshwright.runs.run import Run\nfrom meshwright.models.families.gpt2 import Gpt2\n\n"
         "def mine() -> Run:\n    return Run(model=Gpt2(vocab=100, width=64, layers=2, heads=2), name='mine')\n"
     )
     assert "mine: " in meshwright("show", f"{recipe}:mine", "--mesh", "tensor=2")

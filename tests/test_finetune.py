@@ -28,7 +28,6 @@ from meshwright.checkpoint.adapters import merge_adapters
 from meshwright.checkpoint.initial_weights import load_initial_weights
 from meshwright.cli.finetune import base_of_fine_tuning
 from meshwright.cli.train import resume_if_exists
-from meshwright.config import Run
 from meshwright.data.batch import Batch
 from meshwright.data.chat import ChatTemplate
 from meshwright.data.conversations import Packed, document_range, pack
@@ -43,6 +42,7 @@ from meshwright.planner.memory_model import memory_by_category
 from meshwright.planner.work import work_of
 from meshwright.runs.hugging_face import run_of_hugging_face
 from meshwright.runs.placed_run import place_run
+from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.params import named_leaves
 from meshwright.sharding.placement import axes_of

@@ -13,10 +13,11 @@ import pytest
 from tiny_runs import MODELS, device_run_of, tiny_run
 
 import meshwright as mw
-from meshwright.config import Optimizer, Run, Training
+from meshwright.config import Optimizer, Training
 from meshwright.data.ramp import ramp_of
 from meshwright.errors import ConfigError
 from meshwright.runs.placed_run import place_run
+from meshwright.runs.run import Run
 from meshwright.runs.run_file import read_run
 from meshwright.sharding.params import named_leaves, tree_map
 from meshwright.step.lr_groups import lr_factors

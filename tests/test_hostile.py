@@ -21,7 +21,7 @@ from meshwright.checkpoint.blocks import StoredTensors, commit_weights, write_te
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.journal import check_sums
 from meshwright.checkpoint.manifest import Manifest, TensorRecord, seal
-from meshwright.config import Run, Training
+from meshwright.config import Training
 from meshwright.data import chat
 from meshwright.data.bpe import train_bpe
 from meshwright.data.chat import ChatTemplate, read_chat_template
@@ -35,6 +35,7 @@ from meshwright.hugging_face.folder import keep_files
 from meshwright.hugging_face.safetensors_files import find_files, read_header
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.planner.plan_file import read_plan
+from meshwright.runs.run import Run
 from meshwright.runs.run_file import read_run, run_in_folder
 from meshwright.runs.write_run import run_to_dict, write_run
 from meshwright.step.optimizers import OPTIMIZERS

@@ -17,10 +17,11 @@ from outside.extensions.soap import soap
 from tiny_runs import MODELS, device_run_of, tiny_run
 
 from meshwright.analysis.compile import compile_function
-from meshwright.config import MeshShape, Model, MuonHeads, Optimizer
+from meshwright.config import MeshShape, MuonHeads, Optimizer
 from meshwright.hlo.buffers import buffers_of
 from meshwright.hlo.flops import read_matmuls
 from meshwright.hlo.ledger import read_ledger
+from meshwright.models.model import Model
 from meshwright.planner.optimizer_work import update_exchanges, update_matmuls, update_temporaries
 from meshwright.sharding.layouts import find_layout
 from meshwright.sharding.params import Param, named_leaves, place_params, shardings, tree_map

@@ -11,10 +11,11 @@ import pytest
 from tiny_runs import MODELS, tiny_run
 
 from meshwright.api.training import parity
-from meshwright.config import Data, MeshShape, Run
+from meshwright.config import Data, MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware import mesh as mesh_module
 from meshwright.models.families.llama import Llama
+from meshwright.runs.run import Run
 from meshwright.sharding.params import named_leaves
 from meshwright.step.device_run import DeviceRun
 from meshwright.trainer import parity as parity_module

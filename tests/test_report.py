@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from meshwright.activity import activity, watched_by
-from meshwright.config import Run
 from meshwright.errors import ConfigError, TrainingError
 from meshwright.formatting import format_step
 from meshwright.models.families.llama import Llama
@@ -21,6 +20,7 @@ from meshwright.plugins import keep_own_names
 from meshwright.report.console import ConsoleReport, Period, open_console
 from meshwright.report.files import EventLog, JsonLines
 from meshwright.report.reporters import build_reporters
+from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_from_dict
 from meshwright.runs.write_run import run_to_dict
 from meshwright.views.plain_table import plain_table

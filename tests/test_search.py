@@ -11,10 +11,10 @@ from page_data import blocks_of, page_data
 from test_cli import meshwright
 from tiny_runs import MODELS, tiny_run
 
-from meshwright.config import MeshShape, Model
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target
-from meshwright.models.model import LayerSpec, ModelSpec, padded_vocab
+from meshwright.models.model import LayerSpec, Model, ModelSpec, padded_vocab
 from meshwright.planner.automatic import with_best_remat
 from meshwright.planner.candidates import candidate_schedules, split_size
 from meshwright.planner.estimate import estimate

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from meshwright.config import MeshShape, Run
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, divisors
 from meshwright.hardware.chips import Nodes
 from meshwright.hardware.targets import Target, parse_target
@@ -17,6 +17,7 @@ from meshwright.planner.estimate import estimate, with_remat
 from meshwright.planner.search import Plan, remat_policies, room_of, search
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
+from meshwright.runs.run import Run
 
 
 def run_of(recipe: str, batch: int, seq: int) -> Run:

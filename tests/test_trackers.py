@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from meshwright.config import Run, Training
+from meshwright.config import Training
 from meshwright.errors import ConfigError
 from meshwright.models.families.llama import Llama
 from meshwright.report.reporters import REPORTERS, build_reporters
+from meshwright.runs.run import Run
 from meshwright.runs.write_run import write_run
 
 METRICS = {1: {"loss": 2.5, "tokens/s": 1000.0}, 2: {"loss": 2.25, "tokens/s": 1100.0}, 3: {"held-out loss": 2.0}}

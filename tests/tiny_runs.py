@@ -17,7 +17,7 @@ import jaxlib
 import numpy as np
 
 import meshwright
-from meshwright.config import Data, MeshShape, Model, Optimizer, Run, Training
+from meshwright.config import Data, MeshShape, Optimizer, Training
 from meshwright.data.batch import Batch
 from meshwright.hardware.mesh import build_mesh
 from meshwright.models.blocks.yarn import LatentYarn
@@ -26,6 +26,8 @@ from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.mixtral import Mixtral
 from meshwright.models.families.qwen3_next import Qwen3Next
+from meshwright.models.model import Model
+from meshwright.runs.run import Run
 from meshwright.sharding.params import Param, rows_to_layers, tree_map
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.state import State

@@ -10,7 +10,7 @@ import math
 import re
 from pathlib import Path
 
-from meshwright.config import MeshShape, Run, Training
+from meshwright.config import MeshShape, Training
 from meshwright.errors import MeshwrightError
 from meshwright.hardware.targets import Target, parse_target
 from meshwright.models.families.deepseek import Deepseek
@@ -20,6 +20,7 @@ from meshwright.models.quantisation import MatmulPrecision
 from meshwright.planner.software import FLASH2, SOFTWARE, Software
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
+from meshwright.runs.run import Run
 from meshwright.sharding.layouts import MEGATRON
 from meshwright.sharding.params import count_params
 from meshwright.sharding.placement import Layout

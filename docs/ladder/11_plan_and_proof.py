@@ -15,12 +15,13 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 import meshwright as mw
 from meshwright.analysis.run_census import census_of_train_step
-from meshwright.config import MeshShape, Optimizer, Run, Training
+from meshwright.config import MeshShape, Optimizer, Training
 from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.mesh import build_mesh
 from meshwright.hardware.targets import parse_target
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.planner.search import price_run
+from meshwright.runs.run import Run
 from meshwright.step.device_run import place_on_devices
 from meshwright.views.draw import draw_machine, parse_machine, picture_of, side_by_side
 

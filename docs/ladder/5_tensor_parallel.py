@@ -31,12 +31,13 @@ from meshwright.comm.collectives import (
     sequence_all_gather,
     sequence_reduce_scatter,
 )
-from meshwright.config import Data, MeshShape, Optimizer, Run, Training
+from meshwright.config import Data, MeshShape, Optimizer, Training
 from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.mesh import build_mesh
 from meshwright.models.blocks.embed import embed
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.loss import token_losses
+from meshwright.runs.run import Run
 from meshwright.views.draw import picture_of, side_by_side
 
 mesh = build_mesh(MeshShape(data=4, tensor=2))

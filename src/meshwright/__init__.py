@@ -38,9 +38,7 @@ if TYPE_CHECKING:
     from meshwright.comm import collectives as collectives
     from meshwright.config import Data as Data
     from meshwright.config import MeshShape as MeshShape
-    from meshwright.config import Model as Model
     from meshwright.config import Optimizer as Optimizer
-    from meshwright.config import Run as Run
     from meshwright.config import Training as Training
     from meshwright.errors import CensusError as CensusError
     from meshwright.errors import CheckpointError as CheckpointError
@@ -66,10 +64,12 @@ if TYPE_CHECKING:
     from meshwright.models.families.mixtral import Mixtral as Mixtral
     from meshwright.models.families.olmo3 import Olmo3 as Olmo3
     from meshwright.models.families.qwen3_next import Qwen3Next as Qwen3Next
+    from meshwright.models.model import Model as Model
     from meshwright.planner.offers import Offer as Offer
     from meshwright.planner.search import Plan as Plan
     from meshwright.runs.changes import recipe as recipe
     from meshwright.runs.recipe import list_recipes as recipes  # noqa: F401
+    from meshwright.runs.run import Run as Run
     from meshwright.sharding import partition as partition
     from meshwright.sharding.placement import Layout as Layout
     from meshwright.storage.tiers import LocalCheckpoints as LocalCheckpoints
@@ -91,7 +91,7 @@ _NAMES = {
     "api.training": "evaluate parity train",
     "api.viewing": "view",
     "checkpoint.import_weights": "Conversion",
-    "config": "Data MeshShape Model Optimizer Run Training",
+    "config": "Data MeshShape Optimizer Training",
     "errors": "CensusError CheckpointError ConfigError DataError HostError MeshwrightError StorageError TrainingError "
     "WeightsError",
     "faults": "Faults",
@@ -108,9 +108,11 @@ _NAMES = {
     "models.families.mixtral": "Mixtral",
     "models.families.olmo3": "Olmo3",
     "models.families.qwen3_next": "Qwen3Next",
+    "models.model": "Model",
     "planner.offers": "Offer",
     "planner.search": "Plan",
     "runs.changes": "recipe",
+    "runs.run": "Run",
     "sharding.placement": "Layout",
     "storage.tiers": "LocalCheckpoints",
     "trainer.loop": "Summary",

@@ -1,27 +1,17 @@
-"""The `Run`: one frozen value that describes a training run (model, mesh, layout, training, optimizer, data).
+"""The parts of a `Run` that know no model: mesh, training, optimizer, data.
 
-Values and the checks that need nothing but themselves; `runs.placed_run` checks whether a model fits a mesh."""
+Values and the checks that need nothing but themselves; `runs.placed_run` checks whether a model fits a mesh.
+"""
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from meshwright.errors import ConfigError, nearest
-from meshwright.faults import Faults
-from meshwright.fine_tuning import FineTune
-from meshwright.plugins import Shown, name_of
-from meshwright.storage.tiers import LocalCheckpoints
+from meshwright.plugins import keep_names, name_of
 from meshwright.words import AXES
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import jax
-
-    from meshwright.models.model import Aux, ForwardContext, Metrics, ModelSpec, Pattern
-    from meshwright.sharding.params import GatherParams, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,64 +103,6 @@ class MeshShape:
         return cls(**degrees, slices=slices, dcn_axis=dcn_axis)
 
 
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """Configuration and forward pass of a model family: the base class of every family (models/families/).
-
-    A family is a frozen dataclass with fields of its own. It describes its parameters before they exist (`params`),
-    states what the planner and the census need to know (`spec`), and computes the forward pass of one device in the
-    parts that a pipeline may hold apart (`embed`, `layer_functions`, `unembed`).
-
-    Example:
-        >>> model = mw.Llama(vocab=32000, width=512, layers=8, heads=8)
-        >>> isinstance(model, mw.Model), sorted(model.params())
-        (True, ['blocks', 'embed', 'final_norm', 'unembed'])
-    """
-
-    vocab: int | None = None
-    """Vocabulary size V; None takes the tokenizer's."""
-    vocab_multiple: int = dataclasses.field(default=128, kw_only=True)
-    """The embedding tables are padded to a multiple of this; padding rows are masked and change no number."""
-
-    def params(self) -> "Tree":
-        """Returns the descriptions of all parameters, a nested dictionary of `Param`."""
-        raise NotImplementedError
-
-    def spec(self) -> "ModelSpec":
-        """Returns the facts that layouts, planner and census need: width, and what each layer is made of."""
-        raise NotImplementedError
-
-    def embed(self, params: "Tree", ctx: "ForwardContext") -> "jax.Array":
-        """Returns the hidden states [B, T/tensor, D] before the first layer, on the first stage."""
-        raise NotImplementedError
-
-    def layer_functions(self, ctx: "ForwardContext") -> "Mapping[str, Pattern]":
-        """Returns the layer function of each stack, or those of its period, by the stack's name in `params`."""
-        raise NotImplementedError
-
-    def unembed(
-        self, params: "Tree", x_BTD: "jax.Array", gather_params: "GatherParams"
-    ) -> "tuple[jax.Array, jax.Array]":
-        """Returns the final hidden states [B, T, D], whole over `tensor`, and the unembedding [V/stage+tensor, D]."""
-        raise NotImplementedError
-
-    def layer_metrics(self, aux: "dict[str, Aux]", sequences: int) -> "Metrics":
-        """Returns metrics of a step from the layers' auxiliary outputs, [L, ...] per stack, summed over the batch."""
-        return {}
-
-    def post_update(self, params: "Tree", aux: "dict[str, Aux]") -> "Tree":
-        """Returns `params` with what a step changes besides the optimizer, such as a router's bias."""
-        return params
-
-    def shrunk(self, shape: MeshShape, layers: int) -> "Model":
-        """Returns a small model that `shape` divides as it divides this one, for rehearsals; by default this one."""
-        return self
-
-    def features(self) -> set[str]:
-        """Returns the names under which `runs.composition` knows the model's features."""
-        return set()
-
-
 Precision = Literal["float32", "bfloat16"]
 ParamRounding = Literal["master", "stochastic"]
 MuonHeads = Literal["each", "together"]
@@ -215,7 +147,7 @@ class Optimizer:
     """Matrices of attention for Muon: those of every head [D, H] (each), or of a projection [D, N H] (together)."""
 
     def __post_init__(self) -> None:
-        _keep_names(self, "name", "lr_schedule")
+        keep_names(self, "name", "lr_schedule")
 
 
 Remat = Literal[
@@ -316,7 +248,7 @@ class Training:
     """Checkpoints kept; older ones are deleted."""
 
     def __post_init__(self) -> None:
-        _keep_names(self, "pipeline_schedule", "attention_kernel", "grouped_matmul", "matmul_precision")
+        keep_names(self, "pipeline_schedule", "attention_kernel", "grouped_matmul", "matmul_precision")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,55 +278,3 @@ class Data:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", tuple(name_of(path) for path in self.paths))
-
-
-def _keep_names(config: Any, *fields: str) -> None:
-    """Replaces objects given for `fields` by their names, so that a Run stays data."""
-    for field in fields:
-        object.__setattr__(config, field, name_of(getattr(config, field)))
-
-
-# On the command line a mesh is one word.
-_MESH = tyro.constructors.PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="AXIS=N,...",
-    instance_from_str=lambda words: MeshShape.parse(words[0]),
-    is_instance=lambda value: value is None or isinstance(value, MeshShape),
-    str_from_instance=lambda shape: [str(shape) if shape else "auto"],
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Run(Shown):
-    """Training run. The same Run gives the same numbers on any mesh.
-
-    Example:
-        >>> run = mw.recipe("tiny", mesh="data=2,fsdp=2", steps=100)
-        >>> run.training.steps
-        100
-    """
-
-    model: Model
-    """Model family and its configuration."""
-    mesh: Annotated[MeshShape | None, _MESH] = None
-    """Degrees of the mesh axes; None uses all devices found."""
-    layout: str = "fsdp"
-    """Layout of tensors on the mesh: fsdp, zero1, or module:attribute of a `Layout`."""
-    fsdp_min_size: int = 2**12
-    """Parameters of fewer elements (per layer) are not sharded over `fsdp`."""
-    training: Training = Training()
-    optimizer: Optimizer = Optimizer()
-    data: Data = Data()
-    faults: Faults = Faults()
-    local_checkpoints: LocalCheckpoints = LocalCheckpoints()
-    finetune: FineTune = FineTune()
-    reporters: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--report"])] = ()
-    """Metrics also to wandb, trackio, mlflow, tensorboard, or module:attribute of `(Path, Run) -> Reporter`."""
-    init_from: str | None = None
-    """Weights to start from, at step 0: hf:PATH of a Hugging Face folder, or a run's output folder; None draws them."""
-    name: str = "run"
-    """Name of the output folder."""
-
-    def __post_init__(self) -> None:
-        _keep_names(self, "layout")
-        object.__setattr__(self, "reporters", tuple(name_of(reporter) for reporter in self.reporters))

@@ -149,6 +149,12 @@ def load_file(file: Path) -> ModuleType:
     return module
 
 
+def keep_names(config: Any, *fields: str) -> None:
+    """Replaces objects given for `fields` of a frozen configuration by their names, so that it stays data."""
+    for field in fields:
+        object.__setattr__(config, field, name_of(getattr(config, field)))
+
+
 def name_of(value: Any) -> str:
     """Returns the name under which `resolve` finds `value` again: `module:attribute` or `FILE.py:attribute`.
 

@@ -15,7 +15,7 @@ from meshwright.analysis.census import Census
 from meshwright.analysis.live import live_memory
 from meshwright.analysis.run_census import census_of_eval_step, census_of_train_step
 from meshwright.analysis.run_measure import measure_steps
-from meshwright.config import Run
+from meshwright.runs.run import Run
 from meshwright.step.device_run import DeviceRun
 
 LAYOUTS = [

@@ -14,13 +14,14 @@ from meshwright.cli import supervisors
 from meshwright.cli.restarts import Restarts
 from meshwright.cli.supervise import _without, supervise
 from meshwright.cli.supervisors import Start, Supervisors
-from meshwright.config import MeshShape, Run
+from meshwright.config import MeshShape
 from meshwright.errors import CheckpointError, ConfigError, HostError
 from meshwright.hardware.hosts import ALONE, Hosts
 from meshwright.hardware.targets import parse_target
 from meshwright.planner.fewer_devices import plan_for_fewer
 from meshwright.planner.search import search
 from meshwright.runs.recipe import find_recipe
+from meshwright.runs.run import Run
 from meshwright.trainer.watchdog import Watchdog
 
 BENCH = Path(__file__).parents[2] / "bench"

@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import PartitionSpec
 from tiny_runs import DEEPSEEK, MODELS, QWEN3_NEXT, VOCAB, by_layers, device_run_of, keep, place_params, tiny_run
 
-from meshwright.config import Model
 from meshwright.data.batch import Batch
 from meshwright.generation.decoder import Bucket, Decoder
 from meshwright.generation.weight_sizes import WeightsLayout
@@ -24,6 +23,7 @@ from meshwright.models.families.gpt_oss import GptOss
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.llama4 import Llama4
 from meshwright.models.families.olmo3 import Olmo3
+from meshwright.models.model import Model
 from meshwright.models.softcap import cap
 from meshwright.step.device_run import BATCH_SPEC, DeviceRun, param_specs
 

@@ -10,7 +10,8 @@ import pytest
 from tiny_runs import MODELS, device_run_of, largest_difference, tiny_run, train, train_on_one_device
 
 from meshwright.checkpoint.checkpoints import Checkpoints
-from meshwright.config import Optimizer, Run
+from meshwright.config import Optimizer
+from meshwright.runs.run import Run
 from meshwright.step.optimizers import build_lr_schedule
 
 RATES = {"adamw": 3e-3, "adafactor": 3e-3, "lion": 1e-3, "muon": 3e-3, "sgd": 0.3}

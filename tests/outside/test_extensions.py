@@ -31,7 +31,7 @@ import meshwright as mw
 from meshwright.analysis.census import Census
 from meshwright.analysis.run_census import census_of_train_step
 from meshwright.checkpoint.checkpoints import Checkpoints
-from meshwright.config import Data, MeshShape, Optimizer, Run, Training
+from meshwright.config import Data, MeshShape, Optimizer, Training
 from meshwright.data.tokenizers import Bytes
 from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import build_mesh
@@ -43,6 +43,7 @@ from meshwright.planner.software import MESHWRIGHT
 from meshwright.planner.traffic import movements
 from meshwright.planner.work import recomputed_roles, work_of
 from meshwright.runs.placed_run import place_run
+from meshwright.runs.run import Run
 from meshwright.runs.run_file import read_run, run_from_dict
 from meshwright.runs.write_run import run_to_dict
 from meshwright.step.device_run import DeviceRun, place_on_devices

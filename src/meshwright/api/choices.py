@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from meshwright.config import Run
+from meshwright.runs.run import Run
 
 
 def choose_for_devices(run: Run, devices: Sequence[Any]) -> Run:

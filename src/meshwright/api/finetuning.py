@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.api.training import train
-from meshwright.config import MeshShape, Run
+from meshwright.config import MeshShape
 from meshwright.fine_tuning import Method, Objective
 from meshwright.runs.changes import with_changes
 from meshwright.runs.fine_tuning import check_start, source_run, tuned
+from meshwright.runs.run import Run
 from meshwright.trainer.loop import Summary
 
 

@@ -5,9 +5,10 @@ import dataclasses
 from rich.console import Console, ConsoleOptions, RenderResult
 
 from meshwright.api.planning import with_vocab
-from meshwright.config import MeshShape, Run
+from meshwright.config import MeshShape
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
+from meshwright.runs.run import Run
 from meshwright.views.layout_page import layout_page
 from meshwright.views.layout_tables import print_layout
 from meshwright.views.pages import inline

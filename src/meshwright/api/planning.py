@@ -11,7 +11,6 @@ from typing import Any
 
 from meshwright.api.ranked import Plans
 from meshwright.bench.calibration_file import read_calibration
-from meshwright.config import Run
 from meshwright.data.vocabulary import vocab_of_corpus
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_bytes, parse_count
@@ -24,6 +23,7 @@ from meshwright.planner.plan_file import write_plan
 from meshwright.planner.search import Plan, price_run, search, with_tokens_per_step
 from meshwright.plugins import options_of_child
 from meshwright.runs.recipe import find_recipe
+from meshwright.runs.run import Run
 from meshwright.views.pages import frame
 from meshwright.wrapped.model import Wrapped, check_named, is_wrapped
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from meshwright.api.planning import find_target, with_vocab
 from meshwright.api.ranked import Offers
-from meshwright.config import Run
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.formatting import parse_count
 from meshwright.hardware.target_lists import expand_targets
@@ -19,6 +18,7 @@ from meshwright.planner.prices import PUE, PriceTerms, read_power, read_prices
 from meshwright.planner.scaling_law import SCALING_LAWS, ScalingLaw
 from meshwright.planner.search import search, with_tokens_per_step
 from meshwright.runs.recipe import find_recipe, list_recipes
+from meshwright.runs.run import Run
 from meshwright.sharding.params import count_params
 
 _ROUNDS = 6

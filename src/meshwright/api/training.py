@@ -16,13 +16,14 @@ from meshwright.activity import watched_by
 from meshwright.api.choices import choose_for_devices
 from meshwright.api.memory_remedies import memory_explained
 from meshwright.api.viewing import view
-from meshwright.config import MeshShape, Run
+from meshwright.config import MeshShape
 from meshwright.hardware.mesh import default_cache_folder
 from meshwright.hugging_face.hub import is_hugging_face
 from meshwright.plugins import keep_own_names
 from meshwright.report import Reporter
 from meshwright.report.console import ConsoleReport, Period, open_console
 from meshwright.report.tokenizing import TokenizeReport
+from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.runs.write_run import run_to_dict
 from meshwright.storage.paths import path_of

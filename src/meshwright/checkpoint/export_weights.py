@@ -13,13 +13,14 @@ from meshwright.checkpoint.blocks import Index, StoredTensors
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.import_weights import Conversion, Say
 from meshwright.checkpoint.journal import Journal, write_sums
-from meshwright.config import Model, Run
 from meshwright.documents import read_json
 from meshwright.hugging_face.architecture import Architecture, architecture_of
 from meshwright.hugging_face.folder import KEPT, read_model
 from meshwright.hugging_face.names import StoredTensor, unpadded_shape, write_block
 from meshwright.hugging_face.safetensors_files import DTYPES, NewSafetensorsFile, file_names, split_into_files
 from meshwright.hugging_face.tokenizer_files import write_tokenizer
+from meshwright.models.model import Model
+from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.params import Param, named_leaves
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from meshwright.config import Run
+from meshwright.runs.run import Run
 from meshwright.runs.write_run import run_to_dict
 
 FORMAT = 2

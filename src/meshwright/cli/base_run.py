@@ -7,9 +7,9 @@ from typing import Annotated
 
 import tyro
 
-from meshwright.config import Run
 from meshwright.errors import ConfigError
 from meshwright.runs.recipe import find_recipe
+from meshwright.runs.run import Run
 from meshwright.runs.run_file import read_run
 from meshwright.storage.paths import path_of
 

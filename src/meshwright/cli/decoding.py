@@ -10,12 +10,12 @@ import jax
 from rich.console import Console
 
 from meshwright.cli.output import write_json
-from meshwright.config import Run
 from meshwright.errors import CensusError
 from meshwright.fine_tuning import FineTune
 from meshwright.hardware import mesh
 from meshwright.hardware.targets import Target
 from meshwright.planner.decoding import DecodePrice, best_decode, price_decode
+from meshwright.runs.run import Run
 from meshwright.views.decode_tables import print_decode_prices, print_decode_proof
 
 

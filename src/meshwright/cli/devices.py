@@ -5,10 +5,10 @@ import os
 
 import jax
 
-from meshwright.config import Run
 from meshwright.errors import ConfigError
 from meshwright.hardware import mesh
 from meshwright.hardware.hosts import ALONE, Hosts, hosts_of, join
+from meshwright.runs.run import Run
 
 SIMULATED = 8
 """Devices simulated where there is no accelerator and neither --devices nor a mesh is given."""

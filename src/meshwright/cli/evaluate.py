@@ -10,10 +10,11 @@ import tyro
 from meshwright.cli.devices import HostOptions, start_devices
 from meshwright.cli.output import write, write_json
 from meshwright.cli.parse import parse
-from meshwright.config import MeshShape, Run
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.agreement import failing_together
 from meshwright.hardware.mesh import default_cache_folder
+from meshwright.runs.run import Run
 from meshwright.storage.paths import path_of
 from meshwright.trainer.evaluation import evaluate_checkpoint, run_to_evaluate
 from meshwright.wrapped.model import is_wrapped

@@ -8,11 +8,11 @@ from typing import Any
 from meshwright.cli.base_run import Base, base_run, value_of
 from meshwright.cli.parse import parse
 from meshwright.cli.train import TrainOptions, resume_if_exists, run_training
-from meshwright.config import Run
 from meshwright.errors import ConfigError
 from meshwright.fine_tuning import FineTune
 from meshwright.hugging_face.hub import is_hugging_face
 from meshwright.runs.fine_tuning import check_start, source_run, tuned
+from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.storage.paths import path_of
 

@@ -16,7 +16,6 @@ from meshwright.api.renting import (
     read_market,
 )
 from meshwright.cli.output import write_json
-from meshwright.config import Run
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.formatting import format_count, parse_count
 from meshwright.planner.divisibility import batch_note
@@ -24,6 +23,7 @@ from meshwright.planner.goodput import CHIP_HOURS_PER_FAILURE, RESTART_MINUTES, 
 from meshwright.planner.offers import Aim, Market, Offer, Recommendation, choose, rank
 from meshwright.planner.plan_file import prediction_json
 from meshwright.planner.prices import PUE, PriceTerms
+from meshwright.runs.run import Run
 from meshwright.views.offer_tables import print_offers, print_recommendation, print_refused
 
 

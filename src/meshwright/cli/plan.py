@@ -15,7 +15,7 @@ from meshwright.cli.base_run import RunOptions, base_run
 from meshwright.cli.offers import OfferOptions, RankedOffers, offer_json, plan_offers, plan_optimum
 from meshwright.cli.output import require_writable, write_json
 from meshwright.cli.parse import parse, refuse_options
-from meshwright.config import MeshShape, Run
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.formatting import parse_count
 from meshwright.hardware.targets import Target
@@ -26,6 +26,7 @@ from meshwright.planner.offloading import offloading_note
 from meshwright.planner.plan_file import prediction_json, write_plan
 from meshwright.planner.search import Plan, SearchResult, price_mesh, search, with_tokens_per_step
 from meshwright.report.console import open_console
+from meshwright.runs.run import Run
 from meshwright.views.offer_tables import print_training
 from meshwright.views.plan_tables import print_alternatives, print_best_plan, print_comparison, print_plans
 from meshwright.wrapped.model import is_wrapped

@@ -25,7 +25,7 @@ from meshwright.cli.base_run import RunOptions, base_run
 from meshwright.cli.devices import SIMULATED, start_devices
 from meshwright.cli.output import require_writable, unwritable, write_json
 from meshwright.cli.parse import parse, refuse_options
-from meshwright.config import MeshShape, Run
+from meshwright.config import MeshShape
 from meshwright.errors import CensusError, ConfigError
 from meshwright.formatting import format_bytes
 from meshwright.hardware import mesh
@@ -37,6 +37,7 @@ from meshwright.planner.explain import memory_remedies
 from meshwright.planner.plan_file import is_plan, read_plan
 from meshwright.report.console import open_console
 from meshwright.runs.placed_run import PlacedRun, place_run
+from meshwright.runs.run import Run
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.views.census_page import census_sections, difference_section
 from meshwright.views.census_tables import (

@@ -15,10 +15,10 @@ from meshwright.cli.base_run import RunOptions, base_run
 from meshwright.cli.output import write_json
 from meshwright.cli.parse import parse
 from meshwright.cli.training_processes import TrainingProcesses, read_losses
-from meshwright.config import Run
 from meshwright.errors import ConfigError, TrainingError, divisors
 from meshwright.planner.shrink import shape_within, shrink
 from meshwright.report.console import open_console
+from meshwright.runs.run import Run
 from meshwright.runs.write_run import write_run
 
 _BYTES_VOCAB = 257

@@ -24,10 +24,10 @@ from meshwright.checkpoint.steps import committed_steps
 from meshwright.cli.output import write
 from meshwright.cli.restarts import Restarts
 from meshwright.cli.supervisors import Start, Supervisors
-from meshwright.config import Run
 from meshwright.errors import CheckpointError, HostError, StorageError
 from meshwright.hardware.hosts import Hosts
 from meshwright.plugins import options_of_child
+from meshwright.runs.run import Run
 from meshwright.storage.paths import store_of
 from meshwright.trainer.phases import BEATS
 from meshwright.trainer.watchdog import Watchdog

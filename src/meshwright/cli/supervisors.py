@@ -12,11 +12,11 @@ from typing import Any
 from meshwright.checkpoint.steps import committed_steps
 from meshwright.checkpoint.write_errors import unwritable
 from meshwright.cli.restarts import Restarts
-from meshwright.config import Run
 from meshwright.documents import LARGE, parse_json, read_json, read_text, write_atomically
 from meshwright.errors import CheckpointError, HostError, StorageError
 from meshwright.hardware.hosts import PORT, Hosts
 from meshwright.heartbeat import beating
+from meshwright.runs.run import Run
 from meshwright.storage.paths import store_of
 
 _BEAT, _BUCKET_BEAT = 1.0, 5.0

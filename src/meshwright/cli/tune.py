@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from meshwright.api.planning import Proof, prove_plan
-from meshwright.config import Run
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_bytes
 from meshwright.hardware.chips import Torus
@@ -17,6 +16,7 @@ from meshwright.hardware.compiler_options import AUTO, COMPILER_OPTIONS
 from meshwright.hardware.targets import Target
 from meshwright.planner.search import Plan, SearchResult, price_run, remat_policies
 from meshwright.runs.placed_run import place_run
+from meshwright.runs.run import Run
 from meshwright.views.pages import Column, Section, Table
 from meshwright.views.plain_table import plain_table
 

@@ -9,13 +9,14 @@ from rich.markup import escape
 
 from meshwright.analysis.census import Census
 from meshwright.cli.output import write_json
-from meshwright.config import MeshShape, Run
+from meshwright.config import MeshShape
 from meshwright.formatting import format_bytes, format_count
 from meshwright.hardware.mesh import build_mesh, default_cache_folder
 from meshwright.hardware.targets import Target
 from meshwright.planner.estimate import Estimate
 from meshwright.planner.plan_file import prediction_json, write_plan
 from meshwright.runs.placed_run import PlacedRun
+from meshwright.runs.run import Run
 from meshwright.sharding.params import count_params
 from meshwright.sharding.placement import notation
 from meshwright.views.plain_table import plain_table

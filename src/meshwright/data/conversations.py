@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshwright.config import Run
+from meshwright.config import Data
 from meshwright.data.chat import ChatTemplate, check_jinja, read_chat_template
 from meshwright.data.local import local_data
 from meshwright.data.opening import decompressed, kind_of, open_bytes
@@ -34,7 +34,7 @@ from meshwright.data.tokens import Corpus, TokenFile, open_tokens, parse_source
 from meshwright.data.vocabulary import build_tokenizer
 from meshwright.documents import LARGE, read_json, read_text
 from meshwright.errors import DataError
-from meshwright.fine_tuning import Objective, TooLong
+from meshwright.fine_tuning import FineTune, Objective, TooLong
 
 _FORMAT = 3
 
@@ -122,15 +122,16 @@ def pack(file: TokenFile, answers: np.ndarray, seq: int, units: Any, together: i
     return Packed(file, answers, seq, tuple(map(tuple, rows)), together)
 
 
-def load_conversations(run: Run, cache: Path) -> tuple[Corpus, list[tuple[Packed, Packed]]]:
-    """Loads the chat data of a run: its files, and for each the sequences to train on and the held-out ones.
+def load_conversations(
+    data: Data, seq: int, tuning: FineTune, cache: Path
+) -> tuple[Corpus, list[tuple[Packed, Packed]]]:
+    """Loads chat data: its files, and for each the sequences to train on and the held-out ones.
 
     Tokens are kept in `cache`. Raises DataError with file and line for a record that is none, has no answer, or is
     longer than a sequence (`FineTune.too_long`).
     """
-    tuning, seq = run.finetune, run.training.seq
-    paths, tokenizer = local_data(run.data.paths, run.data.tokenizer, cache)
-    data = dataclasses.replace(run.data, paths=paths, tokenizer=tokenizer)
+    paths, tokenizer = local_data(data.paths, data.tokenizer, cache)
+    data = dataclasses.replace(data, paths=paths, tokenizer=tokenizer)
     if not Path(data.tokenizer).is_file() and data.tokenizer != "bytes":
         raise DataError(
             f"chat data with the tokenizer {data.tokenizer!r}", "it is learned from text, and this is none",

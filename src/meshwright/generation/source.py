@@ -10,7 +10,7 @@ from typing import Literal
 import jax
 
 from meshwright.checkpoint.checkpoints import Checkpoints
-from meshwright.config import MeshShape, Run
+from meshwright.config import MeshShape
 from meshwright.data.chat import ChatTemplate, read_chat_template
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.data.tokens import load_corpus
@@ -22,6 +22,7 @@ from meshwright.hardware.mesh import build_mesh, default_cache_folder, default_m
 from meshwright.hugging_face.folder import KEPT
 from meshwright.hugging_face.hub import find_folder, is_hugging_face
 from meshwright.runs.recipe import find_recipe
+from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.params import Tree, init_params
 from meshwright.step.device_run import DeviceRun, place_on_devices

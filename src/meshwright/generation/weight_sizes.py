@@ -6,8 +6,9 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from meshwright.config import MeshShape, Run
+from meshwright.config import MeshShape
 from meshwright.runs.placed_run import PlacedRun
+from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.params import LOW_PRECISION_ROLES, Param
 from meshwright.sharding.placement import local_shape

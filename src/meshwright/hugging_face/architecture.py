@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from meshwright.config import Model
 from meshwright.errors import WeightsError, nearest
 from meshwright.hugging_face.fields import Fields
 from meshwright.hugging_face.names import StoredTensor
+from meshwright.models.model import Model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.config import Model, Precision
+from meshwright.config import Precision
 from meshwright.documents import check_inside
 from meshwright.errors import MeshwrightError, WeightsError
 from meshwright.hugging_face import fp8
@@ -17,6 +17,7 @@ from meshwright.hugging_face.fields import Fields, read_fields
 from meshwright.hugging_face.hub import find_folder
 from meshwright.hugging_face.names import StoredTensor
 from meshwright.hugging_face.safetensors_files import DTYPES, SafetensorsFile, TensorEntry, find_files, read_header
+from meshwright.models.model import Model
 from meshwright.sharding.params import Param, named_leaves
 from meshwright.storage.transfer import copy_file
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.config import Model
 from meshwright.documents import check_inside, read_json
 from meshwright.errors import WeightsError
 from meshwright.fine_tuning import FineTune
@@ -19,6 +18,7 @@ from meshwright.hugging_face.architecture import architecture_of
 from meshwright.hugging_face.names import StoredTensor
 from meshwright.hugging_face.safetensors_files import DTYPES, NewSafetensorsFile, SafetensorsFile
 from meshwright.models.adapters import targets_of
+from meshwright.models.model import Model
 from meshwright.sharding.params import Param
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

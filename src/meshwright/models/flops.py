@@ -10,8 +10,7 @@ import collections
 import functools
 import math
 
-from meshwright.config import Model
-from meshwright.models.model import LayerSpec, stacked_matmuls, vocab_size
+from meshwright.models.model import LayerSpec, Model, stacked_matmuls, vocab_size
 from meshwright.sharding.params import Param
 
 FORMULAS: dict[str, str] = {

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.comm.collectives import axis_index, broadcast
-from meshwright.config import Model, Training
+from meshwright.config import Training
 from meshwright.data.batch import Batch
 from meshwright.models.blocks.context import Attend, build_attend
 from meshwright.models.blocks.dropout import Dropout
 from meshwright.models.kernels.choose import Kernels
 from meshwright.models.loss import chunk_tokens, token_losses
-from meshwright.models.model import Aux, ForwardContext, Metrics, Tokens, vocab_size
+from meshwright.models.model import Aux, ForwardContext, Metrics, Model, Tokens, vocab_size
 from meshwright.models.remat import scan_layers
 from meshwright.sharding.params import GatherParams, Tree
 from meshwright.sharding.sequence import SequenceSplit

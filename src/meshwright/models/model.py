@@ -1,22 +1,22 @@
 """The contract between a model family and the step, the planner and the census.
 
-A family (a subclass of `config.Model`) states its facts in a `ModelSpec` and computes its forward pass from a
+A family (a subclass of `Model`) states its facts in a `ModelSpec` and computes its forward pass from a
 `ForwardContext`. Nothing above guesses from the names of its fields.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 
 from meshwright.comm.collectives import TokenFunction, sequence_all_gather, sequence_reduce_scatter
-from meshwright.config import Model
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.context import Attend
 from meshwright.models.blocks.dropout import Dropout
-from meshwright.sharding.params import Param
+from meshwright.sharding.params import GatherParams, Param, Tree
 from meshwright.sharding.sequence import SequenceSplit
 
 if TYPE_CHECKING:
@@ -235,6 +235,66 @@ class ModelSpec:
         return min((a.kv_heads for a in self.attention), default=None)
 
 
+Pattern = Layer | tuple[Layer, ...]
+"""Layer function of a stack, or one for each layer of a period that repeats."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Configuration and forward pass of a model family: the base class of every family (models/families/).
+
+    A family is a frozen dataclass with fields of its own. It describes its parameters before they exist (`params`),
+    states what the planner and the census need to know (`spec`), and computes the forward pass of one device in the
+    parts that a pipeline may hold apart (`embed`, `layer_functions`, `unembed`).
+
+    Example:
+        >>> model = mw.Llama(vocab=32000, width=512, layers=8, heads=8)
+        >>> isinstance(model, mw.Model), sorted(model.params())
+        (True, ['blocks', 'embed', 'final_norm', 'unembed'])
+    """
+
+    vocab: int | None = None
+    """Vocabulary size V; None takes the tokenizer's."""
+    vocab_multiple: int = dataclasses.field(default=128, kw_only=True)
+    """The embedding tables are padded to a multiple of this; padding rows are masked and change no number."""
+
+    def params(self) -> Tree:
+        """Returns the descriptions of all parameters, a nested dictionary of `Param`."""
+        raise NotImplementedError
+
+    def spec(self) -> ModelSpec:
+        """Returns the facts that layouts, planner and census need: width, and what each layer is made of."""
+        raise NotImplementedError
+
+    def embed(self, params: Tree, ctx: ForwardContext) -> jax.Array:
+        """Returns the hidden states [B, T/tensor, D] before the first layer, on the first stage."""
+        raise NotImplementedError
+
+    def layer_functions(self, ctx: ForwardContext) -> Mapping[str, Pattern]:
+        """Returns the layer function of each stack, or those of its period, by the stack's name in `params`."""
+        raise NotImplementedError
+
+    def unembed(self, params: Tree, x_BTD: jax.Array, gather_params: GatherParams) -> tuple[jax.Array, jax.Array]:
+        """Returns the final hidden states [B, T, D], whole over `tensor`, and the unembedding [V/stage+tensor, D]."""
+        raise NotImplementedError
+
+    def layer_metrics(self, aux: dict[str, Aux], sequences: int) -> Metrics:
+        """Returns metrics of a step from the layers' auxiliary outputs, [L, ...] per stack, summed over the batch."""
+        return {}
+
+    def post_update(self, params: Tree, aux: dict[str, Aux]) -> Tree:
+        """Returns `params` with what a step changes besides the optimizer, such as a router's bias."""
+        return params
+
+    def shrunk(self, shape: MeshShape, layers: int) -> "Model":
+        """Returns a small model that `shape` divides as it divides this one, for rehearsals; by default this one."""
+        return self
+
+    def features(self) -> set[str]:
+        """Returns the names under which `runs.composition` knows the model's features."""
+        return set()
+
+
 def vocab_size(model: Model) -> int:
     """Returns the vocabulary size. Raises ConfigError where it is not set."""
     if model.vocab is None:
@@ -251,7 +311,3 @@ def stacked_matmuls(params: dict[str, Any], stack: str) -> list[Param]:
     """Returns the weight matrices of a stack: its parameters with a role."""
     leaves = jax.tree.leaves(params[stack], is_leaf=lambda x: isinstance(x, Param))
     return [p for p in leaves if p.role is not None]
-
-
-Pattern = Layer | tuple[Layer, ...]
-"""Layer function of a stack, or one for each layer of a period that repeats."""

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 
-from meshwright.config import Run, StageSaves
+from meshwright.config import StageSaves
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import Target
 from meshwright.planner.candidates import SCHEDULES_TRIED
@@ -16,6 +16,7 @@ from meshwright.planner.search import (
     with_saved_layers,
 )
 from meshwright.runs.placed_run import PlacedRun, place_run
+from meshwright.runs.run import Run
 
 
 def with_best_remat(run: Run, target: Target) -> Run:

@@ -5,10 +5,11 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from meshwright.config import ContextStrategy, MeshShape, Run
+from meshwright.config import ContextStrategy, MeshShape
 from meshwright.errors import ConfigError, divisors
 from meshwright.hardware.chips import Nodes
 from meshwright.hardware.targets import Target
+from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES, find_layout
 from meshwright.sharding.params import named_leaves
 from meshwright.sharding.placement import replicates_kv_heads

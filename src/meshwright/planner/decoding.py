@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 
-from meshwright.config import MeshShape, Run
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, divisors
 from meshwright.fine_tuning import FineTune
 from meshwright.generation.cache import CachePlan, cached_heads
@@ -23,6 +23,7 @@ from meshwright.models.model import AttentionSpec, padded_vocab
 from meshwright.planner.candidates import split_size, tensor_degrees
 from meshwright.planner.memory_model import fragmentation_of
 from meshwright.runs.placed_run import PlacedRun, place_run
+from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.params import Param
 from meshwright.sharding.placement import local_shape

@@ -3,9 +3,9 @@
 import dataclasses
 import math
 
-from meshwright.config import Run
 from meshwright.hardware.targets import Target
 from meshwright.planner.search import SearchResult, search
+from meshwright.runs.run import Run
 
 
 def odd_part(n: int) -> int:

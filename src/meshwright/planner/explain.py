@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from meshwright.config import MeshShape, Run
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_bytes, format_step
 from meshwright.hardware.targets import Target
@@ -11,6 +11,7 @@ from meshwright.planner.divisibility import nearest_batches
 from meshwright.planner.estimate import Estimate
 from meshwright.planner.memory_model import fragmentation_of
 from meshwright.planner.search import Plan, SearchResult, variants
+from meshwright.runs.run import Run
 from meshwright.words import AXES
 
 STEP_PARTS = {

@@ -3,13 +3,14 @@
 import dataclasses
 import math
 
-from meshwright.config import MeshShape, Run
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_bytes, format_step
 from meshwright.hardware.chips import CHIPS, Torus, chip_name
 from meshwright.hardware.targets import Target
 from meshwright.planner.search import Plan, search
 from meshwright.runs.placed_run import place_run
+from meshwright.runs.run import Run
 
 UNKNOWN = "h100"
 """Chip that meshes are priced on where nothing is known of the run's own: with nodes, whatever their size."""

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import Run
 from meshwright.documents import LARGE, read_json, write_atomically
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import Target
 from meshwright.planner.search import Plan
 from meshwright.plugins import note_names
+from meshwright.runs.run import Run
 from meshwright.runs.run_file import read_unique_json, run_from_dict
 from meshwright.runs.write_run import run_to_dict
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from meshwright.config import MeshShape, Run, Training
+from meshwright.config import MeshShape, Training
 from meshwright.errors import ConfigError, nearest
 from meshwright.hardware.chips import Nodes
 from meshwright.hardware.targets import Target, parse_target
@@ -20,6 +20,7 @@ from meshwright.planner.search import Plan, SearchResult, price_run, search
 from meshwright.planner.software import SOFTWARE, Software
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
+from meshwright.runs.run import Run
 
 _WHOLE_LOGITS = 2**20
 """MiB of logits at once: other programs compute those of a microbatch together."""

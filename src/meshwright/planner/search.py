@@ -10,7 +10,7 @@ import dataclasses
 import math
 from typing import Any
 
-from meshwright.config import MeshShape, Remat, Run, StageSaves
+from meshwright.config import MeshShape, Remat, StageSaves
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import Nodes, Torus
 from meshwright.hardware.targets import Target
@@ -20,6 +20,7 @@ from meshwright.planner.estimate import Estimate, estimate, with_remat
 from meshwright.planner.memory_model import fragmentation_of
 from meshwright.plugins import Shown
 from meshwright.runs.placed_run import PlacedRun, check_sizes, place_run
+from meshwright.runs.run import Run
 
 REMAT_ORDER: tuple[Remat, ...] = (
     "none",

@@ -3,9 +3,10 @@
 import dataclasses
 import math
 
-from meshwright.config import Data, MeshShape, Run
+from meshwright.config import Data, MeshShape
 from meshwright.models.model import vocab_size
 from meshwright.runs.placed_run import place_run
+from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 
 _POSITIONS = 32

@@ -4,14 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from meshwright.config import Run
 from meshwright.errors import ConfigError, MeshwrightError, TrainingError, describe_failure
 from meshwright.plugins import resolve
 from meshwright.report import Reporter, Values
 from meshwright.report.trackers import MLflow, TensorBoard, Trackio, WeightsAndBiases
 from meshwright.storage.paths import in_bucket
 
-REPORTERS: dict[str, Callable[[Path, Run], Reporter]] = {
+REPORTERS: dict[str, Callable[[Path, Any], Reporter]] = {
     "mlflow": lambda out, run: MLflow(out),
     "tensorboard": lambda out, run: TensorBoard(out),
     "trackio": lambda out, run: Trackio(out),
@@ -20,7 +19,7 @@ REPORTERS: dict[str, Callable[[Path, Run], Reporter]] = {
 """Built-in reporters: name -> function of the output folder and the run."""
 
 
-def build_reporters(out: Path, run: Run) -> list[Reporter]:
+def build_reporters(out: Path, run: Any) -> list[Reporter]:
     """Builds the reporters that `run.reporters` names, each a function `(out: Path, run: Run) -> Reporter`.
 
     Raises ConfigError where a name is unknown, or where the function fails or does not return a `Reporter`.
@@ -28,7 +27,7 @@ def build_reporters(out: Path, run: Run) -> list[Reporter]:
     return [_Checked(name, _build(name, out, run)) for name in run.reporters]
 
 
-def _build(name: str, out: Path, run: Run) -> Reporter:
+def _build(name: str, out: Path, run: Any) -> Reporter:
     if name in REPORTERS and in_bucket(out):
         raise ConfigError(
             f"--report {name} with the output in {out}",

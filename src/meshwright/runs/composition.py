@@ -6,9 +6,9 @@ device, or expect its refusal.
 
 import dataclasses
 
-from meshwright.config import Run
 from meshwright.errors import ConfigError
 from meshwright.models.families import builtin_name
+from meshwright.runs.run import Run
 
 
 @dataclasses.dataclass(frozen=True)

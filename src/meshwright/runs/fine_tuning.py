@@ -2,10 +2,11 @@
 
 import dataclasses
 
-from meshwright.config import MeshShape, Run
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.fine_tuning import FineTune, Method, Objective
 from meshwright.runs.recipe import find_recipe
+from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.storage.paths import path_of
 

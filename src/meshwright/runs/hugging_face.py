@@ -3,9 +3,10 @@
 import dataclasses
 from pathlib import Path
 
-from meshwright.config import Data, Optimizer, Run, Training
+from meshwright.config import Data, Optimizer, Training
 from meshwright.hugging_face.folder import read_model
 from meshwright.hugging_face.hub import find_folder
+from meshwright.runs.run import Run
 
 _LONGEST = 4096
 """Tokens per sequence where the model's own limit is longer: `--seq` takes more."""

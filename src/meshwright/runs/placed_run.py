@@ -11,13 +11,14 @@ import operator
 from typing import TYPE_CHECKING, Any, cast
 
 from meshwright.comm.hierarchical import DcnAxis
-from meshwright.config import MeshShape, Model, Run, Training
+from meshwright.config import MeshShape, Training
 from meshwright.data.ramp import ramp_of
 from meshwright.errors import ConfigError, divisors
 from meshwright.fine_tuning import FineTune
 from meshwright.models.flops import layer_flops
-from meshwright.models.model import ModelSpec, vocab_size
+from meshwright.models.model import Model, ModelSpec, vocab_size
 from meshwright.runs.composition import check_composition
+from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES, find_layout
 from meshwright.sharding.params import Param, Tree, named_leaves, place_params, reorder_stacks
 from meshwright.sharding.placement import Placements

@@ -12,7 +12,7 @@ from meshwright.errors import ConfigError, MeshwrightError, describe_failure, ne
 from meshwright.plugins import is_reference, load, load_file
 
 if TYPE_CHECKING:
-    from meshwright.config import Run
+    from meshwright.runs.run import Run
 
 
 def recipes_folder() -> Path:
@@ -88,7 +88,7 @@ def _in_file(file: Path, function: str | None) -> "Callable[[], Run]":
 
 
 def _checked(name: str, built: object) -> "Run":
-    from meshwright.config import Run
+    from meshwright.runs.run import Run
 
     if not isinstance(built, Run):
         raise ConfigError(f"recipe {name}", f"it returned {type(built).__name__}", "return a Run")

@@ -7,12 +7,14 @@ from typing import Any
 
 import msgspec
 
-from meshwright.config import MeshShape, Model, Run
+from meshwright.config import MeshShape
 from meshwright.data.unique_names import unique_object
 from meshwright.documents import SMALL, check_inside, parse_json, read_text
 from meshwright.errors import CheckpointError, ConfigError, nearest
 from meshwright.models.families import find_family
+from meshwright.models.model import Model
 from meshwright.plugins import note_names
+from meshwright.runs.run import Run
 from meshwright.storage.paths import path_of
 
 _WRITES = re.compile("dump|path|file|dir|profile", re.IGNORECASE)

@@ -1,8 +1,9 @@
 """Checks of what a run saves between forward and backward pass, before anything is traced."""
 
-from meshwright.config import MeshShape, Run
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.remat import REMAT_POLICIES
+from meshwright.runs.run import Run
 
 
 def check_saved(run: Run, shape: MeshShape) -> None:

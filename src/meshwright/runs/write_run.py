@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from meshwright.config import Run
 from meshwright.documents import write_atomically
 from meshwright.models.families import family_name
+from meshwright.runs.run import Run
 
 
 def run_to_dict(run: Run) -> dict[str, Any]:

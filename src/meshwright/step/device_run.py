@@ -11,13 +11,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright.comm.hierarchical import Axes, DcnAxis
-from meshwright.config import MeshShape, Run
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import ring_order, torus_degrees
 from meshwright.models.forward import LocalModel
 from meshwright.models.kernels.choose import Hardware, Kernels, kernels_of
 from meshwright.models.remat import REMAT_POLICIES, gathered_within_reason
 from meshwright.runs.placed_run import PlacedRun, place_run
+from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.params import Param, Tree, init_params, plan_gathers, shardings, trained_only, tree_map
 from meshwright.sharding.placement import Placements, axes_of, to_spec

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.checkpoint.checkpoints import Checkpoints
-from meshwright.config import MeshShape, Run
+from meshwright.config import MeshShape
 from meshwright.data.feed import Samples, held_out_order
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.errors import ConfigError
 from meshwright.hugging_face.hub import is_hugging_face
 from meshwright.plugins import Shown
 from meshwright.runs.recipe import find_recipe
+from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.params import Tree
 from meshwright.step.device_run import DeviceRun

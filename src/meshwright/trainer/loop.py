@@ -13,11 +13,11 @@ import jax
 from meshwright.activity import activity, watched_by
 from meshwright.checkpoint.checkpoints import Checkpoints, check_room
 from meshwright.checkpoint.steps import committed_steps
-from meshwright.config import Run
 from meshwright.data.ramp import BatchRamp, ramp_of
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.report import Reporter
 from meshwright.report.files import EventLog, JsonLines
+from meshwright.runs.run import Run
 from meshwright.runs.write_run import write_run
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State

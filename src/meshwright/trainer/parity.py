@@ -19,13 +19,14 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh
 
-from meshwright.config import MeshShape, Run, Training
+from meshwright.config import MeshShape, Training
 from meshwright.data.feed import Feed, Samples, build_stream
 from meshwright.data.ramp import BatchRamp
 from meshwright.errors import ConfigError
 from meshwright.hardware.agreement import answer_of_the_first
 from meshwright.hardware.mesh import build_mesh
 from meshwright.plugins import Shown
+from meshwright.runs.run import Run
 from meshwright.sharding.layouts import VOCAB_AXES
 from meshwright.sharding.params import Tree, layers_to_rows, named_leaves, rows_to_layers
 from meshwright.step.device_run import DeviceRun, place_on_devices

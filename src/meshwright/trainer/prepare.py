@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 
-from meshwright.config import Run
 from meshwright.data.batch import Batch
 from meshwright.data.feed import Feed, Samples, build_stream, split
 from meshwright.data.ramp import ramp_of
@@ -18,6 +17,7 @@ from meshwright.hardware.mesh import build_mesh, default_mesh_shape, enable_comp
 from meshwright.models.flops import training_flops_per_token
 from meshwright.report import Reporter
 from meshwright.runs.placed_run import check_sizes
+from meshwright.runs.run import Run
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.state import State
 from meshwright.step.train_step import CompiledTrainStep, build_eval_step
@@ -188,7 +188,7 @@ def prepare_run(
     else:
         from meshwright.data.conversations import load_conversations  # most runs train on all of a text
 
-        corpus, parts = load_conversations(run, cache)
+        corpus, parts = load_conversations(run.data, run.training.seq, run.finetune, cache)
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=_common_vocab(run, corpus)))
     device_run = place_on_devices(choose(run, list(mesh.devices.flat)), mesh)
     if run.data.sample or run.data.sample_every:

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.config import Run
 from meshwright.documents import read_json, write_atomically
 from meshwright.errors import CheckpointError
+from meshwright.runs.run import Run
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
 from meshwright.trainer.prepare import Position

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 
 from meshwright.checkpoint.steps import committed_steps
-from meshwright.config import Run
 from meshwright.hardware.agreement import agree, digest, flatten
+from meshwright.runs.run import Run
 from meshwright.runs.write_run import run_to_dict
 from meshwright.trainer.phases import Phases
 from meshwright.trainer.prepare import Trainable

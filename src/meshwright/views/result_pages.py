@@ -5,12 +5,12 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from meshwright.config import Run
 from meshwright.formatting import format_bytes, format_count, format_step
 from meshwright.generation.generator import Generated
 from meshwright.planner.offers import Recommendation
 from meshwright.planner.search import Plan
 from meshwright.runs.recipe import find_recipe, list_recipes
+from meshwright.runs.run import Run
 from meshwright.runs.write_run import run_to_dict
 from meshwright.trainer.evaluation import Evaluation
 from meshwright.trainer.parity import Parity

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from meshwright.config import MeshShape, Model, Run, Training
+from meshwright.config import MeshShape, Training
 from meshwright.errors import ConfigError, MeshwrightError, describe_failure
+from meshwright.models.model import Model
 from meshwright.plugins import load, name_of
 from meshwright.runs.changes import change_fields
+from meshwright.runs.run import Run
 from meshwright.storage.paths import path_of
 from meshwright.words import AXES
 from meshwright.wrapped.batches import Source, find_held_out, find_source

@@ -3,7 +3,8 @@
 import dataclasses
 from pathlib import Path
 
-from meshwright.config import MeshShape, Run
+from meshwright.config import MeshShape
+from meshwright.runs.run import Run
 from meshwright.trainer.parity import Parity, Side, compare_sides, in_float32, other_side
 from meshwright.wrapped.batches import BatchFeed
 from meshwright.wrapped.placing import WrappedRun, put_on_devices

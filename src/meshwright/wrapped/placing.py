@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.config import MeshShape, Run, Training
+from meshwright.config import MeshShape, Training
 from meshwright.errors import ConfigError, nearest
 from meshwright.runs.placed_run import PlacedRun
+from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES, find_layout
 from meshwright.sharding.params import Param, shardings
 from meshwright.sharding.placement import Layout, Placements, axes_of, place_param, to_spec

@@ -8,7 +8,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
-from meshwright.config import MeshShape, Run
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, MeshwrightError, divisors
 from meshwright.formatting import format_bytes
 from meshwright.hardware.axis_mapping import map_axes
@@ -22,6 +22,7 @@ from meshwright.planner.search import Plan
 from meshwright.planner.software import MESHWRIGHT
 from meshwright.planner.traffic import Movement
 from meshwright.runs.placed_run import PlacedRun
+from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.placement import axes_of
 from meshwright.wrapped.flops import training_flops

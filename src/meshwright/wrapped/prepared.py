@@ -9,11 +9,12 @@ from typing import Any, cast
 import jax
 
 from meshwright.checkpoint.checkpoints import Checkpoints
-from meshwright.config import MeshShape, Run
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import build_mesh, enable_compilation_cache
 from meshwright.plugins import Shown
 from meshwright.report import Reporter
+from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.step.state import State

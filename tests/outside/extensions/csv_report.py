@@ -3,8 +3,8 @@
 import csv
 from pathlib import Path
 
-from meshwright.config import Run
 from meshwright.report import Values
+from meshwright.runs.run import Run
 
 
 class CsvReport:

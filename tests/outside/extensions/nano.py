@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.comm.collectives import sequence_all_gather, sequence_reduce_scatter
-from meshwright.config import MeshShape, Model
+from meshwright.config import MeshShape
 from meshwright.models.blocks.embed import embed
 from meshwright.models.blocks.linear import linear
 from meshwright.models.blocks.rotary import apply_rope, rope_angles, rope_frequencies
@@ -21,6 +21,7 @@ from meshwright.models.model import (
     ForwardContext,
     Layer,
     LayerSpec,
+    Model,
     ModelSpec,
     padded_vocab,
     vocab_size,

@@ -10,11 +10,13 @@ from typing import Any
 import jax
 
 from meshwright.bench.hardware.section import Measurement, Section
-from meshwright.config import Data, MeshShape, Model, Optimizer, Run, Training
+from meshwright.config import Data, MeshShape, Optimizer, Training
 from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import default_cache_folder
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.mixtral import Mixtral
+from meshwright.models.model import Model
+from meshwright.runs.run import Run
 from meshwright.trainer.loop import prepare_run
 from meshwright.trainer.parity import compare_meshes
 

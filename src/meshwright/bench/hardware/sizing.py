@@ -9,15 +9,17 @@ import jax
 
 from meshwright.bench.hardware.machine import memory_stats
 from meshwright.bench.hardware.rates import calibration_of
-from meshwright.config import Model, Run, Training
+from meshwright.config import Training
 from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import default_mesh_shape
 from meshwright.hardware.targets import Target
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.mixtral import Mixtral
+from meshwright.models.model import Model
 from meshwright.planner.forecast import local_target
 from meshwright.planner.search import Plan, price_run, search
 from meshwright.runs.recipe import find_recipe
+from meshwright.runs.run import Run
 
 RECIPES: dict[str, tuple[tuple[str, ...], int]] = {
     "small": (("qwen3-0-6b",), 4096),

@@ -1,6 +1,6 @@
 """Model families by name, as run.json keeps them. A family is imported when it is used."""
 
-from meshwright.config import Model
+from meshwright.models.model import Model
 from meshwright.plugins import load, name_of, resolve
 
 FAMILIES: dict[str, str] = {

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from meshwright.config import MeshShape, Model
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.latent import LatentSpec, absorb_keys, absorb_values, pad_values
 from meshwright.models.blocks.linear import attention_projection, linear
@@ -32,7 +32,7 @@ from meshwright.models.blocks.yarn import LatentYarn, yarn_angles
 from meshwright.models.families.llama import AttentionHalf, output_std
 from meshwright.models.families.mixtral import Mixtral
 from meshwright.models.further_tokens import STACK as MTP
-from meshwright.models.model import AttentionSpec, ForwardContext, Layer, ModelSpec
+from meshwright.models.model import AttentionSpec, ForwardContext, Layer, Model, ModelSpec
 from meshwright.models.remat import ATTN_RESIDUAL, QKV
 from meshwright.sharding.params import Param, Tree
 from meshwright.words import AXES

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.comm.collectives import sequence_all_gather
-from meshwright.config import MeshShape, Model
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.embed import embed
 from meshwright.models.blocks.head_size import even_head_size
@@ -34,6 +34,7 @@ from meshwright.models.model import (
     ForwardContext,
     Layer,
     LayerSpec,
+    Model,
     ModelSpec,
     Pattern,
     padded_vocab,

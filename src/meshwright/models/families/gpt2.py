@@ -14,7 +14,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.comm.collectives import local_shard, sequence_all_gather
-from meshwright.config import MeshShape, Model
+from meshwright.config import MeshShape
 from meshwright.models.blocks.embed import embed
 from meshwright.models.blocks.head_size import even_head_size
 from meshwright.models.blocks.linear import attention_projection, linear, linears
@@ -25,6 +25,7 @@ from meshwright.models.model import (
     ForwardContext,
     Layer,
     LayerSpec,
+    Model,
     ModelSpec,
     padded_vocab,
     vocab_size,

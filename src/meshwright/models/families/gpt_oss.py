@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.comm.collectives import sequence_all_gather, sequence_reduce_scatter
-from meshwright.config import MeshShape, Model
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.embed import embed
 from meshwright.models.blocks.experts import ExpertFunction, Routing, dropless_moe, route, router_losses
@@ -39,6 +39,7 @@ from meshwright.models.model import (
     Layer,
     LayerSpec,
     Metrics,
+    Model,
     ModelSpec,
     Pattern,
     padded_vocab,

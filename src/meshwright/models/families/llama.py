@@ -17,7 +17,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.comm.collectives import sequence_all_gather
-from meshwright.config import MeshShape, Model
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.embed import embed
 from meshwright.models.blocks.head_size import even_head_size
@@ -31,6 +31,7 @@ from meshwright.models.model import (
     ForwardContext,
     Layer,
     LayerSpec,
+    Model,
     ModelSpec,
     padded_vocab,
     vocab_size,

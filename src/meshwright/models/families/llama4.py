@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.comm.collectives import sequence_all_gather, sequence_reduce_scatter
-from meshwright.config import MeshShape, Model
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.experts import ExpertFunction, Routing, dropless_moe, route, router_losses
 from meshwright.models.blocks.linear import attention_projection, linears
@@ -43,6 +43,7 @@ from meshwright.models.model import (
     Layer,
     LayerSpec,
     Metrics,
+    Model,
     ModelSpec,
     Pattern,
 )

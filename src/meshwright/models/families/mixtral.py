@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from meshwright.comm.collectives import sequence_all_gather, sequence_reduce_scatter
-from meshwright.config import MeshShape, Model
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.experts import ExchangeType, Routing, capacity_moe, dropless_moe, route, router_losses
 from meshwright.models.blocks.norm import rms_norm
@@ -26,7 +26,7 @@ from meshwright.models.families.llama import (
     swiglu,
     swiglu_params,
 )
-from meshwright.models.model import Aux, ExpertSpec, ForwardContext, Layer, LayerSpec, Metrics, ModelSpec
+from meshwright.models.model import Aux, ExpertSpec, ForwardContext, Layer, LayerSpec, Metrics, Model, ModelSpec
 from meshwright.sharding.params import Param, Tree
 
 Opening = Callable[[jax.Array, dict[str, Any]], jax.Array]

@@ -7,12 +7,12 @@ YaRN, where there is one, scales the rotary frequencies of the global layers alo
 import dataclasses
 from typing import Literal
 
-from meshwright.config import MeshShape, Model
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.rotary import rope_angles, rope_frequencies
 from meshwright.models.blocks.yarn import yarn_angles
 from meshwright.models.families.llama import Llama, attention_half, dense_layer
-from meshwright.models.model import ForwardContext, Layer, LayerSpec, ModelSpec, Pattern
+from meshwright.models.model import ForwardContext, Layer, LayerSpec, Model, ModelSpec, Pattern
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.comm.collectives import sequence_all_gather, sequence_reduce_scatter
-from meshwright.config import MeshShape, Model
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.delta_net import DeltaInputs, DeltaSpec, delta_net
 from meshwright.models.blocks.linear import attention_projection, linear, linears
@@ -28,7 +28,7 @@ from meshwright.models.blocks.norm import rms_norm, rms_norm_plus_one
 from meshwright.models.blocks.rotary import apply_rope
 from meshwright.models.families.llama import AttentionHalf, output_std, rotary_angles, shrunk_sizes, swiglu
 from meshwright.models.families.mixtral import Mixtral, routed_experts, routing_metrics
-from meshwright.models.model import Aux, ForwardContext, Layer, LayerSpec, Metrics, ModelSpec, Pattern
+from meshwright.models.model import Aux, ForwardContext, Layer, LayerSpec, Metrics, Model, ModelSpec, Pattern
 from meshwright.models.remat import ATTN_OUT, ATTN_RESIDUAL, QKV
 from meshwright.sharding.params import GatherParams, Param, Tree
 

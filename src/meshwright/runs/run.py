@@ -1,0 +1,58 @@
+"""The `Run`: one frozen value that describes a training run (model, mesh, layout, training, optimizer, data)."""
+
+import dataclasses
+from typing import Annotated
+
+import tyro
+
+from meshwright.config import Data, MeshShape, Optimizer, Training
+from meshwright.faults import Faults
+from meshwright.fine_tuning import FineTune
+from meshwright.models.model import Model
+from meshwright.plugins import Shown, keep_names, name_of
+from meshwright.storage.tiers import LocalCheckpoints
+
+# On the command line a mesh is one word.
+_MESH = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="AXIS=N,...",
+    instance_from_str=lambda words: MeshShape.parse(words[0]),
+    is_instance=lambda value: value is None or isinstance(value, MeshShape),
+    str_from_instance=lambda shape: [str(shape) if shape else "auto"],
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run(Shown):
+    """Training run. The same Run gives the same numbers on any mesh.
+
+    Example:
+        >>> run = mw.recipe("tiny", mesh="data=2,fsdp=2", steps=100)
+        >>> run.training.steps
+        100
+    """
+
+    model: Model
+    """Model family and its configuration."""
+    mesh: Annotated[MeshShape | None, _MESH] = None
+    """Degrees of the mesh axes; None uses all devices found."""
+    layout: str = "fsdp"
+    """Layout of tensors on the mesh: fsdp, zero1, or module:attribute of a `Layout`."""
+    fsdp_min_size: int = 2**12
+    """Parameters of fewer elements (per layer) are not sharded over `fsdp`."""
+    training: Training = Training()
+    optimizer: Optimizer = Optimizer()
+    data: Data = Data()
+    faults: Faults = Faults()
+    local_checkpoints: LocalCheckpoints = LocalCheckpoints()
+    finetune: FineTune = FineTune()
+    reporters: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--report"])] = ()
+    """Metrics also to wandb, trackio, mlflow, tensorboard, or module:attribute of `(Path, Run) -> Reporter`."""
+    init_from: str | None = None
+    """Weights to start from, at step 0: hf:PATH of a Hugging Face folder, or a run's output folder; None draws them."""
+    name: str = "run"
+    """Name of the output folder."""
+
+    def __post_init__(self) -> None:
+        keep_names(self, "layout")
+        object.__setattr__(self, "reporters", tuple(name_of(reporter) for reporter in self.reporters))
