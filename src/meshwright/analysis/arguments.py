@@ -18,9 +18,16 @@ from meshwright.hlo.parser import Array, Module
 from meshwright.hlo.scopes import plain_path
 
 ARGUMENT_CATEGORIES: dict[str, str] = {
-    "params": "parameters", "parameters": "parameters", "weights": "parameters", "opt_state": "optimizer state",
-    "optimizer": "optimizer state", "batch": "batch", "inputs": "batch", "targets": "batch", "labels": "batch",
-}  # fmt: skip
+    "params": "parameters",
+    "parameters": "parameters",
+    "weights": "parameters",
+    "opt_state": "optimizer state",
+    "optimizer": "optimizer state",
+    "batch": "batch",
+    "inputs": "batch",
+    "targets": "batch",
+    "labels": "batch",
+}
 """Memory category of arguments with the usual names."""
 
 
@@ -137,9 +144,12 @@ def _categorise(path: str, categories: Mapping[str, str]) -> tuple[str, str]:
 
 
 def layout_findings(
-    leaves: Mapping[str, Any], program: CompiledProgram, declared: Mapping[str, PartitionSpec], mesh: Mapping[str, int],
+    leaves: Mapping[str, Any],
+    program: CompiledProgram,
+    declared: Mapping[str, PartitionSpec],
+    mesh: Mapping[str, int],
     line: str,
-) -> list[Finding]:  # fmt: skip
+) -> list[Finding]:
     """Compares the compiled shardings of arguments and results with the declared ones.
 
     leaves: arguments by path, in the program's order.  declared: sharding by path; the sharding of an argument that is

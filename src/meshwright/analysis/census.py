@@ -32,13 +32,7 @@ from meshwright.analysis.donation import lint_donation
 from meshwright.analysis.expected_sharding import ExpectedSharding, collect_expected_shardings
 from meshwright.analysis.grouped_matmuls import grouped_products, lint_grouped_matmuls
 from meshwright.analysis.jaxpr_collectives import read_jaxpr_collectives
-from meshwright.analysis.lint import (
-    Finding,
-    lint_expected_shardings,
-    lint_host,
-    lint_rematerialisation,
-    lint_tiles,
-)
+from meshwright.analysis.lint import Finding, lint_expected_shardings, lint_host, lint_rematerialisation, lint_tiles
 from meshwright.analysis.memory import Argument, Memory, read_memory
 from meshwright.analysis.missed_overlap import lint_missed_overlap
 from meshwright.analysis.replicated_work import lint_duplicated_work, lint_whole_state
@@ -54,12 +48,19 @@ from meshwright.hlo.scopes import Branches
 
 PROVENANCE: dict[str, tuple[str, ...]] = {
     "compiled": (
-        "memory", "ledger", "unread", "traffic", "flops.matmuls", "flops.unpriced", "flops.cost_analysis", "findings",
+        "memory",
+        "ledger",
+        "unread",
+        "traffic",
+        "flops.matmuls",
+        "flops.unpriced",
+        "flops.cost_analysis",
+        "findings",
         "doubts",
     ),
     "model": ("flops.model",),
     "simulated": ("simulated_schedule",),
-}  # fmt: skip
+}
 """Origin of the parts of a census document: proved by the compiler, computed from the model, or predicted."""
 
 

@@ -15,10 +15,25 @@ from meshwright.hlo.flops import matmul_flops
 from meshwright.hlo.kernels import ALL_ROWS, Rate, Skipped, computed_flops, kernel_work, rate_of
 from meshwright.hlo.parser import Array, Computation, Instruction, Module, Shape, arrays_of
 
-FREE = frozenset({
-    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id",
-    "opt-barrier", "add-dependency", "domain", "iota", "broadcast-done", "async-done", "async-update",
-})  # fmt: skip
+FREE = frozenset(
+    {
+        "parameter",
+        "constant",
+        "get-tuple-element",
+        "tuple",
+        "bitcast",
+        "after-all",
+        "partition-id",
+        "replica-id",
+        "opt-barrier",
+        "add-dependency",
+        "domain",
+        "iota",
+        "broadcast-done",
+        "async-done",
+        "async-update",
+    }
+)
 """Opcodes that cost nothing."""
 
 _HOST = 5

@@ -44,18 +44,28 @@ def lint_donation(
             wasted[tree] = wasted.get(tree, 0) + size
     findings = [
         Finding(
-            "donation", tree, "it is returned updated and not donated: a step holds it twice",
-            f"donate it: donate_argnums or donate_argnames={tree!r} of jax.jit", size, line,
+            "donation",
+            tree,
+            "it is returned updated and not donated: a step holds it twice",
+            f"donate it: donate_argnums or donate_argnames={tree!r} of jax.jit",
+            size,
+            line,
         )
-        for tree, size in wasted.items() if size >= MIN_DONATED_BYTES
-    ]  # fmt: skip
+        for tree, size in wasted.items()
+        if size >= MIN_DONATED_BYTES
+    ]
     findings += [
         Finding(
-            "donation", tree, "it is donated, and no result has its shape, type and sharding: the donation is lost",
-            "return it updated in its own type, or do not donate it", size, line,
+            "donation",
+            tree,
+            "it is donated, and no result has its shape, type and sharding: the donation is lost",
+            "return it updated in its own type, or do not donate it",
+            size,
+            line,
         )
-        for tree, size in vain.items() if size >= MIN_DONATED_BYTES
-    ]  # fmt: skip
+        for tree, size in vain.items()
+        if size >= MIN_DONATED_BYTES
+    ]
     return findings
 
 

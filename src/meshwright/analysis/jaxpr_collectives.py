@@ -11,12 +11,21 @@ import jax
 from jax.extend import core
 
 _KIND_OF_PRIMITIVE = {
-    "psum": "all-reduce", "psum_invariant": "all-reduce", "pmax": "all-reduce", "pmin": "all-reduce",
-    "all_gather": "all-gather", "all_gather_invariant": "all-gather", "all_gather_reduced": "all-gather",
-    "reduce_scatter": "reduce-scatter", "psum_scatter": "reduce-scatter", "unreduced_reduce_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all", "ragged_all_to_all": "ragged-all-to-all", "ppermute": "collective-permute",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "all_gather_reduced": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "psum_scatter": "reduce-scatter",
+    "unreduced_reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
+    "ppermute": "collective-permute",
     "pbroadcast": "collective-broadcast",
-}  # fmt: skip
+}
 
 
 CONSTRAINED = "constrained"

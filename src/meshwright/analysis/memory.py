@@ -170,7 +170,7 @@ _MOMENTS, _BUFFERS = 400, 40
 
 def _profile(
     module: Module, buffers: Sequence[Buffer], peak: Peak, classifier: "_Classifier", scale: float
-) -> MemoryProfile:  # fmt: skip
+) -> MemoryProfile:
     """Sums the live temporaries at each moment, bytes that several share once where the compiler reports offsets."""
     changes: Counter[int] = Counter()
     for buffer in buffers:
@@ -192,10 +192,17 @@ def _profile(
         stack = module.source_stack(buffer.instruction)
         rows.append(
             PeakBuffer(
-                category, part, str(buffer.array), int(size * scale), buffer.instruction.name,
-                buffer.instruction.op_name, stack[0].location if stack else "", buffer.start, buffer.end,
+                category,
+                part,
+                str(buffer.array),
+                int(size * scale),
+                buffer.instruction.name,
+                buffer.instruction.op_name,
+                stack[0].location if stack else "",
+                buffer.start,
+                buffer.end,
             )
-        )  # fmt: skip
+        )
     # Values that share memory are counted more than once in a sum, and no moment has more than the peak.
     levels = tuple(int(min(n, peak.live_bytes) * scale) for n in sums.values())
     return MemoryProfile(tuple(sums), levels, peak.moment, classifier.first_backward, tuple(rows))

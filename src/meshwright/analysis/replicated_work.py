@@ -32,22 +32,27 @@ def lint_whole_state(arguments: Sequence[Argument], line: str) -> list[Finding]:
             if excess >= MIN_REPLICATED_BYTES:
                 findings.append(
                     Finding(
-                        "replicated", argument.path,
+                        "replicated",
+                        argument.path,
                         f"{list(argument.local_shape)} on a device, where the parameter {owner.path} has "
                         f"{list(owner.local_shape)}",
                         "give it the sharding of its parameter: initialise it from the sharded ones under jax.jit",
-                        excess, line,
+                        excess,
+                        line,
                     )
-                )  # fmt: skip
+                )
         whole_batch = argument.category == "batch" and argument.local_shape == argument.shape and argument.shape
         if whole_batch and split and argument.bytes >= MIN_REPLICATED_BYTES:
             findings.append(
                 Finding(
-                    "replicated", argument.path,
+                    "replicated",
+                    argument.path,
                     "every device has the whole batch, beside parameters that are split",
-                    "shard its first dimension over the axes of data parallelism", argument.bytes, line,
+                    "shard its first dimension over the axes of data parallelism",
+                    argument.bytes,
+                    line,
                 )
-            )  # fmt: skip
+            )
     return findings
 
 

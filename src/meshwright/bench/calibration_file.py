@@ -51,9 +51,11 @@ def write_calibration(
     if matmuls:
         calibration["matmuls"] = [dataclasses.asdict(row) for row in matmuls]
     calibration |= {
-        "device": jax.devices()[0].device_kind, "devices": jax.device_count(), "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
+        "jax": jax.__version__,
         "date": time.strftime("%Y-%m-%d"),
-    }  # fmt: skip
+    }
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(calibration, indent=1) + "\n")
 

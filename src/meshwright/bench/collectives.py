@@ -44,30 +44,40 @@ def _transposed(blocks: np.ndarray) -> np.ndarray:
 
 COLLECTIVES: dict[str, Collective] = {
     "all-gather": Collective(
-        lambda x, a: collectives.all_gather(x, (a,), 0), lambda a: P(None), lambda x: x.reshape(-1),
-        lambda m, n: m // n, lambda n: (n - 1) / n,
+        lambda x, a: collectives.all_gather(x, (a,), 0),
+        lambda a: P(None),
+        lambda x: x.reshape(-1),
+        lambda m, n: m // n,
+        lambda n: (n - 1) / n,
     ),
     "reduce-scatter": Collective(
-        lambda x, a: collectives.reduce_scatter(x, (a,), 0), P, lambda x: x.sum(0),
-        lambda m, n: m, lambda n: (n - 1) / n,
+        lambda x, a: collectives.reduce_scatter(x, (a,), 0),
+        P,
+        lambda x: x.sum(0),
+        lambda m, n: m,
+        lambda n: (n - 1) / n,
     ),
     "all-reduce": Collective(
-        lambda x, a: collectives.all_reduce(x, (a,)), lambda a: P(None), lambda x: x.sum(0),
-        lambda m, n: m, lambda n: 2 * (n - 1) / n,
+        lambda x, a: collectives.all_reduce(x, (a,)),
+        lambda a: P(None),
+        lambda x: x.sum(0),
+        lambda m, n: m,
+        lambda n: 2 * (n - 1) / n,
     ),
     "all-to-all": Collective(
-        lambda x, a: collectives.all_to_all(x, (a,), 0, 0), P, _transposed,
-        lambda m, n: m, lambda n: (n - 1) / n,
+        lambda x, a: collectives.all_to_all(x, (a,), 0, 0), P, _transposed, lambda m, n: m, lambda n: (n - 1) / n
     ),
     "ring-shift": Collective(
-        lambda x, a: collectives.ring_shift(x, a, 1), P, lambda x: np.roll(x, 1, 0).reshape(-1),
-        lambda m, n: m, lambda n: 1.0,
+        lambda x, a: collectives.ring_shift(x, a, 1),
+        P,
+        lambda x: np.roll(x, 1, 0).reshape(-1),
+        lambda m, n: m,
+        lambda n: 1.0,
     ),
     "broadcast": Collective(
-        lambda x, a: collectives.broadcast(x, (a,), 0), lambda a: P(None), lambda x: x[0],
-        lambda m, n: m, lambda n: 1.0,
+        lambda x, a: collectives.broadcast(x, (a,), 0), lambda a: P(None), lambda x: x[0], lambda m, n: m, lambda n: 1.0
     ),
-}  # fmt: skip
+}
 """Collectives that can be timed, by the name that `--kinds` takes; `ring-shift` is a collective-permute to the next
 device."""
 

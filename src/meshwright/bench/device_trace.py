@@ -133,10 +133,12 @@ class _Program:
         }
         collective = collective_names(module)
         return cls(
-            re.compile(rf"{re.escape(module.name)}([.(].*)?"), known, collective,
+            re.compile(rf"{re.escape(module.name)}([.(].*)?"),
+            known,
+            collective,
             {done: start for done, start in starts.items() if done in collective},
             {re.sub(r"[^0-9A-Za-z_]", "_", name): name for name in known},
-        )  # fmt: skip
+        )
 
     def runs(self, name: str) -> bool:
         """Whether a trace calls this program so; True where it tells none."""
@@ -259,11 +261,7 @@ def device_time(device: str, lanes: Iterable[Sequence[Event]], flights: Iterable
 def innermost(lane: Sequence[Event]) -> list[Event]:
     """Returns the events of a lane that contain no other: a loop's event contains those of its body."""
     ordered = sorted(lane, key=lambda e: (e.start, -e.seconds))
-    return [
-        event
-        for i, event in enumerate(ordered)
-        if i + 1 == len(ordered) or not _contains(event, ordered[i + 1])
-    ]  # fmt: skip
+    return [event for i, event in enumerate(ordered) if i + 1 == len(ordered) or not _contains(event, ordered[i + 1])]
 
 
 def _contains(outer: Event, inner: Event) -> bool:

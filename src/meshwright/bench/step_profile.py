@@ -72,9 +72,10 @@ def parse_steps(text: str, steps: int) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if match is None or not 1 < int(match[1]) <= int(match[2]) <= steps:
         raise ConfigError(
-            f"--profile {text}", f"it is the first and the last step, of 2 to {steps}: the first of a run warms up",
+            f"--profile {text}",
+            f"it is the first and the last step, of 2 to {steps}: the first of a run warms up",
             f"--profile {min(10, max(2, steps - 3))}:{min(13, steps)}",
-        )  # fmt: skip
+        )
     return int(match[1]), int(match[2])
 
 
@@ -105,9 +106,10 @@ class ProfiledRun:
         self._step = start.step
         if self._first <= start.step:
             raise ConfigError(
-                f"--profile {self._first}:{self._last}", f"the run goes on after step {start.step}",
+                f"--profile {self._first}:{self._last}",
+                f"the run goes on after step {start.step}",
                 f"--profile {start.step + 2}:{start.step + 4}",
-            )  # fmt: skip
+            )
         return self._prepared.feed(start)
 
     def fingerprint(self) -> dict[str, Any] | None:
@@ -176,9 +178,14 @@ class ProfiledRun:
 
 
 def compare(
-    trace: Trace, module: Module, schedule: SimulatedSchedule | None, mesh: Mapping[str, int], *, steps: int,
+    trace: Trace,
+    module: Module,
+    schedule: SimulatedSchedule | None,
+    mesh: Mapping[str, int],
+    *,
+    steps: int,
     seconds: float,
-) -> tuple[list[Row], str]:  # fmt: skip
+) -> tuple[list[Row], str]:
     """Returns the lines of a profile, and what its figures mean on these devices.
 
     mesh: degree of each axis.  steps: steps in the trace.  seconds: wall time of all of them.
@@ -208,8 +215,12 @@ def _parts(trace: Trace, schedule: SimulatedSchedule | None, steps: int) -> list
     foreseen: dict[str, float] = {}
     if schedule is not None:
         exposed = sum(schedule.exposed.values())
-        foreseen = {"exposed": exposed, "communication": sum(schedule.link_seconds.values()),
-                    "compute": schedule.step_seconds - exposed - schedule.bubble, "idle": schedule.bubble}  # fmt: skip
+        foreseen = {
+            "exposed": exposed,
+            "communication": sum(schedule.link_seconds.values()),
+            "compute": schedule.step_seconds - exposed - schedule.bubble,
+            "idle": schedule.bubble,
+        }
     return [Row("part", part, value, foreseen.get(part)) for part, value in mean.items()]
 
 

@@ -92,11 +92,30 @@ def _buffers_of_shapes(module: Module, clock: _Clock, computations: dict[str, Co
                 yield Buffer(instruction, computation, index, array, array.bytes, None, start, end)
 
 
-_NO_MEMORY = frozenset({
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all",
-    "partition-id", "replica-id", "opt-barrier", "copy-done", "all-gather-done", "all-reduce-done",
-    "collective-permute-done", "async-done", "call-done", "async-update", "call-update",
-})  # fmt: skip
+_NO_MEMORY = frozenset(
+    {
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "while",
+        "conditional",
+        "call",
+        "after-all",
+        "partition-id",
+        "replica-id",
+        "opt-barrier",
+        "copy-done",
+        "all-gather-done",
+        "all-reduce-done",
+        "collective-permute-done",
+        "async-done",
+        "call-done",
+        "async-update",
+        "call-update",
+    }
+)
 """Opcodes whose result takes no memory of its own."""
 
 

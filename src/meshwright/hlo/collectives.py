@@ -7,9 +7,14 @@ from meshwright.hlo.groups import Groups, axes_of_groups, axes_of_pairs, expand
 from meshwright.hlo.parser import Computation, Instruction, Module, bytes_of
 
 COLLECTIVE_KINDS = (
-    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
     "collective-broadcast",
-)  # fmt: skip
+)
 
 # TPU slices exchange data through their hosts (MegaScale): a `send` carries the collective's kind and devices.
 _MEGASCALE_KIND = re.compile(r'_xla_megascale_transfer_type="(\w+)"')

@@ -17,10 +17,7 @@ def convolution_flops(instruction: Instruction, left: Sequence[int], right: Sequ
     flops = 2.0 * out[result.index("b")] * out[result.index("f")] * right[rhs.index("i")]
     for label in filter(str.isdigit, lhs):
         flops *= _taps(
-            _window(instruction, int(label)),
-            left[lhs.index(label)],
-            right[rhs.index(label)],
-            out[result.index(label)],
+            _window(instruction, int(label)), left[lhs.index(label)], right[rhs.index(label)], out[result.index(label)]
         )
     return flops
 

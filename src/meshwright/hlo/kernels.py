@@ -32,11 +32,26 @@ class KernelWork:
 
 _MOSAIC, _TRITON = "tpu_custom_call", "__gpu$xla.gpu.triton"
 """Targets of Pallas kernels, whose own name is in the scope of the call."""
-_HINTS = frozenset({
-    "AllocateBuffer", "ConcatBitcast", "Sharding", "AssumeGatherIndicesInBound", "SPMDFullToShardShape",
-    "SPMDShardToFullShape", "LayoutConstraint", "annotate_device_placement", "MoveToHost", "MoveToDevice",
-    "PinToDevice", "X64SplitLow", "X64SplitHigh", "X64Combine", "AsyncCollectiveStart", "AsyncCollectiveDone",
-})  # fmt: skip
+_HINTS = frozenset(
+    {
+        "AllocateBuffer",
+        "ConcatBitcast",
+        "Sharding",
+        "AssumeGatherIndicesInBound",
+        "SPMDFullToShardShape",
+        "SPMDShardToFullShape",
+        "LayoutConstraint",
+        "annotate_device_placement",
+        "MoveToHost",
+        "MoveToDevice",
+        "PinToDevice",
+        "X64SplitLow",
+        "X64SplitHigh",
+        "X64Combine",
+        "AsyncCollectiveStart",
+        "AsyncCollectiveDone",
+    }
+)
 _NO_PRODUCTS = re.compile(r"topk|top_k|sort|threefry|rng|random|callback|infeed|outfeed|partialreduce", re.IGNORECASE)
 _ATTENTION = re.compile(r"splash|flash_attention|flash_mha")
 _GROUPED = re.compile(r"gmm|grouped|ragged|megablox")

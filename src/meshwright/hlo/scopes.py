@@ -9,10 +9,26 @@ Phase = Literal["forward", "recomputed", "backward", "update"]
 """Part of a training step: the forward pass, what rematerialisation computes again, the backward pass, the rest."""
 
 _WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint)\(|\)")
-_JAX_INTERNAL = frozenset({
-    "while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "shard_map", "remat", "pjit",
-    "custom_vjp_call", "scan", "custom_jvp_call", "custom_vjp_call_jaxpr", "eval_jaxpr", "core_call", "remat2",
-})  # fmt: skip
+_JAX_INTERNAL = frozenset(
+    {
+        "while",
+        "body",
+        "cond",
+        "closed_call",
+        "checkpoint",
+        "rematted_computation",
+        "shard_map",
+        "remat",
+        "pjit",
+        "custom_vjp_call",
+        "scan",
+        "custom_jvp_call",
+        "custom_vjp_call_jaxpr",
+        "eval_jaxpr",
+        "core_call",
+        "remat2",
+    }
+)
 _COMBINED = re.compile(r"/\((?P<names>[^()]+)\)$")
 """End of the name of an operation that XLA made of several: `(a/psum:b/psum)`."""
 _BRANCH_FUNCTION = re.compile(r"branch_\d+_fun$")

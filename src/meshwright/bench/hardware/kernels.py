@@ -126,9 +126,14 @@ def calibrated_rates(rows: Sequence[Mapping[str, Any]], own: Sequence[str]) -> d
 def _choose(name: str, case: Case, dtype: str) -> Kernels:
     """Returns the kernel as a training run chooses it. Raises ConfigError where it does not support the case."""
     return choose_kernels(
-        name, Hardware(jax.devices()[0].platform), block=512, remat="none", head_sizes=(case.head_size,), dtype=dtype,
+        name,
+        Hardware(jax.devices()[0].platform),
+        block=512,
+        remat="none",
+        head_sizes=(case.head_size,),
+        dtype=dtype,
         sequence=SequenceSplit("ring", case.seq, 1, 1),
-    )  # fmt: skip
+    )
 
 
 def _unsupported(name: str, case: Case, dtype: str) -> str | None:
@@ -187,9 +192,12 @@ def _compare(name: str, case: Case, dtype: str) -> Mapping[str, Any]:
         for label, result, expected in zip(("out", "dq", "dk", "dv"), results, _truth(case, dtype), strict=True)
     }
     return {
-        "kernel": name, "case": case.name, "dtype": dtype, "errors": found,
+        "kernel": name,
+        "case": case.name,
+        "dtype": dtype,
+        "errors": found,
         "problems": excessive(f"{name}: {case.name}, {dtype}", found, LIMITS[dtype]),
-    }  # fmt: skip
+    }
 
 
 def errors(result: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
@@ -273,8 +281,13 @@ def _compare_grouped(dtype: str) -> Mapping[str, Any]:
         label: errors(np.asarray(result.astype(jnp.float32)), expected)
         for label, result, expected in zip(("out", "dx", "dw"), results, (out, dx, dw), strict=True)
     }
-    return {"kernel": "grouped matmul", "case": "8 groups, one empty", "dtype": dtype, "errors": found,
-            "problems": excessive("grouped matmul", found, LIMITS[dtype])}  # fmt: skip
+    return {
+        "kernel": "grouped matmul",
+        "case": "8 groups, one empty",
+        "dtype": dtype,
+        "errors": found,
+        "problems": excessive("grouped matmul", found, LIMITS[dtype]),
+    }
 
 
 def _time_grouped(experts: int, rows: int, k: int, n: int) -> Mapping[str, Any]:
@@ -287,7 +300,13 @@ def _time_grouped(experts: int, rows: int, k: int, n: int) -> Mapping[str, Any]:
     chip = find_chip(jax.devices()[0].device_kind)
     fraction = {"fraction": 3 * flops / both / chip.flops_bf16} if chip else {}
     return {
-        "kernel": "grouped matmul", "case": f"{experts} experts, {rows} x {k} x {n}", "dtype": "bfloat16",
-        "forward_seconds": forward, "seconds": both, "forward_flops_per_second": flops / forward,
-        "flops_per_second": 3 * flops / both, "of_dense": dense / forward, **fraction,
-    }  # fmt: skip
+        "kernel": "grouped matmul",
+        "case": f"{experts} experts, {rows} x {k} x {n}",
+        "dtype": "bfloat16",
+        "forward_seconds": forward,
+        "seconds": both,
+        "forward_flops_per_second": flops / forward,
+        "flops_per_second": 3 * flops / both,
+        "of_dense": dense / forward,
+        **fraction,
+    }

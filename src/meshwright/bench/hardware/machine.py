@@ -14,9 +14,20 @@ from meshwright.bench.hardware.section import Section
 from meshwright.hardware.chips import CHIPS, Nodes, Torus, find_chip
 
 _PACKAGES = (
-    "meshwright", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12",
-    "nvidia-cudnn-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "numpy", "optax", "orbax-checkpoint",
-)  # fmt: skip
+    "meshwright",
+    "jax",
+    "jaxlib",
+    "libtpu",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+    "numpy",
+    "optax",
+    "orbax-checkpoint",
+)
 _PREFIXES = ("XLA_", "JAX_", "LIBTPU_", "TPU_", "NCCL_", "CUDA_VISIBLE", "MESHWRIGHT_")
 """Beginnings of environment variables that change what is compiled or measured."""
 _MEMORY_GAP = 0.1
@@ -29,18 +40,27 @@ def measure_machine(section: Section) -> None:
     chip = find_chip(devices[0].device_kind)
     stats = memory_stats(devices[0])
     section.facts |= {
-        "device_kind": devices[0].device_kind, "platform": devices[0].platform, "devices": len(devices),
-        "processes": jax.process_count(), "jax": jax.__version__,
+        "device_kind": devices[0].device_kind,
+        "platform": devices[0].platform,
+        "devices": len(devices),
+        "processes": jax.process_count(),
+        "jax": jax.__version__,
         "chip": next((name for name, known in CHIPS.items() if known is chip), None),
-        "peak_bfloat16": chip.flops_bf16 if chip else None, "hbm_bytes": chip.hbm_bytes if chip else None,
-        "memory_limit": stats.get("bytes_limit"), "runtime": _runtime(devices[0]),
-        "coordinates": [_coordinates(device) for device in devices], "versions": _versions(),
+        "peak_bfloat16": chip.flops_bf16 if chip else None,
+        "hbm_bytes": chip.hbm_bytes if chip else None,
+        "memory_limit": stats.get("bytes_limit"),
+        "runtime": _runtime(devices[0]),
+        "coordinates": [_coordinates(device) for device in devices],
+        "versions": _versions(),
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES)},
         "host": f"{platform.platform()}, {os.cpu_count()} cores, Python {sys.version.split()[0]}",
-        "driver": _command("nvidia-smi", "--query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm",
-                           "--format=csv,noheader"),
+        "driver": _command(
+            "nvidia-smi",
+            "--query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm",
+            "--format=csv,noheader",
+        ),
         "links": _command("nvidia-smi", "topo", "-m"),
-    }  # fmt: skip
+    }
     _add_notes(section, chip, devices, stats)
 
 

@@ -60,8 +60,14 @@ def meshes_of(devices: int) -> list[tuple[str, MeshShape]]:
 
 def _model(name: str, devices: int) -> Model:
     heads = max(4, devices)
-    sizes: dict[str, Any] = {"width": 16 * heads, "layers": 2, "heads": heads, "kv_heads": heads, "mlp": 32 * heads,
-                             "vocab_multiple": 16}  # fmt: skip
+    sizes: dict[str, Any] = {
+        "width": 16 * heads,
+        "layers": 2,
+        "heads": heads,
+        "kv_heads": heads,
+        "mlp": 32 * heads,
+        "vocab_multiple": 16,
+    }
     if name == "mixtral":
         return Mixtral(**sizes, experts=8, experts_per_token=2, expert_mlp=16 * heads)
     return Llama(**sizes)
@@ -70,13 +76,21 @@ def _model(name: str, devices: int) -> Model:
 def _compare(name: str, mesh: MeshShape, text: Path) -> Mapping[str, Any]:
     """Compares a mesh with one device."""
     training = Training(
-        steps=_STEPS, batch=2 * mesh.size, seq=128, remat="none", attention_kernel="reference",
+        steps=_STEPS,
+        batch=2 * mesh.size,
+        seq=128,
+        remat="none",
+        attention_kernel="reference",
         microbatches=mesh.stage if mesh.stage > 1 else 1,
-    )  # fmt: skip
+    )
     run = Run(
-        model=_model(name, mesh.size), mesh=mesh, fsdp_min_size=64, training=training,
-        optimizer=Optimizer(learning_rate=3e-3), data=Data(paths=(str(text),), tokenizer="bytes", sample=0),
-    )  # fmt: skip
+        model=_model(name, mesh.size),
+        mesh=mesh,
+        fsdp_min_size=64,
+        training=training,
+        optimizer=Optimizer(learning_rate=3e-3),
+        data=Data(paths=(str(text),), tokenizer="bytes", sample=0),
+    )
     label = {"model": name, "mesh": str(mesh)}
     try:
         # Float32 matmuls take bfloat16 passes on TPUs, and TF32 on GPUs, unless the highest precision is asked for.
@@ -89,11 +103,15 @@ def _compare(name: str, mesh: MeshShape, text: Path) -> Mapping[str, Any]:
     worst = max(result.steps, key=lambda s: s.gradient_difference)
     wrong = [] if result.first_divergence is None else [f"{name} on {mesh}: {result.first_divergence}"]
     return {
-        **label, "initial_values_equal": not result.unequal_initial, "gradient_difference": worst.gradient_difference,
-        "worst_tensor": worst.worst_tensor, "losses": [s.losses for s in result.steps],
-        "first_divergence": result.first_divergence, "problems": wrong,
+        **label,
+        "initial_values_equal": not result.unequal_initial,
+        "gradient_difference": worst.gradient_difference,
+        "worst_tensor": worst.worst_tensor,
+        "losses": [s.losses for s in result.steps],
+        "first_divergence": result.first_divergence,
+        "problems": wrong,
         "steps": [dataclasses.asdict(s) for s in result.steps],
-    }  # fmt: skip
+    }
 
 
 def _write_text(folder: Path) -> Path:

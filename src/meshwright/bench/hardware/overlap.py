@@ -52,13 +52,18 @@ def _profile(section: Section, name: str, under_fsdp: bool) -> Mapping[str, Any]
     simulated = {}
     if schedule is not None:
         simulated = {
-            "simulated_seconds": schedule.step_seconds, "simulated_exposed": sum(schedule.exposed.values()),
-            "simulated_links": sum(schedule.link_seconds.values()), "simulated_exposed_by_axes": dict(schedule.exposed),
-        }  # fmt: skip
+            "simulated_seconds": schedule.step_seconds,
+            "simulated_exposed": sum(schedule.exposed.values()),
+            "simulated_links": sum(schedule.link_seconds.values()),
+            "simulated_exposed_by_axes": dict(schedule.exposed),
+        }
     return {
-        **describe_run(sized, device_run), "profile": str(folder), "profiled_seconds": seconds,
-        **measured_parts(read_trace(folder, module), _STEPS), **simulated,
-    }  # fmt: skip
+        **describe_run(sized, device_run),
+        "profile": str(folder),
+        "profiled_seconds": seconds,
+        **measured_parts(read_trace(folder, module), _STEPS),
+        **simulated,
+    }
 
 
 def _under_fsdp(sized: SizedRun) -> SizedRun:

@@ -40,8 +40,16 @@ SECTIONS: dict[str, str] = {
     "checkpoint": f"{_PLACE}.saving:measure_checkpoint",
 }
 """Section -> its function `(section: Section) -> None`, in the order in which they run."""
-_SHARES = {"machine": 1, "kernels": 6, "meshes": 5, "matmuls": 2, "collectives": 3, "steps": 9, "overlap": 3,
-           "checkpoint": 1}  # fmt: skip
+_SHARES = {
+    "machine": 1,
+    "kernels": 6,
+    "meshes": 5,
+    "matmuls": 2,
+    "collectives": 3,
+    "steps": 9,
+    "overlap": 3,
+    "checkpoint": 1,
+}
 """Time of a section, relative to the others; a section from outside counts 2."""
 _GRACE_SECONDS, _GRACE_FACTOR = 30.0, 1.5
 """A section is stopped after its time multiplied by the factor, and these seconds more: it may be compiling."""
@@ -109,9 +117,14 @@ def _run_child(folder: Path, name: str, seconds: float) -> None:
     with log.open("w", encoding="utf-8") as output:
         try:
             done = subprocess.run(
-                command, stdout=output, stderr=output, timeout=limit, check=False, env=environment,
+                command,
+                stdout=output,
+                stderr=output,
+                timeout=limit,
+                check=False,
+                env=environment,
                 stdin=subprocess.DEVNULL,
-            )  # fmt: skip
+            )
             code = done.returncode
         except subprocess.TimeoutExpired:
             code, state, message = -signal.SIGKILL, OUT_OF_TIME, f"stopped after {limit:.0f} s; its log is {log}"
@@ -121,8 +134,15 @@ def _run_child(folder: Path, name: str, seconds: float) -> None:
     if not message:
         ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         message = f"its process ended with {ended}: {_last_line(log)}; its log is {log}"
-    result = result or {"section": name, "seconds": seconds, "seconds_used": 0.0, "problems": [], "notes": [],
-                        "facts": {}, "rows": []}  # fmt: skip
+    result = result or {
+        "section": name,
+        "seconds": seconds,
+        "seconds_used": 0.0,
+        "problems": [],
+        "notes": [],
+        "facts": {},
+        "rows": [],
+    }
     write_json_file(section_file(folder, name), {**result, "state": state, "message": message})
 
 

@@ -50,7 +50,12 @@ def _save_and_restore(name: str, folder: Path, seconds: float) -> Mapping[str, A
     finally:
         shutil.rmtree(out, ignore_errors=True)
     return {
-        **describe_run(sized, device_run), "bytes": size, "blocked_seconds": blocked, "save_seconds": saved,
-        "first_save_seconds": first, "restore_seconds": restored, "save_bandwidth": size / saved,
+        **describe_run(sized, device_run),
+        "bytes": size,
+        "blocked_seconds": blocked,
+        "save_seconds": saved,
+        "first_save_seconds": first,
+        "restore_seconds": restored,
+        "save_bandwidth": size / saved,
         "restore_bandwidth": size / restored,
-    }  # fmt: skip
+    }

@@ -115,11 +115,17 @@ class Section:
         write_json_file(
             self._file,
             {
-                "section": self.name, "state": self._state, "message": self._message, "seconds": self.seconds,
-                "seconds_used": round(self._earlier + used, 2), "problems": self.problems, "notes": self.notes,
-                "facts": self.facts, "rows": self.rows,
+                "section": self.name,
+                "state": self._state,
+                "message": self._message,
+                "seconds": self.seconds,
+                "seconds_used": round(self._earlier + used, 2),
+                "problems": self.problems,
+                "notes": self.notes,
+                "facts": self.facts,
+                "rows": self.rows,
             },
-        )  # fmt: skip
+        )
 
 
 def section_file(folder: Path, name: str) -> Path:

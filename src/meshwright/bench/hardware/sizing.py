@@ -39,7 +39,7 @@ _TINY: dict[str, Model] = {
     "experts": Mixtral(
         vocab=512, width=64, layers=2, heads=8, kv_heads=8, mlp=128, experts=8, expert_mlp=64, vocab_multiple=16
     ),
-}  # fmt: skip
+}
 """Runs on simulated devices."""
 _TINY_SEQ = 64
 
@@ -91,9 +91,10 @@ def sized_run(name: str, folder: Path, seconds: float, layers: int | None = None
         return SizedRun(name, run, None if target is None else price_run(run, target), target)
     if target is None:
         raise ConfigError(
-            f"a run for {jax.devices()[0].device_kind}", "the chip is not in hardware/chips.py and has no rates here",
+            f"a run for {jax.devices()[0].device_kind}",
+            "the chip is not in hardware/chips.py and has no rates here",
             "run the section matmuls first",
-        )  # fmt: skip
+        )
     return fit_recipe(name, target, seconds, layers)
 
 
@@ -106,9 +107,7 @@ def fit_recipe(name: str, target: Target, seconds: float, layers: int | None = N
     found: list[tuple[int, SizedRun]] = []
     for recipe in recipes:
         run = find_recipe(recipe)
-        training = dataclasses.replace(
-            run.training, batch=target.devices * max(1, _TOKENS // seq), seq=seq, steps=1000
-        )  # fmt: skip
+        training = dataclasses.replace(run.training, batch=target.devices * max(1, _TOKENS // seq), seq=seq, steps=1000)
         fitted = _fit(name, dataclasses.replace(run, training=training), target, seconds, layers)
         if fitted is None:
             continue

@@ -79,9 +79,13 @@ def measure_run(sized: SizedRun, seconds: float) -> Mapping[str, Any]:
     steps = int(seconds * _MEASURED_FRACTION / probe / (3 * _ROUNDS))
     cost = measure_loop(runner, steps=min(_MAX_STEPS, max(1, steps)), rounds=_ROUNDS, reporters=[])
     return {
-        **describe_run(sized, device_run), **clock.laps, **_rates(device_run, cost), **predictions(sized),
-        **_memory(compiled, device_run), **_simulated(compiled, device_run, sized),
-    }  # fmt: skip
+        **describe_run(sized, device_run),
+        **clock.laps,
+        **_rates(device_run, cost),
+        **predictions(sized),
+        **_memory(compiled, device_run),
+        **_simulated(compiled, device_run, sized),
+    }
 
 
 class _Clock:
@@ -106,20 +110,24 @@ def describe_run(sized: SizedRun, device_run: DeviceRun) -> dict[str, Any]:
     """Returns what was run: model, mesh, batch, options of the compiler."""
     training = device_run.run.training
     return {
-        "run": sized.run.name, "note": sized.note, "mesh": str(device_run.shape), "batch": training.batch,
-        "seq": training.seq, "microbatches": training.microbatches, "remat": training.remat,
-        "compute_dtype": training.compute_dtype, "attention_kernel": device_run.kernels.name,
-        "parameters": count_params(device_run.placed.params), "compiler_options": device_run.compiler_options(),
-    }  # fmt: skip
+        "run": sized.run.name,
+        "note": sized.note,
+        "mesh": str(device_run.shape),
+        "batch": training.batch,
+        "seq": training.seq,
+        "microbatches": training.microbatches,
+        "remat": training.remat,
+        "compute_dtype": training.compute_dtype,
+        "attention_kernel": device_run.kernels.name,
+        "parameters": count_params(device_run.placed.params),
+        "compiler_options": device_run.compiler_options(),
+    }
 
 
 def _rates(device_run: DeviceRun, cost: LoopCost) -> dict[str, Any]:
     training = device_run.run.training
     tokens = training.batch * training.seq / cost.loop_seconds
-    rates: dict[str, Any] = {
-        **dataclasses.asdict(cost), "tokens_per_second": tokens,
-        "mfu": None,
-    }  # fmt: skip
+    rates: dict[str, Any] = {**dataclasses.asdict(cost), "tokens_per_second": tokens, "mfu": None}
     peak = _peak(device_run)
     if peak is not None:
         rates["mfu"] = mfu(training_flops_per_token(device_run.run.model, training.seq), tokens, peak)
