@@ -42,8 +42,6 @@ BEFORE = [
 """Words of a command that the pages of runs need, and the file that keeps its output."""
 ANCHORS = {"difference": "#difference", "checks": "#checks"}
 """Name of a screen -> section that it begins with."""
-ATLAS = {"atlas": "gpt3-175b-a100", "atlas-405b": "llama31-405b-h100"}
-"""Name of a screen -> page of docs/atlas/pages, which `meshwright atlas` made."""
 SIZES = {1280: 1500, 390: 1500}
 """Width -> height of a screen."""
 
@@ -52,9 +50,7 @@ def main() -> None:
     """Writes the pages and their screens."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--meshwright", default=f"{sys.executable} -m meshwright", help="command of meshwright")
-    parser.add_argument(
-        "names", nargs="*", default=[*PAGES, *ATLAS], choices=[*PAGES, *ATLAS, []], help="screens to make"
-    )
+    parser.add_argument("names", nargs="*", default=[*PAGES], choices=[*PAGES, []], help="screens to make")
     options = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
     browser = shutil.which("chromium") or shutil.which("google-chrome")
@@ -67,11 +63,8 @@ def main() -> None:
                 (Path(folder) / kept).write_bytes(done.stdout)
         for name in options.names:
             page = Path(folder) / f"{name}.html"
-            if name in ATLAS:
-                page = FOLDER.parents[1] / "atlas" / "pages" / f"{ATLAS[name]}.html"
-            else:
-                command = [*meshwright, *PAGES[name], "--html", str(page)]
-                subprocess.run(command, check=True, cwd=folder, stdout=subprocess.DEVNULL)
+            command = [*meshwright, *PAGES[name], "--html", str(page)]
+            subprocess.run(command, check=True, cwd=folder, stdout=subprocess.DEVNULL)
             for width, height in SIZES.items():
                 for theme in ("light", "dark"):
                     tab = chromium.new_page(viewport={"width": width, "height": height}, color_scheme=theme)

@@ -60,7 +60,6 @@ VERBS = {
     "show": ("meshwright.cli.show", "ShowOptions"),
     "plan": ("meshwright.cli.plan", "PlanOptions"),
     "prove": ("meshwright.cli.prove", "ProveOptions"),
-    "atlas": ("meshwright.cli.atlas", "AtlasOptions"),
     "launch": ("meshwright.cli.launch", "LaunchOptions"),
     "doctor": ("meshwright.cli.doctor", "DoctorOptions"),
     "rehearse": ("meshwright.cli.rehearse", "RehearseOptions"),

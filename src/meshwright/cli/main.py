@@ -24,7 +24,6 @@ VERBS = {
     "checkpoint": "List, inspect, verify and compare checkpoints; needs no device.",
     "show": "Show how the parameters lie on a mesh; needs no device.",
     "plan": "Find the fastest mesh and layout for hardware that is not here.",
-    "atlas": "Price published training runs, and what the planner would have chosen for them.",
     "prove": "Compile the step, also for hardware that is not here: memory, communication, FLOPs, faults.",
     "launch": "Run a verb on several hosts: a job file for a scheduler, or processes on this machine.",
     "doctor": "Find what is wrong with this host, or with several hosts together, before a run does.",

@@ -118,14 +118,19 @@ def plans_section(shown: ShownPlans, result: SearchResult, title: str = "All pla
 
 
 def plan_page(
-    plan: Plan, result: SearchResult, compiled: Sequence[Section] = (), compared: Sequence[Plan] = ()
-) -> Page:  # fmt: skip
+    plan: Plan,
+    result: SearchResult,
+    compiled: Sequence[Section] = (),
+    compared: Sequence[Plan] = (),
+    most: int = _PLANS,
+) -> Page:
     """Returns the page of a plan and of the search that it comes from.
 
     compiled: sections of what the target's compiler proved.  compared: two plans that are side by side when it opens.
+    most: plans that fit, and as many that do not, which are shown.
     """
     e, target = plan.estimate, result.target
-    shown = shown_plans(result, compared or (plan,), (plan,))
+    shown = shown_plans(result, compared or (plan,), (plan,), most)
     machine = machine_of_target(target)
     sections = [
         Section("At a glance", [_figures(e, result)]),

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 Cell = str | int | float | None
-Unit = Literal["seconds", "bytes", "count", "number", "integer", "fraction", "days", "dollars", "text", "link"]
+Unit = Literal["seconds", "bytes", "count", "number", "integer", "fraction", "days", "dollars", "text"]
 Tone = Literal["", "good", "bad", "warning", "faded"]
 Style = Literal["line", "step", "area", "points"]
 Marker = Literal["circle", "square", "diamond", "triangle", "cross"]
@@ -42,8 +42,6 @@ class Figure:
     value: str
     detail: str = ""
     tone: Tone = ""
-    url: str = ""
-    """Address that the detail links to."""
 
 
 @dataclasses.dataclass(frozen=True)

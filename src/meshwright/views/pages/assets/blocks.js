@@ -1,6 +1,6 @@
 // Smaller parts of a page: texts, figures, facts, stacked bars, matrices, findings, and what is known of a selection.
 
-import { anchor, breakable, colourOf, element, hideTip, legendItem, showTip } from "./dom.js";
+import { breakable, colourOf, element, hideTip, legendItem, showTip } from "./dom.js";
 import { format } from "./scale.js";
 
 export function mountText(host, data) {
@@ -17,7 +17,7 @@ export function mountFigures(host, data) {
         { class: `figure-item ${item.tone}` },
         element("div", { class: "figure-label", text: item.label }),
         element("div", { class: "figure-value", text: item.value }),
-        item.detail ? element("div", { class: "figure-detail" }, item.url ? anchor(item.url, item.detail) : item.detail) : null,
+        item.detail ? element("div", { class: "figure-detail", text: item.detail }) : null,
       ),
     ),
   );

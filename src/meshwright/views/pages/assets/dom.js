@@ -19,12 +19,6 @@ export function element(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
 
-/** Makes a link to a page of the web or of the same folder; any other address stays text, so that it runs nothing. */
-export function anchor(address, text = address.replace(/^https:\/\//, "")) {
-  if (!/^https:\/\/|^[\w-][\w.-]*\.html$/.test(address)) return element("span", { text });
-  return element("a", { href: address, rel: "noreferrer", text });
-}
-
 /** Text that may break where the parts of a long name meet: `stage=4,fsdp=2`, `data+fsdp`, `jit(f)/while/body`; not in `16,384`. */
 export function breakable(text) {
   return text.split(/(?<=[+/_])(?=[\w(])|(?<=,)(?=\w)(?!(?<=\d,)\d{3}(?!\d))/).flatMap((part, i) => (i ? [element("wbr"), part] : [part]));

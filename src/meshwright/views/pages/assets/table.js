@@ -1,6 +1,6 @@
 // Tables that sort by any column, filter by text and by choices, and select rows.
 
-import { anchor, breakable, element } from "./dom.js";
+import { breakable, element } from "./dom.js";
 import { format } from "./scale.js";
 
 const STEP = 60;
@@ -67,7 +67,7 @@ export class Table {
   }
 
   #kind(column) {
-    return column.unit === "text" || column.unit === "link" ? (column.wide ? "text wide" : "text") : "number";
+    return column.unit === "text" ? (column.wide ? "text wide" : "text") : "number";
   }
 
   #tools(data) {
@@ -169,7 +169,6 @@ export class Table {
         cell.style.setProperty("--part", `${((value / this.maxima[c]) * 100).toFixed(1)}%`);
       }
       if (c === 0 && choosable) cell.append(element("button", { type: "button", class: "choose", "aria-pressed": "false" }, ...(long ? breakable(text) : [text])));
-      else if (column.unit === "link" && value) cell.append(anchor(...value.split(/ (.*)/, 2)));
       else if (value === "" || value === null) cell.textContent = column.unit === "text" ? "" : "–";
       else cell.append(...(long || column.wide ? breakable(text) : [text]));
       return cell;
