@@ -1,6 +1,7 @@
 """Writes the table of docs/atlas/index.md and a plan page of each run of docs/atlas/runs.
 
-`python docs/atlas/table.py`. The searches take some minutes. `atlas.json` keeps their figures, so that a test can hold the predictions to them.
+`python docs/atlas/table.py` takes some minutes for the searches. `atlas.json` keeps their figures, so that a test can
+hold the predictions to them.
 """
 
 import dataclasses

@@ -29,7 +29,7 @@ from meshwright.config import MeshShape
 from meshwright.hardware.interconnect import all_coordinates
 from meshwright.hardware.targets import parse_target
 from meshwright.planner.offers import Market, make_offer
-from meshwright.planner.prices import read_power, read_prices
+from meshwright.planner.prices import read_prices
 from meshwright.planner.search import search, with_tokens_per_step
 from meshwright.runs.recipe import find_recipe
 from meshwright.views.census_page import census_page
@@ -55,7 +55,7 @@ def plan() -> Page:
 
 def offers() -> Page:
     found = []
-    market = Market(read_prices(None), read_power(None))
+    market = Market(read_prices(None))
     for name in ("v5p:2x2x2", "h100:8"):
         result = search(with_tokens_per_step(find_recipe("llama32-1b"), 2**19), parse_target(name))
         found.append(make_offer(result.plans[0], 10**12, market))

@@ -1,6 +1,5 @@
-"""Renting from Python: targets, numbers of chips and batches ranked by days, dollars and energy of a whole training."""
+"""Renting from Python: targets, numbers of chips and batches ranked by days and dollars of a whole training."""
 
-import dataclasses
 import math
 import re
 from collections.abc import Sequence
@@ -13,27 +12,20 @@ from meshwright.formatting import parse_count
 from meshwright.hardware.target_lists import expand_targets
 from meshwright.planner.explain import nothing_fits
 from meshwright.planner.goodput import Reliability
-from meshwright.planner.offers import Aim, Market, Offer, Recommendation, choose, make_offer, rank
-from meshwright.planner.prices import PUE, PriceTerms, read_power, read_prices
-from meshwright.planner.scaling_law import SCALING_LAWS, ScalingLaw
+from meshwright.planner.offers import Aim, Market, Offer, choose, make_offer, rank
+from meshwright.planner.prices import PriceTerms, read_prices
 from meshwright.planner.search import search, with_tokens_per_step
-from meshwright.runs.recipe import find_recipe, list_recipes
+from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
-from meshwright.sharding.params import count_params
-
-_ROUNDS = 6
-"""Recipes tried at most on the way to the one that a sum of money pays for."""
 
 
 def read_market(
     prices: Path | None = None,
-    power: Path | None = None,
     terms: PriceTerms = "on-demand",
-    pue: float = PUE,
     reliability: Reliability | None = None,
 ) -> Market:
-    """Reads the tables that offers are made with; those of the package where no file is given."""
-    return Market(read_prices(prices), read_power(power), terms, pue, reliability or Reliability())
+    """Reads the prices that offers are made with; those of the package where no file is given."""
+    return Market(read_prices(prices), terms, reliability or Reliability())
 
 
 def offers(
@@ -47,13 +39,13 @@ def offers(
     rank_by: Aim = "time",
     market: Market | None = None,
 ) -> Offers:
-    """Returns the best plan of each target and batch with the days, dollars and energy of a training, the best first.
+    """Returns the best plan of each target and batch with the days and dollars of a training, the best first.
 
     run: a Run, or a recipe's name.  on: targets, numbers of chips or ranges: `v5p:4x4x8,h100:64`, `h100:64..1024`.
     tokens: of the whole training.  tokens_per_step: global batch, several (`1M,2M`) or a range (`1M..4M`).
     days, budget: latest end and most dollars: what keeps both is returned, the cheapest first under a deadline, else
-    the fastest.  rank_by: without them, what comes first: `time`, `cost` or `energy`.
-    market: prices, power and reliability (`meshwright.api.renting.read_market`).
+    the fastest.  rank_by: without them, what comes first: `time` or `cost`.
+    market: prices and reliability (`meshwright.api.renting.read_market`).
     Raises ConfigError where nothing fits, or where nothing keeps the limits, with the nearest that is possible.
 
     Example:
@@ -113,76 +105,9 @@ def with_batches(run: Run, tokens_per_step: str | int | None) -> list[Run]:
     return list(dict.fromkeys(with_tokens_per_step(run, number) for number in numbers))
 
 
-@dataclasses.dataclass(frozen=True)
-class Budget:
-    """Limit of what may be spent: dollars, or FLOPs."""
-
-    dollars: float | None = None
-    flops: float | None = None
-
-
-def parse_budget(text: str) -> Budget:
-    """Parses `500k`, `$2.5M` (dollars) or `1e24 FLOPs`. Raises ConfigError on anything else."""
-    match = re.fullmatch(r"\$?\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)\s*(flops?)?", text.strip().lower())
-    if not match or float(match[1]) <= 0 or ("$" in text and match[3]):
-        raise ConfigError(f"--budget {text}", "a budget is a sum of dollars or of FLOPs", "--budget 500k, or 1e24flops")
-    amount = float(match[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]]
-    return Budget(flops=amount) if match[3] else Budget(dollars=amount)
-
-
-def compute_optimal(
-    budget: Budget,
-    on: str,
-    *,
-    law: str = "besiroglu2024",
-    tokens_per_step: str | None = None,
-    market: Market | None = None,
-) -> Recommendation:
-    """Returns the model size and tokens that a scaling law makes best for a budget, and the nearest recipe's training.
-
-    A sum of money is worth the FLOPs that the recipe's own plan makes with it, so the recipe is found in rounds: its
-    plan gives FLOPs, those another optimum, and that perhaps another recipe, until it stays.
-    """
-    market = market or read_market()
-    fitted, sizes = SCALING_LAWS[law], dense_recipes()
-    flops, tried = budget.flops, dict[str, Recommendation]()
-    recipe = min(sizes, key=lambda name: abs(sizes[name] - 1e9)) if flops is None else _nearest(sizes, fitted, flops)
-    for _ in range(_ROUNDS):
-        found, refused = find_offers(recipe, on, tokens="1T", tokens_per_step=tokens_per_step, market=market)
-        if not found:
-            raise next(iter(refused.values()))
-        if budget.dollars is not None:
-            offer = rank(found, "cost")[0]
-            if offer.dollars is None:
-                raise ConfigError(
-                    f"a budget of ${budget.dollars:,.0f} on {offer.plan.target}", "there is no price for its chip",
-                    "--prices FILE with a row for it, or --budget in FLOPs",
-                )  # fmt: skip
-            tokens = round(offer.tokens * budget.dollars / offer.dollars)
-            flops = 6.0 * sizes[recipe] * tokens
-        else:
-            assert flops is not None  # a budget has one of the two
-            offer, tokens = rank(found, "time")[0], round(flops / 6 / sizes[recipe])
-        parameters, best_tokens = fitted.optimum(flops)
-        offer = dataclasses.replace(offer, tokens=tokens)
-        tried[recipe] = Recommendation(fitted, flops, parameters, best_tokens, recipe, sizes[recipe], offer)
-        recipe = _nearest(sizes, fitted, flops)
-        if recipe in tried:
-            break
-    return min(tried.values(), key=lambda one: one.recipe_loss) if budget.flops is None else next(iter(tried.values()))
-
-
-def dense_recipes() -> dict[str, int]:
-    """Returns the parameters of the dense language models among the recipes, by name."""
-    sizes = {}
-    for name in list_recipes():
-        model = find_recipe(name).model
-        if model.vocab is not None and not any(layer.experts for layer in model.spec().layers):
-            sizes[name] = count_params(model.params())
-    return sizes
-
-
-def _nearest(sizes: dict[str, int], law: ScalingLaw, flops: float) -> str:
-    """Name of the recipe whose number of parameters is nearest to the optimum, by their ratio."""
-    parameters, _ = law.optimum(flops)
-    return min(sizes, key=lambda name: abs(math.log(sizes[name] / parameters)))
+def parse_budget(text: str) -> float:
+    """Parses dollars: `500k` or `$2.5M`. Raises ConfigError on anything else."""
+    match = re.fullmatch(r"\$?\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)", text.strip().lower())
+    if not match or float(match[1]) <= 0:
+        raise ConfigError(f"--budget {text}", "a budget is a sum of dollars", "--budget 500k")
+    return float(match[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]]

@@ -1,30 +1,24 @@
-"""Offers in the verb `plan`: several targets, numbers of chips and batches, deadlines, budgets, scaling laws."""
+"""Offers in the verb `plan`: several targets, numbers of chips and batches, deadlines, budgets."""
 
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 
-from meshwright.api.renting import (
-    Budget,
-    compute_optimal,
-    find_offers,
-    parse_budget,
-    read_market,
-)
+from meshwright.api.renting import find_offers, parse_budget, read_market
 from meshwright.cli.output import write_json
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.formatting import format_count, parse_count
 from meshwright.planner.divisibility import batch_note
 from meshwright.planner.goodput import CHIP_HOURS_PER_FAILURE, RESTART_MINUTES, Reliability
-from meshwright.planner.offers import Aim, Market, Offer, Recommendation, choose, rank
+from meshwright.planner.offers import Aim, Market, Offer, choose, rank
 from meshwright.planner.plan_file import prediction_json
-from meshwright.planner.prices import PUE, PriceTerms
+from meshwright.planner.prices import PriceTerms
 from meshwright.runs.run import Run
-from meshwright.views.offer_tables import print_offers, print_recommendation, print_refused
+from meshwright.views.offer_tables import print_offers, print_refused
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,20 +28,13 @@ class OfferOptions:
     days: float | None = None
     """Latest end of the training, in days: the cheapest plans that keep it."""
     budget: str | None = None
-    """Most to be spent, in dollars (500k): the fastest plans that keep it. With --scaling-law also in FLOPs
-    (1e24flops)."""
-    scaling_law: Literal["besiroglu2024", "hoffmann2022"] | None = None
-    """Choose model size and tokens for --budget by this law, and the nearest recipe in place of RECIPE."""
+    """Most to be spent, in dollars (500k): the fastest plans that keep it."""
     rank_by: Aim = "time"
     """Order of several targets."""
     terms: PriceTerms = "on-demand"
     """Terms of the prices."""
     prices: Path | None = None
     """Prices in place of the package's: CSV of chip, provider, region, terms, usd_per_chip_hour, source, read_on."""
-    power: Path | None = None
-    """Power of chips in place of the package's: CSV of chip, watts, meaning, source, read_on."""
-    pue: float = PUE
-    """Energy of the data centre over that of its machines."""
     failure_chip_hours: float = CHIP_HOURS_PER_FAILURE
     """Chip-hours between two failures; by default those of Llama 3 405B on H100."""
     restart_minutes: float = RESTART_MINUTES
@@ -56,24 +43,18 @@ class OfferOptions:
     """Seconds that a checkpoint stops the steps; by default the copy of a device's state to its host."""
 
     def market(self) -> Market:
-        """Reads the tables of prices and power."""
+        """Reads the table of prices."""
         reliability = Reliability(self.failure_chip_hours, self.restart_minutes, self.save_seconds)
-        return read_market(self.prices, self.power, self.terms, self.pue, reliability)
+        return read_market(self.prices, self.terms, reliability)
 
-    def spending(self) -> Budget:
-        """Parses the budget. Raises ConfigError for FLOPs without a scaling law, and for limits with another order."""
-        budget = Budget() if self.budget is None else parse_budget(self.budget)
+    def spending(self) -> float | None:
+        """Parses the budget in dollars. Raises ConfigError for limits with another order."""
         if self.rank_by != "time" and (self.days is not None or self.budget is not None):
             raise ConfigError(
                 f"--rank-by {self.rank_by} with --days or --budget",
                 "with a deadline the cheapest comes first, else the fastest", "leave --rank-by out, or the limits",
             )  # fmt: skip
-        if budget.flops is not None and self.scaling_law is None:
-            raise ConfigError(
-                f"--budget {self.budget}", "FLOPs give a model and tokens to train, and limit no cost",
-                "--scaling-law besiroglu2024 with it, or a budget in dollars",
-            )  # fmt: skip
-        return budget
+        return None if self.budget is None else parse_budget(self.budget)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,14 +89,14 @@ def plan_offers(
     found, refused = find_offers(run, on, tokens=tokens, tokens_per_step=tokens_per_step, market=options.market())
     if not found:
         raise next(iter(refused.values()))
-    limited = options.days is not None or budget.dollars is not None
-    offers = choose(found, options.days, budget.dollars) if limited else rank(found, options.rank_by)
+    limited = options.days is not None or budget is not None
+    offers = choose(found, options.days, budget) if limited else rank(found, options.rank_by)
     ranked = RankedOffers(offers, [offer for offer in found if offer not in offers], refused)
     if as_json:
         write_json({"offers": [offer_json(offer) for offer in offers], "refused": _reasons(refused)})
         return ranked
     limits = [f"within {options.days:g} days"] if options.days is not None else []
-    limits += [f"for at most ${budget.dollars:,.0f}"] if budget.dollars is not None else []
+    limits += [f"for at most ${budget:,.0f}"] if budget is not None else []
     order = ("cheapest" if options.days is not None else "fastest") if limited else f"least {options.rank_by}"
     total = format_count(parse_count(tokens, "--tokens"))
     heading = (
@@ -130,26 +111,6 @@ def plan_offers(
     return ranked
 
 
-def plan_optimum(
-    options: OfferOptions, on: str, *, tokens_per_step: str | None, console: Console, as_json: bool
-) -> Offer:
-    """Prints the model size and tokens of a scaling law for the budget, and the nearest recipe's training."""
-    if options.budget is None or options.scaling_law is None:
-        raise ConfigError("--scaling-law without --budget", "it divides a budget", "--budget 500k, or 1e24flops")
-    if options.days is not None:
-        raise ConfigError("--days with --scaling-law", "the budget alone is divided", "more chips in --on end sooner")
-    budget = options.spending()
-    found = compute_optimal(
-        budget, on, law=options.scaling_law, tokens_per_step=tokens_per_step, market=options.market()
-    )
-    if as_json:
-        write_json({"recommendation": _recommendation_json(found), "offers": [offer_json(found.offer)]})
-    else:
-        print_recommendation(console, found)
-        print_offers(console, [found.offer], heading=f"[bold]{found.recipe}[/] on {found.offer.plan.target}", shown=1)
-    return found.offer
-
-
 def offer_json(offer: Offer) -> dict[str, Any]:
     """Returns an offer as JSON values, with everything that its figures follow from."""
     good = offer.goodput
@@ -157,21 +118,11 @@ def offer_json(offer: Offer) -> dict[str, Any]:
         "target": str(offer.plan.target), "chips": offer.plan.target.chips, "name": offer.plan.name,
         "mesh": str(offer.plan.mesh), "tokens": offer.tokens,
         "tokens_per_step": offer.plan.estimate.tokens, "step_days": offer.step_days, "days": offer.days,
-        "chip_hours": offer.chip_hours, "dollars": offer.dollars, "megawatt_hours": offer.megawatt_hours,
-        "pue": offer.pue, "price": None if offer.price is None else dataclasses.asdict(offer.price),
-        "power": None if offer.power is None else dataclasses.asdict(offer.power),
+        "chip_hours": offer.chip_hours, "dollars": offer.dollars,
+        "price": None if offer.price is None else dataclasses.asdict(offer.price),
         "goodput": {**dataclasses.asdict(good), "fraction": good.fraction},
         "error_band": {"low": offer.band.low, "high": offer.band.high, **dataclasses.asdict(offer.band)},
         "predicted": prediction_json(offer.plan),
-    }  # fmt: skip
-
-
-def _recommendation_json(found: Recommendation) -> dict[str, Any]:
-    return {
-        "law": dataclasses.asdict(found.law), "flops": found.flops, "parameters": found.parameters,
-        "tokens": found.tokens, "loss": found.optimal_loss, "recipe": found.recipe,
-        "recipe_parameters": found.recipe_parameters, "recipe_tokens": found.offer.tokens,
-        "recipe_loss": found.recipe_loss,
     }  # fmt: skip
 
 

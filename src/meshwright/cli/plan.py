@@ -12,11 +12,10 @@ from rich.console import Console
 
 from meshwright.api.planning import find_target, with_vocab
 from meshwright.cli.base_run import RunOptions, base_run
-from meshwright.cli.offers import OfferOptions, RankedOffers, offer_json, plan_offers, plan_optimum
+from meshwright.cli.offers import OfferOptions, offer_json, plan_offers
 from meshwright.cli.output import require_writable, write_json
 from meshwright.cli.parse import parse, refuse_options
 from meshwright.config import MeshShape
-from meshwright.errors import ConfigError
 from meshwright.formatting import parse_count
 from meshwright.hardware.targets import Target
 from meshwright.planner.divisibility import notes
@@ -46,7 +45,7 @@ class PlanOptions(OfferOptions, RunOptions):
     tokens_per_step: str | None = None
     """Tokens per step, as 4M or 2097152; by default the recipe's batch. Several are ranked: 1M,2M or 1M..8M."""
     tokens: str = "1T"
-    """Tokens of the whole training, for the days, cost and energy."""
+    """Tokens of the whole training, for the days and the cost."""
     why: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
     """Also explain this mesh (axis=degree,...): its rank, and what it loses against the best."""
     compare: Annotated[tuple[str, str] | None, tyro.conf.arg(metavar="AXIS=N,... AXIS=N,...")] = None
@@ -101,12 +100,6 @@ def main(args: Sequence[str]) -> int:
     base = base_run(args)
     default = PlanOptions(run=base.run, on=base.target or tyro.MISSING)
     options = parse(PlanOptions, "plan [RECIPE]", base.args, default=default)
-    if options.scaling_law is not None and (len(base.args) < len(args) or options.run != base.run):
-        raise ConfigError(
-            "--scaling-law with a recipe or options of a Run",
-            "it chooses the model, and plans the nearest recipe as it is",
-            "leave them out; then plan the recipe that it names",
-        )  # fmt: skip
     return run_plan(options)
 
 
@@ -151,9 +144,9 @@ def run_plan(options: PlanOptions) -> int:
 
 
 def _ranks_offers(options: PlanOptions) -> bool:
-    """Whether the question has several targets or batches, a limit, or a budget to divide."""
+    """Whether the question has several targets or batches, or a limit."""
     several = any("," in text or ".." in text for text in (options.on, options.tokens_per_step or ""))
-    return several or options.days is not None or options.budget is not None or options.scaling_law is not None
+    return several or options.days is not None or options.budget is not None
 
 
 def _plan_offers(options: PlanOptions) -> int:
@@ -161,16 +154,10 @@ def _plan_offers(options: PlanOptions) -> int:
     refuse_options(options, _OF_ONE_PLAN, "several plans to rank, or a deadline or budget",
                    "plan first, then the target that is best with it, and without the limits")  # fmt: skip
     console = open_console(sys.stderr if options.json else sys.stdout)
-    if options.scaling_law is not None:
-        optimum = plan_optimum(
-            options, options.on, tokens_per_step=options.tokens_per_step, console=console, as_json=options.json
-        )
-        ranked = RankedOffers([optimum])
-    else:
-        ranked = plan_offers(
-            options, with_vocab(options.run), options.on, tokens=options.tokens,
-            tokens_per_step=options.tokens_per_step, shown=options.shown, console=console, as_json=options.json,
-        )  # fmt: skip
+    ranked = plan_offers(
+        options, with_vocab(options.run), options.on, tokens=options.tokens, tokens_per_step=options.tokens_per_step,
+        shown=options.shown, console=console, as_json=options.json,
+    )  # fmt: skip
     best = ranked.offers[0]
     if options.html:
         from meshwright.views.offer_page import offer_page  # only for a page

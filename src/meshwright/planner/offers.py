@@ -1,38 +1,30 @@
-"""Offers: the best plan of a target with the days, dollars and energy of a whole training, ranked and chosen.
+"""Offers: the best plan of a target with the days and dollars of a whole training, ranked and chosen.
 
-days = tokens / (tokens per second) / goodput / 86400; dollars = days 24 chips price; energy = days 24 chips watts PUE.
+days = tokens / (tokens per second) / goodput / 86400; dollars = days 24 chips price.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from meshwright.errors import ConfigError
 from meshwright.planner.error_bands import ErrorRange, band_of
 from meshwright.planner.goodput import Goodput, Reliability, goodput
-from meshwright.planner.prices import PUE, ChipPower, Price, PriceTerms, cheapest
-from meshwright.planner.scaling_law import ScalingLaw
+from meshwright.planner.prices import Price, PriceTerms, cheapest
 from meshwright.planner.search import Plan
-from meshwright.plugins import Shown
 
-Aim = Literal["time", "cost", "energy"]
+Aim = Literal["time", "cost"]
 _DAY = 86400.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Market:
-    """Prices, power and reliability that offers are made with."""
+    """Prices and reliability that offers are made with."""
 
     prices: Sequence[Price]
-    power: Mapping[str, ChipPower]
     terms: PriceTerms = "on-demand"
-    pue: float = PUE
     reliability: Reliability = dataclasses.field(default_factory=Reliability)
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.pue < math.inf:
-            raise ConfigError(f"--pue {self.pue:g}", "a data centre uses at least what its machines use", "--pue 1.1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +43,6 @@ class Offer:
     goodput: Goodput
     price: Price | None
     """Cheapest list price of the chip; None where the table has none."""
-    power: ChipPower | None
-    pue: float
     band: ErrorRange
     """Error of predictions of this kind."""
 
@@ -76,11 +66,6 @@ class Offer:
         """Cost of the training; None without a price."""
         return None if self.price is None else self.chip_hours * self.price.dollars
 
-    @property
-    def megawatt_hours(self) -> float | None:
-        """Energy of the chips and the data centre around them; None where the chip's power is not known."""
-        return None if self.power is None else self.chip_hours * self.power.watts * self.pue / 1e6
-
 
 def make_offer(plan: Plan, tokens: int, market: Market) -> Offer:
     """Returns the offer of one plan."""
@@ -90,8 +75,6 @@ def make_offer(plan: Plan, tokens: int, market: Market) -> Offer:
         tokens,
         goodput(plan.placed, plan.target, market.reliability),
         cheapest(market.prices, chip, market.terms),
-        market.power.get(chip),
-        market.pue,
         band_of(plan.placed, plan.target),
     )
 
@@ -99,12 +82,11 @@ def make_offer(plan: Plan, tokens: int, market: Market) -> Offer:
 AIMS: dict[Aim, Callable[[Offer], float | None]] = {
     "time": lambda offer: offer.days,
     "cost": lambda offer: offer.dollars,
-    "energy": lambda offer: offer.megawatt_hours,
 }
 
 
 def rank(offers: Sequence[Offer], aim: Aim) -> list[Offer]:
-    """Returns the offers with the least days, dollars or energy first; those without the number last, by days."""
+    """Returns the offers with the least days or dollars first; those without the number last, by days."""
 
     def key(offer: Offer) -> tuple[bool, float, float]:
         value = AIMS[aim](offer)
@@ -169,31 +151,3 @@ def _impossible(offers: Sequence[Offer], days: float | None, dollars: float | No
 def _line(offer: Offer) -> str:
     money = "no price" if offer.dollars is None else f"${offer.dollars:,.0f}"
     return f"{offer.plan.target}, {offer.plan.name}: {offer.days:.1f} days, {money}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Recommendation(Shown):
-    """Model size and tokens with the least loss that a scaling law predicts for a budget."""
-
-    law: ScalingLaw
-    flops: float
-    """FLOPs of the training, 6 for each parameter and token."""
-    parameters: float
-    """Parameters of the optimum."""
-    tokens: float
-    """Tokens of the optimum."""
-    recipe: str
-    """Dense recipe with the nearest number of parameters."""
-    recipe_parameters: int
-    offer: Offer
-    """Training of that recipe with those FLOPs."""
-
-    @property
-    def recipe_loss(self) -> float:
-        """Loss of the recipe by the law."""
-        return self.law.loss(self.recipe_parameters, self.offer.tokens)
-
-    @property
-    def optimal_loss(self) -> float:
-        """Loss of the optimum by the law."""
-        return self.law.loss(self.parameters, self.tokens)

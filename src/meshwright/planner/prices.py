@@ -1,7 +1,6 @@
-"""Prices and power of chips: tables with the source and date of every number, which a user can replace.
+"""Prices of chips: a table with the source and date of every number, which a user can replace.
 
-`data/prices.csv` holds list prices in dollars per chip-hour, `data/power.csv` watts per chip. A chip without a row has
-no price or no power: nothing is estimated.
+`data/prices.csv` holds list prices in dollars per chip-hour. A chip without a row has no price: nothing is estimated.
 """
 
 import csv
@@ -15,13 +14,8 @@ from meshwright.errors import ConfigError, nearest
 
 PriceTerms = Literal["on-demand", "spot", "committed"]
 
-_DATA = Path(__file__).with_name("data")
-PRICES_FILE, POWER_FILE = _DATA / "prices.csv", _DATA / "power.csv"
+PRICES_FILE = Path(__file__).with_name("data") / "prices.csv"
 TERMS: tuple[PriceTerms, ...] = get_args(PriceTerms)
-PUE = 1.57
-"""Power usage effectiveness: energy of a data centre over that of its machines. Average of large data centres (Uptime
-Institute's survey of 2021, cnbc.com/2022/04/13/google-data-center-goal-100percent-green-energy-by-2030.html); Google
-states 1.10 for its own there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,18 +37,6 @@ class Price:
         return f"${self.dollars:g} per chip-hour ({self.provider}, {self.region}, {self.terms})"
 
 
-@dataclasses.dataclass(frozen=True)
-class ChipPower:
-    """Electric power of a chip under load."""
-
-    chip: str
-    watts: float
-    meaning: str
-    """Which power it is: thermal design power, a measured mean."""
-    source: str
-    read_on: str
-
-
 def read_prices(file: Path | None = None) -> tuple[Price, ...]:
     """Reads a table of prices, by default the package's own.
 
@@ -72,17 +54,6 @@ def read_prices(file: Path | None = None) -> tuple[Price, ...]:
         terms = next(terms for terms in TERMS if terms == row["terms"])
         prices.append(Price(row["chip"], row["provider"], row["region"], terms, dollars, row["source"], row["read_on"]))
     return tuple(prices)
-
-
-def read_power(file: Path | None = None) -> dict[str, ChipPower]:
-    """Reads a table of chips' power, by default the package's own: chip, watts, meaning, source, read_on."""
-    file = file or POWER_FILE
-    return {
-        row["chip"]: ChipPower(
-            row["chip"], _positive(file, line, row, "watts"), row["meaning"], row["source"], row["read_on"]
-        )
-        for line, row in _rows(file, ("chip", "watts", "meaning", "source", "read_on"))
-    }
 
 
 def cheapest(prices: Iterable[Price], chip: str, terms: PriceTerms) -> Price | None:

@@ -32,7 +32,6 @@ def offer_page(
         Figure("days", format_amount(best.days), f"{best.goodput.fraction:.1%} goodput"),
         Figure("cost", "-" if best.dollars is None else f"${format_amount(best.dollars)}",
                "no list price" if best.price is None else str(best.price)),
-        Figure("energy", "-" if best.megawatt_hours is None else f"{format_amount(best.megawatt_hours)} MWh"),
     ]  # fmt: skip
     inspector = plan_inspector(plans, reasons, "o0", len(plans))
     sections = [
@@ -68,7 +67,7 @@ def _left_out(refused: Mapping[str, MeshwrightError], beyond: Sequence[Offer]) -
 
 
 def _scatter(keyed: Mapping[str, Offer], reasons: Mapping[str, str]) -> Chart:
-    """Days against dollars, or against energy or chip-hours where a price is missing."""
+    """Days against dollars, or against chip-hours where a price is missing."""
     offers = list(keyed.values())
     if all(offer.dollars is not None for offer in offers):
         label, unit, values = "cost", "dollars", {key: offer.dollars for key, offer in keyed.items()}
@@ -92,13 +91,13 @@ def _table(keyed: Mapping[str, Offer]) -> Table:
     columns = [
         Column("target"), Column("plan"), Column("step", "seconds"), Column("MFU", "fraction"),
         Column("tokens/s", "count"), Column("days", "days", bar=True), Column("cost", "dollars", bar=True),
-        Column("MWh", "number"), Column("bound by", choices=True),
+        Column("bound by", choices=True),
     ]  # fmt: skip
     rows: list[list[Cell]] = []
     for o in keyed.values():
         e = o.plan.estimate
         rows.append(
             [str(o.plan.target), o.plan.name, e.seconds, e.mfu, e.tokens_per_second, o.days, o.dollars,
-             o.megawatt_hours, e.bound_by]
+             e.bound_by]
         )  # fmt: skip
     return Table(columns, rows, list(keyed), link="plans", searchable=True, title="Every offer", shown=30)

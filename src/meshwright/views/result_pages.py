@@ -7,7 +7,6 @@ from typing import Any
 
 from meshwright.formatting import format_bytes, format_count, format_step
 from meshwright.generation.generator import Generated
-from meshwright.planner.offers import Recommendation
 from meshwright.planner.search import Plan
 from meshwright.runs.recipe import find_recipe, list_recipes
 from meshwright.runs.run import Run
@@ -15,7 +14,6 @@ from meshwright.runs.write_run import run_to_dict
 from meshwright.trainer.evaluation import Evaluation
 from meshwright.trainer.parity import Parity
 from meshwright.views.layout_page import layout_sections
-from meshwright.views.offer_page import offer_page
 from meshwright.views.pages import Block, Cell, Code, Column, Figure, Figures, Page, Section, Table, inline
 from meshwright.views.plan_page import machine_of_target, plan_inspector
 from meshwright.views.run_folder import flat_fields
@@ -127,29 +125,14 @@ def generated_page(result: Generated) -> Page:
     )
 
 
-def recommendation_page(result: Recommendation) -> Page:
-    """Returns the page of a compute-optimal training and of the offer that it is for."""
-    figures = [
-        Figure(
-            "parameters", format_count(result.parameters), f"{result.recipe}: {format_count(result.recipe_parameters)}"
-        ),
-        Figure("tokens", format_count(result.tokens), f"{result.flops:.3g} FLOPs"),
-        Figure("expected loss", f"{result.optimal_loss:.4f}", f"{result.recipe_loss:.4f} for {result.recipe}"),
-    ]
-    offer = offer_page([result.offer])
-    return Page(
-        "Compute-optimal training", [Section("Model and tokens", [Figures(figures)]), *offer.sections], topic="plan"
-    )
-
-
 def _mean(values: Sequence[float]) -> str:
     return f"{sum(values) / len(values):.3f}" if values else "unknown"
 
 
 PAGES: dict[type, Callable[[Any], Page]] = {
     Run: configuration_page, Plan: single_plan_page, Parity: parity_page, Evaluation: evaluation_page,
-    WrappedEvaluation: wrapped_evaluation_page, Generated: generated_page, Recommendation: recommendation_page,
+    WrappedEvaluation: wrapped_evaluation_page, Generated: generated_page,
 }  # fmt: skip
 """Type of a result -> what makes its page."""
-_HEIGHTS: dict[type, int] = {Plan: 720, Run: 560, Recommendation: 720, Generated: 480}
+_HEIGHTS: dict[type, int] = {Plan: 720, Run: 560, Generated: 480}
 """Type of a result -> pixels of its frame in a notebook."""
