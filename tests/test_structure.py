@@ -21,8 +21,8 @@ FUNCTION_LINES = 60
 ARGUMENTS = 8
 
 TOP_LEVEL = {
-    "__init__", "__main__", "activity", "aliases", "config", "documents", "errors", "escapes", "faults", "fine_tuning",
-    "formatting", "heartbeat", "object_names", "plugins", "trust", "words",
+    "__init__", "__main__", "activity", "aliases", "config", "documents", "errors", "faults", "fine_tuning",
+    "formatting", "heartbeat", "plugins", "trust", "words",
 }  # fmt: skip
 """Modules that live in no room."""
 

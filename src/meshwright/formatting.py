@@ -1,4 +1,4 @@
-"""Text from numbers (bytes, counts, durations), as all tables and errors print them, and counts from text."""
+"""Numbers (bytes, counts, durations) as text, counts from text, and text that is safe for a terminal."""
 
 import re
 
@@ -52,3 +52,8 @@ def parse_count(text: str, option: str) -> int:
     if not match or not 0 < float(match[1]) < 1e18:
         raise ConfigError(f"{option} {text}", "a count is a number, with k, M, B or T behind it", f"{option} 4M")
     return round(float(match[1]) * _MULTIPLES[match[2]])
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    r"""Returns the text with escapes such as `\x1b` for characters that a terminal obeys, except those in `keep`."""
+    return "".join(c if c in keep or c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from meshwright import trust
 from meshwright.errors import ConfigError, nearest
 
 _FILE_MODULE = "meshwright_file_"
@@ -43,8 +44,6 @@ def note_names(document: Any, origin: str) -> None:
 
 def keep_own_names(document: Any) -> None:
     """Trusts the names of code in JSON values that no file has named so far: files may repeat the user's own."""
-    from meshwright.trust import trust_names
-
     words = [document] if isinstance(document, str) else document
     if isinstance(words, Mapping):
         words = list(words.values())
@@ -52,7 +51,7 @@ def keep_own_names(document: Any) -> None:
         if not isinstance(word, str):
             keep_own_names(word)
         elif word not in _from_files:
-            trust_names([word])
+            trust.trust_names([word])
 
 
 def options_of_child() -> list[str]:
@@ -61,9 +60,7 @@ def options_of_child() -> list[str]:
     Names of code that a recipe, the command line or Python gave are the user's own, also in the file that passes them
     on. Where this process has read names from files, the child asks about them again.
     """
-    from meshwright.trust import trusts_everything
-
-    return [] if _from_files and not trusts_everything() else ["--trust-code"]
+    return [] if _from_files and not trust.trusts_everything() else ["--trust-code"]
 
 
 def resolve(kind: str, name: str, builtin: Mapping[str, Any]) -> Any:
@@ -92,8 +89,6 @@ def load(kind: str, name: str) -> Any:
     module_name, _, path = name.rpartition(":")
     origin = _from_files.get(name)
     if origin is not None:
-        from meshwright import trust  # names of recipes and of the command line are the user's own
-
         trust.check_name(kind, name, origin)
     module = load_file(Path(module_name)) if module_name.endswith(".py") else _import(kind, name, module_name)
     value: Any = module
@@ -163,6 +158,40 @@ def name_of(value: Any) -> str:
     """
     if isinstance(value, str):
         return value
-    from meshwright.object_names import find_name  # a Run from the command line has names alone
+    attribute = getattr(value, "__qualname__", None)
+    module = sys.modules.get(getattr(value, "__module__", ""))
+    if attribute is None or module is None or _attribute(module, attribute) is not value:
+        module, attribute = _holder(value)
+    if module.__name__ != "__main__" and not module.__name__.startswith(_FILE_MODULE):
+        return f"{module.__name__}:{attribute}"
+    file = getattr(module, "__file__", None)
+    if file is None:
+        raise _nameless(value, "it is defined in an interactive session")
+    return f"{Path(file).resolve()}:{attribute}"
 
-    return find_name(value, _FILE_MODULE)
+
+def _attribute(module: ModuleType, path: str) -> Any:
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+def _holder(value: Any) -> tuple[ModuleType, str]:
+    """Returns the module and attribute of an object that does not know its own name, such as an instance.
+
+    The script comes last: what it imports is found in the module that another process would import.
+    """
+    for module in sorted(sys.modules.values(), key=lambda module: module is sys.modules["__main__"]):
+        for attribute, candidate in list(vars(module).items()) if isinstance(module, ModuleType) else ():
+            if candidate is value and not attribute.startswith("_"):
+                return module, attribute
+    raise _nameless(value, "it is not an attribute of any module")
+
+
+def _nameless(value: Any, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{value!r} in a Run",
+        f"{reason}, so run.json could not name it and no other process could import it",
+        "define it at the top level of a .py file",
+    )

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from meshwright.cli.interrupt import EXIT_CODE, acknowledge_interrupts
 from meshwright.cli.output import write, write_table
 from meshwright.errors import ConfigError, MeshwrightError, nearest
-from meshwright.escapes import printable
+from meshwright.formatting import printable
 from meshwright.trust import trust_everything, trust_names
 
 VERBS = {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from meshwright.errors import DataError
-from meshwright.escapes import printable
+from meshwright.formatting import printable
 
 _SHOWN = 20
 """Bad records that are kept with their places in `tokens.json`; all of them are in `skipped.jsonl`."""
