@@ -31,10 +31,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tyro
 from rich.console import Console
 from rich.text import Text
 
@@ -67,7 +68,7 @@ VERBS = {
     "view": ("meshwright.cli.view", "ViewOptions"),
     "bench": ("meshwright.cli.bench", "BenchOptions"),
 }
-"""Verb -> module and dataclass of its options. `words` and `recipes` have no dataclass."""
+"""Verb -> module and dataclass of its options. `recipes` has none."""
 
 FAMILIES = {
     "deepseek": ("meshwright.models.families.deepseek", "Deepseek"),
@@ -123,22 +124,19 @@ def options_table(name: str) -> str:
 
 def option_rows(name: str) -> Iterator[tuple[str, str, str]]:
     """Yields names with the values they take, default, and description, each as Markdown."""
-    from meshwright.cli.options import REQUIRED, Option
+    from meshwright.cli.options import Option, format_value
 
     def cell(text: str) -> str:
         return text.replace("|", "\\|")
 
     def default_of(option: Option) -> str:
-        if option.default is REQUIRED:
+        if option.default is tyro.MISSING:
             return "required"
-        if option.default in (None, (), "") or option.values.count == 0:
-            return ""
-        values = option.default if isinstance(option.default, tuple) else (option.default,)
-        return f"`{' '.join(repr(v) if isinstance(v, str) and not v.strip() else str(v) for v in values)}`"
+        return "" if option.default in (None, (), "", False) else f"`{format_value(option.default)}`"
 
     for option in options_named(name):
-        names, choices = ", ".join(f"`{name}`" for name in option.names), option.values.choices
-        metavar = "" if option.positional or choices or not option.values.metavar else f" `{option.values.metavar}`"
+        names, choices = ", ".join(f"`{name}`" for name in option.names), option.choices
+        metavar = "" if option.positional or choices or not option.metavar else f" `{option.metavar}`"
         doc = f"{option.doc} One of {', '.join(f'`{choice}`' for choice in choices)}." if choices else option.doc
         yield names + metavar, cell(default_of(option)), cell(doc)
 
@@ -149,13 +147,16 @@ def options_named(name: str) -> list[Any]:
     from meshwright.runs.run import Run
 
     if name == "run":
-        return [option for option in options_of(Run) if not option.names[-1].startswith("--model")]
+        return [option for option in options_of(Run) if not option.fixed and not option.names[-1].startswith("--model")]
     module, kind = (FAMILIES | VERBS)[name]
     owner = getattr(importlib.import_module(module), kind)
     if name in FAMILIES:
-        parts = [f"model.{field.name}." for field in fields(owner)]  # those of optional parts too
-        return list(options_of(owner, prefix="model.", group="model", args=parts))
-    return [option for option in options_of(owner) if option.path[0] != "run" and option.names[-1] != "--"]
+        return [o for o in options_of(owner, prefix="model.", group="model", parts=True) if not o.fixed]
+    return [
+        option
+        for option in options_of(owner)
+        if not option.fixed and option.path[0] != "run" and option.names[-1] != "--"
+    ]
 
 
 def capture(command: str, folder: Path, code: int, columns: int = COLUMNS) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import tyro
 
+from meshwright.cli.parse import value_of
 from meshwright.errors import ConfigError
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
@@ -54,13 +55,3 @@ def base_run(args: Sequence[str], *, default: str = "tiny") -> Base:
         plan = read_plan(Path(recipe))
         return Base(plan.run, args, plan.target)
     return Base(find_recipe(recipe or default), args)
-
-
-def value_of(args: Sequence[str], name: str) -> str | None:
-    """Returns the value that `args` give the option `name`, before they are parsed; None where they do not."""
-    for token, following in zip(args, [*args[1:], ""], strict=False):
-        if token == name:
-            return following
-        if token.startswith(f"{name}="):
-            return token.partition("=")[2]
-    return None

@@ -60,9 +60,9 @@ class BenchOptions:
     kernels: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KERNEL ...")] = ()
     """With `hardware`: attention kernels from outside the package to check, each as module:attribute."""
     hosts: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions()
-    plot: tyro.conf.FlagCreatePairsOff[bool] = False
+    plot: bool = False
     """Also draw bus bandwidth over size (needs matplotlib)."""
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print JSON."""
 
 

@@ -40,7 +40,7 @@ class ListOptions:
 
     out: Annotated[Path, tyro.conf.Positional]
     """Output folder of a run."""
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print JSON."""
 
 
@@ -52,7 +52,7 @@ class InspectOptions:
     """Output folder of a run."""
     at: int | None = None
     """Step of the checkpoint; by default the last."""
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print JSON."""
 
 
@@ -64,7 +64,7 @@ class VerifyOptions:
     """Output folder of a run."""
     at: int | None = None
     """Step of the checkpoint; by default all of them."""
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print JSON."""
 
 
@@ -80,7 +80,7 @@ class DiffOptions:
     """Step of the first; by default the last."""
     other_at: int | None = None
     """Step of the second; by default the last, or in the same folder the one before the first."""
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print JSON."""
 
 
@@ -95,11 +95,11 @@ class MoveOptions:
     """Folder to move to."""
     at: int | None = None
     """Step of the only checkpoint to move; by default all of them."""
-    copy: tyro.conf.FlagCreatePairsOff[bool] = False
+    copy: bool = False
     """Leave the source as it is."""
-    dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
+    dry_run: bool = False
     """Show what would be moved, and move nothing."""
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print JSON."""
 
 

@@ -34,7 +34,7 @@ class ConvertOptions:
     format."""
     max_file_mib: int = 4768
     """Largest safetensors file, in MiB; a larger tensor has a file of its own."""
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print JSON."""
 
 

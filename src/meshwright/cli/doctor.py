@@ -42,7 +42,7 @@ class DoctorOptions:
     deadline: float = 120.0
     """Seconds after which hosts and devices that do not answer are given up."""
     hosts: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions()
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print JSON."""
 
 

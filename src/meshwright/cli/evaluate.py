@@ -47,7 +47,7 @@ class EvaluateOptions:
     devices: int | None = None
     """Devices to use; simulated where there is no accelerator."""
     hosts: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions()
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print JSON."""
 
 

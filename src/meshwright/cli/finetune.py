@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.base_run import Base, base_run, value_of
-from meshwright.cli.parse import parse
+from meshwright.cli.base_run import Base, base_run
+from meshwright.cli.parse import parse, value_of
 from meshwright.cli.train import TrainOptions, resume_if_exists, run_training
 from meshwright.errors import ConfigError
 from meshwright.fine_tuning import FineTune

@@ -43,7 +43,7 @@ class GenerateOptions:
     stop: tuple[str, ...] = ()
     """Texts that end a text, beside the end of a document; they are not shown."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = Sampling()
-    chat: tyro.conf.FlagCreatePairsOff[bool] = False
+    chat: bool = False
     """Hold a conversation: prompts are messages in the tokenizer's chat template. Without a prompt it reads them line
     by line, and ends at the end of the input."""
     system: str | None = None
@@ -58,9 +58,9 @@ class GenerateOptions:
     at: int | None = None
     """Step of the checkpoint; by default the last."""
     decoding: Decoding = Decoding()
-    random_weights: tyro.conf.FlagCreatePairsOff[bool] = False
+    random_weights: bool = False
     """Take a recipe and its initial weights: random text, to see speed and memory."""
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print one line of JSON with texts, tokens, log-probabilities and the report."""
 
 

@@ -11,10 +11,10 @@ from typing import Annotated, Literal
 
 import tyro
 
-from meshwright.cli.base_run import Base, base_run, value_of
+from meshwright.cli.base_run import Base, base_run
 from meshwright.cli.options import options_of
 from meshwright.cli.output import write
-from meshwright.cli.parse import parse
+from meshwright.cli.parse import parse, value_of
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target
 from meshwright.launching.accelerators import accelerators_of
@@ -62,7 +62,7 @@ class LaunchOptions:
     `ray job submit`; may be repeated."""
     write: Path | None = None
     """File to write; by default the job is printed."""
-    overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
+    overwrite: bool = False
     """Replace the file --write where there is one."""
 
 
@@ -112,8 +112,7 @@ def _writer(scheduler: str) -> Callable[[Job], str]:
 
 def _split(args: list[str]) -> tuple[list[str], list[str]]:
     """Splits the arguments into those of launch and those from RUN on."""
-    switches = {name for o in options_of(LaunchOptions, LaunchOptions(on=tyro.MISSING)) if not o.values.count
-                for name in o.names if o.values.count == 0}  # fmt: skip
+    switches = {name for option in options_of(LaunchOptions) if not option.metavar for name in option.names}
     end = 0
     while end < len(args) and args[end].startswith("-"):
         alone = args[end] in (*switches, "--help", "-h") or "=" in args[end]

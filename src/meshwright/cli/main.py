@@ -31,7 +31,6 @@ VERBS = {
     "parity": "Compare a run on two meshes: initial values, losses, gradients.",
     "view": "Show runs on a page: curves, times, events, samples; --live updates it while they train.",
     "bench": "Time collectives or matrix products on the devices found.",
-    "words": "Print the mesh axes and dimension letters.",
     "recipes": "List the recipes.",
 }
 """Verb -> one line about it. The module of a verb has its name, and a function `main(args) -> exit code`."""

@@ -1,35 +1,23 @@
-"""Options of a verb, read off its dataclass: names, values, defaults, descriptions."""
+"""Options of a verb, read off its dataclass as tyro reads them: for the help, the pages, and suggestions."""
 
-import ast
 import dataclasses
 import inspect
-import itertools
+import shutil
+import textwrap
 import types
 import typing
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal
 
+import docstring_parser
 import tyro
 
-REQUIRED = object()
-"""Default of an option that must be given."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Values:
-    """Values that an option takes."""
-
-    metavar: str
-    count: int | None = 1
-    """Number of values: 0 for a switch, None for any number."""
-    kind: type | None = None
-    """int or float for numbers; None accepts any text."""
-    choices: tuple[str, ...] = ()
-    """Legal values; empty accepts any."""
-    optional: bool = False
-    """Whether `None` is legal too."""
+COMMON = ("--out", "--on", "--mesh", "--steps", "--batch", "--seq", "--lr", "--data", "--devices", "--resume")
+"""Options that come first, in this order, where a verb has them."""
+_COLUMN = 30
+"""Column of the help at which descriptions begin."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,15 +28,18 @@ class Option:
     """Spellings, shortest first; a positional argument has one without dashes."""
     path: tuple[str, ...]
     """Fields that lead to it from the verb's dataclass: `("run", "training", "steps")`."""
-    annotation: Any
-    """Type of the field."""
-    values: Values
+    metavar: str
+    """Values that it takes: `N`, `TEXT ...`, or empty for a switch."""
+    choices: tuple[str, ...]
+    """Legal values; empty accepts any."""
     default: Any
-    """Default value, or `REQUIRED`."""
-    owner: type
-    """Dataclass with the field."""
+    """Default value; `tyro.MISSING` of an option that must be given."""
+    doc: str
+    """Description: the string literal below the field."""
     group: str
     """Heading in the help: `training`, `model (Llama)`, `run`, or empty for the verb's own."""
+    fixed: bool = False
+    """Whether only a recipe, a run file or Python sets it."""
 
     @property
     def positional(self) -> bool:
@@ -56,133 +47,125 @@ class Option:
         return not self.names[0].startswith("--")
 
     @property
-    def example(self) -> str:
-        """How it is given: `--steps N`, or `FOLDER`."""
-        return self.names[0] if self.positional else f"{self.names[0]} {self.values.metavar}".rstrip()
-
-    @property
-    def doc(self) -> str:
-        """Description: the string literal below the field."""
-        return field_docs(self.owner).get(self.path[-1], "")
+    def gist(self) -> str:
+        """First sentence of the description, after a space."""
+        sentence = self.doc.partition(". ")[0].rstrip(".")
+        return f" {sentence}." if sentence else ""
 
 
 def options_of(
-    owner: type, default: Any = None, path: tuple[str, ...] = (), prefix: str = "", group: str = "",
-    args: Sequence[str] = (),
+    owner: type, default: Any = None, path: tuple[str, ...] = (), prefix: str = "", group: str = "", *,
+    parts: bool = False,
 ) -> Iterator[Option]:  # fmt: skip
     """Yields the options of a dataclass and of those nested in it.
 
-    default: an instance whose fields are the defaults; None takes the defaults of the fields.
-    path, prefix, group: of a nested dataclass.  args: words of a command; an optional part that the default leaves out,
-    such as `model.yarn`, has options where one of them is among these.
+    default: an instance whose fields are the defaults; None takes the defaults of the fields.  path, prefix, group: of
+    a nested dataclass.  parts: also the options of optional parts that the default leaves out, such as `model.yarn`.
     """
     hints = typing.get_type_hints(owner, include_extras=True)
     for field in dataclasses.fields(owner):
         if not field.init:
             continue
         annotation, metadata = hints[field.name], getattr(hints[field.name], "__metadata__", ())
-        value = _default(field) if default is None else getattr(default, field.name)
-        given = next((m for m in metadata if hasattr(m, "aliases")), None)
-        name = field.name if given is None or given.name is None else given.name
+        kind = typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
+        value = default_of(field) if default is None else getattr(default, field.name)
+        arg = next((m for m in metadata if hasattr(m, "aliases")), None)
+        name = field.name if arg is None or arg.name is None else arg.name
         primitive = next((m for m in metadata if isinstance(m, tyro.constructors.PrimitiveConstructorSpec)), None)
-        where = (*path, field.name)
-        if primitive is None and dataclasses.is_dataclass(value) and not isinstance(value, type):
-            inside = prefix if name == "" else f"{prefix}{name}."
-            yield from options_of(type(value), value, where, inside, _heading(inside.rstrip("."), type(value)), args)
+        where, inside = (*path, field.name), prefix if name == "" else f"{prefix}{name}."
+        part = part_of(kind) if primitive is None else None
+        if part is not None:
+            if value is not None or parts:
+                part = type(value) if dataclasses.is_dataclass(value) else part
+                title = inside.rstrip(".")
+                heading = f"{title} ({part.__name__})" if title not in ("", part.__name__.lower()) else ""
+                heading = heading or part.__name__.lower()
+                yield from options_of(part, value, where, inside, heading, parts=parts)
             continue
-        if primitive is None and value is None and (part := part_of(annotation)) is not None:
-            inside = f"{prefix}{name}."
-            if any(word.lstrip("-").replace("-", "_").startswith(inside) for word in args):
-                yield from options_of(part, None, where, inside, _heading(inside.rstrip("."), part), args)
-            continue
-        values = values_of(annotation) if primitive is None else Values(str(primitive.metavar), 1)
-        if given is not None and given.metavar is not None:
-            values = dataclasses.replace(values, metavar=given.metavar)
-        missing = value is REQUIRED or value is tyro.MISSING
-        names = _names(prefix, name, () if given is None else given.aliases or (), metadata)
-        if not names[0].startswith("--"):
-            annotation = typing.get_args(annotation)[0]  # without the marker of a positional argument
-        yield Option(names, where, annotation, values, REQUIRED if missing else value, owner, group)
+        metavar, choices = values_of(kind, value) if primitive is None else (str(primitive.metavar), ())
+        if arg is not None and arg.metavar is not None:
+            metavar = arg.metavar
+        spelling = "--" + prefix + ("no_" if kind is bool and value is True else "") + name
+        names = (name.upper(),) if tyro.conf.Positional in metadata else (spelling.replace("_", "-"),)
+        names = tuple(sorted((*(() if arg is None else arg.aliases or ()), *names), key=len))
+        doc = _docs(owner).get(field.name, "")
+        yield Option(names, where, metavar, choices, value, doc, group, tyro.conf.Fixed in metadata)
 
 
-def _names(prefix: str, name: str, aliases: tuple[str, ...], metadata: tuple[Any, ...]) -> tuple[str, ...]:
-    if tyro.conf.Positional in metadata:
-        return (name.upper(),)
-    return tuple(sorted((*aliases, "--" + (prefix + name).replace("_", "-")), key=len))
+def default_of(field: "dataclasses.Field[Any]") -> Any:
+    """Returns the default of a field; `tyro.MISSING` where it has none."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return tyro.MISSING if field.default is dataclasses.MISSING else field.default
 
 
-def _heading(path: str, kind: type) -> str:
-    if path in ("", kind.__name__.lower()):
-        return kind.__name__.lower()
-    return f"{path} ({kind.__name__})"
-
-
-def _default(field: "dataclasses.Field[Any]") -> Any:
-    if field.default is not dataclasses.MISSING:
-        return field.default
-    return REQUIRED if field.default_factory is dataclasses.MISSING else field.default_factory()
-
-
-def part_of(annotation: Any) -> type | None:
+def part_of(kind: Any) -> type | None:
     """Returns the dataclass that a field of this type may hold; None where it holds none."""
-    kind = typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
     kinds = (k for k in (kind, *typing.get_args(kind)) if isinstance(k, type) and dataclasses.is_dataclass(k))
     return next(kinds, None)
 
 
-def values_of(annotation: Any) -> Values:
-    """Returns the values that an option of type `annotation` takes."""
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Annotated:
-        values = values_of(args[0])
-        # A switch has no value; other booleans are true or false.
-        return Values("", 0) if tyro.conf.FlagCreatePairsOff in args[1:] else values
-    if origin in (Union, types.UnionType):
-        inner = [kind for kind in args if kind is not types.NoneType]
-        if len(inner) == 1:
-            return dataclasses.replace(values_of(inner[0]), optional=len(args) > 1)
-        return Values("VALUE", None)
-    if origin is Literal:
-        choices = tuple(map(str, args))
-        return Values("{" + ",".join(choices) + "}", choices=choices)
-    if origin is tuple and args:
-        inner_values = values_of(args[0])
-        if args[-1] is Ellipsis:
-            return dataclasses.replace(inner_values, metavar=f"{inner_values.metavar} ...", count=None)
-        metavar = " ".join(values_of(kind).metavar for kind in args)
-        return dataclasses.replace(inner_values, metavar=metavar, count=len(args))
-    if annotation is bool:
-        return Values("{True,False}", choices=("True", "False"))
-    known = {int: Values("N", kind=int), float: Values("X", kind=float), str: Values("TEXT"), Path: Values("PATH")}
-    return known.get(annotation, Values("VALUE", None))
+def values_of(kind: Any, default: Any = None) -> tuple[str, tuple[str, ...]]:
+    """Returns how the help names the values of a type, and the legal ones where they are listed."""
+    args = typing.get_args(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType) and len(args) == 2 and types.NoneType in args:
+        return values_of(next(inner for inner in args if inner is not types.NoneType))
+    if typing.get_origin(kind) is Literal:
+        return "{" + ",".join(map(str, args)) + "}", tuple(map(str, args))
+    if typing.get_origin(kind) is tuple and args[-1] is Ellipsis:
+        return f"{values_of(args[0])[0]} ...", values_of(args[0])[1]
+    if typing.get_origin(kind) is tuple:
+        return " ".join(values_of(inner)[0] for inner in args), ()
+    names: dict[Any, str] = {bool: "", int: "N", float: "X", str: "TEXT", Path: "PATH"}
+    return names.get(kind, "VALUE"), ()
 
 
 @cache
-def field_docs(owner: type) -> dict[str, str]:
+def _docs(owner: type) -> dict[str, str]:
     """Returns the string literals below the fields of a dataclass and of its bases, each as one line."""
     docs: dict[str, str] = {}
     for base in reversed(owner.__mro__):
-        for node in ast.walk(_module_of(base)):
-            if isinstance(node, ast.ClassDef) and node.name == base.__name__:
-                docs |= _docs_in(node.body)
+        try:
+            found = docstring_parser.parse_from_object(base).params if base is not object else []
+        except (OSError, TypeError, IndentationError):  # a class typed into an interpreter
+            continue
+        docs |= {param.arg_name: " ".join((param.description or "").split()) for param in found}
     return docs
 
 
-@cache
-def _module_of(owner: type) -> ast.Module:
-    """Returns the syntax tree of the file that defines a class; an empty one where there is no file."""
-    try:
-        return ast.parse(Path(inspect.getsourcefile(owner) or "").read_text(encoding="utf-8"))
-    except (OSError, TypeError, SyntaxError):  # a built-in class, or one typed into an interpreter
-        return ast.Module([], [])
+def format_help(usage: str, kind: type, options: Sequence[Option]) -> str:
+    """Formats the help of a verb: its common options first, the verb's own, the Run's, then those of its parts.
+
+    usage: the line after `usage:`.  kind: dataclass of the options, whose docstring follows.
+    """
+    options = [option for option in options if not option.fixed]
+    width = max(60, min(120, shutil.get_terminal_size((120, 24)).columns))
+    common = [option for name in COMMON for option in options if name in option.names]
+    groups: dict[str, list[Option]] = {"arguments": [], "common options": common, "options": [], "run options": []}
+    for option in options:
+        if option not in common:
+            groups.setdefault("arguments" if option.positional else f"{option.group} options".strip(), []).append(
+                option
+            )
+    parts = [f"usage: {usage}", textwrap.fill(inspect.cleandoc(kind.__doc__ or "").replace("\n", " "), width)]
+    for title, members in groups.items():
+        if members:
+            parts.append("\n".join([f"{title}:", *(_format_option(option, width) for option in members)]))
+    return "\n\n".join(parts)
 
 
-def _docs_in(body: list[ast.stmt]) -> dict[str, str]:
-    docs = {}
-    for field, doc in itertools.pairwise(body):
-        if (
-            isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-            and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) and isinstance(doc.value.value, str)
-        ):  # fmt: skip
-            docs[field.target.id] = " ".join(doc.value.value.split())
-    return docs
+def _format_option(option: Option, width: int) -> str:
+    left = "  " + ", ".join(option.names) + ("" if option.positional else f" {option.metavar}".rstrip())
+    default = "(required)" if option.default is tyro.MISSING else f"(default: {format_value(option.default)})"
+    if option.default in (None, (), "", False):
+        default = ""
+    lines = textwrap.wrap(f"{option.doc} {default}", width - _COLUMN, break_long_words=False) or [""]
+    first = f"{left:<{_COLUMN}}{lines.pop(0)}" if len(left) < _COLUMN - 1 else left
+    return "\n".join([first, *(" " * _COLUMN + line for line in lines)]).rstrip()
+
+
+def format_value(value: Any) -> str:
+    """Formats a default as it is typed."""
+    if isinstance(value, tuple):
+        return " ".join(map(format_value, value))
+    return repr(value) if isinstance(value, str) and value != value.strip() else str(value)

@@ -28,7 +28,7 @@ class ParityOptions(RunOptions):
     against: Annotated[str, tyro.conf.arg(metavar="AXIS=N,...")] = "data=1"
     """The other mesh, as axis=degree,..."""
     hosts: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions()
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print JSON."""
 
 

@@ -1,23 +1,25 @@
-"""Parser of a verb's options into its dataclass: tyro converts the values, and every mistake is one of our errors."""
+"""Parser of a verb's options into its dataclass: tyro parses, and every mistake is one of our errors."""
 
 import contextlib
+import copy
 import dataclasses
 import difflib
 import io
+import re
 import typing
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import tyro
 
 from meshwright.aliases import MESH_OPTIONS, OPTIONS, SETTINGS
-from meshwright.cli.help import format_help
-from meshwright.cli.options import REQUIRED, Option, Values, options_of, part_of
+from meshwright.cli.options import Option, default_of, format_help, options_of, part_of
 from meshwright.cli.output import write
 from meshwright.errors import ConfigError
 
 _RECIPE_OPTIONS = ("model", "recipe", "preset", "model_name", "model_name_or_path")
 """Options elsewhere for what is the first argument here."""
+_CONFIG = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
 
 
 def parse[Options](kind: type[Options], verb: str, args: Sequence[str], *, default: Options | None = None) -> Options:
@@ -27,21 +29,34 @@ def parse[Options](kind: type[Options], verb: str, args: Sequence[str], *, defau
     Prints the help and raises SystemExit for `--help`. Raises ConfigError for an unknown option, an illegal value, or
     a missing option.
     """
-    options = list(options_of(kind, default, args=args))
+    if default is not None:
+        default = _with_parts(default, args)
+    options = list(options_of(kind, default))
     command = f"meshwright {verb.split()[0]}"
     if "-h" in args or "--help" in args:
         positional = "".join(f" {option.names[0]}" for option in options if option.positional)
-        write(format_help(f"meshwright {verb}{positional} [options]", kind.__doc__ or "", options) + "\n")
+        write(format_help(f"meshwright {verb}{positional} [options]", kind, options) + "\n")
         raise SystemExit(0)
-    given = _scan(command, args, options)
-    for option in options:
-        if option.default is REQUIRED and option not in given:
-            raise ConfigError(command, f"{option.names[0]} is missing.{_gist(option)}", f"{command} {option.example}")
-    fields = {option.path: _convert(command, option, *given[option]) for option in given}
+    by_name = {name: option for option in options for name in option.names}
+    words, given = _checked(command, args, by_name)
+    complaint = io.StringIO()
     try:
-        return _set(default, fields) if default is not None else _make(kind, fields)
+        with contextlib.redirect_stderr(complaint):
+            parsed, strays = tyro.cli(
+                kind,
+                prog=command,
+                args=words,
+                default=tyro.MISSING_NONPROP if default is None else default,
+                return_unknown_args=True,
+                config=_CONFIG,
+            )
+    except SystemExit as error:
+        raise _refused(command, complaint.getvalue(), by_name, given) from error
     except ValueError as error:  # the checks of a configuration from outside the package
         raise ConfigError(f"{command} {' '.join(args)}", str(error), f"{command} --help") from error
+    if strays:
+        raise _stray(command, strays[0], args, options)
+    return parsed
 
 
 def refuse_options(options: Any, names: Sequence[str], mode: str, fix: str) -> None:
@@ -54,134 +69,102 @@ def refuse_options(options: Any, names: Sequence[str], mode: str, fix: str) -> N
             raise ConfigError(f"--{field.name.replace('_', '-')} with {mode}", "it would not be used there", fix)
 
 
-def _make[Owner](kind: type[Owner], fields: dict[tuple[str, ...], Any]) -> Owner:
-    """Makes a dataclass of the fields at some paths; nested ones begin with the default of their field."""
-    nested = {path[0] for path in fields if len(path) > 1}
-    defaults = {f.name: f.default for f in dataclasses.fields(kind) if f.name in nested}  # type: ignore[arg-type]
-    values = {path[0]: value for path, value in fields.items() if len(path) == 1}
-    for name, default in defaults.items():
-        values[name] = _set(default, {path[1:]: value for path, value in fields.items() if path[0] == name})
-    return kind(**values)
+def value_of(args: Sequence[str], name: str) -> str | None:
+    """Returns the value that `args` give the option `name`, before they are parsed; None where they do not."""
+    for token, following in zip(args, [*args[1:], ""], strict=False):
+        if token == name:
+            return following
+        if token.startswith(f"{name}="):
+            return token.partition("=")[2]
+    return None
 
 
-def _set[Owner](owner: Owner, fields: dict[tuple[str, ...], Any]) -> Owner:
-    """Returns a dataclass with the fields at some paths replaced, all fields of a nested one at once."""
-    changes = {path[0]: value for path, value in fields.items() if len(path) == 1}
-    for first in {path[0] for path in fields if len(path) > 1}:
-        nested = {path[1:]: value for path, value in fields.items() if path[0] == first}
-        part = getattr(owner, first)
-        if part is None:  # an optional one, of which an option was given
-            kind = part_of(typing.get_type_hints(type(owner), include_extras=True)[first])
-            assert kind is not None
-            changes[first] = _make(kind, nested)
+def _with_parts(default: Any, args: Sequence[str]) -> Any:
+    """Returns the defaults with an optional part, such as `run.model.yarn`, wherever one of its options is given."""
+    for word in args:
+        path = word.partition("=")[0].lstrip("-").replace("-", "_").split(".")[:-1]
+        if word.startswith("--") and path and hasattr(default, "run"):
+            default = _opened(default, ["run", *path])
+    return default
+
+
+def _opened(owner: Any, path: list[str]) -> Any:
+    """Returns a copy of a dataclass in which the part at `path` has blank fields where it was None."""
+    if not path or not hasattr(owner, path[0]):
+        return owner
+    part = getattr(owner, path[0])
+    if part is None and (kind := part_of(typing.get_type_hints(type(owner))[path[0]])) is not None:
+        part = object.__new__(kind)
+        for field in dataclasses.fields(kind):
+            object.__setattr__(part, field.name, default_of(field))
+    owner = copy.copy(owner)
+    object.__setattr__(owner, path[0], _opened(part, path[1:]))  # checked when tyro makes it of all options
+    return owner
+
+
+def _checked(
+    command: str, args: Sequence[str], by_name: dict[str, Option]
+) -> tuple[list[str], dict[Option, list[str]]]:
+    """Returns the arguments, all values of an option that is repeated after its first mention, and the values given.
+
+    Raises ConfigError for an unknown option, and for a path that is empty.
+    """
+    free: list[str] = []
+    given: dict[Option, list[str]] = {}
+    values = free
+    for word in args:
+        name, equals, value = word.partition("=")
+        if not word.startswith("--"):
+            values.append(word)
             continue
-        changes[first] = _set(part, nested)
-    return dataclasses.replace(owner, **changes)  # type: ignore[type-var]
+        option = by_name.get(name.replace("_", "-"))
+        if option is None or option.fixed:
+            raise _unknown(command, name, list(_values_after(args, word)), by_name)
+        values = given.setdefault(option, [])
+        if not option.metavar.endswith("..."):
+            values.clear()
+        values += [value] if equals else []
+    words: list[str] = [*free]
+    for option, values in given.items():
+        if option.metavar.startswith("PATH") and "" in values:
+            truth, fix = "its value is empty, as of a shell variable that is not set", f"{option.names[0]} PATH"
+            raise ConfigError(f"{command} {option.names[0]} ''", truth, f"{fix}, or leave it out")
+        words += [option.names[0], *values]
+    return words, given
 
 
-def _convert(command: str, option: Option, name: str, values: list[str]) -> Any:
-    """Converts the values of an option to its type. Raises ConfigError where tyro does not accept them."""
-    if option.values.count == 0:
-        return True
-    one = dataclasses.make_dataclass("One", [("value", Annotated[option.annotation, tyro.conf.arg(name="value")])])
-    args = [f"--value={values[0]}"] if len(values) == 1 else ["--value", *values]
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            return tyro.cli(one, args=args, config=(tyro.conf.FlagConversionOff,)).value
-    except SystemExit as error:
-        message = " ".join(complaint.getvalue().translate(_BOX).replace("--value", name).split())
-        fix = f"{name} {option.values.metavar}"
-        raise ConfigError(f"{command} {name} {' '.join(values)}".rstrip(), message, fix) from error
+def _values_after(args: Sequence[str], word: str) -> Iterator[str]:
+    """Yields the values that follow an option."""
+    _, equals, value = word.partition("=")
+    if equals:
+        yield value
+        return
+    for following in args[list(args).index(word) + 1 :]:
+        if following.startswith("--"):
+            return
+        yield following
 
 
-_BOX = str.maketrans("╭─╮│╰╯", "      ")
-
-
-def _scan(command: str, args: Sequence[str], options: Sequence[Option]) -> dict[Option, tuple[str, list[str]]]:
-    """Returns the name and the values given for each option; those of a repeated list are joined."""
-    by_name = {name: option for option in options for name in option.names}
-    free = [option for option in options if option.positional]
-    given: dict[Option, tuple[str, list[str]]] = {}
-    tokens = list(args)
-    while tokens:
-        token = tokens.pop(0)
-        if not token.startswith("--"):
-            if not free:
-                raise _stray(command, token, args, options)
-            option = free[0] if free[0].values.count is None else free.pop(0)
-            before = given[option][1] if option in given else []
-            given[option] = (option.names[0], [*before, token])
-            _check(command, option, option.names[0], [token])
-            continue
-        name, equals, value = token.partition("=")
-        followers = [value] if equals else _values_after(tokens)
-        known = by_name.get(name.replace("_", "-"))
-        if known is None:
-            raise _unknown(command, name, followers, by_name)
-        taken = followers if known.values.count is None or equals else followers[: known.values.count]
-        _check(command, known, name, taken)
-        if not equals:
-            del tokens[: len(taken)]
-        before = given[known][1] if known in given and known.values.count is None else []
-        given[known] = (name.replace("_", "-"), [*before, *taken])
-    return given
-
-
-def _values_after(tokens: Sequence[str]) -> list[str]:
-    """Returns the tokens before the next option."""
-    end = next((i for i, token in enumerate(tokens) if token.startswith("--")), len(tokens))
-    return list(tokens[:end])
-
-
-def _check(command: str, option: Option, name: str, values: Sequence[str]) -> None:
-    """Raises ConfigError where `values` are too few or not legal."""
-    takes = option.values
-    label = "" if option.positional else f"{name} "
-    asked = f"{command} {label}{' '.join(values)}".rstrip()
-    if takes.count is not None and len(values) != takes.count:
-        if takes.count == 0:
-            raise ConfigError(asked, f"{name} is a switch and takes no value", name)
-        plural = "a value" if takes.count == 1 else f"{takes.count} values"
-        raise ConfigError(asked, f"{name} takes {plural}.{_gist(option)}", f"{name} {takes.metavar}")
-    for value in values:
-        if not value and takes.metavar.startswith("PATH"):
-            truth = "its value is empty, as of a shell variable that is not set"
-            raise ConfigError(asked, truth, f"{label}{takes.metavar}, or leave it out")
-        if not _is_legal(takes, value):
-            because = f"{value!r} is not {_expected(takes)}"
-            raise ConfigError(asked, because, f"{label or command + ' '}{_legal_value(takes, value)}")
-
-
-def _is_legal(takes: Values, value: str) -> bool:
-    if takes.optional and value == "None":
-        return True
-    if takes.choices:
-        return value in takes.choices
-    if takes.kind is None:
-        return True
-    try:
-        takes.kind(value)
-    except ValueError:
-        return False
-    return True
-
-
-def _expected(takes: Values) -> str:
-    if takes.choices:
-        return f"one of {', '.join(takes.choices)}"
-    return "a whole number" if takes.kind is int else "a number"
-
-
-def _legal_value(takes: Values, value: str) -> str:
-    """Returns the legal value nearest to `value`."""
-    if takes.choices:
-        close = difflib.get_close_matches(value, takes.choices, n=1, cutoff=0.4)
-        return close[0] if close else takes.metavar
+def _refused(command: str, text: str, by_name: dict[str, Option], given: dict[Option, list[str]]) -> ConfigError:
+    """Builds the error for what tyro refuses; its first paragraph is the reason."""
+    lines = [line.strip("│ ") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
+    end = next((i for i, line in enumerate(lines) if line.startswith("──")), len(lines))
+    truth = " ".join(" ".join(lines[:end]).split())
+    truth = re.sub(r" ?\(required\)|\[/?bold\]", "", truth)
+    named = [name for name in by_name if re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w.-])", truth, re.IGNORECASE)]
+    if not named:
+        return ConfigError(command, truth, f"{command} --help")
+    name = min(named, key=lambda name: not name.startswith("--"))
+    option = by_name[name]
+    legal, wrong = option.metavar, (re.findall(r"'([^']*)'", truth) or [""])[0 if option.choices else -1]
+    if option.choices:
+        legal = next(iter(difflib.get_close_matches(wrong, option.choices, n=1, cutoff=0.4)), legal)
     with contextlib.suppress(ValueError, OverflowError):
-        number = float(value)
-        return str(round(number)) if takes.kind is int else f"{number:g}"
-    return takes.metavar
+        legal = str(round(float(wrong))) if option.metavar == "N" else legal
+    words = [] if option.positional else [name]
+    return ConfigError(
+        " ".join([command, *words, *given.get(option, [])]), truth, " ".join([*(words or [command]), legal])
+    )
 
 
 def _stray(command: str, token: str, args: Sequence[str], options: Sequence[Option]) -> ConfigError:
@@ -191,43 +174,38 @@ def _stray(command: str, token: str, args: Sequence[str], options: Sequence[Opti
     takes_recipe = any(option.group == "run" for option in options)
     # What came first was taken for the recipe before the options are read; a second one has no place.
     if not takes_recipe or args[0] == token:
-        if takes_recipe:
-            asked, before = f"{command} RECIPE {' '.join(args)}", "a recipe was given before it"
-        else:
-            before = "the verb takes no further word"
+        before = "a recipe was given before it" if takes_recipe else "the verb takes no further word"
+        asked = f"{command} RECIPE {' '.join(args)}" if takes_recipe else asked
         return ConfigError(asked, f"{token!r} belongs to no option, and {before}", f"leave {token!r} out")
-    return ConfigError(
-        asked, f"{token!r} belongs to no option; a recipe comes before the options",
-        f"{' '.join([command, token, *rest])}, or leave it out",
-    )  # fmt: skip
+    fix = f"{' '.join([command, token, *rest])}, or leave it out"
+    return ConfigError(asked, f"{token!r} belongs to no option; a recipe comes before the options", fix)
 
 
 def _unknown(command: str, name: str, values: Sequence[str], by_name: dict[str, Option]) -> ConfigError:
     """Builds the error for an option that does not exist, with the option that was probably meant."""
     asked, because = " ".join([command, name, *values]), f"there is no option {name}"
+    fixed = by_name.get(name.replace("_", "-"))
+    if fixed is not None:
+        place = f"{'.'.join(fixed.path[1:])} in the run.json that --run takes, or a recipe of your own"
+        return ConfigError(asked, f"{because} on the command line", place)
     word = name.lstrip("-").replace("-", "_").lower()
     last = word.rpartition(".")[2]
     if last in _RECIPE_OPTIONS and any(option.group == "run" for option in by_name.values()):
         recipe = values[0] if values else "RECIPE"
         return ConfigError(asked, because, f"{command} {recipe}: a recipe is the first argument")
+    by_name = {key: option for key, option in by_name.items() if not option.fixed}
     for meant in _candidates(word, last, values):
         option = by_name.get(meant.split()[0])
         if option is not None:
-            example = meant if " " in meant or option.values.count == 0 else " ".join([meant, *values])
-            return ConfigError(asked, because, f"did you mean {example}?{_gist(option)}")
+            example = meant if " " in meant or not option.metavar else " ".join([meant, *values])
+            return ConfigError(asked, because, f"did you mean {example}?{option.gist}")
     names = {key.lstrip("-").replace("-", "_"): key for key in by_name if key.startswith("--")}
     ends = {key.rpartition(".")[2]: name for key, name in names.items()}
     for key, known in ((word, names), (last, ends)):
         close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
         if close:
-            return ConfigError(asked, because, f"did you mean {known[close[0]]}?{_gist(by_name[known[close[0]]])}")
+            return ConfigError(asked, because, f"did you mean {known[close[0]]}?{by_name[known[close[0]]].gist}")
     return ConfigError(asked, because, f"{command} --help, which lists all options")
-
-
-def _gist(option: Option) -> str:
-    """Returns the first sentence of an option's description, after a space."""
-    sentence = option.doc.partition(". ")[0].rstrip(".")
-    return f" {sentence}." if sentence else ""
 
 
 def _candidates(word: str, last: str, values: Sequence[str]) -> list[str]:
@@ -235,7 +213,6 @@ def _candidates(word: str, last: str, values: Sequence[str]) -> list[str]:
     candidates = []
     if last in MESH_OPTIONS and (not values or values[0].isdigit()) and (values or last not in SETTINGS):
         candidates.append(f"--mesh {MESH_OPTIONS[last]}={values[0] if values else 'N'}")
-    candidates += [SETTINGS[key] for key in (word, last) if key in SETTINGS]
-    candidates += [OPTIONS[key] for key in (word, last) if key in OPTIONS]
+    candidates += [table[key] for table in (SETTINGS, OPTIONS) for key in (word, last) if key in table]
     sections = ("model", "training", "optimizer", "data")
     return [*candidates, *(f"--{section}.{last.replace('_', '-')}" for section in sections)]

@@ -52,7 +52,7 @@ class PlanOptions(OfferOptions, RunOptions):
     """Compare two meshes side by side."""
     prove: int = 0
     """Compile this many of the best plans for the hardware, and rank them by the compiled step."""
-    tune: tyro.conf.FlagCreatePairsOff[bool] = False
+    tune: bool = False
     """Compile variants of the best plan (remat, dtypes, block sizes, compiler options) and keep what is faster."""
     limit: int = 900
     """Most seconds for one compilation."""
@@ -67,7 +67,7 @@ class PlanOptions(OfferOptions, RunOptions):
     """Write the best plan as JSON, which train, prove and rehearse take."""
     shown: int = 8
     """Rows of each table."""
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print JSON."""
 
 

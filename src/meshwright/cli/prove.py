@@ -96,9 +96,9 @@ class ProveOptions(RunOptions):
     """Also run this many steps on random tokens and measure memory."""
     profile: Path | None = None
     """With --measure: write JAX's device memory profile, for pprof."""
-    fresh: tyro.conf.FlagCreatePairsOff[bool] = False
+    fresh: bool = False
     """Compile again what is in the cache of proofs."""
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print the census as JSON on standard output, and everything else on standard error."""
 
 

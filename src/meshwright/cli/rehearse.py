@@ -33,13 +33,13 @@ class RehearseOptions(RunOptions):
     """Steps before it stops, and again after it resumes."""
     processes: int = 1
     """Number of processes, as hosts."""
-    kill: tyro.conf.FlagCreatePairsOff[bool] = False
+    kill: bool = False
     """Kill one of the processes (SIGKILL) while it trains: the others have to stop, and the run has to resume."""
     most: int = 32
     """Most simulated devices: a larger mesh has its degrees divided, and the real mesh is checked by arithmetic."""
     limit: int = 900
     """Most seconds for each part."""
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print JSON."""
 
 

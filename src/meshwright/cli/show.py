@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-import tyro
 from rich.columns import Columns
 from rich.console import Console
 
@@ -36,7 +35,7 @@ class ShowOptions(RunOptions):
     """Write the drawings into this folder, one file each."""
     html: Path | None = None
     """Write one offline page: any tensor on the devices, the pipeline, the mesh over the machine."""
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print JSON."""
 
 

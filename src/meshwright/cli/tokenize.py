@@ -41,7 +41,7 @@ class TokenizeOptions:
     bad_records: float = 0.0
     """Largest share of records (lines, rows, text files) that may be skipped because they cannot be read. 0 refuses the
     first, with its file and line."""
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print JSON."""
 
 

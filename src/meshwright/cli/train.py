@@ -20,10 +20,10 @@ from meshwright.api.memory_remedies import memory_explained
 from meshwright.api.viewing import view
 from meshwright.bench.calibration_file import calibration_path, read_calibration
 from meshwright.checkpoint.steps import committed_steps
-from meshwright.cli.base_run import Base, RunOptions, base_run, value_of
+from meshwright.cli.base_run import Base, RunOptions, base_run
 from meshwright.cli.devices import HostOptions, start_devices
 from meshwright.cli.output import write_json
-from meshwright.cli.parse import parse
+from meshwright.cli.parse import parse, value_of
 from meshwright.cli.restarts import Restarts
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_step
@@ -52,13 +52,13 @@ class TrainOptions(RunOptions):
     """Output folder; by default a new one under `runs`."""
     devices: int | None = None
     """Devices of the whole run: the first so many accelerators, or simulated ones on a CPU."""
-    resume: tyro.conf.FlagCreatePairsOff[bool] = False
+    resume: bool = False
     """Continue from the last checkpoint in --out, with the Run that is kept there."""
-    resume_if_exists: tyro.conf.FlagCreatePairsOff[bool] = False
+    resume_if_exists: bool = False
     """Resume where --out has a checkpoint, and start where it has none: the same command for every start of a job."""
     at: int | None = None
     """Continue from the checkpoint of this step; newer ones are set aside."""
-    new_data: tyro.conf.FlagCreatePairsOff[bool] = False
+    new_data: bool = False
     """Resume although the text, its order or its mixture differ from those of the checkpoint."""
     profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None
     """Trace these steps into OUT/profile (xprof, Perfetto), and set the measured beside the simulated schedule."""
@@ -66,10 +66,10 @@ class TrainOptions(RunOptions):
     """Time between lasting lines of progress: seconds (30s, 5min), steps (10), or both, of which the later counts."""
     hosts: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions()
     watchdog: Watchdog = Watchdog()
-    supervise: tyro.conf.FlagCreatePairsOff[bool] = False
+    supervise: bool = False
     """Train in a child process, and start it again from its last good checkpoint when it dies or a host is gone."""
     restarts: Restarts = Restarts()
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print the summary as JSON on standard output, and everything else on standard error."""
 
     @property

@@ -22,7 +22,7 @@ class ViewOptions:
     """Output folders of runs."""
     html: Path | None = None
     """File to write; by default view.html in the first folder."""
-    live: tyro.conf.FlagCreatePairsOff[bool] = False
+    live: bool = False
     """Serve the page on this machine (127.0.0.1) instead, and update it while the runs train; Ctrl-C ends it."""
     port: int = 0
     """Port of --live; 0 takes a free one."""
