@@ -21,42 +21,42 @@ def _gemma(name: str, model: Gemma, batch: int = 512) -> Run:
 
 def gemma2_2b() -> Run:
     """Gemma 2 2B (arXiv:2408.00118, table 1)."""
-    return _gemma("gemma2-2b", Gemma2(256000, 2304, 26, 8, 4, 256, 9216, query_scale=256))
+    return _gemma("gemma2-2b", Gemma2(256000, 2304, 26, 8, 4, 256, mlp=9216, query_scale=256))
 
 
 def gemma2_9b() -> Run:
     """Gemma 2 9B (arXiv:2408.00118, table 1)."""
-    return _gemma("gemma2-9b", Gemma2(256000, 3584, 42, 16, 8, 256, 14336, query_scale=256))
+    return _gemma("gemma2-9b", Gemma2(256000, 3584, 42, 16, 8, 256, mlp=14336, query_scale=256))
 
 
 def gemma2_27b() -> Run:
     """Gemma 2 27B (arXiv:2408.00118, table 1)."""
-    return _gemma("gemma2-27b", Gemma2(256000, 4608, 46, 32, 16, 128, 36864, query_scale=144))
+    return _gemma("gemma2-27b", Gemma2(256000, 4608, 46, 32, 16, 128, mlp=36864, query_scale=144))
 
 
 def gemma3_270m() -> Run:
     """Gemma 3 270M: 268 M parameters, of which 168 M are the embedding."""
-    return _gemma("gemma3-270m", Gemma3(262144, 640, 18, 4, 1, 256, 2048, query_scale=256))
+    return _gemma("gemma3-270m", Gemma3(262144, 640, 18, 4, 1, 256, mlp=2048, query_scale=256))
 
 
 def gemma3_1b() -> Run:
     """Gemma 3 1B (arXiv:2503.19786, table 1)."""
-    return _gemma("gemma3-1b", Gemma3(262144, 1152, 26, 4, 1, 256, 6912, query_scale=256))
+    return _gemma("gemma3-1b", Gemma3(262144, 1152, 26, 4, 1, 256, mlp=6912, query_scale=256))
 
 
 def gemma3_4b() -> Run:
     """Gemma 3 4B, the text model (arXiv:2503.19786, table 1)."""
-    model = Gemma3(262208, 2560, 34, 8, 4, 256, 10240, sliding_window=1024, rope_factor=8.0, query_scale=256)
+    model = Gemma3(262208, 2560, 34, 8, 4, 256, mlp=10240, sliding_window=1024, rope_factor=8.0, query_scale=256)
     return _gemma("gemma3-4b", model)
 
 
 def gemma3_12b() -> Run:
     """Gemma 3 12B, the text model (arXiv:2503.19786, table 1)."""
-    model = Gemma3(262208, 3840, 48, 16, 8, 256, 15360, sliding_window=1024, rope_factor=8.0, query_scale=256)
+    model = Gemma3(262208, 3840, 48, 16, 8, 256, mlp=15360, sliding_window=1024, rope_factor=8.0, query_scale=256)
     return _gemma("gemma3-12b", model)
 
 
 def gemma3_27b() -> Run:
     """Gemma 3 27B, the text model (arXiv:2503.19786, table 1)."""
-    model = Gemma3(262208, 5376, 62, 32, 16, 128, 21504, sliding_window=1024, rope_factor=8.0, query_scale=168)
+    model = Gemma3(262208, 5376, 62, 32, 16, 128, mlp=21504, sliding_window=1024, rope_factor=8.0, query_scale=168)
     return _gemma("gemma3-27b", model)

@@ -4,7 +4,7 @@ The text is yours: `--data PATH --data.tokenizer FOLDER/tokenizer.json`.
 """
 
 from meshwright.config import Data, Optimizer, Training
-from meshwright.models.blocks.yarn import Yarn
+from meshwright.models.blocks.rotary import Yarn
 from meshwright.models.families.gpt_oss import GptOss
 from meshwright.runs.run import Run
 

@@ -5,8 +5,7 @@ The text is yours: `--data PATH --data.tokenizer FOLDER/tokenizer.json`.
 """
 
 from meshwright.config import Data, Optimizer, Training
-from meshwright.models.blocks.rotary import RopeScaling
-from meshwright.models.blocks.yarn import Yarn
+from meshwright.models.blocks.rotary import RopeScaling, Yarn
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.olmo3 import Olmo3
 from meshwright.runs.run import Run

@@ -12,7 +12,7 @@ from meshwright.runs.run import Run
 def qwen3_next_80b_a3b() -> Run:
     """Qwen3-Next 80B-A3B: 79.7 B parameters, of which a token uses 3.9 B; 512 experts, linear attention in 36 of 48."""
     model = Qwen3Next(
-        151936, 2048, 48, 16, kv_heads=2, head_size=256, mlp=5120, rope_theta=1e7, experts=512, experts_per_token=10,
+        151936, 2048, 48, 16, kv_heads=2, head_size=256, rope_theta=1e7, experts=512, experts_per_token=10,
         expert_mlp=512, shared_mlp=512, linear_heads=16, linear_value_heads=32, linear_key_size=128,
         linear_value_size=128, expert_buffer_factor=1.5,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from meshwright.cli.plan import PlanOptions
 from meshwright.cli.show import ShowOptions
 from meshwright.cli.train import TrainOptions
 from meshwright.errors import ConfigError, TrainingError
-from meshwright.models.blocks.yarn import Yarn
+from meshwright.models.blocks.rotary import Yarn
 from meshwright.runs.recipe import find_recipe
 from meshwright.words import AXES
 

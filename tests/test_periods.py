@@ -10,8 +10,7 @@ import pytest
 from tiny_runs import QWEN3_NEXT, assert_same_steps, device_run_of, tiny_run, train, train_on_one_device
 
 import meshwright as mw
-from meshwright.models.blocks.rotary import RopeScaling
-from meshwright.models.blocks.yarn import Yarn
+from meshwright.models.blocks.rotary import RopeScaling, Yarn
 from meshwright.models.flops import layer_flops
 from meshwright.models.periods import scan_periods, scan_stacks_in_parts
 from meshwright.runs.placed_run import place_run
@@ -131,8 +130,6 @@ def test_every_pattern_has_the_numbers_of_one_device(family: str, mesh: str, cha
 
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
-    "window": ("llama4", {"sliding_window": 7}, "fix: .*--model.attention-chunk 7, without --model.sliding-window"),
-    "bias": ("llama4", {"qkv_bias": "learned"}, "projections have no biases"),
     "no experts": ("llama4", {"layers": 1}, "fix: .*--model.expert-interval 1"),
     "no chunk": ("llama4", {"attention_chunk": 0}, "both are 1 at least"),
     "few experts": ("llama4", {"experts_per_token": 5}, "5 experts per token of 4 experts"),
@@ -140,7 +137,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "sees nothing": ("gpt_oss", {"sliding_window": 0}, "a token attends to itself at least"),
     "no local layer": ("olmo3", {"local_layers": 0}, "or the family llama for layers of one kind"),
     "negative base": ("olmo3", {"rope_theta": -1.0}, "fix: .*--model.rope-theta 10000"),
-    "two scalings": ("olmo3", {"rope_scaling": RopeScaling()}, "scaled by YaRN, in global layers"),
+    "two scalings": ("llama4", {"rope_scaling": RopeScaling(), "rope_factor": 2.0}, "scales the same rotary freq"),
 }
 
 

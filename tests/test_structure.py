@@ -16,7 +16,6 @@ ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src"
 PACKAGE = SRC / "meshwright"
 
-FILE_LINES = 400
 FUNCTION_LINES = 60
 ARGUMENTS = 8
 
@@ -125,11 +124,6 @@ def functions() -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield path, node
-
-
-def long_files() -> list[str]:
-    counts = ((path, text.count("\n")) for path, text, _ in sources().values())
-    return [f"{place(path, 1)} {n} lines, at most {FILE_LINES}" for path, n in counts if n > FILE_LINES]
 
 
 def long_functions() -> list[str]:
@@ -276,7 +270,6 @@ RULES: dict[str, Callable[[], list[str]]] = {
     "closure of train": train_closure,
     "closure of the census": census_closure,
     "imports of hlo": hlo_imports,
-    "lines of a file": long_files,
     "lines of a function": long_functions,
     "arguments of a function": wide_functions,
     "modules outside the rooms": stray_modules,

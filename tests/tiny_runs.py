@@ -20,7 +20,7 @@ import meshwright
 from meshwright.config import Data, MeshShape, Optimizer, Training
 from meshwright.data.batch import Batch
 from meshwright.hardware.mesh import build_mesh
-from meshwright.models.blocks.yarn import LatentYarn
+from meshwright.models.blocks.rotary import LatentYarn
 from meshwright.models.families.deepseek import Deepseek
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.families.llama import Llama

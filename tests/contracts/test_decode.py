@@ -16,7 +16,7 @@ from meshwright.generation.decoder import Bucket, Decoder
 from meshwright.generation.weight_sizes import WeightsLayout
 from meshwright.generation.weights import lay_out
 from meshwright.models.blocks.dropout import no_dropout
-from meshwright.models.blocks.yarn import Yarn
+from meshwright.models.blocks.rotary import Yarn
 from meshwright.models.families.gemma import Gemma2, Gemma3
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.families.gpt_oss import GptOss

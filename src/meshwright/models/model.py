@@ -20,8 +20,7 @@ from meshwright.sharding.params import GatherParams, Param, Tree
 from meshwright.sharding.sequence import SequenceSplit
 
 if TYPE_CHECKING:
-    from meshwright.models.blocks.delta_net import DeltaAttend, DeltaSpec
-    from meshwright.models.blocks.latent import LatentAttend, LatentSpec
+    from meshwright.models.blocks.delta_net import DeltaInputs
     from meshwright.models.kernels.scores import Scores
 
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
@@ -49,6 +48,21 @@ class Tokens:
     """Position within the document."""
 
 
+class LatentAttend(Protocol):
+    """Attention of a decoding step's tokens to cached latents, and writing theirs; returns [B, T, N, kv_rank].
+
+    Scores are divided by the root of the queries' size, which is that of what is cached.
+    """
+
+    def __call__(self, q_BTNZ: jax.Array, cached_BTZ: jax.Array, kv_rank: int, /) -> jax.Array: ...
+
+
+class DeltaAttend(Protocol):
+    """Linear attention of a decoding step's tokens, from what is carried and into it; returns [B, T, N, G, H]."""
+
+    def __call__(self, x: "DeltaInputs", taps_NFW: jax.Array, /) -> jax.Array: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class ForwardContext:
     """Inputs that every layer of a model needs besides its parameters."""
@@ -66,9 +80,9 @@ class ForwardContext:
     """Devices of `tensor` in the order of a ring, around which collective matmuls send chunks; () has no ring."""
     attend_pieces: tuple[Attend, ...] = ()
     """Attention of each piece of the batch, for `attend_row_parallel`; () has no pieces."""
-    attend_latent: "LatentAttend | None" = None
+    attend_latent: LatentAttend | None = None
     """Attention to cached latents (blocks/latent.py), where the context is that of decoding."""
-    attend_delta: "DeltaAttend | None" = None
+    attend_delta: DeltaAttend | None = None
     """Linear attention from its cached states (blocks/delta_net.py), where the context is that of decoding."""
 
     def column_parallel(self, f: TokenFunction, x_BTD: jax.Array, weights: Any) -> Any:
@@ -120,6 +134,29 @@ class ForwardContext:
 
 
 @dataclasses.dataclass(frozen=True)
+class LatentSpec:
+    """Sizes of latent attention besides those of queries and keys."""
+
+    query_rank: int | None
+    """Width of the latent that queries are projections of; None projects them from the layer's input."""
+    kv_rank: int
+    """Width of the latent of keys and values."""
+    rope_size: int
+    """Size of the rotary key that all heads share, and of the rotated part of a query."""
+    value_size: int
+    """Size of a value."""
+
+    @property
+    def cached(self) -> int:
+        """Elements per token that a cache holds: the latent and the rotary key."""
+        return self.kv_rank + self.rope_size
+
+    def gathered(self, width: int) -> int:
+        """Returns the features per token that are gathered over `tensor` before attention. width: of the model."""
+        return (self.query_rank or width) + self.cached
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionSpec:
     """Attention of one layer."""
 
@@ -134,7 +171,7 @@ class AttentionSpec:
     """Whether queries and keys are normalised: what saves everything saves them before and after."""
     gates_output: bool = False
     """Whether a projection as wide as the queries multiplies the output: it is saved where they are."""
-    latent: "LatentSpec | None" = None
+    latent: LatentSpec | None = None
     """Latents that keys and values are projections of (multi-head latent attention, MLA)."""
     chunk: int | None = None
     """Tokens of a chunk, of which a token attends to those of its own (Llama 4); None has no chunks."""
@@ -159,6 +196,72 @@ class AttentionSpec:
         return (window * (window + 1) / 2 + (seq - window) * window) / seq
 
 
+CHUNK = 64
+"""Most tokens of a chunk of linear attention."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaSpec:
+    """Linear attention of one layer, by the gated delta rule."""
+
+    heads: int
+    """Heads of queries and keys N."""
+    groups: int
+    """Value heads G of each of them; each has its own state."""
+    key_size: int
+    value_size: int
+    taps: int
+    """Tokens W that the convolution of queries, keys and values reads, the token itself included."""
+
+    @property
+    def channels(self) -> int:
+        """Features of a key head that pass the convolution: its query, key and values."""
+        return 2 * self.key_size + self.groups * self.value_size
+
+    @property
+    def width(self) -> int:
+        """Features that pass the convolution."""
+        return self.heads * self.channels
+
+    @property
+    def values(self) -> int:
+        """Features of all values."""
+        return self.heads * self.groups * self.value_size
+
+    @property
+    def state(self) -> int:
+        """Elements of the states of all heads."""
+        return self.values * self.key_size
+
+    def matmuls(self, seq: int) -> list[tuple[int, int, int, int]]:
+        """Returns the matmuls of a chunk of a sequence: [m, k] by [k, n], and how many there are, of all heads."""
+        C, H, F, N = chunk_of(seq), self.key_size, self.value_size, self.heads
+        levels = [1 << level for level in range(C.bit_length() - 1)]
+        each_value_head = [
+            *((size, size, size, C // size) for size in levels), (C, C, F, 2), (C, C, H, 1), (C, H, F, 2), (H, C, F, 1)
+        ]  # fmt: skip
+        return [(C, H, C, 2 * N), *((m, k, n, count * self.groups * N) for m, k, n, count in each_value_head)]
+
+    def flops(self, seq: int) -> float:
+        """Returns the FLOPs of one token's forward pass, in a sequence of `seq` tokens: its chunk and the states."""
+        return sum(2.0 * m * k * n * count for m, k, n, count in self.matmuls(seq)) / chunk_of(seq)
+
+    def inner_bytes(self, seq: int) -> float:
+        """Returns the bytes per token of what the backward pass computes again of all chunks, and their gradients.
+
+        Of each value head nine matrices of a chunk, twelve of a chunk's keys or values, and the states before each
+        chunk with their gradients, float32.
+        """
+        C = chunk_of(seq)
+        matrices, rows = 9 * C, 6 * (self.key_size + self.value_size)
+        return 4.0 * (self.heads * self.groups * (matrices + rows) + 2 * self.state / C)
+
+
+def chunk_of(tokens: int) -> int:
+    """Returns the tokens of a chunk of linear attention: a power of two, so that blocks of its matrices pair off."""
+    return min(CHUNK, 1 << max(0, tokens - 1).bit_length())
+
+
 @dataclasses.dataclass(frozen=True)
 class ExpertSpec:
     """Mixture of experts of one layer."""
@@ -178,7 +281,7 @@ class LayerSpec:
     stack: str
     attention: AttentionSpec | None = None
     experts: ExpertSpec | None = None
-    delta: "DeltaSpec | None" = None
+    delta: DeltaSpec | None = None
     """Linear attention (blocks/delta_net.py); a layer has this or `attention`."""
 
 
@@ -225,7 +328,7 @@ class ModelSpec:
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
     @functools.cached_property
-    def delta(self) -> tuple["DeltaSpec", ...]:
+    def delta(self) -> tuple[DeltaSpec, ...]:
         """Linear attention of the layers that have one, in order."""
         return tuple(layer.delta for layer in self.layers if layer.delta is not None)
 

@@ -163,7 +163,7 @@ def _delta_matmuls(placed: PlacedRun, tokens: float) -> list[Matmul]:
     """
     if not placed.spec.delta:
         return []
-    from meshwright.models.blocks.delta_net import chunk_of
+    from meshwright.models.model import chunk_of
 
     seq, d = placed.run.training.seq, placed.spec.delta[0]
     chunks = len(placed.spec.delta) * tokens / chunk_of(seq) / placed.shape.tensor

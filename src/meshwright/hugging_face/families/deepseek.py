@@ -11,7 +11,7 @@ from meshwright.hugging_face.fields import Fields
 from meshwright.hugging_face.fp8 import PACKED
 from meshwright.hugging_face.names import StoredTensor
 from meshwright.hugging_face.safetensors_files import tensor_names
-from meshwright.models.blocks.yarn import LatentYarn
+from meshwright.models.blocks.rotary import LatentYarn
 from meshwright.models.families.deepseek import Deepseek
 from meshwright.models.further_tokens import STACK as MTP
 

@@ -8,6 +8,7 @@ from meshwright.hugging_face.families.llama import COMPUTED, LAYER, TIED
 from meshwright.hugging_face.families.rope import refused_rope, rope_fields
 from meshwright.hugging_face.fields import Fields
 from meshwright.hugging_face.names import StoredTensor
+from meshwright.models.decoder import head_size_of
 from meshwright.models.families.gemma import Gemma, Gemma2, Gemma3
 from meshwright.sharding.params import named_leaves
 
@@ -78,10 +79,10 @@ def _write_sizes(c: Gemma) -> dict[str, Any]:
         "num_hidden_layers": c.layers,
         "num_attention_heads": c.heads,
         "num_key_value_heads": c.kv_heads,
-        "head_dim": c.size_of_head,
+        "head_dim": head_size_of(c),
         "intermediate_size": c.mlp,
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": int(c.query_scale or c.size_of_head),
+        "query_pre_attn_scalar": int(c.query_scale or head_size_of(c)),
         "rms_norm_eps": c.norm_epsilon,
         "sliding_window": c.sliding_window,
         "layer_types": layer_types(c.layers, c.local_layers),

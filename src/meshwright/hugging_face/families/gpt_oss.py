@@ -10,6 +10,7 @@ from meshwright.hugging_face.families.yarn import read_yarn, write_yarn
 from meshwright.hugging_face.fields import Fields
 from meshwright.hugging_face.mxfp4 import PACKED
 from meshwright.hugging_face.names import StoredTensor
+from meshwright.models.decoder import head_size_of
 from meshwright.models.families.gpt_oss import GptOss
 from meshwright.sharding.params import named_leaves
 
@@ -46,7 +47,7 @@ def _write(c: Any) -> dict[str, Any] | None:
         "num_hidden_layers": c.layers,
         "num_attention_heads": c.heads,
         "num_key_value_heads": c.kv_heads,
-        "head_dim": c.size_of_head,
+        "head_dim": head_size_of(c),
         "intermediate_size": c.expert_mlp,
         "hidden_act": "silu",
         "rms_norm_eps": c.norm_epsilon,

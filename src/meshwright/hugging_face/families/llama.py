@@ -9,6 +9,7 @@ from meshwright.hugging_face.families.rope import rope_fields
 from meshwright.hugging_face.families.rope_scaling import read_rope, write_rope
 from meshwright.hugging_face.fields import Fields
 from meshwright.hugging_face.names import StoredTensor
+from meshwright.models.decoder import head_size_of
 from meshwright.models.families.llama import Llama
 from meshwright.sharding.params import named_leaves
 
@@ -62,7 +63,7 @@ def read_biases(fields: Fields) -> dict[str, Any]:
     return dict.fromkeys(("qkv_bias", "out_bias"), "learned" if fields.flag("attention_bias") else "none")
 
 
-def attention_bias(c: Llama) -> bool | None:
+def attention_bias(c: Any) -> bool | None:
     """Returns whether all four projections of attention have a bias; None is some of them, which has no such field."""
     both = {c.qkv_bias, c.out_bias}
     return None if len(both) == 2 else both == {"learned"}
@@ -95,7 +96,7 @@ def _read_qwen3(fields: Fields) -> Llama:
     )  # fmt: skip
 
 
-def write_sizes(c: Llama) -> dict[str, Any]:
+def write_sizes(c: Any) -> dict[str, Any]:
     """Returns the configuration fields that all of the architectures have."""
     return {
         "vocab_size": c.vocab,
@@ -103,7 +104,7 @@ def write_sizes(c: Llama) -> dict[str, Any]:
         "num_hidden_layers": c.layers,
         "num_attention_heads": c.heads,
         "num_key_value_heads": c.kv_heads,
-        "head_dim": c.attention.head_size,
+        "head_dim": head_size_of(c),
         "intermediate_size": c.mlp,
         "hidden_act": "silu",
         "rms_norm_eps": c.norm_epsilon,
@@ -112,7 +113,7 @@ def write_sizes(c: Llama) -> dict[str, Any]:
     }
 
 
-def write_window(c: Llama) -> dict[str, Any]:
+def write_window(c: Any) -> dict[str, Any]:
     """Returns the fields of Qwen's sliding window."""
     if c.sliding_window is None:
         return {"use_sliding_window": False, "sliding_window": None, "max_window_layers": c.layers}
@@ -199,7 +200,7 @@ _REST: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def llama_tensors(
-    c: Llama, stacks: Mapping[str, Sequence[int]], names: dict[str, tuple[str, tuple[str, ...]]] | None = None
+    c: Any, stacks: Mapping[str, Sequence[int]], names: dict[str, tuple[str, tuple[str, ...]]] | None = None
 ) -> dict[str, StoredTensor]:
     """Returns where each parameter is stored.
 

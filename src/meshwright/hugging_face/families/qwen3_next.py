@@ -9,6 +9,7 @@ from meshwright.hugging_face.families.rope import rope_fields
 from meshwright.hugging_face.families.rope_scaling import read_rope, write_rope
 from meshwright.hugging_face.fields import Fields
 from meshwright.hugging_face.names import StoredTensor
+from meshwright.models.decoder import head_size_of
 from meshwright.models.families.qwen3_next import Qwen3Next
 from meshwright.sharding.params import named_leaves
 
@@ -20,6 +21,7 @@ def _read(fields: Fields) -> Qwen3Next:
     fields.require("attention_bias", False)
     fields.require("decoder_sparse_step", 1)
     fields.require("mlp_only_layers", [])
+    fields.without_effect("intermediate_size")  # of layers without experts
     layers, width, heads = (fields.get(f) for f in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     interval = fields.get("full_attention_interval", 4)
     # Both forms of the same fact: files have one of them, or both.
@@ -29,7 +31,7 @@ def _read(fields: Fields) -> Qwen3Next:
     return Qwen3Next(
         vocab=fields.get("vocab_size"), width=width, layers=layers, heads=heads,
         kv_heads=fields.get("num_key_value_heads", 2), head_size=None if head_size * heads == width else head_size,
-        mlp=fields.get("intermediate_size", 5632), **read_rope(fields, rope), rotary_fraction=rope.fraction,
+        **read_rope(fields, rope), rotary_fraction=rope.fraction,
         norm_epsilon=fields.get("rms_norm_eps", 1e-6),
         embedding="tied" if fields.get("tie_word_embeddings", False) else "untied",
         full_attention_interval=interval, linear_heads=fields.get("linear_num_key_heads", 16),
@@ -60,8 +62,7 @@ def _write(c: Any) -> dict[str, Any] | None:
         "num_hidden_layers": c.layers,
         "num_attention_heads": c.heads,
         "num_key_value_heads": c.kv_heads,
-        "head_dim": c.attention.head_size,
-        "intermediate_size": c.mlp,
+        "head_dim": head_size_of(c),
         "hidden_act": "silu",
         "rms_norm_eps": c.norm_epsilon,
         "tie_word_embeddings": c.embedding == "tied",

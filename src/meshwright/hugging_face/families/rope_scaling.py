@@ -8,7 +8,6 @@ from meshwright.hugging_face.families.rope import RopeFields, refused_rope
 from meshwright.hugging_face.families.yarn import read_yarn, write_yarn
 from meshwright.hugging_face.fields import Fields
 from meshwright.models.blocks.rotary import RopeScaling
-from meshwright.models.families.llama import Llama
 
 _BY_LENGTH = {
     "dynamic": "another base for each length beyond max_position_embeddings, and none below",
@@ -42,12 +41,12 @@ def read_rope(fields: Fields, rope: RopeFields) -> dict[str, Any]:
     raise refused_rope(fields, f"rope_scaling of type {rope.kind!r}", "a model with none, linear, llama3 or yarn")
 
 
-def write_rope(c: Llama) -> dict[str, Any]:
+def write_rope(c: Any) -> dict[str, Any]:
     """Returns the fields, as both versions of `transformers` read them."""
     scaling, longest = None, {}
-    if c.rope_scaling is not None:
+    if getattr(c, "rope_scaling", None) is not None:
         scaling = {"rope_type": "llama3", **dataclasses.asdict(c.rope_scaling)}
-    elif c.rope_factor != 1.0:
+    elif getattr(c, "rope_factor", 1.0) != 1.0:
         scaling = {"rope_type": "linear", "factor": c.rope_factor}
     elif c.yarn is not None:
         scaling = write_yarn(c.rope_theta, c.yarn)

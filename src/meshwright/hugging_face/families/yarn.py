@@ -5,7 +5,7 @@ from typing import Any
 from meshwright.errors import WeightsError
 from meshwright.hugging_face.families.rope import RopeFields, refused_rope
 from meshwright.hugging_face.fields import Fields
-from meshwright.models.blocks.yarn import LatentYarn, Yarn
+from meshwright.models.blocks.rotary import LatentYarn, Yarn
 
 _KNOWN = {
     "factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "attention_factor", "truncate",

@@ -13,78 +13,22 @@ convolution reads no token before it.
 
 import dataclasses
 import functools
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-CHUNK = 64
-"""Most tokens of a chunk."""
+from meshwright.models.blocks.attention import Angles, Mix
+from meshwright.models.blocks.linear import linear, linears
+from meshwright.models.blocks.norm import rms_norm
+from meshwright.models.model import DeltaSpec, ForwardContext, chunk_of
+from meshwright.models.remat import ATTN_OUT, QKV
+from meshwright.sharding.params import Param
+
 _EPSILON = 1e-6
 """Constant of the norms of queries and keys, as in the released code."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DeltaSpec:
-    """Linear attention of one layer, by the gated delta rule."""
-
-    heads: int
-    """Heads of queries and keys N."""
-    groups: int
-    """Value heads G of each of them; each has its own state."""
-    key_size: int
-    value_size: int
-    taps: int
-    """Tokens W that the convolution of queries, keys and values reads, the token itself included."""
-
-    @property
-    def channels(self) -> int:
-        """Features of a key head that pass the convolution: its query, key and values."""
-        return 2 * self.key_size + self.groups * self.value_size
-
-    @property
-    def width(self) -> int:
-        """Features that pass the convolution."""
-        return self.heads * self.channels
-
-    @property
-    def values(self) -> int:
-        """Features of all values."""
-        return self.heads * self.groups * self.value_size
-
-    @property
-    def state(self) -> int:
-        """Elements of the states of all heads."""
-        return self.values * self.key_size
-
-    def matmuls(self, seq: int) -> list[tuple[int, int, int, int]]:
-        """Returns the matmuls of a chunk of a sequence: [m, k] by [k, n], and how many there are, of all heads."""
-        C, H, F, N = chunk_of(seq), self.key_size, self.value_size, self.heads
-        levels = [1 << level for level in range(C.bit_length() - 1)]
-        each_value_head = [
-            *((size, size, size, C // size) for size in levels), (C, C, F, 2), (C, C, H, 1), (C, H, F, 2), (H, C, F, 1)
-        ]  # fmt: skip
-        return [(C, H, C, 2 * N), *((m, k, n, count * self.groups * N) for m, k, n, count in each_value_head)]
-
-    def flops(self, seq: int) -> float:
-        """Returns the FLOPs of one token's forward pass, in a sequence of `seq` tokens: its chunk and the states."""
-        return sum(2.0 * m * k * n * count for m, k, n, count in self.matmuls(seq)) / chunk_of(seq)
-
-    def inner_bytes(self, seq: int) -> float:
-        """Returns the bytes per token of what the backward pass computes again of all chunks, and their gradients.
-
-        Of each value head nine matrices of a chunk, twelve of a chunk's keys or values, and the states before each
-        chunk with their gradients, float32.
-        """
-        C = chunk_of(seq)
-        matrices, rows = 9 * C, 6 * (self.key_size + self.value_size)
-        return 4.0 * (self.heads * self.groups * (matrices + rows) + 2 * self.state / C)
-
-
-def chunk_of(tokens: int) -> int:
-    """Returns the tokens of a chunk of a sequence: a power of two, so that blocks of its matrices pair off."""
-    return min(CHUNK, 1 << max(0, tokens - 1).bit_length())
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["q", "k", "v", "decay", "rate"], meta_fields=[])
@@ -113,12 +57,6 @@ class Carried:
     """Inputs of the convolution of the last W - 1 tokens, [N, B, W - 1, channels], float32."""
     states: Any
     """[N, B, G, key size, value size], float32."""
-
-
-class DeltaAttend(Protocol):
-    """Linear attention of a decoding step's tokens, from what is carried and into it; returns [B, T, N, G, H]."""
-
-    def __call__(self, x: DeltaInputs, taps_NFW: jax.Array, /) -> jax.Array: ...
 
 
 def delta_net(
@@ -243,3 +181,63 @@ def _inverse_bwd(inverse: jax.Array, g: jax.Array) -> tuple[jax.Array]:
 
 
 unit_lower_inverse.defvjp(_inverse_fwd, _inverse_bwd)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaNet:
+    """Linear attention of one kind of layers, with an output gate (Qwen3-Next)."""
+
+    width: int
+    """Model width D."""
+    delta: DeltaSpec
+    """Heads and their sizes."""
+    epsilon: float
+    """Constant of the norm of the output."""
+    out_std: float
+    """Initial standard deviation of the output projection."""
+
+    scope = "linear attention"
+
+    def params(self, layers: int) -> dict[str, Param]:
+        """Returns the parameters of a stack of `layers` layers."""
+        L, D, N, G, W = layers, self.width, self.delta.heads, self.delta.groups, self.delta.taps
+        H, F = self.delta.key_size, self.delta.value_size
+        return {
+            "query": Param((L, D, N, H), "LDNH", role="qkv"),
+            "key": Param((L, D, N, H), "LDNH", role="qkv"),
+            "value": Param((L, D, N, G, F), "LDNGH", role="qkv"),
+            "value_gate": Param((L, D, N, G, F), "LDNGH", role="qkv"),
+            "rate": Param((L, D, N, G), "LDNG", role="projection"),
+            "step": Param((L, D, N, G), "LDNG", role="projection"),
+            "step_bias": Param((L, N, G), "LNG", "ones", precision="float32"),
+            "a_log": Param((L, N, G), "LNG", "log_uniform", precision="float32"),
+            "query_taps": Param((L, N, H, W), "LNHW"),
+            "key_taps": Param((L, N, H, W), "LNHW"),
+            "value_taps": Param((L, N, G, F, W), "LNGHW"),
+            "value_norm": Param((L, F), "LH", "ones"),
+            "attention_out": Param((L, N, G, F, D), "LNGHD", std=self.out_std, role="attention_out", contract=3),
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the fields of `LayerSpec`."""
+        return {"delta": self.delta}
+
+    def build(self, ctx: ForwardContext, angles: Angles) -> Mix:
+        """Returns the attention of a step's tokens, or of a decoding step's."""
+        names = ("query", "key", "value", "value_gate", "rate", "step")
+
+        def mix(h_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
+            products = ctx.column_parallel(linears, h_BTD, [w[name] for name in names])
+            q_BTNH, k_BTNH, v_BTNGH, gate_BTNGH = (checkpoint_name(x, QKV) for x in products[:4])
+            rate_BTNG, step_BTNG = (x.astype(jnp.float32) for x in products[4:])
+            decay_BTNG = -jnp.exp(w["a_log"]) * jax.nn.softplus(step_BTNG + w["step_bias"])
+            x = DeltaInputs(q_BTNH, k_BTNH, v_BTNGH, decay_BTNG, jax.nn.sigmoid(rate_BTNG))
+            values = w["value_taps"]
+            flat = values.reshape(values.shape[0], -1, values.shape[-1])
+            taps_NFW = jnp.concatenate([w["query_taps"], w["key_taps"], flat], 1)
+            attend = ctx.attend_delta or (lambda x, taps_NFW: delta_net(x, taps_NFW, ctx.tokens.positions)[0])
+            out_BTNGH = rms_norm(checkpoint_name(attend(x, taps_NFW), ATTN_OUT), w["value_norm"], self.epsilon)
+            out_BTNGH *= jax.nn.silu(gate_BTNGH.astype(jnp.float32)).astype(out_BTNGH.dtype)
+            return ctx.row_parallel(functools.partial(linear, contract=3), out_BTNGH, w["attention_out"])
+
+        return mix

@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +30,25 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshwright.comm.collectives import all_gather, all_reduce, all_to_all, axis_index, local_shard, nontrivial_axes
+from meshwright.comm.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    axis_index,
+    local_shard,
+    nontrivial_axes,
+    sequence_all_gather,
+    sequence_reduce_scatter,
+)
 from meshwright.comm.ragged import Exchange, all_to_all_counts, plan_exchange, ragged_all_to_all
+from meshwright.errors import ConfigError
 from meshwright.models.blocks.context import CONTEXT
+from meshwright.models.blocks.feed_forward import Feed, swiglu
 from meshwright.models.blocks.fp8_rows import exchange_rows, round_rows, row_scales
-from meshwright.models.model import ExpertSpec
+from meshwright.models.blocks.linear import linear
+from meshwright.models.model import Aux, ExpertSpec, ForwardContext
 from meshwright.models.remat import FFN_HIDDEN, recomputed
+from meshwright.sharding.params import Param
 from meshwright.sharding.sequence import SequenceSplit
 
 EXPERT = ("expert",)
@@ -51,16 +64,42 @@ class Routing:
     """Experts E."""
     experts_per_token: int
     """Experts that a token is routed to, k."""
-    router_score: Literal["softmax", "sigmoid"]
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
     """Scores of the router's logits: softmax over experts, or a sigmoid of each."""
-    normalize_top_k: bool
+    normalize_top_k: bool = True
     """Whether the scores of a token's experts are scaled to sum to one."""
-    routed_scaling: float
+    routed_scaling: float = 1.0
     """Factor on the weights of routed experts."""
-    expert_groups: int
+    expert_groups: int = 1
     """Groups of neighbouring experts."""
-    topk_groups: int
+    topk_groups: int = 1
     """Groups whose experts a token may use: those with the best two experts (node-limited routing)."""
+
+    def __post_init__(self) -> None:
+        group = self.experts // max(self.expert_groups, 1)
+        for asked, truth, wrong, fix in (
+            (
+                f"{self.experts_per_token} experts per token of {self.experts} experts",
+                "a token uses at least one expert, and each at most once",
+                not 1 <= self.experts_per_token <= self.experts,
+                f"--model.experts-per-token {min(2, self.experts)}",
+            ),
+            (
+                f"{self.experts} experts in {self.expert_groups} groups",
+                "groups are of equal size",
+                self.experts % self.expert_groups != 0,
+                "a number of groups that divides the experts",
+            ),
+            (
+                f"top {self.topk_groups} of {self.expert_groups} groups with "
+                f"{self.experts_per_token} experts per token",
+                f"{self.topk_groups} groups hold {self.topk_groups * group} experts",
+                not 1 <= self.topk_groups <= self.expert_groups or self.topk_groups * group < self.experts_per_token,
+                f"--model.topk-groups {self.expert_groups}",
+            ),
+        ):
+            if wrong:
+                raise ConfigError(asked, truth, fix)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,3 +398,117 @@ def _within_capacity(r: Routing, experts_BTX: jax.Array, sequence: SequenceSplit
     kept = jnp.take_along_axis(slot, pairs[..., None], -1)[..., 0] < capacity
     kept_BTX = kept.reshape(whole_BTX.shape[0], r.experts_per_token, -1).transpose(0, 2, 1)
     return kept_BTX[:, sequence.local_positions()] if sequence.shards > 1 else kept_BTX
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """Mixture of experts of one kind of layers, with experts that every token uses where `shared` is above 0."""
+
+    width: int
+    """Model width D."""
+    routing: Routing
+    """Experts, and how tokens choose among them."""
+    hidden: int
+    """Feed-forward width F of an expert."""
+    out_std: float
+    """Initial standard deviation of the projections down."""
+    shared: int = 0
+    """Feed-forward width of the experts that every token uses."""
+    shared_gate: bool = False
+    """Whether the sigmoid of a projection of the token multiplies their output (Qwen3-Next)."""
+    router_bias: Literal["none", "choice", "logits"] = "none"
+    """Bias that changes the choice of experts and not their weights (DeepSeek-V3), or of the logits (GPT-OSS)."""
+    bias: bool = False
+    """Whether the projections of experts have biases."""
+    clamp: tuple[float, float] | None = None
+    """Factor of the gate inside of the sigmoid, and largest gate and factor, of clamped SwiGLU (GPT-OSS)."""
+    weighted: Literal["hidden", "input"] = "hidden"
+    """Whether the routing weight multiplies the hidden layer or the input of an expert (Llama 4)."""
+    dispatch: Literal["dropless", "capacity"] = "dropless"
+    """Dispatch of tokens: all of them, or as many of each sequence as an expert has capacity for."""
+    capacity_factor: float = 1.25
+    """Capacity of an expert, as a multiple of an even share of a sequence's tokens."""
+    buffer_factor: float = 0.0
+    """Rows that a device of `expert` has room for, as `buffer_rows` takes it."""
+    exchange: ExchangeType = "compute"
+    """Type of the rows that go to experts."""
+    aux_loss_weight: float = 0.0
+    """Weight of the load-balancing loss, summed over layers."""
+    router_z_loss_weight: float = 0.0
+    """Weight of the router's z-loss, summed over layers."""
+
+    scope = "experts"
+
+    def params(self, layers: int) -> dict[str, Param]:
+        """Returns the parameters of a stack of `layers` layers."""
+        L, D, E, F = layers, self.width, self.routing.experts, self.hidden
+        params = {
+            "router": Param((L, D, E), "LDR", precision="float32", role="router"),
+            "expert_gate": Param((L, E, D, F), "LEDF", role="ffn_in"),
+            "expert_up": Param((L, E, D, F), "LEDF", role="ffn_in"),
+            "expert_down": Param((L, E, F, D), "LEFD", std=self.out_std, role="ffn_out"),
+        }
+        if self.router_bias != "none":
+            params["router_bias"] = Param((L, E), "LR", "zeros", precision="float32")
+        if self.bias:
+            params |= {f"expert_{name}_bias": Param((L, E, F), "LEF", "zeros") for name in ("gate", "up")}
+            params["expert_down_bias"] = Param((L, E, D), "LED", "zeros")
+        if self.shared:
+            params |= {f"shared_{name}": Param((L, D, self.shared), "LDF", role="ffn_in") for name in ("gate", "up")}
+            params["shared_down"] = Param((L, self.shared, D), "LFD", std=self.out_std, role="ffn_out")
+        if self.shared_gate:
+            params["shared_scale"] = Param((L, D, 1), "LDQ", role="router")
+        return params
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the fields of `LayerSpec`."""
+        # With capacity every device has room for the capacity of its experts, and no other buffer.
+        factor = self.buffer_factor if self.dispatch == "dropless" else self.capacity_factor
+        sent_bytes = 1 if self.exchange == "fp8" else None
+        return {"experts": ExpertSpec(self.routing.experts, self.routing.experts_per_token, factor, sent_bytes)}
+
+    def build(self, ctx: ForwardContext) -> Feed:
+        """Returns the experts of a step's tokens, routed and shared."""
+
+        def feed(h_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, Aux]:
+            h_BTD = sequence_all_gather(h_BTD, 1)
+            y_BTD, aux = self._routed(ctx, h_BTD, w)
+            if self.shared:
+                shared_BTD = swiglu(h_BTD, w["shared_gate"], w["shared_up"], w["shared_down"])
+                if self.shared_gate:
+                    shared_BTD = jax.nn.sigmoid(linear(h_BTD, w["shared_scale"])) * shared_BTD
+                y_BTD += shared_BTD
+            return sequence_reduce_scatter(y_BTD, 1), aux
+
+        return feed
+
+    def _routed(self, ctx: ForwardContext, h_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, Aux]:
+        """Returns the output of the routed experts [B, T, D], partial over `tensor`, and the router's statistics."""
+        biases = {self.router_bias: w["router_bias"]} if self.router_bias != "none" else {}
+        with jax.named_scope("router"):
+            routes = route(self.routing, h_BTD, w["router"], biases.get("choice"), biases.get("logits"))
+            aux = router_losses(self.routing, routes, ctx.sequence.seq)
+        aux["aux_loss"] = self.aux_loss_weight * aux["balance"] + self.router_z_loss_weight * aux["router z"]
+        names = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias") if self.bias else ("gate", "up", "down")
+        own = {name: w[f"expert_{name}"] for name in names}
+        if self.dispatch == "capacity":
+            y_BTD, aux["dropped"] = capacity_moe(self.routing, h_BTD, routes, own, ctx.sequence, self.capacity_factor)
+            return y_BTD, aux
+        hidden = swiglu_hidden if self.clamp is None else functools.partial(_clamped_hidden, *self.clamp)
+        function = ExpertFunction(hidden, self.weighted)
+        y_BTD, dropped = dropless_moe(
+            self.routing, h_BTD, routes, own, ctx.grouped_matmul, self.buffer_factor, self.exchange, function
+        )
+        return y_BTD, aux if dropped is None else {**aux, "dropped": dropped}
+
+
+def _clamped_hidden(alpha: float, limit: float, gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns the hidden layer of clamped SwiGLU times the routing weight of each row."""
+
+    @recomputed
+    def hidden(gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
+        gate32 = jnp.minimum(gate.astype(jnp.float32), limit)
+        up32 = jnp.clip(up.astype(jnp.float32), -limit, limit)
+        return ((up32 + 1) * gate32 * jax.nn.sigmoid(alpha * gate32) * weights).astype(up.dtype)
+
+    return hidden(gate, up, weights)

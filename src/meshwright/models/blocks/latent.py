@@ -3,48 +3,37 @@
 Keys and values of all heads are projections of a latent per token, besides a rotary key that all heads share. Training
 expands them: every head attends with its own keys and values. A cache holds latent and rotary key instead, and decoding
 moves the projections to the other side: `q (W c) = (W^T q) c`. Every head then attends to the same keys, the latents,
-which are also the values.
+which are also the values. With latents c of width Z and N heads:
+
+    c_q = rms_norm(h query_down);  c, k_rope = split(h kv_down);  c = rms_norm(c)
+    c_q, c, k_rope = sequence_all_gather(c_q, c, k_rope)
+    q = column_parallel(c_q query_up);  k, v = split(column_parallel(c kv_up))
+    y = row_parallel(attention(q with its end rotated, [k, rope(k_rope)], v) o)
+
+The down projections are the same on every device of `tensor`: each computes them for its own positions, and the gather
+moves the latents, a third of the width of DeepSeek-V3. The remat policies keep the latents where they keep queries,
+keys and values of others, and the up projections are recomputed (DeepSeek-V3, section 3.2.3).
 """
 
 import dataclasses
-from typing import Any, Protocol
+import functools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from meshwright.models.blocks.linear import linear
+from meshwright.models.blocks.attention import Angles, Mix
+from meshwright.models.blocks.linear import attention_projection, linear
+from meshwright.models.blocks.norm import rms_norm
+from meshwright.models.blocks.rotary import LatentYarn, Rotary
+from meshwright.models.model import AttentionSpec, ForwardContext, LatentSpec
+from meshwright.models.remat import QKV
+from meshwright.sharding.params import Param
 
-
-@dataclasses.dataclass(frozen=True)
-class LatentSpec:
-    """Sizes of latent attention besides those of queries and keys."""
-
-    query_rank: int | None
-    """Width of the latent that queries are projections of; None projects them from the layer's input."""
-    kv_rank: int
-    """Width of the latent of keys and values."""
-    rope_size: int
-    """Size of the rotary key that all heads share, and of the rotated part of a query."""
-    value_size: int
-    """Size of a value."""
-
-    @property
-    def cached(self) -> int:
-        """Elements per token that a cache holds: the latent and the rotary key."""
-        return self.kv_rank + self.rope_size
-
-    def gathered(self, width: int) -> int:
-        """Returns the features per token that are gathered over `tensor` before attention. width: of the model."""
-        return (self.query_rank or width) + self.cached
-
-
-class LatentAttend(Protocol):
-    """Attention of a step's tokens to cached latents, and writing theirs; returns [B, T, N, kv_rank].
-
-    Scores are divided by the root of the queries' size, which is that of what is cached.
-    """
-
-    def __call__(self, q_BTNZ: jax.Array, cached_BTZ: jax.Array, kv_rank: int, /) -> jax.Array: ...
+LATENT_EPSILON = 1e-6
+"""Constant of the norms of latents; the released code has it whatever that of the other norms is."""
 
 
 def absorb_keys(q_BTNH: jax.Array, up_ZNH: Any) -> jax.Array:
@@ -86,3 +75,121 @@ def _values_and_scale(weight: Any, dtype: Any) -> tuple[Any, Any]:
 def pad_values(v_BTNH: jax.Array, size: int) -> jax.Array:
     """Returns values with zeros up to a size, for attention that sends keys and values as one array."""
     return jnp.pad(v_BTNH, ((0, 0), (0, 0), (0, 0), (0, size - v_BTNH.shape[-1])))
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentAttention:
+    """Latent attention of one kind of layers; every head has its own keys and values."""
+
+    width: int
+    """Model width D."""
+    heads: int
+    """Heads N."""
+    nope_size: int
+    """Part of a query and a key without rotation."""
+    latent: LatentSpec
+    """Sizes of latents, rotary key and values."""
+    rotary: Rotary
+    """Rotation of the rest of queries and keys."""
+    out_std: float
+    """Initial standard deviation of the output projection."""
+
+    scope = "attention"
+
+    @property
+    def head_size(self) -> int:
+        """Size of a query and a key."""
+        return self.nope_size + self.latent.rope_size
+
+    def params(self, layers: int) -> dict[str, Param]:
+        """Returns the parameters of a stack of `layers` layers."""
+        L, D, N, H, F = layers, self.width, self.heads, self.head_size, self.latent.value_size
+        rank, kv_rank = self.latent.query_rank, self.latent.kv_rank
+        params = {
+            "kv_down": Param((L, D, self.latent.cached), "LDZ", role="qkv"),
+            "kv_norm": Param((L, kv_rank), "LZ", "ones"),
+            "kv_up": Param((L, kv_rank, N, self.nope_size + F), "LZNH", role="projection"),
+            "attention_out": Param((L, N, F, D), "LNHD", std=self.out_std, role="attention_out", contract=2),
+        }
+        if rank is None:
+            return {**params, "query": Param((L, D, N, H), "LDNH", role="qkv")}
+        return {
+            **params,
+            "query_down": Param((L, D, rank), "LDZ", role="qkv"),
+            "query_norm": Param((L, rank), "LZ", "ones"),
+            "query_up": Param((L, rank, N, H), "LZNH", role="projection"),
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the fields of `LayerSpec`."""
+        return {"attention": AttentionSpec(self.heads, self.heads, self.head_size, latent=self.latent)}
+
+    def build(self, ctx: ForwardContext, angles: Angles) -> Mix:
+        """Returns the attention of a step's tokens."""
+        nope, cos_sin, scaling = self.nope_size, angles(self.rotary), self.rotary.scaling
+        # The kernels divide scores by the root of the head size.
+        scale = scaling.score_scale if isinstance(scaling, LatentYarn) else 1.0
+        up = functools.partial(self._up, ctx.attend_latent is None)
+
+        def mix(h_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
+            q_BTNH, rope_BTNH, latents_BTNH = ctx.column_parallel(up, *self._down(h_BTD, w))
+            if self.latent.query_rank is None:
+                q_BTNH = checkpoint_name(q_BTNH, QKV)
+            rotated = self.rotary.rotate(q_BTNH[..., nope:], cos_sin) * scale
+            q_BTNH = jnp.concatenate([q_BTNH[..., :nope] * scale, rotated], -1).astype(h_BTD.dtype)
+            rope_BTNH = self.rotary.rotate(rope_BTNH, cos_sin)
+            if ctx.attend_latent is not None:
+                out_BTNH = self._attend_cached(ctx, q_BTNH, latents_BTNH, rope_BTNH, w["kv_up"])
+                return ctx.row_parallel(attention_projection, out_BTNH, w["attention_out"])
+            k_BTNH, v_BTNH = latents_BTNH[..., :nope], latents_BTNH[..., nope:]
+            shared = jnp.broadcast_to(rope_BTNH, (*k_BTNH.shape[:3], rope_BTNH.shape[3]))
+            k_BTNH = jnp.concatenate([k_BTNH, shared], -1)
+            if ctx.sequence.groups > 1:
+                # Keys and values go around a ring, or are gathered, as arrays of one shape.
+                longest = max(self.head_size, self.latent.value_size)
+                v_BTNH = pad_values(v_BTNH, longest)
+                if longest > self.head_size:  # the kernels divide by the root of the padded size
+                    q_BTNH = pad_values(q_BTNH * math.sqrt(longest / self.head_size), longest)
+                    k_BTNH = pad_values(k_BTNH, longest)
+            return ctx.attend_row_parallel(self._project, q_BTNH, k_BTNH, v_BTNH, w["attention_out"], window=None)
+
+        return mix
+
+    def _down(self, h_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, list[Any]]:
+        """Returns latents and rotary keys of this device's positions, queries first, and the up projections."""
+        rank = self.latent.kv_rank
+        kv_BTZ = checkpoint_name(linear(h_BTD, w["kv_down"]), QKV)
+        rest = [rms_norm(kv_BTZ[..., :rank], w["kv_norm"], LATENT_EPSILON), kv_BTZ[..., rank:]]
+        if self.latent.query_rank is None:
+            return jnp.concatenate([h_BTD, *rest], -1), [w["query"], w["kv_up"]]
+        query_BTZ = checkpoint_name(linear(h_BTD, w["query_down"]), QKV)
+        query_BTZ = rms_norm(query_BTZ, w["query_norm"], LATENT_EPSILON)
+        return jnp.concatenate([query_BTZ, *rest], -1), [w["query_up"], w["kv_up"]]
+
+    def _up(self, expands: bool, gathered_BTZ: jax.Array, weights: list[Any]) -> list[jax.Array]:
+        """Returns queries, the rotary key as one head, and keys with values of every head, or the latents as one head.
+
+        gathered_BTZ: queries' latent, latent and rotary key.  expands: whether keys and values are projected.
+        """
+        features = gathered_BTZ.shape[-1]
+        ends = (features - self.latent.cached, features - self.latent.rope_size)
+        query_BTZ, latent_BTZ, rope_BTZ = jnp.split(gathered_BTZ, ends, axis=-1)
+        latents = linear(latent_BTZ, weights[1]) if expands else latent_BTZ[:, :, None]
+        return [linear(query_BTZ, weights[0]), rope_BTZ[:, :, None], latents]
+
+    def _project(self, out_BTNH: jax.Array, w_NHD: Any) -> jax.Array:
+        """Returns the output projection of values, without their padding."""
+        return attention_projection(out_BTNH[..., : self.latent.value_size], w_NHD)
+
+    def _attend_cached(
+        self, ctx: ForwardContext, q_BTNH: jax.Array, latent_BTNH: jax.Array, rope_BTNH: jax.Array, up_ZNH: Any
+    ) -> jax.Array:
+        """Returns the attention output of a decoding step [B, T, N, value size]: every head attends to the latents."""
+        assert ctx.attend_latent is not None
+        absorbed = absorb_keys(q_BTNH[..., : self.nope_size], up_ZNH)
+        # The cache's attention divides scores by the root of the latents' size, and they are those of queries and keys.
+        scale = (self.latent.cached / self.head_size) ** 0.5
+        q_BTNZ = (jnp.concatenate([absorbed, q_BTNH[..., self.nope_size :]], -1) * scale).astype(q_BTNH.dtype)
+        cached_BTZ = jnp.concatenate([latent_BTNH[:, :, 0], rope_BTNH[:, :, 0]], -1)
+        out_BTNZ = ctx.attend_latent(q_BTNZ, cached_BTZ, self.latent.kv_rank)
+        return absorb_values(out_BTNZ, up_ZNH, self.latent.value_size)

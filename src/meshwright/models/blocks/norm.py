@@ -1,12 +1,15 @@
 """RMSNorm and LayerNorm, computed in float32 for inputs of any dtype."""
 
+import dataclasses
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from meshwright.comm.collectives import all_gather
 from meshwright.models.remat import recomputed
+from meshwright.sharding.params import Param
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
@@ -69,3 +72,29 @@ def _standardize_bwd(epsilon: float, saved: tuple[jax.Array, jax.Array], g: jax.
 
 
 _standardize.defvjp(_standardize_fwd, _standardize_bwd)
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """Normalisation with learned parameters."""
+
+    kind: Literal["rms", "rms_plus_one", "rms_heads", "layer"]
+    """RMSNorm; with the scale 1 + w (Gemma); over all heads together (OLMo 2); LayerNorm."""
+    epsilon: float
+    """Constant added to the mean square or the variance."""
+    bias: bool = False
+    """Whether a LayerNorm has a bias."""
+
+    def params(self, name: str, shape: tuple[int, ...], dims: str) -> dict[str, Param]:
+        """Returns the descriptions of the scale `name`, and of the bias."""
+        scale = Param(shape, dims, "zeros" if self.kind == "rms_plus_one" else "ones")
+        return {name: scale, f"{name}_bias": Param(shape, dims, "zeros")} if self.bias else {name: scale}
+
+    def __call__(self, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+        """Normalises x along its last dimension, or over its heads."""
+        if self.kind == "layer":
+            return layer_norm(x, scale, bias, self.epsilon)
+        return _RMS_NORMS[self.kind](x, scale, self.epsilon)
+
+
+_RMS_NORMS = {"rms": rms_norm, "rms_plus_one": rms_norm_plus_one, "rms_heads": rms_norm_heads}

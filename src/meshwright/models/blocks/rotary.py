@@ -1,7 +1,11 @@
-"""Rotary position embedding (RoPE: Su et al. 2021, arXiv:2104.09864) in the half-split order of Llama's checkpoints."""
+"""Rotary position embedding (RoPE: Su et al. 2021, arXiv:2104.09864) and its scalings for longer contexts.
+
+Linear, Llama 3.1's, and YaRN (Peng et al. 2023, arXiv:2309.00071).
+"""
 
 import dataclasses
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -57,3 +61,109 @@ def apply_rope_interleaved(x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Arra
     pairs = x_BTNH.astype(jnp.float32).reshape(*x_BTNH.shape[:-1], -1, 2)
     a, b = pairs[..., 0], pairs[..., 1]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BTNH.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Yarn:
+    """Scaling of the low rotary frequencies, with a factor on queries and keys."""
+
+    factor: float = 32.0
+    """Factor by which low frequencies are divided."""
+    beta_fast: float = 32.0
+    """Pairs that turn more often than this in the original context keep their frequency."""
+    beta_slow: float = 1.0
+    """Pairs that turn less often than this are scaled by the whole factor; those between in part."""
+    original_max_position_embeddings: int = 4096
+    """Longest sequence of the pre-training before the extension."""
+    attention_factor: float | None = None
+    """Factor on queries and keys after rotation; None is 0.1 ln(factor) + 1."""
+    bounds: Literal["whole", "exact"] = "whole"
+    """Whether the first and the last pair that are scaled in part are rounded outward (whole), or not (GPT-OSS)."""
+
+    @property
+    def magnitude(self) -> float:
+        """Factor on queries and keys."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+def yarn_frequencies(head_size: int, theta: float, scaling: Yarn) -> np.ndarray:
+    """Returns the radians per position of each of the H/2 pairs, float32."""
+    pair = np.arange(head_size // 2, dtype=np.float64)
+    frequency = theta ** (-2 * pair / head_size)
+
+    def pair_that_turns(turns: float) -> float:
+        """Pair, as a fraction, that turns so often in the original context."""
+        positions = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+        return head_size * math.log(positions) / (2 * math.log(theta))
+
+    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.bounds == "whole":
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_size - 1)
+    scaled = np.clip((pair - low) / (high - low if high != low else 0.001), 0.0, 1.0)
+    return (frequency / scaling.factor * scaled + frequency * (1 - scaled)).astype(np.float32)
+
+
+def yarn_angles(positions_BT: jax.Array, head_size: int, theta: float, scaling: Yarn) -> tuple[jax.Array, jax.Array]:
+    """Returns cosine and sine [B, T, 1, H/2] times the factor on queries and keys, float32."""
+    cos, sin = rope_angles(positions_BT, yarn_frequencies(head_size, theta, scaling))
+    return cos * scaling.magnitude, sin * scaling.magnitude
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentYarn(Yarn):
+    """YaRN of latent attention, with a factor on whole attention scores besides (DeepSeek-V2, arXiv:2405.04434)."""
+
+    factor: float = 40.0
+    """Factor by which low frequencies are divided."""
+    mscale: float = 1.0
+    """Weight of ln(factor) in the factor on rotated queries and keys, over that of `mscale_all_dim`; 0 is none."""
+    mscale_all_dim: float = 1.0
+    """Weight of ln(factor) in the factor on scores, (0.1 mscale_all_dim ln(factor) + 1)^2; 0 has no such factor."""
+
+    @property
+    def magnitude(self) -> float:
+        """Factor on rotated queries and keys."""
+        if self.attention_factor is None and self.mscale and self.mscale_all_dim:
+            return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+        return super().magnitude
+
+    @property
+    def score_scale(self) -> float:
+        """Factor on attention scores, besides one over the root of the head size."""
+        return self._growth(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _growth(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """Rotation of queries and keys by their position in the document."""
+
+    size: int
+    """Features of a head that rotate, the first ones."""
+    theta: float
+    """Base of the frequencies."""
+    scaling: RopeScaling | Yarn | None = None
+    """Scaling of the low frequencies."""
+    factor: float = 1.0
+    """Factor by which all frequencies are divided (linear position interpolation, arXiv:2306.15595)."""
+    interleaved: bool = False
+    """Whether neighbouring features make a pair, rather than those of the two halves."""
+
+    def angles(self, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns cosine and sine [B, T, 1, size/2], float32. positions_BT: positions within each document."""
+        if isinstance(self.scaling, Yarn):
+            return yarn_angles(positions_BT, self.size, self.theta, self.scaling)
+        frequencies_H = rope_frequencies(self.size, self.theta, self.scaling) / np.float32(self.factor)
+        return rope_angles(positions_BT, frequencies_H)
+
+    def rotate(self, x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Returns queries or keys with their first `size` features rotated."""
+        apply = apply_rope_interleaved if self.interleaved else apply_rope
+        if x_BTNH.shape[-1] == self.size:
+            return apply(x_BTNH, cos_sin)
+        return jnp.concatenate([apply(x_BTNH[..., : self.size], cos_sin), x_BTNH[..., self.size :]], -1)

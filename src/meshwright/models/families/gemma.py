@@ -12,53 +12,23 @@ scores and logits have a soft cap, and queries and keys no norm.
 """
 
 import dataclasses
-import functools
-import math
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-
-from meshwright.comm.collectives import sequence_all_gather
-from meshwright.config import MeshShape
-from meshwright.errors import ConfigError
-from meshwright.models.blocks.embed import embed
-from meshwright.models.blocks.head_size import even_head_size
-from meshwright.models.blocks.linear import attention_projection, linear, linears
-from meshwright.models.blocks.norm import rms_norm_plus_one
-from meshwright.models.blocks.rotary import apply_rope, rope_angles, rope_frequencies
-from meshwright.models.kernels.scores import Scores
-from meshwright.models.model import (
-    AttentionSpec,
-    Aux,
-    ForwardContext,
-    Layer,
-    LayerSpec,
-    Model,
-    ModelSpec,
-    Pattern,
-    padded_vocab,
-    vocab_size,
-)
-from meshwright.models.remat import ATTN_RESIDUAL, FFN_HIDDEN, QKV, recomputed
-from meshwright.sharding.params import GatherParams, Param, Tree
-from meshwright.words import AXES
+from meshwright.models.blocks.attention import Attention
+from meshwright.models.blocks.feed_forward import FeedForward
+from meshwright.models.blocks.norm import Norm
+from meshwright.models.decoder import Block, Decoder, head_size_of, rows_of
+from meshwright.models.families.fields import GroupedQuery, check_local_layers
 
 
 @dataclasses.dataclass(frozen=True)
-class Gemma(Model):
+class Gemma(GroupedQuery):
     """Configuration that Gemma 2 and Gemma 3 have in common."""
 
-    width: int = 128
-    """Model width D."""
     layers: int = 6
     """Layers L."""
-    heads: int = 4
-    """Query heads N."""
     kv_heads: int = 2
     """Key/value heads K; fewer than `heads` is grouped-query attention (GQA)."""
-    head_size: int | None = None
-    """Head size H; None is width / heads."""
     mlp: int = 384
     """Feed-forward width F."""
     local_layers: int = 5
@@ -73,114 +43,34 @@ class Gemma(Model):
     """Constant added to the mean square in RMSNorm."""
 
     @property
-    def period(self) -> int:
-        """Layers after which their kinds repeat."""
-        return self.local_layers + 1
+    def norm(self) -> Norm:
+        """Norm before and after all halves of layers, and after the last layer."""
+        return Norm("rms_plus_one", self.norm_epsilon)
 
-    @property
-    def size_of_head(self) -> int:
-        """Head size H."""
-        return even_head_size(self.width, self.heads) if self.head_size is None else self.head_size
-
-    def params(self) -> Tree:
-        """Returns the parameter descriptions; `blocks` are stacked over layers."""
-        L, D, F, V = self.layers, self.width, self.mlp, padded_vocab(self)
-        N, K, H, out = self.heads, self.kv_heads, self.size_of_head, 0.02 / (2 * self.layers) ** 0.5
-        blocks = {
-            "attention_norm": Param((L, D), "LD", "zeros"),
-            "query": Param((L, D, N, H), "LDNH", role="qkv"),
-            "key": Param((L, D, K, H), "LDKH", role="qkv"),
-            "value": Param((L, D, K, H), "LDKH", role="qkv"),
-            "attention_out": Param((L, N, H, D), "LNHD", std=out, role="attention_out", contract=2),
-            "attention_out_norm": Param((L, D), "LD", "zeros"),
-            "mlp_norm": Param((L, D), "LD", "zeros"),
-            "gate": Param((L, D, F), "LDF", role="ffn_in"),
-            "up": Param((L, D, F), "LDF", role="ffn_in"),
-            "down": Param((L, F, D), "LFD", std=out, role="ffn_out"),
-            "mlp_out_norm": Param((L, D), "LD", "zeros"),
-        }
-        return {
-            "embed": Param((V, D), "VD", rows=vocab_size(self)),
-            "blocks": blocks,
-            "final_norm": Param((D,), "D", "zeros"),
-        }
-
-    def spec(self) -> ModelSpec:
-        """Returns local and global layers by turns."""
-        if self.local_layers < 0 or self.sliding_window < 1:
-            raise ConfigError(
-                f"{self.local_layers} local layers with a window of {self.sliding_window}",
-                "there are none or more, and a token attends to itself at least",
-                f"--model.local-layers {type(self).local_layers} --model.sliding-window {type(self).sliding_window}",
-            )
-        kinds = [LayerSpec("blocks", self._attention(i)) for i in range(self.period)]
-        layers = tuple(kinds[i % self.period] for i in range(self.layers))
-        return ModelSpec(self.width, layers, period=self.period)
-
-    def _attention(self, place: int) -> AttentionSpec:
-        """Attention of a layer by its place in the period: the last is global."""
-        window = self.sliding_window if place < self.local_layers else None
-        return AttentionSpec(self.heads, self.kv_heads, self.size_of_head, window)
-
-    def embed(self, params: Tree, ctx: ForwardContext) -> jax.Array:
-        """Returns the embedded tokens times the root of the width [B, T/tensor, D], on the first stage."""
-        table_VD = ctx.gather_params(params["embed"], "embed")
-        with jax.named_scope("embedding"):
-            x_BTD = embed(ctx.tokens.ids, table_VD)
-            return ctx.dropout(x_BTD * jnp.asarray(self.width**0.5, x_BTD.dtype), 0)
-
-    def _layer(
-        self, ctx: ForwardContext, place: int, cos_sin: tuple[jax.Array, jax.Array], scores: Scores | None = None
-    ) -> Layer:
-        """Returns the layer at a place of the period."""
-        window, H = self._attention(place).window, self.size_of_head
-        norm = functools.partial(rms_norm_plus_one, epsilon=self.norm_epsilon)
+    def attention(self, **changes: Any) -> Attention:
+        """Returns the attention of the fields. changes: of the fields of `Attention`."""
+        size = head_size_of(self)
         # The kernels divide scores by the root of the head size.
-        scale = (H / (self.query_scale or H)) ** 0.5
+        return super().attention(query_factor=(size / (self.query_scale or size)) ** 0.5, **changes)
 
-        def layer(x_BTD: jax.Array, params: Tree, index: jax.Array) -> tuple[jax.Array, Aux]:
-            w = ctx.gather_params(params, "blocks")
-            with jax.named_scope("attention"):
-                names = ("query", "key", "value")
-                products = ctx.column_parallel(linears, norm(x_BTD, w["attention_norm"]), [w[name] for name in names])
-                q_BTNH, k_BTKH, v_BTKH = products
-                if "query_norm" in w:
-                    q_BTNH, k_BTKH = norm(q_BTNH, w["query_norm"]), norm(k_BTKH, w["key_norm"])
-                q_BTNH, k_BTKH = apply_rope(scale * q_BTNH, cos_sin), apply_rope(k_BTKH, cos_sin)
-                q_BTNH, k_BTKH, v_BTKH = (checkpoint_name(x, QKV) for x in (q_BTNH, k_BTKH, v_BTKH))
-                y_BTD = ctx.attend_row_parallel(
-                    attention_projection, q_BTNH, k_BTKH, v_BTKH, w["attention_out"], window=window, scores=scores
-                )
-                y_BTD = ctx.dropout(norm(y_BTD, w["attention_out_norm"]), 2 * index + 1)
-                x_BTD = checkpoint_name(x_BTD + y_BTD, ATTN_RESIDUAL)
-            with jax.named_scope("feed-forward"):
-                both = ctx.column_parallel(linears, norm(x_BTD, w["mlp_norm"]), [w["gate"], w["up"]])
-                gate_BTF, up_BTF = (checkpoint_name(product, FFN_HIDDEN) for product in both)
-                y_BTD = ctx.row_parallel(linear, _gelu_product(gate_BTF, up_BTF), w["down"])
-                return x_BTD + ctx.dropout(norm(y_BTD, w["mlp_out_norm"]), 2 * index + 2), {}
-
-        return layer
-
-    def unembed(self, params: Tree, x_BTD: jax.Array, gather_params: GatherParams) -> tuple[jax.Array, jax.Array]:
-        """Returns the normalised hidden states [B, T, D] and the embedding table [V/stage+tensor, D]."""
-        final_D = gather_params(params["final_norm"], "final_norm")
-        table_VD = gather_params(params["embed"], "embed")
-        with jax.named_scope("unembedding"):
-            return sequence_all_gather(rms_norm_plus_one(x_BTD, final_D, self.norm_epsilon), 1), table_VD
-
-    def shrunk(self, shape: MeshShape, layers: int) -> Model:
-        """Returns the least sizes that `shape` divides as it divides these, with periods of two layers."""
-        every = math.prod(shape.degrees()[axis] for axis in AXES if axis not in ("stage", "context"))
-        kv_heads = math.gcd(self.kv_heads, shape.tensor * shape.context)
-        heads, local = kv_heads * (self.heads // self.kv_heads), min(1, self.local_layers)
-        return dataclasses.replace(
-            self, layers=layers * (local + 1), local_layers=local, heads=heads, kv_heads=kv_heads,
-            width=math.lcm(every, heads * 8), head_size=8, mlp=every * 2, sliding_window=16, query_scale=None,
-        )  # fmt: skip
-
-    def features(self) -> set[str]:
-        """Returns the features that `runs.composition` lists."""
-        return {"tied embeddings"}
+    def alternate(self, local: Attention, last: Attention, logit_softcap: float | None = None) -> Decoder:
+        """Returns local and global layers by turns. local, last: their attention."""
+        check_local_layers(self)
+        feed_forward = FeedForward(self.width, self.mlp, self.out_std, "gelu")
+        kinds = tuple(
+            Block("blocks", attention, feed_forward, self.norm, "both")
+            for attention in (*[local] * self.local_layers, last)
+        )
+        layers, factor = rows_of(kinds, self.layers), self.width**0.5
+        return Decoder(
+            self.width,
+            layers,
+            self.norm,
+            len(kinds),
+            tied=True,
+            embedding_factor=factor,
+            logit_softcap=logit_softcap,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,24 +88,13 @@ class Gemma3(Gemma):
     local_rope_theta: float = 10000.0
     """Base of the rotary frequencies in local layers."""
 
-    def params(self) -> Tree:
-        """Returns the parameter descriptions; `blocks` are stacked over layers."""
-        tree, shape = super().params(), (self.layers, self.size_of_head)
-        norms = {name: Param(shape, "LH", "zeros") for name in ("query_norm", "key_norm")}
-        return {**tree, "blocks": {**tree["blocks"], **norms}}
-
-    def _attention(self, place: int) -> AttentionSpec:
-        return dataclasses.replace(super()._attention(place), normalises_qk=True)
-
-    def layer_functions(self, ctx: ForwardContext) -> dict[str, Pattern]:
-        """Returns the layers of a period: local ones, then a global one."""
-        frequencies = (
-            rope_frequencies(self.size_of_head, self.local_rope_theta, None),
-            rope_frequencies(self.size_of_head, self.rope_theta, None) / self.rope_factor,
+    def build(self) -> Decoder:
+        """Returns local and global layers by turns, with norms of queries and keys."""
+        local = self.rotary(theta=self.local_rope_theta)
+        return self.alternate(
+            self.attention(qk_norm=self.norm, window=self.sliding_window, rotary=local),
+            self.attention(qk_norm=self.norm, rotary=self.rotary(factor=self.rope_factor)),
         )
-        angles = [rope_angles(ctx.tokens.positions, frequency_H) for frequency_H in frequencies]
-        local, last = self._layer(ctx, 0, angles[0]), self._layer(ctx, self.local_layers, angles[1])
-        return {"blocks": (local,) * self.local_layers + (last,)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,22 +118,7 @@ class Gemma2(Gemma):
     logit_softcap: float | None = 30.0
     """Soft cap of the logits; None has none."""
 
-    def spec(self) -> ModelSpec:
-        """Returns local and global layers by turns, and the soft cap of the logits."""
-        return dataclasses.replace(super().spec(), logit_softcap=self.logit_softcap)
-
-    def _attention(self, place: int) -> AttentionSpec:
-        features = frozenset() if self.softcap is None else frozenset({"softcap"})
-        return dataclasses.replace(super()._attention(place), features=features)
-
-    def layer_functions(self, ctx: ForwardContext) -> dict[str, Pattern]:
-        """Returns the layers of a period: local ones, then a global one."""
-        cos_sin = rope_angles(ctx.tokens.positions, rope_frequencies(self.size_of_head, self.rope_theta, None))
-        scores = None if self.softcap is None else Scores(softcap=self.softcap)
-        kinds = tuple(self._layer(ctx, place, cos_sin, scores) for place in range(self.period))
-        return {"blocks": kinds if len(kinds) > 1 else kinds[0]}
-
-
-@recomputed
-def _gelu_product(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
-    return jax.nn.gelu(gate_BTF, approximate=True) * up_BTF
+    def build(self) -> Decoder:
+        """Returns local and global layers by turns, with soft caps."""
+        last = self.attention(softcap=self.softcap)
+        return self.alternate(dataclasses.replace(last, window=self.sliding_window), last, self.logit_softcap)

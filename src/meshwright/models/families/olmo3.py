@@ -1,22 +1,21 @@
 """OLMo 3 (Allen Institute for AI 2025, arXiv:2512.13961): OLMo 2's layers, three of four with a sliding window.
 
 A layer is Llama's with norms after both halves and of the queries and keys of all heads together (families/llama.py).
-YaRN, where there is one, scales the rotary frequencies of the global layers alone.
+YaRN, where there is one, scales the rotary frequencies of the global layers only.
 """
 
 import dataclasses
 from typing import Literal
 
-from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
-from meshwright.models.blocks.rotary import rope_angles, rope_frequencies
-from meshwright.models.blocks.yarn import yarn_angles
-from meshwright.models.families.llama import Llama, attention_half, dense_layer
-from meshwright.models.model import ForwardContext, Layer, LayerSpec, Model, ModelSpec, Pattern
+from meshwright.models.blocks.feed_forward import FeedForward
+from meshwright.models.blocks.rotary import Yarn
+from meshwright.models.decoder import Block, Decoder, rows_of
+from meshwright.models.families.fields import LEARNED, Projections, TiedOrNot
 
 
 @dataclasses.dataclass(frozen=True)
-class Olmo3(Llama):
+class Olmo3(Projections, TiedOrNot):
     """Configuration of an OLMo 3 decoder.
 
     Example:
@@ -25,11 +24,17 @@ class Olmo3(Llama):
         [4096, 4096, 4096, None]
     """
 
+    mlp: int = 384
+    """Feed-forward width F."""
+    mlp_bias: LEARNED = "none"
+    """Bias of the three projections of feed-forward layers."""
     rope_theta: float = 500000.0
     """Base of the rotary frequencies."""
+    yarn: Yarn | None = None
+    """Scaling of the low rotary frequencies of global layers, for long contexts (YaRN)."""
     norm_epsilon: float = 1e-6
     """Constant added to the mean square in RMSNorm."""
-    sliding_window: int | None = 4096
+    sliding_window: int = 4096
     """Positions that a token attends to in local layers, itself included."""
     qk_norm: Literal["none", "rms", "rms_heads"] = "rms_heads"
     """Normalisation of queries and keys: all heads together."""
@@ -38,42 +43,20 @@ class Olmo3(Llama):
     local_layers: int = 3
     """Layers with a sliding window before each layer without."""
 
-    @property
-    def period(self) -> int:
-        """Layers after which their kinds repeat."""
-        return self.local_layers + 1
-
-    def spec(self) -> ModelSpec:
+    def build(self) -> Decoder:
         """Returns local and global layers by turns."""
-        if self.local_layers < 1 or self.sliding_window is None:
+        if self.local_layers < 1 or self.sliding_window < 1:
             raise ConfigError(
                 f"{self.local_layers} local layers with a window of {self.sliding_window}",
-                "OLMo 3 has local layers, and they have a window",
+                "OLMo 3 has local layers, and a token attends to itself at least",
                 "--model.local-layers 3 --model.sliding-window 4096, or the family llama for layers of one kind",
             )
-        if self.rope_scaling is not None or self.rope_factor != 1.0:
-            raise ConfigError(
-                f"{'rope_factor' if self.rope_scaling is None else 'rope_scaling'} in OLMo 3",
-                "its rotary frequencies are scaled by YaRN, in global layers",
-                "the field yarn",
-            )
-        last = dataclasses.replace(self.attention, window=None)
-        kinds = [LayerSpec("blocks", self.attention)] * self.local_layers + [LayerSpec("blocks", last)]
-        layers = tuple(kinds[i % self.period] for i in range(self.layers))
-        return dataclasses.replace(super().spec(), layers=layers, period=self.period)
-
-    def layer_functions(self, ctx: ForwardContext) -> dict[str, Pattern]:  # type: ignore[override]
-        """Returns the layers of a period: local ones, then a global one."""
-        H, theta, positions_BT = self.attention.head_size, self.rope_theta, ctx.tokens.positions
-        plain = rope_angles(positions_BT, rope_frequencies(H, theta, None))
-        scaled = plain if self.yarn is None else yarn_angles(positions_BT, H, theta, self.yarn)
-        local, last = (
-            dense_layer(self, ctx, "blocks", attention_half(self, ctx, window, cos_sin))
-            for window, cos_sin in ((self.sliding_window, plain), (None, scaled))
+        local = self.attention()
+        last = self.attention(window=None, rotary=self.rotary(scaling=self.yarn))
+        feed_forward = FeedForward(self.width, self.mlp, self.out_std, bias=self.mlp_bias == "learned")
+        kinds = tuple(
+            Block("blocks", attention, feed_forward, self.norm, self.norm_place)
+            for attention in (*[local] * self.local_layers, last)
         )
-        period: tuple[Layer, ...] = (*[local] * self.local_layers, last)
-        return {"blocks": period}
-
-    def shrunk(self, shape: MeshShape, layers: int) -> Model:
-        """Returns the least sizes that `shape` divides as it divides these, with periods of two layers."""
-        return dataclasses.replace(super().shrunk(shape, 2 * layers), local_layers=1)  # type: ignore[call-arg]
+        layers = rows_of(kinds, self.layers)
+        return Decoder(self.width, layers, self.norm, len(kinds), tied=self.embedding == "tied")

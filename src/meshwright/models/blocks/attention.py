@@ -1,0 +1,155 @@
+"""Multi-head and grouped-query attention, with the biases, norms, windows, sinks and gates that families add to it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from meshwright.models.blocks.linear import attention_projection, linears
+from meshwright.models.blocks.norm import Norm, rms_norm
+from meshwright.models.blocks.rotary import Rotary
+from meshwright.models.kernels.scores import Scores
+from meshwright.models.model import AttentionSpec, ForwardContext
+from meshwright.models.remat import QKV
+from meshwright.sharding.params import Param
+
+Angles = Callable[[Rotary], tuple[jax.Array, jax.Array]]
+"""Cosine and sine of a rotation at the positions of a step's tokens, computed once for all layers."""
+Mix = Callable[[jax.Array, dict[str, Any]], jax.Array]
+"""Attention of a layer: `(normalised hidden states [B, T/tensor, D], weights) -> output [B, T/tensor, D]`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Softmax attention of one kind of layers."""
+
+    width: int
+    """Model width D."""
+    heads: int
+    """Query heads N."""
+    kv_heads: int | None
+    """Key/value heads K; fewer than `heads` is grouped-query attention (GQA, arXiv:2305.13245). None: each query head
+    has its own."""
+    head_size: int
+    """Head size H."""
+    out_std: float
+    """Initial standard deviation of the output projection."""
+    rotary: Rotary | None = None
+    """Rotation of queries and keys; None has none."""
+    window: int | None = None
+    """Sliding window: positions a token attends to, itself included."""
+    chunk: int | None = None
+    """Tokens of a chunk, of which a token attends to those of its own (Llama 4)."""
+    qkv_bias: bool = False
+    """Whether the projections of queries, keys and values have biases."""
+    out_bias: bool = False
+    """Whether the output projection has a bias."""
+    qk_norm: Norm | None = None
+    """Learned norm of queries and keys, before their rotation."""
+    qk_l2_epsilon: float | None = None
+    """Queries and keys are divided by their root mean square after rotation, with this constant (Llama 4)."""
+    query_factor: float | None = None
+    """Factor on the queries."""
+    temperature: tuple[float, int] | None = None
+    """Scale s and positions p of queries that grow with their position: 1 + s ln(1 + floor((position + 1) / p))."""
+    softcap: float | None = None
+    """Soft cap of the scores."""
+    sinks: bool = False
+    """Whether each head has a learned logit that adds nothing to the output (GPT-OSS)."""
+    gated: bool = False
+    """Whether the sigmoid of a projection as wide as the queries multiplies the output (Qwen3-Next)."""
+
+    scope = "attention"
+
+    def params(self, layers: int) -> dict[str, Param]:
+        """Returns the parameters of a stack of `layers` layers."""
+        L, D, N, H = layers, self.width, self.heads, self.head_size
+        keys = (N, "N") if self.kv_heads is None else (self.kv_heads, "K")
+        heads = {"query": (N, "N"), "key": keys, "value": keys}
+        gate = {"query_gate": (N, "N")} if self.gated else {}
+        params = {name: Param((L, D, n, H), f"LD{x}H", role="qkv") for name, (n, x) in (heads | gate).items()}
+        params["attention_out"] = Param((L, N, H, D), "LNHD", std=self.out_std, role="attention_out", contract=2)
+        if self.qkv_bias:
+            params |= {f"{name}_bias": Param((L, n, H), f"L{x}H", "zeros") for name, (n, x) in heads.items()}
+        if self.out_bias:
+            params["attention_out_bias"] = Param((L, D), "LD", "zeros")
+        if self.sinks:
+            params["sinks"] = Param((L, N), "LN", "zeros")
+        if self.qk_norm is not None:
+            for name, (n, x) in (("query_norm", heads["query"]), ("key_norm", heads["key"])):
+                shape, dims = ((L, n, H), f"L{x}H") if self.qk_norm.kind == "rms_heads" else ((L, H), "LH")
+                params |= self.qk_norm.params(name, shape, dims)
+        return params
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the fields of `LayerSpec`."""
+        features = {"softcap": self.softcap is not None, "sinks": self.sinks}
+        spec = AttentionSpec(
+            self.heads,
+            self.kv_heads or self.heads,
+            self.head_size,
+            self.window,
+            self.qk_norm is not None or self.qk_l2_epsilon is not None,
+            self.gated,
+            chunk=self.chunk,
+            features=frozenset(name for name, needed in features.items() if needed),
+        )
+        return {"attention": spec}
+
+    def build(self, ctx: ForwardContext, angles: Angles) -> Mix:
+        """Returns the attention of a step's tokens."""
+        names = ("query", "query_gate", "key", "value") if self.gated else ("query", "key", "value")
+        cos_sin = angles(self.rotary) if self.rotary is not None else None
+        growth_BT11 = self._growth(ctx.tokens.positions)
+
+        def mix(h_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
+            products = dict(zip(names, ctx.column_parallel(linears, h_BTD, [w[name] for name in names]), strict=True))
+            if self.qkv_bias:
+                products |= {name: products[name] + w[f"{name}_bias"] for name in ("query", "key", "value")}
+            q_BTNH, k_BTKH, v_BTKH = (products[name] for name in ("query", "key", "value"))
+            if self.qk_norm is not None:
+                q_BTNH, k_BTKH = self.qk_norm(q_BTNH, w["query_norm"]), self.qk_norm(k_BTKH, w["key_norm"])
+            if self.query_factor is not None:
+                q_BTNH = self.query_factor * q_BTNH
+            if cos_sin is not None:
+                q_BTNH, k_BTKH = self._rotated(q_BTNH, cos_sin), self._rotated(k_BTKH, cos_sin)
+            if growth_BT11 is not None:
+                q_BTNH = (q_BTNH * growth_BT11).astype(q_BTNH.dtype)
+            q_BTNH, k_BTKH, v_BTKH = (checkpoint_name(x, QKV) for x in (q_BTNH, k_BTKH, v_BTKH))
+            factor = jax.nn.sigmoid(checkpoint_name(products["query_gate"], QKV)) if self.gated else None
+            y_BTD = ctx.attend_row_parallel(
+                attention_projection,
+                q_BTNH,
+                k_BTKH,
+                v_BTKH,
+                w["attention_out"],
+                window=self.window,
+                scores=self._scores(w),
+                factor_BTNH=factor,
+            )
+            return y_BTD + w["attention_out_bias"] if self.out_bias else y_BTD
+
+        return mix
+
+    def _growth(self, positions_BT: jax.Array) -> jax.Array | None:
+        """Returns the factor on queries by position, [B, T, 1, 1]."""
+        if self.temperature is None:
+            return None
+        scale, floor = self.temperature
+        steps_BT = jnp.floor((positions_BT.astype(jnp.float32) + 1.0) / floor)
+        return (1.0 + scale * jnp.log1p(steps_BT))[..., None, None]
+
+    def _rotated(self, x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
+        assert self.rotary is not None
+        x_BTNH = self.rotary.rotate(x_BTNH, cos_sin)
+        if self.qk_l2_epsilon is None:
+            return x_BTNH
+        return rms_norm(x_BTNH, jnp.ones(x_BTNH.shape[-1:], x_BTNH.dtype), self.qk_l2_epsilon)
+
+    def _scores(self, w: dict[str, Any]) -> Scores | None:
+        if self.softcap is None and self.chunk is None and not self.sinks:
+            return None
+        return Scores(w["sinks"] if self.sinks else None, self.softcap, self.chunk)

@@ -1,0 +1,96 @@
+"""Dense feed-forward half of a layer: gated (SwiGLU, arXiv:2002.05202; GeGLU) or a plain MLP with GELU."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from meshwright.models.blocks.linear import linear, linears
+from meshwright.models.model import Aux, ForwardContext
+from meshwright.models.remat import FFN_HIDDEN, recomputed
+from meshwright.sharding.params import Param
+
+Feed = Callable[[jax.Array, dict[str, Any]], tuple[jax.Array, Aux]]
+"""Second half of a layer: `(normalised hidden states [B, T/tensor, D], weights) -> (output [B, T/tensor, D], aux)`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedForward:
+    """Dense feed-forward of one kind of layers."""
+
+    width: int
+    """Model width D."""
+    hidden: int
+    """Feed-forward width F."""
+    out_std: float
+    """Initial standard deviation of the projection down."""
+    activation: Literal["silu", "gelu"] = "silu"
+    """Function of the gate, or of the only factor."""
+    gated: bool = True
+    """Whether the hidden features are a product of two factors, gate and up."""
+    bias: bool = False
+    """Whether all projections have biases."""
+
+    scope = "feed-forward"
+
+    def params(self, layers: int) -> dict[str, Param]:
+        """Returns the parameters of a stack of `layers` layers."""
+        L, D, F = layers, self.width, self.hidden
+        params = {name: Param((L, D, F), "LDF", role="ffn_in") for name in self._names}
+        params["down"] = Param((L, F, D), "LFD", std=self.out_std, role="ffn_out")
+        if self.bias:
+            params |= {f"{name}_bias": Param((L, F), "LF", "zeros") for name in self._names}
+            params["down_bias"] = Param((L, D), "LD", "zeros")
+        return params
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the fields of `LayerSpec`: none."""
+        return {}
+
+    def build(self, ctx: ForwardContext) -> Feed:
+        """Returns the feed-forward of a step's tokens."""
+
+        def feed(h_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, Aux]:
+            products = ctx.column_parallel(linears, h_BTD, [w[name] for name in self._names])
+            if self.bias:
+                products = [x + w[f"{name}_bias"] for name, x in zip(self._names, products, strict=True)]
+            y_BTD = ctx.row_parallel(linear, self._hidden(products), w["down"])
+            return y_BTD + w["down_bias"] if self.bias else y_BTD, {}
+
+        return feed
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return ("gate", "up") if self.gated else ("up",)
+
+    def _hidden(self, products: list[jax.Array]) -> jax.Array:
+        """Returns the hidden features; the products are named for the remat policies."""
+        first, *up = (checkpoint_name(x, FFN_HIDDEN) for x in products)
+        if not up:
+            return _ACTIVATIONS[self.activation](first)
+        return _silu_product(first, *up) if self.activation == "silu" else _gelu_product(first, *up)
+
+
+def swiglu(h_BTD: jax.Array, gate: Any, up: Any, down: Any) -> jax.Array:
+    """Returns (silu(h gate) * h up) down, unreduced over `tensor`."""
+    gate_BTF, up_BTF = (checkpoint_name(x, FFN_HIDDEN) for x in linears(h_BTD, [gate, up]))
+    return linear(_silu_product(gate_BTF, up_BTF), down)
+
+
+def _gelu(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x, approximate=True)
+
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"silu": jax.nn.silu, "gelu": _gelu}
+
+
+@recomputed
+def _silu_product(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate_BTF) * up_BTF
+
+
+@recomputed
+def _gelu_product(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
+    return jax.nn.gelu(gate_BTF, approximate=True) * up_BTF

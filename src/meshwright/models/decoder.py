@@ -1,0 +1,345 @@
+"""A decoder of layer kinds: embedding, a pattern of layers (attention, then feed-forward or experts), unembedding.
+
+A kind (blocks/attention.py, latent.py, delta_net.py, feed_forward.py, experts.py) is a frozen value that describes its
+parameters, states its facts, and computes its half of a layer. A family is a table of fields and the `Decoder` that
+they make (families/). One layer, with norms before its halves:
+
+    x += attention(norm(x));  x += feed_forward(norm(x))
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from meshwright.comm.collectives import local_shard, sequence_all_gather
+from meshwright.config import MeshShape
+from meshwright.errors import ConfigError
+from meshwright.models.blocks.attention import Angles, Mix
+from meshwright.models.blocks.embed import embed
+from meshwright.models.blocks.feed_forward import Feed
+from meshwright.models.blocks.norm import Norm
+from meshwright.models.model import (
+    Aux,
+    ForwardContext,
+    Layer,
+    LayerSpec,
+    Metrics,
+    Model,
+    ModelSpec,
+    Pattern,
+    padded_vocab,
+    vocab_size,
+)
+from meshwright.models.remat import ATTN_RESIDUAL
+from meshwright.sharding.params import GatherParams, Param, Tree
+from meshwright.words import AXES
+
+Opening = Callable[[jax.Array, dict[str, Any]], jax.Array]
+"""Computation before a layer, with weights of its subtree: `(x [B, T/tensor, D], weights) -> x`."""
+
+
+class Kind(Protocol):
+    """Half of a layer, a frozen value: attention in any form, feed-forward, or experts."""
+
+    @property
+    def width(self) -> int:
+        """Model width D."""
+
+    @property
+    def scope(self) -> str:
+        """Name of the half in profiles and in compiled programs."""
+
+    def params(self, layers: int) -> dict[str, Param]:
+        """Returns the parameters of a stack of `layers` layers."""
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the fields of `LayerSpec`."""
+
+    def __hash__(self) -> int: ...
+
+
+class MixKind(Kind, Protocol):
+    """First half of a layer."""
+
+    def build(self, ctx: ForwardContext, angles: Angles) -> Mix:
+        """Returns the attention of a step's tokens."""
+
+
+class FeedKind(Kind, Protocol):
+    """Second half of a layer."""
+
+    def build(self, ctx: ForwardContext) -> Feed:
+        """Returns the feed-forward of a step's tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One kind of layers."""
+
+    stack: str
+    """Subtree of the parameters that holds its layers."""
+    attention: MixKind
+    feed_forward: FeedKind
+    norm: Norm
+    """Norm of the two halves."""
+    norm_place: Literal["before", "after", "both"] = "before"
+    """Whether the halves normalise what they read, what they add (OLMo 2), or both (Gemma)."""
+
+    def params(self, layers: int) -> dict[str, Param]:
+        """Returns the parameters of a stack of `layers` layers."""
+        halves: dict[str, Kind] = {"attention_norm": self.attention, "mlp_norm": self.feed_forward}
+        params, width = dict[str, Param](), self.attention.width
+        for name, half in halves.items():
+            names = (name, name.replace("_norm", "_out_norm")) if self.norm_place == "both" else (name,)
+            for norm in names:
+                params |= self.norm.params(norm, (layers, width), "LD")
+            params |= half.params(layers)
+        return params
+
+    def spec(self) -> LayerSpec:
+        """Returns the facts of a layer."""
+        return LayerSpec(self.stack, **self.attention.facts(), **self.feed_forward.facts())
+
+    def layer(self, ctx: ForwardContext, mix: Mix, feed: Feed, opening: Opening | None = None) -> Layer:
+        """Returns the layer function. mix, feed: of its halves, as `build` returns them."""
+
+        def norm(place: str, name: str, x_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
+            if self.norm_place not in (place, "both"):
+                return x_BTD
+            name = name.replace("_norm", "_out_norm") if self.norm_place == "both" and place == "after" else name
+            return self.norm(x_BTD, w[name], w.get(f"{name}_bias"))
+
+        def layer(x_BTD: jax.Array, params: Tree, index: jax.Array) -> tuple[jax.Array, Aux]:
+            w = ctx.gather_params(params, self.stack)
+            x_BTD = x_BTD if opening is None else opening(x_BTD, w)
+            with jax.named_scope(self.attention.scope):
+                y_BTD = mix(norm("before", "attention_norm", x_BTD, w), w)
+                y_BTD = ctx.dropout(norm("after", "attention_norm", y_BTD, w), 2 * index + 1)
+                x_BTD = checkpoint_name(x_BTD + y_BTD, ATTN_RESIDUAL)
+            with jax.named_scope(self.feed_forward.scope):
+                y_BTD, aux = feed(norm("before", "mlp_norm", x_BTD, w), w)
+                return x_BTD + ctx.dropout(norm("after", "mlp_norm", y_BTD, w), 2 * index + 2), aux
+
+        return layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """Embedding, layers and unembedding of a model."""
+
+    width: int
+    """Model width D."""
+    layers: tuple[Block, ...]
+    """Kind of every layer, in order."""
+    norm: Norm
+    """Norm after the last layer."""
+    period: int = 1
+    """Layers after which the kinds repeat; 1 for stacks that follow each other."""
+    tied: bool = False
+    """Whether the embedding table is the unembedding too."""
+    positions: int | None = None
+    """Rows of a learned table of positions; None has no table."""
+    embedding_factor: float | None = None
+    """Factor on the embedded tokens."""
+    logit_softcap: float | None = None
+    """Soft cap of the logits."""
+
+    @functools.cached_property
+    def stacks(self) -> dict[str, tuple[Block, ...]]:
+        """Layers of each stack, in the order of the layers."""
+        found: dict[str, list[Block]] = {}
+        for block in self.layers:
+            found.setdefault(block.stack, []).append(block)
+        return {stack: tuple(blocks) for stack, blocks in found.items()}
+
+    @property
+    def table(self) -> str:
+        """Parameter that the unembedding multiplies by."""
+        return "embed" if self.tied else "unembed"
+
+    def params(self, vocab: int, rows: int) -> Tree:
+        """Returns the parameter descriptions. vocab: rows of the tables without padding; rows: with it."""
+        final: Tree = self.norm.params("final_norm", (self.width,), "D")
+        if self.norm.kind == "layer":
+            final = {"final_norm": {name.replace("final_norm", "scale", 1).replace("scale_", ""): p
+                                    for name, p in final.items()}}  # fmt: skip
+        tables = {name: Param((rows, self.width), "VD", rows=vocab) for name in ("embed", self.table)}
+        if self.positions is not None:
+            tables["positions"] = Param((self.positions, self.width), "TD")
+        return {**tables, **{stack: blocks[0].params(len(blocks)) for stack, blocks in self.stacks.items()}, **final}
+
+    def spec(self) -> ModelSpec:
+        """Returns the facts of all layers."""
+        facts = {block: block.spec() for block in set(self.layers)}
+        return ModelSpec(
+            self.width,
+            tuple(facts[block] for block in self.layers),
+            self.positions,
+            self.table,
+            self.logit_softcap,
+            period=self.period,
+        )
+
+    def embed(self, params: Tree, ctx: ForwardContext) -> jax.Array:
+        """Returns the embedded tokens [B, T/tensor, D], on the first stage."""
+        table_VD = ctx.gather_params(params["embed"], "embed")
+        positions_TD = None if self.positions is None else ctx.gather_params(params["positions"], "positions")
+        with jax.named_scope("embedding"):
+            x_BTD = embed(ctx.tokens.ids, table_VD)
+            if self.embedding_factor is not None:
+                x_BTD *= jnp.asarray(self.embedding_factor, x_BTD.dtype)
+            if positions_TD is not None:
+                x_BTD += positions_TD[local_shard(ctx.tokens.positions, ("tensor",), 1)]
+            return ctx.dropout(x_BTD, 0)
+
+    def layer_functions(self, ctx: ForwardContext) -> dict[str, Pattern]:
+        """Returns the layer function of each stack, or those of its turns in a period."""
+        angles = functools.cache(lambda rotary: rotary.angles(ctx.tokens.positions))
+        mix = functools.cache(lambda kind: kind.build(ctx, angles))
+        feed = functools.cache(lambda kind: kind.build(ctx))
+
+        def function(block: Block) -> Layer:
+            return block.layer(ctx, mix(block.attention), feed(block.feed_forward))
+
+        if self.period == 1:
+            return {stack: function(blocks[0]) for stack, blocks in self.stacks.items()}
+        turns: dict[str, list[Layer]] = {}
+        layers = functools.cache(function)
+        for block in self.layers[: self.period]:
+            turns.setdefault(block.stack, []).append(layers(block))
+        return {stack: tuple(functions) for stack, functions in turns.items()}
+
+    def unembed(self, params: Tree, x_BTD: jax.Array, gather_params: GatherParams) -> tuple[jax.Array, jax.Array]:
+        """Returns the normalised hidden states [B, T, D] and the unembedding [V/stage+tensor, D]."""
+        final: Any = gather_params(params["final_norm"], "final_norm")
+        table_VD = gather_params(params[self.table], self.table)
+        scale, bias = (final["scale"], final.get("bias")) if self.norm.kind == "layer" else (final, None)
+        with jax.named_scope("unembedding"):
+            return sequence_all_gather(self.norm(x_BTD, scale, bias), 1), table_VD
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderModel(Model):
+    """Model whose forward pass is that of a `Decoder` made of its fields: the base of the families of this package."""
+
+    width: int = 128
+    """Model width D."""
+    layers: int = 4
+    """Layers L."""
+    heads: int = 4
+    """Query heads N."""
+
+    def build(self) -> Decoder:
+        """Returns the decoder. Raises ConfigError for fields that do not go together."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def decoder(self) -> Decoder:
+        """The decoder that the fields describe."""
+        return self.build()
+
+    @property
+    def out_std(self) -> float:
+        """Initial standard deviation of projections into the residual stream (GPT-2: 0.02 / sqrt(2 L))."""
+        return float(0.02 / (2 * self.layers) ** 0.5)
+
+    def params(self) -> Tree:
+        """Returns the parameter descriptions; those of layers are stacked."""
+        return self.decoder.params(vocab_size(self), padded_vocab(self))
+
+    def spec(self) -> ModelSpec:
+        """Returns the facts of all layers."""
+        return self.decoder.spec()
+
+    def embed(self, params: Tree, ctx: ForwardContext) -> jax.Array:
+        """Returns the embedded tokens [B, T/tensor, D], on the first stage."""
+        return self.decoder.embed(params, ctx)
+
+    def layer_functions(self, ctx: ForwardContext) -> dict[str, Pattern]:
+        """Returns the layer function of each stack, or those of its turns in a period."""
+        return self.decoder.layer_functions(ctx)
+
+    def unembed(self, params: Tree, x_BTD: jax.Array, gather_params: GatherParams) -> tuple[jax.Array, jax.Array]:
+        """Returns the normalised hidden states [B, T, D] and the unembedding [V/stage+tensor, D]."""
+        return self.decoder.unembed(params, x_BTD, gather_params)
+
+    def layer_metrics(self, aux: dict[str, Aux], sequences: int) -> Metrics:
+        """Returns the routing metrics of a step, averaged over the layers with experts."""
+        sums = [aux[stack] for stack in self.decoder.stacks if "load" in aux.get(stack, {})]
+        if not sums:
+            return {}
+        layers = sum("experts" in block.feed_forward.facts() for block in self.decoder.layers)
+        both = sums[0] if len(sums) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *sums)
+        return routing_metrics(both, layers, sequences)
+
+    def features(self) -> set[str]:
+        """Returns the features that `runs.composition` lists."""
+        dispatch = {getattr(block.feed_forward, "dispatch", None) for block in self.decoder.layers} - {None}
+        return {f"dispatch: {name}" for name in dispatch} | ({"tied embeddings"} if self.decoder.tied else set())
+
+    def shrunk(self, shape: MeshShape, layers: int) -> Model:
+        """Returns the least sizes that `shape` divides as it divides these, with periods of two layers at most."""
+        fields = {field.name for field in dataclasses.fields(self)}
+        sizes = self.small_sizes(shape, layers)
+        small: DecoderModel = dataclasses.replace(self, **{name: sizes[name] for name in fields & sizes.keys()})
+        return dataclasses.replace(small, layers=small.layers * small.decoder.period)
+
+    def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:
+        """Returns fields of `shrunk`, of which those that the family does not have are left out.
+
+        layers: periods of layers.
+        """
+        every = math.prod(shape.degrees()[axis] for axis in AXES if axis not in ("stage", "context"))
+        old_heads: int = getattr(self, "kv_heads", self.heads)
+        kv_heads = math.gcd(old_heads, shape.tensor * shape.context)
+        heads = kv_heads * (self.heads // old_heads)
+        window, pattern = getattr(self, "sliding_window", None), getattr(self, "local_layers", 0)
+        return {
+            "layers": layers, "heads": heads, "kv_heads": kv_heads, "head_size": 8, "width": math.lcm(every, 8 * heads),
+            "mlp": 2 * every, "expert_mlp": 2 * every, "sliding_window": None if window is None else 16,
+            "local_layers": min(1, pattern), "rope_scaling": None, "rope_factor": 1.0, "yarn": None,
+            "query_scale": None,
+        }  # fmt: skip
+
+
+def routing_metrics(sums: Aux, expert_layers: int, sequences: int) -> Metrics:
+    """Returns the routing metrics of a step, averaged over the layers with experts.
+
+    sums: aux of those layers, summed over the batch of `sequences`, [L, ...]. The expert balance is one where all
+    experts have equal load; the largest load is that of the busiest expert of a layer over the mean.
+    """
+    layers, load_LE = jnp.float32(expert_layers), sums["load"]
+    metrics = {
+        "expert balance": (sums["balance"].sum() / sequences, layers),
+        "router z": (sums["router z"].sum() / sequences, layers),
+        "largest expert load": ((load_LE.max(-1) / load_LE.mean(-1)).sum(), layers),
+        "smallest expert load": ((load_LE.min(-1) / load_LE.mean(-1)).sum(), layers),
+    }
+    if "dropped" in sums:
+        metrics["choices dropped"] = (sums["dropped"].sum(), load_LE.sum())
+    return metrics
+
+
+def rows_of(kinds: tuple[Block, ...], layers: int) -> tuple[Block, ...]:
+    """Returns the kind of each of `layers` layers, of which `kinds` repeat."""
+    return tuple(kinds[i % len(kinds)] for i in range(layers))
+
+
+def head_size_of(c: Any) -> int:
+    """Returns `c.head_size`, or width / heads. Raises ConfigError where that is not a whole number."""
+    size, (width, heads) = getattr(c, "head_size", None), (c.width, c.heads)
+    if size is not None:
+        return int(size)
+    if width % heads:
+        raise ConfigError(
+            f"width {width} in {heads} heads",
+            f"{width} = {width // heads} * {heads} + {width % heads}",
+            f"a width of {width // heads * heads or heads}, or give model.head_size",
+        )
+    return int(width // heads)

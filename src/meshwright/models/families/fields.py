@@ -1,0 +1,141 @@
+"""Fields that families have in common, and the layer kinds that are made of them."""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+from meshwright.errors import ConfigError
+from meshwright.models.blocks.attention import Attention
+from meshwright.models.blocks.norm import Norm
+from meshwright.models.blocks.rotary import RopeScaling, Rotary, Yarn
+from meshwright.models.decoder import DecoderModel, head_size_of
+
+LEARNED = Literal["none", "learned"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedQuery(DecoderModel):
+    """Grouped-query attention with rotary embedding and RMSNorm."""
+
+    kv_heads: int = 4
+    """Key/value heads K; fewer than `heads` is grouped-query attention (GQA, arXiv:2305.13245)."""
+    head_size: int | None = None
+    """Head size H; None is width / heads."""
+    rope_theta: float = dataclasses.field(default=10000.0, kw_only=True)
+    """Base of the rotary frequencies."""
+    norm_epsilon: float = dataclasses.field(default=1e-5, kw_only=True)
+    """Constant added to the mean square in RMSNorm."""
+
+    @property
+    def norm(self) -> Norm:
+        """Norm of all halves of layers, and after the last layer."""
+        return Norm("rms", self.norm_epsilon)
+
+    def rotary(self, **changes: Any) -> Rotary:
+        """Returns the rotation of whole heads. Raises ConfigError for numbers that make no frequencies."""
+        made = {"size": head_size_of(self), "theta": self.rope_theta, **changes}
+        for name, value, fix in (("theta", made["theta"], 10000), ("factor", made.get("factor", 1.0), 1)):
+            if not 0 < value < math.inf:
+                truth = "rotary frequencies are made of it, and it must be positive"
+                raise ConfigError(f"model.rope_{name} = {value:g}", truth, f"--model.rope-{name} {fix}")
+        return Rotary(**made)
+
+    def attention(self, **changes: Any) -> Attention:
+        """Returns the attention of the fields. changes: of the fields of `Attention`."""
+        sizes = (self.width, self.heads, self.kv_heads, head_size_of(self), self.out_std)
+        return Attention(*sizes, **{"rotary": self.rotary(), **changes})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaledRotary(GroupedQuery):
+    """Rotary frequencies with a choice of scalings."""
+
+    rope_scaling: RopeScaling | None = None
+    """Scaling of the low rotary frequencies (Llama 3.1 and later)."""
+    rope_factor: float = 1.0
+    """Factor by which all rotary frequencies are divided (linear position interpolation, arXiv:2306.15595)."""
+    yarn: Yarn | None = None
+    """Scaling of the low rotary frequencies for long contexts (YaRN; Qwen2.5 and Qwen3 beyond 32k tokens)."""
+
+    def rotary(self, **changes: Any) -> Rotary:
+        """Returns the rotation of whole heads, scaled. Raises ConfigError for two scalings of the same frequencies."""
+        given = {"scaling": self.rope_scaling is not None, "factor": self.rope_factor != 1.0}
+        found = [f"model.rope_{name}" for name, is_given in given.items() if is_given]
+        found += ["model.yarn"] if self.yarn is not None else []
+        if len(found) > 1:
+            truth = "each of them scales the same rotary frequencies"
+            raise ConfigError(" and ".join(found), truth, f"one of them, such as {found[-1]}")
+        return super().rotary(scaling=self.rope_scaling or self.yarn, factor=self.rope_factor, **changes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TiedOrNot(DecoderModel):
+    """Choice of the unembedding."""
+
+    embedding: Literal["untied", "tied"] = "untied"
+    """Tied uses the embedding table as the unembedding."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Projections(GroupedQuery):
+    """Window, biases and norms of Llama's relatives."""
+
+    sliding_window: int | None = None
+    """Positions a token attends to, itself included (Mistral); None is all before it."""
+    qkv_bias: LEARNED = "none"
+    """Bias of the query, key and value projections (Qwen2)."""
+    out_bias: LEARNED = "none"
+    """Bias of the projection out of attention (`attention_bias` of Llama's and Qwen3's configurations)."""
+    qk_norm: Literal["none", "rms", "rms_heads"] = "none"
+    """Normalisation of queries and keys: each head alone (rms: Qwen3), or all heads together (rms_heads: OLMo 2)."""
+    norm_place: Literal["before", "after"] = "before"
+    """Whether attention and feed-forward normalise what they read, or what they add (OLMo 2)."""
+
+    def attention(self, **changes: Any) -> Attention:
+        """Returns the attention of the fields. changes: of the fields of `Attention`."""
+        made = {
+            "window": self.sliding_window,
+            "qkv_bias": self.qkv_bias == "learned",
+            "out_bias": self.out_bias == "learned",
+            "qk_norm": None if self.qk_norm == "none" else Norm(self.qk_norm, self.norm_epsilon),
+        }
+        return super().attention(**{**made, **changes})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoutedExperts(DecoderModel):
+    """Experts of which a token uses some."""
+
+    experts: int = 8
+    """Experts E of a layer."""
+    experts_per_token: int = 2
+    """Experts that a token is routed to, k."""
+    expert_mlp: int = 384
+    """Feed-forward width F of an expert."""
+    expert_buffer_factor: float = 0.0
+    """Rows that a device of the mesh axis `expert` has room for, as a multiple of an even share; for `dropless`. Rows
+    beyond are dropped and counted as `choices dropped`. 0 has room for the most that can arrive, up to `expert` times
+    the share, and gives the numbers of one device."""
+    aux_loss_weight: float = 0.001
+    """Weight of the load-balancing loss, summed over layers (DeepSeek-V3, equations 17 to 20)."""
+    router_z_loss_weight: float = 0.0
+    """Weight of the router's z-loss, summed over layers (ST-MoE, arXiv:2202.08906, equation 5)."""
+
+    def expert_fields(self) -> dict[str, Any]:
+        """Returns the fields of `Experts` that all families set alike."""
+        return {
+            "buffer_factor": self.expert_buffer_factor,
+            "aux_loss_weight": self.aux_loss_weight,
+            "router_z_loss_weight": self.router_z_loss_weight,
+        }
+
+
+def check_local_layers(c: Any, least: int = 0) -> None:
+    """Raises ConfigError for a pattern of local and global layers that attends to nothing. least: local layers."""
+    if c.local_layers < least or c.sliding_window < 1:
+        kind = type(c)
+        raise ConfigError(
+            f"{c.local_layers} local layers with a window of {c.sliding_window}",
+            f"there are {least or 'none'} or more, and a token attends to itself at least",
+            f"--model.local-layers {kind.local_layers} --model.sliding-window {kind.sliding_window}",
+        )
