@@ -94,7 +94,7 @@ class OurStep:
         self._runner.bare(2)
         self.facts = {
             "parameters": count_params(device_run.placed.params), "compile_seconds": compiled,
-            "device": jax.devices()[0].device_kind, "attention": device_run.kernels.name,
+            "device": jax.devices()[0].device_kind, "attention": device_run.settled.kernels.name,
             "versions": f"meshwright {version('meshwright')}, jax {jax.__version__}, "
             f"{jax.devices()[0].client.platform_version.splitlines()[0]}",
         }  # fmt: skip

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.comm.collective_matmul import column_parallel, row_parallel
 from meshwright.comm.collectives import sequence_all_gather, sequence_reduce_scatter
-from meshwright.hardware.mesh import ring_order
+from meshwright.hardware.machine import ring_order
 
 B, D, F = 2, 8, 12
 

@@ -11,6 +11,7 @@ from tiny_runs import MODELS, device_run_of, tiny_run
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.compiler_options import COMPILER_OPTIONS, compiler_options_of, refused_options
+from meshwright.hardware.machine import Machine
 
 
 def test_every_set_is_of_a_known_chip() -> None:
@@ -43,14 +44,15 @@ def device_run_with(*words: str) -> Any:
     device_run = device_run_of(tiny_run(MODELS["llama"], "data=1", compiler_options=words))
     device = SimpleNamespace(platform="tpu", device_kind="TPU v5p")
     mesh = SimpleNamespace(devices=SimpleNamespace(flat=[device]))
-    return dataclasses.replace(device_run, mesh=mesh)
+    machine = Machine("tpu", "v5p", kind="TPU v5p")
+    return dataclasses.replace(device_run, mesh=mesh, settled=dataclasses.replace(device_run.settled, machine=machine))
 
 
 def test_refused_options_of_the_chip_are_left_out_and_those_of_the_run_are_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     refused = "xla_tpu_scoped_vmem_limit_kib"
-    monkeypatch.setattr("meshwright.hardware.compiler_options.refused_options", lambda device, options: (refused,))
+    monkeypatch.setattr("meshwright.step.device_run.refused_options", lambda device, options: (refused,))
     device_run = device_run_with("auto")
     assert device_run.refused_compiler_options == (refused,)
     assert refused not in device_run.compiler_options() and len(device_run.compiler_options()) > 1

@@ -14,9 +14,10 @@ from tiny_runs import MODELS, assert_same_steps, device_run_of, tiny_run, train,
 
 import meshwright as mw
 from meshwright.errors import ConfigError
+from meshwright.hardware.machine import Machine
 from meshwright.models.kernels import blocked
 from meshwright.models.kernels.attention import reference_attention, sequence_positions
-from meshwright.models.kernels.choose import KERNELS, Hardware, Kernels, choose_kernels
+from meshwright.models.kernels.choose import KERNELS, Kernels, choose_kernels
 from meshwright.models.kernels.splash import block_size, splash_kernels
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.sharding.sequence import split_sequence
@@ -140,7 +141,7 @@ def choose(name: str, platform: str, chip: str | None = None, **changes: Any) ->
         "block": 512, "remat": "full", "head_sizes": (128,), "dtype": "bfloat16",
         "sequence": split_sequence("ring", 256, 1, 1), **changes,
     }  # fmt: skip
-    return choose_kernels(name, Hardware(platform, chip), **settings)
+    return choose_kernels(name, Machine(platform, chip), **settings)
 
 
 @pytest.fixture
@@ -222,7 +223,7 @@ def test_a_run_with_a_kernel_that_its_shapes_cannot_use_is_refused() -> None:
 @pytest.mark.exhaustive
 def test_pallas_kernel_from_outside_gives_the_numbers_of_the_reference() -> None:
     run = tiny_run(MODELS["qwen-like"], "data=2,fsdp=2,tensor=2", attention_kernel=row_kernel)
-    assert device_run_of(run).kernels.name == "row"
+    assert device_run_of(run).settled.kernels.name == "row"
     one = train_on_one_device(run, 20)
     assert_same_steps(train(run, 3, initial=one.initial), one)
 
@@ -256,7 +257,7 @@ def test_splash_saves_its_output_once() -> None:
 @pytest.mark.parametrize(("remat", "instead"), [("offload", "full"), ("offload_attention", "projections")])
 def test_offload_on_gpus_is_refused(remat: Any, instead: str) -> None:
     device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100")
-    mesh: Any = SimpleNamespace(devices=np.array([device], dtype=object), shape={"data": 1})
+    mesh: Any = SimpleNamespace(axis_names=("data",), devices=np.array([device], dtype=object), shape={"data": 1})
     with pytest.raises(ConfigError, match="on NVIDIA H100") as error:
         place_on_devices(tiny_run(MODELS["llama"], "data=1", remat=remat), mesh)
     assert f"--training.remat {instead}" in str(error.value)

@@ -16,12 +16,13 @@ import meshwright
 from meshwright.analysis.lint import lint_precision
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import CHIPS
+from meshwright.hardware.machine import Machine, platform_of
 from meshwright.hardware.targets import parse_target
 from meshwright.hlo.parser import parse_module
 from meshwright.models.blocks import quantised as products
 from meshwright.models.blocks.linear import linear
 from meshwright.models.blocks.quantised import LowPrecisionWeight, WeightPlan
-from meshwright.models.quantisation import RECIPES, SCOPE, MatmulPrecision, check_chip, check_devices
+from meshwright.models.quantisation import RECIPES, SCOPE, MatmulPrecision, check_precision
 from meshwright.planner.estimate import estimate
 from meshwright.runs.placed_run import place_run
 from meshwright.sharding.layouts import TOKEN_AXES
@@ -185,17 +186,22 @@ def test_a_recipe_from_outside() -> None:
 NVFP4 = MatmulPrecision("nvfp4", "e2m1 in blocks of 16", "nvfp4", "mx", gradient="float8_e4m3fn", block=16)
 
 
+def planned(chip: str) -> Machine:
+    return Machine(platform_of(CHIPS[chip]), chip, installed=True, chip=CHIPS[chip])
+
+
 def test_chips_that_gain_nothing_refuse() -> None:
+    simulated = Machine("cpu", kind="cpu")
     for name, chip in (("fp8", "v5p"), ("int8", "tpu7x"), ("mxfp8", "h100"), ("fp8", "a100"), ("fp8_block", "h100")):
         with pytest.raises(ConfigError, match="matmul-precision"):
-            check_chip(name, CHIPS[chip])
+            check_precision(name, planned(chip))
     for name, chip in (("fp8", "tpu7x"), ("fp8_rowwise", "h100"), ("mxfp8", "b200"), ("int8", "v6e")):
-        check_chip(name, CHIPS[chip])
-    check_devices("fp8_block", "cpu", "cpu")
+        check_precision(name, planned(chip))
+    check_precision("fp8_block", simulated)
     with pytest.raises(ConfigError, match="XLA has no product"):
-        check_devices(f"{__name__}:NVFP4", "cuda", "NVIDIA B200")
+        check_precision(f"{__name__}:NVFP4", Machine("cuda", "b200", chip=CHIPS["b200"]))
     with pytest.raises(ConfigError, match="fp8"):
-        check_devices("fb8", "cpu", "cpu")
+        check_precision("fb8", simulated)
     with pytest.raises(ConfigError, match="row"):
         MatmulPrecision("int8_tensor", "one scale", "int8", "tensor", operand="int8", gradient="int8")
 

@@ -14,8 +14,9 @@ from test_chunk_kernels import CountedCudnn
 from tiny_runs import device_run_of, tiny_run
 
 import meshwright as mw
+from meshwright.hardware.machine import Machine
 from meshwright.models.blocks.context import build_attend
-from meshwright.models.kernels.choose import KERNELS, Hardware, Kernels, choose_kernels
+from meshwright.models.kernels.choose import KERNELS, Kernels, choose_kernels
 from meshwright.models.kernels.scores import Scores, chunked_segments
 from meshwright.models.kernels.splash import splash_kernels
 from meshwright.models.loss import token_losses
@@ -166,7 +167,7 @@ def test_chunks_end_with_their_document() -> None:
 
 def test_a_kernel_without_a_feature_is_passed_over_aloud_or_refused() -> None:
     choose = functools.partial(
-        choose_kernels, hardware=Hardware("gpu", installed=True), block=512, remat="none", head_sizes=(64,),
+        choose_kernels, machine=Machine("gpu", installed=True), block=512, remat="none", head_sizes=(64,),
         dtype="bfloat16", sequence=split_sequence("ring", 1024, 1, 8),
     )  # fmt: skip
     assert choose("auto", needs=frozenset({"sinks"})).name == "cudnn"

@@ -1,5 +1,6 @@
 """Several slices: hierarchical collectives give the plain results and send less over DCN; the mesh groups devices."""
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +21,11 @@ from meshwright.comm.hierarchical import (
 )
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
-from meshwright.hardware.mesh import _in_slices, build_mesh, torus_degrees
-from meshwright.step.device_run import _gather_levels
+from meshwright.hardware.machine import machine_of_mesh, machine_of_target, torus_degrees
+from meshwright.hardware.mesh import _in_slices, build_mesh
+from meshwright.hardware.targets import parse_target
+from meshwright.runs.placed_run import place_run
+from meshwright.runs.settle import Settled, gather_levels
 
 AXES = ("a", "b")
 
@@ -111,7 +115,7 @@ def test_dimensions_of_the_torus_under_an_axis(devices: Any, shape: tuple[int, .
     [((4, 4, 4), (16, 4)), ((4, 4, 4, 2), (16, 8)), ((8, 16), (128,)), ((2, 2, 4), (16,)), ((2, 8, 8), (128,))],
 )
 def test_gathers_over_a_closed_torus_go_in_two_levels(degrees: tuple[int, ...], levels: tuple[int, ...]) -> None:
-    assert _gather_levels(degrees) == levels
+    assert gather_levels(degrees) == levels
 
 
 def test_devices_are_grouped_by_slice() -> None:
@@ -146,3 +150,41 @@ def test_mesh_text_has_slices(text: str, formatted: str, size: int) -> None:
 def test_slices_must_divide_the_dcn_axis() -> None:
     with pytest.raises(ConfigError, match="6 = 1 \\* 4 \\+ 2"):
         MeshShape(data=6, slices=4)
+
+
+@pytest.mark.parametrize(
+    ("target", "degrees", "mesh"),
+    [
+        ("v5p:4x4x4", (4, 4, 4), "fsdp=64"),
+        ("v5p:4x4x4", (4, 4, 4), "fsdp=16,tensor=4"),
+        ("v5p:2x2x4", (2, 2, 4), "fsdp=16"),
+        ("v6e:4x4", (4, 4), "data=2,fsdp=8"),
+    ],
+)
+def test_devices_and_their_target_settle_a_run_alike(target: str, degrees: tuple[int, ...], mesh: str) -> None:
+    """The step and the plan of a run make the same decisions."""
+    shape = MeshShape.parse(mesh)
+    planned = machine_of_target(parse_target(target), shape)
+    described = SimpleNamespace(axis_names=("data", "fsdp", "tensor"), devices=None)
+    inner = (shape.data, shape.fsdp, shape.tensor)
+    devices = np.array(torus_devices(*degrees), object).reshape(inner)
+    assert planned.mapping is not None
+    for device in devices.flat:
+        device.device_kind = planned.kind
+    described.devices = devices
+    found = machine_of_mesh(described)  # type: ignore[arg-type]
+    placed = place_run(tiny_run(MODELS["llama"], mesh, batch=128), shape)
+    step, plan = Settled(placed, found), Settled(placed, planned)
+    assert step.links == plan.links and step.gathered_ahead == plan.gathered_ahead
+    assert step.tensor_ring == plan.tensor_ring and step.compiler_options == plan.compiler_options
+    assert step.attention_pieces == plan.attention_pieces and step.kernels.name == plan.kernels.name
+
+
+def test_step_and_plan_take_cudnn_for_the_heads_of_gemma_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.models.kernels.cudnn.has_cudnn", lambda: True)
+    model = dataclasses.replace(MODELS["qwen-like"], head_size=256)  # type: ignore[call-arg]
+    placed = place_run(tiny_run(model, compute_dtype="bfloat16"), MeshShape())
+    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", id=0)
+    mesh = SimpleNamespace(axis_names=("data",), devices=np.array([device], object))
+    machines = machine_of_mesh(mesh), machine_of_target(parse_target("h100:1"), MeshShape())  # type: ignore[arg-type]
+    assert [Settled(placed, machine).kernels.name for machine in machines] == ["cudnn", "cudnn"]

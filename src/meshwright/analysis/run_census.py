@@ -157,18 +157,18 @@ def census_of_train_step(device_run: DeviceRun, target: Target | None = None) ->
         compiler_options=device_run.compiler_options(),
     )
     # Simulated devices have no kernel for grouped matmuls: what they multiply instead is no fault of the run.
-    simulated = device_run.mesh.devices.flat[0].platform == "cpu"
+    simulated = device_run.settled.machine.simulated
     findings = [finding for finding in result.findings if not (simulated and finding.kind == "experts")]
     findings += [*_vocabulary_padding(device_run), *_precision(device_run, result.text)]
-    if device_run.kernels.fused and not simulated:
-        findings += lint_attention_kernel(parse_module(result.text), device_run.kernels.name)
+    if device_run.settled.kernels.fused and not simulated:
+        findings += lint_attention_kernel(parse_module(result.text), device_run.settled.kernels.name)
     return dataclasses.replace(result, findings=tuple(findings))
 
 
 def _precision(device_run: DeviceRun, text: str) -> list[Finding]:
     """Reports matmuls that are not in the precision that the run asks for; simulated devices convert all of them."""
     asked = device_run.run.training.matmul_precision
-    if asked == "compute" or device_run.mesh.devices.flat[0].platform == "cpu":
+    if asked == "compute" or device_run.settled.machine.simulated:
         return []
     from meshwright.models.quantisation import SCOPE  # loaded for runs that ask for it
 

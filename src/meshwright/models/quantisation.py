@@ -9,7 +9,8 @@ from typing import Literal
 
 from meshwright import plugins
 from meshwright.errors import ConfigError
-from meshwright.hardware.chips import CHIPS, Chip, find_chip
+from meshwright.hardware.chips import CHIPS, Chip
+from meshwright.hardware.machine import Machine
 from meshwright.sharding.params import LOW_PRECISION_ROLES, Param
 
 SCOPE = "low precision"
@@ -91,23 +92,24 @@ def is_low_precision(p: Param) -> bool:
     return p.role in LOW_PRECISION_ROLES and "E" not in p.dims
 
 
-def check_devices(name: str, platform: str, kind: str) -> None:
-    """Raises ConfigError where these devices gain nothing from a recipe; the CPU simulates them all.
+def check_precision(name: str, machine: Machine) -> None:
+    """Raises ConfigError where a machine gains nothing from a recipe; the CPU simulates them all.
 
-    platform, kind: of `jax.Device`. An accelerator that is not in `CHIPS` is left to its compiler.
+    An accelerator that is not in `CHIPS` is left to its compiler.
     """
-    chip, recipe = find_chip(kind), find_precision(name)
-    if recipe.rate == "nvfp4":
+    if name == "compute":
+        return
+    if find_precision(name).rate == "nvfp4" and not machine.installed:
         raise ConfigError(
             f"--training.matmul-precision {name}",
             "it is in NVFP4, of which XLA has no product: its steps can be priced, and not run",
             "--training.matmul-precision mxfp8",
         )
-    if platform != "cpu" and chip is not None:
-        check_chip(name, chip)
+    if not machine.simulated and machine.chip is not None:
+        _check_chip(name, machine.chip)
 
 
-def check_chip(name: str, chip: Chip) -> None:
+def _check_chip(name: str, chip: Chip) -> None:
     """Raises ConfigError where the compiler of a chip gains nothing from a recipe."""
     recipe = find_precision(name)
     asked = f"--training.matmul-precision {name} on {chip.name}"

@@ -11,16 +11,17 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 
 from meshwright.config import Remat, StageSaves
-from meshwright.hardware.axis_mapping import AxisMapping, map_axes
+from meshwright.hardware.axis_mapping import AxisMapping
 from meshwright.hardware.interconnect import Route, route
+from meshwright.hardware.machine import machine_of_target, platform_of
 from meshwright.hardware.targets import Target
 from meshwright.models.flops import training_flops_per_token
+from meshwright.models.quantisation import check_precision
 from meshwright.planner.bounds import OPTIMIZER, TOKEN_BYTES, add_bounds, bounds_of_pass, largest_bound
-from meshwright.planner.layer_time import LayerTime, attention_kernel, matmul_seconds, platform_of, shape_efficiency
+from meshwright.planner.layer_time import LayerTime, attention_kernel, matmul_seconds, shape_efficiency
 from meshwright.planner.memory_model import (
     expert_gradients_of,
     fragmentation_of,
-    gathers_ahead,
     keeps_stages,
     kept_bytes,
     memory_by_category,
@@ -36,6 +37,7 @@ from meshwright.planner.software import MESHWRIGHT, Software
 from meshwright.planner.traffic import Movement, movements
 from meshwright.planner.work import Work, recomputed_roles, work_of
 from meshwright.runs.placed_run import PlacedRun
+from meshwright.runs.settle import Settled
 from meshwright.sharding.schedules import build_counts
 
 PASSES = ("forward", "recomputation", "backward")
@@ -161,15 +163,15 @@ def _mixed(others: Estimate, saving: Estimate, fraction: float) -> Estimate:
 def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate:
     run, shape, chip = placed.run, placed.shape, target.chip
     training, microbatches = run.training, run.training.microbatches
-    if training.matmul_precision != "compute":
-        from meshwright.models.quantisation import check_chip  # loaded for runs that ask for it
-
-        check_chip(training.matmul_precision, chip)
-    work, again, mapping = work_of(placed), recomputed_roles(training.remat), map_axes(shape, target)
+    machine = machine_of_target(target, shape)
+    check_precision(training.matmul_precision, machine)
+    settled, mapping = Settled(placed, machine), machine.mapping
+    assert mapping is not None  # machine_of_target fills it in
+    work, again = work_of(placed), recomputed_roles(training.remat)
     tasks = None
     if shape.stage > 1:
         tasks = build_counts(training.pipeline_schedule, shape.stage, microbatches, placed.virtual_stages)
-    compute = _compute_seconds(placed, work, again, target, software)
+    compute = _compute_seconds(settled, work, again, target, software)
     bounds = {name: bounds_of_pass(seconds) for name, seconds in compute.items()}
     for seconds in compute.values():
         del seconds["operands"], seconds["scores"]
@@ -206,9 +208,7 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
         exposed=exposed,
         busy=links,
         routes=routes,
-        memory=memory_by_category(
-            placed, work, in_flight, gathers_ahead(placed, target, mapping), expert_gradients_of(chip)
-        ),
+        memory=memory_by_category(placed, work, in_flight, settled.gathers_ahead, expert_gradients_of(chip)),
         hbm_bytes=chip.hbm_bytes,
         model_flops=training_flops_per_token(run.model, training.seq, run.finetune.method) * tokens / shape.size,
         bounds=add_bounds(bounds, microbatches, unembedding, parts["recomputation"], stages_repeat=busy["stage"] > 0),
@@ -221,12 +221,12 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
 
 
 def _compute_seconds(
-    placed: PlacedRun, work: Work, again: frozenset[str], target: Target, software: Software
+    settled: Settled, work: Work, again: frozenset[str], target: Target, software: Software
 ) -> dict[str, dict[str, float]]:
     """Returns the seconds of each pass over a microbatch by kind, as `LayerTime.seconds` does, with copies."""
-    layers = LayerTime(placed, work, again, target, software, attention_kernel(placed, target.chip, software))
+    layers = LayerTime(settled, work, again, target, software, attention_kernel(settled, software))
     compute = {name: layers.seconds(name) for name in PASSES}
-    for name, copied in _copied_bytes(placed, work, software).items():
+    for name, copied in _copied_bytes(settled.placed, work, software).items():
         compute[name]["elementwise"] += copied / (target.chip.hbm_bandwidth * target.efficiency.hbm)
     return compute
 

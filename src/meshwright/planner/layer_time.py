@@ -1,17 +1,12 @@
 """Seconds of one microbatch's layers on a device: matmuls, attention, and what moves through HBM beside them."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
 
-from meshwright.hardware.chips import Chip, Torus, chip_name
 from meshwright.hardware.efficiency import Efficiency
 from meshwright.hardware.targets import Target
-from meshwright.models.kernels.choose import Hardware, kernels_of
-from meshwright.planner.layout_cache import cached_by_layout_and
 from meshwright.planner.software import SCORE_BYTES, AttentionKernel, Software
 from meshwright.planner.work import Matmul, Work, low_precision
-from meshwright.runs.placed_run import PlacedRun
+from meshwright.runs.settle import Settled
 
 QUANTISE_BYTES = 5
 """HBM bytes per element that is quantised: read for the maximum, read and written for the conversion, bfloat16."""
@@ -26,16 +21,11 @@ SwiGLU reads two and writes one; its gradient reads three and writes three, the 
 have it fused."""
 
 
-def platform_of(chip: Chip) -> str:
-    """Returns `jax.Device.platform` of a chip: TPUs have a torus, other chips count as NVIDIA GPUs."""
-    return "tpu" if isinstance(chip.interconnect, Torus) else "cuda"
-
-
 @dataclasses.dataclass(frozen=True)
 class LayerTime:
     """One microbatch's layers of a device, by what their seconds follow from."""
 
-    placed: PlacedRun
+    settled: Settled
     work: Work
     again: frozenset[str]
     target: Target
@@ -64,9 +54,9 @@ class LayerTime:
         scores = work.scores * kernel.score_bytes.get(name, 0) / bandwidth if passes[name] else 0.0
         recomputed = self.again - {"scores"}
         copies = RESIDUAL_COPIES[name] if not recomputes or recomputed else 0
-        residual = work.tokens * work.width * 2 * work.layers / self.placed.shape.tensor
+        residual = work.tokens * work.width * 2 * work.layers / self.settled.placed.shape.tensor
         elementwise = copies * residual + _quantising_bytes(work, name, self.again)
-        gpu = platform_of(chip) != "tpu"
+        gpu = not self.settled.machine.on_tpu
         if gpu and (not recomputes or "ffn_in" in self.again):
             hidden = sum(m.m * m.n * m.count for m in work.matmuls if m.role == "ffn_in")
             elementwise += HIDDEN_COPIES[name] * 2 * hidden
@@ -79,36 +69,23 @@ class LayerTime:
             "scores": scores if scores > attention else 0.0,
         }
         # The reference of preferences is one more forward pass.
-        reference = self.placed.run.finetune.objective == "preferences" and name == "forward"
+        reference = self.settled.placed.run.finetune.objective == "preferences" and name == "forward"
         return {kind: value * (2.0 if reference else 1.0) for kind, value in seconds.items()}
 
     def _at_rate(self, m: Matmul) -> Matmul:
         """Returns a matmul of experts in the run's low precision, where the software has it."""
         if not (m.grouped and self.software.experts_in_low_precision):
             return m
-        low = low_precision(self.placed)
+        low = low_precision(self.settled.placed)
         return m if low is None else dataclasses.replace(m, rate=low.rate)
 
 
-def attention_kernel(placed: PlacedRun, chip: Chip, software: Software) -> AttentionKernel:
+def attention_kernel(settled: Settled, software: Software) -> AttentionKernel:
     """Returns the attention kernel: that which the run chooses, or on GPUs that of another program."""
-    platform = platform_of(chip)
-    if software.kernel is not None and platform != "tpu":
+    if software.kernel is not None and not settled.machine.on_tpu:
         return software.kernel
-    backward, fused = _chosen_kernel(placed)(Hardware(platform, chip_name(chip.name), installed=True))
-    return AttentionKernel(backward, score_bytes={} if fused or software.kernel else SCORE_BYTES)
-
-
-@cached_by_layout_and("attention_kernel", "attention_block", "remat", "compute_dtype", "context_strategy", "seq")
-def _chosen_kernel(placed: PlacedRun) -> Callable[[Hardware], tuple[float, bool]]:
-    """Returns a function of the hardware: cost of the backward pass, and whether scores stay on the chip."""
-
-    @functools.cache
-    def chosen(hardware: Hardware) -> tuple[float, bool]:
-        kernels = kernels_of(placed.run.training, placed.spec, placed.sequence, hardware)
-        return kernels.backward, kernels.fused
-
-    return chosen
+    kernels = settled.kernels
+    return AttentionKernel(kernels.backward, score_bytes={} if kernels.fused or software.kernel else SCORE_BYTES)
 
 
 def _attention_fraction(kernel: AttentionKernel, efficiency: Efficiency) -> float:

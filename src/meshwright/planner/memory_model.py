@@ -9,10 +9,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from meshwright.hardware.axis_mapping import AxisMapping
 from meshwright.hardware.chips import Chip, Torus
-from meshwright.hardware.compiler_options import GATHERS_IN_LEVELS
-from meshwright.hardware.targets import Target
 from meshwright.models.loss import chunk_tokens
 from meshwright.models.remat import (
     ATTN_LSE,
@@ -22,7 +19,6 @@ from meshwright.models.remat import (
     LAYER_INPUT,
     QKV,
     REMAT_POLICIES,
-    gathered_within_reason,
 )
 from meshwright.planner.layout_cache import cached_by_layout, cached_by_layout_and
 from meshwright.planner.optimizer_work import muon_moments, update_temporaries
@@ -45,31 +41,6 @@ def fragmentation_of(chip: Chip) -> float:
     outputs kept on 128 v5p needs 101 GiB for a planned 86. Thirty programs for GPUs have 1.00 to 1.03.
     """
     return 1.15 if isinstance(chip.interconnect, Torus) else 1.05
-
-
-_RING = 4
-"""Chips along a dimension of a TPU slice from which its links close to a ring."""
-
-
-def gathers_ahead(placed: PlacedRun, target: Target, mapping: AxisMapping) -> bool:
-    """Whether weights are gathered one layer ahead (models/gather_ahead.py), as `DeviceRun` decides it.
-
-    `auto` does so where a gather goes in two levels, over an axis with three closed dimensions of a v5p's torus, and
-    with remat policies that offload.
-    """
-    training = placed.run.training
-    if (
-        training.gather_ahead == "none"
-        or gathered_within_reason(training, placed.shape.stage, placed.spec.period, placed.run.finetune.method)
-        is not None
-    ):
-        return False
-    if training.gather_ahead == "layer":
-        return True
-    levels = target.name in GATHERS_IN_LEVELS and any(
-        sum(chips >= _RING for chips in span.chips) == 3 for span in mapping.spans.values()
-    )
-    return levels or bool(REMAT_POLICIES[training.remat].offloaded)
 
 
 def expert_gradients_of(chip: Chip) -> Literal["layer", "matrix"]:

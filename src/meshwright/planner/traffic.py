@@ -146,12 +146,10 @@ def _gathers(p: Param, where: Placements, placed: PlacedRun) -> Iterator[tuple[t
 def _gradients(placed: PlacedRun, software: Software) -> list[Movement]:
     """Gradients summed over replicas, one collective for each set of axes; ZeRO-1's scatter and gather.
 
-    This package sums them layer by layer in the backward pass, but for several microbatches, stages and low precision
-    once, after it (`DeviceRun.summed_in_backward`).
+    This package sums them layer by layer in the backward pass, or once, after it (`PlacedRun.sums_gradients_last`).
     """
     training = placed.run.training
-    parts = training.microbatches > 1 or placed.shape.stage > 1 or training.matmul_precision != "compute"
-    during = "step" if parts and software.sums_gradients_last else "backward"
+    during = "step" if placed.sums_gradients_last and software.sums_gradients_last else "backward"
     reduce, param = (jnp.dtype(t).itemsize for t in (training.reduce_dtype, training.param_dtype))
     sums, scattered = _gradient_elements(placed)
     result = [Movement("all-reduce", a, n * reduce, 1.0, during, False, "gradients") for a, n in sums.items()]

@@ -69,6 +69,15 @@ class PlacedRun:
         """Chunks of layers on each pipeline stage."""
         return self.stages.virtual_stages
 
+    @property
+    def sums_gradients_last(self) -> bool:
+        """Whether replicas sum all gradients once, after the backward pass, and not layer by layer within it.
+
+        So do several microbatches, pipeline stages and low precision.
+        """
+        training = self.run.training
+        return training.microbatches > 1 or self.shape.stage > 1 or training.matmul_precision != "compute"
+
     @functools.cached_property
     def sequence(self) -> SequenceSplit:
         """Positions of the sequence on each device of `context`."""

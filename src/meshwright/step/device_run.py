@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from typing import Any, cast
 
 import jax
@@ -10,23 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.comm.hierarchical import Axes, DcnAxis
+from meshwright.comm.hierarchical import Axes
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
-from meshwright.hardware.mesh import ring_order, torus_degrees
+from meshwright.hardware.compiler_options import refused_options
+from meshwright.hardware.machine import machine_of_mesh
 from meshwright.models.forward import LocalModel
-from meshwright.models.kernels.choose import Hardware, Kernels, kernels_of
-from meshwright.models.remat import REMAT_POLICIES, gathered_within_reason
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.run import Run
+from meshwright.runs.settle import Settled
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.params import Param, Tree, init_params, plan_gathers, shardings, trained_only, tree_map
 from meshwright.sharding.placement import Placements, axes_of, to_spec
 from meshwright.step.optimizers import ELEMENTWISE, UpdateRule, build_update_rule, place_optimizer_state
 from meshwright.step.state import State
 
-_RING = 4
-"""Least chips along a dimension of a TPU slice that has wraparound links."""
 BATCH_SPEC = PartitionSpec(BATCH_AXES, None)
 
 
@@ -34,15 +31,16 @@ BATCH_SPEC = PartitionSpec(BATCH_AXES, None)
 class DeviceRun:
     """A placed run on a mesh of devices, real, simulated, or described for compilation alone."""
 
-    placed: PlacedRun
+    settled: Settled
     mesh: Mesh
     optimizer: UpdateRule
     abstract: State
     """`ShapeDtypeStruct`s with their shardings."""
-    kernels: Kernels
-    """Attention kernels of these devices."""
-    grouped_matmul: Any = None
-    """`GroupedMatmul` of these devices (kernels/grouped.py); None for a model without experts."""
+
+    @property
+    def placed(self) -> PlacedRun:
+        """The run on its mesh."""
+        return self.settled.placed
 
     @property
     def run(self) -> Run:
@@ -67,7 +65,8 @@ class DeviceRun:
     def with_batch(self, sequences: int) -> "DeviceRun":
         """Returns the run with as many sequences per step; no placement depends on them."""
         run = dataclasses.replace(self.run, training=dataclasses.replace(self.run.training, batch=sequences))
-        return dataclasses.replace(self, placed=dataclasses.replace(self.placed, run=run))
+        settled = dataclasses.replace(self.settled, placed=dataclasses.replace(self.placed, run=run))
+        return dataclasses.replace(self, settled=settled)
 
     @functools.cached_property
     def local_model(self) -> LocalModel:
@@ -78,7 +77,7 @@ class DeviceRun:
             self.placements,
             compute_dtype=jnp.dtype(training.compute_dtype),
             reduce_dtype=jnp.dtype(training.reduce_dtype),
-            dcn=self.links,
+            dcn=self.settled.links,
             summed=self.summed_in_backward,
         )
         if training.matmul_precision != "compute":
@@ -89,18 +88,18 @@ class DeviceRun:
             from meshwright.models.adapters import adapter_gather  # loaded for runs with adapters
 
             gather = adapter_gather(gather, self.run.finetune.scale)
-        placed, ring = self.placed, self._tensor_ring()
+        settled, grouped = self.settled, self.settled.grouped_matmul
         return LocalModel(
             self.run.model,
             training,
             gather,
-            placed.sequence,
-            placed.stages,
-            self.kernels,
-            self.grouped_matmul.multiply if self.grouped_matmul else jax.lax.ragged_dot,
-            self._gathered_ahead(),
-            ring,
-            self._attention_pieces() if ring else 1,
+            self.placed.sequence,
+            self.placed.stages,
+            settled.kernels,
+            grouped.multiply if grouped else jax.lax.ragged_dot,
+            settled.gathered_ahead,
+            settled.tensor_ring,
+            settled.attention_pieces,
             self._preferences(),
         )
 
@@ -118,70 +117,13 @@ class DeviceRun:
         For the matmuls of layers that replicas share (`data`), whose sums then overlap with the rest of the backward
         pass. With several microbatches, or stages, or in low precision, they are summed once, at the end.
         """
-        training = self.run.training
-        at_the_end = training.microbatches > 1 or self.shape.stage > 1 or training.matmul_precision != "compute"
 
         def axes(p: Param, where: Placements) -> Axes:
-            if at_the_end or p.role is None or "L" not in p.dims or p.frozen:
+            if self.placed.sums_gradients_last or p.role is None or "L" not in p.dims or p.frozen:
                 return ()
             return tuple(a for a in BATCH_AXES if self.shape.degrees()[a] > 1 and a not in axes_of(where.optimizer))
 
         return tree_map(axes, self.params, self.placements)
-
-    def _gathered_ahead(self) -> dict[str, tuple[str, ...]]:
-        """Parameters that are gathered one layer ahead, by stack; none where nothing is gathered or recomputed."""
-        training = self.run.training
-        policy = REMAT_POLICIES[training.remat]
-        frozen = self.run.finetune.method
-        whole = gathered_within_reason(training, self.shape.stage, self.placed.spec.period, frozen) is not None
-        # With offloading it is the setting that was compiled: Llama 3 8B on v6e (docs/overlap.md).
-        automatic = bool(self.links.torus) or (bool(policy.offloaded) and self.mesh.devices.flat[0].platform == "tpu")
-        if training.gather_ahead == "none" or whole or (training.gather_ahead == "auto" and not automatic):
-            return {}
-        from meshwright.models.gather_ahead import gathered_ahead  # not needed on simulated devices
-
-        spec = self.placed.spec
-        names = {stack: gathered_ahead(self.params[stack]) for stack, layers in spec.stacks.items() if layers > 1}
-        return {
-            stack: chosen
-            for stack, chosen in names.items()
-            if any(self.placements[stack][n].at_rest != self.placements[stack][n].in_use for n in chosen)
-        }
-
-    def _tensor_ring(self) -> tuple[int, ...]:
-        """Devices of `tensor` in the order of a ring; () where its collectives are not split."""
-        strategy, platform = self.run.training.tensor_strategy, self.mesh.devices.flat[0].platform
-        if self.shape.tensor == 1 or strategy == "gather" or (strategy == "auto" and platform != "tpu"):
-            return ()
-        return ring_order(dict(torus_degrees(self.mesh)).get("tensor", (self.shape.tensor,)))
-
-    def _attention_pieces(self) -> int:
-        """Most pieces of the batch whose attention overlaps with another's sums over `tensor`."""
-        training, shape, device = self.run.training, self.shape, self.mesh.devices.flat[0]
-        if shape.context > 1 or training.matmul_precision != "compute":
-            return 1
-        if device.platform == "tpu":
-            from meshwright.hardware.chips import chip_name  # not needed on simulated devices
-            from meshwright.hardware.compiler_options import SPARSE_CORE_CHIPS
-
-            if chip_name(device.device_kind) not in SPARSE_CORE_CHIPS:
-                return 1
-        return 4
-
-    @functools.cached_property
-    def links(self) -> DcnAxis:
-        """Levels of links under the mesh axes: slices, and dimensions of the torus."""
-        spans = torus_degrees(self.mesh)
-        if not spans:
-            return self.placed.dcn
-        from meshwright.hardware.chips import chip_name  # not needed on simulated devices
-        from meshwright.hardware.compiler_options import GATHERS_IN_LEVELS
-
-        if chip_name(self.mesh.devices.flat[0].device_kind) not in GATHERS_IN_LEVELS:
-            return self.placed.dcn
-        torus = ((axis, _gather_levels(degrees)) for axis, degrees in spans)
-        levels = tuple((axis, degrees) for axis, degrees in torus if len(degrees) > 1)
-        return dataclasses.replace(self.placed.dcn, torus=levels)
 
     @property
     def state_shardings(self) -> State:
@@ -217,16 +159,14 @@ class DeviceRun:
         Raises ConfigError for a word of the run that is no option.
         """
         refused = self.refused_compiler_options
-        return {name: value for name, value in self._wanted_options.items() if name not in refused}
+        return {name: value for name, value in self.settled.compiler_options.items() if name not in refused}
 
     @functools.cached_property
     def refused_compiler_options(self) -> tuple[str, ...]:
         """Options of the chip that the installed compiler does not know. Raises ConfigError for those of the run."""
-        wanted, words = self._wanted_options, self.run.training.compiler_options
+        wanted, words = self.settled.compiler_options, self.run.training.compiler_options
         if not wanted:
             return ()
-        from meshwright.hardware.compiler_options import refused_options  # not needed on simulated devices
-
         refused = refused_options(self.mesh.devices.flat[0], tuple(wanted.items()))
         own = [name for name in refused if any(word.startswith(f"{name}=") for word in words)]
         if own:
@@ -236,27 +176,6 @@ class DeviceRun:
                 "leave it out, or install a compiler that has it",
             )
         return refused
-
-    @functools.cached_property
-    def _wanted_options(self) -> dict[str, str]:
-        device, words = self.mesh.devices.flat[0], self.run.training.compiler_options
-        if device.platform == "cpu" and words == ("auto",):
-            return {}
-        from meshwright.hardware.chips import chip_name  # not needed on simulated devices
-        from meshwright.hardware.compiler_options import compiler_options_of
-
-        options = compiler_options_of(chip_name(device.device_kind), words)
-        return {} if device.platform == "cpu" else options
-
-
-def _gather_levels(degrees: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the levels of gathers over an axis. degrees: along each dimension of the torus, outermost first.
-
-    XLA compiles a gather over a closed torus of three dimensions to an all-reduce of the whole; where a dimension is
-    open it does not. The outer level moves nearly all bytes, so it gets two dimensions.
-    """
-    closed = sum(degree >= _RING for degree in degrees) == 3
-    return (math.prod(degrees[:2]), math.prod(degrees[2:])) if closed else (math.prod(degrees),)
 
 
 def param_specs(placements: Tree, which: str) -> Tree:
@@ -269,18 +188,11 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
 
     Raises ConfigError where the run does not fit the mesh, or these devices cannot do what it asks for.
     """
-    platform = mesh.devices.flat[0].platform
-    if run.training.matmul_precision != "compute":
-        from meshwright.models.quantisation import check_devices
-
-        check_devices(run.training.matmul_precision, platform, mesh.devices.flat[0].device_kind)
     # A JAX mesh does not say which axis crosses slices; the run's own mesh does.
     same = run.mesh is not None and run.mesh.degrees() == dict(mesh.shape)
     placed = place_run(run, run.mesh if same else MeshShape(**mesh.shape))
-    _check_offload(placed.run, platform, mesh.devices.flat[0].device_kind)
-    reason = gathered_within_reason(placed.run.training, placed.shape.stage, placed.spec.period, run.finetune.method)
-    if run.training.gather_ahead == "layer" and reason is not None:
-        raise ConfigError("--training.gather-ahead layer", reason, "--training.gather-ahead auto")
+    settled = Settled(placed, machine_of_mesh(mesh))
+    settled.check()
     training = placed.run.training
     dtype = jnp.dtype(training.param_dtype)
     sharded = shardings(mesh, placed.placements, "at_rest")
@@ -305,26 +217,4 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     replicated = NamedSharding(mesh, PartitionSpec())
     step, healthy = (jax.ShapeDtypeStruct((), kind, sharding=replicated) for kind in (jnp.int32, jnp.bool_))
     abstract = State(cast(Any, step), cast(Any, healthy), params, state)
-    chip = None
-    if platform == "tpu":
-        from meshwright.hardware.chips import chip_name
-
-        chip = chip_name(mesh.devices.flat[0].device_kind)
-    kernels = kernels_of(training, placed.spec, placed.sequence, Hardware(platform, chip))
-    grouped = None
-    if any(layer.experts for layer in placed.spec.layers):
-        from meshwright.models.kernels.grouped import choose_grouped_matmul  # loaded for models with experts
-
-        grouped = choose_grouped_matmul(training.grouped_matmul, platform, training.compute_dtype)
-    return DeviceRun(placed, mesh, optimizer, abstract, kernels, grouped)
-
-
-def _check_offload(run: Run, platform: str, kind: str) -> None:
-    remat = run.training.remat
-    if REMAT_POLICIES[remat].offloaded and platform not in ("tpu", "cpu"):
-        raise ConfigError(
-            f"--training.remat {remat} on {kind}",
-            "it offloads activations to host memory, which XLA does on TPUs; on GPUs it keeps them on the device "
-            "without an error",
-            f"--training.remat {'full' if remat == 'offload' else 'projections'}",
-        )
+    return DeviceRun(settled, mesh, optimizer, abstract)

@@ -125,7 +125,7 @@ def _add_microbatches(
 
 def _reduce(device_run: DeviceRun, grads: Tree) -> tuple[Tree, jax.Array]:
     """Sums gradients over devices into the optimizer's placement; returns them and their global norm."""
-    shape, dcn = device_run.shape, device_run.links
+    shape, dcn = device_run.shape, device_run.settled.links
     placements, summed = (
         trained_only(device_run.params, t) for t in (device_run.placements, device_run.summed_in_backward)
     )

@@ -30,9 +30,9 @@ def print_prepared_run(console: Console, prepared: loop.PreparedRun) -> None:
         f"[bold]{run.mesh}[/] ({mesh.size} device{'s' if mesh.size > 1 else ''}, {kind})"
     )
     console.print(f"layout [bold]{escape(run.layout)}[/]: {find_layout(run.layout).summary}")
-    console.print(f"attention: {escape(prepared.device_run.kernels.summary)}")
-    if prepared.device_run.grouped_matmul is not None:
-        console.print(f"grouped matmul: {escape(prepared.device_run.grouped_matmul.name)}")
+    console.print(f"attention: {escape(prepared.device_run.settled.kernels.summary)}")
+    if prepared.device_run.settled.grouped_matmul is not None:
+        console.print(f"grouped matmul: {escape(prepared.device_run.settled.grouped_matmul.name)}")
     table = plain_table("parameter", "sharded", "gathered", "bytes per device", right=("bytes per device",))
     rows = {row.path: row for row in layout_report(placed).rows}
     for path in _EXAMPLES:
@@ -57,7 +57,7 @@ def choices_to_json(device_run: DeviceRun) -> dict[str, Any]:
         "remat": training.remat,
         "saved_layers": training.saved_layers,
         "attention_kernel": model.kernels.name,
-        "grouped_matmul": device_run.grouped_matmul and device_run.grouped_matmul.name,
+        "grouped_matmul": device_run.settled.grouped_matmul and device_run.settled.grouped_matmul.name,
         "gathered_ahead": {stack: list(names) for stack, names in model.ahead.items()},
         "tensor_ring": list(model.tensor_ring),
         "compiler_options": device_run.compiler_options(),

@@ -13,8 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright.config import MeshShape, Training
 from meshwright.errors import ConfigError, nearest
+from meshwright.hardware.machine import machine_of_mesh
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.runs.run import Run
+from meshwright.runs.settle import Settled
 from meshwright.sharding.layouts import BATCH_AXES, find_layout
 from meshwright.sharding.params import Param, shardings
 from meshwright.sharding.placement import Layout, Placements, axes_of, place_param, to_spec
@@ -316,4 +318,4 @@ def put_on_devices(run: Run, mesh: Mesh) -> WrappedRun:
     step, healthy = (whole(jax.ShapeDtypeStruct((), kind)) for kind in (jnp.int32, jnp.bool_))
     variables = (jax.tree.map(whole, parts.variables),) if parts.variables else ()
     abstract = State(step, healthy, params, jax.tree.unflatten(jax.tree.structure(state), leaves), variables)
-    return WrappedRun(placed, mesh, optimizer, abstract, cast(Any, None))
+    return WrappedRun(Settled(placed, machine_of_mesh(mesh)), mesh, optimizer, abstract)

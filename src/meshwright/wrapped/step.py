@@ -53,7 +53,7 @@ def _over_mesh(wrapped_run: WrappedRun, function: Callable[..., Any], in_specs: 
 
 def _gather(wrapped_run: WrappedRun, params: Arrays) -> Arrays:
     """Gathers every parameter over `fsdp`, in the type in which the loss gets it."""
-    dcn, reduce_dtype = wrapped_run.links, jnp.dtype(wrapped_run.run.training.reduce_dtype)
+    dcn, reduce_dtype = wrapped_run.settled.links, jnp.dtype(wrapped_run.run.training.reduce_dtype)
 
     def gather_one(name: str, w: jax.Array) -> jax.Array:
         where: Placements = wrapped_run.placements[name]
@@ -188,7 +188,7 @@ def _reduce(wrapped_run: WrappedRun, grads: Arrays) -> Arrays:
     def scatter(name: str, grad: jax.Array) -> jax.Array:
         where: Placements = wrapped_run.placements[name]
         for dim, (sharded, end) in enumerate(zip(where.at_rest, where.optimizer, strict=True)):
-            grad = hierarchical_reduce_scatter(grad, end[len(sharded) :], dim, wrapped_run.links)
+            grad = hierarchical_reduce_scatter(grad, end[len(sharded) :], dim, wrapped_run.settled.links)
         return grad
 
     lacking = {
@@ -196,7 +196,7 @@ def _reduce(wrapped_run: WrappedRun, grads: Arrays) -> Arrays:
         for name, p in wrapped_run.placements.items()
         if name in grads
     }
-    return sum_gradients({name: scatter(name, g) for name, g in grads.items()}, lacking, wrapped_run.links)
+    return sum_gradients({name: scatter(name, g) for name, g in grads.items()}, lacking, wrapped_run.settled.links)
 
 
 def _averaged(variables: Arrays) -> Arrays:

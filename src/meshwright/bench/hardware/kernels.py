@@ -18,8 +18,9 @@ from meshwright.bench.hardware.section import Measurement, Section
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import find_chip
+from meshwright.hardware.machine import Machine
 from meshwright.hardware.mesh import build_mesh
-from meshwright.models.kernels.choose import AUTO, KERNELS, Hardware, Kernels, choose_kernels
+from meshwright.models.kernels.choose import AUTO, KERNELS, Kernels, choose_kernels
 from meshwright.models.kernels.grouped import GroupedMatmul, choose_grouped_matmul
 from meshwright.models.model import AttentionSpec
 from meshwright.sharding.sequence import SequenceSplit
@@ -127,7 +128,7 @@ def _choose(name: str, case: Case, dtype: str) -> Kernels:
     """Returns the kernel as a training run chooses it. Raises ConfigError where it does not support the case."""
     return choose_kernels(
         name,
-        Hardware(jax.devices()[0].platform),
+        Machine(jax.devices()[0].platform),
         block=512,
         remat="none",
         head_sizes=(case.head_size,),

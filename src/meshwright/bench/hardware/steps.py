@@ -118,7 +118,7 @@ def describe_run(sized: SizedRun, device_run: DeviceRun) -> dict[str, Any]:
         "microbatches": training.microbatches,
         "remat": training.remat,
         "compute_dtype": training.compute_dtype,
-        "attention_kernel": device_run.kernels.name,
+        "attention_kernel": device_run.settled.kernels.name,
         "parameters": count_params(device_run.placed.params),
         "compiler_options": device_run.compiler_options(),
     }

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from meshwright import plugins
 from meshwright.config import Training
 from meshwright.errors import ConfigError
+from meshwright.hardware.machine import Machine
 from meshwright.models.remat import ATTN_SCORES, REMAT_POLICIES
 from meshwright.sharding.sequence import SequenceSplit
 
@@ -130,23 +131,11 @@ AUTO: dict[str, tuple[str, ...]] = {"cpu": ("reference",), "tpu": ("splash",), "
 AUTO_BY_CHIP: dict[str, tuple[str, ...]] = {"tpu7x": ("splash_fused",)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Hardware:
-    """Devices that a kernel is chosen for."""
-
-    platform: str
-    """`jax.Device.platform`."""
-    chip: str | None = None
-    """Name in `chips.CHIPS`, if it is known."""
-    installed: bool = False
-    """Whether libraries count as present, as on the hardware that a plan is for."""
-
-
-def kernels_of(training: Training, spec: "ModelSpec", sequence: SequenceSplit, hardware: Hardware) -> Kernels:
+def kernels_of(training: Training, spec: "ModelSpec", sequence: SequenceSplit, machine: Machine) -> Kernels:
     """Chooses the attention kernel of a placed run, as `choose_kernels`."""
     return choose_kernels(
         training.attention_kernel,
-        hardware,
+        machine,
         block=training.attention_block,
         remat=training.remat,
         head_sizes=tuple(sorted({size for a in spec.attention for size in (a.head_size, a.value_size)})),
@@ -158,7 +147,7 @@ def kernels_of(training: Training, spec: "ModelSpec", sequence: SequenceSplit, h
 
 def choose_kernels(
     name: str,
-    hardware: Hardware,
+    machine: Machine,
     *,
     block: int,
     remat: str,
@@ -177,15 +166,15 @@ def choose_kernels(
     where the named kernel does not support the run, or would not be used.
     """
     chunk = sequence.seq // (2 * sequence.groups) if sequence.groups > 1 else sequence.seq
-    shapes = AttentionShapes(hardware.platform, head_sizes, sequence.seq, chunk, dtype, remat, hardware.chip)
+    shapes = AttentionShapes(machine.platform, head_sizes, sequence.seq, chunk, dtype, remat, machine.chip_name)
 
     def refusal(kernels: Kernels) -> str | None:
-        missing = None if hardware.installed else kernels.missing()
+        missing = None if machine.installed else kernels.missing()
         return kernels.unsupported(shapes) or _lacking(kernels, needs) or missing or _unused(kernels, sequence)
 
     if name == "auto":
         reasons: list[str] = []
-        names = (*AUTO_BY_CHIP.get(hardware.chip or "", AUTO.get(hardware.platform, ())), "blocked")
+        names = (*AUTO_BY_CHIP.get(machine.chip_name or "", AUTO.get(machine.platform, ())), "blocked")
         for kernels in (KERNELS[candidate](block) for candidate in names):
             reason = refusal(kernels)
             if reason is None:

@@ -1,0 +1,129 @@
+"""The machine that a run is settled for: its chips, and the dimensions of the torus under each mesh axis.
+
+It is read from the devices of a mesh, or from a target that is planned for; everything that a run chooses by hardware
+(runs/settle.py) is chosen from it.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from meshwright.config import MeshShape
+from meshwright.hardware.axis_mapping import AxisMapping, map_axes
+from meshwright.hardware.chips import Chip, Torus, chip_name, find_chip
+from meshwright.hardware.targets import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Hardware of a mesh."""
+
+    platform: str
+    """`jax.Device.platform`: cpu, tpu, gpu or cuda, rocm."""
+    chip_name: str | None = None
+    """Name in `chips.CHIPS`, if it is known."""
+    installed: bool = False
+    """Whether kernel libraries count as present, as on the hardware that a plan is for."""
+    kind: str = ""
+    """`jax.Device.device_kind`, or the name of the chip."""
+    torus: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Mesh axes that span several dimensions of a TPU slice's torus, with their degree along each, outermost first."""
+    chip: Chip | None = dataclasses.field(default=None, compare=False)
+    """Specification, if it is known."""
+    mapping: AxisMapping | None = dataclasses.field(default=None, compare=False, repr=False)
+    """Extent of each mesh axis in a target; None for devices."""
+
+    @property
+    def on_tpu(self) -> bool:
+        """Whether the devices are TPUs."""
+        return self.platform == "tpu"
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the devices are simulated, by the CPU."""
+        return self.platform == "cpu"
+
+
+def machine_of_mesh(mesh: Mesh) -> Machine:
+    """Returns the machine that the devices of a mesh belong to."""
+    device = mesh.devices.flat[0]
+    kind = device.device_kind
+    return Machine(device.platform, chip_name(kind), False, kind, torus_degrees(mesh), find_chip(kind))
+
+
+@functools.lru_cache(maxsize=65536)
+def machine_of_target(target: Target, shape: MeshShape) -> Machine:
+    """Returns the machine that a mesh of `shape` has on a target."""
+    chip, mapping = target.chip, map_axes(shape, target)
+    spans = ((axis, tuple(n for n in span.chips if n > 1)) for axis, span in mapping.spans.items())
+    torus = tuple((axis, chips) for axis, chips in spans if len(chips) > 1)
+    return Machine(platform_of(chip), chip_name(chip.name), True, chip.name, torus, chip, mapping)
+
+
+def platform_of(chip: Chip) -> str:
+    """Returns `jax.Device.platform` of a chip: TPUs have a torus, other chips count as NVIDIA GPUs."""
+    return "tpu" if isinstance(chip.interconnect, Torus) else "cuda"
+
+
+def torus_degrees(mesh: Mesh) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Returns the axes that span several dimensions of a TPU slice's torus, with their degree along each.
+
+    Degrees are outermost first. Empty for devices that report no coordinates, and for an axis whose order does not
+    follow the dimensions.
+    """
+    found = []
+    for number, axis in enumerate(mesh.axis_names):
+        line = np.moveaxis(mesh.devices, number, 0).reshape(mesh.devices.shape[number], -1)[:, 0]
+        first = getattr(line[0], "slice_index", 0)
+        coordinates = [_coordinates(d) for d in line if getattr(d, "slice_index", 0) == first]
+        known = [c for c in coordinates if c is not None]
+        degrees = _degrees_by_dimension(known) if len(known) == len(coordinates) else ()
+        if len(degrees) > 1:
+            found.append((axis, degrees))
+    return tuple(found)
+
+
+def _coordinates(device: jax.Device) -> tuple[int, ...] | None:
+    coords = getattr(device, "coords", None)
+    return None if coords is None else (*coords, getattr(device, "core_on_chip", 0))
+
+
+def _degrees_by_dimension(coordinates: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """Splits an order of devices into runs that move along one dimension each; () where it cannot be split so."""
+    degrees: list[int] = []
+    while len(coordinates) > 1:
+        dims = [d for d in range(len(coordinates[0])) if coordinates[0][d] != coordinates[1][d]]
+        if len(dims) != 1:
+            return ()
+
+        def rest(c: tuple[int, ...], dim: int = dims[0]) -> tuple[int, ...]:
+            return c[:dim] + c[dim + 1 :]
+
+        run = next((i for i, c in enumerate(coordinates) if rest(c) != rest(coordinates[0])), len(coordinates))
+        runs = [coordinates[i : i + run] for i in range(0, len(coordinates), run)]
+        if len(coordinates) % run or any(rest(c) != rest(part[0]) for part in runs for c in part):
+            return ()
+        degrees.insert(0, run)
+        coordinates = [part[0] for part in runs]
+    return tuple(degrees)
+
+
+def ring_order(degrees: tuple[int, ...]) -> tuple[int, ...]:
+    """Orders the devices of an axis in a ring whose neighbours are neighbours on the torus, where there is one.
+
+    degrees: of the axis along each dimension of the torus, outermost first. A cycle through a grid needs one even
+    dimension; without it the ends are apart.
+    """
+    order = list(range(degrees[0]))
+    for degree in degrees[1:]:
+        rows, columns = [[place * degree + i for i in range(degree)] for place in order], range(1, degree)
+        if len(rows) % 2:
+            order = [p for i, row in enumerate(rows) for p in (row if i % 2 == 0 else row[::-1])]
+            continue
+        # There and back through the other columns row by row, and home along the first.
+        there = [row[j] for i, row in enumerate(rows) for j in (columns if i % 2 == 0 else reversed(columns))]
+        order = [rows[0][0], *there, *(row[0] for row in reversed(rows[1:]))]
+    return tuple(order)

@@ -1,0 +1,134 @@
+"""Every decision that a run leaves to its machine, made once.
+
+`settle` takes a run that is placed on a mesh (runs/placed_run.py) and the machine of that mesh. The step is built from
+the result, the planner prices it, and `show` draws it: nothing else asks for a platform, a chip or a torus. What only
+prices can decide, the remat policy and the pipeline schedule, is chosen before (planner/automatic.py).
+"""
+
+import dataclasses
+import functools
+import math
+
+from meshwright.comm.hierarchical import DcnAxis
+from meshwright.errors import ConfigError
+from meshwright.hardware.compiler_options import GATHERS_IN_LEVELS, SPARSE_CORE_CHIPS, compiler_options_of
+from meshwright.hardware.machine import Machine, ring_order
+from meshwright.models.gather_ahead import gathered_ahead
+from meshwright.models.kernels.choose import Kernels, kernels_of
+from meshwright.models.kernels.grouped import GroupedMatmul, choose_grouped_matmul
+from meshwright.models.quantisation import check_precision
+from meshwright.models.remat import REMAT_POLICIES, gathered_within_reason
+from meshwright.runs.placed_run import PlacedRun
+
+_RING = 4
+"""Least chips along a dimension of a TPU slice that has wraparound links."""
+_ATTENTION_PIECES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Settled:
+    """A placed run on a machine, with what follows from the two."""
+
+    placed: PlacedRun
+    machine: Machine
+
+    @functools.cached_property
+    def kernels(self) -> Kernels:
+        """Attention kernel. Raises ConfigError where the one that the run names does not support it."""
+        return kernels_of(self.placed.run.training, self.placed.spec, self.placed.sequence, self.machine)
+
+    @functools.cached_property
+    def grouped_matmul(self) -> GroupedMatmul | None:
+        """Grouped matmul of experts; None for a model without. Raises ConfigError where the named one cannot run."""
+        if not any(layer.experts for layer in self.placed.spec.layers):
+            return None
+        training = self.placed.run.training
+        return choose_grouped_matmul(training.grouped_matmul, self.machine.platform, training.compute_dtype)
+
+    @functools.cached_property
+    def links(self) -> DcnAxis:
+        """Levels of links under the mesh axes: slices, and dimensions of the torus where a gather takes levels."""
+        dcn = self.placed.dcn
+        if not self.machine.torus or self.machine.chip_name not in GATHERS_IN_LEVELS:
+            return dcn
+        levels = ((axis, gather_levels(degrees)) for axis, degrees in self.machine.torus)
+        return dataclasses.replace(dcn, torus=tuple((axis, sizes) for axis, sizes in levels if len(sizes) > 1))
+
+    @functools.cached_property
+    def gathers_ahead(self) -> bool:
+        """Whether the weights that a layer needs first are gathered one layer ahead (models/gather_ahead.py)."""
+        training = self.placed.run.training
+        if training.gather_ahead == "none" or self._gathered_within_reason is not None:
+            return False
+        # With offloading it is the setting that was compiled: Llama 3 8B on v6e (docs/overlap.md).
+        offloads = bool(REMAT_POLICIES[training.remat].offloaded) and self.machine.on_tpu
+        return training.gather_ahead == "layer" or bool(self.links.torus) or offloads
+
+    @functools.cached_property
+    def gathered_ahead(self) -> dict[str, tuple[str, ...]]:
+        """Parameters that are gathered one layer ahead, by stack; none where nothing is gathered or recomputed."""
+        if not self.gathers_ahead:
+            return {}
+        params, placements = self.placed.params, self.placed.placements
+        names = {stack: gathered_ahead(params[stack]) for stack, n in self.placed.spec.stacks.items() if n > 1}
+        return {
+            stack: chosen
+            for stack, chosen in names.items()
+            if any(placements[stack][n].at_rest != placements[stack][n].in_use for n in chosen)
+        }
+
+    @property
+    def _gathered_within_reason(self) -> str | None:
+        run = self.placed.run
+        return gathered_within_reason(
+            run.training, self.placed.shape.stage, self.placed.spec.period, run.finetune.method
+        )
+
+    @functools.cached_property
+    def tensor_ring(self) -> tuple[int, ...]:
+        """Devices of `tensor` in the order of a ring; () where its collectives are not split."""
+        strategy, tensor = self.placed.run.training.tensor_strategy, self.placed.shape.tensor
+        if tensor == 1 or strategy == "gather" or (strategy == "auto" and not self.machine.on_tpu):
+            return ()
+        return ring_order(dict(self.machine.torus).get("tensor", (tensor,)))
+
+    @property
+    def attention_pieces(self) -> int:
+        """Most pieces of the batch whose attention overlaps with another's sums over `tensor`; 1 without a ring."""
+        if not self.tensor_ring or self.placed.shape.context > 1:
+            return 1
+        if self.placed.run.training.matmul_precision != "compute":
+            return 1
+        return 1 if self.machine.on_tpu and self.machine.chip_name not in SPARSE_CORE_CHIPS else _ATTENTION_PIECES
+
+    @functools.cached_property
+    def compiler_options(self) -> dict[str, str]:
+        """XLA options of run and chip; none on simulated devices. Raises ConfigError for a word that is no option."""
+        options = compiler_options_of(self.machine.chip_name, self.placed.run.training.compiler_options)
+        return {} if self.machine.simulated else options
+
+    def check(self) -> None:
+        """Raises ConfigError for what the run asks for and this machine cannot do."""
+        training, machine = self.placed.run.training, self.machine
+        check_precision(training.matmul_precision, machine)
+        if REMAT_POLICIES[training.remat].offloaded and not (machine.on_tpu or machine.simulated):
+            raise ConfigError(
+                f"--training.remat {training.remat} on {machine.kind}",
+                "it offloads activations to host memory, which XLA does on TPUs; on GPUs it keeps them on the device "
+                "without an error",
+                f"--training.remat {'full' if training.remat == 'offload' else 'projections'}",
+            )
+        reason = self._gathered_within_reason
+        if training.gather_ahead == "layer" and reason is not None:
+            raise ConfigError("--training.gather-ahead layer", reason, "--training.gather-ahead auto")
+        _ = self.kernels, self.grouped_matmul
+
+
+def gather_levels(degrees: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the levels of gathers over an axis. degrees: along each dimension of the torus, outermost first.
+
+    XLA compiles a gather over a closed torus of three dimensions to an all-reduce of the whole array; where a dimension
+    is open it does not. The outer level moves nearly all bytes, so it gets two dimensions.
+    """
+    closed = sum(degree >= _RING for degree in degrees) == 3
+    return (math.prod(degrees[:2]), math.prod(degrees[2:])) if closed else (math.prod(degrees),)
