@@ -268,14 +268,14 @@ def overlapped(
 
 def _copied_bytes(placed: PlacedRun, work: Work, software: Software) -> dict[str, float]:
     """HBM bytes that a microbatch's weights, gradients and kept activations take besides their matmuls, by pass."""
-    training, trained = placed.run.training, trained_elements(placed)
+    training, trained = placed.run.training, trained_elements(placed.layout)
     compute, reduce = (jnp.dtype(t).itemsize for t in (training.compute_dtype, training.reduce_dtype))
     # Gradients are summed over microbatches: the sum is read and written.
     summed = 2.0 * reduce * trained if training.microbatches > 1 or placed.shape.stage > 1 else 0.0
     if not software.copies:
         return {"backward": summed}
     # Cut out of its stack, a layer's weights are read, converted and written; its gradients are read to be summed.
-    weights = param_bytes(placed) + compute * sharded_elements(placed)
+    weights = param_bytes(placed.layout, training.param_dtype) + compute * sharded_elements(placed.layout)
     # A stage copies what it keeps into the slot of the microbatch, and out of it.
     kept = 2.0 * kept_bytes(placed, work)
     return {"forward": weights + kept, "backward": weights + kept + summed * (1 + compute / (2 * reduce))}
@@ -305,7 +305,7 @@ def _unembedding_seconds(
 def update_seconds(placed: PlacedRun, target: Target) -> float:
     """Seconds of the optimizer update, which is bound by HBM, and of its matrix products."""
     products = sum(max(matmul_seconds(m, target)) for m in update_matmuls(placed))
-    params, name = trained_elements(placed), placed.run.optimizer.name
+    params, name = trained_elements(placed.layout), placed.run.optimizer.name
     known = UPDATE_BYTES.get(name)
     moved = params * _UPDATE_BASE + 2 * state_bytes(placed) if known is None else params * known
     return products + moved / (target.chip.hbm_bandwidth * target.efficiency.hbm)

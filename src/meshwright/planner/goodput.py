@@ -86,8 +86,8 @@ def goodput(placed: PlacedRun, target: Target, reliability: Reliability) -> Good
     steps.
     """
     itemsize = jnp.dtype(placed.run.training.param_dtype).itemsize
-    on_device = sharded_elements(placed) * itemsize + state_bytes(placed)
-    whole = count_params(placed.params) * on_device / sharded_elements(placed)
+    on_device = sharded_elements(placed.layout) * itemsize + state_bytes(placed)
+    whole = count_params(placed.params) * on_device / sharded_elements(placed.layout)
     chip = target.chip
     save = reliability.save_seconds
     save = on_device / chip.host_bandwidth if save is None else save

@@ -4,6 +4,7 @@ Activations are what the remat policy keeps of each layer (Korthikanti et al. 20
 the microbatches in flight on a stage. The rest is what a layer needs while it runs.
 """
 
+import functools
 import math
 from typing import Literal
 
@@ -20,10 +21,9 @@ from meshwright.models.remat import (
     QKV,
     REMAT_POLICIES,
 )
-from meshwright.planner.layout_cache import cached_by_layout, cached_by_layout_and
 from meshwright.planner.optimizer_work import muon_moments, update_temporaries
 from meshwright.planner.work import Work
-from meshwright.runs.placed_run import PlacedRun
+from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.sharding.placement import axes_of
 
 OPTIMIZER_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1, "adafactor": 0.02}
@@ -67,7 +67,7 @@ def memory_by_category(
         jnp.dtype(t).itemsize for t in (training.param_dtype, training.reduce_dtype, training.compute_dtype)
     )
     frozen = placed.run.finetune.method == "lora"
-    one_layer, all_layers = _gathered_elements(placed)
+    one_layer, all_layers = _gathered_elements(placed.layout)
     everything_kept = REMAT_POLICIES[training.remat].saved is None
     # Two moments can be the peak: a layer in the backward pass, or the loss (its table, their gradient, the logits).
     logits = chunk_tokens(int(work.tokens), work.unembedding.n, training.logits_mib) * work.unembedding.n
@@ -84,9 +84,9 @@ def memory_by_category(
     # Offloaded activations come back for one layer and, ahead of time, for the next.
     from_host = 2 * offloaded_bytes(placed, work) / max(1.0, work.layers)
     # Ahead: the gradients of the layer above, not yet reduced, and the first weights of the layer below.
-    carried = compute * _carried_elements(placed) if ahead else 0.0
+    carried = compute * _carried_elements(placed.layout) if ahead else 0.0
     # The gradients of adapters are small; those of frozen weights there are none.
-    unreduced = one_layer - (_first_reduced_elements(placed) if expert_gradients == "matrix" else 0.0)
+    unreduced = one_layer - (_first_reduced_elements(placed.layout) if expert_gradients == "matrix" else 0.0)
     layer = from_host + one_layer * 2 * compute + (0 if frozen else unreduced * reduce) + carried + inner
     # One part of a stage at a time; without a pipeline it is the model.
     part = _saved_bytes(placed, work, compute) * work.layers / placed.virtual_stages
@@ -94,13 +94,13 @@ def memory_by_category(
     activations = part * (1 + parts_kept)
     if shape.stage > 1:
         activations += in_flight * work.tokens / shape.tensor * work.width * compute
-    all_layers -= _whole_elements(placed)  # used where they lie
+    all_layers -= _whole_elements(placed.layout, training.param_dtype, training.compute_dtype)  # used where they lie
     all_layers *= (1 + parts_kept) / placed.virtual_stages
     weights = compute * all_layers if everything_kept else 0.0
     result = {
-        "parameters": param_bytes(placed),
+        "parameters": param_bytes(placed.layout, training.param_dtype),
         "optimizer state": state_bytes(placed),
-        "gradients": trained_elements(placed) * max(param, reduce),
+        "gradients": trained_elements(placed.layout) * max(param, reduce),
         "activations": activations,
         "gathered weights": weights,
         "one layer" if layer > loss else "loss and its table": max(layer, loss),
@@ -122,39 +122,38 @@ def kept_bytes(placed: PlacedRun, work: Work) -> float:
     training = placed.run.training
     compute = jnp.dtype(training.compute_dtype).itemsize
     everything_kept = REMAT_POLICIES[training.remat].saved is None
-    weights = compute * _gathered_elements(placed)[1] if everything_kept else 0.0
+    weights = compute * _gathered_elements(placed.layout)[1] if everything_kept else 0.0
     return _saved_bytes(placed, work, compute) * work.layers + weights
 
 
-@cached_by_layout
-def sharded_elements(placed: PlacedRun) -> float:
+@functools.lru_cache(maxsize=4096)
+def sharded_elements(layout: ModelLayout) -> float:
     """Returns the elements of all parameters that a device keeps."""
-    return sum(p.size / placed.shape.over(axes_of(where.at_rest)) for _, p, where in placed.leaves)
+    return sum(p.size / layout.shape.over(axes_of(where.at_rest)) for _, p, where in layout.leaves)
 
 
-@cached_by_layout
-def trained_elements(placed: PlacedRun) -> float:
+@functools.lru_cache(maxsize=4096)
+def trained_elements(layout: ModelLayout) -> float:
     """Returns the elements that a device keeps of the parameters that are trained."""
-    kept = ((p, where) for _, p, where in placed.leaves if not p.frozen)
-    return sum(p.size / placed.shape.over(axes_of(where.at_rest)) for p, where in kept)
+    kept = ((p, where) for _, p, where in layout.leaves if not p.frozen)
+    return sum(p.size / layout.shape.over(axes_of(where.at_rest)) for p, where in kept)
 
 
-@cached_by_layout_and("param_dtype")
-def param_bytes(placed: PlacedRun) -> float:
+@functools.lru_cache(maxsize=4096)
+def param_bytes(layout: ModelLayout, param_dtype: str) -> float:
     """Returns the bytes of all parameters on a device, each in its own type."""
-    dtype = placed.run.training.param_dtype
     return sum(
-        math.prod(p.shape) / placed.shape.over(axes_of(where.at_rest)) * jnp.dtype(p.stored or dtype).itemsize
-        for _, p, where in placed.leaves
+        math.prod(p.shape) / layout.shape.over(axes_of(where.at_rest)) * jnp.dtype(p.stored or param_dtype).itemsize
+        for _, p, where in layout.leaves
     )
 
 
-@cached_by_layout
-def _gathered_elements(placed: PlacedRun) -> tuple[float, float]:
+@functools.lru_cache(maxsize=4096)
+def _gathered_elements(layout: ModelLayout) -> tuple[float, float]:
     """Elements on a device after the gather: of one layer of the largest stack, and of all layers."""
-    shape = placed.shape
+    shape = layout.shape
     all_layers, one_layer = 0.0, dict[str, float]()
-    for path, p, where in placed.leaves:
+    for path, p, where in layout.leaves:
         if "L" in p.dims and not path.startswith("reference."):
             gathered = p.size / shape.over(axes_of(where.in_use))
             all_layers += gathered
@@ -163,44 +162,43 @@ def _gathered_elements(placed: PlacedRun) -> tuple[float, float]:
     return max(one_layer.values(), default=0.0), all_layers
 
 
-@cached_by_layout
-def _first_reduced_elements(placed: PlacedRun) -> float:
+@functools.lru_cache(maxsize=4096)
+def _first_reduced_elements(layout: ModelLayout) -> float:
     """Elements of a layer's experts whose gradient has been scattered when the others are there: `down`'s comes first.
 
     Experts' gradients are too large for the compiler to combine their reduce-scatters, as it does a dense layer's.
     """
-    stages = placed.shape.stage
+    stages = layout.shape.stage
     return max(
         (
-            p.size / placed.shape.over(axes_of(where.in_use)) / p.logical_shape[0] * stages
-            for _, p, where in placed.leaves
+            p.size / layout.shape.over(axes_of(where.in_use)) / p.logical_shape[0] * stages
+            for _, p, where in layout.leaves
             if "L" in p.dims and "E" in p.dims and p.role == "ffn_out" and where.at_rest != where.in_use
         ),
         default=0.0,
     )
 
 
-@cached_by_layout_and("param_dtype", "compute_dtype")
-def _whole_elements(placed: PlacedRun) -> float:
+@functools.lru_cache(maxsize=4096)
+def _whole_elements(layout: ModelLayout, param_dtype: str, compute_dtype: str) -> float:
     """Elements on a device of the layers' parameters that are neither gathered nor converted before use."""
-    training = placed.run.training
     return sum(
-        math.prod(p.shape) / placed.shape.over(axes_of(where.in_use))
-        for path, p, where in placed.leaves
+        math.prod(p.shape) / layout.shape.over(axes_of(where.in_use))
+        for path, p, where in layout.leaves
         if "L" in p.dims and where.at_rest == where.in_use and not path.startswith("reference.")
-        and (p.stored or training.param_dtype) == training.compute_dtype
+        and (p.stored or param_dtype) == compute_dtype
     )  # fmt: skip
 
 
-@cached_by_layout
-def _carried_elements(placed: PlacedRun) -> float:
+@functools.lru_cache(maxsize=4096)
+def _carried_elements(layout: ModelLayout) -> float:
     """Elements that a scan which gathers ahead carries between layers, of the stack with the largest layer."""
     carried: dict[str, float] = {}
     gathered: set[str] = set()
-    for path, p, where in placed.leaves:
+    for path, p, where in layout.leaves:
         if "L" in p.dims:
             stack = path.partition(".")[0]
-            elements = math.prod(p.shape) / placed.shape.over(axes_of(where.in_use)) / p.logical_shape[0]
+            elements = math.prod(p.shape) / layout.shape.over(axes_of(where.in_use)) / p.logical_shape[0]
             first = p.role not in ("ffn_in", "ffn_out")
             carried[stack] = carried.get(stack, 0.0) + elements * (2 if first else 1)
             gathered |= {stack} if first and where.at_rest != where.in_use else set()
@@ -223,7 +221,7 @@ def state_bytes(placed: PlacedRun) -> float:
     second = 0.0
     if optimizer.name == "muon":
         second = 4 * muon_moments(placed)
-    return _optimizer_elements(placed) * bytes_each + second
+    return _optimizer_elements(placed.layout) * bytes_each + second
 
 
 def saved_bytes(placed: PlacedRun) -> float:
@@ -231,15 +229,15 @@ def saved_bytes(placed: PlacedRun) -> float:
     dtype = placed.run.training.param_dtype
     params = sum(math.prod(p.shape) * jnp.dtype(p.stored or dtype).itemsize for _, p, _ in placed.leaves)
     trained = sum(p.size for _, p, _ in placed.leaves if not p.frozen)
-    each = state_bytes(placed) / max(_optimizer_elements(placed), 1)
+    each = state_bytes(placed) / max(_optimizer_elements(placed.layout), 1)
     return (params + trained * each) / placed.shape.size
 
 
-@cached_by_layout
-def _optimizer_elements(placed: PlacedRun) -> float:
+@functools.lru_cache(maxsize=4096)
+def _optimizer_elements(layout: ModelLayout) -> float:
     """Elements of all parameters whose optimizer state a device keeps."""
-    kept = ((p, where) for _, p, where in placed.leaves if not p.frozen)
-    return sum(p.size / placed.shape.over(axes_of(where.optimizer)) for p, where in kept)
+    kept = ((p, where) for _, p, where in layout.leaves if not p.frozen)
+    return sum(p.size / layout.shape.over(axes_of(where.optimizer)) for p, where in kept)
 
 
 def _elements_per_token(placed: PlacedRun, work: Work) -> dict[str, float]:

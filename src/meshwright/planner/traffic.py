@@ -4,17 +4,17 @@ Payloads are bytes of the whole array that a group moves, as the census counts t
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from meshwright.planner.layout_cache import cached_by_layout
 from meshwright.planner.memory_model import keeps_stages
 from meshwright.planner.optimizer_work import update_exchanges
 from meshwright.planner.software import Software
 from meshwright.planner.work import Work, low_precision
-from meshwright.runs.placed_run import PlacedRun
+from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.sharding.layouts import VOCAB_AXES
 from meshwright.sharding.params import LOW_PRECISION_ROLES, Param
 from meshwright.sharding.placement import Placements, axes_of
@@ -94,7 +94,7 @@ def _weights(placed: PlacedRun, microbatches: float, gathered_again: bool) -> li
     repeats = int(placed.shape.stage > 1 and not keeps_stages(placed)) + int(gathered_again)
     low = low_precision(placed)
     gathered: dict[tuple[tuple[str, ...], bool], tuple[float, float]] = {}
-    for (axes, stacked, quantised, stored), (elements, trained) in _gathered_elements(placed).items():
+    for (axes, stacked, quantised, stored), (elements, trained) in _gathered_elements(placed.layout).items():
         count, payload = gathered.get((axes, stacked), (0.0, 0.0))
         itemsize = 1 if quantised and low is not None and low.gathered else compute
         # Quantised weights travel as they are kept.
@@ -115,31 +115,31 @@ def _weights(placed: PlacedRun, microbatches: float, gathered_again: bool) -> li
     return result
 
 
-@cached_by_layout
+@functools.lru_cache(maxsize=4096)
 def _gathered_elements(
-    placed: PlacedRun,
+    layout: ModelLayout,
 ) -> dict[tuple[tuple[str, ...], bool, bool, str | None], tuple[float, float]]:
     """Elements on a device after the all-gathers, and those of them that are trained.
 
     By axes, whether they are stacked, whether they may be quantised, and their type at rest where it is their own.
     """
     elements: dict[tuple[tuple[str, ...], bool, bool, str | None], tuple[float, float]] = {}
-    own = ((p, where) for path, p, where in placed.leaves if not path.startswith("reference."))
+    own = ((p, where) for path, p, where in layout.leaves if not path.startswith("reference."))
     for p, where in own:
-        for axes, gathered in _gathers(p, where, placed):
+        for axes, gathered in _gathers(p, where, layout):
             key = (axes, "L" in p.dims, p.role in LOW_PRECISION_ROLES and "E" not in p.dims, p.stored)
             every, trained = elements.get(key, (0.0, 0.0))
             elements[key] = (every + gathered, trained + (0.0 if p.frozen else gathered))
     return elements
 
 
-def _gathers(p: Param, where: Placements, placed: PlacedRun) -> Iterator[tuple[tuple[str, ...], float]]:
+def _gathers(p: Param, where: Placements, layout: ModelLayout) -> Iterator[tuple[tuple[str, ...], float]]:
     """Yields the axes of each all-gather of a parameter, and its elements on a device after it, all its layers."""
-    elements = math.prod(p.shape) / placed.shape.over(axes_of(where.at_rest))
+    elements = math.prod(p.shape) / layout.shape.over(axes_of(where.at_rest))
     gathers = [rest[len(use) :] for rest, use in zip(where.at_rest, where.in_use, strict=True) if rest != use]
     # Over DCN first, as the step does (sharding.params.plan_gathers).
-    for axes in sorted(gathers, key=lambda axes: placed.dcn.axis not in axes):
-        elements *= placed.shape.over(axes)
+    for axes in sorted(gathers, key=lambda axes: layout.shape.dcn_axis not in axes):
+        elements *= layout.shape.over(axes)
         yield axes, elements
 
 
@@ -151,7 +151,7 @@ def _gradients(placed: PlacedRun, software: Software) -> list[Movement]:
     training = placed.run.training
     during = "step" if placed.sums_gradients_last and software.sums_gradients_last else "backward"
     reduce, param = (jnp.dtype(t).itemsize for t in (training.reduce_dtype, training.param_dtype))
-    sums, scattered = _gradient_elements(placed)
+    sums, scattered = _gradient_elements(placed.layout)
     result = [Movement("all-reduce", a, n * reduce, 1.0, during, False, "gradients") for a, n in sums.items()]
     for axes, n in scattered.items():
         result.append(Movement("reduce-scatter", axes, n * reduce, 1.0, during, False, "gradients"))
@@ -159,12 +159,12 @@ def _gradients(placed: PlacedRun, software: Software) -> list[Movement]:
     return result
 
 
-@cached_by_layout
-def _gradient_elements(placed: PlacedRun) -> tuple[_AxisElements, _AxisElements]:
+@functools.lru_cache(maxsize=4096)
+def _gradient_elements(layout: ModelLayout) -> tuple[_AxisElements, _AxisElements]:
     """Elements of the gradients that a device all-reduces and reduce-scatters once per step, by axes."""
-    shape = placed.shape
+    shape = layout.shape
     sums, scattered, degrees = _AxisElements(), _AxisElements(), shape.degrees()
-    for _, p, where in placed.leaves:
+    for _, p, where in layout.leaves:
         if p.frozen:
             continue
         sharded = math.prod(p.shape) / shape.over(axes_of(where.at_rest))

@@ -5,14 +5,14 @@ one for its input, one for its weight; scaling-book, transformers.md).
 """
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
 from meshwright.models.blocks.experts import buffer_rows
 from meshwright.models.model import AttentionSpec, ModelSpec, padded_vocab
 from meshwright.models.remat import ATTN_OUT, ATTN_RESIDUAL, FFN_HIDDEN, QKV, REMAT_POLICIES
-from meshwright.planner.layout_cache import cached_by_layout, cached_by_layout_and
-from meshwright.runs.placed_run import PlacedRun
+from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import LOW_PRECISION_ROLES, Param
 from meshwright.sharding.placement import local_shape, replicates_kv_heads
@@ -100,17 +100,20 @@ def tokens_per_device(placed: PlacedRun) -> float:
     return training.batch * training.seq / (shape.over(BATCH_AXES) * shape.context * training.microbatches)
 
 
-@cached_by_layout_and("batch", "seq", "microbatches", "matmul_precision")
 def work_of(placed: PlacedRun) -> Work:
     """Returns the work of the stage with the most."""
-    shape, spec, tokens = placed.shape, placed.spec, tokens_per_device(placed)
-    fraction = _largest_stage(placed)
+    return _work_of(placed.layout, placed.run.training.seq, tokens_per_device(placed), low_precision(placed))
+
+
+@functools.lru_cache(maxsize=4096)
+def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | None") -> Work:
+    shape, spec = layout.shape, layout.spec
+    fraction = _largest_stage(layout)
     all_layers = (*spec.layers, *spec.further)
     experts = {layer.stack: layer.experts for layer in all_layers if layer.experts is not None}
     matmuls: dict[tuple[str, int, int, bool, bool], Matmul] = {}
     expert_layers, inputs, outputs = 0.0, dict[tuple[str, str, int], float](), 0.0
-    low = low_precision(placed)
-    for stack, p, sizes in _stacked_matmuls(placed):
+    for stack, p, sizes in _stacked_matmuls(layout):
         grouped, layers = "E" in p.dims, p.logical_shape[0] * fraction
         m = tokens
         if grouped:
@@ -128,7 +131,7 @@ def work_of(placed: PlacedRun) -> Work:
             inputs[stack, str(p.role), k] = m * k * layers
             outputs += m * n * layers * (low.gradient_passes if low else 0)
     attention = [layer.attention for layer in all_layers if layer.attention is not None]
-    positions = [(a, a.causal_positions(placed.run.training.seq)) for a in attention]
+    positions = [(a, a.causal_positions(seq)) for a in attention]
     scores = sum(a.heads * n for a, n in positions) * tokens * fraction / shape.tensor
     flops = sum(2.0 * n * a.heads * (a.head_size + a.value_size) for a, n in positions)
     widths = _attention_widths(spec, shape.tensor)
@@ -136,8 +139,8 @@ def work_of(placed: PlacedRun) -> Work:
         tokens=tokens,
         layers=len(all_layers) * fraction,
         width=spec.width,
-        matmuls=(*matmuls.values(), *_delta_matmuls(placed, tokens * fraction)),
-        unembedding=_unembedding(placed, tokens * (1 + len(spec.further))),
+        matmuls=(*matmuls.values(), *_delta_matmuls(layout, seq, tokens * fraction)),
+        unembedding=_unembedding(layout, tokens * (1 + len(spec.further))),
         attention=flops * tokens * fraction / shape.tensor,
         scores=scores,
         query_width=widths.query,
@@ -146,33 +149,33 @@ def work_of(placed: PlacedRun) -> Work:
         qkv_width=widths.saved,
         opening_width=widths.opening,
         heads=widths.heads,
-        ffn_hidden=_ffn_hidden(placed),
+        ffn_hidden=_ffn_hidden(layout, tokens),
         experts=float(max((e.experts_per_token for e in experts.values()), default=0)),
         expert_rows=max((buffer_rows(e, int(tokens), shape.expert) for e in experts.values()), default=0.0),
         expert_layers=expert_layers,
-        delta_inner=max((d.inner_bytes(placed.run.training.seq) for d in spec.delta), default=0.0) / shape.tensor,
+        delta_inner=max((d.inner_bytes(seq) for d in spec.delta), default=0.0) / shape.tensor,
         quantised_inputs=sum(inputs.values()),
         quantised_gradients=outputs,
     )
 
 
-def _delta_matmuls(placed: PlacedRun, tokens: float) -> list[Matmul]:
+def _delta_matmuls(layout: ModelLayout, seq: int, tokens: float) -> list[Matmul]:
     """Returns the matmuls of linear attention, of all layers that have it.
 
     tokens: of a device, times its fraction of the layers.
     """
-    if not placed.spec.delta:
+    if not layout.spec.delta:
         return []
     from meshwright.models.model import chunk_of
 
-    seq, d = placed.run.training.seq, placed.spec.delta[0]
-    chunks = len(placed.spec.delta) * tokens / chunk_of(seq) / placed.shape.tensor
+    d = layout.spec.delta[0]
+    chunks = len(layout.spec.delta) * tokens / chunk_of(seq) / layout.shape.tensor
     return [Matmul("delta", m, k, n, count * chunks) for m, k, n, count in d.matmuls(seq)]
 
 
-def _unembedding(placed: PlacedRun, rows: float) -> Matmul:
-    columns = padded_vocab(placed.run.model) // placed.shape.over(VOCAB_AXES)
-    return Matmul("unembedding", rows, placed.spec.width, columns)
+def _unembedding(layout: ModelLayout, rows: float) -> Matmul:
+    columns = padded_vocab(layout.model) // layout.shape.over(VOCAB_AXES)
+    return Matmul("unembedding", rows, layout.spec.width, columns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,10 +202,10 @@ def low_precision(placed: PlacedRun) -> LowPrecision | None:
     return LowPrecision(recipe.rate, whole, 1 if recipe.scaling == "tensor" else 2)
 
 
-@cached_by_layout
-def _largest_stage(placed: PlacedRun) -> float:
+@functools.lru_cache(maxsize=4096)
+def _largest_stage(layout: ModelLayout) -> float:
     """Fraction of the layers' cost on the stage with the most."""
-    return max(placed.stages.cost_fraction(stage) for stage in range(placed.shape.stage))
+    return max(layout.stages.cost_fraction(stage) for stage in range(layout.shape.stage))
 
 
 def recomputed_roles(remat: str) -> frozenset[str]:
@@ -255,34 +258,32 @@ def _widths_of(a: AttentionSpec, width: int, tensor: int) -> _Widths:
     return _Widths(heads, query, kv, value, queries + a.latent.cached / tensor, a.latent.gathered(width))
 
 
-@cached_by_layout
-def _stacked_matmuls(placed: PlacedRun) -> list[tuple[str, Param, tuple[int, ...]]]:
+@functools.lru_cache(maxsize=4096)
+def _stacked_matmuls(layout: ModelLayout) -> list[tuple[str, Param, tuple[int, ...]]]:
     """Stack, description and gathered local sizes (layers and experts left out) of each weight with a role."""
     rows = []
-    for path, p, where in placed.leaves:
+    for path, p, where in layout.leaves:
         if p.role is not None and not path.startswith("reference."):
-            shape = local_shape(p.shape, where.in_use, placed.shape)
+            shape = local_shape(p.shape, where.in_use, layout.shape)
             whole = (2 * n if i == p.packed else n for i, n in enumerate(shape))
             sizes = tuple(n for letter, n in zip(p.dims, whole, strict=True) if letter not in "LE")
             rows.append((path.partition(".")[0], p, sizes))
     return rows
 
 
-@cached_by_layout_and("batch", "seq", "microbatches")
-def _ffn_hidden(placed: PlacedRun) -> float:
+def _ffn_hidden(layout: ModelLayout, tokens: float) -> float:
     """Elements per token of the outputs of the feed-forward's first matmuls, of the widest layer.
 
     Experts have them for every row of their buffer.
     """
-    tokens = tokens_per_device(placed)
-    layers = (*placed.spec.layers, *placed.spec.further)
+    layers = (*layout.spec.layers, *layout.spec.further)
     experts = {layer.stack: layer.experts for layer in layers if layer.experts is not None}
     stacks: dict[str, float] = {}
-    for path, p, _ in placed.leaves:
+    for path, p, _ in layout.leaves:
         if p.role == "ffn_in" and not path.startswith("reference."):
             stack = path.partition(".")[0]
             first = len(p.dims) - len(p.dims.replace("L", "").replace("E", "")) + p.contract
             columns = math.prod(p.shape[first:]) * (2 if p.packed is not None and p.packed >= first else 1)
-            rows = buffer_rows(experts[stack], int(tokens), placed.shape.expert) if "E" in p.dims else tokens
-            stacks[stack] = stacks.get(stack, 0.0) + columns * rows / tokens / placed.shape.tensor
+            rows = buffer_rows(experts[stack], int(tokens), layout.shape.expert) if "E" in p.dims else tokens
+            stacks[stack] = stacks.get(stack, 0.0) + columns * rows / tokens / layout.shape.tensor
     return max(stacks.values(), default=0.0)

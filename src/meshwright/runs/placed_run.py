@@ -33,31 +33,74 @@ Leaves = tuple[tuple[str, Param, Placements], ...]
 """Path, description and placements of parameters."""
 
 
-@dataclasses.dataclass(frozen=True)
-class PlacedRun:
-    """A run that fits its mesh, with everything that follows from the two."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelLayout:
+    """Parameters of a model on a mesh, whatever the options of training.
 
-    run: Run
-    """The run, its mesh filled in and its vocabulary padded so that `stage` and `tensor` divide it."""
+    `place_run` gives equal layouts as one object, so a function of a layout can be cached: `functools.lru_cache`.
+    """
+
+    model: Model
+    """The model, its vocabulary padded so that `stage` and `tensor` divide it."""
+    shape: MeshShape
+    """Degrees of the mesh axes."""
     params: Tree
     """Descriptions of the parameters (`Param`), the rows of stacks in the order of the stages."""
     placements: Tree
     """The same tree of `Placements`."""
     stages: StageAssignment
     """Layers of each pipeline stage."""
-    leaves: Leaves = dataclasses.field(repr=False, compare=False)
-    """Path, description and placements of every parameter."""
 
-    @property
-    def shape(self) -> MeshShape:
-        """Degrees of the mesh axes."""
-        assert self.run.mesh is not None  # place_run fills it in
-        return self.run.mesh
+    @functools.cached_property
+    def leaves(self) -> Leaves:
+        """Path, description and placements of every parameter."""
+        by_path = named_leaves(self.placements)
+        return tuple((path, p, by_path[path]) for path, p in named_leaves(self.params).items())
 
     @functools.cached_property
     def spec(self) -> ModelSpec:
         """Facts of the model."""
-        return _spec(self.run.model)
+        return _spec(self.model)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedRun:
+    """A run that fits its mesh, with everything that follows from the two."""
+
+    run: Run
+    """The run, its mesh filled in and its vocabulary padded so that `stage` and `tensor` divide it."""
+    layout: ModelLayout
+    """Its parameters on the mesh."""
+
+    @property
+    def params(self) -> Tree:
+        """Descriptions of the parameters (`Param`), the rows of stacks in the order of the stages."""
+        return self.layout.params
+
+    @property
+    def placements(self) -> Tree:
+        """Placements of the parameters."""
+        return self.layout.placements
+
+    @property
+    def stages(self) -> StageAssignment:
+        """Layers of each pipeline stage."""
+        return self.layout.stages
+
+    @property
+    def leaves(self) -> Leaves:
+        """Path, description and placements of every parameter."""
+        return self.layout.leaves
+
+    @property
+    def shape(self) -> MeshShape:
+        """Degrees of the mesh axes."""
+        return self.layout.shape
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Facts of the model."""
+        return self.layout.spec
 
     @property
     def dcn(self) -> DcnAxis:
@@ -142,9 +185,13 @@ def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
     if multiple != model.vocab_multiple:
         model = dataclasses.replace(model, vocab_multiple=multiple)
     training = run.training
-    params, placements, stages, leaves = _place(model, shape, run.layout, run.fsdp_min_size, training, run.finetune)
-    placed = PlacedRun(dataclasses.replace(run, mesh=shape, model=model), params, placements, stages, leaves)
-    check_composition(placed.run, uneven=_uneven(stages, model))
+    schedule = (training.pipeline_schedule, training.virtual_stages)
+    # Without adapters nothing of the layout depends on the types.
+    adapts = run.finetune if run.finetune.method == "lora" or run.finetune.objective == "preferences" else None
+    dtype = training.compute_dtype if adapts else ""
+    layout = _place_params(model, shape, run.layout, run.fsdp_min_size, training.seq, schedule, adapts, dtype)
+    placed = PlacedRun(dataclasses.replace(run, mesh=shape, model=model), layout)
+    check_composition(placed.run, uneven=_uneven(layout))
     if shape.context > 1 and run.training.context_strategy == "ulysses":
         from meshwright.runs.ulysses import check_ulysses  # loaded for runs that ask for it
 
@@ -162,23 +209,18 @@ def _without_auto(training: Training) -> Training:
     )
 
 
-def _place(
-    model: Model, shape: MeshShape, layout: str, min_size: int, training: Training, tuning: FineTune
-) -> tuple[Tree, Tree, StageAssignment, Leaves]:
-    """Parameters, placements, stages and leaves."""
-    schedule = (training.pipeline_schedule, training.virtual_stages)
-    # Without adapters nothing of these depends on the types.
-    adapts = tuning if tuning.method == "lora" or tuning.objective == "preferences" else None
-    dtype = training.compute_dtype if adapts else ""
-    return _place_params(model, shape, layout, min_size, training.seq, schedule, adapts, dtype)
-
-
 @functools.lru_cache(maxsize=4096)
 def _place_params(
-    model: Model, shape: MeshShape, layout: str, min_size: int, seq: int, schedule: tuple[str, int],
-    tuning: FineTune | None, dtype: Any,
-) -> tuple[Tree, Tree, StageAssignment, Leaves]:  # fmt: skip
-    """Parameters, placements, stages and leaves, which depend on nothing else of a run."""
+    model: Model,
+    shape: MeshShape,
+    layout: str,
+    min_size: int,
+    seq: int,
+    schedule: tuple[str, int],
+    tuning: FineTune | None,
+    dtype: Any,
+) -> ModelLayout:
+    """The layout of a run, which depends on nothing else of it."""
     chunks, placement = 1, cast(PartPlacement, loop_placement)
     if shape.stage > 1 or schedule[0] != _SAFE["pipeline_schedule"]:
         from meshwright.sharding.schedules import find_schedule
@@ -209,8 +251,7 @@ def _place_params(
         described = tuned_params(described, tuning, dtype)
     params = reorder_stacks(described, orders)
     placements = place_params(params, layout=find_layout(layout), mesh=shape, min_size=min_size)
-    by_path = named_leaves(placements)
-    return params, placements, stages, tuple((path, p, by_path[path]) for path, p in named_leaves(params).items())
+    return ModelLayout(model, shape, params, placements, stages)
 
 
 @functools.lru_cache(maxsize=256)
@@ -218,10 +259,10 @@ def _spec(model: Model) -> ModelSpec:
     return model.spec()
 
 
-def _uneven(stages: StageAssignment, model: Model) -> bool:
+@functools.lru_cache(maxsize=4096)
+def _uneven(layout: ModelLayout) -> bool:
     """Whether some stage has padding rows in some stack."""
-    spec = model.spec()
-    return any(NO_LAYER in stages.rows(spec.layers_of(stack)) for stack in spec.stacks)
+    return any(NO_LAYER in layout.stages.rows(layout.spec.layers_of(stack)) for stack in layout.spec.stacks)
 
 
 def _check_batch(run: Run, shape: MeshShape) -> None:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshwright.config import MeshShape, Training
 from meshwright.errors import ConfigError, nearest
 from meshwright.hardware.machine import machine_of_mesh
-from meshwright.runs.placed_run import PlacedRun
+from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.runs.run import Run
 from meshwright.runs.settle import Settled
 from meshwright.sharding.layouts import BATCH_AXES, find_layout
@@ -169,10 +169,10 @@ def place_wrapped(run: Run, shape: MeshShape) -> PlacedRun:
             f"rules={{{next(iter(params), 'path')!r}: (None, 'tensor')}}, axes={{logical axis: 'tensor'}}, or the "
             "devices as data or fsdp",
         )
-    leaves = tuple((name, p, placements[name]) for name, p in params.items())
     return PlacedRun(
-        dataclasses.replace(run, mesh=shape), params, placements, assign_layers((1.0,), 1, 1), leaves
-    )  # fmt: skip
+        dataclasses.replace(run, mesh=shape),
+        ModelLayout(model, shape, params, placements, assign_layers((1.0,), 1, 1)),
+    )
 
 
 def _place(
