@@ -8,7 +8,8 @@ from typing import Any
 from meshwright.documents import check_inside, read_json
 from meshwright.errors import WeightsError
 
-_REQUIRED: Any = object()
+REQUIRED: Any = object()
+"""Default of a field that has none: it must be there."""
 
 NEUTRAL = frozenset({
     "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "use_cache", "_name_or_path",
@@ -40,12 +41,12 @@ class Fields:
         self.file, self.config = file, config
         self._read: set[str] = set()
 
-    def get(self, name: str, default: Any = _REQUIRED) -> Any:
+    def get(self, name: str, default: Any = REQUIRED) -> Any:
         """Returns a field; `default` stands for a missing one and for null. Raises WeightsError without a default."""
         self._read.add(name)
         value = self.config.get(name)
         if value is None:
-            if default is _REQUIRED:
+            if default is REQUIRED:
                 raise WeightsError(f"reading {self.file}", f"it has no {name!r}", f"a configuration with {name}")
             return default
         if name in _SIZES and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -63,7 +64,7 @@ class Fields:
             )
         return {key: inner for key, inner in value.items() if inner is not None}
 
-    def first(self, *names: str, default: Any = _REQUIRED) -> Any:
+    def first(self, *names: str, default: Any = REQUIRED) -> Any:
         """Returns the first of several fields that is there: names of different versions of `transformers`."""
         self._read.update(names)
         return next((self.config[n] for n in names if self.config.get(n) is not None), None) or self.get(

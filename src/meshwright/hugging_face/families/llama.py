@@ -1,249 +1,217 @@
-"""Llama, Mistral, Qwen2, Qwen3 and OLMo 2 as `transformers` names them: one matrix [outputs, inputs] per layer."""
+"""Llama and its relatives as `transformers` names them: Mistral, Qwen2, Qwen3, OLMo 2 and 3, Mixtral, Qwen3-MoE."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.errors import WeightsError
 from meshwright.hugging_face.architecture import Architecture
-from meshwright.hugging_face.families.rope import rope_fields
-from meshwright.hugging_face.families.rope_scaling import read_rope, write_rope
+from meshwright.hugging_face.families.rope import read_yarn, rope_fields, scaled_rope, write_yarn
 from meshwright.hugging_face.fields import Fields
-from meshwright.hugging_face.names import StoredTensor
+from meshwright.hugging_face.table import (
+    LLAMA,
+    Entry,
+    choice,
+    fixed,
+    flag,
+    head_size,
+    local_layers,
+    must,
+    only_if,
+    same,
+    without_effect,
+)
 from meshwright.models.decoder import head_size_of
 from meshwright.models.families.llama import Llama
-from meshwright.sharding.params import named_leaves
+from meshwright.models.families.mixtral import Mixtral
+from meshwright.models.families.olmo3 import Olmo3
+
+TIED = choice("tie_word_embeddings", "embedding", {False: "untied", True: "tied"})
+CORE = (
+    same("vocab_size", "vocab"),
+    same("hidden_size", "width"),
+    same("num_hidden_layers", "layers"),
+    same("num_attention_heads", "heads"),
+)
+KV_HEADS = same("num_key_value_heads", "kv_heads", lambda fields: fields.get("num_attention_heads"))
+_USUAL_SIZES = (*CORE, KV_HEADS, fixed("hidden_act", "silu"), TIED)
+SIZES = (*_USUAL_SIZES, head_size())
+MLP = same("intermediate_size", "mlp")
+ATTENTION_BIAS = flag("attention_bias", "qkv_bias", "out_bias")
 
 
-def read_sizes(fields: Fields, theta: float = 10000.0, epsilon: float = 1e-6) -> dict[str, Any]:
-    """Returns the fields of `Llama` that all of its architectures have.
-
-    theta, epsilon: base of the rotary frequencies and epsilon of the norms, where a configuration does not have them.
-    """
-    heads = fields.get("num_attention_heads")
-    fields.require("hidden_act", "silu")
-    head_size, width = fields.get("head_dim", None), fields.get("hidden_size")
-    return {
-        "vocab": fields.get("vocab_size"),
-        "width": width,
-        "layers": fields.get("num_hidden_layers"),
-        "heads": heads,
-        "kv_heads": fields.get("num_key_value_heads", heads),
-        "head_size": None if head_size is None or head_size * heads == width else head_size,
-        **read_rope(fields, rope_fields(fields, theta)),
-        "norm_epsilon": fields.get("rms_norm_eps", epsilon),
-        "embedding": "tied" if fields.get("tie_word_embeddings", False) else "untied",
-    }
+def epsilon(default: float = 1e-6) -> Entry:
+    """Returns the entry of the norms' epsilon. default: where a configuration does not have it."""
+    return same("rms_norm_eps", "norm_epsilon", default)
 
 
-def read_window(fields: Fields) -> int | None:
+def aux_loss(default: float = 0.001) -> Entry:
+    """Returns the entry of the weight of the balance loss. default: where a configuration does not have it."""
+    return same("router_aux_loss_coef", "aux_loss_weight", default)
+
+
+def _read_window(fields: Fields) -> dict[str, Any]:
     """Returns the sliding window of Qwen's architectures, which have it from the layer `max_window_layers` on."""
     layers, used = fields.get("num_hidden_layers"), fields.get("use_sliding_window", False)
     first = fields.get("max_window_layers", layers)
-    kinds = fields.get("layer_types", ["full_attention" if not used or i < first else "sliding_attention"
-                                       for i in range(layers)])  # fmt: skip
-    window = fields.get("sliding_window", None)
+    usual = ["full_attention" if not used or i < first else "sliding_attention" for i in range(layers)]
+    kinds, window = fields.get("layer_types", usual), fields.get("sliding_window", None)
     if len(kinds) != layers:
         raise WeightsError(
-            f"reading {fields.file}", f"layer_types has {len(kinds)} layers, and num_hidden_layers is {layers}",
+            f"reading {fields.file}",
+            f"layer_types has {len(kinds)} layers, and num_hidden_layers is {layers}",
             "the config.json of these weights",
-        )  # fmt: skip
+        )
     if set(kinds) == {"full_attention"}:
-        return None
+        return {"sliding_window": None}
     if set(kinds) != {"sliding_attention"} or window is None:
         raise WeightsError(
             f"reading {fields.file}",
             f"some layers have a sliding window of {window} and others do not (layer_types, max_window_layers {first})",
             "a model whose layers all have one, or none",
         )
-    return int(window)
+    return {"sliding_window": int(window)}
 
 
-def read_biases(fields: Fields) -> dict[str, Any]:
-    """Returns the fields of the biases of all four projections of attention, which are there together or not at all."""
-    return dict.fromkeys(("qkv_bias", "out_bias"), "learned" if fields.flag("attention_bias") else "none")
+def _write_window(c: Any) -> dict[str, Any]:
+    used = c.sliding_window is not None
+    first = 0 if used else c.layers
+    return {"use_sliding_window": used, "sliding_window": c.sliding_window, "max_window_layers": first}
 
 
-def attention_bias(c: Any) -> bool | None:
-    """Returns whether all four projections of attention have a bias; None is some of them, which has no such field."""
-    both = {c.qkv_bias, c.out_bias}
-    return None if len(both) == 2 else both == {"learned"}
+_QWEN_WINDOW = Entry(_read_window, _write_window)
+# Null has no window; a configuration without the field is that of Mistral 7B.
+_MISTRAL_WINDOW = same(
+    "sliding_window", "sliding_window", lambda fields: None if "sliding_window" in fields.config else 4096
+)
+_LLAMA = (*SIZES, scaled_rope(), epsilon(), MLP)
+_NO_BIASES = must(qkv_bias="none", out_bias="none", mlp_bias="none")
+_OLMO_NORMS = must(norm_place="after", qk_norm="rms_heads")
+# `transformers` computes OLMo with heads of width / heads.
+_USUAL_HEADS = only_if(lambda c: head_size_of(c) * c.heads == c.width)
+_OLMO = (*_USUAL_SIZES, epsilon(1e-5), MLP, ATTENTION_BIAS, _OLMO_NORMS, _USUAL_HEADS, must(mlp_bias="none"))
 
 
-def _read_llama(fields: Fields) -> Llama:
-    return Llama(
-        **read_sizes(fields), **read_biases(fields), mlp=fields.get("intermediate_size"),
-        mlp_bias="learned" if fields.flag("mlp_bias") else "none",
-    )  # fmt: skip
+def _read_olmo3_rope(fields: Fields) -> dict[str, Any]:
+    rope, local = (rope_fields(fields, 500000.0, kind) for kind in ("full_attention", "sliding_attention"))
+    if local.kind != "default" or local.theta != rope.theta:
+        raise WeightsError(
+            f"reading {fields.file}",
+            f"rotary frequencies of local layers have the base {local.theta:g} and the scaling {local.kind!r}, those "
+            f"of global ones the base {rope.theta:g}",
+            "the same rope_theta in both, and YaRN or nothing in global layers",
+        )
+    return {"rope_theta": rope.theta, "yarn": read_yarn(fields, rope)}
 
 
-def _read_mistral(fields: Fields) -> Llama:
-    # Null has no window; a configuration without the field is that of Mistral 7B.
-    window = fields.get("sliding_window", None) if "sliding_window" in fields.config else 4096
-    return Llama(**read_sizes(fields), mlp=fields.get("intermediate_size"), sliding_window=window)
-
-
-def _read_qwen2(fields: Fields) -> Llama:
-    return Llama(
-        **read_sizes(fields), mlp=fields.get("intermediate_size"), sliding_window=read_window(fields),
-        qkv_bias="learned",
-    )  # fmt: skip
-
-
-def _read_qwen3(fields: Fields) -> Llama:
-    return Llama(
-        **read_sizes(fields), **read_biases(fields), mlp=fields.get("intermediate_size"),
-        sliding_window=read_window(fields), qk_norm="rms",
-    )  # fmt: skip
-
-
-def write_sizes(c: Any) -> dict[str, Any]:
-    """Returns the configuration fields that all of the architectures have."""
+def _write_olmo3_rope(c: Any) -> dict[str, Any]:
+    local, last = (write_yarn(c.rope_theta, scaling) for scaling in (None, c.yarn))
+    longest = {} if c.yarn is None else {"max_position_embeddings": c.yarn.longest}
     return {
-        "vocab_size": c.vocab,
-        "hidden_size": c.width,
-        "num_hidden_layers": c.layers,
-        "num_attention_heads": c.heads,
-        "num_key_value_heads": c.kv_heads,
-        "head_dim": head_size_of(c),
-        "intermediate_size": c.mlp,
-        "hidden_act": "silu",
-        "rms_norm_eps": c.norm_epsilon,
-        "tie_word_embeddings": c.embedding == "tied",
-        **write_rope(c),
+        "rope_theta": c.rope_theta,
+        "rope_scaling": None if c.yarn is None else last,
+        "rope_parameters": {"sliding_attention": local, "full_attention": last},
+        **longest,
     }
 
 
-def write_window(c: Any) -> dict[str, Any]:
-    """Returns the fields of Qwen's sliding window."""
-    if c.sliding_window is None:
-        return {"use_sliding_window": False, "sliding_window": None, "max_window_layers": c.layers}
-    return {"use_sliding_window": True, "sliding_window": c.sliding_window, "max_window_layers": 0}
+_OLMO3_ROPE = Entry(_read_olmo3_rope, _write_olmo3_rope)
 
 
-def _read_olmo2(fields: Fields) -> Llama:
-    fields.require("clip_qkv", None)
-    sizes = {**read_sizes(fields, epsilon=1e-5), **read_biases(fields)}
-    return Llama(**sizes, mlp=fields.get("intermediate_size"), qk_norm="rms_heads", norm_place="after")
+def _read_dense_layers(fields: Fields) -> dict[str, Any]:
+    dense = sorted(fields.get("mlp_only_layers", []))
+    if dense != list(range(len(dense))):
+        raise WeightsError(
+            f"reading {fields.file}",
+            f"layers {', '.join(map(str, dense))} are without experts (mlp_only_layers)",
+            "a model whose layers without experts come first",
+        )
+    return {"dense_layers": len(dense)}
 
 
-def _biases(c: Llama) -> tuple[str, str, str]:
-    return c.qkv_bias, c.out_bias, c.mlp_bias
-
-
-def _reads_normalised(c: Any) -> bool:
-    return type(c) is Llama and c.norm_place == "before"
-
-
-def _write_llama(c: Any) -> dict[str, Any] | None:
-    biased = attention_bias(c) if _reads_normalised(c) else None
-    if biased is None or c.qk_norm != "none" or c.sliding_window is not None:
-        return None
-    return {**write_sizes(c), "attention_bias": biased, "mlp_bias": c.mlp_bias == "learned"}
-
-
-def _write_mistral(c: Any) -> dict[str, Any] | None:
-    if not _reads_normalised(c) or _biases(c) != ("none", "none", "none") or c.qk_norm != "none":
-        return None
-    return {**write_sizes(c), "sliding_window": c.sliding_window}
-
-
-def _write_qwen2(c: Any) -> dict[str, Any] | None:
-    if not _reads_normalised(c) or _biases(c) != ("learned", "none", "none") or c.qk_norm != "none":
-        return None
-    return {**write_sizes(c), **write_window(c)}
-
-
-def _write_qwen3(c: Any) -> dict[str, Any] | None:
-    biased = attention_bias(c) if _reads_normalised(c) and c.mlp_bias == "none" else None
-    if biased is None or c.qk_norm != "rms":
-        return None
-    return {**write_sizes(c), **write_window(c), "attention_bias": biased}
-
-
-def _write_olmo2(c: Any) -> dict[str, Any] | None:
-    biased = attention_bias(c) if type(c) is Llama and c.mlp_bias == "none" else None
-    if biased is None or c.norm_place != "after" or c.qk_norm != "rms_heads":
-        return None
-    sizes = write_sizes(c)
-    # `transformers` computes this architecture with heads of width / heads and without a window.
-    whole = sizes.pop("head_dim") * c.heads == c.width and c.sliding_window is None
-    return {**sizes, "attention_bias": biased} if whole else None
-
-
-LAYER = "model.layers.{layer}."
-_BLOCK: dict[str, tuple[str, tuple[str, ...]]] = {
-    "attention_norm": ("input_layernorm.weight", ("D",)),
-    "query": ("self_attn.q_proj.weight", ("NH", "D")),
-    "key": ("self_attn.k_proj.weight", ("KH", "D")),
-    "value": ("self_attn.v_proj.weight", ("KH", "D")),
-    "attention_out": ("self_attn.o_proj.weight", ("D", "NH")),
-    "query_bias": ("self_attn.q_proj.bias", ("NH",)),
-    "key_bias": ("self_attn.k_proj.bias", ("KH",)),
-    "value_bias": ("self_attn.v_proj.bias", ("KH",)),
-    "attention_out_bias": ("self_attn.o_proj.bias", ("D",)),
-    "query_norm": ("self_attn.q_norm.weight", ("H",)),
-    "key_norm": ("self_attn.k_norm.weight", ("H",)),
-    "mlp_norm": ("post_attention_layernorm.weight", ("D",)),
-    "gate": ("mlp.gate_proj.weight", ("F", "D")),
-    "up": ("mlp.up_proj.weight", ("F", "D")),
-    "down": ("mlp.down_proj.weight", ("D", "F")),
-    "gate_bias": ("mlp.gate_proj.bias", ("F",)),
-    "up_bias": ("mlp.up_proj.bias", ("F",)),
-    "down_bias": ("mlp.down_proj.bias", ("D",)),
-}
-"""Parameter of a layer -> name after the layer's number, and axes."""
-_REST: dict[str, tuple[str, tuple[str, ...]]] = {
-    "embed": ("model.embed_tokens.weight", ("V", "D")),
-    "final_norm": ("model.norm.weight", ("D",)),
-    "unembed": ("lm_head.weight", ("V", "D")),
-}
-
-
-def llama_tensors(
-    c: Any, stacks: Mapping[str, Sequence[int]], names: dict[str, tuple[str, tuple[str, ...]]] | None = None
-) -> dict[str, StoredTensor]:
-    """Returns where each parameter is stored.
-
-    stacks: layers of each stack.  names: of the parameters of a layer that `Llama` does not have.
-    """
-    stored = {}
-    known = {**_BLOCK, **(names or {})}
-    for path in named_leaves(c.params()):
-        stack, _, name = path.rpartition(".")
-        if stack in stacks:
-            stored[path] = StoredTensor(LAYER + known[name][0], known[name][1], tuple(stacks[stack]))
-        else:
-            stored[path] = StoredTensor(*_REST[path])
-    return stored
-
-
-def _tensors(c: Llama) -> dict[str, StoredTensor]:
-    return llama_tensors(c, {"blocks": range(c.layers)})
-
-
-OLMO2: dict[str, tuple[str, tuple[str, ...]]] = {
+PLAIN_ROUTING = must(
+    router_score="softmax", routed_scaling=1.0, expert_groups=1, bias_update_rate=0.0, dispatch="dropless"
+)
+"""Routing of Mixtral and Qwen: softmax over all experts."""
+_MIXTRAL = (
+    *SIZES,
+    scaled_rope(1e6),
+    epsilon(1e-5),
+    PLAIN_ROUTING,
+    must(qkv_bias="none", out_bias="none", qk_norm="none", norm_place="before", shared_experts=0, dense_layers=0),
+    must(normalize_top_k=True),
+    same("intermediate_size", "mlp"),
+    same("intermediate_size", "expert_mlp"),
+    same("num_local_experts", "experts"),
+    same("num_experts_per_tok", "experts_per_token"),
+    same("sliding_window", "sliding_window", None),
+    aux_loss(),
+    without_effect("router_jitter_noise"),
+)
+_QWEN3_MOE = (
+    *_LLAMA,
+    PLAIN_ROUTING,
+    _QWEN_WINDOW,
+    ATTENTION_BIAS,
+    must(qk_norm="rms", norm_place="before", shared_experts=0),
+    same("num_experts", "experts", other="num_local_experts"),
+    same("num_experts_per_tok", "experts_per_token"),
+    same("moe_intermediate_size", "expert_mlp"),
+    same("norm_topk_prob", "normalize_top_k", False),
+    fixed("decoder_sparse_step", 1),
+    Entry(_read_dense_layers, lambda c: {"mlp_only_layers": list(range(c.dense_layers))}),
+    aux_loss(),
+)
+_OLMO2 = {
+    **LLAMA,
     "attention_norm": ("post_attention_layernorm.weight", ("D",)),
     "mlp_norm": ("post_feedforward_layernorm.weight", ("D",)),
     "query_norm": ("self_attn.q_norm.weight", ("NH",)),
     "key_norm": ("self_attn.k_norm.weight", ("KH",)),
 }
-"""Parameters of a layer that OLMo 2 names otherwise."""
+_MIXTRAL_NAMES = {
+    **LLAMA,
+    "router": ("block_sparse_moe.gate.weight", ("R", "D")),
+    "expert_gate": ("block_sparse_moe.experts.{expert}.w1.weight", ("F", "D")),
+    "expert_up": ("block_sparse_moe.experts.{expert}.w3.weight", ("F", "D")),
+    "expert_down": ("block_sparse_moe.experts.{expert}.w2.weight", ("D", "F")),
+}
+_BEFORE = must(norm_place="before")
 
-
-def _olmo2_tensors(c: Llama) -> dict[str, StoredTensor]:
-    return llama_tensors(c, {"blocks": range(c.layers)}, OLMO2)
-
-
-def _architecture(name: str, model_type: str, read: Any, write: Any) -> Architecture:
-    return Architecture(name, model_type, read, write, _tensors, TIED, COMPUTED)
-
-
-TIED = ("lm_head.weight", "model.embed_tokens.weight")
-COMPUTED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 ARCHITECTURES = (
-    _architecture("LlamaForCausalLM", "llama", _read_llama, _write_llama),
-    _architecture("MistralForCausalLM", "mistral", _read_mistral, _write_mistral),
-    _architecture("Qwen2ForCausalLM", "qwen2", _read_qwen2, _write_qwen2),
-    _architecture("Qwen3ForCausalLM", "qwen3", _read_qwen3, _write_qwen3),
-    Architecture("Olmo2ForCausalLM", "olmo2", _read_olmo2, _write_olmo2, _olmo2_tensors, TIED, COMPUTED),
+    Architecture(
+        "LlamaForCausalLM",
+        "llama",
+        Llama,
+        (*_LLAMA, _BEFORE, must(qk_norm="none", sliding_window=None), ATTENTION_BIAS, flag("mlp_bias", "mlp_bias")),
+    ),
+    Architecture(
+        "MistralForCausalLM", "mistral", Llama, (*_LLAMA, _BEFORE, _NO_BIASES, must(qk_norm="none"), _MISTRAL_WINDOW)
+    ),
+    Architecture(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        Llama,
+        (*_LLAMA, _BEFORE, must(qkv_bias="learned", out_bias="none", mlp_bias="none", qk_norm="none"), _QWEN_WINDOW),
+    ),
+    Architecture(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        Llama,
+        (*_LLAMA, _BEFORE, must(qk_norm="rms", mlp_bias="none"), ATTENTION_BIAS, _QWEN_WINDOW),
+    ),
+    Architecture(
+        "Olmo2ForCausalLM",
+        "olmo2",
+        Llama,
+        (*_OLMO, scaled_rope(), must(sliding_window=None), fixed("clip_qkv", None, written=False)),
+        _OLMO2,
+    ),
+    Architecture(
+        "Olmo3ForCausalLM",
+        "olmo3",
+        Olmo3,
+        (*_OLMO, _OLMO3_ROPE, same("sliding_window", "sliding_window", 4096), local_layers(3)),
+        _OLMO2,
+    ),
+    Architecture("MixtralForCausalLM", "mixtral", Mixtral, _MIXTRAL, _MIXTRAL_NAMES),
+    Architecture("Qwen3MoeForCausalLM", "qwen3_moe", Mixtral, _QWEN3_MOE),
 )

@@ -81,6 +81,11 @@ class Yarn:
     """Whether the first and the last pair that are scaled in part are rounded outward (whole), or not (GPT-OSS)."""
 
     @property
+    def longest(self) -> int:
+        """Longest sequence after the extension."""
+        return int(self.factor * self.original_max_position_embeddings)
+
+    @property
     def magnitude(self) -> float:
         """Factor on queries and keys."""
         if self.attention_factor is not None:
