@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import meshwright
 from meshwright import trust
 from meshwright.errors import ConfigError, nearest
 
@@ -24,10 +25,10 @@ _from_files: dict[str, str] = {}
 
 
 class Shown:
-    """Value that a notebook shows as a page. The page's module is loaded by name: what is shown imports no views."""
+    """Value that a notebook shows as a page."""
 
     def _repr_html_(self) -> str:
-        return str(importlib.import_module("meshwright.views.result_pages").result_html(self))
+        return meshwright.render("result_pages", "result_html", self)
 
 
 def note_names(document: Any, origin: str) -> None:

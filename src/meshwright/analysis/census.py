@@ -6,7 +6,6 @@ simulated schedule.
 
 import contextlib
 import dataclasses
-import importlib
 import importlib.metadata
 import itertools
 import json
@@ -18,6 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+import meshwright
 from meshwright.analysis.arguments import (
     ARGUMENT_CATEGORIES,
     argument_leaves,
@@ -175,15 +175,10 @@ class Census:
         }
 
     def __str__(self) -> str:
-        return _render("census_tables", "census_text", self)
+        return meshwright.render("census_tables", "census_text", self)
 
     def _repr_html_(self) -> str:
-        return _render("census_page", "census_html", self)
-
-
-def _render(module: str, function: str, census: Census) -> str:
-    """Renders a census with a function of `meshwright.views`, loaded by name: this layer does not import its views."""
-    return str(getattr(importlib.import_module(f"meshwright.views.{module}"), function)(census))
+        return meshwright.render("census_page", "census_html", self)
 
 
 def _entry_json(entry: LedgerEntry) -> dict[str, Any]:
