@@ -8,6 +8,7 @@ from meshwright.config import Data, Optimizer, Training
 from meshwright.models.blocks.rotary import RopeScaling, Yarn
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.olmo3 import Olmo3
+from meshwright.models.families.smollm3 import SmolLM3
 from meshwright.runs.run import Run
 
 _LLAMA31 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -236,3 +237,15 @@ def olmo3_7b() -> Run:
 def olmo3_32b() -> Run:
     """OLMo 3 32B (arXiv:2512.13961; its published configuration)."""
     return _olmo3("olmo3-32b", 5120, 64, 40, 8, 27648)
+
+
+def phi4() -> Run:
+    """Phi-4 14B (arXiv:2412.08905; its published configuration)."""
+    model = Llama(100352, 5120, 40, 40, kv_heads=10, mlp=17920, rope_theta=250000.0)
+    return _run("phi4", model, seq=4096, batch=1024, learning_rate=3e-4)
+
+
+def smollm3_3b() -> Run:
+    """SmolLM3 3B (its published configuration): one layer of four has no rotary embedding."""
+    model = SmolLM3(128256, 2048, 36, 16, kv_heads=4, mlp=11008)
+    return _run("smollm3-3b", model, seq=4096, batch=576, learning_rate=2e-4)

@@ -71,6 +71,15 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {**_SIZES, "sliding_window": 5, "rope_parameters": _LINEAR}),
     "qwen2": ("Qwen2", {**_SIZES, "rope_parameters": _SHORT_YARN}),
     "qwen3": ("Qwen3", {**_SIZES, "head_dim": 24, "tie_word_embeddings": True, "attention_bias": True}),
+    "phi-4": ("Phi3", {**_SIZES, "sliding_window": 5}),
+    "smollm3": ("SmolLM3", {**_SIZES, "num_hidden_layers": 5, "no_rope_layer_interval": 2}),
+    "glm-4.5": ("Glm4Moe", {
+        **_SIZES, "head_dim": 16, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 8,
+        "n_shared_experts": 1, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+        "moe_intermediate_size": 32, "routed_scaling_factor": 2.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "num_mtp_layers": 0,
+    }),
     "mixtral": ("Mixtral", {**_SIZES, "num_local_experts": 4, "head_dim": 16, "rope_parameters": _SHORT_YARN}),
     "qwen3-moe": ("Qwen3Moe", {
         **_SIZES, "head_dim": 24, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
@@ -132,6 +141,9 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
 }  # fmt: skip
 """Row -> class of `transformers`, and its configuration."""
+
+WRITTEN_AS = {"phi-4": "MistralForCausalLM"}
+"""Row -> architecture that a configuration is written as from the model only, where it is not the same one."""
 
 EIGHT_DEVICES = "fsdp=2,tensor=2,data=2"
 # Stages of Gemma 3 are of unequal length and begin with a period; four devices of `tensor` have two key/value heads.

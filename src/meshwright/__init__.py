@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from meshwright.models.families.deepseek import Deepseek as Deepseek
     from meshwright.models.families.gemma import Gemma2 as Gemma2
     from meshwright.models.families.gemma import Gemma3 as Gemma3
+    from meshwright.models.families.glm4_moe import Glm4Moe as Glm4Moe
     from meshwright.models.families.gpt2 import Gpt2 as Gpt2
     from meshwright.models.families.gpt_oss import GptOss as GptOss
     from meshwright.models.families.llama import Llama as Llama
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from meshwright.models.families.mixtral import Mixtral as Mixtral
     from meshwright.models.families.olmo3 import Olmo3 as Olmo3
     from meshwright.models.families.qwen3_next import Qwen3Next as Qwen3Next
+    from meshwright.models.families.smollm3 import SmolLM3 as SmolLM3
     from meshwright.models.model import Model as Model
     from meshwright.planner.offers import Offer as Offer
     from meshwright.planner.search import Plan as Plan
@@ -101,6 +103,7 @@ _NAMES = {
     "hardware.chips": "Chip",
     "models.families.deepseek": "Deepseek",
     "models.families.gemma": "Gemma2 Gemma3",
+    "models.families.glm4_moe": "Glm4Moe",
     "models.families.gpt2": "Gpt2",
     "models.families.gpt_oss": "GptOss",
     "models.families.llama": "Llama",
@@ -108,6 +111,7 @@ _NAMES = {
     "models.families.mixtral": "Mixtral",
     "models.families.olmo3": "Olmo3",
     "models.families.qwen3_next": "Qwen3Next",
+    "models.families.smollm3": "SmolLM3",
     "models.model": "Model",
     "planner.offers": "Offer",
     "planner.search": "Plan",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hf_models import ROWS, largest_gap
 
-NEW = ("gemma-2", "gpt-oss", "llama-4", "olmo-3", "qwen3-next")
+NEW = ("gemma-2", "glm-4.5", "gpt-oss", "llama-4", "olmo-3", "qwen3-next", "smollm3")
 """Rows of which decoding is compared in every run of the tests; that of older families has tests of its own."""
 
 STEPPED = (*NEW, "gemma-3", "gpt2", "llama", "mixtral")

@@ -29,7 +29,6 @@ from meshwright.models.model import (
     ForwardContext,
     Layer,
     LayerSpec,
-    Metrics,
     Model,
     ModelSpec,
     Pattern,
@@ -269,15 +268,6 @@ class DecoderModel(Model):
         """Returns the normalised hidden states [B, T, D] and the unembedding [V/stage+tensor, D]."""
         return self.decoder.unembed(params, x_BTD, gather_params)
 
-    def layer_metrics(self, aux: dict[str, Aux], sequences: int) -> Metrics:
-        """Returns the routing metrics of a step, averaged over the layers with experts."""
-        sums = [aux[stack] for stack in self.decoder.stacks if "load" in aux.get(stack, {})]
-        if not sums:
-            return {}
-        layers = sum("experts" in block.feed_forward.facts() for block in self.decoder.layers)
-        both = sums[0] if len(sums) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *sums)
-        return routing_metrics(both, layers, sequences)
-
     def features(self) -> set[str]:
         """Returns the features that `runs.composition` lists."""
         dispatch = {getattr(block.feed_forward, "dispatch", None) for block in self.decoder.layers} - {None}
@@ -306,24 +296,6 @@ class DecoderModel(Model):
             "local_layers": min(1, pattern), "rope_scaling": None, "rope_factor": 1.0, "yarn": None,
             "query_scale": None,
         }  # fmt: skip
-
-
-def routing_metrics(sums: Aux, expert_layers: int, sequences: int) -> Metrics:
-    """Returns the routing metrics of a step, averaged over the layers with experts.
-
-    sums: aux of those layers, summed over the batch of `sequences`, [L, ...]. The expert balance is one where all
-    experts have equal load; the largest load is that of the busiest expert of a layer over the mean.
-    """
-    layers, load_LE = jnp.float32(expert_layers), sums["load"]
-    metrics = {
-        "expert balance": (sums["balance"].sum() / sequences, layers),
-        "router z": (sums["router z"].sum() / sequences, layers),
-        "largest expert load": ((load_LE.max(-1) / load_LE.mean(-1)).sum(), layers),
-        "smallest expert load": ((load_LE.min(-1) / load_LE.mean(-1)).sum(), layers),
-    }
-    if "dropped" in sums:
-        metrics["choices dropped"] = (sums["dropped"].sum(), load_LE.sum())
-    return metrics
 
 
 def rows_of(kinds: tuple[Block, ...], layers: int) -> tuple[Block, ...]:

@@ -72,6 +72,17 @@ def _further_layers(fields: Fields) -> dict[str, Any]:
     return {"mtp_depth": 1}
 
 
+DEEPSEEK_EXPERTS = (
+    same("n_routed_experts", "experts"),
+    same("num_experts_per_tok", "experts_per_token"),
+    same("moe_intermediate_size", "expert_mlp"),
+    same("n_shared_experts", "shared_experts"),
+    same("first_k_dense_replace", "dense_layers"),
+    same("routed_scaling_factor", "routed_scaling", kind=float),
+    given(router_z_loss_weight=0.0),
+    must(dispatch="dropless"),
+    only_if(lambda c: c.shared_experts > 0),
+)
 _BOTH = (
     *CORE,
     MLP,
@@ -87,15 +98,7 @@ _BOTH = (
     Entry(_read_rope, _write_rope),
     same("q_lora_rank", "q_lora_rank", 0, kind=lambda rank: rank or None),
     *(same(name, name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
-    same("n_routed_experts", "experts"),
-    same("num_experts_per_tok", "experts_per_token"),
-    same("moe_intermediate_size", "expert_mlp"),
-    same("n_shared_experts", "shared_experts"),
-    same("first_k_dense_replace", "dense_layers"),
-    same("routed_scaling_factor", "routed_scaling", kind=float),
-    given(router_z_loss_weight=0.0),
-    must(dispatch="dropless"),
-    only_if(lambda c: c.shared_experts > 0),
+    *DEEPSEEK_EXPERTS,
 )
 _V3 = (
     *_BOTH,
@@ -121,7 +124,7 @@ _V2 = (
     without_effect("n_group", "topk_group"),
     Entry(lambda fields: {}, lambda c: {"n_group": 1, "topk_group": 1} if c.expert_groups == c.topk_groups else None),
 )
-_NAMES = {
+NAMES = {
     **LLAMA,
     "query_down": ("self_attn.q_a_proj.weight", ("Z", "D")),
     "query_norm": ("self_attn.q_a_layernorm.weight", ("Z",)),
@@ -143,7 +146,7 @@ _COPIES = r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight"
 
 ARCHITECTURES = (
     Architecture(
-        "DeepseekV3ForCausalLM", "deepseek_v3", Deepseek, _V3, _NAMES, computed=(*COMPUTED, _COPIES), packed=PACKED
+        "DeepseekV3ForCausalLM", "deepseek_v3", Deepseek, _V3, NAMES, computed=(*COMPUTED, _COPIES), packed=PACKED
     ),
-    Architecture("DeepseekV2ForCausalLM", "deepseek_v2", Deepseek, _V2, _NAMES),
+    Architecture("DeepseekV2ForCausalLM", "deepseek_v2", Deepseek, _V2, NAMES),
 )

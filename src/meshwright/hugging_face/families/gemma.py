@@ -4,7 +4,7 @@ from typing import Any
 
 from meshwright.hugging_face.architecture import Architecture
 from meshwright.hugging_face.families.llama import CORE, MLP, epsilon
-from meshwright.hugging_face.families.rope import refused_rope, rope_fields
+from meshwright.hugging_face.families.rope import plain_rope, refused_rope, rope_fields
 from meshwright.hugging_face.fields import Fields
 from meshwright.hugging_face.table import (
     LLAMA,
@@ -67,13 +67,6 @@ def _write_gemma3_rope(c: Any) -> dict[str, Any]:
     }
 
 
-def _read_gemma2_rope(fields: Fields) -> dict[str, Any]:
-    rope = rope_fields(fields)
-    if rope.kind != "default":
-        raise refused_rope(fields, f"rope_scaling of type {rope.kind!r}", "a model without")
-    return {"rope_theta": rope.theta}
-
-
 def _softcap(name: str, field: str, default: float) -> Entry:
     """Returns the entry of a soft cap, whose null has no cap. default: where the field is missing."""
 
@@ -95,7 +88,7 @@ _GEMMA3 = (
 _GEMMA2 = (
     *_BOTH,
     local_layers(1),
-    Entry(_read_gemma2_rope, lambda c: {"rope_theta": c.rope_theta}),
+    plain_rope(),
     _softcap("attn_logit_softcapping", "softcap", 50.0),
     _softcap("final_logit_softcapping", "logit_softcap", 30.0),
 )

@@ -1,10 +1,11 @@
-"""Llama and its relatives as `transformers` names them: Mistral, Qwen2, Qwen3, OLMo 2 and 3, Mixtral, Qwen3-MoE."""
+"""Llama and its relatives as `transformers` names them: Mistral, Phi-3 and 4, SmolLM3, Qwen2, Qwen3, OLMo 2 and 3,
+Mixtral, Qwen3-MoE."""
 
 from typing import Any
 
 from meshwright.errors import WeightsError
 from meshwright.hugging_face.architecture import Architecture
-from meshwright.hugging_face.families.rope import read_yarn, rope_fields, scaled_rope, write_yarn
+from meshwright.hugging_face.families.rope import plain_rope, read_yarn, rope_fields, scaled_rope, write_yarn
 from meshwright.hugging_face.fields import Fields
 from meshwright.hugging_face.table import (
     LLAMA,
@@ -23,6 +24,7 @@ from meshwright.models.decoder import head_size_of
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.mixtral import Mixtral
 from meshwright.models.families.olmo3 import Olmo3
+from meshwright.models.families.smollm3 import SmolLM3
 
 TIED = choice("tie_word_embeddings", "embedding", {False: "untied", True: "tied"})
 CORE = (
@@ -83,6 +85,9 @@ _MISTRAL_WINDOW = same(
     "sliding_window", "sliding_window", lambda fields: None if "sliding_window" in fields.config else 4096
 )
 _LLAMA = (*SIZES, scaled_rope(), epsilon(), MLP)
+_WINDOW = same("sliding_window", "sliding_window", None)
+_PHI3_VALUES = must(qk_norm="none", rope_scaling=None, rope_factor=1.0, yarn=None)
+_PHI3_DROPOUT = without_effect("resid_pdrop", "embd_pdrop", "original_max_position_embeddings")
 _NO_BIASES = must(qkv_bias="none", out_bias="none", mlp_bias="none")
 _OLMO_NORMS = must(norm_place="after", qk_norm="rms_heads")
 # `transformers` computes OLMo with heads of width / heads.
@@ -142,7 +147,7 @@ _MIXTRAL = (
     same("intermediate_size", "expert_mlp"),
     same("num_local_experts", "experts"),
     same("num_experts_per_tok", "experts_per_token"),
-    same("sliding_window", "sliding_window", None),
+    _WINDOW,
     aux_loss(),
     without_effect("router_jitter_noise"),
 )
@@ -174,6 +179,51 @@ _MIXTRAL_NAMES = {
     "expert_up": ("block_sparse_moe.experts.{expert}.w3.weight", ("F", "D")),
     "expert_down": ("block_sparse_moe.experts.{expert}.w2.weight", ("D", "F")),
 }
+_PHI3_NAMES = {
+    **LLAMA,
+    "query": ("self_attn.qkv_proj.weight", ("NH+", "D")),
+    "key": ("self_attn.qkv_proj.weight", ("KH+", "D")),
+    "value": ("self_attn.qkv_proj.weight", ("KH+", "D")),
+    "gate": ("mlp.gate_up_proj.weight", ("F+", "D")),
+    "up": ("mlp.gate_up_proj.weight", ("F+", "D")),
+}
+
+
+def _no_rope(layers: int, interval: int) -> list[int]:
+    """Returns the list of a configuration, with a 1 for layers *with* a rotary embedding."""
+    return [int((i + 1) % interval != 0) for i in range(layers)]
+
+
+def _read_no_rope(fields: Fields) -> dict[str, Any]:
+    layers, interval = fields.get("num_hidden_layers"), fields.get("no_rope_layer_interval", 4)
+    rotary = [int(bool(x)) for x in fields.get("no_rope_layers", _no_rope(layers, interval))]
+    interval = rotary.index(0) + 1 if 0 in rotary else layers + 1
+    if rotary != _no_rope(layers, interval):
+        raise WeightsError(
+            f"reading {fields.file}",
+            f"no_rope_layers is {rotary}, and Meshwright computes layers that repeat: {_no_rope(layers, interval)}",
+            "a model of which every n-th layer is without rotary embedding",
+        )
+    return {"no_rope_interval": interval}
+
+
+_SMOLLM3 = (
+    *CORE,
+    KV_HEADS,
+    head_size(),
+    fixed("hidden_act", "silu"),
+    choice("tie_word_embeddings", "embedding", {False: "untied", True: "tied"}, default=True),
+    scaled_rope(2000000.0),
+    epsilon(),
+    MLP,
+    ATTENTION_BIAS,
+    flag("mlp_bias", "mlp_bias"),
+    must(sliding_window=None, norm_place="before", qk_norm="none"),
+    fixed("use_sliding_window", False),
+    Entry(lambda fields: {}, lambda c: {"pad_token_id": None}),  # its default is a token of the published vocabulary
+    Entry(_read_no_rope, lambda c: {"no_rope_layers": _no_rope(c.layers, c.no_rope_interval)}),
+    without_effect("layer_types", "sliding_window"),
+)
 _BEFORE = must(norm_place="before")
 
 ARCHITECTURES = (
@@ -211,6 +261,19 @@ ARCHITECTURES = (
         Olmo3,
         (*_OLMO, _OLMO3_ROPE, same("sliding_window", "sliding_window", 4096), local_layers(3)),
         _OLMO2,
+    ),
+    Architecture(
+        "Phi3ForCausalLM",
+        "phi3",
+        Llama,
+        (*SIZES, plain_rope(), epsilon(1e-5), MLP, _BEFORE, _NO_BIASES, _PHI3_VALUES, _WINDOW, _PHI3_DROPOUT),
+        _PHI3_NAMES,
+    ),
+    Architecture(
+        "SmolLM3ForCausalLM",
+        "smollm3",
+        SmolLM3,
+        _SMOLLM3,
     ),
     Architecture("MixtralForCausalLM", "mixtral", Mixtral, _MIXTRAL, _MIXTRAL_NAMES),
     Architecture("Qwen3MoeForCausalLM", "qwen3_moe", Mixtral, _QWEN3_MOE),

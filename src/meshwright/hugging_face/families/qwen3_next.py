@@ -4,7 +4,7 @@ from typing import Any
 
 from meshwright.hugging_face.architecture import Architecture
 from meshwright.hugging_face.families.llama import CORE, PLAIN_ROUTING, TIED, aux_loss, epsilon
-from meshwright.hugging_face.families.rope import read_rope, rope_fields, write_rope
+from meshwright.hugging_face.families.rope import partial_rope
 from meshwright.hugging_face.fields import Fields
 from meshwright.hugging_face.table import (
     LLAMA,
@@ -32,11 +32,6 @@ def _write_pattern(c: Any) -> dict[str, Any]:
     return {"full_attention_interval": interval, "layer_types": layer_types(c.layers, interval - 1, _LOCAL)}
 
 
-def _read_rope(fields: Fields) -> dict[str, Any]:
-    rope = rope_fields(fields, fraction=0.25)
-    return {**read_rope(fields, rope), "rotary_fraction": rope.fraction}
-
-
 _TABLE = (
     *CORE,
     same("num_key_value_heads", "kv_heads", 2),
@@ -48,7 +43,7 @@ _TABLE = (
     fixed("mlp_only_layers", []),
     without_effect("intermediate_size"),  # of layers without experts
     Entry(_read_pattern, _write_pattern),
-    Entry(_read_rope, lambda c: {**write_rope(c), "partial_rotary_factor": c.rotary_fraction}),
+    partial_rope(0.25),
     epsilon(),
     same("linear_num_key_heads", "linear_heads", 16),
     same("linear_num_value_heads", "linear_value_heads", 32),

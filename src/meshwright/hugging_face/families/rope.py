@@ -196,3 +196,25 @@ def write_rope(c: Any) -> dict[str, Any]:
 def scaled_rope(theta: float = 10000.0) -> Entry:
     """Returns the entry of base and scaling. theta: base of the architecture, where no field has one."""
     return Entry(lambda fields: read_rope(fields, rope_fields(fields, theta)), write_rope)
+
+
+def plain_rope() -> Entry:
+    """Returns the entry of the base in an architecture without scalings."""
+
+    def read(fields: Fields) -> dict[str, Any]:
+        rope = rope_fields(fields)
+        if rope.kind != "default":
+            raise refused_rope(fields, f"rope_scaling of type {rope.kind!r}", "a model without")
+        return {"rope_theta": rope.theta}
+
+    return Entry(read, lambda c: {"rope_theta": c.rope_theta})
+
+
+def partial_rope(fraction: float) -> Entry:
+    """Returns the entry of base, scaling and part of each head that rotates. fraction: where no field has one."""
+
+    def read(fields: Fields) -> dict[str, Any]:
+        rope = rope_fields(fields, fraction=fraction)
+        return {**read_rope(fields, rope), "rotary_fraction": rope.fraction}
+
+    return Entry(read, lambda c: {**write_rope(c), "partial_rotary_factor": c.rotary_fraction})

@@ -7,6 +7,7 @@ FAMILIES: dict[str, str] = {
     "deepseek": "meshwright.models.families.deepseek:Deepseek",
     "gemma2": "meshwright.models.families.gemma:Gemma2",
     "gemma3": "meshwright.models.families.gemma:Gemma3",
+    "glm4_moe": "meshwright.models.families.glm4_moe:Glm4Moe",
     "gpt2": "meshwright.models.families.gpt2:Gpt2",
     "gpt_oss": "meshwright.models.families.gpt_oss:GptOss",
     "llama": "meshwright.models.families.llama:Llama",
@@ -14,6 +15,7 @@ FAMILIES: dict[str, str] = {
     "mixtral": "meshwright.models.families.mixtral:Mixtral",
     "olmo3": "meshwright.models.families.olmo3:Olmo3",
     "qwen3_next": "meshwright.models.families.qwen3_next:Qwen3Next",
+    "smollm3": "meshwright.models.families.smollm3:SmolLM3",
 }
 """Name of a family -> module and class."""
 

@@ -18,7 +18,7 @@ from meshwright.models.blocks.linear import linear
 from meshwright.models.blocks.norm import Norm
 from meshwright.models.blocks.rotary import LatentYarn, Rotary
 from meshwright.models.decoder import Block, Decoder
-from meshwright.models.families.mixtral import DenseLayersFirst
+from meshwright.models.families.expert_fields import DenseLayersFirst
 from meshwright.models.further_tokens import STACK as MTP
 from meshwright.models.model import ForwardContext, LatentSpec, Layer, ModelSpec
 from meshwright.sharding.params import Param, Tree

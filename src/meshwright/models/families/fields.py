@@ -69,6 +69,26 @@ class ScaledRotary(GroupedQuery):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PartialRotary(ScaledRotary):
+    """Rotation of the first features of each head."""
+
+    rotary_fraction: float = 0.25
+    """Fraction of a head that rotates."""
+
+    def rotary(self, **changes: Any) -> Rotary:
+        """Returns the rotation of a part of each head. Raises ConfigError for a part that does not rotate in pairs."""
+        size = head_size_of(self)
+        rotated = int(size * self.rotary_fraction)
+        if not 2 <= rotated <= size or rotated % 2 != 0:
+            raise ConfigError(
+                f"a rotation of {self.rotary_fraction} of a head of {size} features",
+                f"{rotated} features rotate, and they rotate in pairs",
+                "--model.rotary-fraction 0.25 with heads of a multiple of 8 features",
+            )
+        return super().rotary(size=rotated, **changes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TiedOrNot(DecoderModel):
     """Choice of the unembedding."""
 
@@ -100,34 +120,6 @@ class Projections(GroupedQuery):
             "qk_norm": None if self.qk_norm == "none" else Norm(self.qk_norm, self.norm_epsilon),
         }
         return super().attention(**{**made, **changes})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RoutedExperts(DecoderModel):
-    """Experts of which a token uses some."""
-
-    experts: int = 8
-    """Experts E of a layer."""
-    experts_per_token: int = 2
-    """Experts that a token is routed to, k."""
-    expert_mlp: int = 384
-    """Feed-forward width F of an expert."""
-    expert_buffer_factor: float = 0.0
-    """Rows that a device of the mesh axis `expert` has room for, as a multiple of an even share; for `dropless`. Rows
-    beyond are dropped and counted as `choices dropped`. 0 has room for the most that can arrive, up to `expert` times
-    the share, and gives the numbers of one device."""
-    aux_loss_weight: float = 0.001
-    """Weight of the load-balancing loss, summed over layers (DeepSeek-V3, equations 17 to 20)."""
-    router_z_loss_weight: float = 0.0
-    """Weight of the router's z-loss, summed over layers (ST-MoE, arXiv:2202.08906, equation 5)."""
-
-    def expert_fields(self) -> dict[str, Any]:
-        """Returns the fields of `Experts` that all families set alike."""
-        return {
-            "buffer_factor": self.expert_buffer_factor,
-            "aux_loss_weight": self.aux_loss_weight,
-            "router_z_loss_weight": self.router_z_loss_weight,
-        }
 
 
 def check_local_layers(c: Any, least: int = 0) -> None:

@@ -14,7 +14,8 @@ import dataclasses
 from meshwright.models.blocks.experts import Experts, Routing
 from meshwright.models.blocks.rotary import Yarn
 from meshwright.models.decoder import Block, Decoder, rows_of
-from meshwright.models.families.fields import GroupedQuery, RoutedExperts, check_local_layers
+from meshwright.models.families.expert_fields import RoutedExperts
+from meshwright.models.families.fields import GroupedQuery, check_local_layers
 
 
 @dataclasses.dataclass(frozen=True)

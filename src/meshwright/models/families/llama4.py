@@ -15,7 +15,8 @@ from meshwright.errors import ConfigError
 from meshwright.models.blocks.experts import Experts, Routing
 from meshwright.models.blocks.feed_forward import FeedForward
 from meshwright.models.decoder import Block, Decoder, rows_of
-from meshwright.models.families.fields import RoutedExperts, ScaledRotary, TiedOrNot
+from meshwright.models.families.expert_fields import RoutedExperts
+from meshwright.models.families.fields import ScaledRotary, TiedOrNot
 
 
 @dataclasses.dataclass(frozen=True)

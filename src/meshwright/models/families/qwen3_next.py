@@ -18,15 +18,14 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.delta_net import DeltaNet
 from meshwright.models.blocks.norm import Norm
-from meshwright.models.blocks.rotary import Rotary
-from meshwright.models.decoder import Block, Decoder, head_size_of, rows_of
-from meshwright.models.families.fields import ScaledRotary, TiedOrNot
-from meshwright.models.families.mixtral import ChoiceOfExperts
+from meshwright.models.decoder import Block, Decoder, rows_of
+from meshwright.models.families.expert_fields import ChoiceOfExperts
+from meshwright.models.families.fields import PartialRotary, TiedOrNot
 from meshwright.models.model import DeltaSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class Qwen3Next(ChoiceOfExperts, ScaledRotary, TiedOrNot):
+class Qwen3Next(ChoiceOfExperts, PartialRotary, TiedOrNot):
     """Configuration of a hybrid of linear and full attention, with experts in all layers.
 
     Example:
@@ -47,8 +46,6 @@ class Qwen3Next(ChoiceOfExperts, ScaledRotary, TiedOrNot):
     """Size of a value of linear attention."""
     convolution_taps: int = 4
     """Tokens that the convolution before linear attention reads, the token itself included."""
-    rotary_fraction: float = 0.25
-    """Fraction of a head of full attention that rotates."""
     shared_mlp: int = 384
     """Feed-forward width F of the shared expert."""
     norm_epsilon: float = 1e-6
@@ -65,10 +62,6 @@ class Qwen3Next(ChoiceOfExperts, ScaledRotary, TiedOrNot):
         groups = self.linear_value_heads // self.linear_heads
         sizes = (self.linear_key_size, self.linear_value_size)
         return DeltaSpec(self.linear_heads, groups, *sizes, self.convolution_taps)
-
-    def rotary(self, **changes: Any) -> Rotary:
-        """Returns the rotation of a part of each head."""
-        return super().rotary(size=int(head_size_of(self) * self.rotary_fraction), **changes)
 
     def build(self) -> Decoder:
         """Returns the layers by turns."""
@@ -92,7 +85,6 @@ class Qwen3Next(ChoiceOfExperts, ScaledRotary, TiedOrNot):
 
 
 def _check(c: Qwen3Next) -> None:
-    rotated, size = int(head_size_of(c) * c.rotary_fraction), head_size_of(c)
     for asked, truth, wrong, fix in (
         (
             f"{c.layers} layers of which every {c.full_attention_interval}-th has full attention",
@@ -105,12 +97,6 @@ def _check(c: Qwen3Next) -> None:
             "each key head has the same number of value heads, one at least",
             c.linear_value_heads < c.linear_heads or c.linear_value_heads % c.linear_heads != 0,
             f"--model.linear-value-heads {2 * c.linear_heads}",
-        ),
-        (
-            f"a rotation of {c.rotary_fraction} of a head of {size} features",
-            f"{rotated} features rotate, and they rotate in pairs",
-            not 2 <= rotated <= size or rotated % 2 != 0,
-            "--model.rotary-fraction 0.25 with heads of a multiple of 8 features",
         ),
         (
             f"a convolution of {c.convolution_taps} taps",

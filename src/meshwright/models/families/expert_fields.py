@@ -1,0 +1,174 @@
+"""Fields that families with experts have in common, and the layers that are made of them."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from meshwright.config import MeshShape
+from meshwright.errors import ConfigError
+from meshwright.models.blocks.experts import ExchangeType, Experts, Routing
+from meshwright.models.blocks.feed_forward import FeedForward
+from meshwright.models.decoder import Block, DecoderModel, MixKind
+from meshwright.models.families.fields import TiedOrNot
+from meshwright.models.model import Aux, Metrics
+from meshwright.sharding.params import Tree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoutedExperts(DecoderModel):
+    """Experts of which a token uses some."""
+
+    experts: int = 8
+    """Experts E of a layer."""
+    experts_per_token: int = 2
+    """Experts that a token is routed to, k."""
+    expert_mlp: int = 384
+    """Feed-forward width F of an expert."""
+    expert_buffer_factor: float = 0.0
+    """Rows that a device of the mesh axis `expert` has room for, as a multiple of an even share; for `dropless`. Rows
+    beyond are dropped and counted as `choices dropped`. 0 has room for the most that can arrive, up to `expert` times
+    the share, and gives the numbers of one device."""
+    aux_loss_weight: float = 0.001
+    """Weight of the load-balancing loss, summed over layers (DeepSeek-V3, equations 17 to 20)."""
+    router_z_loss_weight: float = 0.0
+    """Weight of the router's z-loss, summed over layers (ST-MoE, arXiv:2202.08906, equation 5)."""
+
+    def expert_fields(self) -> dict[str, Any]:
+        """Returns the fields of `Experts` that all families set alike."""
+        return {
+            "buffer_factor": self.expert_buffer_factor,
+            "aux_loss_weight": self.aux_loss_weight,
+            "router_z_loss_weight": self.router_z_loss_weight,
+        }
+
+    def layer_metrics(self, aux: dict[str, Aux], sequences: int) -> Metrics:
+        """Returns the routing metrics of a step, averaged over the layers with experts."""
+        sums = [aux[stack] for stack in self.decoder.stacks if "load" in aux.get(stack, {})]
+        if not sums:
+            return {}
+        layers = sum("experts" in block.feed_forward.facts() for block in self.decoder.layers)
+        both = sums[0] if len(sums) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *sums)
+        return routing_metrics(both, layers, sequences)
+
+
+def routing_metrics(sums: Aux, expert_layers: int, sequences: int) -> Metrics:
+    """Returns the routing metrics of a step, averaged over the layers with experts.
+
+    sums: aux of those layers, summed over the batch of `sequences`, [L, ...]. The expert balance is one where all
+    experts have equal load; the largest load is that of the busiest expert of a layer over the mean.
+    """
+    layers, load_LE = jnp.float32(expert_layers), sums["load"]
+    metrics = {
+        "expert balance": (sums["balance"].sum() / sequences, layers),
+        "router z": (sums["router z"].sum() / sequences, layers),
+        "largest expert load": ((load_LE.max(-1) / load_LE.mean(-1)).sum(), layers),
+        "smallest expert load": ((load_LE.min(-1) / load_LE.mean(-1)).sum(), layers),
+    }
+    if "dropped" in sums:
+        metrics["choices dropped"] = (sums["dropped"].sum(), load_LE.sum())
+    return metrics
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChoiceOfExperts(RoutedExperts):
+    """How tokens choose experts and reach them."""
+
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of the router's logits: softmax over experts, or a sigmoid of each (DeepSeek-V3)."""
+    normalize_top_k: bool = True
+    """Whether the scores of a token's experts are scaled to sum to one."""
+    routed_scaling: float = 1.0
+    """Factor on the weights of routed experts (DeepSeek-V3: 2.5)."""
+    expert_groups: int = 1
+    """Groups of neighbouring experts; a token uses its best `topk_groups` (DeepSeek-V3: 8, of which 4)."""
+    topk_groups: int = 1
+    """Groups whose experts a token may use."""
+    dispatch: Literal["dropless", "capacity"] = "dropless"
+    """Dispatch of tokens to experts: all of them, in groups of unequal size (dropless), or as many of each sequence as
+    an expert has capacity for (capacity)."""
+    capacity_factor: float = 1.25
+    """Capacity of an expert as a multiple of an even share of a sequence's tokens; for `capacity`."""
+    expert_exchange: ExchangeType = "compute"
+    """Type of the rows that go to experts, for `dropless`: the compute dtype, or fp8 with a scale for each row, as in
+    DeepSeek-V3; what comes back, and gradients, stay in the compute dtype. Rows are rounded on every mesh."""
+    bias_update_rate: float = 0.0
+    """Step of the router bias that balances load without an auxiliary loss (DeepSeek-V3, section 2.1.2); 0 disables
+    it."""
+
+    @property
+    def has_router_bias(self) -> bool:
+        """Whether the router has a bias, which the step updates."""
+        return self.bias_update_rate > 0
+
+    def expert_fields(self) -> dict[str, Any]:
+        """Returns the fields of `Experts`."""
+        return {
+            **super().expert_fields(),
+            "router_bias": "choice" if self.has_router_bias else "none",
+            "dispatch": self.dispatch,
+            "capacity_factor": self.capacity_factor,
+            "exchange": self.expert_exchange,
+        }
+
+    def routed(self, **changes: Any) -> Experts:
+        """Returns the experts of the fields. changes: of the fields of `Experts`."""
+        routing = Routing(
+            self.experts,
+            self.experts_per_token,
+            self.router_score,
+            self.normalize_top_k,
+            self.routed_scaling,
+            self.expert_groups,
+            self.topk_groups,
+        )
+        return Experts(self.width, routing, self.expert_mlp, self.out_std, **{**self.expert_fields(), **changes})
+
+    def post_update(self, params: Tree, aux: dict[str, Aux]) -> Tree:
+        """Returns `params` with the router bias moved towards experts whose load was below the mean.
+
+        aux: in the rows of `params`.
+        """
+        if not self.bias_update_rate:
+            return params
+        moved = {}
+        for stack in aux.keys() & params.keys():
+            if "router_bias" in params[stack]:
+                load_LE, bias_LE = aux[stack]["load"], params[stack]["router_bias"]
+                step_LE = self.bias_update_rate * jnp.sign(load_LE.mean(-1, keepdims=True) - load_LE)
+                moved[stack] = {**params[stack], "router_bias": bias_LE + step_LE.astype(bias_LE.dtype)}
+        return {**params, **moved}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseLayersFirst(ChoiceOfExperts, TiedOrNot):
+    """Leading dense layers, then layers with experts of which some serve every token."""
+
+    mlp: int = 384
+    """Feed-forward width F of the dense layers."""
+    shared_experts: int = 0
+    """Experts that every token uses (DeepSeek)."""
+    dense_layers: int = 0
+    """Leading layers without experts (DeepSeek)."""
+
+    def blocks(self, attention: MixKind, **norms: Any) -> tuple[Block, ...]:
+        """Returns the kind of every layer. norms: the norms' fields of `Block`."""
+        if self.dense_layers >= self.layers:
+            raise ConfigError(
+                f"{self.dense_layers} dense layers of {self.layers}",
+                "at least one layer has experts",
+                f"--model.dense-layers {max(self.layers - 1, 0)}",
+            )
+        dense = Block("dense_blocks", attention, FeedForward(self.width, self.mlp, self.out_std), **norms)
+        experts = Block("blocks", attention, self.routed(shared=self.shared_experts * self.expert_mlp), **norms)
+        return (dense,) * self.dense_layers + (experts,) * (self.layers - self.dense_layers)
+
+    def features(self) -> set[str]:
+        """Returns the features that `runs.composition` lists."""
+        return super().features() | ({"leading dense layers"} if self.dense_layers else set())
+
+    def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:
+        """Returns fields of `shrunk`: with one dense layer where there are some."""
+        dense = min(1, self.dense_layers)
+        return {**super().small_sizes(shape, layers), "dense_layers": dense, "layers": max(layers, 1 + dense)}

@@ -1,0 +1,44 @@
+"""GLM-4.5 and later (Zhipu AI 2025, arXiv:2508.06471): grouped-query attention that rotates half of each head, then the
+experts of DeepSeek-V3 with a router bias, after leading dense layers."""
+
+import dataclasses
+from typing import Literal
+
+from meshwright.models.blocks.norm import Norm
+from meshwright.models.decoder import Decoder
+from meshwright.models.families.expert_fields import DenseLayersFirst
+from meshwright.models.families.fields import LEARNED, PartialRotary
+
+
+@dataclasses.dataclass(frozen=True)
+class Glm4Moe(DenseLayersFirst, PartialRotary):
+    """Configuration of a GLM-4.5 decoder.
+
+    Example:
+        >>> model = mw.Glm4Moe(vocab=32000, width=512, layers=8, heads=8, experts=16, dense_layers=1)
+        >>> [layer.stack for layer in model.spec().layers[:3]]
+        ['dense_blocks', 'blocks', 'blocks']
+    """
+
+    rotary_fraction: float = 0.5
+    """Fraction of a head that rotates."""
+    qkv_bias: LEARNED = "none"
+    """Bias of the query, key and value projections (GLM-4.5)."""
+    qk_norm: Literal["none", "rms"] = "none"
+    """Normalisation of each head of queries and keys (GLM-4.5 and 4.6, without Air)."""
+    router_score: Literal["softmax", "sigmoid"] = "sigmoid"
+    """Scores of the router's logits."""
+    shared_experts: int = 1
+    """Experts that every token uses."""
+
+    @property
+    def has_router_bias(self) -> bool:
+        """Whether the router has a bias: always, as the released weights have it."""
+        return True
+
+    def build(self) -> Decoder:
+        """Returns the dense layers, then the layers with experts."""
+        norm = None if self.qk_norm == "none" else Norm("rms", self.norm_epsilon)
+        attention = self.attention(qkv_bias=self.qkv_bias == "learned", qk_norm=norm)
+        blocks = self.blocks(attention, norm=self.norm)
+        return Decoder(self.width, blocks, self.norm, tied=self.embedding == "tied")

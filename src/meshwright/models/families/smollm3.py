@@ -1,0 +1,47 @@
+"""SmolLM3 (Hugging Face 2025): Llama's layers, every fourth without rotary embedding (NoPE, arXiv:2501.18795)."""
+
+import dataclasses
+from typing import Any, Literal
+
+from meshwright.config import MeshShape
+from meshwright.errors import ConfigError
+from meshwright.models.decoder import Decoder, rows_of
+from meshwright.models.families.llama import Llama
+
+
+@dataclasses.dataclass(frozen=True)
+class SmolLM3(Llama):
+    """Configuration of a SmolLM3 decoder.
+
+    Example:
+        >>> model = mw.SmolLM3(vocab=32000, width=512, layers=8, heads=8, kv_heads=2, mlp=1536)
+        >>> [kind.attention.rotary is not None for kind in model.decoder.layers[:4]]
+        [True, True, True, False]
+    """
+
+    rope_theta: float = 5000000.0
+    """Base of the rotary frequencies."""
+    norm_epsilon: float = 1e-6
+    """Constant added to the mean square in RMSNorm."""
+    embedding: Literal["untied", "tied"] = "tied"
+    """Tied uses the embedding table as the unembedding."""
+    no_rope_interval: int = 4
+    """Layers of which the last has no rotary embedding."""
+
+    def build(self) -> Decoder:
+        """Returns layers with and without rotary embedding by turns."""
+        if self.no_rope_interval < 1:
+            raise ConfigError(
+                f"every {self.no_rope_interval}-th layer without rotary embedding",
+                "one of so many layers is the last",
+                "--model.no-rope-interval 4",
+            )
+        decoder = super().build()
+        rotary = decoder.layers[0]
+        last = dataclasses.replace(rotary, attention=self.attention(rotary=None))
+        kinds = (*[rotary] * (self.no_rope_interval - 1), last)
+        return dataclasses.replace(decoder, layers=rows_of(kinds, self.layers), period=len(kinds))
+
+    def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:
+        """Returns fields of `shrunk`, with periods of two layers."""
+        return {**super().small_sizes(shape, layers), "no_rope_interval": min(2, self.no_rope_interval)}
