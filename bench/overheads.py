@@ -23,8 +23,9 @@ from typing import Any
 import jax
 from page_table import put_table
 
-from meshwright.checkpoint.checkpoints import Checkpoints, named_tensors
+from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.fingerprints import fingerprints
+from meshwright.checkpoint.restore import named_tensors
 from meshwright.config import MeshShape
 from meshwright.hardware.agreement import store
 from meshwright.hardware.mesh import prepare_host
@@ -190,7 +191,7 @@ def saving(prepared: Any, state: Any, folder: Path, blocks: int, block: Callable
             waits.append(time.perf_counter() - began)
             state, *_ = block(state, False, SAVE_EVERY)
     whole = SAVE_EVERY * STEP
-    # The first opens Orbax's threads and compiles the fingerprints.
+    # The first compiles the fingerprints.
     return {
         "ms of waiting per save": round(1000 * statistics.median(waits[1:]), 1),
         "share of wall time": round(statistics.mean(waits[1:]) / (whole + statistics.mean(waits[1:])), 4),

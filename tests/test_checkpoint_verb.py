@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.checkpoint.blocks import commit_weights, write_tensor
+from meshwright.checkpoint.blocks import commit, write_tensor
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
 from meshwright.cli.checkpoint import main
 from meshwright.config import Optimizer
@@ -27,7 +27,7 @@ def save(out: Path, step: int, **changed: np.ndarray) -> Path:
         records[name] = TensorRecord(values.shape, "float32", total)
     run = Run(model=Gpt2(50, 32, 1, 4), optimizer=Optimizer(learning_rate=step * 1e-3))
     data = {"tokenizer": "t", "sources": [["d", 1.0]], "held_out": 0.1, "sequence": 8, "seed": 0}
-    commit_weights(folder, Manifest(step, step * 16, run, records, None, data, ((32, 16),)))
+    commit(folder, Manifest(step, step * 16, run, records, None, data, ((32, 16),)).to_dict())
     return folder
 
 

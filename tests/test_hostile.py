@@ -17,7 +17,7 @@ import pytest
 
 from meshwright import plugins, trust
 from meshwright.bench.calibration_file import read_calibration
-from meshwright.checkpoint.blocks import StoredTensors, commit_weights, write_tensor
+from meshwright.checkpoint.blocks import StoredTensors, commit, write_tensor
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.journal import check_sums
 from meshwright.checkpoint.manifest import Manifest, TensorRecord, seal
@@ -88,7 +88,7 @@ def checkpoint(folder: Path, shape: tuple[int, ...] = (4, 8)) -> Path:
     (step / "state").mkdir(parents=True)
     values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     total = write_tensor(step / "state", "params.w", shape, values.dtype, lambda index: values[index])
-    commit_weights(step, Manifest(0, 0, RUN, {"params.w": TensorRecord(shape, "float32", total)}))
+    commit(step, Manifest(0, 0, RUN, {"params.w": TensorRecord(shape, "float32", total)}).to_dict())
     return step
 
 

@@ -13,7 +13,7 @@ SCRIPT = textwrap.dedent(
     for name in (
         "jax", "jax.experimental.pallas", "jax.experimental.mesh_utils", "jax.experimental.multihost_utils",
         "jax.experimental.shard_map", "grain", "msgspec", "numpy", "optax", "optax.contrib",
-        "orbax.checkpoint", "pyarrow", "rich.console", "tokenizers", "tyro", "libtpu", "matplotlib", "tensorboardX",
+        "pyarrow", "rich.console", "tokenizers", "tyro", "libtpu", "matplotlib", "tensorboardX",
     ):
         try:
             importlib.import_module(name)

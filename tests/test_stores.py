@@ -203,15 +203,15 @@ def _verbs_agree(out: Path, local: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def _moves_both_ways(out: Path, tmp_path: Path, run: Run, cache: Path) -> None:
-    """Orbax restores what the bucket's writer wrote, and the other way round, after a move."""
+    """A checkpoint of a bucket restores from a disk, and the other way round, after a move."""
     device_run = loop.prepare_run(run, cache=cache).device_run
     with Checkpoints(out / "checkpoints", max_to_keep=None) as checkpoints:
         expected, _ = checkpoints.restore(device_run)
     assert main(["move", str(out), str(tmp_path / "moved"), "--dry-run"]) == 0 and not (tmp_path / "moved").exists()
     assert main(["move", str(out), str(tmp_path / "moved")]) == 0
     assert not committed_steps(out / "checkpoints") and committed_steps(tmp_path / "moved" / "checkpoints") == [6, 7]
-    back = [] if str(out).startswith("gs") else [path_of(f"s3://{BUCKET}/from-orbax/{tmp_path.name}")]
-    for folder in back:  # the emulator of Google's store gives no version with a part, which Orbax's database asks for
+    back = [path_of(f"{str(out).partition(':')[0]}://{BUCKET}/from-disk/{tmp_path.name}")]
+    for folder in back:
         assert main(["move", str(tmp_path / "local"), str(folder), "--at", "7", "--copy"]) == 0
     assert (tmp_path / "local" / "run.json").is_file()
     for folder in (tmp_path / "moved", *back):

@@ -96,7 +96,7 @@ def test_killed_while_saving_it_resumes_from_the_last_committed(tmp_path: Path) 
              "--mesh", "fsdp=2", "--training.save-every", "2", "--training.max_to_keep", "3"]  # fmt: skip
     process = start(*arguments, "--out", str(out))
     folder = out / "checkpoints"
-    wait_for(lambda: any(folder.glob("4.orbax-checkpoint-tmp*")) or (folder / "6").exists(), process)
+    wait_for(lambda: (folder / "4.tmp").is_dir() or (folder / "6").exists(), process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     committed = max(int(p.name) for p in folder.iterdir() if p.name.isdigit())

@@ -4,15 +4,13 @@ import errno
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint.orbax_writer import OrbaxWriter
-from meshwright.checkpoint.shard_writer import ShardWriter
 from meshwright.checkpoint.write_errors import write_error
+from meshwright.checkpoint.writer import ShardWriter
 from meshwright.errors import ConfigError
 from meshwright.hardware.agreement import differences, flatten
 from meshwright.trainer.watchdog import Sign, Watchdog, verdict
@@ -152,30 +150,15 @@ def test_a_save_that_failed_is_known_before_the_next(tmp_path: Path, monkeypatch
 
     shards = ShardWriter(tmp_path / "shards", 2, "process")
     monkeypatch.setattr(shards, "_write", full)
-    shards.save(1, {}, {})
-    orbax = OrbaxWriter(tmp_path / "orbax", None)
-
-    def finalise() -> None:  # as Orbax's thread does: it would wait for all others with the error in flight
-        with pytest.raises(OSError, match="No space left"):
-            try:
-                full()
-            finally:
-                orbax._barrier(key="never", timeout_ms=1)
-
-    thread = threading.Thread(target=finalise)
-    thread.start()
-    thread.join(10)
+    shards.save(1, {}, {}, {})
     until = time.monotonic() + 10
     while not shards.failed() and time.monotonic() < until:
         time.sleep(0.01)
-    assert shards.failed() and orbax.failed()
+    assert shards.failed()
     with pytest.raises(OSError, match="No space left"):
         shards.wait()
-    orbax.abandon()
-    assert not shards.failed() and not orbax.failed()
-    for writer in (shards, orbax):
-        writer.close()
-    orbax._barrier(key="alone", timeout_ms=1)
+    assert not shards.failed()
+    shards.close()
 
 
 @pytest.mark.parametrize(

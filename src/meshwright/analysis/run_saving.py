@@ -7,12 +7,12 @@ steps, beside the state. The copies that a save writes from are in the hosts' me
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from meshwright.checkpoint.checkpoints import named_tensors
 from meshwright.checkpoint.fingerprints import fingerprints
 from meshwright.checkpoint.layer_order import abstract_in_layer_order, permuted_params, reordering
+from meshwright.checkpoint.restore import named_tensors
 from meshwright.sharding.params import layers_to_rows, rows_to_layers
 from meshwright.step.device_run import DeviceRun
 
@@ -74,25 +74,22 @@ def saving_memory(device_run: DeviceRun) -> SavingMemory:
             restores[name] = rest + _total(program(layers_to_rows, name))
         rest += sizes[name] - stored_sizes[name]
     by_save, by_restore = max(saves, key=saves.__getitem__), max(restores, key=restores.__getitem__)
-    host = host_bytes(stored, params)
+    host = host_bytes(stored)
     return SavingMemory(state, saves[by_save], by_save, restores[by_restore], by_restore, host, len(params))
 
 
-def host_bytes(stored: Mapping[str, Any], reordered: Iterable[str]) -> int:
-    """Returns the bytes of a save in the memory of the process that has most.
+def host_bytes(stored: Mapping[str, Any]) -> int:
+    """Returns the bytes of a save in the memory of the process that has most: every part of a tensor is copied by one.
 
-    Every part of a tensor is copied by one process; each device's shard of a tensor whose rows are reordered waits in
-    the memory of its host besides. stored: tensors as a checkpoint has them, with shardings.
+    stored: tensors as a checkpoint has them, with shardings.
     """
     copied: dict[int, int] = {}
-    reordered = set(reordered)
-    for name, x in stored.items():
+    for x in stored.values():
         size, seen = _shard_bytes(x), set()
         for device, index in x.sharding.devices_indices_map(x.shape).items():
             part = tuple((s.start, s.stop) for s in index)
-            copies = (part not in seen) + (name in reordered)
+            copied[device.process_index] = copied.get(device.process_index, 0) + (part not in seen) * size
             seen.add(part)
-            copied[device.process_index] = copied.get(device.process_index, 0) + copies * size
     return max(copied.values(), default=0)
 
 

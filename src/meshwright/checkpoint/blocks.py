@@ -1,8 +1,8 @@
-"""Tensors of a checkpoint block by block, in bounded memory: what conversion writes and reads.
+"""Arrays of a checkpoint: their format, and reading and writing them block by block, in bounded memory.
 
-A training run writes its checkpoints whole, through Orbax. Here a tensor is a Zarr array of Orbax's format whose blocks
-are written one after another, one file each, so that a tensor is never in memory and an interrupted conversion goes on
-where it stopped. Orbax restores such a checkpoint like any other.
+A tensor is a Zarr array without compression, a folder of the tensor's name in `state`. Checkpoints that Orbax wrote for
+earlier versions have the arrays in a database of TensorStore (OCDBT); they are read too. A conversion writes one block
+after another, so that it never has a tensor in memory and goes on where it was interrupted.
 """
 
 import dataclasses
@@ -11,22 +11,21 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import tensorstore
 
-from meshwright.checkpoint.fingerprints import SALTS, sum_of_hashes
+from meshwright.checkpoint.fingerprints import Fingerprint, add_fingerprints, block_fingerprint
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
+from meshwright.documents import write_atomically
 from meshwright.errors import CheckpointError
+from meshwright.storage.bucket import context, kvstore_spec
 from meshwright.storage.paths import in_bucket
 
 Index = tuple[slice, ...]
-Fingerprint = tuple[int, int]
 
 BLOCK_BYTES = 16 * 2**20
 """Largest block of a tensor that is read or written at a time."""
@@ -47,33 +46,7 @@ def blocks_of(shape: tuple[int, ...], block: tuple[int, ...]) -> Iterator[Index]
     """Yields the blocks of a tensor, in order."""
     steps = [range(0, size, step) for size, step in zip(shape, block, strict=True)]
     for first in itertools.product(*steps):
-        yield tuple(
-            slice(at, min(at + step, size)) for at, step, size in zip(first, block, shape, strict=True)
-        )  # fmt: skip
-
-
-def block_fingerprint(block: np.ndarray, index: Index, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Returns what a block adds to the fingerprint of its tensor; the sums over all blocks are the fingerprint.
-
-    index: of the block.  shape: of the whole tensor.
-    """
-    strides = [math.prod(shape[dim + 1 :]) % 2**32 for dim in range(len(shape))]
-    offset = sum(part.start * stride for part, stride in zip(index, strides, strict=True)) % 2**32
-    sums = _block_sums(block, np.array(strides, np.uint32), np.uint32(offset))
-    return int(sums[0]), int(sums[1])
-
-
-def add_fingerprints(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
-    """Returns the sum of two fingerprints."""
-    return (a[0] + b[0]) % 2**32, (a[1] + b[1]) % 2**32
-
-
-@jax.jit
-def _block_sums(block: jax.Array, strides: jax.Array, offset: jax.Array) -> jax.Array:
-    index = jnp.full(block.shape, offset, jnp.uint32)
-    for dim in range(block.ndim):
-        index += strides[dim] * jax.lax.broadcasted_iota(jnp.uint32, block.shape, dim)
-    return jnp.stack([sum_of_hashes(block, index, salt) for salt in SALTS])
+        yield tuple(slice(at, min(at + step, size)) for at, step, size in zip(first, block, shape, strict=True))
 
 
 def write_tensor(
@@ -102,62 +75,53 @@ def write_tensor(
     except ValueError as error:  # TensorStore raises it for every failure of a file
         raise CheckpointError(
             f"writing {name} into {state}", str(error).splitlines()[0][:300], "a folder with more space"
-        ) from error  # fmt: skip
+        ) from error
     return total
 
 
 def zarr_metadata(shape: tuple[int, ...], chunks: tuple[int, ...], dtype: np.dtype[Any]) -> dict[str, Any]:
-    """Returns the description of a Zarr array as Orbax writes it, without compression."""
-    # NumPy's own types by code, the others (bfloat16, float8_e4m3fn) by name.
-    code = dtype.str if dtype.isbuiltin == 1 else dtype.name
+    """Returns the description of a Zarr array without compression."""
     return {
-        "shape": list(shape), "chunks": list(chunks), "dtype": code, "compressor": None, "dimension_separator": ".",
-    }  # fmt: skip
+        "shape": list(shape),
+        "chunks": list(chunks),
+        # NumPy's own types by code, the others (bfloat16, float8_e4m3fn) by name.
+        "dtype": dtype.str if dtype.isbuiltin == 1 else dtype.name,
+        "compressor": None,
+        "dimension_separator": ".",
+    }
 
 
-def commit_weights(step_folder: Path, manifest: Manifest) -> None:
-    """Writes what makes the tensors in `step_folder`/state a checkpoint that Orbax restores, and its manifest."""
-    commit_state(step_folder, {name: t.shape for name, t in manifest.tensors.items()})
-    (step_folder / "manifest").mkdir(exist_ok=True)
-    write_json(step_folder / "manifest" / "metadata", manifest.to_dict())
-
-
-def commit_state(step_folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Writes Orbax's description of the tensors in `step_folder`/state. shapes: of the tensors, by name."""
-    state, now = step_folder / "state", time.time_ns()
-    handler = "orbax.checkpoint._src.handlers."
+def commit(step_folder: Path, manifest: dict[str, Any]) -> None:
+    """Makes the arrays in `step_folder`/state a checkpoint: writes Orbax's description of them, then the manifest."""
     tree = {
         f"('{name}',)": {
             "key_metadata": [{"key": name, "key_type": 2}],
-            "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": list(shape)},
+            "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": tensor["shape"]},
         }
-        for name, shape in shapes.items()
+        for name, tensor in manifest["tensors"].items()
     }
     write_json(
-        state / "_METADATA",
+        step_folder / "state" / "_METADATA",
         {
-            "tree_metadata": tree, "use_ocdbt": False, "use_zarr3": False,
-            "store_array_data_equal_to_fill_value": True, "custom_metadata": None,
+            "tree_metadata": tree,
+            "use_ocdbt": False,
+            "use_zarr3": False,
+            "store_array_data_equal_to_fill_value": True,
+            "custom_metadata": None,
         },
-    )  # fmt: skip
-    items = {"manifest": "json_checkpoint_handler.JsonCheckpointHandler",
-             "state": "pytree_checkpoint_handler.PyTreeCheckpointHandler"}  # fmt: skip
+    )
+    now = time.time_ns()
     write_json(
         step_folder / "_CHECKPOINT_METADATA",
-        {
-            "item_handlers": {item: handler + name for item, name in items.items()},
-            "metrics": {}, "performance_metrics": {}, "init_timestamp_nsecs": now, "commit_timestamp_nsecs": now,
-            "custom_metadata": {},
-        },
-    )  # fmt: skip
-    for folder in (state, step_folder / "manifest", step_folder):
-        folder.mkdir(exist_ok=True)
-        (folder / "commit_success.txt").write_text(f"Checkpoint commit was successful to {folder}", encoding="utf-8")
+        {"item_handlers": {}, "init_timestamp_nsecs": now, "commit_timestamp_nsecs": now, "custom_metadata": {}},
+    )
+    write_json(step_folder / "manifest" / "metadata", manifest)
 
 
-def write_json(file: Path, document: Mapping[str, Any]) -> None:
-    """Writes JSON values."""
-    file.write_text(json.dumps(document), encoding="utf-8")
+def write_json(file: Path, document: Any) -> None:
+    """Writes a JSON file as a whole into a folder that may not exist yet."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(document))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +147,7 @@ class StoredTensors:
         if name not in self.manifest.tensors:
             raise CheckpointError(
                 f"the checkpoint in {self.step_folder}", f"it has no tensor {name!r}", "another checkpoint of the run"
-            )  # fmt: skip
+            )
         record, total = self.manifest.tensors[name], (0, 0)
         try:
             array, stored = self.open(name)
@@ -230,13 +194,11 @@ class StoredTensors:
     def _damaged(self, damage: str) -> CheckpointError:
         return CheckpointError(
             f"the checkpoint in {self.step_folder}", damage, "another checkpoint of the run: --at STEP"
-        )  # fmt: skip
+        )
 
 
 def open_array(state: Path, name: str) -> Any:
     """Opens the array of a tensor in the folder `state` of a checkpoint with TensorStore; returns a future."""
-    from meshwright.storage.bucket import context, kvstore_spec
-
     if _in_one_database(state):
         kvstore = {"driver": "ocdbt", "base": kvstore_spec(state), "path": f"{name}/"}
     else:
@@ -245,7 +207,7 @@ def open_array(state: Path, name: str) -> Any:
 
 
 def _in_one_database(state: Path) -> bool:
-    """Whether the tensors are in a database of TensorStore (OCDBT), as Orbax writes them."""
+    """Whether the tensors are in a database of TensorStore (OCDBT), as Orbax wrote them."""
     if not in_bucket(state):
         return (state / "manifest.ocdbt").is_file()
     return _database_in_bucket(state)

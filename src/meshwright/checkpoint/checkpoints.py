@@ -1,55 +1,32 @@
-"""Checkpoints of a training run: written by Orbax or in shards, committed atomically, verified by fingerprints.
+"""Checkpoints of a training run: written in the background, committed atomically, verified by fingerprints.
 
-Orbax restores a flipped bit, a zeroed block or another dtype without an error. So the fingerprint of every tensor is
-stored in the checkpoint's manifest and compared after the restore. Fingerprints do not depend on the layout: a
-checkpoint written on one mesh is verified on another, and each device reads and hashes only its own shards.
+The fingerprint of every tensor is stored in the checkpoint's manifest and compared after the restore. Fingerprints do
+not depend on the layout: a checkpoint written on one mesh is verified on another, and each device reads and hashes only
+its own shards.
 """
 
 import contextlib
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import jax
 
 from meshwright.checkpoint.fingerprints import fingerprints
+from meshwright.checkpoint.layer_order import abstract_in_layer_order, permuted_in_layer_order, permuted_params
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
-from meshwright.checkpoint.orbax_reports import orbax_reports_suppressed
-from meshwright.errors import StorageError
-from meshwright.sharding.params import named_leaves
+from meshwright.checkpoint.restore import manifest_of, named_tensors, restore_params, restore_state, set_aside
+from meshwright.checkpoint.steps import committed_steps
+from meshwright.checkpoint.write_errors import no_room, unwritable, write_error
+from meshwright.checkpoint.writer import Reach, ShardWriter, host_shards
+from meshwright.errors import MeshwrightError
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
+from meshwright.storage.bucket import check_bucket
 from meshwright.storage.paths import path_of, store_of
-
-Reach = Literal["shared", "process"]
-
-
-class Writer(Protocol):
-    """A folder of checkpoints as its kind of store writes and reads it: `OrbaxWriter`, or `ShardWriter`."""
-
-    def steps(self) -> list[int]:
-        """Returns the committed steps, oldest first."""
-
-    def save(self, step: int, tensors: dict[str, jax.Array], manifest: dict[str, Any]) -> None:
-        """Starts to write tensors and manifest, and returns as soon as the tensors' buffers may be donated."""
-
-    def restore(self, step: int, abstract: dict[str, Any], other_shape: Set[str]) -> dict[str, jax.Array]:
-        """Returns tensors as `abstract` describes them. other_shape: those that are stored in another shape."""
-
-    def wait(self) -> None:
-        """Waits until the last save is committed; raises its error."""
-
-    def failed(self) -> bool:
-        """Whether the save in progress has failed; `wait` then raises its error at once."""
-
-    def close(self) -> None:
-        """Waits, and releases threads."""
-
-    def abandon(self) -> None:
-        """Gives up a save that failed."""
 
 
 class Checkpoints:
@@ -62,14 +39,7 @@ class Checkpoints:
         """
         self.folder = path_of(folder).absolute()
         with self._explained("opening checkpoints"):
-            if reach == "shared" and store_of(self.folder).renames:
-                from meshwright.checkpoint.orbax_writer import OrbaxWriter  # a bucket needs none of it
-
-                self._writer: Writer = OrbaxWriter(self.folder, max_to_keep)
-            else:
-                from meshwright.checkpoint.shard_writer import ShardWriter  # most runs are on file systems
-
-                self._writer = ShardWriter(self.folder, max_to_keep, reach)
+            self._writer = ShardWriter(self.folder, max_to_keep, reach)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -79,7 +49,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Returns the committed steps, oldest first."""
-        return self._writer.steps()
+        return committed_steps(self.folder)
 
     def save(
         self,
@@ -97,21 +67,24 @@ class Checkpoints:
         cursor: global index of the next training sample.  skipped, data, corpus: as of `Manifest`.
         Raises CheckpointError where this save or the one before it fails.
         """
-        tensors = named_tensors(state)
-        permuted: dict[str, jax.Array] = {}
-        if rows_permuted(device_run):
-            from meshwright.checkpoint.layer_order import to_layer_order  # loaded for uneven pipelines alone
-
-            tensors, permuted = to_layer_order(tensors, device_run.params, lambda x: fingerprints({"": x})[""])
+        self.wait()  # the host's memory has the shards of one checkpoint at a time
+        tensors, owned = named_tensors(state), self._writer.reach == "shared"
+        permuted = permuted_params(tensors, device_run.params)
         in_order = {name: x for name, x in tensors.items() if name not in permuted}
-        hashes = jax.device_get(fingerprints(in_order) | permuted)
+        hashes = jax.device_get(fingerprints(in_order))
+        shards = host_shards(in_order, owned=owned)
+        # One tensor after another is on the devices in the order of the layers, beside the state.
+        for name, x in permuted_in_layer_order(tensors, device_run.params):
+            hashes |= jax.device_get(fingerprints({name: x}))
+            shards |= host_shards({name: x}, owned=owned)
+        abstract = abstract_in_layer_order(tensors, device_run.params)
         records = {
             name: TensorRecord(x.shape, str(x.dtype), (int(hashes[name][0]), int(hashes[name][1])))
-            for name, x in tensors.items()
+            for name, x in abstract.items()
         }
         manifest = Manifest(step, cursor, device_run.run, records, data, corpus, skipped)
         with self._explained(f"saving step {step}"):
-            self._writer.save(step, tensors, manifest.to_dict())
+            self._writer.save(step, abstract, shards, manifest.to_dict())
 
     def save_locally(self, state: State, device_run: DeviceRun, **place: Any) -> None:
         """Writes to the hosts' own disks where the run has such checkpoints (`trainer.tiers`)."""
@@ -136,8 +109,6 @@ class Checkpoints:
 
     def manifest(self, step: int | None = None) -> Manifest:
         """Returns the manifest of the checkpoint of `step`, or of the last whole one; no device is needed."""
-        from meshwright.checkpoint.restore import manifest_of  # a new run restores nothing
-
         return manifest_of(self.folder, step)
 
     def restore(self, device_run: DeviceRun, step: int | None = None) -> tuple[State, Manifest]:
@@ -145,8 +116,6 @@ class Checkpoints:
 
         Raises CheckpointError naming the first tensor that differs from the model's in shape or type, or is damaged.
         """
-        from meshwright.checkpoint.restore import restore_state
-
         manifest = self.manifest(step)
         return restore_state(self._writer, self.folder, manifest, device_run), manifest
 
@@ -155,67 +124,34 @@ class Checkpoints:
 
         A checkpoint of another type is converted after it is verified.
         """
-        from meshwright.checkpoint.restore import restore_params
-
         manifest = self.manifest(step)
         return restore_params(self._writer, self.folder, manifest, device_run), manifest
 
     def set_aside(self, after: int) -> None:
         """Moves checkpoints newer than `after`, whole or not, into the folder `set-aside`: training continues there."""
-        from meshwright.checkpoint.restore import set_aside
-
         set_aside(self.folder, after)
-        self._writer.steps()
 
     @contextlib.contextmanager
     def _explained(self, action: str) -> Iterator[None]:
-        """Raises an error of Orbax or the file system as one that names the folder and the last intact checkpoint."""
-        with orbax_reports_suppressed():
-            try:
-                yield
-            except StorageError:
-                raise
-            except Exception as error:
-                from meshwright.checkpoint.late_reports import drain_reports
-                from meshwright.checkpoint.write_errors import write_error
-
-                drain_reports(error)
-                self._writer.abandon()
-                raise write_error(action, self.folder, error) from error
-
-
-def saved_fields(state: State) -> dict[str, Any]:
-    """Fields of the state that a checkpoint has; `healthy` is not saved, because only a healthy state is."""
-    fields = {"step": state.step, "params": state.params, "optimizer": state.optimizer}
-    return fields | ({"variables": state.variables} if state.variables else {})
-
-
-def named_tensors(state: State) -> dict[str, Any]:
-    """Returns the tensors that a checkpoint of `state` has, by dotted name."""
-    return named_leaves(saved_fields(state))
+        """Raises an error of the store as one that names the folder and the last intact checkpoint."""
+        try:
+            yield
+        except MeshwrightError:
+            raise
+        except Exception as error:
+            raise write_error(action, self.folder, error) from error
 
 
 def check_room(folder: Path, device_run: DeviceRun, max_to_keep: int) -> None:
     """Raises CheckpointError (of a bucket: StorageError) where `folder` cannot take `max_to_keep` + 1 checkpoints."""
     if not store_of(folder).limited:
-        from meshwright.storage.bucket import check_bucket
-
         check_bucket(folder)
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        from meshwright.checkpoint.write_errors import unwritable
-
         raise unwritable(folder, error) from error
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in named_tensors(device_run.abstract).values())
     if (free := shutil.disk_usage(folder).free) < size * (max_to_keep + 1):
-        from meshwright.checkpoint.write_errors import no_room
-
         raise no_room(folder, size, max_to_keep, free)
-
-
-def rows_permuted(device_run: DeviceRun) -> bool:
-    """Whether rows of stacked parameters are not in the order of the layers: uneven or interleaved pipelines."""
-    return any(p.order is not None for p in named_leaves(device_run.params).values())

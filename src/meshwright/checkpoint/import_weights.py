@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.checkpoint.blocks import commit_weights, write_tensor
+from meshwright.checkpoint.blocks import commit, write_tensor
 from meshwright.checkpoint.journal import Journal, check_sums
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
 from meshwright.hugging_face.folder import TensorReader, WeightsFolder, check_tied, keep_files, open_folder
@@ -75,7 +75,7 @@ def import_weights(source: str, out: Path, say: Say = lambda line: None) -> Conv
         f"params.{path}": TensorRecord(unpadded_shape(p), dtype.name, tuple(journal.done[path]))
         for path, p in weights.params.items()
     }
-    commit_weights(step, Manifest(0, 0, run, records))
+    commit(step, Manifest(0, 0, run, records).to_dict())
     write_run(run, journal.folder / "run.json")
     if folder.tokenizer.is_file():
         shutil.copyfile(folder.tokenizer, journal.folder / "tokenizer.json")

@@ -35,21 +35,6 @@ def abstract_in_layer_order(tensors: dict[str, Any], params: Tree) -> dict[str, 
     return {name: abstract(x, permuted[name]) if name in permuted else x for name, x in tensors.items()}
 
 
-def to_layer_order[T](
-    tensors: dict[str, jax.Array], params: Tree, read: Callable[[jax.Array], T]
-) -> tuple[dict[str, jax.Array], dict[str, T]]:
-    """Returns `tensors`, of which those with permuted rows have one row per layer, in order; and what `read` returns.
-
-    These lie in the memory of the hosts, where each goes before the next is converted: the device holds one tensor
-    beside the state. `read` takes each of them while it is on the device.
-    """
-    converted, results = dict(tensors), {}
-    for name, x in permuted_in_layer_order(tensors, params):
-        results[name] = read(x)
-        converted[name] = jax.block_until_ready(jax.device_put(x, x.sharding.with_memory_kind("pinned_host")))
-    return converted, results
-
-
 def permuted_in_layer_order(tensors: dict[str, jax.Array], params: Tree) -> Iterator[tuple[str, jax.Array]]:
     """Yields the tensors whose rows are permuted with one row per layer, in order, on the device."""
     abstract = abstract_in_layer_order(tensors, params)
@@ -59,7 +44,7 @@ def permuted_in_layer_order(tensors: dict[str, jax.Array], params: Tree) -> Iter
 
 
 def to_row_order(tensors: dict[str, jax.Array], like: dict[str, Any], params: Tree) -> dict[str, jax.Array]:
-    """Returns the inverse of `to_layer_order`, and takes the tensors out of `tensors` one by one.
+    """Returns the inverse of `permuted_in_layer_order`, and takes the tensors out of `tensors` one by one.
 
     like: the tensors of the state, with their shapes and shardings.
     """

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from meshwright.runs.run import Run
 from meshwright.runs.write_run import run_to_dict
@@ -52,7 +51,7 @@ class Manifest:
             "step": self.step,
             "cursor": self.cursor,
             "run": run_to_dict(self.run),
-            "versions": {"jax": jax.__version__, "orbax": ocp.__version__, "numpy": np.__version__},
+            "versions": {"jax": jax.__version__, "numpy": np.__version__},
             "tensors": {
                 name: {"shape": list(t.shape), "dtype": t.dtype, "fingerprint": list(t.fingerprint)}
                 for name, t in self.tensors.items()

@@ -1,9 +1,9 @@
-"""Restores of checkpoints: manifests read and checked, tensors read by Orbax and verified by their fingerprints."""
+"""Restores of checkpoints: manifests read and checked, tensors read and verified by their fingerprints."""
 
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,18 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from meshwright.checkpoint.blocks import StoredTensors
-from meshwright.checkpoint.checkpoints import Writer, named_tensors, rows_permuted, saved_fields
 from meshwright.checkpoint.fingerprints import fingerprints
-from meshwright.checkpoint.late_reports import drain_reports
+from meshwright.checkpoint.layer_order import abstract_in_layer_order, to_row_order
 from meshwright.checkpoint.manifest import FORMAT, Manifest, TensorRecord, seal
-from meshwright.checkpoint.orbax_reports import orbax_reports_suppressed
 from meshwright.checkpoint.steps import STARTED, all_steps, committed_steps, partial_steps
+from meshwright.checkpoint.writer import ShardWriter
 from meshwright.documents import LARGE, check_inside, read_json
 from meshwright.errors import CheckpointError, StorageError
 from meshwright.runs.run_file import run_from_dict
 from meshwright.sharding.params import Tree, named_leaves
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
+from meshwright.storage.move import move_tree
 from meshwright.storage.paths import in_bucket, store_of
 
 _FLOATING = ("float32", "bfloat16")
@@ -146,20 +146,31 @@ def damaged(folder: Path, step: int, damage: str, error: Exception | None) -> Ch
     )
 
 
-def restore_state(writer: Writer, folder: Path, manifest: Manifest, device_run: DeviceRun) -> State:
+def saved_fields(state: State) -> dict[str, Any]:
+    """Fields of the state that a checkpoint has; `healthy` is not saved, because only a healthy state is."""
+    fields = {"step": state.step, "params": state.params, "optimizer": state.optimizer}
+    return fields | ({"variables": state.variables} if state.variables else {})
+
+
+def named_tensors(state: State) -> dict[str, Any]:
+    """Returns the tensors that a checkpoint of `state` has, by dotted name."""
+    return named_leaves(saved_fields(state))
+
+
+def restore_state(writer: ShardWriter, folder: Path, manifest: Manifest, device_run: DeviceRun) -> State:
     """Returns the verified state of a checkpoint. writer: of `folder`."""
     expected = named_tensors(device_run.abstract)
     if "step" not in manifest.tensors:
         truth = "it has weights alone, and no optimizer state: they were converted"
         fix = f"--init-from {folder.parent} and another --out, which starts at step 0"
         raise CheckpointError(f"resuming from {folder}", truth, fix)
-    tensors = _read_tensors(writer, folder, manifest, expected, device_run, check_no_other_tensors)
+    tensors = _read_tensors(writer, folder, manifest, expected, device_run, exactly=True)
     healthy = jax.device_put(np.ones((), np.bool_), device_run.abstract.healthy.sharding)
     tree = jax.tree.unflatten(jax.tree.structure(saved_fields(device_run.abstract)), list(tensors.values()))
     return State(healthy=healthy, **tree)
 
 
-def restore_params(writer: Writer, folder: Path, manifest: Manifest, device_run: DeviceRun) -> Tree:
+def restore_params(writer: ShardWriter, folder: Path, manifest: Manifest, device_run: DeviceRun) -> Tree:
     """Returns the verified parameters of a checkpoint, converted to the type of `device_run` after that."""
     wanted = {name: x for name, x in named_tensors(device_run.abstract).items() if name.startswith("params.")}
     types = {name: np.dtype(t.dtype) for name, t in manifest.tensors.items() if t.dtype in _FLOATING}
@@ -170,46 +181,38 @@ def restore_params(writer: Writer, folder: Path, manifest: Manifest, device_run:
 
 
 def _read_tensors(
-    writer: Writer, folder: Path, manifest: Manifest, expected: dict[str, Any], device_run: DeviceRun,
-    *checks: Callable[..., None],
-) -> dict[str, jax.Array]:  # fmt: skip
-    """Returns the tensors of a checkpoint in the rows and shardings of `expected`, verified."""
-    permuted, abstract = rows_permuted(device_run), expected
-    if permuted:
-        from meshwright.checkpoint.layer_order import abstract_in_layer_order, to_row_order
+    writer: ShardWriter,
+    folder: Path,
+    manifest: Manifest,
+    expected: dict[str, Any],
+    device_run: DeviceRun,
+    *,
+    exactly: bool = False,
+) -> dict[str, jax.Array]:
+    """Returns the tensors of a checkpoint in the rows and shardings of `expected`, verified.
 
-        abstract = abstract_in_layer_order(expected, device_run.params)
+    exactly: refuses a checkpoint that has other tensors too.
+    """
+    abstract = abstract_in_layer_order(expected, device_run.params)
     check_tensors(manifest, abstract, device_run.params)
-    for check in checks:
-        check(manifest, abstract)
-    tensors = _read(writer, folder, manifest, abstract)
-    if permuted:
-        return to_row_order(tensors, expected, device_run.params)
-    return {name: tensors[name] for name in expected}  # the order of the state's leaves, not of the file's
-
-
-def _read(writer: Writer, folder: Path, manifest: Manifest, abstract: dict[str, Any]) -> dict[str, jax.Array]:
-    """Reads the tensors `abstract`, which have one row per layer, and verifies their fingerprints."""
+    if exactly:
+        check_no_other_tensors(manifest, abstract)
     StoredTensors(folder / str(manifest.step), manifest).check(abstract)
-    # A vocabulary that was padded otherwise is cut or padded with zeros.
-    other_shape = {name for name, x in abstract.items() if manifest.tensors[name].shape != x.shape}
-    with orbax_reports_suppressed():
-        try:
-            tensors = writer.restore(manifest.step, abstract, other_shape)
-        except StorageError:
-            raise
-        except Exception as error:  # TensorStore raises several types, with pages of text
-            text = str(error)
-            name = next((name for name in abstract if name in text), None)
-            damage = "a file is damaged" if name is None else f"tensor {name!r} cannot be read"
-            drain_reports(error)
-            raise damaged(folder, manifest.step, damage, error) from error
+    try:
+        tensors = writer.restore(manifest.step, abstract)
+    except StorageError:
+        raise
+    except Exception as error:  # TensorStore raises several types, with pages of text
+        text = str(error)
+        name = next((name for name in abstract if name in text), None)
+        damage = "a file is damaged" if name is None else f"tensor {name!r} cannot be read"
+        raise damaged(folder, manifest.step, damage, error) from error
     hashes = jax.device_get(fingerprints(tensors))
     changed = [n for n in abstract if tuple(int(v) for v in hashes[n]) != manifest.tensors[n].fingerprint]
     if changed:
         damage = f"tensor {changed[0]!r} is not what was saved ({len(changed)} of {len(abstract)} differ)"
         raise damaged(folder, manifest.step, damage, None)
-    return dict(tensors)
+    return to_row_order(tensors, expected, device_run.params)
 
 
 def set_aside(folder: Path, after: int) -> None:
@@ -221,21 +224,14 @@ def set_aside(folder: Path, after: int) -> None:
                 target, number = aside / str(step), 1
                 while target.exists():
                     target, number = aside / f"{step}.{number}", number + 1
-                _rename(folder / str(step), target)
+                if store_of(folder).renames:
+                    aside.mkdir(exist_ok=True)
+                    os.replace(folder / str(step), target)
+                else:
+                    move_tree(folder / str(step), target, last=("manifest/metadata",))
                 (folder / STARTED / str(step)).unlink(missing_ok=True)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("checkpoints set aside")
-
-
-def _rename(source: Path, target: Path) -> None:
-    """Moves a folder; in a bucket its objects are copied and compared before they are deleted."""
-    if store_of(source).renames:
-        target.parent.mkdir(exist_ok=True)
-        os.replace(source, target)
-        return
-    from meshwright.storage.move import move_tree
-
-    move_tree(source, target, last=("manifest/metadata",))
 
 
 def _check_tree(folder: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
+from meshwright.checkpoint.restore import manifest_of
 from meshwright.checkpoint.steps import committed_steps
 from meshwright.errors import CheckpointError
 from meshwright.storage.paths import store_of
@@ -21,7 +22,7 @@ _REASONS = {
 
 
 def write_error(action: str, folder: Path, error: Exception) -> CheckpointError:
-    """Returns the error of an operation that Orbax or the file system refused. action: what was done."""
+    """Returns the error of an operation that the store refused. action: what was done."""
     if store_of(folder).limited and not folder.is_dir():
         truth = "the folder is gone: it was removed, or its disk unmounted, while the run wrote into it"
         return CheckpointError(f"{action} in {folder}", truth, "another --out, or the same with its folder there")
@@ -45,8 +46,6 @@ def write_error(action: str, folder: Path, error: Exception) -> CheckpointError:
 
 def _bytes_of(folder: Path, step: int) -> int:
     """Bytes of the tensors of a checkpoint, by its manifest."""
-    from meshwright.checkpoint.restore import manifest_of
-
     records = manifest_of(folder, step).tensors.values()
     return sum(math.prod(record.shape) * jnp.dtype(record.dtype).itemsize for record in records)
 

@@ -24,7 +24,7 @@ from meshwright.launching.findings import Finding, Verdict, fault, ok
 
 PACKAGES = (
     "meshwright", "jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin",
-    "jax-cuda12-pjrt", "numpy", "optax", "orbax-checkpoint", "tensorstore",
+    "jax-cuda12-pjrt", "numpy", "optax", "tensorstore",
 )  # fmt: skip
 """Packages whose versions all hosts must share."""
 _FILES = 4096

@@ -20,7 +20,7 @@ from meshwright.trainer.prepare import Trainable
 from meshwright.trainer.watchdog import PREPARING, Watchdog, watching
 
 _PACKAGES = (
-    "meshwright", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "tensorstore", "tokenizers", "libtpu",
+    "meshwright", "jax", "jaxlib", "numpy", "optax", "tensorstore", "tokenizers", "libtpu",
     "jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt",
 )  # fmt: skip
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_ENABLE_X64")

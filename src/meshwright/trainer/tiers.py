@@ -14,10 +14,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from meshwright.checkpoint.checkpoints import Checkpoints, named_tensors, rows_permuted
+from meshwright.checkpoint.checkpoints import Checkpoints
+from meshwright.checkpoint.layer_order import abstract_in_layer_order
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.shard_writer import LAYOUT, layout_of
+from meshwright.checkpoint.restore import named_tensors
 from meshwright.checkpoint.steps import committed_steps
+from meshwright.checkpoint.writer import LAYOUT, layout_of
 from meshwright.documents import read_json
 from meshwright.errors import CheckpointError
 from meshwright.step.device_run import DeviceRun
@@ -126,12 +128,7 @@ class Tiers(Checkpoints):
 
 
 def _layout(device_run: DeviceRun) -> str:
-    tensors = named_tensors(device_run.abstract)
-    if rows_permuted(device_run):
-        from meshwright.checkpoint.layer_order import abstract_in_layer_order
-
-        tensors = abstract_in_layer_order(tensors, device_run.params)
-    return layout_of(tensors)
+    return layout_of(abstract_in_layer_order(named_tensors(device_run.abstract), device_run.params))
 
 
 def _layout_in(folder: Path, step: int) -> str | None:

@@ -26,7 +26,7 @@ _PACKAGES = (
     "nvidia-nccl-cu13",
     "numpy",
     "optax",
-    "orbax-checkpoint",
+    "tensorstore",
 )
 _PREFIXES = ("XLA_", "JAX_", "LIBTPU_", "TPU_", "NCCL_", "CUDA_VISIBLE", "MESHWRIGHT_")
 """Beginnings of environment variables that change what is compiled or measured."""

@@ -1,26 +1,27 @@
-"""Checkpoints in a bucket or on each host's own disk: a file per shard, written and read by TensorStore.
+"""Writes and reads the tensors of a checkpoint: every process the shards on its devices, with TensorStore.
 
-Orbax commits a checkpoint by renaming a folder of a file system that all hosts share. A bucket has no renames, and a
-host's own disk is not shared. So every process writes the shards that it has, each a chunk of a Zarr array in Orbax's
-format, and the manifest is written when all shards of all processes are there: a folder without a manifest is no
-checkpoint. Copied to a file system (`meshwright checkpoint move`), such a checkpoint is one that Orbax restores.
+A shard is one chunk, or several, of a Zarr array in Orbax's format. A checkpoint is committed when the shards of all
+processes are written: on a file system its folder has a temporary name (`600.tmp`) until then, and in a bucket, which
+has no renames, the manifest is written last. A folder without a manifest is not a checkpoint.
 """
 
 import concurrent.futures
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Set
+import os
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import tensorstore
 from jax.experimental import multihost_utils
 
-from meshwright.checkpoint.blocks import block_shape, commit_state, open_array, write_json, zarr_metadata
+from meshwright.checkpoint.blocks import block_shape, commit, open_array, write_json, zarr_metadata
 from meshwright.checkpoint.steps import STARTED, committed_steps, partial_steps
+from meshwright.errors import CheckpointError
+from meshwright.hardware.agreement import store
 from meshwright.storage.bucket import context, kvstore_spec
 from meshwright.storage.paths import in_bucket
 from meshwright.storage.transfer import remove_tree
@@ -30,107 +31,127 @@ _CHUNK = 64 * 2**20
 _READERS = 8
 """Tensors that are read at a time."""
 _BARRIER_SECONDS = 1800
+_saves = itertools.count()
+"""Number of the next save of this process; all processes save in the same order."""
 LAYOUT = "layout.json"
-"""File of a checkpoint of one process alone: which parts of the tensors it has."""
+"""File of a checkpoint of a single process: which parts of the tensors it has."""
 
+Reach = Literal["shared", "process"]
 Shards = dict[str, list[tuple[tuple[slice, ...], np.ndarray]]]
 
 
 class ShardWriter:
-    """Checkpoints in one folder, of which a save is in progress in a thread.
+    """Checkpoints in one folder, of which one save at a time is in progress in a thread.
 
     reach: `shared` for a folder that all processes write to, each the shards that it owns; `process` for a folder of
-    this process alone, into which it writes all shards that it has.
+    this process, into which it writes all shards that it has.
     """
 
-    def __init__(self, folder: Path, max_to_keep: int | None, reach: Literal["shared", "process"] = "shared"):
-        self._folder, self._max_to_keep, self._reach = folder, max_to_keep, reach
+    def __init__(self, folder: Path, max_to_keep: int | None, reach: Reach = "shared"):
+        self._folder, self._max_to_keep, self.reach = folder, max_to_keep, reach
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._pending: concurrent.futures.Future[None] | None = None
-        if max_to_keep is not None:
-            self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
-            if self._commits:
-                for step in partial_steps(folder):  # the writer died; who writes here holds the lock of the folder
+        if max_to_keep is None:
+            return
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+        if self._commits:  # a writer died; who writes here holds the lock of the folder
+            if in_bucket(folder):
+                for step in partial_steps(folder):
                     self._remove(step)
-        self._saves = 0
+            else:
+                for left in folder.glob("*tmp*"):  # Orbax, which wrote checkpoints once, left STEP.orbax-checkpoint-tmp
+                    remove_tree(left)
 
     @property
     def _commits(self) -> bool:
         """Whether this process writes descriptions and manifest."""
-        return self._reach == "process" or jax.process_index() == 0
+        return self.reach == "process" or jax.process_index() == 0
 
-    def steps(self) -> list[int]:
-        """Returns the committed steps, oldest first."""
-        return committed_steps(self._folder)
-
-    def save(self, step: int, tensors: dict[str, jax.Array], manifest: dict[str, Any]) -> None:
-        """Copies the shards of this process to the host's memory, and starts to write them."""
+    def save(self, step: int, abstract: dict[str, Any], shards: Shards, manifest: dict[str, Any]) -> None:
+        """Starts to write a checkpoint. abstract: shapes, types and shardings of the tensors. shards: `host_shards`."""
         assert self._thread is not None
         self.wait()
-        shards = host_shards(tensors, owned=self._reach == "shared")
-        shapes = {name: (x.shape, x.dtype, x.sharding.shard_shape(x.shape)) for name, x in tensors.items()}
-        self._saves += 1
-        self._pending = self._thread.submit(self._write, step, shapes, shards, manifest, layout_of(tensors))
+        self._pending = self._thread.submit(self._write, step, abstract, shards, manifest, next(_saves))
 
     def _write(
-        self, step: int, shapes: dict[str, Any], shards: Shards, manifest: dict[str, Any], layout: str
-    ) -> None:  # fmt: skip
-        step_folder = self._folder / str(step)
-        state = step_folder / "state"
+        self, step: int, abstract: dict[str, Any], shards: Shards, manifest: dict[str, Any], number: int
+    ) -> None:
+        folder = self._folder / (str(step) if in_bucket(self._folder) else f"{step}.tmp")
+        state = folder / "state"
         if self._commits:
-            if in_bucket(self._folder):
+            if in_bucket(folder):
                 (self._folder / STARTED / str(step)).write_text(str(step))
+            else:
+                remove_tree(folder)
             state.mkdir(parents=True, exist_ok=True)
+        self._barrier(f"begun-{number}")
+        if not in_bucket(folder) and not folder.is_dir():
+            raise CheckpointError(
+                f"saving step {step} in {self._folder}",
+                f"process {jax.process_index()} does not see the folder that process 0 made",
+                "an --out that all hosts share, or in a bucket",
+            )
         writing = []
-        for name, (shape, dtype, shard) in shapes.items():
+        for name, x in abstract.items():
             if not self._commits and not shards[name]:
                 continue
+            chunk = _chunk_shape(x.sharding.shard_shape(x.shape), x.dtype.itemsize)
             spec = {
-                "driver": "zarr", "kvstore": kvstore_spec(state / name),
-                "metadata": zarr_metadata(shape, _chunk_shape(shard, dtype.itemsize), dtype),
-                "store_data_equal_to_fill_value": True, "recheck_cached_data": False,
-            }  # fmt: skip
+                "driver": "zarr",
+                "kvstore": kvstore_spec(state / name),
+                "metadata": zarr_metadata(x.shape, chunk, x.dtype),
+                "store_data_equal_to_fill_value": True,
+                "recheck_cached_data": False,
+            }
             # One process writes the description, which the others do not wait for.
             spec |= {"create": True} if self._commits else {"open": True, "assume_metadata": True}
             array = tensorstore.open(spec, context=context()).result()
             writing += [array[index].write(values) for index, values in shards[name]]
         for future in writing:
             future.result()
-        if self._reach == "process":
-            write_json(step_folder / LAYOUT, {"layout": layout})
-        self._barrier(step, "written")
+        if self.reach == "process":
+            write_json(folder / LAYOUT, {"layout": layout_of(abstract)})
+        self._barrier(f"written-{number}")
         if self._commits:
-            commit_state(step_folder, {name: shape for name, (shape, _, _) in shapes.items()})
-            (step_folder / "manifest").mkdir(parents=True, exist_ok=True)
-            write_json(step_folder / "manifest" / "metadata", manifest)
+            commit(folder, manifest)
+            if not in_bucket(folder):
+                self._remove(step)
+                os.replace(folder, self._folder / str(step))
             assert self._max_to_keep is not None
             for old in committed_steps(self._folder)[: -self._max_to_keep]:
                 self._remove(old)
-        self._barrier(step, "committed")
+        self._barrier(f"committed-{number}")
 
-    def _barrier(self, step: int, what: str) -> None:
+    def _barrier(self, name: str) -> None:
         """Waits for the other processes, without a device: the train step is running there."""
-        if self._reach == "shared" and jax.process_count() > 1:
-            key = f"checkpoint-{what}-{step}-{self._saves}"
-            ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=1000 * _BARRIER_SECONDS)
+        if self.reach == "shared" and jax.process_count() > 1:
+            store().wait_at_barrier(f"meshwright/checkpoint/{name}", 1000 * _BARRIER_SECONDS)
 
     def _remove(self, step: int) -> None:
-        """Deletes a checkpoint, its manifest first: what is left is not taken for whole."""
+        """Deletes a checkpoint, its manifest first: what is left is not taken for a checkpoint."""
         (self._folder / str(step) / "manifest" / "metadata").unlink(missing_ok=True)
         remove_tree(self._folder / str(step))
         (self._folder / STARTED / str(step)).unlink(missing_ok=True)
 
-    def restore(self, step: int, abstract: dict[str, Any], other_shape: Set[str]) -> dict[str, jax.Array]:
+    def restore(self, step: int, abstract: dict[str, Any]) -> dict[str, jax.Array]:
         """Returns tensors in the shapes and shardings of `abstract`; those of another shape are cut or padded."""
-        state = self._folder / str(step) / "state"
-        if self._reach == "process":
-            return _all_read(lambda: self._restore(state, abstract))
-        return self._restore(state, abstract)
-
-    def _restore(self, state: Path, abstract: dict[str, Any]) -> dict[str, jax.Array]:
-        with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
-            futures = {name: pool.submit(_read, state, name, x) for name, x in abstract.items()}
-            return {name: future.result() for name, future in futures.items()}
+        state, failure = self._folder / str(step) / "state", None
+        tensors: dict[str, jax.Array] = {}
+        try:
+            with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
+                futures = {name: pool.submit(_read, state, name, x) for name, x in abstract.items()}
+                tensors = {name: future.result() for name, future in futures.items()}
+        except Exception as error:
+            if self.reach == "shared":
+                raise
+            failure = error
+        if self.reach == "process" and jax.process_count() > 1:  # all take it, or none
+            failed = multihost_utils.process_allgather(np.array(failure is not None))
+            if failure is None and failed.any():
+                failure = ValueError(f"process {int(np.argmax(failed))} could not read its shards")
+        if failure is not None:
+            raise failure
+        return tensors
 
     def wait(self) -> None:
         """Waits until the last save is committed; raises its error."""
@@ -150,10 +171,6 @@ class ShardWriter:
             if self._thread is not None:
                 self._thread.shutdown()
 
-    def abandon(self) -> None:
-        """Gives up a save that failed."""
-        self._pending = None
-
 
 def layout_of(tensors: dict[str, Any]) -> str:
     """Returns a digest of which parts of which tensors this process has: its shards serve no other layout.
@@ -166,22 +183,6 @@ def layout_of(tensors: dict[str, Any]) -> str:
     }
     place = [jax.process_index(), jax.process_count()] if jax.process_count() > 1 else []
     return hashlib.sha256(json.dumps([place, parts if place else ""]).encode()).hexdigest()
-
-
-def _all_read(read: Callable[[], dict[str, jax.Array]]) -> dict[str, jax.Array]:
-    """Returns what this process read; raises on all processes where one of them could not."""
-    failure: Exception | None = None
-    try:
-        tensors = read()
-    except Exception as error:
-        failure = error
-    if jax.process_count() > 1:
-        failed = multihost_utils.process_allgather(np.array(failure is not None))
-        if failure is None and failed.any():
-            failure = ValueError(f"process {int(np.argmax(failed))} could not read its shards")
-    if failure is not None:
-        raise failure
-    return tensors
 
 
 def host_shards(tensors: dict[str, jax.Array], *, owned: bool) -> Shards:
