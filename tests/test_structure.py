@@ -28,8 +28,8 @@ SRC = ROOT / "src"
 PACKAGE = SRC / "meshwright"
 
 LIMITS = {
-    "modules that `train tiny` loads": 205,
-    "lines that `train tiny` loads": 25_990,
+    "modules that `train tiny` loads": 210,
+    "lines that `train tiny` loads": 27_200,
     "lines of Python in src": 59_900,
     "options of `train`": 114,
     "imports of the package inside functions": 185,
