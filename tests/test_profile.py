@@ -109,6 +109,7 @@ def test_the_library_profiles_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run = mw.recipe("tiny", steps=4)
     prepared = types.SimpleNamespace(device_run=types.SimpleNamespace(run=run))
     monkeypatch.setattr(training.loop, "prepare_run", lambda *_, **__: prepared)
+    monkeypatch.setattr(training, "_forecast", lambda prepared: None)
     trained: list[object] = []
     monkeypatch.setattr(ProfiledRun, "profile", lambda *_: None)
     monkeypatch.setattr(profiling, "_target", lambda _: None)

@@ -27,11 +27,11 @@ from meshwright.checkpoint.move import plan_move
 from meshwright.checkpoint.steps import committed_steps, partial_steps
 from meshwright.cli import supervisors
 from meshwright.cli.checkpoint import main
-from meshwright.cli.restarts import Restarts
 from meshwright.config import Data, MeshShape
 from meshwright.data.local import local_data
 from meshwright.errors import CheckpointError, ConfigError, StorageError
 from meshwright.hardware.hosts import Hosts
+from meshwright.launching.restarts import Restarts
 from meshwright.runs.run import Run
 from meshwright.runs.write_run import write_run
 from meshwright.storage import bucket

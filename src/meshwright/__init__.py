@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from meshwright.analysis.census import Census as Census
     from meshwright.analysis.census import census as census
     from meshwright.api.convert import convert as convert
+    from meshwright.api.evaluation import evaluate as evaluate
+    from meshwright.api.evaluation import parity as parity
     from meshwright.api.finetuning import finetune as finetune
     from meshwright.api.generation import generate as generate
     from meshwright.api.generation import open_generator as open_generator
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from meshwright.api.ranked import Offers as Offers
     from meshwright.api.ranked import Plans as Plans
     from meshwright.api.renting import offers as offers
-    from meshwright.api.training import evaluate as evaluate
-    from meshwright.api.training import parity as parity
     from meshwright.api.training import train as train
     from meshwright.api.viewing import view as view
     from meshwright.checkpoint.import_weights import Conversion as Conversion
@@ -90,7 +90,8 @@ _NAMES = {
     "api.planning": "Proof plan prove",
     "api.ranked": "Offers Plans",
     "api.renting": "offers",
-    "api.training": "evaluate parity train",
+    "api.training": "train",
+    "api.evaluation": "evaluate parity",
     "api.viewing": "view",
     "checkpoint.import_weights": "Conversion",
     "config": "Data MeshShape Optimizer Training",

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from meshwright.checkpoint.steps import committed_steps
-from meshwright.cli import supervisors
-from meshwright.cli.restarts import Restarts
-from meshwright.cli.supervise import _without, supervise
-from meshwright.cli.supervisors import Start, Supervisors
 from meshwright.config import MeshShape
 from meshwright.errors import CheckpointError, ConfigError, HostError
 from meshwright.hardware.hosts import ALONE, Hosts
 from meshwright.hardware.targets import parse_target
+from meshwright.launching import supervisors
+from meshwright.launching.restarts import Restarts
+from meshwright.launching.supervise import _without, supervise
+from meshwright.launching.supervisors import Start, Supervisors
 from meshwright.planner.fewer_devices import plan_for_fewer
 from meshwright.planner.search import search
 from meshwright.runs.recipe import find_recipe
@@ -111,11 +111,11 @@ def test_a_run_without_a_good_checkpoint_stops(tmp_path: Path, run: Run) -> None
 
 
 def test_restarts_are_limited(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.cli.supervise._Supervisor._attempt", lambda self, start: 75)
+    monkeypatch.setattr("meshwright.launching.supervise._Supervisor._attempt", lambda self, start: 75)
     with pytest.raises(HostError, match="started again 2 times"):
         supervise("train", [], run, tmp_path, ALONE, None, (Restarts(most=2, backoff=0), Watchdog()))
     # A mistake in the run is met again by every start.
-    monkeypatch.setattr("meshwright.cli.supervise._Supervisor._attempt", lambda self, start: 2)
+    monkeypatch.setattr("meshwright.launching.supervise._Supervisor._attempt", lambda self, start: 2)
     assert supervise("train", [], run, tmp_path, ALONE, None, (Restarts(most=2, backoff=0), Watchdog())) == 2
 
 

@@ -1,37 +1,35 @@
-"""Training and evaluation from Python."""
+"""Training from Python."""
 
 import contextlib
 import dataclasses
+import json
 import sys
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from rich.console import Console
 
 from meshwright.activity import watched_by
-from meshwright.api.choices import choose_for_devices
 from meshwright.api.memory_remedies import memory_explained
 from meshwright.api.viewing import view
-from meshwright.config import MeshShape
+from meshwright.bench.calibration_file import calibration_path, read_calibration
 from meshwright.hardware.mesh import default_cache_folder
-from meshwright.hugging_face.hub import is_hugging_face
+from meshwright.planner.forecast import ForecastGap, StepForecast, forecast_gaps, forecast_step, local_target
 from meshwright.plugins import keep_own_names
 from meshwright.report import Reporter
 from meshwright.report.console import ConsoleReport, Period, open_console
 from meshwright.report.tokenizing import TokenizeReport
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import run_in_folder
 from meshwright.runs.write_run import run_to_dict
 from meshwright.storage.paths import path_of
-from meshwright.trainer import evaluation, loop
-from meshwright.trainer.parity import Parity, check_processes, compare_meshes
-from meshwright.wrapped.model import Wrapped, is_wrapped
-from meshwright.wrapped.parity import compare_wrapped
-from meshwright.wrapped.prepared import WrappedEvaluation, evaluate_wrapped, prepare_wrapped
+from meshwright.trainer import loop
+from meshwright.trainer.watchdog import Watchdog
+from meshwright.wrapped.model import is_wrapped
 
 
 def train(
@@ -64,26 +62,99 @@ def train(
         >>> result.steps, result.loss > 0
         (2, True)
     """
-    folder = path_of(out) if out is not None else Path("runs") / f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    at = start if isinstance(start, int) else None
-    own = None if start == "fresh" else folder / "tokenizer.json"
     keep_own_names(run_to_dict(run))  # before a checkpoint names them too
-    console = ConsoleReport(open_console(), Period.parse("30s,10" if progress == "none" else progress))
-    display = None if progress == "none" else TokenizeReport(open_console(sys.stderr))
+    quiet = progress == "none"
+    with contextlib.closing(ConsoleReport(open_console(), Period.parse("30s,10" if quiet else progress))) as shown:
+        return train_reported(
+            run, output_folder(run, out), start=start, data=data, devices=devices, profile=profile, cache=cache,
+            progress=None if quiet else shown, console=None if quiet else open_console(),
+        ).summary  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """Result of a training, and how far its steps were from what the planner predicted."""
+
+    summary: loop.Summary
+    gaps: list[ForecastGap] = dataclasses.field(default_factory=list)
+    """Parts of a step, predicted and measured; none where nothing is known of the devices."""
+
+
+def output_folder(run: Run, out: str | Path | None) -> Path:
+    """Returns the output folder of a run: `out`, or a new one under `runs`."""
+    return path_of(out) if out is not None else Path("runs") / f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def train_reported(
+    run: Run,
+    out: Path,
+    *,
+    start: Literal["fresh", "resume"] | int = "fresh",
+    data: Literal["same", "new"] = "same",
+    devices: int | None = None,
+    progress: ConsoleReport | None = None,
+    console: Console | None = None,
+    profile: str | None = None,
+    cache: Path | None = None,
+    watchdog: Watchdog | None = None,
+    on_prepared: Callable[[loop.Trainable, StepForecast | None], None] = lambda prepared, forecast: None,
+) -> Trained:
+    """Trains `run` as `train` does, on hosts that have joined, and keeps its forecast in OUT/foresight.json.
+
+    progress: display of the steps; None shows none.  console: where a profile is printed; None prints none.
+    on_prepared: called with the run on its devices, and the predicted step where the devices are known.
+    """
+    several = jax.distributed.is_initialized() and jax.process_count() > 1
+    cache = cache or default_cache_folder()
 
     def reporters(first: int) -> list[Reporter]:
-        if progress == "none" or jax.process_index():
+        if progress is None or jax.process_index():
             return []
-        return [console.begin(first, run.training.steps, run.optimizer.warmup_steps)]
+        return [progress.begin(first, run.training.steps, run.optimizer.warmup_steps)]
 
-    with contextlib.nullcontext() if progress == "none" else watched_by(console), contextlib.closing(console):
-        prepared = _prepare(run, cache or default_cache_folder(), devices, own, display)
-        shown = None if progress == "none" else open_console()
-        with memory_explained(prepared), _profiled(prepared, profile, folder, shown) as profiled:
-            return loop.train(
-                profiled, folder, start="fresh" if start == "fresh" else "resume", at=at, data=data,
-                reporters=reporters, page=lambda: view(folder).write(),
+    joined: AbstractContextManager[None] = contextlib.nullcontext()
+    with contextlib.nullcontext() if progress is None else watched_by(progress):
+        if several:
+            from meshwright.trainer.same_hosts import agree_on, watched_before  # not for a process that is alone
+
+            agree_on(run)
+            joined = watched_before(out, watchdog or Watchdog())
+        with joined:
+            prepared = _prepare(run, cache, devices, None if start == "fresh" else out, shown=progress is not None)
+        forecast = None if is_wrapped(run) else _forecast(prepared)
+        on_prepared(prepared, forecast)
+        with memory_explained(prepared), _profiled(prepared, profile, out, console) as profiled:
+            summary = loop.train(
+                profiled, out, start="fresh" if start == "fresh" else "resume",
+                at=start if isinstance(start, int) else None, data=data, reporters=reporters,
+                page=lambda: view(out).write(), watchdog=watchdog,
             )  # fmt: skip
+        if forecast is None or not summary.tokens or jax.process_index():
+            return Trained(summary)
+        return Trained(summary, _gaps(forecast, summary))
+
+
+def _forecast(prepared: loop.Trainable) -> StepForecast | None:
+    """Returns the predicted step; None where nothing is known of the devices."""
+    file = calibration_path(default_cache_folder())
+    calibration = read_calibration(file) if file.is_file() else None
+    device_run = prepared.device_run
+    return forecast_step(device_run.placed, list(device_run.mesh.devices.flat), calibration)
+
+
+def _gaps(forecast: StepForecast, summary: loop.Summary) -> list[ForecastGap]:
+    """Returns the step's parts, predicted and measured, and writes them to `foresight.json`."""
+    steps = max(1, summary.steps_taken)
+    data_wait, saving = summary.data_wait_seconds / steps, summary.save_seconds / steps
+    step = max(0.0, summary.step_seconds - data_wait)
+    gaps = forecast_gaps(forecast, step=step, data_wait=data_wait, saving=saving)
+    record = {"source": forecast.source, "gaps": [dataclasses.asdict(gap) for gap in gaps]}
+    file = summary.out / "foresight.json"
+    try:
+        file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:  # the training itself is done
+        warnings.warn(f"{file} could not be written: {error.strerror}", stacklevel=1)
+    return gaps
 
 
 def _profiled(
@@ -96,68 +167,28 @@ def _profiled(
     return profiled(prepared, steps, out, console)
 
 
-def _prepare(
-    run: Run, cache: Path, devices: int | None, own: Path | None, progress: TokenizeReport | None
-) -> loop.Trainable:
+def _prepare(run: Run, cache: Path, devices: int | None, resumed: Path | None, *, shown: bool) -> loop.Trainable:
+    """Puts the run on its devices. resumed: output folder of a run that goes on with its own tokenizer."""
     if is_wrapped(run):
+        from meshwright.wrapped.prepared import prepare_wrapped  # a run of a family's model loads no wrapped one
+
         return prepare_wrapped(run, cache=cache, devices=devices)
-    return loop.prepare_run(run, cache=cache, devices=devices, choose=choose_for_devices, own=own, progress=progress)
+    display = TokenizeReport(open_console(sys.stderr)) if shown else None
+    own = None if resumed is None else resumed / "tokenizer.json"
+    return loop.prepare_run(run, cache=cache, devices=devices, choose=_choose_for_devices, own=own, progress=display)
 
 
-def evaluate(
-    out: str | Path,
-    *,
-    data: Sequence[str] = (),
-    at: int | None = None,
-    mesh: str | MeshShape | None = None,
-    model: Wrapped | None = None,
-    cache: Path | None = None,
-) -> evaluation.Evaluation | WrappedEvaluation:
-    """Evaluates a run's checkpoint on its held-out text or batches, or on the text `data`.
+def _choose_for_devices(run: Run, devices: Sequence[Any]) -> Run:
+    """Returns the run with the remat policy, and the pipeline schedule, that is fastest on `devices`, where it leaves
+    them open.
 
-    out: output folder of the run, or hf:PATH of a Hugging Face model.  data: other text, all of which is evaluated.
-    at: step of the checkpoint; None takes the last.  mesh: mesh to evaluate on; None takes the run's own.
-    model: wrapped model of the run, where run.json cannot name it.
-    Raises CheckpointError, ConfigError, DataError.
-
-    Example:
-        >>> run = mw.recipe("tiny", mesh="data=2", layers=1, steps=2, sample=0, eval_samples=16)
-        >>> result = mw.train(run, out=tmp / "evaluated", progress="none", cache=tmp)
-        >>> evaluation = mw.evaluate(tmp / "evaluated", mesh="fsdp=2", cache=tmp)
-        >>> evaluation.step, abs(evaluation.loss - result.held_out_loss) < 1e-3
-        (2, True)
+    Unchanged on simulated devices and on chips of which nothing is known. run: with its mesh and vocabulary.
     """
-    shape = MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
-    if not is_hugging_face(str(out)) and is_wrapped(wrapped := run_in_folder(path_of(out))):
-        wrapped = dataclasses.replace(wrapped, model=model or wrapped.model, mesh=shape or wrapped.mesh)
-        return evaluate_wrapped(path_of(out), wrapped, cache=cache or default_cache_folder(), at=at)
-    run = evaluation.run_to_evaluate(out, data, shape)
-    return evaluation.evaluate_checkpoint(out, run, cache=cache or default_cache_folder(), whole=bool(data), at=at)
+    training = run.training
+    open_choices = "auto" in (training.remat, training.pipeline_schedule, training.stage_saves)
+    known = local_target(devices, None) if open_choices and devices[0].platform != "cpu" else None
+    if known is None:
+        return run
+    from meshwright.planner.automatic import with_best_remat  # loads the search, which given choices need not
 
-
-def parity(
-    run: Run,
-    against: MeshShape | str = "data=1",
-    *,
-    steps: int = 5,
-    cache: Path | None = None,
-    devices: int | None = None,
-) -> Parity:
-    """Compares `steps` steps of `run` on its own mesh with the same steps on the mesh `against`, in float32.
-
-    cache: folder of token files and compiled programs; None takes the user's cache folder.
-    devices: use the first so many; None uses all. A run without a mesh takes the default mesh over them.
-    Of several processes all compute the run's mesh; a mesh `against` that fits process 0 is computed by it alone.
-    Raises ConfigError where the run does not fit one of the meshes, DataError, and HostError.
-
-    Example:
-        >>> run = mw.recipe("tiny", mesh="data=2", layers=1, batch=2, seq=32)
-        >>> print(mw.parity(run, against="data=1", steps=1, cache=tmp).first_divergence)
-        None
-    """
-    other = MeshShape.parse(against) if isinstance(against, str) else against
-    check_processes(run.mesh, other)
-    if is_wrapped(run):
-        return compare_wrapped(run, other, cache=cache or default_cache_folder(), devices=devices, steps=steps)
-    prepared = loop.prepare_run(run, cache=cache or default_cache_folder(), devices=devices)
-    return compare_meshes(prepared.device_run, other, prepared.train, prepared.corpus.weights, steps=steps)
+    return with_best_remat(run, known[0])

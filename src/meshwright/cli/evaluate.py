@@ -7,18 +7,17 @@ from typing import Annotated, Any
 
 import tyro
 
+from meshwright.api.benchmarks import check_lm_eval, run_tasks
+from meshwright.api.evaluation import evaluate
+from meshwright.api.generation import open_generator
 from meshwright.cli.devices import HostOptions, start_devices
 from meshwright.cli.output import write, write_json
 from meshwright.cli.parse import parse
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.agreement import failing_together
-from meshwright.hardware.mesh import default_cache_folder
-from meshwright.runs.run import Run
-from meshwright.storage.paths import path_of
-from meshwright.trainer.evaluation import evaluate_checkpoint, run_to_evaluate
-from meshwright.wrapped.model import is_wrapped
-from meshwright.wrapped.prepared import evaluate_wrapped
+from meshwright.trainer.evaluation import run_to_evaluate
+from meshwright.wrapped.prepared import WrappedEvaluation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,28 +60,18 @@ def main(args: Sequence[str]) -> int:
     run = run_to_evaluate(options.folder, options.data, shape)
     hosts = options.hosts.hosts()
     start_devices(options.devices, run, hosts)
-    if is_wrapped(run):
-        metrics = evaluate_wrapped(path_of(options.folder), run, cache=default_cache_folder(), at=options.at).metrics
-        lines = "".join(f"{name:<20} {value:.6g}\n" for name, value in metrics.items())
-        if hosts.process == 0:
-            write_json(metrics) if options.json else write(lines)
-        return 0
-    shown, record = _tasks(options, shape) if options.tasks else _losses(options, run)
+    shown, record = _tasks(options, shape) if options.tasks else _losses(options, shape)
     if hosts.process == 0:
         write_json(record) if options.json else write(shown)
     return 0
 
 
-def _losses(options: EvaluateOptions, run: Run) -> tuple[str, Any]:
-    """Returns loss, perplexity and bits per byte, as text and as a record."""
-    evaluation = evaluate_checkpoint(
-        options.folder,
-        run,
-        cache=default_cache_folder(),
-        whole=bool(options.data),
-        at=options.at,
-        devices=options.devices,
-    )
+def _losses(options: EvaluateOptions, shape: MeshShape | None) -> tuple[str, Any]:
+    """Returns loss, perplexity and bits per byte, or a wrapped model's metrics, as text and as a record."""
+    evaluation = evaluate(options.folder, data=options.data, at=options.at, mesh=shape, devices=options.devices)
+    if isinstance(evaluation, WrappedEvaluation):
+        metrics = evaluation.metrics
+        return "".join(f"{name:<20} {value:.6g}\n" for name, value in metrics.items()), metrics
     text = (
         f"step {evaluation.step}: loss {evaluation.loss:.4f} per token over {evaluation.samples} samples "
         f"({evaluation.tokens:,} tokens, {evaluation.text_bytes:,} bytes)\n"
@@ -94,19 +83,18 @@ def _losses(options: EvaluateOptions, run: Run) -> tuple[str, Any]:
 
 def _tasks(options: EvaluateOptions, shape: MeshShape | None) -> tuple[str, Any]:
     """Returns the results of the benchmarks, as text and as a record."""
-    from meshwright.api.benchmarks import check_lm_eval, run_tasks  # losses need no generator
-    from meshwright.generation.generator import Generator
-    from meshwright.generation.source import open_weights
-    from meshwright.hardware.mesh import enable_compilation_cache
-
     check_lm_eval()
-    enable_compilation_cache(default_cache_folder() / "compiled")
-    opened = open_weights(options.folder, mesh=shape, at=options.at, devices=options.devices)
+    generator = open_generator(options.folder, mesh=shape, at=options.at, devices=options.devices)
     results = run_tasks(
-        Generator(opened), options.tasks, longest=opened.seq, batch=options.batch, shots=options.shots,
-        limit=options.limit, task_folder=options.task_folder,
-    )  # fmt: skip
-    lines = [f"{opened.origin}, texts of at most {opened.seq} tokens"]
+        generator,
+        options.tasks,
+        longest=generator.seq,
+        batch=options.batch,
+        shots=options.shots,
+        limit=options.limit,
+        task_folder=options.task_folder,
+    )
+    lines = [f"{generator.origin}, texts of at most {generator.seq} tokens"]
     for task, values in results.items():
         numbers = {name: value for name, value in values.items() if isinstance(value, float)}
         lines += [f"{task:<24} {name.removesuffix(',none'):<16} {value:.4f}" for name, value in numbers.items()]

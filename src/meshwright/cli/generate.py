@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 
+from meshwright.api.generation import open_generator
 from meshwright.cli.devices import HostOptions, start_devices
 from meshwright.cli.output import write, write_json
 from meshwright.cli.parse import parse
@@ -20,9 +21,8 @@ from meshwright.errors import ConfigError, DataError
 from meshwright.formatting import format_bytes, format_count, format_step, format_time
 from meshwright.generation.generator import Decoding, Generated, GenerationReport, Generator
 from meshwright.generation.sampling import Sampling
-from meshwright.generation.source import open_weights, run_of_source
+from meshwright.generation.source import run_of_source
 from meshwright.hardware.agreement import failing_together
-from meshwright.hardware.mesh import default_cache_folder, enable_compilation_cache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,12 +81,14 @@ def main(args: Sequence[str]) -> int:
             f"--chat with {hosts.processes} processes", "only one of them has your terminal", "--prompts FILE"
         )
     start_devices(options.devices, dataclasses.replace(run, mesh=shape or run.mesh), hosts)
-    enable_compilation_cache(default_cache_folder() / "compiled")
-    opened = open_weights(
-        options.source, mesh=shape, at=options.at, devices=options.devices, initial=initial
-    )  # fmt: skip
-    generator = Generator(opened, options.decoding)
-    del opened  # the layout of training, where decoding has its own
+    generator = open_generator(
+        options.source,
+        mesh=shape,
+        at=options.at,
+        devices=options.devices,
+        decoding=options.decoding,
+        initial=initial,
+    )
     _note(f"{generator.origin} on {generator.device_run.shape}: weights {generator.layout}\n")
     if options.chat:
         return _converse(options, generator, prompts)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from meshwright.api.training import parity
+from meshwright.api.evaluation import parity
 from meshwright.cli.base_run import RunOptions, base_run
 from meshwright.cli.devices import SIMULATED, HostOptions, start_devices
 from meshwright.cli.output import write_json

@@ -14,8 +14,8 @@ from rich.markup import escape
 from meshwright.cli.base_run import RunOptions, base_run
 from meshwright.cli.output import write_json
 from meshwright.cli.parse import parse
-from meshwright.cli.training_processes import TrainingProcesses, read_losses
 from meshwright.errors import ConfigError, TrainingError, divisors
+from meshwright.launching.training_processes import TrainingProcesses, read_losses
 from meshwright.planner.shrink import shape_within, shrink
 from meshwright.report.console import open_console
 from meshwright.runs.run import Run

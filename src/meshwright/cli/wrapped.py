@@ -10,20 +10,17 @@ from rich.markup import escape
 from meshwright.analysis.census import Census
 from meshwright.cli.output import write_json
 from meshwright.config import MeshShape
-from meshwright.formatting import format_bytes, format_count
-from meshwright.hardware.mesh import build_mesh, default_cache_folder
+from meshwright.formatting import format_bytes
+from meshwright.hardware.mesh import build_mesh
 from meshwright.hardware.targets import Target
 from meshwright.planner.estimate import Estimate
 from meshwright.planner.plan_file import prediction_json, write_plan
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.runs.run import Run
-from meshwright.sharding.params import count_params
-from meshwright.sharding.placement import notation
 from meshwright.views.plain_table import plain_table
 from meshwright.wrapped.census import census_of_wrapped
 from meshwright.wrapped.placing import put_on_devices
 from meshwright.wrapped.plan import plan_wrapped, price_wrapped
-from meshwright.wrapped.prepared import PreparedModel, prepare_wrapped
 
 _ROWS = 20
 """Most rows of a table."""
@@ -38,24 +35,6 @@ def compile_wrapped(
     wrapped_run = put_on_devices(run, build_mesh(run.mesh, devices))
     planned = None if target is None else price_wrapped(run, target).estimate
     return wrapped_run.placed, census_of_wrapped(wrapped_run, target), planned
-
-
-def prepare_and_print(run: Run, devices: int | None, console: Console) -> PreparedModel:
-    """Places a wrapped model on the devices here and prints the placement of its parameters."""
-    prepared = prepare_wrapped(run, cache=default_cache_folder(), devices=devices)
-    placed, framework = prepared.device_run.placed, prepared.device_run.parts.adapter.framework
-    console.print(
-        f"[bold]{escape(run.name)}[/]: {framework}, {format_count(count_params(placed.params))} parameters, mesh "
-        f"[bold]{placed.shape}[/]; {run.training.steps} steps of {run.training.batch} examples"
-    )
-    table = plain_table("parameter", "sharded", "gathered")
-    for name, p, where in placed.leaves[:_ROWS]:
-        row = (escape(notation("w", p.dims, placement)) for placement in (where.at_rest, where.in_use))
-        table.add_row(name, *row)
-    console.print(table)
-    if len(placed.leaves) > _ROWS:
-        console.print(f"[dim]and {len(placed.leaves) - _ROWS} more[/]")
-    return prepared
 
 
 def print_wrapped_plans(run: Run, target: Target, console: Console, *, out: Path | None, as_json: bool) -> int:

@@ -1,6 +1,6 @@
 """Tables that `train` and `parity` print: the prepared run, its summary, and the comparison of two meshes."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -9,15 +9,21 @@ from rich.table import Table
 from meshwright.formatting import format_bytes, format_count, format_time
 from meshwright.sharding.layouts import find_layout
 from meshwright.sharding.params import count_params
+from meshwright.sharding.placement import notation
 from meshwright.step.device_run import DeviceRun
 from meshwright.trainer import loop, parity
 from meshwright.views.layout_tables import print_precision, print_stages
 from meshwright.views.plain_table import plain_table
 from meshwright.views.show import layout_report
 
+if TYPE_CHECKING:
+    from meshwright.wrapped.prepared import PreparedModel
+
 _EXAMPLES = ("embed", "blocks.query", "blocks.attention_out", "blocks.up", "blocks.down", "blocks.expert_up",
              "blocks.expert_down", "blocks.mlp_norm")  # fmt: skip
 """Parameters whose placement is printed before training."""
+_ROWS = 20
+"""Most parameters of a wrapped model whose placement is printed."""
 
 
 def print_prepared_run(console: Console, prepared: loop.PreparedRun) -> None:
@@ -77,6 +83,23 @@ def print_choices(console: Console, device_run: DeviceRun) -> None:
     console.print(f"step: {', '.join(parts)}", markup=False)
     if refused:
         console.print(f"the installed compiler does not know {', '.join(refused)}: left out", markup=False)
+
+
+def print_prepared_model(console: Console, prepared: "PreparedModel") -> None:
+    """Prints where the parameters of a wrapped model lie."""
+    placed, framework = prepared.device_run.placed, prepared.device_run.parts.adapter.framework
+    run = placed.run
+    console.print(
+        f"[bold]{escape(run.name)}[/]: {framework}, {format_count(count_params(placed.params))} parameters, mesh "
+        f"[bold]{placed.shape}[/]; {run.training.steps} steps of {run.training.batch} examples"
+    )
+    table = plain_table("parameter", "sharded", "gathered")
+    for name, p, where in placed.leaves[:_ROWS]:
+        row = (escape(notation("w", p.dims, placement)) for placement in (where.at_rest, where.in_use))
+        table.add_row(name, *row)
+    console.print(table)
+    if len(placed.leaves) > _ROWS:
+        console.print(f"[dim]and {len(placed.leaves) - _ROWS} more[/]")
 
 
 def print_summary(console: Console, summary: loop.Summary, unit: str = "tokens") -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 from meshwright.checkpoint.steps import committed_steps
 from meshwright.checkpoint.write_errors import unwritable
-from meshwright.cli.restarts import Restarts
 from meshwright.documents import LARGE, parse_json, read_json, read_text, write_atomically
 from meshwright.errors import CheckpointError, HostError, StorageError
 from meshwright.hardware.hosts import PORT, Hosts
 from meshwright.heartbeat import beating
+from meshwright.launching.restarts import Restarts
 from meshwright.runs.run import Run
 from meshwright.storage.paths import store_of
 

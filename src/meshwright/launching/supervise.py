@@ -21,11 +21,10 @@ from types import FrameType
 from typing import Any
 
 from meshwright.checkpoint.steps import committed_steps
-from meshwright.cli.output import write
-from meshwright.cli.restarts import Restarts
-from meshwright.cli.supervisors import Start, Supervisors
 from meshwright.errors import CheckpointError, HostError, StorageError
 from meshwright.hardware.hosts import Hosts
+from meshwright.launching.restarts import Restarts
+from meshwright.launching.supervisors import Start, Supervisors
 from meshwright.plugins import options_of_child
 from meshwright.runs.run import Run
 from meshwright.storage.paths import store_of
@@ -125,7 +124,8 @@ class _Supervisor:
 
     def _ended(self, code: int) -> int:
         """Prints the JSON of the last start, where one was asked for; returns the exit code."""
-        write(self.printed)
+        with contextlib.suppress(BrokenPipeError):  # the reader has gone
+            print(self.printed, end="", flush=True)
         return code
 
     def _stopping(self) -> bool:

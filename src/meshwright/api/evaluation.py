@@ -1,0 +1,79 @@
+"""Evaluation of checkpoints and comparison of meshes from Python."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshwright.config import MeshShape
+from meshwright.hardware.mesh import default_cache_folder
+from meshwright.hugging_face.hub import is_hugging_face
+from meshwright.runs.run import Run
+from meshwright.runs.run_file import run_in_folder
+from meshwright.storage.paths import path_of
+from meshwright.trainer import evaluation, loop
+from meshwright.trainer.parity import Parity, check_processes, compare_meshes
+from meshwright.wrapped.model import Wrapped, is_wrapped
+from meshwright.wrapped.parity import compare_wrapped
+from meshwright.wrapped.prepared import WrappedEvaluation, evaluate_wrapped
+
+
+def evaluate(
+    out: str | Path,
+    *,
+    data: Sequence[str] = (),
+    at: int | None = None,
+    mesh: str | MeshShape | None = None,
+    devices: int | None = None,
+    model: Wrapped | None = None,
+    cache: Path | None = None,
+) -> evaluation.Evaluation | WrappedEvaluation:
+    """Evaluates a run's checkpoint on its held-out text or batches, or on the text `data`.
+
+    out: output folder of the run, or hf:PATH of a Hugging Face model.  data: other text, all of which is evaluated.
+    at: step of the checkpoint; None takes the last.  mesh: mesh to evaluate on; None takes the run's own.
+    devices: use the first so many; None uses all.  model: wrapped model of the run, where run.json cannot name it.
+    Raises CheckpointError, ConfigError, DataError.
+
+    Example:
+        >>> run = mw.recipe("tiny", mesh="data=2", layers=1, steps=2, sample=0, eval_samples=16)
+        >>> result = mw.train(run, out=tmp / "evaluated", progress="none", cache=tmp)
+        >>> evaluation = mw.evaluate(tmp / "evaluated", mesh="fsdp=2", cache=tmp)
+        >>> evaluation.step, abs(evaluation.loss - result.held_out_loss) < 1e-3
+        (2, True)
+    """
+    shape = MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
+    if not is_hugging_face(str(out)) and is_wrapped(wrapped := run_in_folder(path_of(out))):
+        wrapped = dataclasses.replace(wrapped, model=model or wrapped.model, mesh=shape or wrapped.mesh)
+        return evaluate_wrapped(path_of(out), wrapped, cache=cache or default_cache_folder(), at=at)
+    run = evaluation.run_to_evaluate(out, data, shape)
+    return evaluation.evaluate_checkpoint(
+        out, run, cache=cache or default_cache_folder(), whole=bool(data), at=at, devices=devices
+    )
+
+
+def parity(
+    run: Run,
+    against: MeshShape | str = "data=1",
+    *,
+    steps: int = 5,
+    cache: Path | None = None,
+    devices: int | None = None,
+) -> Parity:
+    """Compares `steps` steps of `run` on its own mesh with the same steps on the mesh `against`, in float32.
+
+    cache: folder of token files and compiled programs; None takes the user's cache folder.
+    devices: use the first so many; None uses all. A run without a mesh takes the default mesh over them.
+    Of several processes all compute the run's mesh; a mesh `against` that fits process 0 is computed by it alone.
+    Raises ConfigError where the run does not fit one of the meshes, DataError, and HostError.
+
+    Example:
+        >>> run = mw.recipe("tiny", mesh="data=2", layers=1, batch=2, seq=32)
+        >>> print(mw.parity(run, against="data=1", steps=1, cache=tmp).first_divergence)
+        None
+    """
+    other = MeshShape.parse(against) if isinstance(against, str) else against
+    check_processes(run.mesh, other)
+    if is_wrapped(run):
+        return compare_wrapped(run, other, cache=cache or default_cache_folder(), devices=devices, steps=steps)
+    prepared = loop.prepare_run(run, cache=cache or default_cache_folder(), devices=devices)
+    return compare_meshes(prepared.device_run, other, prepared.train, prepared.corpus.weights, steps=steps)
