@@ -47,13 +47,11 @@ def main() -> None:
     sky = parser.parse_args().sky
     good = []
     with tempfile.TemporaryDirectory() as folder:
-        files = {name: Path(folder) / name for name in ("job.sh", "submit.sh", "gpu.yaml", "tpu.yaml")}
+        files = {name: Path(folder) / name for name in ("job.sh", "gpu.yaml", "tpu.yaml")}
         files["job.sh"].write_text(launch("slurm", "--set", "time=01:00:00"))
-        files["submit.sh"].write_text(launch("ray", "--hosts", "2"))
         files["gpu.yaml"].write_text(launch("skypilot", "--target", "h100:16", "--image", "image:tag"))
         files["tpu.yaml"].write_text(launch("skypilot", "--target", "v5p:4x4x8"))
-        for name in ("job.sh", "submit.sh"):
-            good.append(check(name, ["bash", "-n", str(files[name])], "bash"))
+        good.append(check("job.sh", ["bash", "-n", str(files["job.sh"])], "bash"))
         good.append(check("job.sh", ["sbatch", "--test-only", str(files["job.sh"])], "sbatch"))
         for name in ("gpu.yaml", "tpu.yaml"):
             good.append(check(name, [sky, "-c", SKY, str(files[name]), HOSTILE], sky))

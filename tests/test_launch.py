@@ -27,7 +27,6 @@ from meshwright.launching.installation import REMOTE_SOURCE, requirement
 from meshwright.launching.job import Job, legal_name
 from meshwright.launching.jobset import jobset_manifest
 from meshwright.launching.local import of_the_first, run_local
-from meshwright.launching.ray_job import decode, ray_script, specification
 from meshwright.launching.skypilot import skypilot_task
 from meshwright.launching.slurm import slurm_script
 from meshwright.runs.recipe import find_recipe
@@ -187,19 +186,6 @@ def test_nodes_install_what_is_installed_here(
     Requirement(package.replace(REMOTE_SOURCE, "meshwright"))  # what pip would read
 
 
-def test_ray_passes_every_value_on(tmp_path: Path) -> None:
-    asked = job(fields=(("address", "http://head:8265"),))
-    # Ray joins the words of the entry point as Windows does, and gives them to a shell of the head node.
-    ray = f"""{shlex.quote(sys.executable)} -c 'import subprocess, sys
-print(subprocess.list2cmdline(sys.argv[sys.argv.index("--") + 1:]))' "$@" """
-    entry = run_script(tmp_path, ray_script(asked), {"ray": ray}).stdout
-    done = run_script(tmp_path, entry, {"python": RECORD})
-    words = json.loads(done.stdout)[0]
-    assert words[:2] == ["-m", "meshwright.launching.on_ray"]
-    assert decode(words[2]) == specification(asked)
-    assert specification(asked)["resources"] == {"GPU": 8}
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -216,7 +202,6 @@ print(subprocess.list2cmdline(sys.argv[sys.argv.index("--") + 1:]))' "$@" """
         (["--on", "slurm", "--hosts", "4", "--processes", "6", "tiny", "--out", "x"], "--processes 4"),
         (["--on", "slurm", "--env", "A B=c", "tiny", "--out", "x"], "--env NAME=VALUE"),
         (["--on", "slurm", "--name", "My Run", "tiny", "--out", "x"], "--name my-run"),
-        (["--on", "ray", "--image", "i", "tiny", "--out", "x"], "the cluster's configuration"),
         (["--on", "local", "--write", "x", "tiny"], "no --write"),
         (["--on", "local", "--hosts", "2", "tiny"], "it is one host"),
         (["--on", "slurm", "--hosts", "0", "tiny", "--out", "x"], "--hosts 1"),

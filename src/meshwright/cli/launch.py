@@ -34,8 +34,8 @@ class LaunchOptions:
     with its own arguments. Prints the job file of a scheduler, or runs the processes on this machine (--on local).
     The options of launch come before RUN."""
 
-    on: Literal["slurm", "jobset", "skypilot", "ray", "local"]
-    """Scheduler: Slurm, a Kubernetes JobSet, SkyPilot, a Ray cluster, or this machine."""
+    on: Literal["slurm", "jobset", "skypilot", "local"]
+    """Scheduler: Slurm, a Kubernetes JobSet, SkyPilot, or this machine."""
     target: Annotated[str | None, tyro.conf.arg(metavar="CHIP:SIZE")] = None
     """Hardware, as `plan --on` names it: v5p:8x8x16, 2*v6e:16x16, h100:64. Gives the hosts and what each of them has.
     By default that of a plan."""
@@ -58,8 +58,8 @@ class LaunchOptions:
     """Most starts after the first, from the last checkpoint; by default 10 for training with a scheduler, else
     none."""
     set: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE")] = ()
-    """Further field of the scheduler: a directive of sbatch, a node label, a resource of SkyPilot, an option of
-    `ray job submit`; may be repeated."""
+    """Further field of the scheduler: a directive of sbatch, a node label, a resource of SkyPilot; may
+    be repeated."""
     write: Path | None = None
     """File to write; by default the job is printed."""
     overwrite: bool = False
@@ -96,7 +96,7 @@ def main(args: Sequence[str]) -> int:
     return 0
 
 
-_START = {"slurm": "sbatch", "jobset": "kubectl apply -f", "skypilot": "sky jobs launch", "ray": "bash"}
+_START = {"slurm": "sbatch", "jobset": "kubectl apply -f", "skypilot": "sky jobs launch"}
 
 
 def _writer(scheduler: str) -> Callable[[Job], str]:
@@ -104,7 +104,6 @@ def _writer(scheduler: str) -> Callable[[Job], str]:
         "slurm": ("slurm", "slurm_script"),
         "jobset": ("jobset", "jobset_manifest"),
         "skypilot": ("skypilot", "skypilot_task"),
-        "ray": ("ray_job", "ray_script"),
     }[scheduler]
     written: Callable[[Job], str] = getattr(importlib.import_module(f"meshwright.launching.{module}"), function)
     return written

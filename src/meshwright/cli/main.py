@@ -26,7 +26,7 @@ VERBS = {
     "plan": "Find the fastest mesh and layout for hardware that is not here.",
     "prove": "Compile the step, also for hardware that is not here: memory, communication, FLOPs, faults.",
     "launch": "Run a verb on several hosts: a job file for a scheduler, or processes on this machine.",
-    "doctor": "Find what is wrong with this host, or with several hosts together, before a run does.",
+    "doctor": "Find what is wrong with this host before a run does.",
     "rehearse": "Run a plan with a small model on simulated devices: train, stop, resume, evaluate.",
     "parity": "Compare a run on two meshes: initial values, losses, gradients.",
     "view": "Show runs on a page: curves, times, events, samples; --live updates it while they train.",

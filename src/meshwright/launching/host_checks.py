@@ -1,8 +1,9 @@
-"""Checks of one host alone: versions, limits, shared memory, variables, free room, devices.
+"""Checks of one host: versions, limits, shared memory, variables, free room, devices.
 
 Each function takes what it judges, so that a wrong host can be described to it.
 """
 
+import dataclasses
 import json
 import os
 import platform
@@ -14,25 +15,49 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.errors import MeshwrightError
 from meshwright.formatting import format_bytes
 from meshwright.hardware.chips import find_chip
 from meshwright.hardware.hosts import hosts_of
-from meshwright.launching.findings import Finding, Verdict, fault, ok
 
 PACKAGES = (
     "meshwright", "jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin",
     "jax-cuda12-pjrt", "numpy", "optax", "tensorstore",
 )  # fmt: skip
-"""Packages whose versions all hosts must share."""
+"""Packages whose versions are shown."""
 _FILES = 4096
 """Open files that a process needs: checkpoints open a file for each shard, and each neighbour is a socket."""
 _LOCKED = 64 * 2**20
 """Bytes of locked memory that InfiniBand needs at least for its buffers; it registers what it sends."""
 _SHARED = 2**30
 """Bytes of /dev/shm that NCCL and data loaders need with several GPUs; a container has 64 MiB by default."""
+Verdict = Literal["ok", "warning", "fault"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Result of one check on one host."""
+
+    check: str
+    """Name of the check: a column of the table."""
+    verdict: Verdict
+    """`warning` may be meant; `fault` stops a run, or spoils it."""
+    found: str
+    """What is true, with its number."""
+    fix: str = ""
+    """Smallest change that mends it; empty where nothing is wrong."""
+
+
+def ok(check: str, found: str) -> Finding:
+    """Returns a finding of a check that passed."""
+    return Finding(check, "ok", found)
+
+
+def fault(check: str, found: str, fix: str) -> Finding:
+    """Returns a finding that stops or spoils a run."""
+    return Finding(check, "fault", found, fix)
 
 
 def installed_versions() -> dict[str, str]:
@@ -242,8 +267,8 @@ def accelerator_here() -> str:
     return "tpu" if has_tpu() else ""
 
 
-def check_host(folder: Path, needed: int, seconds: float) -> tuple[list[Finding], dict[str, Any]]:
-    """Runs every check of this host; returns the findings, and what hosts compare: versions and devices.
+def check_host(folder: Path, needed: int, seconds: float) -> list[Finding]:
+    """Runs every check of this host.
 
     folder: output folder.  needed: bytes that a run writes there.  seconds: for JAX to list the devices.
     """
@@ -253,7 +278,7 @@ def check_host(folder: Path, needed: int, seconds: float) -> tuple[list[Finding]
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0], resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     shm = Path("/dev/shm")
     gpus = len(devices) if accelerator == "gpu" and isinstance(devices, list) else 0
-    findings = [
+    return [
         *check_versions(versions, metadata.requires("jax") or [], accelerator),
         *check_devices(devices, accelerator),
         *check_limits(*soft, infiniband=any(Path("/sys/class/infiniband").glob("*"))),
@@ -261,5 +286,3 @@ def check_host(folder: Path, needed: int, seconds: float) -> tuple[list[Finding]
         *check_variables(os.environ, accelerator, interfaces),
         *check_room(folder, needed, "the checkpoints of the run" if needed else "nothing"),
     ]
-    listed = [] if isinstance(devices, str) else [str(device["kind"]) for device in devices]
-    return findings, {"versions": versions, "devices": listed}
