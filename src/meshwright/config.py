@@ -143,7 +143,7 @@ class Optimizer:
     """Type in which the first moment is stored (momentum for sgd and muon). Adafactor has none."""
     lr_groups: tuple[str, ...] = ()
     """Factors on learning rate and weight decay: `embed=0.1`, `blocks.*norm*=2`, `role:router=0.5`; the first wins."""
-    muon_heads: MuonHeads = "each"
+    muon_heads: Annotated[MuonHeads, tyro.conf.Fixed] = "each"
     """Matrices of attention for Muon: those of every head [D, H] (each), or of a projection [D, N H] (together)."""
 
     def __post_init__(self) -> None:
@@ -182,13 +182,13 @@ class Training:
     pipeline_schedule: str = "auto"
     """Pipeline schedule: 1f1b, interleaved, zbv, gpipe, zero_bubble, circular, or module:attribute of a
     `PipelineSchedule`. `auto` takes the fastest predicted of the first three, 1f1b where the chip is unknown."""
-    virtual_stages: int = 2
+    virtual_stages: Annotated[int, tyro.conf.Fixed] = 2
     """Chunks of layers on each stage, for schedules that use them (interleaved, circular)."""
     seed: Annotated[int, tyro.conf.arg(aliases=["--seed"])] = 0
     """Seed of initial values, data order and dropout; the same numbers on any mesh."""
     param_dtype: Precision = "float32"
     """Type of the sharded parameters. The optimizer computes in float32 either way."""
-    param_rounding: ParamRounding = "master"
+    param_rounding: Annotated[ParamRounding, tyro.conf.Fixed] = "master"
     """How bfloat16 parameters take small updates: by a float32 master weight, or rounded at random (stochastic)."""
     compute_dtype: Precision = "bfloat16"
     """Type of gathered weights and of activations."""
@@ -215,7 +215,7 @@ class Training:
     gather_ahead: GatherAhead = "auto"
     """Weights that a layer needs first: gathered while the layer before computes, their gradients reduced while the one
     below computes (layer), or within the layer (none). `auto`: `layer` on closed 3D tori of v5p and with offload."""
-    tensor_strategy: TensorStrategy = "auto"
+    tensor_strategy: Annotated[TensorStrategy, tyro.conf.Fixed] = "auto"
     """Tensor parallelism's gathers and scatters of the sequence: in chunks around a ring, each overlapped with the
     matmul of another chunk (ring: collective matmul), or in one collective (gather). `auto` is the ring on TPUs."""
     attention_kernel: str = "auto"
@@ -224,19 +224,19 @@ class Training:
     grouped_matmul: str = "auto"
     """Grouped matmul of dropless experts: auto (triton on NVIDIA GPUs, else ragged_dot), ragged_dot (XLA's), triton, or
     module:attribute of a `GroupedMatmul`. One named here is used or refused, never replaced."""
-    attention_block: int = 512
+    attention_block: Annotated[int, tyro.conf.Fixed] = 512
     """Largest block of queries and keys in the TPU's attention kernel; a multiple of 128."""
     compiler_options: tuple[str, ...] = ("auto",)
     """XLA compiler options for accelerators, each NAME=VALUE; `auto`: the chip's (hardware/compiler_options.py)."""
-    unroll: int = 1
+    unroll: Annotated[int, tyro.conf.Fixed] = 1
     """Layers per iteration of the loop over layers."""
     dropout: float = 0.0
     """Fraction of activations dropped after the embedding and at the end of each residual branch."""
-    z_loss: float = 0.0
+    z_loss: Annotated[float, tyro.conf.Fixed] = 0.0
     """Weight of the squared log-sum-exp of the logits (PaLM, arXiv:2204.02311, section 5)."""
-    logits_mib: int = 64
+    logits_mib: Annotated[int, tyro.conf.Fixed] = 64
     """Largest size of the logits on a device, in MiB; the loss is computed over chunks of tokens."""
-    log_every: int = 1
+    log_every: Annotated[int, tyro.conf.Fixed] = 1
     """Steps between lines of the metrics file."""
     eval_every: int = 0
     """Steps between evaluations on held-out text; 0 evaluates only at the end."""

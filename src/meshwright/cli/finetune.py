@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from meshwright.cli.base_run import Base, base_run
 from meshwright.cli.parse import parse, value_of
@@ -22,6 +22,8 @@ class FinetuneOptions(TrainOptions):
     """Fine-tune the model SOURCE: hf:PATH of a Hugging Face model or of an adapter in PEFT's format, the output folder
     of a run, or a recipe with --init-from. By default it trains LoRA adapters on the answers of conversations (--data
     CHAT.jsonl); everything else is as in `train`."""
+
+    without: ClassVar[Sequence[str]] = ()
 
 
 def main(args: Sequence[str]) -> int:

@@ -31,7 +31,11 @@ def parse[Options](kind: type[Options], verb: str, args: Sequence[str], *, defau
     """
     if default is not None:
         default = _with_parts(default, args)
-    options = list(options_of(kind, default))
+    without: Sequence[str] = getattr(kind, "without", ())
+    options = [
+        dataclasses.replace(option, fixed=True) if option.path[1:2] and option.path[1] in without else option
+        for option in options_of(kind, default)
+    ]
     command = f"meshwright {verb.split()[0]}"
     if "-h" in args or "--help" in args:
         positional = "".join(f" {option.names[0]}" for option in options if option.positional)
@@ -186,7 +190,10 @@ def _unknown(command: str, name: str, values: Sequence[str], by_name: dict[str, 
     asked, because = " ".join([command, name, *values]), f"there is no option {name}"
     fixed = by_name.get(name.replace("_", "-"))
     if fixed is not None:
-        place = f"{'.'.join(fixed.path[1:])} in the run.json that --run takes, or a recipe of your own"
+        name = ".".join(fixed.path[1:])
+        place = f"{name} in the run.json that --run takes or in a recipe of your own"
+        if name.startswith("finetune."):
+            place = f"meshwright finetune, which has it, or {place}"
         return ConfigError(asked, f"{because} on the command line", place)
     word = name.lstrip("-").replace("-", "_").lower()
     last = word.rpartition(".")[2]

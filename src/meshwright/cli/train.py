@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 from rich.console import Console
@@ -36,6 +36,8 @@ class TrainOptions(RunOptions):
     Hugging Face model, which starts from its weights. Without one it trains `tiny`, a small Llama on Python's own
     source. Without an accelerator it simulates eight devices."""
 
+    without: ClassVar[Sequence[str]] = ("finetune",)
+    """Parts of the Run whose options other verbs have."""
     out: Path | None = None
     """Output folder; by default a new one under `runs`."""
     devices: int | None = None

@@ -38,7 +38,7 @@ class Run(Shown):
     """Degrees of the mesh axes; None uses all devices found."""
     layout: str = "fsdp"
     """Layout of tensors on the mesh: fsdp, zero1, or module:attribute of a `Layout`."""
-    fsdp_min_size: int = 2**12
+    fsdp_min_size: Annotated[int, tyro.conf.Fixed] = 2**12
     """Parameters of fewer elements (per layer) are not sharded over `fsdp`."""
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
