@@ -36,11 +36,6 @@ Pair = tuple[np.ndarray, np.ndarray]
 """A [L, in..., r] and B [L, r, out...]."""
 
 
-def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter rather than a model."""
-    return (folder / CONFIG).is_file()
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """Reads adapter_config.json. Raises WeightsError where it is no LoRA, or one that computes something else."""
     file = folder / CONFIG
