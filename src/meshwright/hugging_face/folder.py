@@ -24,9 +24,18 @@ from meshwright.storage.transfer import copy_file
 KEPT = "huggingface"
 """Folder inside an output folder with the files that come back out: tokenizer, chat template, configuration."""
 _KEPT_FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt",
-)  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,9 +200,10 @@ def _all_tensors(folder: ModelFolder) -> tuple[dict[str, Path], dict[str, Tensor
     for tensor, path in index.items():
         if tensor and tensor not in headers[path]:
             raise WeightsError(
-                f"weights in {folder.path}", f"the index places {tensor!r} in {path.name}, which does not have it",
+                f"weights in {folder.path}",
+                f"the index places {tensor!r} in {path.name}, which does not have it",
                 "download both again",
-            )  # fmt: skip
+            )
     files: dict[str, Path] = {}
     entries: dict[str, TensorEntry] = {}
     prefix = folder.architecture.prefix
@@ -202,17 +212,22 @@ def _all_tensors(folder: ModelFolder) -> tuple[dict[str, Path], dict[str, Tensor
             whole = tensor if tensor.startswith((prefix, "lm_head.")) else prefix + tensor
             if whole in files:
                 raise WeightsError(
-                    f"weights in {folder.path}", f"{tensor!r} is in {files[whole].name} and in {path.name}",
+                    f"weights in {folder.path}",
+                    f"{tensor!r} is in {files[whole].name} and in {path.name}",
                     "one file for each tensor",
-                )  # fmt: skip
+                )
             files[whole], entries[whole] = path, entry
     return files, entries
 
 
 def _check_tensor(
-    folder: ModelFolder, tensor: str, param: str, shape: tuple[int, ...], files: dict[str, Path],
+    folder: ModelFolder,
+    tensor: str,
+    param: str,
+    shape: tuple[int, ...],
+    files: dict[str, Path],
     entries: dict[str, TensorEntry],
-) -> None:  # fmt: skip
+) -> None:
     if tensor not in entries:
         raise WeightsError(
             f"weights in {folder.path}",

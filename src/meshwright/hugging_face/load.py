@@ -15,9 +15,12 @@ from meshwright.sharding.stages import NO_LAYER
 
 
 def load_params(
-    weights: WeightsFolder, params: Tree, shardings: Tree, dtype: Any,
+    weights: WeightsFolder,
+    params: Tree,
+    shardings: Tree,
+    dtype: Any,
     then: Callable[[str, jax.Array], Any] = lambda path, w: w,
-) -> Tree:  # fmt: skip
+) -> Tree:
     """Returns the weights as arrays in `shardings`: no host and no device ever has more than its shards.
 
     params: descriptions of the parameters, rows of stacks in the order of the stages.  dtype: of the arrays.
@@ -73,9 +76,10 @@ def _check_params(weights: WeightsFolder, params: Tree) -> None:
         if p is None or own is None:
             has = ("the weights", "the model") if p is None else ("the model", "the weights")
             raise WeightsError(
-                f"weights in {folder} for this model", f"{has[0]} have a parameter {path!r}, and {has[1]} do not",
+                f"weights in {folder} for this model",
+                f"{has[0]} have a parameter {path!r}, and {has[1]} do not",
                 "the model of the folder's config.json: hf:PATH in the place of the recipe",
-            )  # fmt: skip
+            )
         if (p.logical_shape[1:], p.rows) != (own.logical_shape[1:], own.rows) or (
             p.rows is None and p.logical_shape != own.logical_shape
         ):

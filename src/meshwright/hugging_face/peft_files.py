@@ -25,11 +25,19 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _LARGEST_RANK = 2**16
 _PLAIN: dict[str, tuple[Any, ...]] = {
-    "bias": ("none",), "use_dora": (False, None), "modules_to_save": (None, []), "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None), "layers_to_transform": (None, []), "lora_bias": (False, None),
-    "target_parameters": (None, []), "trainable_token_indices": (None, []), "fan_in_fan_out": (False, None),
-    "layer_replication": (None, []), "alora_invocation_tokens": (None, []),
-}  # fmt: skip
+    "bias": ("none",),
+    "use_dora": (False, None),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layers_to_transform": (None, []),
+    "lora_bias": (False, None),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, []),
+    "fan_in_fan_out": (False, None),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+}
 """Settings of PEFT that change what is computed, and the values with which nothing does."""
 
 Pair = tuple[np.ndarray, np.ndarray]
@@ -52,9 +60,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     for field, plain in _PLAIN.items():
         if config.get(field, plain[0]) not in plain:
             raise WeightsError(
-                f"reading {file}", f"{field} is {config[field]!r}, which Meshwright does not compute",
+                f"reading {file}",
+                f"{field} is {config[field]!r}, which Meshwright does not compute",
                 f"an adapter with {field} {plain[0]!r}, or its weights merged by PEFT (merge_and_unload)",
-            )  # fmt: skip
+            )
     return config
 
 
@@ -79,9 +88,10 @@ def targets_in(folder: Path, model: Model) -> tuple[str, ...]:
             found.append(path)
     if not found:
         raise WeightsError(
-            f"the adapter in {folder}", f"none of its {len(with_tensors)} tensors is of a projection of this model",
+            f"the adapter in {folder}",
+            f"none of its {len(with_tensors)} tensors is of a projection of this model",
             f"an adapter of a {type(model).__name__}",
-        )  # fmt: skip
+        )
     return tuple(found)
 
 
@@ -129,9 +139,10 @@ def read_adapter(folder: Path, model: Model, tuning: FineTune) -> dict[str, Pair
     other = sorted(set(file.entries) - used)
     if other:
         raise WeightsError(
-            f"the adapter in {folder}", f"it has a tensor {other[0]!r}, and the run no such adapter",
+            f"the adapter in {folder}",
+            f"it has a tensor {other[0]!r}, and the run no such adapter",
             "--finetune.targets as the adapter has them; without a tensor the model would compute something else",
-        )  # fmt: skip
+        )
     return found
 
 
@@ -154,11 +165,23 @@ def write_adapter(folder: Path, model: Model, tuning: FineTune, adapters: Mappin
         file.tensor(name)[...] = x.astype(DTYPES["F32"])
     file.release()
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": tuning.rank,
-        "lora_alpha": tuning.alpha, "target_modules": sorted(suffixes), "lora_dropout": 0.0, "bias": "none",
-        "fan_in_fan_out": False, "inference_mode": True, "use_rslora": False, "use_dora": False,
-        "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {}, "init_lora_weights": True,
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": tuning.rank,
+        "lora_alpha": tuning.alpha,
+        "target_modules": sorted(suffixes),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "init_lora_weights": True,
+    }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return len(tensors)
 

@@ -30,8 +30,23 @@ DTYPES: dict[str, np.dtype[Any]] = {
 """Types of weights that are read."""
 FP8_DTYPES: dict[str, np.dtype[Any]] = {fp8.CODE: np.dtype(ml_dtypes.float8_e4m3fn)}
 """Types of weights that are read with their scales."""
-_OTHER_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1,
-                "F8_E5M2FNUZ": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8, "U64": 8, "C64": 8}  # fmt: skip
+_OTHER_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E5M2": 1,
+    "F8_E4M3": 1,
+    "F8_E8M0": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2FNUZ": 1,
+    "I16": 2,
+    "U16": 2,
+    "I32": 4,
+    "U32": 4,
+    "I64": 8,
+    "U64": 8,
+    "C64": 8,
+}
 _MAX_HEADER = 100_000_000
 """Largest header in bytes, as in the format's own implementation."""
 _FIX = "download the file again; `sha256sum` against the hub's page shows whether it is whole"

@@ -12,9 +12,16 @@ from meshwright.data.tokenizers import END, Bytes, tokenizer_from_json
 from meshwright.documents import LARGE, read_text
 
 _FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
 
 
 def write_tokenizer(file: Path, kept: Path, out: Path) -> int | None:

@@ -166,8 +166,11 @@ class Decoder:
         """Returns the parameter descriptions. vocab: rows of the tables without padding; rows: with it."""
         final: Tree = self.norm.params("final_norm", (self.width,), "D")
         if self.norm.kind == "layer":
-            final = {"final_norm": {name.replace("final_norm", "scale", 1).replace("scale_", ""): p
-                                    for name, p in final.items()}}  # fmt: skip
+            final = {
+                "final_norm": {
+                    name.replace("final_norm", "scale", 1).replace("scale_", ""): p for name, p in final.items()
+                }
+            }
         tables = {name: Param((rows, self.width), "VD", rows=vocab) for name in ("embed", self.table)}
         if self.positions is not None:
             tables["positions"] = Param((self.positions, self.width), "TD")
@@ -291,11 +294,20 @@ class DecoderModel(Model):
         heads = kv_heads * (self.heads // old_heads)
         window, pattern = getattr(self, "sliding_window", None), getattr(self, "local_layers", 0)
         return {
-            "layers": layers, "heads": heads, "kv_heads": kv_heads, "head_size": 8, "width": math.lcm(every, 8 * heads),
-            "mlp": 2 * every, "expert_mlp": 2 * every, "sliding_window": None if window is None else 16,
-            "local_layers": min(1, pattern), "rope_scaling": None, "rope_factor": 1.0, "yarn": None,
+            "layers": layers,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "head_size": 8,
+            "width": math.lcm(every, 8 * heads),
+            "mlp": 2 * every,
+            "expert_mlp": 2 * every,
+            "sliding_window": None if window is None else 16,
+            "local_layers": min(1, pattern),
+            "rope_scaling": None,
+            "rope_factor": 1.0,
+            "yarn": None,
             "query_scale": None,
-        }  # fmt: skip
+        }
 
 
 def rows_of(kinds: tuple[Block, ...], layers: int) -> tuple[Block, ...]:

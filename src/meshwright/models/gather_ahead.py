@@ -34,9 +34,14 @@ def gathered_ahead(params: dict[str, Param]) -> tuple[str, ...]:
 
 
 def scan_layers_ahead(
-    layer: WeightsLayer, gathers: tuple[Gather, Gather], x: jax.Array, params: tuple[Tree, Tree], index_L: jax.Array,
-    *, remat: str,
-) -> tuple[jax.Array, Any]:  # fmt: skip
+    layer: WeightsLayer,
+    gathers: tuple[Gather, Gather],
+    x: jax.Array,
+    params: tuple[Tree, Tree],
+    index_L: jax.Array,
+    *,
+    remat: str,
+) -> tuple[jax.Array, Any]:
     """Scans `layer` over stacked layers; returns x and the stacked aux, [L, ...].
 
     params: two dictionaries of the layers' sharded parameters, with a leading dimension L: those that are gathered one

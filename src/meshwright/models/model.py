@@ -238,8 +238,12 @@ class DeltaSpec:
         C, H, F, N = chunk_of(seq), self.key_size, self.value_size, self.heads
         levels = [1 << level for level in range(C.bit_length() - 1)]
         each_value_head = [
-            *((size, size, size, C // size) for size in levels), (C, C, F, 2), (C, C, H, 1), (C, H, F, 2), (H, C, F, 1)
-        ]  # fmt: skip
+            *((size, size, size, C // size) for size in levels),
+            (C, C, F, 2),
+            (C, C, H, 1),
+            (C, H, F, 2),
+            (H, C, F, 1),
+        ]
         return [(C, H, C, 2 * N), *((m, k, n, count * self.groups * N) for m, k, n, count in each_value_head)]
 
     def flops(self, seq: int) -> float:

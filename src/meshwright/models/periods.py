@@ -72,9 +72,14 @@ def scan_stacks(
 
 
 def scan_stacks_in_parts(
-    spec: ModelSpec, functions: Mapping[str, Sequence[Any]], x: Any, stacked: Mapping[str, Any],
-    index: Mapping[str, Any], parts: Sequence[tuple[slice, str]], unroll: int,
-) -> tuple[Any, dict[str, Any]]:  # fmt: skip
+    spec: ModelSpec,
+    functions: Mapping[str, Sequence[Any]],
+    x: Any,
+    stacked: Mapping[str, Any],
+    index: Mapping[str, Any],
+    parts: Sequence[tuple[slice, str]],
+    unroll: int,
+) -> tuple[Any, dict[str, Any]]:
     """Scans stacks that take turns as `scan_stacks` does, in parts with a remat policy each.
 
     functions: as `kinds_of` takes them.  parts: layers of each part, in order, and its policy.

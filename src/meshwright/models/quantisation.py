@@ -66,14 +66,18 @@ RECIPES: dict[str, MatmulPrecision] = {
         MatmulPrecision(
             "fp8_block",
             "e4m3, blocks of 1 x 128 of activations and gradients, 128 x 128 of weights (DeepSeek-V3)",
-            "fp8", "block", gradient="float8_e4m3fn", block=128, simulated=True,
+            "fp8",
+            "block",
+            gradient="float8_e4m3fn",
+            block=128,
+            simulated=True,
         ),
         MatmulPrecision(
             "mxfp8", "e4m3 in blocks of 32 with e8m0 scales (OCP MX)", "mxfp8", "mx", gradient="float8_e4m3fn", block=32
         ),
         MatmulPrecision("int8", "int8, a scale per row and column", "int8", "row", operand="int8", gradient="int8"),
     )
-}  # fmt: skip
+}
 """Recipes by the name that `--training.matmul-precision` takes."""
 
 

@@ -97,9 +97,14 @@ def gathered_within_reason(training: Training, stages: int, period: int, frozen:
 
 
 def scan_layers(
-    period: tuple[Callable[..., tuple[jax.Array, Any]], ...], x: jax.Array, stacked: Any, index_L: Any, *,
-    remat: str, unroll: int,
-) -> tuple[jax.Array, Any]:  # fmt: skip
+    period: tuple[Callable[..., tuple[jax.Array, Any]], ...],
+    x: jax.Array,
+    stacked: Any,
+    index_L: Any,
+    *,
+    remat: str,
+    unroll: int,
+) -> tuple[jax.Array, Any]:
     """Scans `layer(x, params, index) -> (x, aux)` over stacked layers; returns x and the stacked aux, [L, ...].
 
     period: layer functions that repeat; most models have one.  stacked: the layers' parameters, with a leading

@@ -38,9 +38,15 @@ class Attend(Protocol):
     """
 
     def __call__(
-        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, /, *, window: int | None,
+        self,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        /,
+        *,
+        window: int | None,
         scores: "Scores | None" = None,
-    ) -> jax.Array: ...  # fmt: skip
+    ) -> jax.Array: ...
 
 
 def build_attend(sequence: SequenceSplit, segments_BT: jax.Array, kernels: Kernels) -> Attend:

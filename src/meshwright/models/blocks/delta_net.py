@@ -79,9 +79,10 @@ def delta_net(
     q_BTNH, k_BTNH, v_BTNF = jnp.split(mixed_BTNF, (H, 2 * H), axis=-1)
     with jax.named_scope("delta rule"):
         out, states = gated_delta_rule(
-            dataclasses.replace(x, q=q_BTNH, k=k_BTNH, v=v_BTNF.reshape(B, T, N, G, F)), positions_BT == 0,
+            dataclasses.replace(x, q=q_BTNH, k=k_BTNH, v=v_BTNF.reshape(B, T, N, G, F)),
+            positions_BT == 0,
             carried.states,
-        )  # fmt: skip
+        )
     last = joined_BTNF[:, T:].transpose(2, 0, 1, 3).astype(jnp.float32)
     return out.astype(x.v.dtype), Carried(last, states)
 
@@ -133,9 +134,13 @@ def gated_delta_rule(x: DeltaInputs, starts_BT: jax.Array, states: jax.Array) ->
     writes = jnp.exp(total[..., -1:] - total) * (document == document[..., -1:])  # and after it of each token
     k, q = k[:, :, :, None], q[:, :, :, None]
     parts = (
-        solve @ (v * rate[..., None]), solve @ (k * (rate * reads)[..., None]), q * reads[..., None], scores,
-        k * writes[..., None], reads[..., -1],
-    )  # fmt: skip
+        solve @ (v * rate[..., None]),
+        solve @ (k * (rate * reads)[..., None]),
+        q * reads[..., None],
+        scores,
+        k * writes[..., None],
+        reads[..., -1],
+    )
 
     def chunk(states: jax.Array, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         values, read_keys, read_queries, scores, written_keys, kept = parts

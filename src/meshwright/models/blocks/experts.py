@@ -246,9 +246,11 @@ def _reorder(x: jax.Array, order: jax.Array, back: jax.Array, k: int) -> jax.Arr
 _reorder.defvjp(
     lambda x, order, back, k: (x[order // k], back),
     lambda k, back, g: (
-        g[back] if k == 1 else g[back].reshape(-1, k, g.shape[1]).sum(1, dtype=jnp.float32).astype(g.dtype), None, None
+        g[back] if k == 1 else g[back].reshape(-1, k, g.shape[1]).sum(1, dtype=jnp.float32).astype(g.dtype),
+        None,
+        None,
     ),
-)  # fmt: skip
+)
 
 
 def _sum_of_experts(out_BTXD: jax.Array) -> jax.Array:
@@ -256,9 +258,14 @@ def _sum_of_experts(out_BTXD: jax.Array) -> jax.Array:
 
 
 def _apply_experts(
-    rows: jax.Array, weights: jax.Array, rows_E: jax.Array, *, w: ExpertWeights, multiply: Multiply,
+    rows: jax.Array,
+    weights: jax.Array,
+    rows_E: jax.Array,
+    *,
+    w: ExpertWeights,
+    multiply: Multiply,
     function: ExpertFunction,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Applies each expert to its rows, and their routing weights.
 
     rows: [rows, D], sorted by expert.  weights: [rows, 1].  rows_E: rows of each expert.

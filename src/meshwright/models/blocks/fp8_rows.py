@@ -60,9 +60,13 @@ def exchange_rows(
 # The number of rows is not an array, so an array of shape [rows, 0] carries it to the backward pass.
 exchange_rows.defvjp(
     lambda x, scale, arrived_scale, exchange, axis, rows, largest: (
-        exchange_rows(x, scale, arrived_scale, exchange, axis, rows, largest), (exchange, jnp.zeros((x.shape[0], 0)))
+        exchange_rows(x, scale, arrived_scale, exchange, axis, rows, largest),
+        (exchange, jnp.zeros((x.shape[0], 0))),
     ),
     lambda axis, rows, largest, saved, g: (
-        ragged_all_to_all(g, saved[0].reversed(), axis, saved[1].shape[0], largest), None, None, None
+        ragged_all_to_all(g, saved[0].reversed(), axis, saved[1].shape[0], largest),
+        None,
+        None,
+        None,
     ),
-)  # fmt: skip
+)

@@ -15,9 +15,13 @@ from meshwright.sharding.sequence import SequenceSplit
 
 
 def attend_to_gathered(
-    sequence: SequenceSplit, kernels: Kernels, qkv: tuple[jax.Array, jax.Array, jax.Array], segments_BT: jax.Array,
-    window: int | None, scores: dict[str, Any],
-) -> jax.Array:  # fmt: skip
+    sequence: SequenceSplit,
+    kernels: Kernels,
+    qkv: tuple[jax.Array, jax.Array, jax.Array],
+    segments_BT: jax.Array,
+    window: int | None,
+    scores: dict[str, Any],
+) -> jax.Array:
     """Returns the attention of this device's queries to the whole sequence, [B, T/context, N, H].
 
     qkv: of this device.  segments_BT: documents of the whole sequence.  scores: empty, or the layer's `Scores`.

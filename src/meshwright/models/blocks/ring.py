@@ -222,9 +222,15 @@ _ring.defvjp(_ring_forward, _ring_backward)
 
 
 def ring_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array, kernel: ChunkAttention, sequence: SequenceSplit,
-    window: int | None, scores: Scores | None = None,
-) -> jax.Array:  # fmt: skip
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments_BT: jax.Array,
+    kernel: ChunkAttention,
+    sequence: SequenceSplit,
+    window: int | None,
+    scores: Scores | None = None,
+) -> jax.Array:
     """Computes attention of a group's queries [B, T/groups, N, H] to the whole sequence, in a ring.
 
     Keys and values go around once in the forward pass; in the backward pass they go around again, with their gradients,
@@ -309,9 +315,15 @@ _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def gathered_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array, kernel: ChunkAttention, sequence: SequenceSplit,
-    window: int | None, scores: Scores | None = None,
-) -> jax.Array:  # fmt: skip
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments_BT: jax.Array,
+    kernel: ChunkAttention,
+    sequence: SequenceSplit,
+    window: int | None,
+    scores: Scores | None = None,
+) -> jax.Array:
     """Computes attention of a device's queries [B, T/n, N, H] to the keys of the whole sequence, in its order.
 
     segments_BT: documents of the whole sequence.

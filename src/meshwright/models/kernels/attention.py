@@ -28,9 +28,15 @@ def sequence_positions(segments_BT: jax.Array) -> Positions:
 
 
 def reference_attention(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, queries: Positions, keys: Positions, *,
-    window: int | None, scores: Scores | None = None,
-) -> jax.Array:  # fmt: skip
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    queries: Positions,
+    keys: Positions,
+    *,
+    window: int | None,
+    scores: Scores | None = None,
+) -> jax.Array:
     """Computes causal attention within documents; grouped-query attention (GQA) without repeating keys or values.
 
     window: sliding window: a token attends to itself and the `window - 1` tokens before it; None is all before it.
@@ -58,27 +64,48 @@ class SelfAttention(Protocol):
     """
 
     def __call__(
-        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array, /, *,
-        window: int | None, scores: Scores | None = None,
-    ) -> jax.Array: ...  # fmt: skip
+        self,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        segments_BT: jax.Array,
+        /,
+        *,
+        window: int | None,
+        scores: Scores | None = None,
+    ) -> jax.Array: ...
 
 
 class CrossAttention(Protocol):
     """Attention of some positions of a sequence to others: between a device's queries and the gathered keys."""
 
     def __call__(
-        self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, queries: Positions, keys: Positions, /, *,
-        window: int | None, scores: Scores | None = None,
-    ) -> jax.Array: ...  # fmt: skip
+        self,
+        q_BTNH: jax.Array,
+        k_BSKH: jax.Array,
+        v_BSKH: jax.Array,
+        queries: Positions,
+        keys: Positions,
+        /,
+        *,
+        window: int | None,
+        scores: Scores | None = None,
+    ) -> jax.Array: ...
 
 
 def as_self_attention(attend: CrossAttention) -> SelfAttention:
     """Makes self-attention of a kernel that takes queries and keys at any positions."""
 
     def self_attention(
-        q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array, /, *, window: int | None,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        segments_BT: jax.Array,
+        /,
+        *,
+        window: int | None,
         **scores: Any,
-    ) -> jax.Array:  # fmt: skip
+    ) -> jax.Array:
         positions = sequence_positions(segments_BT)
         return checkpoint_name(attend(q_BTNH, k_BTKH, v_BTKH, positions, positions, window=window, **scores), ATTN_OUT)
 

@@ -121,8 +121,12 @@ def _cudnn(block: int) -> Kernels:
 
 
 KERNELS: dict[str, Callable[[int], Kernels]] = {
-    "reference": _reference, "blocked": _blocked, "splash": _splash, "splash_fused": _splash_fused, "cudnn": _cudnn
-}  # fmt: skip
+    "reference": _reference,
+    "blocked": _blocked,
+    "splash": _splash,
+    "splash_fused": _splash_fused,
+    "cudnn": _cudnn,
+}
 """Kernels by name, each a function of the largest block of queries and keys."""
 
 # What "auto" tries, by `jax.Device.platform`, best first; "blocked" supports everything. The fused backward kernel is

@@ -180,9 +180,14 @@ def forward_step(
 
 
 def backward_step(
-    kernel: ChunkAttention, masks: Masks, step: Step, queries: Queries, keys: Keys, saved: tuple[Result, jax.Array],
+    kernel: ChunkAttention,
+    masks: Masks,
+    step: Step,
+    queries: Queries,
+    keys: Keys,
+    saved: tuple[Result, jax.Array],
     sums: tuple[jax.Array, Any],
-) -> tuple[jax.Array, Any]:  # fmt: skip
+) -> tuple[jax.Array, Any]:
     """Adds the gradients of a pair of chunks to `sums`: those of the queries, and of keys and values, float32.
 
     saved: results over all keys, and the gradients of the outputs.
@@ -209,9 +214,15 @@ def self_attention_of(kernel: ChunkAttention) -> Callable[..., jax.Array]:
     """Makes self-attention of a chunk kernel, with the whole sequence as one chunk; it saves output and lse."""
 
     def self_attention(
-        q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array, /, *, window: int | None,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        segments_BT: jax.Array,
+        /,
+        *,
+        window: int | None,
         scores: Scores | None = None,
-    ) -> jax.Array:  # fmt: skip
+    ) -> jax.Array:
         chosen = kernel if scores is None else kernel.capped(scores.softcap)
         sinks_N = None if scores is None else scores.sinks_N
         mask = causal_mask(q_BTNH.shape[1], window)

@@ -223,10 +223,14 @@ def _arguments(
             native = FULL
         bias = jnp.where(visible, 0, _HIDDEN).astype(q_BTNH.dtype)[:, None]
     options = {
-        "scale": q_BTNH.shape[3] ** -0.5, "seed": 42, "dropout_rate": 0.0, "variadic_args": (masked, False),
+        "scale": q_BTNH.shape[3] ** -0.5,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (masked, False),
         "mask_type": cudnn.MaskType.NO_MASK if native.distance is None else cudnn.MaskType.CAUSAL,
-        "layout": cudnn.AttentionLayout.BTNH.value, "sliding_window_length": native.window,
-    }  # fmt: skip
+        "layout": cudnn.AttentionLayout.BTNH.value,
+        "sliding_window_length": native.window,
+    }
     if "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters:  # since JAX 0.12
         options["score_mod"] = None
     primitive = getattr(cudnn, f"_dot_product_attention_{which}_p_wrapper")

@@ -106,9 +106,14 @@ def block_size(seq: int, largest: int) -> int:
 
 @functools.lru_cache(maxsize=32)
 def _kernel(
-    shape: tuple[int, int], heads: int, mask: ChunkMask, blocks: tuple[int, int], backward_kernels: int,
-    interpret: Any, softcap: float | None,
-) -> Any:  # fmt: skip
+    shape: tuple[int, int],
+    heads: int,
+    mask: ChunkMask,
+    blocks: tuple[int, int],
+    backward_kernels: int,
+    interpret: Any,
+    softcap: float | None,
+) -> Any:
     # Importing Pallas takes 0.4 s, which only a TPU's step is worth.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
