@@ -30,9 +30,8 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.context import CONTEXT
 from meshwright.models.blocks.delta_net import Carried, DeltaInputs, delta_net
-from meshwright.models.kernels.scores import Scores
+from meshwright.models.kernels.scores import Scores, cap
 from meshwright.models.model import AttentionSpec, ModelSpec
-from meshwright.models.softcap import cap
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.placement import Placement, local_shape, replicates_kv_heads, to_spec
 

@@ -23,12 +23,11 @@ from meshwright.errors import ConfigError
 from meshwright.generation.cache import SLOT_MULTIPLE, CachedAttend, CachePlan, Slots
 from meshwright.generation.sampling import Sampling, Settings, choose_tokens
 from meshwright.generation.weights import LaidOut
-from meshwright.models.blocks.context import CONTEXT
+from meshwright.models.blocks.context import CONTEXT, with_own_kv_head
 from meshwright.models.blocks.dropout import no_dropout
-from meshwright.models.blocks.kv_heads import with_own_kv_head
+from meshwright.models.kernels.scores import cap
 from meshwright.models.model import ForwardContext, Layer, Tokens, vocab_size
 from meshwright.models.remat import scan_layers
-from meshwright.models.softcap import cap
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import Tree
 from meshwright.sharding.sequence import SequenceSplit

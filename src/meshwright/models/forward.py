@@ -18,7 +18,7 @@ import numpy as np
 from meshwright.comm.collectives import axis_index, broadcast
 from meshwright.config import Training
 from meshwright.data.batch import Batch
-from meshwright.models.blocks.context import Attend, build_attend
+from meshwright.models.blocks.context import Attend, build_attend, with_own_kv_head
 from meshwright.models.blocks.dropout import Dropout
 from meshwright.models.kernels.choose import Kernels
 from meshwright.models.loss import chunk_tokens, token_losses
@@ -84,8 +84,6 @@ class LocalModel:
         attend = build_attend(self.sequence, segments_BT, self.kernels)
         if (self.model.spec().kv_heads or math.inf) >= jax.lax.axis_size("tensor"):
             return attend
-        from meshwright.models.blocks.kv_heads import with_own_kv_head  # most models have more heads than devices
-
         return with_own_kv_head(attend)
 
     def local_positions(self, batch: Batch) -> Batch:

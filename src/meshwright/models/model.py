@@ -14,14 +14,14 @@ import jax
 from meshwright.comm.collectives import TokenFunction, sequence_all_gather, sequence_reduce_scatter
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
-from meshwright.models.blocks.context import Attend
+from meshwright.models.blocks.context import Attend, in_pieces
 from meshwright.models.blocks.dropout import Dropout
+from meshwright.models.kernels.scores import Scores
 from meshwright.sharding.params import GatherParams, Param, Tree
 from meshwright.sharding.sequence import SequenceSplit
 
 if TYPE_CHECKING:
     from meshwright.models.blocks.delta_net import DeltaInputs
-    from meshwright.models.kernels.scores import Scores
 
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
 """Metrics of a step as (sum, count); the value is sum / count."""
@@ -115,19 +115,17 @@ class ForwardContext:
         v_BTKH: jax.Array,
         weights: Any,
         window: int | None,
-        scores: "Scores | None" = None,
+        scores: Scores | None = None,
         factor_BTNH: jax.Array | None = None,
     ) -> jax.Array:
         """Returns `row_parallel(f, attend(q, k, v), weights)`: attention and its output projection [B, T/tensor, D].
 
-        In pieces of the batch (blocks/attention_pieces.py), the sums of one piece travel while the next attends.
+        In pieces of the batch (blocks/context.py), the sums of one piece travel while the next attends.
         factor_BTNH: multiplies the attention output (an output gate); None is 1.
         """
         if not self.attend_pieces:
             out_BTNH = self.attend(q_BTNH, k_BTKH, v_BTKH, window=window, scores=scores)
             return self.row_parallel(f, out_BTNH if factor_BTNH is None else out_BTNH * factor_BTNH, weights)
-        from meshwright.models.blocks.attention_pieces import in_pieces  # loaded for runs with pieces
-
         attends = [functools.partial(attend, window=window, scores=scores) for attend in self.attend_pieces]
         arrays = (q_BTNH, k_BTKH, v_BTKH)
         return in_pieces(attends, arrays, lambda out: sequence_reduce_scatter(f(out, weights), 1), factor_BTNH)
@@ -302,7 +300,7 @@ class ModelSpec:
     embedding: str = "embed"
     """Path of the parameter that the unembedding multiplies by; equal to the embedding where they are tied."""
     logit_softcap: float | None = None
-    """Soft cap of the logits (models/softcap.py); None has none."""
+    """Soft cap of the logits (models/kernels/scores.py); None has none."""
     further: tuple[LayerSpec, ...] = ()
     """Layers after the last that predict further tokens in training (models/further_tokens.py)."""
     period: int = 1

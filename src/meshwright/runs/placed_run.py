@@ -246,7 +246,8 @@ def _place_params(
         place = {layer: row for row, layer in enumerate(layers)} | {NO_LAYER: NO_LAYER}
         orders[stack] = tuple(place[int(layer)] for layer in stages.rows(layers).flat)
     if tuning is not None:
-        from meshwright.models.tuned_params import tuned_params  # loaded for runs with frozen parameters
+        # Loaded for runs with frozen parameters.
+        from meshwright.models.preferences import tuned_params
 
         described = tuned_params(described, tuning, dtype)
     params = reorder_stacks(described, orders)

@@ -15,18 +15,20 @@ entirely are not computed (blocks/ring.py). The scores are computed by the platf
 Segments and positions of the whole sequence are known to every device; only queries, keys and values are sent.
 """
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshwright.comm.collectives import grouped_all_to_all
+from meshwright.comm.collectives import axis_index, grouped_all_to_all
 from meshwright.models.kernels.choose import Kernels
+from meshwright.models.kernels.scores import Scores, chunked_segments, own_sinks
 from meshwright.models.remat import ATTN_OUT
+from meshwright.sharding.placement import replicates_kv_heads
 from meshwright.sharding.sequence import SequenceSplit
-
-if TYPE_CHECKING:
-    from meshwright.models.kernels.scores import Scores
 
 CONTEXT = ("context",)
 
@@ -45,7 +47,7 @@ class Attend(Protocol):
         /,
         *,
         window: int | None,
-        scores: "Scores | None" = None,
+        scores: Scores | None = None,
     ) -> jax.Array: ...
 
 
@@ -53,24 +55,20 @@ def build_attend(sequence: SequenceSplit, segments_BT: jax.Array, kernels: Kerne
     """Builds the attention of a context strategy. segments_BT: documents of the whole sequence, on every device."""
 
     def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None, scores: "Scores | None" = None
+        q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None, scores: Scores | None = None
     ) -> jax.Array:
         segments, rest = segments_BT, dict[str, Any]()
         if scores is not None:
-            from meshwright.models.kernels.scores import chunked_segments, own_sinks
-
             if scores.chunk is not None:
-                segments, window = (
-                    chunked_segments(segments_BT, scores.chunk),
-                    min(window or scores.chunk, scores.chunk),
-                )
+                segments = chunked_segments(segments_BT, scores.chunk)
+                window = min(window or scores.chunk, scores.chunk)
             if scores.sinks_N is not None or scores.softcap is not None:
                 heads = jax.lax.axis_index("context") % sequence.group if sequence.shards > 1 else 0
                 rest["scores"] = own_sinks(scores, heads, sequence.group)
         if sequence.shards == 1:
             return kernels.self_attention(q, k, v, segments, window=window, **rest)
         if sequence.strategy == "all_gather":
-            from meshwright.models.blocks.gathered import attend_to_gathered
+            from meshwright.models.blocks.ring import attend_to_gathered
 
             return attend_to_gathered(sequence, kernels, (q, k, v), segments, window, rest)
         q, k, v = (grouped_all_to_all(x, "context", sequence.group, 2, 1) for x in (q, k, v))
@@ -88,3 +86,45 @@ def build_attend(sequence: SequenceSplit, segments_BT: jax.Array, kernels: Kerne
         return checkpoint_name(grouped_all_to_all(out, "context", sequence.group, 1, 2), ATTN_OUT)
 
     return attend
+
+
+def with_own_kv_head(attend: Attend) -> Attend:
+    """Returns `attend` for keys and values of which every device has all heads: it takes that of its own queries.
+
+    For key/value heads that are fewer than the devices of `tensor`.
+
+    Gradients of the projections are summed over `tensor` like those of any parameter that is whole over it.
+    """
+
+    def own(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, **kind: Any) -> jax.Array:
+        devices, heads = lax.axis_size("tensor"), k_BTKH.shape[2]
+        if replicates_kv_heads(heads, devices):
+            mine = axis_index(("tensor",)) * heads // devices
+            k_BTKH, v_BTKH = (lax.dynamic_slice_in_dim(x, mine, 1, axis=2) for x in (k_BTKH, v_BTKH))
+        return attend(q_BTNH, k_BTKH, v_BTKH, **kind)
+
+    return own
+
+
+def in_pieces(
+    attends: Sequence[Callable[..., jax.Array]],
+    qkv: tuple[jax.Array, jax.Array, jax.Array],
+    project: Callable[[jax.Array], jax.Array],
+    factor_BTNH: jax.Array | None = None,
+) -> jax.Array:
+    """Returns `project(attend(q, k, v))` of every piece of the batch, joined: [B, T/tensor, D].
+
+    The sums of one piece travel while the next attends: the projection is too short a matmul to hide its own sums.
+    attends: attention of each piece.  qkv: queries, keys and values of the whole batch.  project: attention output to
+    the residual stream, summed over `tensor`.  factor_BTNH: multiplies the attention output; None is 1.
+    """
+    factors = [None] * len(attends) if factor_BTNH is None else jnp.split(factor_BTNH, len(attends))
+    arrays = (jnp.split(x, len(attends)) for x in qkv)
+    done: list[jax.Array] = []
+    for attend, factor, q, k, v in zip(attends, factors, *arrays, strict=True):
+        if len(done) > 1:
+            # XLA would attend to all pieces first and send all sums after.
+            q, done[-2] = jax.lax.optimization_barrier((q, done[-2]))
+        out = attend(q, k, v)
+        done.append(project(out if factor is None else out * factor))
+    return jnp.concatenate(done)

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from meshwright.models.kernels.scores import Scores
+from meshwright.models.kernels.scores import Scores, cap
 from meshwright.models.remat import ATTN_OUT
-from meshwright.models.softcap import cap
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ from meshwright.models.kernels.chunks import (
     self_attention_of,
     update,
 )
-from meshwright.models.softcap import cap, cap_gradient
+from meshwright.models.kernels.scores import cap, cap_gradient
 
 _SCORE_BYTES = 2**28
 """Largest size of the float32 scores of a pair of blocks, in bytes."""

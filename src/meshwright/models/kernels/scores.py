@@ -30,7 +30,7 @@ class Scores:
     sinks_N: jax.Array | None = None
     """Logit of each of this device's query heads that adds nothing to the output; None has no sinks."""
     softcap: float | None = None
-    """Cap of the scaled scores (models/softcap.py); None has no cap."""
+    """Cap of the scaled scores (`cap`; Gemma 2, arXiv:2408.00118, section 2); None has no cap."""
     chunk: int | None = None
     """Tokens of a document after which attention begins anew; None attends within whole documents."""
 
@@ -72,3 +72,13 @@ def chunked_segments(segments_BT: jax.Array, chunk: int) -> jax.Array:
     begins_BT = jnp.concatenate([jnp.ones_like(segments_BT[:, :1]), jnp.diff(segments_BT, axis=1)], 1) != 0
     first_BT = lax.cummax(jnp.where(begins_BT, place_T, 0), axis=1)
     return jnp.cumsum((place_T - first_BT) % chunk == 0, axis=1, dtype=segments_BT.dtype)
+
+
+def cap(x: jax.Array, softcap: float | None) -> jax.Array:
+    """Returns c tanh(x / c), which is within -c and c and near x where x is small; x itself without a cap c."""
+    return x if softcap is None else softcap * jnp.tanh(x / softcap)
+
+
+def cap_gradient(g: jax.Array, capped: jax.Array, softcap: float | None) -> jax.Array:
+    """Returns the gradient of x from that of the capped x: times 1 - (capped / c)^2."""
+    return g if softcap is None else g * (1 - jnp.square(capped / softcap))
