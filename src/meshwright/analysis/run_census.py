@@ -20,7 +20,6 @@ from meshwright.hardware.targets import Target
 from meshwright.hlo.kernels import Skipped
 from meshwright.hlo.parser import parse_module
 from meshwright.hlo.scopes import Branches, BranchScope
-from meshwright.models.blocks.experts import buffer_rows
 from meshwright.models.flops import forward_flops
 from meshwright.models.model import ModelSpec, padded_vocab, vocab_size
 from meshwright.runs.placed_run import PlacedRun
@@ -125,7 +124,7 @@ def skipped_by_kernels(placed: PlacedRun) -> Skipped:
     if shards > 1 and specs:
         training, over = placed.run.training, placed.shape.over(BATCH_AXES) * placed.shape.context
         tokens = training.batch * training.seq // (over * training.microbatches)
-        rows = tokens * specs[0].experts_per_token / buffer_rows(specs[0], tokens, shards)
+        rows = tokens * specs[0].experts_per_token / specs[0].buffer_rows(tokens, shards)
     return Skipped(causal_fraction(placed.spec, placed.run.training.seq), min(1.0, rows))
 
 

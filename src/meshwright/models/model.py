@@ -6,6 +6,7 @@ A family (a subclass of `Model`) states its facts in a `ModelSpec` and computes 
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -271,9 +272,21 @@ class ExpertSpec:
     experts: int
     experts_per_token: int
     buffer_factor: float = 0.0
-    """Rows that a device of the mesh axis `expert` has room for (blocks/experts.py: `buffer_rows`)."""
+    """Rows that a device of the mesh axis `expert` has room for, as a multiple of an even share; 0: for all."""
     sent_bytes: int | None = None
     """Bytes of an element of the rows sent to experts; None are those of the compute dtype."""
+
+    def buffer_rows(self, tokens: int, shards: int) -> int:
+        """Returns the rows that a device has room for, of those that the `shards` devices of `expert` send it.
+
+        tokens: of a device. An even share is tokens x k rows, and room is `buffer_factor` times as much. The most that
+        can arrive is tokens x min(k, E / shards) rows from each device: where that is less, or the factor is 0, it is
+        the room.
+        """
+        most = shards * tokens * min(self.experts_per_token, self.experts // shards)
+        # Kernels work on tiles of 128 rows.
+        wanted = -(-math.ceil(self.buffer_factor * tokens * self.experts_per_token) // 128) * 128
+        return min(most, wanted) if self.buffer_factor else most
 
 
 @dataclasses.dataclass(frozen=True)

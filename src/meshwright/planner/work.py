@@ -9,7 +9,6 @@ import functools
 import math
 from typing import NamedTuple
 
-from meshwright.models.blocks.experts import buffer_rows
 from meshwright.models.model import AttentionSpec, ModelSpec, padded_vocab
 from meshwright.models.remat import ATTN_OUT, ATTN_RESIDUAL, FFN_HIDDEN, QKV, REMAT_POLICIES
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
@@ -151,7 +150,7 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
         heads=widths.heads,
         ffn_hidden=_ffn_hidden(layout, tokens),
         experts=float(max((e.experts_per_token for e in experts.values()), default=0)),
-        expert_rows=max((buffer_rows(e, int(tokens), shape.expert) for e in experts.values()), default=0.0),
+        expert_rows=max((e.buffer_rows(int(tokens), shape.expert) for e in experts.values()), default=0.0),
         expert_layers=expert_layers,
         delta_inner=max((d.inner_bytes(seq) for d in spec.delta), default=0.0) / shape.tensor,
         quantised_inputs=sum(inputs.values()),
@@ -284,6 +283,6 @@ def _ffn_hidden(layout: ModelLayout, tokens: float) -> float:
             stack = path.partition(".")[0]
             first = len(p.dims) - len(p.dims.replace("L", "").replace("E", "")) + p.contract
             columns = math.prod(p.shape[first:]) * (2 if p.packed is not None and p.packed >= first else 1)
-            rows = buffer_rows(experts[stack], int(tokens), layout.shape.expert) if "E" in p.dims else tokens
+            rows = experts[stack].buffer_rows(int(tokens), layout.shape.expert) if "E" in p.dims else tokens
             stacks[stack] = stacks.get(stack, 0.0) + columns * rows / tokens / layout.shape.tensor
     return max(stacks.values(), default=0.0)

@@ -20,7 +20,6 @@ partial sums `{U/tensor}`, which `sequence_reduce_scatter` reduces.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -210,7 +209,7 @@ def dropless_moe(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes the weighted sum of each token's experts, in groups of unequal size.
 
-    buffer_factor: as in `buffer_rows`.  exchange: type of the rows that go to experts. Returns the outputs [B, T, D]
+    buffer_factor: as in `ExpertSpec`.  exchange: type of the rows that go to experts. Returns the outputs [B, T, D]
     and the number of this device's (token, expert) pairs that found no room on the device of their expert; None where
     there is always room.
     """
@@ -291,19 +290,6 @@ def _of_rows(bias: jax.Array, rows_E: jax.Array, like: jax.Array) -> jax.Array:
     return bias.at[expert].get(mode="fill", fill_value=0).astype(like.dtype)
 
 
-def buffer_rows(spec: ExpertSpec, tokens: int, shards: int) -> int:
-    """Returns the rows that a device has room for, of those that the `shards` devices of `expert` send it.
-
-    tokens: of a device. An even share is tokens x k rows, and room is `spec.buffer_factor` times as much. The most that
-    can arrive is tokens x min(k, E / shards) rows from each device: where that is less, or the factor is 0, it is the
-    room.
-    """
-    most = shards * tokens * min(spec.experts_per_token, spec.experts // shards)
-    # Kernels work on tiles of 128 rows.
-    wanted = -(-math.ceil(spec.buffer_factor * tokens * spec.experts_per_token) // 128) * 128
-    return min(most, wanted) if spec.buffer_factor else most
-
-
 def _expert_parallel(
     spec: ExpertSpec,
     rows: jax.Array,
@@ -318,7 +304,7 @@ def _expert_parallel(
     Rows without room give zeros; returns their number too, None where there is always room.
     """
     shards, tokens = lax.axis_size("expert"), rows.shape[0] // spec.experts_per_token
-    room, most = (buffer_rows(s, tokens, shards) for s in (spec, dataclasses.replace(spec, buffer_factor=0.0)))
+    room, most = (s.buffer_rows(tokens, shards) for s in (spec, dataclasses.replace(spec, buffer_factor=0.0)))
     # A token has at most one row for each expert, which bounds the rows that one device sends another.
     largest = min(room, most // shards)
     sent_counts = rows_E.reshape(shards, spec.experts // shards)
@@ -436,7 +422,7 @@ class Experts:
     capacity_factor: float = 1.25
     """Capacity of an expert, as a multiple of an even share of a sequence's tokens."""
     buffer_factor: float = 0.0
-    """Rows that a device of `expert` has room for, as `buffer_rows` takes it."""
+    """Rows that a device of `expert` has room for, as `ExpertSpec` has it."""
     exchange: ExchangeType = "compute"
     """Type of the rows that go to experts."""
     aux_loss_weight: float = 0.0
