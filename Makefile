@@ -3,7 +3,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.14; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
 
-.PHONY: train test test-all check
+.PHONY: train test test-ci test-all check
 
 train: .venv/run
 	$(BIN)/meshwright train
@@ -12,7 +12,10 @@ train: .venv/run
 PYTEST := $(BIN)/pytest -n logical --maxprocesses 16 --dist worksteal
 
 test: .venv/dev
-	$(PYTEST) -m "not exhaustive"
+	$(PYTEST) -m "not exhaustive and not long"
+
+test-ci: .venv/dev
+	$(PYTEST) -m "not long" --durations=40
 
 test-all: .venv/dev
 	$(PYTEST) --durations=40

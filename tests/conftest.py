@@ -16,6 +16,8 @@ import pytest
 
 from meshwright.hardware.mesh import enable_compilation_cache, prepare_host
 
+pytest_plugins = ["measured"]
+
 prepare_host(8)
 _COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "compiled"
 _COMPILED.mkdir(parents=True, exist_ok=True)

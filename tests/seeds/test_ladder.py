@@ -10,8 +10,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LADDER = ROOT / "docs" / "ladder"
 CHAPTERS = sorted((path.stem for path in LADDER.glob("[0-9]*.py")), key=lambda name: int(name.split("_")[0]))
-SLOW = {"5_tensor_parallel"}
-"""Chapters that train for half a minute."""
 
 # Printed by the notebooks that the ladder grew out of.
 QUOTED = {
@@ -65,8 +63,10 @@ def settled(page: str) -> list[str]:
     return re.sub(r"<!-- figures of the machine.*?-->\n\n```text.*?```", "", page, flags=re.S).strip().splitlines()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
-    "chapter", [pytest.param(c, marks=pytest.mark.exhaustive) if c in SLOW else c for c in CHAPTERS]
+    "chapter",
+    [pytest.param(c, marks=pytest.mark.long if c != CHAPTERS[0] else pytest.mark.exhaustive) for c in CHAPTERS],
 )
 def test_a_chapter_prints_what_is_printed_in_it(chapter: str) -> None:
     """To the letter, numbers within one part in a thousand: `python docs/ladder/build.py` writes the pages anew."""

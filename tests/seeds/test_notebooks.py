@@ -22,6 +22,7 @@ def words(text: str) -> str:
     return re.sub(r"\s+", " ", _NUMBER.sub("#", text))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(path.stem for path in (DOCS / "notebooks").glob("*.py")))
 def test_a_notebook_runs_and_prints_what_its_page_prints(name: str) -> None:
     notebook = nbformat.reads(build.as_notebook(build.chapter_named(name)), as_version=4)
