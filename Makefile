@@ -3,7 +3,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.14; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
 
-.PHONY: train test test-ci test-all check
+.PHONY: train test test-ci test-all check golden golden-check
 
 train: .venv/run
 	$(BIN)/meshwright train
@@ -17,7 +17,7 @@ test: .venv/dev
 test-ci: .venv/dev
 	$(PYTEST) -m "not long" --durations=40
 
-test-all: .venv/dev
+test-all: .venv/all
 	$(PYTEST) --durations=40
 
 check: .venv/dev
@@ -39,3 +39,20 @@ check: .venv/dev
 .venv/dev: .venv/made pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@ .venv/run
+
+.venv/all: .venv/dev
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lm-eval]'
+	@touch $@
+
+# Outputs of transformers, peft and torch, written anew and compared with the committed ones, in an environment of their own.
+PEERS := tests/golden/peers
+golden: .venv-peers/made
+	cd $(PEERS) && for script in architectures layers adapters texts; do ../../../.venv-peers/bin/python $$script.py ../files || exit 1; done
+
+golden-check: .venv-peers/made
+	.venv-peers/bin/python tests/golden/check.py
+
+.venv-peers/made: tests/golden/peers.txt
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check -r tests/golden/peers.txt
+	@touch $@

@@ -7,6 +7,7 @@ from typing import Any
 
 import hf_models
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from tiny_runs import DEEPSEEK, assert_same_steps, largest_difference, tiny_run, train, train_on_one_device
@@ -79,84 +80,51 @@ def test_multi_token_prediction_has_the_numbers_of_one_device(mesh: str) -> None
     assert np.abs(one.params["mtp"]["router_bias"] - one.initial["mtp"]["router_bias"]).max() > 0
 
 
-def released(folder: Path, **config: Any) -> dict[str, Any]:
-    """Writes a small model as DeepSeek-V3 is released: in float8, with its layer of multi-token prediction."""
-    import torch
-    from safetensors.torch import load_file, save_file
-    from transformers.modeling_layers import MtpLayer
-    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
-
-    model = hf_models.save("deepseek-v3", folder)
-    with hf_models.quiet():
-        layer = MtpLayer(model.config, v3.DeepseekV3DecoderLayer, v3.DeepseekV3RMSNorm, 3).float()
-        for parameter in layer.parameters():
-            parameter.data = 0.1 * torch.randn_like(parameter) + (1.0 if parameter.ndim == 1 else 0.0)
-    weights = load_file(folder / "model.safetensors")
-    further = {
-        name.replace("mtp_block.", "").replace("post_norm", "shared_head.norm"): w
-        for name, w in layer.state_dict().items()
-    }
-    for part, count in (("gate_up_proj", 2), ("down_proj", 1)):
-        fused = further.pop(f"mlp.experts.{part}")
-        for expert, whole in enumerate(fused):
-            names = ("gate_proj", "up_proj") if count == 2 else ("down_proj",)
-            for name, w in zip(names, whole.chunk(count), strict=True):
-                further[f"mlp.experts.{expert}.{name}.weight"] = w.clone()
-    further |= {"embed_tokens.weight": model.model.embed_tokens.weight, "shared_head.head.weight": model.lm_head.weight}
-    weights |= {f"model.layers.3.{name}": w.detach().clone() for name, w in further.items()}
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "num_nextn_predict_layers": 1, **config}))
-    return {"model": model, "layer": layer, "weights": weights}
+def released(folder: Path, **config: Any) -> dict[str, np.ndarray]:
+    """Writes a small model as DeepSeek-V3 is released, with its multi-token prediction; returns its tensors."""
+    about, _ = hf_models.read("further-token")
+    tensors = hf_models.draw_tensors(about["tensors"])
+    shared = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+    tensors |= {f"model.layers.3.{own}.weight": tensors[f"{name}.weight"] for own, name in shared.items()}
+    folder.mkdir(exist_ok=True)
+    hf_models.write_tensors(folder, tensors)
+    (folder / "config.json").write_text(json.dumps({**about["config"], **config}))
+    return tensors
 
 
 def test_multi_token_prediction_has_the_numbers_of_transformers(tmp_path: Path) -> None:
-    """The loss of the released layer, in `transformers`' own class for it, and the gradients of all parameters."""
-    import torch
-
-    theirs = released(tmp_path)
-    model, layer, weight = theirs["model"], theirs["layer"], 0.3
-    found = hf_models.gradients_of(tmp_path, "fsdp=2,expert=2,tensor=2")
-    with hf_models.quiet():
-        tokens = torch.tensor(hf_models.tokens(), dtype=torch.long)
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        hidden = model.model(inputs, use_cache=False).last_hidden_state
-        positions = torch.arange(inputs.shape[1])[None]
-        mask = torch.triu(torch.full((inputs.shape[1],) * 2, -1e30), 1)[None, None]
-        angles = model.model.rotary_emb(hidden, positions)
-        further = layer(model.model.embed_tokens(targets), hidden, angles, mask, positions, None)
-        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), targets.flatten())
-        logits, after = model.lm_head(further)[:, :-1], targets[:, 1:]
-        sums = torch.nn.functional.cross_entropy(logits.flatten(0, 1), after.flatten(), reduction="sum")
-        (loss + weight * sums / targets.numel()).backward()
-    names = {f"model.layers.3.{n}": p for n, p in layer.named_parameters()}
-    gradients = {n: p.grad.numpy() for n, p in ({**dict(model.named_parameters()), **names}).items()}
-    renamed = {n.replace("mtp_block.", "").replace("post_norm", "shared_head.norm"): g for n, g in gradients.items()}
-    compared = hf_models.stored_gradients("deepseek-v3", renamed)
-    assert len(compared) > 100
-    for name, gradient in compared.items():
-        assert hf_models.largest_gap(found[name], gradient) < 1e-5, name
+    """The gradients of all parameters with the released layer, of `transformers`' own class for it."""
+    released(tmp_path)
+    _, golden = hf_models.read("further-token")
+    _, found, _ = hf_models.steps_of(tmp_path, "fsdp=2,expert=2,tensor=2", steps=1)
+    assert len(hf_models.names_under("gradient", golden)) > 100
+    hf_models.assert_near("gradient", found, golden, 1e-5)
 
 
 BLOCK = (16, 32)
 
 
-def in_float8(folder: Path, theirs: dict[str, Any]) -> dict[str, np.ndarray]:
+def in_float8(folder: Path, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Rewrites the matrices of layers in float8 with a scale for each block; returns their values in bfloat16."""
-    import torch
-    from safetensors.torch import save_file
-
-    stored, values = {}, {}
-    for name, w in theirs["weights"].items():
+    stored, values, rng = {}, {}, np.random.default_rng(0)
+    for name, w in tensors.items():
         if w.ndim != 2 or "layers" not in name or any(part in name for part in ("mlp.gate.", "embed_tokens", "head")):
-            stored[name] = w if "correction_bias" in name else w.bfloat16()
+            stored[name] = w if "correction_bias" in name else w.astype(ml_dtypes.bfloat16)
             continue
         rows, columns = (-(-size // n) for size, n in zip(w.shape, BLOCK, strict=True))
-        scale = 0.01 * (1 + torch.rand(rows, columns))
-        whole = scale.repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)[: w.shape[0], : w.shape[1]]
-        stored[name], stored[f"{name}_scale_inv"] = (w / whole).to(torch.float8_e4m3fn), scale
-        values[name] = (stored[name].float() * whole).bfloat16().float().numpy()
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+        scale = (0.01 * (1 + rng.random((rows, columns)))).astype(np.float32)
+        whole = scale.repeat(BLOCK[0], 0).repeat(BLOCK[1], 1)[: w.shape[0], : w.shape[1]]
+        stored[name], stored[f"{name}_scale_inv"] = (w / whole).astype(ml_dtypes.float8_e4m3fn), scale
+        values[name] = (stored[name].astype(np.float32) * whole).astype(ml_dtypes.bfloat16).astype(np.float32)
+    codes = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
+    file = folder / "model.safetensors"
+    header, data = {}, b""
+    for name, tensor in stored.items():
+        place = [len(data), len(data) + tensor.nbytes]
+        header[name] = {"dtype": codes[tensor.dtype.name], "shape": list(tensor.shape), "data_offsets": place}
+        data += tensor.tobytes()
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
     return values
 
 

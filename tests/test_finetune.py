@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from safetensors.numpy import load_file, save_file
 from tiny_runs import (
     MODELS,
     assert_same_steps,
@@ -238,9 +239,9 @@ def test_what_does_not_go_together_is_refused_with_the_reason(row: str) -> None:
         place_run(run)
 
 
-def write_base(folder: Path, row: str = "llama") -> Any:
-    """A random model of `transformers` with a tokenizer of 50 characters and a chat template."""
-    model = hf_models.save(row, folder)
+def write_base(folder: Path, row: str = "llama") -> None:
+    """A drawn model of a golden file with a tokenizer of 50 characters and a chat template."""
+    hf_models.write_folder(row, folder)
     letters = ["<|end|>", "<|user|>", "<|assistant|>", *"abcdefghijklmnopqrstuvwxyz0123456789 ?.,!+-=*/()"][:50]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({c: i for i, c in enumerate(letters)}, unk_token="?"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
@@ -248,7 +249,6 @@ def write_base(folder: Path, row: str = "llama") -> Any:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"chat_template": PLAIN, "eos_token": "<|end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return model
 
 
 def write_sums(file: Path, count: int = 120) -> None:
@@ -310,25 +310,54 @@ def test_a_resumed_fine_tune_is_bitwise_the_one_that_went_through(tuned: Path, c
     assert before.read_bytes() == after.read_bytes()
 
 
-def logits(model: Any) -> np.ndarray:
-    import torch
+def logits_on(source: Path, mesh: str) -> np.ndarray:
+    """Logits of a folder's model or adapter on a mesh."""
+    training = mw.Training(batch=hf_models.BATCH, seq=hf_models.SEQ, compute_dtype="float32", remat="none")
+    run = run_of_hugging_face(f"hf:{source}")
+    device_run = device_run_of(
+        dataclasses.replace(run, mesh=mw.MeshShape.parse(mesh), fsdp_min_size=64, training=training)
+    )
+    batch = hf_models.batch_of(device_run)
+    return np.asarray(hf_models.build_logits(device_run)(load_initial_weights(device_run), batch))
 
-    return model(torch.tensor(hf_models.tokens()[:, :-1], dtype=torch.long)).logits.detach().numpy()
+
+def write_adapter(folder: Path, about: dict[str, Any]) -> None:
+    """Writes `adapter` with the drawn weights of a golden file, on the model in `base`."""
+    (folder / "adapter").mkdir()
+    config = {**about["config"], "base_model_name_or_path": str(folder / "base")}
+    (folder / "adapter" / CONFIG).write_text(json.dumps(config))
+    save_file(hf_models.draw_tensors(about["tensors"]), folder / "adapter" / WEIGHTS, {"format": "pt"})
 
 
-def test_merged_weights_and_adapter_load_in_transformers_and_peft(tuned: Path) -> None:
+def adapter_written(folder: Path) -> dict[str, Any]:
+    """Configuration, and shapes of the tensors, of an adapter that Meshwright wrote."""
+    config = {**json.loads((folder / CONFIG).read_text()), "base_model_name_or_path": "base"}
+    return {"config": config, "tensors": {n: list(t.shape) for n, t in sorted(load_file(folder / WEIGHTS).items())}}
+
+
+def test_merged_weights_and_adapter_are_what_peft_reads(tuned: Path, tmp_path: Path) -> None:
+    """`peft` reads an adapter of this configuration and these tensors; merged weights are the sum that it computes."""
     mw.convert(tuned / "eight", tuned / "merged")
     mw.convert(tuned / "eight", tuned / "adapter", weights="adapter")
-    with hf_models.quiet():
-        import peft
-        import transformers
-
-        base = transformers.AutoModelForCausalLM.from_pretrained(tuned / "base").float().eval()
-        merged = logits(transformers.AutoModelForCausalLM.from_pretrained(tuned / "merged").float().eval())
-        alone = logits(base)
-        adapted = logits(peft.PeftModel.from_pretrained(base, tuned / "adapter").eval())
-    assert np.abs(merged - alone).max() > 0.1
-    np.testing.assert_allclose(adapted, merged, atol=1e-5 * np.abs(merged).max())
+    assert adapter_written(tuned / "adapter") == json.loads((hf_models.PEERS / "written/adapter.json").read_text())
+    base, merged = (load_file(tuned / name / "model.safetensors") for name in ("base", "merged"))
+    adapter, changed = load_file(tuned / "adapter" / WEIGHTS), 0
+    config = adapter_written(tuned / "adapter")["config"]
+    scale = config["lora_alpha"] / config["r"]
+    for name, value in merged.items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" in adapter:
+            product = adapter[f"{module}.lora_B.weight"] @ adapter[f"{module}.lora_A.weight"]
+            np.testing.assert_allclose(value, base[name] + scale * product, atol=1e-6)
+            changed += 1
+        else:
+            np.testing.assert_array_equal(value, base[name])
+    assert 2 * changed == len(adapter)
+    write_base(tmp_path / "base")
+    about, golden = hf_models.read("adapter-written")
+    write_adapter(tmp_path, about)
+    found = logits_on(tmp_path / "adapter", "data=1")
+    np.testing.assert_allclose(found, golden["logits"], atol=1e-5 * np.abs(golden["logits"]).max())
 
 
 def test_outputs_of_a_fine_tune_are_sources_everywhere(tuned: Path, cache: Path) -> None:
@@ -345,19 +374,11 @@ def test_outputs_of_a_fine_tune_are_sources_everywhere(tuned: Path, cache: Path)
 
 
 def test_an_adapter_of_peft_is_read_to_equal_logits(tmp_path: Path) -> None:
-    adapted = adapter_of_peft(tmp_path)
-    with hf_models.quiet():
-        wanted = logits(adapted)
+    _, golden = adapter_of_peft(tmp_path)
     run = run_of_hugging_face(f"hf:{tmp_path}/adapter")
     assert run.finetune.targets == ("blocks.query", "blocks.attention_out", "blocks.down")
-    run = dataclasses.replace(
-        run, mesh=mw.MeshShape.parse("data=2,fsdp=2,tensor=2"), fsdp_min_size=64,
-        training=mw.Training(batch=hf_models.BATCH, seq=hf_models.SEQ, compute_dtype="float32", remat="none"),
-    )  # fmt: skip
-    device_run = device_run_of(run)
-    batch = hf_models.batch_of(device_run)
-    found = np.asarray(hf_models.build_logits(device_run)(load_initial_weights(device_run), batch))
-    np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
+    found = logits_on(tmp_path / "adapter", "data=2,fsdp=2,tensor=2")
+    np.testing.assert_allclose(found, golden["logits"], atol=1e-5 * np.abs(golden["logits"]).max())
 
 
 def write_preferences(file: Path, count: int = 60) -> None:
@@ -370,55 +391,17 @@ def write_preferences(file: Path, count: int = 60) -> None:
             lines.write(json.dumps({"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}) + "\n")
 
 
-def adapter_of_peft(folder: Path) -> Any:
-    """Writes a random model (`base`) and a random adapter of it (`adapter`) as `peft` does; returns both."""
-    model = write_base(folder / "base", "qwen3")
-    with hf_models.quiet():
-        import peft
-        import torch
-
-        config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "o_proj", "down_proj"], use_rslora=True)
-        adapted = peft.get_peft_model(model, config).eval()
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.data = 0.1 * torch.randn_like(parameter)
-        adapted.save_pretrained(folder / "adapter")
-    written = json.loads((folder / "adapter" / CONFIG).read_text())
-    written["base_model_name_or_path"] = str(folder / "base")
-    (folder / "adapter" / CONFIG).write_text(json.dumps(written))
-    return adapted
-
-
-def preferences_by_torch(adapted: Any, rows: list[dict[str, np.ndarray]], beta: float) -> tuple[float, float, float]:
-    """Loss, reward margin and accuracy of packed pairs by `transformers` and `torch`, each document by itself."""
-    import torch
-
-    def log_probability(row: dict[str, np.ndarray], segment: int) -> torch.Tensor:
-        here = np.flatnonzero(row["segments"] == segment)
-        ids, targets = (torch.tensor(row[name][here][None].astype(np.int64)) for name in ("inputs", "targets"))
-        scores = torch.log_softmax(adapted(ids).logits, -1).gather(-1, targets[..., None])[0, :, 0]
-        return (scores * torch.tensor(row["weights"][here])).sum()
-
-    def ratios(row: dict[str, np.ndarray], segment: int) -> torch.Tensor:
-        with torch.no_grad():
-            own = log_probability(row, segment)
-            with adapted.disable_adapter():
-                return own - log_probability(row, segment)
-
-    margins = torch.stack(
-        [
-            beta * (ratios(row, pair) - ratios(row, pair + 1))
-            for row in rows
-            for pair in range(0, int(row["segments"][row["weights"] > 0].max()) + 1, 2)
-        ]
-    )
-    loss = -torch.nn.functional.logsigmoid(margins).mean()
-    return float(loss), float(margins.mean()), float((margins > 0).float().mean())
+def adapter_of_peft(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Writes a model (`base`) and an adapter of it (`adapter`) as `peft` does; returns their golden file."""
+    write_base(folder / "base", "qwen3")
+    about, golden = hf_models.read("adapter")
+    write_adapter(folder, about)
+    return about, golden
 
 
 @pytest.mark.parametrize("mesh", ["data=1", "context=2,fsdp=2,tensor=2"])
 def test_the_loss_of_preferences_is_that_of_torch(mesh: str, tmp_path: Path, cache: Path) -> None:
-    adapted = adapter_of_peft(tmp_path)
+    _, golden = adapter_of_peft(tmp_path)
     write_preferences(tmp_path / "pairs.jsonl")
     run = preference_run(run_of_hugging_face(f"hf:{tmp_path}/adapter"), tmp_path / "pairs.jsonl", mesh)
     prepared = prepare_run(run, cache=cache)
@@ -428,9 +411,10 @@ def test_the_loss_of_preferences_is_that_of_torch(mesh: str, tmp_path: Path, cac
     params = load_initial_weights(device_run)
     found = build_eval_step(device_run)(params, jax.device_put(batch, device_run.batch_sharding))
     values = [float(found[name][0] / found[name][1]) for name in ("loss", "reward margin", "preference accuracy")]
-    with hf_models.quiet():
-        expected = preferences_by_torch(adapted, samples, run.finetune.beta)
-    np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-6)
+    with np.load(hf_models.PEERS / "written/preferences.npz") as given:  # the pairs that the golden file is of
+        for name in given:
+            np.testing.assert_array_equal(getattr(batch, name), given[name])
+    np.testing.assert_allclose(values, golden["preferences"], rtol=1e-5, atol=1e-6)
 
 
 def preference_run(run: Run, data: Path, mesh: str, method: str = "lora", **training: Any) -> Run:

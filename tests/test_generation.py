@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from hf_copies import MODELS, copy_of, greedy
+from hf_models import GREEDY as TOKENS
+from hf_models import PROMPTS, draw_tensors, read, write_tensors
 from tiny_runs import VOCAB, by_layers, device_run_of, keep, place_params, tiny_run
 
 import meshwright as mw
+from meshwright.config import Model
 from meshwright.data.chat import ChatTemplate, read_chat_template
 from meshwright.data.encoding import encode_texts
 from meshwright.data.subwords import Subwords
@@ -34,26 +37,41 @@ from meshwright.generation.training_sample import sample_tokens
 from meshwright.generation.weight_sizes import WeightsLayout
 from meshwright.generation.weights import abstract_layout, lay_out
 from meshwright.hardware.targets import parse_target
+from meshwright.hugging_face.folder import open_folder
+from meshwright.hugging_face.load import load_params
+from meshwright.models.families.gpt2 import Gpt2
+from meshwright.models.families.llama import Llama
+from meshwright.models.families.mixtral import Mixtral
 from meshwright.planner.decoding import best_decode, price_decode
 from meshwright.step.device_run import DeviceRun
 
-PROMPT_LENGTHS = (5, 11, 2)
-TOKENS = 12
+MODELS: dict[str, Model] = {
+    "gpt2": Gpt2(VOCAB, 64, 2, 8, vocab_multiple=16, positions=64),
+    "llama": Llama(VOCAB, 64, 2, 8, vocab_multiple=16, kv_heads=4, mlp=96),
+    "qwen-like": Llama(
+        VOCAB, 64, 2, 8, vocab_multiple=16, kv_heads=4, mlp=96, qkv_bias="learned", embedding="tied", sliding_window=5
+    ),
+    "mixtral": Mixtral(VOCAB, 64, 2, 8, vocab_multiple=16, kv_heads=4, experts=8, experts_per_token=2, expert_mlp=32),
+}  # fmt: skip
+"""The models of golden/peers/texts.py."""
 
 
 def prompts() -> list[np.ndarray]:
-    rng = np.random.default_rng(1)
-    return [rng.integers(0, VOCAB, length).astype(np.int32) for length in PROMPT_LENGTHS]
+    return PROMPTS
 
 
 def initial(name: str) -> Any:
-    """Random parameters with one row per layer: matrices large enough that texts differ, no bias zero, no norm one."""
+    """The weights of a golden file with one row per layer: random, large enough that texts differ."""
 
     def compute() -> Any:
         device_run = device_run_of(tiny_run(MODELS[name], "data=1"))
-        params = by_layers(device_run, device_run.initial_state().params)
-        rng = np.random.default_rng(3)
-        return jax.tree.map(lambda x: (x * 4 + 0.1 * rng.standard_normal(x.shape)).astype(np.float32), params)
+        about, _ = read(f"text-{name}")
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(about["config"]))
+            write_tensors(Path(folder), draw_tensors(about["tensors"]))
+            where = device_run.state_shardings.params
+            params = load_params(open_folder(f"hf:{folder}"), device_run.params, where, "float32")
+        return by_layers(device_run, params)
 
     return keep(("initial for generation", name), compute)
 
@@ -84,9 +102,7 @@ def generated(name: str, mesh: str, sampling: Sampling, tokens: int = TOKENS, **
     ],
 )
 def test_greedy_text_is_that_of_transformers(name: str, mesh: str) -> None:
-    params = opened(name)
-    theirs = copy_of(name, by_layers(params.device_run, params.params))
-    expected = [greedy(theirs, prompt, TOKENS) for prompt in prompts()]
+    expected = read(f"text-{name}")[1]["greedy"].tolist()
     assert len({token for row in expected for token in row}) > 8  # a text that repeats one token shows little
     assert generated(name, mesh, Sampling()) == expected
 
@@ -457,6 +473,7 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
 """
 
 
+@pytest.mark.long
 def test_benchmarks_score_choices_by_log_likelihood(run_folder: Path, cache: Path, tmp_path: Path) -> None:
     questions = [("abc", ["def", "d", "ghi"]), ("", ["b", "abc"]), ("hij", ["k", "\u00e9 ab"]), ("zz", ["zz", "ab"])]
     generator = mw.open_generator(run_folder, mesh="tensor=2", cache=cache)

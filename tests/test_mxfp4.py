@@ -9,7 +9,7 @@ import hf_models
 import ml_dtypes
 import numpy as np
 import pytest
-from hf_models import quiet
+from safetensors.numpy import load_file, save_file
 
 import meshwright as mw
 from meshwright.hugging_face.folder import open_folder
@@ -19,23 +19,21 @@ from meshwright.hugging_face.names import read_block
 EXPERTS = ("model.layers.{}.mlp.experts.gate_up_proj", "model.layers.{}.mlp.experts.down_proj")
 
 
-def unpacked(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """As `transformers` reads them, float32 [E, D, F]."""
-    with quiet():
-        import torch
-        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
-        numbers = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales))
-    return numbers.float().numpy()
+
+def unpacked(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """From the definition: the lower half of a byte first, times a power of two, float32 [E, D, F]."""
+    numbers = FP4[np.stack([blocks & 15, blocks >> 4], -1)].reshape(*blocks.shape[:3], 32)
+    scaled = np.ldexp(numbers, scales[..., None].astype(np.int32) - 127)
+    return scaled.reshape(*blocks.shape[:2], -1).swapaxes(1, 2)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
     """A folder whose experts are in MXFP4, and their numbers by the name of the tensor."""
-    from safetensors.numpy import load_file, save_file
-
     path = tmp_path_factory.mktemp("mxfp4") / "model"
-    hf_models.save("gpt-oss", path)
+    hf_models.write_folder("gpt-oss", path)
     tensors, numbers, rng = load_file(path / "model.safetensors"), {}, np.random.default_rng(0)
     for name in [n for n in tensors if n.endswith("_proj")]:
         E, D, F = tensors.pop(name).shape
@@ -81,8 +79,6 @@ def test_packed_weights_go_out_as_numbers(folder: Any, tmp_path: Path) -> None:
 
 
 def test_other_packed_weights_are_refused(folder: Any, tmp_path: Path) -> None:
-    from safetensors.numpy import load_file, save_file
-
     shutil.copytree(folder[0], tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     name = EXPERTS[1].format(0)
@@ -96,10 +92,12 @@ def test_other_packed_weights_are_refused(folder: Any, tmp_path: Path) -> None:
 
 
 def test_every_number_of_four_bits_is_exact() -> None:
-    blocks = np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16)
-    scales = np.array([0, 1, 60, 100, 120, 126, 127, 128, 130, 140, 160, 200, 250, 251, 252, 90], np.uint8)
-    scales = scales.reshape(1, 1, 16)
+    golden = hf_models.read("mxfp4")[1]
+    blocks, scales = golden["blocks"], golden["scales"]
     packed: Any = PackedTensor(blocks, scales)[:, :, slice(None)]
     found = packed[slice(0, 1), slice(0, 512), slice(0, 1)]
     assert found.dtype == ml_dtypes.bfloat16
-    np.testing.assert_array_equal(found.astype(np.float32), unpacked(blocks, scales))
+    np.testing.assert_array_equal(found.astype(np.float32), golden["numbers"])
+    plain = slice(2, 15)  # products that float32 holds
+    ours = unpacked(blocks[:, :, plain], scales[:, :, plain])
+    np.testing.assert_array_equal(ours, golden["numbers"][:, 64 : 64 + ours.shape[1]])
