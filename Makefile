@@ -14,13 +14,13 @@ PYTEST := $(BIN)/pytest -n logical --maxprocesses 16 --dist worksteal
 test: .venv/dev
 	$(PYTEST) -m "not exhaustive and not long"
 
-test-ci: .venv/dev
+test-ci: .venv/ci
 	$(PYTEST) -m "not long" --durations=40
 
 test-all: .venv/all
 	$(PYTEST) --durations=40
 
-check: .venv/dev
+check: .venv/docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -33,15 +33,23 @@ check: .venv/dev
 	@touch $@
 
 .venv/run: .venv/made pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
 
 .venv/dev: .venv/made pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@ .venv/run
 
-.venv/all: .venv/dev
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,lm-eval]'
+.venv/docs: .venv/dev
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	@touch $@
+
+.venv/ci: .venv/docs
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev-all]'
+	@touch $@
+
+.venv/all: .venv/ci
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev-all,lm-eval]'
 	@touch $@
 
 # Outputs of transformers, peft and torch, written anew and compared with the committed ones, in an environment of their own.

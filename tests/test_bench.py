@@ -77,6 +77,7 @@ def test_the_calibration_keeps_collectives_and_matmuls(
             read_calibration(file)
 
 
+@pytest.mark.exhaustive
 def test_the_plot_is_readable_and_leaves_matplotlib_alone(
     mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,8 @@ from meshwright.trainer.evaluation import evaluate_checkpoint, run_to_evaluate
 from meshwright.trainer.lock import LockError, locked
 from meshwright.trainer.watchdog import _Watch
 
+pytestmark = pytest.mark.exhaustive
+
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[FaultyProxy]:
@@ -399,7 +401,6 @@ def test_supervisors_meet_in_a_bucket(servers: FaultyProxy, monkeypatch: pytest.
     assert found[0] == found[2] and found[0].members == (0, 2) and MeshShape.parse(found[0].mesh).size == 4
 
 
-@pytest.mark.exhaustive
 def test_a_supervised_run_in_a_bucket_is_started_again(servers: FaultyProxy, tmp_path: Path, cache: Path) -> None:
     text, file = tmp_path / "text.txt", tmp_path / "run.json"
     text.write_text("the quick brown fox jumps over the lazy dog; " * 400)

@@ -402,6 +402,7 @@ def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
     assert peaks[1] - peaks[0] < 40_000, peaks
 
 
+@pytest.mark.exhaustive
 def test_datasets_of_the_hub_are_named_in_full_and_need_its_library(monkeypatch: Any, tmp_path: Path) -> None:
     for path in ("hf://datasets/alone", "hf://models/a/b"):
         with pytest.raises(DataError, match="names no dataset of the hub"):

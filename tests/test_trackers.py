@@ -17,6 +17,8 @@ from meshwright.report.reporters import REPORTERS, build_reporters
 from meshwright.runs.run import Run
 from meshwright.runs.write_run import write_run
 
+pytestmark = pytest.mark.exhaustive
+
 METRICS = {1: {"loss": 2.5, "tokens/s": 1000.0}, 2: {"loss": 2.25, "tokens/s": 1100.0}, 3: {"held-out loss": 2.0}}
 SAMPLE = "<b>to be</b>\nor not"
 Read = tuple[dict[str, Any], dict[str, list[tuple[int, float]]], str, str]

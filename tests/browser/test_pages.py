@@ -39,11 +39,14 @@ from meshwright.views.pages import Axis, Chart, Live, Page, Section, Series
 from meshwright.views.plan_page import machine_of_target, plan_page
 
 _BROWSER = next((path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None)
-pytestmark = pytest.mark.skipif(
-    # CI installs one and sets this, so that there the tests cannot be left out.
-    _BROWSER is None and not os.environ.get("MESHWRIGHT_BROWSER_TESTS"),
-    reason="no Chromium on this machine; .ci/run installs one",
-)
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(
+        # CI installs one and sets this, so that there the tests cannot be left out.
+        _BROWSER is None and not os.environ.get("MESHWRIGHT_BROWSER_TESTS"),
+        reason="no Chromium on this machine; .ci/run installs one",
+    ),
+]
 WIDTHS = (1280, 390)
 
 

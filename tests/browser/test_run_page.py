@@ -96,6 +96,7 @@ def curve_of(tab: Tab) -> str:
 
 
 @needs_browser
+@pytest.mark.exhaustive
 def test_a_training_is_watched_while_it_goes_on_and_restarts(
     tab: Tab, served: list[LiveServer], tmp_path: Path
 ) -> None:
@@ -114,6 +115,7 @@ def test_a_training_is_watched_while_it_goes_on_and_restarts(
 
 
 @needs_browser
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_page_of_two_runs(tab: Tab, tmp_path: Path, width: int) -> None:
     first, second = written(tmp_path / "first", steps=40), written(tmp_path / HOSTILE.replace("/", "|"), steps=60)
@@ -143,6 +145,7 @@ def test_a_page_of_two_runs(tab: Tab, tmp_path: Path, width: int) -> None:
 
 
 @needs_browser
+@pytest.mark.exhaustive
 def test_marks_and_curves_follow_what_is_written(tab: Tab, served: list[LiveServer], tmp_path: Path) -> None:
     out = written(tmp_path / "grows", steps=20)
     tab.goto(serve(served, out).url)

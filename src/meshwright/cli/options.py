@@ -80,7 +80,8 @@ def options_of(
                 title = inside.rstrip(".")
                 heading = f"{title} ({part.__name__})" if title not in ("", part.__name__.lower()) else ""
                 heading = heading or part.__name__.lower()
-                yield from options_of(part, value, where, inside, heading, parts=parts)
+                default_part = None if value is tyro.MISSING else value
+                yield from options_of(part, default_part, where, inside, heading, parts=parts)
             continue
         metavar, choices = values_of(kind, value) if primitive is None else (str(primitive.metavar), ())
         if arg is not None and arg.metavar is not None:
