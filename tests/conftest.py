@@ -24,6 +24,16 @@ _COMPILED.mkdir(parents=True, exist_ok=True)
 enable_compilation_cache(_COMPILED)
 
 
+_NOT_FAST = ("tests/browser/", "tests/seeds/test_notebooks.py", "tests/test_stores.py", "tests/test_trackers.py")
+"""Files that have no fast test, and import what only the extra `dev-all` installs."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves files without a fast test unread where the fast tests run."""
+    where = collection_path.relative_to(config.rootpath).as_posix()
+    return True if "not exhaustive" in config.option.markexpr and where.startswith(_NOT_FAST) else None
+
+
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a test's token files go."""

@@ -22,7 +22,6 @@ from hf_models import PROMPTS, draw_tensors, read, write_tensors
 from tiny_runs import VOCAB, by_layers, device_run_of, keep, place_params, tiny_run
 
 import meshwright as mw
-from meshwright.config import Model
 from meshwright.data.chat import ChatTemplate, read_chat_template
 from meshwright.data.encoding import encode_texts
 from meshwright.data.subwords import Subwords
@@ -42,6 +41,7 @@ from meshwright.hugging_face.load import load_params
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.mixtral import Mixtral
+from meshwright.models.model import Model
 from meshwright.planner.decoding import best_decode, price_decode
 from meshwright.step.device_run import DeviceRun
 
