@@ -30,7 +30,7 @@ def newest(out: Path) -> list[Path]:
     if len(steps) < 2:
         return []
     last = max(steps, key=lambda p: int(p.name))
-    return [p for p in (last / "state").rglob("*") if p.is_file() and p.parent.name == "d"]
+    return [p for p in (last / "state").rglob("*") if p.is_file() and p.name.replace(".", "").isdigit()]
 
 
 def inject(kind: str, pair: Pair, victim: int, rng: random.Random) -> float:

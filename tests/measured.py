@@ -3,6 +3,11 @@
 A pytest plugin of this suite. `pytest --costs FILE` writes a table of all tests that ran, most expensive first. `pytest
 --check-costs` fails a test that compiles more than one large program without the marker `compiles`, or starts a Python
 process without `processes`. Costs are CPU seconds, so that other programs on the machine do not change them.
+
+`costly.txt` lists the tests that are too expensive for the fast tier, by measurement; they get the marker `exhaustive`.
+
+    pytest -m "not exhaustive and not long" --costs /tmp/costs    # with -n 2: /tmp/costs.gw0, /tmp/costs.gw1
+    python tests/measured.py /tmp/costs*                          # adds what was too expensive to costly.txt
 """
 
 import dataclasses
@@ -19,6 +24,10 @@ import pytest
 
 LARGE = 2.0
 """CPU seconds that compiling a large program takes. A tiny train step takes 3 to 7, an operation of its own 0.05."""
+
+COSTLY = Path(__file__).with_name("costly.txt")
+FAST, FASTEST = 1.5, 6.0
+"""CPU seconds that a fast test takes at most; of the rows of one test function the cheapest stays below the second."""
 
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -119,6 +128,24 @@ class Costs:
         Path(f"{file}.{worker}" if worker else file).write_text("".join(f"{line}\n" for line in lines))
 
 
+def too_expensive(costs: dict[str, float]) -> list[str]:
+    """Returns the tests that do not stay in the fast tier: test -> CPU seconds, with their fixtures."""
+    cheapest: dict[str, str] = {}
+    for name in sorted(costs, key=lambda name: costs[name]):
+        cheapest.setdefault(name.partition("[")[0], name)
+    kept = {name for name in cheapest.values() if costs[name] <= FASTEST}
+    return sorted(name for name, cpu in costs.items() if cpu > FAST and name not in kept)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests of `costly.txt`."""
+    costly = set(COSTLY.read_text(encoding="utf-8").splitlines())
+    for item in items:
+        if item.nodeid in costly:
+            item.add_marker(pytest.mark.exhaustive)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the two options."""
     parser.addoption("--costs", metavar="FILE", help="write CPU seconds, programs and processes of each test to FILE")
@@ -129,3 +156,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Measures where one of the options is given."""
     if config.getoption("costs") or config.getoption("check_costs"):
         config.pluginmanager.register(Costs(config.getoption("check_costs")), "costs")
+
+
+if __name__ == "__main__":
+    measured = [json.loads(line) for name in sys.argv[1:] for line in Path(name).read_text().splitlines()]
+    listed = {*COSTLY.read_text(encoding="utf-8").splitlines(), *too_expensive({r["test"]: r["cpu"] for r in measured})}
+    COSTLY.write_text("".join(f"{name}\n" for name in sorted(listed)), encoding="utf-8")

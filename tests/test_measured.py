@@ -6,7 +6,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from measured import Cost, Meter, undeclared
+from measured import COSTLY, Cost, Meter, too_expensive, undeclared
 
 
 @pytest.mark.compiles
@@ -29,3 +29,15 @@ def test_only_what_costs_needs_a_marker() -> None:
     assert "2 large programs" in undeclared(Cost(large=2), {"processes"})[0]
     assert "starts 3" in undeclared(Cost(processes=3), {"compiles"})[0]
     assert undeclared(Cost(large=9, processes=9), {"compiles", "processes"}) == []
+
+
+def test_the_cheapest_row_of_a_test_stays_fast() -> None:
+    costs = {"a.py::x[1]": 5.0, "a.py::x[2]": 3.0, "a.py::y": 0.1, "a.py::z": 40.0}
+    assert too_expensive(costs) == ["a.py::x[1]", "a.py::z"]
+
+
+def test_costly_tests_exist() -> None:
+    """The list names functions that are there; a row that is gone leaves the list."""
+    for name in COSTLY.read_text().splitlines():
+        file, _, test = name.partition("[")[0].partition("::")
+        assert f"def {test}(" in (COSTLY.parents[1] / file).read_text(), name

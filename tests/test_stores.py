@@ -25,12 +25,12 @@ from tiny_runs import MODELS, tiny_run
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.move import plan_move
 from meshwright.checkpoint.steps import committed_steps, partial_steps
-from meshwright.cli import supervisors
 from meshwright.cli.checkpoint import main
 from meshwright.config import Data, MeshShape
 from meshwright.data.local import local_data
 from meshwright.errors import CheckpointError, ConfigError, StorageError
 from meshwright.hardware.hosts import Hosts
+from meshwright.launching import supervisors
 from meshwright.launching.restarts import Restarts
 from meshwright.runs.run import Run
 from meshwright.runs.write_run import write_run

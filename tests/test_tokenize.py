@@ -126,6 +126,7 @@ def test_texts_are_compressed_too(tmp_path: Path) -> None:
     assert list(open_source(str(tmp_path)).read(Records(""))) == ["text"]
 
 
+@pytest.mark.exhaustive
 def test_a_dataset_saved_by_its_own_library_is_read(tmp_path: Path) -> None:
     program = (
         "import datasets, sys; d = datasets.Dataset.from_dict({'text': [f'text {i}' for i in range(9)]});"

@@ -31,7 +31,7 @@ def test_it_prints_and_writes(proved: Path) -> None:
         "at the peak",
         "saved activations",
         "all-gather",
-        "llama.py:",
+        "decoder.py:",
         "2 D F per matrix",
         "lint: ",
         "live between",
