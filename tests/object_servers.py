@@ -16,6 +16,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 BUCKET = "bucket"
 
@@ -33,8 +34,19 @@ def serve(kind: str, port: int) -> None:
                 break
             time.sleep(0.1)
     else:
+        from gcp_storage_emulator.handlers import objects
         from gcp_storage_emulator.server import create_server
 
+        download = objects.download
+
+        def download_with_generation(request: Any, response: Any, storage: Any) -> None:
+            """Answers a read with the object's version, as Google does: TensorStore makes conditions of it."""
+            download(request, response, storage)
+            if response.status in (200, 206):
+                found = storage.get_file_obj(request.params["bucket_name"], request.params["object_id"])
+                response["x-goog-generation"] = found["generation"]
+
+        objects.download = download_with_generation
         # The emulator answers one request at a time: more than five that wait must not be turned away.
         http.server.HTTPServer.request_queue_size = 256
         create_server("127.0.0.1", port, in_memory=True, default_bucket=BUCKET).start()
