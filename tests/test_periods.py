@@ -14,8 +14,7 @@ from meshwright.models.blocks.rotary import RopeScaling, Yarn
 from meshwright.models.flops import layer_flops
 from meshwright.models.periods import scan_periods, scan_stacks_in_parts
 from meshwright.runs.placed_run import place_run
-from meshwright.sharding.periods import assign_periods
-from meshwright.sharding.stages import loop_placement
+from meshwright.sharding.stages import assign_layers, loop_placement
 
 GEMMA = mw.Gemma3(
     50, 64, 5, 8, 4, 8, 96, vocab_multiple=16, local_layers=1, sliding_window=5, query_scale=6, rope_factor=4.0
@@ -65,12 +64,12 @@ def test_the_scan_is_a_loop_over_layers(layers: int, remat: str) -> None:
 
 
 def test_parts_begin_with_a_period() -> None:
-    assignment = assign_periods((1.0,) * 26, 6, 2, 1, loop_placement)
+    assignment = assign_layers((1.0,) * 26, 2, 1, loop_placement, 6)
     assert assignment.boundaries == (0, 12, 26)
     rows = assignment.rows(range(26))[:, 0]
     assert all(layer % 6 == row % 6 for stage in rows for row, layer in enumerate(stage) if layer >= 0)
     with pytest.raises(mw.ConfigError, match=r"every part begins with a period, and 8 parts > 5 periods"):
-        assign_periods((1.0,) * 26, 6, 4, 2, loop_placement)
+        assign_layers((1.0,) * 26, 4, 2, loop_placement, 6)
 
 
 def test_a_global_layer_costs_more_than_a_local_one() -> None:

@@ -234,12 +234,7 @@ def _place_params(
             truth = f"its parameter {path} has the shape {list(param.shape)}: a dimension is at least 1"
             raise ConfigError(f"the model {model}", truth, "sizes of the model above 0")
     spec = model.spec()
-    if spec.period > 1:
-        from meshwright.sharding.periods import assign_periods  # most models have one kind of layer
-
-        stages = assign_periods(layer_flops(model, seq), spec.period, shape.stage, chunks, placement)
-    else:
-        stages = assign_layers(layer_flops(model, seq), shape.stage, chunks, placement)
+    stages = assign_layers(layer_flops(model, seq), shape.stage, chunks, placement, spec.period)
     orders = {}
     for stack in spec.stacks:
         layers = spec.layers_of(stack)

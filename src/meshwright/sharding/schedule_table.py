@@ -4,16 +4,22 @@ A tick of a stage has three places, run in this order, any of which may be empty
 its first half, the gradient of the input), and the other half of a split backward pass, the gradient of the weights.
 All stages finish a tick together, so that a tick lasts as long as the tasks of its busiest stage.
 
-`schedule_builder.py` builds the table from the order of tasks on each stage, `step/pipeline.py` executes it.
+`tabulate` builds the table from the order of tasks on each stage: every task runs as early as its inputs allow. Tasks
+that follow each other on a stage share a tick where their places in it do: a forward pass and the backward pass after
+it, an input gradient and the weight gradient after it. What a tick sends, the next one can use; the loss and its
+gradient are ready after the tick in which the last part has finished a microbatch. `step/pipeline.py` executes a table.
 """
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from meshwright.errors import ConfigError
 from meshwright.sharding.stages import PartMap
 
 IDLE, FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = range(5)
@@ -45,6 +51,51 @@ NEXT_TICK = Task(IDLE, NOTHING, NOTHING)
 """Mark in a stage's order of tasks: what follows is not in the same tick as what comes before."""
 
 
+def lockstep_seconds(concurrent: ConcurrentTasks, seconds: Mapping[int, float]) -> float:
+    """Returns the time of all ticks: each lasts as long as the tasks of its busiest stage. seconds: of each kind."""
+    return sum(
+        count * max((sum(seconds[kind] for kind in kinds) for kinds in stages), default=0.0)
+        for stages, count in concurrent.items()
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskCounts:
+    """Counts of a schedule that its time and memory follow from; they need no buffer slots."""
+
+    name: str
+    microbatches: int
+    stages: int
+    virtual_stages: int
+    concurrent_tasks: ConcurrentTasks
+    """Number of ticks by the kinds of tasks that the stages run in them; idle stages are left out."""
+    task_counts: dict[int, int]
+    """Number of tasks of each kind on stage 0; the other stages do the same work."""
+    live_inputs: int
+    """Largest number of inputs that a stage holds in a tick."""
+
+    @functools.cached_property
+    def ticks_by_halves(self) -> tuple[tuple[int, int], int]:
+        """Number of ticks with only forward and with only backward passes, and of those with both."""
+        forward = backward = both = 0
+        for stages, count in self.concurrent_tasks.items():
+            kinds = frozenset[int]().union(*stages)
+            has_forward, has_backward = FORWARD in kinds, bool(kinds - {FORWARD})
+            forward += count * (has_forward and not has_backward)
+            backward += count * (has_backward and not has_forward)
+            both += count * (has_forward and has_backward)
+        return (forward, backward), both
+
+    def bubble(self, backward: float) -> float:
+        """Returns idle over busy time of a stage, where all stages finish a tick together.
+
+        backward: seconds of a backward pass over those of a forward pass; each half of a split one takes half of it.
+        """
+        seconds = {FORWARD: 1.0, BACKWARD: backward, BACKWARD_INPUT: backward / 2, BACKWARD_WEIGHT: backward / 2}
+        busy = sum(count * seconds[kind] for kind, count in self.task_counts.items())
+        return lockstep_seconds(self.concurrent_tasks, seconds) / busy - 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Arrivals:
     """Slots for the values that reach a stage from one direction after each tick."""
@@ -74,8 +125,7 @@ class ScheduleTable:
     Arrays of tasks are int32 [ticks, stages, places], NOTHING (kind: IDLE) where a place is empty.
     """
 
-    name: str
-    microbatches: int
+    counts: TaskCounts
     parts: PartMap
     kind: np.ndarray
     virtual_stage: np.ndarray
@@ -96,6 +146,16 @@ class ScheduleTable:
     """Inputs that each stage holds in each tick."""
 
     @property
+    def name(self) -> str:
+        """Name of the schedule."""
+        return self.counts.name
+
+    @property
+    def microbatches(self) -> int:
+        """Number of microbatches M."""
+        return self.counts.microbatches
+
+    @property
     def ticks(self) -> int:
         """Length of the schedule."""
         return int(self.kind.shape[0])
@@ -111,14 +171,14 @@ class ScheduleTable:
         return self.parts.virtual_stages
 
     @property
+    def task_counts(self) -> dict[int, int]:
+        """Number of tasks of each kind on each stage."""
+        return self.counts.task_counts
+
+    @property
     def splits_backward(self) -> bool:
         """Whether backward passes are split into the gradients of the input and of the weights."""
         return bool(self.task_counts[BACKWARD_INPUT])
-
-    @property
-    def trains(self) -> bool:
-        """Whether the table has backward passes."""
-        return bool(self.task_counts[BACKWARD] + self.task_counts[BACKWARD_INPUT])
 
     @property
     def segments(self) -> tuple[tuple[str, range], ...]:
@@ -134,27 +194,8 @@ class ScheduleTable:
         return tuple((name, ticks) for name, ticks in ranges if ticks)
 
     def bubble(self, backward: float = 2.0) -> float:
-        """Returns idle over busy time of a stage, where all stages finish a tick together.
-
-        backward: seconds of a backward pass over those of a forward pass; each half of a split one takes half of it.
-        """
-        seconds = {FORWARD: 1.0, BACKWARD: backward, BACKWARD_INPUT: backward / 2, BACKWARD_WEIGHT: backward / 2}
-        busy = sum(count * seconds[kind] for kind, count in self.task_counts.items())
-        return lockstep_seconds(self.concurrent_tasks, seconds) / busy - 1
-
-    @functools.cached_property
-    def concurrent_tasks(self) -> ConcurrentTasks:
-        """Number of ticks by the kinds of tasks that the stages run in them; idle stages are left out."""
-        counts: dict[frozenset[frozenset[int]], int] = {}
-        for row in self.kind:
-            kinds = frozenset(frozenset(int(k) for k in own if k != IDLE) for own in row) - {frozenset()}
-            counts[kinds] = counts.get(kinds, 0) + 1
-        return counts
-
-    @functools.cached_property
-    def task_counts(self) -> dict[int, int]:
-        """Number of tasks of each kind on stage 0; the other stages do the same work."""
-        return {kind: int((self.kind[:, 0] == kind).sum()) for kind in TASK_NAMES}
+        """Returns idle over busy time of a stage: `TaskCounts.bubble`."""
+        return self.counts.bubble(backward)
 
     def ticks_of(self, kind: int) -> int:
         """Returns the number of ticks in which some stage runs a task of a kind."""
@@ -175,42 +216,6 @@ class ScheduleTable:
         return np.where(running, self.microbatch[:, stage, place], NOTHING).astype(np.int32)
 
 
-def lockstep_seconds(concurrent: ConcurrentTasks, seconds: Mapping[int, float]) -> float:
-    """Returns the time of all ticks: each lasts as long as the tasks of its busiest stage. seconds: of each kind."""
-    return sum(
-        count * max((sum(seconds[kind] for kind in kinds) for kinds in stages), default=0.0)
-        for stages, count in concurrent.items()
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class TaskCounts:
-    """Counts of a schedule that its time and memory follow from; they need no buffer slots."""
-
-    name: str
-    microbatches: int
-    stages: int
-    virtual_stages: int
-    concurrent_tasks: ConcurrentTasks
-    """As `ScheduleTable.concurrent_tasks`."""
-    task_counts: dict[int, int]
-    """As `ScheduleTable.task_counts`."""
-    live_inputs: int
-    """Largest number of inputs that a stage holds in a tick."""
-
-    @functools.cached_property
-    def ticks_by_halves(self) -> tuple[tuple[int, int], int]:
-        """Number of ticks with forward passes alone and with backward passes alone, and of those with both."""
-        forward = backward = both = 0
-        for stages, count in self.concurrent_tasks.items():
-            kinds = frozenset[int]().union(*stages)
-            has_forward, has_backward = FORWARD in kinds, bool(kinds - {FORWARD})
-            forward += count * (has_forward and not has_backward)
-            backward += count * (has_backward and not has_forward)
-            both += count * (has_forward and has_backward)
-        return (forward, backward), both
-
-
 def dependency(parts: PartMap, stage: int, task: Task) -> tuple[int, Task] | None:
     """Returns the stage and the task that must have finished before `task` can run; None for the first forward pass.
 
@@ -218,14 +223,229 @@ def dependency(parts: PartMap, stage: int, task: Task) -> tuple[int, Task] | Non
     BACKWARD_INPUT); on the last part it waits for the forward pass.
     """
     part = parts.part(stage, task.virtual_stage)
-    if task.kind == FORWARD:
-        return None if part == 0 else _task_of(parts, part - 1, FORWARD, task.microbatch)
     if task.kind == BACKWARD_WEIGHT:
         return stage, task._replace(kind=BACKWARD_INPUT)
-    if part == parts.last_part:
+    if task.kind != FORWARD and part == parts.last_part:
         return stage, task._replace(kind=FORWARD)
-    return _task_of(parts, part + 1, task.kind, task.microbatch)
+    needed = part - 1 if task.kind == FORWARD else part + 1
+    return None if needed < 0 else (parts.stage_of[needed], task._replace(virtual_stage=parts.virtual_stage_of(needed)))
 
 
-def _task_of(parts: PartMap, part: int, kind: int, microbatch: int) -> tuple[int, Task]:
-    return parts.stage_of[part], Task(kind, parts.virtual_stage_of(part), microbatch)
+Orders = Sequence[Sequence[Task]]
+"""Tasks of each stage, in order."""
+_Ticks = list[dict[Task, int]]
+
+
+def can_run(parts: PartMap, microbatches: int, orders: Orders) -> bool:
+    """Returns whether the tasks of each stage can run in this order: no pass is missing, no stages wait in a cycle."""
+    try:
+        _run("", parts, microbatches, orders)
+    except ConfigError:
+        return False
+    return True
+
+
+def count_tasks(name: str, parts: PartMap, microbatches: int, orders: Orders) -> TaskCounts:
+    """Counts the tasks of each stage. Raises ConfigError as `tabulate` does."""
+    return _counts(name, parts, microbatches, *_run(name, parts, microbatches, orders))
+
+
+def tabulate(name: str, parts: PartMap, microbatches: int, orders: Orders) -> ScheduleTable:
+    """Builds the table of the tasks of each stage. name: the schedule's, for errors and pictures.
+
+    Raises ConfigError where a pass is missing or run twice, and where the stages wait for each other.
+    """
+    ticks, sent = _run(name, parts, microbatches, orders)
+    shape = (_length(ticks), parts.stages)
+    kind, virtual_stage, microbatch, input_slot, gradient_slot = (
+        np.full((*shape, len(PLACES)), NOTHING, np.int32) for _ in range(5)
+    )
+    kind[:] = IDLE
+    for stage, own in enumerate(ticks):
+        for task, tick in own.items():
+            at = (tick, stage, PLACE[task.kind])
+            kind[at], virtual_stage[at], microbatch[at] = task
+    arrivals = {hop: Arrivals(hop, *(np.full(shape, NOTHING, np.int32) for _ in range(2))) for hop in (1, -1, 0)}
+    loss_arrives = np.full(shape[0], NOTHING, np.int32)
+    input_slots = gradient_slots = 1
+    for stage in range(parts.stages):
+        inputs, gradients = _Slots(), _Slots()
+        for sent_in, task, uses in _values(ticks[stage], sent[stage], (FORWARD,)):
+            slot = inputs.take(sent_in + 1, max(uses.values()))
+            part = parts.part(stage, task.virtual_stage)
+            if part:  # the first part reads the tokens, which are there when it runs
+                arrivals[parts.hop(part - 1)].inputs[sent_in, stage] = slot
+            for use, tick in uses.items():
+                input_slot[tick, stage, PLACE[use]] = slot
+        for sent_in, task, uses in _values(ticks[stage], sent[stage], (BACKWARD, BACKWARD_INPUT)):
+            slot = gradients.take(sent_in + 1, max(uses.values()))
+            part = parts.part(stage, task.virtual_stage)
+            if part == parts.last_part:
+                loss_arrives[sent_in] = slot
+            else:
+                arrivals[-parts.hop(part)].gradients[sent_in, stage] = slot
+            for use, tick in uses.items():
+                gradient_slot[tick, stage, PLACE[use]] = slot
+        input_slots = max(input_slots, len(inputs.taken_until))
+        gradient_slots = max(gradient_slots, len(gradients.taken_until))
+    return ScheduleTable(
+        counts=_counts(name, parts, microbatches, ticks, sent),
+        parts=parts,
+        kind=kind,
+        virtual_stage=virtual_stage,
+        microbatch=microbatch,
+        input_slot=input_slot,
+        gradient_slot=gradient_slot,
+        arrivals=tuple(a for a in arrivals.values() if a.has_inputs or a.has_gradients),
+        loss_arrives=loss_arrives,
+        input_slots=input_slots,
+        gradient_slots=gradient_slots,
+        live_inputs=_live_inputs(ticks, sent),
+    )
+
+
+def _run(name: str, parts: PartMap, microbatches: int, orders: Orders) -> tuple[_Ticks, _Ticks]:
+    """Returns the tick of each task of each stage, and the tick in which what it waits for is sent."""
+
+    def refuse(truth: str, fix: str) -> ConfigError:
+        size = f"{microbatches} microbatches on stage={parts.stages} with {parts.virtual_stages} virtual stages"
+        return ConfigError(f"pipeline schedule {name!r} for {size}", truth, fix)
+
+    for stage, faulty, v, m in _incomplete(parts, microbatches, orders):
+        names = ", ".join(TASK_NAMES[k] for k in faulty) or "nothing"
+        raise refuse(
+            f"stage {stage} runs {names} for virtual stage {v} and microbatch {m}",
+            "forward, then backward or its two halves, once for each virtual stage and microbatch",
+        )
+    stages, virtual_stages = range(parts.stages), range(parts.virtual_stages)
+    # By the first microbatch; the others wait for the same tasks of their own.
+    needs = {
+        (stage, kind, v): dependency(parts, stage, Task(kind, v, 0))
+        for stage, kind, v in itertools.product(stages, TASK_NAMES, virtual_stages)
+    }
+    split = {
+        (stage, task.virtual_stage, task.microbatch)
+        for stage, order in enumerate(orders)
+        for task in order
+        if task.kind == BACKWARD_INPUT
+    }
+    ticks: _Ticks = [{} for _ in orders]
+    sent: _Ticks = [{} for _ in orders]
+    position, last = [0] * len(orders), [(0, NOTHING)] * len(orders)
+    advanced = True
+    while advanced:
+        advanced = False
+        for stage, order in enumerate(orders):
+            while position[stage] < len(order):
+                task = order[position[stage]]
+                if task == NEXT_TICK:
+                    last[stage] = (last[stage][0], len(PLACES))
+                    position[stage] += 1
+                    continue
+                needed = needs[stage, task.kind, task.virtual_stage]
+                place, (tick, taken) = PLACE[task.kind], last[stage]
+                tick += taken >= place  # the places of a tick are run in their order
+                before: int | None = tick - 1
+                if needed is not None:
+                    at, (kind, v, _) = needed
+                    if kind in (BACKWARD, BACKWARD_INPUT):
+                        kind = BACKWARD_INPUT if (at, v, task.microbatch) in split else BACKWARD
+                    before = ticks[at].get(Task(kind, v, task.microbatch))
+                if before is None:
+                    break
+                # A weight gradient may follow its input gradient in the same tick.
+                tick = max(tick, before + (task.kind != BACKWARD_WEIGHT))
+                ticks[stage][task], sent[stage][task], last[stage] = tick, before, (tick, place)
+                position[stage] += 1
+                advanced = True
+    waiting = [(s, order[position[s]]) for s, order in enumerate(orders) if position[s] < len(order)]
+    if waiting:
+        tasks = "; ".join(
+            f"stage {s} for {TASK_NAMES[task.kind]} of virtual stage {task.virtual_stage}, microbatch {task.microbatch}"
+            for s, task in waiting
+        )
+        raise refuse(f"in tick {max(last)[0]} all stages wait: {tasks}", "an order without a cycle")
+    return ticks, sent
+
+
+def _incomplete(parts: PartMap, microbatches: int, orders: Orders) -> Iterator[tuple[int, list[int], int, int]]:
+    """Yields the stage, kinds, virtual stage and microbatch of passes that are not run once each."""
+    trains = {task.kind for order in orders for task in order} - {IDLE} != {FORWARD}
+    legal = [[FORWARD, BACKWARD], [FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT]] if trains else [[FORWARD]]
+    for stage, order in enumerate(orders):
+        passes: dict[tuple[int, int], list[int]] = {
+            (v, m): [] for v in range(parts.virtual_stages) for m in range(microbatches)
+        }
+        for kind, v, m in order:
+            if kind != IDLE:
+                passes.setdefault((v, m), []).append(kind)
+        for (v, m), kinds in passes.items():
+            if sorted(kinds) not in legal or v >= parts.virtual_stages or m >= microbatches:
+                yield stage, kinds, v, m
+
+
+def _length(ticks: _Ticks) -> int:
+    """Returns the number of ticks until every stage has run its tasks."""
+    return max(tick for own in ticks for tick in own.values()) + 1
+
+
+def _live_inputs(ticks: _Ticks, sent: _Ticks) -> np.ndarray:
+    """Returns the inputs that each stage holds in each tick, from their arrival to their last use."""
+    live = np.zeros((_length(ticks) + 1, len(ticks)), np.int32)
+    for stage, own in enumerate(ticks):
+        last = dict[tuple[int, int], int]()
+        for (_, v, m), tick in own.items():
+            last[v, m] = max(tick, last.get((v, m), 0))
+        arrived = [sent[stage][task] for task in own if task.kind == FORWARD]
+        np.add.at(live[:, stage], np.array(arrived, np.int64) + 1, 1)
+        np.subtract.at(live[:, stage], np.array(list(last.values()), np.int64) + 1, 1)
+    return live.cumsum(axis=0, dtype=np.int32)[:-1]
+
+
+def _counts(name: str, parts: PartMap, microbatches: int, ticks: _Ticks, sent: _Ticks) -> TaskCounts:
+    # Kinds that run at once as bits: a search counts hundreds of schedules with ten thousands of tasks each.
+    running = [[0] * parts.stages for _ in range(_length(ticks))]
+    for stage, own in enumerate(ticks):
+        for task, tick in own.items():
+            running[tick][stage] |= 1 << task.kind
+    concurrent = Counter[frozenset[frozenset[int]]]()
+    for bits, count in Counter(frozenset(tick) - {0} for tick in running).items():
+        concurrent[frozenset(frozenset(kind for kind in TASK_NAMES if each >> kind & 1) for each in bits)] += count
+    first = Counter(task.kind for task in ticks[0])
+    return TaskCounts(
+        name,
+        microbatches,
+        parts.stages,
+        parts.virtual_stages,
+        concurrent_tasks=dict(concurrent),
+        task_counts={kind: first[kind] for kind in TASK_NAMES},
+        live_inputs=int(_live_inputs(ticks, sent).max()),
+    )
+
+
+def _values(
+    own: dict[Task, int], sent: dict[Task, int], kinds: tuple[int, ...]
+) -> Iterator[tuple[int, Task, dict[int, int]]]:
+    """Yields what reaches a stage for its tasks of some kinds, in the order of arrival.
+
+    The tick in which it is sent, the task, and the tick of each use by the kind that uses it. What is sent in a tick is
+    stored after that tick.
+    """
+    for arrival, task in sorted((sent[task], task) for task in own if task.kind in kinds):
+        later = (task._replace(kind=kind) for kind in TASK_NAMES if kind >= task.kind)
+        yield arrival, task, {use.kind: own[use] for use in later if use in own}
+
+
+class _Slots:
+    """Buffer slots, each taken from one tick to another; the first free one is given."""
+
+    def __init__(self) -> None:
+        self.taken_until: list[int] = []
+
+    def take(self, first: int, last: int) -> int:
+        for slot, until in enumerate(self.taken_until):
+            if until < first:
+                self.taken_until[slot] = last
+                return slot
+        self.taken_until.append(last)
+        return len(self.taken_until) - 1

@@ -1,9 +1,6 @@
 """Pipeline schedules as tables: which tasks each stage runs in each tick (`step/pipeline.py` executes them).
 
-A task is the forward pass, the backward pass, or half the backward pass of one part of the model for one microbatch. In
-a tick a stage runs a forward and a backward pass at most, each of a microbatch and a part of its own. What it computes
-in a tick, its neighbour can use in the next. A schedule gives the order of tasks on each stage; the table runs every
-task as early as its inputs allow.
+A schedule gives the order of tasks on each stage (`schedule_table.py` says what a task and a tick are).
 
 - `gpipe`: all forward passes, then all backward passes (Huang et al. 2019, arXiv:1811.06965).
 - `1f1b`: one forward, one backward (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1). Stage s runs microbatch m
@@ -20,22 +17,36 @@ A schedule from outside the package is a `PipelineSchedule`, named as `module:at
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
 from meshwright import plugins
 from meshwright.errors import ConfigError
-from meshwright.sharding.stages import PartPlacement, loop_placement, map_parts, v_placement
-
-if TYPE_CHECKING:
-    from meshwright.sharding.schedule_table import ScheduleTable, Task, TaskCounts
+from meshwright.sharding.schedule_table import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    NEXT_TICK,
+    PLACE,
+    Orders,
+    ScheduleTable,
+    Task,
+    TaskCounts,
+    can_run,
+    count_tasks,
+    dependency,
+    tabulate,
+)
+from meshwright.sharding.stages import PartMap, PartPlacement, loop_placement, map_parts, v_placement
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineSchedule:
     """Pipeline schedule: the order of tasks on each stage, and the stage of each part of the model."""
 
-    order: "Callable[[int, int, int], Sequence[Sequence[Task]]]"
+    order: Callable[[int, int, int], Orders]
     """`(stages, microbatches, virtual_stages) -> tasks of each stage, in order`. Every part of the model runs FORWARD
     once per microbatch, and then either BACKWARD, or BACKWARD_INPUT and later BACKWARD_WEIGHT. FORWARD, a backward pass
     and BACKWARD_WEIGHT that follow each other in this order share a tick, unless NEXT_TICK is between them."""
@@ -52,37 +63,144 @@ class PipelineSchedule:
         return asked if self.virtual_stages is None else self.virtual_stages
 
 
-def _order(name: str) -> "Callable[[int, int, int], Sequence[Sequence[Task]]]":
-    """Returns a function of `schedule_orders`."""
+_Run = Counter[tuple[int, int]]
+"""Microbatches that a stage has run, by kind of task and virtual stage."""
 
-    def order(stages: int, microbatches: int, virtual_stages: int) -> "Sequence[Sequence[Task]]":
-        from meshwright.sharding import schedule_orders  # loaded for runs with stages alone
 
-        orders: Sequence[Sequence[Task]] = getattr(schedule_orders, name)(stages, microbatches, virtual_stages)
-        return orders
+def _gpipe(stages: int, microbatches: int, virtual_stages: int) -> list[list[Task]]:
+    """Returns all forward passes, then all backward passes."""
+    forward, backward = ([Task(kind, 0, m) for m in range(microbatches)] for kind in (FORWARD, BACKWARD))
+    return [[*forward, NEXT_TICK, *backward]] * stages
 
-    return order
+
+def _one_f_one_b(stages: int, microbatches: int, virtual_stages: int) -> list[list[Task]]:
+    """Returns one forward and one backward pass in turn, after as many forward passes as a backward pass is behind."""
+    return [_alternating(stages, microbatches, 1, 2 * (stages - s) - 1) for s in range(stages)]
+
+
+def _interleaved(stages: int, microbatches: int, virtual_stages: int) -> list[list[Task]]:
+    """Returns 1F1B over virtual stages, in groups of P microbatches."""
+    parts = map_parts(stages, virtual_stages)
+    # A last group of fewer microbatches than stages comes around before its first microbatch can go on, so it needs a
+    # longer warm-up; some sizes need more than the group lacks, or the stages would wait for each other.
+    for extra in itertools.count(-microbatches % stages * (virtual_stages - 1), stages):
+        warmup = [2 * (stages - s) - 1 + (virtual_stages - 1) * stages + extra for s in range(stages)]
+        orders = [_alternating(stages, microbatches, virtual_stages, ahead) for ahead in warmup]
+        if can_run(parts, microbatches, orders):
+            return orders
+    raise AssertionError("a warm-up of all forward passes can always run")
+
+
+def _alternating(stages: int, microbatches: int, virtual_stages: int, ahead: int) -> list[Task]:
+    """Returns `ahead` forward passes (warm-up), then forward and backward in turn, then the rest (cool-down)."""
+    forward = list(_in_groups(stages, microbatches, virtual_stages, FORWARD))
+    backward = list(_in_groups(stages, microbatches, virtual_stages, BACKWARD))
+    steady = itertools.zip_longest(forward[ahead:], backward)
+    return forward[:ahead] + [task for pair in steady for task in pair if task is not None]
+
+
+def _in_groups(stages: int, microbatches: int, virtual_stages: int, kind: int) -> Iterator[Task]:
+    """Yields tasks in groups of P microbatches, which pass one virtual stage before they go on to the next."""
+    for first in range(0, microbatches, stages):
+        for v in range(virtual_stages):
+            for m in range(first, min(first + stages, microbatches)):
+                yield Task(kind, v if kind == FORWARD else virtual_stages - 1 - v, m)
+
+
+def _circular(stages: int, microbatches: int, virtual_stages: int) -> list[list[Task]]:
+    """Returns all microbatches through one virtual stage after another, then back."""
+    forward = [Task(FORWARD, v, m) for v in range(virtual_stages) for m in range(microbatches)]
+    backward = [Task(BACKWARD, v, m) for v in reversed(range(virtual_stages)) for m in range(microbatches)]
+    return [[*forward, NEXT_TICK, *backward]] * stages
+
+
+def _zero_bubble(stages: int, microbatches: int, virtual_stages: int) -> list[list[Task]]:
+    """Returns ZB-H1: 1F1B whose weight gradients run in the same tick on all stages, when stage 0 can run them."""
+
+    def order(stage: int) -> list[Task]:
+        # A tick with a weight gradient on any stage takes as long as one with a weight gradient on all.
+        starts = {FORWARD: stage, BACKWARD_INPUT: 2 * stages - 1 - stage, BACKWARD_WEIGHT: 2 * stages - 1}
+        ticks = {
+            Task(kind, 0, m): (m + start, PLACE[kind]) for kind, start in starts.items() for m in range(microbatches)
+        }
+        return sorted(ticks, key=ticks.__getitem__)
+
+    return [order(stage) for stage in range(stages)]
+
+
+def _zbv(stages: int, microbatches: int, virtual_stages: int) -> list[list[Task]]:
+    """Returns 1F1B on a V by greedy choice, the second part of a stage before its first part.
+
+    A stage holds at most 2P + 1 inputs. When the bottom of the V has run its forward passes, the last ones climb to
+    stage 0 beside backward passes of other stages. A stage that ran both would make that tick longer: running only the
+    forward pass saves P - 1 forward passes of a part.
+    """
+
+    def choices(stage: int, counts: Sequence[_Run]) -> list[list[tuple[int, int]]]:
+        live = sum(counts[stage][FORWARD, v] - counts[stage][BACKWARD, v] for v in (0, 1))
+        forward = [(FORWARD, 1)] + ([(FORWARD, 0)] if live <= 2 * stages else [])
+        backward = [(BACKWARD, 1), (BACKWARD, 0)]
+        climbing = counts[-1][FORWARD, 1] == microbatches
+        return [forward + backward] if climbing else [forward, backward]
+
+    return _greedy(map_parts(stages, 2, v_placement), microbatches, 2, choices)
+
+
+def _forward_only(parts: PartMap, microbatches: int) -> list[list[Task]]:
+    """Returns forward passes by greedy choice: in each tick a stage runs its last virtual stage that has an input."""
+    choice = [(FORWARD, v) for v in reversed(range(parts.virtual_stages))]
+    return _greedy(parts, microbatches, 1, lambda stage, counts: [choice])
+
+
+def _greedy(
+    parts: PartMap,
+    microbatches: int,
+    passes: int,
+    choices: Callable[[int, Sequence[_Run]], Sequence[Sequence[tuple[int, int]]]],
+) -> list[list[Task]]:
+    """Returns orders in which a stage runs, in each tick, the first task that it can of each list of choices.
+
+    passes: tasks of a part and microbatch.  choices: `(stage, counts of all stages) -> lists of (kind, virtual stage)`.
+    """
+    done, tick = dict[tuple[int, Task], int](), 0
+    orders: list[list[Task]] = [[] for _ in range(parts.stages)]
+    counts = [_Run() for _ in range(parts.stages)]
+
+    def ready(stage: int, task: Task) -> bool:
+        needed = dependency(parts, stage, task)
+        return task.microbatch < microbatches and (needed is None or done.get(needed, tick) < tick)
+
+    while min(sum(own.values()) for own in counts) < passes * microbatches * parts.virtual_stages:
+        chosen: list[tuple[int, Task]] = []
+        for stage, own in enumerate(counts):
+            for wanted in choices(stage, counts):
+                tasks = (Task(kind, v, own[kind, v]) for kind, v in wanted)
+                chosen += [(stage, task) for task in tasks if ready(stage, task)][:1]
+        for stage, task in chosen:
+            done[stage, task] = tick
+            orders[stage].append(task)
+            counts[stage][task.kind, task.virtual_stage] += 1
+        for order in orders:
+            order.append(NEXT_TICK)
+        tick += 1
+    return orders
 
 
 # Bubbles where all stages meet in every tick: (P - 1)/M for GPipe and 1F1B, (P - 1)/(v M) with v virtual stages
 # (arXiv:2104.04473, section 2.2; interleaved needs M in whole groups of P, circular M >= P). With split backward passes
 # stages idle P - 1 times in F and B but not in W. On the V the last forward passes cost nothing (M >= 2 P).
 SCHEDULES: dict[str, PipelineSchedule] = {
-    "gpipe": PipelineSchedule(_order("gpipe"), bubble=lambda p, m, v, b: (p - 1) / m),
-    "1f1b": PipelineSchedule(_order("one_f_one_b"), bubble=lambda p, m, v, b: (p - 1) / m),
-    "interleaved": PipelineSchedule(
-        _order("interleaved"), virtual_stages=None, bubble=lambda p, m, v, b: (p - 1) / (v * m)
-    ),
+    "gpipe": PipelineSchedule(_gpipe, bubble=lambda p, m, v, b: (p - 1) / m),
+    "1f1b": PipelineSchedule(_one_f_one_b, bubble=lambda p, m, v, b: (p - 1) / m),
+    "interleaved": PipelineSchedule(_interleaved, virtual_stages=None, bubble=lambda p, m, v, b: (p - 1) / (v * m)),
     "zbv": PipelineSchedule(
-        _order("zbv"),
+        _zbv,
         virtual_stages=2,
         placement=v_placement,
         bubble=lambda p, m, v, b: (p - 1) / m * (b + 0.5) / (b + 1),
     ),
-    "zero_bubble": PipelineSchedule(
-        _order("zero_bubble"), bubble=lambda p, m, v, b: (p - 1) / m * (b / 2 + 1) / (b + 1)
-    ),
-    "circular": PipelineSchedule(_order("circular"), virtual_stages=None, bubble=lambda p, m, v, b: (p - 1) / (v * m)),
+    "zero_bubble": PipelineSchedule(_zero_bubble, bubble=lambda p, m, v, b: (p - 1) / m * (b / 2 + 1) / (b + 1)),
+    "circular": PipelineSchedule(_circular, virtual_stages=None, bubble=lambda p, m, v, b: (p - 1) / (v * m)),
 }
 
 
@@ -111,37 +229,32 @@ def bubble_formula(name: str, stages: int, microbatches: int, virtual_stages: in
 
 
 @functools.cache
-def build_table(name: str, stages: int, microbatches: int, virtual_stages: int) -> "ScheduleTable":
+def build_table(name: str, stages: int, microbatches: int, virtual_stages: int) -> ScheduleTable:
     """Builds the table of the schedule `name`.
 
     virtual_stages: parts of the model on each stage, as `PipelineSchedule.virtual_stages_for` gives them. Raises
     ConfigError where the schedule's order is incomplete or its stages wait for each other.
     """
-    from meshwright.sharding.schedule_builder import tabulate
-
-    schedule = find_schedule(name)
-    parts = map_parts(stages, virtual_stages, schedule.placement)
-    table = tabulate(name, parts, microbatches, schedule.order(stages, microbatches, virtual_stages))
-    if not table.trains:
+    table = tabulate(*_ordered(name, stages, microbatches, virtual_stages))
+    if table.task_counts[FORWARD] == sum(table.task_counts.values()):
         raise ConfigError(f"pipeline schedule {name!r}", "it has no backward pass", "backward tasks for training")
     return table
 
 
 @functools.cache
-def build_counts(name: str, stages: int, microbatches: int, virtual_stages: int) -> "TaskCounts":
+def build_counts(name: str, stages: int, microbatches: int, virtual_stages: int) -> TaskCounts:
     """Counts the tasks of the schedule `name`, as `build_table` would tabulate them, without buffer slots."""
-    from meshwright.sharding.schedule_builder import count_tasks
+    return count_tasks(*_ordered(name, stages, microbatches, virtual_stages))
 
+
+def _ordered(name: str, stages: int, microbatches: int, virtual_stages: int) -> tuple[str, PartMap, int, Orders]:
     schedule = find_schedule(name)
-    parts = map_parts(stages, virtual_stages, schedule.placement)
-    return count_tasks(name, parts, microbatches, schedule.order(stages, microbatches, virtual_stages))
+    orders = schedule.order(stages, microbatches, virtual_stages)
+    return name, map_parts(stages, virtual_stages, schedule.placement), microbatches, orders
 
 
 @functools.cache
-def build_forward_table(name: str, stages: int, microbatches: int, virtual_stages: int) -> "ScheduleTable":
-    """Builds a table of forward passes alone (evaluation, sampling), with parts where the schedule `name` puts them."""
-    from meshwright.sharding.schedule_builder import tabulate
-    from meshwright.sharding.schedule_orders import forward_only
-
+def build_forward_table(name: str, stages: int, microbatches: int, virtual_stages: int) -> ScheduleTable:
+    """Builds a table of only forward passes (evaluation, sampling), with parts where the schedule `name` puts them."""
     parts = map_parts(stages, virtual_stages, find_schedule(name).placement)
-    return tabulate("forward", parts, microbatches, forward_only(parts, microbatches))
+    return tabulate("forward", parts, microbatches, _forward_only(parts, microbatches))

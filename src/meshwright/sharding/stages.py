@@ -157,36 +157,52 @@ class StageAssignment:
 
 @functools.cache
 def assign_layers(
-    costs: tuple[float, ...], stages: int, virtual_stages: int, placement: PartPlacement = loop_placement
+    costs: tuple[float, ...],
+    stages: int,
+    virtual_stages: int,
+    placement: PartPlacement = loop_placement,
+    period: int = 1,
 ) -> StageAssignment:
     """Cuts the layers into consecutive parts so that the costliest part costs least; earlier parts are the larger.
 
     Where stages have several virtual stages, less than one part of each stage may be empty: Llama 3 405B runs 126
-    layers as 128 parts (arXiv:2407.21783, section 3.3.2).
+    layers as 128 parts (arXiv:2407.21783, section 3.3.2). Layers whose kinds repeat with a period (local and global
+    attention in turn) are cut where a period begins, so that a row is of one kind on all stages; no part is empty then.
 
-    costs: cost of each layer. Raises ConfigError where there are fewer layers than that takes.
+    costs: cost of each layer. Raises ConfigError where there are fewer layers, or periods, than that takes.
     """
     parts, layers = stages * virtual_stages, len(costs)
+    mesh = f"stage={stages}" + (f" of {virtual_stages} virtual stages" if virtual_stages > 1 else "")
+    if period > 1:
+        periods = -(-layers // period)
+        if parts > periods:
+            raise ConfigError(
+                f"{layers} layers that repeat every {period} on {mesh}",
+                f"every part begins with a period, and {parts} parts > {periods} periods",
+                f"stage of at most {max(1, periods // virtual_stages)}",
+            )
+        sums = tuple(sum(costs[i : i + period]) for i in range(0, layers, period))
+        cut = assign_layers(sums, stages, virtual_stages, placement)
+        return StageAssignment(cut.parts, costs, tuple(min(period * first, layers) for first in cut.boundaries))
     fewest = stages if virtual_stages == 1 else parts - stages + 1
     if layers < fewest:
         most = layers if virtual_stages == 1 else (layers - 1) // (virtual_stages - 1)
         raise ConfigError(
-            f"{layers} layers on stage={stages}"
-            + (f" of {virtual_stages} virtual stages" if virtual_stages > 1 else ""),
+            f"{layers} layers on {mesh}",
             "every stage has a layer at least, and fewer than one part of each stage may be empty: "
             f"{fewest} layers or more"
             if virtual_stages > 1
             else f"every stage has a layer at least, and {stages} > {layers}",
             f"stage of at most {most}" if most > 1 else f"{fewest} layers, or fewer virtual stages",
         )
-    sums = np.concatenate([[0.0], np.cumsum(costs)])
-    costliest = _best_cut(sums, parts, lambda before, part: np.maximum(before, part))[0]
+    cumulative = np.concatenate([[0.0], np.cumsum(costs)])
+    costliest = _best_cut(cumulative, parts, lambda before, part: np.maximum(before, part))[0]
 
     # Among all cuts with that costliest part, take the most even one: the least sum of squares.
     def squares(before: np.ndarray, part: np.ndarray) -> np.ndarray:
         return np.where(part > costliest * (1 + 1e-9), np.inf, before + part**2)
 
-    boundaries = _best_cut(sums, parts, squares)[1]
+    boundaries = _best_cut(cumulative, parts, squares)[1]
     return StageAssignment(map_parts(stages, virtual_stages, placement), costs, boundaries)
 
 
