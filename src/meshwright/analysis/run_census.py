@@ -29,7 +29,7 @@ from meshwright.sharding.params import named_leaves
 from meshwright.sharding.schedule_table import FORWARD, ScheduleTable
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.optimizers import ELEMENTWISE
-from meshwright.step.pipeline_ticks import branch_ticks, repeats_forward, tick_scopes
+from meshwright.step.pipeline import branch_ticks, repeats_forward, tick_scopes
 from meshwright.step.train_step import build_eval_step, build_train_step
 
 _CATEGORIES = {

@@ -17,9 +17,11 @@ from meshwright.errors import ConfigError, divisors
 
 _LANES = 128
 """Lanes of a TPU's vector unit."""
+_LARGE = 16
+"""An array of at least this fraction (1/16) of its parameter's elements is worth splitting."""
 
 Placement = tuple[tuple[str, ...], ...]
-"""Mesh axes that shard each dimension, outermost first; () is whole."""
+"""Mesh axes that shard each dimension, outermost first; () is unsharded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,17 +69,18 @@ def place_param(
     min_size: parameters of fewer elements per layer are not sharded further at rest. Raises ConfigError with tensor,
     axis and arithmetic where a dimension does not divide.
     """
-    in_use = tuple(_nontrivial_axes(layout.table.get(letter, ()), mesh) for letter in dims)
+    in_use = tuple(_unused(layout.table.get(letter, ()), (), mesh) for letter in dims)
     in_use = tuple(
         () if letter == "K" and replicates_kv_heads(size, mesh.over(axes)) else axes
         for letter, size, axes in zip(dims, shape, in_use, strict=True)
     )
-    for letter, size, axes in zip(dims, shape, in_use, strict=True):
-        _check_divides(name, dims, in_use, letter, size, axes, mesh)
-    _check_axes_once(name, dims, in_use)
+    _check(name, shape, dims, in_use, mesh)
     if _elements_per_layer(shape, dims) < min_size:
         return Placements(in_use, in_use, in_use)
-    at_rest = _shard_letters(name, shape, dims, in_use, layout.at_rest, mesh)
+    at_rest = tuple(
+        axes + _unused(layout.at_rest.get(letter, ()), in_use, mesh) for letter, axes in zip(dims, in_use, strict=True)
+    )
+    _check(name, shape, dims, at_rest, mesh)
     at_rest = _shard_largest(name, shape, dims, at_rest, _unused(layout.params_over, at_rest, mesh), mesh)
     optimizer = _shard_largest(name, shape, dims, at_rest, _unused(layout.optimizer_over, at_rest, mesh), mesh)
     return Placements(in_use, at_rest, optimizer)
@@ -92,65 +95,40 @@ def _elements_per_layer(shape: tuple[int, ...], dims: str) -> int:
     return math.prod(size for letter, size in zip(dims, shape, strict=True) if letter != "L")
 
 
-def _nontrivial_axes(axes: tuple[str, ...], mesh: MeshShape) -> tuple[str, ...]:
-    degrees = mesh.degrees()
-    return tuple(axis for axis in axes if degrees[axis] > 1)
-
-
 def _unused(axes: tuple[str, ...], placement: Placement, mesh: MeshShape) -> tuple[str, ...]:
     """Returns those of `axes` with several devices that do not shard the placement yet."""
-    return tuple(axis for axis in _nontrivial_axes(axes, mesh) if axis not in axes_of(placement))
+    degrees, used = mesh.degrees(), axes_of(placement)
+    return tuple(axis for axis in axes if degrees[axis] > 1 and axis not in used)
 
 
-def _check_axes_once(name: str, dims: str, placement: Placement) -> None:
-    axes = axes_of(placement)
-    if len(set(axes)) < len(axes):
+def _check(name: str, shape: tuple[int, ...], dims: str, placement: Placement, mesh: MeshShape) -> None:
+    """Raises ConfigError for a dimension that does not divide, and for a mesh axis of two dimensions."""
+    for letter, size, axes in zip(dims, shape, placement, strict=True):
+        degree = mesh.over(axes)
+        if size % degree:
+            product = "*".join(axes)
+            legal = [d for d in divisors(size) if d <= 64]
+            below, above = size // degree * degree, (size // degree + 1) * degree
+            raise ConfigError(
+                f"{name} laid out as {notation('w', dims, placement)} with {product}={degree}",
+                f"{letter}={size} does not divide: {size} = {size // degree} * {degree} + {size % degree}",
+                f"{product} of {', '.join(map(str, legal))}, or {letter} of "
+                + (f"{below} or {above}" if below else f"{above}"),
+            )
+    used = axes_of(placement)
+    if len(set(used)) < len(used):
         raise ConfigError(
             f"layout of {name}",
             f"{notation('w', dims, placement)} uses a mesh axis for two dimensions",
-            "each axis for one dimension of a tensor at most",
+            "each axis for at most one dimension of a tensor",
         )
-
-
-def _check_divides(
-    name: str, dims: str, placement: Placement, letter: str, size: int, axes: tuple[str, ...], mesh: MeshShape
-) -> None:
-    degree = mesh.over(axes)
-    if size % degree:
-        product = "*".join(axes)
-        legal = [d for d in divisors(size) if d <= 64]
-        below, above = size // degree * degree, (size // degree + 1) * degree
-        raise ConfigError(
-            f"{name} laid out as {notation('w', dims, placement)} with {product}={degree}",
-            f"{letter}={size} does not divide: {size} = {size // degree} * {degree} + {size % degree}",
-            f"{product} of {', '.join(map(str, legal))}, or {letter} of "
-            + (f"{below} or {above}" if below else f"{above}"),
-        )
-
-
-def _shard_letters(
-    name: str,
-    shape: tuple[int, ...],
-    dims: str,
-    placement: Placement,
-    at_rest: Mapping[str, tuple[str, ...]],
-    mesh: MeshShape,
-) -> Placement:
-    """Shards the dimensions of given letters further, by axes that the placement does not use yet."""
-    sharded = tuple(
-        axes + _unused(at_rest.get(letter, ()), placement, mesh) for letter, axes in zip(dims, placement, strict=True)
-    )
-    for letter, size, axes in zip(dims, shape, sharded, strict=True):
-        _check_divides(name, dims, sharded, letter, size, axes, mesh)
-    _check_axes_once(name, dims, sharded)
-    return sharded
 
 
 def _shard_largest(
     name: str, shape: tuple[int, ...], dims: str, placement: Placement, axes: tuple[str, ...], mesh: MeshShape
 ) -> Placement:
     """Shards the largest dimension that divides further, by `axes`; the layer dimension (L) is never sharded here."""
-    if not axes or not shape:  # a scalar is whole everywhere
+    if not axes or not shape:  # scalars are replicated
         return placement
     degree = mesh.over(axes)
     local = local_shape(shape, placement, mesh)
@@ -212,15 +190,10 @@ def like_param(shape: tuple[int, ...], of: tuple[int, ...], placement: Placement
         axes.append(() if match is None else dims[match][1])
         if match is not None:
             dims = dims[match + 1 :]
-    spent = {axis for group in axes for axis in group}
-    left = tuple(axis for group in placement for axis in group if axis not in spent and mesh.degrees()[axis] > 1)
+    left = _unused(axes_of(placement), tuple(axes), mesh)
     if left and large:
         for dim in sorted(range(len(shape)), key=lambda dim: -shape[dim]):
             if shape[dim] % mesh.over(axes[dim] + left) == 0:
                 axes[dim] += left
                 break
     return tuple(axes)
-
-
-_LARGE = 16
-"""An array of at least this fraction (1/16) of its parameter's elements is worth splitting."""

@@ -79,10 +79,10 @@ def _accumulate(device_run: DeviceRun, params: Tree, step: jax.Array, batch: Bat
         return jax.grad(loss_fn, has_aux=True)(trained, sequences_B, batch)
     parts: Any = jax.tree.map(lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), (sequences_B, batch))
     if placed.shape.stage > 1:
-        from meshwright.step.pipeline_model import Whole, pipeline_gradients  # loaded for runs with stages alone
+        from meshwright.step.pipeline import pipeline_gradients  # most runs have one stage
 
-        whole = Whole(placed.params, params, placed.virtual_stages)
-        return pipeline_gradients(placed.schedule_table, model, trained, parts, dropout, total, whole)
+        trees = (placed.params, params, trained)
+        return pipeline_gradients(placed.schedule_table, model, trees, parts, dropout, total)
     return _add_microbatches(loss_fn, trained, parts, jnp.dtype(training.reduce_dtype))
 
 

@@ -25,23 +25,35 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from meshwright.comm.collectives import ring_shift
-from meshwright.sharding.params import Tree
+from meshwright.data.batch import Batch
+from meshwright.models.blocks.dropout import Dropout, no_dropout
+from meshwright.models.forward import LocalModel
+from meshwright.models.model import Aux, ForwardContext, Metrics
+from meshwright.sharding.params import Tree, with_frozen
 from meshwright.sharding.schedule_table import (
     BACKWARD,
     BACKWARD_INPUT,
+    FORWARD,
     IDLE,
     NOTHING,
     PLACES,
+    Arrivals,
     ScheduleTable,
 )
-from meshwright.step.pipeline_buffers import add_to_part, masked, part_rows, read_slot, write_slot, zeros_of
-from meshwright.step.pipeline_ticks import Segment, Tick, scope_of
+
+Tick = dict[str, Any]
+"""The table's entries of one tick, for this stage."""
+Ticks = dict[frozenset[frozenset[str]], int]
+"""Number of ticks by the scopes of what the stages run in them: a set for each stage that is not idle."""
 
 Layers = dict[str, Tree]
 """Parameters of the stacked layers, by stack."""
+_COLUMNS = ("kind", "virtual_stage", "microbatch", "input_slot", "gradient_slot")
+"""Fields of a table, and of a task."""
 _RUN, _INPUT, _WEIGHT = range(len(PLACES))
 """Places of a tick: the forward pass, the backward pass or the gradient of its input, the gradient of the weights."""
 
@@ -76,19 +88,157 @@ class PipelineModel:
         return {path: tree for path, tree in params.items() if path not in self.stacks}
 
 
+def pipeline_gradients(
+    table: ScheduleTable,
+    model: LocalModel,
+    params: tuple[Tree, Tree, Tree],
+    microbatches: tuple[jax.Array, Batch],
+    dropout: Callable[[jax.Array], Dropout],
+    total: jax.Array,
+) -> tuple[Tree, tuple[Metrics, dict[str, Aux]]]:
+    """Returns this device's gradients, metrics and aux.
+
+    params: descriptions, all parameters of this stage, and those that are trained (None for the frozen ones).
+    microbatches: sequence indices [M, B] and batches [M, B, T].
+    """
+    described, held, trained = params
+
+    def whole(trained: Tree, held: Tree = held) -> Tree:
+        return {path: with_frozen(described[path], tree, held[path]) for path, tree in trained.items()}
+
+    def layers(trained: Layers, x: jax.Array, virtual_stage: jax.Array, m: jax.Array) -> Any:
+        rows = _part_rows({path: held[path] for path in trained}, virtual_stage, table.virtual_stages)
+        return of_all.layers(whole(trained, rows), x, virtual_stage, m)
+
+    of_all = _pipeline_model(model, *microbatches, dropout, total)
+    pipeline = dataclasses.replace(
+        of_all,
+        embed=lambda params, m: of_all.embed(whole(params), m),
+        layers=layers,
+        loss=lambda params, x, m: of_all.loss(whole(params), x, m),
+    )
+    end = _Engine(table, pipeline, trained, trains=True).run()
+    return {path: {**end.layers, **end.rest}[path] for path in trained}, (end.sums, end.aux)
+
+
+def pipeline_metrics(
+    table: ScheduleTable, model: LocalModel, params: Tree, batch_M: Batch, total: jax.Array
+) -> Metrics:
+    """Returns the metrics of a forward pass without dropout. batch_M: batches [M, B, T]."""
+    pipeline = _pipeline_model(model, batch_M.positions[:, :, 0], batch_M, lambda _: no_dropout(), total)
+    metrics: Metrics = run_forward(table, pipeline, params)
+    return metrics
+
+
 def run_forward(table: ScheduleTable, model: PipelineModel, params: Tree) -> Any:
-    """Runs a table of forward passes; returns the sums of `model.loss`, whole over `stage`."""
+    """Runs a table of forward passes; returns the sums of `model.loss`, summed over `stage`."""
     return _Engine(table, model, params, trains=False).run().sums
 
 
-def run_schedule(table: ScheduleTable, model: PipelineModel, params: Tree) -> tuple[Tree, Any, Any]:
-    """Runs a training schedule; returns the gradients of the loss, the sums of `model.loss`, and aux.
+def _pipeline_model(
+    model: LocalModel,
+    sequences_MB: jax.Array,
+    batch_M: Batch,
+    dropout: Callable[[jax.Array], Dropout],
+    total: jax.Array,
+) -> PipelineModel:
+    """Returns the model as functions of a microbatch's index. sequences_MB, batch_M: of all microbatches."""
 
-    Sums and the gradients of embedding and unembedding are those of the local shard, to be summed over `stage`. Layer
-    gradients and aux, [virtual_stages * rows, ...], are those of this stage.
+    def take(m: jax.Array) -> tuple[jax.Array, Batch]:
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, m, keepdims=False), (sequences_MB, batch_M))
+
+    def context(m: jax.Array) -> ForwardContext:
+        sequences_B, batch = take(m)
+        return model.context(batch, dropout(sequences_B))
+
+    return PipelineModel(
+        embed=lambda params, m: model.embed(params, context(m)),
+        layers=lambda params, x, virtual_stage, m: model.layers(params, x, context(m), virtual_stage),
+        loss=lambda params, x, m: model.loss(params, x, take(m)[1], total),
+        aux_loss=model.aux_loss,
+        stacks=tuple(model.stacks),
+        reduce_dtype=model.training.reduce_dtype,
+        keeps=model.training.stage_saves == "layers",
+        together=model.permutes,
+    )
+
+
+_EVENTS = {"embed": (0, (FORWARD,)), "loss": (-1, (FORWARD,)), "embed gradient": (0, (BACKWARD, BACKWARD_INPUT))}
+"""What all stages do together: the part that starts it, by index, and the kinds of its tasks."""
+
+
+def scope_of(segment: str, name: str) -> str:
+    """Returns the named scope of a branch, by which the census knows how often a stage takes it."""
+    return f"pipeline {segment}: {name}."  # the full stop keeps a scope from being a substring of another
+
+
+def repeats_forward(scope: str) -> bool:
+    """Returns whether what a branch differentiates is a forward pass that another branch has computed."""
+    return not scope.endswith((": forward.", ": loss."))
+
+
+def branch_ticks(table: ScheduleTable, together: bool = False) -> dict[str, tuple[int, int]]:
+    """Returns, for the scope of each branch, the number of ticks in which a stage takes it, and the number of ticks.
+
+    together: whether a stage without a task computes beside the others (`PipelineModel.together`).
     """
-    end = _Engine(table, model, params, trains=True).run()
-    return {path: {**end.layers, **end.rest}[path] for path in params}, end.sums, end.aux
+    counts: dict[str, tuple[int, int]] = {}
+    for segment, ticks in table.segments:
+        running = table.kind[ticks] != IDLE
+        taken = running.any(axis=1) if together else running[:, 0]
+        counts |= {scope_of(segment, name): (int(taken[:, i].sum()), len(ticks)) for i, name in enumerate(PLACES)}
+        events = {name: int((row[ticks] != NOTHING).sum()) for name, row in _events(table).items()}
+        counts |= {scope_of(segment, name): (count, len(ticks)) for name, count in events.items()}
+    return {scope: count for scope, count in counts.items() if count[0]}
+
+
+def tick_scopes(table: ScheduleTable, together: bool = False) -> Ticks:
+    """Counts the ticks of a table by the scopes of the halves that each stage runs in them."""
+    counts: Ticks = {}
+    for segment, ticks in table.segments:
+        for row in table.kind[ticks] != IDLE:
+            stages = [row.any(axis=0)] if together else row
+            scopes = frozenset(
+                frozenset(scope_of(segment, name) for name, runs in zip(PLACES, own, strict=True) if runs)
+                for own in stages
+            )
+            counts[scopes] = counts.get(scopes, 0) + 1
+    return counts
+
+
+def _events(table: ScheduleTable) -> dict[str, np.ndarray]:
+    """Returns the microbatch of each event in each tick, [ticks], or NOTHING."""
+    parts = range(len(table.parts.stage_of))
+    return {name: table.runs(parts[part], *kinds) for name, (part, kinds) in _EVENTS.items()}
+
+
+class _Segment:
+    """Some ticks of a table: its columns for this stage, and what is known of all stages before the program runs."""
+
+    def __init__(self, table: ScheduleTable, name: str, ticks: range):
+        self.name, self.running = name, table.kind[ticks] != IDLE
+        """Whether a stage runs a task, [ticks, stages, places]."""
+        self.unsplit = bool((table.kind[ticks] == BACKWARD).any())
+        """Whether some backward pass is not split."""
+        self.events = {name: row[ticks] for name, row in _events(table).items()}
+        # Gradients travel at the beginning of the tick after the one that has computed them; the last tick sends none.
+        before = np.asarray(ticks) - 1
+        self.arrivals = [Arrivals(a.hop, a.inputs[ticks], a.gradients[before]) for a in table.arrivals]
+        self.columns = {name: getattr(table, name)[ticks] for name in _COLUMNS}
+        self.loss_arrives = table.loss_arrives[ticks]
+        self.last_stage = table.parts.last_stage
+
+    def ticks(self) -> Tick:
+        """Returns the entries of all ticks for this stage, each [ticks, ...]."""
+        stage = lax.axis_index("stage")
+        return {
+            **{name: jnp.asarray(column)[:, stage] for name, column in self.columns.items()},
+            **{name: jnp.asarray(row) for name, row in self.events.items()},
+            "any": jnp.asarray(self.running.any(axis=1)),
+            "inputs": [jnp.asarray(a.inputs)[:, stage] for a in self.arrivals],
+            "gradients": [jnp.asarray(a.gradients)[:, stage] for a in self.arrivals],
+            "loss_arrives": jnp.where(stage == self.last_stage, jnp.asarray(self.loss_arrives), NOTHING),
+        }
 
 
 @functools.partial(
@@ -121,7 +271,7 @@ class _Task:
     """Entries of one place of a tick, for this stage."""
 
     runs: jax.Array | bool
-    """Whether the stage has a task; one that has none is here where stages compute together alone."""
+    """Whether the stage has a task; one without is run only where stages compute together."""
     kind: jax.Array
     virtual_stage: jax.Array
     microbatch: jax.Array
@@ -169,67 +319,61 @@ class _Engine:
         """Runs all ticks; returns what the last one leaves."""
         carry = self._start()
         for name, ticks in self.table.segments:
-            segment = Segment(self.table, name, ticks)
+            segment = _Segment(self.table, name, ticks)
             carry = lax.scan(functools.partial(self._tick, segment), carry, segment.ticks())[0]
         return carry
 
     def _start(self) -> _Carry:
-        table, model, x = self.table, self.model, self.x
-        first = jnp.int32(0)
-        grads = jax.tree.map(self._zero_sum, self.params) if self.trains else {}
-        aux = self._part_aux(first, x) if self.trains else {}
+        table, model, x, first = self.table, self.model, self.x, jnp.int32(0)
+
+        def zero_sum(p: jax.Array) -> jax.Array:
+            # The gradients of bfloat16 parameters are bfloat16; the sum of many is kept in the type of the reduction.
+            return jnp.zeros(p.shape, jnp.promote_types(p.dtype, model.reduce_dtype))
+
+        def part_aux(params: Tree, x: jax.Array) -> Any:
+            return model.layers(_part_rows(model.stacked(params), first, table.virtual_stages), x, first, first)[1]
+
+        grads = jax.tree.map(zero_sum, self.params) if self.trains else {}
+        aux = jax.eval_shape(part_aux, self.params, x) if self.trains else {}
         sums = jax.eval_shape(lambda params, x: model.loss(params, x, first)[1], self.params, x)
         return _Carry(
-            jnp.zeros((table.input_slots, *x.shape), x.dtype),
-            [jnp.zeros((table.input_slots, *a.shape), a.dtype) for a in self._backward_of_part.kept],
-            jnp.zeros((table.gradient_slots if self.trains else 0, *x.shape), x.dtype),
-            zeros_of(x),
-            model.stacked(grads) if self.trains else {},
-            model.unstacked(grads),
-            jax.tree.map(lambda t: jnp.zeros((table.virtual_stages * t.shape[0], *t.shape[1:]), t.dtype), aux),
-            zeros_of(sums),
+            inputs=jnp.zeros((table.input_slots, *x.shape), x.dtype),
+            kept=[jnp.zeros((table.input_slots, *a.shape), a.dtype) for a in self._backward_of_part.kept],
+            gradients=jnp.zeros((table.gradient_slots if self.trains else 0, *x.shape), x.dtype),
+            sent=_zeros_of(x),
+            layers=model.stacked(grads) if self.trains else {},
+            rest=model.unstacked(grads),
+            aux=jax.tree.map(lambda t: jnp.zeros((table.virtual_stages * t.shape[0], *t.shape[1:]), t.dtype), aux),
+            sums=_zeros_of(sums),
         )
 
-    def _zero_sum(self, p: jax.Array) -> jax.Array:
-        """Returns zeros to sum a parameter's gradients in: those of bfloat16 parameters are many bfloat16 values."""
-        return jnp.zeros(p.shape, jnp.promote_types(p.dtype, self.model.reduce_dtype))
+    def _tick(self, segment: _Segment, carry: _Carry, now: Tick) -> tuple[_Carry, None]:
+        def send(value: jax.Array, hop: int) -> jax.Array:
+            return ring_shift(value, "stage", hop) if hop else value
 
-    def _part_aux(self, first: jax.Array, x: Any) -> Any:
-        """Returns shapes and types of the aux of one part."""
-        table, model = self.table, self.model
-
-        def aux(params: Tree, x: jax.Array) -> Any:
-            return model.layers(part_rows(model.stacked(params), first, table.virtual_stages), x, first, first)[1]
-
-        return jax.eval_shape(aux, self.params, x)
-
-    def _tick(self, segment: Segment, carry: _Carry, now: Tick) -> tuple[_Carry, None]:
         for arrivals, slot in zip(segment.arrivals, now["gradients"], strict=True):
             if arrivals.has_gradients:
-                received = write_slot(carry.gradients, self._send(carry.sent, arrivals.hop), slot)
+                received = _write_slot(carry.gradients, send(carry.sent, arrivals.hop), slot)
                 carry = dataclasses.replace(carry, gradients=received)
         carry = self._event(segment, now, "embed", self._embed, carry)
-        otherwise = (zeros_of(self.x), carry.aux, carry.kept)
+        otherwise = (_zeros_of(self.x), carry.aux, carry.kept)
         x, aux, kept = self._half(segment, now, _RUN, self._forward, otherwise, carry)
-        sent = [self._send(x, a.hop) if a.has_inputs else None for a in segment.arrivals]
+        sent = [send(x, a.hop) if a.has_inputs else None for a in segment.arrivals]
         carry = dataclasses.replace(carry, aux=aux, kept=kept)
-        backward = functools.partial(self._backward, whole=segment.whole)
-        g_x, layers = self._half(segment, now, _INPUT, backward, (zeros_of(self.x), carry.layers), carry)
+        backward = functools.partial(self._backward, unsplit=segment.unsplit)
+        g_x, layers = self._half(segment, now, _INPUT, backward, (_zeros_of(self.x), carry.layers), carry)
         carry = dataclasses.replace(carry, sent=g_x, layers=layers)
         layers = self._half(segment, now, _WEIGHT, self._backward_weight, layers, carry)
         carry = dataclasses.replace(carry, layers=layers)
         # A slot is free for what arrives when the tick's last task has read it.
         for value, slot in zip(sent, now["inputs"], strict=True):
             if value is not None:
-                carry = dataclasses.replace(carry, inputs=write_slot(carry.inputs, value, slot))
+                carry = dataclasses.replace(carry, inputs=_write_slot(carry.inputs, value, slot))
         carry = self._event(segment, now, "loss", functools.partial(self._add_loss, x), carry)
         return self._event(segment, now, "embed gradient", self._add_embed_gradient, carry), None
 
-    def _send(self, value: jax.Array, hop: int) -> jax.Array:
-        return ring_shift(value, "stage", hop) if hop else value
-
     def _event(
-        self, segment: Segment, now: Tick, name: str, do: Callable[[jax.Array, Tick, _Carry], _Carry], carry: _Carry
+        self, segment: _Segment, now: Tick, name: str, do: Callable[[jax.Array, Tick, _Carry], _Carry], carry: _Carry
     ) -> _Carry:
         """Does what all stages do together, in the ticks that have it."""
         happens = segment.events[name] != NOTHING
@@ -246,7 +390,7 @@ class _Engine:
 
     def _half[T](
         self,
-        segment: Segment,
+        segment: _Segment,
         now: Tick,
         place: int,
         run: Callable[[_Task, _Carry, T], T],
@@ -260,9 +404,8 @@ class _Engine:
         running = segment.running[:, :, place]
         if not running.any():
             return otherwise
-        names = ("kind", "virtual_stage", "microbatch", "input_slot", "gradient_slot")
         runs = now["kind"][place] != IDLE
-        task = _Task(runs if self.model.together else True, *(jnp.maximum(now[name][place], 0) for name in names))
+        task = _Task(runs if self.model.together else True, *(jnp.maximum(now[name][place], 0) for name in _COLUMNS))
 
         def scoped(otherwise: T) -> T:
             with jax.named_scope(scope_of(segment.name, PLACES[place])):
@@ -277,7 +420,7 @@ class _Engine:
     def _forward(
         self, task: _Task, carry: _Carry, otherwise: tuple[jax.Array, Any, list[jax.Array]]
     ) -> tuple[jax.Array, Any, list[jax.Array]]:
-        x, part = read_slot(carry.inputs, task.input_slot), self._part(task)
+        x, part = _read_slot(carry.inputs, task.input_slot), self._part(task)
         if not self.trains:
             return self._run_part(part, x, task.virtual_stage, task.microbatch)[0][0], *otherwise[1:]
         if not self.model.keeps:
@@ -286,28 +429,32 @@ class _Engine:
         (x, _), vjp, aux = self._vjp(part, x, task.virtual_stage, task.microbatch)
         kept = self._backward_of_part.select(jax.tree.leaves(vjp))
         slot = jnp.where(task.runs, task.input_slot, NOTHING)
-        buffers = [write_slot(buffer, value, slot) for buffer, value in zip(otherwise[2], kept, strict=True)]
+        buffers = [_write_slot(buffer, value, slot) for buffer, value in zip(otherwise[2], kept, strict=True)]
         return x, self._add(otherwise[1], aux, task, task.runs), buffers
 
     def _backward(
-        self, task: _Task, carry: _Carry, otherwise: tuple[jax.Array, Layers], whole: bool
+        self, task: _Task, carry: _Carry, otherwise: tuple[jax.Array, Layers], unsplit: bool
     ) -> tuple[jax.Array, Layers]:
-        if not whole:
-            return masked(self._gradients(task, carry, "input")[1], task.runs), otherwise[1]
+        if not unsplit:
+            return _masked(self._gradients(task, carry, "input")[1], task.runs), otherwise[1]
         g_layers, g_x = self._gradients(task, carry, "both")
-        return masked(g_x, task.runs), self._add(otherwise[1], g_layers, task, self._whole(task))
+        # The other half of a split backward pass adds the gradients of the weights.
+        counts = task.runs if (self.table.kind != BACKWARD_INPUT).all() else task.kind == BACKWARD
+        return _masked(g_x, task.runs), self._add(otherwise[1], g_layers, task, counts)
 
     def _backward_weight(self, task: _Task, carry: _Carry, otherwise: Layers) -> Layers:
         return self._add(otherwise, self._gradients(task, carry, "weights")[0], task, task.runs)
 
     def _gradients(self, task: _Task, carry: _Carry, of: str) -> tuple[Any, Any]:
         """Returns the gradients of a part's parameters and of its input: `of` both, or one of them and None."""
-        g, part, index = self._output_gradient(task, carry), self._part(task), (task.virtual_stage, task.microbatch)
+        # Gradients of the part's output, and of its auxiliary loss.
+        g = _masked((_read_slot(carry.gradients, task.gradient_slot), jnp.ones(())), task.runs)
+        part, index = self._part(task), (task.virtual_stage, task.microbatch)
         if self.model.keeps:
-            kept = [read_slot(buffer, task.input_slot) for buffer in carry.kept]
+            kept = [_read_slot(buffer, task.input_slot) for buffer in carry.kept]
             g_part, g_x, *_ = self._backward_of_part.rebuild(kept, part)(g)
             return g_part, g_x
-        x = read_slot(carry.inputs, task.input_slot)
+        x = _read_slot(carry.inputs, task.input_slot)
         if of == "input":
             return None, jax.vjp(lambda x: self._run_part(part, x, *index)[0], x)[1](g)[0]
         if of == "weights":
@@ -330,7 +477,7 @@ class _Engine:
             return derivative
 
         first = jnp.int32(0)
-        part = part_rows(self.model.stacked(self.params), first, self.table.virtual_stages)
+        part = _part_rows(self.model.stacked(self.params), first, self.table.virtual_stages)
         leaves, treedef = jax.tree.flatten(jax.eval_shape(vjp, part, self.x, first, first))
         return _Backward([a for i, a in enumerate(leaves) if i not in found[-1]], treedef, found[-1])
 
@@ -344,28 +491,18 @@ class _Engine:
         x, aux = self.model.layers(part, x, virtual_stage, microbatch)
         return (x, jnp.asarray(self.model.aux_loss(aux), jnp.float32)), aux
 
-    def _output_gradient(self, task: _Task, carry: _Carry) -> tuple[jax.Array, jax.Array]:
-        """Returns the gradients of a part's output and of its auxiliary loss."""
-        return masked((read_slot(carry.gradients, task.gradient_slot), jnp.ones(())), task.runs)
-
     def _part(self, task: _Task) -> Layers:
-        """Returns the parameters of the part that a task runs."""
-        return part_rows(self.model.stacked(self.params), task.virtual_stage, self.table.virtual_stages)
-
-    def _whole(self, task: _Task) -> jax.Array | bool:
-        """Whether a backward task is not split; static where no task of the table is."""
-        return task.runs if (self.table.kind != BACKWARD_INPUT).all() else task.kind == BACKWARD
+        return _part_rows(self.model.stacked(self.params), task.virtual_stage, self.table.virtual_stages)
 
     def _add(self, tree: Any, values: Any, task: _Task, counts: jax.Array | bool) -> Any:
         """Returns `tree` with what a task has computed for its part, where it counts."""
-        return add_to_part(tree, masked(values, counts), task.virtual_stage, self.table.virtual_stages)
+        return _add_to_part(tree, _masked(values, counts), task.virtual_stage, self.table.virtual_stages)
 
     def _embed(self, microbatch: jax.Array, now: Tick, carry: _Carry) -> _Carry:
         """Writes the embedding of a microbatch that begins into the first stage's input slot."""
         slot = jnp.where(lax.axis_index("stage") == 0, now["input_slot"][_RUN], NOTHING)
-        return dataclasses.replace(
-            carry, inputs=write_slot(carry.inputs, self.model.embed(self.params, microbatch), slot)
-        )
+        inputs = _write_slot(carry.inputs, self.model.embed(self.params, microbatch), slot)
+        return dataclasses.replace(carry, inputs=inputs)
 
     def _add_loss(self, x: jax.Array, microbatch: jax.Array, now: Tick, carry: _Carry) -> _Carry:
         """Adds the loss and its gradients for a microbatch that the last part has finished in this tick."""
@@ -374,13 +511,12 @@ class _Engine:
             return self.model.loss(params, x, microbatch)
 
         if not self.trains:
-            sums = jax.tree.map(jnp.add, carry.sums, loss(self.params, x)[1])
-            return dataclasses.replace(carry, sums=sums)
+            return dataclasses.replace(carry, sums=jax.tree.map(jnp.add, carry.sums, loss(self.params, x)[1]))
         value, vjp, sums = jax.vjp(loss, self.model.unstacked(self.params), x, has_aux=True)
         g_rest, g_x = vjp(jnp.ones_like(value))
         return dataclasses.replace(
             carry,
-            gradients=write_slot(carry.gradients, g_x, now["loss_arrives"]),
+            gradients=_write_slot(carry.gradients, g_x, now["loss_arrives"]),
             rest=jax.tree.map(jnp.add, carry.rest, g_rest),
             sums=jax.tree.map(jnp.add, carry.sums, sums),
         )
@@ -388,7 +524,53 @@ class _Engine:
     def _add_embed_gradient(self, microbatch: jax.Array, now: Tick, carry: _Carry) -> _Carry:
         """Adds the embedding's gradient for a microbatch whose last backward task ran in this tick."""
         # On all but the first stage, it is the gradient of another microbatch.
-        g_x = masked(carry.sent, lax.axis_index("stage") == 0)
+        g_x = _masked(carry.sent, lax.axis_index("stage") == 0)
         params = self.model.unstacked(self.params)
         (g_rest,) = jax.vjp(lambda params: self.model.embed(params, microbatch), params)[1](g_x)
         return dataclasses.replace(carry, rest=jax.tree.map(jnp.add, carry.rest, g_rest))
+
+
+def _read_slot(buffer: jax.Array, slot: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(buffer, jnp.maximum(slot, 0), keepdims=False)
+
+
+def _write_slot(buffer: jax.Array, value: jax.Array, slot: jax.Array) -> jax.Array:
+    """Returns the buffer with `value` in a slot; slot NOTHING leaves it as it is."""
+    value = jnp.where(slot == NOTHING, _read_slot(buffer, slot), value)
+    return lax.dynamic_update_index_in_dim(buffer, value, jnp.maximum(slot, 0), 0)
+
+
+def _part_rows(tree: Any, virtual_stage: jax.Array, virtual_stages: int) -> Any:
+    """Slices the rows of one virtual stage from every leaf [virtual_stages * rows, ...]."""
+    if virtual_stages == 1:
+        return tree
+
+    def rows(x: jax.Array) -> jax.Array:
+        n = x.shape[0] // virtual_stages
+        return lax.dynamic_slice_in_dim(x, virtual_stage * n, n)
+
+    return jax.tree.map(rows, tree)
+
+
+def _add_to_part(tree: Any, values: Any, virtual_stage: jax.Array, virtual_stages: int) -> Any:
+    """Returns `tree` with `values` added to the rows of one virtual stage."""
+    if virtual_stages == 1:
+        return jax.tree.map(jnp.add, tree, values)
+
+    def add(x: jax.Array, y: jax.Array) -> jax.Array:
+        n = x.shape[0] // virtual_stages
+        start = virtual_stage * n
+        return lax.dynamic_update_slice_in_dim(x, lax.dynamic_slice_in_dim(x, start, n) + y, start, 0)
+
+    return jax.tree.map(add, tree, values)
+
+
+def _zeros_of(abstract: Any) -> Any:
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract)
+
+
+def _masked(tree: Any, runs: jax.Array | bool) -> Any:
+    """Returns the tree, or zeros on a stage that has no task: infinities of its computation do not survive."""
+    if runs is True:
+        return tree
+    return jax.tree.map(lambda x: jnp.where(runs, x, jnp.zeros_like(x)), tree)

@@ -117,7 +117,7 @@ def build_eval_step(device_run: DeviceRun) -> Callable[[Tree, Batch], Metrics]:
         total = jnp.ones(())
         if placed.shape.stage == 1:
             return all_reduce(model.loss_fn(params, batch, no_dropout(), total)[1][0], TOKEN_AXES)
-        from meshwright.step.pipeline_model import pipeline_metrics  # loaded for runs with stages alone
+        from meshwright.step.pipeline import pipeline_metrics  # most runs have one stage
 
         batch_M = jax.tree.map(lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), batch)
         table = placed.forward_table(training.microbatches)
