@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent / "foresight"))
 from page_table import put_table
 from rows import Row, read_rows
 
-from meshwright.api.planning import Proof, prove_plan
-from meshwright.cli.tune import COMPILER_OPTIONS
+from meshwright.api.proving import Proof, prove_plan
+from meshwright.hardware.compiler_options import COMPILER_OPTIONS
 from meshwright.hardware.targets import Target
 from meshwright.planner.search import OFFLOADING, price_run, remat_policies, search
 from meshwright.runs.run import Run

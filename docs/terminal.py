@@ -126,7 +126,7 @@ def options_table(name: str) -> str:
 
 def option_rows(name: str) -> Iterator[tuple[str, str, str]]:
     """Yields names with the values they take, default, and description, each as Markdown."""
-    from meshwright.cli.options import Option, format_value
+    from meshwright.cli.parse import Option, format_value
 
     def cell(text: str) -> str:
         return text.replace("|", "\\|")
@@ -145,7 +145,7 @@ def option_rows(name: str) -> Iterator[tuple[str, str, str]]:
 
 def options_named(name: str) -> list[Any]:
     """Returns the options of a verb without those of its Run, of `run`, or of a model family."""
-    from meshwright.cli.options import options_of
+    from meshwright.cli.parse import options_of
     from meshwright.runs.run import Run
 
     if name == "run":

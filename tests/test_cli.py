@@ -19,9 +19,8 @@ from meshwright.cli import rehearse
 from meshwright.cli.base_run import base_run
 from meshwright.cli.evaluate import EvaluateOptions
 from meshwright.cli.main import run
-from meshwright.cli.options import options_of
 from meshwright.cli.output import write_json
-from meshwright.cli.parse import parse
+from meshwright.cli.parse import options_of, parse
 from meshwright.cli.plan import PlanOptions
 from meshwright.cli.show import ShowOptions
 from meshwright.cli.train import TrainOptions

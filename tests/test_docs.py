@@ -82,6 +82,7 @@ def only_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(recipe, "_builder", known)
     monkeypatch.setattr(plan_file, "read_plan", lambda path: SimpleNamespace(run=tiny, target="h100:64"))
+    monkeypatch.setattr(base_run, "parse", parse_and_stop)
     monkeypatch.setattr(base_run, "read_run", lambda path: tiny)
     monkeypatch.setattr(train, "run_in_folder", lambda path: tiny)
     monkeypatch.setattr(finetune, "source_run", lambda name: tiny)

@@ -15,7 +15,6 @@ from meshwright.cli.main import run
 from meshwright.errors import ConfigError, TrainingError
 from meshwright.hardware import hosts
 from meshwright.hardware.hosts import ALONE, Hosts, first_host, hosts_of, join, tpu_environment
-from meshwright.runs.recipe import find_recipe
 
 SLURM = {"SLURM_JOB_ID": "4103", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2",
          "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "gpu[003-006]", "SLURM_STEP_TASKS_PER_NODE": "1(x4)"}  # fmt: skip
@@ -144,7 +143,7 @@ def test_one_process_ignores_the_environment(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_devices_are_shared_evenly() -> None:
     with pytest.raises(ConfigError, match="--devices 8"):
-        start_devices(9, find_recipe("tiny"), Hosts("test", 4, 0, "localhost:1"))
+        start_devices(9, None, Hosts("test", 4, 0, "localhost:1"))
 
 
 def test_waiting_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from test_cli import meshwright
 
 import meshwright as mw
-from meshwright.api.renting import parse_budget, read_market, with_batches
+from meshwright.api.planning import parse_budget, read_market, with_batches
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.target_lists import expand_targets

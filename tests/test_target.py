@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.cli import aot_subprocess as absent
-from meshwright.cli.aot_subprocess import compile_in_subprocess
+from meshwright.api import proving as absent
+from meshwright.api.proving import compile_in_subprocess
 from meshwright.errors import CensusError, ConfigError
 from meshwright.hardware import aot as compilers
 from meshwright.hardware.aot import (
@@ -119,7 +119,7 @@ def child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_a_compiler_that_dies_is_explained(child, tmp_path: Path) -> None:
     child("echo 'the last words' >&2; kill -SEGV $$")
     with pytest.raises(CensusError, match="the compiler failed: SIGSEGV") as died:
-        compile_in_subprocess(V5P, 60)
+        compile_in_subprocess(V5P, 60, ["prove"], sys.stdout)
     (log,) = tmp_path.glob("cache/proofs/*.log")
     assert log.read_text() == "the last words\n" and str(log) in died.value.truth
 
@@ -127,21 +127,21 @@ def test_a_compiler_that_dies_is_explained(child, tmp_path: Path) -> None:
 def test_a_compiler_that_takes_too_long_is_stopped(child) -> None:
     child("exec sleep 60")
     with pytest.raises(CensusError, match="it took more than 1 s"):
-        compile_in_subprocess(V5P, 1)
+        compile_in_subprocess(V5P, 1, ["prove"], sys.stdout)
 
 
 def test_a_traceback_is_not_shown(child, capfd: pytest.CaptureFixture[str]) -> None:
     child("echo 'Traceback (most recent call last):' >&2; echo 'ValueError: no such layout' >&2; exit 1")
     with pytest.raises(CensusError, match="ValueError: no such layout"):
-        compile_in_subprocess(V5P, 60)
+        compile_in_subprocess(V5P, 60, ["prove"], sys.stdout)
     assert capfd.readouterr().err == ""
 
 
 def test_what_it_says_and_its_exit_code_come_through(child, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     child("echo 'libtpu chatters' >&2; echo 'error: it does not fit' >&2; echo \"on $MESHWRIGHT_COMPILES_FOR\"; exit 6")
-    assert compile_in_subprocess(V5P, 60) == 6
+    assert compile_in_subprocess(V5P, 60, ["prove"], sys.stdout) == (6, "error: it does not fit\n")
     said = capfd.readouterr()
-    assert said.err == "error: it does not fit\n" and said.out == "on v5p:4x4x8\n"
+    assert said.err == "" and said.out == "on v5p:4x4x8\n"
     assert not list(tmp_path.rglob("*.log"))
 
 
@@ -150,7 +150,7 @@ def test_it_writes_where_this_process_writes(child, tmp_path: Path, monkeypatch:
     child("echo '{}'")
     with (tmp_path / "out").open("w") as out, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", out)
-        assert compile_in_subprocess(V5P, 60) == 0
+        assert compile_in_subprocess(V5P, 60, ["prove"], out) == (0, "")
     assert (tmp_path / "out").read_text() == "{}\n"
 
 

@@ -1,26 +1,23 @@
 """Plans compiled in child processes: their figures, their cache, and what tuning keeps."""
 
 import dataclasses
-import io
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from rich.console import Console
 from tiny_runs import MODELS, tiny_run
 
 import meshwright as mw
 from meshwright.analysis import proof_cache
 from meshwright.analysis.census import Census
 from meshwright.analysis.compile import OutOfMemory, compiler_error
-from meshwright.api import planning
-from meshwright.api.planning import Proof, prove_plan
-from meshwright.cli import tune as trials
+from meshwright.api import proving
+from meshwright.api.proving import Proof, prove_best, prove_plan, tune
 from meshwright.cli.plan import PlanOptions, run_plan
-from meshwright.cli.tune import prove_best, tune
 from meshwright.config import MeshShape
 from meshwright.errors import CensusError, ConfigError
 from meshwright.hardware.targets import parse_target
@@ -40,12 +37,16 @@ def plan(remat: str = "full") -> Plan:
 def answer(monkeypatch: pytest.MonkeyPatch, out: str = "", err: str = "") -> list[list[str]]:
     asked: list[list[str]] = []
 
-    def run(command: list[str], **_: object) -> object:
-        asked.append(command)
+    def run(command: list[str], *, stdout: int, stderr: Any, timeout: int, **_: object) -> object:
+        asked.append([*command, str(timeout)])
         assert json.loads(Path(command[4]).read_text())["target"] == str(TARGET)
-        return SimpleNamespace(stdout=out, stderr=err)
+        os.write(stdout, out.encode())
+        stderr.write(err)
+        return SimpleNamespace(returncode=2 if err else 0)
 
-    monkeypatch.setattr(planning.subprocess, "run", run)
+    monkeypatch.setattr(proving, "require_compiler", lambda target: None)
+    monkeypatch.setattr(proving, "compiler_environment", lambda target: {})
+    monkeypatch.setattr(proving.subprocess, "run", run)
     return asked
 
 
@@ -58,19 +59,21 @@ def test_a_proof_brings_back_seconds_and_bytes(monkeypatch: pytest.MonkeyPatch) 
     asked = answer(monkeypatch, "noise\n" + census_json(7.5, 2e10))
     proof = prove_plan(plan(), TARGET, 60)
     assert (proof.step_seconds, proof.peak_bytes, proof.compile_seconds, proof.refused) == (7.5, 2e10, 40.0, "")
-    assert asked[0][2:4] == ["meshwright", "prove"] and asked[0][asked[0].index("--limit") + 1] == "60"
+    assert asked[0][2:4] == ["meshwright", "prove"] and asked[0][-1] == "60"
 
 
 def test_a_proof_that_is_too_large_or_refused_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch, census_json(7.5, 2e11))
     assert prove_plan(plan(), TARGET, 60).refused == "186 GiB of 95 GiB"
-    answer(monkeypatch, "", "error: compiling\n  because: it took more than 60 s\n  fix: a larger --limit\n")
+    answer(monkeypatch, "", "error: compiling\n  because: D=3 does not divide\n  fix: another mesh\n")
     refused = prove_plan(plan(), TARGET, 60)
-    assert refused.step_seconds is None and refused.refused == "it took more than 60 s"
+    assert refused.step_seconds is None and refused.refused == "D=3 does not divide"
+    answer(monkeypatch, "", "Traceback (most recent call last):\nValueError: no such layout\n")
+    assert "the compiler failed: ValueError: no such layout" in prove_plan(plan(), TARGET, 60).refused
 
 
-def quiet() -> Console:
-    return Console(file=io.StringIO())
+def quiet(line: str) -> None:
+    """Shows no progress."""
 
 
 def test_proofs_rank_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +83,8 @@ def test_proofs_rank_again(monkeypatch: pytest.MonkeyPatch) -> None:
         remat = plan.run.training.remat
         return Proof(plan, seconds[remat], 1e10, 1.0, "too large" if remat == "none" else "")
 
-    monkeypatch.setattr(trials, "prove_plan", prove)
-    ranked = prove_best([plan("full"), plan("none"), plan("projections")], TARGET, 60, quiet())
+    monkeypatch.setattr(proving, "prove_plan", prove)
+    ranked = prove_best([plan("full"), plan("none"), plan("projections")], TARGET, 60, quiet)
     assert [p.plan.run.training.remat for p in ranked] == ["projections", "full", "none"]
 
 
@@ -94,8 +97,8 @@ def test_tuning_keeps_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
         too_large = training.remat != "full"
         return Proof(plan, seconds - 5.0 * too_large, 1e10, 1.0, "too large" if too_large else "")
 
-    monkeypatch.setattr(trials, "prove_plan", prove)
-    tuned = tune(prove(plan(), TARGET, 60), TARGET, 60, quiet())
+    monkeypatch.setattr(proving, "prove_plan", prove)
+    tuned = tune(prove(plan(), TARGET, 60), TARGET, 60, quiet)
     training = tuned.best.plan.run.training
     assert tuned.best.step_seconds == 7.0 and training.reduce_dtype == "bfloat16" and training.remat == "full"
     assert training.compiler_options == () and training.logits_mib == 1024
@@ -103,15 +106,14 @@ def test_tuning_keeps_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuned.kept == {"gradients summed in bfloat16", "the compiler's own options"}
     assert {*tuned.kept, "logits of 2048 MiB", "attention in blocks of 1024", "2 microbatches"} <= names
     assert "0 microbatch" not in names  # one is the least
-    became = {row[0]: row[-1] for row in trials.rows_of(tuned)}
-    assert became["gradients summed in bfloat16"] == "kept" and became["2 microbatches"] == ""
-    assert became["remat attention_out"] == "too large"
+    became = {name: proof.refused for name, proof in tuned.tried}
+    assert became["2 microbatches"] == "" and became["remat attention_out"] == "too large"
     # Of a plan that does not fit the slower variant that does is taken.
     small = dataclasses.replace(prove(plan(), TARGET, 60), step_seconds=1.0, refused="too large")
-    found = tune(small, TARGET, 60, quiet()).best
+    found = tune(small, TARGET, 60, quiet).best
     assert found.step_seconds == 7.5 and not found.refused
     with pytest.raises(ConfigError, match="it cannot be compiled: no room"):
-        tune(Proof(plan(), None, None, None, "no room"), TARGET, 60, quiet())
+        tune(Proof(plan(), None, None, None, "no room"), TARGET, 60, quiet)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_tuning_keeps_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     [("v5p:2x2x2", {"attention_out", "offload_attention", "offload"}), ("h100:8", {"feed_forward", "attention_out"})],
 )
 def test_neighbours_of_a_policy_are_those_of_the_machine(target: str, remats: set[str]) -> None:
-    tried = [run.training.remat for name, run in trials.trials(plan().run, parse_target(target)) if "remat" in name]
+    tried = [run.training.remat for name, run in proving.trials(plan().run, parse_target(target)) if "remat" in name]
     assert set(tried) == remats
 
 
@@ -131,7 +133,7 @@ def test_what_was_tuned_is_printed_drawn_and_written(
         refused = "took too long" if training.logits_mib == 256 else ""
         return Proof(plan, 9.0 if training.reduce_dtype == "bfloat16" else 10.0, 1e10, 40.0, refused)
 
-    monkeypatch.setattr(trials, "prove_plan", prove)
+    monkeypatch.setattr(proving, "prove_plan", prove)
     page, file = tmp_path / "plan.html", tmp_path / "plan.json"
     run = find_recipe("llama3-8b")
     options = PlanOptions(run=run, on=str(TARGET), tokens_per_step="256k", prove=2, tune=True, html=page, out=file)

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from meshwright.api.generation import generate as generate
     from meshwright.api.generation import open_generator as open_generator
     from meshwright.api.layout import show as show
-    from meshwright.api.planning import Proof as Proof
+    from meshwright.api.planning import Offers as Offers
+    from meshwright.api.planning import Plans as Plans
+    from meshwright.api.planning import offers as offers
     from meshwright.api.planning import plan as plan
-    from meshwright.api.planning import prove as prove
-    from meshwright.api.ranked import Offers as Offers
-    from meshwright.api.ranked import Plans as Plans
-    from meshwright.api.renting import offers as offers
+    from meshwright.api.proving import Proof as Proof
+    from meshwright.api.proving import prove as prove
     from meshwright.api.training import train as train
     from meshwright.api.viewing import view as view
     from meshwright.checkpoint.import_weights import Conversion as Conversion
@@ -87,9 +87,8 @@ _NAMES = {
     "api.finetuning": "finetune",
     "api.generation": "generate open_generator",
     "api.layout": "show",
-    "api.planning": "Proof plan prove",
-    "api.ranked": "Offers Plans",
-    "api.renting": "offers",
+    "api.planning": "Offers Plans offers plan",
+    "api.proving": "Proof prove",
     "api.training": "train",
     "api.evaluation": "evaluate parity",
     "api.viewing": "view",

@@ -34,6 +34,11 @@ def trusts_everything() -> bool:
     return _everything
 
 
+def trust_option() -> list[str]:
+    """Returns the option that lets a child process with the same command line trust what this one trusts."""
+    return ["--trust-code"] if _everything else []
+
+
 def trust_names(words: Iterable[str]) -> None:
     """Trusts the names that occur in the words of a command line: NAME, OPTION=NAME or NAME=WEIGHT."""
     for word in words:

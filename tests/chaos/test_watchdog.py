@@ -34,7 +34,7 @@ model = dataclasses.replace(run.model, width=32, layers=1, heads=4, kv_heads=2, 
 training = dataclasses.replace(run.training, seq=16, batch=4, steps=2)
 data = dataclasses.replace(run.data, paths=(str(folder / "text.txt"),), tokenizer="bytes", held_out=0.0, sample=0)
 run = dataclasses.replace(run, model=model, mesh=MeshShape(data=2), training=training, data=data)
-start_devices(2, run, Hosts("test", 2, process, "127.0.0.1:" + port))
+start_devices(2, run.mesh, Hosts("test", 2, process, "127.0.0.1:" + port))
 import jax
 from meshwright.hardware.agreement import agree
 from meshwright.step.train_step import build_train_step, CompiledTrainStep

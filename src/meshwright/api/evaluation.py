@@ -1,10 +1,19 @@
-"""Evaluation of checkpoints and comparison of meshes from Python."""
+"""Evaluation of checkpoints, benchmarks of `lm-eval`, and comparison of meshes from Python."""
 
 import dataclasses
+import importlib.util
+import logging
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import jax
 
 from meshwright.config import MeshShape
+from meshwright.errors import ConfigError
+from meshwright.generation.generator import Generator
+from meshwright.generation.lm_eval_model import RequestAnswers
 from meshwright.hardware.mesh import default_cache_folder
 from meshwright.hugging_face.hub import is_hugging_face
 from meshwright.runs.run import Run
@@ -12,6 +21,7 @@ from meshwright.runs.run_file import run_in_folder
 from meshwright.storage.paths import path_of
 from meshwright.trainer import evaluation, loop
 from meshwright.trainer.parity import Parity, check_processes, compare_meshes
+from meshwright.trainer.same_hosts import agree_on
 from meshwright.wrapped.model import Wrapped, is_wrapped
 from meshwright.wrapped.parity import compare_wrapped
 from meshwright.wrapped.prepared import WrappedEvaluation, evaluate_wrapped
@@ -72,8 +82,62 @@ def parity(
         None
     """
     other = MeshShape.parse(against) if isinstance(against, str) else against
+    if jax.distributed.is_initialized() and jax.process_count() > 1:
+        agree_on(run)
     check_processes(run.mesh, other)
     if is_wrapped(run):
         return compare_wrapped(run, other, cache=cache or default_cache_folder(), devices=devices, steps=steps)
     prepared = loop.prepare_run(run, cache=cache or default_cache_folder(), devices=devices)
     return compare_meshes(prepared.device_run, other, prepared.train, prepared.corpus.weights, steps=steps)
+
+
+def check_lm_eval() -> None:
+    """Raises ConfigError where `lm-eval` is not installed."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError("benchmark tasks", "lm-eval is not installed", "pip install 'meshwright[lm-eval]'")
+
+
+def run_tasks(
+    generator: Generator,
+    tasks: Sequence[str],
+    *,
+    batch: int = 8,
+    shots: int | None = None,
+    limit: int | None = None,
+    task_folder: Path | None = None,
+) -> dict[str, Any]:
+    """Runs tasks of `lm-eval`; returns its results: task -> metric -> value.
+
+    batch: requests computed together.  shots: examples before each question; None
+    takes the task's own.  limit: first questions of each task; None takes all.  task_folder: YAML files of further
+    tasks. Raises ConfigError for a task that does not exist, and where `lm-eval` is not installed.
+    """
+    check_lm_eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of its dependencies
+        import lm_eval
+        from lm_eval.api.model import TemplateLM
+        from lm_eval.tasks import TaskManager
+
+        class MeshwrightLM(RequestAnswers, TemplateLM):
+            """Language model of lm-eval."""
+
+        logging.getLogger("lm_eval").setLevel(logging.WARNING)
+        manager = TaskManager(include_path=None if task_folder is None else str(task_folder))
+        unknown = [task for task in tasks if not manager.match_tasks([task])]
+        if unknown:
+            raise ConfigError(
+                f"--tasks {' '.join(tasks)}",
+                f"lm-eval has no task {unknown[0]!r}",
+                "a name that `lm-eval ls tasks` lists, or --task-folder with its YAML file",
+            )
+        results = lm_eval.simple_evaluate(
+            model=MeshwrightLM(generator, longest=generator.seq, batch=batch),
+            tasks=list(tasks),
+            num_fewshot=shots,
+            limit=limit,
+            task_manager=manager,
+            bootstrap_iters=0,
+            log_samples=False,
+        )
+    return {task: dict(values) for task, values in results["results"].items()}

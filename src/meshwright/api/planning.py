@@ -1,42 +1,115 @@
-"""Planning and proving from Python: plans by arithmetic, and their compilation for hardware that need not be here."""
+"""Planning from Python: layouts for hardware that need not be here, and offers of it, ranked by arithmetic."""
 
 import dataclasses
-import json
-import subprocess
-import sys
-import tempfile
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.api.ranked import Plans
+from rich.console import Console
+
 from meshwright.bench.calibration_file import read_calibration
+from meshwright.config import MeshShape
 from meshwright.data.vocabulary import vocab_of_corpus
-from meshwright.errors import ConfigError
-from meshwright.formatting import format_bytes, parse_count
+from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.formatting import parse_count
 from meshwright.hardware.mesh import default_cache_folder
+from meshwright.hardware.target_lists import expand_targets
 from meshwright.hardware.targets import Target, parse_target
-from meshwright.planner.automatic import with_best_remat
 from meshwright.planner.calibration import calibrate_target
+from meshwright.planner.decoding import DecodePrice
 from meshwright.planner.explain import nothing_fits
-from meshwright.planner.plan_file import write_plan
-from meshwright.planner.search import Plan, price_run, search, with_tokens_per_step
-from meshwright.plugins import options_of_child
+from meshwright.planner.goodput import Reliability
+from meshwright.planner.offers import Aim, Market, Offer, choose, make_offer, rank
+from meshwright.planner.prices import PriceTerms, read_prices
+from meshwright.planner.search import Plan, SearchResult, search, with_tokens_per_step
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
-from meshwright.views.pages import frame
-from meshwright.wrapped.model import Wrapped, check_named, is_wrapped
+from meshwright.views.offer_page import offer_page
+from meshwright.views.offer_tables import offers_table
+from meshwright.views.pages import inline
+from meshwright.views.plan_page import plan_page
+from meshwright.views.plan_tables import plans_table
+from meshwright.wrapped.model import is_wrapped
+
+
+class Plans(list[Plan]):
+    """Plans, the fastest predicted step first. They print as a table; in a notebook they show their page.
+
+    Example:
+        >>> plans = mw.plan("llama32-1b", on="v6e:2x2", tokens_per_step="128k", at_most=2)
+        >>> print(str(plans).splitlines()[1])
+        1  fsdp=4, projections, 2 microbatches         0.864 s  37%     152 k  21 of 30  matmuls   v6e:2x2
+        >>> plans._repr_html_()[:7]
+        '<iframe'
+    """
+
+    def __init__(self, plans: Iterable[Plan], searches: Iterable[SearchResult] = ()):
+        super().__init__(plans)
+        self.searches = tuple(searches)
+        """Searches that the plans come from, with all that was priced; none of a wrapped model."""
+
+    def __repr__(self) -> str:
+        return _text(plans_table(self))
+
+    def _repr_html_(self) -> str | None:
+        """Returns the page of the best plan and of the search that it comes from; None of a wrapped model's."""
+        for found in self.searches:
+            if self and self[0].target == found.target:
+                return inline(plan_page(self[0], found))
+        return None
+
+
+class Offers(list[Offer]):
+    """Offers, the best first. They print as a table; in a notebook they show days against cost.
+
+    Example:
+        >>> offers = mw.offers("llama32-1b", on="v6e:2x2", tokens="10B")
+        >>> len(str(offers).splitlines()), offers._repr_html_()[:7]
+        (2, '<iframe')
+    """
+
+    def __init__(
+        self,
+        offers: Iterable[Offer],
+        beyond: Sequence[Offer] = (),
+        refused: Mapping[str, MeshwrightError] | None = None,
+    ):
+        super().__init__(offers)
+        self.beyond = beyond
+        """Offers that do not keep the deadline or the budget."""
+        self.refused = refused or {}
+        """Targets and batches that no plan fits, and why."""
+
+    def __repr__(self) -> str:
+        return _text(offers_table(self))
+
+    def _repr_html_(self) -> str:
+        return inline(offer_page(self))
+
+
+def _text(table: object) -> str:
+    console = Console(width=120, color_system=None, highlight=False, force_jupyter=False)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().rstrip("\n")
 
 
 def plan(
-    run: Run | str, on: str | Sequence[str], *, tokens_per_step: str | int | None = None, at_most: int = 20
+    run: Run | str,
+    on: str | Sequence[str],
+    *,
+    tokens_per_step: str | int | None = None,
+    at_most: int = 20,
+    include: Sequence[MeshShape] = (),
 ) -> Plans:
     """Returns the best plans of a run on hardware that need not be here, the fastest predicted step first.
 
     run: a Run, or a recipe's name.  on: a machine such as `v5p:8x8x16` or `h100:64`, or several.
     tokens_per_step: global batch in tokens, such as `4M`; None keeps the run's batch.
-    Memory and time are predicted by arithmetic; `prove` compiles a plan. The list prints as a table; in a notebook it
-    shows its page.
+    include: meshes that are priced in any case, to be explained.
+    Memory and time are predicted by arithmetic; `prove` compiles a plan.
     Raises ConfigError where no mesh of a machine has the memory.
 
     Example:
@@ -45,6 +118,7 @@ def plan(
         (64, True)
     """
     base = find_recipe(run) if isinstance(run, str) else run
+    targets = [find_target(name) for name in ((on,) if isinstance(on, str) else on)]
     if is_wrapped(base):
         if tokens_per_step is not None:
             raise ConfigError(
@@ -52,20 +126,26 @@ def plan(
             )
         from meshwright.wrapped.plan import plan_wrapped  # loads optax
 
-        return Plans(
-            plan_wrapped(base, [find_target(m) for m in ((on,) if isinstance(on, str) else on)], at_most=at_most)
-        )
+        return Plans(plan_wrapped(base, targets, at_most=at_most))
     base = with_vocab(base)
     if tokens_per_step is not None:
         base = with_tokens_per_step(base, parse_count(str(tokens_per_step), "tokens_per_step"))
-    searches = []
-    for machine in (on,) if isinstance(on, str) else on:
-        result = search(base, find_target(machine))
-        if not result.plans:
-            raise nothing_fits(base, result)
-        searches.append(result)
+    searches = [_search(base, target, include) for target in targets]
     plans = [plan for result in searches for plan in result.plans[:at_most]]
     return Plans(sorted(plans, key=lambda p: p.estimate.seconds)[:at_most], searches)
+
+
+def _search(run: Run, target: Target, include: Sequence[MeshShape] = ()) -> SearchResult:
+    result = search(run, target, tuple(include))
+    if not result.plans:
+        raise nothing_fits(run, result)
+    return result
+
+
+def refuse_wrapped(run: Run, asked: Sequence[str]) -> None:
+    """Raises ConfigError where something is asked of a wrapped model that only the package's own families have."""
+    if asked and is_wrapped(run):
+        raise ConfigError(f"{asked[0]} with a wrapped model", "it would not be used there", "leave it out")
 
 
 def find_target(text: str) -> Target:
@@ -80,118 +160,87 @@ def with_vocab(run: Run) -> Run:
     """Returns the run with a vocabulary size, which some recipes leave to their tokenizer."""
     if run.model.vocab is not None:
         return run
-    data = run.data
-    vocab = vocab_of_corpus(
-        data.paths, data.tokenizer, default_cache_folder(), run.faults.bad_records, data.text_field
-    )  # fmt: skip
+    data, cache = run.data, default_cache_folder()
+    vocab = vocab_of_corpus(data.paths, data.tokenizer, cache, run.faults.bad_records, data.text_field)
     return dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=vocab))
 
 
-@dataclasses.dataclass(frozen=True)
-class Proof:
-    """Result of compiling a plan for its machine.
-
-    Proved by the compiler: that it compiles, its memory, its collectives. Predicted: the time of a step, by simulating
-    the compiled schedule.
-
-    Example:
-        >>> best = mw.plan("llama3-8b", on="v5p:4x4x4")
-        >>> proof = mw.Proof(best[0], step_seconds=1.2, peak_bytes=20 * 2**30, compile_seconds=30.0)
-        >>> proof.fits
-        True
-    """
-
-    plan: Plan
-    step_seconds: float | None
-    """Predicted step time of the compiled schedule; None where it does not compile."""
-    peak_bytes: float | None
-    """Peak memory of a device, by the compiler."""
-    compile_seconds: float | None
-    refused: str = ""
-    """Reason why the plan cannot run: it does not compile, or does not fit; empty where it can."""
-    census: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
-    """Census of the compiled step, as JSON (docs/formats.md)."""
-    page: str = dataclasses.field(default="", repr=False)
-    """Page of the census, as HTML; a notebook shows it."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether the step compiles and fits the memory of a device."""
-        return self.step_seconds is not None and not self.refused
-
-    def _repr_html_(self) -> str | None:
-        return frame(self.page, f"proof of {self.plan.name}") if self.page else None
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns planned and compiled figures side by side."""
-        e = self.plan.estimate
-        return {
-            "plan": self.plan.name,
-            "planned_seconds": e.seconds,
-            "planned_bytes": e.bytes,
-            "step_seconds": self.step_seconds,
-            "peak_bytes": self.peak_bytes,
-            "compile_seconds": self.compile_seconds,
-            "refused": self.refused,
-        }
+def decode_json(price: DecodePrice) -> dict[str, Any]:
+    """Returns every figure of a price of decoding, as JSON values."""
+    derived = ("seconds", "tokens_per_second_per_chip", "prefill_per_second_per_chip", "bytes", "fits", "bound_by")
+    return {**dataclasses.asdict(price), "mesh": str(price.mesh), **{name: getattr(price, name) for name in derived}}
 
 
-def prove(plan: Plan | Run, on: str | None = None, *, limit: int = 900) -> Proof:
-    """Compiles a plan's train step for its machine with that machine's own compiler, in a process of its own.
+def read_market(
+    prices: Path | None = None, terms: PriceTerms = "on-demand", reliability: Reliability | None = None
+) -> Market:
+    """Reads the prices that offers are made with; those of the package where no file is given."""
+    return Market(read_prices(prices), terms, reliability or Reliability())
 
-    on: the machine, for a Run.  limit: seconds that compiling may take.
-    Needs libtpu, or NVIDIA's compiler (docs: Install), not the hardware. Raises ConfigError for a Run without `on`.
+
+def offers(
+    run: Run | str,
+    on: str | Sequence[str],
+    *,
+    tokens: str | int = "1T",
+    tokens_per_step: str | int | None = None,
+    days: float | None = None,
+    budget: float | None = None,
+    rank_by: Aim = "time",
+    market: Market | None = None,
+) -> Offers:
+    """Returns the best plan of each target and batch with the days and dollars of a training, the best first.
+
+    run: a Run, or a recipe's name.  on: targets, numbers of chips or ranges: `v5p:4x4x8,h100:64`, `h100:64..1024`.
+    tokens: of the whole training.  tokens_per_step: global batch, several (`1M,2M`) or a range (`1M..4M`).
+    days, budget: latest end and most dollars: what keeps both is returned, the cheapest first under a deadline, else
+    the fastest.  rank_by: without them, what comes first: `time` or `cost`.
+    market: prices and reliability (`meshwright.api.planning.read_market`).
+    Raises ConfigError where nothing fits, or where nothing keeps the limits, with the nearest that is possible.
 
     Example:
-        >>> run = mw.recipe("llama3-8b", mesh="fsdp=64")
-        >>> mw.prove(run)
-        Traceback (most recent call last):
-        meshwright.errors.ConfigError: proving llama3-8b
-          because: a Run does not say which machine to compile for
-          fix:     prove(run, on="v5p:4x4x4"), or one of the plans of plan(...)
+        >>> found = mw.offers("llama32-1b", on="h100:8,v5p:2x2x2", tokens="100B", rank_by="cost")
+        >>> [str(offer.plan.target) for offer in found]
+        ['h100:1x8', 'v5p:2x2x2']
     """
-    if isinstance(plan, Run):
-        if on is None:
+    market = market or read_market()
+    base = with_vocab(find_recipe(run) if isinstance(run, str) else run)
+    targets = [name for text in ((on,) if isinstance(on, str) else on) for name in expand_targets(text)]
+    found: list[Offer] = []
+    refused: dict[str, MeshwrightError] = {}
+    total = parse_count(str(tokens), "--tokens")
+    for name in targets:
+        for sized in with_batches(base, tokens_per_step):
+            try:
+                found.append(make_offer(_search(sized, find_target(name)).plans[0], total, market))
+            except MeshwrightError as error:
+                refused[f"{name} with {sized.training.batch} x {sized.training.seq} tokens per step"] = error
+    if not found:
+        raise next(iter(refused.values()))
+    best = rank(found, rank_by) if days is None and budget is None else choose(found, days, budget)
+    return Offers(best, [offer for offer in found if offer not in best], refused)
+
+
+def with_batches(run: Run, tokens_per_step: str | int | None) -> list[Run]:
+    """Returns the run with each batch that is asked for: one number of tokens, several, or powers of two of a range."""
+    if tokens_per_step is None:
+        return [run]
+    numbers: dict[int, None] = {}
+    for part in str(tokens_per_step).split(","):
+        low, between, high = part.partition("..")
+        first = parse_count(low, "--tokens-per-step")
+        last = parse_count(high, "--tokens-per-step") if between else first
+        if last < first:
             raise ConfigError(
-                f"proving {plan.name}",
-                "a Run does not say which machine to compile for",
-                'prove(run, on="v5p:4x4x4"), or one of the plans of plan(...)',
+                f"--tokens-per-step {part}", f"{first} to {last} holds nothing", "--tokens-per-step 1M..4M"
             )
-        target = find_target(on)
-        if is_wrapped(plan):
-            from meshwright.wrapped.plan import price_wrapped
-
-            return prove_plan(price_wrapped(plan, target), target, limit)
-        return prove_plan(price_run(with_best_remat(with_vocab(plan), target), target), target, limit)
-    return prove_plan(plan, plan.target, limit)
+        numbers |= dict.fromkeys(first * 2**n for n in range(int(math.log2(last / first)) + 1))
+    return list(dict.fromkeys(with_tokens_per_step(run, number) for number in numbers))
 
 
-def prove_plan(plan: Plan, target: Target, limit: int) -> Proof:
-    """Compiles a plan for `target` by `meshwright prove PLAN --json` in a child process."""
-    check_named(plan.run)  # another process compiles it
-    with tempfile.TemporaryDirectory() as folder:
-        file, html = Path(folder) / "plan.json", Path(folder) / "page.html"
-        write_plan(plan, target, file)
-        words = [str(file), "--json", "--html", str(html), "--limit", str(limit), *options_of_child()]
-        if isinstance(plan.run.model, Wrapped):  # whose code this process runs already
-            words += ["--model.name", plan.run.model.named().name]
-        command = [sys.executable, "-m", "meshwright", "prove", *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        page = html.read_text(encoding="utf-8") if html.is_file() else ""
-    documents = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not documents:
-        message = done.stderr[done.stderr.find("error:") :] if "error:" in done.stderr else done.stderr
-        reason = next((line.split(":", 1)[1] for line in message.splitlines() if "because:" in line), message[-200:])
-        return Proof(plan, None, None, None, " ".join(reason.split()))
-    census = json.loads(documents[-1])
-    peak = census["memory"]["live"]
-    fits = peak <= target.chip.hbm_bytes
-    return Proof(
-        plan,
-        census["simulated_schedule"]["step_seconds"],
-        peak,
-        census["compile_seconds"],
-        "" if fits else f"{format_bytes(peak)} of {format_bytes(target.chip.hbm_bytes)}",
-        census,
-        page,
-    )
+def parse_budget(text: str) -> float:
+    """Parses dollars: `500k` or `$2.5M`. Raises ConfigError on anything else."""
+    match = re.fullmatch(r"\$?\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)", text.strip().lower())
+    if not match or float(match[1]) <= 0:
+        raise ConfigError(f"--budget {text}", "a budget is a sum of dollars", "--budget 500k")
+    return float(match[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]]

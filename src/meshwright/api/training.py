@@ -76,6 +76,8 @@ class Trained:
     """Result of a training, and how far its steps were from what the planner predicted."""
 
     summary: loop.Summary
+    unit: str
+    """What `summary.tokens` counts: tokens, or examples of a wrapped model."""
     gaps: list[ForecastGap] = dataclasses.field(default_factory=list)
     """Parts of a step, predicted and measured; none where nothing is known of the devices."""
 
@@ -129,9 +131,10 @@ def train_reported(
                 at=start if isinstance(start, int) else None, data=data, reporters=reporters,
                 page=lambda: view(out).write(), watchdog=watchdog,
             )  # fmt: skip
+        unit = "examples" if is_wrapped(run) else "tokens"
         if forecast is None or not summary.tokens or jax.process_index():
-            return Trained(summary)
-        return Trained(summary, _gaps(forecast, summary))
+            return Trained(summary, unit)
+        return Trained(summary, unit, _gaps(forecast, summary))
 
 
 def _forecast(prepared: loop.Trainable) -> StepForecast | None:

@@ -3,11 +3,11 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
-from meshwright.cli.parse import value_of
+from meshwright.cli.parse import parse, value_of
 from meshwright.errors import ConfigError
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
@@ -34,8 +34,8 @@ class Base:
     """Hardware of a plan, as `--on` names it."""
 
 
-def base_run(args: Sequence[str], *, default: str = "tiny") -> Base:
-    """Reads the Run that the options change, from the first argument or `--run`.
+def base_run(args: Sequence[str]) -> Base:
+    """Reads the Run that the options change, from the first argument or `--run`; by default the recipe `tiny`.
 
     The first argument is a recipe (a name, FILE.py:FUNCTION, module:function) or a plan (FILE.json).
     Raises ConfigError where both are given, or where there is no such recipe or file.
@@ -48,10 +48,16 @@ def base_run(args: Sequence[str], *, default: str = "tiny") -> Base:
             raise ConfigError(f"recipe {recipe} and --run {file}", "each gives a whole Run", "one of them")
         return Base(read_run(path_of(file)), args)
     if recipe == "":
-        raise ConfigError("a recipe without a name", "the first argument is empty", f"leave it out for {default}")
+        raise ConfigError("a recipe without a name", "the first argument is empty", "leave it out for tiny")
     if recipe is not None and recipe.endswith(".json"):
         from meshwright.planner.plan_file import read_plan  # a recipe needs no planner
 
         plan = read_plan(Path(recipe))
         return Base(plan.run, args, plan.target)
-    return Base(find_recipe(recipe or default), args)
+    return Base(find_recipe(recipe or "tiny"), args)
+
+
+def parse_run[Options: RunOptions](kind: type[Options], verb: str, args: Sequence[str], **defaults: Any) -> Options:
+    """Parses the arguments of a verb that takes a recipe. defaults: of further fields."""
+    base = base_run(args)
+    return parse(kind, f"{verb} [RECIPE]", base.args, default=kind(run=base.run, **defaults))

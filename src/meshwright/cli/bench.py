@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,18 +12,28 @@ from rich.console import Console
 
 from meshwright.bench.calibration_file import calibration_path, write_calibration
 from meshwright.bench.collectives import COLLECTIVES, CollectiveTiming, time_collectives
+from meshwright.bench.hardware.run import check_sections, run_sections
+from meshwright.bench.hardware.section import Request, write_json_file
 from meshwright.bench.results import plot_timings, require_plotting, write_csv
 from meshwright.bench.single_device import MatmulTiming, measure_memory_bandwidth, time_matmuls
-from meshwright.cli.devices import SIMULATED, HostOptions, require_one_process, simulate_devices
-from meshwright.cli.output import write_json
+from meshwright.cli.devices import SIMULATED, HostOptions, start_devices
+from meshwright.cli.output import unwritable, write_json
 from meshwright.cli.parse import parse
 from meshwright.config import MeshShape
-from meshwright.errors import CensusError, ConfigError
+from meshwright.errors import CensusError, ConfigError, TrainingError
 from meshwright.formatting import format_bytes
 from meshwright.hardware import mesh
 from meshwright.hardware.hosts import Hosts
 from meshwright.report.console import open_console
 from meshwright.views.draw.colours import plot_colours
+from meshwright.views.hardware_report import (
+    print_report,
+    print_section,
+    problems_of,
+    report_json,
+    report_page,
+    unfinished_of,
+)
 from meshwright.views.plain_table import plain_table
 
 _COPY_BYTES = 2**28
@@ -33,8 +43,8 @@ _COPY_BYTES = 2**28
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchOptions:
     """Time WHAT on the devices at hand: `collectives` over every axis of a mesh, `matmul` on one device, or `hardware`,
-    which is everything there is to know of a machine in half an hour. Writes the figures, and the calibration that
-    `plan` and `train` use for their predictions."""
+    which measures a new machine in 30 minutes. Writes the figures, and the calibration that `plan` and `train` use for
+    their predictions."""
 
     what: Annotated[Literal["collectives", "matmul", "hardware"], tyro.conf.Positional]
     """`collectives`, `matmul` or `hardware`."""
@@ -70,41 +80,11 @@ Rows = list[CollectiveTiming] | list[MatmulTiming]
 
 
 def main(args: Sequence[str]) -> int:
-    """Runs `meshwright bench`. Raises CensusError where a collective or a product gives a wrong result."""
+    """Runs `meshwright bench`; with `hardware` the exit code is 6 after a wrong result, and 5 for unfinished sections.
+
+    Raises CensusError where a collective or a product gives a wrong result.
+    """
     options = parse(BenchOptions, "bench", args)
-    _check(options)
-    hosts = options.hosts.hosts()
-    if options.what != "collectives":
-        require_one_process(hosts, f"bench {options.what}", "it measures the devices of one host")
-    if options.what == "hardware":
-        from meshwright.cli.bench_hardware import bench_hardware  # the other two need no planner
-
-        return bench_hardware(
-            options.out, minutes=options.minutes, only=options.only, kernels=options.kernels,
-            devices=options.devices if options.devices is not None else SIMULATED, json=options.json,
-        )  # fmt: skip
-    rows = _time_collectives(options, hosts) if options.what == "collectives" else _time_matmuls(options)
-    if hosts.process == 0:  # the others have measured the same
-        _show(options, rows)
-    wrong = [row for row in rows if not row.correct]
-    if wrong:
-        raise CensusError(
-            f"{options.what} here", f"{len(wrong)} results are wrong, first {wrong[0]}", "a report to JAX"
-        )
-    return 0
-
-
-def _show(options: BenchOptions, rows: Rows) -> None:
-    """Writes the figures and prints them."""
-    write_csv(rows, options.out / f"{options.what}.csv")
-    if options.json:
-        write_json({"rows": [dataclasses.asdict(row) for row in rows], "out": options.out})
-    else:
-        _print(open_console(sys.stdout), options, rows)
-
-
-def _check(options: BenchOptions) -> None:
-    """Creates the output folder. Raises ConfigError for an illegal size, or a folder that cannot be created."""
     if min(options.sizes, default=1) < 1 or min((n for shape in options.shapes for n in shape), default=1) < 1:
         raise ConfigError("a size below 1", "sizes count bytes, shapes rows and columns", "sizes of at least 1")
     if options.plot:
@@ -112,21 +92,47 @@ def _check(options: BenchOptions) -> None:
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        truth = f"it cannot be created: {error.strerror}"
+        raise ConfigError(f"--out {options.out}", truth, "another folder") from error
+    hosts = options.hosts.hosts()
+    if options.what == "collectives":
+        return _finish(options, hosts, _time_collectives(options, hosts))
+    if hosts.processes > 1:
         raise ConfigError(
-            f"--out {options.out}", f"it cannot be created: {error.strerror}", "another folder"
-        ) from error
+            f"meshwright bench {options.what} as process {hosts.process} of {hosts.processes} ({hosts.source})",
+            "it measures the devices of one host",
+            f"--processes 1, on one of the hosts: meshwright bench {options.what} --processes 1",
+        )
+    return _bench_hardware(options) if options.what == "hardware" else _finish(options, hosts, _time_matmuls(options))
+
+
+def _finish(options: BenchOptions, hosts: Hosts, rows: Rows) -> int:
+    """Writes the figures and prints them, in process 0: the others have measured the same."""
+    if hosts.process == 0:
+        write_csv(rows, options.out / f"{options.what}.csv")
+        if options.json:
+            write_json({"rows": [dataclasses.asdict(row) for row in rows], "out": options.out})
+        else:
+            console = open_console(sys.stdout)
+            print_timings(console, rows)
+            text = f"\nwritten to {options.out}, and kept as the calibration of plans"
+            console.print(text, markup=False, soft_wrap=True)
+    wrong = [row for row in rows if not row.correct]
+    if wrong:
+        truth = f"{len(wrong)} results are wrong, first {wrong[0]}"
+        raise CensusError(f"{options.what} here", truth, "a report to JAX")
+    return 0
 
 
 def _time_collectives(options: BenchOptions, hosts: Hosts) -> list[CollectiveTiming]:
     shape = MeshShape.parse(options.mesh) if options.mesh else None
-    simulate_devices(options.devices or (shape.size if shape else SIMULATED), hosts)
+    start_devices(options.devices, shape, hosts)
     shape = shape or mesh.default_mesh_shape(jax.device_count())
     rows = list(time_collectives(mesh.build_mesh(shape), options.kinds, options.sizes))
-    if hosts.process:
-        return rows
-    _write_calibrations(options, collectives=rows, mesh=str(shape))
-    if options.plot:
-        plot_timings(rows, options.out / "collectives.svg", plot_colours())
+    if hosts.process == 0:
+        _write_calibrations(options, collectives=rows, mesh=str(shape))
+        if options.plot:
+            plot_timings(rows, options.out / "collectives.svg", plot_colours())
     return rows
 
 
@@ -143,14 +149,38 @@ def _write_calibrations(options: BenchOptions, **measured: Any) -> None:
         try:
             write_calibration(file, **measured)
         except OSError as error:
-            raise ConfigError(
-                f"writing {file}", f"{error.strerror}", "another --out, or another cache folder"
-            ) from error
+            raise unwritable(file, error) from error
 
 
-def _print(console: Console, options: BenchOptions, rows: Rows) -> None:
-    print_timings(console, rows)
-    console.print(f"\nwritten to {options.out}, and kept as the calibration of plans", markup=False, soft_wrap=True)
+def _bench_hardware(options: BenchOptions) -> int:
+    """Runs the sections and writes the report. Raises ConfigError for an unknown section, or another host's folder."""
+    out, devices = options.out, SIMULATED if options.devices is None else options.devices
+    if options.minutes <= 0:
+        raise ConfigError(f"--minutes {options.minutes}", "the sections share this time", "--minutes 30")
+    if devices < 1:
+        raise ConfigError(f"--devices {devices}", "at least one device is simulated", "--devices 8")
+    names, console = check_sections(options.only), open_console(sys.stderr if options.json else sys.stdout)
+    results: dict[str, Mapping[str, Any]] = {}
+
+    def finished(name: str, result: Mapping[str, Any]) -> None:
+        results[name] = result
+        print_section(console, name, result)
+        # A run that is killed leaves the report of what it had.
+        write_json_file(out / "report.json", report_json(results))
+        report_page(results).write(out / "report.html")
+
+    run_sections(Request(str(out.resolve()), devices, options.kernels), names, options.minutes, finished)
+    if options.json:
+        write_json(report_json(results))
+    else:
+        print_report(console, results)
+    calibration = out / "calibration.json"
+    kept = f", {calibration} (kept as the calibration of plans)" if calibration.exists() else ""
+    text = f"\nwritten: {out / 'report.html'}, {out / 'report.json'}{kept}"
+    console.print(text, markup=False, soft_wrap=True)
+    if problems_of(results):
+        return CensusError.exit_code
+    return TrainingError.exit_code if unfinished_of(results) else 0
 
 
 def print_timings(console: Console, rows: Rows) -> None:

@@ -5,10 +5,10 @@ import os
 
 import jax
 
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware import mesh
 from meshwright.hardware.hosts import ALONE, Hosts, hosts_of, join
-from meshwright.runs.run import Run
 
 SIMULATED = 8
 """Devices simulated where there is no accelerator and neither --devices nor a mesh is given."""
@@ -27,10 +27,7 @@ class HostOptions:
     """Index of this process."""
 
     def hosts(self) -> Hosts:
-        """Returns the processes by these options, or by the environment where none is given.
-
-        Raises ConfigError where an option is missing.
-        """
+        """Returns the processes by these options, or by the environment. Raises ConfigError where one is missing."""
         if self.processes == 1:
             return ALONE
         given = {"--coordinator": self.coordinator, "--processes": self.processes, "--process": self.process}
@@ -48,41 +45,27 @@ class HostOptions:
         return Hosts("--coordinator", self.processes, self.process, self.coordinator)
 
 
-def require_one_process(hosts: Hosts, verb: str, why: str) -> None:
-    """Raises ConfigError where this is one of several processes: each of them would compute alone."""
-    if hosts.processes > 1:
-        raise ConfigError(
-            f"meshwright {verb} as process {hosts.process} of {hosts.processes} ({hosts.source})", why,
-            f"--processes 1, on one of the hosts: meshwright {verb} --processes 1",
-        )  # fmt: skip
-
-
-def start_devices(devices: int | None, run: Run, hosts: Hosts = ALONE) -> None:
+def start_devices(devices: int | None, shape: MeshShape | None, hosts: Hosts = ALONE) -> None:
     """Joins the processes; simulates this one's part of `devices` where there is no accelerator.
 
-    devices: None takes the size of the run's mesh. Raises ConfigError where the processes cannot have equally many.
+    devices: None takes the size of the mesh. Raises ConfigError where the processes cannot have equally many.
     """
-    simulate_devices(devices or (run.mesh.size if run.mesh else SIMULATED), hosts)
-
-
-def simulate_devices(total: int, hosts: Hosts) -> None:
-    """Joins the processes; simulates this one's part of `total` devices where there is no accelerator.
-
-    Raises ConfigError where the processes cannot have equally many.
-    """
+    total = devices or (shape.size if shape else SIMULATED)
     if total < 1 or total % hosts.processes:
         raise ConfigError(
-            f"{total} devices over {hosts.processes} processes", "each process has the same number, at least one",
+            f"{total} devices over {hosts.processes} processes",
+            "each process has the same number, at least one",
             f"--devices {max(1, total // hosts.processes) * hosts.processes}",
-        )  # fmt: skip
+        )
+    each = total // hosts.processes
     try:
-        mesh.prepare_host(total // hosts.processes)
+        mesh.prepare_host(each)
     except RuntimeError as error:
-        enough = jax.default_backend() != "cpu" or jax.device_count() >= total // hosts.processes
+        enough = jax.default_backend() != "cpu" or jax.device_count() >= each
         if enough and hosts.processes == 1:
             return
         raise ConfigError(
-            f"{hosts.processes} processes" if enough else f"{total // hosts.processes} simulated devices",
+            f"{hosts.processes} processes" if enough else f"{each} simulated devices",
             "the recipe computed with JAX while it was imported, and devices are simulated or joined before that",
             "create models and arrays in functions: mw.wrap(lambda key: Model(key), ...)",
         ) from error

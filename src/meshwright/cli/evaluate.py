@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from meshwright.api.benchmarks import check_lm_eval, run_tasks
-from meshwright.api.evaluation import evaluate
+from meshwright.api.evaluation import check_lm_eval, evaluate, run_tasks
 from meshwright.api.generation import open_generator
 from meshwright.cli.devices import HostOptions, start_devices
 from meshwright.cli.output import write, write_json
@@ -16,8 +15,7 @@ from meshwright.cli.parse import parse
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.agreement import failing_together
-from meshwright.trainer.evaluation import run_to_evaluate
-from meshwright.wrapped.prepared import WrappedEvaluation
+from meshwright.trainer.evaluation import Evaluation, run_to_evaluate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,9 +55,8 @@ def main(args: Sequence[str]) -> int:
     if options.tasks and options.data:
         raise ConfigError("--tasks and --data", "tasks bring their own text", "one of them")
     shape = MeshShape.parse(options.mesh) if options.mesh else None
-    run = run_to_evaluate(options.folder, options.data, shape)
     hosts = options.hosts.hosts()
-    start_devices(options.devices, run, hosts)
+    start_devices(options.devices, run_to_evaluate(options.folder, options.data, shape).mesh, hosts)
     shown, record = _tasks(options, shape) if options.tasks else _losses(options, shape)
     if hosts.process == 0:
         write_json(record) if options.json else write(shown)
@@ -69,9 +66,8 @@ def main(args: Sequence[str]) -> int:
 def _losses(options: EvaluateOptions, shape: MeshShape | None) -> tuple[str, Any]:
     """Returns loss, perplexity and bits per byte, or a wrapped model's metrics, as text and as a record."""
     evaluation = evaluate(options.folder, data=options.data, at=options.at, mesh=shape, devices=options.devices)
-    if isinstance(evaluation, WrappedEvaluation):
-        metrics = evaluation.metrics
-        return "".join(f"{name:<20} {value:.6g}\n" for name, value in metrics.items()), metrics
+    if not isinstance(evaluation, Evaluation):
+        return "".join(f"{name:<20} {value:.6g}\n" for name, value in evaluation.metrics.items()), evaluation.metrics
     text = (
         f"step {evaluation.step}: loss {evaluation.loss:.4f} per token over {evaluation.samples} samples "
         f"({evaluation.tokens:,} tokens, {evaluation.text_bytes:,} bytes)\n"
@@ -88,7 +84,6 @@ def _tasks(options: EvaluateOptions, shape: MeshShape | None) -> tuple[str, Any]
     results = run_tasks(
         generator,
         options.tasks,
-        longest=generator.seq,
         batch=options.batch,
         shots=options.shots,
         limit=options.limit,

@@ -80,7 +80,7 @@ def main(args: Sequence[str]) -> int:
         raise ConfigError(
             f"--chat with {hosts.processes} processes", "only one of them has your terminal", "--prompts FILE"
         )
-    start_devices(options.devices, dataclasses.replace(run, mesh=shape or run.mesh), hosts)
+    start_devices(options.devices, shape or run.mesh, hosts)
     generator = open_generator(
         options.source,
         mesh=shape,

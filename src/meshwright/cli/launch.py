@@ -12,14 +12,13 @@ from typing import Annotated, Literal
 import tyro
 
 from meshwright.cli.base_run import Base, base_run
-from meshwright.cli.options import options_of
 from meshwright.cli.output import write
-from meshwright.cli.parse import parse, value_of
+from meshwright.cli.parse import options_of, parse, value_of
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target
 from meshwright.launching.accelerators import accelerators_of
 from meshwright.launching.job import Job, legal_name, pairs
-from meshwright.trust import trusts_everything
+from meshwright.trust import trust_option
 
 VERBS = ("train", "finetune", "evaluate", "generate", "parity", "bench", "doctor")
 """Verbs that join their hosts."""
@@ -150,11 +149,10 @@ def _job(options: LaunchOptions, words: Sequence[str]) -> Job:
             f"--processes {processes} on {hosts} hosts", "each host has the same number", f"--processes {hosts}"
         )
     program = [sys.executable, "-m", "meshwright"] if options.on == "local" else ["meshwright"]
-    trust = ["--trust-code"] if trusts_everything() else []
     cache = (("MESHWRIGHT_CACHE", options.cache),) if options.cache else ()
     return Job(
         name=name,
-        command=(*program, verb, *arguments, *trust),
+        command=(*program, verb, *arguments, *trust_option()),
         hosts=hosts,
         processes_per_host=processes // hosts,
         accelerators=accelerators,

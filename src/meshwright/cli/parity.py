@@ -40,16 +40,10 @@ def main(args: Sequence[str]) -> int:
     options = parse(ParityOptions, "parity [RECIPE]", base.args, default=ParityOptions(run=run))
     run, other = options.run, MeshShape.parse(options.against)
     hosts = options.hosts.hosts()
-    start_devices(max(other.size, run.mesh.size if run.mesh else SIMULATED), run, hosts)
-    if hosts.processes > 1:
-        from meshwright.trainer.same_hosts import agree_on  # not for a process that is alone
-
-        agree_on(run)
+    start_devices(max(other.size, run.mesh.size if run.mesh else SIMULATED), None, hosts)
     result = parity(run, other, steps=run.training.steps)
-    if hosts.process:
-        return 1 if result.first_divergence else 0  # process 0 prints
-    if options.json:
+    if hosts.process == 0 and options.json:
         write_json({**dataclasses.asdict(result), "first_divergence": result.first_divergence})
-    else:
+    elif hosts.process == 0:
         print_parity(open_console(), result)
     return 1 if result.first_divergence else 0

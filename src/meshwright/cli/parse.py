@@ -1,25 +1,68 @@
-"""Parser of a verb's options into its dataclass: tyro parses, and every mistake is one of our errors."""
+"""Command line of a verb: tyro parses it into the verb's dataclass; help and errors name options as they are typed."""
 
 import contextlib
 import copy
 import dataclasses
 import difflib
+import inspect
 import io
 import re
+import shutil
+import textwrap
+import types
 import typing
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+import docstring_parser
 import tyro
 
 from meshwright.aliases import MESH_OPTIONS, OPTIONS, SETTINGS
-from meshwright.cli.options import Option, default_of, format_help, options_of, part_of
 from meshwright.cli.output import write
 from meshwright.errors import ConfigError
 
+COMMON = ("--out", "--on", "--mesh", "--steps", "--batch", "--seq", "--lr", "--data", "--devices", "--resume")
+"""Options that the help lists first, in this order, where a verb has them."""
+_COLUMN = 30
+"""Column of the help at which descriptions begin."""
 _RECIPE_OPTIONS = ("model", "recipe", "preset", "model_name", "model_name_or_path")
-"""Options elsewhere for what is the first argument here."""
+"""Options of other trainers for what is the first argument here."""
 _CONFIG = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Option:
+    """One option, or one positional argument."""
+
+    names: tuple[str, ...]
+    """Spellings, shortest first; a positional argument has one without dashes."""
+    path: tuple[str, ...]
+    """Fields that lead to it from the verb's dataclass: `("run", "training", "steps")`."""
+    metavar: str
+    """Values that it takes: `N`, `TEXT ...`, or empty for a switch."""
+    choices: tuple[str, ...]
+    """Legal values; empty accepts any."""
+    default: Any
+    """Default value; `tyro.MISSING` of an option that must be given."""
+    doc: str
+    """Description: the string literal below the field."""
+    group: str
+    """Heading in the help: `training`, `model (Llama)`, `run`, or empty for the verb's own."""
+    fixed: bool = False
+    """Whether only a recipe, a run file or Python sets it."""
+
+    @property
+    def positional(self) -> bool:
+        """Whether it is given without a name."""
+        return not self.names[0].startswith("--")
+
+    @property
+    def gist(self) -> str:
+        """First sentence of the description, after a space."""
+        sentence = self.doc.partition(". ")[0].rstrip(".")
+        return f" {sentence}." if sentence else ""
 
 
 def parse[Options](kind: type[Options], verb: str, args: Sequence[str], *, default: Options | None = None) -> Options:
@@ -30,7 +73,7 @@ def parse[Options](kind: type[Options], verb: str, args: Sequence[str], *, defau
     a missing option.
     """
     if default is not None:
-        default = _with_parts(default, args)
+        default = _with_optional_parts(default, args)
     without: Sequence[str] = getattr(kind, "without", ())
     options = [
         dataclasses.replace(option, fixed=True) if option.path[1:2] and option.path[1] in without else option
@@ -39,10 +82,10 @@ def parse[Options](kind: type[Options], verb: str, args: Sequence[str], *, defau
     command = f"meshwright {verb.split()[0]}"
     if "-h" in args or "--help" in args:
         positional = "".join(f" {option.names[0]}" for option in options if option.positional)
-        write(format_help(f"meshwright {verb}{positional} [options]", kind, options) + "\n")
+        write(_format_help(f"meshwright {verb}{positional} [options]", kind, options) + "\n")
         raise SystemExit(0)
     by_name = {name: option for option in options for name in option.names}
-    words, given = _checked(command, args, by_name)
+    words, given = _gather(command, args, by_name)
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -64,13 +107,18 @@ def parse[Options](kind: type[Options], verb: str, args: Sequence[str], *, defau
 
 
 def refuse_options(options: Any, names: Sequence[str], mode: str, fix: str) -> None:
-    """Raises ConfigError where an option that a mode of a verb does not use was given.
+    """Raises ConfigError where an option was given that a mode of a verb does not use.
 
     names: fields of the options.  mode: what was asked for, such as `--decode`.  fix: the smallest change.
     """
-    for field in dataclasses.fields(options):
-        if field.name in names and getattr(options, field.name) != field.default:
-            raise ConfigError(f"--{field.name.replace('_', '-')} with {mode}", "it would not be used there", fix)
+    for name in given_options(options, names):
+        raise ConfigError(f"{name} with {mode}", "it would not be used there", fix)
+
+
+def given_options(options: Any, fields: Sequence[str]) -> list[str]:
+    """Returns the options among `fields` that differ from their defaults, as they are typed."""
+    default = {field.name: field.default for field in dataclasses.fields(options)}
+    return [f"--{name.replace('_', '-')}" for name in fields if getattr(options, name) != default[name]]
 
 
 def value_of(args: Sequence[str], name: str) -> str | None:
@@ -83,78 +131,184 @@ def value_of(args: Sequence[str], name: str) -> str | None:
     return None
 
 
-def _with_parts(default: Any, args: Sequence[str]) -> Any:
+def options_of(
+    owner: type,
+    default: Any = None,
+    path: tuple[str, ...] = (),
+    prefix: str = "",
+    group: str = "",
+    *,
+    parts: bool = False,
+) -> Iterator[Option]:
+    """Yields the options of a dataclass and of those nested in it.
+
+    default: an instance whose fields are the defaults; None takes the defaults of the fields.  path, prefix, group: of
+    a nested dataclass.  parts: also the options of optional parts that the default leaves out, such as `model.yarn`.
+    """
+    hints = typing.get_type_hints(owner, include_extras=True)
+    for field in dataclasses.fields(owner):
+        if not field.init:
+            continue
+        annotation, metadata = hints[field.name], getattr(hints[field.name], "__metadata__", ())
+        kind = typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
+        value = _default_of(field) if default is None else getattr(default, field.name)
+        arg = next((m for m in metadata if hasattr(m, "aliases")), None)
+        name = field.name if arg is None or arg.name is None else arg.name
+        primitive = next((m for m in metadata if isinstance(m, tyro.constructors.PrimitiveConstructorSpec)), None)
+        where, inside = (*path, field.name), prefix if name == "" else f"{prefix}{name}."
+        part = _part_of(kind) if primitive is None else None
+        if part is not None:
+            if value is not None or parts:
+                part = type(value) if dataclasses.is_dataclass(value) else part
+                title = inside.rstrip(".")
+                heading = f"{title} ({part.__name__})" if title not in ("", part.__name__.lower()) else ""
+                default_part = None if value is tyro.MISSING else value
+                yield from options_of(part, default_part, where, inside, heading or part.__name__.lower(), parts=parts)
+            continue
+        metavar, choices = _values_of(kind) if primitive is None else (str(primitive.metavar), ())
+        if arg is not None and arg.metavar is not None:
+            metavar = arg.metavar
+        spelling = f"--{prefix}{'no_' if kind is bool and value is True else ''}{name}".replace("_", "-")
+        names = (name.upper(),) if tyro.conf.Positional in metadata else (spelling,)
+        names = tuple(sorted((*(() if arg is None else arg.aliases or ()), *names), key=len))
+        doc = _docs(owner).get(field.name, "")
+        yield Option(names, where, metavar, choices, value, doc, group, tyro.conf.Fixed in metadata)
+
+
+def _default_of(field: "dataclasses.Field[Any]") -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return tyro.MISSING if field.default is dataclasses.MISSING else field.default
+
+
+def _part_of(kind: Any) -> type | None:
+    """Returns the dataclass that a field of this type may hold; None where it holds none."""
+    kinds = (k for k in (kind, *typing.get_args(kind)) if isinstance(k, type) and dataclasses.is_dataclass(k))
+    return next(kinds, None)
+
+
+def _values_of(kind: Any) -> tuple[str, tuple[str, ...]]:
+    """Returns how the help names the values of a type, and the legal ones where they are listed."""
+    args, origin = typing.get_args(kind), typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType) and len(args) == 2 and types.NoneType in args:
+        return _values_of(next(inner for inner in args if inner is not types.NoneType))
+    if origin is Literal:
+        return "{" + ",".join(map(str, args)) + "}", tuple(map(str, args))
+    if origin is tuple and args[-1] is Ellipsis:
+        return f"{_values_of(args[0])[0]} ...", _values_of(args[0])[1]
+    if origin is tuple:
+        return " ".join(_values_of(inner)[0] for inner in args), ()
+    return {bool: "", int: "N", float: "X", str: "TEXT", Path: "PATH"}.get(kind, "VALUE"), ()
+
+
+@cache
+def _docs(owner: type) -> dict[str, str]:
+    """Returns the string literals below the fields of a dataclass and of its bases, each as one line."""
+    docs: dict[str, str] = {}
+    for base in reversed(owner.__mro__):
+        try:
+            found = docstring_parser.parse_from_object(base).params if base is not object else []
+        except (OSError, TypeError, IndentationError):  # a class typed into an interpreter
+            continue
+        docs |= {param.arg_name: " ".join((param.description or "").split()) for param in found}
+    return docs
+
+
+def _format_help(usage: str, kind: type, options: Sequence[Option]) -> str:
+    """Formats the help of a verb: its common options first, the verb's own, the Run's, then those of its parts."""
+    options = [option for option in options if not option.fixed]
+    width = max(60, min(120, shutil.get_terminal_size((120, 24)).columns))
+    common = [option for name in COMMON for option in options if name in option.names]
+    groups: dict[str, list[Option]] = {"arguments": [], "common options": common, "options": [], "run options": []}
+    for option in options:
+        if option not in common:
+            title = "arguments" if option.positional else f"{option.group} options".strip()
+            groups.setdefault(title, []).append(option)
+    text = [f"usage: {usage}", "", textwrap.fill(inspect.cleandoc(kind.__doc__ or "").replace("\n", " "), width)]
+    for title, members in groups.items():
+        text += ["", f"{title}:"] if members else []
+        for option in members:
+            left = "  " + ", ".join(option.names) + ("" if option.positional else f" {option.metavar}".rstrip())
+            default = "(required)" if option.default is tyro.MISSING else f"(default: {format_value(option.default)})"
+            doc = option.doc if option.default in (None, (), "", False) else f"{option.doc} {default}"
+            lines = textwrap.wrap(doc, width - _COLUMN, break_long_words=False) or [""]
+            text.append(f"{left:<{_COLUMN}}{lines.pop(0)}".rstrip() if len(left) < _COLUMN - 1 else left)
+            text += [" " * _COLUMN + line for line in lines]
+    return "\n".join(text)
+
+
+def format_value(value: Any) -> str:
+    """Formats a default as it is typed."""
+    if isinstance(value, tuple):
+        return " ".join(map(format_value, value))
+    return repr(value) if isinstance(value, str) and value != value.strip() else str(value)
+
+
+def _with_optional_parts(default: Any, args: Sequence[str]) -> Any:
     """Returns the defaults with an optional part, such as `run.model.yarn`, wherever one of its options is given."""
     for word in args:
         path = word.partition("=")[0].lstrip("-").replace("-", "_").split(".")[:-1]
         if word.startswith("--") and path and hasattr(default, "run"):
-            default = _opened(default, ["run", *path])
+            default = _with_part(default, ["run", *path])
     return default
 
 
-def _opened(owner: Any, path: list[str]) -> Any:
+def _with_part(owner: Any, path: list[str]) -> Any:
     """Returns a copy of a dataclass in which the part at `path` has blank fields where it was None."""
     if not path or not hasattr(owner, path[0]):
         return owner
     part = getattr(owner, path[0])
-    if part is None and (kind := part_of(typing.get_type_hints(type(owner))[path[0]])) is not None:
+    if part is None and (kind := _part_of(typing.get_type_hints(type(owner))[path[0]])) is not None:
         part = object.__new__(kind)
         for field in dataclasses.fields(kind):
-            object.__setattr__(part, field.name, default_of(field))
+            object.__setattr__(part, field.name, _default_of(field))
     owner = copy.copy(owner)
-    object.__setattr__(owner, path[0], _opened(part, path[1:]))  # checked when tyro makes it of all options
+    object.__setattr__(owner, path[0], _with_part(part, path[1:]))  # checked when tyro makes it of all options
     return owner
 
 
-def _checked(
-    command: str, args: Sequence[str], by_name: dict[str, Option]
-) -> tuple[list[str], dict[Option, list[str]]]:
-    """Returns the arguments, all values of an option that is repeated after its first mention, and the values given.
+def _gather(command: str, args: Sequence[str], by_name: dict[str, Option]) -> tuple[list[str], dict[Option, list[str]]]:
+    """Returns the arguments with all values of a repeated option after its first mention, and the values by option.
 
     Raises ConfigError for an unknown option, and for a path that is empty.
     """
     free: list[str] = []
     given: dict[Option, list[str]] = {}
     values = free
-    for word in args:
+    for i, word in enumerate(args):
         name, equals, value = word.partition("=")
         if not word.startswith("--"):
             values.append(word)
             continue
         option = by_name.get(name.replace("_", "-"))
         if option is None or option.fixed:
-            raise _unknown(command, name, list(_values_after(args, word)), by_name)
+            following = [value] if equals else [*_until_option(args[i + 1 :])]
+            raise _unknown(command, name, following, by_name)
         values = given.setdefault(option, [])
         if not option.metavar.endswith("..."):
             values.clear()
         values += [value] if equals else []
-    words: list[str] = [*free]
+    words = [*free]
     for option, values in given.items():
         if option.metavar.startswith("PATH") and "" in values:
-            truth, fix = "its value is empty, as of a shell variable that is not set", f"{option.names[0]} PATH"
-            raise ConfigError(f"{command} {option.names[0]} ''", truth, f"{fix}, or leave it out")
+            truth = "its value is empty, as of a shell variable that is not set"
+            raise ConfigError(f"{command} {option.names[0]} ''", truth, f"{option.names[0]} PATH, or leave it out")
         words += [option.names[0], *values]
     return words, given
 
 
-def _values_after(args: Sequence[str], word: str) -> Iterator[str]:
-    """Yields the values that follow an option."""
-    _, equals, value = word.partition("=")
-    if equals:
-        yield value
-        return
-    for following in args[list(args).index(word) + 1 :]:
-        if following.startswith("--"):
+def _until_option(args: Sequence[str]) -> Iterator[str]:
+    for word in args:
+        if word.startswith("--"):
             return
-        yield following
+        yield word
 
 
 def _refused(command: str, text: str, by_name: dict[str, Option], given: dict[Option, list[str]]) -> ConfigError:
-    """Builds the error for what tyro refuses; its first paragraph is the reason."""
+    """Builds the error for what tyro refuses; the first paragraph of its box is the reason."""
     lines = [line.strip("│ ") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
     end = next((i for i, line in enumerate(lines) if line.startswith("──")), len(lines))
-    truth = " ".join(" ".join(lines[:end]).split())
-    truth = re.sub(r" ?\(required\)|\[/?bold\]", "", truth)
+    truth = re.sub(r" ?\(required\)|\[/?bold\]", "", " ".join(" ".join(lines[:end]).split()))
     named = [name for name in by_name if re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w.-])", truth, re.IGNORECASE)]
     if not named:
         return ConfigError(command, truth, f"{command} --help")
@@ -165,10 +319,8 @@ def _refused(command: str, text: str, by_name: dict[str, Option], given: dict[Op
         legal = next(iter(difflib.get_close_matches(wrong, option.choices, n=1, cutoff=0.4)), legal)
     with contextlib.suppress(ValueError, OverflowError):
         legal = str(round(float(wrong))) if option.metavar == "N" else legal
-    words = [] if option.positional else [name]
-    return ConfigError(
-        " ".join([command, *words, *given.get(option, [])]), truth, " ".join([*(words or [command]), legal])
-    )
+    asked = [command, *([] if option.positional else [name]), *given.get(option, [])]
+    return ConfigError(" ".join(asked), truth, f"{command if option.positional else name} {legal}")
 
 
 def _stray(command: str, token: str, args: Sequence[str], options: Sequence[Option]) -> ConfigError:
@@ -176,11 +328,12 @@ def _stray(command: str, token: str, args: Sequence[str], options: Sequence[Opti
     asked, rest = f"{command} {' '.join(args)}", list(args)
     rest.remove(token)
     takes_recipe = any(option.group == "run" for option in options)
-    # What came first was taken for the recipe before the options are read; a second one has no place.
-    if not takes_recipe or args[0] == token:
-        before = "a recipe was given before it" if takes_recipe else "the verb takes no further word"
-        asked = f"{command} RECIPE {' '.join(args)}" if takes_recipe else asked
-        return ConfigError(asked, f"{token!r} belongs to no option, and {before}", f"leave {token!r} out")
+    if not takes_recipe:
+        truth = f"{token!r} belongs to no option, and the verb takes no further word"
+        return ConfigError(asked, truth, f"leave {token!r} out")
+    if args[0] == token:  # the recipe was read before the options
+        truth = f"{token!r} belongs to no option, and a recipe was given before it"
+        return ConfigError(f"{command} RECIPE {' '.join(args)}", truth, f"leave {token!r} out")
     fix = f"{' '.join([command, token, *rest])}, or leave it out"
     return ConfigError(asked, f"{token!r} belongs to no option; a recipe comes before the options", fix)
 
@@ -190,9 +343,9 @@ def _unknown(command: str, name: str, values: Sequence[str], by_name: dict[str, 
     asked, because = " ".join([command, name, *values]), f"there is no option {name}"
     fixed = by_name.get(name.replace("_", "-"))
     if fixed is not None:
-        name = ".".join(fixed.path[1:])
-        place = f"{name} in the run.json that --run takes or in a recipe of your own"
-        if name.startswith("finetune."):
+        field = ".".join(fixed.path[1:])
+        place = f"{field} in the run.json that --run takes or in a recipe of your own"
+        if field.startswith("finetune."):
             place = f"meshwright finetune, which has it, or {place}"
         return ConfigError(asked, f"{because} on the command line", place)
     word = name.lstrip("-").replace("-", "_").lower()
@@ -200,18 +353,18 @@ def _unknown(command: str, name: str, values: Sequence[str], by_name: dict[str, 
     if last in _RECIPE_OPTIONS and any(option.group == "run" for option in by_name.values()):
         recipe = values[0] if values else "RECIPE"
         return ConfigError(asked, because, f"{command} {recipe}: a recipe is the first argument")
-    by_name = {key: option for key, option in by_name.items() if not option.fixed}
+    known = {key: option for key, option in by_name.items() if not option.fixed and key.startswith("--")}
     for meant in _candidates(word, last, values):
-        option = by_name.get(meant.split()[0])
+        option = known.get(meant.split()[0])
         if option is not None:
             example = meant if " " in meant or not option.metavar else " ".join([meant, *values])
             return ConfigError(asked, because, f"did you mean {example}?{option.gist}")
-    names = {key.lstrip("-").replace("-", "_"): key for key in by_name if key.startswith("--")}
-    ends = {key.rpartition(".")[2]: name for key, name in names.items()}
-    for key, known in ((word, names), (last, ends)):
-        close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-        if close:
-            return ConfigError(asked, because, f"did you mean {known[close[0]]}?{by_name[known[close[0]]].gist}")
+    names = {key.lstrip("-").replace("-", "_"): key for key in known}
+    ends = {key.rpartition(".")[2]: key for key in names}
+    for text, keys in ((word, names), (last, ends)):
+        for close in difflib.get_close_matches(text, keys, n=1, cutoff=0.6):
+            meant = names[close if keys is names else ends[close]]
+            return ConfigError(asked, because, f"did you mean {meant}?{known[meant].gist}")
     return ConfigError(asked, because, f"{command} --help, which lists all options")
 
 

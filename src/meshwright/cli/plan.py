@@ -1,37 +1,86 @@
-"""The verb `plan`: search, explain, compare, write."""
+"""The verb `plan`: search, explain, compare, rank offers, compile, write."""
 
 import dataclasses
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.console import Console
+from rich.markup import escape
 
-from meshwright.api.planning import find_target, with_vocab
+from meshwright.api.planning import (
+    Plans,
+    decode_json,
+    find_target,
+    offers,
+    parse_budget,
+    plan,
+    read_market,
+    refuse_wrapped,
+    with_vocab,
+)
 from meshwright.cli.base_run import RunOptions, base_run
-from meshwright.cli.offers import OfferOptions, offer_json, plan_offers
 from meshwright.cli.output import require_writable, write_json
-from meshwright.cli.parse import parse, refuse_options
+from meshwright.cli.parse import given_options, parse, refuse_options
 from meshwright.config import MeshShape
-from meshwright.formatting import parse_count
-from meshwright.hardware.targets import Target
-from meshwright.planner.divisibility import notes
-from meshwright.planner.explain import alternatives, explain_mesh, nothing_fits
-from meshwright.planner.offers import Offer, make_offer
+from meshwright.errors import ConfigError
+from meshwright.formatting import format_bytes, format_count, parse_count
+from meshwright.planner.decoding import best_decode
+from meshwright.planner.divisibility import batch_note, notes
+from meshwright.planner.explain import alternatives, explain_mesh
+from meshwright.planner.goodput import CHIP_HOURS_PER_FAILURE, RESTART_MINUTES, Reliability
+from meshwright.planner.offers import Aim, Market, Offer, make_offer
 from meshwright.planner.offloading import offloading_note
 from meshwright.planner.plan_file import prediction_json, write_plan
-from meshwright.planner.search import Plan, SearchResult, price_mesh, search, with_tokens_per_step
+from meshwright.planner.prices import PriceTerms
+from meshwright.planner.search import Plan, SearchResult, price_mesh
 from meshwright.report.console import open_console
-from meshwright.runs.run import Run
-from meshwright.views.offer_tables import print_training
-from meshwright.views.plan_tables import print_alternatives, print_best_plan, print_comparison, print_plans
-from meshwright.wrapped.model import is_wrapped
+from meshwright.views.decode_tables import print_decode_prices
+from meshwright.views.offer_page import offer_page
+from meshwright.views.offer_tables import print_offers, print_refused, print_training
+from meshwright.views.pages import Column, Section, Table
+from meshwright.views.plain_table import plain_table
+from meshwright.views.plan_page import plan_page
+from meshwright.views.plan_tables import (
+    plans_table,
+    print_alternatives,
+    print_best_plan,
+    print_comparison,
+    print_plans,
+)
 
 if TYPE_CHECKING:
-    from meshwright.cli.tune import Outcome
+    from meshwright.api.proving import Proof
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfferOptions:
+    """Options of a renter."""
+
+    days: float | None = None
+    """Latest end of the training, in days: the cheapest plans that keep it."""
+    budget: str | None = None
+    """Most to be spent, in dollars (500k): the fastest plans that keep it."""
+    rank_by: Aim = "time"
+    """Order of several targets."""
+    terms: PriceTerms = "on-demand"
+    """Terms of the prices."""
+    prices: Path | None = None
+    """Prices in place of the package's: CSV of chip, provider, region, terms, usd_per_chip_hour, source, read_on."""
+    failure_chip_hours: float = CHIP_HOURS_PER_FAILURE
+    """Chip-hours between two failures; by default those of Llama 3 405B on H100."""
+    restart_minutes: float = RESTART_MINUTES
+    """Minutes from a failure to the first step after it."""
+    save_seconds: float | None = None
+    """Seconds that a checkpoint stops the steps; by default the copy of a device's state to its host."""
+
+    def market(self) -> Market:
+        """Reads the table of prices."""
+        reliability = Reliability(self.failure_chip_hours, self.restart_minutes, self.save_seconds)
+        return read_market(self.prices, self.terms, reliability)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,173 +123,276 @@ class PlanOptions(OfferOptions, RunOptions):
 _OF_ONE_PLAN = ("why", "compare", "prove", "tune")
 """Options about the plans of one target."""
 _OF_OFFERS = tuple(field.name for field in dataclasses.fields(OfferOptions))
-
-
-@dataclasses.dataclass(frozen=True)
-class Planned:
-    """A search and what was asked of it besides."""
-
-    found: SearchResult
-    seconds: float
-    """Seconds that the search took."""
-    tokens: int
-    """Tokens of the whole training."""
-    explained: MeshShape | None
-    """Mesh of `--why`."""
-    compared: tuple[Plan, Plan] | None
-    """Plans of `--compare`."""
-    offer: Offer
-    """Training of the best plan."""
-    notes: list[str]
-    """Factors of the devices that divide neither batch nor parameters; how far plans that offload may be off."""
+_NOT_OF_DECODING = (*_OF_ONE_PLAN, *_OF_OFFERS, "html", "out", "tokens", "tokens_per_step")
+_NOT_OF_WRAPPED = (*_OF_ONE_PLAN, *_OF_OFFERS, "html", "decode", "tokens", "tokens_per_step")
 
 
 def main(args: Sequence[str]) -> int:
     """Runs `meshwright plan`."""
     base = base_run(args)
     default = PlanOptions(run=base.run, on=base.target or tyro.MISSING)
-    options = parse(PlanOptions, "plan [RECIPE]", base.args, default=default)
-    return run_plan(options)
+    return run_plan(parse(PlanOptions, "plan [RECIPE]", base.args, default=default))
 
 
 def run_plan(options: PlanOptions) -> int:
     """Searches, compiles where asked, writes, prints. Raises ConfigError where no mesh has the memory."""
     require_writable((options.html, options.out))
-    if is_wrapped(options.run):
-        from meshwright.cli.wrapped import print_wrapped_plans  # a plan of a family's model loads no wrapped one
-
-        unused = (*_OF_ONE_PLAN, *_OF_OFFERS, "html", "decode", "tokens", "tokens_per_step")
-        refuse_options(options, unused, "a wrapped model", "leave it out")
-        console = open_console(sys.stderr if options.json else sys.stdout)
-        return print_wrapped_plans(options.run, find_target(options.on), console, out=options.out, as_json=options.json)
+    refuse_wrapped(options.run, given_options(options, _NOT_OF_WRAPPED))
+    console = open_console(sys.stderr if options.json else sys.stdout)
     if options.decode:
-        from meshwright.cli.decoding import plan_decode  # a plan of training prices no decoding
-
-        refuse_options(options, (*_OF_ONE_PLAN, *_OF_OFFERS, "html", "out", "tokens", "tokens_per_step"), "--decode",
-                       "leave it out: --decode prices contexts and batches")  # fmt: skip
-        console = open_console(sys.stderr if options.json else sys.stdout)
-        run, target = with_vocab(options.run), find_target(options.on)
-        return plan_decode(run, target, options.decode, options.decode_batch, console=console, as_json=options.json)
+        return _plan_decoding(options, console)
     refuse_options(options, ("decode_batch",), "a plan of training", "--decode 4096 with it")
-    if _ranks_offers(options):
-        return _plan_offers(options)
+    several = any("," in text or ".." in text for text in (options.on, options.tokens_per_step or ""))
+    if several or options.days is not None or options.budget is not None:
+        return _plan_offers(options, console)
     refuse_options(options, ("rank_by",), "one target", "several targets, or leave it out")
-    planned = _search(options)
-    found, console = planned.found, open_console(sys.stderr if options.json else sys.stdout)
+    tokens_per_step = options.tokens_per_step and parse_count(options.tokens_per_step, "--tokens-per-step")
+    explained = MeshShape.parse(options.why) if options.why else None
+    began = time.perf_counter()
+    plans = plan(options.run, options.on, tokens_per_step=tokens_per_step, include=(explained,) if explained else ())
+    if not plans.searches:
+        return _print_wrapped(options, plans, console)
+    planned = _Planned(options, plans.searches[0], time.perf_counter() - began, explained)
     compiles = options.prove > 0 or options.tune
     if compiles and not options.json:  # compiling takes minutes: the ranking comes first
-        _print(console, options, planned)
-    outcome = _compile(options, found, console) if compiles else None
-    _write_files(options, planned, outcome)
+        planned.print(console)
+    best, tables, proofs = _compile(options, planned.found, console) if compiles else (plans[0], (), {})
+    if options.html:
+        sections = [table.section() for table in tables]
+        plan_page(best, planned.found, sections, planned.compared or ()).write(options.html)
+    if options.out:
+        write_plan(best, planned.found.target, options.out, proofs)
     if options.json:
-        training = {"training": offer_json(planned.offer), "notes": planned.notes}
-        write_json({**_to_json(found, options.shown), **training, **(outcome.figures if outcome else {})})
+        write_json({**planned.to_json(), **proofs})
     elif not compiles:
-        _print(console, options, planned)
+        planned.print(console)
     if options.out:
         text = f"\nwritten: {options.out} (meshwright prove {options.out}, meshwright train {options.out})"
         console.print(text, markup=False, soft_wrap=True)
     return 0
 
 
-def _ranks_offers(options: PlanOptions) -> bool:
-    """Whether the question has several targets or batches, or a limit."""
-    several = any("," in text or ".." in text for text in (options.on, options.tokens_per_step or ""))
-    return several or options.days is not None or options.budget is not None
+class _Planned:
+    """A search, and what was asked of it besides: a training's days, a mesh to explain, two to compare."""
+
+    def __init__(self, options: PlanOptions, found: SearchResult, seconds: float, explained: MeshShape | None):
+        self.options, self.found, self.seconds, self.explained = options, found, seconds, explained
+        run, target = found.plans[0].run, found.target
+        self.tokens = parse_count(options.tokens, "--tokens")
+        self.compared: tuple[Plan, ...] = ()
+        for shape in map(MeshShape.parse, options.compare or ()):
+            best, smallest = price_mesh(run, target, shape)  # raises where there is neither
+            self.compared += tuple(filter(None, (best or smallest,)))
+        self.offer = make_offer(found.plans[0], self.tokens, options.market())
+        self.notes = [*notes(run, found), *filter(None, [offloading_note(found)])]
+
+    def print(self, console: Console) -> None:
+        """Prints the ranking, the best plan, why the others lose, and what --why and --compare ask for."""
+        found, options = self.found, self.options
+        print_plans(
+            console,
+            found,
+            name=options.run.name,
+            shown=options.shown,
+            tokens=self.tokens,
+            search_seconds=self.seconds,
+        )
+        for note in self.notes:
+            console.print(f"note: {note}\n", markup=False, highlight=False)
+        print_best_plan(console, found.plans[0], found.target)
+        print_training(console, self.offer)
+        print_alternatives(console, alternatives(found), options.shown)
+        if self.explained is not None:
+            console.print(f"\n[bold]why {self.explained}[/]")
+            console.print(explain_mesh(found, self.explained), markup=False)
+        if self.compared:
+            console.print()
+            print_comparison(console, *self.compared)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the plans that are shown, the losers, and the training, as JSON values."""
+        found = self.found
+        return {
+            "target": str(found.target),
+            "priced": found.priced,
+            "refused": found.refused,
+            "plans": [
+                {"name": p.name, "mesh": str(p.mesh), **prediction_json(p)} for p in found.plans[: self.options.shown]
+            ],
+            "alternatives": [
+                {"axes": a.axes, "best": a.best.name, "fits": a.fits, "reason": a.reason} for a in alternatives(found)
+            ],
+            "training": offer_json(self.offer),
+            "notes": self.notes,
+        }
 
 
-def _plan_offers(options: PlanOptions) -> int:
-    """Prints offers and writes the best plan. Raises ConfigError for options of a single plan."""
-    refuse_options(options, _OF_ONE_PLAN, "several plans to rank, or a deadline or budget",
-                   "plan first, then the target that is best with it, and without the limits")  # fmt: skip
-    console = open_console(sys.stderr if options.json else sys.stdout)
-    ranked = plan_offers(
-        options, with_vocab(options.run), options.on, tokens=options.tokens, tokens_per_step=options.tokens_per_step,
-        shown=options.shown, console=console, as_json=options.json,
-    )  # fmt: skip
-    best = ranked.offers[0]
+def _print_wrapped(options: PlanOptions, plans: Plans, console: Console) -> int:
+    """Prints and writes the plans of a wrapped model; returns the exit code."""
+    target = find_target(options.on)
+    if options.out is not None:
+        write_plan(plans[0], target, options.out)
+    if options.json:
+        write_json({"target": str(target), "plans": [{"plan": p.name, **prediction_json(p)} for p in plans]})
+        return 0
+    batch = f"{options.run.training.batch} examples per step, predicted"
+    console.print(f"[bold]{escape(options.run.name)}[/] on [bold]{target}[/]: {batch}")
+    console.print(plans_table(plans))
+    return 0
+
+
+def _plan_decoding(options: PlanOptions, console: Console) -> int:
+    """Prints the best mesh for each context and batch; returns the exit code."""
+    fix = "leave it out: --decode prices contexts and batches"
+    refuse_options(options, _NOT_OF_DECODING, "--decode", fix)
+    run, target = with_vocab(options.run), find_target(options.on)
+    prices = best_decode(run, target, batches=options.decode_batch, contexts=options.decode)
+    if options.json:
+        write_json({"target": str(target), "decode": [decode_json(price) for price in prices]})
+    else:
+        print_decode_prices(console, prices, target, run.name)
+    return 0
+
+
+def _plan_offers(options: PlanOptions, console: Console) -> int:
+    """Prints offers of several targets or batches, or within limits, and writes the best plan."""
+    fix = "plan first, then the target that is best with it, and without the limits"
+    refuse_options(options, _OF_ONE_PLAN, "several plans to rank, or a deadline or budget", fix)
+    limited = options.days is not None or options.budget is not None
+    if limited and options.rank_by != "time":
+        raise ConfigError(
+            f"--rank-by {options.rank_by} with --days or --budget",
+            "with a deadline the cheapest comes first, else the fastest",
+            "leave --rank-by out, or the limits",
+        )
+    budget = None if options.budget is None else parse_budget(options.budget)
+    began = time.perf_counter()
+    found = offers(
+        options.run,
+        options.on,
+        tokens=options.tokens,
+        tokens_per_step=options.tokens_per_step,
+        days=options.days,
+        budget=budget,
+        rank_by=options.rank_by,
+        market=options.market(),
+    )
+    if options.json:
+        refused = {name: str(error) for name, error in found.refused.items()}
+        write_json({"offers": [offer_json(offer) for offer in found], "refused": refused})
+    else:
+        limits = [f"within {options.days:g} days"] if options.days is not None else []
+        limits += [f"for at most ${budget:,.0f}"] if budget is not None else []
+        order = ("cheapest" if options.days is not None else "fastest") if limited else f"least {options.rank_by}"
+        heading = (
+            f"[bold]{escape(options.run.name)}[/], {format_count(found[0].tokens)} tokens{' ' if limits else ''}"
+            f"{' and '.join(limits)}: {len(found) + len(found.beyond)} plans in {time.perf_counter() - began:.1f} s, "
+            f"{len(found)} of them kept, {order} first"
+        )
+        print_offers(console, found, heading=heading, shown=options.shown)
+        print_refused(console, found.refused)
+        plans = [offer.plan for offer in found[: options.shown]]
+        for note in dict.fromkeys(filter(None, (batch_note(plan.run, plan.target) for plan in plans))):
+            console.print(f"note: {note}", markup=False, highlight=False)
     if options.html:
-        from meshwright.views.offer_page import offer_page  # only for a page
-
-        offer_page(ranked.offers, ranked.refused, ranked.beyond).write(options.html)
+        offer_page(found, found.refused, found.beyond).write(options.html)
     if options.out:
-        write_plan(best.plan, best.plan.target, options.out, {})
+        write_plan(found[0].plan, found[0].plan.target, options.out, {})
         console.print(f"written: {options.out}", markup=False, soft_wrap=True)
     return 0
 
 
-def _compile(options: PlanOptions, found: SearchResult, console: Console) -> "Outcome":
-    from meshwright.cli.tune import prove_search, tune_search  # arithmetic alone needs no compiler
-
-    outcome = prove_search(found, options.prove, options.limit, console)
-    return tune_search(outcome, found.target, options.limit, console) if options.tune else outcome
-
-
-def _search(options: PlanOptions) -> Planned:
-    target, tokens, run = find_target(options.on), parse_count(options.tokens, "--tokens"), with_vocab(options.run)
-    if options.tokens_per_step:
-        run = with_tokens_per_step(run, parse_count(options.tokens_per_step, "--tokens-per-step"))
-    shapes = [MeshShape.parse(text) for text in options.compare or ()]
-    explained = MeshShape.parse(options.why) if options.why else None
-    began = time.perf_counter()
-    found = search(run, target, (explained,) if explained else ())
-    seconds = time.perf_counter() - began
-    if not found.plans:
-        raise nothing_fits(run, found)
-    compared = (_price(run, target, shapes[0]), _price(run, target, shapes[1])) if shapes else None
-    offer = make_offer(found.plans[0], tokens, options.market())
-    offloading = offloading_note(found)
-    found_notes = [*notes(run, found), *([offloading] if offloading else [])]
-    return Planned(found, seconds, tokens, explained, compared, offer, found_notes)
-
-
-def _price(run: Run, target: Target, shape: MeshShape) -> Plan:
-    best, smallest = price_mesh(run, target, shape)
-    plan = best or smallest
-    assert plan is not None  # price_mesh raises where there is neither
-    return plan
-
-
-def _to_json(found: SearchResult, shown: int) -> dict[str, Any]:
+def offer_json(offer: Offer) -> dict[str, Any]:
+    """Returns an offer as JSON values, with everything that its figures follow from."""
+    good = offer.goodput
+    figures = {name: getattr(offer, name) for name in ("tokens", "step_days", "days", "chip_hours", "dollars")}
     return {
-        "target": str(found.target),
-        "priced": found.priced,
-        "refused": found.refused,
-        "plans": [{"name": p.name, "mesh": str(p.mesh), **prediction_json(p)} for p in found.plans[:shown]],
-        "alternatives": [
-            {"axes": a.axes, "best": a.best.name, "fits": a.fits, "reason": a.reason} for a in alternatives(found)
-        ],
+        "target": str(offer.plan.target),
+        "chips": offer.plan.target.chips,
+        "name": offer.plan.name,
+        "mesh": str(offer.plan.mesh),
+        "tokens_per_step": offer.plan.estimate.tokens,
+        **figures,
+        "price": None if offer.price is None else dataclasses.asdict(offer.price),
+        "goodput": {**dataclasses.asdict(good), "fraction": good.fraction},
+        "error_band": {"low": offer.band.low, "high": offer.band.high, **dataclasses.asdict(offer.band)},
+        "predicted": prediction_json(offer.plan),
     }
 
 
-def _print(console: Console, options: PlanOptions, planned: Planned) -> None:
-    """Prints the ranking, the best plan, why the others lose, and what --why and --compare ask for."""
-    found = planned.found
-    print_plans(
-        console, found, name=options.run.name, shown=options.shown, tokens=planned.tokens,
-        search_seconds=planned.seconds,
-    )  # fmt: skip
-    for note in planned.notes:
-        console.print(f"note: {note}\n", markup=False, highlight=False)
-    print_best_plan(console, found.plans[0], found.target)
-    print_training(console, planned.offer)
-    print_alternatives(console, alternatives(found), options.shown)
-    if planned.explained is not None:
-        console.print(f"\n[bold]why {planned.explained}[/]")
-        console.print(explain_mesh(found, planned.explained), markup=False)
-    if planned.compared:
+@dataclasses.dataclass(frozen=True)
+class _Compiled:
+    """Table of compiled steps, for a terminal and for a page."""
+
+    headings: tuple[str, ...]
+    rows: list[list[str]]
+    title: str
+    heading: str
+    """Title of its section of a page."""
+
+    def print(self, console: Console) -> None:
+        """Prints the table."""
+        table = plain_table(*self.headings, right=self.headings[1:-1], title=self.title)
+        for row in self.rows:
+            table.add_row(*map(escape, row))
         console.print()
-        print_comparison(console, *planned.compared)
+        console.print(table)
+
+    def section(self) -> Section:
+        """Returns the section of a page."""
+        columns = [Column(heading or "outcome", wide=not heading) for heading in self.headings]
+        return Section(self.heading, [Table(columns, self.rows, title="Compiled and simulated steps")])
 
 
-def _write_files(options: PlanOptions, planned: Planned, outcome: "Outcome | None") -> None:
-    """Writes --html and --out: the best plan, by its compiled step where one was compiled."""
-    found = planned.found
-    best = found.plans[0] if outcome is None or outcome.best.refused else outcome.best.plan
-    if options.html:
-        from meshwright.views.plan_page import plan_page  # only for a page
+def _compile(
+    options: PlanOptions, found: SearchResult, console: Console
+) -> tuple[Plan, Sequence[_Compiled], Mapping[str, Any]]:
+    """Compiles the best plans, and variants of the best of them; returns the best, tables, and figures as JSON."""
+    from meshwright.api.proving import prove_best, tune  # arithmetic needs no compiler
 
-        sections = outcome.sections if outcome else ()
-        plan_page(best, found, sections, planned.compared or ()).write(options.html)
-    if options.out:
-        write_plan(best, found.target, options.out, outcome.figures if outcome else {})
+    def say(line: str) -> None:
+        console.print(f"[dim]{escape(line)}[/]")
+
+    proofs = prove_best(found.plans[: max(1, options.prove)], found.target, options.limit, say)
+    best = proofs[0]
+    headings = ("plan", "step, planned", "step, simulated", "memory, planned", "memory, compiled", "compile time", "")
+    rows = [
+        [
+            p.plan.name,
+            f"{p.plan.estimate.seconds:.3g} s",
+            _step(p),
+            format_bytes(p.plan.estimate.bytes),
+            _bytes(p),
+            f"{p.compile_seconds:.0f} s" if p.compile_seconds else "",
+            p.refused,
+        ]
+        for p in proofs
+    ]
+    title = "proved by the compiler; the step time is simulated"
+    tables = [_Compiled(headings, rows, title, "Compiled for the hardware")]
+    tables[0].print(console)
+    figures: dict[str, Any] = {"proofs": [proof.to_json() for proof in proofs]}
+    if options.tune:
+        tuned = tune(best, found.target, options.limit, say)
+        rows = [["(as planned)", _step(best), _bytes(best), ""]]
+        for name, proof in tuned.tried:
+            rows.append([name, _step(proof), _bytes(proof), "kept" if name in tuned.kept else proof.refused])
+        title = "tuned, each change on top of those kept"
+        tables.append(_Compiled(("change", "step", "memory", ""), rows, title, title.capitalize()))
+        tables[1].print(console)
+        start, best = best, tuned.best
+        assert start.step_seconds is not None and best.step_seconds is not None
+        gain = f"{best.step_seconds / start.step_seconds - 1:+.1%}"
+        console.print(f"best: {best.step_seconds:.3g} s, {gain}: {escape(best.plan.name)}")
+        figures["tuned"] = [
+            {"change": name, "kept": name in tuned.kept, **proof.to_json()} for name, proof in tuned.tried
+        ]
+    return (found.plans[0] if best.refused else best.plan), tables, figures
+
+
+def _step(proof: "Proof") -> str:
+    return "" if proof.step_seconds is None else f"{proof.step_seconds:.3g} s"
+
+
+def _bytes(proof: "Proof") -> str:
+    return "" if proof.peak_bytes is None else format_bytes(proof.peak_bytes)

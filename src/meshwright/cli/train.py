@@ -2,14 +2,12 @@
 
 import contextlib
 import dataclasses
-import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
-from rich.console import Console
 
 from meshwright.api.training import output_folder, train_reported
 from meshwright.checkpoint.steps import committed_steps
@@ -24,10 +22,10 @@ from meshwright.planner.forecast import StepForecast
 from meshwright.report.console import ConsoleReport, Period, open_console
 from meshwright.runs.run_file import run_in_folder
 from meshwright.storage.paths import path_of
+from meshwright.trainer.loop import PreparedRun
 from meshwright.trainer.watchdog import Watchdog
 from meshwright.views.plan_tables import print_forecast_gaps
 from meshwright.views.run_tables import print_prepared_model, print_prepared_run, print_summary
-from meshwright.wrapped.model import is_wrapped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,11 +60,6 @@ class TrainOptions(RunOptions):
     json: bool = False
     """Print the summary as JSON on standard output, and everything else on standard error."""
 
-    @property
-    def start(self) -> Literal["fresh", "resume"] | int:
-        """Where the training starts: anew, or from the last checkpoint, or from that of a step."""
-        return ("resume" if self.resume else "fresh") if self.at is None else self.at
-
 
 def main(args: Sequence[str]) -> int:
     """Runs `meshwright train`; the exit code is 128 + N where signal N stopped the run."""
@@ -91,45 +84,50 @@ def run_training(options: TrainOptions, words: Sequence[str]) -> int:
         return supervise(words[0], rest, options.run, out, hosts, options.devices, limits)
     console = open_console(sys.stderr if options.json else sys.stdout)
     console.quiet = hosts.process != 0
+    start: Literal["fresh", "resume"] = "resume" if options.resume else "fresh"
+
+    def show_start(prepared: Any, forecast: StepForecast | None) -> None:
+        if not isinstance(prepared, PreparedRun):
+            print_prepared_model(console, prepared)
+        else:
+            print_prepared_run(console, prepared)
+            if options.run.init_from is not None and start == "fresh" and options.at is None:
+                from meshwright.checkpoint.initial_weights import describe_initial_weights  # loads Hugging Face's names
+
+                console.print(describe_initial_weights(prepared.device_run.run), markup=False)
+        if forecast is not None:
+            console.print(
+                f"predicted: {format_step(forecast.step)} per step, of which {format_step(forecast.exposed)} is "
+                f"exposed communication ({forecast.source})\n",
+                markup=False,
+            )
+
     with contextlib.closing(ConsoleReport(console, Period.parse(options.log_every))) as progress:
-        start_devices(options.devices, options.run, hosts)
+        start_devices(options.devices, options.run.mesh, hosts)
         trained = train_reported(
-            options.run, out, start=options.start, data="new" if options.new_data else "same", devices=options.devices,
-            progress=progress, console=console, profile=options.profile, watchdog=options.watchdog,
-            on_prepared=functools.partial(_print_prepared, console, options),
-        )  # fmt: skip
+            options.run,
+            out,
+            start=start if options.at is None else options.at,
+            data="new" if options.new_data else "same",
+            devices=options.devices,
+            progress=progress,
+            console=console,
+            profile=options.profile,
+            watchdog=options.watchdog,
+            on_prepared=show_start,
+        )
     summary = trained.summary
     if options.json and hosts.process == 0:
         write_json({**dataclasses.asdict(summary), "out": out})
     elif not options.json:
-        print_summary(console, summary, unit="examples" if is_wrapped(options.run) else "tokens")
+        print_summary(console, summary, unit=trained.unit)
     if trained.gaps:
         print_forecast_gaps(console, trained.gaps)
     return 128 + summary.interrupted_by if summary.interrupted_by else 0
 
 
-def _print_prepared(
-    console: Console, options: TrainOptions, prepared: Any, forecast: StepForecast | None
-) -> None:  # fmt: skip
-    """Prints where the parameters lie, where their values come from, and the predicted time of a step."""
-    if is_wrapped(options.run):
-        print_prepared_model(console, prepared)
-    else:
-        print_prepared_run(console, prepared)
-        if options.run.init_from is not None and options.start == "fresh":
-            from meshwright.checkpoint.initial_weights import describe_initial_weights  # loads Hugging Face's names
-
-            console.print(describe_initial_weights(prepared.device_run.run), markup=False)
-    if forecast is not None:
-        console.print(
-            f"predicted: {format_step(forecast.step)} per step, of which {format_step(forecast.exposed)} is exposed "
-            f"communication ({forecast.source})\n",
-            markup=False,
-        )
-
-
 def resume_if_exists(args: Sequence[str]) -> Sequence[str]:
-    """Returns the arguments with `--resume` in the place of `--resume-if-exists`, or neither without a checkpoint.
+    """Returns the arguments with `--resume` in place of `--resume-if-exists`, or neither without a checkpoint.
 
     Decided once, before the hosts join: none of them can have written a checkpoint of this start.
     """
