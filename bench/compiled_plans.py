@@ -32,8 +32,7 @@ from meshwright.planner.plan_file import write_plan
 from meshwright.planner.search import STAGE_SAVES, Plan, price_run, remat_policies
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import run_from_dict
-from meshwright.runs.write_run import run_to_dict
+from meshwright.runs.run_file import run_from_dict, run_to_dict
 from meshwright.views.draw.colours import plot_colours
 
 ROOT = Path(__file__).parents[1]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from meshwright.models.families import FAMILIES
 from meshwright.models.remat import REMAT_POLICIES
-from meshwright.runs.composition import ALWAYS, REFUSED
+from meshwright.runs.checks import ALWAYS, REFUSED
 from meshwright.sharding.schedules import SCHEDULES, build_table
 from meshwright.views.draw import PipelineTimeline
 from meshwright.views.draw.svg import standalone
@@ -37,7 +37,7 @@ def combinations() -> str:
         "# What goes together",
         "",
         "Look up whether two features can be combined. Every feature below goes with every other, except the pairs at",
-        "the end. `meshwright.runs.composition` has those pairs, and the trainer checks them before anything",
+        "the end. `meshwright.runs.checks` has those pairs, and the trainer checks them before anything",
         "is traced. Tests walk all pairs on eight devices, and compare each run with one device.",
         "",
         "| | |",

@@ -28,7 +28,7 @@ from meshwright.hugging_face.load import load_params
 from meshwright.hugging_face.names import write_block
 from meshwright.models.blocks.dropout import no_dropout
 from meshwright.models.kernels.scores import cap
-from meshwright.runs.hugging_face import run_of_hugging_face
+from meshwright.runs.recipe import run_of_hugging_face
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import named_leaves, rows_to_layers, tree_map

@@ -28,8 +28,7 @@ from meshwright.data.tokenizing import tokenize
 from meshwright.data.tokens import checksum, load_corpus, open_tokens, parse_source
 from meshwright.errors import ConfigError, DataError
 from meshwright.runs.placed_run import place_run
-from meshwright.runs.run_file import read_run
-from meshwright.runs.write_run import run_to_dict
+from meshwright.runs.run_file import read_run, run_to_dict
 
 LLAMA = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -468,7 +467,7 @@ RUN_FILES: dict[str, tuple[Callable[[str], str], str]] = {
     "an unknown axis": (lambda text: text[:-1] + ', "mesh": {"foo": 1}}', "mesh.foo"),
     "text for a number": (lambda text: text.replace('"steps": 2', '"steps": "2"'), r"Expected .int., .*training.steps"),
     "a name without a module": (lambda text: text.replace('"layout": "fsdp"', '"layout": ":x"'), "no layout has that"),
-    "a function for a family": (lambda text: text.replace('"llama"', '"meshwright:recipe"'), "no class of models"),
+    "a function for a family": (lambda text: text.replace('"llama"', '"meshwright:recipe"'), "not a model class"),
     "layers without end": (lambda text: text.replace('"layers": 4', '"layers": 9' + "9" * 9), "a number up to 100000"),
     "a negative seed": (lambda text: text.replace('"seed": 0', '"seed": -1'), "from 0 to 2"),
 }  # fmt: skip

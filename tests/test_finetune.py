@@ -41,8 +41,8 @@ from meshwright.models.adapters import ADAPTERS
 from meshwright.models.base_weights import BLOCK, NF4, dequantise, quantise
 from meshwright.planner.memory_model import memory_by_category
 from meshwright.planner.work import work_of
-from meshwright.runs.hugging_face import run_of_hugging_face
 from meshwright.runs.placed_run import place_run
+from meshwright.runs.recipe import run_of_hugging_face
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.params import named_leaves

@@ -36,8 +36,7 @@ from meshwright.hugging_face.safetensors_files import find_files, read_header
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.planner.plan_file import read_plan
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import read_run, run_in_folder
-from meshwright.runs.write_run import run_to_dict, write_run
+from meshwright.runs.run_file import read_run, run_in_folder, run_to_dict, write_run
 from meshwright.step.optimizers import OPTIMIZERS
 
 ROOT = Path(__file__).parents[1]
@@ -140,7 +139,7 @@ def module_beside_the_user(folder: Path) -> tuple[Callable[[], Any], str]:
 
 def name_that_is_a_path(folder: Path) -> tuple[Callable[[], Any], str]:
     file = run_with(folder, "name", "../../home/user/.ssh")
-    return lambda: read_run(file), "no name of a folder"
+    return lambda: read_run(file), "cannot name a folder"
 
 
 def option_that_writes(folder: Path) -> tuple[Callable[[], Any], str]:

@@ -30,7 +30,7 @@ from meshwright.launching.local import of_the_first, run_local
 from meshwright.launching.skypilot import skypilot_task
 from meshwright.launching.slurm import slurm_script
 from meshwright.runs.recipe import find_recipe
-from meshwright.runs.write_run import write_run
+from meshwright.runs.run_file import write_run
 
 HOSTILE = (
     "it's", 'a "b"', "$(touch PWNED)", "`touch PWNED`", "$HOME", "$(HOME)", "a\nb: c\n- d",

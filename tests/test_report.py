@@ -21,8 +21,7 @@ from meshwright.report.console import ConsoleReport, Period, open_console
 from meshwright.report.files import EventLog, JsonLines
 from meshwright.report.reporters import build_reporters
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import run_from_dict
-from meshwright.runs.write_run import run_to_dict
+from meshwright.runs.run_file import run_from_dict, run_to_dict
 from meshwright.views.plain_table import plain_table
 
 

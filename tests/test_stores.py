@@ -33,7 +33,7 @@ from meshwright.hardware.hosts import Hosts
 from meshwright.launching import supervisors
 from meshwright.launching.restarts import Restarts
 from meshwright.runs.run import Run
-from meshwright.runs.write_run import write_run
+from meshwright.runs.run_file import write_run
 from meshwright.storage import bucket
 from meshwright.storage.bucket import MISSING, BucketPath, check_bucket
 from meshwright.storage.move import copy_tree

@@ -15,7 +15,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.families.llama import Llama
 from meshwright.report.reporters import REPORTERS, build_reporters
 from meshwright.runs.run import Run
-from meshwright.runs.write_run import write_run
+from meshwright.runs.run_file import write_run
 
 pytestmark = pytest.mark.exhaustive
 

@@ -20,8 +20,7 @@ from meshwright.cli.main import run as cli
 from meshwright.errors import ConfigError, DataError, TrainingError
 from meshwright.hardware.mesh import build_mesh
 from meshwright.plugins import load_file
-from meshwright.runs.run_file import read_run, run_from_dict
-from meshwright.runs.write_run import run_to_dict
+from meshwright.runs.run_file import read_run, run_from_dict, run_to_dict
 from meshwright.wrapped import prepared as prepared_module
 from meshwright.wrapped.census import census_of_wrapped
 from meshwright.wrapped.flops import training_flops

@@ -69,8 +69,8 @@ if TYPE_CHECKING:
     from meshwright.models.model import Model as Model
     from meshwright.planner.offers import Offer as Offer
     from meshwright.planner.search import Plan as Plan
-    from meshwright.runs.changes import recipe as recipe
     from meshwright.runs.recipe import list_recipes as recipes  # noqa: F401
+    from meshwright.runs.recipe import recipe as recipe
     from meshwright.runs.run import Run as Run
     from meshwright.sharding import partition as partition
     from meshwright.sharding.placement import Layout as Layout
@@ -115,7 +115,7 @@ _NAMES = {
     "models.model": "Model",
     "planner.offers": "Offer",
     "planner.search": "Plan",
-    "runs.changes": "recipe",
+    "runs.recipe": "recipe",
     "runs.run": "Run",
     "sharding.placement": "Layout",
     "storage.tiers": "LocalCheckpoints",

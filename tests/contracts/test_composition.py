@@ -27,7 +27,7 @@ from tiny_runs import (
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import Optimizer
 from meshwright.errors import ConfigError
-from meshwright.runs.composition import REFUSED, Refusal, features_of
+from meshwright.runs.checks import REFUSED, Refusal, features_of
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
 from meshwright.sharding.params import Param, tree_map

@@ -44,8 +44,7 @@ from meshwright.planner.traffic import movements
 from meshwright.planner.work import recomputed_roles, work_of
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import read_run, run_from_dict
-from meshwright.runs.write_run import run_to_dict
+from meshwright.runs.run_file import read_run, run_from_dict, run_to_dict
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.trainer.sample import check_sample, write_sample
 

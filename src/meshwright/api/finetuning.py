@@ -8,8 +8,7 @@ from typing import Any
 from meshwright.api.training import train
 from meshwright.config import MeshShape
 from meshwright.fine_tuning import Method, Objective
-from meshwright.runs.changes import with_changes
-from meshwright.runs.fine_tuning import check_start, source_run, tuned
+from meshwright.runs.recipe import change_fields, check_start, source_run, tuned
 from meshwright.runs.run import Run
 from meshwright.trainer.loop import Summary
 
@@ -47,8 +46,6 @@ def finetune(
     run = dataclasses.replace(
         run, data=dataclasses.replace(run.data, paths=(data,) if isinstance(data, str) else tuple(data))
     )
-    if mesh is not None:
-        run = dataclasses.replace(run, mesh=MeshShape.parse(mesh) if isinstance(mesh, str) else mesh)
-    run = with_changes(run, changes)
+    run = change_fields(run, mesh, changes)
     check_start(run)
     return train(run, out, progress="none", cache=cache)

@@ -25,7 +25,7 @@ from meshwright.report import Reporter
 from meshwright.report.console import ConsoleReport, Period, open_console
 from meshwright.report.tokenizing import TokenizeReport
 from meshwright.runs.run import Run
-from meshwright.runs.write_run import run_to_dict
+from meshwright.runs.run_file import run_to_dict
 from meshwright.storage.paths import path_of
 from meshwright.trainer import loop
 from meshwright.trainer.watchdog import Watchdog

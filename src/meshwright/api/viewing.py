@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.runs.recipe import find_recipe, list_recipes
-from meshwright.runs.write_run import run_to_dict
+from meshwright.runs.run_file import run_to_dict
 from meshwright.views.pages import Page, inline
 from meshwright.views.run_folder import RunFolder, open_folders
 from meshwright.views.run_page import run_page

@@ -13,8 +13,8 @@ from meshwright.checkpoint.manifest import Manifest, TensorRecord
 from meshwright.hugging_face.folder import TensorReader, WeightsFolder, check_tied, keep_files, open_folder
 from meshwright.hugging_face.names import Index, read_block, unpadded_shape
 from meshwright.hugging_face.safetensors_files import DTYPES
-from meshwright.runs.hugging_face import run_of_hugging_face
-from meshwright.runs.write_run import write_run
+from meshwright.runs.recipe import run_of_hugging_face
+from meshwright.runs.run_file import write_run
 
 Say = Callable[[str], None]
 

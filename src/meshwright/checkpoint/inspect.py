@@ -14,7 +14,7 @@ from meshwright.checkpoint.restore import manifest_of, read_manifest
 from meshwright.checkpoint.steps import all_steps, committed_steps, partial_steps
 from meshwright.documents import read_json
 from meshwright.errors import CheckpointError
-from meshwright.runs.write_run import run_to_dict
+from meshwright.runs.run_file import run_to_dict
 from meshwright.storage.paths import in_bucket, path_of
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from meshwright.runs.run import Run
-from meshwright.runs.write_run import run_to_dict
+from meshwright.runs.run_file import run_to_dict
 
 FORMAT = 2
 """Version of the manifest. Checkpoints of format 1 have no checksum of the manifest and no fingerprint of the data."""

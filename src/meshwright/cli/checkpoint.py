@@ -25,7 +25,7 @@ from meshwright.cli.parse import parse
 from meshwright.errors import CheckpointError, ConfigError, nearest
 from meshwright.formatting import format_bytes
 from meshwright.report.console import open_console
-from meshwright.runs.write_run import run_to_dict
+from meshwright.runs.run_file import run_to_dict
 from meshwright.storage.paths import path_of
 from meshwright.views.plain_table import plain_table
 from meshwright.views.run_folder import flat_fields

@@ -11,7 +11,7 @@ from meshwright.cli.train import TrainOptions, resume_if_exists, run_training
 from meshwright.errors import ConfigError
 from meshwright.fine_tuning import FineTune
 from meshwright.hugging_face.hub import is_hugging_face
-from meshwright.runs.fine_tuning import check_start, source_run, tuned
+from meshwright.runs.recipe import check_start, source_run, tuned
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.storage.paths import path_of

@@ -19,7 +19,7 @@ from meshwright.launching.training_processes import TrainingProcesses, read_loss
 from meshwright.planner.shrink import shape_within, shrink
 from meshwright.report.console import open_console
 from meshwright.runs.run import Run
-from meshwright.runs.write_run import write_run
+from meshwright.runs.run_file import write_run
 
 _BYTES_VOCAB = 257
 

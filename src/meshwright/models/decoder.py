@@ -272,7 +272,7 @@ class DecoderModel(Model):
         return self.decoder.unembed(params, x_BTD, gather_params)
 
     def features(self) -> set[str]:
-        """Returns the features that `runs.composition` lists."""
+        """Returns the features that `runs.checks` lists."""
         dispatch = {getattr(block.feed_forward, "dispatch", None) for block in self.decoder.layers} - {None}
         return {f"dispatch: {name}" for name in dispatch} | ({"tied embeddings"} if self.decoder.tied else set())
 

@@ -409,7 +409,7 @@ class Model:
         return self
 
     def features(self) -> set[str]:
-        """Returns the names under which `runs.composition` knows the model's features."""
+        """Returns the names under which `runs.checks` knows the model's features."""
         return set()
 
 

@@ -12,8 +12,7 @@ from meshwright.hardware.targets import Target
 from meshwright.planner.search import Plan
 from meshwright.plugins import note_names
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import read_unique_json, run_from_dict
-from meshwright.runs.write_run import run_to_dict
+from meshwright.runs.run_file import read_unique_json, run_from_dict, run_to_dict
 
 FORMAT = 2
 """Version of the file format."""

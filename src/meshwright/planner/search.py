@@ -19,7 +19,8 @@ from meshwright.planner.candidates import accumulation_counts, candidate_meshes,
 from meshwright.planner.estimate import Estimate, estimate, with_remat
 from meshwright.planner.memory_model import fragmentation_of
 from meshwright.plugins import Shown
-from meshwright.runs.placed_run import PlacedRun, check_sizes, place_run
+from meshwright.runs.checks import check_sizes
+from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.run import Run
 
 REMAT_ORDER: tuple[Remat, ...] = (
@@ -120,7 +121,7 @@ def price_run(run: Run, target: Target) -> Plan:
 
 
 def stage_saves_of(placed: PlacedRun) -> tuple[StageSaves, ...]:
-    """Returns what the stages of a run can save: with frozen weights inputs alone (runs/fine_tuning.py)."""
+    """Returns what the stages of a run can save: with frozen weights inputs alone (runs/recipe.py)."""
     return ("input",) if placed.run.finetune.method == "lora" else STAGE_SAVES
 
 

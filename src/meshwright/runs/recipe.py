@@ -1,25 +1,24 @@
-"""Recipes by name: Python functions that return a complete Run, kept outside the package."""
+"""Runs by name: recipes (Python functions outside the package), Hugging Face models, and other runs' outputs."""
 
 import ast
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import Any
 
+from meshwright.config import Data, MeshShape, Optimizer, Training
 from meshwright.errors import ConfigError, MeshwrightError, describe_failure, nearest
+from meshwright.fine_tuning import FineTune, Method, Objective
 from meshwright.plugins import is_reference, load, load_file
+from meshwright.runs.run import Run
+from meshwright.runs.run_file import run_in_folder
+from meshwright.storage.paths import path_of
 
-if TYPE_CHECKING:
-    from meshwright.runs.run import Run
-
-
-def recipes_folder() -> Path:
-    """Returns the folder of recipes: beside `src` in a checkout, inside the package in a wheel."""
-    package = Path(__file__).parents[1]
-    installed = package / "recipes"
-    return installed if installed.is_dir() else package.parents[1] / "recipes"
+_PARTS = ("training", "optimizer", "data", "finetune", "model", "faults", "local_checkpoints")
+"""Parts of a Run whose fields can be changed by name, in this order."""
 
 
 def list_recipes() -> dict[str, str]:
@@ -33,10 +32,12 @@ def list_recipes() -> dict[str, str]:
 
 
 def _catalogue() -> dict[str, tuple[Path, str]]:
-    """Returns the file and the summary of every recipe, by name."""
+    """Returns the file and the summary of every recipe, by name. Recipes are in the package, or beside `src`."""
+    package = Path(__file__).parents[1]
+    folder = package / "recipes"
     return {
         _recipe_name(node.name): (file, (ast.get_docstring(node) or "").partition("\n")[0])
-        for file in sorted(recipes_folder().glob("*.py"))
+        for file in sorted((folder if folder.is_dir() else package.parents[1] / "recipes").glob("*.py"))
         for node in ast.parse(file.read_text(encoding="utf-8")).body
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
     }
@@ -46,28 +47,36 @@ def _recipe_name(function: str) -> str:
     return function.replace("_", "-")
 
 
-def find_recipe(name: str) -> "Run":
+def find_recipe(name: str) -> Run:
     """Builds the Run of a recipe: a name, FILE.py, FILE.py:FUNCTION, module:function, or hf:PATH of a model's folder.
 
     Raises ConfigError with the nearest name, or with the failure of a recipe's own code.
     """
     try:
-        return _checked(name, _builder(name)())
+        built = _builder(name)()
     except MeshwrightError:
         raise
     except Exception as error:
         raise ConfigError(f"recipe {name}", f"it {describe_failure(error)}", "correct the recipe") from error
+    if not isinstance(built, Run):
+        raise ConfigError(f"recipe {name}", f"it returned {type(built).__name__}", "return a Run")
+    return built
 
 
-def _builder(name: str) -> "Callable[[], Run]":
+def _builder(name: str) -> Callable[[], Run]:
     """Returns the function of a recipe. Raises ConfigError where there is none."""
     if name.startswith("hf:"):
-        from meshwright.runs.hugging_face import run_of_hugging_face  # a recipe of Meshwright's own needs none of it
-
         return functools.partial(run_of_hugging_face, name)
     path, colon, function = name.partition(":")
     if path.endswith(".py"):
-        return _in_file(Path(path), function if colon else None)
+        file = Path(path)
+        if not file.is_file():
+            raise ConfigError(f"recipe {file}", "there is no such file", "a recipe's name, or FILE.py:FUNCTION")
+        functions = _functions(load_file(file))
+        wanted = _recipe_name(function) if colon else next(iter(functions), "")
+        if wanted not in functions:
+            raise ConfigError(f"recipe {file}:{function}", "it has no such function", nearest(wanted, functions))
+        return functions[wanted]
     if is_reference(name):
         builder: Callable[[], Run] = load("recipe", name)
         return builder
@@ -77,28 +86,114 @@ def _builder(name: str) -> "Callable[[], Run]":
     return _functions(load_file(catalogue[name][0]))[name]
 
 
-def _in_file(file: Path, function: str | None) -> "Callable[[], Run]":
-    if not file.is_file():
-        raise ConfigError(f"recipe {file}", "there is no such file", "a recipe's name, or FILE.py:FUNCTION")
-    functions = _functions(load_file(file))
-    name = _recipe_name(function) if function else next(iter(functions), None)
-    if name is None or name not in functions:
-        raise ConfigError(f"recipe {file}:{function}", "it has no such function", nearest(name or "", functions))
-    return functions[name]
-
-
-def _checked(name: str, built: object) -> "Run":
-    from meshwright.runs.run import Run
-
-    if not isinstance(built, Run):
-        raise ConfigError(f"recipe {name}", f"it returned {type(built).__name__}", "return a Run")
-    return built
-
-
-def _functions(module: ModuleType) -> "dict[str, Callable[[], Run]]":
+def _functions(module: ModuleType) -> dict[str, Callable[[], Run]]:
     """Returns the public functions defined in a module, in their order, by recipe name."""
     return {
         _recipe_name(name): value
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     }
+
+
+def recipe(name: str, *, mesh: str | MeshShape | None = None, **changes: Any) -> Run:
+    """Returns the Run of a recipe with some fields changed.
+
+    name: a row of `meshwright recipes`, or FILE.py:FUNCTION.  mesh: as `fsdp=8,tensor=2`.
+    changes: fields of `Run`, or of its training, optimizer, data, finetune, model, faults, local_checkpoints, by name;
+    a field that several have is that of the first in this order. Raises ConfigError for an unknown recipe or field.
+
+    Example:
+        >>> run = mw.recipe("tiny", mesh="fsdp=8", steps=100, learning_rate=1e-3)
+        >>> str(run.mesh), run.training.steps, run.optimizer.learning_rate
+        ('fsdp=8', 100, 0.001)
+    """
+    return change_fields(find_recipe(name), mesh, changes)
+
+
+def change_fields(run: Run, mesh: str | MeshShape | None, changes: Mapping[str, Any]) -> Run:
+    """Returns `run` on another mesh and with some fields changed, as `recipe` takes them."""
+    if mesh is not None:
+        run = dataclasses.replace(run, mesh=MeshShape.parse(mesh) if isinstance(mesh, str) else mesh)
+    for field, value in changes.items():
+        holder = next((part for part in ("run", *_PARTS) if field in _fields_of(run, part)), None)
+        if holder is None:
+            known = {name for part in ("run", *_PARTS) for name in _fields_of(run, part)}
+            truth = "no part of a Run has that field"
+            raise ConfigError(f"{field}={value!r} in a Run", truth, nearest(field, known))
+        change = {field: value}
+        run = dataclasses.replace(
+            run, **(change if holder == "run" else {holder: dataclasses.replace(getattr(run, holder), **change)})
+        )
+    return run
+
+
+def _fields_of(run: Run, part: str) -> list[str]:
+    return [field.name for field in dataclasses.fields(run if part == "run" else getattr(run, part))]
+
+
+_LONGEST = 4096
+"""Tokens per sequence where the model's own limit is longer: `--seq` takes more."""
+
+
+def run_of_hugging_face(name: str) -> Run:
+    """Returns the Run that trains the model `hf:NAME` from its weights, with its tokenizer.
+
+    Batch, length and learning rate are those of a short continued training. Raises WeightsError where Meshwright does
+    not have the model; weights are not read. An adapter in PEFT's format is a run of its base model, with adapters that
+    start from it.
+    """
+    # Only runs of such models load their reader.
+    from meshwright.hugging_face import folder, hub, peft_files
+
+    path = hub.find_folder(name, weights=False)
+    if (path / "adapter_config.json").is_file():
+        base = run_of_hugging_face(f"hf:{peft_files.read_config(path)['base_model_name_or_path']}")
+        tuning = dataclasses.replace(peft_files.tuning_of(path), targets=peft_files.targets_in(path, base.model))
+        return dataclasses.replace(base, name=path.resolve().name.lower(), finetune=tuning)
+    found = folder.read_model(name)
+    return Run(
+        name=Path(name.partition(":")[2]).resolve().name.lower(),
+        model=found.model,
+        init_from=name,
+        training=Training(batch=16, seq=min(found.max_seq or _LONGEST, _LONGEST), logits_mib=1024),
+        optimizer=Optimizer(learning_rate=2e-5, warmup_steps=20),
+        data=dataclasses.replace(Data(), tokenizer=str(found.tokenizer)),
+    )
+
+
+def source_run(source: str) -> Run:
+    """Returns the Run that starts from the weights of a source: hf:PATH, the output folder of a run, or a recipe."""
+    folder = path_of(source)
+    if not (folder / "run.json").is_file():
+        return find_recipe(source)
+    run = run_in_folder(folder)
+    data = dataclasses.replace(run.data, tokenizer=str(folder / "tokenizer.json"))
+    return dataclasses.replace(run, init_from=source, data=data, finetune=FineTune(), name=f"{folder.name}-tuned")
+
+
+_RATES: dict[Method, float] = {"lora": 2e-4, "full": 2e-5}
+_PREFERENCE_RATES: dict[Method, float] = {"lora": 5e-6, "full": 5e-7}
+"""Peak learning rates by method: QLoRA's for adapters, TRL's for DPO."""
+
+
+def tuned(run: Run, method: Method, objective: Objective) -> Run:
+    """Returns a run with the defaults of fine-tuning: learning rate of the method, no weight decay, no sample."""
+    rates = _PREFERENCE_RATES if objective == "preferences" else _RATES
+    return dataclasses.replace(
+        run,
+        optimizer=dataclasses.replace(
+            run.optimizer, learning_rate=rates[method], weight_decay=0.0, warmup_steps=10, beta2=0.999
+        ),
+        data=dataclasses.replace(run.data, sample=0),
+        finetune=dataclasses.replace(run.finetune, method=method, objective=objective),
+    )
+
+
+def check_start(run: Run) -> None:
+    """Raises ConfigError where a run that fine-tunes has no weights to start from."""
+    if run.init_from is None:
+        raise ConfigError(
+            f"fine-tuning {run.name}",
+            "the recipe draws random weights: there is nothing to tune",
+            "--init-from hf:PATH or the output folder of a run; or hf:PATH instead of the recipe",
+        )

@@ -1,6 +1,7 @@
-"""A Run from a JSON file, whoever wrote it."""
+"""A Run as a JSON file: written, and read back whoever wrote it."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ import msgspec
 
 from meshwright.config import MeshShape
 from meshwright.data.unique_names import unique_object
-from meshwright.documents import SMALL, check_inside, parse_json, read_text
+from meshwright.documents import SMALL, check_inside, parse_json, read_text, write_atomically
 from meshwright.errors import CheckpointError, ConfigError, nearest
-from meshwright.models.families import find_family
+from meshwright.models.families import family_name, find_family
 from meshwright.models.model import Model
 from meshwright.plugins import note_names
 from meshwright.runs.run import Run
@@ -19,6 +20,19 @@ from meshwright.storage.paths import path_of
 
 _WRITES = re.compile("dump|path|file|dir|profile", re.IGNORECASE)
 """Part of the names of compiler options that read or write files."""
+_PARTS = ("training", "optimizer", "data", "finetune", "faults", "local_checkpoints")
+
+
+def run_to_dict(run: Run) -> dict[str, Any]:
+    """Returns every field of the run as JSON values; the model's also name its family."""
+    document = msgspec.to_builtins(run)
+    document["model"] = {"family": family_name(run.model), **document["model"]}
+    return dict(document)
+
+
+def write_run(run: Run, file: Path) -> None:
+    """Writes `run` as JSON; a crash leaves the old file or the new one."""
+    write_atomically(file, json.dumps(run_to_dict(run), indent=1) + "\n")
 
 
 def run_from_dict(document: dict[str, Any], origin: str) -> Run:
@@ -32,15 +46,17 @@ def run_from_dict(document: dict[str, Any], origin: str) -> Run:
     model = dict(rest.pop("model", {}))
     config = find_family(family := str(model.pop("family", "")))
     if not (isinstance(config, type) and issubclass(config, Model)):
-        raise ConfigError(f"model family {family!r} of {origin}", "it is no class of models", "a subclass of mw.Model")
-    _check_names(model, config, "model")
-    _check_names(rest, Run, "run")
-    for name in ("training", "optimizer", "data", "finetune", "faults", "local_checkpoints"):
-        _check_names(rest.get(name, {}), type(getattr(Run, name)), name)
-    _check_names(rest.get("mesh") or {}, MeshShape, "mesh")
-    types = {field.name: field.type for field in dataclasses.fields(Run) if field.name in rest}
-    others = {name: _converted(rest[name], kind, name, origin) for name, kind in types.items()}
-    return Run(model=_converted(model, config, "model", origin), **others)
+        raise ConfigError(f"model family {family!r} of {origin}", "it is not a model class", "a subclass of mw.Model")
+    types = {"model": config, "run": Run, "mesh": MeshShape, **{name: type(getattr(Run, name)) for name in _PARTS}}
+    given = {"model": model, "run": rest, "mesh": rest.get("mesh") or {}, **{n: rest.get(n, {}) for n in _PARTS}}
+    for where, kind in types.items():
+        known = [field.name for field in dataclasses.fields(kind)]
+        for name in given[where]:
+            if name not in known:
+                raise ConfigError(f"{where}.{name}", "there is no such field", nearest(name, known))
+    kinds = {field.name: field.type for field in dataclasses.fields(Run) if field.name in rest}
+    fields = {name: _converted(rest[name], kind, name, origin) for name, kind in kinds.items()}
+    return Run(model=_converted(model, config, "model", origin), **fields)
 
 
 def _converted(value: Any, kind: Any, name: str, origin: str) -> Any:
@@ -52,39 +68,24 @@ def _converted(value: Any, kind: Any, name: str, origin: str) -> Any:
 
 
 def _check_values(document: Any, origin: str) -> None:
-    """Raises ConfigError for a document of the wrong form, and for a value that reaches outside of what it is for."""
-    form = {
-        "model": dict,
-        "training": dict,
-        "optimizer": dict,
-        "data": dict,
-        "finetune": dict,
-        "faults": dict,
-        "local_checkpoints": dict,
-        "name": str,
-    }
+    """Raises ConfigError for a document of the wrong form, and for a value with effects that a file may not have."""
+    asked, wrote = f"the run in {origin}", "what training wrote"
     if not isinstance(document, dict):
-        raise ConfigError(f"the run in {origin}", "it is no object", "what training wrote")
+        raise ConfigError(asked, "it is not an object", wrote)
     if not isinstance(document.get("mesh") or {}, dict):
-        raise ConfigError(f"the run in {origin}", "its mesh is no object", '"mesh": {"fsdp": 8}')
-    for name, kind in form.items():
-        if not isinstance(document.get(name, kind()), kind):
-            is_no = "object" if kind is dict else "text"
-            raise ConfigError(f"the run in {origin}", f"its {name} is no {is_no}", "what training wrote")
+        raise ConfigError(asked, "its mesh is not an object", '"mesh": {"fsdp": 8}')
+    for name in ("model", *_PARTS):
+        if not isinstance(document.get(name, {}), dict):
+            raise ConfigError(asked, f"its {name} is not an object", wrote)
     name = document.get("name", "run")
+    if not isinstance(name, str):
+        raise ConfigError(asked, "its name is not text", wrote)
     if not name.isprintable() or "/" in name or name.startswith("."):
-        raise ConfigError(f"the run in {origin}", f"its name {name[:80]!r} is no name of a folder", '"name": "run"')
+        raise ConfigError(asked, f"its name {name[:80]!r} cannot name a folder", '"name": "run"')
     for option in document.get("training", {}).get("compiler_options", ()):
         if _WRITES.search(str(option).partition("=")[0]):
             fix = f"--training.compiler-options {option} on the command line, and no such option in the file"
             raise ConfigError(f"the compiler option {option!r} of {origin}", "it makes XLA write files", fix)
-
-
-def _check_names(document: dict[str, Any], kind: type, where: str) -> None:
-    known = [field.name for field in dataclasses.fields(kind)]
-    for name in document:
-        if name not in known:
-            raise ConfigError(f"{where}.{name}", "there is no such field", nearest(name, known))
 
 
 def read_unique_json(file: Path, largest: int = SMALL) -> Any:

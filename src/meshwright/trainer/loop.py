@@ -18,7 +18,7 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.report import Reporter
 from meshwright.report.files import EventLog, JsonLines
 from meshwright.runs.run import Run
-from meshwright.runs.write_run import write_run
+from meshwright.runs.run_file import write_run
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.state import State
 from meshwright.step.train_step import CompiledTrainStep

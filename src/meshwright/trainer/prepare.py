@@ -16,7 +16,7 @@ from meshwright.errors import DataError
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape, enable_compilation_cache
 from meshwright.models.flops import training_flops_per_token
 from meshwright.report import Reporter
-from meshwright.runs.placed_run import check_sizes
+from meshwright.runs.checks import check_sizes
 from meshwright.runs.run import Run
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.state import State

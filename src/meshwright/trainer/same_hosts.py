@@ -14,7 +14,7 @@ import jax
 from meshwright.checkpoint.steps import committed_steps
 from meshwright.hardware.agreement import agree, digest, flatten
 from meshwright.runs.run import Run
-from meshwright.runs.write_run import run_to_dict
+from meshwright.runs.run_file import run_to_dict
 from meshwright.trainer.phases import Phases
 from meshwright.trainer.prepare import Trainable
 from meshwright.trainer.watchdog import PREPARING, Watchdog, watching

@@ -10,7 +10,7 @@ from meshwright.generation.generator import Generated
 from meshwright.planner.search import Plan
 from meshwright.runs.recipe import find_recipe, list_recipes
 from meshwright.runs.run import Run
-from meshwright.runs.write_run import run_to_dict
+from meshwright.runs.run_file import run_to_dict
 from meshwright.trainer.evaluation import Evaluation
 from meshwright.trainer.parity import Parity
 from meshwright.views.layout_page import layout_sections

@@ -15,7 +15,7 @@ from meshwright.config import MeshShape, Training
 from meshwright.errors import ConfigError, MeshwrightError, describe_failure
 from meshwright.models.model import Model
 from meshwright.plugins import load, name_of
-from meshwright.runs.changes import change_fields
+from meshwright.runs.recipe import change_fields
 from meshwright.runs.run import Run
 from meshwright.storage.paths import path_of
 from meshwright.words import AXES

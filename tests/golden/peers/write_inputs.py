@@ -18,7 +18,7 @@ import hf_models
 import test_finetune
 
 import meshwright as mw
-from meshwright.runs.hugging_face import run_of_hugging_face
+from meshwright.runs.recipe import run_of_hugging_face
 from meshwright.trainer.loop import prepare_run
 
 OUT = hf_models.PEERS / "written"

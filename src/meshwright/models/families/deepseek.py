@@ -112,7 +112,7 @@ class Deepseek(DenseLayersFirst):
         return h_BTD, block.layer(ctx, mix, block.feed_forward.build(ctx), join)
 
     def features(self) -> set[str]:
-        """Returns the features that `runs.composition` lists."""
+        """Returns the features that `runs.checks` lists."""
         return super().features() | ({"multi-token prediction"} if self.mtp_depth else set())
 
     def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:

@@ -165,7 +165,7 @@ class DenseLayersFirst(ChoiceOfExperts, TiedOrNot):
         return (dense,) * self.dense_layers + (experts,) * (self.layers - self.dense_layers)
 
     def features(self) -> set[str]:
-        """Returns the features that `runs.composition` lists."""
+        """Returns the features that `runs.checks` lists."""
         return super().features() | ({"leading dense layers"} if self.dense_layers else set())
 
     def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:
