@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 import meshwright as mw
 from meshwright.models.blocks.context import build_attend
 from meshwright.models.kernels import blocked
-from meshwright.models.kernels.attention import reference_attention, sequence_positions
-from meshwright.models.kernels.choose import KERNELS, Kernels
+from meshwright.models.kernels.attention import Kernels, reference_attention, sequence_positions
+from meshwright.models.kernels.choose import KERNELS
 from meshwright.models.kernels.splash import splash_kernels
 from meshwright.sharding.sequence import SequenceSplit, split_sequence
 

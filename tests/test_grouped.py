@@ -10,7 +10,7 @@ import pytest
 from tiny_runs import MODELS, device_run_of, tiny_run
 
 from meshwright.errors import ConfigError
-from meshwright.models.kernels.grouped import GroupedMatmul, choose_grouped_matmul
+from meshwright.models.kernels.choose import GroupedMatmul, choose_grouped_matmul
 from meshwright.models.kernels.grouped_triton import grouped_matmul
 
 # A tile has 128 rows and 128 columns, and a step along the contracted dimension 32 of float32.

@@ -16,8 +16,8 @@ import meshwright as mw
 from meshwright.errors import ConfigError
 from meshwright.hardware.machine import Machine
 from meshwright.models.kernels import blocked
-from meshwright.models.kernels.attention import reference_attention, sequence_positions
-from meshwright.models.kernels.choose import KERNELS, Kernels, choose_kernels
+from meshwright.models.kernels.attention import Kernels, reference_attention, sequence_positions
+from meshwright.models.kernels.choose import KERNELS, choose_kernels
 from meshwright.models.kernels.splash import block_size, splash_kernels
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.sharding.sequence import split_sequence

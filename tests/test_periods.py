@@ -12,7 +12,7 @@ from tiny_runs import QWEN3_NEXT, assert_same_steps, device_run_of, tiny_run, tr
 import meshwright as mw
 from meshwright.models.blocks.rotary import RopeScaling, Yarn
 from meshwright.models.flops import layer_flops
-from meshwright.models.periods import scan_periods, scan_stacks_in_parts
+from meshwright.models.scan import join, layers_in, rows_in, scan_layers, sections
 from meshwright.runs.placed_run import place_run
 from meshwright.sharding.stages import assign_layers, loop_placement
 
@@ -47,7 +47,9 @@ def test_the_scan_is_a_loop_over_layers(layers: int, remat: str) -> None:
     w_L, x = jnp.linspace(0.5, 1.5, layers), jnp.arange(4.0)
 
     def scanned(x: Any, w_L: Any) -> Any:
-        return scan_periods(kinds, x, w_L, np.arange(layers), remat=remat, unroll=1)
+        period = [("blocks", kind) for kind in kinds]
+        x, aux = scan_layers(period, x, {"blocks": w_L}, {"blocks": np.arange(layers)}, remat=remat)
+        return x, aux["blocks"]
 
     def looped(x: Any, w_L: Any) -> Any:
         aux = []
@@ -97,7 +99,14 @@ def test_stacks_take_turns_as_in_a_loop_over_layers() -> None:
     x, aux = jnp.arange(4.0), dict[str, list[Any]](dense_blocks=[], blocks=[])
     found = []
     for parts in ([(slice(None), "none")], [(slice(0, 3), "projections"), (slice(3, 7), "full")]):
-        found.append(scan_stacks_in_parts(spec, kinds, x, w, index, parts, 1))
+        (section,), last, outputs = sections(spec, kinds), x, []
+        assert layers_in(spec, section) == (0, 7)
+        for part, remat in parts:
+            here = [rows_in(spec, 0, part, trees) for trees in (w, index)]
+            at = (part.start or 0) % spec.period
+            last, more = scan_layers(section[at:] + section[:at], last, *here, remat=remat)
+            outputs.append(more)
+        found.append((last, join(outputs)))
     for i, layer in enumerate(spec.layers):
         row = spec.layers_of(layer.stack).index(i)
         aux[layer.stack].append(x)

@@ -27,7 +27,7 @@ from meshwright.models.blocks.context import CONTEXT, with_own_kv_head
 from meshwright.models.blocks.dropout import no_dropout
 from meshwright.models.kernels.scores import cap
 from meshwright.models.model import ForwardContext, Layer, Tokens, vocab_size
-from meshwright.models.remat import scan_layers
+from meshwright.models.scan import scan_layers, sections
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import Tree
 from meshwright.sharding.sequence import SequenceSplit
@@ -344,20 +344,13 @@ class Decoder:
         places = {s: (jnp.array(spec.layers_of(s)), jnp.arange(n)) for s, n in model.stacks.items()}
         given = {s: f if isinstance(f, tuple) else (f,) for s, f in functions.items()}
         kinds = {stack: tuple(cached(stack, layer) for layer in layers) for stack, layers in given.items()}
-        carry = (model.model.embed(params, ctx), cache)
-        if spec.interleaved:
-            from meshwright.models.periods import kinds_of, scan_stacks
-
-            stacked = {stack: params[stack] for stack in model.stacks}
-            done: tuple[jax.Array, dict[str, Any]]
-            done, _ = scan_stacks(kinds_of(spec, kinds), carry, stacked, places, remat="none", unroll=1)
-            return done
-        for stack in model.stacks:
-            # The cache of one stack alone is carried through the loop over its layers.
-            own: Any = (carry[0], {stack: carry[1][stack]})
-            left: Any = scan_layers(kinds[stack], own, params[stack], places[stack], remat="none", unroll=1)[0]
-            carry = (left[0], {**carry[1], **left[1]})
-        return carry
+        x_BTD, done = model.model.embed(params, ctx), dict(cache)
+        for section in sections(spec, kinds):
+            # The loop over a section's layers carries only the caches of its own stacks.
+            own = {stack: done[stack] for stack in dict.fromkeys(stack for stack, _ in section)}
+            carry: Any = scan_layers(section, (x_BTD, own), params, places)[0]
+            x_BTD, done = carry[0], {**done, **carry[1]}
+        return x_BTD, done
 
 
 def check_decodable(device_run: DeviceRun) -> None:

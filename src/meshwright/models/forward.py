@@ -7,7 +7,6 @@ follow each other in `loss_fn`.
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +17,13 @@ import numpy as np
 from meshwright.comm.collectives import axis_index, broadcast
 from meshwright.config import Training
 from meshwright.data.batch import Batch
-from meshwright.models.blocks.context import Attend, build_attend, with_own_kv_head
+from meshwright.models.blocks.context import build_attend, with_own_kv_head
 from meshwright.models.blocks.dropout import Dropout
-from meshwright.models.kernels.choose import Kernels
+from meshwright.models.gather_ahead import scan_layers_ahead
+from meshwright.models.kernels.attention import Kernels
 from meshwright.models.loss import chunk_tokens, token_losses
-from meshwright.models.model import Aux, ForwardContext, Metrics, Model, Tokens, vocab_size
-from meshwright.models.remat import scan_layers
+from meshwright.models.model import MTP, Attend, Aux, ForwardContext, Metrics, Model, Tokens, vocab_size
+from meshwright.models.scan import drop_padding, join, layers_in, rows_in, scan_layers, sections, skip_padding
 from meshwright.sharding.params import GatherParams, Tree
 from meshwright.sharding.sequence import SequenceSplit
 from meshwright.sharding.stages import NO_LAYER, StageAssignment
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class LocalModel:
     """The model on one device, inside the step's `shard_map`.
 
-    `params` is always the whole tree of sharded parameters. `batch` holds whole sequences; each device takes its own
+    `params` is always the tree of all sharded parameters. `batch` holds complete sequences; each device takes its own
     positions of them.
     """
 
@@ -47,15 +47,15 @@ class LocalModel:
     stages: StageAssignment
     kernels: Kernels
     grouped_matmul: Callable[..., jax.Array] = jax.lax.ragged_dot
-    """Grouped matmul of experts (kernels/grouped.py)."""
+    """Grouped matmul of experts (kernels/choose.py)."""
     ahead: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Parameters that are gathered one layer ahead, by stack; other stacks gather all in their own layer."""
     tensor_ring: tuple[int, ...] = ()
-    """Ring of collective matmuls over `tensor` (models/model.py); () has none."""
+    """Ring of collective matmuls over `tensor` (models/model.py); () for none."""
     attention_pieces: int = 1
     """Most pieces of the batch in which attention and its output projection are computed; 1 is all at once."""
     preferences: "Preferences | None" = None
-    """Loss of preferences in the place of that of tokens (models/preferences.py)."""
+    """Loss of preferences, instead of that of tokens (models/preferences.py)."""
 
     @functools.cached_property
     def stacks(self) -> dict[str, int]:
@@ -68,15 +68,14 @@ class LocalModel:
         return self.sequence.is_ring or bool(self.tensor_ring)
 
     def context(self, batch: Batch, dropout: Dropout) -> ForwardContext:
-        """Returns what every layer needs besides its parameters."""
+        """Returns the inputs that every layer needs besides its parameters."""
         attend = self._build_attend(batch.segments)
         local = self.local_positions(batch)
         tokens = Tokens(local.inputs, local.positions)
         pieces: tuple[Attend, ...] = ()
         count = math.gcd(self.attention_pieces, batch.segments.shape[0])
         if count > 1:
-            segments = jnp.split(batch.segments, count)
-            pieces = tuple(self._build_attend(part_BT) for part_BT in segments)
+            pieces = tuple(self._build_attend(part_BT) for part_BT in jnp.split(batch.segments, count))
         kernels = (attend, self.sequence, self.grouped_matmul)
         return ForwardContext(tokens, self.gather_params, dropout, *kernels, self.tensor_ring, pieces)
 
@@ -102,56 +101,44 @@ class LocalModel:
     ) -> tuple[jax.Array, dict[str, Aux]]:
         """Runs the layers of one virtual stage; returns the hidden states and each stack's aux, [rows, ...].
 
-        params: the parameters of that virtual stage alone, by stack.
+        params: only the parameters of that virtual stage, by stack.
         """
-        first, aux, spec = 0, {}, self.model.spec()
-        functions: Mapping[str, Any] = self.model.layer_functions(ctx)
-        rows = {stack: self.stages.rows(spec.layers_of(stack)) for stack in self.stacks}
-        periods: dict[str, tuple[Any, ...]] = {}
-        for stack, given in functions.items():
-            period = given if isinstance(given, tuple) else (given,)
-            if (rows[stack] == NO_LAYER).any():
-                from meshwright.models.padding_rows import drop_padding, skip_padding  # most stacks have none
-
+        spec, index, functions, outputs = self.model.spec(), {}, {}, list[dict[str, Aux]]()
+        for stack, given in self.model.layer_functions(ctx).items():
+            rows = self.stages.rows(spec.layers_of(stack))
+            index[stack], period = _local_rows(rows, virtual_stage), given if isinstance(given, tuple) else (given,)
+            if (rows == NO_LAYER).any():
                 period = tuple(map(drop_padding if self.permutes else skip_padding, period))
-            periods[stack] = period
-        layers = {stack: _local_rows(rows[stack], virtual_stage) for stack in self.stacks}
-        if spec.interleaved:
-            from meshwright.models.periods import scan_stacks_in_parts
-
-            chosen = self._policies(0, len(spec.layers))
-            return scan_stacks_in_parts(spec, periods, x_BTD, params, layers, chosen, self.training.unroll)
-        for stack, count in self.stacks.items():
-            period, index_L, parts = periods[stack], layers[stack], list[Aux]()
+            functions[stack] = period
+        for section in sections(spec, functions):
+            first, count = layers_in(spec, section)
+            stacks = dict.fromkeys(stack for stack, _ in section)
+            inputs = [{stack: tree[stack] for stack in stacks} for tree in (params, index)]
             for part, remat in self._policies(first, count):
-                chosen, index = (jax.tree.map(operator.itemgetter(part), tree) for tree in (params[stack], index_L))
-                if stack in self.ahead:
-                    x_BTD, part_aux = self._layers_ahead(stack, chosen, x_BTD, ctx, index, remat)
+                stacked, indices = (rows_in(spec, first, part, trees) for trees in inputs)
+                if section[0][0] in self.ahead:
+                    x_BTD, aux = self._layers_ahead(section[0][0], x_BTD, ctx, stacked, indices, remat)
                 else:
-                    # A part that does not begin with a period begins inside of one.
-                    at, unroll = (part.start or 0) % len(period), self.training.unroll
-                    kinds = period[at:] + period[:at]
-                    x_BTD, part_aux = scan_layers(kinds, x_BTD, chosen, index, remat=remat, unroll=unroll)
-                parts.append(part_aux)
-            first += count
-            aux[stack] = parts[0] if len(parts) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
-        return x_BTD, aux
+                    # A part may start in the middle of a period.
+                    at = (part.start or 0) % len(section)
+                    kinds = section[at:] + section[:at]
+                    x_BTD, aux = scan_layers(kinds, x_BTD, stacked, indices, remat=remat, unroll=self.training.unroll)
+                outputs.append(aux)
+        return x_BTD, join(outputs)
 
-    def _policies(self, first: int, count: int) -> list[tuple[Any, str]]:
-        """Returns the rows of a stack with one remat policy each, as slices. first: the stack's first layer."""
+    def _policies(self, first: int, count: int) -> list[tuple[slice, str]]:
+        """Returns the layers of a section with one remat policy each, as slices. first: the section's first layer."""
         remat, saved = self.training.remat, min(max(self.training.saved_layers - first, 0), count)
         if not saved:
             return [(slice(None), remat)]
         return [(slice(0, saved), "projections"), *([(slice(saved, count), remat)] if saved < count else [])]
 
     def _layers_ahead(
-        self, stack: str, params: Tree, x_BTD: jax.Array, ctx: ForwardContext, index_L: Any, remat: str
-    ) -> tuple[jax.Array, Aux]:
+        self, stack: str, x_BTD: jax.Array, ctx: ForwardContext, params: Tree, index: Tree, remat: str
+    ) -> tuple[jax.Array, dict[str, Aux]]:
         """Runs a stack whose first weights are gathered one layer ahead."""
-        from meshwright.models.gather_ahead import scan_layers_ahead  # not needed on one device
-
-        first = {name: p for name, p in params.items() if name in self.ahead[stack]}
-        rest = {name: p for name, p in params.items() if name not in first}
+        first = {name: p for name, p in params[stack].items() if name in self.ahead[stack]}
+        rest = {name: p for name, p in params[stack].items() if name not in first}
         gather_first, gather_rest = (
             functools.partial(self.gather_params.only(stack, names), path=stack) for names in (first, rest)
         )
@@ -160,7 +147,10 @@ class LocalModel:
             return given if path == stack else self.gather_params(given, path)
 
         layer: Any = self.model.layer_functions(dataclasses.replace(ctx, gather_params=gather))[stack]
-        return scan_layers_ahead(layer, (gather_first, gather_rest), x_BTD, (first, rest), index_L, remat=remat)
+        x_BTD, aux = scan_layers_ahead(
+            layer, (gather_first, gather_rest), x_BTD, (first, rest), index[stack], remat=remat
+        )
+        return x_BTD, {stack: aux}
 
     def unembed(self, params: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the final hidden states [B, T/context, D] on every stage, and the unembedding [V/stage+tensor, D]."""
@@ -193,7 +183,7 @@ class LocalModel:
             return token_losses(x_TD, table_VD, batch.targets.reshape(-1), vocab, chunk, softcap)
 
     def weight(self, batch: Batch) -> jax.Array:
-        """Returns what this device's sequences weigh in the mean loss: their tokens, or their preferences."""
+        """Returns the weight of this device's sequences in the mean loss: their tokens, or their preferences."""
         if self.preferences is None:
             return batch.weights.sum()
         return self.preferences.pairs(batch).sum()
@@ -208,16 +198,33 @@ class LocalModel:
     ) -> tuple[jax.Array, tuple[Metrics, dict[str, Aux]]]:
         """Returns `(loss, (metrics, aux))` of this device's shard, for a model on one pipeline stage."""
         x_BTD, aux = self.hidden(params, batch, dropout)
-        if self.preferences is None:
-            loss, metrics = self.loss(params, x_BTD, batch, total)
-        else:
+        if self.preferences is not None:
             loss, metrics = self.preferences.loss(self, params, x_BTD, batch, total)
-        if self.model.spec().further and self.preferences is None:
-            from meshwright.models.further_tokens import further_loss  # most models predict the next token alone
-
-            more, more_metrics, more_aux = further_loss(self, params, x_BTD, batch, dropout, total)
-            loss, metrics, aux = loss + more, metrics | more_metrics, aux | more_aux
+        else:
+            loss, metrics = self.loss(params, x_BTD, batch, total)
+            if self.model.spec().further:
+                more, more_metrics, more_aux = self._further_loss(params, x_BTD, batch, dropout, total)
+                loss, metrics, aux = loss + more, metrics | more_metrics, aux | more_aux
         return loss + self.aux_loss(aux), (metrics, aux)
+
+    def _further_loss(
+        self, params: Tree, x_BTD: jax.Array, batch: Batch, dropout: Dropout, total: jax.Array
+    ) -> tuple[jax.Array, Metrics, dict[str, Aux]]:
+        """Returns the weighted loss of the token after the next, its metrics and aux (multi-token prediction).
+
+        The further layer (DeepSeek-V3, arXiv:2412.19437, section 2.2) reads the last hidden state of a position and the
+        embedding of the token that follows it, and shares embedding and unembedding with the model. Decoding omits it.
+        total: weights of the next tokens, so that a token has one weight in both losses.
+        """
+        shifted, model = shift(batch), self.model
+        further: Any = model
+        h_BTD, layer = further.further_layer(params, x_BTD, self.context(shifted, dropout))
+        index = {MTP: np.array([len(model.spec().layers)], np.int32)}
+        with jax.named_scope("further tokens"):
+            h_BTD, aux = scan_layers([(MTP, layer)], h_BTD, params, index, remat=self.training.remat)
+        own = {**params, "final_norm": params[MTP]["final_norm"][0]}
+        loss, metrics = self.loss(own, h_BTD, shifted, total)
+        return further.mtp_weight * loss, {"further token loss": metrics["loss"]}, aux
 
     def aux_loss(self, aux: dict[str, Aux]) -> jax.Array | float:
         """Returns the auxiliary losses of all layers, averaged over the sequences of the global batch."""
@@ -230,3 +237,16 @@ def _local_rows(rows: np.ndarray, virtual_stage: jax.Array | int) -> Any:
     if rows.shape[:2] == (1, 1):
         return rows[0, 0]
     return jnp.asarray(rows)[axis_index(("stage",)), virtual_stage]
+
+
+def shift(batch: Batch) -> Batch:
+    """Returns sequences moved by one token: the input is the next token, the target the one after it.
+
+    A target has the weight that it has for the position before it; 0 in another document.
+    """
+    same = batch.segments[:, 1:] == batch.segments[:, :-1]
+    weights = jnp.where(same, batch.weights[:, 1:], 0)
+    last = ((0, 0), (0, 1))
+    return Batch(
+        batch.targets, jnp.pad(batch.targets[:, 1:], last), batch.segments, batch.positions, jnp.pad(weights, last)
+    )

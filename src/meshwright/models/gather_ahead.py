@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshwright.models.remat import checkpoint_layer
+from meshwright.config import Training
+from meshwright.models.remat import REMAT_POLICIES, checkpoint_layer
 from meshwright.sharding.params import Param, Tree
 
 Gather = Callable[[Tree], Tree]
@@ -31,6 +32,24 @@ def gathered_ahead(params: dict[str, Param]) -> tuple[str, ...]:
     """Returns the parameters of a layer that it needs first: all but those of its feed-forward half."""
     later = ("ffn_in", "ffn_out")
     return tuple(name for name, p in params.items() if getattr(p, "role", None) not in later)
+
+
+def gathered_within_reason(training: Training, stages: int, period: int, frozen: str) -> str | None:
+    """Returns why a run's weights are gathered within their own layer, None where they can be gathered ahead.
+
+    frozen: `lora` where the weights are frozen (`FineTune.method`).
+    """
+    if frozen == "lora":
+        return "its backward pass computes the gradients of all weights, and those beside adapters are frozen"
+    if period > 1:
+        return f"it gathers for the next layer of one kind, and the model's layers repeat with a period of {period}"
+    if REMAT_POLICIES[training.remat].saved is None:
+        return f"it gathers weights again in the backward pass, and remat {training.remat} recomputes no layer"
+    if stages > 1:
+        return f"each of {stages} pipeline stages runs its layers tick by tick, with gathers of their own"
+    if training.unroll > 1:
+        return f"its loop has one layer per iteration, and unroll is {training.unroll}"
+    return None
 
 
 def scan_layers_ahead(

@@ -8,21 +8,19 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from meshwright.comm.collective_matmul import column_parallel, row_parallel
 from meshwright.comm.collectives import TokenFunction, sequence_all_gather, sequence_reduce_scatter
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
-from meshwright.models.blocks.context import Attend, in_pieces
 from meshwright.models.blocks.dropout import Dropout
 from meshwright.models.kernels.scores import Scores
 from meshwright.sharding.params import GatherParams, Param, Tree
 from meshwright.sharding.sequence import SequenceSplit
-
-if TYPE_CHECKING:
-    from meshwright.models.blocks.delta_net import DeltaInputs
 
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
 """Metrics of a step as (sum, count); the value is sum / count."""
@@ -34,10 +32,17 @@ Aux = dict[str, jax.Array]
 """
 
 
-class Layer(Protocol):
-    """One layer: `(x [B, T/tensor, D], its sharded parameters, its index) -> (x, aux)`."""
+Layer = Callable[[jax.Array, Any, jax.Array], tuple[jax.Array, Aux]]
+"""One layer: `(x [B, T/tensor, D], its sharded parameters, its index) -> (x, aux)`."""
+Pattern = Layer | tuple[Layer, ...]
+"""Layer function of a stack, or one for each layer of a period that repeats."""
+MTP = "mtp"
+"""Subtree of the layer that predicts the token after the next, with a leading dimension of one layer."""
+Attend = Callable[..., jax.Array]
+"""`(q [B, T, N, H], k [B, T, K, H], v, *, window, scores=None) -> [B, T, N, H]`: attention to all visible keys.
 
-    def __call__(self, x_BTD: jax.Array, params: Any, layer: jax.Array, /) -> tuple[jax.Array, Aux]: ...
+window: sliding window; None has none.  scores: soft cap, sinks and chunks (kernels/scores.py); None has none of them.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,21 +54,6 @@ class Tokens:
     """Position within the document."""
 
 
-class LatentAttend(Protocol):
-    """Attention of a decoding step's tokens to cached latents, and writing theirs; returns [B, T, N, kv_rank].
-
-    Scores are divided by the root of the queries' size, which is that of what is cached.
-    """
-
-    def __call__(self, q_BTNZ: jax.Array, cached_BTZ: jax.Array, kv_rank: int, /) -> jax.Array: ...
-
-
-class DeltaAttend(Protocol):
-    """Linear attention of a decoding step's tokens, from what is carried and into it; returns [B, T, N, G, H]."""
-
-    def __call__(self, x: "DeltaInputs", taps_NFW: jax.Array, /) -> jax.Array: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class ForwardContext:
     """Inputs that every layer of a model needs besides its parameters."""
@@ -73,47 +63,41 @@ class ForwardContext:
     """`(params, path) -> weights`: gathers a subtree over `fsdp` in the compute dtype."""
     dropout: Dropout
     attend: Attend
-    """`(q, k, v, window, scores) -> attention output` over the whole sequence."""
+    """Attention of this device's queries to the complete sequence."""
     sequence: SequenceSplit
     grouped_matmul: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = jax.lax.ragged_dot
-    """`(rows, weights, rows of each expert) -> rows times their expert's weights` (kernels/grouped.py)."""
+    """`(rows, weights, rows of each expert) -> rows times their expert's weights` (kernels/choose.py)."""
     tensor_ring: tuple[int, ...] = ()
-    """Devices of `tensor` in the order of a ring, around which collective matmuls send chunks; () has no ring."""
+    """Devices of `tensor` in the order of a ring, around which collective matmuls send chunks; () for no ring."""
     attend_pieces: tuple[Attend, ...] = ()
-    """Attention of each piece of the batch, for `attend_row_parallel`; () has no pieces."""
-    attend_latent: LatentAttend | None = None
-    """Attention to cached latents (blocks/latent.py), where the context is that of decoding."""
-    attend_delta: DeltaAttend | None = None
-    """Linear attention from its cached states (blocks/delta_net.py), where the context is that of decoding."""
+    """Attention of each piece of the batch, for `attend_row_parallel`; () for no pieces."""
+    attend_latent: Callable[[jax.Array, jax.Array, int], jax.Array] | None = None
+    """In decoding: `(q [B, T, N, Z], new latents [B, T, Z], kv_rank) -> [B, T, N, kv_rank]`, to cached latents."""
+    attend_delta: Callable[[Any, jax.Array], jax.Array] | None = None
+    """In decoding: `(DeltaInputs, taps) -> [B, T, N, G, H]`, linear attention from its cached states."""
 
     def column_parallel(self, f: TokenFunction, x_BTD: jax.Array, weights: Any) -> Any:
-        """Returns `f(x, weights)` for the whole sequence, gathered over `tensor`: column-parallel matmuls.
+        """Returns `f(x, weights)` for the complete sequence, gathered over `tensor`: column-parallel matmuls.
 
         x_BTD: this device's positions [B, T/tensor, D].  f: matmuls, the same for every token.
         """
-        if not self.tensor_ring:
-            return f(sequence_all_gather(x_BTD, 1), weights)
-        from meshwright.comm.collective_matmul import column_parallel  # loaded for runs with such a ring
-
-        return column_parallel(f, x_BTD, weights, self.tensor_ring)
+        if self.tensor_ring:
+            return column_parallel(f, x_BTD, weights, self.tensor_ring)
+        return f(sequence_all_gather(x_BTD, 1), weights)
 
     def row_parallel(self, f: TokenFunction, y_BTF: jax.Array, weights: Any) -> jax.Array:
         """Returns `f(y, weights)` summed over `tensor`, this device's positions of it [B, T/tensor, D].
 
-        y_BTF: the whole sequence, features split over `tensor`.  f: matmuls, the same for every token.
+        y_BTF: the complete sequence, features split over `tensor`.  f: matmuls, the same for every token.
         """
-        if not self.tensor_ring:
-            return sequence_reduce_scatter(f(y_BTF, weights), 1)
-        from meshwright.comm.collective_matmul import row_parallel
-
-        return row_parallel(f, y_BTF, weights, self.tensor_ring)
+        if self.tensor_ring:
+            return row_parallel(f, y_BTF, weights, self.tensor_ring)
+        return sequence_reduce_scatter(f(y_BTF, weights), 1)
 
     def attend_row_parallel(
         self,
         f: TokenFunction,
-        q_BTNH: jax.Array,
-        k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
+        qkv: tuple[jax.Array, jax.Array, jax.Array],
         weights: Any,
         window: int | None,
         scores: Scores | None = None,
@@ -121,15 +105,23 @@ class ForwardContext:
     ) -> jax.Array:
         """Returns `row_parallel(f, attend(q, k, v), weights)`: attention and its output projection [B, T/tensor, D].
 
-        In pieces of the batch (blocks/context.py), the sums of one piece travel while the next attends.
-        factor_BTNH: multiplies the attention output (an output gate); None is 1.
+        In pieces of the batch, the sums of one piece travel while the next attends: the projection is too short a
+        matmul to hide its own sums.  factor_BTNH: multiplies the attention output (an output gate); None is 1.
         """
         if not self.attend_pieces:
-            out_BTNH = self.attend(q_BTNH, k_BTKH, v_BTKH, window=window, scores=scores)
+            out_BTNH = self.attend(*qkv, window=window, scores=scores)
             return self.row_parallel(f, out_BTNH if factor_BTNH is None else out_BTNH * factor_BTNH, weights)
-        attends = [functools.partial(attend, window=window, scores=scores) for attend in self.attend_pieces]
-        arrays = (q_BTNH, k_BTKH, v_BTKH)
-        return in_pieces(attends, arrays, lambda out: sequence_reduce_scatter(f(out, weights), 1), factor_BTNH)
+        count = len(self.attend_pieces)
+        factors = [None] * count if factor_BTNH is None else jnp.split(factor_BTNH, count)
+        pieces = (jnp.split(x, count) for x in qkv)
+        done: list[jax.Array] = []
+        for attend, factor, q, k, v in zip(self.attend_pieces, factors, *pieces, strict=True):
+            if len(done) > 1:
+                # XLA would attend to all pieces first and send all sums after.
+                q, done[-2] = jax.lax.optimization_barrier((q, done[-2]))
+            out = attend(q, k, v, window=window, scores=scores)
+            done.append(sequence_reduce_scatter(f(out if factor is None else out * factor, weights), 1))
+        return jnp.concatenate(done)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,7 +307,7 @@ class ModelSpec:
     logit_softcap: float | None = None
     """Soft cap of the logits (models/kernels/scores.py); None has none."""
     further: tuple[LayerSpec, ...] = ()
-    """Layers after the last that predict further tokens in training (models/further_tokens.py)."""
+    """Layers after the last that predict further tokens in training (models/forward.py)."""
     period: int = 1
     """Layers after which the kinds of layers repeat (local and global attention): pipeline parts begin with a period.
     Above 1 the stacks of a model take turns within it."""
@@ -351,10 +343,6 @@ class ModelSpec:
     def kv_heads(self) -> int | None:
         """Fewest key/value heads of any layer; None for a model without attention."""
         return min((a.kv_heads for a in self.attention), default=None)
-
-
-Pattern = Layer | tuple[Layer, ...]
-"""Layer function of a stack, or one for each layer of a period that repeats."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,6 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshwright.config import Training
-
 LAYER_INPUT = "layer input"
 """Name of a layer's input: the residual stream."""
 QKV = "queries, keys, values"
@@ -76,47 +74,6 @@ def recomputed[**P, R](elementwise: Callable[P, R]) -> Callable[P, R]:
     hidden width instead of 2. Reading the inputs again costs less than writing and reading the intermediates.
     """
     return jax.checkpoint(elementwise, prevent_cse=False)
-
-
-def gathered_within_reason(training: Training, stages: int, period: int, frozen: str) -> str | None:
-    """Returns why a run's weights are gathered within their own layer, None where they can be gathered ahead.
-
-    frozen: `lora` where the weights are frozen (`FineTune.method`).
-    """
-    if frozen == "lora":
-        return "its backward pass computes the gradients of all weights, and those beside adapters are frozen"
-    if period > 1:
-        return f"it gathers for the next layer of one kind, and the model's layers repeat with a period of {period}"
-    if REMAT_POLICIES[training.remat].saved is None:
-        return f"it gathers weights again in the backward pass, and remat {training.remat} recomputes no layer"
-    if stages > 1:
-        return f"each of {stages} pipeline stages runs its layers tick by tick, with gathers of their own"
-    if training.unroll > 1:
-        return f"its loop has one layer per iteration, and unroll is {training.unroll}"
-    return None
-
-
-def scan_layers(
-    period: tuple[Callable[..., tuple[jax.Array, Any]], ...],
-    x: jax.Array,
-    stacked: Any,
-    index_L: Any,
-    *,
-    remat: str,
-    unroll: int,
-) -> tuple[jax.Array, Any]:
-    """Scans `layer(x, params, index) -> (x, aux)` over stacked layers; returns x and the stacked aux, [L, ...].
-
-    period: layer functions that repeat; most models have one.  stacked: the layers' parameters, with a leading
-    dimension L.  index_L: index of each layer in the model, int32.  remat: a row of REMAT_POLICIES.
-    unroll: layers per iteration of the loop.
-    """
-    if len(period) > 1:
-        from meshwright.models.periods import scan_periods  # loaded for layers of several kinds
-
-        return scan_periods(period, x, stacked, index_L, remat=remat, unroll=unroll)
-    body = checkpoint_layer(period[0], remat)
-    return jax.lax.scan(lambda x, rest: body(x, *rest), x, (stacked, index_L), unroll=unroll)
 
 
 def checkpoint_layer(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:

@@ -13,11 +13,11 @@ from meshwright.comm.hierarchical import DcnAxis
 from meshwright.errors import ConfigError
 from meshwright.hardware.compiler_options import GATHERS_IN_LEVELS, SPARSE_CORE_CHIPS, compiler_options_of
 from meshwright.hardware.machine import Machine, ring_order
-from meshwright.models.gather_ahead import gathered_ahead
-from meshwright.models.kernels.choose import Kernels, kernels_of
-from meshwright.models.kernels.grouped import GroupedMatmul, choose_grouped_matmul
+from meshwright.models.gather_ahead import gathered_ahead, gathered_within_reason
+from meshwright.models.kernels.attention import Kernels
+from meshwright.models.kernels.choose import GroupedMatmul, choose_grouped_matmul, kernels_of
 from meshwright.models.quantisation import check_precision
-from meshwright.models.remat import REMAT_POLICIES, gathered_within_reason
+from meshwright.models.remat import REMAT_POLICIES
 from meshwright.runs.placed_run import PlacedRun
 
 _RING = 4

@@ -6,8 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from meshwright.models.kernels.attention import Positions, as_self_attention, reference_attention
-from meshwright.models.kernels.choose import AttentionShapes, Kernels
+from meshwright.models.kernels.attention import (
+    AttentionShapes,
+    Kernels,
+    Positions,
+    as_self_attention,
+    reference_attention,
+)
 
 BLOCK = 128
 """Largest block of queries."""

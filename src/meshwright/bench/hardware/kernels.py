@@ -20,8 +20,8 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.chips import find_chip
 from meshwright.hardware.machine import Machine
 from meshwright.hardware.mesh import build_mesh
-from meshwright.models.kernels.choose import AUTO, KERNELS, Kernels, choose_kernels
-from meshwright.models.kernels.grouped import GroupedMatmul, choose_grouped_matmul
+from meshwright.models.kernels.attention import Kernels
+from meshwright.models.kernels.choose import AUTO, KERNELS, GroupedMatmul, choose_grouped_matmul, choose_kernels
 from meshwright.models.model import AttentionSpec
 from meshwright.sharding.sequence import SequenceSplit
 

@@ -122,9 +122,7 @@ class Attention:
             factor = jax.nn.sigmoid(checkpoint_name(products["query_gate"], QKV)) if self.gated else None
             y_BTD = ctx.attend_row_parallel(
                 attention_projection,
-                q_BTNH,
-                k_BTKH,
-                v_BTKH,
+                (q_BTNH, k_BTKH, v_BTKH),
                 w["attention_out"],
                 window=self.window,
                 scores=self._scores(w),

@@ -15,17 +15,17 @@ entirely are not computed (blocks/ring.py). The scores are computed by the platf
 Segments and positions of the whole sequence are known to every device; only queries, keys and values are sent.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.comm.collectives import axis_index, grouped_all_to_all
-from meshwright.models.kernels.choose import Kernels
+from meshwright.models.kernels.attention import Kernels
+from meshwright.models.kernels.choose import attention_over_devices
 from meshwright.models.kernels.scores import Scores, chunked_segments, own_sinks
+from meshwright.models.model import Attend
 from meshwright.models.remat import ATTN_OUT
 from meshwright.sharding.placement import replicates_kv_heads
 from meshwright.sharding.sequence import SequenceSplit
@@ -33,26 +33,8 @@ from meshwright.sharding.sequence import SequenceSplit
 CONTEXT = ("context",)
 
 
-class Attend(Protocol):
-    """Attention of this device's queries to all keys of the sequence that they may see; returns [B, T, N, H].
-
-    scores: soft cap, sinks and chunks (kernels/scores.py); None has none of them.
-    """
-
-    def __call__(
-        self,
-        q_BTNH: jax.Array,
-        k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
-        /,
-        *,
-        window: int | None,
-        scores: Scores | None = None,
-    ) -> jax.Array: ...
-
-
 def build_attend(sequence: SequenceSplit, segments_BT: jax.Array, kernels: Kernels) -> Attend:
-    """Builds the attention of a context strategy. segments_BT: documents of the whole sequence, on every device."""
+    """Builds the attention of a context strategy. segments_BT: documents of the complete sequence, on every device."""
 
     def attend(
         q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None, scores: Scores | None = None
@@ -65,21 +47,14 @@ def build_attend(sequence: SequenceSplit, segments_BT: jax.Array, kernels: Kerne
             if scores.sinks_N is not None or scores.softcap is not None:
                 heads = jax.lax.axis_index("context") % sequence.group if sequence.shards > 1 else 0
                 rest["scores"] = own_sinks(scores, heads, sequence.group)
-        if sequence.shards == 1:
-            return kernels.self_attention(q, k, v, segments, window=window, **rest)
-        if sequence.strategy == "all_gather":
-            from meshwright.models.blocks.ring import attend_to_gathered
-
-            return attend_to_gathered(sequence, kernels, (q, k, v), segments, window, rest)
-        q, k, v = (grouped_all_to_all(x, "context", sequence.group, 2, 1) for x in (q, k, v))
+        exchanges = sequence.group > 1
+        if exchanges:
+            q, k, v = (grouped_all_to_all(x, "context", sequence.group, 2, 1) for x in (q, k, v))
         if sequence.groups == 1:
             out = kernels.self_attention(q, k, v, segments, window=window, **rest)
         else:
-            from meshwright.models.blocks.ring import ring_attention
-
-            assert kernels.chunk_attention is not None, f"choose_kernels gives no {kernels.name} kernel to a ring"
-            out = ring_attention(q, k, v, segments, kernels.chunk_attention, sequence, window, **rest)
-        if sequence.group == 1:
+            out = attention_over_devices()(sequence, kernels, (q, k, v), segments, window, rest.get("scores"))
+        if not exchanges:
             return out
         # Kernel and ring name their own residuals; the output after the exchange is another array, which the output
         # projection reads.
@@ -89,11 +64,9 @@ def build_attend(sequence: SequenceSplit, segments_BT: jax.Array, kernels: Kerne
 
 
 def with_own_kv_head(attend: Attend) -> Attend:
-    """Returns `attend` for keys and values of which every device has all heads: it takes that of its own queries.
+    """Returns `attend` for fewer key/value heads than devices of `tensor`: each takes the head of its own queries.
 
-    For key/value heads that are fewer than the devices of `tensor`.
-
-    Gradients of the projections are summed over `tensor` like those of any parameter that is whole over it.
+    Gradients of the projections are summed over `tensor`, as for any parameter that every device of it has.
     """
 
     def own(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, **kind: Any) -> jax.Array:
@@ -104,27 +77,3 @@ def with_own_kv_head(attend: Attend) -> Attend:
         return attend(q_BTNH, k_BTKH, v_BTKH, **kind)
 
     return own
-
-
-def in_pieces(
-    attends: Sequence[Callable[..., jax.Array]],
-    qkv: tuple[jax.Array, jax.Array, jax.Array],
-    project: Callable[[jax.Array], jax.Array],
-    factor_BTNH: jax.Array | None = None,
-) -> jax.Array:
-    """Returns `project(attend(q, k, v))` of every piece of the batch, joined: [B, T/tensor, D].
-
-    The sums of one piece travel while the next attends: the projection is too short a matmul to hide its own sums.
-    attends: attention of each piece.  qkv: queries, keys and values of the whole batch.  project: attention output to
-    the residual stream, summed over `tensor`.  factor_BTNH: multiplies the attention output; None is 1.
-    """
-    factors = [None] * len(attends) if factor_BTNH is None else jnp.split(factor_BTNH, len(attends))
-    arrays = (jnp.split(x, len(attends)) for x in qkv)
-    done: list[jax.Array] = []
-    for attend, factor, q, k, v in zip(attends, factors, *arrays, strict=True):
-        if len(done) > 1:
-            # XLA would attend to all pieces first and send all sums after.
-            q, done[-2] = jax.lax.optimization_barrier((q, done[-2]))
-        out = attend(q, k, v)
-        done.append(project(out if factor is None else out * factor))
-    return jnp.concatenate(done)

@@ -171,7 +171,7 @@ def router_losses(r: Routing, routes: Routes, seq: int) -> dict[str, jax.Array]:
 
 
 Multiply = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""Grouped matmul: `(rows [R, K], weights [E, K, N], rows of each expert [E]) -> [R, N]` (kernels/grouped.py)."""
+"""Grouped matmul: `(rows [R, K], weights [E, K, N], rows of each expert [E]) -> [R, N]` (kernels/choose.py)."""
 ExpertWeights = dict[str, jax.Array]
 """Weights of this device's experts: gate, up [E/expert, D, F/tensor] and down [E/expert, F/tensor, D]; of experts with
 biases gate_bias, up_bias [E/expert, F/tensor] and down_bias [E/expert, D]."""

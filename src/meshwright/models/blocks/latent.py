@@ -151,7 +151,7 @@ class LatentAttention:
                 if longest > self.head_size:  # the kernels divide by the root of the padded size
                     q_BTNH = pad_values(q_BTNH * math.sqrt(longest / self.head_size), longest)
                     k_BTNH = pad_values(k_BTNH, longest)
-            return ctx.attend_row_parallel(self._project, q_BTNH, k_BTNH, v_BTNH, w["attention_out"], window=None)
+            return ctx.attend_row_parallel(self._project, (q_BTNH, k_BTNH, v_BTNH), w["attention_out"], window=None)
 
         return mix
 

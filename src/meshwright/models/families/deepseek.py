@@ -1,7 +1,7 @@
 """DeepSeek-V3 (arXiv:2412.19437), DeepSeek-V2-Lite (arXiv:2405.04434) and Kimi K2 (arXiv:2507.20534).
 
 Multi-head latent attention (blocks/latent.py), then the second half of a Mixtral layer: a SwiGLU in the first layers,
-routed and shared experts after them. A further layer may predict the token after the next (models/further_tokens.py).
+routed and shared experts after them. A further layer may predict the token after the next (models/forward.py).
 """
 
 import dataclasses
@@ -19,8 +19,7 @@ from meshwright.models.blocks.norm import Norm
 from meshwright.models.blocks.rotary import LatentYarn, Rotary
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.families.expert_fields import DenseLayersFirst
-from meshwright.models.further_tokens import STACK as MTP
-from meshwright.models.model import ForwardContext, LatentSpec, Layer, ModelSpec
+from meshwright.models.model import MTP, ForwardContext, LatentSpec, Layer, ModelSpec
 from meshwright.sharding.params import Param, Tree
 from meshwright.words import AXES
 

@@ -1,14 +1,83 @@
-"""Reference attention on one device, and the two signatures that every attention kernel has."""
+"""Attention kernels: the facts that the choice among them needs, and the reference in plain JAX."""
 
 import dataclasses
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.models.kernels.scores import Scores, cap
-from meshwright.models.remat import ATTN_OUT
+from meshwright.models.remat import ATTN_OUT, ATTN_SCORES, REMAT_POLICIES
+
+if TYPE_CHECKING:
+    from meshwright.models.kernels.chunks import ChunkAttention
+
+FEATURES: dict[str, str] = {"softcap": "soft cap of the scores", "sinks": "attention sinks"}
+"""Features that layers may need of a kernel besides causal attention in a window -> in words (kernels/scores.py)."""
+SelfAttention = Callable[..., jax.Array]
+"""`(q [B, T, N, H], k [B, T, K, H], v, segments [B, T], *, window, scores=None) -> [B, T, N, H]`.
+
+Attention of complete sequences to themselves. Residuals that it saves for its backward pass are named ATTN_OUT, or
+matched by the remat policies through their primitive. `scores` is given where a layer has a soft cap or sinks.
+"""
+CrossAttention = Callable[..., jax.Array]
+"""`(q, k, v, queries: Positions, keys: Positions, *, window, scores=None) -> [B, T, N, H]`, of any positions."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionShapes:
+    """Facts of a run that decide whether a kernel supports it."""
+
+    platform: str
+    """`jax.Device.platform`: cpu, tpu, gpu or cuda, rocm."""
+    head_sizes: tuple[int, ...]
+    """Sizes of the layers' keys and values, each once."""
+    seq: int
+    """Tokens of the complete sequence T."""
+    chunk: int
+    """Tokens of a chunk, of which a device has two where the context strategy is ring, usp or all_gather; else T."""
+    dtype: str
+    """Dtype of queries, keys and values."""
+    remat: str
+    """Remat policy (models/remat.py)."""
+    chip: str | None = None
+    """Name in `chips.CHIPS`, if it is known."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """Attention kernel: self-attention of complete sequences, and attention between parts of a sequence.
+
+    The context strategies ring and usp need `chunk_attention`; all_gather needs it or `cross_attention`.
+    """
+
+    name: str
+    """Name in logs, lints and the census."""
+    self_attention: SelfAttention
+    """Kernel where a device has complete sequences: without context parallelism, and with Ulysses."""
+    cross_attention: CrossAttention | None = None
+    """Kernel between queries and keys at any positions."""
+    unsupported: Callable[[AttentionShapes], str | None] = lambda shapes: None
+    """Returns the reason why the kernel cannot run these shapes, None if it can."""
+    chunk_attention: "ChunkAttention | None" = None
+    """Kernel between two chunks of a sequence, with its log-sum-exp and its backward pass."""
+    features: frozenset[str] = frozenset()
+    """Rows of `FEATURES` that the kernel has; it is not chosen for layers that need another."""
+    missing: Callable[[], str | None] = lambda: None
+    """Returns which library the kernel lacks on this machine, None if it lacks none."""
+    fused: bool = True
+    """Whether scores stay on the chip; the planner counts their HBM bytes otherwise."""
+    backward: float = 2.5
+    """Matrix products of the backward pass over those of the forward pass: five for two, the scores again included."""
+    note: str = ""
+    """Why "auto" did not take the platform's own kernel."""
+
+    @property
+    def summary(self) -> str:
+        """Name, and the note if there is one."""
+        return f"{self.name} ({self.note})" if self.note else self.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,11 +87,11 @@ class Positions:
     segments_BT: jax.Array
     """Document of each token; tokens of different documents do not attend to each other."""
     positions_T: jax.Array
-    """Position of each token in the whole sequence, int32; a token does not attend to later positions."""
+    """Position of each token in the complete sequence, int32; a token does not attend to later positions."""
 
 
 def sequence_positions(segments_BT: jax.Array) -> Positions:
-    """Returns the positions of whole sequences in their order."""
+    """Returns the positions of complete sequences in their order."""
     return Positions(segments_BT, jnp.arange(segments_BT.shape[1]))
 
 
@@ -38,88 +107,27 @@ def reference_attention(
 ) -> jax.Array:
     """Computes causal attention within documents; grouped-query attention (GQA) without repeating keys or values.
 
-    window: sliding window: a token attends to itself and the `window - 1` tokens before it; None is all before it.
-    scores: soft cap and sinks; None has neither. Returns [B, T, N, H] in the dtype of q. Scores [B, N, T, S] and
-    softmax are float32.
+    window: a token attends to itself and the `window - 1` tokens before it; None is all before it.  scores: soft cap
+    and sinks. Returns [B, T, N, H] in the dtype of q. Scores [B, N, T, S] and softmax are float32.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * (H**-0.5)
     scores_BKGTS = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
-    if scores is not None:
-        scores_BKGTS = cap(scores_BKGTS, scores.softcap)
-    scores_BKGTS = jnp.where(visible_mask(queries, keys, window)[:, None, None], scores_BKGTS, -1e30)
-    sinks_N = None if scores is None else scores.sinks_N
-    weights_BKGTS = _softmax(scores_BKGTS, None if sinks_N is None else sinks_N.reshape(K, N // K, 1, 1))
+    scores = scores or Scores()
+    scores_BKGTS = cap(scores_BKGTS, scores.softcap)
+    distance_TS = queries.positions_T[:, None] - keys.positions_T[None, :]
+    causal_TS = distance_TS >= 0 if window is None else (distance_TS >= 0) & (distance_TS < window)
+    visible_BTS = causal_TS[None] & (queries.segments_BT[:, :, None] == keys.segments_BT[:, None, :])
+    scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, -1e30)
+    sinks = None if scores.sinks_N is None else scores.sinks_N.reshape(K, N // K, 1, 1)
+    weights_BKGTS = _softmax(scores_BKGTS, sinks)
     out_BTKGH = jnp.einsum("bkgts,bskh->btkgh", weights_BKGTS.astype(q_BTNH.dtype), v_BSKH)
     return out_BTKGH.reshape(B, T, N, v_BSKH.shape[3])
 
 
-class SelfAttention(Protocol):
-    """Attention of whole sequences to themselves; returns [B, T, N, H].
-
-    Residuals that it saves for its backward pass are named ATTN_OUT, or matched by the remat policies through their
-    primitive (models/remat.py). Where no layer has a soft cap or sinks, `scores` is not given.
-    """
-
-    def __call__(
-        self,
-        q_BTNH: jax.Array,
-        k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
-        segments_BT: jax.Array,
-        /,
-        *,
-        window: int | None,
-        scores: Scores | None = None,
-    ) -> jax.Array: ...
-
-
-class CrossAttention(Protocol):
-    """Attention of some positions of a sequence to others: between a device's queries and the gathered keys."""
-
-    def __call__(
-        self,
-        q_BTNH: jax.Array,
-        k_BSKH: jax.Array,
-        v_BSKH: jax.Array,
-        queries: Positions,
-        keys: Positions,
-        /,
-        *,
-        window: int | None,
-        scores: Scores | None = None,
-    ) -> jax.Array: ...
-
-
-def as_self_attention(attend: CrossAttention) -> SelfAttention:
-    """Makes self-attention of a kernel that takes queries and keys at any positions."""
-
-    def self_attention(
-        q_BTNH: jax.Array,
-        k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
-        segments_BT: jax.Array,
-        /,
-        *,
-        window: int | None,
-        **scores: Any,
-    ) -> jax.Array:
-        positions = sequence_positions(segments_BT)
-        return checkpoint_name(attend(q_BTNH, k_BTKH, v_BTKH, positions, positions, window=window, **scores), ATTN_OUT)
-
-    return self_attention
-
-
-def visible_mask(queries: Positions, keys: Positions, window: int | None) -> jax.Array:
-    """Returns the keys [B, T, S] that each query attends to, bool: causal, within documents and the sliding window."""
-    distance = queries.positions_T[:, None] - keys.positions_T[None, :]
-    causal = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    return causal[None] & (queries.segments_BT[:, :, None] == keys.segments_BT[:, None, :])
-
-
 def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Softmax over the keys and, where there are any, the sinks, whose weights are left out."""
+    """Softmax over the keys and the sinks, without the weights of the sinks."""
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     if sinks is None:
         shifted = jnp.exp(scores - top)
@@ -127,3 +135,28 @@ def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
     top = jnp.maximum(top, jax.lax.stop_gradient(sinks))
     shifted = jnp.exp(scores - top)
     return shifted / (shifted.sum(-1, keepdims=True) + jnp.exp(sinks - top))
+
+
+def as_self_attention(attend: CrossAttention) -> SelfAttention:
+    """Makes self-attention of a kernel that takes queries and keys at any positions."""
+
+    def self_attention(
+        q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array, **kind: Any
+    ) -> jax.Array:
+        positions = sequence_positions(segments_BT)
+        return checkpoint_name(attend(q_BTNH, k_BTKH, v_BTKH, positions, positions, **kind), ATTN_OUT)
+
+    return self_attention
+
+
+def reference_kernels(block: int) -> Kernels:
+    """Returns the reference; it has no blocks."""
+    attend, features = as_self_attention(reference_attention), frozenset(FEATURES)
+    return Kernels("reference", attend, reference_attention, _unsupported, features=features, fused=False)
+
+
+def _unsupported(shapes: AttentionShapes) -> str | None:
+    # A policy of jax.checkpoint cannot drop only the scores and save everything else: the kernel must not save them.
+    if ATTN_SCORES in REMAT_POLICIES[shapes.remat].dropped:
+        return f"reference attention saves its scores, which --training.remat {shapes.remat} drops"
+    return None

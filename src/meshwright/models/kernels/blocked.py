@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from meshwright.models.kernels.attention import FEATURES, Kernels
 from meshwright.models.kernels.chunks import (
     ChunkAttention,
     ChunkMask,
@@ -20,10 +21,11 @@ from meshwright.models.kernels.chunks import (
     Keys,
     Queries,
     Result,
-    pair_mask,
+    cut,
     select,
     self_attention_of,
     update,
+    zeros_like,
 )
 from meshwright.models.kernels.scores import cap, cap_gradient
 
@@ -60,44 +62,25 @@ class _Blocks:
         B, T, N, _ = queries.q_BTNH.shape
         S, self.kv_heads = keys.k_BSKH.shape[1:3]
         self.mask = mask
-        self.block = block_size(math.gcd(T, S), 4 * B * N)
-        pairs = [(i, j) for i in range(T // self.block) for j in range(S // self.block) if self._visible(i, j)]
+        self.block = size = block_size(math.gcd(T, S), 4 * B * N)
+        pairs = [(i, j) for i in range(T // size) for j in range(S // size) if mask.between(i, j, size) is not None]
         self.pairs = np.array(pairs, np.int32).reshape(-1, 2)
-        self.segments = (self.cut(queries.segments_BT), self.cut(keys.segments_BS))
-
-    def _visible(self, i: int, j: int) -> bool:
-        if self.mask.distance is None:
-            return True
-        distance = self.mask.distance + (i - j) * self.block
-        return pair_mask(distance, self.block, self.block, self.mask.window) is not None
-
-    def cut(self, x_BT: jax.Array) -> jax.Array:
-        """Returns the blocks of an array [B, T, ...], stacked: [blocks, B, block, ...]."""
-        B, T = x_BT.shape[:2]
-        return x_BT.reshape(B, T // self.block, self.block, *x_BT.shape[2:]).swapaxes(0, 1)
+        self.segments = (cut(queries.segments_BT, size), cut(keys.segments_BS, size))
 
     def grouped(self, x_BTNH: jax.Array) -> jax.Array:
         """Returns the blocks, query heads grouped by key/value head: [blocks, B, block, K, G, H]."""
         B, T, N, H = x_BTNH.shape
-        return self.cut(x_BTNH.reshape(B, T, self.kv_heads, N // self.kv_heads, H))
+        return cut(x_BTNH.reshape(B, T, self.kv_heads, N // self.kv_heads, H), self.block)
 
     def by_head(self, x_BNT: jax.Array) -> jax.Array:
         """Returns the blocks of one number per query and head: [blocks, B, K, G, block]."""
         B, N, T = x_BNT.shape
-        x = x_BNT.reshape(B, self.kv_heads, N // self.kv_heads, T // self.block, self.block)
-        return jnp.moveaxis(x, 3, 0)
+        return cut(x_BNT.reshape(B, self.kv_heads, N // self.kv_heads, T), self.block, 3)
 
     def visible(self, i: jax.Array, j: jax.Array) -> jax.Array:
         """Returns the mask [B, 1, 1, block, block] of a pair of blocks."""
         queries, keys = select(self.segments[0], i), select(self.segments[1], j)
-        mask = queries[:, :, None] == keys[:, None, :]
-        if self.mask.distance is not None:
-            tokens = jnp.arange(self.block)
-            distance = self.mask.distance + (i - j) * self.block + tokens[:, None] - tokens[None, :]
-            mask &= distance >= 0
-            if self.mask.window is not None:
-                mask &= distance < self.mask.window
-        return mask[:, None, None]
+        return self.mask.visible(queries, keys, i, j)[:, None, None]
 
     def loop(self, add: Any, carry: Any) -> Any:
         """Returns `add(carry, i, j)` over all pairs."""
@@ -110,15 +93,23 @@ def _forward(queries: Queries, keys: Keys, mask: ChunkMask, softcap: float | Non
     blocks = _Blocks(queries, keys, mask)
     B, T, N, H = queries.q_BTNH.shape
     q = blocks.grouped(queries.q_BTNH * H**-0.5)
-    k, v = blocks.cut(keys.k_BSKH), blocks.cut(keys.v_BSKH)
+    k, v = cut(keys.k_BSKH, blocks.block), cut(keys.v_BSKH, blocks.block)
     shape = (q.shape[0], B, *q.shape[3:5], blocks.block)
     zeros = jnp.zeros(shape, jnp.float32)
     values = jnp.zeros((*shape, v.shape[-1]), jnp.float32)
     start = _State(jnp.full(shape, _MASKED, jnp.float32), zeros, values)
 
     def add(states: _State, i: Any, j: Any) -> _State:
-        scores = cap(_scores(select(q, i), select(k, j)), softcap)
-        return update(states, i, _add_block(scores, select(v, j), select(states, i), blocks.visible(i, j)))
+        """Adds the scores of a block of keys to the running softmax of a block of queries."""
+        scores, v_j, mask = _scores(select(q, i), select(k, j), softcap), select(v, j), blocks.visible(i, j)
+        top, weight, total = select(states, i)
+        new_top = jnp.maximum(top, jnp.where(mask, scores, _MASKED).max(-1))
+        # A row without a visible key so far has the masked score as its largest: its weights need the mask to be zero.
+        weights = jnp.where(mask, jnp.exp(scores - new_top[..., None]), 0.0)
+        rescale = jnp.exp(top - new_top)
+        added = jnp.einsum("bkgts,bskh->bkgth", weights.astype(v.dtype), v_j, preferred_element_type=jnp.float32)
+        state = _State(new_top, weight * rescale + weights.sum(-1), total * rescale[..., None] + added)
+        return update(states, i, state)
 
     state = blocks.loop(add, start)
     seen = state.weight_BKGT > 0
@@ -131,19 +122,8 @@ def _forward(queries: Queries, keys: Keys, mask: ChunkMask, softcap: float | Non
     )
 
 
-def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
-    return jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
-
-
-def _add_block(scores: jax.Array, v: jax.Array, state: _State, mask: jax.Array) -> _State:
-    """Adds the scores of a block of keys to the running softmax of a block of queries."""
-    top, weight, total = state
-    new_top = jnp.maximum(top, jnp.where(mask, scores, _MASKED).max(-1))
-    # A row without a visible key so far has the masked score as its largest, so its weights need the mask to be zero.
-    weights = jnp.where(mask, jnp.exp(scores - new_top[..., None]), 0.0)
-    rescale = jnp.exp(top - new_top)
-    added = jnp.einsum("bkgts,bskh->bkgth", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return _State(new_top, weight * rescale + weights.sum(-1), total * rescale[..., None] + added)
+def _scores(q: jax.Array, k: jax.Array, softcap: float | None) -> jax.Array:
+    return cap(jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32), softcap)
 
 
 def _backward(
@@ -155,7 +135,7 @@ def _backward(
     inner_BNT = jnp.einsum("btnh,btnh->bnt", g_BTNH, result.out_BTNH, preferred_element_type=jnp.float32)
     q, g = blocks.grouped(queries.q_BTNH * H**-0.5), blocks.grouped(g_BTNH)
     rows = (q, g, blocks.by_head(inner_BNT), blocks.by_head(result.lse_BNT))
-    columns = (blocks.cut(keys.k_BSKH), blocks.cut(keys.v_BSKH))
+    columns = (cut(keys.k_BSKH, blocks.block), cut(keys.v_BSKH, blocks.block))
 
     def add(sums: Any, i: Any, j: Any) -> Any:
         g_q, g_kv = _gradients(select(rows, i), select(columns, j), blocks.visible(i, j), softcap)
@@ -163,8 +143,7 @@ def _backward(
         g_q, g_kv = jax.tree.map(jnp.add, totals, (g_q, g_kv))
         return update(sums[0], i, g_q), update(sums[1], j, g_kv)
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (q, columns))
-    g_q, g_kv = blocks.loop(add, zeros)
+    g_q, g_kv = blocks.loop(add, zeros_like((q, columns)))
     g_k, g_v = (x.swapaxes(0, 1).reshape(like.shape) for x, like in zip(g_kv, keys[:2], strict=True))
     return (g_q * H**-0.5).swapaxes(0, 1).reshape(queries.q_BTNH.shape), g_k, g_v
 
@@ -174,7 +153,7 @@ def _gradients(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Returns the gradients of a pair of blocks; recomputes its softmax from the log-sum-exp."""
     (q, g, inner, lse), (k, v) = row, column
-    scores = cap(_scores(q, k), softcap)
+    scores = _scores(q, k, softcap)
     weights = jnp.where(mask, jnp.exp(scores - lse[..., None]), 0.0)
     g_weights = jnp.einsum("btkgh,bskh->bkgts", g, v, preferred_element_type=jnp.float32)
     g_scores = cap_gradient(weights * (g_weights - inner[..., None]), scores, softcap).astype(q.dtype)
@@ -194,4 +173,9 @@ def _with_softcap(softcap: float) -> ChunkAttention:
 
 blocked_chunks = ChunkAttention(_forward, _backward, _with_softcap)
 """Blocked attention between two chunks."""
-blocked_self_attention = self_attention_of(blocked_chunks)
+
+
+def blocked_kernels(block: int) -> Kernels:
+    """Returns blocked attention, which chooses its blocks itself."""
+    attend, features = self_attention_of(blocked_chunks), frozenset(FEATURES)
+    return Kernels("blocked", attend, chunk_attention=blocked_chunks, features=features, fused=False)

@@ -1,131 +1,40 @@
-"""Choice of the attention kernel, made before tracing from platform, shapes and dtype.
+"""Choice of the kernels of attention and of grouped matmuls, made before tracing from platform, shapes and dtype.
 
 "auto" takes the first kernel of the platform that supports the shapes, and notes why it passed over another. A kernel
-named in the Run is used or refused, never replaced. A kernel from outside the package is a `Kernels` object, named as
-`module:attribute`.
+named in the Run is used or refused, never replaced. A kernel from outside the package is a `Kernels` or a
+`GroupedMatmul` object, named as `module:attribute`. A kernel is imported when it is chosen.
 """
 
 import dataclasses
+import functools
+import importlib.util
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import jax
 
 from meshwright import plugins
 from meshwright.config import Training
 from meshwright.errors import ConfigError
 from meshwright.hardware.machine import Machine
-from meshwright.models.remat import ATTN_SCORES, REMAT_POLICIES
+from meshwright.models.kernels.attention import FEATURES, AttentionShapes, Kernels
 from meshwright.sharding.sequence import SequenceSplit
 
 if TYPE_CHECKING:
-    from meshwright.models.kernels.attention import CrossAttention, SelfAttention
-    from meshwright.models.kernels.chunks import ChunkAttention
     from meshwright.models.model import ModelSpec
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionShapes:
-    """Facts of a run that decide whether a kernel supports it."""
-
-    platform: str
-    """`jax.Device.platform`: cpu, tpu, gpu or cuda, rocm."""
-    head_sizes: tuple[int, ...]
-    """Sizes of the layers' keys and values, each once."""
-    seq: int
-    """Tokens of the whole sequence T."""
-    chunk: int
-    """Tokens of a chunk, of which a device has two where the context strategy is ring, usp or all_gather; else T."""
-    dtype: str
-    """Dtype of queries, keys and values."""
-    remat: str
-    """Remat policy (models/remat.py)."""
-    chip: str | None = None
-    """Name in `chips.CHIPS`, if it is known."""
-
-
-FEATURES: dict[str, str] = {"softcap": "soft cap of the scores", "sinks": "attention sinks"}
-"""What layers may need of a kernel besides causal attention in a window -> in words (kernels/scores.py)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernels:
-    """Attention kernel: self-attention of whole sequences, and attention between parts of a sequence.
-
-    The context strategies ring and usp need `chunk_attention`; all_gather needs it or `cross_attention`.
-    """
-
-    name: str
-    """Name in logs, lints and the census."""
-    self_attention: "SelfAttention"
-    """Kernel where a device has whole sequences: without context parallelism, and with Ulysses."""
-    cross_attention: "CrossAttention | None" = None
-    """Kernel between queries and keys at any positions; None where it has none."""
-    unsupported: Callable[[AttentionShapes], str | None] = lambda shapes: None
-    """Returns the reason why the kernel cannot run these shapes, None if it can."""
-    chunk_attention: "ChunkAttention | None" = None
-    """Kernel between two chunks of a sequence, with its log-sum-exp and its backward pass; None where it has none."""
-    features: frozenset[str] = frozenset()
-    """What the kernel computes of `FEATURES`; it is not chosen for layers that need another."""
-    missing: Callable[[], str | None] = lambda: None
-    """Returns which library the kernel lacks on this machine, None if it lacks none."""
-    fused: bool = True
-    """Whether scores stay on the chip; the planner counts their HBM bytes otherwise."""
-    backward: float = 2.5
-    """Matrix products of the backward pass over those of the forward pass: five for two, the scores again included."""
-    note: str = ""
-    """Why "auto" did not take the platform's own kernel."""
-
-    @property
-    def summary(self) -> str:
-        """Name, and the note if there is one."""
-        return f"{self.name} ({self.note})" if self.note else self.name
-
-
-def _reference_unsupported(shapes: AttentionShapes) -> str | None:
-    # A policy of jax.checkpoint cannot drop only the scores and save everything else: the kernel must not save them.
-    if ATTN_SCORES in REMAT_POLICIES[shapes.remat].dropped:
-        return f"reference attention saves its scores, which --training.remat {shapes.remat} drops"
-    return None
-
-
-# A run has one kernel: the others are not imported.
-def _reference(block: int) -> Kernels:
-    from meshwright.models.kernels.attention import as_self_attention, reference_attention
-
-    attend, features = as_self_attention(reference_attention), frozenset(FEATURES)
-    return Kernels("reference", attend, reference_attention, _reference_unsupported, features=features, fused=False)
-
-
-def _blocked(block: int) -> Kernels:
-    from meshwright.models.kernels.blocked import blocked_chunks, blocked_self_attention
-
-    features = frozenset(FEATURES)
-    return Kernels("blocked", blocked_self_attention, chunk_attention=blocked_chunks, features=features, fused=False)
-
-
-def _splash(block: int) -> Kernels:
-    from meshwright.models.kernels.splash import splash_kernels
-
-    return splash_kernels(block)
-
-
-def _splash_fused(block: int) -> Kernels:
-    from meshwright.models.kernels.splash import splash_kernels
-
-    return splash_kernels(block, backward_kernels=1)
-
-
-def _cudnn(block: int) -> Kernels:
-    from meshwright.models.kernels.cudnn import cudnn_kernels
-
-    return cudnn_kernels()
+def _built_in(name: str, *args: Any, **options: Any) -> Kernels:
+    made: Kernels = plugins.load("attention kernel", name)(*args, **options)
+    return made
 
 
 KERNELS: dict[str, Callable[[int], Kernels]] = {
-    "reference": _reference,
-    "blocked": _blocked,
-    "splash": _splash,
-    "splash_fused": _splash_fused,
-    "cudnn": _cudnn,
+    "reference": functools.partial(_built_in, "meshwright.models.kernels.attention:reference_kernels"),
+    "blocked": functools.partial(_built_in, "meshwright.models.kernels.blocked:blocked_kernels"),
+    "splash": functools.partial(_built_in, "meshwright.models.kernels.splash:splash_kernels"),
+    "splash_fused": functools.partial(_built_in, "meshwright.models.kernels.splash:splash_kernels", backward_kernels=1),
+    "cudnn": functools.partial(_built_in, "meshwright.models.kernels.cudnn:cudnn_kernels"),
 }
 """Kernels by name, each a function of the largest block of queries and keys."""
 
@@ -133,6 +42,12 @@ KERNELS: dict[str, Callable[[int], Kernels]] = {
 # slower than two on v5p and faster on tpu7x (public MaxText recipes, measured on both; docs/log.md).
 AUTO: dict[str, tuple[str, ...]] = {"cpu": ("reference",), "tpu": ("splash",), "gpu": ("cudnn",), "cuda": ("cudnn",)}
 AUTO_BY_CHIP: dict[str, tuple[str, ...]] = {"tpu7x": ("splash_fused",)}
+
+
+def attention_over_devices() -> Callable[..., jax.Array]:
+    """Returns the attention to keys of other devices of `context`: to gathered keys, or in a ring."""
+    loaded: Callable[..., jax.Array] = plugins.load("attention", "meshwright.models.blocks.ring:attend_over_devices")
+    return loaded
 
 
 def kernels_of(training: Training, spec: "ModelSpec", sequence: SequenceSplit, machine: Machine) -> Kernels:
@@ -173,8 +88,16 @@ def choose_kernels(
     shapes = AttentionShapes(machine.platform, head_sizes, sequence.seq, chunk, dtype, remat, machine.chip_name)
 
     def refusal(kernels: Kernels) -> str | None:
-        missing = None if machine.installed else kernels.missing()
-        return kernels.unsupported(shapes) or _lacking(kernels, needs) or missing or _unused(kernels, sequence)
+        lacking = [words for feature, words in FEATURES.items() if feature in needs - kernels.features]
+        return (
+            kernels.unsupported(shapes)
+            or (f"{kernels.name} attention has no {lacking[0]}, which the model's layers have" if lacking else None)
+            or (None if machine.installed else kernels.missing())
+            or _unused(kernels, sequence)
+        )
+
+    def in_strategy(kernels: Kernels) -> Kernels:
+        return dataclasses.replace(kernels, name=f"ring of {kernels.name}") if sequence.is_ring else kernels
 
     if name == "auto":
         reasons: list[str] = []
@@ -182,7 +105,7 @@ def choose_kernels(
         for kernels in (KERNELS[candidate](block) for candidate in names):
             reason = refusal(kernels)
             if reason is None:
-                return _in_strategy(dataclasses.replace(kernels, note="; ".join(reasons)), sequence)
+                return in_strategy(dataclasses.replace(kernels, note="; ".join(reasons)))
             reasons.append(reason)
     kernels = KERNELS[name](block) if name in KERNELS else plugins.resolve("attention kernel", name, KERNELS)
     if not isinstance(kernels, Kernels):
@@ -192,12 +115,7 @@ def choose_kernels(
         raise ConfigError(
             f"--training.attention-kernel {name}", reason, "--training.attention-kernel auto, or change what it lacks"
         )
-    return _in_strategy(kernels, sequence)
-
-
-def _lacking(kernels: Kernels, needs: frozenset[str]) -> str | None:
-    lacking = [words for feature, words in FEATURES.items() if feature in needs - kernels.features]
-    return f"{kernels.name} attention has no {lacking[0]}, which the model's layers have" if lacking else None
+    return in_strategy(kernels)
 
 
 def _unused(kernels: Kernels, sequence: SequenceSplit) -> str | None:
@@ -214,6 +132,65 @@ def _unused(kernels: Kernels, sequence: SequenceSplit) -> str | None:
     return None
 
 
-def _in_strategy(kernels: Kernels, sequence: SequenceSplit) -> Kernels:
-    """Gives the kernel its name in a ring."""
-    return dataclasses.replace(kernels, name=f"ring of {kernels.name}") if sequence.is_ring else kernels
+@dataclasses.dataclass(frozen=True)
+class GroupedMatmul:
+    """Grouped matmul with its derivative: rows sorted by expert, each times the weights of its own expert."""
+
+    name: str
+    """Name in logs and the census."""
+    multiply: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    """`(rows [R, K], weights [E, K, N], rows_E [E]) -> [R, N]`.
+
+    The rows of expert 0 come first, then those of expert 1; rows past those of the last expert give zeros.
+    """
+    platforms: tuple[str, ...] = ()
+    """Values of `jax.Device.platform` that it runs on; () are all."""
+    dtypes: tuple[str, ...] = ()
+    """Dtypes of rows and weights; () are all."""
+
+
+def _triton() -> GroupedMatmul:
+    if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+        raise ConfigError(
+            "--training.grouped-matmul triton",
+            f"it is written in Pallas for Triton, which JAX {jax.__version__} does not have",
+            "a JAX of version 0.12, or --training.grouped-matmul ragged_dot, which computes every expert for every row",
+        )
+    multiply = plugins.load("grouped matmul", "meshwright.models.kernels.grouped_triton:grouped_matmul")
+    return GroupedMatmul("triton", multiply, ("gpu", "cuda"), ("bfloat16", "float16", "float32"))
+
+
+GROUPED_MATMULS: dict[str, Callable[[], GroupedMatmul]] = {
+    "ragged_dot": lambda: GroupedMatmul("ragged_dot", jax.lax.ragged_dot),
+    "triton": _triton,
+}
+"""Grouped matmuls by name.
+
+`jax.lax.ragged_dot` is a kernel of the compiler on TPUs. On NVIDIA GPUs XLA multiplies every row by the weights of
+every expert and masks the rest, E times the FLOPs, so a kernel of this package runs there (kernels/grouped_triton.py).
+"""
+GROUPED_AUTO = {"gpu": "triton", "cuda": "triton"}
+"""Grouped matmul of "auto", by `jax.Device.platform`; "ragged_dot" elsewhere."""
+
+
+def choose_grouped_matmul(name: str, platform: str, dtype: str) -> GroupedMatmul:
+    """Chooses the grouped matmul of a run, before anything is traced.
+
+    name: "auto", a row of GROUPED_MATMULS, or a `GroupedMatmul` named as `module:attribute`.  platform:
+    `jax.Device.platform`.  dtype: compute dtype. Raises ConfigError where it cannot run there; none is replaced.
+    """
+    chosen = GROUPED_AUTO.get(platform, "ragged_dot") if name == "auto" else name
+    made = GROUPED_MATMULS.get(chosen)
+    kernel = made() if made is not None else plugins.resolve("grouped matmul", chosen, GROUPED_MATMULS)
+    if not isinstance(kernel, GroupedMatmul):
+        raise ConfigError(
+            f"grouped matmul {name!r}", f"it is a {type(kernel).__name__}", "a meshwright `GroupedMatmul`"
+        )
+    reason = None
+    if kernel.platforms and platform not in kernel.platforms:
+        reason = f"it runs on {' or '.join(kernel.platforms)}, and the devices are of platform {platform!r}"
+    elif kernel.dtypes and dtype not in kernel.dtypes:
+        reason = f"it takes {', '.join(kernel.dtypes)}, and the compute dtype is {dtype}"
+    if reason is not None:
+        raise ConfigError(f"--training.grouped-matmul {name}", reason, "--training.grouped-matmul ragged_dot")
+    return kernel

@@ -24,7 +24,7 @@ from meshwright.models.remat import ATTN_LSE, ATTN_OUT
 
 @dataclasses.dataclass(frozen=True)
 class ChunkMask:
-    """Keys that a chunk of queries sees, apart from documents: query t sees key s if 0 <= distance + t - s < window."""
+    """Keys that a chunk of queries sees within a document: query t sees key s if 0 <= distance + t - s < window."""
 
     distance: int | None = None
     """Position of the first query minus position of the first key; None: every key is visible."""
@@ -39,12 +39,20 @@ class ChunkMask:
         first = np.zeros_like(last) if self.window is None else np.maximum(last - self.window + 1, 0)
         return float(np.clip(np.minimum(last, keys - 1) - first + 1, 0, None).sum() / (queries * keys))
 
-    def array(self, queries: int, keys: int) -> jax.Array:
-        """Returns the mask [T, S], bool."""
-        if self.distance is None:
-            return jnp.ones((queries, keys), bool)
-        distance_TS = self.distance + jnp.arange(queries)[:, None] - jnp.arange(keys)[None, :]
-        return (distance_TS >= 0) & (True if self.window is None else distance_TS < self.window)
+    def visible(self, queries_BT: jax.Array, keys_BS: jax.Array, i: Any = 0, j: Any = 0) -> jax.Array:
+        """Returns the mask [B, T, S], bool, between piece i of the queries and piece j of the keys, given documents."""
+        visible_BTS = queries_BT[:, :, None] == keys_BS[:, None, :]
+        if self.distance is not None:
+            tokens_T, tokens_S = (jnp.arange(x.shape[1]) for x in (queries_BT, keys_BS))
+            distance_TS = self.distance + (i - j) * len(tokens_T) + tokens_T[:, None] - tokens_S[None, :]
+            visible_BTS &= distance_TS >= 0
+            if self.window is not None:
+                visible_BTS &= distance_TS < self.window
+        return visible_BTS
+
+    def between(self, i: int, j: int, size: int) -> "ChunkMask | None":
+        """Returns the mask between piece i of the queries and piece j of the keys; None if no key is visible."""
+        return self if self.distance is None else pair_mask(self.distance + (i - j) * size, size, size, self.window)
 
 
 FULL = ChunkMask()
@@ -61,7 +69,7 @@ def pair_mask(distance: int, queries: int, keys: int, window: int | None) -> Chu
 
 
 def causal_mask(tokens: int, window: int | None) -> ChunkMask:
-    """Returns the mask of a whole sequence, or of neighbouring chunks of it, to itself."""
+    """Returns the mask of a complete sequence, or of neighbouring chunks of it, to itself."""
     return ChunkMask(0, window if window is not None and window < tokens else None)
 
 
@@ -105,14 +113,14 @@ class ChunkAttention:
     backward: Callable[[Queries, Keys, Result, jax.Array, ChunkMask], Gradients]
     """`(queries, keys, result over all keys, gradient of the output, mask)` -> gradients from this pair of chunks."""
     with_softcap: "Callable[[float], ChunkAttention] | None" = None
-    """Returns the kernel with a soft cap of the scores (kernels/scores.py); None where it has none."""
+    """Returns the kernel with a soft cap of the scores (kernels/scores.py); None if it cannot."""
 
-    def capped(self, softcap: float | None) -> "ChunkAttention":
-        """Returns the kernel with a soft cap, if there is one; `choose_kernels` refuses kernels without."""
-        if softcap is None:
-            return self
+    def of(self, scores: Scores | None) -> "tuple[ChunkAttention, jax.Array | None]":
+        """Returns the kernel with the soft cap of a layer's scores, and the sinks."""
+        if scores is None or scores.softcap is None:
+            return self, None if scores is None else scores.sinks_N
         assert self.with_softcap is not None, "choose_kernels gives no such kernel to layers with a soft cap"
-        return self.with_softcap(softcap)
+        return self.with_softcap(scores.softcap), scores.sinks_N
 
 
 def forward_pair(kernel: ChunkAttention, mask: ChunkMask, queries: Queries, keys: Keys) -> Result:
@@ -141,6 +149,18 @@ def combine(a: Result, b: Result) -> Result:
     return Result(jnp.asarray(out_BTNH), lse_BNT)
 
 
+def cut(x: jax.Array, size: int, axis: int = 1) -> jax.Array:
+    """Returns the pieces of `size` elements along an axis, stacked in front: [B, T, ...] -> [pieces, B, size, ...]."""
+    x = x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x, axis, 0)
+
+
+def uncut(x: jax.Array, axis: int = 1) -> jax.Array:
+    """Inverts `cut`."""
+    x = jnp.moveaxis(x, 0, axis)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+
 def select(x: Any, i: jax.Array | int) -> Any:
     """Returns element i of every array's leading dimension."""
     return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, i, 0, keepdims=False), x)
@@ -151,11 +171,13 @@ def update(x: Any, i: jax.Array | int, value: Any) -> Any:
     return jax.tree.map(lambda leaf, v: lax.dynamic_update_index_in_dim(leaf, v, i, 0), x, value)
 
 
-def empty_result(queries: Queries, value_size: int | None = None) -> Result:
-    """Returns the result for no keys, float32, to which those of chunks of keys are combined.
+def zeros_like(x: Any) -> Any:
+    """Returns float32 zeros of the shapes of a tree: sums of gradients before the first pair."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), x)
 
-    value_size: size of a value; None is that of a key.
-    """
+
+def empty_result(queries: Queries, value_size: int | None = None) -> Result:
+    """Returns the result for no keys, float32. value_size: size of a value; None is that of a key."""
     B, T, N, H = queries.q_BTNH.shape
     return Result(jnp.zeros((B, T, N, value_size or H), jnp.float32), jnp.full((B, N, T), -1e30, jnp.float32))
 
@@ -211,39 +233,34 @@ def _switch(masks: Masks, kind: Any, compute: Callable[[ChunkMask | None, Any], 
 
 
 def self_attention_of(kernel: ChunkAttention) -> Callable[..., jax.Array]:
-    """Makes self-attention of a chunk kernel, with the whole sequence as one chunk; it saves output and lse."""
+    """Makes self-attention of a chunk kernel, with the complete sequence as one chunk; it saves output and lse."""
 
     def self_attention(
         q_BTNH: jax.Array,
         k_BTKH: jax.Array,
         v_BTKH: jax.Array,
         segments_BT: jax.Array,
-        /,
         *,
         window: int | None,
         scores: Scores | None = None,
     ) -> jax.Array:
-        chosen = kernel if scores is None else kernel.capped(scores.softcap)
-        sinks_N = None if scores is None else scores.sinks_N
-        mask = causal_mask(q_BTNH.shape[1], window)
-        return _attend(q_BTNH, k_BTKH, v_BTKH, (segments_BT, sinks_N), chosen, mask)
+        chosen, sinks_N = kernel.of(scores)
+        return _attend(q_BTNH, k_BTKH, v_BTKH, (segments_BT, sinks_N), chosen, causal_mask(q_BTNH.shape[1], window))
 
     return self_attention
 
 
-_Rest = tuple[jax.Array, jax.Array | None]
+Rest = tuple[jax.Array, jax.Array | None]
 """Documents, and sinks of each head."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, rest: _Rest, kernel: ChunkAttention, mask: ChunkMask
-) -> jax.Array:
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, rest: Rest, kernel: ChunkAttention, mask: ChunkMask) -> jax.Array:
     return _forward(q, k, v, rest, kernel, mask)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, rest: _Rest, kernel: ChunkAttention, mask: ChunkMask
+    q: jax.Array, k: jax.Array, v: jax.Array, rest: Rest, kernel: ChunkAttention, mask: ChunkMask
 ) -> tuple[jax.Array, Any]:
     segments, sinks_N = rest
     result = forward_pair(kernel, mask, Queries(q, segments), Keys(k, v, segments))
@@ -252,10 +269,9 @@ def _forward(
 
 
 def _backward(kernel: ChunkAttention, mask: ChunkMask, saved: Any, g: jax.Array) -> tuple[Any, ...]:
-    q, k, v, (segments, sinks_N), result = saved
-    gradients = backward_pair(kernel, mask, Queries(q, segments), Keys(k, v, segments), result, g)
-    g_rest = (no_gradient(segments), sinks_gradient(result, g, sinks_N))
-    return *(x.astype(like.dtype) for x, like in zip(gradients, (q, k, v), strict=True)), g_rest
+    q, k, v, rest, result = saved
+    gradients = backward_pair(kernel, mask, Queries(q, rest[0]), Keys(k, v, rest[0]), result, g)
+    return as_gradients(gradients, saved, g)
 
 
 _attend.defvjp(_forward, _backward)
@@ -264,10 +280,12 @@ _attend.defvjp(_forward, _backward)
 def named(result: Result, dtype: Any) -> Result:
     """Names output and lse, which the remat policies save together (models/remat.py); the output in `dtype`."""
     out_BTNH = checkpoint_name(result.out_BTNH.astype(dtype), ATTN_OUT)
-    lse_BNT = checkpoint_name(result.lse_BNT, ATTN_LSE)
-    return Result(out_BTNH, lse_BNT)
+    return Result(out_BTNH, checkpoint_name(result.lse_BNT, ATTN_LSE))
 
 
-def no_gradient(segments: jax.Array) -> Any:
-    """Returns the gradient of an integer argument."""
-    return np.zeros(segments.shape, jax.dtypes.float0)
+def as_gradients(gradients: Any, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+    """Returns the gradients of q, k, v, and of documents and sinks. saved: the residuals (q, k, v, rest, result)."""
+    *qkv, (segments, sinks_N), result = saved
+    no_gradient = np.zeros(segments.shape, jax.dtypes.float0)
+    g_sinks = sinks_gradient(result, g, sinks_N)
+    return *(x.astype(like.dtype) for x, like in zip(gradients, qkv, strict=True)), (no_gradient, g_sinks)

@@ -1,7 +1,7 @@
 """cuDNN's flash attention for NVIDIA GPUs, through JAX's primitives for its forward and backward kernels.
 
-cuDNN knows causal masks and sliding windows, not documents. Where a pair of chunks has tokens of one document alone,
-the kernels run without a mask; pairs without a common document are skipped; the rest take documents as a mask. A long
+cuDNN has causal masks and sliding windows, not documents. Where a pair of chunks has tokens of only one document, the
+kernels run without a mask; pairs without a common document are skipped; the rest take documents as a mask. A long
 sequence is cut into chunks for this, so that a mask has at most CHUNK x CHUNK elements and memory grows linearly with
 the sequence. cuDNN's packed layout (lengths and offsets of the documents) is not used: it needs a static number of
 documents per sequence, and its log-sum-exp takes that many times the memory.
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshwright.models.kernels.choose import AttentionShapes, Kernels
+from meshwright.models.kernels.attention import AttentionShapes, Kernels
 from meshwright.models.kernels.chunks import (
     FULL,
     ChunkAttention,
@@ -30,10 +30,12 @@ from meshwright.models.kernels.chunks import (
     Queries,
     Result,
     backward_step,
+    cut,
     empty_result,
     forward_step,
-    pair_mask,
     self_attention_of,
+    uncut,
+    zeros_like,
 )
 
 MAX_HEAD_SIZE = 128
@@ -59,46 +61,36 @@ def has_cudnn() -> bool:
 
 
 def _forward(queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
-    """Computes output and log-sum-exp; cuDNN takes 16-bit types (kernels/choose.py checks)."""
-
-    if _is_pair(queries, keys):
-        return _forward_by_pair(queries, keys, mask)
-
-    def plain() -> Result:
-        return _call_forward(queries, keys, mask, masked=False)
+    """Computes output and log-sum-exp; cuDNN takes 16-bit types (`_unsupported` checks)."""
 
     def in_chunks() -> Result:
         pairs = _Pairs(queries, keys, mask)
         start = jax.vmap(functools.partial(empty_result, value_size=keys.v_BSKH.shape[3]))(pairs.queries)
         result = pairs.loop(functools.partial(forward_step, _DOCUMENTS), start)
-        return Result(pairs.join(result.out_BTNH).astype(queries.q_BTNH.dtype), pairs.join(result.lse_BNT, 2))
+        return Result(uncut(result.out_BTNH).astype(queries.q_BTNH.dtype), uncut(result.lse_BNT, 2))
 
-    return _by_documents(queries, keys, mask, plain, in_chunks)
+    if _is_pair(queries, keys):
+        return _forward_by_pair(queries, keys, mask)
+    found: Result = _by_documents(queries, keys, mask, lambda: _call_forward(queries, keys, mask, False), in_chunks)
+    return found
 
 
 def _backward(queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, mask: ChunkMask) -> Gradients:
-    """Computes the gradients of queries, keys and values."""
-
-    if _is_pair(queries, keys):
-        return _backward_by_pair(queries, keys, result, g_BTNH, mask)
-
-    def plain() -> Gradients:
-        return _call_backward(queries, keys, result, g_BTNH, mask, masked=False)
-
-    def in_chunks() -> Gradients:
+    def in_chunks() -> Any:
         pairs = _Pairs(queries, keys, mask)
-        rows = Result(pairs.cut(result.out_BTNH), pairs.cut(result.lse_BNT, 2))
-        saved = (rows, pairs.cut(g_BTNH))
-        like = (pairs.queries.q_BTNH, (pairs.keys.k_BSKH, pairs.keys.v_BSKH))
+        saved = (Result(cut(result.out_BTNH, pairs.size), cut(result.lse_BNT, pairs.size, 2)), cut(g_BTNH, pairs.size))
 
         def add(masks: Masks, step: Any, queries: Queries, keys: Keys, sums: Any) -> Any:
             return backward_step(_DOCUMENTS, masks, step, queries, keys, saved, sums)
 
-        g_q, g_kv = pairs.loop(add, jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like))
-        dtype = g_BTNH.dtype
-        return tuple(pairs.join(x).astype(dtype) for x in (g_q, *g_kv))  # type: ignore[return-value]
+        g_q, g_kv = pairs.loop(add, zeros_like((pairs.queries.q_BTNH, pairs.keys[:2])))
+        return tuple(uncut(x).astype(g_BTNH.dtype) for x in (g_q, *g_kv))
 
-    return _by_documents(queries, keys, mask, plain, in_chunks)
+    if _is_pair(queries, keys):
+        return _backward_by_pair(queries, keys, result, g_BTNH, mask)
+    plain = functools.partial(_call_backward, queries, keys, result, g_BTNH, mask, False)
+    gradients: Gradients = _by_documents(queries, keys, mask, plain, in_chunks)
+    return gradients
 
 
 def _by_documents(
@@ -122,24 +114,13 @@ class _Pairs:
         T, S = queries.q_BTNH.shape[1], keys.k_BSKH.shape[1]
         common = math.gcd(T, S)
         self.size = max(size for size in range(1, min(CHUNK, common) + 1) if common % size == 0)
-        self.queries, self.keys = Queries(*map(self.cut, queries)), Keys(*map(self.cut, keys))
+        self.queries = Queries(*(cut(x, self.size) for x in queries))
+        self.keys = Keys(*(cut(x, self.size) for x in keys))
         self.pairs: dict[ChunkMask, list[tuple[int, int]]] = {}
         for i, j in np.ndindex(T // self.size, S // self.size):
-            visible: ChunkMask | None = FULL
-            if mask.distance is not None:
-                visible = pair_mask(mask.distance + (i - j) * self.size, self.size, self.size, mask.window)
-            if visible is not None:
-                self.pairs.setdefault(visible, []).append((i, j))
-
-    def cut(self, x: jax.Array, axis: int = 1) -> jax.Array:
-        """Returns the chunks of an array, stacked."""
-        x = x.reshape(*x.shape[:axis], x.shape[axis] // self.size, self.size, *x.shape[axis + 1 :])
-        return jnp.moveaxis(x, axis, 0)
-
-    def join(self, x: jax.Array, axis: int = 1) -> jax.Array:
-        """Returns the array of which `cut` makes these chunks."""
-        x = jnp.moveaxis(x, 0, axis)
-        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+            between = mask.between(i, j, self.size)
+            if between is not None:
+                self.pairs.setdefault(between, []).append((i, j))
 
     def loop(self, add: Any, carry: Any) -> Any:
         """Returns `add((mask,), step, queries, keys, carry)` over all pairs."""
@@ -170,7 +151,8 @@ def _by_pair(queries: Queries, keys: Keys, mask: ChunkMask, compute: Callable[[b
 def _forward_by_pair(queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
     out, lse = empty_result(queries, keys.v_BSKH.shape[3])
     empty = Result(out.astype(queries.q_BTNH.dtype), lse)
-    return _by_pair(queries, keys, mask, functools.partial(_call_forward, queries, keys, mask), empty)
+    found: Result = _by_pair(queries, keys, mask, functools.partial(_call_forward, queries, keys, mask), empty)
+    return found
 
 
 def _backward_by_pair(queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, mask: ChunkMask) -> Gradients:
@@ -191,8 +173,7 @@ def _native(mask: ChunkMask) -> bool:
 
 def _call_forward(queries: Queries, keys: Keys, mask: ChunkMask, masked: bool) -> Result:
     primitive, operands, options = _arguments("fwd", queries, keys, mask, masked)
-    out_BTNH, lse_BNT = primitive.bind(*operands, **options, is_training=True)
-    return Result(out_BTNH, lse_BNT)
+    return Result(*primitive.bind(*operands, **options, is_training=True))
 
 
 def _call_backward(
@@ -215,12 +196,10 @@ def _arguments(
 
     q_BTNH, k_BSKH, v_BSKH = queries.q_BTNH, keys.k_BSKH, keys.v_BSKH
     unused = jnp.zeros(0, q_BTNH.dtype)
-    bias, native = unused, mask
+    bias, native = unused, mask if _native(mask) else FULL
     if masked:
-        visible = queries.segments_BT[:, :, None] == keys.segments_BS[:, None, :]
-        if not _native(mask):
-            visible &= mask.array(q_BTNH.shape[1], k_BSKH.shape[1])
-            native = FULL
+        in_bias = FULL if _native(mask) else mask
+        visible = in_bias.visible(queries.segments_BT, keys.segments_BS)
         bias = jnp.where(visible, 0, _HIDDEN).astype(q_BTNH.dtype)[:, None]
     options = {
         "scale": q_BTNH.shape[3] ** -0.5,
@@ -241,13 +220,18 @@ cudnn_chunks = ChunkAttention(_forward, _backward)
 """cuDNN's attention between two chunks."""
 
 
-def cudnn_kernels() -> Kernels:
-    """Returns cuDNN's attention."""
-    attend = self_attention_of(cudnn_chunks)
-    # Sinks need its output and log-sum-exp alone (kernels/scores.py); it has no function of the scores.
-    features = frozenset({"sinks"})
+def cudnn_kernels(block: int) -> Kernels:
+    """Returns cuDNN's attention, which chooses its blocks itself.
+
+    Sinks need only its output and log-sum-exp (kernels/scores.py); it has no function of the scores.
+    """
     return Kernels(
-        "cudnn", attend, unsupported=_unsupported, chunk_attention=cudnn_chunks, features=features, missing=_missing
+        "cudnn",
+        self_attention_of(cudnn_chunks),
+        unsupported=_unsupported,
+        chunk_attention=cudnn_chunks,
+        features=frozenset({"sinks"}),
+        missing=lambda: None if has_cudnn() else "cuDNN 9 (libcudnn.so.9) cannot be loaded here",
     )
 
 
@@ -262,7 +246,3 @@ def _unsupported(shapes: AttentionShapes) -> str | None:
         if head > most or head % 8:
             return f"cuDNN attention takes heads of at most {most} in multiples of 8, and the head size is {head}"
     return None
-
-
-def _missing() -> str | None:
-    return None if has_cudnn() else "cuDNN 9 (libcudnn.so.9) cannot be loaded here"

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshwright.models.kernels.choose import AttentionShapes, Kernels
+from meshwright.models.kernels.attention import AttentionShapes, Kernels
 from meshwright.models.kernels.chunks import (
     ChunkAttention,
     ChunkMask,
@@ -31,7 +31,7 @@ HEAD_MULTIPLE = 64
 class SplashChunks:
     """Splash attention between two chunks, with a static mask for each kind of pair; blocks that it hides are skipped.
 
-    Chunks are multiples of LANES (kernels/choose.py checks).
+    Chunks are multiples of LANES (`_unsupported` checks).
     """
 
     block: int = 512
@@ -47,14 +47,11 @@ class SplashChunks:
 
     def attention(self) -> ChunkAttention:
         """Returns the kernel."""
-        return ChunkAttention(self.forward, self.backward, self.with_softcap)
+        return ChunkAttention(
+            self._forward, self._backward, lambda cap: dataclasses.replace(self, softcap=cap).attention()
+        )
 
-    def with_softcap(self, softcap: float) -> ChunkAttention:
-        """Returns the kernel with a soft cap of the scores."""
-        return dataclasses.replace(self, softcap=softcap).attention()
-
-    def forward(self, queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
-        """Computes output and log-sum-exp."""
+    def _forward(self, queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
         from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
 
         kernel = self._kernel(queries, keys, mask)
@@ -64,12 +61,11 @@ class SplashChunks:
 
         out_BNTH, (lse_BNT,) = jax.vmap(attend)(*_heads_first(queries, keys), queries.segments_BT, keys.segments_BS)
         if mask.window is not None:
-            # Where a window hides a whole row of blocks, the kernel divides by a sum over no keys.
+            # Where a window hides a complete row of blocks, the kernel divides by a sum over no keys.
             out_BNTH = jnp.where(jnp.isfinite(lse_BNT)[..., None], out_BNTH, 0)
         return Result(out_BNTH.swapaxes(1, 2), lse_BNT)
 
-    def backward(self, queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, mask: ChunkMask) -> Gradients:
-        """Computes the gradients of queries, keys and values."""
+    def _backward(self, queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, mask: ChunkMask) -> Gradients:
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
         kernel = self._kernel(queries, keys, mask)
