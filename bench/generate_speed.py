@@ -22,7 +22,7 @@ from meshwright.generation.generator import Decoding, Generator
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.source import OpenedModel, open_weights
 from meshwright.hardware.mesh import prepare_host
-from meshwright.models.blocks.dropout import no_dropout
+from meshwright.models.blocks.layers import no_dropout
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES

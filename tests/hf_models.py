@@ -26,7 +26,7 @@ from meshwright.hardware.mesh import build_mesh
 from meshwright.hugging_face.folder import open_folder
 from meshwright.hugging_face.load import load_params
 from meshwright.hugging_face.names import write_block
-from meshwright.models.blocks.dropout import no_dropout
+from meshwright.models.blocks.layers import no_dropout
 from meshwright.models.kernels.scores import cap
 from meshwright.runs.recipe import run_of_hugging_face
 from meshwright.runs.run import Run

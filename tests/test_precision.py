@@ -20,7 +20,7 @@ from meshwright.hardware.machine import Machine, platform_of
 from meshwright.hardware.targets import parse_target
 from meshwright.hlo.parser import parse_module
 from meshwright.models.blocks import quantised as products
-from meshwright.models.blocks.linear import linear
+from meshwright.models.blocks.layers import linear
 from meshwright.models.blocks.quantised import LowPrecisionWeight, WeightPlan
 from meshwright.models.quantisation import RECIPES, SCOPE, MatmulPrecision, check_precision
 from meshwright.planner.estimate import estimate

@@ -26,7 +26,7 @@ from meshwright.comm.collectives import all_gather_mean, all_reduce, axis_index,
 from meshwright.config import MeshShape
 from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.mesh import build_mesh
-from meshwright.models.blocks.dropout import Dropout, dropout_key
+from meshwright.models.blocks.layers import Dropout, dropout_key
 from meshwright.sharding.params import Param, init_params, named_leaves, tree_map
 from meshwright.sharding.placement import Layout, axes_of, notation, place_param, to_spec
 from meshwright.views.draw import picture_of, side_by_side

@@ -34,7 +34,7 @@ from meshwright.comm.collectives import (
 from meshwright.config import Data, MeshShape, Optimizer, Training
 from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.mesh import build_mesh
-from meshwright.models.blocks.embed import embed
+from meshwright.models.blocks.layers import embed
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.loss import token_losses
 from meshwright.runs.run import Run

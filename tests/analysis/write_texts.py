@@ -29,7 +29,7 @@ from meshwright.comm.hierarchical import DcnAxis, hierarchical_all_reduce
 from meshwright.config import MeshShape
 from meshwright.hardware.mesh import build_mesh
 from meshwright.models.blocks import quantised
-from meshwright.models.blocks.linear import linear
+from meshwright.models.blocks.layers import linear
 from meshwright.models.quantisation import RECIPES
 
 TEXTS = Path(__file__).parent / "texts"

@@ -23,7 +23,7 @@ from meshwright.step.device_run import DeviceRun, param_specs
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Int8Weight:
-    """Weight in int8, one float32 scale for each output feature; multiplies itself (blocks/linear.py)."""
+    """Weight in int8, one float32 scale for each output feature; multiplies itself (blocks/layers.py)."""
 
     values: Any
     """int8, with the shape of the weight."""

@@ -7,7 +7,7 @@ The product is computed at the projection, `x W + (alpha / r) (x A) B`, inside t
 collectives surrounds: it is summed with that of W, and nothing more is sent for it. Merging `W + (alpha / r) A B` in
 every layer instead would cost a matrix of W's size and 2 r n FLOPs for n elements, at each gather.
 
-No family knows of adapters. A gathered weight that has one is an object that multiplies itself (blocks/linear.py).
+No family knows of adapters. A gathered weight that has one is an object that multiplies itself (blocks/layers.py).
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from meshwright.errors import ConfigError, nearest
 from meshwright.fine_tuning import FineTune
 from meshwright.models.base_weights import dequantise, quantised_params
-from meshwright.models.blocks.linear import linear
+from meshwright.models.blocks.layers import linear
 from meshwright.sharding.params import LOW_PRECISION_ROLES, GatherParams, Param, Stored, Tree, is_param, tree_map
 
 ADAPTERS = "adapters"
@@ -62,7 +62,7 @@ class AdaptedWeight:
         raise ConfigError(
             "a weight with an adapter used as an array",
             "its adapter is a product of its own, and only its matmul is defined",
-            "meshwright.models.blocks.linear.linear(x, w), or --finetune.targets without this weight",
+            "meshwright.models.blocks.layers.linear(x, w), or --finetune.targets without this weight",
         )
 
 

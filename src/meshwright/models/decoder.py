@@ -20,10 +20,9 @@ from jax.ad_checkpoint import checkpoint_name
 from meshwright.comm.collectives import local_shard, sequence_all_gather
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
-from meshwright.models.blocks.attention import Angles, Mix
-from meshwright.models.blocks.embed import embed
+from meshwright.models.blocks.attention import Mix
 from meshwright.models.blocks.feed_forward import Feed
-from meshwright.models.blocks.norm import Norm
+from meshwright.models.blocks.layers import Norm, embed
 from meshwright.models.model import (
     Aux,
     ForwardContext,
@@ -44,7 +43,10 @@ Opening = Callable[[jax.Array, dict[str, Any]], jax.Array]
 
 
 class Kind(Protocol):
-    """Half of a layer, a frozen value: attention in any form, feed-forward, or experts."""
+    """Half of a layer, a frozen value: attention in any form, feed-forward, or experts.
+
+    `build(ctx, angles)` of a first half returns its `Mix`, `build(ctx)` of a second half its `Feed`.
+    """
 
     @property
     def width(self) -> int:
@@ -60,21 +62,11 @@ class Kind(Protocol):
     def facts(self) -> dict[str, Any]:
         """Returns the fields of `LayerSpec`."""
 
+    @property
+    def build(self) -> Callable[..., Any]:
+        """Builds the half for a step's tokens."""
+
     def __hash__(self) -> int: ...
-
-
-class MixKind(Kind, Protocol):
-    """First half of a layer."""
-
-    def build(self, ctx: ForwardContext, angles: Angles) -> Mix:
-        """Returns the attention of a step's tokens."""
-
-
-class FeedKind(Kind, Protocol):
-    """Second half of a layer."""
-
-    def build(self, ctx: ForwardContext) -> Feed:
-        """Returns the feed-forward of a step's tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +75,8 @@ class Block:
 
     stack: str
     """Subtree of the parameters that holds its layers."""
-    attention: MixKind
-    feed_forward: FeedKind
+    attention: Kind
+    feed_forward: Kind
     norm: Norm
     """Norm of the two halves."""
     norm_place: Literal["before", "after", "both"] = "before"
@@ -143,7 +135,7 @@ class Decoder:
     tied: bool = False
     """Whether the embedding table is the unembedding too."""
     positions: int | None = None
-    """Rows of a learned table of positions; None has no table."""
+    """Rows of a learned table of positions; None for no table."""
     embedding_factor: float | None = None
     """Factor on the embedded tokens."""
     logit_softcap: float | None = None
@@ -161,69 +153,6 @@ class Decoder:
     def table(self) -> str:
         """Parameter that the unembedding multiplies by."""
         return "embed" if self.tied else "unembed"
-
-    def params(self, vocab: int, rows: int) -> Tree:
-        """Returns the parameter descriptions. vocab: rows of the tables without padding; rows: with it."""
-        final: Tree = self.norm.params("final_norm", (self.width,), "D")
-        if self.norm.kind == "layer":
-            final = {
-                "final_norm": {
-                    name.replace("final_norm", "scale", 1).replace("scale_", ""): p for name, p in final.items()
-                }
-            }
-        tables = {name: Param((rows, self.width), "VD", rows=vocab) for name in ("embed", self.table)}
-        if self.positions is not None:
-            tables["positions"] = Param((self.positions, self.width), "TD")
-        return {**tables, **{stack: blocks[0].params(len(blocks)) for stack, blocks in self.stacks.items()}, **final}
-
-    def spec(self) -> ModelSpec:
-        """Returns the facts of all layers."""
-        facts = {block: block.spec() for block in set(self.layers)}
-        return ModelSpec(
-            self.width,
-            tuple(facts[block] for block in self.layers),
-            self.positions,
-            self.table,
-            self.logit_softcap,
-            period=self.period,
-        )
-
-    def embed(self, params: Tree, ctx: ForwardContext) -> jax.Array:
-        """Returns the embedded tokens [B, T/tensor, D], on the first stage."""
-        table_VD = ctx.gather_params(params["embed"], "embed")
-        positions_TD = None if self.positions is None else ctx.gather_params(params["positions"], "positions")
-        with jax.named_scope("embedding"):
-            x_BTD = embed(ctx.tokens.ids, table_VD)
-            if self.embedding_factor is not None:
-                x_BTD *= jnp.asarray(self.embedding_factor, x_BTD.dtype)
-            if positions_TD is not None:
-                x_BTD += positions_TD[local_shard(ctx.tokens.positions, ("tensor",), 1)]
-            return ctx.dropout(x_BTD, 0)
-
-    def layer_functions(self, ctx: ForwardContext) -> dict[str, Pattern]:
-        """Returns the layer function of each stack, or those of its turns in a period."""
-        angles = functools.cache(lambda rotary: rotary.angles(ctx.tokens.positions))
-        mix = functools.cache(lambda kind: kind.build(ctx, angles))
-        feed = functools.cache(lambda kind: kind.build(ctx))
-
-        def function(block: Block) -> Layer:
-            return block.layer(ctx, mix(block.attention), feed(block.feed_forward))
-
-        if self.period == 1:
-            return {stack: function(blocks[0]) for stack, blocks in self.stacks.items()}
-        turns: dict[str, list[Layer]] = {}
-        layers = functools.cache(function)
-        for block in self.layers[: self.period]:
-            turns.setdefault(block.stack, []).append(layers(block))
-        return {stack: tuple(functions) for stack, functions in turns.items()}
-
-    def unembed(self, params: Tree, x_BTD: jax.Array, gather_params: GatherParams) -> tuple[jax.Array, jax.Array]:
-        """Returns the normalised hidden states [B, T, D] and the unembedding [V/stage+tensor, D]."""
-        final: Any = gather_params(params["final_norm"], "final_norm")
-        table_VD = gather_params(params[self.table], self.table)
-        scale, bias = (final["scale"], final.get("bias")) if self.norm.kind == "layer" else (final, None)
-        with jax.named_scope("unembedding"):
-            return sequence_all_gather(self.norm(x_BTD, scale, bias), 1), table_VD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,23 +182,61 @@ class DecoderModel(Model):
 
     def params(self) -> Tree:
         """Returns the parameter descriptions; those of layers are stacked."""
-        return self.decoder.params(vocab_size(self), padded_vocab(self))
+        d = self.decoder
+        scale, *bias = d.norm.params("scale", (d.width,), "D").values()
+        final = {"scale": scale, **({"bias": bias[0]} if bias else {})} if d.norm.kind == "layer" else scale
+        table = Param((padded_vocab(self), d.width), "VD", rows=vocab_size(self))
+        tables = {name: table for name in ("embed", d.table)}
+        if d.positions is not None:
+            tables["positions"] = Param((d.positions, d.width), "TD")
+        stacks = {stack: blocks[0].params(len(blocks)) for stack, blocks in d.stacks.items()}
+        return {**tables, **stacks, "final_norm": final}
 
     def spec(self) -> ModelSpec:
         """Returns the facts of all layers."""
-        return self.decoder.spec()
+        d = self.decoder
+        facts = {block: block.spec() for block in set(d.layers)}
+        layers = tuple(facts[block] for block in d.layers)
+        return ModelSpec(d.width, layers, d.positions, d.table, d.logit_softcap, period=d.period)
 
     def embed(self, params: Tree, ctx: ForwardContext) -> jax.Array:
         """Returns the embedded tokens [B, T/tensor, D], on the first stage."""
-        return self.decoder.embed(params, ctx)
+        d = self.decoder
+        table_VD = ctx.gather_params(params["embed"], "embed")
+        positions_TD = None if d.positions is None else ctx.gather_params(params["positions"], "positions")
+        with jax.named_scope("embedding"):
+            x_BTD = embed(ctx.tokens.ids, table_VD)
+            if d.embedding_factor is not None:
+                x_BTD *= jnp.asarray(d.embedding_factor, x_BTD.dtype)
+            if positions_TD is not None:
+                x_BTD += positions_TD[local_shard(ctx.tokens.positions, ("tensor",), 1)]
+            return ctx.dropout(x_BTD, 0)
 
     def layer_functions(self, ctx: ForwardContext) -> dict[str, Pattern]:
         """Returns the layer function of each stack, or those of its turns in a period."""
-        return self.decoder.layer_functions(ctx)
+        angles = functools.cache(lambda rotary: rotary.angles(ctx.tokens.positions))
+        mix = functools.cache(lambda kind: kind.build(ctx, angles))
+        feed = functools.cache(lambda kind: kind.build(ctx))
+
+        @functools.cache
+        def function(block: Block) -> Layer:
+            return block.layer(ctx, mix(block.attention), feed(block.feed_forward))
+
+        if self.decoder.period == 1:
+            return {stack: function(blocks[0]) for stack, blocks in self.decoder.stacks.items()}
+        turns: dict[str, tuple[Layer, ...]] = {}
+        for block in self.decoder.layers[: self.decoder.period]:
+            turns[block.stack] = (*turns.get(block.stack, ()), function(block))
+        return dict(turns)
 
     def unembed(self, params: Tree, x_BTD: jax.Array, gather_params: GatherParams) -> tuple[jax.Array, jax.Array]:
         """Returns the normalised hidden states [B, T, D] and the unembedding [V/stage+tensor, D]."""
-        return self.decoder.unembed(params, x_BTD, gather_params)
+        d = self.decoder
+        final: Any = gather_params(params["final_norm"], "final_norm")
+        table_VD = gather_params(params[d.table], d.table)
+        scale, bias = (final["scale"], final.get("bias")) if d.norm.kind == "layer" else (final, None)
+        with jax.named_scope("unembedding"):
+            return sequence_all_gather(d.norm(x_BTD, scale, bias), 1), table_VD
 
     def features(self) -> set[str]:
         """Returns the features that `runs.checks` lists."""

@@ -18,7 +18,7 @@ from meshwright.comm.collectives import axis_index, broadcast
 from meshwright.config import Training
 from meshwright.data.batch import Batch
 from meshwright.models.blocks.context import build_attend, with_own_kv_head
-from meshwright.models.blocks.dropout import Dropout
+from meshwright.models.blocks.layers import Dropout
 from meshwright.models.gather_ahead import scan_layers_ahead
 from meshwright.models.kernels.attention import Kernels
 from meshwright.models.loss import chunk_tokens, token_losses

@@ -17,7 +17,7 @@ from meshwright.comm.collective_matmul import column_parallel, row_parallel
 from meshwright.comm.collectives import TokenFunction, sequence_all_gather, sequence_reduce_scatter
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
-from meshwright.models.blocks.dropout import Dropout
+from meshwright.models.blocks.layers import Dropout
 from meshwright.models.kernels.scores import Scores
 from meshwright.sharding.params import GatherParams, Param, Tree
 from meshwright.sharding.sequence import SequenceSplit

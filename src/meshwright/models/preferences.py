@@ -21,7 +21,7 @@ from meshwright.comm.collectives import all_reduce
 from meshwright.data.batch import Batch
 from meshwright.fine_tuning import FineTune
 from meshwright.models.adapters import AdapterGather, adapted_params
-from meshwright.models.blocks.dropout import no_dropout
+from meshwright.models.blocks.layers import no_dropout
 from meshwright.models.model import Metrics
 from meshwright.sharding.params import Param, Stored, Tree, tree_map
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from meshwright.comm.collectives import all_gather, all_reduce, axis_index, sum_gradients
 from meshwright.comm.hierarchical import hierarchical_reduce_scatter
 from meshwright.data.batch import Batch
-from meshwright.models.blocks.dropout import Dropout, dropout_key
+from meshwright.models.blocks.layers import Dropout, dropout_key
 from meshwright.models.model import Aux, Metrics
 from meshwright.sharding.layouts import BATCH_AXES, TOKEN_AXES
 from meshwright.sharding.params import Tree, is_param, rows_to_layers, trained_only, with_frozen

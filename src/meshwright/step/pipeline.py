@@ -30,7 +30,7 @@ from jax import lax
 
 from meshwright.comm.collectives import ring_shift
 from meshwright.data.batch import Batch
-from meshwright.models.blocks.dropout import Dropout, no_dropout
+from meshwright.models.blocks.layers import Dropout, no_dropout
 from meshwright.models.forward import LocalModel
 from meshwright.models.model import Aux, ForwardContext, Metrics
 from meshwright.sharding.params import Tree, with_frozen

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from meshwright.comm.collectives import all_reduce
 from meshwright.data.batch import Batch
 from meshwright.errors import TrainingError
-from meshwright.models.blocks.dropout import no_dropout
+from meshwright.models.blocks.layers import no_dropout
 from meshwright.models.model import Metrics
 from meshwright.sharding.layouts import TOKEN_AXES
 from meshwright.sharding.params import Tree, shardings, trained_only, with_frozen

@@ -15,9 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.comm.collectives import all_gather, sequence_all_gather, sequence_reduce_scatter
 from meshwright.config import MeshShape, Optimizer, Training
-from meshwright.models.blocks.embed import embed
-from meshwright.models.blocks.linear import linear
-from meshwright.models.blocks.norm import rms_norm
+from meshwright.models.blocks.layers import embed, linear, rms_norm
 from meshwright.models.model import Aux, ForwardContext, Layer, LayerSpec, Model, ModelSpec, padded_vocab, vocab_size
 from meshwright.models.remat import FFN_HIDDEN
 from meshwright.runs.run import Run

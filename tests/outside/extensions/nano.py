@@ -12,8 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.comm.collectives import sequence_all_gather, sequence_reduce_scatter
 from meshwright.config import MeshShape
-from meshwright.models.blocks.embed import embed
-from meshwright.models.blocks.linear import linear
+from meshwright.models.blocks.layers import embed, linear
 from meshwright.models.blocks.rotary import apply_rope, rope_angles, rope_frequencies
 from meshwright.models.model import (
     AttentionSpec,

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from meshwright.models.blocks.linear import attention_projection, linears
-from meshwright.models.blocks.norm import Norm, rms_norm
+from meshwright.models.blocks.layers import Norm, attention_projection, linears, rms_norm
 from meshwright.models.blocks.rotary import Rotary
 from meshwright.models.kernels.scores import Scores
 from meshwright.models.model import AttentionSpec, ForwardContext

@@ -21,8 +21,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.models.blocks.attention import Angles, Mix
-from meshwright.models.blocks.linear import linear, linears
-from meshwright.models.blocks.norm import rms_norm
+from meshwright.models.blocks.layers import linear, linears, rms_norm
 from meshwright.models.model import DeltaSpec, ForwardContext, chunk_of
 from meshwright.models.remat import ATTN_OUT, QKV
 from meshwright.sharding.params import Param

@@ -44,7 +44,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.blocks.context import CONTEXT
 from meshwright.models.blocks.feed_forward import Feed, swiglu
 from meshwright.models.blocks.fp8_rows import exchange_rows, round_rows, row_scales
-from meshwright.models.blocks.linear import linear
+from meshwright.models.blocks.layers import linear
 from meshwright.models.model import Aux, ExpertSpec, ForwardContext
 from meshwright.models.remat import FFN_HIDDEN, recomputed
 from meshwright.sharding.params import Param

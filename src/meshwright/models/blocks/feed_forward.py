@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshwright.models.blocks.linear import linear, linears
+from meshwright.models.blocks.layers import linear, linears
 from meshwright.models.model import Aux, ForwardContext
 from meshwright.models.remat import FFN_HIDDEN, recomputed
 from meshwright.sharding.params import Param

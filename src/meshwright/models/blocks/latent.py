@@ -25,8 +25,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.models.blocks.attention import Angles, Mix
-from meshwright.models.blocks.linear import attention_projection, linear
-from meshwright.models.blocks.norm import rms_norm
+from meshwright.models.blocks.layers import attention_projection, linear, rms_norm
 from meshwright.models.blocks.rotary import LatentYarn, Rotary
 from meshwright.models.model import AttentionSpec, ForwardContext, LatentSpec
 from meshwright.models.remat import QKV
@@ -39,7 +38,7 @@ LATENT_EPSILON = 1e-6
 def absorb_keys(q_BTNH: jax.Array, up_ZNH: Any) -> jax.Array:
     """Returns the queries times the keys' projection, as queries to latents: [B, T, N, Z].
 
-    up_ZNH: an array, or an object that multiplies itself (blocks/linear.py). Its last dimension begins with the key.
+    up_ZNH: an array, or an object that multiplies itself (blocks/layers.py). Its last dimension begins with the key.
     """
     up_ZNH, scale_NH = _values_and_scale(up_ZNH, q_BTNH.dtype)
     size = q_BTNH.shape[-1]

@@ -83,7 +83,7 @@ class LowPrecisionWeight:
         raise ConfigError(
             f"a weight of --training.matmul-precision {self.plan.recipe.name} used as an array",
             "it is quantised, and only its matmul is defined",
-            "meshwright.models.blocks.linear.linear(x, w), or a Param without a role for other uses",
+            "meshwright.models.blocks.layers.linear(x, w), or a Param without a role for other uses",
         )
 
 

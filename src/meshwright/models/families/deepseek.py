@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.latent import LatentAttention
-from meshwright.models.blocks.linear import linear
-from meshwright.models.blocks.norm import Norm
+from meshwright.models.blocks.layers import Norm, linear
 from meshwright.models.blocks.rotary import LatentYarn, Rotary
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.families.expert_fields import DenseLayersFirst

@@ -10,7 +10,7 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.experts import ExchangeType, Experts, Routing
 from meshwright.models.blocks.feed_forward import FeedForward
-from meshwright.models.decoder import Block, DecoderModel, MixKind
+from meshwright.models.decoder import Block, DecoderModel, Kind
 from meshwright.models.families.fields import TiedOrNot
 from meshwright.models.model import Aux, Metrics
 from meshwright.sharding.params import Tree
@@ -152,7 +152,7 @@ class DenseLayersFirst(ChoiceOfExperts, TiedOrNot):
     dense_layers: int = 0
     """Leading layers without experts (DeepSeek)."""
 
-    def blocks(self, attention: MixKind, **norms: Any) -> tuple[Block, ...]:
+    def blocks(self, attention: Kind, **norms: Any) -> tuple[Block, ...]:
         """Returns the kind of every layer. norms: the norms' fields of `Block`."""
         if self.dense_layers >= self.layers:
             raise ConfigError(

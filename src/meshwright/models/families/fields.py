@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.attention import Attention
-from meshwright.models.blocks.norm import Norm
+from meshwright.models.blocks.layers import Norm
 from meshwright.models.blocks.rotary import RopeScaling, Rotary, Yarn
 from meshwright.models.decoder import DecoderModel, head_size_of
 

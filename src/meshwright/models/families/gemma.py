@@ -16,7 +16,7 @@ from typing import Any
 
 from meshwright.models.blocks.attention import Attention
 from meshwright.models.blocks.feed_forward import FeedForward
-from meshwright.models.blocks.norm import Norm
+from meshwright.models.blocks.layers import Norm
 from meshwright.models.decoder import Block, Decoder, head_size_of, rows_of
 from meshwright.models.families.fields import GroupedQuery, check_local_layers
 

@@ -4,7 +4,7 @@ experts of DeepSeek-V3 with a router bias, after leading dense layers."""
 import dataclasses
 from typing import Literal
 
-from meshwright.models.blocks.norm import Norm
+from meshwright.models.blocks.layers import Norm
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.expert_fields import DenseLayersFirst
 from meshwright.models.families.fields import LEARNED, PartialRotary

@@ -10,7 +10,7 @@ import dataclasses
 
 from meshwright.models.blocks.attention import Attention
 from meshwright.models.blocks.feed_forward import FeedForward
-from meshwright.models.blocks.norm import Norm
+from meshwright.models.blocks.layers import Norm
 from meshwright.models.decoder import Block, Decoder, DecoderModel, head_size_of
 from meshwright.models.families.fields import LEARNED
 

@@ -17,7 +17,7 @@ from typing import Any
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.delta_net import DeltaNet
-from meshwright.models.blocks.norm import Norm
+from meshwright.models.blocks.layers import Norm
 from meshwright.models.decoder import Block, Decoder, rows_of
 from meshwright.models.families.expert_fields import ChoiceOfExperts
 from meshwright.models.families.fields import PartialRotary, TiedOrNot
