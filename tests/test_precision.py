@@ -192,12 +192,12 @@ def planned(chip: str) -> Machine:
 
 def test_chips_that_gain_nothing_refuse() -> None:
     simulated = Machine("cpu", kind="cpu")
-    for name, chip in (("fp8", "v5p"), ("int8", "tpu7x"), ("mxfp8", "h100"), ("fp8", "a100"), ("fp8_block", "h100")):
+    for name, chip in (("fp8", "v5p"), ("int8", "tpu7x"), ("mxfp8", "h100"), ("fp8", "a100")):
         with pytest.raises(ConfigError, match="matmul-precision"):
             check_precision(name, planned(chip))
     for name, chip in (("fp8", "tpu7x"), ("fp8_rowwise", "h100"), ("mxfp8", "b200"), ("int8", "v6e")):
         check_precision(name, planned(chip))
-    check_precision("fp8_block", simulated)
+    check_precision("mxfp8", simulated)
     with pytest.raises(ConfigError, match="XLA has no product"):
         check_precision(f"{__name__}:NVFP4", Machine("cuda", "b200", chip=CHIPS["b200"]))
     with pytest.raises(ConfigError, match="fp8"):

@@ -1,7 +1,7 @@
 """Recipes of low-precision matmuls: formats, scales, and the chips that gain from them (`--training.matmul-precision`).
 
-Sources: fp8 formats and training with them, Micikevicius et al. 2022 (arXiv:2209.05433); blocks, DeepSeek-V3
-(arXiv:2412.19437, section 3.3); MXFP8, OCP Microscaling Formats 1.0. The products are in blocks/quantised.py.
+Sources: fp8 formats and training with them, Micikevicius et al. 2022 (arXiv:2209.05433); MXFP8, OCP
+Microscaling Formats 1.0. The products are in blocks/quantised.py.
 """
 
 import dataclasses
@@ -16,9 +16,7 @@ from meshwright.sharding.params import LOW_PRECISION_ROLES, Param
 SCOPE = "low precision"
 """Named scope of the matmuls, by which the census finds them in the compiled program."""
 IN_COMPUTE_DTYPE = "embedding, unembedding, norms, router, attention itself and the experts' grouped matmuls"
-"""What stays in the compute dtype."""
-
-Scaling = Literal["tensor", "row", "block", "mx"]
+"""Computations that stay in the compute dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,17 +35,15 @@ class MatmulPrecision:
     """One-line description."""
     rate: Literal["fp8", "int8", "mxfp8", "nvfp4"]
     """Peak of a chip that it uses: the field `flops_fp8`, `flops_int8`, `flops_mxfp8` or `flops_nvfp4`."""
-    scaling: Scaling
-    """What shares a scale: a device's block of a tensor; a row or column of an operand; blocks of `block` elements
-    along the contracted dimension (128 x 128 of weights); or MX blocks of 32 with exponents for scales."""
+    scaling: Literal["tensor", "row", "mx"]
+    """What shares a scale: a device's block of a tensor; a row or column of an operand; or MX blocks of `block`
+    elements along the contracted dimension, with exponents for scales."""
     operand: str = "float8_e4m3fn"
     """Format of activations and weights."""
     gradient: str = "float8_e5m2"
     """Format of the gradients of activations."""
     block: int = 0
-    """Elements of a block, for the scalings `block` and `mx`."""
-    simulated: bool = False
-    """Whether it has numbers and no gain: XLA has no product with such scales, on any chip."""
+    """Elements of a block, for the scaling `mx`."""
 
     def __post_init__(self) -> None:
         if self.scaling != "row" and "int8" in (self.operand, self.gradient):
@@ -63,15 +59,6 @@ RECIPES: dict[str, MatmulPrecision] = {
     for recipe in (
         MatmulPrecision("fp8", "e4m3, gradients e5m2, one scale per tensor and device", "fp8", "tensor"),
         MatmulPrecision("fp8_rowwise", "e4m3, gradients e5m2, a scale per row and column", "fp8", "row"),
-        MatmulPrecision(
-            "fp8_block",
-            "e4m3, blocks of 1 x 128 of activations and gradients, 128 x 128 of weights (DeepSeek-V3)",
-            "fp8",
-            "block",
-            gradient="float8_e4m3fn",
-            block=128,
-            simulated=True,
-        ),
         MatmulPrecision(
             "mxfp8", "e4m3 in blocks of 32 with e8m0 scales (OCP MX)", "mxfp8", "mx", gradient="float8_e4m3fn", block=32
         ),
@@ -103,32 +90,18 @@ def check_precision(name: str, machine: Machine) -> None:
     """
     if name == "compute":
         return
-    if find_precision(name).rate == "nvfp4" and not machine.installed:
+    recipe, chip = find_precision(name), machine.chip
+    if recipe.rate == "nvfp4" and not machine.installed:
         raise ConfigError(
             f"--training.matmul-precision {name}",
             "it is in NVFP4, of which XLA has no product: its steps can be priced, and not run",
             "--training.matmul-precision mxfp8",
         )
-    if not machine.simulated and machine.chip is not None:
-        _check_chip(name, machine.chip)
-
-
-def _check_chip(name: str, chip: Chip) -> None:
-    """Raises ConfigError where the compiler of a chip gains nothing from a recipe."""
-    recipe = find_precision(name)
-    asked = f"--training.matmul-precision {name} on {chip.name}"
-    if recipe.simulated:
-        raise ConfigError(
-            asked,
-            f"scales along the contracted dimension need a sum in float32 after every {recipe.block} elements, which "
-            "XLA keeps in HBM: slower than bfloat16",
-            "--training.matmul-precision fp8_rowwise; simulated devices compute its numbers",
-        )
-    if peak_flops(chip, recipe) is None:
-        fast = [n for n, r in RECIPES.items() if not r.simulated and peak_flops(chip, r) is not None]
+    if not machine.simulated and chip is not None and peak_flops(chip, recipe) is None:
+        fast = [n for n, r in RECIPES.items() if peak_flops(chip, r) is not None]
         having = [n for n, c in CHIPS.items() if peak_flops(c, recipe) is not None]
         raise ConfigError(
-            asked,
+            f"--training.matmul-precision {name} on {chip.name}",
             f"it has no flops_{recipe.rate} (hardware/chips.py): its compiler gains nothing from such operands; "
             f"{', '.join(having)} have",
             f"--training.matmul-precision {' or '.join((*fast, 'compute'))}",

@@ -26,14 +26,16 @@ class FeedForward:
     """Feed-forward width F."""
     out_std: float
     """Initial standard deviation of the projection down."""
-    activation: Literal["silu", "gelu"] = "silu"
-    """Function of the gate, or of the only factor."""
-    gated: bool = True
-    """Whether the hidden features are a product of two factors, gate and up."""
+    kind: Literal["swiglu", "geglu", "gelu"] = "swiglu"
+    """Hidden features: silu(gate) * up, gelu(gate) * up, or gelu(up)."""
     bias: bool = False
     """Whether all projections have biases."""
 
     scope = "feed-forward"
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return ("up",) if self.kind == "gelu" else ("gate", "up")
 
     def params(self, layers: int) -> dict[str, Param]:
         """Returns the parameters of a stack of `layers` layers."""
@@ -56,34 +58,17 @@ class FeedForward:
             products = ctx.column_parallel(linears, h_BTD, [w[name] for name in self._names])
             if self.bias:
                 products = [x + w[f"{name}_bias"] for name, x in zip(self._names, products, strict=True)]
-            y_BTD = ctx.row_parallel(linear, self._hidden(products), w["down"])
+            hidden = _HIDDEN[self.kind](*(checkpoint_name(x, FFN_HIDDEN) for x in products))
+            y_BTD = ctx.row_parallel(linear, hidden, w["down"])
             return y_BTD + w["down_bias"] if self.bias else y_BTD, {}
 
         return feed
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        return ("gate", "up") if self.gated else ("up",)
-
-    def _hidden(self, products: list[jax.Array]) -> jax.Array:
-        """Returns the hidden features; the products are named for the remat policies."""
-        first, *up = (checkpoint_name(x, FFN_HIDDEN) for x in products)
-        if not up:
-            return _ACTIVATIONS[self.activation](first)
-        return _silu_product(first, *up) if self.activation == "silu" else _gelu_product(first, *up)
 
 
 def swiglu(h_BTD: jax.Array, gate: Any, up: Any, down: Any) -> jax.Array:
     """Returns (silu(h gate) * h up) down, unreduced over `tensor`."""
     gate_BTF, up_BTF = (checkpoint_name(x, FFN_HIDDEN) for x in linears(h_BTD, [gate, up]))
-    return linear(_silu_product(gate_BTF, up_BTF), down)
-
-
-def _gelu(x: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x, approximate=True)
-
-
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"silu": jax.nn.silu, "gelu": _gelu}
+    return linear(_HIDDEN["swiglu"](gate_BTF, up_BTF), down)
 
 
 @recomputed
@@ -94,3 +79,10 @@ def _silu_product(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
 @recomputed
 def _gelu_product(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
     return jax.nn.gelu(gate_BTF, approximate=True) * up_BTF
+
+
+def _gelu(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x, approximate=True)
+
+
+_HIDDEN: dict[str, Callable[..., jax.Array]] = {"swiglu": _silu_product, "geglu": _gelu_product, "gelu": _gelu}

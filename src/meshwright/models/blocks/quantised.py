@@ -49,9 +49,9 @@ class LowPrecisionWeight:
     """Gathered weight of a low-precision matmul; `linear` multiplies by it."""
 
     values: jax.Array
-    """Quantised weight; for scalings by blocks the weight in the compute dtype, quantised in each product."""
+    """Quantised weight; for MX blocks the weight in the compute dtype, quantised in each product."""
     scale: jax.Array | None
-    """Float32 factor of `values`: a scalar, or one per output column; None for scalings by blocks."""
+    """Float32 factor of `values`: a scalar, or one per output column; None for MX blocks."""
     carrier: jax.Array | None
     """Gathered weight in the compute dtype. Its value is never read (and never gathered); its cotangent is the
     gradient, which has no other way back: integers have no cotangents, and those of fp8 would be fp8."""
@@ -101,12 +101,11 @@ class LowPrecisionGather(GatherParams):
         def name(keys: Any) -> str:
             return ".".join((path, *(key.key for key in keys)))
 
-        treedef: Any = jax.tree.structure(params)
-        rows: list[tuple[Any, Any]] = jax.tree_util.tree_flatten_with_path(params)[0]
+        treedef: Any
+        rows, treedef = jax.tree_util.tree_flatten_with_path(params)
         hows = treedef.flatten_up_to(self.gathers[path])
         low = {name(k): (w, how.gathers) for (k, w), how in zip(rows, hows, strict=True) if name(k) in self.plans}
-        in_gather = {n: row for n, row in low.items() if self.plans[n].recipe.scaling in ("tensor", "row")}
-        quantised = self._quantise(in_gather)
+        quantised = self._quantise({n: row for n, row in low.items() if self.plans[n].recipe.scaling != "mx"})
 
         def replace(keys: Any, weight: jax.Array) -> Any:
             plan = self.plans.get(name(keys))
@@ -301,58 +300,35 @@ def _quantise_activations(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _multiply_in_blocks(x_TD: jax.Array, w_DF: jax.Array, plan: WeightPlan) -> jax.Array:
-    """Multiplies activations by a weight, both quantised in blocks along the contracted dimension."""
+    """Multiplies activations by a weight, both quantised in MX blocks along the contracted dimension."""
     with jax.named_scope(SCOPE):
-        return _block_product(x_TD, w_DF.T, plan.recipe, ("operand", "operand"), (1, plan.recipe.block))
+        return _block_product(x_TD, w_DF.T, plan.recipe, "operand", "operand")
 
 
 def _multiply_in_blocks_bwd(
     plan: WeightPlan, saved: tuple[jax.Array, jax.Array], g_TF: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x_TD, w_DF = saved
-    recipe = plan.recipe
     with jax.named_scope(SCOPE):
-        g_x_TD = _block_product(g_TF, w_DF, recipe, ("gradient", "operand"), (1, recipe.block))
-        g_w_DF = _block_product(x_TD.T, g_TF.T, recipe, ("operand", "gradient"), (1, 1))
+        g_x_TD = _block_product(g_TF, w_DF, plan.recipe, "gradient", "operand")
+        g_w_DF = _block_product(x_TD.T, g_TF.T, plan.recipe, "operand", "gradient")
     return g_x_TD, g_w_DF
 
 
 _multiply_in_blocks.defvjp(lambda x, w, plan: (_multiply_in_blocks(x, w, plan), (x, w)), _multiply_in_blocks_bwd)
 
 
-def _block_product(
-    a_TD: jax.Array, b_FD: jax.Array, recipe: MatmulPrecision, formats: tuple[str, str], rows: tuple[int, int]
-) -> jax.Array:
+def _block_product(a_TD: jax.Array, b_FD: jax.Array, recipe: MatmulPrecision, *formats: str) -> jax.Array:
     """Returns a b^T of operands that are quantised in blocks along their last dimension.
 
-    formats: field of the recipe with the format of each.  rows: rows of a block of each (scaling `block` alone).
+    formats: field of the recipe with the format of each. The last block is padded with zeros.
     """
-    (qa, sa), (qb, sb) = (
-        _quantise_blocks(x, getattr(recipe, field), recipe.block, n if recipe.scaling == "block" else 1)
-        for x, field, n in zip((a_TD, b_FD), formats, rows, strict=True)
-    )
-    if recipe.scaling == "mx":
-        e8m0 = jnp.float8_e8m0fnu
-        scales = (sa.T.astype(e8m0)[None], sb.T.astype(e8m0)[None])
-        a, b = (q.swapaxes(0, 1).reshape(1, q.shape[1], -1) for q in (qa, qb))
-        return jax.nn.scaled_matmul(a, b, *scales, preferred_element_type=a_TD.dtype)[0]
 
-    def add(total_TF: jax.Array, block: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-        qa, qb, sa_T, sb_F = block
-        return total_TF + _dot(qa, qb, (1, 1), jnp.float32) * sa_T[:, None] * sb_F[None], None
+    def quantised(x_TD: jax.Array, field: str) -> tuple[jax.Array, jax.Array]:
+        padded_TD = jnp.pad(x_TD, ((0, 0), (0, -x_TD.shape[1] % recipe.block)))
+        blocks = padded_TD.reshape(x_TD.shape[0], -1, recipe.block)
+        values, scale = _quantise(blocks, _amax(blocks, (2,)), getattr(recipe, field))
+        return values.reshape(1, *padded_TD.shape), scale[..., 0].astype(jnp.float8_e8m0fnu)[None]
 
-    zeros_TF = jnp.zeros((a_TD.shape[0], b_FD.shape[0]), jnp.float32)
-    return lax.scan(add, zeros_TF, (qa, qb, sa, sb))[0].astype(a_TD.dtype)
-
-
-def _quantise_blocks(x: jax.Array, dtype: str, block: int, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the blocks of the last dimension, [blocks, rows of x, block], and scales [blocks, rows of x].
-
-    rows: rows of x that share a scale. The last block is padded with zeros.
-    """
-    height, width = x.shape
-    padded = jnp.pad(x, ((0, -height % rows), (0, -width % block)))
-    tiles = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // block, block)
-    values, scale = _quantise(tiles, _amax(tiles, (1, 3)), dtype)
-    values = values.reshape(padded.shape[0], -1, block)[:height].swapaxes(0, 1)
-    return values, jnp.repeat(scale[:, 0, :, 0], rows, axis=0)[:height].T
+    (a, a_scale), (b, b_scale) = (quantised(x, field) for x, field in zip((a_TD, b_FD), formats, strict=True))
+    return jax.nn.scaled_matmul(a, b, a_scale, b_scale, preferred_element_type=a_TD.dtype)[0]

@@ -19,7 +19,7 @@ class RopeScaling:
     factor: float = 8.0
     """Factor by which low frequencies are divided."""
     low_freq_factor: float = 1.0
-    """Wavelengths above original_max_position_embeddings / low_freq_factor are scaled by the whole factor."""
+    """Wavelengths above original_max_position_embeddings / low_freq_factor are scaled by the full factor."""
     high_freq_factor: float = 4.0
     """Wavelengths below original_max_position_embeddings / high_freq_factor are not scaled."""
     original_max_position_embeddings: int = 8192
@@ -45,21 +45,20 @@ def rope_angles(positions_BT: jax.Array, frequency_H: np.ndarray) -> tuple[jax.A
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def apply_rope(x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates each pair of features (i, i + H/2) by its angle."""
-    cos, sin = cos_sin
-    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BTNH.dtype)
+def apply_rope(
+    x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array], *, pairs: Literal["halves", "neighbours"] = "halves"
+) -> jax.Array:
+    """Rotates each pair of features (i, i + H/2), or of neighbours (2i, 2i + 1), by its angle.
 
-
-def apply_rope_interleaved(x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates each pair of features (2i, 2i + 1) by its angle; first come the first features of all pairs.
-
-    Queries and keys in one order have the scores of any other.
+    The first features of all pairs come first: queries and keys in one order have the scores of any other.
     """
     cos, sin = cos_sin
-    pairs = x_BTNH.astype(jnp.float32).reshape(*x_BTNH.shape[:-1], -1, 2)
-    a, b = pairs[..., 0], pairs[..., 1]
+    x32 = x_BTNH.astype(jnp.float32)
+    if pairs == "halves":
+        a, b = jnp.split(x32, 2, axis=-1)
+    else:
+        x32 = x32.reshape(*x_BTNH.shape[:-1], -1, 2)
+        a, b = x32[..., 0], x32[..., 1]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BTNH.dtype)
 
 
@@ -72,7 +71,7 @@ class Yarn:
     beta_fast: float = 32.0
     """Pairs that turn more often than this in the original context keep their frequency."""
     beta_slow: float = 1.0
-    """Pairs that turn less often than this are scaled by the whole factor; those between in part."""
+    """Pairs that turn less often than this are scaled by the full factor; those between in part."""
     original_max_position_embeddings: int = 4096
     """Longest sequence of the pre-training before the extension."""
     attention_factor: float | None = None
@@ -88,38 +87,32 @@ class Yarn:
     @property
     def magnitude(self) -> float:
         """Factor on queries and keys."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+        return self._growth(1.0) if self.attention_factor is None else self.attention_factor
 
+    def _growth(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
-def yarn_frequencies(head_size: int, theta: float, scaling: Yarn) -> np.ndarray:
-    """Returns the radians per position of each of the H/2 pairs, float32."""
-    pair = np.arange(head_size // 2, dtype=np.float64)
-    frequency = theta ** (-2 * pair / head_size)
+    def frequencies(self, head_size: int, theta: float) -> np.ndarray:
+        """Returns the radians per position of each of the H/2 pairs, float32."""
+        pair = np.arange(head_size // 2, dtype=np.float64)
+        frequency = theta ** (-2 * pair / head_size)
 
-    def pair_that_turns(turns: float) -> float:
-        """Pair, as a fraction, that turns so often in the original context."""
-        positions = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
-        return head_size * math.log(positions) / (2 * math.log(theta))
+        def pair_that_turns(turns: float) -> float:
+            """Pair, as a fraction, that turns this often in the original context."""
+            positions = self.original_max_position_embeddings / (turns * 2 * math.pi)
+            return head_size * math.log(positions) / (2 * math.log(theta))
 
-    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
-    if scaling.bounds == "whole":
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_size - 1)
-    scaled = np.clip((pair - low) / (high - low if high != low else 0.001), 0.0, 1.0)
-    return (frequency / scaling.factor * scaled + frequency * (1 - scaled)).astype(np.float32)
-
-
-def yarn_angles(positions_BT: jax.Array, head_size: int, theta: float, scaling: Yarn) -> tuple[jax.Array, jax.Array]:
-    """Returns cosine and sine [B, T, 1, H/2] times the factor on queries and keys, float32."""
-    cos, sin = rope_angles(positions_BT, yarn_frequencies(head_size, theta, scaling))
-    return cos * scaling.magnitude, sin * scaling.magnitude
+        low, high = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        if self.bounds == "whole":
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_size - 1)
+        scaled = np.clip((pair - low) / (high - low if high != low else 0.001), 0.0, 1.0)
+        return (frequency / self.factor * scaled + frequency * (1 - scaled)).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class LatentYarn(Yarn):
-    """YaRN of latent attention, with a factor on whole attention scores besides (DeepSeek-V2, arXiv:2405.04434)."""
+    """YaRN of latent attention, with a factor on attention scores besides (DeepSeek-V2, arXiv:2405.04434)."""
 
     factor: float = 40.0
     """Factor by which low frequencies are divided."""
@@ -140,9 +133,6 @@ class LatentYarn(Yarn):
         """Factor on attention scores, besides one over the root of the head size."""
         return self._growth(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
-    def _growth(self, mscale: float) -> float:
-        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
-
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
@@ -156,19 +146,20 @@ class Rotary:
     """Scaling of the low frequencies."""
     factor: float = 1.0
     """Factor by which all frequencies are divided (linear position interpolation, arXiv:2306.15595)."""
-    interleaved: bool = False
-    """Whether neighbouring features make a pair, rather than those of the two halves."""
+    pairs: Literal["halves", "neighbours"] = "halves"
+    """Features that make a pair: those of the two halves, or neighbours."""
 
     def angles(self, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns cosine and sine [B, T, 1, size/2], float32. positions_BT: positions within each document."""
         if isinstance(self.scaling, Yarn):
-            return yarn_angles(positions_BT, self.size, self.theta, self.scaling)
+            cos, sin = rope_angles(positions_BT, self.scaling.frequencies(self.size, self.theta))
+            return cos * self.scaling.magnitude, sin * self.scaling.magnitude
         frequencies_H = rope_frequencies(self.size, self.theta, self.scaling) / np.float32(self.factor)
         return rope_angles(positions_BT, frequencies_H)
 
     def rotate(self, x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Returns queries or keys with their first `size` features rotated."""
-        apply = apply_rope_interleaved if self.interleaved else apply_rope
         if x_BTNH.shape[-1] == self.size:
-            return apply(x_BTNH, cos_sin)
-        return jnp.concatenate([apply(x_BTNH[..., : self.size], cos_sin), x_BTNH[..., self.size :]], -1)
+            return apply_rope(x_BTNH, cos_sin, pairs=self.pairs)
+        rotated = apply_rope(x_BTNH[..., : self.size], cos_sin, pairs=self.pairs)
+        return jnp.concatenate([rotated, x_BTNH[..., self.size :]], -1)

@@ -72,7 +72,7 @@ class Deepseek(DenseLayersFirst):
             )
         norm = Norm("rms", self.norm_epsilon)
         latent = LatentSpec(self.q_lora_rank, self.kv_lora_rank, self.qk_rope_head_dim, self.v_head_dim)
-        rotary = Rotary(self.qk_rope_head_dim, self.rope_theta, self.yarn, interleaved=True)
+        rotary = Rotary(self.qk_rope_head_dim, self.rope_theta, self.yarn, pairs="neighbours")
         attention = LatentAttention(self.width, self.heads, self.qk_nope_head_dim, latent, rotary, self.out_std)
         return Decoder(self.width, self.blocks(attention, norm=norm), norm, tied=self.embedding == "tied")
 

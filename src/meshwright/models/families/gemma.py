@@ -56,7 +56,7 @@ class Gemma(GroupedQuery):
     def alternate(self, local: Attention, last: Attention, logit_softcap: float | None = None) -> Decoder:
         """Returns local and global layers by turns. local, last: their attention."""
         check_local_layers(self)
-        feed_forward = FeedForward(self.width, self.mlp, self.out_std, "gelu")
+        feed_forward = FeedForward(self.width, self.mlp, self.out_std, "geglu")
         kinds = tuple(
             Block("blocks", attention, feed_forward, self.norm, "both")
             for attention in (*[local] * self.local_layers, last)

@@ -36,7 +36,7 @@ class Gpt2(DecoderModel):
         """Returns layers of one kind."""
         D, N, bias = self.width, self.heads, self.bias == "learned"
         attention = Attention(D, N, None, head_size_of(self), self.out_std, qkv_bias=bias, out_bias=bias)
-        feed_forward = FeedForward(D, 4 * D, self.out_std, "gelu", gated=False, bias=bias)
+        feed_forward = FeedForward(D, 4 * D, self.out_std, "gelu", bias=bias)
         norm = Norm("layer", self.norm_epsilon, bias)
         layers = (Block("blocks", attention, feed_forward, norm),) * self.layers
         return Decoder(D, layers, norm, tied=True, positions=self.positions)
