@@ -15,6 +15,7 @@ from tiny_runs import MODELS, assert_same_steps, device_run_of, random_batch, ti
 
 from meshwright.comm.ragged import plan_exchange, ragged_all_to_all
 from meshwright.models.blocks.experts import (
+    Experts,
     Routes,
     Routing,
     capacity_moe,
@@ -33,6 +34,10 @@ from meshwright.step.train_step import CompiledTrainStep
 B, T, D, F, E = 2, 8, 6, 5, 4
 AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 PLAIN = Routing(E, 2, "softmax", True, 1.0, 1, 1)
+
+
+def experts_of(r: Routing, **fields: Any) -> Experts:
+    return Experts(D, r, F, 0.02, **fields)
 
 
 def on_one_device(f: Any, *args: Any) -> Any:
@@ -60,7 +65,7 @@ def test_dropless_matches_a_loop_over_tokens(k: int) -> None:
 
     def run(h: Any, router: Any, w: Any) -> Any:
         routes = route(r, h, router, None)
-        return dropless_moe(r, h, routes, w)[0], routes.experts_BTX
+        return dropless_moe(experts_of(r), h, routes, w)[0], routes.experts_BTX
 
     got, chosen = on_one_device(run, h, router, w)
     scores = h @ router
@@ -80,7 +85,8 @@ def test_capacity_serves_first_choices_first() -> None:
 
     def run(h: Any, router: Any, w: Any, factor: float) -> Any:
         routes = route(PLAIN, h, router, None)
-        return *capacity_moe(PLAIN, h, routes, w, split, factor), routes.experts_BTX, routes.weights_BTX
+        served = capacity_moe(experts_of(PLAIN, capacity_factor=factor), h, routes, w, split)
+        return *served, routes.experts_BTX, routes.weights_BTX
 
     got, dropped, chosen, weights = on_one_device(lambda *a: run(*a, 0.5), h, router, w)
     capacity = expert_capacity(PLAIN, T, 0.5)
@@ -101,7 +107,8 @@ def test_capacity_serves_first_choices_first() -> None:
     # With capacity for all tokens, both dispatches compute the same.
     whole, no_drops = on_one_device(lambda *a: run(*a, 4.0)[:2], h, router, w)
     assert no_drops == 0
-    served = on_one_device(lambda h, m, w: dropless_moe(PLAIN, h, route(PLAIN, h, m, None), w)[0], h, router, w)
+    e = experts_of(PLAIN)
+    served = on_one_device(lambda h, m, w: dropless_moe(e, h, route(PLAIN, h, m, None), w)[0], h, router, w)
     np.testing.assert_allclose(whole, served, rtol=2e-5, atol=1e-5)
 
 
@@ -190,7 +197,7 @@ def test_rows_without_room_give_zeros_and_are_counted(factor: float) -> None:
     def body(h: Any, experts: Any, ones: Any, w: Any) -> Any:
         def total(h: Any, w: Any) -> Any:
             routes = Routes(experts[0], ones[0], ones[0], ones[0, ..., 0])
-            out, dropped = dropless_moe(r, h[0], routes, w, buffer_factor=factor)
+            out, dropped = dropless_moe(experts_of(r, buffer_factor=factor), h[0], routes, w)
             return (out * out).sum(), (out, jnp.zeros(()) if dropped is None else dropped)
 
         (_, (out, dropped)), gradient = jax.value_and_grad(total, has_aux=True)(h, w)

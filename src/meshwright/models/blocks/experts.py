@@ -14,8 +14,8 @@ A routing weight multiplies the hidden layer of its expert, before the `down` ma
 then needs the hidden layer, which is there, and the backward pass neither saves nor recomputes the experts' outputs and
 their way back (as with ScatterMoE, Tan et al. 2024, arXiv:2403.08245, the numbers are those of a weighted sum).
 
-Inputs come from `sequence_all_gather`: every device of `tensor` has the same tokens and routes them alike. Outputs are
-partial sums `{U/tensor}`, which `sequence_reduce_scatter` reduces.
+Every device of `tensor` has the same tokens, by `sequence_all_gather`, and routes them alike. Outputs are partial sums
+`{U/tensor}`, which `sequence_reduce_scatter` reduces.
 """
 
 import dataclasses
@@ -157,8 +157,8 @@ def router_losses(r: Routing, routes: Routes, seq: int) -> dict[str, jax.Array]:
 
     balance: load-balancing loss, E times the sum over experts of (fraction of tokens x mean router probability); 1 for
     an even load.  router z: mean squared log-sum-exp (ST-MoE: Zoph et al. 2022, arXiv:2202.08906, equation 5).  load:
-    tokens routed to each expert, [E].  seq: positions of a whole sequence. Values are whole over `tensor`; sums over
-    the token axes are those of the batch.
+    tokens routed to each expert, [E].  seq: positions of a complete sequence. Values are equal on the devices of
+    `tensor`; sums over the token axes are those of the batch.
     """
     counts_BE = (routes.experts_BTX[..., None] == jnp.arange(r.experts)).sum((1, 2)).astype(jnp.float32)
     sequence_counts_BE = all_reduce(lax.stop_gradient(counts_BE), CONTEXT)
@@ -170,227 +170,29 @@ def router_losses(r: Routing, routes: Routes, seq: int) -> dict[str, jax.Array]:
     return {"balance": balance, "router z": z, "load": counts_BE.sum(0)}
 
 
-Multiply = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""Grouped matmul: `(rows [R, K], weights [E, K, N], rows of each expert [E]) -> [R, N]` (kernels/choose.py)."""
-ExpertWeights = dict[str, jax.Array]
-"""Weights of this device's experts: gate, up [E/expert, D, F/tensor] and down [E/expert, F/tensor, D]; of experts with
-biases gate_bias, up_bias [E/expert, F/tensor] and down_bias [E/expert, D]."""
-
-
 @recomputed
 def swiglu_hidden(gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns the hidden layer of SwiGLU times the routing weight of each row. weights: [..., 1], float32."""
     return (jax.nn.silu(gate).astype(jnp.float32) * up * weights).astype(up.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class ExpertFunction:
-    """Function of an expert between its matmuls, and the place of the routing weight."""
+def _clamped_hidden(alpha: float, limit: float, gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns the hidden layer of clamped SwiGLU times the routing weight of each row."""
 
-    hidden: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = swiglu_hidden
-    """`(gate, up, weights [..., 1] float32) -> hidden layer times weights`."""
-    weighted: Literal["hidden", "input"] = "hidden"
-    """Whether the routing weight multiplies the hidden layer, which is the weighted sum of the experts' outputs, or
-    what goes into the expert (Llama 4)."""
+    @recomputed
+    def hidden(gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
+        gate32 = jnp.minimum(gate.astype(jnp.float32), limit)
+        up32 = jnp.clip(up.astype(jnp.float32), -limit, limit)
+        return ((up32 + 1) * gate32 * jax.nn.sigmoid(alpha * gate32) * weights).astype(up.dtype)
 
-
-SWIGLU = ExpertFunction()
+    return hidden(gate, up, weights)
 
 
-def dropless_moe(
-    r: Routing,
-    h_BTD: jax.Array,
-    routes: Routes,
-    w: ExpertWeights,
-    multiply: Multiply = lax.ragged_dot,
-    buffer_factor: float = 0.0,
-    exchange: ExchangeType = "compute",
-    function: ExpertFunction = SWIGLU,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Computes the weighted sum of each token's experts, in groups of unequal size.
-
-    buffer_factor: as in `ExpertSpec`.  exchange: type of the rows that go to experts. Returns the outputs [B, T, D]
-    and the number of this device's (token, expert) pairs that found no room on the device of their expert; None where
-    there is always room.
-    """
-    B, T, D = h_BTD.shape
-    k = r.experts_per_token
-    # One row for each of a token's experts, sorted by expert.
-    expert_of_row = routes.experts_BTX.reshape(-1)
-    order = jnp.argsort(expert_of_row, stable=True)
-    back = jnp.argsort(order)
-    h_TD = h_BTD.reshape(B * T, D)
-    rows = _reorder(round_rows(h_TD) if exchange == "fp8" else h_TD, order, back, k)
-    weights = _reorder(routes.weights_BTX.reshape(-1, 1), order, back, 1)
-    apply = functools.partial(_apply_experts, w=w, multiply=multiply, function=function)
-    rows_E = (expert_of_row[:, None] == jnp.arange(r.experts)).sum(0).astype(jnp.int32)
-    dropped = None
-    if nontrivial_axes(EXPERT):
-        room = ExpertSpec(r.experts, r.experts_per_token, buffer_factor)
-        out, dropped = _expert_parallel(room, rows, weights, rows_E, apply, exchange)
-    else:
-        out = apply(rows, weights, rows_E)
-    return _sum_of_experts(_reorder(out, back, order, 1).reshape(B, T, k, D)), dropped
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _reorder(x: jax.Array, order: jax.Array, back: jax.Array, k: int) -> jax.Array:
-    """Returns the rows of x [R, D], each repeated k times, in another order: [k R, D].
-
-    back: the inverse of `order`. With it the gradient is a gather too; that of an index is a scatter.
-    """
-    return x[order // k]
-
-
-_reorder.defvjp(
-    lambda x, order, back, k: (x[order // k], back),
-    lambda k, back, g: (
-        g[back] if k == 1 else g[back].reshape(-1, k, g.shape[1]).sum(1, dtype=jnp.float32).astype(g.dtype),
-        None,
-        None,
-    ),
-)
-
-
-def _sum_of_experts(out_BTXD: jax.Array) -> jax.Array:
-    return out_BTXD.sum(2, dtype=jnp.float32).astype(out_BTXD.dtype)
-
-
-def _apply_experts(
-    rows: jax.Array,
-    weights: jax.Array,
-    rows_E: jax.Array,
-    *,
-    w: ExpertWeights,
-    multiply: Multiply,
-    function: ExpertFunction,
-) -> jax.Array:
-    """Applies each expert to its rows, and their routing weights.
-
-    rows: [rows, D], sorted by expert.  weights: [rows, 1].  rows_E: rows of each expert.
-    """
-    if function.weighted == "input":
-        rows, weights = rows * weights.astype(rows.dtype), jnp.ones_like(weights)
-
-    def product(name: str) -> jax.Array:
-        y = multiply(rows, w[name], rows_E)
-        return checkpoint_name(y if f"{name}_bias" not in w else y + _of_rows(w[f"{name}_bias"], rows_E, y), FFN_HIDDEN)
-
-    out = multiply(function.hidden(product("gate"), product("up"), weights), w["down"], rows_E)
-    if "down_bias" in w:
-        # Outputs are summed over `tensor`: one device adds the bias.
-        first = (axis_index(("tensor",)) == 0).astype(jnp.float32)
-        out += (first * weights * _of_rows(w["down_bias"], rows_E, out)).astype(out.dtype)
-    return out
-
-
-def _of_rows(bias: jax.Array, rows_E: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns the bias [E, F] of the expert of each row of `like`; zeros for the rows of a buffer that are empty."""
-    expert = jnp.searchsorted(jnp.cumsum(rows_E), jnp.arange(like.shape[0]), side="right")
-    return bias.at[expert].get(mode="fill", fill_value=0).astype(like.dtype)
-
-
-def _expert_parallel(
-    spec: ExpertSpec,
-    rows: jax.Array,
-    weights: jax.Array,
-    rows_E: jax.Array,
-    apply: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
-    sent_as: ExchangeType,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Sends rows to the devices that hold their experts, applies these, and returns the outputs in the same order.
-
-    apply: `(rows, routing weights, rows of each expert here) -> outputs`.
-    Rows without room give zeros; returns their number too, None where there is always room.
-    """
-    shards, tokens = lax.axis_size("expert"), rows.shape[0] // spec.experts_per_token
-    room, most = (s.buffer_rows(tokens, shards) for s in (spec, dataclasses.replace(spec, buffer_factor=0.0)))
-    # A token has at most one row for each expert, which bounds the rows that one device sends another.
-    largest = min(room, most // shards)
-    sent_counts = rows_E.reshape(shards, spec.experts // shards)
-    received_counts = all_to_all_counts(sent_counts, "expert")
-    exchange = plan_exchange(sent_counts.sum(1), received_counts.sum(1), "expert", room)
-    to_experts, back, rows_of_expert = _sort_blocks(exchange, received_counts, room)
-    send = functools.partial(ragged_all_to_all, exchange=exchange, axis="expert", rows=room, largest=largest)
-    if sent_as == "fp8":
-        scales = row_scales(rows)
-        beside = send(jnp.concatenate([weights, scales], 1))
-        weights, arrived = beside[:, :1], exchange_rows(rows, scales, beside[:, 1:], exchange, "expert", room, largest)
-    else:
-        weights, arrived = send(weights), send(rows)
-    arrived, weights = (_reorder(x, to_experts, back, 1) for x in (arrived, weights))
-    out = apply(arrived, weights, rows_of_expert)
-    out = ragged_all_to_all(_reorder(out, back, to_experts, 1), exchange.reversed(), "expert", rows.shape[0], largest)
-    return out, (rows_E.sum() - exchange.sizes.sum()).astype(jnp.float32) if room < most else None
-
-
-def _sort_blocks(exchange: Exchange, counts: jax.Array, room: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Merges blocks of rows, one from each device and each sorted by expert, into one sorted by expert.
-
-    counts: rows from each device for each expert here, [n, experts].  room: rows of the buffer. Returns the order of
-    the rows [room], its inverse, and the rows of each expert. Places are sums over the n x experts runs: no sort.
-    """
-    ends = jnp.minimum(jnp.cumsum(counts, 1), exchange.arriving_sizes[:, None])
-    first = jnp.minimum(jnp.cumsum(counts, 1) - counts, exchange.arriving_sizes[:, None])
-    sizes = ends - first
-    arrived = (exchange.arriving_starts[:, None] + first).reshape(-1)
-    by_expert = (jnp.cumsum(sizes.T.reshape(-1)) - sizes.T.reshape(-1)).reshape(sizes.T.shape).T.reshape(-1)
-    row = jnp.arange(room, dtype=jnp.int32)
-
-    def moved(source: jax.Array, target: jax.Array) -> jax.Array:
-        """Places of the rows of each run in `target`, in the order of `source`; rows past the last run stay."""
-        place = row[:, None] - source
-        inside = (place >= 0) & (place < sizes.reshape(-1))
-        return row + jnp.where(inside, target - source, 0).sum(1, dtype=jnp.int32)
-
-    return moved(by_expert, arrived), moved(arrived, by_expert), sizes.sum(0)
-
-
-def expert_capacity(r: Routing, seq: int, factor: float) -> int:
-    """Returns the tokens of a sequence that an expert has capacity for: `factor` times an even share, rounded up."""
-    return min(seq, -(-int(np.ceil(seq * r.experts_per_token * factor)) // r.experts))
-
-
-def capacity_moe(
-    r: Routing, h_BTD: jax.Array, routes: Routes, w: ExpertWeights, sequence: SequenceSplit, factor: float
-) -> tuple[jax.Array, jax.Array]:
-    """Computes the weighted sum of each token's experts within their capacity, first choices first.
-
-    Returns the outputs [B, T, D] and the number of this device's (token, expert) pairs that were dropped.
-    """
-    B, T, D = h_BTD.shape
-    capacity = expert_capacity(r, sequence.seq, factor)
-    kept_BTX = _within_capacity(r, routes.experts_BTX, sequence, capacity)
-    local_capacity = min(capacity, T)
-    # Slot of each pair among the kept pairs of its expert on this device; dropped pairs get a slot out of bounds.
-    one_hot_BTXE = (routes.experts_BTX[..., None] == jnp.arange(r.experts)) & kept_BTX[..., None]
-    slot_BTE = jnp.cumsum(one_hot_BTXE.any(2), 1) - 1
-    slot_BTX = jnp.take_along_axis(slot_BTE, routes.experts_BTX, -1)
-    slot_BTX = jnp.where(kept_BTX, slot_BTX, local_capacity)
-    index = (routes.experts_BTX, jnp.arange(B)[:, None, None], slot_BTX)
-    x_EBCD = jnp.zeros((r.experts, B, local_capacity, D), h_BTD.dtype).at[index].set(h_BTD[:, :, None], mode="drop")
-    weights_EBC = jnp.zeros(x_EBCD.shape[:3], jnp.float32).at[index].set(routes.weights_BTX, mode="drop")
-    x_EBCD, weights_EBC = (all_to_all(x, EXPERT, 0, 1) for x in (x_EBCD, weights_EBC))
-    gate_EBCF, up_EBCF = (
-        checkpoint_name(jnp.einsum("ebcd,edf->ebcf", x_EBCD, w[n]), FFN_HIDDEN) for n in ("gate", "up")
-    )
-    out_EBCD = jnp.einsum("ebcf,efd->ebcd", swiglu_hidden(gate_EBCF, up_EBCF, weights_EBC[..., None]), w["down"])
-    out_EBCD = all_to_all(out_EBCD, EXPERT, 1, 0)
-    out_BTXD = out_EBCD.at[index].get(mode="fill", fill_value=0)
-    return _sum_of_experts(out_BTXD), (~kept_BTX).sum().astype(jnp.float32)
-
-
-def _within_capacity(r: Routing, experts_BTX: jax.Array, sequence: SequenceSplit, capacity: int) -> jax.Array:
-    """Returns which (token, expert) pairs are within capacity, counted over the whole sequence; bool [B, T, X]."""
-    whole_BTX = all_gather(experts_BTX, CONTEXT, 1)
-    if sequence.shards > 1:
-        whole_BTX = whole_BTX[:, np.argsort(sequence.position_order())]
-    # All first choices come before any second choice.
-    pairs = whole_BTX.transpose(0, 2, 1).reshape(whole_BTX.shape[0], -1)
-    slot = jnp.cumsum(pairs[..., None] == jnp.arange(r.experts), 1) - 1
-    kept = jnp.take_along_axis(slot, pairs[..., None], -1)[..., 0] < capacity
-    kept_BTX = kept.reshape(whole_BTX.shape[0], r.experts_per_token, -1).transpose(0, 2, 1)
-    return kept_BTX[:, sequence.local_positions()] if sequence.shards > 1 else kept_BTX
+Multiply = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""Grouped matmul: `(rows [R, K], weights [E, K, N], rows of each expert [E]) -> [R, N]` (kernels/choose.py)."""
+ExpertWeights = dict[str, jax.Array]
+"""Weights of this device's experts: gate, up [E/expert, D, F/tensor] and down [E/expert, F/tensor, D]; of experts with
+biases gate_bias, up_bias [E/expert, F/tensor] and down_bias [E/expert, D]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -422,7 +224,7 @@ class Experts:
     capacity_factor: float = 1.25
     """Capacity of an expert, as a multiple of an even share of a sequence's tokens."""
     buffer_factor: float = 0.0
-    """Rows that a device of `expert` has room for, as `ExpertSpec` has it."""
+    """Rows that a device of `expert` has room for, as in `ExpertSpec`."""
     exchange: ExchangeType = "compute"
     """Type of the rows that go to experts."""
     aux_loss_weight: float = 0.0
@@ -485,23 +287,184 @@ class Experts:
         names = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias") if self.bias else ("gate", "up", "down")
         own = {name: w[f"expert_{name}"] for name in names}
         if self.dispatch == "capacity":
-            y_BTD, aux["dropped"] = capacity_moe(self.routing, h_BTD, routes, own, ctx.sequence, self.capacity_factor)
+            y_BTD, aux["dropped"] = capacity_moe(self, h_BTD, routes, own, ctx.sequence)
             return y_BTD, aux
-        hidden = swiglu_hidden if self.clamp is None else functools.partial(_clamped_hidden, *self.clamp)
-        function = ExpertFunction(hidden, self.weighted)
-        y_BTD, dropped = dropless_moe(
-            self.routing, h_BTD, routes, own, ctx.grouped_matmul, self.buffer_factor, self.exchange, function
-        )
+        y_BTD, dropped = dropless_moe(self, h_BTD, routes, own, ctx.grouped_matmul)
         return y_BTD, aux if dropped is None else {**aux, "dropped": dropped}
 
+    def apply(
+        self, rows: jax.Array, weights: jax.Array, rows_E: jax.Array, *, w: ExpertWeights, multiply: Multiply
+    ) -> jax.Array:
+        """Applies each expert to its rows, and their routing weights.
 
-def _clamped_hidden(alpha: float, limit: float, gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
-    """Returns the hidden layer of clamped SwiGLU times the routing weight of each row."""
+        rows: [rows, D], sorted by expert.  weights: [rows, 1].  rows_E: rows of each expert.
+        """
+        if self.weighted == "input":
+            rows, weights = rows * weights.astype(rows.dtype), jnp.ones_like(weights)
 
-    @recomputed
-    def hidden(gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
-        gate32 = jnp.minimum(gate.astype(jnp.float32), limit)
-        up32 = jnp.clip(up.astype(jnp.float32), -limit, limit)
-        return ((up32 + 1) * gate32 * jax.nn.sigmoid(alpha * gate32) * weights).astype(up.dtype)
+        def product(name: str) -> jax.Array:
+            y = multiply(rows, w[name], rows_E)
+            return checkpoint_name(y if not self.bias else y + _of_rows(w[f"{name}_bias"], rows_E, y), FFN_HIDDEN)
 
-    return hidden(gate, up, weights)
+        hidden = swiglu_hidden if self.clamp is None else functools.partial(_clamped_hidden, *self.clamp)
+        out = multiply(hidden(product("gate"), product("up"), weights), w["down"], rows_E)
+        if self.bias:
+            # Outputs are summed over `tensor`: one device adds the bias.
+            first = (axis_index(("tensor",)) == 0).astype(jnp.float32)
+            out += (first * weights * _of_rows(w["down_bias"], rows_E, out)).astype(out.dtype)
+        return out
+
+
+def _of_rows(bias: jax.Array, rows_E: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns the bias [E, F] of the expert of each row of `like`; zeros for the rows of a buffer that are empty."""
+    expert = jnp.searchsorted(jnp.cumsum(rows_E), jnp.arange(like.shape[0]), side="right")
+    return bias.at[expert].get(mode="fill", fill_value=0).astype(like.dtype)
+
+
+def dropless_moe(
+    e: Experts, h_BTD: jax.Array, routes: Routes, w: ExpertWeights, multiply: Multiply = lax.ragged_dot
+) -> tuple[jax.Array, jax.Array | None]:
+    """Computes the weighted sum of each token's experts, in groups of unequal size.
+
+    Returns the outputs [B, T, D] and the number of this device's (token, expert) pairs that found no room on the device
+    of their expert; None where there is always room.
+    """
+    B, T, D = h_BTD.shape
+    k = e.routing.experts_per_token
+    # One row for each of a token's experts, sorted by expert.
+    expert_of_row = routes.experts_BTX.reshape(-1)
+    order = jnp.argsort(expert_of_row, stable=True)
+    back = jnp.argsort(order)
+    h_TD = h_BTD.reshape(B * T, D)
+    rows = _reorder(round_rows(h_TD) if e.exchange == "fp8" else h_TD, order, back, k)
+    weights = _reorder(routes.weights_BTX.reshape(-1, 1), order, back, 1)
+    apply = functools.partial(e.apply, w=w, multiply=multiply)
+    rows_E = (expert_of_row[:, None] == jnp.arange(e.routing.experts)).sum(0).astype(jnp.int32)
+    dropped = None
+    if nontrivial_axes(EXPERT):
+        out, dropped = _expert_parallel(e, rows, weights, rows_E, apply)
+    else:
+        out = apply(rows, weights, rows_E)
+    return _sum_of_experts(_reorder(out, back, order, 1).reshape(B, T, k, D)), dropped
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _reorder(x: jax.Array, order: jax.Array, back: jax.Array, k: int) -> jax.Array:
+    """Returns the rows of x [R, D], each repeated k times, in another order: [k R, D].
+
+    back: the inverse of `order`. With it the gradient is a gather too; that of an index is a scatter.
+    """
+    return x[order // k]
+
+
+_reorder.defvjp(
+    lambda x, order, back, k: (x[order // k], back),
+    lambda k, back, g: (
+        g[back] if k == 1 else g[back].reshape(-1, k, g.shape[1]).sum(1, dtype=jnp.float32).astype(g.dtype),
+        None,
+        None,
+    ),
+)
+
+
+def _sum_of_experts(out_BTXD: jax.Array) -> jax.Array:
+    return out_BTXD.sum(2, dtype=jnp.float32).astype(out_BTXD.dtype)
+
+
+def _expert_parallel(
+    e: Experts, rows: jax.Array, weights: jax.Array, rows_E: jax.Array, apply: Callable[..., jax.Array]
+) -> tuple[jax.Array, jax.Array | None]:
+    """Sends rows to the devices that hold their experts, applies these, and returns the outputs in the same order.
+
+    apply: `(rows, routing weights, rows of each expert here) -> outputs`.
+    Rows without room give zeros; returns their number too, None where there is always room.
+    """
+    experts, k = e.routing.experts, e.routing.experts_per_token
+    shards, tokens = lax.axis_size("expert"), rows.shape[0] // k
+    room, most = (ExpertSpec(experts, k, factor).buffer_rows(tokens, shards) for factor in (e.buffer_factor, 0.0))
+    # A token has at most one row for each expert, which bounds the rows that one device sends another.
+    largest = min(room, most // shards)
+    sent_counts = rows_E.reshape(shards, experts // shards)
+    received_counts = all_to_all_counts(sent_counts, "expert")
+    exchange = plan_exchange(sent_counts.sum(1), received_counts.sum(1), "expert", room)
+    to_experts, back, rows_of_expert = _sort_blocks(exchange, received_counts, room)
+    send = functools.partial(ragged_all_to_all, exchange=exchange, axis="expert", rows=room, largest=largest)
+    if e.exchange == "fp8":
+        scales = row_scales(rows)
+        beside = send(jnp.concatenate([weights, scales], 1))
+        weights, arrived = beside[:, :1], exchange_rows(rows, scales, beside[:, 1:], exchange, "expert", room, largest)
+    else:
+        weights, arrived = send(weights), send(rows)
+    arrived, weights = (_reorder(x, to_experts, back, 1) for x in (arrived, weights))
+    out = apply(arrived, weights, rows_of_expert)
+    out = ragged_all_to_all(_reorder(out, back, to_experts, 1), exchange.reversed(), "expert", rows.shape[0], largest)
+    return out, (rows_E.sum() - exchange.sizes.sum()).astype(jnp.float32) if room < most else None
+
+
+def _sort_blocks(exchange: Exchange, counts: jax.Array, room: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Merges blocks of rows, one from each device and each sorted by expert, into one sorted by expert.
+
+    counts: rows from each device for each expert here, [n, experts].  room: rows of the buffer. Returns the order of
+    the rows [room], its inverse, and the rows of each expert. Places are sums over the n x experts runs: no sort.
+    """
+    ends = jnp.minimum(jnp.cumsum(counts, 1), exchange.arriving_sizes[:, None])
+    first = jnp.minimum(jnp.cumsum(counts, 1) - counts, exchange.arriving_sizes[:, None])
+    sizes = ends - first
+    arrived = (exchange.arriving_starts[:, None] + first).reshape(-1)
+    by_expert = (jnp.cumsum(sizes.T.reshape(-1)) - sizes.T.reshape(-1)).reshape(sizes.T.shape).T.reshape(-1)
+    row = jnp.arange(room, dtype=jnp.int32)
+
+    def moved(source: jax.Array, target: jax.Array) -> jax.Array:
+        """Places of the rows of each run in `target`, in the order of `source`; rows past the last run stay."""
+        place = row[:, None] - source
+        inside = (place >= 0) & (place < sizes.reshape(-1))
+        return row + jnp.where(inside, target - source, 0).sum(1, dtype=jnp.int32)
+
+    return moved(by_expert, arrived), moved(arrived, by_expert), sizes.sum(0)
+
+
+def expert_capacity(r: Routing, seq: int, factor: float) -> int:
+    """Returns the tokens of a sequence that an expert has capacity for: `factor` times an even share, rounded up."""
+    return min(seq, -(-int(np.ceil(seq * r.experts_per_token * factor)) // r.experts))
+
+
+def capacity_moe(
+    e: Experts, h_BTD: jax.Array, routes: Routes, w: ExpertWeights, sequence: SequenceSplit
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the weighted sum of each token's experts within their capacity, first choices first.
+
+    Returns the outputs [B, T, D] and the number of this device's (token, expert) pairs that were dropped.
+    """
+    B, T, D = h_BTD.shape
+    r, capacity = e.routing, expert_capacity(e.routing, sequence.seq, e.capacity_factor)
+    kept_BTX = _within_capacity(r, routes.experts_BTX, sequence, capacity)
+    local_capacity = min(capacity, T)
+    # Slot of each pair among the kept pairs of its expert on this device; dropped pairs get a slot out of bounds.
+    one_hot_BTXE = (routes.experts_BTX[..., None] == jnp.arange(r.experts)) & kept_BTX[..., None]
+    slot_BTE = jnp.cumsum(one_hot_BTXE.any(2), 1) - 1
+    slot_BTX = jnp.take_along_axis(slot_BTE, routes.experts_BTX, -1)
+    slot_BTX = jnp.where(kept_BTX, slot_BTX, local_capacity)
+    index = (routes.experts_BTX, jnp.arange(B)[:, None, None], slot_BTX)
+    x_EBCD = jnp.zeros((r.experts, B, local_capacity, D), h_BTD.dtype).at[index].set(h_BTD[:, :, None], mode="drop")
+    weights_EBC = jnp.zeros(x_EBCD.shape[:3], jnp.float32).at[index].set(routes.weights_BTX, mode="drop")
+    x_EBCD, weights_EBC = (all_to_all(x, EXPERT, 0, 1) for x in (x_EBCD, weights_EBC))
+    gate_EBCF, up_EBCF = (
+        checkpoint_name(jnp.einsum("ebcd,edf->ebcf", x_EBCD, w[n]), FFN_HIDDEN) for n in ("gate", "up")
+    )
+    out_EBCD = jnp.einsum("ebcf,efd->ebcd", swiglu_hidden(gate_EBCF, up_EBCF, weights_EBC[..., None]), w["down"])
+    out_EBCD = all_to_all(out_EBCD, EXPERT, 1, 0)
+    out_BTXD = out_EBCD.at[index].get(mode="fill", fill_value=0)
+    return _sum_of_experts(out_BTXD), (~kept_BTX).sum().astype(jnp.float32)
+
+
+def _within_capacity(r: Routing, experts_BTX: jax.Array, sequence: SequenceSplit, capacity: int) -> jax.Array:
+    """Returns which (token, expert) pairs are within capacity, counted over the whole sequence; bool [B, T, X]."""
+    whole_BTX = all_gather(experts_BTX, CONTEXT, 1)
+    if sequence.shards > 1:
+        whole_BTX = whole_BTX[:, np.argsort(sequence.position_order())]
+    # All first choices come before any second choice.
+    pairs = whole_BTX.transpose(0, 2, 1).reshape(whole_BTX.shape[0], -1)
+    slot = jnp.cumsum(pairs[..., None] == jnp.arange(r.experts), 1) - 1
+    kept = jnp.take_along_axis(slot, pairs[..., None], -1)[..., 0] < capacity
+    kept_BTX = kept.reshape(whole_BTX.shape[0], r.experts_per_token, -1).transpose(0, 2, 1)
+    return kept_BTX[:, sequence.local_positions()] if sequence.shards > 1 else kept_BTX

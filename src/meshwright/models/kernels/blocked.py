@@ -101,8 +101,8 @@ def _forward(queries: Queries, keys: Keys, mask: ChunkMask, softcap: float | Non
 
     def add(states: _State, i: Any, j: Any) -> _State:
         """Adds the scores of a block of keys to the running softmax of a block of queries."""
-        scores, v_j, mask = _scores(select(q, i), select(k, j), softcap), select(v, j), blocks.visible(i, j)
-        top, weight, total = select(states, i)
+        scores, v_j = _scores(select(q, i), select(k, j), softcap), select(v, j)
+        (top, weight, total), mask = select(states, i), blocks.visible(i, j)
         new_top = jnp.maximum(top, jnp.where(mask, scores, _MASKED).max(-1))
         # A row without a visible key so far has the masked score as its largest: its weights need the mask to be zero.
         weights = jnp.where(mask, jnp.exp(scores - new_top[..., None]), 0.0)

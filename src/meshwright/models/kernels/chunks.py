@@ -43,8 +43,9 @@ class ChunkMask:
         """Returns the mask [B, T, S], bool, between piece i of the queries and piece j of the keys, given documents."""
         visible_BTS = queries_BT[:, :, None] == keys_BS[:, None, :]
         if self.distance is not None:
-            tokens_T, tokens_S = (jnp.arange(x.shape[1]) for x in (queries_BT, keys_BS))
-            distance_TS = self.distance + (i - j) * len(tokens_T) + tokens_T[:, None] - tokens_S[None, :]
+            T, S = queries_BT.shape[1], keys_BS.shape[1]
+            tokens = jnp.arange(max(T, S))
+            distance_TS = self.distance + (i - j) * T + tokens[:T][:, None] - tokens[:S][None, :]
             visible_BTS &= distance_TS >= 0
             if self.window is not None:
                 visible_BTS &= distance_TS < self.window
