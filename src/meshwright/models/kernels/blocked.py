@@ -75,7 +75,8 @@ class _Blocks:
     def by_head(self, x_BNT: jax.Array) -> jax.Array:
         """Returns the blocks of one number per query and head: [blocks, B, K, G, block]."""
         B, N, T = x_BNT.shape
-        return cut(x_BNT.reshape(B, self.kv_heads, N // self.kv_heads, T), self.block, 3)
+        x = x_BNT.reshape(B, self.kv_heads, N // self.kv_heads, T // self.block, self.block)
+        return jnp.moveaxis(x, 3, 0)
 
     def visible(self, i: jax.Array, j: jax.Array) -> jax.Array:
         """Returns the mask [B, 1, 1, block, block] of a pair of blocks."""
