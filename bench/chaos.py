@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos_runs import SAVE, SILENCE, STEPS, Pair, compare, result
-from page_table import put_table
+from page_table import put_rows, put_table
 
 
 def newest(out: Path) -> list[Path]:
@@ -162,18 +162,20 @@ def row(seed: int, kind: str, folder: Path, expected: dict[str, Any]) -> dict[st
     }
 
 
-def page_table(record: dict[str, Any]) -> str:
-    """The table of the page, with its date and machine."""
+def page_table(record: dict[str, Any]) -> tuple[str, str]:
+    """Returns the result in one sentence, with its date and machine, and a table of the runs."""
     rows = record["rows"]
     whole = sum(row["ended by itself"] and row["equal"] for row in rows)
-    lines = [
+    summary = (
         f"`python bench/chaos.py --runs {len(rows)}`, {record['date']}, source {record['source']}, {record['cores']} "
         f"cores of an AMD EPYC (KVM, shared by other work), processes on {record['hosts']}: {whole} of {len(rows)} "
-        "runs ended by themselves with equal tensors, losses and place in the data.", "",
+        "runs ended by themselves with equal tensors, losses and place in the data."
+    )
+    lines = [
         "| seed | fault | host | ended by itself | tensors | losses | named | exit codes | diagnosis (s) "
         "| training again (s) | starts |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for row in rows:
         words = [
             row["seed"], row["fault"], row["host"], row["ended by itself"], row["tensors"], row["losses"],
@@ -181,7 +183,7 @@ def page_table(record: dict[str, Any]) -> str:
             row["starts"],
         ]  # fmt: skip
         lines.append("| " + " | ".join(map(_cell, words)) + " |")
-    return "\n".join(lines) + "\n"
+    return summary, "\n".join(lines) + "\n"
 
 
 def _cell(value: Any) -> str:
@@ -209,7 +211,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.table:
         record = json.loads(options.results.read_text())
-        put_table(Path(__file__).parents[1] / "docs" / "faults.md", "chaos.py", page_table(record))
+        summary, rows = page_table(record)
+        page = Path(__file__).parents[1] / "docs" / "faults.md"
+        put_table(page, "chaos.py", f"{summary} `bench/results/chaos.md` has each row.\n")
+        put_rows("chaos.py", "Thirty runs with a fault each", f"{summary}\n\n{rows}")
         return
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)

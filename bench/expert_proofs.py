@@ -3,7 +3,7 @@
 `python bench/expert_proofs.py [--only NAME] [--from FOLDER]`. Needs the `tpu` extra, and for GPUs the wheels that
 `meshwright prove` names. For each model and machine the fastest plan that fits is taken among those with `expert` and
 among those without, both without stages and context, and compiled whole. Results go to bench/results/experts.json, the
-table to docs/parallelism.md. --from takes what `prove --json` has written into FOLDER instead of compiling.
+table to bench/results/expert_proofs.md. --from takes what `prove --json` has written into FOLDER instead of compiling.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from compiled_plans import compile_plan, figures_of
-from page_table import put_table
+from page_table import put_rows
 
 from meshwright.config import MeshShape
 from meshwright.errors import MeshwrightError
@@ -25,7 +25,6 @@ from meshwright.runs.recipe import find_recipe
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "experts.json"
-PAGE = ROOT / "docs" / "parallelism.md"
 
 # Model, machine, sequences, tokens of each.
 CASES = [
@@ -131,7 +130,7 @@ def main() -> None:
             continue
         rows += [prove(case, name, plan, given.given) for name, plan in best_plans(case).items()]
         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
-    put_table(PAGE, "expert_proofs.py", table(rows))
+    put_rows("expert_proofs.py", "Plans with and without the axis `expert`, planned and compiled", table(rows))
     print(table(rows))
 
 

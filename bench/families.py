@@ -1,7 +1,7 @@
-"""Compares every architecture with `transformers` and prints the largest differences (docs/families.md).
+"""Compares every architecture with `transformers` and writes the largest differences down (docs/families.md).
 
     python bench/families.py [ROW...]          # adds what is not yet in bench/results/families.json
-    python bench/families.py --table           # prints the table of what is there
+    python bench/families.py --table           # writes the table of what is there, bench/results/families.md
 
 Small random models in float32 on eight simulated devices, as in tests/contracts/test_families.py.
 """
@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from page_table import put_rows
 
 # As in tests/conftest.py, whose compiled programs are used again.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
@@ -108,7 +110,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Computes rows, or prints the table."""
+    """Computes rows, and writes the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("rows", nargs="*")
     parser.add_argument("--table", action="store_true")
@@ -133,7 +135,7 @@ def main() -> None:
                     print(row, part, value, flush=True)
                     ordered = {name: results[name] for name in ROWS if name in results}
                     RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
-    print(table(results))
+    put_rows("families.py", "Architectures against transformers: largest differences", table(results) + "\n")
 
 
 if __name__ == "__main__":

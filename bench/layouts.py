@@ -5,7 +5,7 @@
 Published layouts are rows of bench/foresight/published.csv, read as runs of this package (with the nearest remat
 policy, or where that does not fit the next that saves less). Each is compiled by the chip's own compiler, as are the
 planner's `--best` best plans; all have the compiler options that `plan --tune` tries for the chip. Results go to
-bench/results/layouts.json and docs/plan.md.
+bench/results/layouts.json and layouts.md.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "foresight"))
 
-from page_table import put_table
+from page_table import put_rows
 from rows import Row, read_rows
 
 from meshwright.api.proving import Proof, prove_plan
@@ -101,7 +101,7 @@ def main() -> None:
         results[name] = compare(rows[name], given.best, given.limit)
         print(json.dumps(results[name]), flush=True)
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    put_table(ROOT / "docs" / "plan.md", "layouts.py", table(results))
+    put_rows("layouts.py", "The planner's choice against nine published layouts", table(results))
 
 
 if __name__ == "__main__":

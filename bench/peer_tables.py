@@ -88,10 +88,9 @@ def evidence(rows: list[Row]) -> str:
 
 
 def fill(page: str, rows: list[Row]) -> str:
-    """Returns the page with its tables made again."""
+    """Returns the page with its table made again."""
     before, rest = page.split(BEGIN)
-    tables = f"{comparison(rows)}\n### Every program\n\n{evidence(rows)}"
-    return before + BEGIN + "\n" + tables + "\n" + END + rest.split(END)[1]
+    return before + BEGIN + "\n" + comparison(rows) + "\n" + END + rest.split(END)[1]
 
 
 def _times(row: Row) -> str:

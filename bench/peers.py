@@ -30,6 +30,7 @@ from typing import Any
 
 import peer_cases
 import peer_tables
+from page_table import put_rows
 from peer_cases import CASES, SHIPPED, Case, Setting
 from second_reading import read_program
 
@@ -235,6 +236,7 @@ def read_all(given: argparse.Namespace) -> None:
     RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     page = HERE.parent / "docs" / "peers.md"
     page.write_text(peer_tables.fill(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    put_rows("peers.py", "Every program compiled for the comparison with MaxText", peer_tables.evidence(rows))
     below = [
         row["case"] + " " + row["setting"]
         for row in rows
