@@ -191,7 +191,7 @@ def test_published_sizes(recipe: str, parameters: float, used: float, cached: in
 
 
 def test_planned_memory_is_that_of_the_compiler() -> None:
-    """DeepSeek-V3 on 2,048 H100, compiled whole: 59.3 GiB live at the peak (docs/families.md)."""
+    """DeepSeek-V3 on 2,048 H100, compiled whole: 59.3 GiB live at the peak (docs/log.md)."""
     run = find_recipe("deepseek-v3")
     training = dataclasses.replace(
         run.training, remat="feed_forward", microbatches=15, pipeline_schedule="interleaved", virtual_stages=2,
