@@ -19,7 +19,7 @@ from test_cli import meshwright
 
 from meshwright.analysis.compile import compile_function
 from meshwright.bench.calibration_file import read_calibration
-from meshwright.bench.device_trace import DeviceTime, Event, collective_names, device_time, innermost, read_trace, union
+from meshwright.bench.device_trace import DeviceTime, Event, collective_names, device_time, innermost, read_trace
 from meshwright.bench.hardware import kernels, run
 from meshwright.bench.hardware.attention_truth import attention_with_gradients
 from meshwright.bench.hardware.overlap import measured_parts
@@ -28,6 +28,7 @@ from meshwright.bench.hardware.sizing import RECIPES, fit_recipe
 from meshwright.cli.main import run as command
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target
+from meshwright.hlo.buffers import union
 from meshwright.models.kernels.attention import reference_attention, sequence_positions
 from meshwright.models.kernels.choose import KERNELS
 from meshwright.planner.calibration import calibrate_target

@@ -20,8 +20,7 @@ from meshwright.analysis.self_check import FlopsBand, doubts_of
 from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, simulate_schedule
 from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.efficiency import Efficiency
-from meshwright.hlo.flops import least_flops, read_matmuls, unpriced_kernels
-from meshwright.hlo.kernels import KernelWork, Skipped, kernel_work
+from meshwright.hlo.flops import KernelWork, Skipped, kernel_work, least_flops, read_matmuls, unpriced_kernels
 from meshwright.hlo.parser import Module, parse_module
 from meshwright.views.census_page import census_html, schedule_blocks
 from meshwright.views.census_tables import census_text

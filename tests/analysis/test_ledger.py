@@ -17,7 +17,7 @@ from meshwright.analysis.jaxpr_collectives import JaxprCollective, read_jaxpr_co
 from meshwright.analysis.lint import lint_host
 from meshwright.analysis.unexpected_collectives import MIN_SENT_BYTES
 from meshwright.errors import CensusError
-from meshwright.hlo.groups import axes_of_groups, axes_of_pairs, expand
+from meshwright.hlo.collectives import axes_of_groups, axes_of_pairs, expand
 from meshwright.hlo.ledger import LedgerEntry, by_kind_and_axes, read_ledger, unread_collectives
 from meshwright.hlo.parser import parse_module
 

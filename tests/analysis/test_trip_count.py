@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.hlo.ledger import read_ledger
+from meshwright.hlo.loops import trip_count
 from meshwright.hlo.parser import Module, parse_module
-from meshwright.hlo.trip_count import trip_count
 
 STATE = "(s32[], s32[], f32[8])"
 LOOP = f"""HloModule m, num_partitions=2

@@ -40,8 +40,7 @@ from meshwright.analysis.self_check import FlopsBand, doubts_of
 from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, Ticks, simulate_schedule
 from meshwright.analysis.source_lint import lint_source
 from meshwright.analysis.unexpected_collectives import MIN_SENT_BYTES, lint_unexpected_collectives
-from meshwright.hlo.flops import CompiledMatmul, read_matmuls, unpriced_kernels
-from meshwright.hlo.kernels import ALL_ROWS, Skipped
+from meshwright.hlo.flops import ALL_ROWS, CompiledMatmul, Skipped, read_matmuls, unpriced_kernels
 from meshwright.hlo.ledger import LedgerEntry, by_kind_and_axes, read_ledger, unread_collectives
 from meshwright.hlo.parser import Module
 from meshwright.hlo.scopes import Branches

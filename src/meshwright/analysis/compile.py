@@ -15,7 +15,7 @@ import jax
 from meshwright.analysis.memory import CompiledMemory
 from meshwright.errors import CensusError
 from meshwright.formatting import format_bytes
-from meshwright.hlo.buffer_assignment import BufferAssignment, read_assignment
+from meshwright.hlo.buffers import BufferAssignment, read_assignment
 from meshwright.hlo.parser import Module, parse_module
 
 

@@ -11,8 +11,7 @@ import re
 
 from meshwright.hardware.chips import Chip
 from meshwright.hardware.efficiency import Efficiency
-from meshwright.hlo.flops import matmul_flops
-from meshwright.hlo.kernels import ALL_ROWS, Rate, Skipped, computed_flops, kernel_work, rate_of
+from meshwright.hlo.flops import ALL_ROWS, Rate, Skipped, computed_flops, kernel_work, matmul_flops, rate_of
 from meshwright.hlo.parser import Array, Computation, Instruction, Module, Shape, arrays_of
 
 FREE = frozenset(

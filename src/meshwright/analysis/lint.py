@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from meshwright.analysis.expected_sharding import ExpectedSharding, spec_of
 from meshwright.analysis.memory import Argument
-from meshwright.hlo.kernels import is_call, kernel_work
+from meshwright.hlo.flops import is_call, kernel_work
 from meshwright.hlo.loops import walk
 from meshwright.hlo.parser import Frame, Module, arrays_of, parse_shape
 

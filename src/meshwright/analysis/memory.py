@@ -5,8 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from meshwright.hlo.buffer_assignment import BufferAssignment
-from meshwright.hlo.buffers import Buffer, Peak, buffers_of, op_names_written_into, peak_of
+from meshwright.hlo.buffers import Buffer, BufferAssignment, Peak, buffers_of, op_names_written_into, peak_of
 from meshwright.hlo.parser import Module
 from meshwright.hlo.scopes import phase_of, plain_path, scopes_of
 

@@ -11,8 +11,7 @@ from meshwright.analysis.lint import Finding
 from meshwright.analysis.simulate import SimulatedSchedule
 from meshwright.analysis.timeline import Span
 from meshwright.formatting import format_step
-from meshwright.hlo.async_pairs import done_of, overlapped_work, transfer_start
-from meshwright.hlo.collectives import collective_in
+from meshwright.hlo.collectives import collective_in, done_of, overlapped_work, transfer_start
 from meshwright.hlo.ledger import LedgerEntry
 from meshwright.hlo.parser import Computation, Instruction, Module
 

@@ -17,7 +17,7 @@ from meshwright.comm import collectives, hierarchical, ragged
 from meshwright.data.batch import Batch
 from meshwright.hardware.chips import Torus
 from meshwright.hardware.targets import Target
-from meshwright.hlo.kernels import Skipped
+from meshwright.hlo.flops import Skipped
 from meshwright.hlo.parser import parse_module
 from meshwright.hlo.scopes import Branches, BranchScope
 from meshwright.models.flops import forward_flops

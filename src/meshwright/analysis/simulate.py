@@ -15,15 +15,21 @@ from meshwright.analysis.timeline import Span, Timeline, Totals
 from meshwright.hardware.chips import Chip
 from meshwright.hardware.efficiency import Efficiency
 from meshwright.hardware.interconnect import DeviceCoordinates, Route, route, span_of_group
-from meshwright.hlo.async_pairs import done_of, is_fused_done, start_of, transfer_start
-from meshwright.hlo.collectives import collective_in, group_of, kind_of, payload_of
-from meshwright.hlo.flops import least_flops, unpriced_kernels
-from meshwright.hlo.groups import Groups
-from meshwright.hlo.kernels import ALL_ROWS, Skipped
-from meshwright.hlo.loops import branches_of, known_branch, scope_of_branch
+from meshwright.hlo.collectives import (
+    Groups,
+    collective_in,
+    done_of,
+    group_of,
+    is_fused_done,
+    kind_of,
+    payload_of,
+    start_of,
+    transfer_start,
+)
+from meshwright.hlo.flops import ALL_ROWS, Skipped, least_flops, unpriced_kernels
+from meshwright.hlo.loops import branches_of, known_branch, scope_of_branch, trip_count
 from meshwright.hlo.parser import Computation, Instruction, Module, arrays_of
 from meshwright.hlo.scopes import scopes_of
-from meshwright.hlo.trip_count import trip_count
 
 _OFFLOADED = ("call-start", "custom-call-start")
 """Opcodes that start a computation on another core; those without a collective are gathers and scatters."""
@@ -163,15 +169,16 @@ class _Simulator:
 
     def _continue(self, timeline: Timeline, computation: Computation, instruction: Instruction) -> None:
         """Ends a transfer; an update that passes the operands of a start begins it."""
-        name = start_of(computation, instruction)
-        start = computation.instructions.get(name)
-        begins = start is not None and transfer_start(computation, start) is instruction
-        if start is not None and begins and collective_in(self.module, start) is not None:
+        start = start_of(computation, instruction)
+        if start is None:
+            return
+        begins = transfer_start(computation, start) is instruction
+        if begins and collective_in(self.module, start) is not None:
             self._communicate(timeline, computation, start)
-        elif start is not None and begins and start.opcode in _OFFLOADED:
+        elif begins and start.opcode in _OFFLOADED:
             self._offload(timeline, computation, start)
         else:
-            timeline.wait(name)
+            timeline.wait(start.name)
 
     def _offload(self, timeline: Timeline, computation: Computation, start: Instruction) -> None:
         """Begins a gather or scatter on a SparseCore: it moves HBM beside the other cores until its done."""

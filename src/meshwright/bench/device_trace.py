@@ -16,9 +16,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.hlo.async_pairs import is_fused_done, start_of
-from meshwright.hlo.collectives import is_collective
-from meshwright.hlo.parser import Instruction, Module
+from meshwright.hlo.buffers import union
+from meshwright.hlo.collectives import collective_in, is_done, start_of
+from meshwright.hlo.parser import Module
 
 Interval = tuple[float, float]
 """Start and end, in seconds."""
@@ -126,10 +126,9 @@ class _Program:
     def of(cls, module: Module) -> "_Program":
         known = frozenset(name for c in module.computations.values() for name in c.instructions)
         starts = {
-            instruction.name: start_of(computation, instruction)
-            for computation in module.computations.values()
-            for instruction in computation.instructions.values()
-            if instruction.opcode.endswith("-done") or is_fused_done(instruction)
+            instruction.name: start.name
+            for computation, instruction in module.instructions()
+            if is_done(instruction) and (start := start_of(computation, instruction)) is not None
         }
         collective = collective_names(module)
         return cls(
@@ -148,26 +147,15 @@ class _Program:
 def collective_names(module: Module) -> frozenset[str]:
     """Returns the names of the instructions that communicate, or wait for communication."""
     names = set[str]()
-    for computation in module.computations.values():
-        for instruction in computation.instructions.values():
-            # A fusion that holds one piece of a collective computes meanwhile.
-            if instruction.opcode != "fusion" and _communicates(module, instruction):
+    for computation, instruction in module.instructions():
+        # A fusion that holds one piece of a collective computes meanwhile.
+        if instruction.opcode != "fusion" and collective_in(module, instruction) is not None:
+            names.add(instruction.name)
+        elif is_done(instruction) or instruction.opcode.endswith("-update"):
+            start = start_of(computation, instruction)
+            if start is not None and collective_in(module, start) is not None:
                 names.add(instruction.name)
-            elif instruction.opcode.endswith(("-done", "-update")) or is_fused_done(instruction):
-                start = computation.instructions.get(start_of(computation, instruction))
-                if start is not None and _communicates(module, start):
-                    names.add(instruction.name)
     return frozenset(names)
-
-
-def _communicates(module: Module, instruction: Instruction) -> bool:
-    """Whether an instruction is a collective, or has one inside its fusion or asynchronous computation."""
-    if is_collective(instruction):
-        return True
-    if instruction.opcode in ("fusion", "custom-call") or instruction.opcode.endswith("-start"):
-        called = (module.computations[name] for name in instruction.called if name in module.computations)
-        return any(is_collective(inner) for body in called for inner in body.instructions.values())
-    return False
 
 
 def _tpu_lanes(lines: Sequence[Any], program: _Program) -> list[list[Event]]:
@@ -267,17 +255,6 @@ def innermost(lane: Sequence[Event]) -> list[Event]:
 def _contains(outer: Event, inner: Event) -> bool:
     rounding = 1e-10
     return inner.start + inner.seconds <= outer.start + outer.seconds + rounding and inner.seconds < outer.seconds
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Returns the same set of moments as intervals that do not overlap, in order."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        else:
-            merged.append((start, end))
-    return merged
 
 
 def length(intervals: Iterable[Interval]) -> float:

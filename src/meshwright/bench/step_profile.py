@@ -18,8 +18,7 @@ from meshwright.analysis.simulate import SimulatedSchedule, simulate_schedule
 from meshwright.bench.device_trace import Event, Trace, device_time, innermost, read_trace
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import Target
-from meshwright.hlo.async_pairs import start_of
-from meshwright.hlo.collectives import collective_in, group_of, kind_of
+from meshwright.hlo.collectives import collective_in, group_of, kind_of, start_of
 from meshwright.hlo.parser import Computation, Instruction, Module, parse_module
 from meshwright.hlo.scopes import scopes_of
 from meshwright.report import Reporter
@@ -268,7 +267,7 @@ def _collective_labels(module: Module, mesh: dict[str, int]) -> dict[str, str]:
 def _collective_label(module: Module, computation: Computation, instruction: Instruction, mesh: dict[str, int]) -> str:
     started = instruction
     if instruction.opcode.endswith(("-done", "-update")):
-        started = computation.instructions.get(start_of(computation, instruction), instruction)
+        started = start_of(computation, instruction) or instruction
     inner = collective_in(module, started)
     if inner is None:
         return ""

@@ -6,10 +6,99 @@ are its own and buffers that share memory are counted once; otherwise (TPU) size
 """
 
 import dataclasses
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 
-from meshwright.hlo.buffer_assignment import BufferAssignment, Index
 from meshwright.hlo.parser import Array, Computation, Instruction, Module, Shape
+
+Index = tuple[int, ...]
+"""Path to one array of a tuple shape."""
+_Place = tuple[Computation, Instruction, Index]
+"""One array of an instruction's result."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AssignedValue:
+    """A value that XLA placed in an allocation of temporaries."""
+
+    instruction: str
+    """Name of the instruction that defines it."""
+    index: Index
+    """Which array of the instruction's result it is."""
+    offset: int
+    """First byte in the temporary memory; the allocations follow each other."""
+    size: int
+    """Bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BufferAssignment:
+    """Temporary memory of a program, as XLA assigned it."""
+
+    temporary: int
+    """Bytes of all allocations of temporaries."""
+    values: tuple[AssignedValue, ...]
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yields the field numbers and values of a protocol buffer."""
+    position = 0
+
+    def varint() -> int:
+        nonlocal position
+        value = shift = 0
+        while True:
+            byte = data[position]
+            position += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    while position < len(data):
+        key = varint()
+        wire_type = key & 7
+        if wire_type == 0:
+            yield key >> 3, varint()
+            continue
+        length = varint() if wire_type == 2 else 8 if wire_type == 1 else 4
+        yield key >> 3, data[position : position + length]
+        position += length
+
+
+def _integer(data: bytes, number: int, default: int = 0) -> int:
+    return next((v for k, v in _fields(data) if k == number and isinstance(v, int)), default)
+
+
+def _messages(data: bytes, number: int) -> list[bytes]:
+    return [v for k, v in _fields(data) if k == number and isinstance(v, bytes)]
+
+
+def read_assignment(assignment: bytes, module: bytes) -> BufferAssignment:
+    """Reads a serialised BufferAssignmentProto and HloModuleProto (xla/service/hlo.proto gives the field numbers)."""
+    names: dict[int, str] = {}
+    for computation in _messages(module, 3):
+        for instruction in _messages(computation, 2):
+            names[_integer(instruction, 35)] = _messages(instruction, 1)[0].decode()
+    definitions: dict[int, tuple[str, Index]] = {}
+    for buffer in _messages(assignment, 1):
+        for location in _messages(buffer, 3):
+            packed = b"".join(_messages(location, 3))
+            # Small indices take one byte each in the packed form; a single one is not packed.
+            index = tuple(packed) or tuple(v for k, v in _fields(location) if k == 3 and isinstance(v, int))
+            definitions[_integer(buffer, 1)] = (names.get(_integer(location, 4), ""), index)
+    values: list[AssignedValue] = []
+    total = 0
+    for allocation in _messages(assignment, 3):
+        # Arguments, results, constants and thread-local stack space are not temporaries.
+        if any(_integer(allocation, number) for number in (3, 5, 7, 12)):
+            continue
+        offset = total
+        total += _integer(allocation, 2)
+        for part in _messages(allocation, 9):
+            name, index = definitions.get(_integer(part, 1), ("", ()))
+            values.append(AssignedValue(name, index, offset + _integer(part, 2), _integer(part, 3)))
+    return BufferAssignment(total, tuple(values))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +122,7 @@ class Buffer:
 
 
 class _Clock:
-    """Start and end of every instruction, in steps of the schedule; a loop's body lies within its loop."""
+    """Start and end of every instruction that runs, in steps of the schedule; a loop's body lies within its loop."""
 
     def __init__(self, module: Module):
         self.starts: dict[tuple[str, str], int] = {}
@@ -48,10 +137,9 @@ class _Clock:
             self._now += 1
             self.starts[key] = self._now
             if instruction.opcode in ("while", "call", "conditional", "async-start", "call-start"):
-                for name in instruction.called:
-                    if name in self._module.computations:
-                        self.callers.setdefault(name, []).append((computation, instruction))
-                        self._visit(self._module.computations[name])
+                for callee in self._module.called_by(instruction):
+                    self.callers.setdefault(callee.name, []).append((computation, instruction))
+                    self._visit(callee)
                 self._now += 1
             self.ends[key] = self._now
 
@@ -59,12 +147,8 @@ class _Clock:
 def buffers_of(module: Module, assignment: BufferAssignment | None) -> list[Buffer]:
     """Lists every temporary of a scheduled program with its live range."""
     clock = _Clock(module)
-    computations = {
-        instruction.name: computation
-        for name in dict.fromkeys(key[0] for key in clock.starts)
-        for computation in [module.computations[name]]
-        for instruction in computation.instructions.values()
-    }
+    running = [module.computations[name] for name in dict.fromkeys(computation for computation, _ in clock.starts)]
+    computations = {name: computation for computation in running for name in computation.instructions}
     if assignment is None:
         return list(_buffers_of_shapes(module, clock, computations))
     buffers: list[Buffer] = []
@@ -73,9 +157,9 @@ def buffers_of(module: Module, assignment: BufferAssignment | None) -> list[Buff
         if computation is None:
             continue
         instruction = computation.instructions[value.instruction]
-        array = _part(instruction.shape, value.index)
+        array = dict(_leaves(instruction.shape)).get(value.index)
         if array is not None:
-            start, end = _live_range(module, clock, computation, instruction, value.index)
+            start, end = _live_range(module, clock, (computation, instruction, value.index))
             buffers.append(Buffer(instruction, computation, value.index, array, value.size, value.offset, start, end))
     return buffers
 
@@ -84,37 +168,17 @@ def _buffers_of_shapes(module: Module, clock: _Clock, computations: dict[str, Co
     """Yields the buffers of a program without a buffer assignment, with the sizes of their shapes."""
     for name, computation in computations.items():
         instruction = computation.instructions[name]
-        if instruction.opcode in _NO_MEMORY or _in_place(instruction, computation):
+        if _NO_MEMORY.fullmatch(instruction.opcode) or _in_place(instruction, computation):
             continue
         for index, array in _leaves(instruction.shape):
             if array.memory_space == 0 and array.bytes and not _is_result(computation, instruction):
-                start, end = _live_range(module, clock, computation, instruction, index)
+                start, end = _live_range(module, clock, (computation, instruction, index))
                 yield Buffer(instruction, computation, index, array, array.bytes, None, start, end)
 
 
-_NO_MEMORY = frozenset(
-    {
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "while",
-        "conditional",
-        "call",
-        "after-all",
-        "partition-id",
-        "replica-id",
-        "opt-barrier",
-        "copy-done",
-        "all-gather-done",
-        "all-reduce-done",
-        "collective-permute-done",
-        "async-done",
-        "call-done",
-        "async-update",
-        "call-update",
-    }
+_NO_MEMORY = re.compile(
+    "parameter|constant|tuple|get-tuple-element|bitcast|while|conditional|call|after-all|partition-id|replica-id"
+    "|opt-barrier|(copy|all-gather|all-reduce|collective-permute|async|call)-done|(async|call)-update"
 )
 """Opcodes whose result takes no memory of its own."""
 
@@ -140,28 +204,17 @@ def _leaves(shape: Shape, prefix: Index = ()) -> Iterator[tuple[Index, Array]]:
             yield from _leaves(part, (*prefix, i))
 
 
-def _part(shape: Shape, index: Index) -> Array | None:
-    """Returns the array at `index` of a tuple shape; None if it is not an array."""
-    for i in index:
-        if isinstance(shape, Array) or i >= len(shape):
-            return None
-        shape = shape[i]
-    return shape if isinstance(shape, Array) else None
-
-
-def _live_range(
-    module: Module, clock: _Clock, computation: Computation, instruction: Instruction, index: Index
-) -> tuple[int, int]:
+def _live_range(module: Module, clock: _Clock, value: _Place) -> tuple[int, int]:
     """Returns the first and last moment at which the value, or a tuple or loop that carries it, is accessed."""
-    key = (computation.name, instruction.name)
+    key = (value[0].name, value[1].name)
     start, end = clock.starts[key], clock.ends[key]
-    pending: list[tuple[Computation, Instruction, Index]] = [(computation, instruction, index)]
+    pending = [value]
     visited: set[tuple[str, str, Index]] = set()
     while pending:
-        current, holder, part = pending.pop()
-        if (current.name, holder.name, part) in visited:
+        current, holder, index = pending.pop()
+        if (current.name, holder.name, index) in visited:
             continue
-        visited.add((current.name, holder.name, part))
+        visited.add((current.name, holder.name, index))
         if holder.opcode != "while":
             start = min(start, clock.starts[current.name, holder.name])
         if holder.is_root:
@@ -170,21 +223,22 @@ def _live_range(
                 if caller.opcode == "while":
                     if caller.attributes.get("condition", "").lstrip("%") == current.name:
                         continue
-                    pending.append((current, current.parameters[0], part))
-                pending.append((outer, caller, part))
+                    pending.append((current, current.parameters[0], index))
+                pending.append((outer, caller, index))
         for user in current.users[holder.name]:
             if user.opcode not in ("tuple", "get-tuple-element", "bitcast"):
                 end = max(end, clock.ends[current.name, user.name])
-            for k, operand in enumerate(user.operands):
+            for number, operand in enumerate(user.operands):
                 if operand == holder.name:
-                    pending += _forwarded(module, current, user, k, part)
+                    pending += _forwarded(module, current, user, number, index)
     return start, end
 
 
 def _forwarded(
     module: Module, computation: Computation, user: Instruction, operand: int, index: Index
-) -> Iterator[tuple[Computation, Instruction, Index]]:
+) -> Iterator[_Place]:
     """Yields the instructions through which `user` passes on a value that it does not change."""
+    bodies = module.called_by(user)
     if user.opcode == "get-tuple-element":
         if index and int(user.attributes["index"]) == index[0]:
             yield computation, user, index[1:]
@@ -194,52 +248,38 @@ def _forwarded(
         yield computation, user, index
     elif user.opcode == "while":
         yield computation, user, index
-        for name in user.called:
-            inner = module.computations[name]
-            yield inner, inner.parameters[0], index
+        yield from ((inner, inner.parameters[0], index) for inner in bodies)
     elif user.opcode in ("call", "async-start"):
-        for name in user.called:
-            inner = module.computations[name]
-            if operand in inner.parameters:
-                yield inner, inner.parameters[operand], index
-    elif user.opcode == "conditional" and operand > 0:
-        names = [n for n in user.called if n in module.computations]
-        if operand - 1 < len(names):
-            inner = module.computations[names[operand - 1]]
-            yield inner, inner.parameters[0], index
+        yield from ((inner, inner.parameters[operand], index) for inner in bodies if operand in inner.parameters)
+    elif user.opcode == "conditional":
+        yield from ((inner, inner.parameters[0], index) for inner in bodies[operand - 1 : operand] if operand)
     elif user.opcode.endswith("-done"):
         yield computation, user, index[1:]
-    elif _in_place(user, computation) and operand == 0:
+    elif operand == 0 and _in_place(user, computation):
         yield computation, user, index
 
 
 def op_names_written_into(module: Module, buffer: Buffer) -> Iterator[str]:
     """Yields JAX's names of the operations that a loop writes into a buffer it carries, such as saved activations."""
-    pending: list[tuple[Computation, Instruction, Index]] = [(buffer.computation, buffer.instruction, buffer.index)]
+    pending: list[_Place] = [(buffer.computation, buffer.instruction, buffer.index)]
     for _ in range(20):
         if not pending:
             return
         computation, holder, index = pending.pop()
         for user in computation.users[holder.name]:
-            for k, operand in enumerate(user.operands):
+            for number, operand in enumerate(user.operands):
                 if operand != holder.name:
                     continue
                 if user.opcode == "while" and index:
-                    body = module.computations[user.attributes["body"].lstrip("%")]
-                    yield from _op_names(module, body, body.root.operands[index[0]])
+                    body = module.called_by(user)[0]
+                    writer = body.operand(body.root, index[0])
+                    if writer is not None:
+                        for inner in module.called_by(writer):
+                            yield from (i.op_name for i in inner.instructions.values())
+                        yield writer.op_name
+                        yield from (body.instructions[o].op_name for o in writer.operands if o in body.instructions)
                 elif user.opcode in ("tuple", "bitcast", "copy"):
-                    pending += [(computation, user, (k, *index) if user.opcode == "tuple" else index)]
-
-
-def _op_names(module: Module, body: Computation, name: str) -> Iterator[str]:
-    """Yields the names of an instruction, of the instructions fused into it, and of its operands."""
-    writer = body.instructions.get(name)
-    if writer is None:
-        return
-    for inner in (module.computations[c] for c in writer.called if c in module.computations):
-        yield from (i.op_name for i in inner.instructions.values())
-    yield writer.op_name
-    yield from (body.instructions[o].op_name for o in writer.operands if o in body.instructions)
+                    pending.append((computation, user, (number, *index) if user.opcode == "tuple" else index))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,24 +310,24 @@ def peak_of(buffers: list[Buffer]) -> Peak:
 def _disjoint(live: list[Buffer]) -> list[tuple[Buffer, int]]:
     """Assigns every byte of memory to one buffer; the longest-lived buffers come first."""
     parts = [(b, b.size) for b in live if b.offset is None]
-    placed = [b for b in live if b.offset is not None]
     covered: list[tuple[int, int]] = []
-    for buffer in sorted(placed, key=lambda b: (b.start - b.end, -b.size)):
-        assert buffer.offset is not None
+    for buffer in sorted(live, key=lambda b: (b.start - b.end, -b.size)):
+        if buffer.offset is None:
+            continue
         low, high = buffer.offset, buffer.offset + buffer.size
         uncovered = high - low - sum(max(0, min(high, b) - max(low, a)) for a, b in covered)
         if uncovered > 0:
             parts.append((buffer, uncovered))
-            covered = _merge([*covered, (low, high)])
+            covered = union([*covered, (low, high)])
     return parts
 
 
-def _merge(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merges overlapping spans of bytes."""
-    merged: list[tuple[int, int]] = []
-    for low, high in sorted(spans):
-        if merged and low <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], high))
+def union[T: float](intervals: Iterable[tuple[T, T]]) -> list[tuple[T, T]]:
+    """Returns the same set of points as intervals that do not overlap, in order."""
+    merged: list[tuple[T, T]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
-            merged.append((low, high))
+            merged.append((start, end))
     return merged

@@ -1,16 +1,277 @@
-"""FLOPs of a compiled program, counted from its matrix products and those of its kernels."""
+"""FLOPs of a compiled program: of its matrix products, convolutions, and custom calls.
+
+A program's text shows no computation of a custom call, a kernel or library routine. The FLOPs of matrix products and of
+attention follow from the shapes of operands and results, those of other Pallas kernels from the `cost_estimate` of
+their author. A custom call of neither kind is `unknown`: it is named, not guessed.
+"""
 
 import dataclasses
 import functools
+import math
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal
 
-from meshwright.hlo.convolutions import convolution_flops
-from meshwright.hlo.kernels import ALL_ROWS, Rate, Skipped, computed_flops, is_call, kernel_work, rate_of
-from meshwright.hlo.loops import Choice, ExecutionContext, branches_of, known_branch, walk
-from meshwright.hlo.parser import Array, Computation, Instruction, Module
+import numpy as np
+
+from meshwright.hlo.loops import ExecutionContext, branches_of, known_branch, trip_count, walk_instructions
+from meshwright.hlo.parser import Array, Computation, Instruction, Module, arrays_of
 from meshwright.hlo.scopes import Phase, phase_of, scopes_of
-from meshwright.hlo.trip_count import trip_count
+
+Rate = Literal["bf16", "fp8", "int8", "mxfp8"]
+"""Peak of a chip at which a product runs; wider types than bfloat16 count as bfloat16, which is never slower."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelWork:
+    """Work of one execution of a custom call."""
+
+    kind: Literal["matmul", "grouped matmul", "attention", "priced", "memory", "hint", "unknown"]
+    """`priced`: FLOPs as its author estimates them; `memory`: no products; `hint`: costs nothing."""
+    name: str
+    """Kernel or routine."""
+    flops: float = 0.0
+    """FLOPs of the products, attention's over all pairs of query and key."""
+    rate: Rate = "bf16"
+
+
+_MOSAIC, _TRITON = "tpu_custom_call", "__gpu$xla.gpu.triton"
+"""Targets of Pallas kernels, whose own name is in the scope of the call."""
+_HINTS = re.compile(
+    "AllocateBuffer|ConcatBitcast|Sharding|AssumeGatherIndicesInBound|SPMDFullToShardShape|SPMDShardToFullShape"
+    "|LayoutConstraint|annotate_device_placement|MoveToHost|MoveToDevice|PinToDevice|X64SplitLow|X64SplitHigh"
+    "|X64Combine|AsyncCollectiveStart|AsyncCollectiveDone"
+)
+"""Targets of custom calls that cost nothing."""
+_NO_PRODUCTS = re.compile(r"topk|top_k|sort|threefry|rng|random|callback|infeed|outfeed|partialreduce", re.IGNORECASE)
+_ATTENTION = re.compile(r"splash|flash_attention|flash_mha")
+_GROUPED = re.compile(r"gmm|grouped|ragged|megablox")
+_FLOATING = re.compile(r"bf16|f16|f32|f64|f8\w+|f4\w+")
+
+
+def kernel_work(computation: Computation, instruction: Instruction) -> KernelWork:
+    """Returns the work of a custom call of `computation`."""
+    target = instruction.target
+    if _HINTS.fullmatch(target):
+        return KernelWork("hint", target)
+    name = re.sub(r"\.\d.*$", "", instruction.name) if target == _MOSAIC else target
+    given = computation.operand_arrays(instruction)
+    results = list(arrays_of(instruction.shape))
+    if target.startswith("__cudnn$fmha"):
+        # q [B, T, N, H] and k [B, S, K, H]; the forward kernel has two products, the backward kernel five.
+        products = 5 if "Backward" in target else 2
+        flops = products * 2.0 * given[0].elements * given[1].dims[1]
+        return KernelWork("attention", name, flops, rate_of(given[:2]))
+    if target.startswith("__cudnn$blockScaledDot"):
+        return KernelWork("matmul", name, _product_flops(instruction, given, results[0]), "mxfp8")
+    if target.startswith("__cudnn$conv") and "dim_labels" in instruction.attributes and len(given) >= 2:
+        convolved = convolution_flops(instruction, *_convolved(target, given, results))
+        return KernelWork("matmul", name, convolved, rate_of(given[:2]))
+    words = f"{instruction.op_name} {instruction.name}"
+    factors = [a for a in given if (_is_floating(a) or a.dtype in ("s8", "u8")) and len(a.dims) >= 2]
+    if _GROUPED.search(words if target in (_MOSAIC, _TRITON) else target.lower()):
+        grouped = _grouped_flops(factors, results)
+        if grouped is not None:
+            return KernelWork("grouped matmul", name, grouped, rate_of(factors[:2]))
+    elif re.search("gemm|matmul", target) and len(given) >= 2:
+        return KernelWork("matmul", name, _product_flops(instruction, given, results[0]), rate_of(given[:2]))
+    if target == _MOSAIC and _ATTENTION.search(words):
+        blocks = [a for a in factors if len(a.dims) >= 3 and _is_floating(a)]
+        attention = _attention_flops(instruction, blocks, results)
+        if attention is not None:
+            return KernelWork("attention", name, attention, rate_of(blocks[:2]))
+    estimated = re.search(r'"cost_estimate":\{"flops":"(\d+)"', instruction.attribute_text)
+    if estimated:
+        return KernelWork("priced", name, float(estimated[1]))
+    if _NO_PRODUCTS.search(target) or not any(map(_is_floating, (*given, *results))):
+        return KernelWork("memory", name)
+    return KernelWork("unknown", name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Skipped:
+    """Parts of their operands that kernels skip, which the shapes do not show."""
+
+    causal_fraction: float = 0.5
+    """Fraction of the key positions that attention reads: 1/2 for causal attention, less with a sliding window.
+
+    It is used where a kernel's own scope, `visible_FRACTION` (models/kernels/chunks.py), states none.
+    """
+    group_fraction: float = 1.0
+    """Fraction of the rows of a grouped matmul's buffer that belong to a group."""
+
+
+ALL_ROWS = Skipped()
+"""Causal attention, and grouped matmuls of all rows of their buffers."""
+
+
+def computed_flops(work: KernelWork, instruction: Instruction, skipped: Skipped) -> float:
+    """Returns the FLOPs of a kernel without what it skips: hidden blocks of attention, rows that belong to no group."""
+    if work.kind == "attention":
+        stated = re.findall(r"visible_([0-9.]+)", instruction.op_name)
+        return work.flops * (float(stated[-1]) if stated else skipped.causal_fraction)
+    return work.flops * (skipped.group_fraction if work.kind == "grouped matmul" else 1.0)
+
+
+def rate_of(operands: Iterable[Array]) -> Rate:
+    """Returns the peak at which a product of these operands runs."""
+    types = {array.dtype for array in operands}
+    if types and all(dtype.startswith("f8") for dtype in types):
+        return "fp8"
+    return "int8" if types == {"s8"} else "bf16"
+
+
+def is_call(instruction: Instruction, module: Module) -> bool:
+    """Whether an instruction runs code that the text does not contain: a custom call without a computation."""
+    if instruction.opcode not in ("custom-call", "custom-call-start"):
+        return False
+    return not module.called_by(instruction)
+
+
+def _is_floating(array: Array) -> bool:
+    return _FLOATING.fullmatch(array.dtype) is not None
+
+
+def _grouped_flops(factors: list[Array], results: list[Array]) -> float | None:
+    """Counts the FLOPs of a grouped matmul over all rows of its buffer; None if the shapes are of another operation.
+
+    Rows [M, K] times the weights [E, K, N] or [E, N, K] of E groups give [M, N]; for the gradient of the weights, rows
+    [M, K] or [K, M] and [M, N] give [E, K, N]. Every row belongs to one group, so that E does not enter.
+    """
+    if len(factors) < 2 or not results:
+        return None
+    (left, right), out = factors[:2], results[0]
+    if len(left.dims) == 2 and len(right.dims) == 3 and len(out.dims) == 2:
+        contracted = set(right.dims[1:]) if left.dims[1] == out.dims[1] else set(right.dims[1:]) - {out.dims[1]}
+        if left.dims[0] == out.dims[0] and left.dims[1] in contracted and out.dims[1] in right.dims[1:]:
+            return 2.0 * left.elements * out.dims[1]
+    if len(left.dims) == len(right.dims) == 2 and len(out.dims) == 3:
+        rows = {left.elements / out.dims[1], right.elements / out.dims[2]}
+        if len(rows) == 1 and rows & set(left.dims):
+            return 2.0 * rows.pop() * out.dims[1] * out.dims[2]
+    return None
+
+
+_ATTENTION_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+"""Matrix products in each kernel of splash and flash attention; the backward kernels compute the scores again.
+
+A fused backward kernel, named dkv, has a fifth for the gradients of the queries, its third result.
+"""
+
+
+def _attention_flops(instruction: Instruction, blocks: list[Array], results: list[Array]) -> float | None:
+    """Counts the FLOPs of a TPU attention kernel over all keys; None if the shapes are of another operation.
+
+    blocks: its floating-point operands of rank three or more, first the queries [.., T, H], then the keys [.., S, H].
+    """
+    if len(blocks) < 2 or blocks[0].dims[-1] != blocks[1].dims[-1]:
+        return None
+    queries, keys = blocks[:2]
+    kernel = next((k for k in ("dkv", "dq") if k in instruction.name), "fwd")
+    products = _ATTENTION_PRODUCTS[kernel] + (kernel == "dkv" and len(results) == 3)
+    return products * 2.0 * queries.elements * keys.dims[-2]
+
+
+def _convolved(target: str, given: list[Array], results: list[Array]) -> tuple[tuple[int, ...], ...]:
+    """Returns the dimensions of input, kernel and output of the forward convolution that a cuDNN kernel belongs to."""
+    first, second, result = given[0].dims, given[1].dims, results[0].dims
+    if "BackwardFilter" in target:
+        return first, result, second
+    return (result, second, first) if "BackwardInput" in target else (first, second, result)
+
+
+def _product_flops(instruction: Instruction, given: list[Array], out: Array) -> float:
+    """Counts the FLOPs of a library's matrix product from the shapes of its operands and result."""
+    # For A [.., m, k], B [.., k, n] and C [.., m, n] the sizes multiply to (m k)(k n)(m n) = (m n k)^2.
+    batch = re.search(r'"lhs_batch_dimensions":\[([^\]]*)\]', instruction.attribute_text)
+    batches = math.prod(given[0].dims[int(d)] for d in re.findall(r"\d+", batch[1] if batch else ""))
+    product = given[0].elements * given[1].elements * out.elements / batches**3
+    return 2.0 * batches * math.sqrt(product)
+
+
+def convolution_flops(instruction: Instruction, left: Sequence[int], right: Sequence[int], out: Sequence[int]) -> float:
+    """Counts the FLOPs of a convolution from its `dim_labels` and `window`: the positions at which a kernel meets data.
+
+    A TPU writes batched and per-head matrix products as convolutions in which most pairs of output and kernel positions
+    read padding, or a hole of a dilation.  left, right, out: dimensions of input, kernel and output.
+    """
+    labels, _, result = instruction.attributes["dim_labels"].partition("->")
+    lhs, rhs = labels.split("_")
+    flops = 2.0 * out[result.index("b")] * out[result.index("f")] * right[rhs.index("i")]
+    window = dict(part.split("=") for part in instruction.attributes.get("window", "{}").strip("{}").split())
+    for label in filter(str.isdigit, lhs):
+
+        def of_dimension(key: str, default: int, label: str = label) -> int:
+            return int(window[key].split("x")[int(label)].split("_")[0]) if key in window else default
+
+        size, kernel, positions = left[lhs.index(label)], right[rhs.index(label)], out[result.index(label)]
+        stride, low = of_dimension("stride", 1), of_dimension("pad", 0)
+        lhs_dilation, rhs_dilation = of_dimension("lhs_dilate", 1), of_dimension("rhs_dilate", 1)
+        read = np.arange(positions)[:, None] * stride + np.arange(kernel)[None] * rhs_dilation - low
+        inside = (read >= 0) & (read <= (size - 1) * lhs_dilation) & (read % lhs_dilation == 0)
+        flops *= int(inside.sum())
+    return flops
+
+
+def matmul_flops(computation: Computation, instruction: Instruction) -> float:
+    """Counts the FLOPs of one execution of a `dot` or `convolution`."""
+    left, right = (computation.instructions[name].shape for name in instruction.operands[:2])
+    out = instruction.shape
+    if not (isinstance(left, Array) and isinstance(right, Array) and isinstance(out, Array)):
+        return 0.0
+    if instruction.opcode == "convolution":
+        return convolution_flops(instruction, left.dims, right.dims, out.dims)
+    contracted = re.findall(r"\d+", instruction.attributes["lhs_contracting_dims"])
+    return 2.0 * out.elements * math.prod(left.dims[int(d)] for d in contracted)
+
+
+def _price(
+    module: Module, computation: Computation, instruction: Instruction, skipped: Skipped
+) -> tuple[float, Rate] | None:
+    """Returns the FLOPs of one execution and their peak; None of an instruction without matrix products."""
+    if instruction.opcode in ("dot", "convolution"):
+        return matmul_flops(computation, instruction), rate_of(computation.operand_arrays(instruction)[:2])
+    if not is_call(instruction, module):
+        return None
+    work = kernel_work(computation, instruction)
+    return (computed_flops(work, instruction, skipped), work.rate) if work.flops else None
+
+
+def _products(
+    module: Module, skipped: Skipped, branch: Callable[..., Computation]
+) -> Iterator[tuple[ExecutionContext, Instruction, float, Rate]]:
+    """Yields every instruction with matrix products that one execution of the program runs, with its `_price`.
+
+    branch: `max` or `min`: of the branches of a conditional that are not known, the one with the most or the fewest
+    FLOPs counts, never the sum. A program for GPUs has two forms of attention, for sequences with and without document
+    boundaries.
+    """
+
+    @functools.cache
+    def total(name: str) -> float:
+        """Returns the FLOPs of one execution of a computation."""
+        computation, flops = module.computations[name], 0.0
+        for instruction in computation.instructions.values():
+            priced = _price(module, computation, instruction, skipped)
+            flops += priced[0] if priced else 0.0
+            if instruction.opcode == "conditional":
+                known = [(b, known_branch(module, b)) for b in branches_of(module, computation, instruction)]
+                flops += sum(total(b.name) * taken.taken / taken.executions for b, taken in known if taken is not None)
+                flops += sum(total(b.name) for b in choose([b for b, taken in known if taken is None]))
+            else:
+                trips = trip_count(module, computation, instruction) if instruction.opcode == "while" else 1
+                called = sum(total(callee.name) for callee in module.called_by(instruction))
+                flops += (1 if trips is None else trips) * called
+        return flops
+
+    def choose(branches: Sequence[Computation]) -> Sequence[Computation]:
+        return [branch(branches, key=lambda b: total(b.name))] if branches else []
+
+    for context, instruction in walk_instructions(module, choose):
+        priced = _price(module, context.computation, instruction, skipped)
+        if priced is not None:
+            yield context, instruction, *priced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,76 +285,6 @@ class CompiledMatmul:
     flops: float
 
 
-@dataclasses.dataclass(frozen=True)
-class _Product:
-    """Matrix products of one instruction at one place of the call tree."""
-
-    context: ExecutionContext
-    instruction: Instruction
-    flops: float
-    """FLOPs of one execution."""
-    rate: Rate
-
-
-def _products(module: Module, skipped: Skipped, branch: Callable[..., Computation]) -> Iterator[_Product]:
-    """Yields every `dot`, `convolution` and custom call with FLOPs that one execution of the program runs.
-
-    branch: `max` or `min`: of the branches of a conditional that are not known, the one with the most or the fewest
-    FLOPs counts.
-    """
-    for context in walk(module, _branch_by_flops(module, skipped, branch)):
-        for instruction in context.computation.instructions.values():
-            priced = _price(module, context.computation, instruction, skipped)
-            if priced is not None:
-                yield _Product(context, instruction, *priced)
-
-
-def _price(
-    module: Module, computation: Computation, instruction: Instruction, skipped: Skipped
-) -> tuple[float, Rate] | None:
-    """Returns the FLOPs of one execution and their peak; None of an instruction without matrix products."""
-    if instruction.opcode in ("dot", "convolution"):
-        operands = [shape for shape in computation.operand_shapes(instruction)[:2] if isinstance(shape, Array)]
-        return matmul_flops(computation, instruction), rate_of(operands)
-    if not is_call(instruction, module):
-        return None
-    work = kernel_work(computation, instruction)
-    return (computed_flops(work, instruction, skipped), work.rate) if work.flops else None
-
-
-def _branch_by_flops(module: Module, skipped: Skipped, branch: Callable[..., Computation]) -> Choice:
-    """Returns the choice of one branch of a conditional, of which a step runs one: never the sum of all.
-
-    A program for GPUs has two forms of attention, for sequences with and without document boundaries.
-    """
-
-    @functools.cache
-    def total(name: str) -> float:
-        """Returns the FLOPs of one execution of a computation."""
-        computation, flops = module.computations[name], 0.0
-        for instruction in computation.instructions.values():
-            priced = _price(module, computation, instruction, skipped)
-            flops += priced[0] if priced else 0.0
-            if instruction.opcode == "conditional":
-                flops += _conditional_flops(branches_of(module, computation, instruction))
-                continue
-            trips = trip_count(module, computation, instruction) if instruction.opcode == "while" else 1
-            called = (n for n in instruction.called if n in module.computations)
-            flops += (1 if trips is None else trips) * sum(map(total, called))
-        return flops
-
-    def _conditional_flops(branches: Sequence[Computation]) -> float:
-        known = [(b, taken) for b in branches if (taken := known_branch(module, b)) is not None]
-        sums = sum(total(b.name) * taken.taken / taken.executions for b, taken in known)
-        others = [b for b in branches if all(b is not k for k, _ in known)]
-        return sums + sum(total(b.name) for b in choose(others))
-
-    def choose(branches: Sequence[Computation]) -> Sequence[Computation]:
-        return [branch(branches, key=lambda b: total(b.name))] if branches else []
-
-    return choose
-
-
 def read_matmuls(module: Module, skipped: Skipped = ALL_ROWS) -> list[CompiledMatmul]:
     """Counts the FLOPs of every `dot`, `convolution` and kernel: 2 per multiply-add, times the trip counts of loops.
 
@@ -101,64 +292,35 @@ def read_matmuls(module: Module, skipped: Skipped = ALL_ROWS) -> list[CompiledMa
     backward pass is one forward pass.  skipped: what kernels leave out of their operands.
     """
     totals: Counter[tuple[Phase, str]] = Counter()
-    for product in _products(module, skipped, max):
-        names = [product.instruction.op_name, *(i.op_name for _, i in reversed(product.context.callers))]
-        name = next((n for n in names if n), "")
+    for context, instruction, flops, _ in _products(module, skipped, max):
+        name = context.op_name(instruction)
         scopes = scopes_of(name, module.branches)
-        totals[phase_of(name, module.branches), scopes[0] if scopes else ""] += int(
-            product.flops * product.context.count
-        )
-    if not any(phase == "backward" for phase, _ in totals):
-        return [CompiledMatmul("forward", scope, float(n)) for (_, scope), n in totals.items()]
-    return [CompiledMatmul(phase, scope, float(n)) for (phase, scope), n in totals.items()]
+        totals[phase_of(name, module.branches), scopes[0] if scopes else ""] += int(flops * context.count)
+    trained = any(phase == "backward" for phase, _ in totals)
+    return [CompiledMatmul(phase if trained else "forward", scope, float(n)) for (phase, scope), n in totals.items()]
 
 
 def least_flops(module: Module, skipped: Skipped = ALL_ROWS) -> dict[Rate, float]:
     """Returns the FLOPs that a step cannot avoid, by the peak they run at.
 
-    Of a conditional whose branch is not known, the branch with the fewest counts; beside branches of known frequency,
-    the others count as never taken.  skipped: what kernels leave out of their operands.
+    Of a conditional whose branch is not known, the branch with the fewest counts; where the frequency of some branches
+    is known, the others count as never taken.  skipped: what kernels leave out of their operands.
     """
     totals: Counter[Rate] = Counter()
-    for product in _products(module, skipped, min):
-        if not product.context.conditional or _sole(module, product.context):
-            totals[product.rate] += int(product.flops * product.context.count)
+    for context, _, flops, rate in _products(module, skipped, min):
+        conditionals = [(c, caller) for c, caller in context.callers if caller.opcode == "conditional"]
+        known = [{known_branch(module, b) is not None for b in branches_of(module, *place)} for place in conditionals]
+        if not context.conditional or {True, False} not in known:
+            totals[rate] += int(flops * context.count)
     return {rate: float(n) for rate, n in totals.items()}
-
-
-def _sole(module: Module, context: ExecutionContext) -> bool:
-    """Whether no conditional around a computation has branches of known frequency beside one of unknown frequency."""
-    for computation, caller in context.callers:
-        if caller.opcode != "conditional":
-            continue
-        known = [known_branch(module, branch) is not None for branch in branches_of(module, computation, caller)]
-        if any(known) and not all(known):
-            return False
-    return True
 
 
 def unpriced_kernels(module: Module) -> dict[str, int]:
     """Returns the executions of each custom call whose FLOPs are not known, by its name."""
     counts: Counter[str] = Counter()
-    for context in walk(module):
-        for instruction in context.computation.instructions.values():
-            if is_call(instruction, module):
-                work = kernel_work(context.computation, instruction)
-                if work.kind == "unknown":
-                    counts[work.name] += context.count
+    for context, instruction in walk_instructions(module):
+        if is_call(instruction, module):
+            work = kernel_work(context.computation, instruction)
+            if work.kind == "unknown":
+                counts[work.name] += context.count
     return dict(counts)
-
-
-def matmul_flops(computation: Computation, instruction: Instruction) -> float:
-    """Counts the FLOPs of one execution of a `dot` or `convolution`."""
-    left, right = (computation.instructions[name].shape for name in instruction.operands[:2])
-    out = instruction.shape
-    if not (isinstance(left, Array) and isinstance(right, Array) and isinstance(out, Array)):
-        return 0.0
-    if instruction.opcode == "dot":
-        contracted = [int(d) for d in instruction.attributes["lhs_contracting_dims"].strip("{}").split(",") if d]
-        inner = 1
-        for d in contracted:
-            inner *= left.dims[d]
-        return 2.0 * out.elements * inner
-    return convolution_flops(instruction, left.dims, right.dims, out.dims)

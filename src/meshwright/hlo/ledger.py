@@ -3,22 +3,20 @@
 import dataclasses
 import re
 
-from meshwright.hlo.async_pairs import done_of, is_wrapper, overlapped_work, transfer_start
-from meshwright.hlo.collectives import COLLECTIVE_TEXT, group_of, kind_of, looks_collective, payload_of
-from meshwright.hlo.loops import ExecutionContext, walk
-from meshwright.hlo.parser import Computation, Frame, Instruction, Module, arrays_of
+from meshwright.hlo.collectives import (
+    COLLECTIVE_TEXT,
+    done_of,
+    group_of,
+    is_wrapper,
+    kind_of,
+    looks_collective,
+    overlapped_work,
+    payload_of,
+    transfer_start,
+)
+from meshwright.hlo.loops import ExecutionContext, walk_instructions
+from meshwright.hlo.parser import Computation, Frame, Instruction, Module
 from meshwright.hlo.scopes import plain_path, scopes_of
-
-# Bytes that a device sends for a payload of V bytes over n devices on a ring; a permutation is one hop.
-_SENT = {
-    "all-gather": lambda v, n: v * (n - 1) / n,
-    "reduce-scatter": lambda v, n: v * (n - 1) / n,
-    "all-reduce": lambda v, n: 2 * v * (n - 1) / n,
-    "all-to-all": lambda v, n: v * (n - 1) / n,
-    "ragged-all-to-all": lambda v, n: v * (n - 1) / n,
-    "collective-permute": lambda v, n: v,
-    "collective-broadcast": lambda v, n: v,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +59,11 @@ class LedgerEntry:
 
     @property
     def sent(self) -> float:
-        """Bytes that one device sends in all executions, on a ring."""
-        return _SENT[self.kind](self.payload, self.group_size) * self.count
+        """Bytes that one device sends in all executions, on a ring; a permutation is one hop."""
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return self.payload * self.count
+        passes = 2 if self.kind == "all-reduce" else 1
+        return passes * self.payload * (self.group_size - 1) / self.group_size * self.count
 
     @property
     def axes_label(self) -> str:
@@ -82,20 +83,43 @@ def read_ledger(
     """
     entries: list[LedgerEntry] = []
     counted: set[tuple[str, ...]] = set()
-    for context in walk(module):
-        for instruction in context.computation.instructions.values():
-            kind = kind_of(instruction)
-            if kind is None:
+    for context, instruction in walk_instructions(module):
+        kind = kind_of(instruction)
+        if kind is None:
+            continue
+        chain = re.search(r'chain_id="(\d+)"', instruction.attribute_text)
+        if chain:
+            # v5e prints one asynchronous gather once per piece that is fused with other work.
+            key = (*(i.name for _, i in context.callers[:-1]), chain[1], instruction.attributes.get("channel_id", ""))
+            if key in counted:
                 continue
-            chain = re.search(r'chain_id="(\d+)"', instruction.attribute_text)
-            if chain:
-                # v5e prints one asynchronous gather once per piece that is fused with other work.
-                channel = instruction.attributes.get("channel_id", "")
-                key = (*(i.name for _, i in context.callers[:-1]), chain[1], channel)
-                if key in counted:
-                    continue
-                counted.add(key)
-            entries.append(_entry(module, context, instruction, kind, mesh, library_files))
+            counted.add(key)
+        computation = context.computation
+        groups, axes = group_of(module, instruction, mesh)
+        size = max(len(group) for group in groups)
+        stack = _nearest_stack(module, context, instruction)
+        # The line that called for the movement, if the program records it.
+        frame = next((f for f in stack if not f.file.endswith(library_files)), stack[0] if stack else None)
+        overlapped = _overlapped(context, instruction)
+        scopes = scopes_of(instruction.op_name, module.branches)
+        entries.append(
+            LedgerEntry(
+                kind=_reduce_scatter_fusion(context) or kind,
+                axes=axes,
+                group_size=size,
+                payload=payload_of(computation, instruction, kind, size),
+                count=context.count,
+                exact=context.exact,
+                conditional=context.conditional,
+                operands=tuple(map(str, computation.operand_arrays(instruction))),
+                tensor=scopes[-1] if scopes else plain_path(_source_argument(context, instruction)),
+                line=frame.location if frame else "",
+                op_name=instruction.op_name,
+                asynchronous=overlapped is not None,
+                overlapped=overlapped or (),
+                instruction=instruction.name,
+            )
+        )
     return entries
 
 
@@ -106,51 +130,16 @@ def unread_collectives(module: Module) -> list[str]:
     understand: opcodes of collectives, replica groups, offloaded collectives, kernels that communicate.
     """
     entered: set[tuple[str, str]] = set()
-    for context in walk(module):
-        for instruction in context.computation.instructions.values():
-            if kind_of(instruction) is not None:
-                entered.add((context.computation.name, instruction.name))
-                entered |= {(computation.name, caller.name) for computation, caller in context.callers}
+    for context, instruction in walk_instructions(module):
+        if kind_of(instruction) is not None:
+            entered.add((context.computation.name, instruction.name))
+            entered |= {(computation.name, caller.name) for computation, caller in context.callers}
     unread = [
         f"{instruction.name} ({instruction.opcode}) in {computation.name}"
-        for computation in module.computations.values()
-        for instruction in computation.instructions.values()
+        for computation, instruction in module.instructions()
         if looks_collective(instruction) and (computation.name, instruction.name) not in entered
     ]
     return unread + [line[:120] for line in module.unparsed if COLLECTIVE_TEXT.search(line)]
-
-
-def _entry(
-    module: Module,
-    context: ExecutionContext,
-    instruction: Instruction,
-    kind: str,
-    mesh: dict[str, int] | None,
-    library_files: tuple[str, ...],
-) -> LedgerEntry:
-    computation = context.computation
-    groups, axes = group_of(module, instruction, mesh)
-    size = max(len(group) for group in groups)
-    stack = _nearest_stack(module, context, instruction)
-    # The line that called for the movement, if the program records it.
-    frame = next((f for f in stack if not f.file.endswith(library_files)), stack[0] if stack else None)
-    overlapped = _overlapped(context, instruction)
-    return LedgerEntry(
-        kind=_reduce_scatter_fusion(context) or kind,
-        axes=axes,
-        group_size=size,
-        payload=payload_of(computation, instruction, kind, size),
-        count=context.count,
-        exact=context.exact,
-        conditional=context.conditional,
-        operands=tuple(str(a) for shape in computation.operand_shapes(instruction) for a in arrays_of(shape)),
-        tensor=_tensor(module, context, instruction),
-        line=frame.location if frame else "",
-        op_name=instruction.op_name,
-        asynchronous=overlapped is not None,
-        overlapped=overlapped or (),
-        instruction=instruction.name,
-    )
 
 
 def _nearest_stack(module: Module, context: ExecutionContext, instruction: Instruction) -> tuple[Frame, ...]:
@@ -194,29 +183,18 @@ def _overlapped(context: ExecutionContext, instruction: Instruction) -> tuple[st
     return None
 
 
-def _tensor(module: Module, context: ExecutionContext, instruction: Instruction) -> str:
-    """Names the innermost `jax.named_scope`, or the program argument from which the first operand comes."""
-    scopes = scopes_of(instruction.op_name, module.branches)
-    return scopes[-1] if scopes else plain_path(_source_argument(context, instruction))
-
-
 def _source_argument(context: ExecutionContext, instruction: Instruction) -> str:
     """Names the program argument that reaches the instruction through copies alone; empty if there is none."""
     computation, callers = context.computation, list(context.callers)
-    current: Instruction | None = instruction
-    for _ in range(100):
-        if current is None:
-            return ""
+    current = computation.operand(instruction)
+    while current is not None:
         if current.opcode == "parameter":
             if not callers:
                 return current.op_name
             computation, caller = callers.pop()
-            if caller.opcode == "while":
-                return ""
-            number = int(current.operand_text)
-            current = computation.instructions.get(caller.operands[number]) if number < len(caller.operands) else None
-        elif current.opcode in ("copy", "bitcast", "convert", "reshape", "transpose") or current is instruction:
-            current = computation.instructions.get(current.operands[0]) if current.operands else None
+            current = None if caller.opcode == "while" else computation.operand(caller, int(current.operand_text))
+        elif current.opcode in ("copy", "bitcast", "convert", "reshape", "transpose"):
+            current = computation.operand(current)
         else:
             return ""
     return ""

@@ -15,31 +15,8 @@ from pathlib import Path
 from meshwright.errors import CensusError
 from meshwright.hlo.scopes import Branches
 
-# Bits per element; tokens and opaque values take none.
-_BITS = {
-    "pred": 8,
-    "s2": 2,
-    "u2": 2,
-    "s4": 4,
-    "u4": 4,
-    "s8": 8,
-    "u8": 8,
-    "s16": 16,
-    "u16": 16,
-    "s32": 32,
-    "u32": 32,
-    "s64": 64,
-    "u64": 64,
-    "bf16": 16,
-    "f16": 16,
-    "f32": 32,
-    "f64": 64,
-    "c64": 64,
-    "c128": 128,
-    "f4e2m1fn": 4,
-    "token": 0,
-    "opaque": 0,
-}
+_WIDTH = re.compile(r"(?:[suc]|b?f)(\d+)")
+"""First number of an element type: its bits, as in `s4`, `bf16`, `f8e4m3fn`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +36,13 @@ class Array:
     @property
     def bytes(self) -> int:
         """Size in bytes, without padding. Raises CensusError for an unknown element type."""
-        bits = _BITS.get(self.dtype, 8 if self.dtype.startswith("f8") else None)
+        width = _WIDTH.match(self.dtype)
+        bits = int(width[1]) if width else {"pred": 8, "token": 0, "opaque": 0}.get(self.dtype)
         if bits is None:
             raise CensusError(
                 f"the size of an array of {self.dtype}",
                 "the parser has no size for this element type",
-                "add it to _BITS in meshwright/hlo/parser.py",
+                "add it to Array.bytes in meshwright/hlo/parser.py",
             )
         return -(-self.elements * bits // 8)
 
@@ -90,34 +68,30 @@ def bytes_of(shape: Shape) -> int:
 
 
 _NAME = re.compile(r"%([\w.\-]+)")
+_COMPUTATION = re.compile(r"[\w.\-]+")
 _BARE = re.compile(r"^(?:[\w\[\],{}:()*]+ )?([A-Za-z_][\w.\-]*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{([^}]*)\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
 _COMMENT = re.compile(r"/\*.*?\*/")
 # The metadata of a Pallas kernel spans several lines; it is not read.
 _KERNEL = re.compile(r"kernel_metadata=\{\n.*?\n\}", re.DOTALL)
-_OPEN, _CLOSE = "([{", ")]}"
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')
+"""Quoted text, in which brackets and commas do not count; a bracket; a comma."""
+
+
+def _tokens(text: str, start: int = 0) -> Iterator[tuple[re.Match[str], int]]:
+    """Yields the tokens from `start` on, each with the number of brackets open after it."""
+    depth = 0
+    for token in _TOKEN.finditer(text, start):
+        depth += (token[0] in ("(", "[", "{")) - (token[0] in (")", "]", "}"))
+        yield token, depth
 
 
 def _closing(text: str, start: int) -> int:
-    """Finds the index of the bracket that closes the one at `start`; quoted text is skipped."""
-    depth, i, quoted = 0, start, False
-    while i < len(text):
-        c = text[i]
-        if quoted:
-            if c == "\\":
-                i += 1
-            elif c == '"':
-                quoted = False
-        elif c == '"':
-            quoted = True
-        elif c in _OPEN:
-            depth += 1
-        elif c in _CLOSE:
-            depth -= 1
-            if not depth:
-                return i
-        i += 1
+    """Finds the index of the bracket that closes the one at `start`."""
+    for token, depth in _tokens(text, start):
+        if not depth:
+            return token.start()
     raise CensusError(
         "parsing a line of the program",
         f"a bracket is not closed: {text[start : start + 80]}",
@@ -126,20 +100,12 @@ def _closing(text: str, start: int) -> int:
 
 
 def split_list(text: str) -> list[str]:
-    """Splits `text` at its top-level commas; commas inside brackets and quotes do not count."""
-    parts, last, i = [], 0, 0
-    while i < len(text):
-        c = text[i]
-        if c in _OPEN:
-            i = _closing(text, i)
-        elif c == '"':
-            i += 1
-            while text[i] != '"':
-                i += 2 if text[i] == "\\" else 1
-        elif c == ",":
-            parts.append(text[last:i].strip())
-            last = i + 1
-        i += 1
+    """Splits `text` at its top-level commas; those inside brackets and quotes do not count."""
+    parts, last = [], 0
+    for token, depth in _tokens(text):
+        if token[0] == "," and not depth:
+            parts.append(text[last : token.start()].strip())
+            last = token.end()
     tail = text[last:].strip()
     return [*parts, tail] if tail else parts
 
@@ -199,20 +165,23 @@ class Instruction:
         match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attribute_text)
         return match[1].replace("\\'", "'") if match else ""
 
-    @property
+    @functools.cached_property
+    def target(self) -> str:
+        """Target of a custom call: the routine, or `tpu_custom_call` for every TPU kernel; empty for others."""
+        match = re.search(r'custom_call_target="([^"]*)"', self.attribute_text)
+        return match[1] if match else ""
+
+    @functools.cached_property
     def called(self) -> tuple[str, ...]:
         """Names of the computations that the instruction runs: of a fusion, a loop, a branch; reducers are left out."""
-        names: list[str] = []
         if self.opcode.endswith(("-done", "-update")):
             return ()  # they repeat the computation of their start
-        for key in ("calls", "body", "condition", "true_computation", "false_computation", "branch_computations"):
-            if key in self.attributes:
-                names += _NAME.findall(self.attributes[key]) or [self.attributes[key].strip("{}")]
+        keys = ["calls", "body", "condition", "true_computation", "false_computation", "branch_computations"]
         if self.opcode.startswith("custom-call"):
-            names += _NAME.findall(self.attributes.get("called_computations", ""))
-        if self.opcode in ("call", "async-start", "call-start") and "to_apply" in self.attributes:
-            names += _NAME.findall(self.attributes["to_apply"]) or [self.attributes["to_apply"]]
-        return tuple(names)
+            keys.append("called_computations")
+        if self.opcode in ("call", "async-start", "call-start"):
+            keys.append("to_apply")
+        return tuple(name for key in keys for name in _COMPUTATION.findall(self.attributes.get(key, "")))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,9 +213,18 @@ class Computation:
                     users[operand].append(instruction)
         return users
 
+    def operand(self, instruction: Instruction, number: int = 0) -> Instruction | None:
+        """Returns the instruction that makes an operand; None if there is none."""
+        names = instruction.operands
+        return self.instructions.get(names[number]) if number < len(names) else None
+
     def operand_shapes(self, instruction: Instruction) -> list[Shape]:
         """Returns the shapes of an instruction's operands."""
         return [self.instructions[name].shape for name in instruction.operands if name in self.instructions]
+
+    def operand_arrays(self, instruction: Instruction) -> list[Array]:
+        """Returns the arrays of an instruction's operands; tuples are flattened."""
+        return [array for shape in self.operand_shapes(instruction) for array in arrays_of(shape)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,6 +268,21 @@ class Module:
         """Number of devices that run the program together."""
         matches = [re.search(rf"\b{key}=(\d+)", self.header) for key in ("num_partitions", "replica_count")]
         return math.prod(int(match[1]) for match in matches if match)
+
+    def instructions(self) -> Iterator[tuple[Computation, Instruction]]:
+        """Yields every instruction of the text with its computation, whether the program runs it or not."""
+        for computation in self.computations.values():
+            for instruction in computation.instructions.values():
+                yield computation, instruction
+
+    def called_by(self, instruction: Instruction) -> list[Computation]:
+        """Returns the computations that an instruction runs."""
+        return [self.computations[name] for name in instruction.called if name in self.computations]
+
+    def line(self, instruction: Instruction) -> str:
+        """Returns FILE:LINE of the Python that traced an instruction; empty if it is not recorded."""
+        stack = self.source_stack(instruction)
+        return stack[0].location if stack else ""
 
     def source_stack(self, instruction: Instruction) -> tuple[Frame, ...]:
         """Returns the Python stack that traced an instruction, innermost frame first; empty if it is not recorded."""

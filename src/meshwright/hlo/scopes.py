@@ -9,25 +9,9 @@ Phase = Literal["forward", "recomputed", "backward", "update"]
 """Part of a training step: the forward pass, what rematerialisation computes again, the backward pass, the rest."""
 
 _WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|remat|checkpoint)\(|\)")
-_JAX_INTERNAL = frozenset(
-    {
-        "while",
-        "body",
-        "cond",
-        "closed_call",
-        "checkpoint",
-        "rematted_computation",
-        "shard_map",
-        "remat",
-        "pjit",
-        "custom_vjp_call",
-        "scan",
-        "custom_jvp_call",
-        "custom_vjp_call_jaxpr",
-        "eval_jaxpr",
-        "core_call",
-        "remat2",
-    }
+_JAX_INTERNAL = re.compile(
+    "while|body|cond|scan|checkpoint|remat2?|rematted_computation|shard_map|pjit|closed_call|core_call|eval_jaxpr"
+    "|custom_jvp_call|custom_vjp_call(_jaxpr)?"
 )
 _COMBINED = re.compile(r"/\((?P<names>[^()]+)\)$")
 """End of the name of an operation that XLA made of several: `(a/psum:b/psum)`."""
@@ -89,7 +73,7 @@ def scopes_of(op_name: str, branches: Branches) -> tuple[str, ...]:
         part
         for part in inner
         if part
-        and part not in _JAX_INTERNAL
+        and not _JAX_INTERNAL.fullmatch(part)
         and part not in branches
         and not _BRANCH_FUNCTION.match(part)
         and "->" not in part
