@@ -8,8 +8,7 @@ import pytest
 from test_cli import SMALL, meshwright
 
 import meshwright as mw
-from meshwright.analysis.simulate import SimulatedSchedule
-from meshwright.analysis.timeline import Span
+from meshwright.analysis.simulate import SimulatedSchedule, Span
 from meshwright.api import profiling, training
 from meshwright.bench.device_trace import Event, Trace
 from meshwright.bench.step_profile import ProfiledRun, compare, parse_steps

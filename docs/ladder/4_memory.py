@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.analysis.live import live_memory
+from meshwright.analysis.memory import live_memory
 from meshwright.hardware.chips import CHIPS
 from meshwright.views.draw import draw, side_by_side
 

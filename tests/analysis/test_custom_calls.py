@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import pytest
 
 import meshwright as mw
-from meshwright.analysis.census import ProgramFacts
+from meshwright.analysis.census import FlopsBand, ProgramFacts, doubts_of
 from meshwright.analysis.cost_model import CostModel, peak_flops
-from meshwright.analysis.self_check import FlopsBand, doubts_of
 from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, simulate_schedule
 from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.efficiency import Efficiency

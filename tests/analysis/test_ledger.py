@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 from programs import AXES, OFFLOADED, PROGRAMS, Counts, F, T
 
 import meshwright as mw
-from meshwright.analysis.jaxpr_collectives import JaxprCollective, read_jaxpr_collectives
+from meshwright.analysis.jaxprs import JaxprCollective, read_jaxpr_collectives
 from meshwright.analysis.lint import lint_host
-from meshwright.analysis.unexpected_collectives import MIN_SENT_BYTES
+from meshwright.analysis.lint_collectives import MIN_SENT_BYTES
 from meshwright.errors import CensusError
 from meshwright.hlo.collectives import axes_of_groups, axes_of_pairs, expand
 from meshwright.hlo.ledger import LedgerEntry, by_kind_and_axes, read_ledger, unread_collectives

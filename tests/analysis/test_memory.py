@@ -12,7 +12,7 @@ from tiny_runs import MODELS, device_run_of, random_batch, tiny_run
 
 import meshwright as mw
 from meshwright.analysis.census import Census
-from meshwright.analysis.live import live_memory
+from meshwright.analysis.memory import live_memory
 from meshwright.analysis.run_census import census_of_eval_step, census_of_train_step
 from meshwright.analysis.run_measure import measure_steps
 from meshwright.runs.run import Run

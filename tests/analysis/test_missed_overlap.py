@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.analysis.missed_overlap import lint_missed_overlap
+from meshwright.analysis.lint_collectives import MIN_SENT_BYTES, lint_missed_overlap
 from meshwright.analysis.simulate import TargetDevices, simulate_schedule
-from meshwright.analysis.unexpected_collectives import MIN_SENT_BYTES
 from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.efficiency import Efficiency
 from meshwright.hardware.interconnect import all_coordinates

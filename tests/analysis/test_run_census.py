@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from tiny_runs import MODELS, device_run_of, tiny_run
 
+from meshwright.analysis.census import doubts_of
 from meshwright.analysis.run_census import causal_fraction, census_of_train_step, flops_band, skipped_by_kernels
-from meshwright.analysis.self_check import doubts_of
 from meshwright.config import MeshShape
 from meshwright.models.model import AttentionSpec, LayerSpec, ModelSpec
 from meshwright.runs.placed_run import place_run

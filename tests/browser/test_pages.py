@@ -22,8 +22,7 @@ from playwright.sync_api import Browser, sync_playwright
 from playwright.sync_api import Page as Tab
 
 import meshwright as mw
-from meshwright.analysis.simulate import TargetDevices
-from meshwright.analysis.timeline import Span
+from meshwright.analysis.simulate import Span, TargetDevices
 from meshwright.api.layout import show
 from meshwright.config import MeshShape
 from meshwright.hardware.interconnect import all_coordinates

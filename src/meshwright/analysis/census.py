@@ -7,10 +7,8 @@ simulated schedule.
 import contextlib
 import dataclasses
 import importlib.metadata
-import itertools
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +16,37 @@ import jax
 from jax.sharding import PartitionSpec
 
 import meshwright
-from meshwright.analysis.arguments import (
+from meshwright.analysis.compile import (
     ARGUMENT_CATEGORIES,
+    CompiledProgram,
     argument_leaves,
+    compile_function,
     definition_line,
-    layout_findings,
-    mesh_of_program,
     program_arguments,
-    program_shardings,
 )
-from meshwright.analysis.compile import CompiledProgram, compile_function
-from meshwright.analysis.donation import lint_donation
 from meshwright.analysis.expected_sharding import ExpectedSharding, collect_expected_shardings
-from meshwright.analysis.grouped_matmuls import grouped_products, lint_grouped_matmuls
-from meshwright.analysis.jaxpr_collectives import read_jaxpr_collectives
-from meshwright.analysis.lint import Finding, lint_expected_shardings, lint_host, lint_rematerialisation, lint_tiles
+from meshwright.analysis.jaxprs import read_jaxpr_collectives
+from meshwright.analysis.lint import (
+    Finding,
+    GroupedProducts,
+    grouped_products,
+    lint_donation,
+    lint_duplicated_work,
+    lint_expected_shardings,
+    lint_grouped_matmuls,
+    lint_host,
+    lint_layouts,
+    lint_rematerialisation,
+    lint_source,
+    lint_tiles,
+    lint_whole_state,
+)
+from meshwright.analysis.lint_collectives import MIN_SENT_BYTES, lint_missed_overlap, lint_unexpected_collectives
 from meshwright.analysis.memory import Argument, Memory, read_memory
-from meshwright.analysis.missed_overlap import lint_missed_overlap
-from meshwright.analysis.replicated_work import lint_duplicated_work, lint_whole_state
-from meshwright.analysis.self_check import FlopsBand, doubts_of
 from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, Ticks, simulate_schedule
-from meshwright.analysis.source_lint import lint_source
-from meshwright.analysis.unexpected_collectives import MIN_SENT_BYTES, lint_unexpected_collectives
+from meshwright.formatting import format_count
 from meshwright.hlo.flops import ALL_ROWS, CompiledMatmul, Skipped, read_matmuls, unpriced_kernels
 from meshwright.hlo.ledger import LedgerEntry, by_kind_and_axes, read_ledger, unread_collectives
-from meshwright.hlo.parser import Module
 from meshwright.hlo.scopes import Branches
 
 PROVENANCE: dict[str, tuple[str, ...]] = {
@@ -61,6 +65,18 @@ PROVENANCE: dict[str, tuple[str, ...]] = {
     "simulated": ("simulated_schedule",),
 }
 """Origin of the parts of a census document: proved by the compiler, computed from the model, or predicted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FlopsBand:
+    """Matrix-product FLOPs that a compiled step of one device may have, from the model's formulas."""
+
+    least: float
+    """A step with fewer misses part of the model."""
+    most: float
+    """A step with more multiplies what the model does not need, or is counted twice."""
+    most_is: str = ""
+    """What `most` allows for, in words."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +160,7 @@ class Census:
     schedule: SimulatedSchedule | None = None
     """Simulated schedule; None if no target was given."""
     doubts: tuple[str, ...] = ()
-    """Reasons for which the census does not trust its own figures (`analysis.self_check`); empty where it does."""
+    """Reasons for which the census does not trust its own figures (`doubts_of`); empty where it does."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns everything except the program's text; `provenance` tells proved from predicted parts."""
@@ -164,7 +180,10 @@ class Census:
             "compile_seconds": self.compile_seconds,
             "provenance": PROVENANCE,
             "memory": memory,
-            "ledger": [_entry_json(entry) for entry in self.ledger],
+            "ledger": [
+                {**dataclasses.asdict(e), "total": e.total, "sent": e.sent, "axes_label": e.axes_label}
+                for e in self.ledger
+            ],
             "unread": list(self.unread),
             "doubts": list(self.doubts),
             "traffic": summarise_traffic(self.ledger),
@@ -180,10 +199,6 @@ class Census:
         return meshwright.render("census_page", "census_html", self)
 
 
-def _entry_json(entry: LedgerEntry) -> dict[str, Any]:
-    return {**dataclasses.asdict(entry), "total": entry.total, "sent": entry.sent, "axes_label": entry.axes_label}
-
-
 def _schedule_json(schedule: SimulatedSchedule) -> dict[str, Any]:
     """Returns the schedule without its spans, which `views/trace.py` writes."""
     fields = {field.name: getattr(schedule, field.name) for field in dataclasses.fields(schedule)}
@@ -197,6 +212,53 @@ def summarise_traffic(entries: Sequence[LedgerEntry]) -> list[dict[str, Any]]:
         {"kind": kind, "axes": axes, "count": count, "total": total, "sent": sent}
         for (kind, axes), (count, total, sent) in by_kind_and_axes(list(entries)).items()
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Checked:
+    """What the checks read of a program."""
+
+    program: CompiledProgram
+    leaves: Mapping[str, Any]
+    arguments: Sequence[Argument]
+    declared: Mapping[str, PartitionSpec]
+    expected: Sequence[ExpectedSharding]
+    mesh: dict[str, int]
+    ledger: Sequence[LedgerEntry]
+    schedule: SimulatedSchedule | None
+    grouped: GroupedProducts
+    flops: float
+    min_sent: int
+
+    def unexpected(self) -> list[Finding]:
+        jaxpr = self.program.jaxpr
+        if not self.mesh or jaxpr is None:
+            return []
+        written, results = read_jaxpr_collectives(jaxpr, self.mesh), {getattr(v, "shape", ()) for v in jaxpr.out_avals}
+        return lint_unexpected_collectives(self.ledger, written, self.arguments, self.min_sent, results)
+
+    def missed_overlap(self) -> list[Finding]:
+        """Simulated devices have no collectives that could overlap."""
+        if self.schedule is None or self.program.device_kind == "cpu":
+            return []
+        return lint_missed_overlap(self.program.module, self.schedule, self.ledger, self.min_sent)
+
+
+CHECKS: tuple[Callable[[_Checked], list[Finding]], ...] = (
+    lambda c: lint_layouts(c.program, c.leaves, c.declared, c.mesh),
+    lambda c: lint_expected_shardings(c.expected, c.mesh),
+    lambda c: lint_rematerialisation(c.program.module, c.program.warnings),
+    _Checked.unexpected,
+    lambda c: lint_source(c.program.jaxpr) if c.program.jaxpr is not None else [],
+    lambda c: lint_host(c.program.module),
+    lambda c: lint_donation(c.program.module, c.program.jaxpr, c.leaves, c.arguments) if c.leaves else [],
+    lambda c: lint_tiles(c.arguments) if c.program.device_kind.startswith("TPU") else [],
+    lambda c: lint_whole_state(c.arguments),
+    lambda c: lint_duplicated_work(c.program.jaxpr, c.flops - c.grouped.excess, c.arguments, c.mesh),
+    lambda c: lint_grouped_matmuls(c.grouped),
+    _Checked.missed_overlap,
+)
+"""Checks of every census, in the order of their findings."""
 
 
 def census(
@@ -232,28 +294,43 @@ def census(
     with collect_expected_shardings() as expected:
         program = compile_function(function, *args, compiler_options=compiler_options, keywords=keywords)
     program = dataclasses.replace(program, module=dataclasses.replace(program.module, branches=facts.branches))
-    module, device = program.module, _device_kind(program.executable)
-    degrees = mesh_of_program((args, keywords), program.executable, program.jaxpr) if mesh is None else dict(mesh)
-    leaves = {} if program.jaxpr is None else argument_leaves(program.jaxpr, (*args, keywords))
+    module, jaxpr, cost = program.module, program.jaxpr, program.cost_analysis
+    degrees = program.mesh((args, keywords)) if mesh is None else dict(mesh)
+    leaves = {} if jaxpr is None else argument_leaves(jaxpr, (*args, keywords))
     arguments = program_arguments(module, leaves, {**ARGUMENT_CATEGORIES, **(categories or {})})
     ledger = read_ledger(module, degrees, facts.library_files)
-    findings = layout_findings(leaves, program, declared or {}, degrees, line)
-    findings += _program_findings(program, ledger, expected, degrees, arguments, facts.min_sent)
-    findings += [*_argument_findings(program, arguments, leaves, line, device), *lint_whole_state(arguments, line)]
     schedule = None if target is None else simulate_schedule(module, target, degrees, facts.skipped, facts.ticks)
-    flops, grouped = _flops(program, facts), grouped_products(module, program.jaxpr)
-    findings += lint_duplicated_work(program.jaxpr, flops.compiled - grouped.excess, arguments, degrees, line)
-    findings += [*lint_grouped_matmuls(grouped), *_waits(module, schedule, ledger, device, facts.min_sent)]
+    flops = Flops(
+        dict(facts.model_flops),
+        tuple(read_matmuls(module, facts.skipped)),
+        cost.get("flops"),
+        cost.get("bytes accessed"),
+        unpriced_kernels(module),
+    )
+    grouped = grouped_products(module, jaxpr)
+    checked = _Checked(
+        program=program,
+        leaves=leaves,
+        arguments=arguments,
+        declared=declared or {},
+        expected=expected,
+        mesh=degrees,
+        ledger=ledger,
+        schedule=schedule,
+        grouped=grouped,
+        flops=flops.compiled,
+        min_sent=facts.min_sent,
+    )
     return Census(
         name=facts.name or str(getattr(function, "__name__", "") or module.name.removeprefix("jit_") or "function"),
         mesh=degrees,
-        device=device,
+        device=program.device_kind,
         ledger=tuple(ledger),
         memory=read_memory(module, program.memory, program.assignment, arguments),
         flops=flops,
-        findings=tuple(f if f.line else dataclasses.replace(f, line=line) for f in findings),
+        findings=tuple(f if f.line else dataclasses.replace(f, line=line) for check in CHECKS for f in check(checked)),
         compile_seconds=program.compile_seconds,
-        versions=_versions(device),
+        versions=_versions(program.device_kind),
         text=program.text,
         unread=tuple(unread_collectives(module)),
         schedule=schedule,
@@ -261,49 +338,30 @@ def census(
     )
 
 
-def _waits(
-    module: Module, schedule: SimulatedSchedule | None, ledger: Sequence[LedgerEntry], device: str, min_sent: int
-) -> list[Finding]:
-    """Reports collectives that could overlap and do not; simulated devices have none that could."""
-    if schedule is None or device == "cpu":
-        return []
-    return lint_missed_overlap(module, schedule, ledger, min_sent)
+def doubts_of(
+    flops: float, excess: float, unpriced: Mapping[str, int], band: FlopsBand | None, schedule: SimulatedSchedule | None
+) -> tuple[str, ...]:
+    """Returns the reasons for which a census does not trust itself; empty where it does.
 
-
-def _flops(program: CompiledProgram, facts: ProgramFacts) -> Flops:
-    cost = program.cost_analysis
-    matmuls = tuple(read_matmuls(program.module, facts.skipped))
-    unpriced = unpriced_kernels(program.module)
-    return Flops(dict(facts.model_flops), matmuls, cost.get("flops"), cost.get("bytes accessed"), unpriced)
-
-
-def _program_findings(
-    program: CompiledProgram,
-    ledger: Sequence[LedgerEntry],
-    expected: Sequence[ExpectedSharding],
-    mesh: dict[str, int],
-    arguments: Sequence[Argument],
-    min_sent: int,
-) -> list[Finding]:
-    findings = lint_expected_shardings(expected, mesh)
-    findings += lint_rematerialisation(program.module, program.warnings)
-    if mesh and program.jaxpr is not None:
-        written = read_jaxpr_collectives(program.jaxpr, mesh)
-        results = {tuple(getattr(aval, "shape", ())) for aval in program.jaxpr.out_avals}
-        findings += lint_unexpected_collectives(ledger, written, arguments, min_sent, results)
-    findings += [] if program.jaxpr is None else lint_source(program.jaxpr)
-    return findings + lint_host(program.module)
-
-
-def _argument_findings(
-    program: CompiledProgram, arguments: Sequence[Argument], leaves: Mapping[str, Any], line: str, device: str
-) -> list[Finding]:
-    categories = {a.path: a.category for a in arguments}
-    findings = [] if program.jaxpr is None else lint_donation(program.module, program.jaxpr, leaves, categories, line)
-    if not device.startswith("TPU"):
-        return findings
-    itemsize = {a.path: a.bytes // max(1, math.prod(a.local_shape)) for a in arguments}
-    return findings + lint_tiles([a for a in arguments if a.category == "parameters"], itemsize, line)
+    flops: matrix products of the program.  excess: of those, what a finding reports as not needed.  unpriced:
+    executions of kernels whose FLOPs are not known.  band: None where no formula is known.  schedule: None where none
+    was simulated.
+    """
+    doubts: list[str] = []
+    if schedule is not None and schedule.doubt:
+        doubts.append(schedule.doubt)
+    if band is not None and flops < band.least:
+        cause = f": kernels without known FLOPs ({', '.join(unpriced)})" if unpriced else ""
+        doubts.append(
+            f"the compiled program has {format_count(flops)} FLOPs of matrix products, and the model needs at least "
+            f"{format_count(band.least)}{cause}; FLOPs and predicted time are too low"
+        )
+    elif band is not None and flops - excess > band.most:
+        doubts.append(
+            f"the compiled program has {format_count(flops - excess)} FLOPs of matrix products, and the model explains "
+            f"at most {format_count(band.most)} ({band.most_is}); FLOPs and predicted time may be too high"
+        )
+    return tuple(doubts)
 
 
 def _versions(device: str) -> str:
@@ -314,15 +372,6 @@ def _versions(device: str) -> str:
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 versions.append(f"{package} {importlib.metadata.version(package)}")
     return ", ".join(versions)
-
-
-def _device_kind(executable: Any) -> str:
-    shardings = [program_shardings(executable, which) for which in ("input_shardings", "output_shardings")]
-    for sharding in itertools.chain(*shardings):
-        devices = getattr(sharding, "_device_assignment", None) or tuple(sharding.device_set)
-        if devices:
-            return str(devices[0].device_kind)
-    return jax.devices()[0].device_kind
 
 
 def save_census(census: Census, file: Path) -> None:

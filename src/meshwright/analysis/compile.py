@@ -1,22 +1,28 @@
-"""Compilation of a function, with everything the compiler reports about it."""
+"""Compilation of a function: what the compiler reports about it, and the paths and shardings of its arguments."""
 
 import contextlib
 import dataclasses
+import inspect
 import os
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
-from meshwright.analysis.memory import CompiledMemory
+from meshwright.analysis.jaxprs import all_jaxprs
+from meshwright.analysis.memory import Argument, CompiledMemory
 from meshwright.errors import CensusError
 from meshwright.formatting import format_bytes
 from meshwright.hlo.buffers import BufferAssignment, read_assignment
-from meshwright.hlo.parser import Module, parse_module
+from meshwright.hlo.parser import Array, Module, parse_module
+from meshwright.hlo.scopes import plain_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +46,44 @@ class CompiledProgram:
     """Rematerialisation warnings of the partitioner."""
     compile_seconds: float
     """Time of lowering and compilation."""
+
+    def shardings(self, which: str) -> list[Any]:
+        """Lists the compiled `input_shardings` or `output_shardings`; empty where JAX cannot arrange them (`Ref`)."""
+        try:
+            return jax.tree.leaves(getattr(self.executable, which))
+        except ValueError:
+            return []
+
+    def results(self, which: str) -> dict[str, Any]:
+        """Returns `output_shardings` or `out_info` by path; empty where it has more than the function (`Ref`)."""
+        try:
+            leaves = jax.tree_util.tree_flatten_with_path(getattr(self.executable, which))[0]
+        except ValueError:
+            return {}
+        return {plain_path("result" + jax.tree_util.keystr(path)): leaf for path, leaf in leaves}
+
+    def mesh(self, arguments: Any) -> dict[str, int]:
+        """Returns the mesh of several devices: of the arguments, the compiled shardings, or the source.
+
+        Empty if none has a NamedSharding or a `shard_map`.
+        """
+        leaves = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments)]
+        leaves += [*self.shardings("input_shardings"), *self.shardings("output_shardings")]
+        meshes = [leaf.mesh for leaf in leaves if isinstance(leaf, NamedSharding)]
+        for jaxpr, _ in all_jaxprs(self.jaxpr.jaxpr) if self.jaxpr is not None else ():
+            for equation in jaxpr.eqns:
+                mesh = equation.params.get("mesh", getattr(equation.params.get("sharding"), "mesh", None))
+                meshes += [mesh] if hasattr(mesh, "shape") else []
+        return next((dict(mesh.shape) for mesh in meshes if mesh.size > 1), {})
+
+    @property
+    def device_kind(self) -> str:
+        """Kind of the devices that it was compiled for."""
+        for sharding in (*self.shardings("input_shardings"), *self.shardings("output_shardings")):
+            devices = getattr(sharding, "_device_assignment", None) or tuple(sharding.device_set)
+            if devices:
+                return str(devices[0].device_kind)
+        return jax.devices()[0].device_kind
 
 
 # JAX does not compile a program twice, and then the compiler does not repeat its warnings. An option of its own (this
@@ -181,3 +225,78 @@ def _capture_warnings() -> Iterator[list[str]]:
                     warnings.append(line)
                 else:
                     os.write(2, (line + "\n").encode())
+
+
+ARGUMENT_CATEGORIES: dict[str, str] = {
+    "params": "parameters",
+    "parameters": "parameters",
+    "weights": "parameters",
+    "opt_state": "optimizer state",
+    "optimizer": "optimizer state",
+    "batch": "batch",
+    "inputs": "batch",
+    "targets": "batch",
+    "labels": "batch",
+}
+"""Memory category of arguments with the usual names."""
+
+
+def argument_leaves(jaxpr: Any, arguments: Sequence[Any]) -> dict[str, Any]:
+    """Returns the arrays that a closed jaxpr takes, by the paths that the compiled program has for them.
+
+    Static arguments are not among them, and a Python number is an array of no dimensions. Each is the leaf of
+    `arguments` (positional ones, then a dictionary of keywords), or where these do not say, its abstract value.
+    """
+    names = [plain_path(name) for name in jaxpr.jaxpr.debug_info.arg_names]
+    given = [leaf for leaf in jax.tree.leaves(arguments) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    leaves: dict[str, Any] = {}
+    for name, variable in zip(names, jaxpr.jaxpr.invars, strict=False):
+        wanted = (getattr(variable.aval, "shape", None), getattr(variable.aval, "dtype", None))
+        place = next((i for i, leaf in enumerate(given) if (leaf.shape, leaf.dtype) == wanted), None)
+        abstract = jax.ShapeDtypeStruct(getattr(variable.aval, "shape", ()), getattr(variable.aval, "dtype", jnp.bool_))
+        leaves[name] = abstract if place is None else given.pop(place)
+    return leaves
+
+
+def definition_line(function: Any) -> str:
+    """Returns FILE:LINE where a function is defined; empty if it is not a Python function."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""
+
+
+def program_arguments(module: Module, leaves: Mapping[str, Any], categories: Mapping[str, str]) -> list[Argument]:
+    """Lists the program's parameters; JAX drops arguments that the function does not use.
+
+    leaves: arrays by path.  categories: beginning of a path -> memory category.
+    """
+    parameters = module.entry.parameters
+    # A program that takes references (`Ref`) does not name its parameters, and keeps all of them.
+    paths = dict(enumerate(leaves)) if len(leaves) == len(parameters) else {}
+    paths |= {number: plain_path(i.op_name) for number, i in parameters.items() if i.op_name}
+    located = {number: _categorise(paths.get(number, ""), categories) for number in parameters}
+    modules = {part for category, part in located.values() if category == "parameters"}
+    arguments: list[Argument] = []
+    for number in sorted(parameters):
+        instruction = parameters[number]
+        if not isinstance(instruction.shape, Array):
+            continue
+        path = paths.get(number, str(number))
+        local_shape = instruction.shape.dims
+        shape = tuple(leaves[path].shape) if path in leaves else local_shape
+        category, part = _categorise(path, categories)
+        part = part if part in modules else ""
+        arguments.append(Argument(path, category, part, shape, local_shape, instruction.shape.bytes))
+    return arguments
+
+
+def _categorise(path: str, categories: Mapping[str, str]) -> tuple[str, str]:
+    """Returns the memory category of an argument and the part of the model it belongs to."""
+    prefixes = [known for known in categories if path == known or path.startswith(known + ".")]
+    if not prefixes:
+        return f"argument {path.partition('.')[0]}", ""
+    longest = max(prefixes, key=len)
+    parts = [p for p in path.removeprefix(longest).strip(".").split(".") if p]
+    if categories[longest] == "optimizer state":
+        # After the index and name of the moment, optax's state repeats the tree of parameters.
+        parts = [p for p in parts if not p.isdigit() and p not in ("mu", "nu", "trace", "inner_states")]
+    return categories[longest], parts[0] if parts else ""

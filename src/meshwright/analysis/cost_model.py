@@ -14,24 +14,9 @@ from meshwright.hardware.efficiency import Efficiency
 from meshwright.hlo.flops import ALL_ROWS, Rate, Skipped, computed_flops, kernel_work, matmul_flops, rate_of
 from meshwright.hlo.parser import Array, Computation, Instruction, Module, Shape, arrays_of
 
-FREE = frozenset(
-    {
-        "parameter",
-        "constant",
-        "get-tuple-element",
-        "tuple",
-        "bitcast",
-        "after-all",
-        "partition-id",
-        "replica-id",
-        "opt-barrier",
-        "add-dependency",
-        "domain",
-        "iota",
-        "broadcast-done",
-        "async-done",
-        "async-update",
-    }
+FREE = re.compile(
+    "parameter|constant|get-tuple-element|tuple|bitcast|after-all|partition-id|replica-id|opt-barrier|add-dependency"
+    "|domain|iota|.*-(done|update)"
 )
 """Opcodes that cost nothing."""
 
@@ -63,7 +48,7 @@ class CostModel:
 
     def cost_of(self, module: Module, computation: Computation, instruction: Instruction) -> Cost:
         """Returns how long an instruction keeps the chip busy; collectives and loops are not covered."""
-        if instruction.opcode in FREE or instruction.opcode.endswith(("-done", "-update")):
+        if FREE.fullmatch(instruction.opcode):
             return Cost("memory", 0.0)
         if instruction.opcode == "custom-call":
             return self._custom_call(module, computation, instruction)
@@ -78,7 +63,7 @@ class CostModel:
     def _matmul_seconds(self, module: Module, computation: Computation, instruction: Instruction) -> float:
         """Seconds of a matrix product, or of those in a fusion, nested ones included, at the peaks of their types."""
         if instruction.opcode in ("dot", "convolution"):
-            rate = rate_of(_operand_arrays(computation, instruction)[:2])
+            rate = rate_of(computation.operand_arrays(instruction)[:2])
             return matmul_flops(computation, instruction) / (peak_flops(self.chip, rate) * self.efficiency.matmul)
         body = _fused_body(module, instruction) if instruction.opcode == "fusion" else None
         if body is None:
@@ -136,9 +121,9 @@ def _result_shape(instruction: Instruction) -> Shape:
 
 def _fused_body(module: Module, instruction: Instruction) -> Computation | None:
     """Returns the computation that a fusion or an asynchronous start runs; None for any other instruction."""
-    if not instruction.called or instruction.opcode.startswith("custom-call"):
+    if instruction.opcode.startswith("custom-call"):
         return None
-    return module.computations.get(instruction.called[0])
+    return next(iter(module.called_by(instruction)), None)
 
 
 def hbm_bytes(shape: Shape) -> float:
@@ -196,7 +181,3 @@ def _bytes_written(module: Module, body: Computation, root: Instruction, shape: 
 def _estimated_cycles(instruction: Instruction) -> int | None:
     match = re.search(r'"estimated_cycles":"(\d+)"', instruction.attribute_text)
     return int(match[1]) if match and 0 < int(match[1]) < _NO_ESTIMATE else None
-
-
-def _operand_arrays(computation: Computation, instruction: Instruction) -> list[Array]:
-    return [shape for shape in computation.operand_shapes(instruction) if isinstance(shape, Array)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +60,3 @@ def collect_expected_shardings() -> Iterator[list[ExpectedSharding]]:
         yield expected
     finally:
         _collecting.reset(token)
-
-
-def spec_of(sharding: Any) -> PartitionSpec | None:
-    """Returns the PartitionSpec of a NamedSharding; None for any other sharding."""
-    return sharding.spec if isinstance(sharding, NamedSharding) else None

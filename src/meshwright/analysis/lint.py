@@ -1,19 +1,31 @@
-"""Findings in a compiled program: what wastes memory, bytes or time, and what to change."""
+"""Checks of a compiled program: what wastes memory, bytes or time, and what to change.
+
+Each check is a function from what it reads of a program to findings; `census.CHECKS` is the table of those that every
+census makes. A finding without a line is given that of the function's definition.
+"""
 
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import PartitionSpec
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jax.sharding import NamedSharding, PartitionSpec
 
-from meshwright.analysis.expected_sharding import ExpectedSharding, spec_of
+from meshwright.analysis.compile import CompiledProgram
+from meshwright.analysis.expected_sharding import ExpectedSharding
+from meshwright.analysis.jaxprs import all_jaxprs, lines_of, nested_jaxprs, product_flops, products_needed, user_frames
 from meshwright.analysis.memory import Argument
-from meshwright.hlo.flops import is_call, kernel_work
-from meshwright.hlo.loops import walk
-from meshwright.hlo.parser import Frame, Module, arrays_of, parse_shape
+from meshwright.errors import CensusError
+from meshwright.formatting import format_count
+from meshwright.hlo.flops import is_call, kernel_work, matmul_flops
+from meshwright.hlo.loops import walk_instructions
+from meshwright.hlo.parser import Array, Module, arrays_of, bytes_of, closing, parse_shape
+from meshwright.hlo.scopes import plain_path
 
 MIN_REPLICATED_BYTES = 2**20
 """Size from which a replicated array, or a parameter with padded tiles, is reported."""
@@ -40,65 +52,77 @@ class Finding:
     """FILE:LINE, if the program records it."""
 
 
+def _spec_of(sharding: Any) -> PartitionSpec | None:
+    return sharding.spec if isinstance(sharding, NamedSharding) else None
+
+
 def _format_spec(spec: PartitionSpec | None) -> str:
     return "no NamedSharding" if spec is None else str(spec).replace("PartitionSpec", "P")
 
 
-_DimAxes = tuple[tuple[str, ...], ...]
-
-
-def _dim_axes(spec: PartitionSpec | None) -> _DimAxes:
-    """Returns the mesh axes of each dimension; trailing unsharded dimensions are left out."""
-    if spec is None:
-        return ()
-    dims = [() if p is None else p if isinstance(p, tuple) else (p,) for p in spec]
-    while dims and not dims[-1]:
-        dims.pop()
-    return tuple(dims)
-
-
-def _nontrivial(dims: _DimAxes, mesh: Mapping[str, int]) -> _DimAxes:
-    """Drops the axes of degree 1."""
+def _dim_axes(spec: PartitionSpec | None, mesh: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """Returns the mesh axes of each dimension, those of degree 1 and trailing unsharded dimensions left out."""
+    dims = [() if p is None else p if isinstance(p, tuple) else (p,) for p in spec or ()]
     kept = [tuple(axis for axis in axes if mesh.get(axis, 1) > 1) for axes in dims]
     while kept and not kept[-1]:
         kept.pop()
-    return tuple(kept)
+    return kept
 
 
-def _num_shards(dims: Iterable[tuple[str, ...]], mesh: Mapping[str, int]) -> int:
-    return math.prod(mesh.get(axis, 1) for axes in dims for axis in axes)
+def _num_shards(spec: PartitionSpec | None, mesh: Mapping[str, int]) -> int:
+    return math.prod(mesh[axis] for axes in _dim_axes(spec, mesh) for axis in axes)
 
 
 def lint_layouts(
-    compiled: Mapping[str, Any],
-    declared: Mapping[str, PartitionSpec],
-    sizes: Mapping[str, int],
-    mesh: Mapping[str, int],
-    line: str,
+    program: CompiledProgram, leaves: Mapping[str, Any], declared: Mapping[str, PartitionSpec], mesh: Mapping[str, int]
 ) -> list[Finding]:
     """Reports arguments and results not sharded as declared, and large undeclared ones that are replicated.
 
-    compiled: sharding by path.  sizes: bytes of the whole array by path.  line: where the function is defined.
+    leaves: arguments by path, in the program's order.  declared: sharding by path; the sharding of an argument that is
+    given with one is declared as well.
+    Raises CensusError if a declared path is neither an argument nor a result.
     """
+    used = {plain_path(i.op_name) for i in program.module.entry.parameters.values()}
+    inputs = program.shardings("input_shardings")
+    # Without a tree of shardings (`Ref`), or paths for all of them, those of the arguments are not compared.
+    paths = zip(leaves, inputs, strict=True) if len(inputs) == len(leaves) else ()
+    compiled = {path: sharding for path, sharding in paths if path in used}
+    given = {path: spec for path, a in leaves.items() if (spec := _spec_of(getattr(a, "sharding", None))) is not None}
+    results, shapes = program.results("output_shardings"), program.results("out_info")
+    unknown = sorted(set(declared) - set(leaves) - set(results))
+    if unknown:
+        raise CensusError(
+            f"a declared sharding of {unknown[0]}",
+            "the function has no argument or result of that path",
+            f"one of {', '.join([*leaves, *results][:6])}, ...",
+        )
+    sizes = {p: a.size * a.dtype.itemsize for p, a in {**leaves, **shapes}.items() if hasattr(a, "dtype")}
+    shardings = {p: s for p, s in {**compiled, **results}.items() if p in sizes and hasattr(s, "device_set")}
+    # A result that has the shape of an argument given whole, such as an updated parameter, is as whole as that is.
+    whole = {(leaves[p].shape, leaves[p].dtype) for p, spec in given.items() if not any(spec)}
+    expected = {
+        path: PartitionSpec()
+        for path, a in shapes.items()
+        if (getattr(a, "shape", None), getattr(a, "dtype", None)) in whole
+        and path in shardings
+        and shardings[path].is_fully_replicated
+    }
+    expected |= {**given, **declared}
     findings: list[Finding] = []
-    for path, sharding in compiled.items():
-        spec = spec_of(sharding)
-        shards, devices = _num_shards(_dim_axes(spec), mesh), len(sharding.device_set)
-        if path in declared:
-            want = declared[path]
-            if _nontrivial(_dim_axes(spec), mesh) != _nontrivial(_dim_axes(want), mesh):
-                excess = sizes[path] // shards - sizes[path] // _num_shards(_dim_axes(want), mesh)
-                findings.append(
-                    Finding(
-                        "layout",
-                        path,
-                        f"declared {_format_spec(want)}, compiled {_format_spec(spec)}",
-                        "pass the array in its declared sharding (jax.device_put, or in_shardings)",
-                        max(excess, 0),
-                        line,
-                    )
+    for path, sharding in shardings.items():
+        spec = _spec_of(sharding)
+        shards, devices = _num_shards(spec, mesh), len(sharding.device_set)
+        if path in expected and _dim_axes(spec, mesh) != _dim_axes(expected[path], mesh):
+            findings.append(
+                Finding(
+                    "layout",
+                    path,
+                    f"declared {_format_spec(expected[path])}, compiled {_format_spec(spec)}",
+                    "pass the array in its declared sharding (jax.device_put, or in_shardings)",
+                    max(sizes[path] // shards - sizes[path] // _num_shards(expected[path], mesh), 0),
                 )
-        elif shards == 1 and sizes[path] >= MIN_REPLICATED_BYTES and devices > 1:
+            )
+        elif path not in expected and shards == 1 and sizes[path] >= MIN_REPLICATED_BYTES and devices > 1:
             findings.append(
                 Finding(
                     "replicated",
@@ -106,7 +130,6 @@ def lint_layouts(
                     f"replicated on each of {devices} devices without a declaration",
                     "shard it, or declare it as P() if it is meant to be replicated",
                     sizes[path],
-                    line,
                 )
             )
     return findings
@@ -116,10 +139,9 @@ def lint_expected_shardings(values: Sequence[ExpectedSharding], mesh: Mapping[st
     """Reports values that the compiler sharded other than expected, and those whose dimensions it had to pad."""
     findings: list[Finding] = []
     for value in values:
-        spec = spec_of(value.compiled)
-        size = value.itemsize * math.prod(value.shape)
-        shards, wanted = _num_shards(_dim_axes(spec), mesh), _num_shards(_dim_axes(value.declared), mesh)
-        if _nontrivial(_dim_axes(spec), mesh) != _nontrivial(_dim_axes(value.declared), mesh):
+        spec, size = _spec_of(value.compiled), value.itemsize * math.prod(value.shape)
+        shards, wanted = _num_shards(spec, mesh), _num_shards(value.declared, mesh)
+        if _dim_axes(spec, mesh) != _dim_axes(value.declared, mesh):
             findings.append(
                 Finding(
                     "replicated" if shards == 1 and wanted > 1 else "layout",
@@ -130,31 +152,28 @@ def lint_expected_shardings(values: Sequence[ExpectedSharding], mesh: Mapping[st
                     value.line,
                 )
             )
-        findings += _padded_dims(value, _dim_axes(spec), mesh)
+        findings += _padded_dims(value.name, value.shape, size, spec, mesh, value.line)
     return findings
 
 
-def _padded_dims(value: ExpectedSharding, dims: _DimAxes, mesh: Mapping[str, int]) -> list[Finding]:
-    """Reports dimensions that the mesh does not divide and of which a large fraction is padding."""
-    size = value.itemsize * math.prod(value.shape)
-    findings: list[Finding] = []
-    for dim, axes in enumerate(dims):
-        n, degree = value.shape[dim], _num_shards([axes], mesh)
+def _padded_dims(
+    name: str, shape: Sequence[int], size: int, spec: PartitionSpec | None, mesh: Mapping[str, int], line: str
+) -> Iterator[Finding]:
+    """Yields the dimensions that the mesh does not divide and of which a large fraction is padding."""
+    for dim, axes in enumerate(_dim_axes(spec, mesh)):
+        n, degree = shape[dim], math.prod(mesh[axis] for axis in axes)
         local = -(-n // degree)
         padded = local * degree
-        if padded > n and (padded - n) / n > _MAX_PADDING:
-            findings.append(
-                Finding(
-                    "padding",
-                    value.name,
-                    f"dimension {dim} of {n} over {degree} is padded to {padded} = {degree} * {local}: "
-                    f"{(padded - n) / n:.0%} padding",
-                    f"a dimension of {n // degree * degree or degree} or {padded}",
-                    (padded - n) * size // n // degree,
-                    value.line,
-                )
+        if n and padded / n - 1 > _MAX_PADDING:
+            yield Finding(
+                "padding",
+                name,
+                f"dimension {dim} of {n} over {degree} is padded to {padded} = {degree} * {local}: "
+                f"{padded / n - 1:.0%} padding",
+                f"a dimension of {n // degree * degree or degree} or {padded}, or another axis",
+                (padded - n) * size // n // degree,
+                line,
             )
-    return findings
 
 
 _REMATERIALISATION = re.compile(
@@ -197,10 +216,9 @@ def _line_of_warning(module: Module, text: str, op_name: str) -> str:
     frame = re.search(r"stack_frame_id=(\d+)", text)
     stack = module.frames.get(int(frame[1]), ()) if frame else ()
     if not stack and op_name:
-        for context in walk(module):
-            for instruction in context.computation.instructions.values():
-                if instruction.op_name == op_name and module.source_stack(instruction):
-                    stack = module.source_stack(instruction)
+        for _, instruction in walk_instructions(module):
+            if instruction.op_name == op_name and module.source_stack(instruction):
+                stack = module.source_stack(instruction)
     return stack[0].location if stack else ""
 
 
@@ -210,25 +228,26 @@ _HOST_OPCODES = ("infeed", "outfeed", "send", "recv")
 def lint_host(module: Module) -> list[Finding]:
     """Reports operations for which a device waits for its host."""
     findings: list[Finding] = []
-    for context in walk(module):
-        for instruction in context.computation.instructions.values():
-            target = instruction.attributes.get("custom_call_target", "").strip('"')
-            host = instruction.opcode in _HOST_OPCODES or "callback" in target
-            if not host or "_xla_megascale" in instruction.attribute_text:
-                continue
-            size = sum(getattr(shape, "bytes", 0) for shape in context.computation.operand_shapes(instruction))
-            stack = module.source_stack(instruction)
-            findings.append(
-                Finding(
-                    "host",
-                    instruction.op_name.rpartition("/")[2] or instruction.opcode,
-                    f"{target or instruction.opcode} runs on the host {context.count} x in a step; the device waits",
-                    "take the callback out of the step, and read its value from the results",
-                    size * context.count,
-                    stack[0].location if stack else "",
-                )
+    for context, instruction in walk_instructions(module):
+        host = instruction.opcode in _HOST_OPCODES or "callback" in instruction.target
+        if not host or "_xla_megascale" in instruction.attribute_text:
+            continue
+        size = sum(s.bytes for s in context.computation.operand_shapes(instruction) if isinstance(s, Array))
+        findings.append(
+            Finding(
+                "host",
+                instruction.op_name.rpartition("/")[2] or instruction.opcode,
+                f"{instruction.target or instruction.opcode} runs on the host {context.count} x in a step; the device "
+                "waits",
+                "take the callback out of the step, and read its value from the results",
+                size * context.count,
+                module.line(instruction),
             )
+        )
     return findings
+
+
+_LIBRARY_MATMUL = re.compile("gemm|matmul|ScaledDot")
 
 
 def lint_precision(module: Module, scope: str, asked: str) -> list[Finding]:
@@ -238,23 +257,19 @@ def lint_precision(module: Module, scope: str, asked: str) -> list[Finding]:
 
     scope: named scope of the matmuls that are meant to be in low precision.  asked: the run's precision.
     """
-    total, excess, wide = 0, 0.0, dict[str, int]()
-    stack: tuple[Frame, ...] = ()
-    for context in walk(module):
-        for instruction in context.computation.instructions.values():
-            library = instruction.opcode == "custom-call" and _LIBRARY_MATMUL.search(instruction.attribute_text)
-            names = (instruction.op_name, *(i.op_name for _, i in reversed(context.callers)))
-            if not (library or instruction.opcode in ("dot", "convolution")):
-                continue
-            if scope not in next((name for name in names if name), ""):
-                continue
-            operands = [a for s in context.computation.operand_shapes(instruction)[:2] for a in arrays_of(s)]
-            total += 1
-            if any(a.bytes > a.elements for a in operands):
-                types = " x ".join(a.dtype for a in operands)
-                wide[types] = wide.get(types, 0) + 1
-                excess += context.count * sum(a.bytes - min(a.bytes, a.elements) for a in operands)
-                stack = stack or module.source_stack(instruction)
+    total, excess, wide, line = 0, 0.0, dict[str, int](), ""
+    for context, instruction in walk_instructions(module):
+        library = instruction.opcode == "custom-call" and _LIBRARY_MATMUL.search(instruction.target)
+        if not (library or instruction.opcode in ("dot", "convolution")) or scope not in context.op_name(instruction):
+            continue
+        shapes = context.computation.operand_shapes(instruction)[:2]
+        operands = [array for shape in shapes for array in arrays_of(shape)]
+        total += 1
+        if any(a.bytes > a.elements for a in operands):
+            types = " x ".join(a.dtype for a in operands)
+            wide[types] = wide.get(types, 0) + 1
+            excess += context.count * sum(a.bytes - min(a.bytes, a.elements) for a in operands)
+            line = line or module.line(instruction)
     if total and not wide:
         return []
     types = ", ".join(f"{n} of {text}" for text, n in wide.items())
@@ -266,20 +281,16 @@ def lint_precision(module: Module, scope: str, asked: str) -> list[Finding]:
             f"the Run asks for {asked}, and {found if total else 'the compiled program has no such matmul'}",
             "operands of the low precision in the dot_general itself, on a chip that multiplies them",
             int(excess),
-            stack[0].location if stack else "",
+            line,
         )
     ]
 
 
 def lint_attention_kernel(module: Module, name: str) -> list[Finding]:
-    """Reports a fused attention kernel that a run uses and its compiled program does not contain.
-
-    name: of the kernel that was chosen for the run.
-    """
-    for context in walk(module):
-        for instruction in context.computation.instructions.values():
-            if is_call(instruction, module) and kernel_work(context.computation, instruction).kind == "attention":
-                return []
+    """Reports the fused attention kernel `name`, which a run uses, if its compiled program does not contain one."""
+    for context, instruction in walk_instructions(module):
+        if is_call(instruction, module) and kernel_work(context.computation, instruction).kind == "attention":
+            return []
     return [
         Finding(
             "kernel",
@@ -291,25 +302,19 @@ def lint_attention_kernel(module: Module, name: str) -> list[Finding]:
     ]
 
 
-_LIBRARY_MATMUL = re.compile(r'custom_call_target="[^"]*(gemm|matmul|ScaledDot)')
-
-
 # The last two dimensions of an array in TPU memory are tiled by 8 x 128 words of 32 bits; narrower types pack more rows
 # into a tile (OpenXLA, "Tiled layout").
 _LANES, _SUBLANES = 128, 8
 
 
-def lint_tiles(arguments: Sequence[Argument], itemsize: Mapping[str, int], line: str) -> list[Finding]:
-    """Reports parameters whose local shards leave much of a TPU's tiles empty.
-
-    itemsize: bytes per element by path.  line: where the function that takes them is defined.
-    """
+def lint_tiles(arguments: Sequence[Argument]) -> list[Finding]:
+    """Reports parameters whose local shards leave much of a TPU's tiles empty."""
     findings: list[Finding] = []
     for a in arguments:
-        if len(a.local_shape) < 2 or a.bytes < MIN_REPLICATED_BYTES:
+        if a.category != "parameters" or len(a.local_shape) < 2 or a.bytes < MIN_REPLICATED_BYTES:
             continue
         rows, cols = a.local_shape[-2:]
-        sublanes = _SUBLANES * (4 // itemsize[a.path] or 1)
+        sublanes = _SUBLANES * (4 // (a.bytes // math.prod(a.local_shape)) or 1)
         padded_rows, padded_cols = -(-rows // sublanes) * sublanes, -(-cols // _LANES) * _LANES
         padding = padded_rows * padded_cols / (rows * cols) - 1
         if padding > _MAX_PADDING:
@@ -323,7 +328,335 @@ def lint_tiles(arguments: Sequence[Argument], itemsize: Mapping[str, int], line:
                     f"{'last' if last else 'second-last'} dimension on each device of "
                     f"{_LANES if last else sublanes} or a multiple: a lower degree of the axis that divides it",
                     int(a.bytes * padding),
-                    line,
                 )
             )
     return findings
+
+
+MIN_DONATED_BYTES = 2**18
+"""Bytes on a device from which state that is not donated, or donated in vain, is reported."""
+_STATE = ("parameters", "optimizer state")
+_UPDATES = frozenset({"add", "sub", "select_n", "convert_element_type", "sharding_constraint", "copy"})
+"""Primitives through which an update passes its parameter: `w - rate * gradient`, but not a gradient itself."""
+
+
+def lint_donation(
+    module: Module, jaxpr: Any, leaves: Mapping[str, Any], arguments: Sequence[Argument]
+) -> list[Finding]:
+    """Reports arguments that are returned updated and not donated, and state that is donated and not returned.
+
+    leaves: arguments by path, in the order of the closed jaxpr's inputs.
+    """
+    if len(leaves) != len(jaxpr.jaxpr.invars):
+        return []  # no path for every input
+    aliased = {int(n) for n in re.findall(r": \((\d+),", _header_list(module, "input_output_alias"))}
+    unused = {int(n) for n in re.findall(r"\((\d+),", _header_list(module, "buffer_donor"))}
+    outputs, categories = _updated_inputs(jaxpr.jaxpr), {a.path: a.category for a in arguments}
+    updated = {path for path, variable in zip(leaves, jaxpr.jaxpr.invars, strict=True) if variable in outputs}
+    wasted, vain = dict[str, int](), dict[str, int]()
+    for number, parameter in module.entry.parameters.items():
+        path, size = plain_path(parameter.op_name), bytes_of(parameter.shape)
+        tree = path.partition(".")[0]
+        if number in unused and categories.get(path) in _STATE:
+            vain[tree] = vain.get(tree, 0) + size
+        elif path != tree and path in updated and number not in aliased | unused:
+            # An array on its own is as likely an activation with a residual connection as state.
+            wasted[tree] = wasted.get(tree, 0) + size
+    return [
+        Finding("donation", tree, reason, fix.format(tree=tree), size)
+        for sizes, reason, fix in (
+            (
+                wasted,
+                "it is returned updated and not donated: a step holds it twice",
+                "donate it: donate_argnums or donate_argnames={tree!r} of jax.jit",
+            ),
+            (
+                vain,
+                "it is donated, and no result has its shape, type and sharding: the donation is lost",
+                "return it updated in its own type, or do not donate it",
+            ),
+        )
+        for tree, size in sizes.items()
+        if size >= MIN_DONATED_BYTES
+    ]
+
+
+def _updated_inputs(jaxpr: Any) -> set[Any]:
+    """Returns the inputs of an open jaxpr of which an output is a sum or difference, through calls."""
+    reached = {v for v in jaxpr.outvars if isinstance(v, core.Var)}
+    passed_on = set(reached)
+    for equation in reversed(jaxpr.eqns):
+        wanted = [i for i, v in enumerate(equation.outvars) if v in reached]
+        if not wanted:
+            continue
+        inner = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
+        inner = getattr(inner, "jaxpr", inner)
+        if equation.primitive.name in _UPDATES:
+            sources = list(equation.invars)
+        elif inner is not None and len(inner.invars) == len(equation.invars):
+            found = _updated_inputs(inner)
+            sources = [v for v, i in zip(equation.invars, inner.invars, strict=True) if i in found]
+        else:
+            sources = []
+        shapes = {equation.outvars[i].aval.shape for i in wanted}
+        reached |= {v for v in sources if isinstance(v, core.Var) and getattr(v.aval, "shape", None) in shapes}
+    # An argument that is returned as it is was not updated.
+    return {v for v in jaxpr.invars if v in reached and v not in passed_on}
+
+
+def _header_list(module: Module, name: str) -> str:
+    """Returns the text of a list in the program's header; empty if it has none."""
+    start = module.header.find(f"{name}={{") + len(name) + 1
+    return module.header[start : closing(module.header, start)] if start > len(name) else ""
+
+
+_TWICE = 1.8
+"""FLOPs of all devices over those of the function from which work counts as done more than once."""
+_MIN_DUPLICATED_FLOPS = 2**30
+"""FLOPs on all devices that are done more than once from which they are reported."""
+
+
+def lint_whole_state(arguments: Sequence[Argument]) -> list[Finding]:
+    """Reports optimizer state that is less split than the parameter it belongs to, and batches that are not split.
+
+    State belongs to the parameter of its shape.
+    """
+    split = {a.shape: a for a in arguments if a.category == "parameters" and a.local_shape != a.shape}
+    findings: list[Finding] = []
+    for argument in arguments:
+        owner = split.get(argument.shape)
+        if argument.category == "optimizer state" and owner is not None:
+            whole, part = math.prod(argument.local_shape), math.prod(owner.local_shape)
+            excess = argument.bytes - argument.bytes * part // whole
+            if excess >= MIN_REPLICATED_BYTES:
+                findings.append(
+                    Finding(
+                        "replicated",
+                        argument.path,
+                        f"{list(argument.local_shape)} on a device, where the parameter {owner.path} has "
+                        f"{list(owner.local_shape)}",
+                        "give it the sharding of its parameter: initialise it from the sharded ones under jax.jit",
+                        excess,
+                    )
+                )
+        whole_batch = argument.category == "batch" and argument.local_shape == argument.shape and argument.shape
+        if whole_batch and split and argument.bytes >= MIN_REPLICATED_BYTES:
+            findings.append(
+                Finding(
+                    "replicated",
+                    argument.path,
+                    "every device has the whole batch, beside parameters that are split",
+                    "shard its first dimension over the axes of data parallelism",
+                    argument.bytes,
+                )
+            )
+    return findings
+
+
+def lint_duplicated_work(
+    jaxpr: Any, flops: float, arguments: Sequence[Argument], mesh: Mapping[str, int]
+) -> list[Finding]:
+    """Reports a program whose devices together multiply far more than its function has to.
+
+    jaxpr: closed; None if there is none.  flops: matrix products of one device.
+    """
+    devices = math.prod(mesh.values())
+    needed = None if jaxpr is None or devices == 1 else products_needed(jaxpr.jaxpr)
+    if not needed or devices * flops < max(_TWICE * needed, needed + _MIN_DUPLICATED_FLOPS):
+        return []
+    times = devices * flops / needed
+    axes = ", ".join(f"{axis}={n}" for axis, n in mesh.items() if n > 1)
+    split = sorted({a.path for a in arguments if a.local_shape != a.shape})
+    return [
+        Finding(
+            "duplicated",
+            f"matrix products of {format_count(devices * flops)} FLOPs on all devices",
+            f"the function has {format_count(needed)}: devices of {axes} compute the same products {times:.1f} times; "
+            + (f"split over them are {', '.join(split[:3])}" if split else "no argument is split over them"),
+            "shard the batch, or a dimension of the weights, over every axis",
+            0,
+        )
+    ]
+
+
+_GROUPED = "ragged_dot_general"
+_FAR_OVER = 1.5
+"""FLOPs over those needed from which the grouped matmuls of a program are reported."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedProducts:
+    """FLOPs of a program's grouped matmuls, in one execution on one device."""
+
+    needed: float
+    """FLOPs where each row is multiplied by the weights of its own group."""
+    dense: float
+    """FLOPs of the products of all groups with all rows; 0 where the backend has a kernel."""
+    line: str
+    """FILE:LINE of the first of those."""
+
+    @property
+    def excess(self) -> float:
+        """FLOPs for rows of other groups."""
+        return max(0.0, self.dense - self.needed) if self.dense else 0.0
+
+
+def grouped_products(module: Module, jaxpr: Any) -> GroupedProducts:
+    """Compares the grouped matmuls of a closed jaxpr with the products that the compiler made of them.
+
+    TPUs run `jax.lax.ragged_dot` as a kernel that multiplies each row by the weights of its own group. On CPU and GPU
+    it becomes one product of all rows with the weights of all E groups, and masks: E times the FLOPs. A product belongs
+    to a grouped matmul if it has its name (GPU) or its source line (CPU).
+    """
+    needed, places = 0.0, set[tuple[str, int]]()
+    for inner, times in all_jaxprs(jaxpr.jaxpr) if jaxpr is not None else ():
+        for equation in inner.eqns:
+            if equation.primitive.name == _GROUPED:
+                # [M, K] x [E, K, N] -> [M, N], or [M, K] x [M, N] -> [E, K, N]: the sizes multiply to E (M K N)^2.
+                sizes = math.prod(v.aval.size for v in (*equation.invars[:2], *equation.outvars))
+                needed += times * 2.0 * math.sqrt(sizes / equation.invars[2].aval.shape[-1])
+                places.update(user_frames(equation)[:1])
+    dense, line = 0.0, ""
+    for context, instruction in walk_instructions(module) if needed else ():
+        if instruction.opcode in ("dot", "convolution"):
+            stack = module.source_stack(instruction)
+            is_same_line = bool(stack) and (stack[0].file, stack[0].line) in places
+            if is_same_line or _GROUPED in instruction.op_name:
+                dense += context.count * matmul_flops(context.computation, instruction)
+                line = line or module.line(instruction)
+    return GroupedProducts(needed, dense, line)
+
+
+def lint_grouped_matmuls(products: GroupedProducts) -> list[Finding]:
+    """Reports grouped matmuls that multiply every row by the weights of every group."""
+    if products.dense <= _FAR_OVER * products.needed:
+        return []
+    factor = f"{products.dense / products.needed:.1f} times" if products.needed else "more than"
+    return [
+        Finding(
+            "experts",
+            f"ragged_dot, {format_count(products.dense)} FLOPs",
+            f"this backend multiplies every row by every group's weights: {factor} the "
+            f"{format_count(products.needed)} FLOPs that are needed",
+            "a kernel for grouped matmuls, or a capacity for each expert, which makes them one batched matmul",
+            0,
+            products.line,
+        )
+    ]
+
+
+_MIN_WIDE = 0.01
+"""Fraction of a function's FLOPs from which wide products are reported."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Site:
+    """One equation, with the executions of the loops around it."""
+
+    equation: Any
+    times: int
+    widened: tuple[bool, ...]
+    """For each input, whether it comes from 16 bits through elementwise operations in this jaxpr or its callers."""
+
+    @property
+    def line(self) -> str:
+        """FILE:LINE outside of JAX that traced it."""
+        return next(iter(lines_of(self.equation)), "")
+
+
+def _sites(jaxpr: Any, times: int = 1, widened: frozenset[Any] = frozenset()) -> Iterator[_Site]:
+    """Yields all equations of an open jaxpr. widened: inputs that were converted from 16 bits to float32."""
+    wide = set(widened)
+    for equation in jaxpr.eqns:
+        inputs = tuple(not isinstance(v, core.Literal) and v in wide for v in equation.invars)
+        yield _Site(equation, times, inputs)
+        if _widens(equation, inputs):
+            wide |= set(equation.outvars)
+        if equation.primitive.name == "pallas_call":
+            continue  # a kernel has its own reasons
+        for nested, n in nested_jaxprs(equation):
+            same = len(nested.invars) == len(inputs)
+            given = frozenset(v for v, w in zip(nested.invars, inputs, strict=True) if w) if same else frozenset()
+            yield from _sites(nested, times * n, given)
+
+
+def _widens(equation: Any, inputs: tuple[bool, ...]) -> bool:
+    """Whether an equation converts 16 bits to float32, or passes such a value on in its shape."""
+    out: Any = equation.outvars[0].aval if equation.outvars else None
+    if getattr(out, "dtype", None) != jnp.float32:
+        return False
+    sources = [v.aval for v in equation.invars]
+    if equation.primitive.name == "convert_element_type":
+        return inputs[0] or (jnp.issubdtype(sources[0].dtype, jnp.floating) and sources[0].dtype.itemsize <= 2)
+    return any(w and a.shape == out.shape for w, a in zip(inputs, sources, strict=True))
+
+
+def lint_source(jaxpr: Any) -> list[Finding]:
+    """Reports the constraints of a closed jaxpr that do not divide, float32 products and float64 values that leak."""
+    sites, findings = list(_sites(jaxpr.jaxpr)), list[Finding]()
+    for site in sites:
+        if site.equation.primitive.name == "sharding_constraint":
+            aval, sharding = site.equation.outvars[0].aval, site.equation.params["sharding"]
+            mesh, spec = getattr(sharding, "mesh", None), getattr(sharding, "spec", None)
+            if mesh is not None:
+                name, size = f"constraint of {aval.str_short()}", aval.size * aval.dtype.itemsize
+                findings += _padded_dims(name, aval.shape, size, spec, mesh.shape, site.line)
+    return [*findings, *_wide_products(sites), *_float64(jaxpr, sites)]
+
+
+def _wide_products(sites: list[_Site]) -> list[Finding]:
+    """Reports float32 products of values that had 16 bits, beside products of 16 bits.
+
+    Products of values that never had 16 bits, such as an optimizer's, and `precision=HIGHEST` are taken as meant.
+    """
+    narrow, wide = 0.0, dict[str, float]()
+    excess = dict[str, int]()
+    for site in sites:
+        if site.equation.primitive.name != "dot_general":
+            continue
+        operands = [v.aval for v in site.equation.invars]
+        flops, sizes = site.times * product_flops(site.equation), {a.dtype.itemsize for a in operands}
+        if max(sizes) <= 2:
+            narrow += flops
+        elif any(site.widened) and not _is_highest(site.equation.params["precision"]):
+            wide[site.line] = wide.get(site.line, 0.0) + flops
+            excess[site.line] = excess.get(site.line, 0) + site.times * sum(2 * a.size for a in operands)
+    total = narrow + sum(wide.values())
+    return [
+        Finding(
+            "precision",
+            f"float32 product of {format_count(flops)} FLOPs",
+            f"{flops / total:.0%} of the FLOPs are of float32 operands, beside {format_count(narrow)} of 16 bits",
+            "cast the operands, with preferred_element_type=float32 for the sums; or precision=HIGHEST if it is meant",
+            excess[line],
+            line,
+        )
+        for line, flops in wide.items()
+        if narrow and flops > _MIN_WIDE * total
+    ]
+
+
+def _is_highest(precision: Any) -> bool:
+    values = precision if isinstance(precision, tuple) else (precision,)
+    return any(value not in (None, lax.Precision.DEFAULT) for value in values)
+
+
+def _float64(jaxpr: Any, sites: list[_Site]) -> list[Finding]:
+    """Reports float64 in a function that is given none: a numpy array or a Python number in 64-bit mode."""
+    if any(getattr(v.aval, "dtype", None) == jnp.float64 for v in jaxpr.jaxpr.invars):
+        return []
+    for site in sites:
+        avals = [v.aval for v in site.equation.outvars if getattr(v.aval, "dtype", None) == jnp.float64]
+        size = max((a.size * a.dtype.itemsize for a in avals), default=0)
+        if size >= MIN_REPLICATED_BYTES and site.line:
+            return [
+                Finding(
+                    "precision",
+                    f"float64 of {size} bytes",
+                    "the function computes in float64, and none of its arguments is float64",
+                    "give constants the dtype of what they meet, such as jnp.asarray(x, y.dtype)",
+                    size // 2,
+                    site.line,
+                )
+            ]
+    return []

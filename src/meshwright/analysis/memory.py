@@ -1,9 +1,12 @@
-"""Memory of one device at the program's peak, by category and by module; the parts add up to the compiler's total."""
+"""Memory of one device: at a program's peak, by category and module, and of the arrays that are live between steps."""
 
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
 
 from meshwright.hlo.buffers import Buffer, BufferAssignment, Peak, buffers_of, op_names_written_into, peak_of
 from meshwright.hlo.parser import Module
@@ -19,7 +22,7 @@ class Argument:
     category: str
     """Category of its memory: parameters, optimizer state, batch, or one that the caller names."""
     module: str
-    """Part of the model it belongs to."""
+    """Module of the model it belongs to."""
     shape: tuple[int, ...]
     """Shape of the whole array."""
     local_shape: tuple[int, ...]
@@ -185,23 +188,19 @@ def _profile(
             now += changes.get(each, 0)
             most = max(most, now)
         sums[moment] = most
-    rows = []
-    for buffer, size in sorted(peak.parts, key=lambda part: -part[1])[:_BUFFERS]:
-        category, part = classifier.classify(buffer)
-        stack = module.source_stack(buffer.instruction)
-        rows.append(
-            PeakBuffer(
-                category,
-                part,
-                str(buffer.array),
-                int(size * scale),
-                buffer.instruction.name,
-                buffer.instruction.op_name,
-                stack[0].location if stack else "",
-                buffer.start,
-                buffer.end,
-            )
+    rows = [
+        PeakBuffer(
+            *classifier.classify(buffer),
+            array=str(buffer.array),
+            bytes=int(size * scale),
+            instruction=buffer.instruction.name,
+            op_name=buffer.instruction.op_name,
+            line=module.line(buffer.instruction),
+            start=buffer.start,
+            end=buffer.end,
         )
+        for buffer, size in sorted(peak.parts, key=lambda part: -part[1])[:_BUFFERS]
+    ]
     # Values that share memory are counted more than once in a sum, and no moment has more than the peak.
     levels = tuple(int(min(n, peak.live_bytes) * scale) for n in sums.values())
     return MemoryProfile(tuple(sums), levels, peak.moment, classifier.first_backward, tuple(rows))
@@ -226,7 +225,7 @@ class _Classifier:
         self._parameter_sizes = sizes - {1}
         self._argument_category = {a.path: a.category for a in arguments}
         # The scope of a parameter is its path without the name of the argument that holds it.
-        self._module_of_scope = {_path_in_model(a.path, a.module): a.module for a in parameters if a.module}
+        self._module_of_scope = {a.path[a.path.index(f".{a.module}") + 1 :]: a.module for a in parameters if a.module}
 
     def _needs_backward(self, op_name: str) -> bool:
         """Whether an operation can run only once the backward pass has begun; zeros of sums come earlier."""
@@ -269,6 +268,24 @@ class _Classifier:
         return ("gradients" if is_gradient else "saved activations"), self._module_of_scope.get(part, part)
 
 
-def _path_in_model(path: str, part: str) -> str:
-    """Drops the argument's name: `state.params.blocks.query` becomes `blocks.query`."""
-    return path[path.index(f".{part}") + 1 :]
+@dataclasses.dataclass(frozen=True)
+class LiveMemory:
+    """Memory in use while no program runs."""
+
+    categories: Mapping[str, int]
+    """Bytes by category, on the device with the most of each; `other arrays` belong to none of the given trees."""
+    devices: Mapping[str, Mapping[str, int]]
+    """Statistics of each device's allocator; empty if the backend keeps none (CPU)."""
+
+
+def live_memory(**trees: Any) -> LiveMemory:
+    """Sorts every live array of this process by the tree that contains it: `live_memory(parameters=state.params)`."""
+    category = {id(leaf): name for name, tree in trees.items() for leaf in jax.tree.leaves(tree)}
+    sums: dict[str, dict[Any, int]] = {name: {} for name in trees}
+    for array in jax.live_arrays():
+        by_device = sums.setdefault(category.get(id(array), "other arrays"), {})
+        for shard in array.addressable_shards:
+            by_device[shard.device] = by_device.get(shard.device, 0) + shard.data.nbytes
+    categories = {name.replace("_", " "): max(d.values(), default=0) for name, d in sums.items()}
+    stats = {str(d): d.memory_stats() or {} for d in jax.local_devices()}
+    return LiveMemory(categories, {d: s for d, s in stats.items() if s})

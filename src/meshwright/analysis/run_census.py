@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from meshwright.analysis.census import Census, ProgramFacts, census
+from meshwright.analysis.census import Census, FlopsBand, ProgramFacts, census
 from meshwright.analysis.lint import Finding, lint_attention_kernel, lint_precision
-from meshwright.analysis.self_check import FlopsBand
 from meshwright.analysis.simulate import TargetDevices
 from meshwright.comm import collectives, hierarchical, ragged
 from meshwright.data.batch import Batch
@@ -32,10 +31,7 @@ from meshwright.step.optimizers import ELEMENTWISE
 from meshwright.step.pipeline import branch_ticks, repeats_forward, tick_scopes
 from meshwright.step.train_step import build_eval_step, build_train_step
 
-_CATEGORIES = {
-    "state.params": "parameters", "state.optimizer": "optimizer state", "state": "counters", "params": "parameters",
-    "batch": "batch",
-}  # fmt: skip
+_CATEGORIES = {"state.params": "parameters", "state.optimizer": "optimizer state", "state": "counters"}
 # Lines of these files tell how bytes move, not what for; the line that called them is reported instead.
 _LIBRARY_FILES = tuple(str(module.__file__) for module in (collectives, hierarchical, ragged, params))
 _MAX_VOCAB_PADDING = 0.05

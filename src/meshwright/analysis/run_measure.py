@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from meshwright.analysis.census import Census
-from meshwright.analysis.live import LiveMemory, live_memory
+from meshwright.analysis.memory import LiveMemory, live_memory
 from meshwright.analysis.run_census import abstract_batch
 from meshwright.data.batch import Batch
 from meshwright.models.model import vocab_size

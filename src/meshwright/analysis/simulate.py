@@ -8,10 +8,10 @@ the order; every time is predicted, none is measured.
 
 import dataclasses
 import functools
+from collections import defaultdict
 from collections.abc import Mapping
 
 from meshwright.analysis.cost_model import FREE, CostModel, hbm_bytes, host_bytes, peak_flops
-from meshwright.analysis.timeline import Span, Timeline, Totals
 from meshwright.hardware.chips import Chip
 from meshwright.hardware.efficiency import Efficiency
 from meshwright.hardware.interconnect import DeviceCoordinates, Route, route, span_of_group
@@ -19,6 +19,7 @@ from meshwright.hlo.collectives import (
     Groups,
     collective_in,
     done_of,
+    group_label,
     group_of,
     is_fused_done,
     kind_of,
@@ -35,6 +36,114 @@ _OFFLOADED = ("call-start", "custom-call-start")
 """Opcodes that start a computation on another core; those without a collective are gathers and scatters."""
 _ROUNDING = 1e-6
 """Relative error of sums of floating-point times."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Interval of the timeline, in seconds from the beginning of the step."""
+
+    name: str
+    kind: str
+    """matmul, attention, memory, collective, host, or `loop`."""
+    start: float
+    seconds: float
+    count: int
+    """Executions that this span stands for: a loop's body is drawn once."""
+    depth: int
+    """Number of loops around it."""
+    axes: str = ""
+    """Mesh axes of a collective."""
+    exposed: float = 0.0
+    """Seconds of a collective in which nothing else ran."""
+
+    @property
+    def instruction(self) -> str:
+        """Name of the instruction, without the scopes in front of it."""
+        return self.name.rpartition(": ")[2]
+
+
+@dataclasses.dataclass
+class _Totals:
+    """Sums of one execution of a computation."""
+
+    seconds: float = 0.0
+    by_kind: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
+    exposed: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
+    link_seconds: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
+    bubble: float = 0.0
+    spans: list[Span] = dataclasses.field(default_factory=list)
+
+    def add(self, other: "_Totals", times: float) -> None:
+        """Adds `times` executions of another computation; its spans are left out."""
+        self.seconds += other.seconds * times
+        self.bubble += other.bubble * times
+        for sums, more in (
+            (self.by_kind, other.by_kind),
+            (self.exposed, other.exposed),
+            (self.link_seconds, other.link_seconds),
+        ):
+            for key, value in more.items():
+                sums[key] += value * times
+
+
+class _Timeline:
+    """Simulated clock of one computation, with the transfers in flight."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.totals = _Totals()
+        self._in_flight: dict[str, tuple[float, int | None, str]] = {}
+        self._link_free: defaultdict[str, float] = defaultdict(float)
+
+    def run(self, name: str, kind: str, seconds: float) -> None:
+        """Runs work on the compute units."""
+        if seconds <= 0:
+            return
+        self.totals.by_kind[kind] += seconds
+        self.totals.spans.append(Span(name, kind, self.now, seconds, 1, 0))
+        self.now += seconds
+
+    def enter(self, name: str, inner: _Totals, times: float) -> None:
+        """Runs a loop, a call or a branch, `times` executions of its body."""
+        if inner.seconds * times <= 0:
+            return
+        start = self.now
+        count = max(1, round(times))
+        self.totals.spans.append(Span(name, "loop", start, inner.seconds * times, count, 0))
+        self.totals.spans += [
+            dataclasses.replace(s, start=start + s.start, count=s.count * count, depth=s.depth + 1) for s in inner.spans
+        ]
+        self.totals.add(inner, times)
+        self.now = start + inner.seconds * times
+
+    def begin(self, key: str, kind: str, link: str, seconds: float, axes: str, name: str) -> None:
+        """Starts a transfer that overlaps with what follows; a link carries one transfer at a time."""
+        start = max(self.now, self._link_free[link])
+        self._link_free[link] = start + seconds
+        span = None
+        if kind in ("collective", "host"):
+            self.totals.link_seconds[axes or kind] += seconds
+            span = len(self.totals.spans)
+            self.totals.spans.append(Span(name, kind, start, seconds, 1, 0, axes))
+        self._in_flight[key] = (start + seconds, span, axes or kind)
+
+    def wait(self, key: str) -> None:
+        """Waits until a transfer has ended; the waiting time is exposed communication."""
+        end, span, axes = self._in_flight.pop(key, (0.0, None, ""))
+        waited = end - self.now
+        if waited <= 0:
+            return
+        self.totals.by_kind["exposed"] += waited
+        self.totals.exposed[axes] += waited
+        if span is not None:
+            self.totals.spans[span] = dataclasses.replace(self.totals.spans[span], exposed=waited)
+        self.now = end
+
+    def wait_for_all(self) -> None:
+        """Waits for every transfer in flight."""
+        for key in list(self._in_flight):
+            self.wait(key)
+
 
 Ticks = Mapping[frozenset[frozenset[str]], int]
 """Ticks of a pipeline schedule: scopes of the branches that each stage takes in a tick -> number of such ticks."""
@@ -131,9 +240,9 @@ class _Simulator:
         self.run = functools.cache(self._run)
         self._transfer = functools.cache(self._price_transfer)
 
-    def _run(self, name: str) -> Totals:
+    def _run(self, name: str) -> _Totals:
         """Simulates one execution of a computation."""
-        computation, timeline = self.module.computations[name], Timeline()
+        computation, timeline = self.module.computations[name], _Timeline()
         for instruction in computation.instructions.values():
             self._instruction(computation, instruction, timeline)
         timeline.wait_for_all()
@@ -143,7 +252,7 @@ class _Simulator:
         timeline.totals.seconds = timeline.now
         return timeline.totals
 
-    def _instruction(self, computation: Computation, instruction: Instruction, timeline: Timeline) -> None:
+    def _instruction(self, computation: Computation, instruction: Instruction, timeline: _Timeline) -> None:
         opcode = instruction.opcode
         if opcode == "while":
             trips = trip_count(self.module, computation, instruction) or 1
@@ -163,11 +272,11 @@ class _Simulator:
         elif opcode in ("copy-start", "slice-start"):
             seconds, medium = self._copy(instruction)
             timeline.begin(instruction.name, medium, medium, seconds, "", self._label(instruction))
-        elif opcode not in FREE:
+        elif not FREE.fullmatch(opcode):
             cost = self.cost_model.cost_of(self.module, computation, instruction)
             timeline.run(self._label(instruction), cost.kind, cost.seconds)
 
-    def _continue(self, timeline: Timeline, computation: Computation, instruction: Instruction) -> None:
+    def _continue(self, timeline: _Timeline, computation: Computation, instruction: Instruction) -> None:
         """Ends a transfer; an update that passes the operands of a start begins it."""
         start = start_of(computation, instruction)
         if start is None:
@@ -180,7 +289,7 @@ class _Simulator:
         else:
             timeline.wait(start.name)
 
-    def _offload(self, timeline: Timeline, computation: Computation, start: Instruction) -> None:
+    def _offload(self, timeline: _Timeline, computation: Computation, start: Instruction) -> None:
         """Begins a gather or scatter on a SparseCore: it moves HBM beside the other cores until its done."""
         begin, done = transfer_start(computation, start), done_of(computation, start)
         operands = [computation.instructions[n].shape for n in begin.operands if n != start.name]
@@ -190,7 +299,7 @@ class _Simulator:
         seconds = self.cost_model.memory_seconds(moved)
         timeline.begin(start.name, "memory", "memory", seconds, "", self._label(start))
 
-    def _conditional(self, timeline: Timeline, computation: Computation, instruction: Instruction) -> None:
+    def _conditional(self, timeline: _Timeline, computation: Computation, instruction: Instruction) -> None:
         """Simulates a conditional: its longest branch, as often as it is taken."""
         bodies = branches_of(self.module, computation, instruction)
         totals = [self.run(body.name) for body in bodies]
@@ -204,7 +313,7 @@ class _Simulator:
         What is not in a branch takes all stages the same time.
         """
         conditionals = (i for i in computation.instructions.values() if i.opcode == "conditional")
-        bodies = [self.module.computations[name] for i in conditionals for name in i.called]
+        bodies = [body for conditional in conditionals for body in self.module.called_by(conditional)]
         in_ticks = {scope for stages in self.ticks for scopes in stages for scope in scopes}
         scoped = ((scope_of_branch(self.module, body), body) for body in bodies)
         seconds = {scope: self.run(body.name).seconds for scope, body in scoped if scope in in_ticks}
@@ -218,7 +327,7 @@ class _Simulator:
         )
         return max(0.0, lockstep - own) / max(branch.executions for branch in branches.values())
 
-    def _communicate(self, timeline: Timeline, computation: Computation, instruction: Instruction) -> None:
+    def _communicate(self, timeline: _Timeline, computation: Computation, instruction: Instruction) -> None:
         """Adds a collective: overlapped until its done if it is asynchronous, exposed otherwise."""
         axes, seconds = self._transfer(computation.name, instruction.name)
         name = instruction.name
@@ -249,11 +358,9 @@ class _Simulator:
         body = next(c for c in self.module.computations.values() if inner.name in c.instructions)
         groups, axes = group_of(self.module, inner, self.mesh)
         kind = kind_of(inner) or "all-reduce"
-        called = instruction.called if instruction is not inner else ()
-        if any(c.startswith("all-reduce-scatter") for c in called):
+        if instruction is not inner and any(c.startswith("all-reduce-scatter") for c in instruction.called):
             kind = "reduce-scatter"
-        path = self._route(groups)
-        label = "+".join(axes) if axes else f"{max(len(g) for g in groups)} devices"
+        path, label = self._route(groups), group_label(groups, axes)
         self.routes[label] = path.medium
         return label, path.seconds(kind, payload_of(body, inner, kind, path.devices))
 

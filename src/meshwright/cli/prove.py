@@ -11,9 +11,8 @@ import jax
 import tyro
 from rich.console import Console
 
-from meshwright.analysis.budgets import check_budget, read_budget, write_budget
 from meshwright.analysis.census import Census, save_census
-from meshwright.analysis.compare import compare, read_census
+from meshwright.analysis.compare import check_budget, compare, read_budget, read_census, write_budget
 from meshwright.analysis.compile import OutOfMemory
 from meshwright.analysis.run_measure import measure_steps
 from meshwright.analysis.run_saving import SavingMemory

@@ -87,7 +87,7 @@ def _tokens(text: str, start: int = 0) -> Iterator[tuple[re.Match[str], int]]:
         yield token, depth
 
 
-def _closing(text: str, start: int) -> int:
+def closing(text: str, start: int) -> int:
     """Finds the index of the bracket that closes the one at `start`."""
     for token, depth in _tokens(text, start):
         if not depth:
@@ -114,7 +114,7 @@ def parse_shape(text: str) -> Shape:
     """Parses `f32[4,8]{1,0:T(8,128)}`, or a parenthesised tuple of shapes."""
     text = text.strip()
     if text.startswith("("):
-        return tuple(parse_shape(part) for part in split_list(text[1 : _closing(text, 0)]))
+        return tuple(parse_shape(part) for part in split_list(text[1 : closing(text, 0)]))
     match = _ARRAY.match(text)
     if not match:
         return Array("token", ())
@@ -304,11 +304,11 @@ def _parse_instruction(line: str) -> Instruction | None:
     if not match:
         return None
     text = match[3]
-    end = _closing(text, 0) + 1 if text.startswith("(") else (text + " ").index(" ")
+    end = closing(text, 0) + 1 if text.startswith("(") else (text + " ").index(" ")
     opcode = _OPCODE.match(text, end)
     if not opcode:
         return None
-    close = _closing(text, opcode.end() - 1)
+    close = closing(text, opcode.end() - 1)
     shape = parse_shape(text[:end])
     return Instruction(match[2], shape, opcode[1], text[opcode.end() : close], text[close + 1 :], bool(match[1]))
 

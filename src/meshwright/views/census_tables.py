@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from meshwright.analysis.budgets import LimitExceeded
 from meshwright.analysis.census import Census, summarise_traffic
-from meshwright.analysis.compare import Change
+from meshwright.analysis.compare import Change, LimitExceeded
 from meshwright.formatting import format_bytes, format_count
 from meshwright.hardware.targets import Target
 from meshwright.hlo.ledger import LedgerEntry

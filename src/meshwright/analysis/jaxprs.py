@@ -1,0 +1,170 @@
+"""What a function's jaxpr contains before it is compiled: equations with their lines, matrix products, collectives."""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.extend import core
+
+_JAX = str(Path(jax.__file__).parent)
+
+
+def nested_jaxprs(equation: Any) -> Iterator[tuple[Any, int]]:
+    """Yields the open jaxprs inside an equation, each with its executions: the length of a scan, otherwise 1."""
+    times = equation.params["length"] if equation.primitive.name == "scan" else 1
+    for value in equation.params.values():
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            inner = getattr(part, "jaxpr", part)  # a closed jaxpr wraps an open one
+            if isinstance(inner, core.Jaxpr):
+                yield inner, times
+
+
+def all_jaxprs(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
+    """Yields an open jaxpr and all those inside it, each with its executions; loops other than scans count once."""
+    yield jaxpr, times
+    for equation in jaxpr.eqns:
+        for inner, n in nested_jaxprs(equation):
+            yield from all_jaxprs(inner, times * n)
+
+
+def user_frames(equation: Any) -> list[tuple[str, int]]:
+    """Lists file and line of the frames outside of JAX that traced an equation, innermost first."""
+    traceback = equation.source_info.traceback
+    frames = traceback.frames if traceback is not None else ()
+    return [(f.file_name, f.line_num) for f in frames if not f.file_name.startswith(_JAX)]
+
+
+def lines_of(equation: Any) -> list[str]:
+    """Lists FILE:LINE of the frames outside of JAX that traced an equation, innermost first."""
+    return [f"{Path(file).name}:{line}" for file, line in user_frames(equation)]
+
+
+def product_flops(equation: Any) -> float:
+    """Returns the FLOPs of a `dot_general`: 2 per multiply-add."""
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    left = equation.invars[0].aval
+    return 2.0 * equation.outvars[0].aval.size * math.prod(left.shape[d] for d in contracted)
+
+
+_UNKNOWN_PRODUCTS = frozenset(
+    {"shard_map", "pallas_call", "ragged_dot_general", "conv_general_dilated", "xla_pmap", "custom_call"}
+)
+
+
+def products_needed(jaxpr: Any) -> float | None:
+    """Sums the FLOPs of the products of an open jaxpr on all devices; None if they are not known.
+
+    They are not known of a function with products in loops of unknown length, or with `shard_map`, whose shapes are
+    those of one device. Of a conditional the branch with the most counts.
+    """
+    total = 0.0
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in _UNKNOWN_PRODUCTS:
+            return None
+        if name == "dot_general":
+            total += product_flops(equation)
+        parts: list[float] = []
+        for inner, times in nested_jaxprs(equation):
+            part = products_needed(inner)
+            if part is None:
+                return None
+            parts.append(times * part)
+        if name == "while" and any(parts):
+            return None
+        total += max(parts, default=0.0) if name == "cond" else sum(parts)
+    return total
+
+
+_KIND_OF_PRIMITIVE = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "all_gather_reduced": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "psum_scatter": "reduce-scatter",
+    "unreduced_reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
+    "ppermute": "collective-permute",
+    "pbroadcast": "collective-broadcast",
+}
+CONSTRAINED = "constrained"
+"""Kind of a product or sum whose result has a sharding constraint: partial results are summed where it stands."""
+_SUMS = ("dot_general", "reduce_sum", "reduce_max", "conv_general_dilated")
+_MAX_STEPS = 6
+"""Operations between a product and the constraint on its result: a bias, an activation function, a residual."""
+
+
+@dataclasses.dataclass(frozen=True)
+class JaxprCollective:
+    """Collectives of one kind over one set of mesh axes, written at one place."""
+
+    kind: str
+    """HLO name of the collective; `reshard` for `jax.sharding.reshard`, which may become any; CONSTRAINED."""
+    axes: tuple[str, ...]
+    """Mesh axes with more than one device, in the mesh's order; all of them for a reshard."""
+    count: int
+    """Executions; the lengths of scans are multiplied."""
+    payload: int
+    """Bytes of all executions, counted as in the ledger."""
+    lines: frozenset[str] = frozenset()
+    """FILE:LINE of every frame outside of JAX that traced it."""
+
+
+def read_jaxpr_collectives(jaxpr: Any, mesh: dict[str, int]) -> list[JaxprCollective]:
+    """Lists the collective primitives of a closed jaxpr by kind, axes and place; axes of degree 1 are left out."""
+    sums: dict[tuple[str, tuple[str, ...], frozenset[str]], Counter[str]] = {}
+    everywhere = tuple(axis for axis in mesh if mesh[axis] > 1)
+
+    def add(kind: str, axes: tuple[str, ...], lines: frozenset[str], count: int, payload: int = 0) -> None:
+        sums.setdefault((kind, axes, lines), Counter()).update(count=count, payload=count * payload)
+
+    for inner, count in all_jaxprs(jaxpr.jaxpr):
+        constrained = _constrained_lines(inner)
+        if constrained:
+            add(CONSTRAINED, everywhere, constrained, count)
+        for equation in inner.eqns:
+            lines = frozenset(lines_of(equation))
+            if equation.primitive.name == "reshard":
+                add("reshard", everywhere, lines, count)
+            kind = _KIND_OF_PRIMITIVE.get(equation.primitive.name)
+            names = equation.params.get("axes") or equation.params.get("axis_name") or ()
+            axes = tuple(a for a in everywhere if a in (names if isinstance(names, tuple) else (names,)))
+            if kind is not None and axes:
+                operands = equation.invars[:1] if kind == "ragged-all-to-all" else equation.invars
+                payload = sum(v.aval.size * v.aval.dtype.itemsize for v in operands if hasattr(v.aval, "dtype"))
+                add(
+                    kind,
+                    axes,
+                    lines,
+                    count,
+                    payload * (math.prod(mesh[axis] for axis in axes) if kind == "all-gather" else 1),
+                )
+    return [JaxprCollective(kind, axes, c["count"], c["payload"], lines) for (kind, axes, lines), c in sums.items()]
+
+
+def _constrained_lines(jaxpr: Any) -> frozenset[str]:
+    """Returns the lines of products and sums of an open jaxpr whose results have a sharding constraint."""
+    makers = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
+    found: set[str] = set()
+    pending = [(v, 0) for e in jaxpr.eqns if e.primitive.name == "sharding_constraint" for v in e.invars]
+    seen: set[Any] = set()
+    while pending:
+        variable, steps = pending.pop()
+        maker = None if isinstance(variable, core.Literal) or variable in seen else makers.get(variable)
+        if maker is None:
+            continue
+        seen.add(variable)
+        if maker.primitive.name in _SUMS:
+            found.update(lines_of(maker))
+        elif steps < _MAX_STEPS and maker.primitive.name != "sharding_constraint":
+            pending += [(v, steps + 1) for v in maker.invars]
+    return frozenset(found)

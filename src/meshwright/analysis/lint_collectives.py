@@ -1,0 +1,351 @@
+"""Checks of a program's collectives: those that its source does not contain, and those that could overlap and do not.
+
+Written and compiled collectives are matched by source line, axes and bytes. The device waits for an exposed collective
+although the program has work that neither needs its result nor makes its operands: in the same computation, or, in a
+loop, in the iteration before or after.
+"""
+
+import dataclasses
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from meshwright.analysis.jaxprs import CONSTRAINED, JaxprCollective
+from meshwright.analysis.lint import Finding
+from meshwright.analysis.memory import Argument
+from meshwright.analysis.simulate import SimulatedSchedule, Span
+from meshwright.formatting import format_step
+from meshwright.hlo.collectives import collective_in, done_of, overlapped_work, transfer_start
+from meshwright.hlo.ledger import LedgerEntry
+from meshwright.hlo.parser import Computation, Instruction, Module
+
+MIN_SENT_BYTES = 1024
+"""Bytes sent in one execution of the program below which an inserted collective is not reported: scalars, norms."""
+_WIDENED = 2
+"""XLA:CPU sends bfloat16 as float32: compiled bytes over those that are written."""
+
+_INSERTED_FIXES = {
+    "all-gather": "shard the operands of the operation alike, or gather the value once where it is made",
+    "all-reduce": "the dimension that is summed over is sharded: shard another one, or write the sum (psum)",
+    "reduce-scatter": "the dimension that is summed over is sharded: shard another one, or write psum_scatter",
+    "all-to-all": "the value changes its sharded dimension: constrain it once, to the sharding of its next use",
+    "collective-permute": "shards are shifted or reordered: slice, pad and concatenate along unsharded dimensions",
+}
+
+_Key = tuple[str, frozenset[str]]
+
+
+def lint_unexpected_collectives(
+    entries: Sequence[LedgerEntry],
+    written: Sequence[JaxprCollective],
+    arguments: Sequence[Argument] = (),
+    min_sent: int = MIN_SENT_BYTES,
+    results: Collection[tuple[int, ...]] = (),
+) -> list[Finding]:
+    """Reports collectives that the compiler inserted to reshard a value.
+
+    A compiled collective is known if its source line contains one over the same axes with at least its bytes, whatever
+    the compiler made of it, or if the written ones of its kind and axes, moved and combined, account for its bytes. A
+    written gather of 256 KiB does not hide another of 32 MiB. What the layout asks for and leaves to the compiler is
+    known too: sums of gradients over devices that have the same shard of an argument or of one of its layers (data
+    parallelism), gathers of a sharded parameter for a product (FSDP), and sums of products whose result has a sharding
+    constraint (tensor parallelism).
+
+    min_sent: bytes that a device sends in one execution below which nothing is reported.  results: shapes of the
+    function's results; an argument with one of them is taken for a parameter, which is returned updated or derived.
+    """
+    shapes, asked = _shard_sizes(arguments), {line for w in written if w.kind == CONSTRAINED for line in w.lines}
+    known = (
+        e.axes == ()
+        or _sums_gradients(e, shapes)
+        or _gathers_parameter(e, arguments, results)
+        or (_family(e.kind) == "all-reduce" and bool(asked) and (e.line in asked or _is_backward_product(e)))
+        for e in entries
+    )
+    unknown = _unmatched([e for e, is_known in zip(entries, known, strict=True) if not is_known], written)
+    inserted: dict[tuple[str, str, str], list[LedgerEntry]] = {}
+    for entry in unknown:
+        inserted.setdefault((entry.kind, entry.axes_label, entry.line), []).append(entry)
+    findings: list[Finding] = []
+    for (kind, axes_label, line), group in inserted.items():
+        sent, count, payload = (sum(n) for n in zip(*((e.sent, e.count, e.total) for e in group), strict=True))
+        if sent < min_sent:
+            continue
+        operation = group[0].op_name.rpartition("/")[2].strip("()") or "an operation"
+        findings.append(
+            Finding(
+                "unexpected",
+                f"{kind} over {axes_label} of {group[0].operands[0]}" + (" and others" if len(group) > 1 else ""),
+                f"not in the function: the compiler inserted it, {count} x, {payload} bytes in all, to reshard a value "
+                f"for {operation}",
+                _INSERTED_FIXES.get(kind, "shard the operands as the operation needs them, or write the collective"),
+                int(sent),
+                line,
+            )
+        )
+    return sorted(findings, key=lambda f: -f.bytes)
+
+
+def _unmatched(entries: Sequence[LedgerEntry], written: Sequence[JaxprCollective]) -> list[LedgerEntry]:
+    """Returns the entries that no written collective accounts for."""
+    left: defaultdict[_Key, float] = defaultdict(float)
+    written = [w for w in written if w.kind != CONSTRAINED]
+    for w in written:
+        left[_family(w.kind), frozenset(w.axes)] += _WIDENED * w.payload
+    rest: list[LedgerEntry] = []
+    for entry in entries:
+        here = [w for w in written if entry.line in w.lines and _same_axes(entry, w)]
+        if any(w.kind == "reshard" for w in here):
+            continue
+        # Loops that are not scans run more often than the jaxpr tells: one execution is compared.
+        if entry.payload <= _WIDENED * sum(w.payload / w.count for w in here):
+            left[_family(entry.kind), frozenset(entry.axes or ())] -= entry.total
+        else:
+            rest.append(entry)
+    unknown: list[LedgerEntry] = []
+    for entry in sorted(rest, key=lambda e: e.total):
+        key = _family(entry.kind), frozenset(entry.axes or ())
+        if entry.axes is not None and left[key] >= entry.total:
+            left[key] -= entry.total
+        else:
+            unknown.append(entry)
+    return unknown
+
+
+def _family(kind: str) -> str:
+    """A backend may turn an all-reduce into a reduce-scatter, or the other way round."""
+    return "all-reduce" if kind == "reduce-scatter" else kind
+
+
+def _same_axes(entry: LedgerEntry, written: JaxprCollective) -> bool:
+    """Whether both span the same axes; groups that are no product of axes are known by their line alone."""
+    if entry.axes is None or written.kind == "reshard":
+        return True
+    return frozenset(entry.axes) == frozenset(written.axes)
+
+
+_Sizes = tuple[int, ...]
+
+
+def _sums_gradients(entry: LedgerEntry, shapes: set[_Sizes]) -> bool:
+    """Whether an entry sums arrays of the backward pass that have the sizes of arguments, in any order."""
+    if _family(entry.kind) != "all-reduce" or "transpose(" not in entry.op_name:
+        return False
+    return all(_sizes(_dims(operand)) in shapes for operand in entry.operands)
+
+
+_PRODUCT = re.compile(r"(?:dot_general|conv_general_dilated|ragged_dot_general|->\w*)[^/]*$")
+_READ = re.compile(r"/(?:convert_element_type|squeeze|dynamic_slice|slice|transpose|reshape|gather|copy)[^/]*$")
+"""Last part of the name of an operation that only reads an argument, or takes a layer of it."""
+
+
+def _is_backward_product(entry: LedgerEntry) -> bool:
+    """Whether an entry sums a product of the backward pass, as where the forward product has split columns."""
+    return "transpose(" in entry.op_name and _PRODUCT.search(entry.op_name) is not None
+
+
+def _gathers_parameter(entry: LedgerEntry, arguments: Sequence[Argument], results: Collection[tuple[int, ...]]) -> bool:
+    """Whether an entry gathers the shards of a parameter for a product, beside another argument that is sharded too.
+
+    Where nothing else is sharded, no device has work of its own: the gather is no FSDP.
+    """
+    # A gather of the argument itself has no line where no single operation asked for it.
+    whole = not entry.line and "/" not in entry.op_name
+    if entry.kind != "all-gather" or not (whole or _PRODUCT.search(entry.op_name) or _READ.search(entry.op_name)):
+        return False
+    sharded = [a for a in arguments if a.local_shape != a.shape]
+    trained = [a for a in sharded if a.category == "parameters" or a.shape in results]
+    gathered = [a for a in trained if all(_sizes(_dims(o)) in _shard_sizes([a]) for o in entry.operands[:1])]
+    return bool(gathered) and len(sharded) > 1
+
+
+def _shard_sizes(arguments: Sequence[Argument]) -> set[_Sizes]:
+    """Returns the sizes of arguments on a device, with any of their dimensions gathered, whole and layer by layer."""
+    found: set[_Sizes] = {()}
+    for argument in arguments:
+        choices = [{n, whole} for n, whole in zip(argument.local_shape, argument.shape, strict=False)]
+        for dims in itertools.product(*choices):
+            found |= {_sizes(dims), _sizes(dims[1:])}
+    return found
+
+
+def _dims(operand: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", operand.partition("[")[2])]
+
+
+def _sizes(dims: Iterable[int]) -> _Sizes:
+    """Returns the dimensions of an array without their order, which a transposed gradient changes."""
+    return tuple(sorted(n for n in dims if n > 1))
+
+
+MIN_EXPOSED = 0.01
+"""Fraction of the step for which a collective must be exposed to be reported."""
+_COMPUTE = ("matmul", "attention", "memory", "loop")
+_SMALL = 0.05
+"""Fraction of a loop's body that may depend on a collective which could end one iteration later."""
+
+_OVERLAP_FIXES = {
+    "beside": "start it before that work and use its result after it; where the compiler orders them otherwise, an "
+    "option that makes it asynchronous (v5e: xla_tpu_enable_async_collective_fusion; v5p, v6e: "
+    "xla_tpu_enable_sparse_core_collective_offload_*; GPU: xla_gpu_enable_latency_hiding_scheduler)",
+    "ahead": "gather ahead: carry the value of the next iteration through the loop "
+    "(a Run: --training.gather-ahead layer), or unroll two iterations",
+    "behind": "carry the value through the loop and move it one iteration later "
+    "(a Run: --training.gather-ahead layer), or unroll two iterations",
+}
+
+
+_PLACES = {"beside": "beside it", "ahead": "in the iteration before", "behind": "in the iteration after"}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Transfer:
+    """An exposed collective at its place in the program."""
+
+    computation: Computation
+    start: Instruction
+    span: Span
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of all executions in which nothing else runs."""
+        return self.span.exposed * self.span.count
+
+
+def lint_missed_overlap(
+    module: Module, schedule: SimulatedSchedule, ledger: Sequence[LedgerEntry], min_sent: int = 0
+) -> list[Finding]:
+    """Reports exposed collectives for which the program has independent computation of at least the exposed time.
+
+    Work that overlaps with a collective already, or is counted for another finding, is not counted again. Collectives
+    that send fewer than `min_sent` bytes in one execution of the program, or whose exposed time is below 1 % of the
+    step, are left out.
+    """
+    spans = {span.instruction: span for span in schedule.spans}
+    entries = {entry.instruction: entry for entry in ledger}
+    transfers, used = list[_Transfer](), set[str]()
+    for computation, instruction in module.instructions():
+        span = spans.get(instruction.name)
+        if span is not None and span.kind == "collective":
+            if instruction.opcode.endswith("-start"):
+                used.update(overlapped_work(computation, instruction))
+            if span.exposed > 0:
+                transfers.append(_Transfer(computation, instruction, span))
+    groups: dict[tuple[str, str, str, str], list[tuple[_Transfer, str, LedgerEntry]]] = {}
+    for transfer in sorted(transfers, key=lambda t: -t.exposed):
+        inner = collective_in(module, transfer.start)
+        entry = entries.get(inner.name) if inner is not None else None
+        found = None if entry is None else _hidden_by(transfer, spans, used)
+        if entry is not None and found is not None and entry.sent >= min_sent:
+            how, work = found
+            used |= set(work)
+            label = ", ".join(f"{n} ({format_step(spans[n].seconds)})" for n in work[:2])
+            label += f" and {len(work) - 2} more" if len(work) > 2 else ""
+            groups.setdefault((entry.kind, entry.axes_label, entry.line, how), []).append((transfer, label, entry))
+    findings = []
+    for (kind, axes, line, how), members in groups.items():
+        exposed = sum(transfer.exposed for transfer, _, _ in members)
+        if exposed < MIN_EXPOSED * schedule.step_seconds:
+            continue
+        first, label, entry = members[0]
+        count = sum(transfer.span.count for transfer, _, _ in members)
+        findings.append(
+            Finding(
+                "overlap",
+                f"{kind} over {axes} of {entry.operands[0] if entry.operands else first.start.name}"
+                + (" and others" if len(members) > 1 else ""),
+                f"the device waits {format_step(exposed)} ({count} x, {exposed / schedule.step_seconds:.0%} of the "
+                f"simulated step) while {label}, which does not depend on it, could run {_PLACES[how]}",
+                _OVERLAP_FIXES[how],
+                int(sum(entry.sent for _, _, entry in members)),
+                line,
+            )
+        )
+    return findings
+
+
+def _hidden_by(transfer: _Transfer, spans: Mapping[str, Span], used: set[str]) -> tuple[str, list[str]] | None:
+    """Returns how a collective could be hidden, and the work that does it, longest first; None if nothing could."""
+    computation, start = transfer.computation, transfer.start
+    begin, done = transfer_start(computation, start), done_of(computation, start) or start
+    before = _reachable(computation, [begin, start], backwards=True)
+    after = _reachable(computation, [done, start], backwards=False)
+    compute = {n: spans[n].seconds for n in computation.instructions if n in spans and spans[n].kind in _COMPUTE}
+    free = [n for n in compute if n not in used]
+    beside = _enough(transfer, [n for n in free if n not in before and n not in after], compute)
+    if beside:
+        return "beside", beside
+    if transfer.span.count < 2 or computation.is_entry:
+        return None
+    if _is_ready_early(computation, before):
+        ahead = _enough(transfer, [n for n in free if n not in before], compute)
+        if ahead:
+            return "ahead", ahead
+    late = _used_later(computation, after)
+    if sum(compute[n] for n in compute if n in late) <= _SMALL * sum(compute.values()):
+        behind = _enough(transfer, [n for n in free if n not in late], compute)
+        if behind:
+            return "behind", behind
+    return None
+
+
+def _enough(transfer: _Transfer, names: Iterable[str], compute: Mapping[str, float]) -> list[str]:
+    """Returns the fewest of the named instructions that take as long as the collective is exposed; none if too few."""
+    chosen: list[str] = []
+    seconds = 0.0
+    for name in sorted(names, key=lambda n: -compute[n]):
+        if seconds >= transfer.span.exposed:
+            break
+        chosen.append(name)
+        seconds += compute[name]
+    return chosen if seconds >= transfer.span.exposed else []
+
+
+def _reachable(computation: Computation, ends: Iterable[Instruction], backwards: bool) -> set[str]:
+    """Returns the instructions on which `ends` depend, or that depend on them; `ends` included."""
+    found: set[str] = set()
+    pending = [instruction.name for instruction in ends]
+    while pending:
+        name = pending.pop()
+        if name in found or name not in computation.instructions:
+            continue
+        found.add(name)
+        instruction = computation.instructions[name]
+        pending += instruction.operands if backwards else [user.name for user in computation.users[name]]
+    return found
+
+
+def _carried_element(computation: Computation, instruction: Instruction) -> int | None:
+    """Returns which element of the loop's state an instruction takes from the parameter; None for all others."""
+    source = computation.operand(instruction) if instruction.opcode == "get-tuple-element" else None
+    return int(instruction.attributes["index"]) if source is not None and source.opcode == "parameter" else None
+
+
+def _used_later(computation: Computation, after: set[str]) -> set[str]:
+    """Returns the instructions of a loop's body that depend on a collective in its own iteration or the next."""
+    root, found = computation.root, set(after)
+    carried = {i for i, name in enumerate(root.operands) if name in after} if root.opcode == "tuple" else set()
+    for instruction in computation.instructions.values():
+        if _carried_element(computation, instruction) in carried:
+            found |= _reachable(computation, [instruction], backwards=False)
+    return found
+
+
+def _is_ready_early(computation: Computation, before: set[str]) -> bool:
+    """Whether what a collective in a loop's body needs is known an iteration ahead: the counter, what never changes.
+
+    The layers' weights, of which it takes a slice, are such a value; what the iteration before has computed is not.
+    """
+    if computation.root.opcode != "tuple":
+        return False
+    for instruction in (computation.instructions[name] for name in before):
+        index = _carried_element(computation, instruction)
+        if index is None or str(instruction.shape) in ("s32[]", "u32[]", "s64[]"):
+            continue
+        carried = computation.operand(computation.root, index)
+        while carried is not None and carried.opcode in ("copy", "bitcast", "opt-barrier") and carried.operands:
+            carried = computation.operand(carried)
+        if carried is None or _carried_element(computation, carried) != index:
+            return False
+    return True
