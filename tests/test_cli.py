@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from meshwright.aliases import MESH_OPTIONS, OPTIONS, SETTINGS
-from meshwright.cli import rehearse
+from meshwright.api.rehearsal import check_equal
 from meshwright.cli.base_run import base_run
 from meshwright.cli.evaluate import EvaluateOptions
 from meshwright.cli.main import run
@@ -447,11 +447,11 @@ def test_json_is_strict(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_rehearsal_compares_every_step() -> None:
     losses = {1: 5.0, 2: 4.0, 3: 3.0, 4: 2.5}
-    rehearse._check_equal(2, losses, dict(losses))
+    check_equal(2, losses, dict(losses))
     with pytest.raises(TrainingError, match=r"the loss of step 4 is 2.5000000000000004, and 2.5 without a stop"):
-        rehearse._check_equal(2, losses, {**losses, 4: math.nextafter(2.5, 3)})
+        check_equal(2, losses, {**losses, 4: math.nextafter(2.5, 3)})
     with pytest.raises(TrainingError, match=r"the loss of step 3 is None"):
-        rehearse._check_equal(2, losses, {1: 5.0, 2: 4.0})
+        check_equal(2, losses, {1: 5.0, 2: 4.0})
 
 
 def test_nothing_needs_the_network_or_the_shared_folder() -> None:

@@ -21,14 +21,18 @@ from packaging.requirements import Requirement
 from meshwright.cli.main import run
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target
-from meshwright.launching.accelerators import accelerators_of
-from meshwright.launching.exit_codes import restarts
-from meshwright.launching.installation import REMOTE_SOURCE, requirement
-from meshwright.launching.job import Job, legal_name
-from meshwright.launching.jobset import jobset_manifest
 from meshwright.launching.local import of_the_first, run_local
-from meshwright.launching.skypilot import skypilot_task
-from meshwright.launching.slurm import slurm_script
+from meshwright.launching.restarts import restarts
+from meshwright.launching.schedulers import (
+    REMOTE_SOURCE,
+    Job,
+    accelerators_of,
+    jobset_manifest,
+    legal_name,
+    requirement,
+    skypilot_task,
+    slurm_script,
+)
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run_file import write_run
 

@@ -1,119 +1,110 @@
 """Names from other trainers, and the names that errors suggest in their place. Imports nothing."""
 
-MESH_AXES: dict[str, str] = {
-    "dp": "data", "ddp": "data", "replica": "data", "data_parallel": "data", "dp_replicate": "data", "zero3": "fsdp",
-    "fsdp2": "fsdp", "dp_shard": "fsdp", "shard": "fsdp", "tp": "tensor", "mp": "tensor", "model": "tensor",
-    "model_parallel": "tensor", "tensor_parallel": "tensor", "pp": "stage", "pipeline": "stage",
-    "pipeline_parallel": "stage", "cp": "context", "sp": "context", "sequence": "context",
-    "context_parallel": "context", "ep": "expert", "expert_parallel": "expert",
-}  # fmt: skip
+
+def _inverted(table: dict[str, str]) -> dict[str, str]:
+    return {elsewhere: ours for ours, names in table.items() for elsewhere in names.split()}
+
+
+MESH_AXES = _inverted(
+    {
+        "data": "dp ddp replica data_parallel dp_replicate",
+        "fsdp": "zero3 fsdp2 dp_shard shard",
+        "tensor": "tp mp model model_parallel tensor_parallel",
+        "stage": "pp pipeline pipeline_parallel",
+        "context": "cp sp sequence context_parallel",
+        "expert": "ep expert_parallel",
+    }
+)
 """Mesh axis elsewhere -> ours."""
 
-OPTIONS: dict[str, str] = {
-    # Model
-    "hidden_size": "--model.width", "d_model": "--model.width", "n_embd": "--model.width", "dim": "--model.width",
-    "emb_dim": "--model.width", "base_emb_dim": "--model.width", "embed_dim": "--model.width",
-    "n_layers": "--model.layers", "n_layer": "--model.layers", "num_layers": "--model.layers",
-    "num_hidden_layers": "--model.layers", "depth": "--model.layers", "base_num_decoder_layers": "--model.layers",
-    "n_heads": "--model.heads", "n_head": "--model.heads", "num_heads": "--model.heads",
-    "num_attention_heads": "--model.heads", "base_num_query_heads": "--model.heads",
-    "num_key_value_heads": "--model.kv-heads", "n_kv_heads": "--model.kv-heads", "num_kv_heads": "--model.kv-heads",
-    "num_query_groups": "--model.kv-heads", "base_num_kv_heads": "--model.kv-heads",
-    "head_dim": "--model.head-size", "kv_channels": "--model.head-size", "d_head": "--model.head-size",
-    "intermediate_size": "--model.mlp", "d_ff": "--model.mlp", "ffn_dim": "--model.mlp",
-    "ffn_hidden_size": "--model.mlp", "mlp_dim": "--model.mlp", "base_mlp_dim": "--model.mlp",
-    "vocab_size": "--model.vocab", "n_vocab": "--model.vocab",
-    "rms_norm_eps": "--model.norm-epsilon", "norm_eps": "--model.norm-epsilon",
-    "layer_norm_epsilon": "--model.norm-epsilon",
-    "tie_word_embeddings": "--model.embedding", "tied_embeddings": "--model.embedding",
-    "num_experts": "--model.experts", "n_experts": "--model.experts", "num_local_experts": "--model.experts",
-    "n_routed_experts": "--model.experts", "top_k": "--model.experts-per-token",
-    "num_experts_per_tok": "--model.experts-per-token", "moe_router_topk": "--model.experts-per-token",
-    "n_shared_experts": "--model.shared-experts", "moe_intermediate_size": "--model.expert-mlp",
-    "router_aux_loss_coef": "--model.aux-loss-weight", "moe_aux_loss_coeff": "--model.aux-loss-weight",
-    # Training step
-    "max_steps": "--steps", "num_steps": "--steps", "train_iters": "--steps", "max_iters": "--steps",
-    "train_steps": "--steps", "total_steps": "--steps", "iterations": "--steps",
-    "batch_size": "--batch", "global_batch_size": "--batch", "train_batch_size": "--batch",
-    "seq_len": "--seq", "seq_length": "--seq", "max_seq_len": "--seq", "max_seq_length": "--seq",
-    "block_size": "--seq", "context_length": "--seq", "sequence_length": "--seq", "max_target_length": "--seq",
-    "grad_accum": "--training.microbatches", "grad_accum_steps": "--training.microbatches",
-    "gradient_accumulation": "--training.microbatches", "gradient_accumulation_steps": "--training.microbatches",
-    "accumulate_grad_batches": "--training.microbatches", "num_microbatches": "--training.microbatches",
-    "num_pipeline_microbatches": "--training.microbatches",
-    "remat_policy": "--training.remat", "activation_checkpointing": "--training.remat",
-    "gradient_checkpointing": "--training.remat", "recompute": "--training.remat",
-    "recompute_granularity": "--training.remat", "rematerialization": "--training.remat",
-    "dtype": "--training.compute-dtype", "precision": "--training.compute-dtype",
-    "mixed_precision": "--training.compute-dtype", "activation_dtype": "--training.compute-dtype",
-    "weight_dtype": "--training.param-dtype", "grad_dtype": "--training.reduce-dtype",
-    "attention": "--training.attention-kernel", "attn_implementation": "--training.attention-kernel",
-    "attention_backend": "--training.attention-kernel",
-    "random_seed": "--seed", "data_seed": "--seed",
-    "log_interval": "--log-every", "logging_steps": "--log-every", "log_freq": "--log-every",
-    "eval_interval": "--training.eval-every", "eval_steps": "--training.eval-every",
-    "eval_iters": "--training.eval-samples",
-    "save_interval": "--training.save-every", "save_steps": "--training.save-every",
-    "checkpoint_period": "--training.save-every", "checkpoint_interval": "--training.save-every",
-    "save_total_limit": "--training.max-to-keep", "keep_latest_k": "--training.max-to-keep",
-    "xla_flags": "--training.compiler-options",
-    # Optimizer
-    "base_lr": "--lr", "max_lr": "--lr", "peak_lr": "--lr", "lr_max": "--lr",
-    "warmup": "--optimizer.warmup-steps", "num_warmup_steps": "--optimizer.warmup-steps",
-    "warmup_iters": "--optimizer.warmup-steps", "lr_warmup_iters": "--optimizer.warmup-steps",
-    "scheduler": "--optimizer.lr-schedule", "lr_scheduler": "--optimizer.lr-schedule",
-    "lr_scheduler_type": "--optimizer.lr-schedule", "lr_decay_style": "--optimizer.lr-schedule",
-    "decay": "--optimizer.lr-schedule",
-    "min_lr": "--optimizer.final-lr-fraction", "min_lr_ratio": "--optimizer.final-lr-fraction",
-    "max_grad_norm": "--optimizer.grad-clip-norm", "grad_clip": "--optimizer.grad-clip-norm",
-    "clip_grad": "--optimizer.grad-clip-norm", "gradient_clipping_threshold": "--optimizer.grad-clip-norm",
-    "max_norm": "--optimizer.grad-clip-norm",
-    "wd": "--optimizer.weight-decay", "adam_beta1": "--optimizer.beta1", "adam_b1": "--optimizer.beta1",
-    "b1": "--optimizer.beta1", "adam_beta2": "--optimizer.beta2", "adam_b2": "--optimizer.beta2",
-    "b2": "--optimizer.beta2", "eps": "--optimizer.epsilon", "adam_epsilon": "--optimizer.epsilon",
-    "adam_eps": "--optimizer.epsilon", "optim": "--optimizer.name", "opt": "--optimizer.name",
-    "opt_type": "--optimizer.name", "optimizer": "--optimizer.name",
-    # Data, output, devices
-    "dataset": "--data", "dataset_path": "--data", "data_path": "--data", "train_file": "--data",
-    "tokenizer": "--data.tokenizer", "tokenizer_path": "--data.tokenizer", "tokenizer_model": "--data.tokenizer",
-    "val_split": "--data.held-out", "val_fraction": "--data.held-out", "split": "--data.held-out",
-    "output_dir": "--out", "out_dir": "--out", "save_dir": "--out", "base_output_directory": "--out", "save": "--out",
-    "dump_folder": "--out", "output": "--out",
-    "resume_from_checkpoint": "--resume", "load": "--resume", "init_from": "--resume",
-    "n_gpus": "--devices", "num_gpus": "--devices", "num_devices": "--devices", "gpus": "--devices",
-    "nproc_per_node": "--processes", "nnodes": "--processes", "num_processes": "--processes",
-    "process_id": "--process", "node_rank": "--process", "master_addr": "--coordinator",
-    "coordinator_address": "--coordinator",
-    "config": "--run", "config_file": "--run", "job_config_file": "--run",
-    "run_name": "--name", "exp_name": "--name", "target": "--on", "topology": "--on", "compile_topology": "--on",
-    "hardware": "--on", "strategy": "--layout", "parallelism": "--mesh", "tensorboard_dir": "--report",
-    "logger": "--report", "report_to": "--report",
-}  # fmt: skip
+MESH_OPTIONS = MESH_AXES | _inverted(
+    {
+        "data": "data_parallel_size dp_size data_parallel_replicate_degree ici_data_parallelism dcn_data_parallelism",
+        "fsdp": "fsdp data_parallel_shard_degree ici_fsdp_parallelism",
+        "tensor": "tensor tensor_parallel_size tensor_model_parallel_size tp_size tensor_parallel_degree "
+        "ici_tensor_parallelism",
+        "stage": "stage stages pipeline_parallel_size pipeline_model_parallel_size pp_size pipeline_parallel_degree "
+        "ici_pipeline_parallelism",
+        "context": "context context_parallel_size cp_size context_parallel_degree ici_context_parallelism "
+        "ici_sequence_parallelism",
+        "expert": "expert expert_model_parallel_size expert_parallel_size ep_size expert_parallel_degree "
+        "ici_expert_parallelism",
+    }
+)
+"""Option elsewhere that gives the degree of one mesh axis -> the axis: `--tp 8` is `--mesh tensor=8`."""
+
+OPTIONS = _inverted(
+    {
+        "--model.width": "hidden_size d_model n_embd dim emb_dim base_emb_dim embed_dim",
+        "--model.layers": "n_layers n_layer num_layers num_hidden_layers depth base_num_decoder_layers",
+        "--model.heads": "n_heads n_head num_heads num_attention_heads base_num_query_heads",
+        "--model.kv-heads": "num_key_value_heads n_kv_heads num_kv_heads num_query_groups base_num_kv_heads",
+        "--model.head-size": "head_dim kv_channels d_head",
+        "--model.mlp": "intermediate_size d_ff ffn_dim ffn_hidden_size mlp_dim base_mlp_dim",
+        "--model.vocab": "vocab_size n_vocab",
+        "--model.norm-epsilon": "rms_norm_eps norm_eps layer_norm_epsilon",
+        "--model.embedding": "tie_word_embeddings tied_embeddings",
+        "--model.experts": "num_experts n_experts num_local_experts n_routed_experts",
+        "--model.experts-per-token": "top_k num_experts_per_tok moe_router_topk",
+        "--model.shared-experts": "n_shared_experts",
+        "--model.expert-mlp": "moe_intermediate_size",
+        "--model.aux-loss-weight": "router_aux_loss_coef moe_aux_loss_coeff",
+        "--steps": "max_steps num_steps train_iters max_iters train_steps total_steps iterations",
+        "--batch": "batch_size global_batch_size train_batch_size",
+        "--seq": "seq_len seq_length max_seq_len max_seq_length block_size context_length sequence_length "
+        "max_target_length",
+        "--training.microbatches": "grad_accum grad_accum_steps gradient_accumulation gradient_accumulation_steps "
+        "accumulate_grad_batches num_microbatches num_pipeline_microbatches",
+        "--training.remat": "remat_policy activation_checkpointing gradient_checkpointing recompute "
+        "recompute_granularity rematerialization",
+        "--training.compute-dtype": "dtype precision mixed_precision activation_dtype",
+        "--training.param-dtype": "weight_dtype",
+        "--training.reduce-dtype": "grad_dtype",
+        "--training.attention-kernel": "attention attn_implementation attention_backend",
+        "--seed": "random_seed data_seed",
+        "--log-every": "log_interval logging_steps log_freq",
+        "--training.eval-every": "eval_interval eval_steps",
+        "--training.eval-samples": "eval_iters",
+        "--training.save-every": "save_interval save_steps checkpoint_period checkpoint_interval",
+        "--training.max-to-keep": "save_total_limit keep_latest_k",
+        "--training.compiler-options": "xla_flags",
+        "--lr": "base_lr max_lr peak_lr lr_max",
+        "--optimizer.warmup-steps": "warmup num_warmup_steps warmup_iters lr_warmup_iters",
+        "--optimizer.lr-schedule": "scheduler lr_scheduler lr_scheduler_type lr_decay_style decay",
+        "--optimizer.final-lr-fraction": "min_lr min_lr_ratio",
+        "--optimizer.grad-clip-norm": "max_grad_norm grad_clip clip_grad gradient_clipping_threshold max_norm",
+        "--optimizer.weight-decay": "wd",
+        "--optimizer.beta1": "adam_beta1 adam_b1 b1",
+        "--optimizer.beta2": "adam_beta2 adam_b2 b2",
+        "--optimizer.epsilon": "eps adam_epsilon adam_eps",
+        "--optimizer.name": "optim opt opt_type optimizer",
+        "--data": "dataset dataset_path data_path train_file",
+        "--data.tokenizer": "tokenizer tokenizer_path tokenizer_model",
+        "--data.held-out": "val_split val_fraction split",
+        "--out": "output_dir out_dir save_dir base_output_directory save dump_folder output",
+        "--resume": "resume_from_checkpoint load init_from",
+        "--devices": "n_gpus num_gpus num_devices gpus",
+        "--processes": "nproc_per_node nnodes num_processes",
+        "--process": "process_id node_rank",
+        "--coordinator": "master_addr coordinator_address",
+        "--run": "config config_file job_config_file",
+        "--name": "run_name exp_name",
+        "--on": "target topology compile_topology hardware",
+        "--layout": "strategy",
+        "--mesh": "parallelism",
+        "--report": "tensorboard_dir logger report_to",
+    }
+)
 """Option elsewhere (Hugging Face, nanoGPT, Megatron, MaxText, torchtitan), without prefixes -> our option."""
 
-SETTINGS: dict[str, str] = {
-    "bf16": "--training.compute-dtype bfloat16", "fp32": "--training.compute-dtype float32",
-    "float32": "--training.compute-dtype float32", "bfloat16": "--training.compute-dtype bfloat16",
-    "zero1": "--layout zero1", "use_distributed_optimizer": "--layout zero1", "zero_1": "--layout zero1",
-    "zero3": "--layout fsdp", "zero_3": "--layout fsdp", "fully_sharded": "--layout fsdp",
-    "full_shard": "--layout fsdp", "no_shard": "--mesh data=N", "hsdp": "--mesh data=N,fsdp=N",
-    "tensorboard": "--report tensorboard", "cpu": "--devices 8",
-}  # fmt: skip
+SETTINGS = {
+    "cpu": "--devices 8",
+    "tensorboard": "--report tensorboard",
+    "hsdp": "--mesh data=N,fsdp=N",
+    "no_shard": "--mesh data=N",
+    **dict.fromkeys(("bf16", "bfloat16"), "--training.compute-dtype bfloat16"),
+    **dict.fromkeys(("fp32", "float32"), "--training.compute-dtype float32"),
+    **dict.fromkeys(("zero1", "zero_1", "use_distributed_optimizer"), "--layout zero1"),
+    **dict.fromkeys(("zero3", "zero_3", "fully_sharded", "full_shard"), "--layout fsdp"),
+}
 """Switch elsewhere -> our option and its value."""
-
-MESH_OPTIONS: dict[str, str] = {
-    **MESH_AXES,
-    "tensor_parallel_size": "tensor", "tensor_model_parallel_size": "tensor", "tp_size": "tensor",
-    "tensor_parallel_degree": "tensor", "ici_tensor_parallelism": "tensor",
-    "pipeline_parallel_size": "stage", "pipeline_model_parallel_size": "stage", "pp_size": "stage",
-    "pipeline_parallel_degree": "stage", "ici_pipeline_parallelism": "stage", "stages": "stage",
-    "context_parallel_size": "context", "cp_size": "context", "context_parallel_degree": "context",
-    "ici_context_parallelism": "context", "ici_sequence_parallelism": "context",
-    "expert_model_parallel_size": "expert", "expert_parallel_size": "expert", "ep_size": "expert",
-    "expert_parallel_degree": "expert", "ici_expert_parallelism": "expert",
-    "data_parallel_size": "data", "dp_size": "data", "data_parallel_replicate_degree": "data",
-    "ici_data_parallelism": "data", "dcn_data_parallelism": "data",
-    "data_parallel_shard_degree": "fsdp", "ici_fsdp_parallelism": "fsdp", "fsdp": "fsdp",
-    "tensor": "tensor", "context": "context", "expert": "expert", "stage": "stage",
-}  # fmt: skip
-"""Option elsewhere that gives the degree of one mesh axis -> the axis: `--tp 8` is `--mesh tensor=8`."""

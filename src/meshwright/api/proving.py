@@ -239,7 +239,7 @@ def compile_step(
 
     target: hardware of the devices, None for those at hand.  step: `train` or `evaluate`.  fresh: compile again what is
     in the cache of proofs.
-    Raises OutOfMemory where the compiler says so.
+    Raises OutOfMemory where the compiler refuses it.
     """
     run, devices = resolved_run(run, len(devices), target), list(devices)
     assert run.mesh is not None

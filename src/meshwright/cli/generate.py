@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -66,20 +66,17 @@ class GenerateOptions:
 
 @failing_together()
 def main(args: Sequence[str]) -> int:
-    """Runs `meshwright generate`. Raises CheckpointError where there is no run, ConfigError for what cannot be."""
-    default = GenerateOptions(source=tyro.MISSING)
-    options = parse(GenerateOptions, "generate", args, default=default)
+    """Runs `meshwright generate`. Raises CheckpointError without a run, and ConfigError for contradictory options."""
+    options = parse(GenerateOptions, "generate", args, default=GenerateOptions(source=tyro.MISSING))
     if options.chat:
         check_jinja()
     prompts = _prompts(options)
     shape = MeshShape.parse(options.mesh) if options.mesh else None
     initial: Literal["checkpoint", "random"] = "random" if options.random_weights else "checkpoint"
-    run = run_of_source(options.source, initial)
-    hosts = options.hosts.hosts()
+    run, hosts = run_of_source(options.source, initial), options.hosts.hosts()
     if options.chat and hosts.processes > 1:
-        raise ConfigError(
-            f"--chat with {hosts.processes} processes", "only one of them has your terminal", "--prompts FILE"
-        )
+        truth = "only one of them has your terminal"
+        raise ConfigError(f"--chat with {hosts.processes} processes", truth, "--prompts FILE")
     start_devices(options.devices, shape or run.mesh, hosts)
     generator = open_generator(
         options.source,
@@ -92,13 +89,17 @@ def main(args: Sequence[str]) -> int:
     _note(f"{generator.origin} on {generator.device_run.shape}: weights {generator.layout}\n")
     if options.chat:
         return _converse(options, generator, prompts)
-    texts = prompts if prompts is not None else [_standard_input()]
-    generated = _generate(options, generator, texts, shown=len(texts) == 1 and not options.json)
-    if options.json and hosts.process == 0:
+    texts = prompts if prompts is not None else [sys.stdin.read().removesuffix("\n")]
+    streamed = len(texts) == 1 and not options.json
+    if streamed:
+        _write(texts[0])
+    generated = _generate(options, generator, texts, _write if streamed else None)
+    if streamed:
+        _write("\n")
+    elif not options.json:
+        _write("".join(f"--- {text}\n{new}\n" for text, new in zip(texts, generated.texts, strict=True)))
+    elif hosts.process == 0:
         write_json(_record(texts, generated))
-    elif len(texts) > 1 and not options.json:
-        for text, added in zip(texts, generated.texts, strict=True):
-            _write(f"--- {text}\n{added}\n")
     _note(format_report(generated.report))
     return 0
 
@@ -108,14 +109,11 @@ def _prompts(options: GenerateOptions) -> list[str] | None:
     given = [*([] if options.text is None else [options.text]), *options.prompt]
     if options.prompts is not None:
         given += _prompts_in(options.prompts)
-    if given:
-        return given
-    if sys.stdin.isatty() and not options.chat:
-        raise ConfigError(
-            f"meshwright generate {options.source}", "there is no prompt, and standard input is a terminal",
-            f'meshwright generate {options.source} "Once upon a time"',
-        )  # fmt: skip
-    return None
+    if not given and sys.stdin.isatty() and not options.chat:
+        command = f"meshwright generate {options.source}"
+        truth = "there is no prompt, and standard input is a terminal"
+        raise ConfigError(command, truth, f'{command} "Once upon a time"')
+    return given or None
 
 
 def _prompts_in(file: Path) -> list[str]:
@@ -129,34 +127,30 @@ def _prompts_in(file: Path) -> list[str]:
         raise DataError(f"--prompts {file}", "it has no line with a prompt", "one prompt on each line")
     if file.suffix != ".jsonl":
         return lines
-    return [_prompt_of(f"prompt {number} of --prompts {file}", line) for number, line in enumerate(lines, 1)]
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        where = f"prompt {number} of --prompts {file}"
+        try:
+            prompt = json.loads(line)["prompt"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DataError(where, f'it is not {{"prompt": "..."}}: {error!r}', "such lines") from error
+        if not isinstance(prompt, str):
+            raise DataError(where, f"its prompt is {json.dumps(prompt)[:80]}, and no text", '{"prompt": "..."}')
+        prompts.append(prompt)
+    return prompts
 
 
-def _prompt_of(where: str, line: str) -> str:
-    try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(where, f'it is not {{"prompt": "..."}}: {error!r}', "such lines") from error
-    if not isinstance(prompt, str):
-        raise DataError(where, f"its prompt is {json.dumps(prompt)[:80]}, and no text", '{"prompt": "..."}')
-    return prompt
-
-
-def _standard_input() -> str:
-    return sys.stdin.read().removesuffix("\n")
-
-
-def _generate(options: GenerateOptions, generator: Generator, texts: Sequence[str], *, shown: bool) -> Generated:
-    """Generates; where there is one text it is `shown` from its prompt on, as it is decoded."""
-    if shown:
-        _write(texts[0])
-    generated = generator.generate(
-        texts, max_tokens=options.max_tokens, sampling=options.sampling, stop=options.stop,
-        on_text=(lambda _, added: _write(added)) if shown else None,
-    )  # fmt: skip
-    if shown:
-        _write("\n")
-    return generated
+def _generate(
+    options: GenerateOptions, generator: Generator, texts: Sequence[str], show: Callable[[str], None] | None
+) -> Generated:
+    """Generates; `show` is called with the text as it is decoded."""
+    return generator.generate(
+        texts,
+        max_tokens=options.max_tokens,
+        sampling=options.sampling,
+        stop=options.stop,
+        on_text=None if show is None else lambda _, text: show(text),
+    )
 
 
 def _converse(options: GenerateOptions, generator: Generator, prompts: list[str] | None) -> int:
@@ -168,17 +162,14 @@ def _converse(options: GenerateOptions, generator: Generator, prompts: list[str]
         except (OSError, ValueError) as error:
             raise DataError(f"--chat-template {options.chat_template}", f"{error}", "a file of text") from error
     if template is None:
-        raise ConfigError(
-            f"--chat with {options.source}", "its tokenizer has no chat template", "--chat-template FILE.jinja"
-        )
+        truth = "its tokenizer has no chat template"
+        raise ConfigError(f"--chat with {options.source}", truth, "--chat-template FILE.jinja")
     messages: list[Message] = [] if options.system is None else [{"role": "system", "content": options.system}]
     report = None
-    for message in prompts if prompts is not None else _lines():
+    for message in _lines() if prompts is None else prompts:
         messages.append({"role": "user", "content": message})
-        generated = generator.generate(
-            [template.render(messages)], max_tokens=options.max_tokens, sampling=options.sampling, stop=options.stop,
-            on_text=None if options.json else lambda _, added: _write(added),
-        )  # fmt: skip
+        prompt = template.render(messages)
+        generated = _generate(options, generator, [prompt], None if options.json else _write)
         messages.append({"role": "assistant", "content": generated.texts[0]})
         report = generated.report
         write_json(_record([message], generated)) if options.json else _write("\n")
@@ -187,7 +178,7 @@ def _converse(options: GenerateOptions, generator: Generator, prompts: list[str]
     return 0
 
 
-def _lines() -> Any:
+def _lines() -> Iterator[str]:
     """Yields the lines of standard input, after a mark where it is a terminal."""
     while True:
         if sys.stdin.isatty():
@@ -200,15 +191,12 @@ def _lines() -> Any:
 
 
 def _record(prompts: Sequence[str], generated: Generated) -> dict[str, Any]:
-    report = dataclasses.asdict(generated.report)
-    report["prefill_tokens_per_second"] = generated.report.prefill_tokens_per_second
-    report["decode_tokens_per_second"] = generated.report.decode_tokens_per_second
+    report = generated.report
+    rates = {name: getattr(report, name) for name in ("prefill_tokens_per_second", "decode_tokens_per_second")}
     rows = zip(prompts, generated.texts, generated.tokens, generated.logprobs, strict=True)
-    texts = [
-        {"prompt": prompt, "text": text, "tokens": tokens, "logprobs": logprobs}
-        for prompt, text, tokens, logprobs in rows
-    ]
-    return {"texts": texts, "report": report}
+    names = ("prompt", "text", "tokens", "logprobs")
+    texts = [dict(zip(names, row, strict=True)) for row in rows]
+    return {"texts": texts, "report": {**dataclasses.asdict(report), **rates}}
 
 
 def format_report(report: GenerationReport) -> str:

@@ -5,19 +5,19 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from meshwright.cli.base_run import Base, base_run
-from meshwright.cli.output import write
+from meshwright.cli.base_run import Base
+from meshwright.cli.output import unwritable, write
 from meshwright.cli.parse import options_of, parse, value_of
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target
-from meshwright.launching.accelerators import accelerators_of
-from meshwright.launching.job import Job, legal_name, pairs
+from meshwright.launching.local import numbered, of_the_first, run_local
+from meshwright.launching.schedulers import SCHEDULERS, Job, accelerators_of, legal_name, pairs
 from meshwright.trust import trust_option
 
 VERBS = ("train", "finetune", "evaluate", "generate", "parity", "bench", "doctor")
@@ -74,38 +74,29 @@ def main(args: Sequence[str]) -> int:
     options = parse(LaunchOptions, "launch [launch options] RUN", own, default=LaunchOptions(on=tyro.MISSING))
     if not rest:
         raise ConfigError(f"meshwright launch {' '.join(own)}", "there is no RUN", "meshwright launch --on local tiny")
-    for name, count, least in (
-        ("hosts", options.hosts, 1), ("processes", options.processes, 1), ("restarts", options.restarts, 0),
-    ):  # fmt: skip
+    for name, least in (("hosts", 1), ("processes", 1), ("restarts", 0)):
+        count = getattr(options, name)
         if count is not None and count < least:
             raise ConfigError(f"--{name} {count}", f"it is at least {least}", f"--{name} {least}, or leave it out")
     job = _job(options, rest)
     if options.on == "local":
-        from meshwright.launching.local import numbered, of_the_first, run_local
-
         if options.write is not None:
             raise ConfigError("--on local --write", "the processes run here, and there is no job file", "no --write")
         return run_local(job, of_the_first if "--json" in rest else numbered)
-    text = _writer(options.on)(job)
+    write_job, start = SCHEDULERS[options.on]
+    text = write_job(job)
     if options.write is None:
         write(text)
         return 0
-    _write_file(options.write, text, options)
-    write(f"{options.write}: {job.hosts} hosts. Start it with: {_START[options.on]} {options.write}\n")
+    try:
+        with options.write.open("w" if options.overwrite else "x", encoding="utf-8") as opened:
+            opened.write(text)
+    except FileExistsError as error:
+        raise ConfigError(f"--write {options.write}", "it exists", "another file, or --overwrite") from error
+    except OSError as error:
+        raise unwritable(options.write, error) from error
+    write(f"{options.write}: {job.hosts} hosts. Start it with: {start} {options.write}\n")
     return 0
-
-
-_START = {"slurm": "sbatch", "jobset": "kubectl apply -f", "skypilot": "sky jobs launch"}
-
-
-def _writer(scheduler: str) -> Callable[[Job], str]:
-    module, function = {
-        "slurm": ("slurm", "slurm_script"),
-        "jobset": ("jobset", "jobset_manifest"),
-        "skypilot": ("skypilot", "skypilot_task"),
-    }[scheduler]
-    written: Callable[[Job], str] = getattr(importlib.import_module(f"meshwright.launching.{module}"), function)
-    return written
 
 
 def _split(args: list[str]) -> tuple[list[str], list[str]]:
@@ -122,32 +113,33 @@ def _job(options: LaunchOptions, words: Sequence[str]) -> Job:
     """Builds the job of the verb and its arguments."""
     verb, arguments = (words[0], list(words[1:])) if words[0] in VERBS else ("train", list(words))
     given = {word.partition("=")[0] for word in arguments}
-    named = bool(arguments) and not arguments[0].startswith("-")
-    # The run in a folder, or in a file, is named by that: `train --out DIR --resume`, as errors tell to go on with.
-    if verb == words[0] and verb in _TRAINING and not (named or given & {"--resume", "--at", "--run"}):
+    run = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    # The run in a folder, or in a file, is named by that: `train --out DIR --resume`, as errors say to continue.
+    if verb == words[0] and verb in _TRAINING and run is None and not given & {"--resume", "--at", "--run"}:
         fix = f"launch {verb} RUN, or launch {verb} --out DIR --resume"
         raise ConfigError(f"launch {verb}", "it names no run", fix)
-    base = [word for word in arguments[:1] if not word.startswith("-")]
-    stem = Path(base[0].partition(":")[0] if ".py:" in base[0] else base[0]).stem if base else verb
-    name = options.name or legal_name(stem)
-    arguments = _with_out(options, verb, name, arguments)
+    file = verb if run is None else run.partition(":")[0] if ".py:" in run else run
+    name = options.name or legal_name(Path(file).stem)
+    if verb in _TRAINING:
+        arguments = _with_out(options, name, arguments)
     target = _check_command(verb, arguments)
     hardware = options.target or target
     accelerators = None if hardware is None else accelerators_of(parse_target(hardware))
     hosts = options.hosts or (accelerators.hosts if accelerators else 1)
     if accelerators is not None and hosts != accelerators.hosts:
         raise ConfigError(
-            f"--hosts {hosts} --target {hardware}", f"it has {accelerators.hosts} hosts of "
-            f"{accelerators.chips_per_host} chips", f"--hosts {accelerators.hosts}, or leave it out",
-        )  # fmt: skip
+            f"--hosts {hosts} --target {hardware}",
+            f"it has {accelerators.hosts} hosts of {accelerators.chips_per_host} chips",
+            f"--hosts {accelerators.hosts}, or leave it out",
+        )
     processes = options.processes or (2 if options.on == "local" else hosts)
-    for option, number in (("--hosts", hosts), ("--processes", processes), ("--restarts", options.restarts or 0)):
-        if number < (option != "--restarts"):
-            raise ConfigError(f"{option} {number}", "it counts", f"{option} {int(option != '--restarts')}")
     if processes % hosts:
         raise ConfigError(
             f"--processes {processes} on {hosts} hosts", "each host has the same number", f"--processes {hosts}"
         )
+    restarts = options.restarts
+    if restarts is None:  # other verbs have no checkpoint to resume from
+        restarts = _RESTARTS if verb in _TRAINING and options.on != "local" else 0
     program = [sys.executable, "-m", "meshwright"] if options.on == "local" else ["meshwright"]
     cache = (("MESHWRIGHT_CACHE", options.cache),) if options.cache else ()
     return Job(
@@ -159,28 +151,20 @@ def _job(options: LaunchOptions, words: Sequence[str]) -> Job:
         environment=(*pairs("--env", options.env, lambda text: text.partition("=")), *cache),
         image=options.image,
         mounts=pairs("--mount", options.mount, lambda text: text.rpartition(":")),
-        restarts=_restarts(options, verb),
+        restarts=restarts,
         fields=pairs("--set", options.set, lambda text: text.partition("=")),
     )
 
 
-def _restarts(options: LaunchOptions, verb: str) -> int:
-    if options.restarts is not None:
-        return options.restarts
-    # Other verbs have no checkpoint to go on from, and `doctor` ends with 1 where it finds something.
-    return _RESTARTS if verb in _TRAINING and options.on != "local" else 0
-
-
-def _with_out(options: LaunchOptions, verb: str, name: str, arguments: list[str]) -> list[str]:
+def _with_out(options: LaunchOptions, name: str, arguments: list[str]) -> list[str]:
     """Returns the arguments with an output folder that all processes share, and with which a start resumes."""
-    if verb not in _TRAINING:
-        return arguments
     if value_of(arguments, "--out") is None:
         if options.on != "local":
             raise ConfigError(
-                f"launch --on {options.on} without --out", "hosts and restarts share one folder, whatever the time",
+                f"launch --on {options.on} without --out",
+                "hosts and restarts share one folder, whatever the time",
                 f"--out /shared/runs/{name}, a path that every host reaches",
-            )  # fmt: skip
+            )
         arguments = [*arguments, "--out", os.path.join("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")]
     resumes = {"--resume", "--at", "--resume-if-exists"} & {word.partition("=")[0] for word in arguments}
     return arguments if resumes else [*arguments, "--resume-if-exists"]
@@ -190,26 +174,10 @@ def _check_command(verb: str, arguments: list[str]) -> str | None:
     """Parses the command as its processes will, so that a mistake does not wait in a queue; returns a plan's target."""
     module = importlib.import_module(f"meshwright.cli.{verb}")
     kind = getattr(module, f"{verb.capitalize()}Options")
-    bases: dict[str, Callable[[list[str]], Base]] = {}
-    if verb == "train":
-        bases["train"] = module.base_of_training
-    if verb == "finetune":
-        bases["finetune"] = module.base_of_fine_tuning
-    if verb == "parity":
-        bases["parity"] = base_run
-    if verb not in bases:
+    base_of = {"train": "base_of_training", "finetune": "base_of_fine_tuning", "parity": "base_run"}.get(verb)
+    if base_of is None:
         parse(kind, verb, arguments, default=kind(source=tyro.MISSING) if verb == "generate" else None)
         return None
-    base = bases[verb](arguments)
+    base: Base = getattr(module, base_of)(arguments)
     parse(kind, verb, base.args, default=kind(run=base.run))
     return base.target
-
-
-def _write_file(file: Path, text: str, options: LaunchOptions) -> None:
-    try:
-        with file.open("w" if options.overwrite else "x", encoding="utf-8") as opened:
-            opened.write(text)
-    except FileExistsError as error:
-        raise ConfigError(f"--write {file}", "it exists", "another file, or --overwrite") from error
-    except OSError as error:
-        raise ConfigError(f"--write {file}", f"it cannot be written: {error.strerror}", "another file") from error

@@ -141,7 +141,7 @@ def run_prove(options: ProveOptions, words: Sequence[str]) -> int:
         _print_remedies(console, run, target, error.required - error.available)
         raise
     census = compiled.census
-    sections = _compare(options, console, compiled, other, take)
+    sections = _compare(options, console, run, census, other, take)
     _write_files(options, compiled, machine, sections)
     saving = compiled.saving() if options.against is None else None
     if options.json:
@@ -232,12 +232,12 @@ def _to_json(compiled: CompiledStep, saving: SavingMemory | None) -> dict[str, A
 def _compare(
     options: ProveOptions,
     console: Console,
-    compiled: CompiledStep,
+    run: Run,
+    census: Census,
     other: Run | dict[str, Any] | None,
     take: Callable[[Run], CompiledStep],
 ) -> Callable[[], list[Section]]:
     """Prints the difference to the other side, where there is one; returns what makes the sections of a page."""
-    run, census = compiled.placed.run, compiled.census
     if other is None:
         return functools.partial(census_sections, census)
     if isinstance(other, Run):
@@ -290,7 +290,7 @@ def _write_files(
     options: ProveOptions, compiled: CompiledStep, machine: MachineGrid, sections: Callable[[], list[Section]]
 ) -> None:
     """Writes every file that is asked for. machine, sections: those of --html."""
-    census: Census = compiled.census
+    census = compiled.census
     try:
         if options.hlo:
             options.hlo.write_text(census.text, encoding="utf-8")

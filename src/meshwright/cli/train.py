@@ -73,7 +73,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def run_training(options: TrainOptions, words: Sequence[str]) -> int:
-    """Trains what the options of a verb say; returns its exit code. words: the verb and its arguments."""
+    """Trains what the options of a verb ask for; returns its exit code. words: the verb and its arguments."""
     out, hosts = output_folder(options.run, options.out), options.hosts.hosts()
     if options.supervise:
         from meshwright.launching.supervise import supervise  # loaded for runs that ask for it

@@ -16,8 +16,8 @@ from typing import IO, Any
 
 from meshwright.errors import ConfigError
 from meshwright.hardware.hosts import has_tpu
-from meshwright.launching.exit_codes import restarts
-from meshwright.launching.job import Job
+from meshwright.launching.restarts import restarts
+from meshwright.launching.schedulers import Job
 
 NOTICE_SECONDS = 60
 """Seconds that processes have to end by themselves after the first has failed: they say what they waited for."""

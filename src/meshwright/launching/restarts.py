@@ -1,9 +1,29 @@
-"""Policy of a supervisor: how often, and on which hosts, a run is started again."""
+"""Restarts: which ends of a run are worth another start, and how often and on which hosts a supervisor starts it.
+
+A refusal (a wrong option, damaged data) would be refused again. Everything else may pass: a neighbour that died, a
+preemption that saved in time (128 + SIGTERM), a process out of memory (128 + SIGKILL), a watchdog that asks for a
+restart.
+"""
 
 import dataclasses
 from typing import Literal
 
 from meshwright.errors import ConfigError
+
+RESTART = 75
+"""Exit code with which a run asks to be started again (EX_TEMPFAIL of sysexits.h)."""
+REFUSED = (2, 3, 4, 5, 6, 7, 9)
+"""Exit codes of errors that name their fix (`meshwright.errors`): starting again changes nothing."""
+STOPPED = 130
+"""Exit code after Ctrl-C."""
+FAILED = (1, 8, RESTART, 134, 137, 139, 143)
+"""Exit codes to list where a scheduler wants those that restart: an exception, a bucket that is away, `RESTART`, and
+the signals ABRT, KILL, SEGV and TERM."""
+
+
+def restarts(code: int) -> bool:
+    """Whether a run that ended with this exit code is worth another start."""
+    return code not in (0, STOPPED, *REFUSED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

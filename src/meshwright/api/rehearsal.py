@@ -1,0 +1,181 @@
+"""Rehearsals: a small model on the mesh of a real run, trained on simulated devices, stopped and resumed."""
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from meshwright.checkpoint.steps import committed_steps
+from meshwright.errors import ConfigError, TrainingError, divisors
+from meshwright.planner.shrink import shape_within, shrink
+from meshwright.plugins import options_of_child
+from meshwright.runs.run import Run
+from meshwright.runs.run_file import write_run
+
+_BYTES_VOCAB = 257
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One part of a rehearsal."""
+
+    name: str
+    seconds: float
+    result: str
+
+
+def small_run(run: Run, *, steps: int, processes: int = 1, most: int = 32) -> Run:
+    """Returns the run with a small model for twice as many steps, on a mesh of at most `most` devices.
+
+    Raises ConfigError where the run has no mesh, or the processes cannot share its devices.
+    """
+    if run.mesh is None:
+        raise ConfigError("rehearsing a run without a mesh", "a rehearsal is of one mesh", "a plan, or --mesh")
+    for name, number in (("--for-steps", steps), ("--processes", processes), ("--most", most)):
+        if number < 1:
+            raise ConfigError(f"{name} {number}", "a rehearsal has at least one", f"{name} 1")
+    shape = shape_within(run.mesh, most)
+    if shape.size % processes:
+        legal = max(d for d in divisors(shape.size) if d <= processes)
+        asked = f"{processes} processes for {shape.size} devices"
+        raise ConfigError(asked, "each process has the same number", f"--processes {legal}")
+    if run.model.vocab is None:
+        run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=_BYTES_VOCAB))
+    return shrink(run, shape, 2 * steps)
+
+
+def rehearse(small: Run, folder: Path, *, processes: int = 1, kill: bool = False, limit: int = 900) -> Iterator[Part]:
+    """Trains a small run in child processes, stops it, resumes it and evaluates; yields each part when it is done.
+
+    It is resumed from the checkpoint in the middle, and every loss has to be bitwise that of the run without a stop.
+    kill: send SIGKILL to one process after the first checkpoint instead; the others have to stop.  folder: for its
+    files.  limit: most seconds of each part. Raises TrainingError with the message of a part that fails.
+    """
+    assert small.mesh is not None
+    file, out = folder / "run.json", folder / "out"
+    write_run(small, file)
+    running, began = TrainingProcesses(processes, small.mesh.size, limit), time.perf_counter()
+    running.start("--run", str(file), "--out", str(out))
+    if kill:
+        running.wait_for_checkpoint(out)
+        running.kill_last()
+        yield Part("one process killed", time.perf_counter() - began, running.wait_for_failure())
+        began = time.perf_counter()
+        running.start("--out", str(out), "--resume")
+        held_out = running.wait()["held_out_loss"]
+        yield Part("resumes", time.perf_counter() - began, _format_end(_losses(out), held_out))
+        return
+    held_out, losses = running.wait()["held_out_loss"], _losses(out)
+    yield Part("trains", time.perf_counter() - began, _format_end(losses, held_out))
+    began, stop = time.perf_counter(), small.training.steps // 2
+    running.start("--out", str(out), "--resume", "--at", str(stop))
+    again, resumed = running.wait()["held_out_loss"], _losses(out)
+    check_equal(stop, losses, resumed)
+    if again != held_out:
+        raise _resume_error("the held-out loss", again, held_out)
+    steps = f"steps {stop + 1} to {max(resumed)}: every loss is bitwise that of the run without a stop"
+    yield Part("resumes", time.perf_counter() - began, f"{steps}; {_format_end(resumed, again)}")
+
+
+def _losses(out: Path) -> dict[int, float]:
+    """Reads the loss of every step from the metrics of an output folder."""
+    lines = map(json.loads, (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def _format_end(losses: dict[int, float], held_out_loss: float | None) -> str:
+    last = max(losses)
+    held_out = "" if held_out_loss is None else f", held-out loss {held_out_loss:.4f}"
+    return f"loss {losses[last]:.4f} at step {last}{held_out}"
+
+
+def check_equal(stop: int, losses: dict[int, float], resumed: dict[int, float]) -> None:
+    """Raises TrainingError at the first step after `stop` whose losses are not bitwise equal."""
+    for step in range(stop + 1, max(losses) + 1):
+        if resumed.get(step) != losses[step]:
+            raise _resume_error(f"the loss of step {step}", resumed.get(step), losses[step])
+
+
+def _resume_error(quantity: str, resumed: float | None, without_stop: float | None) -> TrainingError:
+    return TrainingError(
+        "resuming from the checkpoint in the middle",
+        f"{quantity} is {resumed!r}, and {without_stop!r} without a stop",
+        "a report: a resumed run should be bitwise the one that was not stopped",
+    )
+
+
+class TrainingProcesses:
+    """Processes of one training run. count: of processes.  devices: of the run.  limit: most seconds of a part."""
+
+    def __init__(self, count: int, devices: int, limit: int):
+        self._count, self._devices, self._limit = count, devices, limit
+        self._running: list[subprocess.Popen[str]] = []
+
+    def start(self, *options: str) -> None:
+        """Starts `meshwright train` with `options` in every process."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        together = ["--coordinator", f"127.0.0.1:{port}", "--processes", str(self._count)] if self._count > 1 else []
+        words = [*options, "--devices", str(self._devices), "--json", *options_of_child()]
+        command = [sys.executable, "-m", "meshwright", "train", *words]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self._running = [
+            subprocess.Popen(
+                [*command, *together, *(["--process", str(i)] if together else [])], env=environment, **pipes
+            )
+            for i in range(self._count)
+        ]
+
+    def wait_for_checkpoint(self, out: Path) -> None:
+        """Waits until a checkpoint is committed in `out`. Raises TrainingError where a process ends before."""
+        deadline = time.monotonic() + self._limit
+        while not committed_steps(out / "checkpoints"):
+            if time.monotonic() > deadline or any(p.poll() is not None for p in self._running):
+                self._fail("no checkpoint was committed")
+            time.sleep(0.2)
+
+    def kill_last(self) -> None:
+        """Sends SIGKILL to the last process."""
+        self._running[-1].send_signal(signal.SIGKILL)
+
+    def wait_for_failure(self) -> str:
+        """Waits until all processes but the last have stopped. Raises TrainingError where one hangs or succeeds."""
+        codes = []
+        for process in self._running[:-1]:
+            try:
+                process.communicate(timeout=self._limit)
+            except subprocess.TimeoutExpired:
+                self._fail("a process was killed, and another still waits for it")
+            codes.append(process.returncode)
+        self._running[-1].communicate()
+        if any(code == 0 for code in codes):
+            self._fail("a process was killed, and another ended with exit code 0")
+        return f"the others stopped (exit code {', '.join(map(str, codes))})"
+
+    def wait(self) -> dict[str, Any]:
+        """Waits for the end and returns the summary of process 0. Raises TrainingError where a process fails."""
+        outputs = []
+        for process in self._running:
+            try:
+                outputs.append(process.communicate(timeout=self._limit))
+            except subprocess.TimeoutExpired:
+                self._fail(f"it took more than {self._limit} s")
+        for process, (_, errors) in zip(self._running, outputs, strict=True):
+            if process.returncode:
+                self._fail(errors.strip()[-1500:])
+        return dict(json.loads(outputs[0][0].strip().splitlines()[-1]))
+
+    def _fail(self, reason: str) -> NoReturn:
+        for process in self._running:
+            process.kill()
+            process.wait()
+        raise TrainingError("the rehearsal", reason, "the fix named above; the real run would fail alike")

@@ -1,0 +1,429 @@
+"""Job files of Slurm, Kubernetes JobSet and SkyPilot: one command on every host, and what the hosts need."""
+
+import dataclasses
+import json
+import math
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import Distribution, distribution
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+import yaml
+
+from meshwright.errors import ConfigError, nearest
+from meshwright.hardware.chips import Torus
+from meshwright.hardware.hosts import PORT
+from meshwright.hardware.targets import Target, format_size
+from meshwright.launching.restarts import FAILED, REFUSED, STOPPED
+
+GRACE_SECONDS = 120
+"""Seconds between the signal to stop (SIGTERM) and the end, in which a run saves."""
+REMOTE_SOURCE = "/tmp/meshwright-source"
+"""Folder of a host that a checkout is copied to."""
+_STRAGGLERS = 120
+"""Seconds that Slurm's tasks have to end after the first one has: the others notice a dead neighbour, and report it."""
+_TPU_HOST = 4
+"""Chips on a host of a TPU slice of several hosts."""
+_SINGLE_HOST = {"v5e": 8, "v6e": 8}
+"""Chips of the largest slice that one host has, where that is more than `_TPU_HOST` (Google Cloud TPU documentation,
+machine types ct5lp-hightpu-8t and ct6e-standard-8t)."""
+_GPU_HOST = {"gb200": 4, "gb300": 4}
+"""GPUs of a compute tray, where an NVLink domain has several hosts; elsewhere a node is a host."""
+_NAMES: dict[str, tuple[str | None, str | None]] = {
+    "v4": ("tpu-v4-podslice", "tpu-v4"),
+    "v5e": ("tpu-v5-lite-podslice", "tpu-v5litepod"),
+    "v5p": ("tpu-v5p-slice", "tpu-v5p"),
+    "v6e": ("tpu-v6e-slice", "tpu-v6e"),
+    "tpu7x": ("tpu7x", None),
+    "a100": ("nvidia-a100-80gb", "A100-80GB"),
+    "a100-40gb": ("nvidia-tesla-a100", "A100"),
+    "h100": ("nvidia-h100-80gb", "H100"),
+    "h200": ("nvidia-h200-141gb", "H200"),
+    "b200": ("nvidia-b200", "B200"),
+    "b300": (None, "B300"),
+    "gb200": ("nvidia-gb200", "GB200"),
+    "gb300": ("nvidia-gb300", "GB300"),
+}
+"""Chip -> its names among Google Kubernetes Engine's node labels and among SkyPilot's accelerators, where known."""
+_CORES = {"v4": 2, "v5p": 2}
+"""TensorCores of a chip, which Cloud TPU's accelerator types count instead of chips."""
+
+Pairs = tuple[tuple[str, str], ...]
+"""Names with their values, in order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Accelerators:
+    """Hosts of a target and their chips.
+
+    Example:
+        >>> from meshwright.hardware.targets import parse_target
+        >>> from meshwright.launching.schedulers import accelerators_of
+        >>> a = accelerators_of(parse_target("2*v5p:4x4x8"))
+        >>> a.hosts, a.chips_per_host, a.slices, a.topology
+        (64, 4, 2, '4x4x8')
+    """
+
+    name: str
+    """Chip as `--target` names it."""
+    tpu: bool
+    """Whether the chips are TPUs."""
+    hosts: int
+    """Hosts of all slices."""
+    chips_per_host: int
+    slices: int
+    """TPU slices; 1 for GPUs."""
+    topology: str
+    """Chips along each dimension of a slice, as `4x4x8`; for GPUs nodes x GPUs."""
+    chips_per_slice: int
+    """Chips of one slice; for GPUs all."""
+
+    @property
+    def resource(self) -> str:
+        """Name of the chips among the resources of a Kubernetes node."""
+        return "google.com/tpu" if self.tpu else "nvidia.com/gpu"
+
+    @property
+    def node_selector(self) -> Mapping[str, str]:
+        """Labels of the Google Kubernetes Engine nodes that have these chips; empty where none is known."""
+        label, _ = _NAMES.get(self.name, (None, None))
+        if label is None:
+            return {}
+        if self.tpu:
+            prefix = "cloud.google.com/gke-tpu"
+            return {f"{prefix}-accelerator": label, f"{prefix}-topology": self.topology}
+        return {"cloud.google.com/gke-accelerator": label}
+
+    @property
+    def skypilot(self) -> tuple[str, int]:
+        """Name and number of SkyPilot's accelerators on a node. Raises ConfigError where it has no such name."""
+        _, name = _NAMES.get(self.name, (None, None))
+        if name is None:
+            raise ConfigError(
+                f"--on skypilot --target {self.name}:{self.topology}",
+                "SkyPilot's name of this chip is not known",
+                nearest(self.name, [chip for chip, (_, known) in _NAMES.items() if known]),
+            )
+        if self.tpu:
+            return f"{name}-{self.chips_per_slice * _CORES.get(self.name, 1)}", 1
+        return name, self.chips_per_host
+
+
+def accelerators_of(target: Target) -> Accelerators:
+    """Returns the hosts of a target. Raises ConfigError where GPUs do not fill their hosts."""
+    per_slice, topology = math.prod(target.topology), format_size(target.topology)
+    if isinstance(target.chip.interconnect, Torus):
+        single = _SINGLE_HOST.get(target.name, _TPU_HOST)
+        per_host = per_slice if per_slice <= single else _TPU_HOST
+        hosts = per_slice // per_host * target.slices
+        return Accelerators(target.name, True, hosts, per_host, target.slices, topology, per_slice)
+    most = _GPU_HOST.get(target.name, target.chip.interconnect.devices_per_node)
+    per_host = min(most, target.topology[1])
+    if per_slice % per_host:
+        raise ConfigError(
+            f"target {target}",
+            f"its hosts have {per_host} GPUs, and {per_slice} do not divide by that",
+            f"{target.name}:{per_slice // per_host * per_host}",
+        )
+    return Accelerators(target.name, False, per_slice // per_host, per_host, 1, topology, per_slice)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """One command on several hosts."""
+
+    name: str
+    """Name of the job: lower-case letters, digits and hyphens."""
+    command: tuple[str, ...]
+    """Words of the command, without quotes; every process runs it."""
+    hosts: int = 1
+    processes_per_host: int = 1
+    accelerators: Accelerators | None = None
+    """Chips of the hosts; None asks for none."""
+    environment: Pairs = ()
+    """Environment variables of every process."""
+    image: str | None = None
+    """Container image."""
+    mounts: Pairs = ()
+    """(source, path) of what the processes find at a path: a folder, a volume claim or a store."""
+    restarts: int = 0
+    """Most starts after the first."""
+    fields: Pairs = ()
+    """Further fields of the scheduler."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", self.name):
+            raise ConfigError(
+                f"--name {self.name}",
+                "a job is named by 1 to 40 lower-case letters, digits and hyphens, a letter first",
+                f"--name {legal_name(self.name)}",
+            )
+        for name, _ in self.environment:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                truth = "a variable's name is letters, digits and underscores"
+                raise ConfigError(f"--env {name}=...", truth, "--env NAME=VALUE")
+        for word in (*self.command, *(part for pair in (*self.environment, *self.mounts) for part in pair)):
+            if "\0" in word:
+                raise ConfigError(f"{word!r} in a job", "no process can be given a null character", "without it")
+
+
+def legal_name(text: str) -> str:
+    """Returns the nearest legal name of a job."""
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    return re.sub(r"^(?=[^a-z])", "run-", name)[:40].rstrip("-") or "run"
+
+
+def pairs(option: str, texts: Iterable[str], split: Callable[[str], tuple[str, str, str]]) -> Pairs:
+    """Splits the values of an option into pairs. Raises ConfigError where one lacks a half."""
+    found = []
+    for text in texts:
+        first, _, second = split(text)
+        if not first or not second:
+            example = "SOURCE:/path" if option == "--mount" else "NAME=VALUE"
+            raise ConfigError(f"{option} {text!r}", "it has two halves", f"{option} {example}")
+        found.append((first, second))
+    return tuple(found)
+
+
+def slurm_script(job: Job) -> str:
+    """Returns the script for `sbatch`.
+
+    Values of directives are limited to characters that need no quotes, everything else is quoted for the shell. Raises
+    ConfigError for a directive that is not.
+    """
+    chips = job.accelerators
+    directives = {
+        "job-name": job.name,
+        "nodes": str(job.hosts),
+        "ntasks-per-node": str(job.processes_per_host),
+        **({"gpus-per-node": str(chips.chips_per_host)} if chips is not None and not chips.tpu else {}),
+        "output": "%x-%j.out",
+        "open-mode": "append",
+        # To the tasks, not to this script, which has to ask for the next start.
+        "signal": f"TERM@{GRACE_SECONDS}",
+        **dict(job.fields),
+    }
+    for name, value in directives.items():
+        if not re.fullmatch(r"[a-z][a-z-]*", name) or not re.fullmatch(r"[\w.,:/=+@%\[\]*&|()-]+", value, re.ASCII):
+            raise ConfigError(
+                f"#SBATCH --{name}={value!r}",
+                "a directive is a word, and its value letters, digits and . , : / = + @ % [ ] * & | ( ) - _",
+                "--set NAME=VALUE of such characters, as in --set partition=gpu --set time=24:00:00",
+            )
+    return _SLURM.format(
+        directives="".join(f"#SBATCH --{name}={value}\n" for name, value in directives.items()),
+        exports="".join(f"export {name}={shlex.quote(value)}\n" for name, value in job.environment),
+        srun=shlex.join(["srun", "--kill-on-bad-exit=0", f"--wait={_STRAGGLERS}", *_in_container(job), *job.command]),
+        final=" | ".join(map(str, (0, *REFUSED, STOPPED))),
+        restarts=job.restarts,
+    )
+
+
+_SLURM = """\
+#!/bin/bash
+#SBATCH --requeue
+{directives}{exports}
+{srun}
+code=$?
+# A refusal would be refused again, and Ctrl-C is meant. Everything else starts again from the checkpoint.
+case "$code" in
+  {final}) ;;
+  *)
+    if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then
+      echo "exit code $code: starting again" >&2
+      scontrol requeue "$SLURM_JOB_ID"
+    fi
+    ;;
+esac
+exit "$code"
+"""
+
+
+def _in_container(job: Job) -> list[str]:
+    """Returns the words with which `srun` starts a command in the job's container."""
+    mounts = [f"{source}:{path}" for source, path in job.mounts]
+    if job.image is None and mounts:
+        raise ConfigError("--mount without --image", "processes see the files of their host", "--image, or neither")
+    for mount in mounts:
+        if "," in mount:
+            raise ConfigError(f"--mount {mount}", "a comma separates mounts", "a folder without a comma in its name")
+    if job.image is None:
+        return []
+    if job.image.endswith(".sif"):
+        return ["apptainer", "exec", "--nv", *(["--bind", ",".join(mounts)] if mounts else []), job.image]
+    return [f"--container-image={job.image}", *([f"--container-mounts={','.join(mounts)}"] if mounts else [])]
+
+
+def _require_one_process(job: Job, truth: str) -> None:
+    if job.processes_per_host != 1:
+        raise ConfigError(f"--processes {job.processes_per_host * job.hosts}", truth, f"--processes {job.hosts}")
+
+
+def jobset_manifest(job: Job) -> str:
+    """Returns the manifest for `kubectl apply`: one indexed Job for each TPU slice, or one for all hosts.
+
+    On TPUs, Google Kubernetes Engine gives each pod its index and the addresses of the others. Elsewhere the manifest
+    does, by the host name that a JobSet gives its first pod. Raises ConfigError without an image.
+    """
+    if job.image is None:
+        raise ConfigError("--on jobset", "a pod runs an image", "--image NAME, built from docker/Dockerfile")
+    _require_one_process(job, "a pod runs one process with all chips of its node")
+    chips = job.accelerators
+    slices = chips.slices if chips else 1
+    # One slice on one pool of nodes: a Job's pods share their interconnect.
+    exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    # A Job fails with its first pod, and the whole set starts again. A refusal fails it by this policy, which the
+    # set's policy tells from other failures.
+    refused = {"containerName": "meshwright", "operator": "In", "values": [*REFUSED, STOPPED]}
+    pods = {
+        "completionMode": "Indexed",
+        "parallelism": job.hosts // slices,
+        "completions": job.hosts // slices,
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": refused}]},
+        "template": {"spec": _pod(job)},
+    }
+    refusal = {"name": "refused", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    manifest = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": job.name, **({"annotations": exclusive} if chips and chips.tpu else {})},
+        "spec": {
+            "network": {"enableDNSHostnames": True},
+            "failurePolicy": {"maxRestarts": job.restarts, "rules": [refusal]},
+            "replicatedJobs": [{"name": _HOST, "replicas": slices, "template": {"spec": pods}}],
+        },
+    }
+    return yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True)
+
+
+_HOST = "host"
+"""Name of the replicated job, which is part of the pods' host names."""
+
+
+def _pod(job: Job) -> dict[str, Any]:
+    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
+    for number, (claim, path) in enumerate(job.mounts):
+        volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
+        mounts.append({"name": f"volume-{number}", "mountPath": path})
+    chips = job.accelerators
+    variables: list[dict[str, Any]] = [{"name": name, "value": _escaped(value)} for name, value in job.environment]
+    if job.hosts > 1 and not (chips and chips.tpu):
+        index = "metadata.labels['batch.kubernetes.io/job-completion-index']"
+        variables += [
+            {"name": "MESHWRIGHT_COORDINATOR", "value": f"{job.name}-{_HOST}-0-0.{job.name}:{PORT}"},
+            {"name": "MESHWRIGHT_PROCESSES", "value": str(job.hosts)},
+            {"name": "MESHWRIGHT_PROCESS", "valueFrom": {"fieldRef": {"fieldPath": index}}},
+        ]
+    container = {
+        "name": "meshwright",
+        "image": job.image,
+        "command": [_escaped(word) for word in job.command],
+        "env": variables,
+        "ports": [{"containerPort": PORT, "protocol": "TCP"}],
+        **({"resources": {"limits": {chips.resource: chips.chips_per_host}}} if chips else {}),
+        "volumeMounts": mounts,
+    }
+    selector = {**(chips.node_selector if chips else {}), **dict(job.fields)}
+    several = chips is not None and chips.tpu and chips.slices > 1
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": GRACE_SECONDS,
+        # Slices reach each other at the speed of the host's own network.
+        **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if several else {}),
+        **({"nodeSelector": selector} if selector else {}),
+        "containers": [container],
+        "volumes": volumes,
+    }
+
+
+def _escaped(text: str) -> str:
+    """Keeps Kubernetes from expanding `$(NAME)` in a word: `$$` stands for one dollar sign."""
+    return text.replace("$", "$$")
+
+
+class _BlockDumper(yaml.SafeDumper):
+    """Writes text of several lines as a block, as a person would."""
+
+
+_BlockDumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
+
+
+def skypilot_task(job: Job) -> str:
+    """Returns the task for `sky jobs launch`, which starts a preempted job again.
+
+    Raises ConfigError where SkyPilot cannot have what the job asks for.
+    """
+    _require_one_process(job, "SkyPilot starts one process on a node")
+    chips = job.accelerators
+    resources: dict[str, Any] = {
+        "job_recovery": {"max_restarts_on_errors": job.restarts, "recover_on_exit_codes": [*FAILED]}
+    }
+    if chips is not None:
+        if chips.slices > 1:
+            raise ConfigError(
+                f"--on skypilot with {chips.slices} slices",
+                "a node of SkyPilot is one slice, which does not know the others",
+                f"--target {chips.name}:{chips.topology}, or --on jobset",
+            )
+        name, number = chips.skypilot
+        resources["accelerators"] = {name: number}
+    if job.image is not None:
+        resources["image_id"] = f"docker:{job.image}"
+    for name, text in job.fields:
+        resources[name] = {"true": True, "false": False}.get(text, int(text) if text.isdigit() else text)
+    mounts, setup = {path: source for source, path in job.mounts}, {}
+    if job.image is None:
+        extra = "" if chips is None else "tpu" if chips.tpu else "cuda13"
+        package, checkout = requirement(distribution("meshwright"), extra)
+        setup = {"setup": f"pip install {shlex.quote(package)}\n"}
+        mounts |= {} if checkout is None else {REMOTE_SOURCE: checkout}
+    task = {
+        "name": job.name,
+        # All hosts of a TPU slice are one node.
+        "num_nodes": 1 if chips is not None and chips.tpu else job.hosts,
+        "resources": resources,
+        **({"envs": dict(job.environment)} if job.environment else {}),
+        **({"file_mounts": mounts} if mounts else {}),
+        **setup,
+        # One line: a line of a script cannot end within quotes that a value opens.
+        "run": f"exec {shlex.join(job.command)}\n",
+    }
+    return yaml.dump(task, Dumper=_BlockDumper, sort_keys=False, allow_unicode=True)
+
+
+def requirement(installed: Distribution, extra: str) -> tuple[str, str | None]:
+    """Returns what pip installs on a host, and the folder here that REMOTE_SOURCE is a copy of, None for no copy.
+
+    installed: the package that runs here, with its origin (PEP 610).  extra: "tpu", "cuda13" or "".
+    Raises ConfigError where it was installed from a file that other hosts do not have.
+    """
+    name, extras = installed.metadata["Name"], f"[{extra}]" if extra else ""
+    origin = json.loads(installed.read_text("direct_url.json") or "{}")
+    if not origin:
+        return f"{name}{extras}=={installed.version}", None
+    if version_control := origin.get("vcs_info"):
+        return f"{name}{extras} @ {version_control['vcs']}+{origin['url']}@{version_control['commit_id']}", None
+    if "dir_info" in origin:
+        return f"{REMOTE_SOURCE}{extras}", unquote(urlparse(origin["url"]).path)
+    if origin["url"].startswith("file:"):
+        raise ConfigError(
+            "--on skypilot without an image",
+            f"{name} was installed here from {origin['url']}, which no node has",
+            "--image IMAGE with it, or install it here from its checkout",
+        )
+    return f"{name}{extras} @ {origin['url']}", None
+
+
+SCHEDULERS: dict[str, tuple[Callable[[Job], str], str]] = {
+    "slurm": (slurm_script, "sbatch"),
+    "jobset": (jobset_manifest, "kubectl apply -f"),
+    "skypilot": (skypilot_task, "sky jobs launch"),
+}
+"""Scheduler -> what writes its job file, and the command that starts one."""
