@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from meshwright.aliases import MESH_AXES
 from meshwright.errors import ConfigError, nearest
 from meshwright.plugins import keep_names, name_of
 from meshwright.words import AXES
@@ -83,8 +84,6 @@ class MeshShape:
         for part in text.split(","):
             axis, equals, degree = part.strip().partition("=")
             if axis not in AXES:
-                from meshwright.aliases import MESH_AXES  # only for this error
-
                 known = MESH_AXES.get(axis.lower())
                 fix = f"{known}={degree or 'N'}" if known else nearest(axis.lower(), AXES)
                 raise ConfigError(f"mesh {text!r}", f"{axis!r} is not a mesh axis", fix)
