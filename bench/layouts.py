@@ -21,7 +21,6 @@ from page_table import put_rows
 from rows import Row, read_rows
 
 from meshwright.api.proving import Proof, prove_plan
-from meshwright.hardware.compiler_options import COMPILER_OPTIONS
 from meshwright.hardware.targets import Target
 from meshwright.planner.search import OFFLOADING, price_run, remat_policies, search
 from meshwright.runs.run import Run
@@ -36,7 +35,7 @@ A100."""
 
 def with_options(run: Run, target: Target) -> Run:
     """Returns the run with all compiler options that tuning tries for its chip."""
-    options = tuple(o for options in COMPILER_OPTIONS.get(target.name, {}).values() for o in options)
+    options = tuple(f"{name}={value}" for name, value in target.chip.compiler_options.items())
     return dataclasses.replace(run, training=dataclasses.replace(run.training, compiler_options=options))
 
 

@@ -37,7 +37,6 @@ from second_reading import read_program
 from meshwright.analysis.simulate import TargetDevices, simulate_schedule
 from meshwright.config import MeshShape
 from meshwright.hardware.aot import compiler_environment
-from meshwright.hardware.efficiency import efficiency_of
 from meshwright.hardware.interconnect import all_coordinates
 from meshwright.hardware.targets import parse_target
 from meshwright.hlo.parser import parse_module
@@ -173,7 +172,7 @@ def census_of(text: str, case: Case, facts: dict[str, Any]) -> dict[str, Any]:
     """Returns the census's seconds of a step: from the proof where it took one, else from the text."""
     target = parse_target(case.target)
     coordinates = tuple(all_coordinates(target.chip, target.topology, target.domains))
-    devices = TargetDevices(target.chip, target.topology, coordinates, efficiency_of(target.name))
+    devices = TargetDevices(target.chip, target.topology, coordinates, target.efficiency)
     schedule = simulate_schedule(parse_module(text), devices, MeshShape(fsdp=case.chips).degrees())
     seconds = facts.get("census_seconds", schedule.step_seconds)
     return {

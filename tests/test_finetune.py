@@ -36,6 +36,7 @@ from meshwright.data.rendering import render_record
 from meshwright.data.tokenizers import Bytes
 from meshwright.data.tokens import TokenFile
 from meshwright.fine_tuning import FineTune
+from meshwright.hardware.machine import Machine
 from meshwright.hugging_face.peft_files import CONFIG, WEIGHTS
 from meshwright.models.adapters import ADAPTERS
 from meshwright.models.base_weights import BLOCK, NF4, dequantise, quantise
@@ -45,6 +46,7 @@ from meshwright.runs.placed_run import place_run
 from meshwright.runs.recipe import run_of_hugging_face
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
+from meshwright.runs.settle import Settled
 from meshwright.sharding.params import named_leaves
 from meshwright.sharding.placement import axes_of
 from meshwright.step.train_step import build_eval_step
@@ -452,7 +454,7 @@ def test_the_plan_counts_what_is_frozen_in_its_type_and_nothing_else_of_it(base:
     tuning = FineTune(method="lora", base=base)  # type: ignore[arg-type]
     run = mw.recipe("llama3-8b", vocab=128256, batch=8, seq=512, mesh="fsdp=8", remat="full")
     placed = place_run(dataclasses.replace(run, finetune=tuning))
-    memory = memory_by_category(placed, work_of(placed), 1.0)
+    memory = memory_by_category(Settled(placed, Machine("cpu")), work_of(placed), 1.0)
     matrices = 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336)
     adapters = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
     expected = (matrices * BYTES[base] + 2 * 128256 * 4096 * 2 + 4 * adapters) / 8
@@ -467,7 +469,7 @@ def test_a_compiled_step_holds_what_is_planned_of_frozen_weights_and_adapters(ba
     run = tiny_run(MODELS["llama"], "data=2,fsdp=2,tensor=2", finetune=tuning, dropout=0.0)
     device_run = device_run_of(run)
     census, placed = census_of_train_step(device_run), device_run.placed
-    compiled, planned = census.memory.by_category(), memory_by_category(placed, work_of(placed), 1.0)
+    compiled, planned = census.memory.by_category(), memory_by_category(device_run.settled, work_of(placed), 1.0)
     for category in ("parameters", "optimizer state"):
         # The program has the optimizer's count of steps besides.
         assert compiled[category] == pytest.approx(planned[category], abs=64), category

@@ -8,7 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from meshwright.hardware.compiler_options import compiler_options_of
+from meshwright.hardware.chips import CHIPS
+from meshwright.hardware.machine import compiler_options_of
 
 BENCH = Path(__file__).parents[1] / "bench"
 TEXTS = Path(__file__).parent / "analysis" / "texts"
@@ -184,7 +185,7 @@ def test_both_sides_are_searched_alike(bench) -> None:
 def test_the_search_has_the_options_that_ours_takes_by_default(bench) -> None:
     for chip, sets in bench("peer_cases").OPTION_SETS.items():
         searched = dict(option.split("=") for option in sets[bench("peer_cases").ALL])
-        assert searched == compiler_options_of(chip, ("auto",))
+        assert searched == compiler_options_of(CHIPS[chip], ("auto",))
 
 
 def test_arguments_of_both_sides(bench) -> None:

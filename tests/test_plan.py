@@ -11,9 +11,9 @@ from tiny_runs import MODELS, device_run_of, tiny_run
 from meshwright.analysis.run_census import census_of_train_step
 from meshwright.config import MeshShape, Optimizer
 from meshwright.errors import divisors
-from meshwright.hardware.axis_mapping import map_axes
-from meshwright.hardware.efficiency import Efficiency, efficiency_of
-from meshwright.hardware.interconnect import GroupSpan, route
+from meshwright.hardware.chips import CHIPS, Efficiency
+from meshwright.hardware.interconnect import GroupSpan, map_axes, route
+from meshwright.hardware.machine import Machine
 from meshwright.hardware.targets import parse_target
 from meshwright.models.flops import forward_flops, training_flops_per_token
 from meshwright.planner.estimate import Estimate, estimate
@@ -24,6 +24,7 @@ from meshwright.planner.traffic import movements
 from meshwright.planner.work import recomputed_roles, work_of
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
+from meshwright.runs.settle import Settled
 from meshwright.sharding.schedules import build_counts
 from meshwright.views import show
 
@@ -46,7 +47,8 @@ def test_the_first_gradient_of_gathered_experts_has_gone_when_the_others_are_the
     for mesh, elements in (("fsdp=128", 8 * 4096 * 14336), ("fsdp=32,expert=4", 2 * 4096 * 14336), ("expert=8", 0)):
         placed = placed_recipe("mixtral-8x7b", mesh, batch=512, seq=4096, remat="full")
         alone, together = (
-            memory_by_category(placed, work_of(placed), 1.0, False, way)["one layer"] for way in ("matrix", "layer")
+            memory_by_category(Settled(placed, Machine(platform)), work_of(placed), 1.0)["one layer"]
+            for platform in ("tpu", "cuda")
         )
         assert together - alone == 4 * elements
 
@@ -99,7 +101,7 @@ def test_slices_are_joined_by_the_dcn() -> None:
 
 
 def test_small_messages_are_all_latency() -> None:
-    path = route(parse_target("h200:8").chip, (1, 8), GroupSpan(1, (8,)), efficiency_of("h200"))
+    path = route(parse_target("h200:8").chip, (1, 8), GroupSpan(1, (8,)), CHIPS["h200"].efficiency)
     # stas00/ml-engineering: eight H200, all-reduce: 39.9 GB/s of bus bandwidth at 1 MiB, 463.6 with NVLS at 1 GiB.
     assert 2**20 * 1.75 / path.seconds("all-reduce", 2**20) == pytest.approx(39.9e9, rel=0.25)
     assert 2**30 * 1.75 / path.seconds("all-reduce", 2**30) > 300e9
@@ -211,7 +213,7 @@ def test_policies_recompute_what_they_do_not_save() -> None:
 @given(faster=st.sampled_from(["matmul", "attention", "hbm", "links", "overlap", "tensor_overlap"]))
 def test_nothing_that_is_faster_makes_a_step_slower(faster: str) -> None:
     placed = placed_recipe("llama3-8b", "fsdp=8,tensor=2", batch=32)
-    efficiency, target = efficiency_of("v5p"), parse_target("v5p:2x2x4")
+    efficiency, target = CHIPS["v5p"].efficiency, parse_target("v5p:2x2x4")
     better = dataclasses.replace(efficiency, **{faster: min(1.0, getattr(efficiency, faster) * 1.1)})
     other = dataclasses.replace(target, given_efficiency=better)
     assert estimate(placed, other).seconds <= estimate(placed, target).seconds
@@ -292,7 +294,7 @@ def test_software_differs_by_its_own_constants_alone() -> None:
     copied = 2 * (4 + 2) * 8.03e9 / 8 / (3.35e12 * 0.85)
     assert ours.parts["elementwise"] - maxtext.parts["elementwise"] == pytest.approx(copied, rel=0.01)
     triton = estimate(placed, parse_target("h100:8"), SOFTWARE["PyTorch"])
-    assert triton.parts["attention"] == pytest.approx(maxtext.parts["attention"] / efficiency_of("h100").triton)
+    assert triton.parts["attention"] == pytest.approx(maxtext.parts["attention"] / CHIPS["h100"].efficiency.triton)
     on_tpu = {
         software.name: estimate(placed, parse_target("v5p:2x2x2"), dataclasses.replace(software, copies=False)).seconds
         for software in SOFTWARE.values()

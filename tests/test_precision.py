@@ -16,7 +16,7 @@ import meshwright
 from meshwright.analysis.lint import lint_precision
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import CHIPS
-from meshwright.hardware.machine import Machine, platform_of
+from meshwright.hardware.machine import Machine
 from meshwright.hardware.targets import parse_target
 from meshwright.hlo.parser import parse_module
 from meshwright.models.blocks import quantised as products
@@ -187,7 +187,7 @@ NVFP4 = MatmulPrecision("nvfp4", "e2m1 in blocks of 16", "nvfp4", "mx", gradient
 
 
 def planned(chip: str) -> Machine:
-    return Machine(platform_of(CHIPS[chip]), chip, installed=True, chip=CHIPS[chip])
+    return Machine(CHIPS[chip].platform, chip, installed=True, chip=CHIPS[chip])
 
 
 def test_chips_that_gain_nothing_refuse() -> None:

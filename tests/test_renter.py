@@ -18,8 +18,7 @@ import meshwright as mw
 from meshwright.api.planning import parse_budget, read_market, with_batches
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
-from meshwright.hardware.target_lists import expand_targets
-from meshwright.hardware.targets import parse_target
+from meshwright.hardware.targets import expand_targets, parse_target
 from meshwright.planner.bounds import largest_bound
 from meshwright.planner.divisibility import nearest_batches, notes
 from meshwright.planner.error_bands import EVERY, FILE, UNSEEN, band_of, kinds_of, read_bands

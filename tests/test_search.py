@@ -24,7 +24,6 @@ from meshwright.planner.search import (
     SearchResult,
     price_run,
     remat_policies,
-    room_of,
     search,
     with_tokens_per_step,
 )
@@ -214,14 +213,14 @@ def test_remat_that_fits_the_memory_there_is(recipe: str, mesh: str, target: str
     run = dataclasses.replace(run, mesh=MeshShape.parse(mesh), training=training)
     machine = parse_target(target)
     chosen = price_run(with_best_remat(run, machine), machine)
-    assert chosen.estimate.fits and chosen.estimate.bytes <= room_of(machine)
+    assert chosen.estimate.fits and chosen.estimate.bytes <= machine.chip.roomy_bytes
     saved, layers = chosen.run.training.saved_layers, len(chosen.placed.spec.layers)
     for remat in remat_policies(machine):
         other = price_run(dataclasses.replace(run, training=dataclasses.replace(training, remat=remat)), machine)
-        assert other.estimate.bytes > room_of(machine) or other.estimate.seconds >= chosen.estimate.seconds
+        assert other.estimate.bytes > machine.chip.roomy_bytes or other.estimate.seconds >= chosen.estimate.seconds
     if 0 < saved < layers:
         more = dataclasses.replace(chosen.run.training, saved_layers=saved + 1)
-        assert price_run(dataclasses.replace(run, training=more), machine).estimate.bytes > room_of(machine)
+        assert price_run(dataclasses.replace(run, training=more), machine).estimate.bytes > machine.chip.roomy_bytes
     given = dataclasses.replace(run, training=dataclasses.replace(training, remat="full"))
     assert with_best_remat(given, machine) == given  # a policy that is named is kept
 
@@ -237,7 +236,7 @@ def test_the_pipeline_schedule_is_the_fastest_that_fits() -> None:
     for schedule, saves in itertools.product(SCHEDULES, ("layers", "input")):
         other = dataclasses.replace(training, pipeline_schedule=schedule, stage_saves=saves)
         estimate = price_run(with_best_remat(dataclasses.replace(run, training=other), machine), machine).estimate
-        assert estimate.seconds >= best.seconds or estimate.bytes > room_of(machine)
+        assert estimate.seconds >= best.seconds or estimate.bytes > machine.chip.roomy_bytes
     # Nothing that is named is changed.
     named = dataclasses.replace(training, remat="full", pipeline_schedule="gpipe", stage_saves="input")
     assert with_best_remat(dataclasses.replace(run, training=named), machine).training == named

@@ -14,7 +14,7 @@ from meshwright.hardware.chips import Nodes
 from meshwright.hardware.targets import Target, parse_target
 from meshwright.planner.candidates import candidate_schedules, split_size, tensor_degrees
 from meshwright.planner.estimate import estimate, with_remat
-from meshwright.planner.search import Plan, remat_policies, room_of, search
+from meshwright.planner.search import Plan, remat_policies, search
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
@@ -58,7 +58,7 @@ def exhaustive_seconds(run: Run, target: Target) -> float:
             # With some layers saved the time is between this policy's and that of saving all projections.
             for saved in range(1, layers + 1) if saves and prices["projections"].seconds < best else ():
                 some = estimate(with_remat(placed, remat, saved), target)
-                if some.bytes > room_of(target):
+                if some.bytes > target.chip.roomy_bytes:
                     break
                 best = min(best, some.seconds)
     return best

@@ -1,4 +1,4 @@
-"""Fits the constants of hardware/efficiency.py and planner/software.py: `python bench/foresight/fit.py`.
+"""Fits the constants of hardware/chips.py and planner/software.py: `python bench/foresight/fit.py`.
 
 It uses half of the published rows, every other row of each chip in the order of the file. Each constant moves in small
 steps while the mean absolute logarithm of predicted over measured step time falls.
@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from rows import Row, read_rows
 
-from meshwright.hardware.chips import Nodes
-from meshwright.hardware.efficiency import EFFICIENCY
+from meshwright.hardware.chips import CHIPS, Nodes
 from meshwright.planner.error_bands import FAMILIES
 from meshwright.planner.estimate import estimate
 from meshwright.planner.software import SOFTWARE
@@ -69,7 +68,7 @@ def current() -> dict[Constant, float]:
     """Returns the fitted constants as the package has them."""
     values = {}
     for owner, name in FITTED:
-        source = EFFICIENCY[FAMILIES[_first(owner)][0]] if owner in (*FAMILIES, "GPU") else SOFTWARE[owner]
+        source = CHIPS[FAMILIES[_first(owner)][0]].efficiency if owner in (*FAMILIES, "GPU") else SOFTWARE[owner]
         values[owner, name] = float(getattr(source, name))
     return values
 

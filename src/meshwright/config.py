@@ -226,7 +226,7 @@ class Training:
     attention_block: Annotated[int, tyro.conf.Fixed] = 512
     """Largest block of queries and keys in the TPU's attention kernel; a multiple of 128."""
     compiler_options: tuple[str, ...] = ("auto",)
-    """XLA compiler options for accelerators, each NAME=VALUE; `auto`: the chip's (hardware/compiler_options.py)."""
+    """XLA compiler options for accelerators, each NAME=VALUE; `auto`: the chip's (hardware/chips.toml)."""
     unroll: Annotated[int, tyro.conf.Fixed] = 1
     """Layers per iteration of the loop over layers."""
     dropout: float = 0.0

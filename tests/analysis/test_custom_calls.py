@@ -17,8 +17,7 @@ import meshwright as mw
 from meshwright.analysis.census import FlopsBand, ProgramFacts, doubts_of
 from meshwright.analysis.cost_model import CostModel, peak_flops
 from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, simulate_schedule
-from meshwright.hardware.chips import CHIPS
-from meshwright.hardware.efficiency import Efficiency
+from meshwright.hardware.chips import CHIPS, Efficiency
 from meshwright.hlo.flops import KernelWork, Skipped, kernel_work, least_flops, read_matmuls, unpriced_kernels
 from meshwright.hlo.parser import Module, parse_module
 from meshwright.views.census_page import census_html, schedule_blocks

@@ -7,8 +7,7 @@ import pytest
 
 from meshwright.analysis.lint_collectives import MIN_SENT_BYTES, lint_missed_overlap
 from meshwright.analysis.simulate import TargetDevices, simulate_schedule
-from meshwright.hardware.chips import CHIPS
-from meshwright.hardware.efficiency import Efficiency
+from meshwright.hardware.chips import CHIPS, Efficiency
 from meshwright.hardware.interconnect import all_coordinates
 from meshwright.hlo.ledger import read_ledger
 from meshwright.hlo.parser import parse_module

@@ -9,8 +9,7 @@ import pytest
 
 from meshwright.analysis.cost_model import CostModel, hbm_bytes_accessed
 from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, simulate_schedule
-from meshwright.hardware.chips import CHIPS
-from meshwright.hardware.efficiency import Efficiency
+from meshwright.hardware.chips import CHIPS, Efficiency
 from meshwright.hardware.interconnect import all_coordinates
 from meshwright.hardware.targets import Target, parse_target
 from meshwright.hlo.parser import parse_module

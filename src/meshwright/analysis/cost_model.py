@@ -9,8 +9,7 @@ import dataclasses
 import math
 import re
 
-from meshwright.hardware.chips import Chip
-from meshwright.hardware.efficiency import Efficiency
+from meshwright.hardware.chips import Chip, Efficiency
 from meshwright.hlo.flops import ALL_ROWS, Rate, Skipped, computed_flops, kernel_work, matmul_flops, rate_of
 from meshwright.hlo.parser import Array, Computation, Instruction, Module, Shape, arrays_of
 

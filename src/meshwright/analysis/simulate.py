@@ -12,8 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from meshwright.analysis.cost_model import FREE, CostModel, hbm_bytes, host_bytes, peak_flops
-from meshwright.hardware.chips import Chip
-from meshwright.hardware.efficiency import Efficiency
+from meshwright.hardware.chips import Chip, Efficiency
 from meshwright.hardware.interconnect import DeviceCoordinates, Route, route, span_of_group
 from meshwright.hlo.collectives import (
     Groups,

@@ -15,8 +15,7 @@ from meshwright.data.vocabulary import vocab_of_corpus
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.formatting import parse_count
 from meshwright.hardware.mesh import default_cache_folder
-from meshwright.hardware.target_lists import expand_targets
-from meshwright.hardware.targets import Target, parse_target
+from meshwright.hardware.targets import Target, expand_targets, parse_target
 from meshwright.planner.calibration import calibrate_target
 from meshwright.planner.decoding import DecodePrice
 from meshwright.planner.explain import nothing_fits

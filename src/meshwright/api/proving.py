@@ -30,7 +30,7 @@ from meshwright.generation.weight_sizes import run_for_decoding
 from meshwright.generation.weights import abstract_layout
 from meshwright.hardware.aot import compiler_environment, require_compiler, topology_devices
 from meshwright.hardware.chips import Torus
-from meshwright.hardware.compiler_options import AUTO, COMPILER_OPTIONS
+from meshwright.hardware.machine import AUTO
 from meshwright.hardware.mesh import build_mesh, default_cache_folder, default_mesh_shape
 from meshwright.hardware.targets import Target, parse_target
 from meshwright.planner.automatic import with_best_remat
@@ -357,7 +357,7 @@ def trials(run: Run, target: Target) -> Iterator[tuple[str, Run]]:
                 yield f"attention in blocks of {block}", changed(attention_block=block)
     for mib in (256, 2048):
         yield f"logits of {mib} MiB", changed(logits_mib=mib)
-    if AUTO in training.compiler_options and COMPILER_OPTIONS.get(target.name):
+    if AUTO in training.compiler_options and target.chip.compiler_options:
         others = tuple(word for word in training.compiler_options if word != AUTO)
         yield "the compiler's own options", changed(compiler_options=others)
 

@@ -13,28 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import CensusError, ConfigError
-from meshwright.hardware.chips import Nodes
+from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.targets import Target, format_size
 
+# JAX opens no TPU, several processes may compile at once, and libtpu does not query the cloud metadata server.
 _TPU_ENVIRONMENT = {
-    # JAX opens no TPU, several processes may compile at once, and libtpu does not query the cloud metadata server.
-    "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_STDERR_LOG_LEVEL": "3",
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_STDERR_LOG_LEVEL": "3",
     "TPU_MIN_LOG_LEVEL": "3",
-}  # fmt: skip
+}
 
 # Version 0.12 of the plugin terminates the process when it makes a Triton kernel of a scalar all-reduce.
 # For a sort of 16,384 elements or more it asks CUB for the scratch space, which asks a device: cudaErrorInvalidDevice.
 _GPU_FLAGS = "--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false --xla_gpu_enable_cub_radix_sort=false"
-
-TPU_NAMES = ("v4", "v5e", "v6e", "v5p", "tpu7x")
-"""TPUs that libtpu compiles for; libtpu uses the same names."""
-
-GPU_DESCRIPTIONS = {
-    "a100": "NVIDIA A100-SXM4-80GB", "a100-40gb": "NVIDIA A100-SXM4-40GB", "h100": "NVIDIA H100 80GB HBM3",
-    "h200": "NVIDIA H200 141GB HBM3e", "b200": "NVIDIA B200", "b300": "NVIDIA B300", "gb200": "NVIDIA GB200",
-    "gb300": "NVIDIA GB300",
-}  # fmt: skip
-"""Name of a GPU -> its description in the CUDA plugin."""
 
 
 def require_compiler(target: Target) -> None:
@@ -42,32 +35,29 @@ def require_compiler(target: Target) -> None:
 
     Raises ConfigError for a chip that no compiler here knows.
     """
-    if target.name not in TPU_NAMES and target.name not in GPU_DESCRIPTIONS:
-        raise ConfigError(
-            f"compiling for {target}", "no installed compiler knows this chip; it can only be planned for",
-            f"use meshwright plan, or one of {', '.join((*TPU_NAMES, *GPU_DESCRIPTIONS))}",
-        )  # fmt: skip
-    if target.name in TPU_NAMES:
+    if target.name not in CHIPS:
+        truth = "no installed compiler knows this chip; it can only be planned for"
+        raise ConfigError(f"compiling for {target}", truth, f"use meshwright plan, or one of {', '.join(CHIPS)}")
+    if target.chip.on_torus:
         if importlib.util.find_spec("libtpu") is None:
-            raise CensusError(
-                "compiling for a TPU", "its compiler, the package libtpu, is not installed",
-                "pip install 'meshwright[tpu]' (no TPU is needed)",
-            )  # fmt: skip
+            truth = "its compiler, the package libtpu, is not installed"
+            raise CensusError("compiling for a TPU", truth, "pip install 'meshwright[tpu]' (no TPU is needed)")
         return
     # Without ptxas or libdevice the compiler dies with signal 11 instead of raising an error.
     required = (("the CUDA plugin", _plugin()), *_cuda_tools().items(), ("cuDNN", _cudnn()))
     missing = [name for name, file in required if file is None]
     if missing:
         raise CensusError(
-            "compiling for an NVIDIA GPU", f"{' and '.join(missing)} cannot be found here",
+            "compiling for an NVIDIA GPU",
+            f"{' and '.join(missing)} cannot be found here",
             "pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm nvidia-cudnn-cu13 "
             "(no GPU is needed)",
-        )  # fmt: skip
+        )
 
 
 def compiler_environment(target: Target) -> dict[str, str]:
     """Returns the environment variables that the compiling process needs before it imports JAX."""
-    if target.name in TPU_NAMES:
+    if target.chip.on_torus:
         return _TPU_ENVIRONMENT
     ptxas = _cuda_tools()["ptxas"]
     assert ptxas is not None  # checked by require_compiler
@@ -87,15 +77,12 @@ def topology_devices(target: Target) -> list[Any]:
 
     size = format_size(target.topology)
     try:
-        if isinstance(target.chip.interconnect, Nodes):
-            # One partition of hosts x GPUs.
-            config = gpu_target_config(target.name)
-            return list(
-                topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x{size}").devices
-            )
-        slices: dict[str, Any] = {"num_slices": target.slices} if target.slices > 1 else {}
-        name = f"{target.name}:{size}"
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **slices).devices)
+        if target.chip.on_torus:
+            options: dict[str, Any] = {"topology_name": f"{target.chip.compiler}:{size}"}
+            options |= {"num_slices": target.slices} if target.slices > 1 else {}
+        else:  # one partition of hosts x GPUs
+            options = {"target_config": gpu_target_config(target.name), "topology": f"1x{size}"}
+        return list(topologies.get_topology_desc(platform=target.chip.platform, **options).devices)
     except Exception as error:
         raise ConfigError(
             f"target {target}",
@@ -105,21 +92,19 @@ def topology_devices(target: Target) -> list[Any]:
 
 
 def _package(name: str) -> Path | None:
+    """Returns the folder of an installed package."""
     try:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError:
         return None
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return Path(next(iter(spec.submodule_search_locations)))
+    locations = spec.submodule_search_locations if spec else None
+    return Path(next(iter(locations))) if locations else None
 
 
 def _plugin() -> Path | None:
-    for name in ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"):
-        folder = _package(name)
-        if folder is not None and (folder / "xla_cuda_plugin.so").is_file():
-            return folder / "xla_cuda_plugin.so"
-    return None
+    folders = map(_package, ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"))
+    files = (folder / "xla_cuda_plugin.so" for folder in folders if folder is not None)
+    return next((file for file in files if file.is_file()), None)
 
 
 def _cudnn() -> str | None:
@@ -141,9 +126,6 @@ def _cuda_tools() -> dict[str, Path | None]:
     return tools
 
 
-_TEXT = re.compile(rb"[\n\t\x20-\x7e]+")
-
-
 def gpu_target_config(name: str) -> str:
     """Returns the GpuTargetConfigProto of a GPU as text, from the binary of the CUDA plugin.
 
@@ -151,15 +133,13 @@ def gpu_target_config(name: str) -> str:
     """
     file = _plugin()
     assert file is not None  # checked by require_compiler
-    description = f'device_description_str: "{GPU_DESCRIPTIONS[name]}"'.encode()
+    description = f'device_description_str: "{CHIPS[name].compiler}"'.encode()
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
         end = content.find(description)
         if end < 0:
-            raise CensusError(
-                f"compiling for {name}", f"the CUDA plugin has no description of {GPU_DESCRIPTIONS[name]}",
-                "install a newer plugin",
-            )  # fmt: skip
+            truth = f"the CUDA plugin has no description of {CHIPS[name].compiler}"
+            raise CensusError(f"compiling for {name}", truth, "install a newer plugin")
         start = content.rfind(b"gpu_device_info {", 0, end)
-        text = _TEXT.match(content, start)
+        text = re.compile(rb"[\n\t\x20-\x7e]+").match(content, start)
         assert text is not None
         return text[0].decode()

@@ -1,17 +1,20 @@
 """Chip specifications: peak FLOP/s, HBM, interconnect and network of TPUs and GPUs, each number with its source.
 
-All numbers are for one JAX device, dense and one-way, in FLOP/s, bytes and bytes/s. A chip that is not listed here is
-a TOML file with the same fields (`read_chip`), or a `Chip` object in Python code (`--on module:attribute:SIZE`).
+All numbers are for one JAX device, dense and one-way, in FLOP/s, bytes and bytes/s. The known chips are in
+`chips.toml`, with everything that is chosen by chip. Another chip is a TOML file with the same fields (`read_chip`), or
+a `Chip` object in Python code (`--on module:attribute:SIZE`).
 """
 
 import dataclasses
 import itertools
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError, nearest
-from meshwright.hardware.efficiency import Efficiency
+
+_KNOWN: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("chips.toml").read_text(encoding="utf-8"))
 
 SliceShape = tuple[int, ...]
 """Chips along each dimension of a TPU slice."""
@@ -45,6 +48,44 @@ class Nodes:
     """Bytes/s from a device into the switch, one way."""
     devices_per_node: int
     """Devices in one NVLink domain."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Efficiency:
+    """Achieved fractions of a chip's peaks in a training step, each between 0 and 1: what chip and kernels can do.
+
+    How much of it a program uses is in planner/software.py.
+    """
+
+    matmul: float
+    """Fraction of peak FLOP/s in a large matmul."""
+    grouped_matmul: float
+    """Fraction of the `matmul` rate in the matmuls of experts: groups of unequal size, token sorting and unsorting."""
+    attention: float
+    """Fraction of peak FLOP/s in the chip's own fused attention kernel (splash, cuDNN), of the products that it
+    computes: the head size is below the matrix unit's, and softmax runs between its matmuls. The kernel's backward pass
+    has 2.5 or 3.5 times those of its forward pass (`Kernels.backward`)."""
+    hbm: float
+    """Fraction of HBM bandwidth."""
+    links: float
+    """Fraction of the link bandwidth inside a slice (ICI) or node (NVLink)."""
+    network: float
+    """Fraction of the network bandwidth between slices (DCN) or nodes."""
+    overlap: float
+    """Fraction overlapped with compute, of the communication that has compute to overlap with."""
+    tensor_overlap: float
+    """Fraction overlapped with compute, of the communication over `tensor`, which is pipelined with the matmul before
+    or after it."""
+    flash2: float = 1.0
+    """Fraction of the `attention` rate that FlashAttention-2 reaches, which uses only the instructions of Ampere."""
+    triton: float = 1.0
+    """Fraction of the `attention` rate that the port of the first FlashAttention to Triton reaches."""
+    tile: int = 128
+    """Rows and columns of one matrix-unit tile, or of a step of a GPU's matmul along K (a size, not a fraction)."""
+
+
+GPU_EFFICIENCY = Efficiency(**_KNOWN["gpu"]["efficiency"])
+"""Fractions of GPUs, and of any chip that states none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,141 +130,111 @@ class Chip:
     flops_mxfp8: float | None = None
     """Peak dense FLOP/s of products in MXFP8; None where the hardware does not apply the scales."""
     flops_nvfp4: float | None = None
-    """Peak dense FLOP/s of products in NVFP4, for plans alone: no program of this package has them."""
+    """Peak dense FLOP/s of products in NVFP4, only for plans: no program of this package has them."""
     flops_int8: float | None = None
     """Peak dense operations/s of products of int8 operands; None where the compiler gains nothing from them."""
-    efficiency: Efficiency | None = None
-    """Achieved fraction of the peaks above; None takes that of the chip's family."""
+    efficiency: Efficiency = GPU_EFFICIENCY
+    """Achieved fraction of the peaks above."""
+    # Facts of known chips.
+    family: str = ""
+    """Name that it shares with chips of the same matrix unit, which have the same fractions of peak."""
+    compiler: str = ""
+    """Name of the chip in libtpu, or its description in NVIDIA's CUDA plugin; empty where no compiler knows it."""
+    device_kinds: tuple[str, ...] = ()
+    """Prefixes of `jax.Device.device_kind`."""
+    aliases: tuple[str, ...] = ()
+    """Names of Google Cloud (accelerator types, node labels) and of products."""
+    cores_per_chip: int = 1
+    """Cores per chip that cloud accelerator types count: `v5p-256` is 128 chips."""
+    compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False, compare=False)
+    """XLA options, the defaults of every verb that compiles for the chip."""
+    sparse_cores: bool = False
+    """Whether collectives run on SparseCores beside the matrix units."""
+    gathers_in_levels: bool = False
+    """Whether a gather over a closed three-dimensional torus takes two levels, because the compiler makes an all-reduce
+    of one over all dimensions."""
+    saves_some_layers: bool = False
+    """Whether compiled memory agrees with plans that save some layers only: on v6e it is 33.5 GiB for 24 planned."""
+
+    @property
+    def on_torus(self) -> bool:
+        """Whether it is a TPU: chips with a torus are, all others count as NVIDIA GPUs."""
+        return isinstance(self.interconnect, Torus)
+
+    @property
+    def platform(self) -> str:
+        """`jax.Device.platform` of the chip."""
+        return "tpu" if self.on_torus else "cuda"
+
+    @property
+    def fragmentation(self) -> float:
+        """Heap size over live bytes: what is lost between blocks.
+
+        Compiled proofs for TPUs have 1.07 to 1.5, most where there is room (docs/plan.md); Llama 2 70B with its
+        attention outputs kept on 128 v5p needs 101 GiB for a planned 86. Thirty programs for GPUs have 1.00 to 1.03.
+        """
+        return 1.15 if self.on_torus else 1.05
+
+    @property
+    def roomy_bytes(self) -> float:
+        """Bytes that a step may take without being slowed down.
+
+        Above three quarters of a GPU's memory XLA recomputes and overlaps less: Llama 2 70B on 64 H100 takes 4.8 s with
+        57 GiB, 5.6 s with 61 and 5.9 s with 64 of its 75 (docs/log.md).
+        """
+        return self.hbm_bytes / self.fragmentation if self.on_torus else self.hbm_bytes * 0.75
 
 
-_BOOK = "jax-ml/scaling-book, tpus.md@54e2c43"
-_GPUS = "jax-ml/scaling-book, gpus.md@1a55377"
-_DOCS = "Google Cloud TPU documentation"
-_RECIPES = "AI-Hypercomputer/tpu-recipes@c8cfe2f"
-_PCIE = (
-    "PCIe generation of the host: 16 GB/s per lane group for TPUs (scaling-book), 64 GB/s Gen5 x16, 32 GB/s Gen4 x16"
-)
-_FP8 = "scaling-book, gpus.md: twice the bfloat16 rate; GB200 by NVIDIA dgxc-benchmarking; 300 as 200"
-_FP4 = "NVIDIA HGX B200 and B300 datasheets, dense: four and six times the bfloat16 rate; GB200, GB300 likewise"
-_CLOCK = "peak FLOP/s divided by the FLOPs per cycle of the matrix units"
+def _slices(largest: SliceShape) -> tuple[SliceShape, ...]:
+    """Lists the slices that Google Cloud offers ("TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU7x").
 
-
-def _tpu(**numbers: str) -> dict[str, str]:
-    return {
-        "flops_bf16": _DOCS, "hbm_bytes": _DOCS, "hbm_bandwidth": _DOCS, "interconnect": _BOOK,
-        "network_bandwidth": _BOOK, "host_bandwidth": _BOOK, "clock_hz": _CLOCK, "flops_fp8": _DOCS,
-        "flops_int8": _DOCS, **numbers,
-    }  # fmt: skip
-
-
-def _gpu(**numbers: str) -> dict[str, str]:
-    return {
-        "flops_bf16": _GPUS, "hbm_bytes": _GPUS, "hbm_bandwidth": _GPUS, "interconnect": _GPUS,
-        "network_bandwidth": _GPUS, "host_bandwidth": _PCIE, "flops_fp8": _FP8, "flops_mxfp8": _FP8,
-        "flops_nvfp4": _FP4, **numbers,
-    }  # fmt: skip
-
-
-# Google Cloud TPU documentation, "TPU v5e" and "TPU v6e", supported configurations.
-_SLICES_2D: tuple[SliceShape, ...] = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-
-
-def _slices_3d(largest: SliceShape) -> tuple[SliceShape, ...]:
-    """Lists the 3-D slices: parts of one 4x4x4 cube, and whole cubes, with the dimensions in ascending order.
-
-    Source: Google Cloud TPU documentation ("TPU v4", "TPU v5p", "TPU7x") and `generate_tpu_topologies` of
-    AI-Hypercomputer/xpk.
+    In three dimensions they are parts of one 4x4x4 cube, and whole cubes, with the dimensions in ascending order
+    (`generate_tpu_topologies` of AI-Hypercomputer/xpk).
     """
+    if len(largest) == 2:
+        return ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
     cubes = itertools.product(*(range(4, most + 1, 4) for most in largest))
     return ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), *(shape for shape in cubes if sorted(shape) == list(shape)))
 
 
-def _torus(link_bandwidth: float, largest: SliceShape) -> Torus:
-    if len(largest) == 2:
-        return Torus(2, link_bandwidth, 16, largest, _SLICES_2D)
-    return Torus(3, link_bandwidth, 4, largest, _slices_3d(largest))
+def _known_chip(name: str) -> Chip:
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in _KNOWN[name].items()}
+    defaults = _KNOWN["tpu" if "torus" in fields else "gpu"]
+    interconnect = _interconnect(fields)
+    if isinstance(interconnect, Torus):
+        interconnect = dataclasses.replace(interconnect, slices=_slices(interconnect.largest))
+    fields["sources"] = defaults["sources"] | fields.get("sources", {})
+    fields["efficiency"] = Efficiency(**(defaults["efficiency"] | fields.get("efficiency", {})))
+    return Chip(**{key: value for key, value in fields.items() if key not in _LINKS}, interconnect=interconnect)
 
 
-_DGX_A100 = "llm-foundry: 1600 Gbit/s per node"
+def _interconnect(fields: dict[str, Any]) -> Torus | Nodes:
+    """Returns the interconnect in the fields of a chip. Raises KeyError or TypeError for a missing or unknown field."""
+    if "torus" not in fields:
+        return Nodes(**fields["nodes"])
+    torus = {**fields["torus"], "largest": tuple(fields["torus"]["largest"])}
+    return Torus(dims=len(torus["largest"]), **torus)
 
-CHIPS: dict[str, Chip] = {
-    "v4": Chip(
-        "TPU v4", 275e12, 32 * 2**30, 1.2e12, _torus(45e9, (16, 16, 16)), 3.125e9, 16e9, clock_hz=1.05e9,
-        sources=_tpu(network_bandwidth="assumed equal to v5e: 25 Gbit/s per chip")),
-    "v5e": Chip(
-        "TPU v5 lite", 197e12, 16e9, 0.81e12, _torus(45e9, (16, 16)), 3.125e9, 16e9, clock_hz=1.5e9,
-        flops_int8=394e12, sources=_tpu(hbm_bandwidth=_BOOK)),
-    "v5p": Chip(
-        "TPU v5p", 459e12, 95 * 2**30, 2.765e12, _torus(90e9, (16, 20, 28)), 6.25e9, 16e9, clock_hz=1.75e9,
-        flops_int8=918e12, sources=_tpu()),
-    "v6e": Chip(
-        "TPU v6e", 918e12, 32e9, 1.64e12, _torus(90e9, (16, 16)), 12.5e9, 32e9, clock_hz=1.75e9,
-        flops_int8=1836e12,
-        sources=_tpu(interconnect="scaling-book: 90 GB/s per link; documentation: 800 GB/s per chip, which is 100")),
-    # Two JAX devices per chip: each has half of 2307 TFLOP/s, 192 GiB, 7.37 TB/s, and of the links.
-    "tpu7x": Chip(
-        "TPU7x", 2307e12 / 2, 96 * 2**30, 7.37e12 / 2, _torus(100e9, (16, 24, 24)), 12.5e9, 16e9, devices_per_chip=2,
-        clock_hz=2.2e9, flops_fp8=4614e12 / 2, sources=_tpu(
-            interconnect="documentation: 1200 GB/s per chip over six links, both ways together",
-            network_bandwidth="assumed equal to v6e",
-            clock_hz=f"{_CLOCK}; {_RECIPES}: 950 TFLOP/s per device at n = 16384")),
-    "a100": Chip(
-        "NVIDIA A100", 312e12, 80e9, 2.0e12, Nodes(300e9, 8), 25e9, 32e9, sources=_gpu(network_bandwidth=_DGX_A100)),
-    "a100-40gb": Chip(
-        "NVIDIA A100-SXM4-40GB", 312e12, 40e9, 1.555e12, Nodes(300e9, 8), 25e9, 32e9,
-        sources=_gpu(
-            hbm_bytes="product name", hbm_bandwidth="NVIDIA A100 datasheet", network_bandwidth=_DGX_A100)),
-    "h100": Chip("NVIDIA H100", 989e12, 80e9, 3.35e12, Nodes(450e9, 8), 50e9, 64e9, flops_fp8=1979e12, sources=_gpu()),
-    "h200": Chip("NVIDIA H200", 989e12, 141e9, 4.8e12, Nodes(450e9, 8), 50e9, 64e9, flops_fp8=1979e12, sources=_gpu()),
-    "b200": Chip(
-        "NVIDIA B200", 2250e12, 180e9, 8.0e12, Nodes(900e9, 8), 50e9, 64e9,
-        flops_fp8=4500e12, flops_mxfp8=4500e12, flops_nvfp4=9000e12,
-        sources=_gpu()),
-    "gb200": Chip(
-        "NVIDIA GB200", 2450e12, 186e9, 8.0e12, Nodes(900e9, 72), 50e9, 450e9,
-        flops_fp8=4900e12, flops_mxfp8=4900e12, flops_nvfp4=9800e12,
-        sources=_gpu(flops_bf16="NVIDIA dgxc-benchmarking", host_bandwidth="NVLink-C2C, NVIDIA GB200 datasheet")),
-    "b300": Chip(
-        "NVIDIA B300", 2250e12, 288e9, 8.0e12, Nodes(900e9, 8), 100e9, 64e9,
-        flops_fp8=4500e12, flops_mxfp8=4500e12, flops_nvfp4=13500e12,
-        sources=_gpu(
-            hbm_bytes="NVIDIA HGX B300 datasheet",
-            network_bandwidth="NVIDIA HGX B300 datasheet: 800 Gbit/s per GPU")),
-    "gb300": Chip(
-        "NVIDIA GB300", 2450e12, 288e9, 8.0e12, Nodes(900e9, 72), 100e9, 450e9,
-        flops_fp8=4900e12, flops_mxfp8=4900e12, flops_nvfp4=14700e12,
-        sources=_gpu(
-            flops_bf16="NVIDIA dgxc-benchmarking, as GB200", hbm_bytes="NVIDIA GB300 datasheet",
-            network_bandwidth="NVIDIA GB300 datasheet: 800 Gbit/s per GPU",
-            host_bandwidth="NVLink-C2C, NVIDIA GB300 datasheet")),
-}  # fmt: skip
+
+_LINKS = ("nodes", "torus")
+CHIPS: dict[str, Chip] = {name: _known_chip(name) for name in _KNOWN if name not in ("tpu", "gpu")}
 """Known chips by the name that `--on` takes (`targets.py`)."""
-
-# Prefixes of `jax.Device.device_kind`; the longest match wins.
-_DEVICE_KINDS = {
-    "TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5p": "v5p", "TPU v5": "v5p", "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e", "TPU7x": "tpu7x", "NVIDIA A100": "a100", "NVIDIA A100-SXM4-40GB": "a100-40gb",
-    "NVIDIA H100": "h100", "NVIDIA H200": "h200", "NVIDIA B200": "b200", "NVIDIA GB200": "gb200",
-    "NVIDIA B300": "b300", "NVIDIA GB300": "gb300",
-}  # fmt: skip
 
 
 def chip_name(device_kind: str) -> str | None:
     """Returns the name in `CHIPS` of a `jax.Device.device_kind`, or None where it is unknown (a CPU, for example)."""
-    for kind in sorted(_DEVICE_KINDS, key=len, reverse=True):
-        if device_kind.startswith(kind):
-            return _DEVICE_KINDS[kind]
-    return None
+    prefixes = {kind: name for name, chip in CHIPS.items() for kind in chip.device_kinds}
+    longest = max((kind for kind in prefixes if device_kind.startswith(kind)), key=len, default="")
+    return prefixes.get(longest)
 
 
 def find_chip(device_kind: str) -> Chip | None:
     """Returns the chip of a `jax.Device.device_kind`, or None where it is unknown."""
-    name = chip_name(device_kind)
-    return None if name is None else CHIPS[name]
+    return CHIPS.get(chip_name(device_kind) or "")
 
 
 _NUMBERS = ("flops_bf16", "hbm_bytes", "hbm_bandwidth", "network_bandwidth", "host_bandwidth")
-_TABLES = ("nodes", "torus", "efficiency")
+_OPTIONAL = ("clock_hz", "devices_per_chip", "flops_fp8", "flops_int8", "flops_mxfp8", "flops_nvfp4")
 
 
 def read_chip(file: Path) -> Chip:
@@ -233,52 +244,34 @@ def read_chip(file: Path) -> Chip:
     `devices_per_node`, or `[torus]` with `link_bandwidth`, `wraparound_multiple` and `largest`; and optionally
     `[efficiency]` with the fields of `Efficiency`. Raises ConfigError naming the field that is missing or wrong.
     """
+    asked = f"chip file {file}"
     try:
         fields: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"chip file {file}", f"it cannot be read: {error}", "give a readable TOML file") from error
-    _check_fields(file, fields)
-    numbers = {key: value for key, value in fields.items() if key not in (*_TABLES, "sources")}
-    return Chip(
-        **{"name": file.stem, **numbers},
-        interconnect=_read_interconnect(file, fields),
-        sources=dict.fromkeys((*_NUMBERS, "interconnect", "clock_hz"), str(file)),
-        efficiency=_read_efficiency(file, fields["efficiency"]) if "efficiency" in fields else None,
-    )
-
-
-def _check_fields(file: Path, fields: dict[str, Any]) -> None:
+        raise ConfigError(asked, f"it cannot be read: {error}", "give a readable TOML file") from error
     required = (*_NUMBERS, "torus" if "torus" in fields else "nodes")
     for key in required:
         if key not in fields:
-            raise ConfigError(f"chip file {file}", f"it has no {key}", f"add each of {', '.join(required)}")
+            raise ConfigError(asked, f"it has no {key}", f"add each of {', '.join(required)}")
     for key in _NUMBERS:
         if not isinstance(fields[key], int | float) or fields[key] <= 0:
-            raise ConfigError(
-                f"chip file {file}", f"{key} = {fields[key]!r} is not a positive number", f"write {key} = 1e12"
-            )
-    known = {field.name for field in dataclasses.fields(Chip)} - {"interconnect"} | set(_TABLES)
+            raise ConfigError(asked, f"{key} = {fields[key]!r} is not a positive number", f"write {key} = 1e12")
+    known = {"name", "sources", "efficiency", *_NUMBERS, *_OPTIONAL, *_LINKS}
     for key in sorted(set(fields) - known):
-        raise ConfigError(f"chip file {file}", f"{key!r} is not a field of a chip", nearest(key, known))
-
-
-def _read_interconnect(file: Path, fields: dict[str, Any]) -> Torus | Nodes:
+        raise ConfigError(asked, f"{key!r} is not a field of a chip", nearest(key, known))
     try:
-        if "torus" not in fields:
-            return Nodes(**fields["nodes"])
-        torus = dict(fields["torus"])
-        torus["largest"] = tuple(torus["largest"])
-        return Torus(dims=len(torus["largest"]), **torus)
+        interconnect = _interconnect(fields)
     except (KeyError, TypeError) as error:
-        raise ConfigError(
-            f"interconnect in chip file {file}", str(error),
-            "give [nodes] link_bandwidth, devices_per_node; or [torus] link_bandwidth, wraparound_multiple, largest",
-        ) from error  # fmt: skip
-
-
-def _read_efficiency(file: Path, fields: dict[str, Any]) -> Efficiency:
+        fix = "give [nodes] link_bandwidth, devices_per_node; or [torus] link_bandwidth, wraparound_multiple, largest"
+        raise ConfigError(f"interconnect in {asked}", str(error), fix) from error
     try:
-        return Efficiency(**fields)
+        efficiency = Efficiency(**fields["efficiency"]) if "efficiency" in fields else GPU_EFFICIENCY
     except TypeError as error:
         names = ", ".join(field.name for field in dataclasses.fields(Efficiency) if field.name != "tile")
-        raise ConfigError(f"efficiency in chip file {file}", str(error), f"give each of {names}") from error
+        raise ConfigError(f"efficiency in {asked}", str(error), f"give each of {names}") from error
+    return Chip(
+        **{"name": file.stem, **{key: fields[key] for key in ("name", *_NUMBERS, *_OPTIONAL) if key in fields}},
+        interconnect=interconnect,
+        efficiency=efficiency,
+        sources=dict.fromkeys((*_NUMBERS, "interconnect", "clock_hz"), str(file)),
+    )

@@ -1,4 +1,4 @@
-"""The machine that a run is settled for: its chips, and the dimensions of the torus under each mesh axis.
+"""The machine that a run is settled for: its chips, the torus under each mesh axis, and its compiler's options.
 
 It is read from the devices of a mesh, or from a target that is planned for; everything that a run chooses by hardware
 (runs/settle.py) is chosen from it.
@@ -6,15 +6,22 @@ It is read from the devices of a mesh, or from a target that is planned for; eve
 
 import dataclasses
 import functools
+import re
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from meshwright.config import MeshShape
-from meshwright.hardware.axis_mapping import AxisMapping, map_axes
-from meshwright.hardware.chips import Chip, Torus, chip_name, find_chip
+from meshwright.errors import ConfigError
+from meshwright.hardware.chips import CHIPS, Chip, chip_name, find_chip
+from meshwright.hardware.interconnect import AxisMapping, map_axes
 from meshwright.hardware.targets import Target
+
+AUTO = "auto"
+"""Word of a Run's compiler options that stands for those of the chip; without it the compiler's defaults are used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +42,11 @@ class Machine:
     """Specification, if it is known."""
     mapping: AxisMapping | None = dataclasses.field(default=None, compare=False, repr=False)
     """Extent of each mesh axis in a target; None for devices."""
+
+    @property
+    def listed(self) -> Chip | None:
+        """Specification in `CHIPS` of the chip, also where `chip` is the user's own of that name."""
+        return CHIPS.get(self.chip_name or "")
 
     @property
     def on_tpu(self) -> bool:
@@ -60,12 +72,7 @@ def machine_of_target(target: Target, shape: MeshShape) -> Machine:
     chip, mapping = target.chip, map_axes(shape, target)
     spans = ((axis, tuple(n for n in span.chips if n > 1)) for axis, span in mapping.spans.items())
     torus = tuple((axis, chips) for axis, chips in spans if len(chips) > 1)
-    return Machine(platform_of(chip), chip_name(chip.name), True, chip.name, torus, chip, mapping)
-
-
-def platform_of(chip: Chip) -> str:
-    """Returns `jax.Device.platform` of a chip: TPUs have a torus, other chips count as NVIDIA GPUs."""
-    return "tpu" if isinstance(chip.interconnect, Torus) else "cuda"
+    return Machine(chip.platform, chip_name(chip.name), True, chip.name, torus, chip, mapping)
 
 
 def torus_degrees(mesh: Mesh) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -127,3 +134,50 @@ def ring_order(degrees: tuple[int, ...]) -> tuple[int, ...]:
         there = [row[j] for i, row in enumerate(rows) for j in (columns if i % 2 == 0 else reversed(columns))]
         order = [rows[0][0], *there, *(row[0] for row in reversed(rows[1:]))]
     return tuple(order)
+
+
+def compiler_options_of(chip: Chip | None, words: Sequence[str]) -> dict[str, str]:
+    """Returns XLA options by name.
+
+    chip: None has no options of its own.  words: `auto` for the options of the chip, and NAME=VALUE, which replaces one
+    of them. Raises ConfigError for a word that is neither.
+    """
+    options: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word == AUTO:
+            options |= chip.compiler_options if chip else {}
+        elif not equals:
+            raise ConfigError(f"compiler option {word!r}", "an option has a name and a value", f"{word}=true, or auto")
+        else:
+            options[name] = value
+    return options
+
+
+_UNKNOWN = re.compile(r"No such compile option: '?([\w]+)'?")
+
+
+@functools.lru_cache(maxsize=64)
+def refused_options(device: Any, options: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+    """Returns the names of those `options` that the installed compiler of `device` does not know.
+
+    It compiles an empty program with them; older and newer compilers know other options. Raises ConfigError for a value
+    that an option does not take.
+    """
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    nothing = jax.ShapeDtypeStruct((), "float32", sharding=sharding)
+    refused: list[str] = []
+    while True:
+        left = {name: value for name, value in options if name not in refused}
+        try:
+            jax.jit(lambda x: x).lower(nothing).compile(compiler_options=left)
+            return tuple(refused)
+        except jax.errors.JaxRuntimeError as error:
+            unknown = _UNKNOWN.search(str(error))
+            if unknown is None or unknown[1] not in left:
+                raise ConfigError(
+                    f"compiler options {', '.join(f'{name}={value}' for name, value in left.items())}",
+                    str(error).splitlines()[0][:300],
+                    "another value, or --training.compiler-options auto",
+                ) from error
+            refused.append(unknown[1])

@@ -1,4 +1,4 @@
-"""Parser of hardware targets: `v5p:4x4x8`, two slices `2*v6e:16x16`, `h100:64`, `gb200:144`, or a user-defined chip."""
+"""Hardware targets: `v5p:4x4x8`, two slices `2*v6e:16x16`, `h100:64`, a chip of your own, and lists and ranges."""
 
 import dataclasses
 import math
@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 from meshwright.errors import ConfigError, nearest
-from meshwright.hardware.chips import CHIPS, Chip, Nodes, SliceShape, Torus, read_chip
-from meshwright.hardware.efficiency import Efficiency, efficiency_of
+from meshwright.hardware.chips import CHIPS, Chip, Efficiency, Nodes, SliceShape, Torus, read_chip
 from meshwright.plugins import load
 
 
@@ -24,14 +23,14 @@ class Target:
     slices: int = 1
     """TPU slices, which the data-center network (DCN) joins."""
     given_efficiency: Efficiency | None = None
-    """Measured fractions of peak that replace those of `efficiency.py`; None keeps those."""
+    """Measured fractions of peak that replace those of the chip; None keeps those."""
     efficiency_source: str = ""
     """Source of `given_efficiency`, for the reader."""
 
     @property
     def efficiency(self) -> Efficiency:
         """Achieved fractions of the chip's peaks."""
-        return self.given_efficiency or self.chip.efficiency or efficiency_of(self.name)
+        return self.given_efficiency or self.chip.efficiency
 
     def __str__(self) -> str:
         size = format_size(self.topology)
@@ -50,7 +49,7 @@ class Target:
     @property
     def domains(self) -> int:
         """Groups of chips that only the network joins: TPU slices (ICI inside), GPU nodes (NVLink inside)."""
-        return self.slices if isinstance(self.chip.interconnect, Torus) else self.topology[0]
+        return self.slices if self.chip.on_torus else self.topology[0]
 
 
 def format_size(topology: tuple[int, ...]) -> str:
@@ -59,7 +58,7 @@ def format_size(topology: tuple[int, ...]) -> str:
 
 
 def parse_target(text: str) -> Target:
-    """Parses the value of `--on`.
+    """Parses one value of `--on`.
 
     `CHIP:4x4x8` is one TPU slice and `2*CHIP:4x4x8` two slices. For GPUs `CHIP:64` counts all GPUs, and `CHIP:8x8` is
     nodes x GPUs per node. CHIP is a name in `chips.CHIPS`, the TOML file of a chip, or a `Chip` object in Python code
@@ -68,15 +67,24 @@ def parse_target(text: str) -> Target:
     match = re.fullmatch(r"(?:(\d+)\*)?(.+?):(\d+(?:x\d+)*)", text.strip())
     if not match:
         fix = _from_accelerator_type(text.strip()) or "write v5p:4x4x8, or h100:64"
-        raise ConfigError(f"target {text!r}", "a target is CHIP:SIZE, with sizes joined by x", fix)
+        raise _refusal(text, "a target is CHIP:SIZE, with sizes joined by x", fix)
     slices, size = int(match[1] or 1), tuple(int(n) for n in match[3].split("x"))
     name, chip = _find_chip(text, match[2], size)
+    links = chip.interconnect
     if slices < 1 or min(size) < 1:
-        raise ConfigError(f"target {text!r}", "sizes and slices are at least 1", f"write {name}:{_example(chip)}")
-    if isinstance(chip.interconnect, Nodes):
-        return Target(name, chip, _nodes_topology(text, name, chip.interconnect, size, slices))
-    _check_slice(text, name, chip.interconnect, size)
+        example = "64" if isinstance(links, Nodes) else format_size((4,) * links.dims)
+        raise _refusal(text, "sizes and slices are at least 1", f"write {name}:{example}")
+    if isinstance(links, Nodes):
+        return Target(name, chip, _nodes_topology(text, name, links.devices_per_node, size, slices))
+    _check_slice(text, name, links, size)
     return Target(name, chip, size, slices)
+
+
+def _refusal(text: str, truth: str, fix: str) -> ConfigError:
+    return ConfigError(f"target {text!r}", truth, fix)
+
+
+_ALIASES = {alias: name for name, chip in CHIPS.items() for alias in chip.aliases}
 
 
 def _find_chip(text: str, name: str, size: tuple[int, ...]) -> tuple[str, Chip]:
@@ -86,31 +94,18 @@ def _find_chip(text: str, name: str, size: tuple[int, ...]) -> tuple[str, Chip]:
     if ":" in name:
         chip = load("chip", name)
         if not isinstance(chip, Chip):
-            raise ConfigError(
-                f"target {text!r}", f"{name} is a {type(chip).__name__}, not a meshwright.hardware.chips.Chip",
-                "name a Chip object",
-            )  # fmt: skip
+            truth = f"{name} is a {type(chip).__name__}, not a meshwright.hardware.chips.Chip"
+            raise _refusal(text, truth, "name a Chip object")
         return name, chip
-    if name.lower() in CHIPS:
-        return name.lower(), CHIPS[name.lower()]
-    alias = _ALIASES.get(name.lower())
+    name = name.lower()
+    if name in CHIPS:
+        return name, CHIPS[name]
+    alias = _ALIASES.get(name)
     if alias is None:
-        raise ConfigError(f"target {text!r}", f"there is no chip {name!r}", nearest(name.lower(), CHIPS))
-    torus = CHIPS[alias].interconnect
-    fix = _neighbours(alias, torus, size) if isinstance(torus, Torus) else f"{alias}:{format_size(size)}"
-    raise ConfigError(f"target {text!r}", f"there is no chip {name!r}", f"write {fix}")
-
-
-# Names of Google Cloud (Compute Engine accelerator types, GKE node labels) and of products, for chips in `CHIPS`.
-_ALIASES = {
-    "v5litepod": "v5e", "v5lite": "v5e", "tpu-v5e": "v5e", "tpu-v5-lite-podslice": "v5e", "tpu-v4": "v4",
-    "tpu-v4-podslice": "v4", "tpu-v5p": "v5p", "tpu-v5p-slice": "v5p", "tpu-v6e": "v6e", "tpu-v6e-slice": "v6e",
-    "trillium": "v6e", "tpu-v7x": "tpu7x", "tpu-7x": "tpu7x", "v7x": "tpu7x", "ironwood": "tpu7x",
-    "a100-80gb": "a100", "h100-80gb": "h100", "h200-141gb": "h200",
-}  # fmt: skip
-
-# Cloud accelerator types (`v5p-256`) count TensorCores, of which these chips have two; the others count chips.
-_CORES_PER_CHIP = {"v4": 2, "v5p": 2, "tpu7x": 2}
+        raise _refusal(text, f"there is no chip {name!r}", nearest(name, CHIPS))
+    links = CHIPS[alias].interconnect
+    fix = _neighbours(alias, links, size) if isinstance(links, Torus) else f"{alias}:{format_size(size)}"
+    raise _refusal(text, f"there is no chip {name!r}", f"write {fix}")
 
 
 def _from_accelerator_type(text: str) -> str:
@@ -119,84 +114,125 @@ def _from_accelerator_type(text: str) -> str:
     name = _ALIASES.get(name, name)
     if name not in CHIPS or not count.isdigit():
         return ""
-    chip, cores = CHIPS[name], _CORES_PER_CHIP.get(name, 1)
-    if not isinstance(chip.interconnect, Torus):
+    links, cores = CHIPS[name].interconnect, CHIPS[name].cores_per_chip
+    if isinstance(links, Nodes):
         return f"write {name}:{count}"
     chips = int(count) // cores
     counts = f" ({text} counts {count} TensorCores, which are {chips} chips)" if cores > 1 else ""
-    return f"write {_neighbours(name, chip.interconnect, (chips,))}{counts}"
+    return f"write {_neighbours(name, links, (chips,))}{counts}"
 
 
 def _check_slice(text: str, name: str, torus: Torus, size: SliceShape) -> None:
     """Raises ConfigError where no TPU slice has this shape, with the nearest that exist."""
     largest, chips, most_chips = format_size(torus.largest), math.prod(size), math.prod(torus.largest)
     if len(size) != torus.dims:
-        raise ConfigError(
-            f"target {text!r}", f"a slice of {name} has {torus.dims} dimensions",
-            f"write {_neighbours(name, torus, size)}",
-        )  # fmt: skip
-    if any(n > most for n, most in zip(sorted(size), sorted(torus.largest), strict=True)):
-        raise ConfigError(
-            f"target {text!r}", f"the largest slice of {name} is {largest}",
-            f"write {_neighbours(name, torus, size)}" if chips <= most_chips else
-            f"use several slices: {-(-chips // most_chips)}*{name}:{largest}",
-        )  # fmt: skip
-    if torus.slices and size not in torus.slices:
-        rule = (
-            "slices have ascending dimensions, and are part of one 4x4x4 cube or made of whole cubes"
-            if torus.dims == 3
-            else f"the slices are {', '.join(map(format_size, torus.slices))}"
-        )
-        raise ConfigError(
-            f"target {text!r}", f"{name} has no slice of {format_size(size)}: {rule}",
-            f"write {_neighbours(name, torus, size)}",
-        )  # fmt: skip
+        truth = f"a slice of {name} has {torus.dims} dimensions"
+    elif any(n > most for n, most in zip(sorted(size), sorted(torus.largest), strict=True)):
+        truth = f"the largest slice of {name} is {largest}"
+        if chips > most_chips:
+            raise _refusal(text, truth, f"use several slices: {-(-chips // most_chips)}*{name}:{largest}")
+    elif torus.slices and size not in torus.slices:
+        rule = f"the slices are {', '.join(map(format_size, torus.slices))}"
+        if torus.dims == 3:
+            rule = "slices have ascending dimensions, and are part of one 4x4x4 cube or made of whole cubes"
+        truth = f"{name} has no slice of {format_size(size)}: {rule}"
+    else:
+        return
+    raise _refusal(text, truth, f"write {_neighbours(name, torus, size)}")
+
+
+def slices_by_chips(torus: Torus) -> dict[int, SliceShape]:
+    """Returns the slices that are offered by their number of chips.
+
+    Of slices with equally many chips, the nearest to a cube has the most bandwidth across its middle.
+    """
+    by_chips: dict[int, SliceShape] = {}
+    for shape in sorted(torus.slices, key=max):
+        by_chips.setdefault(math.prod(shape), shape)
+    return by_chips
 
 
 def _neighbours(name: str, torus: Torus, size: tuple[int, ...]) -> str:
     """Names the slice with the same number of chips, or where there is none the next smaller and the next larger."""
     if not torus.slices:
         return f"{name}:{format_size(torus.largest)}"
-    # Of slices with equally many chips, the nearest to a cube has the most bandwidth across its middle.
-    by_chips: dict[int, SliceShape] = {}
-    for shape in sorted(torus.slices, key=max):
-        by_chips.setdefault(math.prod(shape), shape)
-    chips, ascending = math.prod(size), tuple(sorted(size))
+    by_chips, chips, ascending = slices_by_chips(torus), math.prod(size), tuple(sorted(size))
     if ascending in torus.slices or chips in by_chips:
         return f"{name}:{format_size(ascending if ascending in torus.slices else by_chips[chips])}"
-    smaller, larger = [n for n in by_chips if n < chips], [n for n in by_chips if n > chips]
-    counts = [*([max(smaller)] if smaller else []), *([min(larger)] if larger else [])]
+    counts = [*sorted(n for n in by_chips if n < chips)[-1:], *sorted(n for n in by_chips if n > chips)[:1]]
     return " or ".join(f"{name}:{format_size(by_chips[n])} ({n} chips)" for n in counts)
 
 
-def _nodes_topology(text: str, name: str, nodes: Nodes, size: tuple[int, ...], slices: int) -> tuple[int, int]:
-    """Returns (nodes, GPUs per node) for a number of GPUs, or for both numbers given."""
+def _nodes_topology(text: str, name: str, domain: int, size: tuple[int, ...], slices: int) -> tuple[int, int]:
+    """Returns (nodes, GPUs per node) for a number of GPUs, or for both numbers given. domain: most GPUs of a node."""
+    total = math.prod(size)
     if slices > 1 or len(size) > 2:
-        raise ConfigError(
-            f"target {text!r}",
-            f"{name} is a GPU: it has nodes, not slices",
-            f"write {name}:{slices * math.prod(size)}",
-        )
-    domain = nodes.devices_per_node
+        raise _refusal(text, f"{name} is a GPU: it has nodes, not slices", f"write {name}:{slices * total}")
     if len(size) == 2:
         if size[1] > domain:
-            raise ConfigError(
-                f"target {text!r}", f"a node of {name} has at most {domain} GPUs", f"write {name}:{math.prod(size)}"
-            )
+            raise _refusal(text, f"a node of {name} has at most {domain} GPUs", f"write {name}:{total}")
         return size[0], size[1]
-    if size[0] <= domain:
-        return 1, size[0]
+    if total <= domain:
+        return 1, total
     # An NVLink domain of 72 is filled with as many GPUs as make all nodes equal: powers of two take 64 of each.
-    node = next(n for n in range(domain, 0, -1) if size[0] % n == 0)
+    node = next(n for n in range(domain, 0, -1) if total % n == 0)
     if node * 2 <= domain and domain <= 8:
-        full = size[0] // domain
-        raise ConfigError(
-            f"target {text!r}",
-            f"nodes of {name} have {domain} GPUs, and {size[0]} = {full} * {domain} + {size[0] - full * domain}",
-            f"write {name}:{full * domain} or {name}:{(full + 1) * domain}",
-        )
-    return size[0] // node, node
+        full = total // domain
+        truth = f"nodes of {name} have {domain} GPUs, and {total} = {full} * {domain} + {total - full * domain}"
+        raise _refusal(text, truth, f"write {name}:{full * domain} or {name}:{(full + 1) * domain}")
+    return total // node, node
 
 
-def _example(chip: Chip) -> str:
-    return "x".join(["4"] * chip.interconnect.dims) if isinstance(chip.interconnect, Torus) else "64"
+_COUNTED = re.compile(r"(.+?):(\d+(?:\.\.\d+)?)")
+
+
+def expand_targets(text: str) -> list[str]:
+    """Returns the targets that a list names, each as `parse_target` takes it: `h100:64,128`, `v5p:64..1024`.
+
+    A part without a chip is another size of the chip before it. A range is every power of two in it, and its ends, of
+    which the chip has a slice or whole nodes. A number of TPU chips in a list is its slice nearest to a cube. Raises
+    ConfigError where nothing is named or nothing exists in a range.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if len(parts) == 1 and ".." not in text:
+        return parts  # parse_target has the errors of a single target
+    targets: dict[str, None] = {}
+    chip = ""
+    for part in parts:
+        if ":" not in part and not chip:
+            raise ConfigError(f"--on {text}", f"{part!r} names no chip", "write v5p:4x4x8,h100:64 or h100:64..1024")
+        chip, _, size = part.rpartition(":") if ":" in part else (chip, "", part)
+        match = _COUNTED.fullmatch(f"{chip}:{size}")
+        targets |= dict.fromkeys(_counted(chip, match[2]) if match else [f"{chip}:{size}"])
+    if not targets:
+        raise ConfigError(f"--on {text!r}", "it names no target", "write v5p:4x4x8, or h100:64,h100:128")
+    return list(targets)
+
+
+def _counted(chip: str, count: str) -> list[str]:
+    """Returns the targets of one number of chips, or of a range."""
+    slices, _, name = chip.rpartition("*")
+    links = CHIPS[name.lower()].interconnect if name.lower() in CHIPS else None
+    low, between, high = count.partition("..")
+    asked = f"--on {chip}:{count}"
+    if not between and not isinstance(links, Torus):
+        return [f"{chip}:{count}"]
+    if slices:
+        raise ConfigError(asked, "a number of chips does not say how slices divide them", f"{chip}:4x4x4")
+    first, last = int(low), int(high or low)
+    if not 0 < first <= last:
+        raise ConfigError(asked, f"{first} to {last} holds nothing", f"{chip}:64..1024")
+    numbers = sorted({first, last} | {2**n for n in range(last.bit_length()) if first <= 2**n <= last})
+    if isinstance(links, Torus):
+        shapes = slices_by_chips(links)
+        found = [f"{chip}:{format_size(shapes[n])}" for n in numbers if n in shapes]
+        near = sorted(shapes, key=lambda n: abs(math.log(n / first)))[:2]
+    else:
+        links = links or parse_target(f"{chip}:1").chip.interconnect
+        node = links.devices_per_node if isinstance(links, Nodes) else 1
+        found = [f"{chip}:{n}" for n in numbers if n <= node or n % node == 0 or node > 8]
+        near = [max(1, first // node) * node, (first // node + 1) * node]
+    if not found:
+        fix = " or ".join(f"{chip}:{n}..{n}" if between else f"{chip}:{n}" for n in sorted(set(near)))
+        raise ConfigError(asked, "no such number of chips is offered", fix)
+    return found

@@ -11,7 +11,6 @@ from meshwright.planner.estimate import with_remat
 from meshwright.planner.search import (
     price_placed,
     remat_policies,
-    room_of,
     stage_saves_of,
     with_saved_layers,
 )
@@ -36,7 +35,7 @@ def with_best_remat(run: Run, target: Target) -> Run:
         for remat in remat_policies(target, saves or placed.run.training.stage_saves)
         if remat == training.remat or training.remat == "auto"
     ]
-    roomy = [plan for plan in plans if plan.estimate.bytes <= room_of(target)]
+    roomy = [plan for plan in plans if plan.estimate.bytes <= target.chip.roomy_bytes]
     fitting = [plan for plan in roomy or plans if plan.estimate.fits]
     if training.remat == "auto":
         fitting = [with_saved_layers(plan) for plan in fitting]

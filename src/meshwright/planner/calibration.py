@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.hardware.chips import Chip, Nodes, find_chip
-from meshwright.hardware.efficiency import Efficiency
+from meshwright.hardware.chips import Chip, Efficiency, Nodes, find_chip
 from meshwright.hardware.targets import Target
 from meshwright.planner.layer_time import shape_efficiency
 

@@ -15,13 +15,11 @@ from meshwright.errors import ConfigError, divisors
 from meshwright.fine_tuning import FineTune
 from meshwright.generation.cache import CachePlan, cached_heads
 from meshwright.generation.weight_sizes import WeightsLayout, is_int8, run_for_decoding, weight_bytes
-from meshwright.hardware.axis_mapping import map_axes
 from meshwright.hardware.chips import Chip, Nodes
-from meshwright.hardware.interconnect import route
+from meshwright.hardware.interconnect import map_axes, route
 from meshwright.hardware.targets import Target
 from meshwright.models.model import AttentionSpec, padded_vocab
 from meshwright.planner.candidates import split_size, tensor_degrees
-from meshwright.planner.memory_model import fragmentation_of
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES
@@ -73,7 +71,7 @@ class DecodePrice:
     @property
     def fits(self) -> bool:
         """Whether the heap, with its fragmentation, has room."""
-        return self.bytes * fragmentation_of(self.chip) <= self.chip.hbm_bytes
+        return self.bytes * self.chip.fragmentation <= self.chip.hbm_bytes
 
     @property
     def bound_by(self) -> str:

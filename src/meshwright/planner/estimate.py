@@ -11,17 +11,14 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 
 from meshwright.config import Remat, StageSaves
-from meshwright.hardware.axis_mapping import AxisMapping
-from meshwright.hardware.interconnect import Route, route
-from meshwright.hardware.machine import machine_of_target, platform_of
+from meshwright.hardware.interconnect import AxisMapping, Route, route
+from meshwright.hardware.machine import machine_of_target
 from meshwright.hardware.targets import Target
 from meshwright.models.flops import training_flops_per_token
 from meshwright.models.quantisation import check_precision
 from meshwright.planner.bounds import OPTIMIZER, TOKEN_BYTES, add_bounds, bounds_of_pass, largest_bound
 from meshwright.planner.layer_time import LayerTime, attention_kernel, matmul_seconds, shape_efficiency
 from meshwright.planner.memory_model import (
-    expert_gradients_of,
-    fragmentation_of,
     keeps_stages,
     kept_bytes,
     memory_by_category,
@@ -88,7 +85,7 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Whether the heap, with its fragmentation, has room."""
-        return self.bytes * fragmentation_of(self.target.chip) <= self.hbm_bytes
+        return self.bytes * self.target.chip.fragmentation <= self.hbm_bytes
 
     @property
     def mfu(self) -> float:
@@ -208,7 +205,7 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
         exposed=exposed,
         busy=links,
         routes=routes,
-        memory=memory_by_category(placed, work, in_flight, settled.gathers_ahead, expert_gradients_of(chip)),
+        memory=memory_by_category(settled, work, in_flight),
         hbm_bytes=chip.hbm_bytes,
         model_flops=training_flops_per_token(run.model, training.seq, run.finetune.method) * tokens / shape.size,
         bounds=add_bounds(bounds, microbatches, unembedding, parts["recomputation"], stages_repeat=busy["stage"] > 0),
@@ -245,7 +242,7 @@ def overlapped(
     traffic: list[Movement], mapping: AxisMapping, target: Target, software: Software, room: dict[str, float]
 ) -> tuple[dict[str, float], dict[str, float], dict[str, str]]:
     """Exposed seconds, busy seconds and links, each by axes."""
-    overlap = target.efficiency.overlap * (software.overlap if platform_of(target.chip) != "tpu" else 1.0)
+    overlap = target.efficiency.overlap * (software.overlap if not target.chip.on_torus else 1.0)
     tensor_overlap = target.efficiency.tensor_overlap * software.tensor_overlap
     timed, routes = _route_movements(traffic, mapping, target)
     exposed, busy = defaultdict[str, float](float), defaultdict[str, float](float)

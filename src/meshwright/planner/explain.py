@@ -9,7 +9,6 @@ from meshwright.hardware.targets import Target
 from meshwright.planner.candidates import check_size
 from meshwright.planner.divisibility import nearest_batches
 from meshwright.planner.estimate import Estimate
-from meshwright.planner.memory_model import fragmentation_of
 from meshwright.planner.search import Plan, SearchResult, variants
 from meshwright.runs.run import Run
 from meshwright.words import AXES
@@ -82,7 +81,7 @@ def memory_shortfall(plan: Plan) -> str:
     e = plan.estimate
     largest = max(e.memory, key=lambda category: e.memory[category])
     return (
-        f"does not fit: {format_bytes(e.bytes)} and {fragmentation_of(e.target.chip) - 1:.0%} of fragmentation, of "
+        f"does not fit: {format_bytes(e.bytes)} and {e.target.chip.fragmentation - 1:.0%} of fragmentation, of "
         f"{format_bytes(e.hbm_bytes)}; {format_bytes(e.memory[largest])} of it {largest}"
     )
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from meshwright.hardware.efficiency import Efficiency
+from meshwright.hardware.chips import Efficiency
 from meshwright.hardware.targets import Target
 from meshwright.planner.software import SCORE_BYTES, AttentionKernel, Software
 from meshwright.planner.work import Matmul, Work, low_precision

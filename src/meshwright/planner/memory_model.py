@@ -6,11 +6,9 @@ the microbatches in flight on a stage. The rest is what a layer needs while it r
 
 import functools
 import math
-from typing import Literal
 
 import jax.numpy as jnp
 
-from meshwright.hardware.chips import Chip, Torus
 from meshwright.models.loss import chunk_tokens
 from meshwright.models.remat import (
     ATTN_LSE,
@@ -24,6 +22,7 @@ from meshwright.models.remat import (
 from meshwright.planner.optimizer_work import muon_moments, update_temporaries
 from meshwright.planner.work import Work
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
+from meshwright.runs.settle import Settled
 from meshwright.sharding.placement import axes_of
 
 OPTIMIZER_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1, "adafactor": 0.02}
@@ -34,34 +33,12 @@ EXPERT_COPIES = 2
 experts, and their gradient (Qwen3-30B-A3B on 8 H100: docs/log.md)."""
 
 
-def fragmentation_of(chip: Chip) -> float:
-    """Returns heap size over live bytes: what is lost between blocks.
-
-    Compiled proofs for TPUs have 1.07 to 1.5, most where there is room (docs/plan.md); Llama 2 70B with its attention
-    outputs kept on 128 v5p needs 101 GiB for a planned 86. Thirty programs for GPUs have 1.00 to 1.03.
-    """
-    return 1.15 if isinstance(chip.interconnect, Torus) else 1.05
-
-
-def expert_gradients_of(chip: Chip) -> Literal["layer", "matrix"]:
-    """Returns how a chip's compiler reduces the gradients of a layer's experts (`memory_by_category`).
-
-    Four programs for v5p have two of a layer's three gradients at once: so the plan is 0 to 8 % above them, and
-    2 to 13 % with all three (docs/log.md). Programs for GPUs lie on both sides of the plan with all three.
-    """
-    return "matrix" if isinstance(chip.interconnect, Torus) else "layer"
-
-
-def memory_by_category(
-    placed: PlacedRun, work: Work, in_flight: float, ahead: bool = False,
-    expert_gradients: Literal["layer", "matrix"] = "layer",
-) -> dict[str, float]:  # fmt: skip
+def memory_by_category(settled: Settled, work: Work, in_flight: float) -> dict[str, float]:
     """Returns the bytes of a device by category.
 
     in_flight: microbatches (of one virtual stage each) whose inputs a stage holds at once; 1 without a pipeline.
-    ahead: whether weights are gathered one layer ahead, and gradients reduced one layer later.
-    expert_gradients: whether those of a layer's experts are reduced together (layer), or one after another (matrix).
     """
+    placed = settled.placed
     training, shape = placed.run.training, placed.shape
     param, reduce, compute = (
         jnp.dtype(t).itemsize for t in (training.param_dtype, training.reduce_dtype, training.compute_dtype)
@@ -83,10 +60,11 @@ def memory_by_category(
     inner = max(inner, work.tokens * (4 * work.width * compute + work.delta_inner))
     # Offloaded activations come back for one layer and, ahead of time, for the next.
     from_host = 2 * offloaded_bytes(placed, work) / max(1.0, work.layers)
-    # Ahead: the gradients of the layer above, not yet reduced, and the first weights of the layer below.
-    carried = compute * _carried_elements(placed.layout) if ahead else 0.0
-    # The gradients of adapters are small; those of frozen weights there are none.
-    unreduced = one_layer - (_first_reduced_elements(placed.layout) if expert_gradients == "matrix" else 0.0)
+    # Gathering ahead: the gradients of the layer above, not yet reduced, and the first weights of the layer below.
+    carried = compute * _carried_elements(placed.layout) if settled.gathers_ahead else 0.0
+    # Four programs for v5p have two of the three gradients of a layer's experts at once: so the plan is 0 to 8 % above
+    # them, and 2 to 13 % with all three (docs/log.md). Programs for GPUs are on both sides of the plan with all three.
+    unreduced = one_layer - (_first_reduced_elements(placed.layout) if settled.machine.on_tpu else 0.0)
     layer = from_host + one_layer * 2 * compute + (0 if frozen else unreduced * reduce) + carried + inner
     # One part of a stage at a time; without a pipeline it is the model.
     part = _saved_bytes(placed, work, compute) * work.layers / placed.virtual_stages

@@ -12,12 +12,10 @@ from typing import Any
 
 from meshwright.config import MeshShape, Remat, StageSaves
 from meshwright.errors import ConfigError
-from meshwright.hardware.chips import Nodes, Torus
 from meshwright.hardware.targets import Target
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.planner.candidates import accumulation_counts, candidate_meshes, candidate_schedules, check_size
 from meshwright.planner.estimate import Estimate, estimate, with_remat
-from meshwright.planner.memory_model import fragmentation_of
 from meshwright.plugins import Shown
 from meshwright.runs.checks import check_sizes
 from meshwright.runs.placed_run import PlacedRun, place_run
@@ -130,38 +128,23 @@ def remat_policies(target: Target, stage_saves: StageSaves | None = None) -> tup
 
     stage_saves: of a run with pipeline stages; one that keeps layers offloads none of them.
     """
-    on_tpu = isinstance(target.chip.interconnect, Torus)
-    return (
-        REMAT_ORDER
-        if on_tpu and stage_saves != "layers"
-        else tuple(name for name in REMAT_ORDER if name not in OFFLOADING)
-    )
-
-
-_GPU_ROOM = 0.75
-"""Fraction of a GPU's memory above which XLA recomputes and overlaps less: Llama 2 70B on 64 H100 takes 4.8 s with 57
-GiB, 5.6 s with 61 and 5.9 s with 64 of its 75 (docs/log.md)."""
-
-
-def room_of(target: Target) -> float:
-    """Returns the bytes that a step may take without being slowed down."""
-    hbm = target.chip.hbm_bytes
-    return hbm * _GPU_ROOM if isinstance(target.chip.interconnect, Nodes) else hbm / fragmentation_of(target.chip)
+    if target.chip.on_torus and stage_saves != "layers":
+        return REMAT_ORDER
+    return tuple(name for name in REMAT_ORDER if name not in OFFLOADING)
 
 
 def with_saved_layers(plan: Plan) -> Plan:
     """Returns a plan that fits with as many layers saved as fit, where that is faster."""
     layers, target = len(plan.placed.spec.layers), plan.target
-    proved = isinstance(target.chip.interconnect, Nodes) or target.name == "v5p"
-    if plan.mesh.stage > 1 or not proved:
-        return plan  # on v6e the compiler needs 33.5 GiB where 24 are planned (docs/log.md)
+    if plan.mesh.stage > 1 or (target.chip.on_torus and not target.chip.saves_some_layers):
+        return plan
     saving = price_placed(with_remat(plan.placed, "projections"), plan.target).estimate
-    spare = room_of(plan.target) - plan.estimate.bytes
+    spare = target.chip.roomy_bytes - plan.estimate.bytes
     each = (saving.memory["activations"] - plan.estimate.memory["activations"]) / layers
     fitting = layers if each <= 0 else min(layers, int(spare / each))
     while fitting > 0:
         changed = price_placed(with_remat(plan.placed, plan.run.training.remat, fitting), plan.target)
-        if changed.estimate.bytes <= room_of(plan.target):
+        if changed.estimate.bytes <= target.chip.roomy_bytes:
             return changed if changed.estimate.seconds < plan.estimate.seconds else plan
         fitting -= 1
     return plan

@@ -1,6 +1,6 @@
 """Training software whose steps are priced: Meshwright's own, and that of others for published measurements.
 
-What a chip can do is in hardware/efficiency.py; a `Software` states how much of that a program uses. Its constants are
+What a chip can do is in hardware/chips.py; a `Software` states how much of that a program uses. Its constants are
 relative to Meshwright's step, which XLA compiles.
 """
 

@@ -11,8 +11,7 @@ import math
 
 from meshwright.comm.hierarchical import DcnAxis
 from meshwright.errors import ConfigError
-from meshwright.hardware.compiler_options import GATHERS_IN_LEVELS, SPARSE_CORE_CHIPS, compiler_options_of
-from meshwright.hardware.machine import Machine, ring_order
+from meshwright.hardware.machine import Machine, compiler_options_of, ring_order
 from meshwright.models.gather_ahead import gathered_ahead, gathered_within_reason
 from meshwright.models.kernels.attention import Kernels
 from meshwright.models.kernels.choose import GroupedMatmul, choose_grouped_matmul, kernels_of
@@ -48,8 +47,8 @@ class Settled:
     @functools.cached_property
     def links(self) -> DcnAxis:
         """Levels of links under the mesh axes: slices, and dimensions of the torus where a gather takes levels."""
-        dcn = self.placed.dcn
-        if not self.machine.torus or self.machine.chip_name not in GATHERS_IN_LEVELS:
+        dcn, chip = self.placed.dcn, self.machine.listed
+        if not (self.machine.torus and chip and chip.gathers_in_levels):
             return dcn
         levels = ((axis, gather_levels(degrees)) for axis, degrees in self.machine.torus)
         return dataclasses.replace(dcn, torus=tuple((axis, sizes) for axis, sizes in levels if len(sizes) > 1))
@@ -99,12 +98,13 @@ class Settled:
             return 1
         if self.placed.run.training.matmul_precision != "compute":
             return 1
-        return 1 if self.machine.on_tpu and self.machine.chip_name not in SPARSE_CORE_CHIPS else _ATTENTION_PIECES
+        chip = self.machine.listed
+        return 1 if self.machine.on_tpu and not (chip and chip.sparse_cores) else _ATTENTION_PIECES
 
     @functools.cached_property
     def compiler_options(self) -> dict[str, str]:
         """XLA options of run and chip; none on simulated devices. Raises ConfigError for a word that is no option."""
-        options = compiler_options_of(self.machine.chip_name, self.placed.run.training.compiler_options)
+        options = compiler_options_of(self.machine.listed, self.placed.run.training.compiler_options)
         return {} if self.machine.simulated else options
 
     def check(self) -> None:

@@ -12,8 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshwright.comm.hierarchical import Axes
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
-from meshwright.hardware.compiler_options import refused_options
-from meshwright.hardware.machine import machine_of_mesh
+from meshwright.hardware.machine import machine_of_mesh, refused_options
 from meshwright.models.forward import LocalModel
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.run import Run

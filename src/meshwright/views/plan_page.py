@@ -10,7 +10,6 @@ from meshwright.hardware.interconnect import all_coordinates
 from meshwright.hardware.targets import Target
 from meshwright.planner.estimate import Estimate
 from meshwright.planner.explain import STEP_PARTS, alternatives, memory_shortfall, slowdown_reason
-from meshwright.planner.memory_model import fragmentation_of
 from meshwright.planner.search import Plan, SearchResult
 from meshwright.views.draw.colours import series_colour
 from meshwright.views.draw.machine import MachineGrid
@@ -206,7 +205,7 @@ def _scatter(keyed: dict[str, Plan], reasons: dict[str, str], target: Target) ->
     if len(front) > 1:
         seconds, memory = [p.estimate.seconds for p in front], [p.estimate.bytes for p in front]
         series.append(Series("Pareto front", seconds, memory, "ink", "step", dashed=True))
-    hbm, kept = target.chip.hbm_bytes, fragmentation_of(target.chip)
+    hbm, kept = target.chip.hbm_bytes, target.chip.fragmentation
     marks = [Mark("y", hbm / kept, f"fits below {format_bytes(hbm / kept)}", fit=True)]
     if kept > 1:
         marks.append(Mark("y", hbm, f"memory of {target.name}: {format_bytes(hbm)}", "muted", fit=True))

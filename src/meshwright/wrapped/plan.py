@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, MeshwrightError, divisors
 from meshwright.formatting import format_bytes
-from meshwright.hardware.axis_mapping import map_axes
 from meshwright.hardware.chips import Nodes
+from meshwright.hardware.interconnect import map_axes
 from meshwright.hardware.targets import Target
 from meshwright.planner.bounds import ELEMENTWISE, MATMULS, OPERANDS
 from meshwright.planner.estimate import Estimate, overlapped, update_seconds
