@@ -23,8 +23,7 @@ from meshwright.generation.decoder import Bucket, Decoder
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.weights import lay_out
 from meshwright.hardware.mesh import build_mesh
-from meshwright.hugging_face.folder import open_folder
-from meshwright.hugging_face.load import load_params
+from meshwright.hugging_face.folder import load_params, open_folder
 from meshwright.hugging_face.names import write_block
 from meshwright.models.blocks.layers import no_dropout
 from meshwright.models.kernels.scores import cap

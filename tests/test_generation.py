@@ -32,18 +32,16 @@ from meshwright.generation.decoder import Bucket, Decoder, bucket_for
 from meshwright.generation.generator import Decoding, Generator
 from meshwright.generation.sampling import Sampling, choose_tokens, keep_tokens
 from meshwright.generation.source import OpenedModel, open_weights
-from meshwright.generation.training_sample import sample_tokens
-from meshwright.generation.weight_sizes import WeightsLayout
-from meshwright.generation.weights import abstract_layout, lay_out
+from meshwright.generation.weights import WeightsLayout, abstract_layout, lay_out
 from meshwright.hardware.targets import parse_target
-from meshwright.hugging_face.folder import open_folder
-from meshwright.hugging_face.load import load_params
+from meshwright.hugging_face.folder import load_params, open_folder
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.mixtral import Mixtral
 from meshwright.models.model import Model
 from meshwright.planner.decoding import best_decode, price_decode
 from meshwright.step.device_run import DeviceRun
+from meshwright.trainer.sample import sample_tokens
 
 MODELS: dict[str, Model] = {
     "gpt2": Gpt2(VOCAB, 64, 2, 8, vocab_multiple=16, positions=64),

@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 import meshwright as mw
 from meshwright.hugging_face.folder import open_folder
-from meshwright.hugging_face.mxfp4 import PackedTensor
 from meshwright.hugging_face.names import read_block
+from meshwright.hugging_face.quantised import PackedTensor
 
 EXPERTS = ("model.layers.{}.mlp.experts.gate_up_proj", "model.layers.{}.mlp.experts.down_proj")
 

@@ -18,14 +18,13 @@ import meshwright as mw
 from meshwright.formatting import format_time
 from meshwright.generation.generator import Generated, GenerationReport
 from meshwright.hlo.scopes import scopes_of
-from meshwright.trainer.evaluation import Evaluation
+from meshwright.trainer.evaluation import BatchEvaluation, Evaluation
 from meshwright.trainer.parity import Parity, StepParity
 from meshwright.views.draw import picture_of
 from meshwright.views.draw.colours import PALETTE, TASKS, block_colour, css_variables, ink_on, task_colour
 from meshwright.views.pages import Axis, Chart, Column, Grid, Live, Page, Section, Series, Table, Text, inline
 from meshwright.views.pages.blocks import to_json
 from meshwright.views.pages.page import SCRIPTS
-from meshwright.wrapped.prepared import WrappedEvaluation
 
 SCRIPT = "</script><script>alert(1)</script><!-- & \u2028"
 
@@ -159,7 +158,7 @@ RESULTS: dict[str, tuple[Callable[[], Any], str]] = {
         "gradients differ",
     ),
     "evaluation": (lambda: Evaluation(40, 2.0, 16, 2048, 9000), "7.389"),
-    "wrapped evaluation": (lambda: WrappedEvaluation(3, 0.25, {"loss": 0.25, "accuracy": 0.75}), "accuracy"),
+    "wrapped evaluation": (lambda: BatchEvaluation(3, 0.25, {"loss": 0.25, "accuracy": 0.75}), "accuracy"),
     "generated": (_generated, "mean log-probability -2.000"),
     "plan": (lambda: mw.plan("llama32-1b", on="v6e:2x2", tokens_per_step="256K")[0], "Where the bytes go"),
 }

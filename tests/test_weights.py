@@ -21,8 +21,7 @@ import meshwright as mw
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.hardware.mesh import build_mesh
 from meshwright.hugging_face.architecture import architecture_of
-from meshwright.hugging_face.folder import check_tied, open_folder, read_model
-from meshwright.hugging_face.load import load_params
+from meshwright.hugging_face.folder import check_tied, load_params, open_folder, read_model
 from meshwright.hugging_face.names import StoredTensor, read_block, write_block
 from meshwright.hugging_face.safetensors_files import NewSafetensorsFile, SafetensorsFile
 from meshwright.runs.recipe import find_recipe

@@ -1,6 +1,7 @@
 """Census of a run's own train and evaluation steps."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from meshwright.hlo.flops import Skipped
 from meshwright.hlo.parser import parse_module
 from meshwright.hlo.scopes import Branches, BranchScope
 from meshwright.models.flops import forward_flops
-from meshwright.models.model import ModelSpec, padded_vocab, vocab_size
+from meshwright.models.model import Model, ModelSpec, padded_vocab, vocab_size
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding import params
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
@@ -31,15 +32,26 @@ from meshwright.step.optimizers import ELEMENTWISE
 from meshwright.step.pipeline import branch_ticks, repeats_forward, tick_scopes
 from meshwright.step.train_step import build_eval_step, build_train_step
 
-_CATEGORIES = {"state.params": "parameters", "state.optimizer": "optimizer state", "state": "counters"}
+_CATEGORIES = {
+    "state.params": "parameters",
+    "state.optimizer": "optimizer state",
+    "state.variables": "variables",
+    "state": "counters",
+}
 # Lines of these files tell how bytes move, not what for; the line that called them is reported instead.
-_LIBRARY_FILES = tuple(str(module.__file__) for module in (collectives, hierarchical, ragged, params))
+LIBRARY_FILES = tuple(str(module.__file__) for module in (collectives, hierarchical, ragged, params))
 _MAX_VOCAB_PADDING = 0.05
 """Fraction of padding rows from which the vocabulary is reported."""
 
 
-def abstract_batch(device_run: DeviceRun) -> Batch:
+def abstract_batch(device_run: DeviceRun) -> Any:
     """Returns a batch of the run as `ShapeDtypeStruct`s with their shardings."""
+    return abstract_batch_of(device_run.run.model, device_run)
+
+
+@functools.singledispatch
+def abstract_batch_of(model: Model, device_run: DeviceRun) -> Any:
+    """Returns a batch of a model family; another kind of model registers its own function (`wrapped`)."""
     training, sharding = device_run.run.training, device_run.batch_sharding
 
     def array(dtype: Any) -> Any:
@@ -124,22 +136,27 @@ def skipped_by_kernels(placed: PlacedRun) -> Skipped:
     return Skipped(causal_fraction(placed.spec, placed.run.training.seq), min(1.0, rows))
 
 
-def census_of_train_step(device_run: DeviceRun, target: Target | None = None) -> Census:
-    """Compiles the train step of a run for its mesh and takes its census; nothing runs, no array is created.
-
-    target: hardware of the mesh's devices, on which a schedule is simulated; None simulates none.
-    """
+@functools.singledispatch
+def train_step_facts(model: Model, device_run: DeviceRun) -> ProgramFacts:
+    """Returns what is known of the train step of a model family; another kind of model registers its own function."""
     placed = device_run.placed
     pipelined = placed.shape.stage > 1
-    facts = ProgramFacts(
+    return ProgramFacts(
         name="train step",
         model_flops=model_flops(device_run, 3.0),
         skipped=skipped_by_kernels(placed),
         flops_band=flops_band(device_run, 3.0),
         branches=_branches(placed.schedule_table, device_run) if pipelined else {},
         ticks=tick_scopes(placed.schedule_table, device_run.local_model.permutes) if pipelined else {},
-        library_files=_LIBRARY_FILES,
+        library_files=LIBRARY_FILES,
     )
+
+
+def census_of_train_step(device_run: DeviceRun, target: Target | None = None) -> Census:
+    """Compiles the train step of a run for its mesh and takes its census; nothing runs, no array is created.
+
+    target: hardware of the mesh's devices, on which a schedule is simulated; None simulates none.
+    """
     result = census(
         build_train_step(device_run),
         device_run.abstract,
@@ -148,7 +165,7 @@ def census_of_train_step(device_run: DeviceRun, target: Target | None = None) ->
         categories=_CATEGORIES,
         declared=_declared(device_run),
         target=None if target is None else target_devices(device_run, target),
-        facts=facts,
+        facts=train_step_facts(device_run.run.model, device_run),
         compiler_options=device_run.compiler_options(),
     )
     # Simulated devices have no kernel for grouped matmuls: what they multiply instead is no fault of the run.
@@ -181,7 +198,7 @@ def census_of_eval_step(device_run: DeviceRun) -> Census:
         skipped=skipped_by_kernels(device_run.placed),
         flops_band=flops_band(device_run, 1.0),
         branches={} if table is None else _branches(table, device_run),
-        library_files=_LIBRARY_FILES,
+        library_files=LIBRARY_FILES,
     )
     return census(
         build_eval_step(device_run),
@@ -248,7 +265,7 @@ def _vocabulary_padding(device_run: DeviceRun) -> list[Finding]:
     """Reports a vocabulary of which a large fraction is padding."""
     model = device_run.run.model
     vocab, padded = vocab_size(model), padded_vocab(model)
-    if padded / vocab - 1 <= _MAX_VOCAB_PADDING:
+    if not vocab or padded / vocab - 1 <= _MAX_VOCAB_PADDING:
         return []
     tables = [p for p in named_leaves(device_run.params).values() if p.rows]
     itemsize = jnp.dtype(device_run.run.training.param_dtype).itemsize

@@ -1,6 +1,5 @@
 """Evaluation of checkpoints, benchmarks of `lm-eval`, and comparison of meshes from Python."""
 
-import dataclasses
 import importlib.util
 import logging
 import warnings
@@ -15,16 +14,11 @@ from meshwright.errors import ConfigError
 from meshwright.generation.generator import Generator
 from meshwright.generation.lm_eval_model import RequestAnswers
 from meshwright.hardware.mesh import default_cache_folder
-from meshwright.hugging_face.hub import is_hugging_face
+from meshwright.models.model import Model
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import run_in_folder
-from meshwright.storage.paths import path_of
 from meshwright.trainer import evaluation, loop
 from meshwright.trainer.parity import Parity, check_processes, compare_meshes
 from meshwright.trainer.same_hosts import agree_on
-from meshwright.wrapped.model import Wrapped, is_wrapped
-from meshwright.wrapped.parity import compare_wrapped
-from meshwright.wrapped.prepared import WrappedEvaluation, evaluate_wrapped
 
 
 def evaluate(
@@ -34,9 +28,9 @@ def evaluate(
     at: int | None = None,
     mesh: str | MeshShape | None = None,
     devices: int | None = None,
-    model: Wrapped | None = None,
+    model: Model | None = None,
     cache: Path | None = None,
-) -> evaluation.Evaluation | WrappedEvaluation:
+) -> evaluation.Evaluation | evaluation.BatchEvaluation:
     """Evaluates a run's checkpoint on its held-out text or batches, or on the text `data`.
 
     out: output folder of the run, or hf:PATH of a Hugging Face model.  data: other text, all of which is evaluated.
@@ -52,10 +46,7 @@ def evaluate(
         (2, True)
     """
     shape = MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
-    if not is_hugging_face(str(out)) and is_wrapped(wrapped := run_in_folder(path_of(out))):
-        wrapped = dataclasses.replace(wrapped, model=model or wrapped.model, mesh=shape or wrapped.mesh)
-        return evaluate_wrapped(path_of(out), wrapped, cache=cache or default_cache_folder(), at=at)
-    run = evaluation.run_to_evaluate(out, data, shape)
+    run = evaluation.run_to_evaluate(out, data, shape, model)
     return evaluation.evaluate_checkpoint(
         out, run, cache=cache or default_cache_folder(), whole=bool(data), at=at, devices=devices
     )
@@ -85,10 +76,8 @@ def parity(
     if jax.distributed.is_initialized() and jax.process_count() > 1:
         agree_on(run)
     check_processes(run.mesh, other)
-    if is_wrapped(run):
-        return compare_wrapped(run, other, cache=cache or default_cache_folder(), devices=devices, steps=steps)
     prepared = loop.prepare_run(run, cache=cache or default_cache_folder(), devices=devices)
-    return compare_meshes(prepared.device_run, other, prepared.train, prepared.corpus.weights, steps=steps)
+    return compare_meshes(prepared, other, steps=steps)
 
 
 def check_lm_eval() -> None:

@@ -30,7 +30,6 @@ from meshwright.views.offer_tables import offers_table
 from meshwright.views.pages import inline
 from meshwright.views.plan_page import plan_page
 from meshwright.views.plan_tables import plans_table
-from meshwright.wrapped.model import is_wrapped
 
 
 class Plans(list[Plan]):
@@ -118,20 +117,14 @@ def plan(
     """
     base = find_recipe(run) if isinstance(run, str) else run
     targets = [find_target(name) for name in ((on,) if isinstance(on, str) else on)]
-    if is_wrapped(base):
-        if tokens_per_step is not None:
-            raise ConfigError(
-                f"{tokens_per_step} tokens per step of a wrapped model", "its batch is that of its data", "leave it out"
-            )
-        from meshwright.wrapped.plan import plan_wrapped  # loads optax
-
-        return Plans(plan_wrapped(base, targets, at_most=at_most))
     base = with_vocab(base)
     if tokens_per_step is not None:
+        refuse_wrapped(base, [f"{tokens_per_step} tokens per step"])
         base = with_tokens_per_step(base, parse_count(str(tokens_per_step), "tokens_per_step"))
     searches = [_search(base, target, include) for target in targets]
     plans = [plan for result in searches for plan in result.plans[:at_most]]
-    return Plans(sorted(plans, key=lambda p: p.estimate.seconds)[:at_most], searches)
+    pages = searches if base.model.unit == "tokens" else ()
+    return Plans(sorted(plans, key=lambda p: p.estimate.seconds)[:at_most], pages)
 
 
 def _search(run: Run, target: Target, include: Sequence[MeshShape] = ()) -> SearchResult:
@@ -143,7 +136,7 @@ def _search(run: Run, target: Target, include: Sequence[MeshShape] = ()) -> Sear
 
 def refuse_wrapped(run: Run, asked: Sequence[str]) -> None:
     """Raises ConfigError where something is asked of a wrapped model that only the package's own families have."""
-    if asked and is_wrapped(run):
+    if asked and run.model.unit != "tokens":
         raise ConfigError(f"{asked[0]} with a wrapped model", "it would not be used there", "leave it out")
 
 

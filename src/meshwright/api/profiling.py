@@ -16,7 +16,6 @@ from meshwright.hardware.targets import Target
 from meshwright.planner.forecast import local_target
 from meshwright.trainer.loop import Trainable
 from meshwright.views.profile_tables import print_profile
-from meshwright.wrapped.model import is_wrapped
 
 FOLDER = "profile"
 """Folder of the trace in the output folder."""
@@ -48,9 +47,7 @@ def profiled(prepared: Trainable, steps: str, out: Path, console: Console | None
 
 
 def _target(prepared: Trainable) -> Target | None:
-    """Returns the hardware here, where it is known; None for a wrapped model, whose schedule is not simulated."""
-    if is_wrapped(prepared.device_run.run):
-        return None
+    """Returns the hardware here, where it is known."""
     file = calibration_path(default_cache_folder())
     calibration = read_calibration(file) if file.is_file() else None
     known = local_target(list(prepared.device_run.mesh.devices.flat), calibration)

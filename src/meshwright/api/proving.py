@@ -26,8 +26,7 @@ from meshwright.errors import CensusError, ConfigError
 from meshwright.fine_tuning import FineTune
 from meshwright.formatting import format_bytes
 from meshwright.generation.decoder import Bucket, Decoder
-from meshwright.generation.weight_sizes import run_for_decoding
-from meshwright.generation.weights import abstract_layout
+from meshwright.generation.weights import abstract_layout, run_for_decoding
 from meshwright.hardware.aot import compiler_environment, require_compiler, topology_devices
 from meshwright.hardware.chips import Torus
 from meshwright.hardware.machine import AUTO
@@ -44,10 +43,6 @@ from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.views.pages import frame
-from meshwright.wrapped.census import census_of_wrapped
-from meshwright.wrapped.model import Wrapped, check_named, is_wrapped
-from meshwright.wrapped.placing import put_on_devices
-from meshwright.wrapped.plan import price_wrapped
 
 _COMPILES_FOR = "MESHWRIGHT_COMPILES_FOR"
 """Environment variable that marks a process that compiles, with its target."""
@@ -124,20 +119,16 @@ def prove(plan: Plan | Run, on: str | None = None, *, limit: int = 900) -> Proof
             'prove(run, on="v5p:4x4x4"), or one of the plans of plan(...)',
         )
     target = find_target(on)
-    if is_wrapped(plan):
-        return prove_plan(price_wrapped(plan, target), target, limit)
-    return prove_plan(price_run(with_best_remat(with_vocab(plan), target), target), target, limit)
+    return prove_plan(price_run(resolved_run(plan, target.devices, target), target), target, limit)
 
 
 def prove_plan(plan: Plan, target: Target, limit: int) -> Proof:
     """Compiles a plan for `target` by `meshwright prove PLAN --json`, for at most `limit` seconds."""
-    check_named(plan.run)  # another process compiles it
+    own = plan.run.model.options_of_child()
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+", encoding="utf-8") as printed:
         file, html = Path(folder) / "plan.json", Path(folder) / "page.html"
         write_plan(plan, target, file)
-        words = ["prove", str(file), "--json", "--html", str(html), *options_of_child()]
-        if isinstance(plan.run.model, Wrapped):  # whose code this process runs already
-            words += ["--model.name", plan.run.model.named().name]
+        words = ["prove", str(file), "--json", "--html", str(html), *options_of_child(), *own]
         try:
             _, errors = compile_in_subprocess(target, limit, words, printed)
         except CensusError as error:
@@ -243,28 +234,24 @@ def compile_step(
     """
     run, devices = resolved_run(run, len(devices), target), list(devices)
     assert run.mesh is not None
-    if is_wrapped(run):
-        wrapped = put_on_devices(run, build_mesh(run.mesh, devices))
-        planned = None if target is None else price_wrapped(run, target).estimate
-        return CompiledStep(wrapped.placed, census_of_wrapped(wrapped, target), None, planned)
     device_run = place_on_devices(run, build_mesh(run.mesh, devices))
+    # Choices are made, and states saved as weights, of a model whose layers are known.
+    known = device_run if run.model.unit == "tokens" else None
     if step != "train":
-        return CompiledStep(device_run.placed, census_of_eval_step(device_run), device_run, None)
+        return CompiledStep(device_run.placed, census_of_eval_step(device_run), known, None)
     if target is None:
-        return CompiledStep(device_run.placed, census_of_train_step(device_run), device_run, None)
+        return CompiledStep(device_run.placed, census_of_train_step(device_run), known, None)
     take = refresh_census if fresh else cached_census
     census = take(default_cache_folder() / "proofs", device_run, target)
-    return CompiledStep(device_run.placed, census, device_run, estimate(place_run(run), target))
+    return CompiledStep(device_run.placed, census, known, estimate(place_run(run), target))
 
 
 def resolved_run(run: Run, devices: int, target: Target | None) -> Run:
     """Returns the run with a mesh (FSDP over a target, the default one here), a vocabulary and a remat policy."""
     if run.mesh is None:
-        here = target is None and not is_wrapped(run)
+        here = target is None and run.model.unit == "tokens"
         shape = default_mesh_shape(min(8, devices)) if here else MeshShape(fsdp=devices)
         run = dataclasses.replace(run, mesh=shape)
-    if is_wrapped(run):
-        return run
     return with_vocab(run) if target is None else with_best_remat(with_vocab(run), target)
 
 

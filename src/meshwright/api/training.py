@@ -29,7 +29,6 @@ from meshwright.runs.run_file import run_to_dict
 from meshwright.storage.paths import path_of
 from meshwright.trainer import loop
 from meshwright.trainer.watchdog import Watchdog
-from meshwright.wrapped.model import is_wrapped
 
 
 def train(
@@ -123,7 +122,7 @@ def train_reported(
             joined = watched_before(out, watchdog or Watchdog())
         with joined:
             prepared = _prepare(run, cache, devices, None if start == "fresh" else out, shown=progress is not None)
-        forecast = None if is_wrapped(run) else _forecast(prepared)
+        forecast = _forecast(prepared)
         on_prepared(prepared, forecast)
         with memory_explained(prepared), _profiled(prepared, profile, out, console) as profiled:
             summary = loop.train(
@@ -131,7 +130,7 @@ def train_reported(
                 at=start if isinstance(start, int) else None, data=data, reporters=reporters,
                 page=lambda: view(out).write(), watchdog=watchdog,
             )  # fmt: skip
-        unit = "examples" if is_wrapped(run) else "tokens"
+        unit = run.model.unit
         if forecast is None or not summary.tokens or jax.process_index():
             return Trained(summary, unit)
         return Trained(summary, unit, _gaps(forecast, summary))
@@ -172,10 +171,6 @@ def _profiled(
 
 def _prepare(run: Run, cache: Path, devices: int | None, resumed: Path | None, *, shown: bool) -> loop.Trainable:
     """Puts the run on its devices. resumed: output folder of a run that goes on with its own tokenizer."""
-    if is_wrapped(run):
-        from meshwright.wrapped.prepared import prepare_wrapped  # a run of a family's model loads no wrapped one
-
-        return prepare_wrapped(run, cache=cache, devices=devices)
     display = TokenizeReport(open_console(sys.stderr)) if shown else None
     own = None if resumed is None else resumed / "tokenizer.json"
     return loop.prepare_run(run, cache=cache, devices=devices, choose=_choose_for_devices, own=own, progress=display)

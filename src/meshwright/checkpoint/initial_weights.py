@@ -10,9 +10,8 @@ import jax
 
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.errors import WeightsError
-from meshwright.hugging_face.folder import KEPT, keep_files, open_folder, read_model
+from meshwright.hugging_face.folder import KEPT, keep_files, load_params, open_folder, read_model
 from meshwright.hugging_face.hub import find_folder, is_hugging_face
-from meshwright.hugging_face.load import load_params
 from meshwright.models.model import Model
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder

@@ -107,7 +107,7 @@ _OF_A_STEP = (
 )
 """Options that read or write the census of a step."""
 _WRITTEN = ("trace", "save_budget", "save", "hlo", "html", "profile")
-_OF_FAMILIES = ("step", "measure", "profile", "fresh")
+_OF_FAMILIES = ("step", "measure", "profile")
 
 
 def main(args: Sequence[str]) -> int:
@@ -183,7 +183,6 @@ def _other_side(options: ProveOptions, target: Target | None) -> Run | dict[str,
         return None
     file = Path(options.against)
     if file.suffix != ".json":
-        refuse_wrapped(options.run, [f"--against {file}"])
         return dataclasses.replace(options.run, mesh=MeshShape.parse(options.against))
     if not is_plan(file):
         return read_census(file)

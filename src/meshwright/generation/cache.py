@@ -180,9 +180,15 @@ class CachedAttend:
         return cache
 
     def __call__(
-        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, /, *, window: int | None,
+        self,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        /,
+        *,
+        window: int | None,
         scores: Scores | None = None,
-    ) -> jax.Array:  # fmt: skip
+    ) -> jax.Array:
         """Returns the attention output of this device's tokens [1, tokens, N, H]."""
         return self._attend(q_BTNH, k_BTKH, v_BTKH, window, scores)
 
@@ -212,9 +218,14 @@ class CachedAttend:
         return whole.reshape(batch, tokens, *whole.shape[1:])
 
     def _attend(
-        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array | None, window: int | None,
-        scores: Scores | None, kv_rank: int | None = None,
-    ) -> jax.Array:  # fmt: skip
+        self,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array | None,
+        window: int | None,
+        scores: Scores | None,
+        kv_rank: int | None = None,
+    ) -> jax.Array:
         assert self._cache is not None
         q, k = self._by_sequence(q_BTNH), self._by_sequence(k_BTKH)
         v = None if v_BTKH is None else self._by_sequence(v_BTKH)
@@ -272,8 +283,9 @@ def write(cache: KeyValues, row: Any, slots: Slots, k_BTKH: jax.Array, v_BTKH: j
         return place(array, values), place(scales, scale)
 
     (k, k_scale), (v, v_scale) = (
-        place_both(cache.k, cache.k_scale, k_BTKH), place_both(cache.v, cache.v_scale, v_BTKH)
-    )  # fmt: skip
+        place_both(cache.k, cache.k_scale, k_BTKH),
+        place_both(cache.v, cache.v_scale, v_BTKH),
+    )
     return KeyValues(k, v, k_scale, v_scale)
 
 
@@ -285,9 +297,14 @@ def quantise(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def attend(
-    cache: KeyValues, row: Any, slots: Slots, q_BTNH: jax.Array, window: int | None, scores: Scores | None = None,
+    cache: KeyValues,
+    row: Any,
+    slots: Slots,
+    q_BTNH: jax.Array,
+    window: int | None,
+    scores: Scores | None = None,
     kv_rank: int | None = None,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:
     """Attends to this device's slots of a layer; returns the output [B, T, N, value] and its log-sum-exp [B, T, N].
 
     Both are float32. A query that sees none of the slots gets zeros, and a log-sum-exp near -1e30.  kv_rank: first
@@ -320,9 +337,11 @@ def attend(
         if v_scale is not None:
             weights *= v_scale
         part = jnp.einsum(
-            "kbgs,skbh->kbgh", weights.astype(q_KBGH.dtype), v_SKBH.astype(q_KBGH.dtype),
+            "kbgs,skbh->kbgh",
+            weights.astype(q_KBGH.dtype),
+            v_SKBH.astype(q_KBGH.dtype),
             preferred_element_type=jnp.float32,
-        )  # fmt: skip
+        )
         return now, total, out * old[..., None] + part
 
     sums = (

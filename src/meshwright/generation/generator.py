@@ -13,9 +13,9 @@ from meshwright.errors import ConfigError
 from meshwright.formatting import format_bytes
 from meshwright.generation.decoder import Bucket, Decoder, DecodeState, bucket_for, check_decodable
 from meshwright.generation.sampling import Sampling
+from meshwright.generation.scoring import score_texts
 from meshwright.generation.source import OpenedModel
-from meshwright.generation.weight_sizes import WeightsLayout, weight_bytes
-from meshwright.generation.weights import LaidOut, lay_out
+from meshwright.generation.weights import LaidOut, WeightsLayout, lay_out, weight_bytes
 from meshwright.plugins import Shown
 from meshwright.step.device_run import DeviceRun
 
@@ -139,8 +139,9 @@ class Generator:
         if tokens.min() < 0 or tokens.max() >= vocab:
             raise ConfigError(
                 f"a prompt with token {tokens.max() if tokens.max() >= vocab else tokens.min()}",
-                f"the model has tokens 0 to {vocab - 1}", "tokens of the model's own tokenizer",
-            )  # fmt: skip
+                f"the model has tokens 0 to {vocab - 1}",
+                "tokens of the model's own tokenizer",
+            )
         return tokens
 
     def decoder(self, lengths: Sequence[int], max_tokens: int) -> Decoder:
@@ -204,8 +205,6 @@ class Generator:
         Returns for each text the log-probability of every token after its first, float32, and whether it is the most
         probable one, bool.
         """
-        from meshwright.generation.scoring import score_texts  # generating needs no scores
-
         encoded = [self.encode(text) for text in texts]
         return score_texts(self.decoder([len(text) for text in encoded], 0), encoded)
 

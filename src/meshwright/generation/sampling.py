@@ -65,10 +65,13 @@ class Sampling:
         """Returns the numbers as arguments of a compiled program: others compile nothing again."""
         f, i = np.float32, np.int32
         return Settings(
-            f(self.temperature), i(min(self.top_k, _ALL_TOKENS)), f(self.top_p), f(self.min_p),
+            f(self.temperature),
+            i(min(self.top_k, _ALL_TOKENS)),
+            f(self.top_p),
+            f(self.min_p),
             f(self.repetition_penalty),
             np.uint32(self.seed % 2**32),
-        )  # fmt: skip
+        )
 
 
 _FIELDS = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"]

@@ -1,5 +1,7 @@
 """Log-likelihood of given texts from the cache: the prefill, with the probability of each token that follows."""
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,53 +27,38 @@ def score_texts(decoder: Decoder, texts: Sequence[np.ndarray]) -> list[tuple[np.
 
     A token is greedy where no other is more probable. texts: tokens of each sequence, at least one.
     """
+    if decoder.scores is None:
+        everywhere = PartitionSpec()
+        score_chunk = functools.partial(_score_chunk, decoder)
+        decoder.scores = decoder.compiled(score_chunk, (decoder.specs, everywhere, everywhere))
     state, scores = decoder.start(texts), []
     first_slot = int(state.slot)
     settings, stops = Sampling().settings(), decoder.no_stops
     for _ in range(first_slot, decoder.end, decoder.bucket.chunk):
-        state, logprobs_BT, greedy_BT = _program(decoder)(decoder.weights.params, state, settings, stops, np.int32(0))
-        scores.append((np.asarray(logprobs_BT), np.asarray(greedy_BT)))
+        state, *found = decoder.scores(decoder.weights.params, state, settings, stops, np.int32(0))
+        scores.append([np.asarray(x) for x in found])
     logprobs_BT, greedy_BT = (np.concatenate(parts, 1) for parts in zip(*scores, strict=True))
-    found = []
-    for row, text in enumerate(texts):
-        # What slot s scores is the token in slot s + 1.
-        start, end = decoder.end - len(text) - first_slot, decoder.end - 1 - first_slot
-        found.append((logprobs_BT[row, start:end], greedy_BT[row, start:end]))
-    return found
+    # What slot s scores is the token in slot s + 1.
+    end = decoder.end - 1 - first_slot
+    rows = [(row, slice(end - len(text) + 1, end)) for row, text in enumerate(texts)]
+    return [(logprobs_BT[where], greedy_BT[where]) for where in rows]
 
 
-def _program(decoder: Decoder) -> Any:
-    """Returns the compiled program of a decoder, compiled at the first text."""
-    if decoder.scores is None:
-        everywhere = PartitionSpec()
-        decoder.scores = decoder.compiled(_ScoreChunk(decoder), (decoder.specs, everywhere, everywhere))
-    return decoder.scores
-
-
-class _ScoreChunk:
+def _score_chunk(
+    decoder: Decoder, params: Tree, state: DecodeState, settings: Any, stops: Any, number: Any
+) -> tuple[DecodeState, jax.Array, jax.Array]:
     """Feeds one chunk and scores the tokens that follow each of its tokens."""
-
-    def __init__(self, decoder: Decoder):
-        self._decoder = decoder
-
-    def __call__(
-        self, params: Tree, state: DecodeState, settings: Any, stops: Any, number: Any
-    ) -> tuple[DecodeState, jax.Array, jax.Array]:
-        decoder, chunk = self._decoder, self._decoder.bucket.chunk
-        batch = state.first.shape[0]
-        x_BTD, table_VD, cache = decoder.hidden(params, state, chunk)
-        labels_BT = lax.dynamic_slice_in_dim(state.tokens, state.slot + 1, chunk, 1)
-        labels_T = decoder.local_tokens(jnp.maximum(labels_BT, 0))
-        run = decoder.device_run.run
-        size = chunk_tokens(labels_T.shape[0], table_VD.shape[0], run.training.logits_mib)
-        scores = token_scores(
-            x_BTD[0], table_VD, labels_T, vocab_size(run.model), size, decoder.device_run.placed.spec.logit_softcap
-        )
-        logprobs_BT, greedy_BT = (
-            all_gather(all_gather(x, CONTEXT, 0)[: batch * chunk].reshape(batch, chunk), BATCH_AXES, 0) for x in scores
-        )
-        state = DecodeState(cache, state.tokens, state.logprobs, state.first, state.done, state.slot + chunk)
-        return state, logprobs_BT, greedy_BT
+    chunk, batch, run = decoder.bucket.chunk, state.first.shape[0], decoder.device_run.run
+    x_BTD, table_VD, cache = decoder.hidden(params, state, chunk)
+    labels_BT = lax.dynamic_slice_in_dim(state.tokens, state.slot + 1, chunk, 1)
+    labels_T = decoder.local_tokens(jnp.maximum(labels_BT, 0))
+    size = chunk_tokens(labels_T.shape[0], table_VD.shape[0], run.training.logits_mib)
+    softcap = decoder.device_run.placed.spec.logit_softcap
+    scores = token_scores(x_BTD[0], table_VD, labels_T, vocab_size(run.model), size, softcap)
+    logprobs_BT, greedy_BT = (
+        all_gather(all_gather(x, CONTEXT, 0)[: batch * chunk].reshape(batch, chunk), BATCH_AXES, 0) for x in scores
+    )
+    return dataclasses.replace(state, cache=cache, slot=state.slot + chunk), logprobs_BT, greedy_BT
 
 
 def token_scores(

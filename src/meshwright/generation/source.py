@@ -9,7 +9,9 @@ from typing import Literal
 
 import jax
 
+from meshwright.checkpoint.adapters import merge_adapters
 from meshwright.checkpoint.checkpoints import Checkpoints
+from meshwright.checkpoint.initial_weights import load_initial_weights
 from meshwright.config import MeshShape
 from meshwright.data.chat import ChatTemplate, read_chat_template
 from meshwright.data.tokenizers import Tokenizer
@@ -17,7 +19,7 @@ from meshwright.data.tokens import load_corpus
 from meshwright.data.vocabulary import build_tokenizer
 from meshwright.documents import read_json
 from meshwright.errors import ConfigError, WeightsError
-from meshwright.generation.weight_sizes import run_for_decoding
+from meshwright.generation.weights import run_for_decoding
 from meshwright.hardware.mesh import build_mesh, default_cache_folder, default_mesh_shape
 from meshwright.hugging_face.folder import KEPT
 from meshwright.hugging_face.hub import find_folder, is_hugging_face
@@ -79,8 +81,6 @@ def _merged(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tree]:
     """The model with its adapters merged, which a decode step reads as one weight, and without its reference."""
     if device_run.run.finetune.method != "lora" and device_run.run.finetune.objective != "preferences":
         return device_run, params
-    from meshwright.checkpoint.adapters import merge_adapters  # loaded for runs with adapters
-
     return merge_adapters(device_run, params)
 
 
@@ -92,7 +92,7 @@ def run_of_source(source: str | Path, initial: Literal["checkpoint", "random"] =
         return run_in_folder(path_of(source))
     raise ConfigError(
         f"weights of {source}",
-        "it is no folder; a recipe names a model and has no weights before it is trained",
+        "it is not a folder; a recipe names a model and has no weights before it is trained",
         "the output folder of `meshwright train`, hf:PATH of a Hugging Face model, or "
         f"`{source} --random-weights` to see random text",
     )
@@ -101,8 +101,6 @@ def run_of_source(source: str | Path, initial: Literal["checkpoint", "random"] =
 def _hugging_face(name: str, mesh: MeshShape | None, at: int | None, devices: int | None) -> OpenedModel:
     if at is not None:
         raise ConfigError(f"{name} at step {at}", "a Hugging Face folder has one version of its weights", "no --at")
-    from meshwright.checkpoint.initial_weights import load_initial_weights  # loaded for such a folder
-
     run = find_recipe(name)
     device_run = place_for_decoding(run, mesh, devices)
     tokenizer = build_tokenizer(run.data.tokenizer, iter(()))
@@ -123,7 +121,7 @@ def _end_tokens(folder: Path) -> tuple[int, ...]:
                     return tuple(int(end) for end in ends) if isinstance(ends, list) else (int(ends),)
             except (OSError, ValueError, TypeError, AttributeError) as error:
                 raise WeightsError(
-                    f"reading {folder / file}", f"it is no configuration: {error}", "download it again"
+                    f"reading {folder / file}", f"it is not a configuration: {error}", "download it again"
                 ) from error
     return ()
 
@@ -131,9 +129,12 @@ def _end_tokens(folder: Path) -> tuple[int, ...]:
 def _random(name: str, mesh: MeshShape | None, devices: int | None) -> OpenedModel:
     run = find_recipe(name)
     tokenizer = load_corpus(
-        run.data.paths, run.data.tokenizer, default_cache_folder(), bad_records=run.faults.bad_records,
+        run.data.paths,
+        run.data.tokenizer,
+        default_cache_folder(),
+        bad_records=run.faults.bad_records,
         text_field=run.data.text_field,
-    ).tokenizer  # fmt: skip
+    ).tokenizer
     if run.model.vocab is None:
         run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=tokenizer.vocab))
     device_run = place_for_decoding(run, mesh, devices)

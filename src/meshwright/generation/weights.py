@@ -7,17 +7,70 @@ dtype, and stay so.
 
 import dataclasses
 import functools
-from typing import Any
+import math
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.comm.collectives import all_reduce_max
-from meshwright.generation.weight_sizes import WeightsLayout, is_int8
-from meshwright.sharding.params import Param, Tree, tree_map
-from meshwright.sharding.placement import Placements, to_spec
+from meshwright.config import MeshShape
+from meshwright.runs.placed_run import PlacedRun
+from meshwright.runs.run import Run
+from meshwright.sharding.layouts import BATCH_AXES
+from meshwright.sharding.params import LOW_PRECISION_ROLES, Param, Tree, tree_map
+from meshwright.sharding.placement import Placements, local_shape, to_spec
 from meshwright.step.device_run import DeviceRun, param_specs
+
+WeightsLayout = Literal["gathered", "sharded", "int8"]
+"""`sharded` keeps the layout and dtype of training and gathers each layer for each token; `gathered` gathers all of
+them once, in the compute dtype; `int8` does so too, with the matmul weights of dense layers in int8."""
+
+
+def is_int8(p: Param) -> bool:
+    """Returns whether the layout `int8` quantises a parameter: matmul weights of layers, those of experts excepted."""
+    return p.role in LOW_PRECISION_ROLES and "E" not in p.dims and "L" in p.dims
+
+
+def weight_bytes(placed: PlacedRun, layout: WeightsLayout) -> int:
+    """Returns the bytes of the weights on one device in a layout."""
+    training, total = placed.run.training, 0
+    for _, p, where in placed.leaves:
+        if layout == "sharded":
+            size = jnp.dtype(training.param_dtype).itemsize
+            total += math.prod(local_shape(p.shape, where.at_rest, placed.shape)) * size
+            continue
+        shape = local_shape(p.shape, where.in_use, placed.shape)
+        if layout == "int8" and is_int8(p):
+            total += math.prod(shape) + 4 * shape[0] * math.prod(shape[1 + p.contract :])
+        else:
+            kept = "float32" if p.precision == "float32" else training.compute_dtype
+            total += math.prod(shape) * jnp.dtype(kept).itemsize
+    return total
+
+
+def run_for_decoding(run: Run, shape: MeshShape) -> Run:
+    """Returns a run on a mesh with a batch and a sequence length that fit it; kernels of training are left out.
+
+    What a step of training computes at once is no matter here: prompts, slots and chunks have sizes of their own.
+    """
+    multiple = (2 if shape.context > 1 else 1) * shape.context * shape.tensor
+    longest = run.model.spec().max_seq
+    training = dataclasses.replace(
+        run.training,
+        batch=shape.over(BATCH_AXES),
+        microbatches=1,
+        seq=multiple if longest is None else max(multiple, longest // multiple * multiple),
+        remat="full",
+        saved_layers=0,
+        stage_saves="input",
+        context_strategy="all_gather",
+        attention_kernel="blocked",
+        tensor_strategy="gather",
+        gather_ahead="none",
+    )
+    return dataclasses.replace(run, mesh=shape, training=training)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=[])
@@ -55,10 +108,33 @@ class LaidOut:
 
 def lay_out(device_run: DeviceRun, params: Tree, layout: WeightsLayout) -> LaidOut:
     """Returns `params` in a layout; nothing is copied where it is that of training."""
-    model = device_run.local_model
     if layout == "sharded":
-        return LaidOut(params, param_specs(device_run.placements, "at_rest"), model.gather_params)
-    specs = _specs(device_run, layout)
+        return LaidOut(params, param_specs(device_run.placements, "at_rest"), device_run.local_model.gather_params)
+    program, specs = _gathered(device_run, layout)
+    return LaidOut(program(params), specs, lambda params, path: params)
+
+
+def abstract_layout(device_run: DeviceRun, layout: WeightsLayout) -> LaidOut:
+    """Returns a layout with `ShapeDtypeStruct`s instead of arrays, to compile for hardware that is not here."""
+    if layout == "sharded":
+        return lay_out(device_run, device_run.abstract.params, layout)
+    program, specs = _gathered(device_run, layout)
+    arrays = jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(device_run.mesh, spec)),
+        jax.eval_shape(program, device_run.abstract.params),
+        specs,
+    )
+    return LaidOut(arrays, specs, lambda params, path: params)
+
+
+def _gathered(device_run: DeviceRun, layout: WeightsLayout) -> tuple[Any, Tree]:
+    """Returns the program that gathers all weights once, and the specs of what it returns."""
+
+    def spec(p: Param, where: Placements) -> Any:
+        values = to_spec(where.in_use)
+        if layout != "int8" or not is_int8(p):
+            return values
+        return Int8Weight(values, PartitionSpec(values[0], *values[1 + p.contract :]))
 
     def gather(params: Tree) -> Tree:
         paths = {path: _gather_stack(device_run, params[path], path) for path in params}
@@ -66,16 +142,10 @@ def lay_out(device_run: DeviceRun, params: Tree, layout: WeightsLayout) -> LaidO
             return tree_map(_quantise, device_run.params, paths, device_run.placements)
         return paths
 
-    relaid = jax.jit(
-        jax.shard_map(
-            gather,
-            mesh=device_run.mesh,
-            in_specs=(param_specs(device_run.placements, "at_rest"),),
-            out_specs=specs,
-            check_vma=False,
-        )
-    )(params)
-    return LaidOut(relaid, specs, lambda params, path: params)
+    specs = tree_map(spec, device_run.params, device_run.placements)
+    own = param_specs(device_run.placements, "at_rest")
+    mapped = jax.shard_map(gather, mesh=device_run.mesh, in_specs=(own,), out_specs=specs, check_vma=False)
+    return jax.jit(mapped), specs
 
 
 def _gather_stack(device_run: DeviceRun, params: Tree, path: str) -> Tree:
@@ -85,16 +155,6 @@ def _gather_stack(device_run: DeviceRun, params: Tree, path: str) -> Tree:
     if not any("L" in p.dims for p in leaves):
         return gather(params, path)
     return jax.lax.map(lambda layer: gather(layer, path), params)
-
-
-def _specs(device_run: DeviceRun, layout: WeightsLayout) -> Tree:
-    def spec(p: Param, where: Placements) -> Any:
-        values = to_spec(where.in_use)
-        if layout != "int8" or not is_int8(p):
-            return values
-        return Int8Weight(values, PartitionSpec(values[0], *values[1 + p.contract :]))
-
-    return tree_map(spec, device_run.params, device_run.placements)
 
 
 def _quantise(p: Param, w: jax.Array, where: Placements) -> Any:
@@ -107,22 +167,3 @@ def _quantise(p: Param, w: jax.Array, where: Placements) -> Any:
     largest = all_reduce_max(jnp.abs(w).max(dims, keepdims=True), axes)
     scale = jnp.maximum(largest, 1e-30) / 127.0
     return Int8Weight(jnp.round(w / scale).astype(jnp.int8), scale.reshape(w.shape[0], *w.shape[1 + p.contract :]))
-
-
-def abstract_layout(device_run: DeviceRun, layout: WeightsLayout) -> LaidOut:
-    """Returns a layout with `ShapeDtypeStruct`s in the place of arrays, to compile for hardware that is not here."""
-    if layout == "sharded":
-        specs = param_specs(device_run.placements, "at_rest")
-        return LaidOut(device_run.abstract.params, specs, device_run.local_model.gather_params)
-    specs, compute = _specs(device_run, layout), device_run.run.training.compute_dtype
-
-    def array(shape: tuple[int, ...], dtype: Any, spec: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(device_run.mesh, spec))
-
-    def weight(p: Param, spec: Any) -> Any:
-        if isinstance(spec, Int8Weight):
-            scale = array((p.shape[0], *p.shape[1 + p.contract :]), jnp.float32, spec.scale)
-            return Int8Weight(array(p.shape, jnp.int8, spec.values), scale)
-        return array(p.shape, "float32" if p.precision == "float32" else compute, spec)
-
-    return LaidOut(tree_map(weight, device_run.params, specs), specs, lambda params, path: params)

@@ -68,27 +68,20 @@ class Architecture:
         return any(re.fullmatch(pattern, name) for pattern in self.left_out)
 
 
-_FAMILIES: dict[str, str] = {
-    "DeepseekV2ForCausalLM": "deepseek",
-    "DeepseekV3ForCausalLM": "deepseek",
-    "GPT2LMHeadModel": "gpt2",
-    "Glm4MoeForCausalLM": "glm4_moe",
-    "GptOssForCausalLM": "gpt_oss",
-    "Gemma2ForCausalLM": "gemma",
-    "Gemma3ForCausalLM": "gemma",
-    "LlamaForCausalLM": "llama",
-    "Llama4ForCausalLM": "llama4",
-    "MistralForCausalLM": "llama",
-    "Qwen2ForCausalLM": "llama",
-    "Qwen3ForCausalLM": "llama",
-    "Olmo2ForCausalLM": "llama",
-    "Olmo3ForCausalLM": "llama",
-    "Phi3ForCausalLM": "llama",
-    "SmolLM3ForCausalLM": "llama",
-    "MixtralForCausalLM": "llama",
-    "Qwen3MoeForCausalLM": "llama",
-    "Qwen3NextForCausalLM": "qwen3_next",
+_MODULES = {
+    "deepseek": ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+    "gpt2": ("GPT2LMHeadModel",),
+    "glm4_moe": ("Glm4MoeForCausalLM",),
+    "gpt_oss": ("GptOssForCausalLM",),
+    "gemma": ("Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+    "llama": (
+        *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Olmo2ForCausalLM"),
+        *("Olmo3ForCausalLM", "Phi3ForCausalLM", "SmolLM3ForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM"),
+    ),
+    "llama4": ("Llama4ForCausalLM",),
+    "qwen3_next": ("Qwen3NextForCausalLM",),
 }
+_FAMILIES = {name: module for module, names in _MODULES.items() for name in names}
 """Architecture -> module of `hugging_face.families` that states it."""
 
 ARCHITECTURES: dict[str, Architecture] = {}

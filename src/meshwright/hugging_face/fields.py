@@ -11,26 +11,26 @@ from meshwright.errors import WeightsError
 REQUIRED: Any = object()
 """Default of a field that has none: it must be there."""
 
-NEUTRAL = frozenset({
-    "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "use_cache", "_name_or_path",
-    "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "attention_dropout", "output_router_logits",
-    "pretraining_tp", "max_position_embeddings", "auto_map", "task_specific_params", "cache_implementation",
-    "_attn_implementation", "_attn_implementation_autoset", "id2label", "label2id", "unsloth_version",
-    "return_dict", "output_attentions", "output_hidden_states", "chunk_size_feed_forward", "problem_type",
-    "is_encoder_decoder", "attention_probs_dropout_prob", "is_decoder",
-})  # fmt: skip
+NEUTRAL = frozenset[str]().union(
+    ("architectures", "model_type", "transformers_version", "auto_map", "_name_or_path", "unsloth_version"),
+    ("dtype", "torch_dtype", "use_cache", "cache_implementation", "pretraining_tp", "max_position_embeddings"),
+    ("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "task_specific_params", "problem_type"),
+    ("initializer_range", "attention_dropout", "attention_probs_dropout_prob", "is_encoder_decoder", "is_decoder"),
+    ("return_dict", "output_attentions", "output_hidden_states", "output_router_logits", "chunk_size_feed_forward"),
+    ("_attn_implementation", "_attn_implementation_autoset"),
+)
 """Fields of every architecture that change no number of the forward pass, or name the architecture itself."""
 
 
-_SIZES = frozenset({
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "intermediate_size", "n_embd", "n_layer", "n_head", "n_positions", "n_inner", "max_position_embeddings",
-    "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
-    "shared_expert_intermediate_size", "intermediate_size_mlp", "interleave_moe_layer_step", "attention_chunk_size",
-    "n_group", "topk_group", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "sliding_window",
-    "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
-    "linear_value_head_dim", "linear_conv_kernel_dim", "no_rope_layer_interval",
-})  # fmt: skip
+_SIZES = frozenset[str]().union(
+    ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    ("n_embd", "n_layer", "n_head", "n_positions", "n_inner", "max_position_embeddings", "intermediate_size"),
+    ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"),
+    ("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp", "interleave_moe_layer_step"),
+    ("sliding_window", "attention_chunk_size", "full_attention_interval", "no_rope_layer_interval"),
+    ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "linear_conv_kernel_dim"),
+    ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+)
 """Fields that count something of which there is at least one, where they are not null."""
 
 
@@ -117,7 +117,7 @@ class Fields:
 
 
 def read_fields(folder: Path) -> Fields:
-    """Reads the config.json of a folder. Raises WeightsError where there is none, or it is no configuration."""
+    """Reads the config.json of a folder. Raises WeightsError where there is none, or it is not a configuration."""
     file = folder / "config.json"
     try:
         check_inside(folder, [file])
@@ -127,7 +127,7 @@ def read_fields(folder: Path) -> Fields:
             f"reading {file}", f"{error.strerror or error}", "a folder that save_pretrained of `transformers` wrote"
         ) from error
     except ValueError as error:
-        raise WeightsError(f"reading {file}", f"it is no configuration: {error}", "download it again") from error
+        raise WeightsError(f"reading {file}", f"it is not a configuration: {error}", "download it again") from error
     if not isinstance(config, dict):
         raise WeightsError(f"reading {file}", "it is not a JSON object", "the config.json of a model")
     return Fields(file, config)

@@ -1,41 +1,43 @@
-"""Folders of Hugging Face models: configuration, tokenizer files, and weights checked against the model."""
+"""Folders of Hugging Face models: configuration, tokenizer files, and weights checked and put onto a mesh."""
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from meshwright.config import Precision
 from meshwright.documents import check_inside
 from meshwright.errors import MeshwrightError, WeightsError
-from meshwright.hugging_face import fp8
+from meshwright.hugging_face import quantised
 from meshwright.hugging_face.architecture import Architecture, find_architecture
 from meshwright.hugging_face.fields import Fields, read_fields
 from meshwright.hugging_face.hub import find_folder
-from meshwright.hugging_face.names import StoredTensor
-from meshwright.hugging_face.safetensors_files import DTYPES, SafetensorsFile, TensorEntry, find_files, read_header
+from meshwright.hugging_face.names import Index, StoredTensor, read_block
+from meshwright.hugging_face.safetensors_files import (
+    DTYPES,
+    FP8_CODE,
+    SafetensorsFile,
+    TensorEntry,
+    find_files,
+    read_header,
+)
 from meshwright.models.model import Model
-from meshwright.sharding.params import Param, named_leaves
+from meshwright.sharding.params import Param, Tree, is_param, named_leaves
+from meshwright.sharding.stages import NO_LAYER
 from meshwright.storage.transfer import copy_file
 
 KEPT = "huggingface"
 """Folder inside an output folder with the files that come back out: tokenizer, chat template, configuration."""
-_KEPT_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt"),
 )
+_KEPT_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +52,8 @@ class ModelFolder:
     notes: tuple[str, ...]
     """What the configuration has and the model does not read."""
     packed: bool = False
-    """Whether some weights are in the quantised form that the architecture reads (mxfp4.py, fp8.py)."""
-    fp8_block: fp8.Block | None = None
+    """Whether some weights are in the quantised form that the architecture reads (quantised.py)."""
+    fp8_block: quantised.Block | None = None
     """Blocks of float8 weights that share a scale; None where weights are not float8."""
 
     @property
@@ -74,7 +76,7 @@ def read_model(name: str, *, weights: bool = False) -> ModelFolder:
     notes = [f"fields of config.json without a meaning here: {', '.join(unread)}"] if unread else []
     notes += [f"weights in {architecture.packed} are read as the bfloat16 numbers that they stand for"] * packed
     longest = fields.get("max_position_embeddings", fields.get("n_positions", None))
-    block = fp8.block_of(fields) if packed and architecture.packed == fp8.PACKED else None
+    block = quantised.block_of(fields) if packed and architecture.packed == quantised.FP8 else None
     return ModelFolder(folder, architecture, model, longest, tuple(notes), packed, block)
 
 
@@ -130,15 +132,13 @@ class TensorReader:
     def __call__(self, name: str) -> np.ndarray:
         """Returns a view of a tensor; one in float8 is dequantised, and the last one kept."""
         if name in self._folder.packed:
-            from meshwright.hugging_face.mxfp4 import PackedTensor
-
-            packed: Any = PackedTensor(*map(self, self._folder.packed[name]))
+            packed: Any = quantised.PackedTensor(*map(self, self._folder.packed[name]))
             return packed
         block = self._folder.folder.fp8_block
-        if self._folder.entries[name].dtype != fp8.CODE or block is None:
+        if self._folder.entries[name].dtype != FP8_CODE or block is None:
             return self._view(name)
         if self._last is None or self._last[0] != name:
-            self._last = (name, fp8.dequantise(self._view(name), self._view(fp8.scale_name(name)), block))
+            self._last = (name, quantised.dequantise(self._view(name), self._view(quantised.scale_name(name)), block))
         return self._last[1]
 
     def _view(self, name: str) -> np.ndarray:
@@ -172,25 +172,23 @@ def open_folder(name: str) -> WeightsFolder:
         for tensor in stored[path].names(p):
             expected.add(tensor)
             _check_tensor(folder, tensor, path, shape, files, entries)
-            if entries[tensor].dtype == fp8.CODE and folder.fp8_block is not None:
-                scales = fp8.scale_name(tensor)
-                _check_tensor(folder, scales, path, fp8.scale_shape(shape, folder.fp8_block), files, entries)
+            if entries[tensor].dtype == FP8_CODE and folder.fp8_block is not None:
+                scales = quantised.scale_name(tensor)
+                _check_tensor(folder, scales, path, quantised.scale_shape(shape, folder.fp8_block), files, entries)
                 stored_parts.add(scales)
     stored_parts |= {part for tensor in expected & parts.keys() for part in parts[tensor]}
     notes = folder.notes + _check_others(folder, expected | stored_parts, files)
-    found = {"BF16" if entries[tensor].dtype == fp8.CODE else entries[tensor].dtype for tensor in expected}
+    found = {"BF16" if entries[tensor].dtype == FP8_CODE else entries[tensor].dtype for tensor in expected}
     dtype: Precision = "bfloat16" if found == {"BF16"} else "float32"
     return WeightsFolder(folder, params, stored, files, entries, dtype, notes, parts)
 
 
 def _add_unpacked(files: dict[str, Path], entries: dict[str, TensorEntry]) -> dict[str, tuple[str, str]]:
     """Adds the tensors that packed ones stand for; returns the blocks and the scales of each."""
-    from meshwright.hugging_face.mxfp4 import BLOCKS, SCALES, unpacked_entries
-
-    unpacked = unpacked_entries(entries)
-    files |= {tensor: files[tensor + BLOCKS] for tensor in unpacked}
+    unpacked, blocks, scales = quantised.unpacked_entries(entries), quantised.BLOCKS, quantised.SCALES
+    files |= {tensor: files[tensor + blocks] for tensor in unpacked}
     entries |= unpacked
-    return {tensor: (tensor + BLOCKS, tensor + SCALES) for tensor in unpacked}
+    return {tensor: (tensor + blocks, tensor + scales) for tensor in unpacked}
 
 
 def _all_tensors(folder: ModelFolder) -> tuple[dict[str, Path], dict[str, TensorEntry]]:
@@ -235,7 +233,7 @@ def _check_tensor(
             "all files of the model, or a config.json that describes these (layers, tied embeddings, biases)",
         )
     entry, file = entries[tensor], files[tensor].name
-    if entry.dtype not in DTYPES and not (entry.dtype == fp8.CODE and folder.fp8_block is not None):
+    if entry.dtype not in DTYPES and not (entry.dtype == FP8_CODE and folder.fp8_block is not None):
         raise WeightsError(
             f"weights in {folder.path / file}",
             f"{tensor!r} is {entry.dtype}, a quantised or integer type; {', '.join(DTYPES)} are read",
@@ -292,6 +290,83 @@ def check_tied(weights: WeightsFolder, rows: int = 4096) -> None:
                     "tie_word_embeddings false in config.json, if the model was trained so",
                 )
             read.release()
+
+
+def load_params(
+    weights: WeightsFolder,
+    params: Tree,
+    shardings: Tree,
+    dtype: Any,
+    then: Callable[[str, jax.Array], Any] = lambda path, w: w,
+) -> Tree:
+    """Returns the weights as arrays in `shardings`: no host and no device ever has more than its shards.
+
+    params: descriptions of the parameters, rows of stacks in the order of the stages.  dtype: of the arrays.
+    then: makes of a weight, by its path, what is kept of it, before the next is loaded.
+    Raises WeightsError where `params` are not those of the folder's model.
+    """
+    _check_params(weights, params)
+    check_tied(weights)
+    treedef: Any = jax.tree.structure(params, is_leaf=is_param)
+    where = named_leaves(shardings)
+    with weights.reader() as reader:
+        arrays = [
+            then(path, _load(path, p, weights.stored[path], where[path], np.dtype(dtype), reader))
+            for path, p in named_leaves(params).items()
+        ]
+    return treedef.unflatten(arrays)
+
+
+def _load(
+    path: str, p: Param, stored: StoredTensor, sharding: Sharding, dtype: np.dtype[Any], reader: TensorReader
+) -> jax.Array:
+    last: list[Any] = [None, None]
+
+    def shard(index: Any) -> np.ndarray:
+        whole = tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, p.shape, strict=True))
+        # Neighbouring devices often have the same block: replicas.
+        if last[0] != whole:
+            last[:] = [whole, _read_rows(p, stored, whole, reader, dtype)]
+            reader.release()
+        block: np.ndarray = last[1]
+        return block
+
+    return jax.make_array_from_callback(p.shape, sharding, shard)
+
+
+def _read_rows(p: Param, stored: StoredTensor, index: Index, reader: TensorReader, dtype: Any) -> np.ndarray:
+    """Reads a block of `p`, whose rows may be in the order of pipeline stages, with zeros in padding rows."""
+    if p.order is None:
+        return read_block(p, stored, index, reader, dtype)
+    rows = p.order[index[0]]
+    block = np.zeros([part.stop - part.start for part in index], dtype)
+    for row, layer in enumerate(rows):
+        if layer != NO_LAYER:
+            at = (slice(layer, layer + 1), *index[1:])
+            block[row : row + 1] = read_block(p, stored, at, reader, dtype)
+    return block
+
+
+def _check_params(weights: WeightsFolder, params: Tree) -> None:
+    wanted, folder = named_leaves(params), weights.folder.path
+    for path in sorted({*wanted, *weights.params}):
+        p, own = wanted.get(path), weights.params.get(path)
+        if p is None or own is None:
+            has = ("the weights", "the model") if p is None else ("the model", "the weights")
+            raise WeightsError(
+                f"weights in {folder} for this model",
+                f"{has[0]} have a parameter {path!r}, and {has[1]} do not",
+                "the model of the folder's config.json: hf:PATH instead of the recipe",
+            )
+        if (p.logical_shape[1:], p.rows) != (own.logical_shape[1:], own.rows) or (
+            p.rows is None and p.logical_shape != own.logical_shape
+        ):
+            raise WeightsError(
+                f"weights in {folder} for this model",
+                f"{path!r} is {list(own.logical_shape)} in the weights and {list(p.logical_shape)} in the model"
+                + (f", {own.rows} and {p.rows} rows of them used" if p.rows else ""),
+                "the model of the folder's config.json: hf:PATH instead of the recipe",
+            )
 
 
 def keep_files(folder: Path, out: Path) -> None:

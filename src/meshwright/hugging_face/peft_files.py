@@ -26,17 +26,10 @@ _PREFIX = "base_model.model."
 _LARGEST_RANK = 2**16
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
-    "use_dora": (False, None),
-    "modules_to_save": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layers_to_transform": (None, []),
-    "lora_bias": (False, None),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None, []),
-    "fan_in_fan_out": (False, None),
-    "layer_replication": (None, []),
-    "alora_invocation_tokens": (None, []),
+    **dict.fromkeys(("use_dora", "lora_bias", "fan_in_fan_out"), (False, None)),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), ({}, None)),
+    **dict.fromkeys(("modules_to_save", "layers_to_transform", "layer_replication"), (None, [])),
+    **dict.fromkeys(("target_parameters", "trainable_token_indices", "alora_invocation_tokens"), (None, [])),
 }
 """Settings of PEFT that change what is computed, and the values with which nothing does."""
 

@@ -19,7 +19,6 @@ import numpy as np
 from meshwright.documents import LARGE, check_inside, parse_json, read_json
 from meshwright.errors import WeightsError
 from meshwright.formatting import format_bytes
-from meshwright.hugging_face import fp8
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
@@ -28,25 +27,18 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 """Types of weights that are read."""
-FP8_DTYPES: dict[str, np.dtype[Any]] = {fp8.CODE: np.dtype(ml_dtypes.float8_e4m3fn)}
-"""Types of weights that are read with their scales."""
-_OTHER_BYTES = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E5M2": 1,
-    "F8_E4M3": 1,
-    "F8_E8M0": 1,
-    "F8_E4M3FNUZ": 1,
-    "F8_E5M2FNUZ": 1,
-    "I16": 2,
-    "U16": 2,
-    "I32": 4,
-    "U32": 4,
-    "I64": 8,
-    "U64": 8,
-    "C64": 8,
+FP8_CODE = "F8_E4M3"
+"""Type of weights that are read with their scales (quantised.py)."""
+_OTHERS = {FP8_CODE: np.dtype(ml_dtypes.float8_e4m3fn), "U8": np.dtype(np.uint8)}
+"""Types of parts of quantised weights."""
+_NAMES_BY_BYTES = {
+    1: ("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"),
+    2: ("I16", "U16", "F16", "BF16"),
+    4: ("I32", "U32", "F32"),
+    8: ("I64", "U64", "C64", "F64"),
 }
+_BYTES = {name: size for size, names in _NAMES_BY_BYTES.items() for name in names}
+"""Bytes of an element of every type of the format."""
 _MAX_HEADER = 100_000_000
 """Largest header in bytes, as in the format's own implementation."""
 _FIX = "download the file again; `sha256sum` against the hub's page shows whether it is whole"
@@ -62,25 +54,32 @@ class TensorEntry(NamedTuple):
     stop: int
 
 
-class SafetensorsFile:
-    """One mapped file, its header checked against its size."""
+class _MappedFile:
+    """A mapped file, and where its tensors are."""
+
+    path: Path
+    entries: dict[str, TensorEntry]
+    _map: mmap.mmap
+
+    def tensor(self, name: str) -> np.ndarray:
+        """Returns a view of a tensor, read-only in a file that is read."""
+        entry = self.entries[name]
+        dtype = (DTYPES | _OTHERS)[entry.dtype]
+        return np.frombuffer(self._map, dtype, math.prod(entry.shape), entry.start).reshape(entry.shape)
+
+    def release(self) -> None:
+        """Gives back the memory of the pages used so far; the system writes changed ones to disk when it likes."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+
+class SafetensorsFile(_MappedFile):
+    """A file that is read, its header checked against its size."""
 
     def __init__(self, path: Path):
         self.path = path
         self.entries = read_header(path)
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-    def tensor(self, name: str) -> np.ndarray:
-        """Returns a view of a tensor, read-only."""
-        entry = self.entries[name]
-        # Bytes are packed numbers, which their reader takes apart (mxfp4.py).
-        dtype = np.dtype(np.uint8) if entry.dtype == "U8" else (DTYPES | FP8_DTYPES)[entry.dtype]
-        return np.frombuffer(self._map, dtype, math.prod(entry.shape), entry.start).reshape(entry.shape)
-
-    def release(self) -> None:
-        """Gives back the memory of the pages read so far."""
-        self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
@@ -92,12 +91,12 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER):
                 found = f"it has {size:,} bytes" + (f", and its header would have {length:,}" if size >= 8 else "")
-                raise WeightsError(f"reading {path}", f"{found}: it is damaged, or no safetensors file", _FIX)
+                raise WeightsError(f"reading {path}", f"{found}: it is damaged, or not a safetensors file", _FIX)
             header = parse_json(file.read(length).decode("utf-8"))
     except OSError as error:
         raise WeightsError(f"reading {path}", f"{error.strerror or error}", "a folder with all of its files") from error
     except ValueError as error:
-        raise WeightsError(f"reading {path}", f"it is no safetensors file: {error}", _FIX) from error
+        raise WeightsError(f"reading {path}", f"it is not a safetensors file: {error}", _FIX) from error
     if not isinstance(header, dict):
         raise WeightsError(f"reading {path}", "its header is not a JSON object", _FIX)
     header.pop("__metadata__", None)
@@ -113,7 +112,7 @@ def _checked(path: Path, size: int, data: int, header: dict[str, Any]) -> dict[s
             start, stop = (int(offset) for offset in fields["data_offsets"])
         except (KeyError, TypeError, ValueError) as error:
             raise WeightsError(f"reading {path}", f"its header has no place for {name!r}: {error!r}", _FIX) from error
-        bytes_each = DTYPES[dtype].itemsize if dtype in DTYPES else _OTHER_BYTES.get(dtype, 0)
+        bytes_each = _BYTES.get(dtype, 0)
         expected = math.prod(shape) * bytes_each
         if min((*shape, start, stop - start), default=0) < 0 or (bytes_each and stop - start != expected):
             raise WeightsError(
@@ -133,42 +132,30 @@ def _checked(path: Path, size: int, data: int, header: dict[str, Any]) -> dict[s
     return entries
 
 
-class NewSafetensorsFile:
+class NewSafetensorsFile(_MappedFile):
     """A file that is written block by block: its size and header first, its tensors in any order."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]):
         """Opens `path`, or creates it with all its bytes. tensors: dtype and shape by name, in order."""
-        header, offset = {"__metadata__": {"format": "pt"}}, 0
-        entries: dict[str, TensorEntry] = {}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
         for name, (dtype, shape) in tensors.items():
-            stop = offset + math.prod(shape) * DTYPES[dtype].itemsize
-            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, stop]}  # type: ignore[dict-item]
-            entries[name] = TensorEntry(dtype, shape, offset, stop)
+            stop = offset + math.prod(shape) * _BYTES[dtype]
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, stop]}
             offset = stop
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         start, size = 8 + len(text), 8 + len(text) + offset
-        self.path = path
-        self.entries = {
-            name: TensorEntry(e.dtype, e.shape, start + e.start, start + e.stop) for name, e in entries.items()
-        }
+        self.path, self.entries = path, {}
+        for name, (dtype, shape) in tensors.items():
+            first, last = header[name]["data_offsets"]
+            self.entries[name] = TensorEntry(dtype, shape, start + first, start + last)
         if not path.is_file() or path.stat().st_size != size:
             with path.open("wb") as file:
                 file.write(len(text).to_bytes(8, "little") + text)
                 file.truncate(size)
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), size)
-
-    def tensor(self, name: str) -> np.ndarray:
-        """Returns a writable view of a tensor."""
-        entry = self.entries[name]
-        # Bytes are packed numbers, which their reader takes apart (mxfp4.py).
-        dtype = np.dtype(np.uint8) if entry.dtype == "U8" else DTYPES[entry.dtype]
-        return np.frombuffer(self._map, dtype, math.prod(entry.shape), entry.start).reshape(entry.shape)
-
-    def release(self) -> None:
-        """Gives back the memory of what was written; the system writes it to disk when it likes."""
-        self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def split_into_files(sizes: Mapping[str, int], largest: int) -> list[list[str]]:
@@ -203,7 +190,7 @@ def find_files(folder: Path) -> dict[str, Path]:
             names = read_json(index, LARGE)["weight_map"]
             files = {str(tensor): str(file) for tensor, file in names.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise WeightsError(f"reading {index}", f"it is no index: {error!r}", _FIX) from error
+            raise WeightsError(f"reading {index}", f"it is not an index: {error!r}", _FIX) from error
         for tensor, file in files.items():
             if Path(file).name != file or file in ("", ".", "..") or os.sep in file or "\\" in file or "\0" in file:
                 raise WeightsError(

@@ -10,18 +10,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from meshwright.data.chars import Chars
 from meshwright.data.tokenizers import END, Bytes, tokenizer_from_json
 from meshwright.documents import LARGE, read_text
-
-_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
+from meshwright.hugging_face.folder import TOKENIZER_FILES
 
 
 def write_tokenizer(file: Path, kept: Path, out: Path) -> int | None:
@@ -32,7 +21,7 @@ def write_tokenizer(file: Path, kept: Path, out: Path) -> int | None:
     writes those of `kept`.
     """
     if not file.is_file() or _same(file, kept / "tokenizer.json"):
-        for name in _FILES:
+        for name in TOKENIZER_FILES:
             if (kept / name).is_file():
                 shutil.copyfile(kept / name, out / name)
         return tokenizer_from_json(read_text(file, LARGE)).end if file.is_file() else None

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -359,6 +359,8 @@ class Model:
         (True, ['blocks', 'embed', 'final_norm', 'unembed'])
     """
 
+    unit: ClassVar[str] = "tokens"
+    """What a step's speed counts."""
     vocab: int | None = None
     """Vocabulary size V; None takes the tokenizer's."""
     vocab_multiple: int = dataclasses.field(default=128, kw_only=True)
@@ -371,6 +373,10 @@ class Model:
     def spec(self) -> ModelSpec:
         """Returns the facts that layouts, planner and census need: width, and what each layer is made of."""
         raise NotImplementedError
+
+    def variables(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the arrays that the forward pass changes besides, such as running averages, by path."""
+        return {}
 
     def embed(self, params: Tree, ctx: ForwardContext) -> jax.Array:
         """Returns the hidden states [B, T/tensor, D] before the first layer, on the first stage."""
@@ -395,6 +401,10 @@ class Model:
     def shrunk(self, shape: MeshShape, layers: int) -> "Model":
         """Returns a small model that `shape` divides as it divides this one, for rehearsals; by default this one."""
         return self
+
+    def options_of_child(self) -> list[str]:
+        """Returns the options that a process needs besides a plan file to have the same model."""
+        return []
 
     def features(self) -> set[str]:
         """Returns the names under which `runs.checks` knows the model's features."""

@@ -28,9 +28,12 @@ def with_best_remat(run: Run, target: Target) -> Run:
     staged = run.mesh is not None and run.mesh.stage > 1
     if training.remat != "auto" and not (staged and "auto" in (training.pipeline_schedule, training.stage_saves)):
         return run
+    scheduled = _with_schedules(run)
+    if not scheduled[0].spec.layers:  # no policies are known for a model without known layers
+        return run
     plans = [
         price_placed(with_remat(placed, remat, training.saved_layers if remat == training.remat else 0, saves), target)
-        for placed in _with_schedules(run)
+        for placed in scheduled
         for saves in (_stage_saves(placed) if staged and training.stage_saves == "auto" else (None,))
         for remat in remat_policies(target, saves or placed.run.training.stage_saves)
         if remat == training.remat or training.remat == "auto"

@@ -5,6 +5,7 @@ fraction that the chip's `Efficiency` states. A pipeline's ticks come from its s
 """
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -15,6 +16,7 @@ from meshwright.hardware.interconnect import AxisMapping, Route, route
 from meshwright.hardware.machine import machine_of_target
 from meshwright.hardware.targets import Target
 from meshwright.models.flops import training_flops_per_token
+from meshwright.models.model import Model
 from meshwright.models.quantisation import check_precision
 from meshwright.planner.bounds import OPTIMIZER, TOKEN_BYTES, add_bounds, bounds_of_pass, largest_bound
 from meshwright.planner.layer_time import LayerTime, attention_kernel, matmul_seconds, shape_efficiency
@@ -115,6 +117,12 @@ class Estimate:
 
 def estimate(placed: PlacedRun, target: Target, software: Software = MESHWRIGHT) -> Estimate:
     """Predicts a step of `placed` on `target`. software: whose program is priced."""
+    return estimate_model(placed.run.model, placed, target, software)
+
+
+@functools.singledispatch
+def estimate_model(model: Model, placed: PlacedRun, target: Target, software: Software) -> Estimate:
+    """Predicts a step of a model family; another kind of model registers its own function (`wrapped`)."""
     saved = placed.run.training.saved_layers / max(1, len(placed.spec.layers))
     if not saved:
         return _estimate(placed, target, software)

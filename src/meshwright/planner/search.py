@@ -7,12 +7,14 @@ is as fast as the best plan of the mesh, because more microbatches make every po
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 from meshwright.config import MeshShape, Remat, StageSaves
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import Target
+from meshwright.models.model import Model
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.planner.candidates import accumulation_counts, candidate_meshes, candidate_schedules, check_size
 from meshwright.planner.estimate import Estimate, estimate, with_remat
@@ -159,6 +161,12 @@ def search(run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> Sea
     check_sizes(run)
     for shape in include:
         check_size(shape, target)
+    return search_model(run.model, run, target, include)
+
+
+@functools.singledispatch
+def search_model(model: Model, run: Run, target: Target, include: tuple[MeshShape, ...]) -> SearchResult:
+    """Ranks the plans of a model family; another kind of model registers its own function (`wrapped`)."""
     plans: list[Plan] = []
     too_large: list[Plan] = []
     refused: dict[str, str] = {}

@@ -55,17 +55,14 @@ class ModelLayout:
     """The same tree of `Placements`."""
     stages: StageAssignment
     """Layers of each pipeline stage."""
+    spec: ModelSpec
+    """Facts of the model."""
 
     @functools.cached_property
     def leaves(self) -> Leaves:
         """Path, description and placements of every parameter."""
         by_path = named_leaves(self.placements)
         return tuple((path, p, by_path[path]) for path, p in named_leaves(self.params).items())
-
-    @functools.cached_property
-    def spec(self) -> ModelSpec:
-        """Facts of the model."""
-        return _spec(self.model)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +162,12 @@ def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
     sizes, and where two features of the run do not go together.
     """
     check_sizes(run)
-    shape = shape or run.mesh or MeshShape()
+    return place_model(run.model, run, shape or run.mesh or MeshShape())
+
+
+@functools.singledispatch
+def place_model(model: Model, run: Run, shape: MeshShape) -> PlacedRun:
+    """Places a run of a model family; another kind of model registers its own function (`wrapped`)."""
     open_choices = {name: value for name, value in _SAFE.items() if getattr(run.training, name) == "auto"}
     training = dataclasses.replace(run.training, **open_choices)
     run = dataclasses.replace(run, training=training, mesh=shape)
@@ -228,9 +230,4 @@ def _place_params(
         described = tuned_params(described, tuning, dtype)
     params = reorder_stacks(described, orders)
     placements = place_params(params, layout=find_layout(layout), mesh=shape, min_size=min_size)
-    return ModelLayout(model, shape, params, placements, stages)
-
-
-@functools.lru_cache(maxsize=256)
-def _spec(model: Model) -> ModelSpec:
-    return model.spec()
+    return ModelLayout(model, shape, params, placements, stages, spec)

@@ -111,6 +111,8 @@ class Settled:
         """Raises ConfigError for what the run asks for and this machine cannot do."""
         training, machine = self.placed.run.training, self.machine
         check_precision(training.matmul_precision, machine)
+        if not self.placed.spec.layers:  # nothing else is chosen for a model whose layers are not known
+            return
         if REMAT_POLICIES[training.remat].offloaded and not (machine.on_tpu or machine.simulated):
             raise ConfigError(
                 f"--training.remat {training.remat} on {machine.kind}",

@@ -14,6 +14,7 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.machine import machine_of_mesh, refused_options
 from meshwright.models.forward import LocalModel
+from meshwright.models.model import Model
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.run import Run
 from meshwright.runs.settle import Settled
@@ -23,7 +24,7 @@ from meshwright.sharding.placement import Placements, axes_of, to_spec
 from meshwright.step.optimizers import ELEMENTWISE, UpdateRule, build_update_rule, place_optimizer_state
 from meshwright.step.state import State
 
-BATCH_SPEC = PartitionSpec(BATCH_AXES, None)
+BATCH_SPEC = PartitionSpec(BATCH_AXES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,13 +132,13 @@ class DeviceRun:
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Sharding of every field of a batch, [B, T]."""
+        """Sharding of every array of a batch, [B, ...]."""
         return NamedSharding(self.mesh, BATCH_SPEC)
 
     def initial_state(self) -> State:
         """Returns the state before the first step; every array is created in its sharding, never whole."""
-        training, where = self.run.training, self.state_shardings.params
-        return self.state_of(init_params(self.params, where, seed=training.seed, dtype=training.param_dtype))
+        params, variables = initial_arrays(self.run.model, self)
+        return dataclasses.replace(self.state_of(params), variables=variables)
 
     def state_of(self, params: Tree) -> State:
         """Returns the state before the first step with given parameters, in their shardings."""
@@ -177,6 +178,13 @@ class DeviceRun:
         return refused
 
 
+@functools.singledispatch
+def initial_arrays(model: Model, device_run: DeviceRun) -> tuple[Tree, tuple[Tree, ...]]:
+    """Returns parameters and variables before the first step; another kind of model registers its own function."""
+    training, where = device_run.run.training, device_run.state_shardings.params
+    return init_params(device_run.params, where, seed=training.seed, dtype=training.param_dtype), ()
+
+
 def param_specs(placements: Tree, which: str) -> Tree:
     """Returns the same tree of PartitionSpecs; `which` is a field of `Placements`."""
     return jax.tree.map(lambda p: to_spec(getattr(p, which)), placements, is_leaf=lambda x: isinstance(x, Placements))
@@ -202,7 +210,7 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     )
     described, placements = (trained_only(placed.params, tree) for tree in (placed.params, placed.placements))
     layer_map = None
-    if run.optimizer.name not in ELEMENTWISE:
+    if run.optimizer.name not in ELEMENTWISE and placed.spec.layers:
         from meshwright.step.matrices import LayerMap  # loaded for optimizers of whole matrices
 
         layer_map = LayerMap(mesh, placed.shape, described, placements, jnp.dtype(training.compute_dtype))
@@ -215,5 +223,6 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     state = jax.tree.unflatten(jax.tree.structure(state), leaves)
     replicated = NamedSharding(mesh, PartitionSpec())
     step, healthy = (jax.ShapeDtypeStruct((), kind, sharding=replicated) for kind in (jnp.int32, jnp.bool_))
-    abstract = State(cast(Any, step), cast(Any, healthy), params, state)
+    changed = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated) for n, x in run.model.variables().items()}
+    abstract = State(cast(Any, step), cast(Any, healthy), params, state, (changed,) if changed else ())
     return DeviceRun(settled, mesh, optimizer, abstract)

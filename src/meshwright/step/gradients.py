@@ -4,6 +4,7 @@ All of it is one `shard_map`, manual over every mesh axis, so that every collect
 `comm`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from meshwright.comm.collectives import all_gather, all_reduce, axis_index, sum_
 from meshwright.comm.hierarchical import hierarchical_reduce_scatter
 from meshwright.data.batch import Batch
 from meshwright.models.blocks.layers import Dropout, dropout_key
-from meshwright.models.model import Aux, Metrics
+from meshwright.models.model import Aux, Metrics, Model
 from meshwright.sharding.layouts import BATCH_AXES, TOKEN_AXES
 from meshwright.sharding.params import Tree, is_param, rows_to_layers, trained_only, with_frozen
 from meshwright.sharding.placement import Placements, axes_of
@@ -26,15 +27,21 @@ Sums = tuple[Metrics, dict[str, Aux]]
 """Metrics and the aux of each stack."""
 
 
-def build_gradients(device_run: DeviceRun) -> Callable[[Tree, jax.Array, Batch], tuple[Tree, Metrics, dict[str, Aux]]]:
-    """Returns `(params, step, batch) -> (gradients, metrics, aux)`.
+def build_gradients(device_run: DeviceRun) -> Callable[..., tuple[Tree, Metrics, Any]]:
+    """Returns `(params, step, batch, *variables) -> (gradients, metrics, aux)`.
 
     Gradients are those of trained parameters, clipped and in the optimizer's placement. Metrics and aux are summed over
-    all devices, aux in the rows of the parameters.
+    all devices, aux in the rows of the parameters. The aux of a model with variables is a tuple of its new ones.
     """
-    run, placed, model = device_run.run, device_run.placed, device_run.local_model
+    return gradients_of(device_run.run.model, device_run)
+
+
+@functools.singledispatch
+def gradients_of(model: Model, device_run: DeviceRun) -> Callable[..., tuple[Tree, Metrics, Any]]:
+    """Returns the gradients of a model family; another kind of model registers its own function (`wrapped`)."""
+    run, placed, stacks = device_run.run, device_run.placed, device_run.local_model.stacks
     # Any parameter of a stack knows in which rows its layers are.
-    stacked = {path: jax.tree.leaves(placed.params[path], is_leaf=is_param)[0] for path in model.stacks}
+    stacked = {path: jax.tree.leaves(placed.params[path], is_leaf=is_param)[0] for path in stacks}
 
     def gradients(params: Tree, step: jax.Array, batch: Batch) -> tuple[Tree, Metrics, dict[str, Aux]]:
         grads, (metrics, aux) = _accumulate(device_run, params, step, batch)
@@ -45,7 +52,7 @@ def build_gradients(device_run: DeviceRun) -> Callable[[Tree, jax.Array, Batch],
             aux = jax.tree.map(lambda a: all_gather(all_reduce(a, TOKEN_AXES), ("stage",), 0), aux)
         metrics = {**metrics, "gradient norm": (norm, jnp.ones(()))}
         by_layer = {path: jax.tree.map(lambda a, p=p: rows_to_layers(p, a), aux[path]) for path, p in stacked.items()}
-        return grads, {**metrics, **run.model.layer_metrics(by_layer, run.training.batch)}, aux
+        return grads, {**metrics, **model.layer_metrics(by_layer, run.training.batch)}, aux
 
     return jax.shard_map(
         gradients,

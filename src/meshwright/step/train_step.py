@@ -35,14 +35,12 @@ def matmuls_of(compute_dtype: str) -> Any:
     return jax.default_matmul_precision("highest") if compute_dtype == "float32" else contextlib.nullcontext()
 
 
-def build_train_step(device_run: DeviceRun, gradients: Any = None) -> Any:
+def build_train_step(device_run: DeviceRun) -> Any:
     """Returns the train step `(state, batch) -> (state, metrics)`, jitted, its state donated.
 
     A step whose mean loss or gradient is not finite leaves the state unchanged, except for `healthy`.
-    gradients: `(params, step, batch, *variables) -> (gradients, metrics, aux)`; None takes those of `build_gradients`.
-    The aux of a model with variables is a tuple of its new ones.
     """
-    gradients, where, model = gradients or build_gradients(device_run), device_run.state_shardings, device_run.run.model
+    gradients, where, model = build_gradients(device_run), device_run.state_shardings, device_run.run.model
     described = device_run.params
     for_update = trained_only(described, shardings(device_run.mesh, device_run.placements, "optimizer"))
     learning_rate = build_lr_schedule(device_run.run.optimizer, device_run.run.training.steps)
@@ -73,9 +71,9 @@ def build_train_step(device_run: DeviceRun, gradients: Any = None) -> Any:
 class CompiledTrainStep:
     """The train step, compiled once; it refuses to compile again and names the array that changed."""
 
-    def __init__(self, device_run: DeviceRun, like: Batch, gradients: Any = None):
+    def __init__(self, device_run: DeviceRun, like: Batch):
         self._expected = (device_run.abstract, like)
-        lowered = build_train_step(device_run, gradients).lower(*self._expected)
+        lowered = build_train_step(device_run).lower(*self._expected)
         if not device_run.batch_sharding.is_fully_addressable:
             from meshwright.hardware.agreement import agree, digest  # hosts that compile differing programs hang
 

@@ -1,9 +1,11 @@
 """Evaluation of a checkpoint on held-out or other text."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import MeshShape
@@ -11,6 +13,7 @@ from meshwright.data.feed import Samples, held_out_order
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.errors import ConfigError
 from meshwright.hugging_face.hub import is_hugging_face
+from meshwright.models.model import Model
 from meshwright.plugins import Shown
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
@@ -49,17 +52,33 @@ class Evaluation(Shown):
         return self.loss * self.tokens / math.log(2) / self.text_bytes if self.text_bytes else math.nan
 
 
-def run_to_evaluate(source: str | Path, data: Sequence[str] = (), mesh: MeshShape | None = None) -> Run:
+@dataclasses.dataclass(frozen=True)
+class BatchEvaluation(Shown):
+    """Metrics of a checkpoint on held-out batches of arrays."""
+
+    step: int
+    """Step of the checkpoint."""
+    loss: float
+    metrics: Mapping[str, float]
+    """Mean of each metric that the loss returns."""
+
+
+def run_to_evaluate(
+    source: str | Path, data: Sequence[str] = (), mesh: MeshShape | None = None, model: Model | None = None
+) -> Run:
     """Returns the Run of a folder with its own tokenizer, on `mesh` and on the text `data` where these are given.
 
     source: output folder of a run, or hf:PATH of a Hugging Face model.
+    model: that of the run, where its file cannot name it.
     """
     if is_hugging_face(str(source)):
         run = find_recipe(str(source))
         texts = run.data
     else:
         run = run_in_folder(path_of(source))
-        texts = dataclasses.replace(run.data, tokenizer=str(path_of(source) / "tokenizer.json"))
+        run, texts = dataclasses.replace(run, model=model or run.model), run.data
+        if run.model.unit == "tokens":
+            texts = dataclasses.replace(texts, tokenizer=str(path_of(source) / "tokenizer.json"))
     training = run.training
     if data:
         texts = dataclasses.replace(texts, paths=tuple(data))
@@ -69,17 +88,23 @@ def run_to_evaluate(source: str | Path, data: Sequence[str] = (), mesh: MeshShap
 
 def evaluate_checkpoint(
     source: str | Path, run: Run, *, cache: Path, whole: bool = False, at: int | None = None, devices: int | None = None
-) -> Evaluation:
+) -> Evaluation | BatchEvaluation:
     """Evaluates a checkpoint of the run in the folder `source`, or the Hugging Face model that it names.
 
     run: as `run_to_evaluate` returns it.  whole: evaluate all of the text instead of its held-out part.
     at: step of the checkpoint; None takes the last.
-    Raises CheckpointError where there is none, ConfigError where the run has no held-out text.
+    Raises CheckpointError where there is none, ConfigError where the run has no held-out data.
     """
-    prepared = prepare_run(run, cache=cache, devices=devices)
+    return evaluate_prepared(prepare_run(run, cache=cache, devices=devices), source, whole, at)
+
+
+@functools.singledispatch
+def evaluate_prepared(prepared: Any, source: str | Path, whole: bool, at: int | None) -> Evaluation | BatchEvaluation:
+    """Evaluates a run of text on its devices; `wrapped` registers its own function for runs of its models."""
     parts = prepared.held_out
     if whole:
         parts = tuple(part.whole() for part in prepared.train)
+    run = prepared.device_run.run
     if not parts:
         raise ConfigError(f"evaluating {source}", "the run has no held-out text", "--data PATH")
     device_run = prepared.device_run

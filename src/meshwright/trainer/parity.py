@@ -11,17 +11,15 @@ Three comparisons show whether a mesh computes the same function as another:
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh
 
-from meshwright.config import MeshShape, Training
-from meshwright.data.feed import Feed, Samples, build_stream
-from meshwright.data.ramp import BatchRamp
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.agreement import answer_of_the_first
 from meshwright.hardware.mesh import build_mesh
@@ -29,9 +27,9 @@ from meshwright.plugins import Shown
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import VOCAB_AXES
 from meshwright.sharding.params import Tree, layers_to_rows, named_leaves, rows_to_layers
-from meshwright.step.device_run import DeviceRun, place_on_devices
+from meshwright.step.device_run import place_on_devices
 from meshwright.step.gradients import build_gradients
-from meshwright.step.train_step import CompiledTrainStep
+from meshwright.trainer.prepare import Position, Trainable
 
 TOLERANCE = 1e-5
 """Largest accepted difference of losses, relative to the loss, and of gradients, relative to their tensor's scale."""
@@ -130,31 +128,20 @@ def other_side(shape: MeshShape, build: Callable[[Mesh], "Side"]) -> "Side | Non
     return built[0] if built else None
 
 
-def compare_meshes(
-    device_run: DeviceRun, other: MeshShape, windows: tuple[Samples, ...], weights: tuple[float, ...], *, steps: int
-) -> Parity:
-    """Compares `steps` steps of `device_run` with the same steps on the mesh `other`, in float32.
+def compare_meshes(prepared: Trainable, other: MeshShape, *, steps: int) -> Parity:
+    """Compares `steps` steps of a run with the same steps on the mesh `other`, in float32.
 
     Gradients of both meshes are copied to the host and compared there. A step costs two gradients and an update on
     the first mesh's parameters for each mesh, and one more gradient on `other` that measures its rounding error.
-    windows, weights: training text and the weight of each source.
     """
-    run = _in_float32(device_run.run, other)
-    first = place_on_devices(run, device_run.mesh)
+    run = _in_float32(prepared.device_run.run, other, steps)
 
-    def feed(side: DeviceRun) -> Feed:
-        training = side.run.training
-        stream = build_stream(list(windows), list(weights), training.seed)
-        full = BatchRamp((), training.batch)
-        return Feed(
-            stream, full, seq=training.seq, taken=0, cursor=0, steps=steps, sharding=side.batch_sharding
-        )  # fmt: skip
+    def side(run: Run, mesh: Mesh) -> Side:
+        return Side(dataclasses.replace(cast(Any, prepared), device_run=place_on_devices(run, mesh)))
 
-    def side(placed: DeviceRun) -> Side:
-        return Side(placed, feed(placed), build_gradients(placed))
-
-    second = other_side(other, lambda mesh: side(place_on_devices(dataclasses.replace(first.run, mesh=other), mesh)))
-    return compare_sides(side(first), second, str(other), steps=steps)
+    first = side(run, prepared.device_run.mesh)
+    second = other_side(other, lambda mesh: side(dataclasses.replace(first.run, mesh=other), mesh))
+    return compare_sides(first, second, str(other), steps=steps)
 
 
 def compare_sides(first: "Side", second: "Side | None", other: str, *, steps: int) -> Parity:
@@ -180,30 +167,39 @@ def _found_by_the_first(compute: Callable[[], Any], second: "Side | None") -> An
     return answer_of_the_first(compute)
 
 
-def in_float32(training: Training) -> Training:
-    """Returns the options with every type float32."""
-    return dataclasses.replace(
-        training, compute_dtype="float32", param_dtype="float32", reduce_dtype="float32", matmul_precision="compute"
+def _in_float32(run: Run, other: MeshShape, steps: int) -> Run:
+    """Returns the run in float32, its matmuls too, with a padding of the vocabulary that suits both meshes.
+
+    Every step has the full batch.
+    """
+    training = dataclasses.replace(
+        run.training,
+        steps=max(run.training.steps, steps),
+        compute_dtype="float32",
+        param_dtype="float32",
+        reduce_dtype="float32",
+        matmul_precision="compute",
+        batch_ramp=(),
     )
-
-
-def _in_float32(run: Run, other: MeshShape) -> Run:
-    """Returns the run in float32, its matmuls too, with a padding of the vocabulary that suits both meshes."""
-    training = in_float32(run.training)
-    multiple = math.lcm(run.model.vocab_multiple, other.over(VOCAB_AXES))
-    return dataclasses.replace(run, training=training, model=dataclasses.replace(run.model, vocab_multiple=multiple))
+    model = run.model
+    if model.vocab:
+        multiple = math.lcm(model.vocab_multiple, other.over(VOCAB_AXES))
+        model = dataclasses.replace(model, vocab_multiple=multiple)
+    return dataclasses.replace(run, training=training, model=model)
 
 
 class Side:
     """Training run on one mesh, with its batches, and its gradients as the train step takes them."""
 
-    def __init__(self, device_run: DeviceRun, feed: Iterator[Any], gradients: Callable[..., Any]):
-        self.feed, self.mesh = feed, str(device_run.run.mesh)
+    def __init__(self, prepared: Trainable):
+        device_run = prepared.device_run
+        self.feed, self.run, self.mesh = prepared.feed(Position(0, 0)), device_run.run, str(device_run.run.mesh)
         # Another process may have a part of the run, but none of this mesh.
         self.alone = device_run.batch_sharding.is_fully_addressable
-        self._device_run, self._build = device_run, gradients
-        self._gradients = jax.jit(gradients, compiler_options=device_run.compiler_options() or None)
-        self._step: CompiledTrainStep | None = None
+        self._prepared, self._device_run = prepared, device_run
+        options = device_run.compiler_options() or None
+        self._gradients = jax.jit(build_gradients(device_run), compiler_options=options)
+        self._step: Any = None
         self._state = device_run.initial_state()
 
     def params(self) -> Tensors:
@@ -218,7 +214,7 @@ class Side:
     def update(self, batch: Any) -> float:
         """Takes a train step on this side's own state and returns its loss."""
         if self._step is None:
-            self._step = CompiledTrainStep(self._device_run, batch, self._build)
+            self._step = self._prepared.compile(batch)
         self._state, metrics = self._step(self._state, batch)
         return float(metrics["loss"][0] / metrics["loss"][1])
 

@@ -1,6 +1,7 @@
 """Runs as the training loop takes them, and a run of text placed on its devices."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -15,6 +16,7 @@ from meshwright.documents import write_atomically
 from meshwright.errors import DataError
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape, enable_compilation_cache
 from meshwright.models.flops import training_flops_per_token
+from meshwright.models.model import Model
 from meshwright.report import Reporter
 from meshwright.runs.checks import check_sizes
 from meshwright.runs.run import Run
@@ -52,7 +54,7 @@ class Batches(Protocol):
 
 
 class Trainable(Protocol):
-    """A run as the loop trains it: one of text (`PreparedRun`), or of a wrapped model (`wrapped.prepared`)."""
+    """A run as the loop trains it: one of text (`PreparedRun`), or of a model of one's own (`wrapped.prepared`)."""
 
     @property
     def device_run(self) -> DeviceRun:
@@ -159,7 +161,7 @@ def prepare_run(
     choose: Choose = lambda run, devices: run,
     own: Path | None = None,
     progress: "Progress | None" = None,
-) -> PreparedRun:
+) -> Trainable:
     """Tokenises the text, chooses the mesh where the run leaves it open, and places the run on devices.
 
     cache: folder of token files and compiled programs.  devices: use the first so many; None uses all.  choose: makes
@@ -170,6 +172,21 @@ def prepare_run(
     """
     check_sizes(run)
     enable_compilation_cache(cache / "compiled")
+    return prepare_model(run.model, run, cache=cache, devices=devices, choose=choose, own=own, progress=progress)
+
+
+@functools.singledispatch
+def prepare_model(
+    model: Model,
+    run: Run,
+    *,
+    cache: Path,
+    devices: int | None,
+    choose: Choose,
+    own: Path | None,
+    progress: "Progress | None",
+) -> Any:
+    """Prepares a run of a model family on text; another kind of model registers its own function (`wrapped`)."""
     available = jax.devices()[:devices]
     mesh = build_mesh(run.mesh or default_mesh_shape(len(available)), available)
     if run.mesh is None:

@@ -1,21 +1,29 @@
-"""Text sampled from the model at the end of a run."""
+"""Text sampled from the model in training, on the devices and with the parameters of the run."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from meshwright.activity import activity
+from meshwright.checkpoint.layer_order import permuted_in_layer_order
 from meshwright.data.tokenizers import Tokenizer, with_begin
 from meshwright.errors import ConfigError
-from meshwright.sharding.params import count_params
-from meshwright.step.device_run import DeviceRun
+from meshwright.generation.decoder import Decoder, bucket_for
+from meshwright.generation.sampling import Sampling
+from meshwright.generation.weights import lay_out
+from meshwright.sharding.params import Tree, count_params, named_leaves
+from meshwright.step.device_run import DeviceRun, place_on_devices
 
 SMALL_MODEL = 100_000_000
 """Most parameters of a model that is sampled from where the run asks for neither a sample nor one every some steps."""
 _SAMPLE = 200
 """Tokens of that sample."""
+_TEMPERATURE = 0.8
+_CHUNK = 512
 
 
 def check_sample(device_run: DeviceRun) -> None:
@@ -50,8 +58,6 @@ def write_sample(device_run: DeviceRun, tokenizer: Tokenizer, params: Any, out: 
         with activity("note", "looking for what it decodes with", "looked") as work:
             work.result = "no sample: its layers have no attention to decode with"
         return ""
-    from meshwright.generation.training_sample import sample_tokens  # a run without a sample does not load it
-
     if device_run.run.finetune.method == "lora" or device_run.run.finetune.objective == "preferences":
         from meshwright.checkpoint.adapters import merge_adapters  # loaded for runs that fine-tune
 
@@ -64,3 +70,48 @@ def write_sample(device_run: DeviceRun, tokenizer: Tokenizer, params: Any, out: 
     if jax.process_index() == 0:
         (out / "sample.txt").write_text(text, encoding="utf-8")
     return text
+
+
+def sample_tokens(device_run: DeviceRun, params: Tree, prompt: np.ndarray, *, tokens: int, seed: int) -> list[int]:
+    """Returns tokens that continue `prompt`: `tokens` of them, or as many as make a sequence of the run's length.
+
+    Weights stay in the layout of training, except on a mesh with pipeline stages: they are copied to the same devices
+    without stages, since a token would pass the stages one after another. Experts of limited capacity drop nothing
+    here.
+    """
+    device_run, params = _without_stages(device_run, params)
+    seq = device_run.run.training.seq
+    prompt = prompt[-max(1, seq // 2) :]
+    count = min(tokens, max(1, seq - len(prompt)))
+    bucket = bucket_for(device_run, [len(prompt)], count, _CHUNK)
+    decoder = Decoder(device_run, lay_out(device_run, params, "sharded"), bucket, "compute")
+    sampling = Sampling(temperature=_TEMPERATURE, seed=seed)
+    state = decoder.prefill(decoder.start([prompt]), sampling, ())
+    state = decoder.decode(state, sampling, (), count - 1)
+    return [int(token) for token in decoder.read(state)[0][0]]
+
+
+def _without_stages(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tree]:
+    """Returns the run and its parameters on the same devices, with `data` in the place of `stage`."""
+    run, shape = device_run.run, device_run.shape
+    model = run.model
+    if getattr(model, "dispatch", None) == "capacity":
+        model = dataclasses.replace(model, dispatch="dropless")  # type: ignore[call-arg]
+    if shape.stage == 1 and model is run.model:
+        return device_run, params
+    devices = device_run.mesh.devices.reshape(1, shape.stage * shape.data, *device_run.mesh.devices.shape[2:])
+    folded = dataclasses.replace(shape, stage=1, data=shape.stage * shape.data)
+    if folded.slices > 1:
+        folded = dataclasses.replace(folded, slices=1)
+    training = dataclasses.replace(
+        run.training, batch=run.training.batch * shape.stage, microbatches=1, pipeline_schedule="1f1b",
+        virtual_stages=1, stage_saves="input",
+    )  # fmt: skip
+    mesh = Mesh(devices, device_run.mesh.axis_names, axis_types=device_run.mesh.axis_types)
+    other = place_on_devices(dataclasses.replace(run, model=model, mesh=folded, training=training), mesh)
+    by_layer = named_leaves({"params": params})
+    by_layer |= dict(permuted_in_layer_order(by_layer, device_run.params))
+    treedef = jax.tree.structure(other.abstract.params)
+    where = jax.tree.leaves(other.state_shardings.params)
+    moved = jax.jit(lambda *leaves: leaves, out_shardings=tuple(where))(*by_layer.values())
+    return other, jax.tree.unflatten(treedef, moved)

@@ -11,14 +11,13 @@ from meshwright.planner.search import Plan
 from meshwright.runs.recipe import find_recipe, list_recipes
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
-from meshwright.trainer.evaluation import Evaluation
+from meshwright.trainer.evaluation import BatchEvaluation, Evaluation
 from meshwright.trainer.parity import Parity
 from meshwright.views.layout_page import layout_sections
 from meshwright.views.pages import Block, Cell, Code, Column, Figure, Figures, Page, Section, Table, inline
 from meshwright.views.plan_page import machine_of_target, plan_inspector
 from meshwright.views.run_folder import flat_fields
 from meshwright.views.run_page_tables import parity_table
-from meshwright.wrapped.prepared import WrappedEvaluation
 
 _TEXTS = 32
 """Generated texts on a page."""
@@ -94,7 +93,7 @@ def evaluation_page(result: Evaluation) -> Page:
     )
 
 
-def wrapped_evaluation_page(result: WrappedEvaluation) -> Page:
+def batch_evaluation_page(result: BatchEvaluation) -> Page:
     """Returns the page of an evaluation of a wrapped model: each of its metrics."""
     figures = [Figure(name, f"{value:.5g}") for name, value in result.metrics.items()]
     return Page(
@@ -131,7 +130,7 @@ def _mean(values: Sequence[float]) -> str:
 
 PAGES: dict[type, Callable[[Any], Page]] = {
     Run: configuration_page, Plan: single_plan_page, Parity: parity_page, Evaluation: evaluation_page,
-    WrappedEvaluation: wrapped_evaluation_page, Generated: generated_page,
+    BatchEvaluation: batch_evaluation_page, Generated: generated_page,
 }  # fmt: skip
 """Type of a result -> what makes its page."""
 _HEIGHTS: dict[type, int] = {Plan: 720, Run: 560, Generated: 480}

@@ -1,6 +1,6 @@
 """Tables that `train` and `parity` print: the prepared run, its summary, and the comparison of two meshes."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,9 +15,6 @@ from meshwright.trainer import loop, parity
 from meshwright.views.layout_tables import print_precision, print_stages
 from meshwright.views.plain_table import plain_table
 from meshwright.views.show import layout_report
-
-if TYPE_CHECKING:
-    from meshwright.wrapped.prepared import PreparedModel
 
 _EXAMPLES = ("embed", "blocks.query", "blocks.attention_out", "blocks.up", "blocks.down", "blocks.expert_up",
              "blocks.expert_down", "blocks.mlp_norm")  # fmt: skip
@@ -85,13 +82,13 @@ def print_choices(console: Console, device_run: DeviceRun) -> None:
         console.print(f"the installed compiler does not know {', '.join(refused)}: left out", markup=False)
 
 
-def print_prepared_model(console: Console, prepared: "PreparedModel") -> None:
+def print_prepared_model(console: Console, device_run: DeviceRun) -> None:
     """Prints where the parameters of a wrapped model lie."""
-    placed, framework = prepared.device_run.placed, prepared.device_run.parts.adapter.framework
-    run = placed.run
+    placed, run = device_run.placed, device_run.run
+    model: Any = run.model
     console.print(
-        f"[bold]{escape(run.name)}[/]: {framework}, {format_count(count_params(placed.params))} parameters, mesh "
-        f"[bold]{placed.shape}[/]; {run.training.steps} steps of {run.training.batch} examples"
+        f"[bold]{escape(run.name)}[/]: {model.parts.adapter.framework}, {format_count(count_params(placed.params))} "
+        f"parameters, mesh [bold]{placed.shape}[/]; {run.training.steps} steps of {run.training.batch} examples"
     )
     table = plain_table("parameter", "sharded", "gathered")
     for name, p, where in placed.leaves[:_ROWS]:

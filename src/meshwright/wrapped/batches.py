@@ -38,6 +38,13 @@ class Source:
         """Examples of a batch."""
         return int(jax.tree.leaves(self.example)[0].shape[0])
 
+    def abstract(self, rows: int | None = None, sharding: NamedSharding | None = None) -> Any:
+        """Returns a batch of `rows` examples, by default as many as the data has, as `ShapeDtypeStruct`s."""
+        rows = rows or self.batch_size
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, sharding=sharding), self.example
+        )
+
 
 def find_source(data: Any, kind: str) -> Source:
     """Returns the source of batches that a user gave. Raises DataError where there is no batch of arrays."""
@@ -73,9 +80,10 @@ def find_held_out(data: Any) -> Source:
     if callable(data) or (hasattr(data, "__iter__") and iter(data) is data):
         truth = "it is a function, so it has no end" if callable(data) else "it can be read once alone"
         raise DataError(
-            "held_out of a wrapped model", f"{truth}, and each evaluation reads all of it",
+            "held_out of a wrapped model",
+            f"{truth}, and each evaluation reads all of it",
             "a list of batches: held_out=[batches(10**6 + i) for i in range(8)], or list(iterator)",
-        )  # fmt: skip
+        )
     return find_source(data, "held_out")
 
 
@@ -92,7 +100,7 @@ def _check_kind(data: Any, kind: str) -> None:
         truth, fix = (
             f"it is a {type(data).__name__}",
             "a function of the step that returns a batch, an iterable, or an iterator",
-        )  # fmt: skip
+        )
     raise DataError(f"{kind} of a wrapped model", truth, fix)
 
 
@@ -113,9 +121,10 @@ def _of_step_0(data: Callable[[int], Any], kind: str) -> Any:
     first = data(0)
     if isinstance(first, Iterator):
         raise DataError(
-            f"{kind} of a wrapped model", f"the function of the step returned a {type(first).__name__}, and no batch",
+            f"{kind} of a wrapped model",
+            f"the function of the step returned a {type(first).__name__}, and no batch",
             "a function that returns the batch of one step, or the iterator itself",
-        )  # fmt: skip
+        )
     return first
 
 
@@ -224,9 +233,10 @@ def _check_leaf(leaf: Any, name: str, kind: str) -> None:
     if _is_jax(leaf):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise DataError(
-                f"a batch of {kind}", f"{name} is an array of keys, and the step has keys of its own",
+                f"a batch of {kind}",
+                f"{name} is an array of keys, and the step has keys of its own",
                 "loss(model, batch, key), whose key does not depend on the mesh; or jax.random.key_data of them",
-            )  # fmt: skip
+            )
         return
     fix = "arrays of numbers: texts as their tokens"
     if dataclasses.is_dataclass(leaf):

@@ -1,59 +1,38 @@
 """A model of one's own as a Run's model: `wrap`."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+from meshwright.analysis import run_census
 from meshwright.config import MeshShape, Training
-from meshwright.errors import ConfigError, MeshwrightError, describe_failure
+from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.models.model import Model
+from meshwright.planner.estimate import estimate_model
+from meshwright.planner.search import search_model
 from meshwright.plugins import load, name_of
+from meshwright.runs.placed_run import place_model
 from meshwright.runs.recipe import change_fields
 from meshwright.runs.run import Run
+from meshwright.sharding.params import Param
+from meshwright.step import device_run
+from meshwright.step.gradients import gradients_of
 from meshwright.storage.paths import path_of
-from meshwright.words import AXES
-from meshwright.wrapped.batches import Source, find_held_out, find_source
-from meshwright.wrapped.growth import Degree, growth
-from meshwright.wrapped.keys import KEY_WORDS, Draws, key_of
-from meshwright.wrapped.losses import Annotations, Arrays, Result
-from meshwright.wrapped.modules import Adapter, find_adapter
-from meshwright.wrapped.reach import reached
+from meshwright.trainer.evaluation import evaluate_prepared
+from meshwright.trainer.prepare import prepare_model
+from meshwright.wrapped import prepared, step
+from meshwright.wrapped.batches import find_held_out, find_source
+from meshwright.wrapped.modules import find_adapter
+from meshwright.wrapped.parts import WrappedParts, describe_model
+from meshwright.wrapped.placing import check_rules, describe_params, place_wrapped, read_rules
+from meshwright.wrapped.plan import estimate_wrapped, search_wrapped
 
 Rules = Mapping[str, Any]
 """Regular expression of paths -> a PartitionSpec, or axis names of the dimensions."""
-
-
-@dataclasses.dataclass(frozen=True)
-class WrappedParts:
-    """Everything about a wrapped model that is no plain value."""
-
-    adapter: Adapter
-    source: Source
-    held_out: Source | None
-    rules: dict[str, PartitionSpec]
-    axes: dict[str, str | None]
-    """Logical axis -> mesh axis, for annotations."""
-    draws: Draws
-    """What the loss draws for a whole batch."""
-    eval_draws: Draws
-    params: Arrays
-    """`ShapeDtypeStruct` of each parameter, by path."""
-    variables: Arrays
-    """`ShapeDtypeStruct` of each variable, by path."""
-    annotations: Annotations
-    untrained: frozenset[str] = frozenset()
-    """Paths of parameters that the loss has no gradient of."""
-
-    def loss(self, arrays: tuple[Arrays, Arrays], batch: Any, key: jax.Array, train: bool) -> Result:
-        """Computes the loss of a batch. arrays: parameters and variables."""
-        return self.adapter.call(arrays, batch, key, train)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +48,7 @@ class Wrapped(Model):
         3
     """
 
+    unit: ClassVar[str] = "examples"
     vocab: int | None = 0
     """No vocabulary: batches are arrays."""
     name: str = ""
@@ -80,7 +60,7 @@ class Wrapped(Model):
         if not self.name:
             raise ConfigError(
                 "the wrapped model of this run",
-                "it was no top-level object of a file, so run.json could not name it",
+                "it was not a top-level object of a file, so run.json could not name it",
                 "pass the model: model=mw.wrap(...), or define it at the top level of a .py file",
             )
         found = load("wrapped model", self.name)
@@ -107,15 +87,27 @@ class Wrapped(Model):
         training = Training(batch=self.parts.source.batch_size, compute_dtype="float32")
         return change_fields(Run(model=self.named(), training=training), mesh, changes)
 
+    def options_of_child(self) -> list[str]:
+        """Returns the options by which another process imports the model, whose code this one runs already.
+
+        Raises ConfigError for one that it could not import.
+        """
+        name = self.named().name
+        if not name:
+            raise ConfigError(
+                "compiling a wrapped model in another process",
+                "it is not a top-level object of a file, so that process cannot import it",
+                "define it at the top level of a .py file: model = mw.wrap(...)",
+            )
+        return ["--model.name", name]
+
     def restore(self, out: str | Path, *, at: int | None = None) -> Any:
         """Returns the trained model of an output folder on the first device, in evaluation mode.
 
         A module of NNX or Equinox, an Equinox module with its state, a pytree; of a Linen module its variables.
         at: step of the checkpoint; None takes the last. Raises CheckpointError.
         """
-        from meshwright.wrapped.prepared import restore_model
-
-        return restore_model(self, path_of(out), at)
+        return prepared.restore_model(self, path_of(out), at)
 
     def spec(self) -> NoReturn:
         """Raises ConfigError: what is asked for needs to know the layers of a model."""
@@ -129,26 +121,13 @@ class Wrapped(Model):
         """Raises ConfigError, like `spec`."""
         self.spec()
 
-    def params(self) -> Any:
+    def params(self) -> dict[str, Param]:
         """Returns the descriptions of all parameters, by path."""
-        from meshwright.wrapped.placing import describe_params
-
         return describe_params(self.parts)
 
-
-def is_wrapped(run: Run) -> bool:
-    """Whether the run's model was made by `mw.wrap`."""
-    return isinstance(run.model, Wrapped)
-
-
-def check_named(run: Run) -> None:
-    """Raises ConfigError for a wrapped model that no other process could import."""
-    if isinstance(run.model, Wrapped) and not run.model.named().name:
-        raise ConfigError(
-            f"compiling {run.name} in another process",
-            "the wrapped model is no top-level object of a file, so that process cannot import it",
-            "define it at the top level of a .py file: model = mw.wrap(...)",
-        )
+    def variables(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns what the loss changes besides: batch statistics and the like, by path."""
+        return self.parts.variables
 
 
 def _with_parts(model: Wrapped, parts: WrappedParts) -> Wrapped:
@@ -189,143 +168,21 @@ def wrap(
         >>> sorted(mw.wrap(nn.Dense(3), loss, batches).params())
         ['bias', 'kernel']
     """
-    from meshwright.wrapped.placing import check_rules, read_rules
-
     source = find_source(data, "data")
     adapter = find_adapter(model, loss, evaluate, source.example)
-    parts = _describe(adapter, source, find_held_out(held_out) if held_out is not None else None)
+    parts = describe_model(adapter, source, find_held_out(held_out) if held_out is not None else None)
     parts = dataclasses.replace(parts, rules=read_rules(rules or {}), axes=dict(axes or {}))
     check_rules(parts)
     return _with_parts(Wrapped(), parts)
 
 
-def _describe(adapter: Adapter, source: Source, held_out: Source | None) -> WrappedParts:
-    """Traces model and loss once with abstract arrays: shapes, annotations, what is drawn; whether it is a loss."""
-    annotations: Annotations = {}
-
-    def build(key: jax.Array) -> tuple[Arrays, Arrays]:
-        params, variables, found = adapter.build(key)
-        annotations.update(found)
-        return params, variables
-
-    try:
-        params, variables = jax.eval_shape(build, jax.eval_shape(jax.random.key, 0))
-        _check_arrays({**variables, **params})
-        draws, eval_draws = Draws(), Draws()
-        parts = WrappedParts(
-            adapter, source, held_out, {}, {}, draws, eval_draws, params, variables, annotations
-        )  # fmt: skip
-        parts = dataclasses.replace(parts, untrained=_trace(parts, source.example, train=True))
-        if held_out is not None:
-            _trace(parts, held_out.example, train=False)
-    except MeshwrightError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"wrapping a model of {adapter.framework or 'unknown kind'}",
-            f"tracing it with its loss {describe_failure(error)}",
-            "a loss of (model, batch) that works on one device",
-        ) from error
-    return parts
-
-
-def _check_arrays(arrays: Arrays) -> None:
-    """Raises ConfigError for an array that no optimizer trains or no checkpoint keeps."""
-    for name, x in arrays.items():
-        if jnp.issubdtype(x.dtype, jnp.complexfloating):
-            raise ConfigError(
-                f"array {name} of a wrapped model", f"it is {x.dtype}, and real numbers alone are trained and saved",
-                "two real arrays, of which the loss makes a complex one; a constant belongs in the loss",
-            )  # fmt: skip
-        if not x.size:
-            raise ConfigError(
-                f"array {name} of a wrapped model", f"it is {x.dtype}{list(x.shape)}, which has no elements",
-                "a model without it",
-            )  # fmt: skip
-
-
-def _trace(parts: WrappedParts, batch: Any, train: bool) -> frozenset[str]:
-    """Traces the loss and checks it; returns the parameters that it has no gradient of."""
-    draws = parts.draws if train else parts.eval_draws
-
-    def loss(params: Arrays, variables: Arrays, batch: Any, words: Any) -> Any:
-        result = parts.loss((params, variables), batch, key_of(words, 1, draws), train)
-        return result.loss, result.metrics, result.variables
-
-    # Inside a shard_map of one device, where a module may average over the axes of the mesh.
-    traced = jax.make_jaxpr(on_one_device(loss), return_shape=True)
-    jaxpr, (value, _, variables) = traced(parts.params, parts.variables, batch, KEY_WORDS)
-    draws.read(jaxpr.jaxpr)
-    if draws.foreign:
-        twice = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), batch)
-        draws.check_foreign(traced(parts.params, parts.variables, twice, KEY_WORDS)[0].jaxpr)
-    if not jnp.issubdtype(value.dtype, jnp.floating):
-        raise ConfigError(
-            "the loss of a wrapped model", f"it is {value.dtype}, which has no gradient", "a floating-point mean"
-        )
-    for name, x in variables.items():
-        before = parts.variables[name]
-        if (x.shape, x.dtype) != (before.shape, before.dtype):
-            raise ConfigError(
-                f"variable {name}",
-                f"it was {before.dtype}{list(before.shape)} and is {x.dtype}{list(x.shape)} after the loss",
-                "the same shape and type after each step",
-            )
-    names = sorted(parts.params)
-    given = [1 << i if i < len(names) else 0 for i in range(len(jaxpr.jaxpr.invars))]
-    bits = reached(jaxpr.jaxpr, given)[0]
-    if names and not bits:
-        listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        raise ConfigError(
-            "the loss of a wrapped model",
-            f"it has no gradient of any parameter ({listed}): it does not use them, or integers or stop_gradient "
-            "stand between",
-            "a loss of the model that it is given, as its first argument",
-        )
-    return frozenset(name for i, name in enumerate(names) if not bits >> i & 1)
-
-
-def check_rows(parts: WrappedParts, rows: int, held_out: int) -> None:
-    """Traces the losses with the part of a batch that a device has.
-
-    Raises ConfigError for a loss that takes another number of examples, or is a sum over them.
-
-    rows: examples of a part in training.  held_out: the same of a held-out batch, 0 for none.
-    """
-    sources = [(parts.source, rows, True)] + ([(parts.held_out, held_out, False)] if parts.held_out is not None else [])
-    for source, own, train in sources:
-        draws = parts.draws if train else parts.eval_draws
-        batch = jax.tree.map(lambda x, own=own: jax.ShapeDtypeStruct((own, *x.shape[1:]), x.dtype), source.example)
-
-        def loss(params: Arrays, variables: Arrays, batch: Any, words: Any, d: Draws = draws, t: bool = train) -> Any:
-            return parts.loss((params, variables), batch, key_of(words, 1, d), t).loss
-
-        try:
-            traced = jax.make_jaxpr(on_one_device(loss))(parts.params, parts.variables, batch, KEY_WORDS)
-        except MeshwrightError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"{own} of the {source.batch_size} examples of a batch on a device",
-                f"the loss {describe_failure(error)}, and takes all of them",
-                "the number of examples from the batch, x.shape[0], instead of a constant",
-            ) from error
-        twice = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), batch)
-        degrees: list[Degree] = []
-        with contextlib.suppress(Exception):  # one that takes no other number of examples is no sum over them
-            doubled = jax.make_jaxpr(on_one_device(loss))(parts.params, parts.variables, twice, KEY_WORDS)
-            degrees = growth(traced, doubled, [0] * len(traced.jaxpr.invars))
-        if degrees == [1]:
-            raise ConfigError(
-                f"a loss that is a sum over the {own} of {source.batch_size} examples of a batch that a device has",
-                "the step takes the mean of what the parts of a batch give: on another mesh this loss and its "
-                "gradients would have another size",
-                "the mean over the examples: .mean() in the place of .sum(), or the sum divided by x.shape[0]",
-            )
-
-
-def on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function inside a `shard_map` over an abstract mesh of one device that has all axes."""
-    mesh = AbstractMesh((1,) * len(AXES), tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
-    spec = PartitionSpec()
-    return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+# What a run of a wrapped model does in its own way.
+place_model.register(Wrapped, place_wrapped)
+device_run.initial_arrays.register(Wrapped, step.initial_arrays)
+gradients_of.register(Wrapped, step.wrapped_gradients)
+prepare_model.register(Wrapped, prepared.prepare_wrapped)
+evaluate_prepared.register(prepared.PreparedModel, prepared.evaluate_wrapped)
+estimate_model.register(Wrapped, estimate_wrapped)
+search_model.register(Wrapped, search_wrapped)
+run_census.abstract_batch_of.register(Wrapped, prepared.abstract_batch)
+run_census.train_step_facts.register(Wrapped, prepared.train_step_facts)

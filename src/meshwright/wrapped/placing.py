@@ -1,39 +1,33 @@
-"""A wrapped model on a mesh: parameters described, placed by rules, annotations or size, and put on devices."""
+"""Placement of a wrapped model on a mesh: by rules, annotations or size. Arithmetic on shapes, without a device."""
 
 import dataclasses
-import functools
 import re
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from meshwright.config import MeshShape, Training
 from meshwright.errors import ConfigError, nearest
-from meshwright.hardware.machine import machine_of_mesh
+from meshwright.models.model import ModelSpec
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.runs.run import Run
-from meshwright.runs.settle import Settled
 from meshwright.sharding.layouts import BATCH_AXES, find_layout
-from meshwright.sharding.params import Param, shardings
-from meshwright.sharding.placement import Layout, Placements, axes_of, place_param, to_spec
+from meshwright.sharding.params import Param
+from meshwright.sharding.placement import Layout, Placements, axes_of, place_param
 from meshwright.sharding.stages import assign_layers
-from meshwright.step.device_run import DeviceRun
-from meshwright.step.optimizers import ELEMENTWISE, OPTIMIZERS, build_update_rule, place_optimizer_state
-from meshwright.step.state import State
-from meshwright.wrapped.model import Wrapped, WrappedParts
+from meshwright.step.optimizers import ELEMENTWISE, OPTIMIZERS
+from meshwright.wrapped.parts import WrappedParts
 
 PARAM_AXES = ("fsdp", "tensor")
 """Mesh axes that may split a parameter."""
 _AXES = ("data", *PARAM_AXES)
 """Mesh axes of a wrapped model."""
 _TRAINING = (
-    "steps", "batch", "microbatches", "seed", "param_dtype", "param_rounding", "compute_dtype", "reduce_dtype", "remat",
-    "compiler_options", "log_every", "eval_every", "save_every", "max_to_keep",
-)  # fmt: skip
+    *("steps", "batch", "microbatches", "seed", "remat", "compiler_options"),
+    *("param_dtype", "param_rounding", "compute_dtype", "reduce_dtype"),
+    *("log_every", "eval_every", "save_every", "max_to_keep"),
+)
 """Fields of `Training` that mean something for a wrapped model."""
 REMAT = ("auto", "none", "full")
 """Rematerialisation of a wrapped model."""
@@ -47,15 +41,11 @@ def describe_params(parts: WrappedParts) -> dict[str, Param]:
     return {
         name: Param(
             x.shape,
-            "".join(map(_digit, range(x.ndim))),
+            "0123456789abcdefghijklmnopqrstuvwxyz"[: x.ndim],
             init="normal" if x.ndim > 1 and name not in parts.untrained else "zeros",
         )
         for name, x in parts.params.items()
     }
-
-
-def _digit(dim: int) -> str:
-    return "0123456789abcdefghijklmnopqrstuvwxyz"[dim]
 
 
 def read_rules(rules: Mapping[str, Any]) -> dict[str, PartitionSpec]:
@@ -69,7 +59,7 @@ def read_rules(rules: Mapping[str, Any]) -> dict[str, PartitionSpec]:
             re.compile(pattern)
         except re.error as error:
             raise ConfigError(
-                f"rule {pattern!r}", f"it is no regular expression: {error}", "for example '.*kernel'"
+                f"rule {pattern!r}", f"it is not a regular expression: {error}", "for example '.*kernel'"
             ) from error
         read[pattern] = PartitionSpec(*names)
     return read
@@ -83,7 +73,7 @@ def _check_axis(asked: str, name: str) -> None:
     if name not in PARAM_AXES:
         raise ConfigError(
             asked,
-            f"{name!r} is no mesh axis that splits the parameters of a wrapped model",
+            f"{name!r} is not a mesh axis that splits the parameters of a wrapped model",
             f"one of {', '.join(PARAM_AXES)}; for a logical axis, axes={{{name!r}: 'tensor'}}, or None for whole",
         )
 
@@ -146,22 +136,18 @@ def _stated(parts: WrappedParts, path: str) -> tuple[tuple[tuple[str, ...], ...]
     return _annotated(parts, path), False
 
 
-def place_wrapped(run: Run, shape: MeshShape) -> PlacedRun:
-    """Places a run of a wrapped model on the mesh `shape`: arithmetic on shapes, without a device.
+def place_wrapped(model: Any, run: Run, shape: MeshShape) -> PlacedRun:
+    """Places a run of a wrapped model on the mesh `shape`.
 
     A rule places a parameter completely. Without one, `fsdp` splits the largest dimension that divides, of parameters
     of at least `run.fsdp_min_size` elements, besides what the module's annotation states.
     Raises ConfigError where batch or parameters do not divide, and for fields of the run without meaning here.
     """
-    model = cast(Wrapped, run.model)
-    parts = model.parts
+    parts: WrappedParts = model.parts
     _check_fields(run, shape)
     _check_batch(run, shape, parts)
-    layout = find_layout(run.layout)
-    params, placements = describe_params(parts), {}
-    for name, p in params.items():
-        stated, by_rule = _stated(parts, name)
-        placements[name] = _place(name, p, stated, by_rule, layout, (shape, run.fsdp_min_size))
+    params = describe_params(parts)
+    placements = {name: _place(name, p, parts, run, shape) for name, p in params.items()}
     if shape.tensor > 1 and not any("tensor" in axes_of(where.at_rest) for where in placements.values()):
         raise ConfigError(
             f"mesh {shape} for a wrapped model",
@@ -169,17 +155,14 @@ def place_wrapped(run: Run, shape: MeshShape) -> PlacedRun:
             f"rules={{{next(iter(params), 'path')!r}: (None, 'tensor')}}, axes={{logical axis: 'tensor'}}, or the "
             "devices as data or fsdp",
         )
-    return PlacedRun(
-        dataclasses.replace(run, mesh=shape),
-        ModelLayout(model, shape, params, placements, assign_layers((1.0,), 1, 1)),
-    )
+    model = model.named()  # another process may have to find it
+    layout = ModelLayout(model, shape, params, placements, assign_layers((1.0,), 1, 1), ModelSpec(0, ()))
+    return PlacedRun(dataclasses.replace(run, mesh=shape, model=model), layout)
 
 
-def _place(
-    name: str, p: Param, stated: tuple[tuple[str, ...], ...], by_rule: bool, layout: Layout, mesh: tuple[MeshShape, int]
-) -> Placements:
-    shape, min_size = mesh
-    by_dim = {digit: axes for digit, axes in zip(p.dims, stated, strict=False)}
+def _place(name: str, p: Param, parts: WrappedParts, run: Run, shape: MeshShape) -> Placements:
+    stated, by_rule = _stated(parts, name)
+    by_dim = dict(zip(p.dims, stated, strict=False))
     for digit, axes in by_dim.items():
         if len(axes) > 1:
             raise ConfigError(
@@ -189,10 +172,10 @@ def _place(
             )
     table = {digit: axes for digit, axes in by_dim.items() if "fsdp" not in axes}
     at_rest = {digit: axes for digit, axes in by_dim.items() if "fsdp" in axes}
-    over, min_size = (layout.params_over, min_size) if not by_rule else ((), 0)
-    own = Layout(table, over, layout.optimizer_over if not by_rule else (), layout.summary, at_rest)
-    if at_rest:
-        min_size = 0
+    layout = find_layout(run.layout)
+    over = ((), ()) if by_rule else (layout.params_over, layout.optimizer_over)
+    own = Layout(table, *over, layout.summary, at_rest)
+    min_size = 0 if by_rule or at_rest else run.fsdp_min_size
     return place_param(name, p.shape, p.dims, layout=own, mesh=shape, min_size=min_size)
 
 
@@ -250,72 +233,3 @@ def _check_batch(run: Run, shape: MeshShape, parts: WrappedParts) -> None:
                 f"data * fsdp * microbatches = {degree}, and {size} = {size // degree} * {degree} + {size % degree}",
                 f"a batch of {above}" + (f" or {below}" if below else ""),
             )
-
-
-@dataclasses.dataclass(frozen=True)
-class WrappedRun(DeviceRun):
-    """A wrapped model on a mesh of devices."""
-
-    @property
-    def parts(self) -> WrappedParts:
-        """Module, loss and data."""
-        return cast(Wrapped, self.run.model).parts
-
-    @property
-    def batch_sharding(self) -> NamedSharding:
-        """Sharding of every array of a batch: its first dimension over the batch axes."""
-        return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
-
-    @functools.cached_property
-    def own_dtypes(self) -> dict[str, Any]:
-        """Type in which the loss gets each parameter: the module's own, or the run's compute dtype."""
-        compute = self.run.training.compute_dtype
-        own = {name: x.dtype for name, x in self.parts.params.items()}
-        return own if compute == "float32" else {name: jnp.dtype(compute) for name in own}
-
-    def initial_state(self) -> State:
-        """Returns the state before the first step: values drawn in their shardings, or copies of those given."""
-        adapter, training, where = self.parts.adapter, self.run.training, self.state_shardings
-        dtype = jnp.dtype(training.param_dtype)
-
-        def build(key: jax.Array) -> Any:
-            params, variables, _ = adapter.build(key)
-            return {name: x.astype(dtype) for name, x in params.items()}, (variables,) if where.variables else ()
-
-        if adapter.drawn:
-            with jax.threefry_partitionable(True):
-                drawn = jax.jit(build, out_shardings=(where.params, where.variables))
-                params, variables = drawn(jax.random.key(training.seed))
-        else:
-            # Copies: the train step writes over its own arrays, and the module keeps those that it has.
-            params, variables = jax.tree.map(
-                lambda x, s: jax.device_put(np.array(x), s, may_alias=False),
-                build(jax.random.key(0)),
-                (where.params, where.variables),
-            )
-        return dataclasses.replace(self.state_of(params), variables=variables)
-
-
-def put_on_devices(run: Run, mesh: Mesh) -> WrappedRun:
-    """Places a run of a wrapped model on the devices of `mesh`. Raises ConfigError where it does not fit."""
-    same = run.mesh is not None and run.mesh.degrees() == dict(mesh.shape)
-    placed = place_wrapped(run, run.mesh if same and run.mesh is not None else MeshShape(**mesh.shape))
-    parts, training = cast(Wrapped, run.model).parts, run.training
-    where = shardings(mesh, placed.placements, "at_rest")
-    dtype = jnp.dtype(training.param_dtype)
-    params = {name: jax.ShapeDtypeStruct(p.shape, dtype, sharding=where[name]) for name, p in placed.params.items()}
-    optimizer = build_update_rule(run.optimizer, training, placed.params)
-    state, placements = place_optimizer_state(optimizer, params, placed.placements, placed.shape)
-    leaves = [
-        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, to_spec(placement)))
-        for leaf, placement in zip(jax.tree.leaves(state), placements, strict=True)
-    ]
-    replicated = NamedSharding(mesh, PartitionSpec())
-
-    def whole(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated)
-
-    step, healthy = (whole(jax.ShapeDtypeStruct((), kind)) for kind in (jnp.int32, jnp.bool_))
-    variables = (jax.tree.map(whole, parts.variables),) if parts.variables else ()
-    abstract = State(step, healthy, params, jax.tree.unflatten(jax.tree.structure(state), leaves), variables)
-    return WrappedRun(Settled(placed, machine_of_mesh(mesh)), mesh, optimizer, abstract)

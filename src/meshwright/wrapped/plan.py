@@ -2,15 +2,13 @@
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, MeshwrightError, divisors
-from meshwright.formatting import format_bytes
 from meshwright.hardware.chips import Nodes
 from meshwright.hardware.interconnect import map_axes
 from meshwright.hardware.targets import Target
@@ -18,53 +16,40 @@ from meshwright.planner.bounds import ELEMENTWISE, MATMULS, OPERANDS
 from meshwright.planner.estimate import Estimate, overlapped, update_seconds
 from meshwright.planner.layer_time import matmul_seconds
 from meshwright.planner.optimizer_state import optimizer_state_bytes
-from meshwright.planner.search import Plan
-from meshwright.planner.software import MESHWRIGHT
+from meshwright.planner.search import Plan, SearchResult, price_run
+from meshwright.planner.software import Software
 from meshwright.planner.traffic import Movement
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.placement import axes_of
-from meshwright.wrapped.flops import training_flops
-from meshwright.wrapped.model import Wrapped
-from meshwright.wrapped.placing import place_wrapped
-from meshwright.wrapped.work import LossWork, work_of_loss
+from meshwright.wrapped.parts import WrappedParts
+from meshwright.wrapped.work import LossWork, training_flops, work_of_loss
 
 
-def plan_wrapped(run: Run, targets: Sequence[Target], *, at_most: int) -> list[Plan]:
-    """Returns the best plans of a wrapped model, the fastest predicted step first.
+def search_wrapped(model: Any, run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> SearchResult:
+    """Ranks meshes of `data` and `fsdp`, with the run's own degree of `tensor`, which only its author can choose.
 
-    Meshes of `data` and `fsdp` are tried, with the run's own degree of `tensor`, which only its author can choose.
-    Raises ConfigError where no mesh of the machines has the memory, or divides batch and parameters.
+    Raises ConfigError where that degree does not divide the devices.
     """
     plans: list[Plan] = []
-    small: list[Plan] = []
-    refused: list[str] = []
+    refused: dict[str, str] = {}
+    for shape in dict.fromkeys([*_meshes(run, target), *include]):
+        try:
+            plans.append(price_run(dataclasses.replace(run, mesh=shape), target))
+        except MeshwrightError as error:
+            refused[str(shape)] = str(error)
+    fitting = sorted((p for p in plans if p.estimate.fits), key=lambda p: p.estimate.seconds)
+    too_large = sorted((p for p in plans if not p.estimate.fits), key=lambda p: p.estimate.bytes)
+    return SearchResult(target, tuple(fitting), tuple(too_large), refused, len(plans))
+
+
+def _meshes(run: Run, target: Target) -> list[MeshShape]:
     tensor = run.mesh.tensor if run.mesh else 1
-    run = dataclasses.replace(run, model=cast(Wrapped, run.model).named())
-    for target in targets:
-        for shape in _meshes(target, tensor):
-            try:
-                placed = place_wrapped(run, shape)
-            except MeshwrightError as error:
-                refused.append(error.truth)
-                continue
-            plan = Plan(placed, estimate_wrapped(placed, target))
-            (plans if plan.estimate.fits else small).append(plan)
-    if not plans:
-        closest = min((p.estimate for p in small), key=lambda e: e.bytes / e.hbm_bytes, default=None)
-        if closest is not None:
-            truth = f"the smallest needs {format_bytes(closest.bytes)} of {format_bytes(closest.hbm_bytes)}"
-        else:
-            truth = f"every mesh is refused: {refused[-1] if refused else f'tensor={tensor} does not divide it'}"
-        raise ConfigError(f"{run.name} on {', '.join(map(str, targets))}", truth, "more devices, or another batch")
-    return sorted(plans, key=lambda p: p.estimate.seconds)[:at_most]
-
-
-def _meshes(target: Target, tensor: int) -> list[MeshShape]:
     replicas, rest = divmod(target.devices, tensor)
     if rest:
-        return []
+        truth = f"its mesh has tensor={tensor}, and {target.devices} devices = {replicas} * {tensor} + {rest}"
+        raise ConfigError(f"{run.name} on {target}", truth, "a degree of tensor that divides the devices")
     slices = target.slices if not isinstance(target.chip.interconnect, Nodes) else 1
     shapes = []
     for data in divisors(replicas):
@@ -74,20 +59,13 @@ def _meshes(target: Target, tensor: int) -> list[MeshShape]:
     return shapes
 
 
-def price_wrapped(run: Run, target: Target) -> Plan:
-    """Prices a wrapped model on its own mesh, or on `fsdp` over all devices."""
-    run = dataclasses.replace(run, model=cast(Wrapped, run.model).named())
-    placed = place_wrapped(run, run.mesh or MeshShape(fsdp=target.devices))
-    return Plan(placed, estimate_wrapped(placed, target))
-
-
-def estimate_wrapped(placed: PlacedRun, target: Target) -> Estimate:
+def estimate_wrapped(model: Any, placed: PlacedRun, target: Target, software: Software) -> Estimate:
     """Predicts a step: matmuls of the jaxpr at the chip's rates, what is kept through HBM, and the step's collectives.
 
     What is kept for the backward pass is written and read once; other elementwise work is taken to be fused.
     """
-    run, shape, chip = placed.run, placed.shape, target.chip
-    parts, microbatches = cast(Wrapped, run.model).parts, run.training.microbatches
+    run, shape, chip, parts = placed.run, placed.shape, target.chip, model.parts
+    microbatches = run.training.microbatches
     work = work_of_loss(parts, placed)
     matmul = bound = 0.0
     for m in work.matmuls:
@@ -100,7 +78,7 @@ def estimate_wrapped(placed: PlacedRun, target: Target) -> Estimate:
     forward, backward = matmul + elementwise / 2, 2 * matmul + elementwise / 2
     room = {"forward": forward * microbatches, "recomputation": 0.0, "backward": backward * microbatches, "step": 0.0}
     mapping = map_axes(shape, target)
-    exposed, links, routes = overlapped(_movements(placed, work), mapping, target, MESHWRIGHT, room)
+    exposed, links, routes = overlapped(_movements(placed, work), mapping, target, software, room)
     seconds = {
         "matmul": 3 * matmul * microbatches,
         "attention": 0.0,
@@ -133,15 +111,18 @@ def estimate_wrapped(placed: PlacedRun, target: Target) -> Estimate:
     )
 
 
+def _parts(placed: PlacedRun) -> WrappedParts:
+    model: Any = placed.run.model
+    return model.parts
+
+
 def _elements(placed: PlacedRun) -> list[tuple[str, float, tuple[str, ...], tuple[str, ...]]]:
     """Name, elements in use on a device, axes over which it is gathered, and axes over which its gradient is summed."""
     found = []
     for name, p, where in placed.leaves:
         elements = p.size / placed.shape.over(axes_of(where.in_use))
         gathered = tuple(a for a in axes_of(where.at_rest) if a not in axes_of(where.in_use))
-        summed = tuple(
-            a for a in BATCH_AXES if a not in axes_of(where.optimizer) and placed.shape.degrees()[a] > 1
-        )  # fmt: skip
+        summed = tuple(a for a in BATCH_AXES if a not in axes_of(where.optimizer) and placed.shape.degrees()[a] > 1)
         found.append((name, elements, gathered, summed))
     return found
 
@@ -168,16 +149,14 @@ def _movements(placed: PlacedRun, work: LossWork) -> list[Movement]:
         scattered = scattered_bytes[axes]
         result.append(Movement("reduce-scatter", axes, scattered, times, "backward", False, "gradients"))
     if shape.tensor > 1:
-        result.append(
-            Movement("all-reduce", ("tensor",), work.tensor_bytes, times, "forward", True, "activations")
-        )  # fmt: skip
+        result.append(Movement("all-reduce", ("tensor",), work.tensor_bytes, times, "forward", True, "activations"))
     return result
 
 
 def _own_sizes(placed: PlacedRun) -> dict[str, int]:
     """Bytes of an element of each parameter as the loss gets it."""
     compute = placed.run.training.compute_dtype
-    own = cast(Wrapped, placed.run.model).parts.params
+    own = _parts(placed).params
     return {n: x.dtype.itemsize if compute == "float32" else jnp.dtype(compute).itemsize for n, x in own.items()}
 
 
@@ -185,7 +164,7 @@ def _memory(placed: PlacedRun, work: LossWork) -> dict[str, float]:
     """Bytes of a device by category, at the end of the forward pass and the beginning of the backward pass."""
     run, shape, training = placed.run, placed.shape, placed.run.training
     param, reduce = jnp.dtype(training.param_dtype).itemsize, jnp.dtype(training.reduce_dtype).itemsize
-    sizes, parts = _own_sizes(placed), cast(Wrapped, run.model).parts
+    sizes, parts = _own_sizes(placed), _parts(placed)
     at_rest = sum(p.size / shape.over(axes_of(where.at_rest)) for _, p, where in placed.leaves)
     batch = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(parts.source.example)) / shape.over(BATCH_AXES)
     variables = sum(x.size * x.dtype.itemsize for x in parts.variables.values())

@@ -7,30 +7,63 @@ and inserts what the module's own operations need.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from meshwright.comm.collectives import all_reduce, axis_index, gather_param, sum_gradients
 from meshwright.comm.hierarchical import hierarchical_reduce_scatter
+from meshwright.errors import ConfigError
 from meshwright.models.model import Metrics
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.placement import Placement, Placements, axes_of, to_spec
+from meshwright.step.device_run import DeviceRun
 from meshwright.step.gradients import clip
 from meshwright.step.train_step import matmuls_of
 from meshwright.words import AXES
 from meshwright.wrapped.keys import Draws, step_key
-from meshwright.wrapped.losses import Arrays
-from meshwright.wrapped.placing import WrappedRun
+from meshwright.wrapped.modules import Arrays, Result
+from meshwright.wrapped.parts import WrappedParts
 
 _GATHERED = "gathered parameter"
 _EVALUATION = 0x7FFFFFFF
 """Step of the keys of an evaluation."""
+_CLOSE = 2e-3
+"""Relative difference of losses that rounding explains, where they are compared with their sum or mean."""
+
+
+def parts_of(device_run: DeviceRun) -> WrappedParts:
+    """Returns module, loss and data of a wrapped model on its devices."""
+    model: Any = device_run.run.model
+    return model.parts
+
+
+def initial_arrays(model: Any, device_run: DeviceRun) -> tuple[Arrays, tuple[Arrays, ...]]:
+    """Returns parameters and variables before the first step: drawn in their shardings, or copies of those given."""
+    adapter, training, where = model.parts.adapter, device_run.run.training, device_run.state_shardings
+    dtype = jnp.dtype(training.param_dtype)
+
+    def build(key: jax.Array) -> Any:
+        params, variables, _ = adapter.build(key)
+        return {name: x.astype(dtype) for name, x in params.items()}, (variables,) if where.variables else ()
+
+    if adapter.drawn:
+        with jax.threefry_partitionable(True):
+            drawn = jax.jit(build, out_shardings=(where.params, where.variables))
+            return drawn(jax.random.key(training.seed))
+    # Copies: the train step writes over its own arrays, and the module keeps those that it has.
+    return jax.tree.map(
+        lambda x, s: jax.device_put(np.array(x), s, may_alias=False),
+        build(jax.random.key(0)),
+        (where.params, where.variables),
+    )
 
 
 def _manual(placement: Placement) -> Placement:
@@ -38,48 +71,50 @@ def _manual(placement: Placement) -> Placement:
     return tuple(tuple(axis for axis in axes if axis != "tensor") for axes in placement)
 
 
-def _specs(wrapped_run: WrappedRun, which: str) -> Any:
-    return {name: to_spec(_manual(getattr(p, which))) for name, p in wrapped_run.placements.items()}
+def _specs(device_run: DeviceRun, which: str) -> Any:
+    return {name: to_spec(_manual(getattr(p, which))) for name, p in device_run.placements.items()}
 
 
-def _over_mesh(wrapped_run: WrappedRun, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+def _over_mesh(device_run: DeviceRun, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
     """`shard_map` over all axes; `tensor` stays with the compiler where it has several devices."""
-    manual = set(AXES) - ({"tensor"} if wrapped_run.shape.tensor > 1 else set())
-    mesh = wrapped_run.mesh
+    manual = set(AXES) - ({"tensor"} if device_run.shape.tensor > 1 else set())
+    mesh = device_run.mesh
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False
-    )  # fmt: skip
+    )
 
 
-def _gather(wrapped_run: WrappedRun, params: Arrays) -> Arrays:
+def _gather(device_run: DeviceRun, params: Arrays) -> Arrays:
     """Gathers every parameter over `fsdp`, in the type in which the loss gets it."""
-    dcn, reduce_dtype = wrapped_run.settled.links, jnp.dtype(wrapped_run.run.training.reduce_dtype)
+    dcn, training = device_run.settled.links, device_run.run.training
+    reduce_dtype, own = jnp.dtype(training.reduce_dtype), parts_of(device_run).params
 
     def gather_one(name: str, w: jax.Array) -> jax.Array:
-        where: Placements = wrapped_run.placements[name]
+        where: Placements = device_run.placements[name]
         dims = [
             (tuple(a for a in rest if a not in used), dim)
             for dim, (rest, used) in enumerate(zip(where.at_rest, where.in_use, strict=True))
         ]
         gathers = tuple((axes, dim) for axes, dim in dims if axes)
         with jax.named_scope(name):
-            dtype = wrapped_run.own_dtypes[name]
+            # The module's own type, or the run's compute dtype.
+            dtype = own[name].dtype if training.compute_dtype == "float32" else jnp.dtype(training.compute_dtype)
             return gather_param(w, gathers, dtype, reduce_dtype, dcn) if gathers else w.astype(dtype)
 
     def gather(params: Arrays) -> Arrays:
         return {name: gather_one(name, w) for name, w in params.items()}
 
-    whole = _by_tensor(wrapped_run, gather)(params)
+    whole = _by_tensor(device_run, gather)(params)
     return {name: checkpoint_name(w, _GATHERED) for name, w in whole.items()}
 
 
-def _by_tensor(wrapped_run: WrappedRun, function: Callable[[Arrays], Arrays]) -> Callable[[Arrays], Arrays]:
+def _by_tensor(device_run: DeviceRun, function: Callable[[Arrays], Arrays]) -> Callable[[Arrays], Arrays]:
     """Applies a function with collectives to this device's part of each parameter (or gradient) over `tensor`.
 
     The compiler does not split the operand of a collective over an axis of its own: it would gather it first.
     """
     specs = {}
-    for name, where in wrapped_run.placements.items():
+    for name, where in device_run.placements.items():
         if "tensor" in axes_of(where.in_use):
             specs[name] = to_spec(tuple(tuple(a for a in axes if a == "tensor") for axes in where.in_use))
     if not specs:
@@ -90,46 +125,46 @@ def _by_tensor(wrapped_run: WrappedRun, function: Callable[[Arrays], Arrays]) ->
         mesh = jax.sharding.get_abstract_mesh()
         own = jax.shard_map(
             function, mesh=mesh, in_specs=(specs,), out_specs=specs, axis_names={"tensor"}, check_vma=False
-        )  # fmt: skip
+        )
         # The others are whole over `tensor`: inside, their gradients would be summed over it once more.
         return own(split) | function({name: x for name, x in arrays.items() if name not in specs})
 
     return apply
 
 
-def _saved(wrapped_run: WrappedRun, function: Callable[..., Any]) -> Callable[..., Any]:
+def _saved(device_run: DeviceRun, function: Callable[..., Any]) -> Callable[..., Any]:
     """Applies the run's rematerialisation to the loss with its gathers."""
-    remat = wrapped_run.run.training.remat
+    remat = device_run.run.training.remat
     if remat == "full":
         return jax.checkpoint(function)
-    if wrapped_run.shape.fsdp == 1 or remat == "none":
+    if device_run.shape.fsdp == 1 or remat == "none":
         return function
     policy = jax.checkpoint_policies.save_anything_except_these_names(_GATHERED)
     return jax.checkpoint(function, policy=policy)
 
 
-def build_wrapped_gradients(wrapped_run: WrappedRun) -> Callable[..., tuple[Arrays, Metrics, tuple[Arrays, ...]]]:
+def wrapped_gradients(model: Any, device_run: DeviceRun) -> Callable[..., tuple[Arrays, Metrics, tuple[Arrays, ...]]]:
     """Returns `(params, step, batch, *variables) -> (gradients, metrics, variables)`.
 
     Gradients are those of the mean over the whole batch, clipped, in the optimizer's placement. Floating-point
     variables are averaged over the devices; of others every device has the same.
     """
-    run, replicated = wrapped_run.run, PartitionSpec()
+    run, replicated = device_run.run, PartitionSpec()
 
     def local(params: Arrays, step: jax.Array, batch: Any, variables: Arrays) -> Any:
-        grads, sums, variables = _accumulate(wrapped_run, params, step, batch, variables)
+        grads, sums, variables = _accumulate(device_run, params, step, batch, variables)
         sums = all_reduce(sums, BATCH_AXES)
         with jax.named_scope("gradients"):
             total = jnp.maximum(sums["loss"][1], 1e-9)
-            grads = _by_tensor(wrapped_run, functools.partial(_reduce, wrapped_run))(grads)
+            grads = _by_tensor(device_run, functools.partial(_reduce, device_run))(grads)
             grads = {name: g / total.astype(g.dtype) for name, g in grads.items()}
         return grads, sums, _averaged(variables)
 
     sharded = _over_mesh(
-        wrapped_run,
+        device_run,
         local,
-        (_specs(wrapped_run, "at_rest"), replicated, PartitionSpec(BATCH_AXES), replicated),
-        (_specs(wrapped_run, "optimizer"), replicated, replicated),
+        (_specs(device_run, "at_rest"), replicated, PartitionSpec(BATCH_AXES), replicated),
+        (_specs(device_run, "optimizer"), replicated, replicated),
     )
 
     def gradients(params: Arrays, step: jax.Array, batch: Any, *variables: Arrays) -> Any:
@@ -141,20 +176,18 @@ def build_wrapped_gradients(wrapped_run: WrappedRun) -> Callable[..., tuple[Arra
     return gradients
 
 
-def _accumulate(wrapped_run: WrappedRun, params: Arrays, step: jax.Array, batch: Any, variables: Arrays) -> Any:
+def _accumulate(device_run: DeviceRun, params: Arrays, step: jax.Array, batch: Any, variables: Arrays) -> Any:
     """This device's gradients, metrics (sum, weight) and variables, over its microbatches one after another."""
-    training, parts = wrapped_run.run.training, wrapped_run.parts
+    training, parts = device_run.run.training, parts_of(device_run)
     count = training.microbatches
-    total = wrapped_run.shape.over(BATCH_AXES) * count
+    total = device_run.shape.over(BATCH_AXES) * count
 
     def loss(params: Arrays, variables: Arrays, batch: Any, key: jax.Array) -> Any:
-        result = parts.loss((_gather(wrapped_run, params), variables), batch, key, True)
-        weight = jax.lax.stop_gradient(jnp.asarray(result.metrics.get("weight", 1.0), jnp.float32))
-        values = {"loss": result.loss, **{k: v for k, v in result.metrics.items() if k != "weight"}}
-        sums = {name: (jnp.asarray(v, jnp.float32) * weight, weight) for name, v in values.items()}
+        result = parts.loss((_gather(device_run, params), variables), batch, key, True)
+        sums = _weighted(result)
         return sums["loss"][0], (sums, result.variables)
 
-    gradient = jax.grad(_saved(wrapped_run, loss), has_aux=True)
+    gradient = jax.grad(_saved(device_run, loss), has_aux=True)
 
     def one(variables: Arrays, batch: Any, number: Any) -> Any:
         part = axis_index(BATCH_AXES) * count + number
@@ -182,21 +215,28 @@ def _accumulate(wrapped_run: WrappedRun, params: Arrays, step: jax.Array, batch:
     return (*sums, variables)
 
 
-def _reduce(wrapped_run: WrappedRun, grads: Arrays) -> Arrays:
+def _weighted(result: Result) -> Metrics:
+    """Returns loss and metrics as (sum, weight)."""
+    weight = jax.lax.stop_gradient(jnp.asarray(result.metrics.get("weight", 1.0), jnp.float32))
+    values = {"loss": result.loss, **{name: v for name, v in result.metrics.items() if name != "weight"}}
+    return {name: (jnp.asarray(v, jnp.float32) * weight, weight) for name, v in values.items()}
+
+
+def _reduce(device_run: DeviceRun, grads: Arrays) -> Arrays:
     """Sums gradients over the batch axes into the optimizer's placement, which may split more than the parameter's."""
 
     def scatter(name: str, grad: jax.Array) -> jax.Array:
-        where: Placements = wrapped_run.placements[name]
+        where: Placements = device_run.placements[name]
         for dim, (sharded, end) in enumerate(zip(where.at_rest, where.optimizer, strict=True)):
-            grad = hierarchical_reduce_scatter(grad, end[len(sharded) :], dim, wrapped_run.settled.links)
+            grad = hierarchical_reduce_scatter(grad, end[len(sharded) :], dim, device_run.settled.links)
         return grad
 
     lacking = {
         name: tuple(a for a in BATCH_AXES if a not in axes_of(p.optimizer))
-        for name, p in wrapped_run.placements.items()
+        for name, p in device_run.placements.items()
         if name in grads
     }
-    return sum_gradients({name: scatter(name, g) for name, g in grads.items()}, lacking, wrapped_run.settled.links)
+    return sum_gradients({name: scatter(name, g) for name, g in grads.items()}, lacking, device_run.settled.links)
 
 
 def _averaged(variables: Arrays) -> Arrays:
@@ -207,23 +247,80 @@ def _averaged(variables: Arrays) -> Arrays:
     return {**variables, **{name: (x / count).astype(means[name].dtype) for name, x in summed.items()}}
 
 
-def build_wrapped_evaluation(wrapped_run: WrappedRun) -> Callable[..., Metrics]:
+def build_evaluation(device_run: DeviceRun) -> Callable[..., Metrics]:
     """Returns `(params, batch, *variables) -> metrics`, jitted, each metric (sum, weight) over the whole batch."""
-    training, parts = wrapped_run.run.training, wrapped_run.parts
-    total = wrapped_run.shape.over(BATCH_AXES)
+    training, parts = device_run.run.training, parts_of(device_run)
+    total = device_run.shape.over(BATCH_AXES)
 
     def local(params: Arrays, batch: Any, variables: Arrays) -> Metrics:
-        draws: Draws = parts.eval_draws
-        key = step_key(training.seed, _EVALUATION, axis_index(BATCH_AXES), total, draws)
+        key = step_key(training.seed, _EVALUATION, axis_index(BATCH_AXES), total, parts.eval_draws)
         with matmuls_of(training.compute_dtype):
-            result = parts.loss((_gather(wrapped_run, params), variables), batch, key, False)
-        weight = jnp.asarray(result.metrics.get("weight", 1.0), jnp.float32)
-        values = {"loss": result.loss, **{k: v for k, v in result.metrics.items() if k != "weight"}}
-        return all_reduce({k: (jnp.asarray(v, jnp.float32) * weight, weight) for k, v in values.items()}, BATCH_AXES)
+            result = parts.loss((_gather(device_run, params), variables), batch, key, False)
+        return all_reduce(_weighted(result), BATCH_AXES)
 
-    specs = (_specs(wrapped_run, "at_rest"), PartitionSpec(BATCH_AXES), PartitionSpec())
-    sharded = _over_mesh(wrapped_run, local, specs, PartitionSpec())
+    specs = (_specs(device_run, "at_rest"), PartitionSpec(BATCH_AXES), PartitionSpec())
+    sharded = _over_mesh(device_run, local, specs, PartitionSpec())
     return jax.jit(
         lambda params, batch, *variables: sharded(params, batch, variables[0] if variables else {}),
-        compiler_options=wrapped_run.compiler_options() or None,
+        compiler_options=device_run.compiler_options() or None,
+    )
+
+
+def check_mean(device_run: DeviceRun, batch: Any) -> None:
+    """Compares the loss of some examples with the mean of its halves, each as large as a device has in a microbatch.
+
+    batch: the first one, on the devices. The step takes the mean of what the parts of a batch give, so the loss has to
+    be one, weighted by the metric `weight`. Raises ConfigError for a loss that is a sum over the examples. Batch
+    statistics, or pairs of examples, make a loss that is neither: its value depends on the mesh (docs: Your own model).
+    """
+    training, parts = device_run.run.training, parts_of(device_run)
+    count = device_run.shape.over(BATCH_AXES) * training.microbatches
+    if count == 1:
+        return
+    rows, seed = parts.source.batch_size // count, training.seed
+    params, variables = initial_arrays(device_run.run.model, device_run)
+    draws, (function, arguments) = Draws(), parts.traced(True, 2 * rows)
+    draws.read(jax.make_jaxpr(function)(*arguments).jaxpr)
+
+    @jax.jit
+    def measure(params: Arrays, variables: Arrays, batch: Any, halves: tuple[int, ...], part: int) -> Any:
+        """Loss and weight of one half of the examples, or of two together. halves, part: 0 or 1."""
+
+        def local(params: Arrays, variables: Arrays, examples: Any, part: jax.Array) -> Any:
+            key = step_key(seed, 0, part, 3 - len(halves), draws)
+            result = parts.loss((_gather(device_run, params), variables), examples, key, True)
+            return _weighted(result)["loss"]
+
+        def chosen(x: jax.Array) -> jax.Array:
+            return jnp.concatenate([jax.lax.dynamic_slice_in_dim(x, half * rows, rows) for half in halves])
+
+        everywhere = PartitionSpec()
+        in_specs = (_specs(device_run, "at_rest"), everywhere, everywhere, everywhere)
+        sharded = _over_mesh(device_run, local, in_specs, everywhere)
+        return sharded(params, variables, jax.tree.map(chosen, batch), part)
+
+    def loss(*halves: int) -> tuple[float, float]:
+        part = halves[0] if len(halves) == 1 else 0
+        with matmuls_of(training.compute_dtype):
+            total, weight = measure(params, variables[0] if variables else {}, batch, halves, part)
+        return float(total) / float(weight) if float(weight) else math.nan, float(weight)
+
+    def close(one: float, other: float) -> bool:
+        return abs(one - other) <= _CLOSE * max(abs(one), abs(other))
+
+    (both, _), (first, first_weight), (second, second_weight) = loss(0, 1), loss(0), loss(1)
+    mean = (first * first_weight + second * second_weight) / max(first_weight + second_weight, 1e-9)
+    if close(both, mean) or not math.isfinite(both):
+        return
+    if not close(both, first + second):
+        # A sum and something that all examples share, such as a penalty: an example adds the same to any others.
+        added, twice = both - second, loss(0, 0)[0] - first
+        if abs(twice) <= _CLOSE * abs(both) or not close(added, twice):
+            return
+    raise ConfigError(
+        f"a loss that is a sum over the {rows} of {parts.source.batch_size} examples of a batch that a device has",
+        f"at the first batch it is {both:.6g} for {2 * rows} examples, and {first:.6g} and {second:.6g} for its "
+        f"halves, whose mean is {mean:.6g}. The step takes the mean of what the parts of a batch give: on another mesh "
+        "this loss and its gradients would have another size",
+        "the mean over the examples: .mean() instead of .sum(), or the sum divided by x.shape[0]",
     )

@@ -1,4 +1,4 @@
-"""Work of a loss on one device, read from its jaxpr: matmuls with their sizes, and what the backward pass keeps."""
+"""Work of a loss, read from its jaxpr: matmuls with their sizes, what the backward pass keeps, and what is sent."""
 
 import dataclasses
 import math
@@ -11,8 +11,7 @@ from jax.extend import core
 from meshwright.planner.work import Matmul
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import BATCH_AXES
-from meshwright.wrapped.keys import KEY_WORDS, key_of
-from meshwright.wrapped.model import WrappedParts, check_rows, on_one_device
+from meshwright.wrapped.parts import WrappedParts, check_rows
 
 Dims = tuple[int | None, ...]
 """Dimension of a parameter that each dimension of a value is; None where it is none."""
@@ -31,33 +30,36 @@ class LossWork:
     """Bytes of activations that are summed over `tensor`, forward and backward."""
 
 
+def training_flops(parts: WrappedParts) -> float:
+    """Returns the model FLOPs of a step on the whole batch: three times those of the forward pass."""
+    function, arguments = parts.traced(train=True)
+    jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
+    return 3.0 * sum(m.flops for m in _Reader(None).matmuls(jaxpr, {}, 1.0))
+
+
 def work_of_loss(parts: WrappedParts, placed: PlacedRun) -> LossWork:
     """Returns the work of one device's part of a microbatch.
 
-    A matmul whose parameter is split over `tensor` is divided by its degree; all others count whole.
+    A matmul whose parameter is split over `tensor` is divided by its degree; all others count in full.
     """
     rows = placed.run.training.batch // (placed.shape.over(BATCH_AXES) * placed.run.training.microbatches)
     if rows < parts.source.batch_size:
-        check_rows(parts, rows, rows)
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), parts.source.example)
-
-    def loss(params: Any, variables: Any, batch: Any, words: Any) -> Any:
-        return parts.loss((params, variables), batch, key_of(words, 1, parts.draws), True).loss
+        check_rows(parts, rows, rows if parts.held_out is not None else 0)
+    function, arguments = parts.traced(True, rows)
 
     def kept(params: Any, variables: Any, batch: Any, words: Any) -> list[Any]:
-        backward = jax.vjp(lambda params: loss(params, variables, batch, words), params)[1]
+        backward = jax.vjp(lambda params: function(params, variables, batch, words)[0], params)[1]
         own = {id(x) for x in jax.tree.leaves((params, batch))}
         return [x for x in jax.tree.leaves(backward) if id(x) not in own]
 
-    arguments = (parts.params, parts.variables, batch, KEY_WORDS)
-    jaxpr = jax.make_jaxpr(on_one_device(loss))(*arguments).jaxpr
+    jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
     origins: dict[Any, _Origin] = {
         variable: (name, tuple(range(parts.params[name].ndim)))
         for name, variable in zip(sorted(parts.params), jaxpr.invars, strict=False)
     }
     reader = _Reader(placed)
     matmuls = tuple(reader.matmuls(jaxpr, origins, 1.0))
-    shapes = jax.eval_shape(on_one_device(kept), *arguments)
+    shapes = jax.eval_shape(kept, *arguments)
     return LossWork(matmuls, float(sum(x.size * x.dtype.itemsize for x in shapes)), reader.tensor_bytes)
 
 
@@ -65,7 +67,8 @@ def work_of_loss(parts: WrappedParts, placed: PlacedRun) -> LossWork:
 class _Reader:
     """Matmuls of a jaxpr, each divided where its parameter is split over `tensor`."""
 
-    placed: PlacedRun
+    placed: PlacedRun | None
+    """Placement of the parameters; None splits nothing."""
     tensor_bytes: float = 0.0
 
     def matmuls(self, jaxpr: Any, origins: dict[Any, _Origin], times: float) -> Iterator[Matmul]:
@@ -79,7 +82,8 @@ class _Reader:
                 numbers, kernel = equation.params["dimension_numbers"], equation.invars[1].aval.shape
                 depth = math.prod(kernel[d] for d in numbers.rhs_spec[1:])
                 out, n = equation.outvars[0].aval.size, kernel[numbers.rhs_spec[0]]
-                yield Matmul("convolution", out / n, depth, n, times)
+                groups = equation.params.get("batch_group_count", 1)
+                yield Matmul("convolution", out / n, depth, n, times / groups)
             elif name in ("convert_element_type", "copy", "transpose", "optimization_barrier") and given[0]:
                 path, dims = given[0]
                 order = equation.params.get("permutation", range(len(dims)))
@@ -112,7 +116,7 @@ class _Reader:
         m, n = left.size / k / groups, right.size / k / groups
         degree = 1.0
         for side, origin in enumerate(given):
-            if origin is None:
+            if origin is None or self.placed is None:
                 continue
             placement = self.placed.placements[origin[0]].in_use
             split = [i for i, d in enumerate(origin[1]) if d is not None and "tensor" in placement[d]]

@@ -96,8 +96,7 @@ def _compare(name: str, mesh: MeshShape, text: Path) -> Mapping[str, Any]:
         # Float32 matmuls take bfloat16 passes on TPUs, and TF32 on GPUs, unless the highest precision is asked for.
         with jax.default_matmul_precision("highest"):
             prepared = prepare_run(run, cache=default_cache_folder())
-            one, weights = MeshShape(), prepared.corpus.weights
-            result = compare_meshes(prepared.device_run, one, prepared.train, weights, steps=_STEPS)
+            result = compare_meshes(prepared, MeshShape(), steps=_STEPS)
     except ConfigError as error:
         return {**label, "unsupported": f"{error.asked}: {error.truth}"}
     worst = max(result.steps, key=lambda s: s.gradient_difference)

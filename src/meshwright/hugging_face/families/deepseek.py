@@ -8,7 +8,7 @@ from meshwright.hugging_face.architecture import COMPUTED, LAYER, Architecture
 from meshwright.hugging_face.families.llama import CORE, MLP, TIED, epsilon
 from meshwright.hugging_face.families.rope import refused_rope, rope_fields
 from meshwright.hugging_face.fields import Fields
-from meshwright.hugging_face.fp8 import PACKED
+from meshwright.hugging_face.quantised import FP8
 from meshwright.hugging_face.safetensors_files import tensor_names
 from meshwright.hugging_face.table import LLAMA, Entry, fixed, given, must, only_if, same, without_effect
 from meshwright.models.blocks.rotary import LatentYarn
@@ -146,7 +146,7 @@ _COPIES = r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight"
 
 ARCHITECTURES = (
     Architecture(
-        "DeepseekV3ForCausalLM", "deepseek_v3", Deepseek, _V3, NAMES, computed=(*COMPUTED, _COPIES), packed=PACKED
+        "DeepseekV3ForCausalLM", "deepseek_v3", Deepseek, _V3, NAMES, computed=(*COMPUTED, _COPIES), packed=FP8
     ),
     Architecture("DeepseekV2ForCausalLM", "deepseek_v2", Deepseek, _V2, NAMES),
 )

@@ -6,7 +6,7 @@ from meshwright.hugging_face.architecture import Architecture
 from meshwright.hugging_face.families.llama import CORE, KV_HEADS, aux_loss, epsilon
 from meshwright.hugging_face.families.rope import read_yarn, rope_fields, write_yarn
 from meshwright.hugging_face.fields import Fields
-from meshwright.hugging_face.mxfp4 import PACKED
+from meshwright.hugging_face.quantised import MXFP4
 from meshwright.hugging_face.table import LLAMA, Entry, fixed, local_layers, same, without_effect
 from meshwright.models.decoder import head_size_of
 from meshwright.models.families.gpt_oss import GptOss
@@ -58,4 +58,4 @@ _NAMES = {
     "expert_down_bias": ("mlp.experts.down_proj_bias", ("E", "D")),
 }
 
-ARCHITECTURES = (Architecture("GptOssForCausalLM", "gpt_oss", GptOss, _TABLE, _NAMES, tied=None, packed=PACKED),)
+ARCHITECTURES = (Architecture("GptOssForCausalLM", "gpt_oss", GptOss, _TABLE, _NAMES, tied=None, packed=MXFP4),)

@@ -1,8 +1,13 @@
-"""MXFP4 weights of a Hugging Face folder, read as the bfloat16 numbers that they stand for.
+"""Quantised weights of Hugging Face folders, read as the bfloat16 numbers that they stand for.
 
-A matrix [E, D, F] is stored as `NAME_blocks`, uint8 [E, F, D/32, 16], and `NAME_scales`, uint8 [E, F, D/32]: groups of
-32 numbers of 4 bits (E2M1), two in a byte, the first in its low half, with an exponent each (OCP Microscaling Formats
-1.0, 2023; `transformers`, integrations/mxfp4.py). Numbers of 4 bits times a power of two are exact in bfloat16.
+Float8, as DeepSeek-V3 and Kimi K2 are released: a weight `NAME.weight` [out, in] is float8 (e4m3), and
+`NAME.weight_scale_inv` has a float32 for each block of it, 128 x 128 in the released files: the weight is the product
+(`fp8_cast_bf16.py` of the repository deepseek-ai/DeepSeek-V3).
+
+MXFP4, as GPT-OSS is released: a matrix [E, D, F] is stored as `NAME_blocks`, uint8 [E, F, D/32, 16], and `NAME_scales`,
+uint8 [E, F, D/32]: groups of 32 numbers of 4 bits (E2M1), two in a byte, the first in its low half, with an exponent
+each (OCP Microscaling Formats 1.0, 2023; `transformers`, integrations/mxfp4.py). Numbers of 4 bits times a power of two
+are exact in bfloat16.
 """
 
 import dataclasses
@@ -12,13 +17,60 @@ import ml_dtypes
 import numpy as np
 
 from meshwright.errors import WeightsError
+from meshwright.hugging_face.fields import Fields
 from meshwright.hugging_face.safetensors_files import TensorEntry
+
+FP8 = "fp8"
+"""`quant_method` of a configuration with float8 weights."""
+_SUFFIX = "_scale_inv"
+_FIX = "the model's unquantised weights (bfloat16), or dequantise it with `transformers`"
+Block = tuple[int, int]
+"""Rows and columns of a block that shares a scale."""
+
+
+def block_of(fields: Fields) -> Block:
+    """Returns the blocks of a float8 configuration. Raises WeightsError for a form of it that is not read."""
+    file, quantisation = fields.file, fields.config["quantization_config"]
+    block, kind = quantisation.get("weight_block_size"), quantisation.get("fmt", "e4m3")
+    if kind != "e4m3":
+        raise WeightsError(f"reading {file}", f"its float8 weights are of type {kind}, and e4m3 is read", _FIX)
+    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
+        raise WeightsError(
+            f"reading {file}", f"its float8 weights have scales for blocks of {block} (weight_block_size)", _FIX
+        )
+    return block[0], block[1]
+
+
+def scale_name(tensor: str) -> str:
+    """Returns the name of the scales of a weight."""
+    return tensor + _SUFFIX
+
+
+def scale_shape(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
+    """Returns the shape of the scales of a weight [out, in]; the last blocks may be partial."""
+    return tuple(-(-size // n) for size, n in zip(shape, block, strict=True))
+
+
+def dequantise(weight: np.ndarray, scale: np.ndarray, block: Block) -> np.ndarray:
+    """Returns a weight [out, in] in bfloat16, the type of the released models' other weights.
+
+    weight: float8.  scale: float32, one for each block.
+    """
+    rows, columns = weight.shape
+    out = np.empty(weight.shape, ml_dtypes.bfloat16)
+    # Row by row of blocks: a whole weight in float32 would take four times its file's memory.
+    for number in range(scale.shape[0]):
+        part = slice(number * block[0], min((number + 1) * block[0], rows))
+        scales = np.repeat(scale[number].astype(np.float32), block[1])[:columns]
+        out[part] = (weight[part].astype(np.float32) * scales).astype(ml_dtypes.bfloat16)
+    return out
+
 
 _VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _GROUP = 32
 BLOCKS, SCALES = "_blocks", "_scales"
-PACKED = "mxfp4"
-"""`quant_method` of the configuration."""
+MXFP4 = "mxfp4"
+"""`quant_method` of a configuration with MXFP4 weights."""
 
 
 def unpacked_entries(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:

@@ -1,0 +1,182 @@
+"""A wrapped model traced once: its parameters, variables and random draws; and what a loss may not be."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import partial_eval
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from meshwright.errors import ConfigError, MeshwrightError, describe_failure
+from meshwright.words import AXES
+from meshwright.wrapped.batches import Source
+from meshwright.wrapped.keys import KEY_WORDS, Draws, key_of
+from meshwright.wrapped.modules import Adapter, Annotations, Arrays, Result
+
+
+@dataclasses.dataclass(frozen=True)
+class WrappedParts:
+    """Everything about a wrapped model that is not a plain value."""
+
+    adapter: Adapter
+    source: Source
+    held_out: Source | None
+    rules: dict[str, PartitionSpec]
+    axes: dict[str, str | None]
+    """Logical axis -> mesh axis, for annotations."""
+    draws: Draws
+    """What the loss draws for a whole batch."""
+    eval_draws: Draws
+    params: Arrays
+    """`ShapeDtypeStruct` of each parameter, by path."""
+    variables: Arrays
+    """`ShapeDtypeStruct` of each variable, by path."""
+    annotations: Annotations
+    untrained: frozenset[str] = frozenset()
+    """Paths of parameters that the loss has no gradient of."""
+
+    def loss(self, arrays: tuple[Arrays, Arrays], batch: Any, key: jax.Array, train: bool) -> Result:
+        """Computes the loss of a batch. arrays: parameters and variables."""
+        return self.adapter.call(arrays, batch, key, train)
+
+    def traced(self, train: bool, rows: int | None = None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Returns `(params, variables, batch, key words) -> (loss, metrics, variables)` and abstract arguments.
+
+        It runs inside a `shard_map` of one device, where a module may average over the axes of the mesh.
+        rows: examples of the batch; None takes those of the data.
+        """
+        source, draws = (self.source, self.draws) if train else (self.held_out or self.source, self.eval_draws)
+
+        def loss(params: Arrays, variables: Arrays, batch: Any, words: Any) -> Any:
+            result = self.loss((params, variables), batch, key_of(words, 1, draws), train)
+            return result.loss, result.metrics, result.variables
+
+        return on_one_device(loss), (self.params, self.variables, source.abstract(rows), KEY_WORDS)
+
+
+def describe_model(adapter: Adapter, source: Source, held_out: Source | None) -> WrappedParts:
+    """Traces model and loss with abstract arrays: shapes, annotations, what is drawn, and which parameters are trained.
+
+    Raises ConfigError where the loss cannot train the model.
+    """
+    annotations: Annotations = {}
+
+    def build(key: jax.Array) -> tuple[Arrays, Arrays]:
+        params, variables, found = adapter.build(key)
+        annotations.update(found)
+        return params, variables
+
+    try:
+        params, variables = jax.eval_shape(build, jax.eval_shape(jax.random.key, 0))
+        _check_arrays({**variables, **params})
+        parts = WrappedParts(adapter, source, held_out, {}, {}, Draws(), Draws(), params, variables, annotations)
+        dtype = _check_loss(parts, train=True)
+        if held_out is not None:
+            _check_loss(parts, train=False)
+        return dataclasses.replace(parts, untrained=_untrained(parts, dtype))
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"wrapping a model of {adapter.framework or 'unknown kind'}",
+            f"tracing it with its loss {describe_failure(error)}",
+            "a loss of (model, batch) that works on one device",
+        ) from error
+
+
+def _check_arrays(arrays: Arrays) -> None:
+    """Raises ConfigError for an array that no optimizer trains or no checkpoint keeps."""
+    for name, x in arrays.items():
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise ConfigError(
+                f"array {name} of a wrapped model",
+                f"it is {x.dtype}, and only real numbers are trained and saved",
+                "two real arrays, of which the loss makes a complex one; a constant belongs in the loss",
+            )
+        if not x.size:
+            truth = f"it is {x.dtype}{list(x.shape)}, which has no elements"
+            raise ConfigError(f"array {name} of a wrapped model", truth, "a model without it")
+
+
+def _check_loss(parts: WrappedParts, train: bool) -> Any:
+    """Reads what the loss draws, and checks its result; returns its type."""
+    draws = parts.draws if train else parts.eval_draws
+    function, arguments = parts.traced(train)
+    jaxpr, (value, _, variables) = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    draws.read(jaxpr.jaxpr)
+    if draws.foreign:
+        rows = 2 * jax.tree.leaves(arguments[2])[0].shape[0]
+        draws.check_foreign(jax.make_jaxpr(function)(*parts.traced(train, rows)[1]).jaxpr)
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise ConfigError(
+            "the loss of a wrapped model", f"it is {value.dtype}, which has no gradient", "a floating-point mean"
+        )
+    for name, x in variables.items():
+        before = parts.variables[name]
+        if (x.shape, x.dtype) != (before.shape, before.dtype):
+            raise ConfigError(
+                f"variable {name}",
+                f"it was {before.dtype}{list(before.shape)} and is {x.dtype}{list(x.shape)} after the loss",
+                "the same shape and type after each step",
+            )
+    return value.dtype
+
+
+def _untrained(parts: WrappedParts, dtype: Any) -> frozenset[str]:
+    """Returns the parameters whose gradient does not depend on the cotangent of the loss: it is zero.
+
+    dtype: of the loss. Raises ConfigError where it has no gradient of any.
+    """
+    function, arguments = parts.traced(train=True)
+
+    def gradients(cotangent: Any, params: Arrays, *others: Any) -> list[Any]:
+        backward = jax.vjp(lambda params: function(params, *others)[0], params)[1]
+        return [backward(cotangent)[0][name] for name in parts.params]
+
+    jaxpr = jax.make_jaxpr(gradients)(jax.ShapeDtypeStruct((), dtype), *arguments).jaxpr
+
+    def is_zero(index: int) -> bool:
+        used = partial_eval.dce_jaxpr(jaxpr, [i == index for i in range(len(parts.params))])[1]
+        return not used[0]
+
+    untrained = frozenset(name for index, name in enumerate(parts.params) if is_zero(index))
+    if parts.params and len(untrained) == len(parts.params):
+        listed = ", ".join(sorted(untrained)[:3]) + (", ..." if len(untrained) > 3 else "")
+        raise ConfigError(
+            "the loss of a wrapped model",
+            f"it has no gradient of any parameter ({listed}): it does not use them, or integers or stop_gradient "
+            "stand between",
+            "a loss of the model that it is given, as its first argument",
+        )
+    return untrained
+
+
+def check_rows(parts: WrappedParts, rows: int, held_out: int) -> None:
+    """Traces the losses with the examples of a device. Raises ConfigError for a loss that takes another number.
+
+    rows: examples of a device in a microbatch of training.  held_out: the same of a held-out batch, 0 for none.
+    """
+    for train, own in ((True, rows), (False, held_out)):
+        if not own:
+            continue
+        function, arguments = parts.traced(train, own)
+        try:
+            jax.eval_shape(function, *arguments)
+        except MeshwrightError:
+            raise
+        except Exception as error:
+            size = jax.tree.leaves(parts.traced(train)[1][2])[0].shape[0]
+            raise ConfigError(
+                f"{own} of the {size} examples of a batch on a device",
+                f"the loss {describe_failure(error)}, and takes all of them",
+                "the number of examples from the batch, x.shape[0], instead of a constant",
+            ) from error
+
+
+def on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function inside a `shard_map` over an abstract mesh of one device that has all axes."""
+    mesh = AbstractMesh((1,) * len(AXES), tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
+    spec = PartitionSpec()
+    return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)

@@ -1,0 +1,169 @@
+"""Losses that are means over the examples, or not: measured on halves of the first batch."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import meshwright as mw
+from meshwright.errors import ConfigError
+from meshwright.hardware.mesh import build_mesh
+from meshwright.step.device_run import place_on_devices
+from meshwright.wrapped.step import check_mean
+
+Loss = Callable[..., Any]
+ROWS = 8
+W = {
+    "in": jnp.asarray(np.random.default_rng(0).standard_normal((3, 5)), jnp.float32),
+    "layers": jnp.ones((2, 5, 5)) / 5,
+}
+
+
+def net(w: Any, x: jax.Array) -> jax.Array:
+    hidden = jax.nn.gelu(x @ w["in"])
+    return jax.lax.scan(lambda h, layer: (jnp.tanh(h @ layer) + h, None), hidden, w["layers"])[0]
+
+
+def entropy(w: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(net(w, x), y)
+
+
+def squares(w: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    return (net(w, x)[:, 0] - y) ** 2
+
+
+def masked(w: Any, x: jax.Array, y: jax.Array) -> Any:
+    mask = (y > 1).astype(jnp.float32)
+    return (entropy(w, x, y) * mask).sum() / jnp.maximum(mask.sum(), 1e-6), {"weight": mask.sum()}
+
+
+def masked_sum(w: Any, x: jax.Array, y: jax.Array) -> Any:
+    mask = (y > 1).astype(jnp.float32)
+    return (entropy(w, x, y) * mask).sum(), {"weight": mask.sum()}
+
+
+def normalised(w: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    h = net(w, x)
+    h = (h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5)
+    return jnp.mean(h[:, 0] * y)
+
+
+def each(w: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jax.lax.map(lambda pair: squares(w, pair[0][None], pair[1][None])[0], (x, y))
+
+
+def remembered(w: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jax.checkpoint(squares)(w, x, y)
+
+
+def convolved(w: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    kernel = w["in"][:2, :1].reshape(2, 1, 1) * jnp.ones((2, 1, 2))
+    return jax.lax.conv(x[:, None, :], kernel, (1,), "SAME").mean((1, 2)) * y
+
+
+def recurrent(w: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Over the three features, from a state of zeros."""
+    return jax.lax.scan(lambda h, c: (jnp.tanh(h + c), None), jnp.zeros_like(y), (x * w["in"][:, 0]).T)[0] * y
+
+
+def carried(w: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda total, value: (total + value, None), jnp.zeros(()), squares(w, x, y))[0]
+
+
+def contrasted(w: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    h = net(w, x)
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(h @ h.T)))
+
+
+def penalty(w: Any) -> jax.Array:
+    return 0.1 * (w["in"] ** 2).sum()
+
+
+def noisy(w: Any, x: jax.Array, y: jax.Array, key: jax.Array) -> jax.Array:
+    return squares(w, x + jax.random.normal(key, x.shape), y)
+
+
+LOSSES: dict[str, tuple[Loss, bool]] = {
+    "mean": (lambda *a: entropy(*a).mean(), False),
+    "sum": (lambda *a: entropy(*a).sum(), True),
+    "sum over a number": (lambda *a: entropy(*a).sum() / 64, True),
+    "sum over the size": (lambda w, x, y: squares(w, x, y).sum() / x.shape[0], False),
+    "sum and a penalty": (lambda w, x, y: squares(w, x, y).sum() + penalty(w), True),
+    "mean and a penalty": (lambda w, x, y: squares(w, x, y).mean() + penalty(w), False),
+    "mean of a mask": (masked, False),
+    "sum of a mask": (masked_sum, True),
+    "batch norm": (normalised, False),
+    "vmap and sum": (lambda w, x, y: jax.vmap(lambda a, b: squares(w, a[None], b[None])[0])(x, y).sum(), True),
+    "one by one, mean": (lambda *a: each(*a).mean(), False),
+    "one by one, sum": (lambda *a: each(*a).sum(), True),
+    "checkpoint and sum": (lambda *a: remembered(*a).sum(), True),
+    "convolution and mean": (lambda *a: convolved(*a).mean(), False),
+    "convolution and sum": (lambda *a: convolved(*a).sum(), True),
+    "by a product": (lambda w, x, y: squares(w, x, y) @ jnp.ones_like(y), True),
+    "jit and sum": (lambda *a: jax.jit(squares)(*a).sum(), True),
+    "huber and mean": (lambda w, x, y: optax.huber_loss(net(w, x)[:, 0], y).mean(), False),
+    "bfloat16 and mean": (lambda w, x, y: squares(w, x, y).astype(jnp.bfloat16).mean(), False),
+    "bfloat16 and sum": (lambda w, x, y: squares(w, x, y).astype(jnp.bfloat16).sum(), True),
+    "mean and zeros": (lambda w, x, y: squares(w, x, y).mean() + 0 * y.sum(), False),
+    "recurrent, sum": (lambda *a: recurrent(*a).sum(), True),
+    "recurrent, mean": (lambda *a: recurrent(*a).mean(), False),
+    "a sum that is carried": (carried, True),
+    "root of a mean": (lambda *a: jnp.sqrt(squares(*a).mean()), False),
+    "root of a sum": (lambda *a: jnp.sqrt(squares(*a).sum()), False),
+    "pairs": (contrasted, False),
+    "dropout and mean": (lambda w, x, y, key: noisy(w, x, y, key).mean(), False),
+    "dropout and sum": (lambda w, x, y, key: noisy(w, x, y, key).sum(), True),
+}
+
+
+def check(name: str, mesh: str, microbatches: int = 1) -> None:
+    loss = LOSSES[name][0]
+    rng = np.random.default_rng(1)
+    integers = "entropy" in loss.__code__.co_names
+    y = rng.integers(0, 5, ROWS).astype(np.int32 if integers else np.float32)
+    batch = {"x": rng.standard_normal((ROWS, 3)).astype(np.float32), "y": y}
+
+    def of_batch(w: Any, batch: Any) -> Any:
+        return loss(w, batch["x"], batch["y"])
+
+    def of_key(w: Any, batch: Any, key: jax.Array) -> Any:
+        return loss(w, batch["x"], batch["y"], key)
+
+    model = mw.wrap(W, of_key if "dropout" in name else of_batch, lambda step: batch)
+    run = model.run(mesh=mesh, microbatches=microbatches)
+    device_run = place_on_devices(run, build_mesh(run.mesh, jax.devices()))  # type: ignore[arg-type]
+    check_mean(device_run, jax.device_put(batch, device_run.batch_sharding))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_sum_is_refused_and_a_mean_passes(name: str) -> None:
+    if not LOSSES[name][1]:
+        check(name, "data=2")
+        return
+    with pytest.raises(ConfigError) as caught:
+        check(name, "data=2")
+    assert "a sum over the 4 of 8 examples" in str(caught.value)
+
+
+def test_the_arithmetic_is_shown() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check("sum", "data=2", microbatches=2)
+    numbers = re.search(r"it is ([\d.]+) for 4 examples, and ([\d.]+) and ([\d.]+) for", caught.value.truth)
+    assert numbers is not None
+    both, first, second = map(float, numbers.groups())
+    assert both == pytest.approx(first + second, rel=1e-4)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=8", "data=1"])
+def test_what_one_device_has_is_compared_where_it_has_one_example_or_all(mesh: str) -> None:
+    check("mean", mesh)
+    if mesh == "data=1":
+        check("sum", mesh)
+        return
+    with pytest.raises(ConfigError, match="a sum over the 1 of 8"):
+        check("sum", mesh)
