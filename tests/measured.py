@@ -4,10 +4,11 @@ A pytest plugin of this suite. `pytest --costs FILE` writes a table of all tests
 --check-costs` fails a test that compiles more than one large program without the marker `compiles`, or starts a Python
 process without `processes`. Costs are CPU seconds, so that other programs on the machine do not change them.
 
-`costly.txt` lists the tests that are too expensive for the fast tier, by measurement; they get the marker `exhaustive`.
+`tiers.txt` lists the tests that are too expensive for the fast tier (`exhaustive`) and for CI (`long`), by measurement.
+They get the marker of that name.
 
-    pytest -m "not exhaustive and not long" --costs /tmp/costs    # with -n 2: /tmp/costs.gw0, /tmp/costs.gw1
-    python tests/measured.py /tmp/costs*                          # adds what was too expensive to costly.txt
+    pytest --costs /tmp/costs -n 2          # writes /tmp/costs.gw0 and /tmp/costs.gw1, a line after each test
+    python tests/measured.py /tmp/costs*    # places every test that was measured
 """
 
 import dataclasses
@@ -25,9 +26,11 @@ import pytest
 LARGE = 2.0
 """CPU seconds that compiling a large program takes. A tiny train step takes 3 to 7, an operation of its own 0.05."""
 
-COSTLY = Path(__file__).with_name("costly.txt")
+TIERS = Path(__file__).with_name("tiers.txt")
 FAST, FASTEST = 1.5, 6.0
-"""CPU seconds that a fast test takes at most; of the rows of one test function the cheapest stays below the second."""
+"""CPU seconds that a fast test takes at most; the cheapest row of a test function may take the second."""
+CI_SECONDS = 1500.0
+"""CPU seconds of all exhaustive tests together: the cheapest row of every function, then the cheapest rows that fit."""
 
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -95,10 +98,11 @@ def undeclared(cost: Cost, markers: set[str]) -> list[str]:
 class Costs:
     """Measures every test, and checks its markers where `check` is set. Of workers, results go to the first process."""
 
-    def __init__(self, check: bool) -> None:
+    def __init__(self, check: bool, file: str | None) -> None:
         self._check = check
         self._meter = Meter()
-        self._costs: dict[str, Cost] = {}
+        worker = os.environ.get("PYTEST_XDIST_WORKER")
+        self._file = Path(f"{file}.{worker}" if worker else file) if file else None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, None, None]:
@@ -114,36 +118,40 @@ class Costs:
         """Measures a test with its fixtures."""
         before = self._meter.read()
         result = yield
-        self._costs[item.nodeid] = self._meter.read() - before
+        if self._file is not None:
+            row = {"test": item.nodeid, **dataclasses.asdict(self._meter.read() - before)}
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(f"{json.dumps(row)}\n")
         return result
 
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Writes the table, one line per test; each worker writes a file of its own."""
-        file = session.config.getoption("costs")
-        if not file:
-            return
-        worker = os.environ.get("PYTEST_XDIST_WORKER")
-        rows = sorted(self._costs.items(), key=lambda row: -row[1].cpu)
-        lines = [json.dumps({"test": name, **dataclasses.asdict(cost)}) for name, cost in rows]
-        Path(f"{file}.{worker}" if worker else file).write_text("".join(f"{line}\n" for line in lines))
 
-
-def too_expensive(costs: dict[str, float]) -> list[str]:
-    """Returns the tests that do not stay in the fast tier: test -> CPU seconds, with their fixtures."""
+def tiers_of(costs: dict[str, float], ci_seconds: float = CI_SECONDS) -> dict[str, str]:
+    """Returns the tier of every test that is not fast. costs: test -> CPU seconds, with its fixtures."""
     cheapest: dict[str, str] = {}
-    for name in sorted(costs, key=lambda name: costs[name]):
+    for name in sorted(costs, key=costs.__getitem__):
         cheapest.setdefault(name.partition("[")[0], name)
     kept = {name for name in cheapest.values() if costs[name] <= FASTEST}
-    return sorted(name for name, cpu in costs.items() if cpu > FAST and name not in kept)
+    slow = [name for name, cpu in costs.items() if cpu > FAST and name not in kept]
+    tiers = {}
+    for name in sorted(slow, key=lambda name: (name not in cheapest.values(), costs[name])):
+        ci_seconds -= costs[name]
+        tiers[name] = "exhaustive" if ci_seconds >= 0 else "long"
+    return tiers
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests of `costly.txt`."""
-    costly = set(COSTLY.read_text(encoding="utf-8").splitlines())
+    """Marks the tests of `tiers.txt`."""
+    tiers = read_tiers()
     for item in items:
-        if item.nodeid in costly:
-            item.add_marker(pytest.mark.exhaustive)
+        if tier := tiers.get(item.nodeid):
+            item.add_marker(getattr(pytest.mark, tier))
+
+
+def read_tiers() -> dict[str, str]:
+    """Returns the tier of every test of `tiers.txt`."""
+    lines = TIERS.read_text(encoding="utf-8").splitlines()
+    return {name: tier for tier, _, name in (line.partition(" ") for line in lines)}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -155,10 +163,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Measures where one of the options is given."""
     if config.getoption("costs") or config.getoption("check_costs"):
-        config.pluginmanager.register(Costs(config.getoption("check_costs")), "costs")
+        config.pluginmanager.register(Costs(config.getoption("check_costs"), config.getoption("costs")), "costs")
 
 
 if __name__ == "__main__":
     measured = [json.loads(line) for name in sys.argv[1:] for line in Path(name).read_text().splitlines()]
-    listed = {*COSTLY.read_text(encoding="utf-8").splitlines(), *too_expensive({r["test"]: r["cpu"] for r in measured})}
-    COSTLY.write_text("".join(f"{name}\n" for name in sorted(listed)), encoding="utf-8")
+    costs = {row["test"]: row["cpu"] for row in measured}
+    placed = {name: tier for name, tier in read_tiers().items() if name not in costs} | tiers_of(costs)
+    TIERS.write_text("".join(f"{tier} {name}\n" for name, tier in sorted(placed.items())), encoding="utf-8")

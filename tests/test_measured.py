@@ -6,7 +6,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from measured import COSTLY, Cost, Meter, too_expensive, undeclared
+from measured import TIERS, Cost, Meter, read_tiers, tiers_of, undeclared
 
 
 @pytest.mark.compiles
@@ -31,13 +31,15 @@ def test_only_what_costs_needs_a_marker() -> None:
     assert undeclared(Cost(large=9, processes=9), {"compiles", "processes"}) == []
 
 
-def test_the_cheapest_row_of_a_test_stays_fast() -> None:
-    costs = {"a.py::x[1]": 5.0, "a.py::x[2]": 3.0, "a.py::y": 0.1, "a.py::z": 40.0}
-    assert too_expensive(costs) == ["a.py::x[1]", "a.py::z"]
+def test_the_cheapest_row_of_a_test_stays_fast_and_ci_has_a_limit() -> None:
+    costs = {"a.py::x[1]": 5.0, "a.py::x[2]": 3.0, "a.py::y": 0.1, "a.py::z": 40.0, "a.py::w": 70.0}
+    assert tiers_of(costs, 50.0) == {"a.py::z": "exhaustive", "a.py::w": "long", "a.py::x[1]": "long"}
+    assert set(tiers_of(costs, 200.0).values()) == {"exhaustive"}
 
 
-def test_costly_tests_exist() -> None:
+def test_tests_of_the_tiers_exist() -> None:
     """The list names functions that are there; a row that is gone leaves the list."""
-    for name in COSTLY.read_text().splitlines():
+    assert set(read_tiers().values()) <= {"exhaustive", "long"}
+    for name in read_tiers():
         file, _, test = name.partition("[")[0].partition("::")
-        assert f"def {test}(" in (COSTLY.parents[1] / file).read_text(), name
+        assert f"def {test}(" in (TIERS.parents[1] / file).read_text(), name
