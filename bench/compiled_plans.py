@@ -33,7 +33,7 @@ from meshwright.planner.search import STAGE_SAVES, Plan, price_run, remat_polici
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_from_dict, run_to_dict
-from meshwright.views.draw.colours import plot_colours
+from meshwright.views.colours import plot_colours
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "compiled_plans.json"

@@ -17,7 +17,7 @@ from meshwright.bench.collectives import COLLECTIVES, Collective, time_collectiv
 from meshwright.bench.results import plot_timings
 from meshwright.bench.single_device import time_matmuls
 from meshwright.errors import ConfigError
-from meshwright.views.draw.colours import plot_colours
+from meshwright.views.colours import plot_colours
 
 
 @pytest.fixture(scope="module")

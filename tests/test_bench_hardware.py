@@ -33,7 +33,7 @@ from meshwright.models.kernels.attention import reference_attention, sequence_po
 from meshwright.models.kernels.choose import KERNELS
 from meshwright.planner.calibration import calibrate_target
 from meshwright.planner.forecast import local_target
-from meshwright.views.hardware_report import print_report, report_page
+from meshwright.views.hardware_report import report_page
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -268,7 +268,7 @@ def test_the_whole_verb_on_eight_devices(planted: Path, tmp_path: Path) -> None:
     results = {name: json.loads(section_file(out, name).read_text()) for name in run.SECTIONS}
     assert report_page(results).html() == page
     console = Console(record=True, width=200)
-    print_report(console, results)
+    report_page(results).print(console)
     assert "wrong results" in console.export_text()
 
 

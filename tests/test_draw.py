@@ -13,9 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import ConfigError
+from meshwright.views.colours import format_devices
 from meshwright.views.draw import draw, draw_machine, local_view, parse_machine, picture_of
-from meshwright.views.draw.colours import format_devices
-from meshwright.views.draw.panels import panels_of
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,7 @@ def test_blocks_are_where_jax_puts_them(shape: tuple[int, ...], spec: P, mesh: M
         )  # fmt: skip
         assert flat.index(device) in picture.holders[key]
     assert sorted(itertools.chain(*picture.holders.values())) == list(range(8))
-    panels = panels_of(picture).panels
+    panels = picture.panels
     assert sorted(d for panel in panels for cell in panel.cells for d in cell.devices) == list(range(8))
     ET.fromstring(picture.svg())  # well-formed
     assert picture.title in str(picture)

@@ -20,7 +20,7 @@ from meshwright.runs.recipe import find_recipe, list_recipes
 from meshwright.sharding.layouts import LAYOUTS, MEGATRON, find_layout
 from meshwright.sharding.params import Param, count_params, named_leaves, plan_gathers
 from meshwright.sharding.placement import Layout, Placements, axes_of, local_shape, notation, place_param
-from meshwright.views.show import layout_report
+from meshwright.views.layout_page import layout_report
 
 degree = st.sampled_from([1, 2, 4, 8])
 ALL_LAYOUTS = {**LAYOUTS, "two_dimensional": fsdp_2d}

@@ -20,19 +20,18 @@ from meshwright.generation.generator import Generated, GenerationReport
 from meshwright.hlo.scopes import scopes_of
 from meshwright.trainer.evaluation import BatchEvaluation, Evaluation
 from meshwright.trainer.parity import Parity, StepParity
+from meshwright.views.blocks import Axis, Chart, Column, Grid, Series, Table, Text, to_json
+from meshwright.views.colours import PALETTE, TASKS, block_colour, css_variables, ink_on, task_colour
 from meshwright.views.draw import picture_of
-from meshwright.views.draw.colours import PALETTE, TASKS, block_colour, css_variables, ink_on, task_colour
-from meshwright.views.pages import Axis, Chart, Column, Grid, Live, Page, Section, Series, Table, Text, inline
-from meshwright.views.pages.blocks import to_json
-from meshwright.views.pages.page import SCRIPTS
+from meshwright.views.report import SCRIPTS, Live, Report, Section
 
 SCRIPT = "</script><script>alert(1)</script><!-- & \u2028"
 
 
-def page(live: Live | None = None) -> Page:
+def page(live: Live | None = None) -> Report:
     chart = Chart(Axis("x", "seconds"), Axis("y"), [Series(SCRIPT, [0.0, 1.0], [float("nan"), 2.0])], title=SCRIPT)
     table = Table([Column(SCRIPT), Column("n", "number")], [[SCRIPT, np.float32(1.5)], ["b", float("inf")]])
-    return Page(SCRIPT, [Section(SCRIPT, [Text([SCRIPT]), Grid([chart, table])]), Section("Two", [])], live=live)
+    return Report(SCRIPT, [Section(SCRIPT, [Text([SCRIPT]), Grid([chart, table])]), Section("Two", [])], live=live)
 
 
 def data_of(html: str) -> dict:
@@ -62,12 +61,12 @@ def test_the_policy_allows_no_source_but_the_page() -> None:
 
 
 def test_a_notebook_shows_the_page_in_a_frame_of_its_own() -> None:
-    frame = inline(page())
+    frame = page().frame()
     assert frame.startswith("<iframe") and 'sandbox="allow-scripts"' in frame and "<script" not in frame
 
 
 def test_modules_declare_no_name_twice() -> None:
-    folder = resources.files("meshwright.views.pages") / "assets"
+    folder = resources.files("meshwright.views") / "assets"
     assert {f"{name}.js" for name in SCRIPTS} == {f.name for f in folder.iterdir() if f.name.endswith(".js")}
     names: Counter[str] = Counter()
     seen: list[str] = []

@@ -26,7 +26,7 @@ from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.settle import Settled
 from meshwright.sharding.schedules import build_counts
-from meshwright.views import show
+from meshwright.views.layout_page import layout_report
 
 WHOLE = Efficiency(1, 1, 1, 1, 1, 1, 1, 1)
 """Every peak is achieved."""
@@ -154,7 +154,7 @@ def test_the_matmuls_of_all_devices_are_the_models(model: str, mesh: str) -> Non
 @pytest.mark.parametrize("layout", ["fsdp", "zero1"])
 def test_parameters_and_optimizer_state_are_those_of_the_layout(layout: str) -> None:
     placed = placed_recipe("llama3-8b", "data=2,fsdp=8,tensor=4", layout, batch=64)
-    memory, report = estimate(placed, parse_target("v5p:4x4x4")).memory, show.layout_report(placed)
+    memory, report = estimate(placed, parse_target("v5p:4x4x4")).memory, layout_report(placed)
     assert memory["parameters"] == pytest.approx(report.bytes_parameters)
     assert memory["optimizer state"] == pytest.approx(report.bytes_optimizer, rel=1e-6)
 
@@ -174,7 +174,7 @@ def test_the_layout_report_counts_the_state_that_optax_makes(optimizer: Any, par
     placed = place_run(run)
     state = optimizer_state_bytes(run.optimizer, run.training, placed.params, placed.placements, placed.shape)
     # Moments alone: the scalars that count steps are a few bytes.
-    assert show.layout_report(placed).bytes_optimizer == pytest.approx(state, abs=64)
+    assert layout_report(placed).bytes_optimizer == pytest.approx(state, abs=64)
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=8", "data=2,fsdp=4", "fsdp=4,tensor=2", "fsdp=2,context=4"])

@@ -15,8 +15,8 @@ from meshwright.bench.step_profile import Profile, Row
 from meshwright.cli.bench import print_timings
 from meshwright.cli.main import run
 from meshwright.planner.forecast import ForecastGap
-from meshwright.views.plan_tables import print_forecast_gaps
-from meshwright.views.profile_tables import print_profile
+from meshwright.views.run_page import print_profile
+from meshwright.views.run_tables import print_forecast_gaps
 
 WIDTHS = (30, 40, 80, 200)
 WORD = re.compile(r"\w+\[[^\[\]]*\]|\b[a-z]+=\d+(?:,[a-z]+=\d+)*")
@@ -81,7 +81,8 @@ def test_tables_of_measurements(printed: dict[int, io.StringIO]) -> None:
         Row("step", "whole step", 1.5, None), Row("collective", "reduce-scatter over data+fsdp+tensor", 0.25, 0.125),
         Row("scope", "transformer_layer/attention_with_a_long_name", 0.5, 0.5),
     ]  # fmt: skip
-    print_profile(Console(file=io.StringIO()), Profile(2, 3, tuple(rows), "a note that is long enough for two lines"))
+    profile = Profile(2, 3, tuple(rows), "a note that is long enough for two lines")
+    print_profile(Console(file=io.StringIO()), profile.to_json())
     print_forecast_gaps(Console(file=io.StringIO()), [ForecastGap("exposed communication", 0.25, 0.5)])
     timing = CollectiveTiming("reduce-scatter", "data+fsdp", 8, 2**24, 0.0074, 10, 2.27e9, 2.27e9, True)
     print_timings(Console(file=io.StringIO()), [timing])

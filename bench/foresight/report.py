@@ -12,7 +12,7 @@ from rows import Row, read_rows
 
 from meshwright.hardware.chips import Torus
 from meshwright.planner.estimate import Estimate, estimate
-from meshwright.views.draw.colours import plot_colours
+from meshwright.views.colours import plot_colours
 
 ROOT = Path(__file__).parents[2]
 _BEGIN, _END = "<!-- table: bench/foresight/report.py -->\n", "<!-- end of the table -->\n"

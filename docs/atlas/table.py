@@ -20,8 +20,8 @@ from meshwright.planner.search import price_run, search
 from meshwright.planner.software import SOFTWARE
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
-from meshwright.views.pages import Page
 from meshwright.views.plan_page import plan_page
+from meshwright.views.report import Report
 
 HERE = Path(__file__).parent
 _BEGIN, _END = "<!-- table: docs/atlas/table.py -->\n", "<!-- end of the table -->\n"
@@ -139,7 +139,7 @@ def read_facts(file: Path) -> Facts:
     return msgspec.convert(tomllib.loads(file.read_text(encoding="utf-8")), Facts)
 
 
-def priced(file: Path) -> tuple[dict[str, Any], Page]:
+def priced(file: Path) -> tuple[dict[str, Any], Report]:
     """Returns the prices of a published run and of the best plan of its model, batch and machine, and a page."""
     facts = read_facts(file)
     placed, target = facts.placed(), facts.target()

@@ -20,8 +20,7 @@ from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, simul
 from meshwright.hardware.chips import CHIPS, Efficiency
 from meshwright.hlo.flops import KernelWork, Skipped, kernel_work, least_flops, read_matmuls, unpriced_kernels
 from meshwright.hlo.parser import Module, parse_module
-from meshwright.views.census_page import census_html, schedule_blocks
-from meshwright.views.census_tables import census_text
+from meshwright.views.census_page import census_page, schedule_blocks
 
 TEXTS = Path(__file__).parent / "texts"
 WHOLE = Efficiency(1, 1, 1, 1, 1, 1, 1, 1)
@@ -230,7 +229,7 @@ def test_flops_outside_of_the_models_band_are_doubted() -> None:
         for least, most in ((2, 3), (0, 0.5))
     )
     assert "the model needs at least" in low.doubts[0] and "explains at most" in high.doubts[0]
-    assert "does not trust itself" in census_text(low) and "does not trust itself" in census_html(low)
+    assert "does not trust itself" in str(census_page(low)) and "does not trust itself" in census_page(low).html()
     assert json.loads(json.dumps(low.to_json()))["doubts"] == list(low.doubts)
 
 
@@ -243,8 +242,8 @@ def test_a_doubt_names_the_kernels_that_are_not_counted() -> None:
 def test_an_unpriced_kernel_stands_beside_the_total() -> None:
     census = small_step()
     census = dataclasses.replace(census, flops=dataclasses.replace(census.flops, unpriced={"my_kernel": 3}))
-    assert "FLOPs unknown: my_kernel (3 x)" in census_text(census)
-    assert "FLOPs unknown: my_kernel (3 x)" in census_html(census)
+    assert "FLOPs unknown: my_kernel (3 x)" in str(census_page(census))
+    assert "FLOPs unknown: my_kernel (3 x)" in census_page(census).html()
     assert census.to_json()["flops"]["unpriced"] == {"my_kernel": 3}
 
 

@@ -14,8 +14,8 @@ from meshwright.hardware.interconnect import all_coordinates
 from meshwright.hardware.targets import Target, parse_target
 from meshwright.hlo.parser import parse_module
 from meshwright.hlo.scopes import BranchScope
+from meshwright.views.blocks import Bars, Timeline
 from meshwright.views.census_page import schedule_blocks
-from meshwright.views.pages import Bars, Timeline
 from meshwright.views.trace import trace_events, write_trace
 
 WHOLE = Efficiency(1, 1, 1, 1, 1, 1, 1, 1)

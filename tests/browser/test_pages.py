@@ -31,11 +31,12 @@ from meshwright.planner.offers import Market, make_offer
 from meshwright.planner.prices import read_prices
 from meshwright.planner.search import search, with_tokens_per_step
 from meshwright.runs.recipe import find_recipe
+from meshwright.views.blocks import Axis, Chart, Series
 from meshwright.views.census_page import census_page
 from meshwright.views.layout_page import layout_page
 from meshwright.views.offer_page import offer_page
-from meshwright.views.pages import Axis, Chart, Live, Page, Section, Series
 from meshwright.views.plan_page import machine_of_target, plan_page
+from meshwright.views.report import Live, Report, Section
 
 _BROWSER = next((path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None)
 pytestmark = [
@@ -49,13 +50,13 @@ pytestmark = [
 WIDTHS = (1280, 390)
 
 
-def plan() -> Page:
+def plan() -> Report:
     target, run = parse_target("v5p:2x2x4"), with_tokens_per_step(find_recipe("llama3-8b"), 2**20)
     found = search(run, target)
     return plan_page(found.plans[0], found)
 
 
-def offers() -> Page:
+def offers() -> Report:
     found = []
     market = Market(read_prices(None))
     for name in ("v5p:2x2x2", "h100:8"):
@@ -64,13 +65,13 @@ def offers() -> Page:
     return offer_page(found)
 
 
-def layout() -> Page:
+def layout() -> Report:
     run = find_recipe("llama3-8b")
     run = dataclasses.replace(run, training=dataclasses.replace(run.training, microbatches=8))
     return layout_page(show(run, mesh="stage=4,fsdp=2,tensor=2").placed, None)
 
 
-def layout_of_1024() -> Page:
+def layout_of_1024() -> Report:
     shape = MeshShape.parse("fsdp=128,tensor=8")
     return layout_page(show("llama3-405b", mesh=shape).placed, machine_of_target(parse_target("v5p:8x8x16")))
 
@@ -96,11 +97,11 @@ def census() -> mw.Census:
     return mw.census(step, x, up, down, target=devices)
 
 
-def proof() -> Page:
+def proof() -> Report:
     return census_page(census())
 
 
-def proof_of_126_layers() -> Page:
+def proof_of_126_layers() -> Report:
     """The census of `census` with the schedule of a step of 126 layers, forward and backward, of 60 spans each."""
     taken = census()
     assert taken.schedule is not None
@@ -117,7 +118,7 @@ def proof_of_126_layers() -> Page:
     return census_page(dataclasses.replace(taken, schedule=schedule))
 
 
-PAGES: dict[str, Callable[[], Page]] = {
+PAGES: dict[str, Callable[[], Report]] = {
     "plan": plan, "offers": offers, "layout": layout, "layout-1024": layout_of_1024, "proof": proof,
     "proof-126": proof_of_126_layers,
 }  # fmt: skip
@@ -354,9 +355,9 @@ def test_a_microbatch_is_followed_through_the_pipeline(opened: Any) -> None:
 
 
 def test_a_live_page_takes_new_data(browser: Browser, tmp_path: Path) -> None:
-    def page(points: int) -> Page:
+    def page(points: int) -> Report:
         chart = Chart(Axis("step"), Axis("loss"), [Series("loss", range(points), [1 / (i + 1) for i in range(points)])])
-        return Page(f"{points} steps", [Section("Loss", [chart])])
+        return Report(f"{points} steps", [Section("Loss", [chart])])
 
     page(5).write(tmp_path / "run.html")
     opened = Opened(browser, (tmp_path / "run.html").as_uri())

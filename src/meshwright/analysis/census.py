@@ -193,7 +193,7 @@ class Census:
         }
 
     def __str__(self) -> str:
-        return meshwright.render("census_tables", "census_text", self)
+        return meshwright.render("census_page", "census_page", self)
 
     def _repr_html_(self) -> str:
         return meshwright.render("census_page", "census_html", self)

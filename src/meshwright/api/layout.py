@@ -9,10 +9,7 @@ from meshwright.config import MeshShape
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
-from meshwright.views.layout_page import layout_page
-from meshwright.views.layout_tables import print_layout
-from meshwright.views.pages import inline
-from meshwright.views.show import LayoutReport, layout_report
+from meshwright.views.layout_page import LayoutReport, layout_page, layout_report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,17 +21,14 @@ class LayoutView:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         with console.capture() as capture:
-            print_layout(console, self.placed, self.report)
+            layout_page(self.placed, None).print(console)
         yield capture.get()
 
     def _repr_html_(self) -> str:
-        return inline(layout_page(self.placed, None))
+        return layout_page(self.placed, None).frame()
 
     def __str__(self) -> str:
-        console = Console(width=120, color_system=None, highlight=False, force_jupyter=False)
-        with console.capture() as capture:
-            print_layout(console, self.placed, self.report)
-        return capture.get()
+        return str(layout_page(self.placed, None))
 
 
 def show(run: Run | str, mesh: str | MeshShape | None = None) -> LayoutView:

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from meshwright.bench.calibration_file import read_calibration
 from meshwright.config import MeshShape
 from meshwright.data.vocabulary import vocab_of_corpus
@@ -25,11 +23,9 @@ from meshwright.planner.prices import PriceTerms, read_prices
 from meshwright.planner.search import Plan, SearchResult, search, with_tokens_per_step
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
-from meshwright.views.offer_page import offer_page
-from meshwright.views.offer_tables import offers_table
-from meshwright.views.pages import inline
-from meshwright.views.plan_page import plan_page
-from meshwright.views.plan_tables import plans_table
+from meshwright.views.offer_page import offer_page, offers_table
+from meshwright.views.plan_page import plan_page, plans_table
+from meshwright.views.terminal import text_of
 
 
 class Plans(list[Plan]):
@@ -49,13 +45,13 @@ class Plans(list[Plan]):
         """Searches that the plans come from, with all that was priced; none of a wrapped model."""
 
     def __repr__(self) -> str:
-        return _text(plans_table(self))
+        return text_of(plans_table(self))
 
     def _repr_html_(self) -> str | None:
         """Returns the page of the best plan and of the search that it comes from; None of a wrapped model's."""
         for found in self.searches:
             if self and self[0].target == found.target:
-                return inline(plan_page(self[0], found))
+                return plan_page(self[0], found).frame()
         return None
 
 
@@ -81,17 +77,10 @@ class Offers(list[Offer]):
         """Targets and batches that no plan fits, and why."""
 
     def __repr__(self) -> str:
-        return _text(offers_table(self))
+        return text_of(offers_table(self))
 
     def _repr_html_(self) -> str:
-        return inline(offer_page(self))
-
-
-def _text(table: object) -> str:
-    console = Console(width=120, color_system=None, highlight=False, force_jupyter=False)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get().rstrip("\n")
+        return offer_page(self).frame()
 
 
 def plan(

@@ -15,7 +15,7 @@ from meshwright.hardware.mesh import default_cache_folder
 from meshwright.hardware.targets import Target
 from meshwright.planner.forecast import local_target
 from meshwright.trainer.loop import Trainable
-from meshwright.views.profile_tables import print_profile
+from meshwright.views.run_page import print_profile
 
 FOLDER = "profile"
 """Folder of the trace in the output folder."""
@@ -40,7 +40,7 @@ def profiled(prepared: Trainable, steps: str, out: Path, console: Console | None
     if profile is None:
         console.print(f"no profile: the run ended before step {steps.rpartition(':')[2]}", markup=False)
         return
-    print_profile(console, profile)
+    print_profile(console, profile.to_json())
     console.print(
         f"{out / FOLDER}: for xprof (TensorBoard), and perfetto_trace.json.gz for ui.perfetto.dev", markup=False
     )

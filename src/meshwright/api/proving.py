@@ -42,7 +42,7 @@ from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.step.device_run import DeviceRun, place_on_devices
-from meshwright.views.pages import frame
+from meshwright.views.report import frame
 
 _COMPILES_FOR = "MESHWRIGHT_COMPILES_FOR"
 """Environment variable that marks a process that compiles, with its target."""

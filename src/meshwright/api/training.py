@@ -22,8 +22,7 @@ from meshwright.hardware.mesh import default_cache_folder
 from meshwright.planner.forecast import ForecastGap, StepForecast, forecast_gaps, forecast_step, local_target
 from meshwright.plugins import keep_own_names
 from meshwright.report import Reporter
-from meshwright.report.console import ConsoleReport, Period, open_console
-from meshwright.report.tokenizing import TokenizeReport
+from meshwright.report.console import ConsoleReport, Period, TokenizeReport, open_console
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
 from meshwright.storage.paths import path_of

@@ -3,16 +3,13 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.runs.recipe import find_recipe, list_recipes
 from meshwright.runs.run_file import run_to_dict
-from meshwright.views.pages import Page, inline
+from meshwright.views.report import Live, Report
 from meshwright.views.run_folder import RunFolder, open_folders
 from meshwright.views.run_page import run_page
-
-if TYPE_CHECKING:
-    from meshwright.views.pages import Live
 
 PAGE = "view.html"
 """Name of a run's page in its output folder."""
@@ -30,7 +27,7 @@ class View:
         ('view.html', True)
     """
 
-    page: Page
+    page: Report
     out: Path
     """Output folder of the first run."""
 
@@ -41,7 +38,7 @@ class View:
         return path
 
     def _repr_html_(self) -> str:
-        return inline(self.page)
+        return self.page.frame()
 
 
 def view(*outs: str | Path) -> View:
@@ -59,7 +56,7 @@ def view(*outs: str | Path) -> View:
     return View(make_page(folders), folders[0].folder)
 
 
-def make_page(folders: Sequence[RunFolder], live: "Live | None" = None) -> Page:
+def make_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
     """Returns the page of folders that are open, each compared with the built-in recipe of its run's name."""
     names = {folder.document("run.json").get("name") for folder in folders}
     recipes: dict[str, Any] = {name: run_to_dict(find_recipe(name)) for name in list_recipes() if name in names}

@@ -25,9 +25,8 @@ from meshwright.formatting import format_bytes
 from meshwright.hardware import mesh
 from meshwright.hardware.hosts import Hosts
 from meshwright.report.console import open_console
-from meshwright.views.draw.colours import plot_colours
+from meshwright.views.colours import plot_colours
 from meshwright.views.hardware_report import (
-    print_report,
     print_section,
     problems_of,
     report_json,
@@ -173,7 +172,7 @@ def _bench_hardware(options: BenchOptions) -> int:
     if options.json:
         write_json(report_json(results))
     else:
-        print_report(console, results)
+        report_page(results).print(console)
     calibration = out / "calibration.json"
     kept = f", {calibration} (kept as the calibration of plans)" if calibration.exists() else ""
     text = f"\nwritten: {out / 'report.html'}, {out / 'report.json'}{kept}"

@@ -14,7 +14,7 @@ from meshwright.cli.parse import parse
 from meshwright.config import MeshShape
 from meshwright.hardware.agreement import failing_together
 from meshwright.report.console import open_console
-from meshwright.views.run_tables import print_parity
+from meshwright.views.result_pages import parity_page
 
 _STEPS = 5
 """Steps that are compared where --steps does not say."""
@@ -45,5 +45,5 @@ def main(args: Sequence[str]) -> int:
     if hosts.process == 0 and options.json:
         write_json({**dataclasses.asdict(result), "first_divergence": result.first_divergence})
     elif hosts.process == 0:
-        print_parity(open_console(), result)
+        parity_page(result).print(open_console())
     return 1 if result.first_divergence else 0

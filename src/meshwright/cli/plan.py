@@ -27,7 +27,7 @@ from meshwright.cli.output import require_writable, write_json
 from meshwright.cli.parse import given_options, parse, refuse_options
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
-from meshwright.formatting import format_bytes, format_count, parse_count
+from meshwright.formatting import format_bytes, parse_count
 from meshwright.planner.decoding import best_decode
 from meshwright.planner.divisibility import batch_note, notes
 from meshwright.planner.explain import alternatives, explain_mesh
@@ -38,19 +38,12 @@ from meshwright.planner.plan_file import prediction_json, write_plan
 from meshwright.planner.prices import PriceTerms
 from meshwright.planner.search import Plan, SearchResult, price_mesh
 from meshwright.report.console import open_console
+from meshwright.views.blocks import Column, Table, Text
 from meshwright.views.decode_tables import print_decode_prices
 from meshwright.views.offer_page import offer_page
-from meshwright.views.offer_tables import print_offers, print_refused, print_training
-from meshwright.views.pages import Column, Section, Table
-from meshwright.views.plain_table import plain_table
-from meshwright.views.plan_page import plan_page
-from meshwright.views.plan_tables import (
-    plans_table,
-    print_alternatives,
-    print_best_plan,
-    print_comparison,
-    print_plans,
-)
+from meshwright.views.plan_page import plan_page, plans_table
+from meshwright.views.report import Report, Section, print_sections
+from meshwright.views.terminal import print_blocks
 
 if TYPE_CHECKING:
     from meshwright.api.proving import Proof
@@ -155,17 +148,16 @@ def run_plan(options: PlanOptions) -> int:
     planned = _Planned(options, plans.searches[0], time.perf_counter() - began, explained)
     compiles = options.prove > 0 or options.tune
     if compiles and not options.json:  # compiling takes minutes: the ranking comes first
-        planned.print(console)
-    best, tables, proofs = _compile(options, planned.found, console) if compiles else (plans[0], (), {})
+        planned.report(plans[0]).print(console)
+    best, sections, proofs = _compile(options, planned.found, console) if compiles else (plans[0], (), {})
     if options.html:
-        sections = [table.section() for table in tables]
-        plan_page(best, planned.found, sections, planned.compared or ()).write(options.html)
+        planned.report(best, sections).write(options.html)
     if options.out:
         write_plan(best, planned.found.target, options.out, proofs)
     if options.json:
         write_json({**planned.to_json(), **proofs})
     elif not compiles:
-        planned.print(console)
+        planned.report(best).print(console)
     if options.out:
         text = f"\nwritten: {options.out} (meshwright prove {options.out}, meshwright train {options.out})"
         console.print(text, markup=False, soft_wrap=True)
@@ -186,28 +178,20 @@ class _Planned:
         self.offer = make_offer(found.plans[0], self.tokens, options.market())
         self.notes = [*notes(run, found), *filter(None, [offloading_note(found)])]
 
-    def print(self, console: Console) -> None:
-        """Prints the ranking, the best plan, why the others lose, and what --why and --compare ask for."""
-        found, options = self.found, self.options
-        print_plans(
-            console,
-            found,
-            name=options.run.name,
-            shown=options.shown,
-            tokens=self.tokens,
-            search_seconds=self.seconds,
+    def report(self, best: Plan, sections: Sequence[Section] = ()) -> Report:
+        """Returns the ranking, the best plan, why the others lose, and what --why and --compare ask for.
+
+        sections: of what was compiled.
+        """
+        found = self.found
+        notes = [f"{found.priced:,} plans priced in {self.seconds:.1f} s", *self.notes]
+        report = plan_page(
+            best, found, sections, self.compared, offer=self.offer, notes=notes, shown=self.options.shown
         )
-        for note in self.notes:
-            console.print(f"note: {note}\n", markup=False, highlight=False)
-        print_best_plan(console, found.plans[0], found.target)
-        print_training(console, self.offer)
-        print_alternatives(console, alternatives(found), options.shown)
-        if self.explained is not None:
-            console.print(f"\n[bold]why {self.explained}[/]")
-            console.print(explain_mesh(found, self.explained), markup=False)
-        if self.compared:
-            console.print()
-            print_comparison(console, *self.compared)
+        if self.explained is None:
+            return report
+        why = Section(f"why {self.explained}", [Text([explain_mesh(found, self.explained)])])
+        return dataclasses.replace(report, sections=[*report.sections, why])
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plans that are shown, the losers, and the training, as JSON values."""
@@ -235,9 +219,8 @@ def _print_wrapped(options: PlanOptions, plans: Plans, console: Console) -> int:
     if options.json:
         write_json({"target": str(target), "plans": [{"plan": p.name, **prediction_json(p)} for p in plans]})
         return 0
-    batch = f"{options.run.training.batch} examples per step, predicted"
-    console.print(f"[bold]{escape(options.run.name)}[/] on [bold]{target}[/]: {batch}")
-    console.print(plans_table(plans))
+    title = f"{options.run.name} on {target}: {options.run.training.batch} examples per step, predicted"
+    print_blocks(console, title, "", [plans_table(plans)])
     return 0
 
 
@@ -284,16 +267,14 @@ def _plan_offers(options: PlanOptions, console: Console) -> int:
         limits = [f"within {options.days:g} days"] if options.days is not None else []
         limits += [f"for at most ${budget:,.0f}"] if budget is not None else []
         order = ("cheapest" if options.days is not None else "fastest") if limited else f"least {options.rank_by}"
-        heading = (
-            f"[bold]{escape(options.run.name)}[/], {format_count(found[0].tokens)} tokens{' ' if limits else ''}"
-            f"{' and '.join(limits)}: {len(found) + len(found.beyond)} plans in {time.perf_counter() - began:.1f} s, "
-            f"{len(found)} of them kept, {order} first"
+        kept = (
+            f"{len(found) + len(found.beyond)} plans in {time.perf_counter() - began:.1f} s, {len(found)} of them kept"
+            f"{' ' if limits else ''}{' and '.join(limits)}, {order} first"
         )
-        print_offers(console, found, heading=heading, shown=options.shown)
-        print_refused(console, found.refused)
         plans = [offer.plan for offer in found[: options.shown]]
-        for note in dict.fromkeys(filter(None, (batch_note(plan.run, plan.target) for plan in plans))):
-            console.print(f"note: {note}", markup=False, highlight=False)
+        notes = dict.fromkeys(filter(None, (batch_note(plan.run, plan.target) for plan in plans)))
+        lines = [kept, *(f"note: {note}" for note in notes)]
+        offer_page(found, found.refused, found.beyond, notes=lines, shown=options.shown).print(console)
     if options.html:
         offer_page(found, found.refused, found.beyond).write(options.html)
     if options.out:
@@ -320,34 +301,10 @@ def offer_json(offer: Offer) -> dict[str, Any]:
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Compiled:
-    """Table of compiled steps, for a terminal and for a page."""
-
-    headings: tuple[str, ...]
-    rows: list[list[str]]
-    title: str
-    heading: str
-    """Title of its section of a page."""
-
-    def print(self, console: Console) -> None:
-        """Prints the table."""
-        table = plain_table(*self.headings, right=self.headings[1:-1], title=self.title)
-        for row in self.rows:
-            table.add_row(*map(escape, row))
-        console.print()
-        console.print(table)
-
-    def section(self) -> Section:
-        """Returns the section of a page."""
-        columns = [Column(heading or "outcome", wide=not heading) for heading in self.headings]
-        return Section(self.heading, [Table(columns, self.rows, title="Compiled and simulated steps")])
-
-
 def _compile(
     options: PlanOptions, found: SearchResult, console: Console
-) -> tuple[Plan, Sequence[_Compiled], Mapping[str, Any]]:
-    """Compiles the best plans, and variants of the best of them; returns the best, tables, and figures as JSON."""
+) -> tuple[Plan, Sequence[Section], Mapping[str, Any]]:
+    """Compiles the best plans, and variants of the best of them; returns the best, sections, and figures as JSON."""
     from meshwright.api.proving import prove_best, tune  # arithmetic needs no compiler
 
     def say(line: str) -> None:
@@ -355,7 +312,7 @@ def _compile(
 
     proofs = prove_best(found.plans[: max(1, options.prove)], found.target, options.limit, say)
     best = proofs[0]
-    headings = ("plan", "step, planned", "step, simulated", "memory, planned", "memory, compiled", "compile time", "")
+    headings = ["plan", "step, planned", "step, simulated", "memory, planned", "memory, compiled", "compile time"]
     rows = [
         [
             p.plan.name,
@@ -368,18 +325,18 @@ def _compile(
         ]
         for p in proofs
     ]
-    title = "proved by the compiler; the step time is simulated"
-    tables = [_Compiled(headings, rows, title, "Compiled for the hardware")]
-    tables[0].print(console)
+    note = "Proved by the compiler; the step time is simulated."
+    sections = [Section("Compiled for the hardware", [_table(headings, rows)], note)]
+    print_sections(console, sections)
     figures: dict[str, Any] = {"proofs": [proof.to_json() for proof in proofs]}
     if options.tune:
         tuned = tune(best, found.target, options.limit, say)
         rows = [["(as planned)", _step(best), _bytes(best), ""]]
         for name, proof in tuned.tried:
             rows.append([name, _step(proof), _bytes(proof), "kept" if name in tuned.kept else proof.refused])
-        title = "tuned, each change on top of those kept"
-        tables.append(_Compiled(("change", "step", "memory", ""), rows, title, title.capitalize()))
-        tables[1].print(console)
+        title = "Tuned, each change on top of those kept"
+        sections.append(Section(title, [_table(["change", "step", "memory"], rows)]))
+        print_sections(console, sections[1:])
         start, best = best, tuned.best
         assert start.step_seconds is not None and best.step_seconds is not None
         gain = f"{best.step_seconds / start.step_seconds - 1:+.1%}"
@@ -387,7 +344,12 @@ def _compile(
         figures["tuned"] = [
             {"change": name, "kept": name in tuned.kept, **proof.to_json()} for name, proof in tuned.tried
         ]
-    return (found.plans[0] if best.refused else best.plan), tables, figures
+    return (found.plans[0] if best.refused else best.plan), sections, figures
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    columns = [*map(Column, headings), Column("outcome", wide=True)]
+    return Table(columns, rows, title="Compiled and simulated steps", printed=len(rows))
 
 
 def _step(proof: "Proof") -> str:

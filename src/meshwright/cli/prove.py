@@ -39,22 +39,23 @@ from meshwright.planner.plan_file import is_plan, read_plan
 from meshwright.report.console import open_console
 from meshwright.runs.run import Run
 from meshwright.trust import trust_option
-from meshwright.views.census_page import census_sections, difference_section
-from meshwright.views.census_tables import (
+from meshwright.views.blocks import Facts
+from meshwright.views.census_page import (
+    budget_section,
+    census_page,
+    census_sections,
     census_title,
-    print_census,
-    print_changes,
-    print_limits_exceeded,
-    print_measured,
-    print_prediction,
-    print_remedies,
-    print_saving,
+    difference_section,
+    measured_section,
+    prediction_section,
+    remedies_section,
+    saving_section,
 )
 from meshwright.views.decode_tables import print_decode_proof
 from meshwright.views.draw.machine import MachineGrid, machine_of, parse_machine
 from meshwright.views.layout_page import layout_sections
-from meshwright.views.pages import Page, Section
-from meshwright.views.run_tables import choices_to_json, print_choices
+from meshwright.views.report import Report, Section, print_sections
+from meshwright.views.run_tables import choices_facts, choices_to_json
 from meshwright.views.trace import write_trace
 
 
@@ -147,16 +148,16 @@ def run_prove(options: ProveOptions, words: Sequence[str]) -> int:
     if options.json:
         write_json(_to_json(compiled, saving))
     elif options.against is None:
-        print_census(console, census)
+        census_page(census).print(console)
+        shown = [] if saving is None else [saving_section(saving)]
         if compiled.device_run is not None:
-            print_choices(console, compiled.device_run)
-        if saving is not None:
-            print_saving(console, saving)
+            shown.insert(0, Section("Choices", [Facts(choices_facts(compiled.device_run))]))
+        print_sections(console, shown)
     if options.measure and compiled.device_run is not None:
         measured = measure_steps(compiled.device_run, census, steps=options.measure, profile=options.profile)
-        print_measured(console, measured)
+        print_sections(console, [measured_section(measured)])
     exceeded = check_budget(census, budget) if budget is not None else []
-    print_limits_exceeded(console, exceeded)
+    print_sections(console, [budget_section(exceeded)] if exceeded else [])
     fits = target is None or _print_verdict(console, compiled, target, saving)
     return CensusError.exit_code if exceeded or not fits else 0
 
@@ -250,9 +251,10 @@ def _compare(
         names = (str(options.against), str(run.mesh))
         changes = compare(other, census.to_json())
         drawn = [("", census)]
-    print_changes(console, changes, names)
+    difference = difference_section(changes, names)
+    print_sections(console, [difference])
     return lambda: [
-        difference_section(changes, names),
+        difference,
         *(section for suffix, census in drawn for section in census_sections(census, suffix)),
     ]
 
@@ -265,7 +267,7 @@ def _short_name(run: Run) -> str:
 
 def _print_verdict(console: Console, compiled: CompiledStep, target: Target, saving: SavingMemory | None) -> bool:
     """Prints the predicted step and whether step, save and restore fit, with remedies; returns whether they do."""
-    print_prediction(console, compiled.census, target, compiled.planned)
+    print_sections(console, [prediction_section(compiled.census, target, compiled.planned)])
     peaks = {"the step": compiled.census.memory.compiled.live}
     peaks |= {"a save": saving.save, "a restore": saving.restore} if saving else {}
     most, available = max(peaks, key=peaks.__getitem__), target.chip.hbm_bytes
@@ -282,7 +284,8 @@ def _print_verdict(console: Console, compiled: CompiledStep, target: Target, sav
 
 def _print_remedies(console: Console, run: Run, target: Target | None, over: float) -> None:
     if target is not None and run.mesh is not None:
-        print_remedies(console, over, memory_remedies(run, target, run.mesh, over))
+        remedies = memory_remedies(run, target, run.mesh, over)
+        print_sections(console, [remedies_section(over, remedies)] if remedies else [])
 
 
 def _write_files(
@@ -302,7 +305,7 @@ def _write_files(
         if options.html:
             run = compiled.placed.run
             parts = [*sections(), *layout_sections(compiled.placed, machine)]
-            page = Page(f"{run.name} on {run.mesh}", parts, topic="proof", lead=census_title(census))
+            page = Report(f"{run.name} on {run.mesh}", parts, topic="proof", lead=census_title(census))
             page.write(options.html)
     except OSError as error:
         raise unwritable(error.filename, error) from error

@@ -14,12 +14,11 @@ from meshwright.cli.parse import parse
 from meshwright.config import MeshShape
 from meshwright.report.console import open_console
 from meshwright.runs.placed_run import PlacedRun, place_run
-from meshwright.views import show
-from meshwright.views.draw.blocks import ArrayPicture
-from meshwright.views.draw.machine import MachineGrid, parse_machine
-from meshwright.views.draw.svg import standalone
-from meshwright.views.layout_page import layout_page
-from meshwright.views.layout_tables import print_layout
+from meshwright.views.draw.arrays import ArrayPicture
+from meshwright.views.draw.machine import MachineGrid, draw_machine, parse_machine
+from meshwright.views.draw.picture import standalone
+from meshwright.views.draw.timeline import PipelineTimeline
+from meshwright.views.layout_page import layout_page, layout_report, tensor_pictures
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,17 +43,17 @@ def main(args: Sequence[str]) -> int:
     base = base_run(args)
     options = parse(ShowOptions, "show [RECIPE]", base.args, default=ShowOptions(run=base.run))
     placed = _place(options)
-    report = show.layout_report(placed)
+    report = layout_report(placed)
     machine = parse_machine(options.machine, placed.shape.size) if options.machine else None
     paths = () if options.draw == ("all",) else options.draw
     wanted = options.draw or options.svg
-    pictures = [p for group in show.tensor_pictures(placed, paths) for p in group] if wanted else []
+    pictures = tensor_pictures(placed, paths) if wanted else []
     _write_files(options, placed, machine, pictures)
     if options.json:
         write_json({**dataclasses.asdict(report), "mesh": str(report.mesh)})
         return 0
     console = open_console()
-    print_layout(console, placed, report)
+    layout_page(placed, machine).print(console)
     _print_pictures(console, placed, machine, pictures if options.draw else [])
     return 0
 
@@ -72,13 +71,12 @@ def _place(options: ShowOptions) -> PlacedRun:
 def _print_pictures(
     console: Console, placed: PlacedRun, machine: MachineGrid | None, pictures: Sequence[ArrayPicture]
 ) -> None:
-    timeline = show.pipeline_timeline(placed)
-    if timeline is not None:
+    if placed.shape.stage > 1:
         console.print()
-        console.print(timeline)
+        console.print(PipelineTimeline(placed.schedule_table))
     if machine is not None:
         console.print()
-        console.print(show.machine_picture(placed, machine))
+        console.print(draw_machine(placed.shape.degrees(), machine))
     if pictures:
         console.print()
         console.print(Columns([picture.__rich__() for picture in pictures], padding=(0, 3)))
@@ -100,7 +98,7 @@ def _write_files(
 
 def _drawings(placed: PlacedRun, machine: MachineGrid | None, pictures: Sequence[ArrayPicture]) -> dict[str, str]:
     """Returns the SVG of every drawing, by file name."""
-    drawings = {"mesh": show.machine_picture(placed, machine).svg()}
+    drawings = {"mesh": draw_machine(placed.shape.degrees(), machine).svg()}
     drawings |= {p.name.replace(", ", "-").replace(" ", "-"): p.svg() for p in pictures}
-    timeline = show.pipeline_timeline(placed)
-    return drawings if timeline is None else {**drawings, "pipeline": timeline.svg()}
+    pipeline = {"pipeline": PipelineTimeline(placed.schedule_table).svg()} if placed.shape.stage > 1 else {}
+    return {**drawings, **pipeline}

@@ -24,8 +24,7 @@ from meshwright.runs.run_file import run_in_folder
 from meshwright.storage.paths import path_of
 from meshwright.trainer.loop import PreparedRun
 from meshwright.trainer.watchdog import Watchdog
-from meshwright.views.plan_tables import print_forecast_gaps
-from meshwright.views.run_tables import print_prepared_model, print_prepared_run, print_summary
+from meshwright.views.run_tables import print_forecast_gaps, print_prepared_model, print_prepared_run, print_summary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

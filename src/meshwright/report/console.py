@@ -1,4 +1,4 @@
-"""Progress on a console: a live line on a terminal, and lasting lines at a period, with or without one."""
+"""Progress on a console: a live line on a terminal, and lasting lines at a period."""
 
 import dataclasses
 import os
@@ -11,19 +11,24 @@ from typing import IO
 
 from rich.console import Console
 from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from meshwright.activity import Activity
 from meshwright.errors import ConfigError
-from meshwright.formatting import format_step, format_time
+from meshwright.formatting import format_bytes, format_count, format_step, format_time
 from meshwright.report import Values
 
 _PIPED_WIDTH = 120
 """Columns where the output is not a terminal and COLUMNS is not set."""
+_EVERY = 15.0
+"""Seconds between lines of a tokenisation where the output is not a terminal."""
+_QUIET = 2.0
+"""Seconds for which no tokenisation is shown: short texts need no progress."""
 _ANNOUNCED = 5.0
-"""Seconds after which work that goes on is announced where there is no live line."""
-_BESIDE = ("saving seconds", "evaluating seconds", "compiling seconds")
-"""Metrics of what the loop does beside a step, which has lines of its own."""
+"""Seconds after which unfinished work is announced where there is no live line."""
+_BETWEEN = ("saving seconds", "evaluating seconds", "compiling seconds")
+"""Metrics of what the loop does between steps, which has its own lines."""
 
 
 class _PatientConsole(Console):
@@ -56,10 +61,8 @@ class Period:
             match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h|steps|)\s*", part)
             whole = match is not None and (match[2] in ("s", "min", "h") or float(match[1]).is_integer())
             if match is None or not whole or not float(match[1]):
-                raise ConfigError(
-                    f"--log-every {text}", "it is a time, a number of steps, or both: the later of the two counts",
-                    "--log-every 30s,10",
-                )  # fmt: skip
+                truth = "it is a time, a number of steps, or both: the later of the two counts"
+                raise ConfigError(f"--log-every {text}", truth, "--log-every 30s,10")
             if match[2] in ("s", "min", "h"):
                 seconds = float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]]
             else:
@@ -110,20 +113,21 @@ class ConsoleReport:
         if self._first is None:
             self._first = (step, now)
         before = self._printed
-        if before is None or step >= self._steps or (
-            step - before[0] >= self._period.steps and now - before[1] >= self._period.seconds
-        ):  # fmt: skip
+        due = before is None or step >= self._steps
+        if before is not None and step - before[0] >= self._period.steps:
+            due = due or now - before[1] >= self._period.seconds
+        if due:
             self._printed = (step, now)
             self._print(self._line(*self._last, now))
             self._since = _Speed()
 
     def rewind(self, step: int) -> None:
-        """Goes on from an earlier step."""
+        """Continues from an earlier step."""
         self._first = self._printed = self._last = None
         self._since = _Speed()
 
     def began(self, activity: Activity) -> None:
-        """Shows work that is under way: at once on a terminal, elsewhere if it goes on for some seconds."""
+        """Shows work that is under way: at once on a terminal, elsewhere after some seconds."""
         self._activities.append(activity)
         self._show()
         if self._live is None:
@@ -202,7 +206,7 @@ def fold(parts: Sequence[str], width: int) -> str:
 
 
 class _Speed:
-    """Seconds per step, tokens/s and MFU over several steps, without what the loop did beside them."""
+    """Seconds per step, tokens/s and MFU over several steps, without what the loop did between them."""
 
     def __init__(self) -> None:
         self._steps, self._seconds, self._sums = 0, 0.0, dict[str, float]()
@@ -213,7 +217,7 @@ class _Speed:
         if seconds is None:
             return
         self._steps += 1
-        self._seconds += seconds - sum(values.get(name, 0.0) for name in _BESIDE)
+        self._seconds += seconds - sum(values.get(name, 0.0) for name in _BETWEEN)
         for name in ("tokens/s", "examples/s", "MFU"):
             if name in values:
                 self._sums[name] = self._sums.get(name, 0.0) + values[name] * seconds
@@ -241,3 +245,54 @@ def _parts(values: Values) -> list[str]:
     if "largest expert load" in values:
         parts.append(f"largest expert load {values['largest expert load']:.2f}x")
     return parts
+
+
+class TokenizeReport:
+    """Display of files, bytes and tokens per second, and the time left."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._start = self._shown = time.perf_counter()
+        self._label, self._first = "", (0.0, 0)
+        text = TextColumn("{task.fields[text]}", markup=False)
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), text)
+        self._live = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._live.add_task("", total=None, text="", visible=False)
+
+    def update(self, label: str, read: float, size: float, files: tuple[int, int], tokens: int) -> None:
+        """Shows the progress of one part of the work; rates count from the first call for it."""
+        now = time.perf_counter()
+        if label != self._label:
+            self._label, self._start, self._shown, self._first = label, now, now, (read, tokens)
+        if now - self._start < _QUIET or now - self._shown < (0.2 if self._console.is_terminal else _EVERY):
+            return
+        self._shown = now
+        text = _progress(read, size, files, tokens, (read - self._first[0], tokens - self._first[1], now - self._start))
+        if self._console.is_terminal:
+            self._live.start()
+            self._live.update(
+                self._task, description=label, total=size or None, completed=read, text=text, visible=True
+            )
+        else:
+            self._console.print(f"{label}  {text}", highlight=False, markup=False)
+
+    def write(self, text: str) -> None:
+        """Prints a line."""
+        self._console.print(text, highlight=False, markup=False)
+
+    def close(self) -> None:
+        """Removes the live line."""
+        self._live.stop()
+
+
+def _progress(read: float, size: float, files: tuple[int, int], tokens: int, done: tuple[float, int, float]) -> str:
+    """Describes the progress. done: bytes, tokens and seconds since the display began."""
+    got, made, seconds = done
+    parts = [f"file {min(files[0] + 1, files[1]):,}/{files[1]:,}"] if files[1] > 1 else []
+    parts.append(f"{format_bytes(read)}/{format_bytes(size)}" if size else f"{format_bytes(read)}")
+    parts.append(f"{format_bytes(got / seconds)}/s")
+    if tokens:
+        parts += [f"{format_count(tokens)} tokens", f"{format_count(made / seconds)} tokens/s"]
+    if size and got:
+        parts.append(f"{format_time((size - read) * seconds / got)} left")
+    return "  ".join(parts)

@@ -1,6 +1,7 @@
-"""Reporters that write files: metrics and events as JSON lines."""
+"""Reporters that write files: metrics and events as JSON lines, also into buckets, which have no appending."""
 
 import contextlib
+import io
 import json
 import math
 import sys
@@ -8,10 +9,67 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from meshwright.activity import Activity
+from meshwright.activity import Activity, watched_by
 from meshwright.documents import parse_json, write_atomically
+from meshwright.errors import StorageError
 from meshwright.report import Values
 from meshwright.storage.paths import store_of
+
+INTERVAL = 30.0
+"""Seconds between two writes of an object in a bucket, except at saves and at the end."""
+
+
+class _ObjectLines(io.BytesIO):
+    """File in a bucket to which lines are added; the object is replaced every `INTERVAL` seconds, and on `close`.
+
+    It is a watcher: before a checkpoint is saved the object is replaced too, so that a run which dies and goes on from
+    there has every line until then. A bucket that is away for a while ends no run: the lines stay in memory until it is
+    back.
+    """
+
+    def __init__(self, path: Path, content: bytes):
+        super().__init__()
+        super().write(content)
+        self.name = str(path)
+        self._path, self._written_at, self._changed = path, time.monotonic(), False
+        self._watching = contextlib.ExitStack()
+        self._watching.enter_context(watched_by(self))
+
+    def began(self, activity: Activity) -> None:
+        """Writes the object before a save."""
+        if activity.kind == "save":
+            self._try()
+
+    def ended(self, activity: Activity, *, failed: bool) -> None:
+        """Does nothing."""
+
+    def write(self, data: Any) -> int:
+        """Adds bytes; returns their number."""
+        self._changed = True
+        count = super().write(data)
+        if time.monotonic() - self._written_at >= INTERVAL:
+            self._try()
+        return count
+
+    def _try(self) -> None:
+        self._written_at = time.monotonic()
+        with contextlib.suppress(StorageError):
+            self._put()
+
+    def _put(self) -> None:
+        self._path.write_bytes(self.getvalue())
+        self._changed = False
+
+    def close(self) -> None:
+        """Writes the object a last time; lines that cannot be written are named on standard error."""
+        if not self.closed and self._changed:
+            try:
+                self._put()
+            except StorageError as error:
+                print(f"{self.name}: its last lines could not be written: {error.truth}", file=sys.stderr)
+        if not self.closed:
+            self._watching.close()
+        super().close()
 
 
 class JsonLines:
@@ -29,9 +87,7 @@ class JsonLines:
     def _opened(self, kept: str) -> IO[bytes]:
         if store_of(self._path).appends:
             return self._path.open("ab", buffering=0)
-        from meshwright.report.whole_file import WholeFile  # of runs whose output is in a bucket
-
-        return WholeFile(self._path, kept.encode())
+        return _ObjectLines(self._path, kept.encode())
 
     def _open(self, upto: int) -> None:
         """Opens the file without the lines after `upto`; a file that cannot be read is kept under another name."""

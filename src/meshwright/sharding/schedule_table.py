@@ -193,6 +193,20 @@ class ScheduleTable:
         ranges = (("fill", range(steady)), ("steady", range(steady, drain)), ("drain", range(drain, self.ticks)))
         return tuple((name, ticks) for name, ticks in ranges if ticks)
 
+    @property
+    def title(self) -> str:
+        """Name and size of the schedule."""
+        virtual_stages = f" of {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
+        return f"{self.name}: {self.microbatches} microbatches through {self.stages} stages{virtual_stages}"
+
+    @property
+    def summary(self) -> str:
+        """Ticks, bubble and live inputs of the schedule."""
+        return (
+            f"{self.ticks} ticks, bubble {self.bubble():.1%} of the busy time, at most {self.input_slots} live inputs "
+            "per stage"
+        )
+
     def bubble(self, backward: float = 2.0) -> float:
         """Returns idle over busy time of a stage: `TaskCounts.bubble`."""
         return self.counts.bubble(backward)

@@ -1,23 +1,26 @@
-"""Page of a layout: any tensor on the devices, the mesh over the machine, and the pipeline's ticks and memory."""
+"""Report of a layout: parameters, any tensor on the devices, the mesh over the machine, the pipeline's schedule."""
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
 
+from meshwright.config import MeshShape
+from meshwright.errors import ConfigError, nearest
 from meshwright.formatting import format_bytes, format_count
-from meshwright.planner.memory_model import keeps_stages, kept_bytes
+from meshwright.planner.memory_model import keeps_stages, kept_bytes, state_bytes
 from meshwright.planner.work import work_of
 from meshwright.runs.placed_run import PlacedRun
-from meshwright.sharding.layouts import BATCH_AXES
+from meshwright.sharding.layouts import BATCH_AXES, find_layout
 from meshwright.sharding.params import count_params, named_leaves
 from meshwright.sharding.placement import Placement as AxesOfDims
 from meshwright.sharding.placement import notation
 from meshwright.sharding.schedule_table import IDLE, PLACE, ScheduleTable
-from meshwright.views import show
-from meshwright.views.draw.machine import MachineGrid, draw_machine
-from meshwright.views.draw.timeline import PipelineTimeline
-from meshwright.views.pages import Bar, Bars, Block, Cell, Column, Figure, Figures, Page, Section, Table
-from meshwright.views.pages.drawings import (
+from meshwright.views.blocks import (
+    Bar,
+    Bars,
+    Figure,
+    Figures,
     Machine,
     MeshAxes,
     Panel,
@@ -26,56 +29,104 @@ from meshwright.views.pages.drawings import (
     Placement,
     TensorPlacement,
 )
+from meshwright.views.draw.arrays import ArrayPicture, picture_of
+from meshwright.views.draw.machine import MachineGrid, draw_machine
+from meshwright.views.layout import (
+    ParamRow,
+    StageRow,
+    param_rows,
+    params_table,
+    precision_blocks,
+    stage_rows,
+    stages_table,
+)
+from meshwright.views.report import Report, Section
 
 _FIRST = ("blocks.up", "blocks.query", "embed")
 """Tensors of which the first that the model has is shown when a page opens."""
+_WHOLE_MOMENTS = ("adamw", "lion", "sgd")
+"""Optimizers whose state is copies of the parameters, which the planner's arithmetic counts without optax."""
 
 
-def layout_page(placed: PlacedRun, machine: MachineGrid | None) -> Page:
-    """Returns the page of a layout. machine: None draws one host."""
-    run, report = placed.run, show.layout_report(placed)
+@dataclasses.dataclass(frozen=True)
+class LayoutReport:
+    """Parameters and pipeline stages of a run on its mesh."""
+
+    mesh: MeshShape
+    rows: tuple[ParamRow, ...]
+    parameters: int
+    """Number of parameters, without padding."""
+    bytes_parameters: int
+    """Bytes of parameters on one device."""
+    bytes_optimizer: int
+    """Bytes of optimizer state on one device."""
+    stages: tuple[StageRow, ...]
+    """Pipeline stages; empty without a pipeline."""
+
+
+def layout_report(placed: PlacedRun) -> LayoutReport:
+    """Returns the layout of every parameter of a placed run, and bytes per device."""
+    rows, run = param_rows(placed), placed.run
+    if run.optimizer.name in _WHOLE_MOMENTS:
+        optimizer = round(state_bytes(placed))
+    else:
+        from meshwright.planner.optimizer_state import optimizer_state_bytes  # loads optax
+
+        optimizer = optimizer_state_bytes(run.optimizer, run.training, placed.params, placed.placements, placed.shape)
+    bytes_parameters = sum(row.bytes_sharded for row in rows)
+    return LayoutReport(
+        placed.shape, rows, count_params(placed.params), bytes_parameters, optimizer, stage_rows(placed)
+    )
+
+
+def layout_page(placed: PlacedRun, machine: MachineGrid | None) -> Report:
+    """Returns the report of a layout. machine: None draws one host."""
+    run, report = placed.run, layout_report(placed)
     stages = f"{placed.shape.stage} stages of {placed.shape.size // placed.shape.stage} devices"
+    dtypes = ", ".join(sorted({p.stored or run.training.param_dtype for _, p, _ in placed.leaves}))
     figures = [
         Figure("parameters", format_count(report.parameters), "without padding"),
         Figure("devices", f"{placed.shape.size:,}", stages if placed.shape.stage > 1 else f"layout {run.layout}"),
-        Figure("parameters of a device", format_bytes(report.bytes_parameters), run.training.param_dtype),
+        Figure("parameters of a device", format_bytes(report.bytes_parameters), dtypes),
         Figure("optimizer state of a device", format_bytes(report.bytes_optimizer), run.optimizer.name),
     ]
-    lead = f"{format_count(count_params(placed.params))} parameters on mesh {run.mesh}, layout {run.layout}"
-    return Page(
-        f"{run.name} on {run.mesh}",
-        [Section("At a glance", [Figures(figures)]), *layout_sections(placed, machine)],
-        topic="layout",
-        lead=lead,
-    )
+    lead = f"{format_count(report.parameters)} parameters on mesh {run.mesh}, layout {run.layout}"
+    note = f"layout {run.layout}: {find_layout(run.layout).summary}"
+    glance = Section("At a glance", [Figures(figures, note=note), *precision_blocks(placed)])
+    return Report(f"{run.name} on {run.mesh}", [glance, *layout_sections(placed, machine)], topic="layout", lead=lead)
 
 
 def layout_sections(placed: PlacedRun, machine: MachineGrid | None) -> list[Section]:
     """Returns tensors on devices, the pipeline, the mesh over the machine, and the table of parameters."""
-    report = show.layout_report(placed)
-    rows: list[list[Cell]] = [
-        [r.path, r.sharded, r.gathered, "x".join(map(str, r.shape)), r.parameters, r.bytes_sharded, r.bytes_gathered]
-        for r in report.rows
-    ]
-    columns = [
-        Column("parameter"), Column("sharded"), Column("gathered"), Column("shape"), Column("elements", "count"),
-        Column("bytes, sharded", "bytes", bar=True), Column("bytes of a layer, gathered", "bytes", bar=True),
-    ]  # fmt: skip
+    report = layout_report(placed)
     totals = (
         f"On each device {format_bytes(report.bytes_parameters)} of parameters and "
         f"{format_bytes(report.bytes_optimizer)} of optimizer state."
     )
-    return [
+    sections = [
         Section(
             "Tensors on devices",
-            [tensor_placement(placed, report)],
+            [tensor_placement(placed, report.rows)],
             "Equal colours hold equal data. Between steps every tensor is sharded; a layer's weights are gathered "
-            "while it runs. Hover a block or a device to see the other side.",
+            "while it runs.",
+            "Hover a block or a device to see the other side.",
         ),
-        *_pipeline_section(placed, report),
         Section("Mesh over the machine", [machine_block(placed, machine)]),
-        Section("Parameters", [Table(columns, rows, searchable=True, title="All parameters", note=totals)]),
+        Section("Parameters", [params_table(report.rows, totals)]),
     ]
+    if report.stages:
+        blocks = [
+            pipeline_block(placed.schedule_table),
+            _stage_memory(placed, report),
+            stages_table(report.stages),
+        ]
+        hint = (
+            "Hover a task, or move the slider, to follow its microbatch; the bars below each stage are the "
+            "microbatches in flight there."
+        )
+        note = f"{placed.schedule_table.summary}."
+        sections.insert(1, Section("Pipeline schedule", blocks, note, hint))
+    return sections
 
 
 def machine_block(placed: PlacedRun, machine: MachineGrid | None) -> Machine:
@@ -83,26 +134,18 @@ def machine_block(placed: PlacedRun, machine: MachineGrid | None) -> Machine:
     picture = draw_machine(placed.shape.degrees(), machine)
     panels = [
         Panel(
-            panel.caption,
-            1 + max(cell.row for cell in panel.cells),
-            1 + max(cell.column for cell in panel.cells),
-            [(cell.device, cell.row, cell.column) for cell in panel.cells],
+            panel.caption, panel.rows, panel.columns, [(cell.devices[0], cell.row, cell.column) for cell in panel.cells]
         )
         for panel in picture.panels
     ]
     return Machine(MeshAxes(_axes(placed), picture.axis_summaries), panels, title=picture.title)
 
 
-def mesh_axes_on(placed: PlacedRun, machine: MachineGrid) -> MeshAxes:
-    """Returns the axes of a run's mesh and their links on a machine."""
-    return MeshAxes(_axes(placed), draw_machine(placed.shape.degrees(), machine).axis_summaries)
-
-
 def _axes(placed: PlacedRun) -> list[tuple[str, int]]:
     return [(axis, n) for axis, n in placed.shape.degrees().items() if n > 1]
 
 
-def tensor_placement(placed: PlacedRun, report: show.LayoutReport) -> Placement:
+def tensor_placement(placed: PlacedRun, rows: tuple[ParamRow, ...]) -> Placement:
     """Returns every parameter and the batch, sharded and gathered, over the devices of the mesh."""
     axes = _axes(placed)
     index = {axis: i for i, (axis, _) in enumerate(axes)}
@@ -110,77 +153,56 @@ def tensor_placement(placed: PlacedRun, report: show.LayoutReport) -> Placement:
     def over(placement: AxesOfDims) -> list[list[int]]:
         return [[index[axis] for axis in names if axis in index] for names in placement]
 
-    params, placements = named_leaves(placed.params), named_leaves(placed.placements)
-    tensors = []
-    for row in report.rows:
-        p, where = params[row.path], placements[row.path]
-        tensors.append(
-            TensorPlacement(
-                row.path, list(p.dims), p.shape, over(where.at_rest), over(where.in_use), row.sharded, row.gathered,
-                row.bytes_sharded, row.bytes_gathered, p.dims.startswith("L"),
-            )
-        )  # fmt: skip
-    batch, seq = placed.run.training.batch, placed.run.training.seq
+    tensors = [
+        TensorPlacement(
+            row.path,
+            list(p.dims),
+            p.shape,
+            over(where.at_rest),
+            over(where.in_use),
+            row.sharded,
+            row.gathered,
+            row.bytes_sharded,
+            row.bytes_gathered,
+            stacked=p.dims.startswith("L"),
+        )
+        for row, (_, p, where) in zip(rows, placed.leaves, strict=True)
+    ]
+    shape = (placed.run.training.batch, placed.run.training.seq)
     split = (BATCH_AXES, ("context",)) if placed.shape.context > 1 else (BATCH_AXES, ())
     degrees = placed.shape.degrees()
-    bytes_each = 4 * batch * seq // math.prod(degrees[axis] for axes_of_dim in split for axis in axes_of_dim)
-    text = notation("tokens", "BT", split)
-    tensors.append(
-        TensorPlacement("batch", ["B", "T"], (batch, seq), over(split), over(split), text, text, bytes_each,
-                        bytes_each, False)
-    )  # fmt: skip
+    size = 4 * math.prod(shape) // math.prod(degrees[axis] for axes_of_dim in split for axis in axes_of_dim)
+    text, dims = notation("tokens", "BT", split), over(split)
+    tensors.append(TensorPlacement("batch", ["B", "T"], shape, dims, dims, text, text, size, size, stacked=False))
     names = {tensor.name for tensor in tensors}
     first = next((name for name in _FIRST if name in names), tensors[0].name)
     return Placement(axes, placed.shape.size, tensors, first)
 
 
-def _pipeline_section(placed: PlacedRun, report: show.LayoutReport) -> list[Section]:
-    if not report.stages:
-        return []
-    timeline = PipelineTimeline(placed.schedule_table)
-    stages: list[list[Cell]] = [
-        [f"stage {s}", stage.layers, stage.flops_fraction] for s, stage in enumerate(report.stages)
-    ]
-    columns = [
-        Column("stage"),
-        Column("layers", wide=True),
-        Column("part of the FLOPs of all layers", "fraction", True),
-    ]
-    return [
-        Section(
-            "Pipeline schedule",
-            [
-                pipeline_block(placed.schedule_table),
-                _stage_memory(placed, report),
-                Table(columns, stages, title="Layers of each stage"),
-            ],
-            f"{timeline.summary}. Hover a task, or move the slider, to follow its microbatch; the bars below each "
-            "stage are the microbatches in flight there.",
-        )
-    ]
-
-
 def pipeline_block(table: ScheduleTable) -> Pipeline:
     """Returns the tasks of every stage in every tick."""
-    fields: list[list[int]] = [[], [], [], [], [], []]
     used = sorted({PLACE[kind] for kind, count in table.task_counts.items() if count})
-    for tick in range(table.ticks):
-        for stage in range(table.stages):
-            for task in table.tasks(tick, stage):
-                if task.kind == IDLE:
-                    continue
-                values = (tick, stage, used.index(PLACE[task.kind]), task.kind, task.virtual_stage, task.microbatch)
-                for field, value in zip(fields, values, strict=True):
-                    field.append(int(value))
+    tasks = [
+        (tick, stage, used.index(PLACE[task.kind]), int(task.kind), int(task.virtual_stage), int(task.microbatch))
+        for tick in range(table.ticks)
+        for stage in range(table.stages)
+        for task in table.tasks(tick, stage)
+        if task.kind != IDLE
+    ]
     live = [[int(n) for n in table.live_inputs[:, s]] for s in range(table.stages)]
-    title = PipelineTimeline(table).title
     return Pipeline(
-        table.stages, table.ticks, len(used), table.virtual_stages, table.microbatches, PipelineTasks(*fields), live,
-        title=title,
-    )  # fmt: skip
+        table.stages,
+        table.ticks,
+        len(used),
+        table.virtual_stages,
+        table.microbatches,
+        PipelineTasks(*zip(*tasks, strict=True)),
+        live,
+        title=table.title,
+    )
 
 
-def _stage_memory(placed: PlacedRun, report: show.LayoutReport) -> Block:
+def _stage_memory(placed: PlacedRun, report: LayoutReport) -> Bars:
     """Returns the bytes of a device of each stage: parameters, optimizer state, and what its microbatches keep."""
     training, work, table = placed.run.training, work_of(placed), placed.schedule_table
     each = work.tokens / placed.shape.tensor * work.width * jnp.dtype(training.compute_dtype).itemsize
@@ -188,13 +210,34 @@ def _stage_memory(placed: PlacedRun, report: show.LayoutReport) -> Block:
     rows = []
     for stage in range(table.stages):
         live = int(table.live_inputs[:, stage].max())
-        rows.append(
-            Bar(f"stage {stage}: {live} in flight",
-                [report.bytes_parameters, report.bytes_optimizer, live * each, live * kept])
-        )  # fmt: skip
-    names = ("parameters", "optimizer state", "inputs of microbatches", "saved activations of microbatches")
+        values = [report.bytes_parameters, report.bytes_optimizer, live * each, live * kept]
+        rows.append(Bar(f"stage {stage}: {live} in flight", values))
     return Bars(
-        "bytes", names, ("c1", "c6", "c5", "c3"), rows, title="Memory of a device, by stage",
-        note="Parameters lie in stacks of equal size on all stages. Weights in use, gradients and temporaries come on "
-        "top; plan has them all.",
-    )  # fmt: skip
+        "bytes",
+        ("parameters", "optimizer state", "inputs of microbatches", "saved activations of microbatches"),
+        ("c1", "c6", "c5", "c3"),
+        rows,
+        title="Memory of a device, by stage",
+        note="Parameters are stacked equally on all stages. Weights in use, gradients and temporaries come on top; "
+        "plan has them all.",
+    )
+
+
+def tensor_pictures(placed: PlacedRun, paths: tuple[str, ...] = ()) -> list[ArrayPicture]:
+    """Draws parameters, each sharded and, where that differs, gathered; then the batch.
+
+    paths: of the parameters; all if empty. Raises ConfigError for a path that the model does not have.
+    """
+    params, placements = named_leaves(placed.params), named_leaves(placed.placements)
+    for path in paths:
+        if path not in params:
+            raise ConfigError(f"a picture of {path!r}", "the model has no such parameter", nearest(path, params))
+    mesh = placed.shape.degrees()
+    pictures = []
+    for path in paths or params:
+        p, where = params[path], placements[path]
+        pictures.append(picture_of(path, p.shape, p.dims, where.at_rest, mesh))
+        if where.in_use != where.at_rest:
+            pictures.append(picture_of(f"{path}, gathered", p.shape, p.dims, where.in_use, mesh))
+    batch = (placed.run.training.batch, placed.run.training.seq)
+    return [*pictures, picture_of("batch", batch, "BT", (BATCH_AXES, ()), mesh)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError
-from meshwright.views.pages import Live, Page
+from meshwright.views.report import Live, Report
 from meshwright.views.run_folder import RunFolder, open_folders
 
 _ADDRESS = "127.0.0.1"
@@ -18,11 +18,11 @@ _DATA = "data.json"
 _PERIOD = 2.0
 """Seconds between two questions of the page."""
 
-MakePage = Callable[[Sequence[RunFolder], Live | None], Page]
+MakePage = Callable[[Sequence[RunFolder], Live | None], Report]
 
 
 class LivePage:
-    """Page of runs that are under way; it is made anew when their files have changed."""
+    """Report of runs that are under way; it is made anew when their files have changed."""
 
     def __init__(self, paths: Sequence[Path], make: MakePage):
         self._folders, self._make = open_folders(paths), make
@@ -48,7 +48,7 @@ class LivePage:
         with self._lock:
             return self._page().html().encode()
 
-    def _page(self) -> Page:
+    def _page(self) -> Report:
         return self._make(self._folders, Live(_DATA, _PERIOD))
 
 

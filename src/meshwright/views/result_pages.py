@@ -1,8 +1,8 @@
-"""Pages of results that a notebook shows below a cell: a run, a plan, parity, an evaluation, generated texts."""
+"""Reports of results that a notebook shows below a cell: a run, a plan, parity, an evaluation, generated texts."""
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from meshwright.formatting import format_bytes, format_count, format_step
@@ -13,96 +13,67 @@ from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
 from meshwright.trainer.evaluation import BatchEvaluation, Evaluation
 from meshwright.trainer.parity import Parity
-from meshwright.views.layout_page import layout_sections
-from meshwright.views.pages import Block, Cell, Code, Column, Figure, Figures, Page, Section, Table, inline
-from meshwright.views.plan_page import machine_of_target, plan_inspector
+from meshwright.views.blocks import Code, Figure, Figures
+from meshwright.views.plan_page import single_plan_page
+from meshwright.views.report import Report, Section
 from meshwright.views.run_folder import flat_fields
-from meshwright.views.run_page_tables import parity_table
+from meshwright.views.run_page import fields_table, parity_blocks, recipe_differences
 
 _TEXTS = 32
 """Generated texts on a page."""
 
 
 def result_html(value: Any) -> str:
-    """Returns the page of a result as a frame for a notebook. Raises TypeError for a type without a page."""
-    for kind, page in PAGES.items():
+    """Returns the page of a result as a frame for a notebook. Raises TypeError for a type without a report."""
+    for kind, (report, height) in REPORTS.items():
         if isinstance(value, kind):
-            return inline(page(value), _HEIGHTS.get(kind, 360))
+            return report(value).frame(height)
     raise TypeError(f"a {type(value).__name__} has no page")
 
 
-def configuration_page(run: Run) -> Page:
-    """Returns the page of a Run: how it differs from its recipe, and all of its fields."""
+def configuration_page(run: Run) -> Report:
+    """Returns the report of a Run: how it differs from its recipe, and all of its fields."""
     fields = flat_fields(run_to_dict(run))
-    blocks: list[Block] = []
-    if run.name in list_recipes():
-        recipe = flat_fields(run_to_dict(find_recipe(run.name)))
-        changed: list[list[Cell]] = [
-            [name, recipe.get(name, ""), value] for name, value in fields.items() if recipe.get(name) != value
-        ]
-        columns = [Column("field"), Column(f"recipe {run.name}", wide=True), Column("this run", wide=True)]
-        if changed:
-            blocks.append(Table(columns, changed, title=f"Differences from the recipe {run.name}"))
-    rows: list[list[Cell]] = [list(row) for row in fields.items()]
-    columns = [Column("field"), Column("value", wide=True)]
-    blocks.append(Table(columns, rows, searchable=True, shown=20, title="Every field"))
+    recipe = run_to_dict(find_recipe(run.name)) if run.name in list_recipes() else None
+    blocks = [] if recipe is None else recipe_differences(fields, recipe, "Differences")
     where = f"on mesh {run.mesh}" if run.mesh else "on all devices that are found"
     lead = f"{run.training.steps:,} steps of {run.training.batch} x {run.training.seq} {where}"
-    return Page(run.name, [Section("Configuration", blocks)], topic="run", lead=lead)
+    sections = [Section("Configuration", [*blocks, fields_table(fields, "Every field")])]
+    return Report(run.name, sections, topic="run", lead=lead)
 
 
-def single_plan_page(plan: Plan) -> Page:
-    """Returns the page of one plan without its search: where its seconds and bytes go, and its tensors on devices."""
-    e, state = plan.estimate, "fits" if plan.estimate.fits else "does not fit"
-    inspector = plan_inspector({"p0": plan}, {"p0": state}, "p0", 0)
-    lead = (
-        f"{plan.name}, predicted: {format_step(e.seconds)} per step, {e.mfu:.0%} MFU, "
-        f"{format_bytes(e.bytes)} of {format_bytes(e.hbm_bytes)} per device"
-    )
-    sections = [Section("Prediction", [inspector]), *layout_sections(plan.placed, machine_of_target(plan.target))]
-    return Page(f"{plan.run.name} on {plan.target}", sections, topic="plan", lead=lead)
-
-
-def parity_page(result: Parity) -> Page:
-    """Returns the page of a comparison of two meshes, step by step."""
+def parity_page(result: Parity) -> Report:
+    """Returns the report of a comparison of two meshes, step by step."""
     first, second = result.meshes
-    initial = ", ".join(result.unequal_initial) or "bitwise equal"
-    figures = Figures(
-        [
-            Figure("meshes", "differ" if result.first_divergence else "agree", f"{first} and {second}",
-                   "bad" if result.first_divergence else "good"),
-            Figure("initial values", initial if len(initial) < _TEXTS else f"{len(result.unequal_initial)} differ"),
-            Figure("steps", f"{len(result.steps)}", "in float32"),
-        ]
-    )  # fmt: skip
-    document = json.loads(json.dumps(dataclasses.asdict(result) | {"first_divergence": result.first_divergence}))
-    table = parity_table(document, "Every step")
-    return Page(f"{first} against {second}", [Section("Parity", [figures, *table])], topic="parity")
-
-
-def evaluation_page(result: Evaluation) -> Page:
-    """Returns the page of an evaluation."""
+    divergence = result.first_divergence
+    initial = f"{len(result.unequal_initial)} differ" if result.unequal_initial else "bitwise equal"
     figures = [
-        Figure("loss", f"{result.loss:.4f}", "nats per token"),
-        Figure("perplexity", f"{result.perplexity:.4g}"),
-        Figure("bits per byte", f"{result.bits_per_byte:.4f}", "comparable between tokenizers"),
-        Figure("predicted", f"{format_count(result.tokens)} tokens", f"of {result.samples:,} sequences"),
+        Figure("meshes", "differ" if divergence else "agree", "in float32", "bad" if divergence else "good"),
+        Figure("initial values", initial, ", ".join(result.unequal_initial)),
+        Figure("steps", f"{len(result.steps)}"),
     ]
-    return Page(
-        f"Evaluation of step {result.step:,}", [Section("Held-out text", [Figures(figures)])], topic="evaluation"
-    )
+    document = json.loads(json.dumps({**dataclasses.asdict(result), "first_divergence": divergence}))
+    blocks = parity_blocks(document, "Every step")
+    return Report(f"{first} against {second}", [Section("Parity", [Figures(figures), *blocks])], topic="parity")
 
 
-def batch_evaluation_page(result: BatchEvaluation) -> Page:
-    """Returns the page of an evaluation of a wrapped model: each of its metrics."""
-    figures = [Figure(name, f"{value:.5g}") for name, value in result.metrics.items()]
-    return Page(
-        f"Evaluation of step {result.step:,}", [Section("Held-out data", [Figures(figures)])], topic="evaluation"
-    )
+def evaluation_page(result: Evaluation | BatchEvaluation) -> Report:
+    """Returns the report of an evaluation; of a wrapped model, each of its metrics."""
+    if isinstance(result, BatchEvaluation):
+        figures = [Figure(name, f"{value:.5g}") for name, value in result.metrics.items()]
+    else:
+        figures = [
+            Figure("loss", f"{result.loss:.4f}", "nats per token"),
+            Figure("perplexity", f"{result.perplexity:.4g}"),
+            Figure("bits per byte", f"{result.bits_per_byte:.4f}", "comparable between tokenizers"),
+            Figure("predicted", f"{format_count(result.tokens)} tokens", f"of {result.samples:,} sequences"),
+        ]
+    sections = [Section("Held-out data", [Figures(figures)])]
+    return Report(f"Evaluation of step {result.step:,}", sections, topic="evaluation")
 
 
-def generated_page(result: Generated) -> Page:
-    """Returns the page of generated texts, and how fast they came."""
+def generated_page(result: Generated) -> Report:
+    """Returns the report of generated texts, and how fast they came."""
     report = result.report
     figures = [
         Figure("new tokens", f"{report.new_tokens:,}", f"of {report.prompts} prompts"),
@@ -111,27 +82,24 @@ def generated_page(result: Generated) -> Page:
         Figure("weights", format_bytes(report.weight_bytes), f"of a device, {report.weights}"),
         Figure("cache", format_bytes(report.cache_bytes), "of a device"),
     ]
-    texts: Sequence[Block] = [
-        Code(text, title=f"Text {number}: {len(tokens)} tokens, mean log-probability {_mean(logprobs)}")
-        for number, (text, tokens, logprobs) in enumerate(
-            zip(result.texts, result.tokens, result.logprobs, strict=True), 1
-        )
-    ][:_TEXTS]
+    texts: list[Code] = []
+    for text, tokens, logprobs in list(zip(result.texts, result.tokens, result.logprobs, strict=True))[:_TEXTS]:
+        mean = f"{sum(logprobs) / len(logprobs):.3f}" if logprobs else "unknown"
+        texts.append(Code(text, title=f"Text {len(texts) + 1}: {len(tokens)} tokens, mean log-probability {mean}"))
     more = len(result.texts) - len(texts)
-    note = f"{more} more are in `texts`." if more else ""
-    return Page(
-        "Generated text", [Section("Texts", texts, note), Section("Speed", [Figures(figures)])], topic="generation"
-    )
+    sections = [
+        Section("Texts", texts, f"{more} more are in `texts`." if more else ""),
+        Section("Speed", [Figures(figures)]),
+    ]
+    return Report("Generated text", sections, topic="generation")
 
 
-def _mean(values: Sequence[float]) -> str:
-    return f"{sum(values) / len(values):.3f}" if values else "unknown"
-
-
-PAGES: dict[type, Callable[[Any], Page]] = {
-    Run: configuration_page, Plan: single_plan_page, Parity: parity_page, Evaluation: evaluation_page,
-    BatchEvaluation: batch_evaluation_page, Generated: generated_page,
-}  # fmt: skip
-"""Type of a result -> what makes its page."""
-_HEIGHTS: dict[type, int] = {Plan: 720, Run: 560, Generated: 480}
-"""Type of a result -> pixels of its frame in a notebook."""
+REPORTS: dict[type, tuple[Callable[[Any], Report], int]] = {
+    Run: (configuration_page, 560),
+    Plan: (single_plan_page, 720),
+    Parity: (parity_page, 360),
+    Evaluation: (evaluation_page, 360),
+    BatchEvaluation: (evaluation_page, 360),
+    Generated: (generated_page, 480),
+}
+"""Type of a result -> what describes it, and the pixels of its frame in a notebook."""

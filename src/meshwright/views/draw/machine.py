@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from meshwright.errors import ConfigError
+from meshwright.views.draw.picture import Box, Panel, Picture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,53 +71,19 @@ def machine_of(devices: Sequence[Any]) -> MachineGrid:
 
 
 @dataclasses.dataclass(frozen=True)
-class DeviceCell:
-    """Cell of one device in a panel."""
-
-    device: int
-    """Index of the device in the mesh."""
-    row: int
-    column: int
-
-
-@dataclasses.dataclass(frozen=True)
-class MachinePanel:
-    """Devices of one node, or of one plane of the torus."""
-
-    caption: str
-    cells: tuple[DeviceCell, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class MachinePicture:
+class MachinePicture(Picture):
     """Mesh over a machine; devices of equal colour communicate along the innermost axis."""
 
     title: str
     axis_summaries: tuple[str, ...]
     """For each mesh axis, the links between neighbours along it."""
-    mesh: Mapping[str, int]
-    panels: tuple[MachinePanel, ...]
-    groups: tuple[int, ...]
-    """Number of the colour of each device."""
+    panels: tuple[Panel, ...]
+    """Each node, or each plane of the torus."""
 
-    def svg(self) -> str:
-        """Returns the picture as SVG."""
-        from meshwright.views.draw.svg import machine_svg  # svg.py needs this class
-
-        return machine_svg(self)
-
-    def _repr_html_(self) -> str:
-        return self.svg()
-
-    def __str__(self) -> str:
-        from meshwright.views.draw.terminal import machine_text
-
-        return machine_text(self).plain
-
-    def __rich__(self) -> Any:
-        from meshwright.views.draw.terminal import machine_text
-
-        return machine_text(self)
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Links along each mesh axis."""
+        return self.axis_summaries
 
 
 def draw_machine(mesh: jax.sharding.Mesh | Mapping[str, int], machine: MachineGrid | None = None) -> MachinePicture:
@@ -140,16 +107,15 @@ def draw_machine(mesh: jax.sharding.Mesh | Mapping[str, int], machine: MachineGr
         f"{axis}={n}: {_neighbour_links(ids, i, machine)}" for i, (axis, n) in enumerate(nontrivial.items())
     )
     title = f"mesh {mesh_text} over {machine.name} ({size} devices)"
-    return MachinePicture(title, summaries, degrees, _panels(machine), tuple(int(g) for g in groups))
+    return MachinePicture(title, summaries, _panels(machine, nontrivial, groups))
 
 
 def _neighbour_links(ids: np.ndarray, axis: int, machine: MachineGrid) -> str:
     """Describes the links between neighbours along a mesh axis. ids: device indices in the shape of the mesh."""
     before, after = np.take(ids, range(ids.shape[axis] - 1), axis), np.take(ids, range(1, ids.shape[axis]), axis)
     pairs = [
-        (machine.coordinates[int(a)], machine.coordinates[int(b)])
-        for a, b in zip(before.flat, after.flat, strict=True)
-    ]  # fmt: skip
+        (machine.coordinates[int(a)], machine.coordinates[int(b)]) for a, b in zip(before.flat, after.flat, strict=True)
+    ]
     if machine.kind == "host":
         return "within the host"
     if machine.kind == "nodes":
@@ -166,8 +132,10 @@ def _neighbour_links(ids: np.ndarray, axis: int, machine: MachineGrid) -> str:
     return text + (" at most" if len(set(hops)) > 1 else "")
 
 
-def _panels(machine: MachineGrid) -> tuple[MachinePanel, ...]:
-    cells: dict[tuple[int, ...], list[DeviceCell]] = {}
+def _panels(machine: MachineGrid, mesh: Mapping[str, int], groups: np.ndarray) -> tuple[Panel, ...]:
+    """Lays the devices out. mesh: axes of more than one device.  groups: number of each device's colour."""
+    cells: dict[tuple[int, ...], list[Box]] = {}
+    along = list(np.ndindex(*mesh.values()))
     for device, position in enumerate(machine.coordinates):
         key: tuple[int, ...] = ()
         if machine.kind == "host":
@@ -177,9 +145,14 @@ def _panels(machine: MachineGrid) -> tuple[MachinePanel, ...]:
         else:
             padded = (*position, 0) if len(position) == 1 else position
             key, row, column = padded[2:], padded[0], padded[1]
-        cells.setdefault(key, []).append(DeviceCell(device, row, column))
-    captions = {"host": "", "nodes": "node {}", "torus": "z = {}"}
-    return tuple(
-        MachinePanel(captions[machine.kind].format(*key) if key else "", tuple(members))
-        for key, members in sorted(cells.items())
-    )
+        coordinates = ", ".join(f"{axis}={i}" for axis, i in zip(mesh, along[device], strict=True))
+        tip = f"device {device}: {coordinates}"
+        cells.setdefault(key, []).append(Box(row, column, (device,), int(groups[device]), tip))
+    caption = {"host": "", "nodes": "node {}", "torus": "z = {}"}[machine.kind]
+    side = 34.0 if len(machine.coordinates) <= 64 else 24.0 if len(machine.coordinates) <= 256 else 15.0
+    panels = []
+    for key, boxes in sorted(cells.items()):
+        rows, columns = 1 + max(box.row for box in boxes), 1 + max(box.column for box in boxes)
+        text = caption.format(*key) if key else ""
+        panels.append(Panel(text, rows, columns, tuple(boxes), columns * side, rows * side, 2.0))
+    return tuple(panels)

@@ -1,4 +1,4 @@
-"""Picture of an array's blocks and the devices that hold them, from its shape and layout alone."""
+"""Picture of an array's blocks and the devices that hold them, from its shape and layout."""
 
 import dataclasses
 import itertools
@@ -11,13 +11,14 @@ from jax.sharding import NamedSharding, Sharding
 
 from meshwright.errors import ConfigError
 from meshwright.sharding.placement import Placement
+from meshwright.views.draw.picture import Box, Panel, Picture
 
 Bounds = tuple[tuple[int, int], ...]
 """Start and stop of a block in each dimension."""
 
 
 @dataclasses.dataclass(frozen=True)
-class ArrayPicture:
+class ArrayPicture(Picture):
     """Array cut into blocks, each on one or several devices.
 
     Prints in a terminal and renders itself in a notebook; `svg()` returns the drawing.
@@ -38,33 +39,57 @@ class ArrayPicture:
         return max((len(devices) for devices in self.holders.values()), default=1)
 
     @property
-    def title(self) -> str:
+    def title(self) -> str:  # type: ignore[override]
         """Layout and shape: `w[D/fsdp, F/tensor]  4096 x 14336`."""
         return f"{self.name}[{', '.join(self.dims)}]  {' x '.join(map(str, self.shape)) or 'scalar'}"
 
-    def svg(self) -> str:
-        """Returns the picture as SVG."""
-        from meshwright.views.draw.svg import array_svg  # svg.py needs this class
+    @property
+    def lines(self) -> Sequence[str]:
+        """Number of copies, if there are several."""
+        return (f"each block on {self.copies} devices",) if self.copies > 1 else ()
 
-        return array_svg(self)
+    @property
+    def panels(self) -> tuple[Panel, ...]:  # type: ignore[override]
+        """Blocks in rows and columns, the two dimensions with most blocks; a panel for each index of the others."""
+        blocks = [len(cuts) - 1 for cuts in self.cuts]
+        shown = sorted(sorted(range(len(blocks)), key=lambda d: (-blocks[d], -d))[:2])
+        across = shown[-1] if shown else None
+        down = shown[0] if len(shown) > 1 else None
+        rows, columns = 1 if down is None else blocks[down], 1 if across is None else blocks[across]
+        width, height = self._panel_size(down, across)
+        names = ["" if dim is None else self.dims[dim] for dim in (down, across)]
+        others = [d for d in range(len(blocks)) if d not in shown]
+        numbers = {key: i for i, key in enumerate(sorted(self.holders))}
+        panels: list[Panel] = []
+        for index in itertools.product(*(range(blocks[d]) for d in others)):
+            fixed = dict(zip(others, index, strict=True))
+            caption = ", ".join(
+                f"{self.dims[d].partition('/')[0]} {self.cuts[d][i]}:{self.cuts[d][i + 1]}"
+                for d, i in fixed.items()
+                if blocks[d] > 1
+            )
+            cells = []
+            for row, column in itertools.product(range(rows), range(columns)):
+                key = tuple(row if d == down else column if d == across else fixed[d] for d in range(len(blocks)))
+                devices = self.holders.get(key, ())
+                tip = f"block {row}, {column}: devices {', '.join(map(str, devices))}"
+                cells.append(Box(row, column, devices, numbers.get(key, 0), tip))
+            panels.append(Panel(caption, rows, columns, tuple(cells), width, height, 0.0, *names))
+        return tuple(panels)
 
-    def _repr_html_(self) -> str:
-        return self.svg()
-
-    def __str__(self) -> str:
-        from meshwright.views.draw.terminal import array_text
-
-        return array_text(self).plain
-
-    def __rich__(self) -> Any:
-        from meshwright.views.draw.terminal import array_text
-
-        return array_text(self)
+    def _panel_size(self, down: int | None, across: int | None) -> tuple[float, float]:
+        """Width and height of a panel in pixels: the proportions of the array, within what is readable."""
+        rows, columns = (1 if dim is None else len(self.cuts[dim]) - 1 for dim in (down, across))
+        tall, wide = (0.0 if dim is None else float(self.shape[dim]) for dim in (down, across))
+        ratio = min(2.5, max(0.4, wide / tall)) if tall and wide else 6.0
+        width = min(560.0, max(150.0 * min(ratio, 2.0), columns * 26.0))
+        height = min(420.0, max(width / ratio, rows * 22.0)) if down is not None else 34.0
+        return max(width, columns * 9.0 if columns > 24 else 0.0), max(height, rows * 7.0 if rows > 24 else 0.0)
 
 
 def picture_of(
     name: str, shape: Sequence[int], dims: str, placement: Placement, mesh: Mapping[str, int]
-) -> ArrayPicture:  # fmt: skip
+) -> ArrayPicture:
     """Returns the blocks of an abstract array.
 
     mesh: degree of each axis, outermost first. A dimension that does not divide is cut as JAX cuts it: the last block
@@ -147,7 +172,7 @@ def _from_indices(name: str, shape: tuple[int, ...], dims: str, sharding: Shardi
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalPicture:
+class LocalPicture(Picture):
     """Value inside a `shard_map` on every device of a mesh; equal colours are equal values."""
 
     name: str
@@ -160,31 +185,34 @@ class LocalPicture:
     """Whether JAX tracks which axes a value varies over; False under `check_vma=False`, where it may be any."""
 
     @property
-    def title(self) -> str:
+    def title(self) -> str:  # type: ignore[override]
         """Name, shape, and the axes over which the value differs."""
         shape = " x ".join(map(str, self.shape)) or "scalar"
         verb = "differs" if self.known else "may differ"
         over = f"{verb} over {', '.join(self.varies)}" if self.varies else "is the same on every device"
         return f"{self.name or 'value'} {shape} on each device; {over}"
 
-    def svg(self) -> str:
-        """Returns the picture as SVG."""
-        from meshwright.views.draw.svg import local_svg
+    @property
+    def lines(self) -> Sequence[str]:
+        """Mesh axes of the rows and of the columns."""
+        axes = [axis for axis, n in self.mesh.items() if n > 1]
+        return (f"rows {' '.join(axes[:-1]) or '-'}, columns {axes[-1]}",) if axes else ()
 
-        return local_svg(self)
-
-    def _repr_html_(self) -> str:
-        return self.svg()
-
-    def __str__(self) -> str:
-        from meshwright.views.draw.terminal import local_text
-
-        return local_text(self).plain
-
-    def __rich__(self) -> Any:
-        from meshwright.views.draw.terminal import local_text
-
-        return local_text(self)
+    @property
+    def panels(self) -> tuple[Panel, ...]:  # type: ignore[override]
+        """Devices of the mesh, its innermost axis across; equal colours and numbers are equal values."""
+        degrees = {axis: n for axis, n in self.mesh.items() if n > 1}
+        columns = list(degrees.values())[-1] if degrees else 1
+        cells = []
+        for device, coordinates in enumerate(itertools.product(*map(range, degrees.values()))):
+            value = 0
+            for (axis, degree), index in zip(degrees.items(), coordinates, strict=True):
+                value = value * degree + index if axis in self.varies else value
+            text, tip = f"{device}: {self.name or 'x'}{value}", f"device {device} holds value {value}"
+            cells.append(Box(device // columns, device % columns, (device,), value, tip, text))
+        rows = len(cells) // columns
+        side = min(96.0, max(30.0, 640.0 / columns))
+        return (Panel("", rows, columns, tuple(cells), columns * side, rows * 26.0, 3.0),)
 
 
 def local_view(x: jax.Array, name: str = "") -> LocalPicture:

@@ -1,0 +1,118 @@
+"""The layout of a placed run, from shapes alone: every parameter sharded and gathered, and the pipeline's stages."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from meshwright.formatting import format_count
+from meshwright.models.quantisation import IN_COMPUTE_DTYPE, find_precision, is_low_precision
+from meshwright.runs.placed_run import PlacedRun
+from meshwright.sharding.params import named_leaves
+from meshwright.sharding.placement import local_shape, notation
+from meshwright.views.blocks import Block, Column, Table, Text
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamRow:
+    """One parameter on the mesh."""
+
+    path: str
+    """Dotted path, such as `blocks.query`."""
+    shape: tuple[int, ...]
+    sharded: str
+    """Placement between steps: `w[L, D/fsdp, F/tensor]`."""
+    gathered: str
+    """Placement of the weight in the compute dtype, after the FSDP all-gather."""
+    parameters: int
+    """Number of elements."""
+    bytes_sharded: int
+    """Bytes on one device between steps."""
+    bytes_gathered: int
+    """Bytes on one device after the gather, of one layer where the parameter is stacked."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StageRow:
+    """One pipeline stage."""
+
+    layers: str
+    """Layers of the stage, by number."""
+    flops_fraction: float
+    """Fraction of the FLOPs of all layers."""
+
+
+def param_rows(placed: PlacedRun) -> tuple[ParamRow, ...]:
+    """Returns the layout of every parameter of a placed run."""
+    training, rows = placed.run.training, []
+    low = None if training.matmul_precision == "compute" else find_precision(training.matmul_precision)
+    gathers_quantised = low is not None and low.scaling in ("tensor", "row")
+    for path, p, where in placed.leaves:
+        gathered = local_shape(p.shape, where.in_use, placed.shape)
+        layers = gathered[0] if p.dims.startswith("L") else 1
+        quantised = gathers_quantised and is_low_precision(p)
+        rows.append(
+            ParamRow(
+                path,
+                p.shape,
+                sharded=notation("w", p.dims, where.at_rest),
+                gathered=notation("w", p.dims, where.in_use),
+                parameters=p.size,
+                bytes_sharded=math.prod(local_shape(p.shape, where.at_rest, placed.shape))
+                * jnp.dtype(p.stored or training.param_dtype).itemsize,
+                bytes_gathered=math.prod(gathered)
+                * (1 if quantised else jnp.dtype(training.compute_dtype).itemsize)
+                // layers,
+            )
+        )
+    return tuple(rows)
+
+
+def params_table(rows: tuple[ParamRow, ...], note: str = "") -> Table:
+    """Returns the table of parameters on the mesh."""
+    columns = [
+        Column("parameter", cell=lambda row: row.path),
+        Column("sharded", cell=lambda row: row.sharded),
+        Column("gathered", cell=lambda row: row.gathered),
+        Column("shape", cell=lambda row: "x".join(map(str, row.shape))),
+        Column("elements", "count", lambda row: row.parameters, where="page"),
+        Column("bytes sharded", "bytes", lambda row: row.bytes_sharded, bar=True),
+        Column("layer gathered", "bytes", lambda row: row.bytes_gathered, bar=True),
+    ]
+    return Table.of(rows, columns, searchable=True, printed=len(rows), title="All parameters", note=note)
+
+
+def stage_rows(placed: PlacedRun) -> tuple[StageRow, ...]:
+    """Returns the pipeline stages of a placed run; none without a pipeline."""
+    stages = placed.stages
+    if stages.stages == 1:
+        return ()
+
+    def layers(part: range) -> str:
+        return f"{part[0]} to {part[-1]}" if len(part) > 1 else f"{part[0]}"
+
+    return tuple(
+        StageRow(" and ".join(layers(part) for part in stages.layers_of(s) if part), stages.cost_fraction(s))
+        for s in range(stages.stages)
+    )
+
+
+def stages_table(stages: tuple[StageRow, ...]) -> Table:
+    """Returns the table of the layers of each pipeline stage."""
+    columns = [
+        Column("stage", cell=lambda row: f"stage {row[0]}"),
+        Column("layers", cell=lambda row: row[1].layers, wide=True),
+        Column("of the FLOPs of all layers", "fraction", lambda row: row[1].flops_fraction, bar=True),
+    ]
+    return Table.of(enumerate(stages), columns, title="Layers of each stage", printed=8)
+
+
+def precision_blocks(placed: PlacedRun) -> list[Block]:
+    """Returns which matmuls are in low precision and what stays in the compute dtype; nothing if none is."""
+    training = placed.run.training
+    if training.matmul_precision == "compute":
+        return []
+    low = sum(p.size for p in named_leaves(placed.params).values() if is_low_precision(p))
+    summary = find_precision(training.matmul_precision).summary
+    text = f"matmuls of {format_count(low)} parameters in {training.matmul_precision}: {summary}"
+    return [Text([f"{text}; in {training.compute_dtype}: {IN_COMPUTE_DTYPE}"])]

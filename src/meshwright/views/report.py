@@ -1,0 +1,185 @@
+"""A result described once: sections of blocks, printed on a terminal, as one offline HTML page, and as JSON."""
+
+import base64
+import dataclasses
+import functools
+import hashlib
+import io
+import json
+import re
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from meshwright.errors import ConfigError
+from meshwright.views.blocks import Block, Grid, Where, to_json
+from meshwright.views.colours import css_variables
+from meshwright.views.terminal import print_blocks
+
+SCRIPTS = ("dom", "scale", "store", "chart", "table", "timeline", "blocks", "drawings", "page")
+"""Modules of the script, each after those that it imports."""
+_IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(async )?(function|class|const|let))", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """Section of a report; on a page it has a deep link `#id` of its own."""
+
+    title: str
+    blocks: Sequence[Block]
+    note: str = ""
+    """A sentence below the heading."""
+    hint: str = ""
+    """What a reader of the page can click or hover."""
+    where: Where = "everywhere"
+
+    @property
+    def id(self) -> str:
+        """Anchor of the section, from its title."""
+        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-") or "section"
+
+
+@dataclasses.dataclass(frozen=True)
+class Live:
+    """Source of new data for a page that a server of this machine shows."""
+
+    url: str
+    """Path on the same server that returns `Report.to_json()`."""
+    seconds: float = 2.0
+    """Seconds between two requests."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Title, sections and what is around them.
+
+    Example:
+        >>> report = Report("Two and two", [Section("Sum", [Text(["2 + 2 = 4"])])], topic="arithmetic")
+        >>> report.html().startswith("<!doctype html>")
+        True
+        >>> print(report)
+        Two and two
+        <BLANKLINE>
+        Sum
+        2 + 2 = 4
+    """
+
+    title: str
+    sections: Sequence[Section]
+    topic: str = ""
+    """Small line above the title of a page: plan, proof, layout, run."""
+    lead: str = ""
+    """The report in one sentence."""
+    footer: str = "Figures are of one device where nothing else is written. This file loads nothing."
+    live: Live | None = None
+
+    def print(self, console: Console) -> None:
+        """Prints the title, the lead and the sections."""
+        console.print(f"{self.title}: {self.lead}" if self.lead else self.title, style="bold", markup=False)
+        print_sections(console, self.sections)
+
+    def __str__(self) -> str:
+        """Text of a terminal of 120 columns."""
+        console = Console(file=io.StringIO(), width=120, color_system=None, highlight=False, force_jupyter=False)
+        with console.capture() as capture:
+            self.print(console)
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the data of the page; a block keeps its id as long as titles and order stay."""
+        sections = []
+        taken: dict[str, int] = {}
+        for section in self.sections:
+            if section.where == "terminal":
+                continue
+            number = taken[section.id] = taken.get(section.id, 0) + 1
+            anchor = section.id if number == 1 else f"{section.id}-{number}"
+            note, blocks = f"{section.note} {section.hint}".strip(), _blocks_json(section.blocks, section.id)
+            sections.append({"id": anchor, "title": section.title, "note": note, "blocks": blocks})
+        fields = {name: getattr(self, name) for name in ("title", "topic", "lead", "footer")}
+        return {**fields, "sections": sections, "live": to_json(self.live)}
+
+    def html(self) -> str:
+        """Returns the page as one HTML document: data, style and script inlined, the network forbidden."""
+        style, script = _style(), _script()
+        connect = "connect-src 'self'; " if self.live is not None else ""
+        policy = (
+            f"default-src 'none'; {connect}script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
+            "img-src data:; base-uri 'none'; form-action 'none'"
+        )
+        data = json.dumps(self.to_json(), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        for character in ("<", ">", "&", "\u2028", "\u2029"):  # may neither end the element nor open a comment
+            data = data.replace(character, f"\\u{ord(character):04x}")
+        return (
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            '<meta name="color-scheme" content="light dark">\n'
+            f"<title>{escape(self.title)}</title>\n<style>{style}</style></head>\n"
+            f'<body><div id="page"></div>\n<script type="application/json" id="page-data">{data}'
+            f'</script>\n<script type="module">{script}</script></body></html>\n'
+        )
+
+    def frame(self, height: int = 720) -> str:
+        """Returns the page as an HTML frame for a notebook; the frame keeps its styles and script to itself."""
+        return frame(self.html(), self.title, height)
+
+    def _repr_html_(self) -> str:
+        return self.frame()
+
+    def write(self, path: Path) -> None:
+        """Writes the page. Raises ConfigError where the file cannot be written."""
+        try:
+            path.write_text(self.html(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"writing {path}", f"the file cannot be written: {error.strerror}", "a folder that exists"
+            ) from error
+
+
+def frame(html: str, title: str, height: int = 720) -> str:
+    """Returns an HTML document as a frame for a notebook."""
+    return (
+        f'<iframe srcdoc="{escape(html)}" title="{escape(title)}" sandbox="allow-scripts" '
+        f'style="width:100%;height:{height}px;border:0"></iframe>'
+    )
+
+
+def print_sections(console: Console, sections: Sequence[Section]) -> None:
+    """Prints sections without a report around them."""
+    for section in sections:
+        if section.where != "page":
+            print_blocks(console, section.title, section.note, section.blocks)
+
+
+def _blocks_json(blocks: Sequence[Block], prefix: str) -> list[dict[str, Any]]:
+    found = []
+    for number, block in enumerate(block for block in blocks if block.where != "terminal"):
+        path = f"{prefix}-{number}"
+        inner = {"blocks": _blocks_json(block.blocks, path)} if isinstance(block, Grid) else {}
+        found.append({"id": path, **to_json(block), **inner})
+    return found
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _asset(name: str) -> str:
+    return (resources.files("meshwright.views") / "assets" / name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def _style() -> str:
+    return css_variables() + _asset("style.css")
+
+
+@functools.cache
+def _script() -> str:
+    """Joins the modules into one scope; no two of them declare the same name, which a test checks."""
+    return "\n".join(_EXPORT.sub("", _IMPORT.sub("", _asset(f"{name}.js"))) for name in SCRIPTS)
