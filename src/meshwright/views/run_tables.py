@@ -63,8 +63,8 @@ def print_prepared_model(console: Console, device_run: DeviceRun) -> None:
     placed, run = device_run.placed, device_run.run
     model: Any = run.model
     title = (
-        f"{run.name}: {model.parts.adapter.framework}, {format_count(count_params(placed.params))} parameters, mesh {placed.shape}; "
-        f"{run.training.steps} steps of {run.training.batch} examples"
+        f"{run.name}: {model.parts.adapter.framework}, {format_count(count_params(placed.params))} parameters, mesh "
+        f"{placed.shape}; {run.training.steps} steps of {run.training.batch} examples"
     )
     columns = [
         Column("parameter", cell=lambda leaf: leaf[0]),
