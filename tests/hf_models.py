@@ -31,9 +31,8 @@ from meshwright.runs.recipe import run_of_hugging_face
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import named_leaves, rows_to_layers, tree_map
-from meshwright.step.device_run import BATCH_SPEC, DeviceRun, param_specs, place_on_devices
+from meshwright.step.device_run import BATCH_SPEC, DeviceRun, State, param_specs, place_on_devices
 from meshwright.step.pipeline import PipelineModel, run_forward
-from meshwright.step.state import State
 from meshwright.step.train_step import CompiledTrainStep
 
 PEERS = Path(__file__).parent / "golden" / "peers"

@@ -26,7 +26,7 @@ from meshwright.errors import CheckpointError, ConfigError, TrainingError
 from meshwright.faults import Faults
 from meshwright.report.files import JsonLines
 from meshwright.runs.run import Run
-from meshwright.step.state import State
+from meshwright.step.device_run import State
 from meshwright.step.train_step import CompiledTrainStep
 from meshwright.trainer import lock, loop
 from meshwright.trainer.evidence import healed

@@ -20,8 +20,7 @@ from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import read_run
 from meshwright.sharding.params import named_leaves, tree_map
-from meshwright.step.lr_groups import lr_factors
-from meshwright.step.optimizers import build_optimizer
+from meshwright.step.optimizers import build_optimizer, lr_factors
 
 
 def random_like(params: Any, rng: np.random.Generator) -> Any:

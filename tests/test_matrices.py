@@ -28,8 +28,7 @@ from meshwright.sharding.params import Param, named_leaves, place_params, shardi
 from meshwright.sharding.placement import to_spec
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.matrices import LayerMap
-from meshwright.step.muon import orthogonalise
-from meshwright.step.muon_plan import flops_of_device, newton_schulz_flops, orthogonalised, plan_muon
+from meshwright.step.muon import flops_of_device, newton_schulz_flops, orthogonalise, orthogonalised, plan_muon
 
 NINE = dataclasses.replace(MODELS["llama"], layers=9)
 exhaustive = pytest.mark.exhaustive

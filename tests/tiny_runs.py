@@ -29,8 +29,7 @@ from meshwright.models.families.qwen3_next import Qwen3Next
 from meshwright.models.model import Model
 from meshwright.runs.run import Run
 from meshwright.sharding.params import Param, rows_to_layers, tree_map
-from meshwright.step.device_run import DeviceRun, place_on_devices
-from meshwright.step.state import State
+from meshwright.step.device_run import DeviceRun, State, place_on_devices
 from meshwright.step.train_step import CompiledTrainStep, build_eval_step
 
 VOCAB = 50

@@ -22,8 +22,7 @@ from meshwright.hlo.collectives import collective_in, group_of, kind_of, start_o
 from meshwright.hlo.parser import Computation, Instruction, Module, parse_module
 from meshwright.hlo.scopes import scopes_of
 from meshwright.report import Reporter
-from meshwright.step.device_run import DeviceRun
-from meshwright.step.state import State
+from meshwright.step.device_run import DeviceRun, State
 from meshwright.trainer.loop import Trainable
 from meshwright.trainer.meter import Meter
 from meshwright.trainer.prepare import Batches, Position

@@ -23,8 +23,7 @@ from meshwright.checkpoint.steps import committed_steps
 from meshwright.checkpoint.write_errors import no_room, unwritable, write_error
 from meshwright.checkpoint.writer import Reach, ShardWriter, host_shards
 from meshwright.errors import MeshwrightError
-from meshwright.step.device_run import DeviceRun
-from meshwright.step.state import State
+from meshwright.step.device_run import DeviceRun, State
 from meshwright.storage.bucket import check_bucket
 from meshwright.storage.paths import path_of, store_of
 

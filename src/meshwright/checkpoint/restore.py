@@ -21,8 +21,7 @@ from meshwright.documents import LARGE, check_inside, read_json
 from meshwright.errors import CheckpointError, StorageError
 from meshwright.runs.run_file import run_from_dict
 from meshwright.sharding.params import Tree, named_leaves
-from meshwright.step.device_run import DeviceRun
-from meshwright.step.state import State
+from meshwright.step.device_run import DeviceRun, State
 from meshwright.storage.move import move_tree
 from meshwright.storage.paths import in_bucket, store_of
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from meshwright.planner.work import Matmul
 from meshwright.runs.placed_run import PlacedRun
-from meshwright.step.muon_plan import STEPS, Exchange, Rest, Stack, exchanges, orthogonalised, plan_muon, temporaries
+from meshwright.step.muon import STEPS, Exchange, Rest, Stack, exchanges, orthogonalised, plan_muon, temporaries
 from meshwright.words import AXES
 
 _COPIES = 3

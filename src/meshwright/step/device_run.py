@@ -22,9 +22,27 @@ from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.params import Param, Tree, init_params, plan_gathers, shardings, trained_only, tree_map
 from meshwright.sharding.placement import Placements, axes_of, to_spec
 from meshwright.step.optimizers import ELEMENTWISE, UpdateRule, build_update_rule, place_optimizer_state
-from meshwright.step.state import State
 
 BATCH_SPEC = PartitionSpec(BATCH_AXES)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "healthy", "params", "optimizer", "variables"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Parameters, optimizer state and step count."""
+
+    step: jax.Array
+    """Steps taken; int32 scalar."""
+    healthy: jax.Array
+    """False after a step whose loss or gradient was not finite; nothing changes from then on. Bool scalar."""
+    params: Tree
+    optimizer: Any
+    variables: tuple[Tree, ...] = ()
+    """Arrays that the forward pass of a wrapped model changes, such as batch statistics: one tree, or none."""
 
 
 @dataclasses.dataclass(frozen=True)

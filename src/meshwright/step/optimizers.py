@@ -1,21 +1,32 @@
 """Optimizers: optax's update rules by name, the learning-rate schedule, and the placement of the optimizer state.
 
 Clipping is part of the gradients (step/gradients.py), where the norm over all devices is one collective.
+
+bfloat16 parameters train with updates below their last bit. A step changes a weight by about the learning rate. At 3e-5
+that is less than half the distance between two neighbouring bfloat16 numbers for every weight above 0.016, so rounding
+to the nearest would leave those weights where they are.
+
+- `master` keeps the other 16 bits of a float32 master weight in the optimizer state: 2 + 2 bytes, as many as a float32
+  parameter has, of which only the 2 of the parameter are gathered.
+- `stochastic` keeps nothing and rounds up with the probability of the remainder (Gupta et al. 2015, arXiv:1502.02551).
+
+Moments and updates are float32 in both.
 """
 
+import fnmatch
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
+from optax import GradientTransformation as Rule
 
 from meshwright.config import MeshShape, Optimizer, Training
-from meshwright.errors import ConfigError, MeshwrightError, describe_failure
+from meshwright.errors import ConfigError, MeshwrightError, describe_failure, nearest
 from meshwright.plugins import resolve
-from meshwright.sharding.params import Tree, tree_map
+from meshwright.sharding.params import Param, Tree, is_param, named_leaves, tree_map
 from meshwright.sharding.placement import Placement, like_param
-
-_Schedules = dict[str, Callable[[Optimizer, int], optax.Schedule]]
 
 
 def _wsd(o: Optimizer, steps: int) -> optax.Schedule:
@@ -24,7 +35,7 @@ def _wsd(o: Optimizer, steps: int) -> optax.Schedule:
     return optax.linear_schedule(o.learning_rate, last, cooldown, transition_begin=steps - cooldown)
 
 
-LR_SCHEDULES: _Schedules = {
+LR_SCHEDULES: dict[str, Callable[[Optimizer, int], optax.Schedule]] = {
     "cosine": lambda o, steps: optax.cosine_decay_schedule(o.learning_rate, steps, alpha=o.final_lr_fraction),
     "linear": lambda o, steps: optax.linear_schedule(o.learning_rate, o.learning_rate * o.final_lr_fraction, steps),
     "wsd": _wsd,
@@ -48,90 +59,172 @@ def build_lr_schedule(o: Optimizer, steps: int) -> optax.Schedule:
     return optax.join_schedules([rise, after], [warmup])
 
 
-def _adamw(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.GradientTransformation:
-    return optax.adamw(
-        rate,
-        o.beta1,
-        o.beta2,
-        eps=o.epsilon,
-        mu_dtype=o.moment_dtype,
-        weight_decay=o.weight_decay,
-        mask=decays(params),
-    )
+def decays(params: Tree) -> Tree:
+    """Weight decay applies to weight matrices and embeddings, not to norms and biases."""
+    return tree_map(lambda p: p.init == "normal" or p.role is not None, params)
 
 
-def _adafactor(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.GradientTransformation:
-    from meshwright.step.adafactor import adafactor  # loaded for runs with Adafactor alone
+def _adamw(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
+    options = {"mu_dtype": o.moment_dtype, "weight_decay": o.weight_decay, "mask": decays(params)}
+    return optax.adamw(rate, o.beta1, o.beta2, eps=o.epsilon, **options)
 
-    return adafactor(o, rate, params)
 
-
-def _lion(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.GradientTransformation:
+def _lion(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
     return optax.lion(rate, o.beta1, o.beta2, mu_dtype=o.moment_dtype, weight_decay=o.weight_decay, mask=decays(params))
 
 
-def _muon(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.GradientTransformation:
-    from meshwright.step.muon import muon  # loaded for runs with Muon alone
+def _muon(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
+    from meshwright.step.muon import muon  # most runs have another rule
 
     return muon(o, rate, params)
 
 
-def _sgd(o: Optimizer, rate: optax.Schedule, params: Tree) -> optax.GradientTransformation:
+def _sgd(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
+    momentum = optax.sgd(rate, momentum=o.beta1, accumulator_dtype=o.moment_dtype)
+    return optax.chain(optax.add_decayed_weights(o.weight_decay, mask=decays(params)), momentum)
+
+
+def _adafactor(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
+    """Returns Adafactor of every layer.
+
+    Row and column means, and clipping by a root mean square of 1, go over one layer of a stack, never over all of them:
+    the numbers are those of `optax.adafactor` applied to the layers one by one.
+    """
+    one = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
+    # One label for each stack, the same on every mesh: checkpoints know the state by it.
+    labels = jax.tree.unflatten(
+        jax.tree.structure(params, is_leaf=is_param),
+        [
+            f"{path.partition('.')[0]}-{p.logical_shape[0]}" if "L" in p.dims else "tables"
+            for path, p in named_leaves(params).items()
+        ],
+    )
+    by_layer = {label: one if label == "tables" else _by_layer(one) for label in jax.tree.leaves(labels)}
     return optax.chain(
+        optax.partition(by_layer, labels),
         optax.add_decayed_weights(o.weight_decay, mask=decays(params)),
-        optax.sgd(rate, momentum=o.beta1, accumulator_dtype=o.moment_dtype),
+        optax.scale_by_learning_rate(rate),
     )
 
 
-OPTIMIZERS: dict[str, Callable[[Optimizer, optax.Schedule, Tree], optax.GradientTransformation]] = {
+def _by_layer(rule: Rule) -> Rule:
+    """Applies a rule to each layer of stacks [L, ...]. What does not depend on the layer, a count, is kept once."""
+
+    def axes(params: Tree) -> Any:
+        state = jax.eval_shape(rule.init, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params))
+        return jax.tree.map(lambda leaf: 0 if leaf.ndim else None, state)
+
+    def init(params: Tree) -> Any:
+        return jax.vmap(rule.init, out_axes=axes(params))(params)
+
+    def update(grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+        state_axes = axes(params)
+        return jax.vmap(rule.update, in_axes=(0, state_axes, 0), out_axes=(0, state_axes))(grads, state, params)
+
+    return Rule(init, update)
+
+
+OPTIMIZERS: dict[str, Callable[[Optimizer, optax.Schedule, Tree], Rule]] = {
     "adamw": _adamw,
     "adafactor": _adafactor,
     "lion": _lion,
     "muon": _muon,
     "sgd": _sgd,
 }
-"""Update rules: AdamW (arXiv:1711.05101), Adafactor (1804.04235), Lion (2302.06675), Muon (K. Jordan 2024), SGD with
-momentum."""
-
+"""Update rules: AdamW (arXiv:1711.05101), Adafactor (Shazeer and Stern 2018, 1804.04235), Lion (2302.06675), Muon (K.
+Jordan 2024), SGD with momentum."""
 ELEMENTWISE = ("adamw", "adafactor", "lion", "sgd")
 """Rules without matrix products."""
-
-FIRST_MOMENTS = ("adamw", "lion", "muon", "sgd")
+_FIRST_MOMENTS = ("adamw", "lion", "muon", "sgd")
 """Rules whose first moment can be bfloat16."""
 
 
-def build_optimizer(o: Optimizer, steps: int, params: Tree) -> optax.GradientTransformation:
+def build_optimizer(o: Optimizer, steps: int, params: Tree) -> Rule:
     """Returns the update rule. params: descriptions, which say what weight decay applies to.
 
     A rule from outside is called as `(config, learning_rate)`. Raises ConfigError where it has no known name, fails, or
     does not return an optax.GradientTransformation, and for groups of learning rates that match no parameter.
     """
-    rule = _rule(o, steps, params)
-    if not o.lr_groups:
-        return rule
-    from meshwright.step.lr_groups import with_lr_groups  # loaded for runs that have them
-
-    return with_lr_groups(rule, o.lr_groups, params)
-
-
-def _rule(o: Optimizer, steps: int, params: Tree) -> optax.GradientTransformation:
     rate = build_lr_schedule(o, steps)
     rule = resolve("optimizer", o.name, OPTIMIZERS)
-    if o.moment_dtype != "float32" and o.name not in FIRST_MOMENTS:
+    if o.moment_dtype != "float32" and o.name not in _FIRST_MOMENTS:
         raise ConfigError(
             f"--optimizer.moment-dtype {o.moment_dtype} with {o.name}",
-            f"those with a first moment of this type are {', '.join(FIRST_MOMENTS)}",
+            f"those with a first moment of this type are {', '.join(_FIRST_MOMENTS)}",
             "--optimizer.moment-dtype float32, or one of them",
         )
     if o.name in OPTIMIZERS:
-        return OPTIMIZERS[o.name](o, rate, params)
-    built = _call("optimizer", o.name, rule, o, rate)
-    if not (hasattr(built, "init") and hasattr(built, "update")):
+        built: Rule = OPTIMIZERS[o.name](o, rate, params)
+    else:
+        built = _call("optimizer", o.name, rule, o, rate)
+        if not (hasattr(built, "init") and hasattr(built, "update")):
+            raise ConfigError(
+                f"optimizer {o.name}", f"it returned {type(built).__name__}", "return an optax.GradientTransformation"
+            )
+    if not o.lr_groups:
+        return built
+    # The updates of each parameter, weight decay included, times the factor of its group.
+    factors = lr_factors(o.lr_groups, params)
+    return optax.chain(built, optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, factors)))
+
+
+def _call(kind: str, name: str, function: Any, *arguments: Any) -> Any:
+    """Calls a function from outside the package; its failure becomes a ConfigError that names it."""
+    try:
+        return function(*arguments)
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{kind} {name}", f"it {describe_failure(error)}", "correct the function") from error
+
+
+def lr_factors(groups: tuple[str, ...], params: Tree) -> Tree:
+    """Returns the factor on the learning rate of every parameter: that of the first group that matches it, or 1.
+
+    groups: PATTERN=FACTOR each (`Optimizer.lr_groups`).  params: descriptions. Raises ConfigError for a group that is
+    not PATTERN=FACTOR, and for a pattern that no parameter is left for.
+    """
+    leaves, parsed = named_leaves(params), [_parse(group) for group in groups]
+    chosen = {
+        path: next((i for i, (f, _) in enumerate(parsed) if _matches(f, path, p)), None) for path, p in leaves.items()
+    }
+    for i, (pattern, _) in enumerate(parsed):
+        if i in chosen.values():
+            continue
+        asked = f"--optimizer.lr-groups {groups[i]}"
+        matched = [path for path, p in leaves.items() if _matches(pattern, path, p)]
+        if matched:
+            earlier = groups[chosen[matched[0]] or 0]
+            taken = f"the first pattern that matches counts, and {', '.join(matched[:3])} went to {earlier}"
+            raise ConfigError(asked, taken, f"{groups[i]} before {earlier}")
+        if pattern.startswith("role:"):
+            roles = sorted({str(p.role) for p in leaves.values() if p.role is not None})
+            unknown = f"no parameter of this model has that role; the roles are {', '.join(roles)}"
+            raise ConfigError(asked, unknown, nearest(pattern[5:], roles))
+        unknown = f"no parameter has such a path; the paths are {', '.join(leaves)}"
+        raise ConfigError(asked, unknown, nearest(pattern, list(leaves)))
+    factors = [1.0 if i is None else parsed[i][1] for i in chosen.values()]
+    return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_param), factors)
+
+
+def _matches(pattern: str, path: str, p: Param) -> bool:
+    kind, _, role = pattern.partition(":")
+    return p.role == role if kind == "role" else fnmatch.fnmatchcase(path, pattern)
+
+
+def _parse(group: str) -> tuple[str, float]:
+    pattern, equals, text = group.rpartition("=")
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = -1.0
+    if not equals or not pattern or not 0 <= factor < float("inf"):
         raise ConfigError(
-            f"optimizer {o.name}", f"it returned {type(built).__name__}", "return an optax.GradientTransformation"
+            f"--optimizer.lr-groups {group}",
+            "a group is PATTERN=FACTOR: parameters, and a factor on the learning rate of 0 or more",
+            "for example embed=0.1, 'blocks.*norm*=2' or role:router=0.5",
         )
-    transformation: optax.GradientTransformation = built
-    return transformation
+    return pattern, factor
 
 
 class UpdateRule(NamedTuple):
@@ -146,17 +239,14 @@ class UpdateRule(NamedTuple):
 def build_update_rule(o: Optimizer, training: Training, params: Tree, layer_map: Any = None) -> UpdateRule:
     """Returns the update of parameters of the run's `param_dtype`. params: descriptions. Raises as build_optimizer.
 
-    layer_map: a `LayerMap` (step/matrices.py) for rules that take whole matrices; without it they make state alone.
+    layer_map: a `LayerMap` (step/matrices.py) for rules that take matrices; without it they only make state.
     """
     rule = build_optimizer(o, training.steps, params)
     if layer_map is not None:
         rule = layer_map.given_to(rule)
     if training.param_dtype == "bfloat16":
-        from meshwright.step.bfloat16_params import with_masters, with_random_rounding  # loaded for runs that have them
-
-        if training.param_rounding == "master":
-            return with_masters(rule)
-        return with_random_rounding(rule, training.seed)
+        master = training.param_rounding == "master"
+        return with_masters(rule) if master else with_random_rounding(rule, training.seed)
 
     def update(grads: Tree, state: Any, params: Tree, step: jax.Array) -> tuple[Tree, Any]:
         updates, state = rule.update(grads, state, params)
@@ -165,19 +255,73 @@ def build_update_rule(o: Optimizer, training: Training, params: Tree, layer_map:
     return UpdateRule(rule.init, update)
 
 
-def _call(kind: str, name: str, function: Any, *arguments: Any) -> Any:
-    """Calls a function from outside the package; its failure becomes a ConfigError that names it."""
-    try:
-        return function(*arguments)
-    except MeshwrightError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{kind} {name}", f"it {describe_failure(error)}", "correct the function") from error
+class MasterState(NamedTuple):
+    """Optimizer state with float32 master weights, whose upper bits are the parameters."""
+
+    low_bits: Tree
+    """What is missing from a parameter to its master weight, in units of the master's last bit; int16."""
+    inner: Any
+    """State of the optimizer."""
 
 
-def decays(params: Tree) -> Tree:
-    """Weight decay applies to weight matrices and embeddings, not to norms and biases."""
-    return tree_map(lambda p: p.init == "normal" or p.role is not None, params)
+def with_masters(rule: Rule) -> UpdateRule:
+    """Returns the update of bfloat16 parameters whose float32 master weights an optax rule updates."""
+
+    def init(params: Tree) -> MasterState:
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.int16), params)
+        return MasterState(zeros, rule.init(jax.tree.map(join_float32, params, zeros)))
+
+    def update(grads: Tree, state: MasterState, params: Tree, step: jax.Array) -> tuple[Tree, MasterState]:
+        masters = jax.tree.map(join_float32, params, state.low_bits)
+        updates, inner = rule.update(grads, state.inner, masters)
+        new = jax.tree.map(split_float32, optax.apply_updates(masters, updates))
+        upper, low_bits = jax.tree.transpose(jax.tree.structure(params), jax.tree.structure((0, 0)), new)
+        return upper, MasterState(low_bits, inner)
+
+    return UpdateRule(init, update)
+
+
+def with_random_rounding(rule: Rule, seed: int) -> UpdateRule:
+    """Returns the update of bfloat16 parameters that are rounded at random, by an optax rule.
+
+    seed: of the rounding, which is the same on any mesh.
+    """
+
+    def to_float32(tree: Tree) -> Tree:
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    def update(grads: Tree, state: Any, params: Tree, step: jax.Array) -> tuple[Tree, Any]:
+        exact = to_float32(params)
+        updates, state = rule.update(grads, state, exact)
+        leaves, treedef = jax.tree.flatten(optax.apply_updates(exact, updates))
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), step), len(leaves))
+        return jax.tree.unflatten(treedef, [round_at_random(x, k) for x, k in zip(leaves, keys, strict=True)]), state
+
+    return UpdateRule(lambda params: rule.init(to_float32(params)), update)
+
+
+def split_float32(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Splits finite float32 numbers into the nearest bfloat16 numbers and int16 remainders of their bits."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    # Half a unit is rounded away from zero: the remainder is then from -2^15 to 2^15 - 1, which is int16.
+    upper = (bits + jnp.uint32(1 << 15)) >> 16
+    return _from_upper(upper), (bits - (upper << 16)).astype(jnp.int32).astype(jnp.int16)
+
+
+def join_float32(upper: jax.Array, low_bits: jax.Array) -> jax.Array:
+    """Inverts `split_float32`."""
+    bits = jax.lax.bitcast_convert_type(upper, jnp.uint16).astype(jnp.uint32) << 16
+    return jax.lax.bitcast_convert_type(bits + low_bits.astype(jnp.int32).astype(jnp.uint32), jnp.float32)
+
+
+def round_at_random(x: jax.Array, key: jax.Array) -> jax.Array:
+    """Rounds finite float32 numbers to one of the two nearest bfloat16 numbers; the mean is the number itself."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return _from_upper((bits + jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)) >> 16)
+
+
+def _from_upper(upper: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
 
 
 def place_optimizer_state(

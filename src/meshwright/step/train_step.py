@@ -21,10 +21,9 @@ from meshwright.models.model import Metrics
 from meshwright.sharding.layouts import TOKEN_AXES
 from meshwright.sharding.params import Tree, shardings, trained_only, with_frozen
 from meshwright.step.device_memory import check_memory
-from meshwright.step.device_run import BATCH_SPEC, DeviceRun, param_specs
+from meshwright.step.device_run import BATCH_SPEC, DeviceRun, State, param_specs
 from meshwright.step.gradients import build_gradients
 from meshwright.step.optimizers import build_lr_schedule
-from meshwright.step.state import State
 
 
 def matmuls_of(compute_dtype: str) -> Any:
@@ -93,14 +92,26 @@ class CompiledTrainStep:
         try:
             return self._compiled(state, batch)
         except (TypeError, ValueError) as error:
-            from meshwright.step.changed_arrays import changed_array  # loaded for a step that fails
-
-            changed = changed_array(self._expected, (state, batch))
+            changed = _changed_array(self._expected, (state, batch))
             if changed is None:
                 raise
             raise TrainingError(
                 "the train step, compiled once", f"{changed}; it would be compiled again", "the same shapes every step"
             ) from error
+
+
+def _changed_array(expected: Any, given: Any) -> str | None:
+    """Describes the first array whose shape, type or sharding is not what the step was compiled for."""
+    want, got = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (expected, given))
+    if len(want) != len(got):
+        return f"{len(want)} arrays became {len(got)}"
+    for (path, before), (_, after) in zip(want, got, strict=True):
+        name = jax.tree_util.keystr(path[1:], simple=True, separator=".")
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
+            return f"{name} was {before.dtype}{list(before.shape)} and is {after.dtype}{list(after.shape)}"
+        if not before.sharding.is_equivalent_to(after.sharding, len(before.shape)):
+            return f"{name} was sharded as {before.sharding.spec} and is {after.sharding}"
+    return None
 
 
 def build_eval_step(device_run: DeviceRun) -> Callable[[Tree, Batch], Metrics]:

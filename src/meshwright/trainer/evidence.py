@@ -14,8 +14,7 @@ from jax.experimental import multihost_utils
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.errors import TrainingError
 from meshwright.sharding.params import named_leaves
-from meshwright.step.device_run import DeviceRun
-from meshwright.step.state import State
+from meshwright.step.device_run import DeviceRun, State
 from meshwright.trainer.meter import BadStep
 from meshwright.trainer.prepare import Position, Trainable
 from meshwright.trainer.resume import add_skipped

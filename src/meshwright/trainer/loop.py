@@ -19,8 +19,7 @@ from meshwright.report import Reporter
 from meshwright.report.files import EventLog, JsonLines
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import write_run
-from meshwright.step.device_run import DeviceRun
-from meshwright.step.state import State
+from meshwright.step.device_run import DeviceRun, State
 from meshwright.step.train_step import CompiledTrainStep
 from meshwright.storage.paths import path_of
 from meshwright.trainer.meter import Meter

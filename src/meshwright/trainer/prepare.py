@@ -20,8 +20,7 @@ from meshwright.models.model import Model
 from meshwright.report import Reporter
 from meshwright.runs.checks import check_sizes
 from meshwright.runs.run import Run
-from meshwright.step.device_run import DeviceRun, place_on_devices
-from meshwright.step.state import State
+from meshwright.step.device_run import DeviceRun, State, place_on_devices
 from meshwright.step.train_step import CompiledTrainStep, build_eval_step
 from meshwright.storage.paths import in_bucket, path_of
 from meshwright.trainer.losses import sum_losses

@@ -10,8 +10,7 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.documents import read_json, write_atomically
 from meshwright.errors import CheckpointError
 from meshwright.runs.run import Run
-from meshwright.step.device_run import DeviceRun
-from meshwright.step.state import State
+from meshwright.step.device_run import DeviceRun, State
 from meshwright.trainer.prepare import Position
 
 SKIPPED = "skipped.json"

@@ -22,8 +22,7 @@ from meshwright.checkpoint.steps import committed_steps
 from meshwright.checkpoint.writer import LAYOUT, layout_of
 from meshwright.documents import read_json
 from meshwright.errors import CheckpointError
-from meshwright.step.device_run import DeviceRun
-from meshwright.step.state import State
+from meshwright.step.device_run import DeviceRun, State
 from meshwright.storage.tiers import LocalCheckpoints
 from meshwright.storage.transfer import remove_tree
 

@@ -18,8 +18,7 @@ from meshwright.report import Reporter
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.layouts import BATCH_AXES
-from meshwright.step.device_run import DeviceRun, place_on_devices
-from meshwright.step.state import State
+from meshwright.step.device_run import DeviceRun, State, place_on_devices
 from meshwright.step.train_step import CompiledTrainStep
 from meshwright.storage.paths import path_of
 from meshwright.trainer.evaluation import BatchEvaluation
