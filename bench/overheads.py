@@ -31,10 +31,9 @@ from meshwright.hardware.agreement import store
 from meshwright.hardware.mesh import prepare_host
 from meshwright.runs.recipe import find_recipe
 from meshwright.trainer.loop import prepare_run
-from meshwright.trainer.phases import Phases
 from meshwright.trainer.prepare import Position
 from meshwright.trainer.same_hosts import same_fields
-from meshwright.trainer.watchdog import _FOLDER, Watchdog, _Watch, verdict
+from meshwright.trainer.watchdog import _FOLDER, Phases, Watchdog, _Watch, verdict
 
 ROOT = Path(__file__).parents[1]
 BLOCK = 60

@@ -57,7 +57,7 @@ def test_checked_steps_change_nothing(run: Run, cache: Path, tmp_path: Path) -> 
 
 
 def test_the_metadata_server_announces_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshwright.trainer import maintenance
+    from meshwright.trainer import preemption
 
     events = ["NONE", "TERMINATE_ON_HOST_MAINTENANCE"]
     answers = {"preempted": iter(["FALSE", "FALSE"]), "maintenance-event": iter(events)}
@@ -75,7 +75,7 @@ def test_the_metadata_server_announces_preemption(monkeypatch: pytest.MonkeyPatc
     server = http.server.HTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("GCE_METADATA_IP", f"127.0.0.1:{server.server_port}")
-    monkeypatch.setattr(maintenance, "PERIOD", 0.05)
+    monkeypatch.setattr(preemption, "PERIOD", 0.05)
     try:
         with Preemption().listening() as preemption:
             until = time.monotonic() + 20

@@ -29,7 +29,7 @@ from meshwright.runs.run import Run
 from meshwright.step.device_run import State
 from meshwright.step.train_step import CompiledTrainStep
 from meshwright.trainer import lock, loop
-from meshwright.trainer.evidence import healed
+from meshwright.trainer.bad_steps import healed
 from meshwright.trainer.lock import locked
 from meshwright.trainer.meter import Meter
 

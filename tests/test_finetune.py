@@ -50,8 +50,7 @@ from meshwright.runs.settle import Settled
 from meshwright.sharding.params import named_leaves
 from meshwright.sharding.placement import axes_of
 from meshwright.step.train_step import build_eval_step
-from meshwright.trainer.loop import prepare_run
-from meshwright.trainer.losses import sum_losses
+from meshwright.trainer.prepare import prepare_run, sum_losses
 
 PLAIN = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"

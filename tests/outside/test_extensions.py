@@ -46,7 +46,8 @@ from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import read_run, run_from_dict, run_to_dict
 from meshwright.step.device_run import DeviceRun, place_on_devices
-from meshwright.trainer.sample import check_sample, write_sample
+from meshwright.trainer.prepare import check_sample
+from meshwright.trainer.sample import write_sample
 
 FOLDER = Path(__file__).parent / "extensions"
 STEPS = 4

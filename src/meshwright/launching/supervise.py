@@ -28,8 +28,7 @@ from meshwright.launching.supervisors import Start, Supervisors
 from meshwright.plugins import options_of_child
 from meshwright.runs.run import Run
 from meshwright.storage.paths import store_of
-from meshwright.trainer.phases import BEATS
-from meshwright.trainer.watchdog import Watchdog
+from meshwright.trainer.watchdog import BEATS, Watchdog
 
 _AGAIN = {
     HostError.exit_code, CheckpointError.exit_code, StorageError.exit_code, 1, 128 + signal.SIGTERM,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.checkpoints import Checkpoints
+from meshwright.checkpoint.initial_weights import load_initial_weights
 from meshwright.config import MeshShape
 from meshwright.data.feed import Samples, held_out_order
 from meshwright.data.tokenizers import Tokenizer
@@ -22,8 +23,7 @@ from meshwright.sharding.params import Tree
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.train_step import build_eval_step
 from meshwright.storage.paths import path_of
-from meshwright.trainer.loop import prepare_run
-from meshwright.trainer.losses import sum_losses
+from meshwright.trainer.prepare import prepare_run, sum_losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +139,4 @@ def _params_of(source: str | Path, device_run: DeviceRun, at: int | None) -> tup
         return params, manifest.step
     if at is not None:
         raise ConfigError(f"{source} at step {at}", "a Hugging Face folder has one version of its weights", "no --at")
-    from meshwright.checkpoint.initial_weights import load_initial_weights  # loaded for such a folder
-
     return load_initial_weights(device_run), 0

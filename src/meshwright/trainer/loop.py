@@ -2,30 +2,34 @@
 
 import contextlib
 import dataclasses
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
-from meshwright.activity import activity, watched_by
+from meshwright.activity import Activity, activity, watched_by
 from meshwright.checkpoint.checkpoints import Checkpoints, check_room
 from meshwright.checkpoint.steps import committed_steps
-from meshwright.data.ramp import BatchRamp, ramp_of
+from meshwright.data.ramp import ramp_of
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.report import Reporter
 from meshwright.report.files import EventLog, JsonLines
-from meshwright.runs.run import Run
+from meshwright.report.reporters import build_reporters
 from meshwright.runs.run_file import write_run
 from meshwright.step.device_run import DeviceRun, State
-from meshwright.step.train_step import CompiledTrainStep
 from meshwright.storage.paths import path_of
+from meshwright.trainer.bad_steps import handle_bad_step
+from meshwright.trainer.lock import locked
 from meshwright.trainer.meter import Meter
-from meshwright.trainer.phases import BEATS, Phases
 from meshwright.trainer.preemption import Preemption
 from meshwright.trainer.prepare import Position, PreparedRun, Trainable, prepare_run
+from meshwright.trainer.resume import resume
+from meshwright.trainer.same_hosts import watched
+from meshwright.trainer.silent import checked
+from meshwright.trainer.tiers import open_checkpoints
+from meshwright.trainer.watchdog import Phases
 
 __all__ = ["PreparedRun", "Summary", "Trainable", "prepare_run", "train"]
 
@@ -98,63 +102,42 @@ def train(
     Raises CheckpointError, TrainingError, DataError, ConfigError, HostError.
     """
     device_run, began, phases = prepared.device_run, time.perf_counter(), Phases()
-    run, out = device_run.run, path_of(out)
+    run, out, chief = device_run.run, path_of(out), jax.process_index() == 0
     with contextlib.ExitStack() as stack:
-        if jax.process_count() > 1 or BEATS in os.environ:
-            from meshwright.trainer.same_hosts import watched  # not for a process that is alone
-
-            stack.enter_context(watched(prepared, out, phases, watchdog))
+        stack.enter_context(watched(prepared, out, phases, watchdog))
         _check_folder(out, start, run.local_checkpoints.path)
         check_room(out, device_run, run.training.max_to_keep)
         preemption = stack.enter_context(Preemption().listening())
-        if chief := jax.process_index() == 0:
-            from meshwright.trainer.lock import locked  # process 0 alone takes it
-
+        if chief:
             stack.enter_context(locked(out))
             stack.enter_context(watched_by(events := EventLog(out / "events.jsonl")))
-        checkpoints = stack.enter_context(_open_checkpoints(device_run, out))
+        checkpoints = stack.enter_context(open_checkpoints(out, device_run))
         if start == "fresh":
             checkpoints.forget_local()
             state, position = _first_state(device_run, out), Position(0, 0)
         else:
-            from meshwright.trainer.resume import resume  # a new run has nothing to resume
-
             with activity("restore", "restoring the last checkpoint", "restored the last checkpoint"):
                 state, position = resume(device_run, checkpoints, at, prepared.fingerprint(), data)
+        sinks = list(reporters(position.step))
         if chief:
             write_run(run, out / "run.json")
             prepared.write_files(out)
-        sinks = list(reporters(position.step)) + (_named_reporters(out, run) if chief else [])
-        if chief:
-            sinks += [JsonLines(out / "metrics.jsonl", upto=position.step), events]
+            sinks += [*build_reporters(out, run), JsonLines(out / "metrics.jsonl", upto=position.step), events]
             events.start(
-                position.step, mesh=str(device_run.shape), devices=device_run.mesh.size, processes=jax.process_count(),
-                kind=device_run.mesh.devices.flat[0].device_kind, how=start,
-            )  # fmt: skip
+                position.step,
+                mesh=str(device_run.shape),
+                devices=device_run.mesh.size,
+                processes=jax.process_count(),
+                kind=device_run.mesh.devices.flat[0].device_kind,
+                how=start,
+            )
         for sink in sinks:
             stack.callback(sink.close)
         meter = prepared.meter(sinks)
-        summary = _Loop(prepared, out, checkpoints, meter, preemption, position, position, began, phases).run(state)
+        summary = _Loop(prepared, out, checkpoints, meter, preemption, phases, began, position).train(state)
         for sink in sinks if page is not None else ():
             getattr(sink, "keep_page", lambda page: None)(page)
         return summary
-
-
-def _named_reporters(out: Path, run: Run) -> list[Reporter]:
-    if not run.reporters:
-        return []
-    from meshwright.report.reporters import build_reporters  # most runs name none
-
-    return build_reporters(out, run)
-
-
-def _open_checkpoints(device_run: DeviceRun, out: Path) -> Checkpoints:
-    run = device_run.run
-    if run.local_checkpoints.path is None:
-        return Checkpoints(out / "checkpoints", max_to_keep=run.training.max_to_keep)
-    from meshwright.trainer.tiers import Tiers  # most runs have one tier
-
-    return Tiers(out, device_run, max_to_keep=run.training.max_to_keep, local=run.local_checkpoints)
 
 
 def _check_folder(out: Path, start: str, local: str | None) -> None:
@@ -176,50 +159,58 @@ def _first_state(device_run: DeviceRun, out: Path) -> State:
     with activity("initialise", "making the first state", "made the first state"):
         if device_run.run.init_from is None:
             return device_run.initial_state()
-        from meshwright.checkpoint.initial_weights import load_initial_weights  # most runs start from initial values
+        from meshwright.checkpoint.initial_weights import load_initial_weights  # loads the reader of other formats
 
         return device_run.state_of(load_initial_weights(device_run, out))
 
 
-@dataclasses.dataclass
+class _RollBack(Exception):
+    """A step has to be undone. place: before it, with the samples that are left out."""
+
+    def __init__(self, place: Position):
+        super().__init__()
+        self.place = place
+
+
 class _Loop:
     """The training loop and what it measures."""
 
-    prepared: Trainable
-    out: Path
-    checkpoints: Checkpoints
-    meter: Meter
-    preemption: Preemption
-    started: Position
-    """Place at which this start of the run began."""
-    origin: Position
-    """Place from which the feed counts: that, or the checkpoint that the run returned to."""
-    began: float
-    """Time at which `train` was called."""
-    phases: Phases
-    compile_seconds: float = 0.0
-    save_seconds: float = 0.0
-    data_wait_seconds: float = 0.0
-    evaluation_seconds: float = 0.0
-    held_out_loss: float | None = None
-    bad_steps: int = 0
+    def __init__(
+        self,
+        prepared: Trainable,
+        out: Path,
+        checkpoints: Checkpoints,
+        meter: Meter,
+        preemption: Preemption,
+        phases: Phases,
+        began: float,
+        started: Position,
+    ):
+        """began: time at which `train` was called.  started: place at which this start of the run begins."""
+        self.prepared, self.out, self.checkpoints, self.meter = prepared, out, checkpoints, meter
+        self.preemption, self.phases, self.began, self.started = preemption, phases, began, started
+        # Place from which the feed counts: where this start began, or the checkpoint that the run returned to.
+        self.origin = started
+        self.run, self.ramp = prepared.device_run.run, ramp_of(prepared.device_run.run.training)
+        self.evaluator = prepared.evaluator()
+        self.compiled: dict[int, Any] = {}
+        self.spent = dict.fromkeys(("input wait", "compiling", "saving", "evaluating"), 0.0)
+        self.held_out_loss: float | None = None
+        self.bad_steps = 0
 
-    @property
-    def ramp(self) -> BatchRamp:
-        return ramp_of(self.prepared.device_run.run.training)
-
-    def run(self, state: State) -> Summary:
-        held_out_loss, began = self.prepared.evaluator(), time.perf_counter()
-        compiled: dict[int, Any] = {}
-        reached, step, saved = self._take_steps(state, held_out_loss, compiled)
-        while isinstance(reached, Position):
-            reached, step, saved = self._take_steps(self._roll_back(reached), held_out_loss, compiled)
-        state = reached
+    def train(self, state: State) -> Summary:
+        began = time.perf_counter()
+        while True:
+            try:
+                state, step, saved = self._take_steps(state)
+                break
+            except _RollBack as back:
+                state = self._roll_back(back.place)
         if step > saved:
             self._save(step, state, self.checkpoints.save)
         sample = ""
         if not self.preemption.signal and step > self.started.step:
-            self._evaluate(step, state, held_out_loss)
+            self._evaluate(step, state)
             sample = self._sample(step, state)
         self.phases.enter("save", step)
         self.checkpoints.wait()
@@ -231,89 +222,74 @@ class _Loop:
             steps_taken=step - self.started.step,
             tokens=(self._samples_read(step) - self.started.cursor) * self.meter.per_sample,
             seconds=time.perf_counter() - began,
-            data_wait_seconds=self.data_wait_seconds,
+            data_wait_seconds=self.spent["input wait"],
             start_seconds=(self.meter.first_read_at or began) - self.began,
-            compile_seconds=self.compile_seconds,
-            save_seconds=self.save_seconds,
+            compile_seconds=self.spent["compiling"],
+            save_seconds=self.spent["saving"],
             step_seconds=self.meter.step_seconds,
             interrupted_by=self.preemption.signal,
             sample=sample,
         )
 
-    def _take_steps(
-        self, state: State, held_out_loss: Callable[[State], float] | None, compiled: dict[int, CompiledTrainStep]
-    ) -> tuple[State | Position, int, int]:
-        """Trains to the end, a signal, or a step that has to be undone.
-
-        Returns the state, or the place to roll back to; the steps taken; and the step of the last checkpoint.
-        """
-        training, sample_every = self.prepared.device_run.run.training, self.prepared.device_run.run.data.sample_every
+    def _take_steps(self, state: State) -> tuple[State, int, int]:
+        """Trains to the end or a signal. Returns the state, the steps taken, and the step of the last checkpoint."""
+        training, sample_every = self.run.training, self.run.data.sample_every
         self.feed = feed = self.prepared.feed(self.origin)
         saved = step = self.origin.step
         batch: Any = None
-        reached: State | Position = state
-        while step < training.steps and not self.preemption.stops_before(step):
-            self.checkpoints.check()
-            self.phases.enter("data", step)
-            previous, batch = batch, next(feed)
-            size = jax.tree.leaves(batch)[0].shape[0]
-            if size not in compiled:
-                compiled[size] = self._compile(batch)
-            self.phases.enter("step", step + 1)
-            state, metrics = compiled[size](state, batch)
-            step += 1
-            # While this step runs, the metrics of the previous one are read: the device never waits for the host.
-            reached = self._settle(state, previous)
-            if isinstance(reached, Position):
-                break
-            if reached is not state:  # the step before was left out, and this one with it
-                state, metrics = compiled[size](reached, batch)
-            self.meter.push(step, metrics)
-            if training.eval_every and step % training.eval_every == 0 and step < training.steps:
-                self._evaluate(step, state, held_out_loss)
-            if sample_every and step % sample_every == 0 and step < training.steps:
-                self._sample(step, state)
-            save = self._save_due(step)
-            if save is not None:
-                reached = self._settle(state, batch)
-                if isinstance(reached, Position):
+        try:
+            while step < training.steps and not self.preemption.stops_before(step):
+                self.checkpoints.check()
+                self.phases.enter("data", step)
+                previous, batch = batch, next(feed)
+                train_step = self._compiled_for(batch)
+                self.phases.enter("step", step + 1)
+                new, metrics = train_step(state, batch)
+                step += 1
+                # While this step runs, the metrics of the previous one are read: the device never waits for the host.
+                state = self._settle(new, previous)
+                if state is not new:  # the step before was left out, and this one with it
+                    state, metrics = train_step(state, batch)
+                self.meter.push(step, metrics)
+                if step == training.steps:
                     break
-                state, saved = reached, step if save == self.checkpoints.save else saved
-                self._save(step, state, save)
-        else:
-            reached = self._settle(state, batch)
-        self.data_wait_seconds += feed.wait_seconds
-        return reached, step, saved
+                if training.eval_every and step % training.eval_every == 0:
+                    self._evaluate(step, state)
+                if sample_every and step % sample_every == 0:
+                    self._sample(step, state)
+                save = self._save_due(step)
+                if save is not None:
+                    state = self._settle(state, batch)
+                    saved = step if save == self.checkpoints.save else saved
+                    self._save(step, state, save)
+            return self._settle(state, batch), step, saved
+        finally:
+            self.spent["input wait"] += feed.wait_seconds
 
     def _save_due(self, step: int) -> Callable[..., None] | None:
         """Returns where the state of this step is saved: in the output folder, on the hosts' disks, or not at all."""
-        run = self.prepared.device_run.run
-        if step >= run.training.steps:
-            return None
-        if run.training.save_every and step % run.training.save_every == 0:
+        if self.run.training.save_every and step % self.run.training.save_every == 0:
             return self.checkpoints.save
-        every = run.local_checkpoints.every
+        every = self.run.local_checkpoints.every
         return self.checkpoints.save_locally if every and step % every == 0 else None
 
-    def _settle(self, state: State, batch: Any) -> State | Position:
-        """Reads the pending step, whose batch is `batch`. Returns the state to go on with, or the place to return to.
+    def _settle(self, state: State, batch: Any) -> State:
+        """Reads the pending step, whose batch is `batch`; returns the state to continue with.
 
-        A step that has to be undone stops the run unless its policy is another.
+        A step that has to be undone stops the run, unless its policy is to skip it or to roll back.
         """
-        bad = self.meter.read(
-            {"input wait": self.data_wait_seconds + self.feed.wait_seconds, "compiling": self.compile_seconds,
-             "saving": self.save_seconds, "evaluating": self.evaluation_seconds}
-        )  # fmt: skip
+        bad = self.meter.read({**self.spent, "input wait": self.spent["input wait"] + self.feed.wait_seconds})
         if bad is None:
             return state
-        from meshwright.trainer.evidence import handle  # loaded for a run with a bad step
-
         self.bad_steps += 1
         place = Position(bad.step - 1, self._samples_read(bad.step - 1), self.origin.skipped)
-        return handle(self.out, self.prepared, bad, state, batch, place, self.bad_steps)
+        reached = handle_bad_step(self.out, self.prepared, bad, state, batch, place, self.bad_steps)
+        if isinstance(reached, Position):
+            raise _RollBack(reached)
+        return reached
 
     def _roll_back(self, place: Position) -> State:
-        """Returns the state of the last checkpoint, or the first state. place: has the samples that are left out."""
+        """Returns the state of the last checkpoint, or the first state."""
         self.checkpoints.wait()
         if self.checkpoints.steps():
             state, manifest = self.checkpoints.restore(self.prepared.device_run)
@@ -323,26 +299,36 @@ class _Loop:
         self.meter.rewind(self.origin.step)
         return state
 
-    def _compile(self, batch: Any) -> Any:
-        self.phases.enter("compile")
-        with activity("compile", "compiling the train step", "compiled the train step") as work:
-            compiled = self.prepared.compile(batch)
-        self.compile_seconds += work.seconds
-        from meshwright.trainer.silent import checked  # compares in runs that ask for it
-
-        return checked(compiled, self.prepared.device_run.run.faults.check_every, self.phases)
-
     def _samples_read(self, step: int) -> int:
         return self.origin.cursor + self.ramp.read_before(step) - self.ramp.read_before(self.origin.step)
 
+    @contextlib.contextmanager
+    def _spending(self, on: str, phase: str, doing: str, done: str, step: int | None = None) -> Iterator[Activity]:
+        self.phases.enter(phase, step)
+        with activity(phase, doing, done, step) as work:
+            yield work
+        self.spent[on] += work.seconds
+
+    def _compiled_for(self, batch: Any) -> Any:
+        """Returns the train step for as many samples as the batch has."""
+        size = jax.tree.leaves(batch)[0].shape[0]
+        if size not in self.compiled:
+            with self._spending("compiling", "compile", "compiling the train step", "compiled the train step"):
+                compiled = self.prepared.compile(batch)
+            self.compiled[size] = checked(compiled, self.run.faults.check_every, self.phases)
+        return self.compiled[size]
+
     def _save(self, step: int, state: State, save: Callable[..., None]) -> None:
-        self.phases.enter("save", step)
-        with activity("save", f"saving the checkpoint of step {step}", "saved a checkpoint", step) as work:
+        with self._spending("saving", "save", f"saving the checkpoint of step {step}", "saved a checkpoint", step):
             save(
-                state, self.prepared.device_run, step=step, cursor=self._samples_read(step),
-                skipped=self.origin.skipped, data=self.feed.position, corpus=self.prepared.fingerprint(),
-            )  # fmt: skip
-        self.save_seconds += work.seconds
+                state,
+                self.prepared.device_run,
+                step=step,
+                cursor=self._samples_read(step),
+                skipped=self.origin.skipped,
+                data=self.feed.position,
+                corpus=self.prepared.fingerprint(),
+            )
 
     def _sample(self, step: int, state: State) -> str:
         """Samples from the model, where the run asks for it, and passes the text on."""
@@ -352,11 +338,9 @@ class _Loop:
             self.meter.sample(step, text)
         return text
 
-    def _evaluate(self, step: int, state: State, held_out_loss: Callable[[State], float] | None) -> None:
-        if held_out_loss is not None:
-            self.phases.enter("evaluate", step)
-            with activity("evaluate", "evaluating on held-out text", "evaluated", step) as work:
-                self.held_out_loss = held_out_loss(state)
+    def _evaluate(self, step: int, state: State) -> None:
+        if self.evaluator is not None:
+            with self._spending("evaluating", "evaluate", "evaluating on held-out text", "evaluated", step) as work:
+                self.held_out_loss = self.evaluator(state)
                 work.result = f"held-out loss {self.held_out_loss:.4f}"
-            self.evaluation_seconds += work.seconds
             self.meter.report(step, {"held-out loss": self.held_out_loss})

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from meshwright.config import Training
 from meshwright.data.ramp import ramp_of
+from meshwright.hardware.chips import find_chip
 from meshwright.models.flops import mfu
 from meshwright.models.model import Metrics
 from meshwright.report import Reporter, Values
@@ -148,7 +149,5 @@ def _peak_flops(mesh: Mesh) -> float | None:
     """Peak FLOP/s of all devices of a mesh; None where the chip is not known."""
     if mesh.devices.flat[0].platform == "cpu":
         return None
-    from meshwright.hardware.chips import find_chip  # simulated devices need no table of chips
-
     chip = find_chip(mesh.devices.flat[0].device_kind)
     return None if chip is None else chip.flops_bf16 * mesh.size

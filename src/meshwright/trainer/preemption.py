@@ -1,4 +1,7 @@
-"""Preemption: SIGTERM, SIGUSR1 and Ctrl-C, acknowledged at once, and asked about by the training loop between steps."""
+"""Preemption: SIGTERM, SIGUSR1 and Ctrl-C, acknowledged at once, and asked about by the training loop between steps.
+
+On machines of Google Cloud a thread asks the metadata server, which announces maintenance and preemption beforehand.
+"""
 
 import contextlib
 import os
@@ -7,13 +10,20 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 import jax
 from jax.experimental import multihost_utils
 
+from meshwright.hardware.hosts import metadata
+
 _PATIENCE = 3.0
 """Seconds after a second Ctrl-C in which the process may end in its own way."""
+_PRODUCT = Path("/sys/class/dmi/id/product_name")
+PERIOD = 5.0
+"""Seconds between two questions to the metadata server: a spot machine is stopped 30 s after its notice, others an hour
+or minutes after."""
 
 
 class Preemption:
@@ -51,9 +61,7 @@ class Preemption:
                 stack.enter_context(_acknowledged())
                 for number in numbers:
                     stack.callback(signal.signal, number, signal.signal(number, self))
-                from meshwright.trainer.maintenance import announced  # loads a client of HTTP
-
-                stack.enter_context(announced())
+                stack.enter_context(_maintenance_announced())
             yield self
 
 
@@ -96,3 +104,35 @@ def _acknowledge(reader: socket.socket, forced: list[threading.Timer]) -> None:
             hint = "; Ctrl-C again leaves at once" if number[0] == signal.SIGINT else ""
             text = f"{name}: the run saves a checkpoint after the step in progress and stops{hint}"
             print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _maintenance_announced() -> Iterator[None]:
+    """Sends this process SIGTERM as soon as its machine is to be stopped, while the context is open.
+
+    `GCE_METADATA_IP` names another server. Does nothing on machines outside Google Cloud.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            product = "Google" if "GCE_METADATA_IP" in os.environ else _PRODUCT.read_text(errors="replace")
+            if "Google" in product:
+                stopped = threading.Event()
+                stack.callback(stopped.set)
+                threading.Thread(target=_ask, args=(stopped,), daemon=True, name="maintenance notices").start()
+        yield
+
+
+def _ask(stopped: threading.Event) -> None:
+    """Asks for `preempted` (spot machines) and `maintenance-event` (machines with GPUs or TPUs are not migrated)."""
+    while True:
+        for name in ("preempted", "maintenance-event"):
+            answer = metadata(os.environ, name)
+            # A machine that is migrated keeps running.
+            if answer in (None, "", "NONE", "FALSE") or str(answer).startswith("MIGRATE"):
+                continue
+            print(f"the metadata server announces {name} {answer}", file=sys.stderr, flush=True)
+            if not stopped.is_set():
+                os.kill(os.getpid(), signal.SIGTERM)
+            return
+        if stopped.wait(PERIOD):
+            return

@@ -9,25 +9,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import jax
 
 from meshwright.data.batch import Batch
-from meshwright.data.feed import Feed, Samples, build_stream, split
+from meshwright.data.feed import Feed, Samples, build_stream, held_out_batches, split
 from meshwright.data.ramp import ramp_of
 from meshwright.data.tokens import Corpus, load_corpus
 from meshwright.documents import write_atomically
-from meshwright.errors import DataError
+from meshwright.errors import ConfigError, DataError
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape, enable_compilation_cache
 from meshwright.models.flops import training_flops_per_token
-from meshwright.models.model import Model
+from meshwright.models.model import Metrics, Model
 from meshwright.report import Reporter
 from meshwright.runs.checks import check_sizes
 from meshwright.runs.run import Run
+from meshwright.sharding.params import count_params
 from meshwright.step.device_run import DeviceRun, State, place_on_devices
 from meshwright.step.train_step import CompiledTrainStep, build_eval_step
 from meshwright.storage.paths import in_bucket, path_of
-from meshwright.trainer.losses import sum_losses
 from meshwright.trainer.meter import Meter
 
 if TYPE_CHECKING:
     from meshwright.data.reading import Progress
+
+_SMALL_MODEL = 100_000_000
+"""Most parameters of a model that is sampled from by default: where the run sets neither option."""
+_SAMPLE = 200
+"""Tokens of that sample."""
 
 
 class Position(NamedTuple):
@@ -100,10 +105,8 @@ class PreparedRun:
         """Returns a meter of tokens."""
         run = self.device_run.run
         seq, flops = run.training.seq, training_flops_per_token(run.model, run.training.seq, run.finetune.method)
-        return Meter(
-            reporters, run.training, self.device_run.mesh, unit="tokens", per_sample=seq, flops=flops,
-            spike=run.faults.spike,
-        )  # fmt: skip
+        mesh, spike = self.device_run.mesh, run.faults.spike
+        return Meter(reporters, run.training, mesh, unit="tokens", per_sample=seq, flops=flops, spike=spike)
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns the fingerprint of the text, and what orders its samples."""
@@ -143,9 +146,54 @@ class PreparedRun:
 
     def sample(self, state: State, out: Path) -> str:
         """Samples text where the run asks for it or the model is small, and writes it to `out`."""
-        from meshwright.trainer.sample import write_sample  # it generates, which the steps before do not
+        if not sample_length(self.device_run):
+            return ""
+        from meshwright.trainer.sample import write_sample  # loads the decoder
 
         return write_sample(self.device_run, self.corpus.tokenizer, state.params, out)
+
+
+def sum_losses(
+    device_run: DeviceRun, params: Any, parts: tuple[Samples, ...], eval_step: Callable[[Any, Batch], Metrics]
+) -> tuple[float, float]:
+    """Returns the loss summed over the tokens of held-out text, and their number."""
+    training = device_run.run.training
+    total = count = 0.0
+    batches = held_out_batches(
+        list(parts), samples=training.eval_samples, batch=training.batch, sharding=device_run.batch_sharding
+    )
+    for metrics in [eval_step(params, batch)["loss"] for batch in batches]:
+        total, count = total + float(metrics[0]), count + float(metrics[1])
+    return total, count
+
+
+def check_sample(device_run: DeviceRun) -> None:
+    """Raises ConfigError where the run asks for a sample that its model cannot give; before it trains, not after."""
+    data, without = device_run.run.data, cannot_decode(device_run)
+    if data.sample == 0 and data.sample_every:
+        truth = "--data.sample 0 is no text at all"
+        raise ConfigError(f"--data.sample-every {data.sample_every}", truth, f"--data.sample {_SAMPLE}")
+    asked = f"--data.sample-every {data.sample_every}" if data.sample_every else f"--data.sample {data.sample}"
+    if without and (data.sample or data.sample_every):
+        raise ConfigError(
+            f"{asked} with layers of stack {without!r}",
+            "they have no attention, and what they carry from token to token is not known",
+            "--data.sample 0, and no --data.sample-every",
+        )
+
+
+def cannot_decode(device_run: DeviceRun) -> str:
+    """The first stack of layers that state nothing to decode with; "" where all do."""
+    layers = device_run.placed.spec.layers
+    return next((layer.stack for layer in layers if layer.attention is None and layer.delta is None), "")
+
+
+def sample_length(device_run: DeviceRun) -> int:
+    """Returns the tokens to sample from the model; 0 for none."""
+    data = device_run.run.data
+    if data.sample is None and (data.sample_every or count_params(device_run.params) <= _SMALL_MODEL):
+        return _SAMPLE
+    return data.sample or 0
 
 
 Choose = Callable[[Run, Sequence[Any]], Run]
@@ -197,9 +245,14 @@ def prepare_model(
     parts: Sequence[tuple[Samples, Samples]]
     if run.finetune.objective == "text":
         corpus = load_corpus(
-            run.data.paths, run.data.tokenizer, cache, own=own, bad_records=run.faults.bad_records,
-            text_field=run.data.text_field, progress=progress,
-        )  # fmt: skip
+            run.data.paths,
+            run.data.tokenizer,
+            cache,
+            own=own,
+            bad_records=run.faults.bad_records,
+            text_field=run.data.text_field,
+            progress=progress,
+        )
         parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
     else:
         from meshwright.data.conversations import load_conversations  # most runs train on all of a text
@@ -208,8 +261,6 @@ def prepare_model(
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=_common_vocab(run, corpus)))
     device_run = place_on_devices(choose(run, list(mesh.devices.flat)), mesh)
     if run.data.sample or run.data.sample_every:
-        from meshwright.trainer.sample import check_sample  # most runs leave it to the size of the model
-
         check_sample(device_run)
     return PreparedRun(device_run, corpus, tuple(p[0] for p in parts), tuple(p[1] for p in parts if len(p[1])))
 

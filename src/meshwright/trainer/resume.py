@@ -1,40 +1,38 @@
 """Resuming: the state of the last whole checkpoint, on the data that it was trained on."""
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.documents import read_json, write_atomically
 from meshwright.errors import CheckpointError
 from meshwright.runs.run import Run
 from meshwright.step.device_run import DeviceRun, State
+from meshwright.trainer.bad_steps import read_skipped
 from meshwright.trainer.prepare import Position
-
-SKIPPED = "skipped.json"
-"""File of an output folder with the samples that its run leaves out."""
 
 
 def resume(
-    device_run: DeviceRun, checkpoints: Checkpoints, at: int | None, data: Mapping[str, Any] | None,
+    device_run: DeviceRun,
+    checkpoints: Checkpoints,
+    at: int | None,
+    data: Mapping[str, Any] | None,
     policy: Literal["same", "new"],
-) -> tuple[State, Position]:  # fmt: skip
+) -> tuple[State, Position]:
     """Returns the state of the last whole checkpoint, or of step `at`, and its place.
 
     data: fingerprint of the data that the run reads now.  policy: `new` accepts data that differ.
     Raises CheckpointError.
     """
     if policy == "same" and data is not None:
-        check_data(checkpoints.manifest(at), data, device_run.run)
+        _check_data(checkpoints.manifest(at), data, device_run.run)
     state, manifest = checkpoints.restore(device_run, at)
     checkpoints.set_aside(after=manifest.step)
     skipped = tuple(sorted({*manifest.skipped, *read_skipped(checkpoints.folder.parent)}))
     return state, Position(manifest.step, manifest.cursor, skipped, manifest.data)
 
 
-def check_data(manifest: Manifest, data: Mapping[str, Any], run: Run) -> None:
+def _check_data(manifest: Manifest, data: Mapping[str, Any], run: Run) -> None:
     """Raises CheckpointError naming what differs between the data of a checkpoint and those of the run that resumes."""
     if manifest.corpus is None:  # written by an earlier version
         return
@@ -67,22 +65,3 @@ def _sources(before: list[Any], now: list[Any], paths: tuple[str, ...]) -> list[
         elif weight != weight_now:
             texts.append(f"the weight of {path} was {weight:g} and is {weight_now:g}")
     return texts
-
-
-def read_skipped(out: Path) -> list[tuple[int, int]]:
-    """Returns the samples that the run in `out` leaves out. Raises CheckpointError for a file that is damaged."""
-    if not (out / SKIPPED).is_file():
-        return []
-    try:
-        return [(int(part["first"]), int(part["number"])) for part in read_json(out / SKIPPED)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"the samples that {out} leaves out", f"{SKIPPED} cannot be read: {error}", "repair or remove it"
-        ) from error
-
-
-def add_skipped(out: Path, record: Mapping[str, Any]) -> None:
-    """Adds samples to the file of those that are left out. record: `first`, `number`, and why."""
-    file = out / SKIPPED
-    records = read_json(file) if file.is_file() else []
-    write_atomically(file, json.dumps([*records, dict(record)], indent=1) + "\n")

@@ -15,9 +15,8 @@ from meshwright.checkpoint.steps import committed_steps
 from meshwright.hardware.agreement import agree, digest, flatten
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
-from meshwright.trainer.phases import Phases
 from meshwright.trainer.prepare import Trainable
-from meshwright.trainer.watchdog import PREPARING, Watchdog, watching
+from meshwright.trainer.watchdog import PREPARING, Phases, Watchdog, watching
 
 _PACKAGES = (
     "meshwright", "jax", "jaxlib", "numpy", "optax", "tensorstore", "tokenizers", "libtpu",
@@ -29,9 +28,13 @@ _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_
 
 @contextlib.contextmanager
 def watched(prepared: Trainable, out: Path, phases: Phases, limits: Watchdog | None) -> Iterator[None]:
-    """Compares the run of this process with that of all others, and watches them while the context is open."""
+    """Compares the run of this process with that of all others, and watches them while the context is open.
+
+    A process that is alone has nothing to compare.
+    """
     with watching(out, phases, limits or Watchdog()):
-        agree("run, versions, data or tokenizer", same_fields(prepared, out))
+        if jax.process_count() > 1:
+            agree("run, versions, data or tokenizer", same_fields(prepared, out))
         yield
 
 

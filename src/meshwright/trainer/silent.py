@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshwright.checkpoint.fingerprints import SALTS, sum_of_hashes
 from meshwright.errors import HostError
 from meshwright.sharding.params import named_leaves
-from meshwright.trainer.phases import Phases
+from meshwright.trainer.watchdog import Phases
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 _SHOWN = 4

@@ -36,6 +36,14 @@ def local_folder(out: Path, path: str) -> Path:
     return Path(path) / f"{out.name}-{name}" / f"process-{jax.process_index()}"
 
 
+def open_checkpoints(out: Path, device_run: DeviceRun) -> Checkpoints:
+    """Opens the checkpoints of a run in its output folder, with the hosts' own where the run has them."""
+    keep, local = device_run.run.training.max_to_keep, device_run.run.local_checkpoints
+    if local.path is None:
+        return Checkpoints(out / "checkpoints", max_to_keep=keep)
+    return Tiers(out, device_run, max_to_keep=keep, local=local)
+
+
 class Tiers(Checkpoints):
     """Checkpoints of the output folder, with those of the hosts beside them."""
 

@@ -27,8 +27,9 @@ import jax
 from meshwright.checkpoint.steps import committed_steps
 from meshwright.errors import ConfigError, HostError
 from meshwright.hardware.agreement import store
-from meshwright.trainer.phases import BEATS, Phases
 
+BEATS = "MESHWRIGHT_BEATS"
+"""Variable with the number of an open file that takes a process's signs, for the one that supervises it."""
 _FOLDER = "meshwright/watchdog"
 _SLOW = 10
 """Times the limit for phases that compile, restore or evaluate."""
@@ -38,6 +39,17 @@ _SLOW_PHASES = ("start", "compile", "evaluate", "sample")
 _GRACE = 3.0
 """Seconds in which process 0 publishes its verdict before it leaves, and with it the key-value store."""
 _silence = threading.Lock()
+
+
+class Phases:
+    """Step and phase of a process, set by the training loop in one assignment and read by other threads."""
+
+    def __init__(self) -> None:
+        self.now: tuple[int, str, float] = (0, "start", time.monotonic())
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """Begins a phase: start, data, compile, step, save, evaluate, sample. step: None stays in the same one."""
+        self.now = (self.now[0] if step is None else step, phase, time.monotonic())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
