@@ -50,11 +50,6 @@ COLLECTIVES: dict[str, tuple[Callable[[jax.Array], jax.Array], Callable[..., Any
         lambda x: np.tile(x.reshape(-1), (N, 1)),
         lambda g: g.sum(0).reshape(N, -1),
     ),
-    "all_gather_mean": (
-        lambda x: c.all_gather_mean(x, ("ring",), 0),
-        lambda x: np.tile(x.reshape(-1), (N, 1)),
-        lambda g: g.mean(0).reshape(N, -1),
-    ),
     "reduce_scatter": (
         lambda x: c.reduce_scatter(x, ("ring",), 0),
         lambda x: x.sum(0).reshape(N, -1),
@@ -83,8 +78,7 @@ def test_result_and_transpose(name: str, mesh: Mesh) -> None:
     gradients = over_devices(mesh, lambda x, w: jax.grad(lambda x: (collective(x) * w).sum())(x), x, weights)
     np.testing.assert_allclose(gradients, transpose(weights), rtol=1e-5, atol=1e-6)
     # The inner products of a linear map and its transpose agree: <f(x), w> = <x, transpose(w)> over all devices.
-    scale = N if name == "all_gather_mean" else 1
-    np.testing.assert_allclose((result(x) * weights).sum(), (x * transpose(weights)).sum() * scale, rtol=1e-4)
+    np.testing.assert_allclose((result(x) * weights).sum(), (x * transpose(weights)).sum(), rtol=1e-4)
 
 
 def test_all_reduce_passes_its_cotangent_to_each_addend(mesh: Mesh) -> None:
@@ -112,26 +106,16 @@ def test_first_of_two_axes_is_outermost(mesh: Mesh) -> None:
 
 
 def test_reduction_of_sharded_and_replicated_gradients(mesh: Mesh) -> None:
-    """Gradients of sharded parameters stay as they are; those of replicated ones are summed or averaged."""
+    """Gradients of sharded parameters stay as they are; those of replicated ones are summed."""
     grads = {"whole": np.arange(N * M, dtype=np.float32).reshape(N, M), "split": np.ones((N, M), np.float32)}
     lacking = {"whole": ("ring",), "split": ()}
-    for reduce, want in ((c.sum_gradients, np.sum), (c.mean_gradients, np.mean)):
 
-        def body(whole: jax.Array, split: jax.Array, reduce: Callable[..., Any] = reduce) -> Any:
-            return reduce({"whole": whole, "split": split}, lacking)
+    def body(whole: jax.Array, split: jax.Array) -> Any:
+        return c.sum_gradients({"whole": whole, "split": split}, lacking)
 
-        out = over_devices(mesh, body, grads["whole"], grads["split"])
-        np.testing.assert_allclose(out["whole"], np.tile(want(grads["whole"], 0), (N, 1)), rtol=1e-6)
-        np.testing.assert_array_equal(out["split"], grads["split"])
-
-
-def test_folded_keys_differ_only_along_their_axes(mesh: Mesh) -> None:
-    def body() -> jax.Array:
-        return c.fold_key(jax.random.PRNGKey(0), ("ring",))[None]
-
-    keys = np.asarray(jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(), out_specs=P(("ring", "other"))))())
-    assert len(np.unique(keys, axis=0)) == N
-    np.testing.assert_array_equal(keys[::2], keys[1::2])
+    out = over_devices(mesh, body, grads["whole"], grads["split"])
+    np.testing.assert_allclose(out["whole"], np.tile(np.sum(grads["whole"], 0), (N, 1)), rtol=1e-6)
+    np.testing.assert_array_equal(out["split"], grads["split"])
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)

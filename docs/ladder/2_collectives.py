@@ -166,8 +166,13 @@ for device, (i, j) in enumerate(manual(indices, in_specs=(), out_specs=P(("i", "
 # A key is folded with an index so that devices along `i` draw different numbers, for instance of dropout on different
 # samples, while devices along `j`, which work on the same sample, share them.
 
+
 # %%
-fold = manual(lambda key: collectives.fold_key(key, ("i",)), in_specs=P(), out_specs=P(("i", "j")))
+def folded(key):
+    return jax.random.fold_in(key, collectives.axis_index(("i",)))
+
+
+fold = manual(folded, in_specs=P(), out_specs=P(("i", "j")))
 keys = fold(jax.random.PRNGKey(0)).reshape(8, 2)
 for device, key in enumerate(np.asarray(keys)):
     print(f"Device {device}: key={key}")
@@ -190,9 +195,14 @@ def slope(gather):
     return of
 
 
+@collectives.with_transpose(lambda g, axes, dim: collectives.reduce_scatter(g, axes, dim) / jax.lax.axis_size(axes))
+def all_gather_mean(x, axes, dim):
+    return collectives.all_gather(x, axes, dim)
+
+
 values, weights = np.arange(4.0), np.arange(16.0).reshape(4, 4)
 print("sum ", slope(collectives.all_gather)(values, weights), "=", weights.sum(0))
-print("mean", slope(collectives.all_gather_mean)(values, weights), "=", weights.mean(0))
+print("mean", slope(all_gather_mean)(values, weights), "=", weights.mean(0))
 
 # %% [markdown]
 # ## What goes wrong: the derivative of a sum

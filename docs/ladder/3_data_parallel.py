@@ -22,7 +22,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.comm.collectives import all_gather_mean, all_reduce, axis_index, mean_gradients
+from meshwright.comm.collectives import (
+    all_gather,
+    all_reduce,
+    axis_index,
+    reduce_scatter,
+    sum_gradients,
+    with_transpose,
+)
 from meshwright.config import MeshShape
 from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.mesh import build_mesh
@@ -114,6 +121,15 @@ def forward(params, x, dropout):
     h = dropout(h[:, None], 0)[:, 0]
     out = h @ params["output_dense"]["kernel"].astype(jnp.bfloat16)
     return (out + params["output_dense"]["bias"].astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+@with_transpose(lambda g, axes, dim: reduce_scatter(g, axes, dim) / jax.lax.axis_size(axes))
+def all_gather_mean(x, axes, dim):
+    return all_gather(x, axes, dim)
+
+
+def mean_gradients(grads, axes):
+    return jax.tree.map(lambda g, over: g / jax.lax.axis_size(over) if over else g, sum_gradients(grads, axes), axes)
 
 
 def build(layout, average=mean_gradients):

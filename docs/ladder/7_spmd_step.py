@@ -7,7 +7,7 @@
 #
 # This is how large models were trained before `shard_map`, in Lingvo and Praxis: specs for every array by its rank, a
 # batch split over the whole mesh, and variables padded where they are stored and cut where they are used.
-# `meshwright.partition` does this for any function. Afterwards the same step is written by hand, and the two censuses
+# A few functions do this for any step. Afterwards the same step is written by hand, and the two censuses
 # are set side by side.
 
 # %%
@@ -16,28 +16,101 @@ import jax
 jax.config.update("jax_num_cpu_devices", 8)
 
 import functools
+import math
 
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.comm.collectives import all_gather, all_reduce, ring_shift
 from meshwright.errors import ConfigError
-from meshwright.sharding.partition import (
-    batch_specs,
-    partition_eval_step,
-    partition_state,
-    partition_train_step,
-    specs_by_rank,
-    take_microbatch,
-)
 from meshwright.views.draw import draw, side_by_side
 
 mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 VOCAB, WIDTH = 27, 50
+
+# %% [markdown]
+# ## The partitioner
+#
+# Arrays are padded where they are stored, so that their specs divide them, and a step sees them in their true shapes.
+
+# %%
+
+
+def specs_by_rank(tree, specs):
+    """Returns a spec for each array by its rank."""
+
+    def spec(path, x):
+        if x.ndim not in specs:
+            name = jax.tree_util.keystr(path) or "the array"
+            known = f"specs are given for rank {', '.join(map(str, sorted(specs))) or 'none'}"
+            raise ConfigError(f"a spec for {name} of rank {x.ndim}", known, f"{x.ndim}: PartitionSpec(...)")
+        return specs[x.ndim]
+
+    return jax.tree_util.tree_map_with_path(spec, tree)
+
+
+def shardings(specs, mesh):
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+
+
+def pad(tree, specs, mesh):
+    """Appends zeros to each array so that its spec divides it."""
+
+    def pad_array(x, spec):
+        degrees = [math.prod(mesh.shape[a] for a in jax.tree.leaves(axes)) for axes in spec] + [1] * x.ndim
+        return jnp.pad(x, [(0, -size % n) for size, n in zip(x.shape, degrees, strict=False)]) if x.ndim else x
+
+    return jax.tree.map(pad_array, tree, specs)
+
+
+def unpad(tree, true):
+    """Removes the padding of each array."""
+    return jax.tree.map(lambda x, true: x[tuple(slice(n) for n in true.shape)], tree, true)
+
+
+def partition_state(state, specs, mesh):
+    """Pads a copy of a state and places it on the mesh: a step that donates it leaves the original alone."""
+    copies = jax.tree.map(lambda x: jnp.array(x, copy=True), pad(state, specs, mesh))
+    return jax.device_put(copies, shardings(specs, mesh))
+
+
+def batch_specs(batch, mesh):
+    """Splits the first dimension of each array over every axis of the mesh."""
+    return jax.tree.map(lambda x: P(tuple(mesh.axis_names), *[None] * (x.ndim - 1)), batch)
+
+
+def split_batch(batch, mesh):
+    return jax.lax.with_sharding_constraint(batch, shardings(batch_specs(batch, mesh), mesh))
+
+
+def partition_train_step(step, state, specs, mesh):
+    """Jits `step(state, batch) -> (new state, results)`; the stored state is unpadded before it runs, and donated."""
+
+    def run(stored, batch):
+        new, results = step(unpad(stored, state), split_batch(batch, mesh))
+        return pad(new, specs, mesh), results
+
+    where = (shardings(specs, mesh), NamedSharding(mesh, P()))
+    return jax.jit(run, out_shardings=where, donate_argnums=(0,))
+
+
+def partition_eval_step(step, state, mesh):
+    """Jits `step(state, batch) -> results` on the stored state."""
+
+    def run(stored, batch):
+        return step(unpad(stored, state), split_batch(batch, mesh))
+
+    return jax.jit(run, out_shardings=NamedSharding(mesh, P()))
+
+
+def take_microbatch(xs, ids, axis):
+    """Takes the microbatch of this stage, inside a shard_map. xs: [M, ...], replicated; ids: one per stage, [P]."""
+    return jnp.take(xs, ids[jax.lax.axis_index(axis)], axis=0)
+
 
 # %% [markdown]
 # ## Specs by rank

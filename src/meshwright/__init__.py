@@ -72,7 +72,6 @@ if TYPE_CHECKING:
     from meshwright.runs.recipe import list_recipes as recipes  # noqa: F401
     from meshwright.runs.recipe import recipe as recipe
     from meshwright.runs.run import Run as Run
-    from meshwright.sharding import partition as partition
     from meshwright.sharding.placement import Layout as Layout
     from meshwright.storage.tiers import LocalCheckpoints as LocalCheckpoints
     from meshwright.trainer.loop import Summary as Summary
@@ -127,7 +126,6 @@ _NAMES = {
 """Module -> its public names."""
 _PUBLIC = {name: (module, name) for module, names in _NAMES.items() for name in names.split()} | {
     "collectives": ("comm.collectives", ""),
-    "partition": ("sharding.partition", ""),
     "recipes": ("runs.recipe", "list_recipes"),
 }
 """Public name -> module, and attribute of it; the module itself where none is given."""

@@ -1,11 +1,11 @@
 """Collective matmul: tensor parallelism's gathers and scatters of the sequence, overlapped with the matmuls they serve.
 
-A column-parallel matmul needs the whole sequence, of which each device of `tensor` has a chunk. Instead of gathering
+A column-parallel matmul needs the full sequence, of which each device of `tensor` has a chunk. Instead of gathering
 first, the chunks travel around a ring, and each is multiplied while the next is on its way (Wang et al. 2023,
 doi:10.1145/3567955.3567959). A row-parallel matmul computes the chunks that others wait for first, and their sums
 travel around the ring. Half of every chunk goes each way, so that both directions of a link are in use.
 
-The gradient of the weights is one matmul over the whole sequence, whose chunks the forward pass has collected.
+The gradient of the weights is one matmul over the full sequence, whose chunks the forward pass has collected.
 """
 
 import functools
@@ -20,23 +20,6 @@ from meshwright.comm.collectives import TokenFunction
 
 _SEQUENCE = 1
 """Dimension of the sequence."""
-
-
-def column_parallel(f: TokenFunction, x_BTD: jax.Array, weights: Any, ring: tuple[int, ...]) -> Any:
-    """Returns `f(sequence_all_gather(x), weights)`: a Megatron pair opens.
-
-    x_BTD: this device's chunk of the sequence.  ring: devices of `tensor` in the order of the ring. Sends V(n-1)/n
-    forward and backward, for V bytes of the whole sequence.
-    """
-    return _column_parallel(f, ring, x_BTD, weights)
-
-
-def row_parallel(f: TokenFunction, y_BTF: jax.Array, weights: Any, ring: tuple[int, ...]) -> jax.Array:
-    """Returns `sequence_reduce_scatter(f(y, weights))`: a Megatron pair closes.
-
-    y_BTF: the whole sequence, features split over `tensor`.  ring: as for `column_parallel`.
-    """
-    return _row_parallel(f, ring, y_BTF, weights)
 
 
 class _Ring:
@@ -65,17 +48,13 @@ class _Ring:
         pairs = [(self.ring[i], self.ring[(i + direction) % n]) for i in range(n)]
         return jax.tree.map(lambda x: lax.ppermute(x, "tensor", pairs), tree)
 
-    def split(self, x: jax.Array) -> list[jax.Array]:
-        """Splits this device's chunk into a part for each direction."""
-        return jnp.split(x, len(self.directions), axis=_SEQUENCE)
-
     def take(self, tree: Any, start: jax.Array) -> Any:
-        """Takes the part at `start` of whole sequences."""
+        """Takes the part at `start` of full sequences."""
         return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, self.part, _SEQUENCE), tree)
 
     def arrivals(self, x: jax.Array) -> Iterator[tuple[jax.Array, jax.Array]]:
-        """Gathers a chunk around the ring: yields each part of the whole sequence, and where it starts."""
-        parts = self.split(x)
+        """Gathers a chunk around the ring: yields each part of the full sequence, and where it starts."""
+        parts = jnp.split(x, len(self.directions), axis=_SEQUENCE)
         for step in range(self.size):
             # The next parts leave before these are used.
             leaving = [self.shift(p, d) for p, d in zip(parts, self.directions, strict=True)]
@@ -103,51 +82,60 @@ class _Ring:
         return jnp.concatenate(sums, axis=_SEQUENCE)
 
 
-def _write(whole: Any, part: Any, start: jax.Array) -> Any:
-    return jax.tree.map(lambda w, p: lax.dynamic_update_slice_in_dim(w, p, start, _SEQUENCE), whole, part)
+def _write(full: Any, part: Any, start: jax.Array) -> Any:
+    return jax.tree.map(lambda x, p: lax.dynamic_update_slice_in_dim(x, p, start, _SEQUENCE), full, part)
 
 
 def _empty(parts: Any, seq: int) -> Any:
-    """Returns zeros for whole sequences of `seq` positions, like `parts`."""
+    """Returns zeros for sequences of `seq` positions, like `parts`."""
     return jax.tree.map(lambda p: jnp.zeros((p.shape[0], seq, *p.shape[2:]), p.dtype), parts)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _column_parallel(f: TokenFunction, ring: tuple[int, ...], x_BTD: jax.Array, weights: Any) -> Any:
-    return _column_forward(f, ring, x_BTD, weights)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def column_parallel(f: TokenFunction, x_BTD: jax.Array, weights: Any, ring: tuple[int, ...]) -> Any:
+    """Returns `f(sequence_all_gather(x), weights)`: a Megatron pair opens.
+
+    x_BTD: this device's chunk of the sequence.  ring: devices of `tensor` in the order of the ring. Sends V(n-1)/n
+    forward and backward, for V bytes of the full sequence.
+    """
+    return _column_forward(f, x_BTD, weights, ring)[0]
 
 
-def _column_forward(f: TokenFunction, ring: tuple[int, ...], x_BTD: jax.Array, weights: Any) -> Any:
+def _column_forward(f: TokenFunction, x_BTD: jax.Array, weights: Any, ring: tuple[int, ...]) -> Any:
     links, seq = _Ring(ring, x_BTD.shape[_SEQUENCE]), x_BTD.shape[_SEQUENCE] * len(ring)
-    whole, out = _empty(x_BTD, seq), None
+    full, out = _empty(x_BTD, seq), None
     for part, start in links.arrivals(x_BTD):
         result = f(part, weights)
         out = _write(_empty(result, seq) if out is None else out, result, start)
-        whole = _write(whole, part, start)
-    return out, (whole, weights)
+        full = _write(full, part, start)
+    return out, (full, weights)
 
 
 def _column_backward(f: TokenFunction, ring: tuple[int, ...], saved: Any, g: Any) -> tuple[jax.Array, Any]:
-    whole, weights = saved
-    links = _Ring(ring, whole.shape[_SEQUENCE] // len(ring))
+    full, weights = saved
+    links = _Ring(ring, full.shape[_SEQUENCE] // len(ring))
 
     def gradient_at(start: jax.Array) -> jax.Array:
-        vjp = jax.vjp(lambda x: f(x, weights), links.take(whole, start))[1]
+        vjp = jax.vjp(lambda x: f(x, weights), links.take(full, start))[1]
         return vjp(links.take(g, start))[0]
 
     g_x = links.scatter(gradient_at)
-    return g_x, jax.vjp(lambda w: f(whole, w), weights)[1](g)[0]
+    return g_x, jax.vjp(lambda w: f(full, w), weights)[1](g)[0]
 
 
-_column_parallel.defvjp(_column_forward, _column_backward)
+column_parallel.defvjp(_column_forward, _column_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _row_parallel(f: TokenFunction, ring: tuple[int, ...], y_BTF: jax.Array, weights: Any) -> jax.Array:
-    return _row_forward(f, ring, y_BTF, weights)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def row_parallel(f: TokenFunction, y_BTF: jax.Array, weights: Any, ring: tuple[int, ...]) -> jax.Array:
+    """Returns `sequence_reduce_scatter(f(y, weights))`: a Megatron pair closes.
+
+    y_BTF: the full sequence, features split over `tensor`.  ring: as for `column_parallel`.
+    """
+    return _row_forward(f, y_BTF, weights, ring)[0]
 
 
-def _row_forward(f: TokenFunction, ring: tuple[int, ...], y_BTF: jax.Array, weights: Any) -> Any:
+def _row_forward(f: TokenFunction, y_BTF: jax.Array, weights: Any, ring: tuple[int, ...]) -> Any:
     links = _Ring(ring, y_BTF.shape[_SEQUENCE] // len(ring))
     return links.scatter(lambda start: f(links.take(y_BTF, start), weights)), (y_BTF, weights)
 
@@ -155,12 +143,12 @@ def _row_forward(f: TokenFunction, ring: tuple[int, ...], y_BTF: jax.Array, weig
 def _row_backward(f: TokenFunction, ring: tuple[int, ...], saved: Any, g_BTD: jax.Array) -> tuple[jax.Array, Any]:
     y_BTF, weights = saved
     links, seq = _Ring(ring, g_BTD.shape[_SEQUENCE]), y_BTF.shape[_SEQUENCE]
-    g_y, g_whole = jnp.zeros_like(y_BTF), _empty(g_BTD, seq)
+    g_y, g_full = jnp.zeros_like(y_BTF), _empty(g_BTD, seq)
     for part, start in links.arrivals(g_BTD):
         vjp = jax.vjp(lambda y: f(y, weights), links.take(y_BTF, start))[1]
         g_y = _write(g_y, vjp(part)[0], start)
-        g_whole = _write(g_whole, part, start)
-    return g_y, jax.vjp(lambda w: f(y_BTF, w), weights)[1](g_whole)[0]
+        g_full = _write(g_full, part, start)
+    return g_y, jax.vjp(lambda w: f(y_BTF, w), weights)[1](g_full)[0]
 
 
-_row_parallel.defvjp(_row_forward, _row_backward)
+row_parallel.defvjp(_row_forward, _row_backward)

@@ -1,17 +1,18 @@
 """Collectives of the step, each with an explicit derivative: what is written is what is sent.
 
 They run inside a `shard_map` that is manual over every axis, with `check_vma=False`. Derivatives follow one convention:
-the cotangent of a value that is whole (replicated) over an axis is whole too, and the cotangent of a shard belongs to
-that shard. The pair `sequence_all_gather` and `sequence_reduce_scatter` is Megatron's g and g-bar: sequence parallelism
+the cotangent of a value that is replicated over an axis is replicated too, and the cotangent of a shard belongs to that
+shard. The pair `sequence_all_gather` and `sequence_reduce_scatter` is Megatron's g and g-bar: sequence parallelism
 (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). `all_reduce` is the g of plain tensor parallelism, whose
 conjugate f is the identity forward and an all-reduce backward (Shoeybi et al. 2019, arXiv:1909.08053, section 3). An
 axis of degree 1 sends nothing.
 
-Costs are bytes sent per device on a ring of n devices, for a whole array of V bytes. The pictures show four devices,
-one per column, before and after (docs/collectives.md).
+Costs are bytes sent per device on a ring of n devices, for an unsharded array of V bytes. The pictures show four
+devices, one per column, before and after (docs/collectives.md).
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,9 @@ from meshwright.comm.hierarchical import (
 )
 from meshwright.comm.hierarchical import nontrivial_axes as nontrivial_axes
 
+TokenFunction = Callable[[jax.Array, Any], Any]
+"""`(x [B, T, ...], weights) -> array or tree of arrays [B, T, ...]`, the same for each token: matmuls."""
+
 
 def axis_index(axes: Axes) -> jax.Array:
     """Returns the index of this device along `axes` taken together, the first of them outermost; int32 scalar."""
@@ -39,13 +43,8 @@ def axis_index(axes: Axes) -> jax.Array:
     return index
 
 
-def fold_key(key: jax.Array, axes: Axes) -> jax.Array:
-    """Folds this device's index along `axes` into a PRNG key; devices along other axes share the key."""
-    return jax.random.fold_in(key, axis_index(axes))
-
-
 def local_shard(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """Slices this device's block of `dim` from a value that is whole over `axes`; sends nothing."""
+    """Slices this device's block of `dim` from a value that is replicated over `axes`; sends nothing."""
     axes = nontrivial_axes(axes)
     if not axes:
         return x
@@ -53,14 +52,31 @@ def local_shard(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, axis_index(axes) * size, size, dim)
 
 
-TokenFunction = Callable[[jax.Array, Any], Any]
-"""`(x [B, T, ...], weights) -> array or tree of arrays [B, T, ...]`, the same for each token: matmuls."""
+def with_transpose[F: Callable[..., Any]](transpose: Callable[..., Any]) -> Callable[[F], F]:
+    """Gives a linear function `(x, *static)` the derivative `transpose(cotangent, *static)`."""
+
+    def decorate(collective: F) -> Any:
+        static = range(1, len(inspect.signature(collective).parameters))
+        differentiable: Any = jax.custom_vjp(collective, nondiff_argnums=tuple(static))
+        differentiable.defvjp(
+            lambda x, *static: (collective(x, *static), None),
+            lambda *saved: (transpose(saved[-1], *saved[:-2]),),
+        )
+        return differentiable
+
+    return decorate
+
+
+def transposes_itself[F: Callable[..., Any]](swap: Callable[..., Any]) -> Callable[[F], F]:
+    """Gives a linear function `(x, *static)` its own derivative: itself, with `swap(*static)`."""
+    return lambda collective: with_transpose(lambda g, *static: collective(g, *swap(*static)))(collective)
+
 
 _gather = functools.partial(hierarchical_all_gather, dcn=ONE_SLICE)
 _scatter = functools.partial(hierarchical_reduce_scatter, dcn=ONE_SLICE)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+@with_transpose(_scatter)
 def all_gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     """Gathers the blocks of `dim` along `axes`, in order.
 
@@ -72,31 +88,7 @@ def all_gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     return _gather(x, axes, dim)
 
 
-all_gather.defvjp(
-    lambda x, axes, dim: (_gather(x, axes, dim), None),
-    lambda axes, dim, _, g: (_scatter(g, axes, dim),),
-)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def all_gather_mean(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """Gathers like `all_gather`; its backward pass averages over the devices instead of summing.
-
-        a | b | c | d   ->   abcd | abcd | abcd | abcd
-
-    For data parallelism in which each device's loss is the mean over its own samples. Forward sends V(n-1)/n, backward
-    V(n-1)/n.
-    """
-    return _gather(x, axes, dim)
-
-
-all_gather_mean.defvjp(
-    lambda x, axes, dim: (_gather(x, axes, dim), None),
-    lambda axes, dim, _, g: (_scatter(g, axes, dim) / lax.axis_size(axes),),
-)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+@with_transpose(_gather)
 def reduce_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     """Sums over `axes` and scatters the sum along `dim`.
 
@@ -107,44 +99,23 @@ def reduce_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     return _scatter(x, axes, dim)
 
 
-reduce_scatter.defvjp(
-    lambda x, axes, dim: (_scatter(x, axes, dim), None),
-    lambda axes, dim, _, g: (_gather(g, axes, dim),),
-)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+@with_transpose(lambda g, axes: g)
 def all_reduce[T](tree: T, axes: Axes) -> T:
     """Sums every leaf over `axes`, in one collective.
 
         a | b | c | d   ->   a+b+c+d | a+b+c+d | a+b+c+d | a+b+c+d
 
-    The sum and its cotangent are whole, and each addend gets that cotangent: the backward pass sends nothing. Forward
-    sends 2V(n-1)/n.
+    The sum and its cotangent are replicated, and each addend gets that cotangent: the backward pass sends nothing.
+    Forward sends 2V(n-1)/n.
     """
     axes = nontrivial_axes(axes)
     return lax.psum(tree, axes) if axes else tree
-
-
-all_reduce.defvjp(lambda tree, axes: (all_reduce(tree, axes), None), lambda axes, _, g: (g,))
 
 
 def all_reduce_max(x: jax.Array, axes: Axes) -> jax.Array:
     """Takes the maximum over `axes`; not differentiated. Sends 2V(n-1)/n."""
     axes = nontrivial_axes(axes)
     return lax.pmax(x, axes) if axes else x
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def broadcast(x: jax.Array, axes: Axes, source: int) -> jax.Array:
-    """Broadcasts the value of the device with index `source` along `axes`.
-
-        a | b | c | d   ->   b | b | b | b        (source 1)
-
-    The backward pass sums the cotangents at the source (`reduce`). Sends 2V(n-1)/n each way: it is an all-reduce to
-    which the other devices add zeros, since XLA:CPU has no broadcast.
-    """
-    return _send_from(x, axes, source)
 
 
 def _send_from(x: jax.Array, axes: Axes, source: int) -> jax.Array:
@@ -159,13 +130,19 @@ def _sum_at(g: jax.Array, axes: Axes, target: int) -> jax.Array:
     return jnp.where(axis_index(axes) == target, lax.psum(g, nontrivial_axes(axes)), jnp.zeros_like(g))
 
 
-broadcast.defvjp(
-    lambda x, axes, source: (_send_from(x, axes, source), None),
-    lambda axes, source, _, g: (_sum_at(g, axes, source),),
-)
+@with_transpose(_sum_at)
+def broadcast(x: jax.Array, axes: Axes, source: int) -> jax.Array:
+    """Broadcasts the value of the device with index `source` along `axes`.
+
+        a | b | c | d   ->   b | b | b | b        (source 1)
+
+    The backward pass sums the cotangents at the source (`reduce`). Sends 2V(n-1)/n each way: it is an all-reduce to
+    which the other devices add zeros, since XLA:CPU has no broadcast.
+    """
+    return _send_from(x, axes, source)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+@with_transpose(_send_from)
 def reduce(x: jax.Array, axes: Axes, target: int) -> jax.Array:
     """Sums over `axes`; the device with index `target` keeps the sum and the others get zeros.
 
@@ -176,13 +153,7 @@ def reduce(x: jax.Array, axes: Axes, target: int) -> jax.Array:
     return _sum_at(x, axes, target)
 
 
-reduce.defvjp(
-    lambda x, axes, target: (_sum_at(x, axes, target), None),
-    lambda axes, target, _, g: (_send_from(g, axes, target),),
-)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+@transposes_itself(lambda axes, split, join: (axes, join, split))
 def all_to_all(x: jax.Array, axes: Axes, split: int, join: int) -> jax.Array:
     """Splits dimension `split` into one block per device and joins the blocks received along dimension `join`.
 
@@ -190,21 +161,11 @@ def all_to_all(x: jax.Array, axes: Axes, split: int, join: int) -> jax.Array:
 
     The backward pass exchanges `split` and `join`. Sends v(n-1)/n forward and backward, for v bytes on each device.
     """
-    return _all_to_all(x, axes, split, join)
-
-
-def _all_to_all(x: jax.Array, axes: Axes, split: int, join: int) -> jax.Array:
     axes = nontrivial_axes(axes)
     return lax.all_to_all(x, axes, split_axis=split, concat_axis=join, tiled=True) if axes else x
 
 
-all_to_all.defvjp(
-    lambda x, axes, split, join: (_all_to_all(x, axes, split, join), None),
-    lambda axes, split, join, _, g: (_all_to_all(g, axes, join, split),),
-)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+@transposes_itself(lambda axis, group, split, join: (axis, group, join, split))
 def grouped_all_to_all(x: jax.Array, axis: str, group: int, split: int, join: int) -> jax.Array:
     """Exchanges blocks like `all_to_all`, within each group of `group` neighbouring devices of an axis.
 
@@ -213,10 +174,6 @@ def grouped_all_to_all(x: jax.Array, axis: str, group: int, split: int, join: in
     The backward pass exchanges `split` and `join`. Sends v(g-1)/g forward and backward, for v bytes on each device and
     groups of g.
     """
-    return _grouped_all_to_all(x, axis, group, split, join)
-
-
-def _grouped_all_to_all(x: jax.Array, axis: str, group: int, split: int, join: int) -> jax.Array:
     n = lax.axis_size(axis)
     groups = [list(range(first, first + group)) for first in range(0, n, group)]
     if group == 1:
@@ -224,13 +181,7 @@ def _grouped_all_to_all(x: jax.Array, axis: str, group: int, split: int, join: i
     return lax.all_to_all(x, axis, split_axis=split, concat_axis=join, axis_index_groups=groups, tiled=True)
 
 
-grouped_all_to_all.defvjp(
-    lambda x, axis, group, split, join: (_grouped_all_to_all(x, axis, group, split, join), None),
-    lambda axis, group, split, join, _, g: (_grouped_all_to_all(g, axis, group, join, split),),
-)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+@transposes_itself(lambda axis, by: (axis, -by))
 def ring_shift(x: jax.Array, axis: str, by: int) -> jax.Array:
     """Shifts values along the ring of `axis`: device i receives from device i - by (collective permute).
 
@@ -238,18 +189,8 @@ def ring_shift(x: jax.Array, axis: str, by: int) -> jax.Array:
 
     The backward pass shifts by -by. Sends v forward and backward, for v bytes on each device.
     """
-    return _ring_shift(x, axis, by)
-
-
-def _ring_shift(x: jax.Array, axis: str, by: int) -> jax.Array:
     n = lax.axis_size(axis)
     return lax.ppermute(x, axis, [(i, (i + by) % n) for i in range(n)]) if by % n else x
-
-
-ring_shift.defvjp(
-    lambda x, axis, by: (_ring_shift(x, axis, by), None),
-    lambda axis, by, _, g: (_ring_shift(g, axis, -by),),
-)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
@@ -339,14 +280,3 @@ def sum_gradients(grads: Any, axes: Any, dcn: DcnAxis = ONE_SLICE) -> Any:
             for i, leaf in zip(members, sums, strict=True):
                 leaves[i] = leaf
     return treedef.unflatten(leaves)
-
-
-def mean_gradients(grads: Any, axes: Any) -> Any:
-    """Averages each gradient over the axes that its parameter is replicated over.
-
-    Over the axes that shard a parameter, the backward pass of `all_gather_mean` has already averaged.
-    """
-    treedef: Any = jax.tree.structure(grads)
-    sizes = [lax.axis_size(a) if a else 1 for a in treedef.flatten_up_to(axes)]
-    sums = jax.tree.leaves(sum_gradients(grads, axes))
-    return treedef.unflatten([g / n for g, n in zip(sums, sizes, strict=True)])

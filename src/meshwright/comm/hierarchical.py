@@ -76,6 +76,10 @@ def _crosses_dcn(axes: Axes, dcn: DcnAxis) -> bool:
     return dcn.slices > 1 and dcn.axis in axes
 
 
+def _spans_torus(axes: Axes, dcn: DcnAxis) -> bool:
+    return any(axis in axes for axis, _ in dcn.torus)
+
+
 def hierarchical_all_gather(x: jax.Array, axes: Axes, dim: int, dcn: DcnAxis) -> jax.Array:
     """Gathers the blocks of `dim` along `axes`, in order, over DCN first. Sends V(n-1)/n for a result of V bytes."""
     axes = nontrivial_axes(axes)
@@ -94,10 +98,6 @@ def hierarchical_all_gather(x: jax.Array, axes: Axes, dim: int, dcn: DcnAxis) ->
         x = lax.all_gather(x, levels[i].axis, axis=new_dim, axis_index_groups=levels[i].groups)
         gathered.append(i)
     return x.reshape(*x.shape[:dim], -1, *x.shape[dim + len(levels) + 1 :])
-
-
-def _spans_torus(axes: Axes, dcn: DcnAxis) -> bool:
-    return any(axis in axes for axis, _ in dcn.torus)
 
 
 def hierarchical_reduce_scatter(x: jax.Array, axes: Axes, dim: int, dcn: DcnAxis) -> jax.Array:
@@ -132,10 +132,8 @@ def hierarchical_all_reduce(leaves: list[jax.Array], axes: Axes, dcn: DcnAxis) -
     if not _crosses_dcn(axes, dcn):
         return list(lax.psum(leaves, axes))
     levels = _levels(axes, dcn)
-    inside, between = (
-        [level for level in levels if not level.crosses_dcn],
-        next(level for level in levels if level.crosses_dcn),
-    )
+    inside = [level for level in levels if not level.crosses_dcn]
+    between = next(level for level in levels if level.crosses_dcn)
     if not inside:
         return list(lax.psum(leaves, between.axis, axis_index_groups=between.groups))
     flat = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])

@@ -5,7 +5,7 @@ blocks of full size are sent, mostly padding. The rows that arrive are the same.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,11 +65,8 @@ def ragged_all_to_all(x: jax.Array, exchange: Exchange, axis: str, rows: int, la
     largest: a bound on the rows of a block. Its derivative is the reversed exchange. Sends the rows that belong to
     other devices.
     """
-    return lax.platform_dependent(
-        x, exchange,
-        cpu=functools.partial(_padded, axis=axis, rows=rows, largest=largest),
-        default=functools.partial(_ragged, axis=axis, rows=rows),
-    )  # fmt: skip
+    padded = functools.partial(_padded, axis=axis, rows=rows, largest=largest)
+    return lax.platform_dependent(x, exchange, cpu=padded, default=functools.partial(_ragged, axis=axis, rows=rows))
 
 
 def _padded(x: jax.Array, exchange: Exchange, *, axis: str, rows: int, largest: int) -> jax.Array:
@@ -92,12 +89,14 @@ def _ragged(x: jax.Array, exchange: Exchange, *, axis: str, rows: int) -> jax.Ar
     )
 
 
-# The number of rows is not an array, so an array of shape [rows, 0] carries it to the backward pass.
-ragged_all_to_all.defvjp(
-    lambda x, exchange, axis, rows, largest: (
-        ragged_all_to_all(x, exchange, axis, rows, largest), (exchange, jnp.zeros((x.shape[0], 0)))
-    ),
-    lambda axis, rows, largest, saved, g: (
-        ragged_all_to_all(g, saved[0].reversed(), axis, saved[1].shape[0], largest), None
-    ),
-)  # fmt: skip
+def _forward(x: jax.Array, exchange: Exchange, axis: str, rows: int, largest: int) -> tuple[jax.Array, Any]:
+    # Residuals are arrays: an array of shape [rows, 0] carries the number of rows to the backward pass.
+    return ragged_all_to_all(x, exchange, axis, rows, largest), (exchange, jnp.zeros((x.shape[0], 0)))
+
+
+def _backward(axis: str, rows: int, largest: int, saved: Any, g: jax.Array) -> tuple[jax.Array, None]:
+    exchange, like = saved
+    return ragged_all_to_all(g, exchange.reversed(), axis, like.shape[0], largest), None
+
+
+ragged_all_to_all.defvjp(_forward, _backward)

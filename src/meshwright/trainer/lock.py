@@ -83,6 +83,10 @@ def _parse(text: bytes) -> dict[str, Any]:
         return {}
 
 
+def _read(file: int) -> dict[str, Any]:
+    return _parse(os.pread(file, _LARGEST, 0))
+
+
 def _describe(holder: dict[str, Any]) -> str:
     known = "process" in holder and "host" in holder
     return f"process {holder['process']} on {holder['host']}" if known else "a process"
@@ -122,7 +126,7 @@ def _file_locked(out: Path) -> Iterator[None]:
     def read_again() -> dict[str, Any]:
         again = os.open(out / ".lock", os.O_RDONLY)  # opening asks the server of a network file system anew
         try:
-            return _parse(os.pread(again, _LARGEST, 0))
+            return _read(again)
         finally:
             os.close(again)
 
@@ -130,10 +134,10 @@ def _file_locked(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise _refused(out, _parse(os.pread(file, _LARGEST, 0))) from error
+            raise _refused(out, _read(file)) from error
         except OSError:
             pass  # a file system without locks: only the counts tell
-        holder = _parse(os.pread(file, _LARGEST, 0))
+        holder = _read(file)
         elsewhere = holder.get("host") not in (None, socket.gethostname())
         if elsewhere and _changes(read_again, holder, WATCHED * BEAT):
             raise _refused(out, holder)

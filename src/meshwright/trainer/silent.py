@@ -1,6 +1,7 @@
 """Silent corruption: a step computed twice, and replicas that must be equal, compared bit by bit."""
 
 import collections
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -52,17 +53,17 @@ def shard_sums(tree: Any) -> dict[str, dict[Any, int]]:
     Each device sums its own shard; 4 bytes per tensor and device are gathered. Tensors kept in the host's memory are
     left out.
     """
-    tensors = {
-        name: x for name, x in named_leaves(tree).items()
-        if isinstance(x.sharding, NamedSharding) and x.sharding.memory_kind in (None, "device", "unpinned_host")
-    }  # fmt: skip
+    kinds = (None, "device", "unpinned_host")
+    leaves = named_leaves(tree).items()
+    tensors = {n: x for n, x in leaves if isinstance(x.sharding, NamedSharding) and x.sharding.memory_kind in kinds}
     if not tensors:
         return {}
     mesh = next(iter(tensors.values())).sharding.mesh
     everywhere = PartitionSpec(mesh.axis_names)
 
     def sums(shards: dict[str, jax.Array]) -> jax.Array:
-        return jnp.stack([_sum(x) for x in shards.values()])[None]
+        flat = [x.reshape(-1) for x in shards.values()]
+        return jnp.stack([sum_of_hashes(x, jax.lax.iota(jnp.uint32, x.size), SALTS[0]) for x in flat])[None]
 
     specs = {name: x.sharding.spec for name, x in tensors.items()}
     mapped = jax.shard_map(sums, mesh=mesh, in_specs=(specs,), out_specs=everywhere, check_vma=False)
@@ -71,16 +72,14 @@ def shard_sums(tree: Any) -> dict[str, dict[Any, int]]:
     return {name: {d: int(rows[i, j]) for i, d in enumerate(devices)} for j, name in enumerate(tensors)}
 
 
-def _sum(x: jax.Array) -> jax.Array:
-    flat = x.reshape(-1)
-    return sum_of_hashes(flat, jax.lax.iota(jnp.uint32, flat.size), SALTS[0])
-
-
 def check_equal(first: dict[str, dict[Any, int]], second: dict[str, dict[Any, int]], step: int) -> None:
     """Raises HostError where a step that was computed twice gave two results."""
     names = [name for name in first if first[name] != second[name]]
     if names:
-        devices = sorted({d for name in names for d in first[name] if first[name][d] != second[name][d]}, key=_order)
+        devices = sorted(
+            {d for name in names for d in first[name] if first[name][d] != second[name][d]},
+            key=operator.attrgetter("id"),
+        )
         raise _corrupt(step, "computed twice, it gave two results", names, devices)
 
 
@@ -102,11 +101,9 @@ def check_replicas(tree: Any, sums: dict[str, dict[Any, int]], step: int) -> Non
                 names.append(name)
                 odd |= {d for d in group if number == next_number or of_device[d] != most}
     if names:
-        raise _corrupt(step, "its replicas differ", list(dict.fromkeys(names)), sorted(odd, key=_order))
-
-
-def _order(device: Any) -> int:
-    return int(device.id)
+        raise _corrupt(
+            step, "its replicas differ", list(dict.fromkeys(names)), sorted(odd, key=operator.attrgetter("id"))
+        )
 
 
 def _corrupt(step: int, what: str, names: list[str], devices: list[Any]) -> HostError:

@@ -27,13 +27,7 @@ from meshwright.storage.tiers import LocalCheckpoints
 from meshwright.storage.transfer import remove_tree
 
 _MOST = 64
-"""Steps of the local tier that hosts compare: the newest so many."""
-
-
-def local_folder(out: Path, path: str) -> Path:
-    """Returns the folder of this process for the run in `out`, in the folder `path` that several runs may share."""
-    name = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:16]
-    return Path(path) / f"{out.name}-{name}" / f"process-{jax.process_index()}"
+"""Newest steps of the local tier that hosts compare."""
 
 
 def open_checkpoints(out: Path, device_run: DeviceRun) -> Checkpoints:
@@ -45,14 +39,17 @@ def open_checkpoints(out: Path, device_run: DeviceRun) -> Checkpoints:
 
 
 class Tiers(Checkpoints):
-    """Checkpoints of the output folder, with those of the hosts beside them."""
+    """Checkpoints of the output folder, and those on the hosts' own disks."""
 
     def __init__(self, out: Path, device_run: DeviceRun, *, max_to_keep: int, local: LocalCheckpoints):
         """Opens both. device_run: the run, whose layout those of the hosts have to have."""
         super().__init__(out / "checkpoints", max_to_keep=max_to_keep)
         assert local.path is not None
-        self._layout = _layout(device_run)
-        self._local = Checkpoints(local_folder(out, local.path), max_to_keep=local.max_to_keep, reach="process")
+        self._layout = layout_of(abstract_in_layer_order(named_tensors(device_run.abstract), device_run.params))
+        # The folder `local.path` may be shared by several runs and processes.
+        name = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:16]
+        folder = Path(local.path) / f"{out.name}-{name}" / f"process-{jax.process_index()}"
+        self._local = Checkpoints(folder, max_to_keep=local.max_to_keep, reach="process")
 
     def save_locally(self, state: State, device_run: DeviceRun, **place: Any) -> None:
         """Starts to write the state to the hosts' disks. place: as of `save`."""
@@ -81,7 +78,7 @@ class Tiers(Checkpoints):
     def restore(self, device_run: DeviceRun, step: int | None = None) -> tuple[State, Manifest]:
         """Returns the newest state of both tiers, or that of `step`, verified; of equal ones the hosts'.
 
-        One of the hosts that is damaged on one of them is left out with a line on standard error.
+        A hosts' checkpoint that is damaged is skipped with a line on standard error.
         """
         for candidate in self._candidates(step):
             try:
@@ -124,25 +121,21 @@ class Tiers(Checkpoints):
         return [s for s in reversed(self._local_steps()) if s >= max(shared, default=-1)]
 
     def _local_steps(self) -> list[int]:
-        """Steps of the local tier that are whole on every host, for the layout of this run."""
-        mine = [s for s in committed_steps(self._local.folder) if _layout_in(self._local.folder, s) == self._layout]
+        """Steps of the local tier that are committed on every host, for the layout of this run."""
+
+        def fits(step: int) -> bool:
+            try:
+                return bool(read_json(self._local.folder / str(step) / LAYOUT)["layout"] == self._layout)
+            except (OSError, ValueError, KeyError, TypeError):
+                return False
+
+        mine = [step for step in committed_steps(self._local.folder) if fits(step)]
         if jax.process_count() == 1:
             return mine
         row = np.full(_MOST, -1, np.int64)
         row[: len(mine[-_MOST:])] = mine[-_MOST:]
         rows = multihost_utils.process_allgather(row)
         return sorted(set.intersection(*({int(s) for s in host if s >= 0} for host in rows)))
-
-
-def _layout(device_run: DeviceRun) -> str:
-    return layout_of(abstract_in_layer_order(named_tensors(device_run.abstract), device_run.params))
-
-
-def _layout_in(folder: Path, step: int) -> str | None:
-    try:
-        return str(read_json(folder / str(step) / LAYOUT)["layout"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _say(step: int, error: CheckpointError) -> None:
