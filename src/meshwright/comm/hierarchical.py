@@ -5,7 +5,7 @@ slice. Reductions are scattered inside a slice first, so that each device sends 
 cross DCN first, while the array is small.
 
 Inside a TPU slice an axis may span several dimensions of the torus. XLA compiles a gather or scatter over a closed
-three-dimensional torus to an all-reduce of the whole array, so these go over one dimension after another (docs/log.md).
+three-dimensional torus to an all-reduce of the full array, so these go over one dimension after another (docs/log.md).
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ Axes = tuple[str, ...]
 
 
 def nontrivial_axes(axes: Axes) -> Axes:
-    """Returns those of `axes` that have more than one device."""
+    """Returns the axes that have more than one device."""
     return tuple(axis for axis in axes if lax.axis_size(axis) > 1)
 
 
@@ -48,7 +48,7 @@ class _Level:
     size: int
     """Devices that take part in one group."""
     groups: Any
-    """`axis_index_groups` of the collective; None is the whole axis."""
+    """`axis_index_groups` of the collective; None is the full axis."""
     crosses_dcn: bool = False
 
 

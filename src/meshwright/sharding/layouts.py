@@ -12,9 +12,13 @@ VOCAB_AXES: tuple[str, ...] = ("stage", "tensor")
 # Tensor parallelism as Megatron does it (Shoeybi et al. 2019, arXiv:1909.08053, section 3): the first matrix of a pair
 # by columns, the second by rows. Layers lie on pipeline stages (stages.py).
 MEGATRON: dict[str, tuple[str, ...]] = {
-    "L": ("stage",), "N": ("tensor",), "K": ("tensor",), "F": ("tensor",), "V": VOCAB_AXES,
+    "L": ("stage",),
+    "N": ("tensor",),
+    "K": ("tensor",),
+    "F": ("tensor",),
+    "V": VOCAB_AXES,
     "E": ("expert",),
-}  # fmt: skip
+}
 
 LAYOUTS: dict[str, Layout] = {
     "fsdp": Layout(

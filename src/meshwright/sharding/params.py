@@ -85,16 +85,16 @@ def tree_map(f: Callable[..., Any], params: Tree, *rest: Tree) -> Tree:
 
 
 def trained_only(params: Tree, tree: Tree) -> Tree:
-    """Returns `tree` with None in the place of what belongs to a frozen parameter. params: descriptions.
+    """Returns `tree` with None at frozen parameters. params: descriptions.
 
-    JAX takes None for a tree without leaves: gradients and optimizer state of the result have those of the rest alone.
+    JAX takes None for a tree without leaves: gradients and optimizer state of the result have only the other leaves.
     """
     return tree_map(lambda p, x: None if p.frozen else x, params, tree)
 
 
-def with_frozen(params: Tree, trained: Tree, whole: Tree) -> Tree:
-    """Returns `trained` with the frozen leaves of `whole` in the places where it has None. params: descriptions."""
-    return tree_map(lambda p, new, old: old if p.frozen else new, params, trained, whole)
+def with_frozen(params: Tree, trained: Tree, all_params: Tree) -> Tree:
+    """Returns `trained` with the frozen leaves of `all_params` where it has None. params: descriptions."""
+    return tree_map(lambda p, new, old: old if p.frozen else new, params, trained, all_params)
 
 
 def named_leaves(params: Tree) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def place_params(params: Tree, *, layout: Layout, mesh: MeshShape, min_size: int
         try:
             return place_param(path, p.shape, p.dims, layout=layout, mesh=mesh, min_size=min_size)
         except ConfigError:
-            # Adapters and scales are small: those that no dimension divides are whole on every device.
+            # Adapters and scales are small: if no dimension divides, they are replicated.
             if p.role != "adapter" and not path.endswith(".scales"):
                 raise
             return place_param(path, p.shape, p.dims, layout=layout, mesh=mesh, min_size=p.size + 1)
@@ -265,7 +265,7 @@ class GatherParams:
         return jax.tree_util.tree_map_with_path(gather, params, self.gathers[path])
 
     def only(self, path: str, names: Iterable[str]) -> "GatherParams":
-        """Returns the gathers of the parameters `names` of the subtree `path` alone."""
+        """Returns only the gathers of the parameters `names` of the subtree `path`."""
         return dataclasses.replace(self, gathers={path: {name: self.gathers[path][name] for name in names}})
 
 

@@ -96,7 +96,7 @@ def _elements_per_layer(shape: tuple[int, ...], dims: str) -> int:
 
 
 def _unused(axes: tuple[str, ...], placement: Placement, mesh: MeshShape) -> tuple[str, ...]:
-    """Returns those of `axes` with several devices that do not shard the placement yet."""
+    """Returns the axes with several devices that do not shard the placement yet."""
     degrees, used = mesh.degrees(), axes_of(placement)
     return tuple(axis for axis in axes if degrees[axis] > 1 and axis not in used)
 

@@ -6,7 +6,7 @@ A schedule gives the order of tasks on each stage (`schedule_table.py` says what
 - `1f1b`: one forward, one backward (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1). Stage s runs microbatch m
   forward in tick m + s and backward in tick m + 2P - 1 - s, so at most 2P microbatches are live.
 - `interleaved`: 1F1B over several virtual stages per stage, with a smaller bubble (section 2.2.2 of the same paper).
-- `zbv`: the V-shaped placement of ZB-V and DualPipeV (Qi et al. 2024, arXiv:2405.15362), with whole backward passes.
+- `zbv`: the V-shaped placement of ZB-V and DualPipeV (Qi et al. 2024, arXiv:2405.15362), with unsplit backward passes.
 - `zero_bubble`: the backward pass is split into the gradient of the input (B), which the previous stage waits for, and
   the gradient of the weights (W), which needs no neighbour (ZB-H1: Qi et al. 2023, arXiv:2401.10241, section 2.3).
 - `circular`: all microbatches go around the ring of stages once per virtual stage, then back (breadth-first:
@@ -132,7 +132,7 @@ def _zbv(stages: int, microbatches: int, virtual_stages: int) -> list[list[Task]
     """Returns 1F1B on a V by greedy choice, the second part of a stage before its first part.
 
     A stage holds at most 2P + 1 inputs. When the bottom of the V has run its forward passes, the last ones climb to
-    stage 0 beside backward passes of other stages. A stage that ran both would make that tick longer: running only the
+    stage 0 during backward passes of other stages. A stage that ran both would make that tick longer: running only the
     forward pass saves P - 1 forward passes of a part.
     """
 

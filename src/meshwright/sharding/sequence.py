@@ -25,7 +25,7 @@ class SequenceSplit:
     strategy: str
     """Context strategy: ring, all_gather, ulysses or usp."""
     seq: int
-    """Tokens of the whole sequence T."""
+    """Tokens of the full sequence T."""
     shards: int
     """Devices along `context`."""
     group: int

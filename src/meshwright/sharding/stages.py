@@ -1,4 +1,4 @@
-"""Pipeline stages: where each part of the model lies, which layers it has, and the row order of stacked parameters.
+"""Pipeline stages: where each part of the model is, which layers it has, and the row order of stacked parameters.
 
 A model of `stages * virtual_stages` parts of consecutive layers is spread over the pipeline stages by a placement: a
 loop (part p on stage p mod P) or a V (down the stages and back up). A stacked parameter keeps its rows in the order of

@@ -1,4 +1,4 @@
-"""Memory that a compiled step needs beside what its devices have, before it runs."""
+"""Check, before it runs, that a compiled step fits the memory of its devices."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -98,8 +98,8 @@ def _add_microbatches(
 ) -> tuple[Tree, Sums]:
     """Sums the gradients of the microbatches, each layer's into the sum as soon as it is known.
 
-    parts: sequence indices and batch, with a leading dimension of microbatches. Without references the gradients of a
-    microbatch would be whole before they are added: a second copy of the model's gradients.
+    parts: sequence indices and batch, with a leading dimension of microbatches. Without references all gradients of
+    a microbatch would exist before they are added: a second copy of the model's gradients.
     """
     # The gradients of bfloat16 parameters are bfloat16; many of them are summed in the type of the reduction, which a
     # reference cannot do.

@@ -1,7 +1,7 @@
-"""Whole layers on single devices: what an optimizer does with a matrix as a whole, each device does for its own.
+"""Optimizers of unsharded matrices: every device gets some layers in full and computes their update.
 
 A parameter of L layers is sharded like its optimizer state. Each of the n devices that share its layers owns L / n of
-them: one all-to-all per sharded dimension brings the next n layers together, a whole one on each device, and another
+them: one all-to-all per sharded dimension brings the next n layers together, a full one on each device, and another
 takes the results back. Axes that replicate a parameter split its layers too; there nothing is sent until the results
 are gathered. A round moves n layers, so that a device never has more than one layer of one parameter.
 """
@@ -9,10 +9,11 @@ are gathered. A round moves n layers, so that a device never has more than one l
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh
 
 from meshwright.comm.collectives import all_gather, all_to_all, local_shard
@@ -20,9 +21,6 @@ from meshwright.comm.hierarchical import Axes
 from meshwright.config import MeshShape
 from meshwright.sharding.params import Tree, is_param
 from meshwright.sharding.placement import Placement, axes_of, like_param, to_spec
-
-if TYPE_CHECKING:
-    import optax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Owners:
         return tuple(axis for axis in self.axes if axis not in where[0])
 
     def fetch(self, x: jax.Array, where: Placement) -> jax.Array:
-        """Returns the layers [k, ...] that this device owns, whole, of local blocks x of all layers [n k, ...].
+        """Returns the layers [k, ...] that this device owns, unsharded, from local blocks x of all layers [n k, ...].
 
         where: placement of x. Layers that it splits by owner already stay where they are, and of replicas each device
         takes its own layers. Sends v(n-1)/n for each sharded dimension, for v bytes of the result.
@@ -65,7 +63,7 @@ class Owners:
         return x
 
     def give_back(self, x: jax.Array, where: Placement) -> jax.Array:
-        """Inverts `fetch`: returns local blocks of all layers from the whole layers x [k, ...] of this device."""
+        """Inverts `fetch`: returns local blocks of all layers from the full layers x [k, ...] of this device."""
         mine, lead = self.unsplit(where), list[str]()
         # Shards before replicas: what is gathered is then small.
         for dim, axes in reversed(_sharded(where, mine)):
@@ -100,7 +98,7 @@ def owners_of(where: Placement, split: Axes, mesh: MeshShape) -> Owners:
 
 
 LayerFunction = Callable[..., Any]
-"""`(trees of whole layers [k, ...]) -> tree of whole layers [k, ...]`, each layer for itself."""
+"""`(trees of full layers [k, ...]) -> tree of full layers [k, ...]`, each layer independently."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +113,6 @@ class Job:
     """Tree of the outputs' Placements."""
 
     def flat(self) -> list[tuple[jax.Array, Placement]]:
-        """Returns arguments with their placements."""
         treedef: Any
         leaves, treedef = jax.tree.flatten(self.arguments)
         return list(zip(leaves, treedef.flatten_up_to(self.where), strict=True))
@@ -124,7 +121,7 @@ class Job:
 def in_rounds(function: LayerFunction, owners: Owners, job: Job, rounds: int, each: int = 1) -> Any:
     """Returns local blocks of the outputs for the first n * rounds * each layers, `each` of a device at a time.
 
-    function: of a list of whole arguments, [each, ...].
+    function: of unsharded arguments, [each, ...].
     """
     flat = job.flat()
     split = [x.reshape(math.prod(owners.of(owners.unsplit(w))), rounds, -1, *x.shape[1:]) for x, w in flat]
@@ -135,12 +132,8 @@ def in_rounds(function: LayerFunction, owners: Owners, job: Job, rounds: int, ea
         found = function(*jax.tree.unflatten(jax.tree.structure(job.arguments), whole))
         treedef: Any
         leaves, treedef = jax.tree.flatten(found)
-        wheres = treedef.flatten_up_to(job.where_out)
-        back = [
-            owners.give_back(x, w).reshape(-1, each, *_local(owners, x.shape[1:], w))
-            for x, w in zip(leaves, wheres, strict=True)
-        ]
-        return treedef.unflatten(back)
+        back = [owners.give_back(x, w) for x, w in zip(leaves, treedef.flatten_up_to(job.where_out), strict=True)]
+        return treedef.unflatten([x.reshape(-1, each, *x.shape[1:]) for x in back])
 
     if rounds == 1:
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), one(0))
@@ -153,14 +146,6 @@ def in_rounds(function: LayerFunction, owners: Owners, job: Job, rounds: int, ea
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), out)
 
 
-def _local(owners: Owners, shape: tuple[int, ...], where: Placement) -> tuple[int, ...]:
-    """Local sizes of the dimensions after the layers."""
-    return tuple(
-        n // math.prod(owners.of(tuple(axis for axis in axes if axis in owners.axes)))
-        for n, axes in zip(shape, where[1:], strict=True)
-    )
-
-
 def pad_layers(x: jax.Array, rows: int) -> jax.Array:
     """Repeats the last layer of x [L, ...] up to `rows` layers: a layer of zeros may have no inverse."""
     return jnp.concatenate([x, jnp.repeat(x[-1:], rows - x.shape[0], 0)]) if rows > x.shape[0] else x
@@ -168,7 +153,7 @@ def pad_layers(x: jax.Array, rows: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class LayerMap:
-    """Applies functions of whole layers to parameters, gradients and optimizer state, each layer on one device.
+    """Applies functions of full layers to parameters, gradients and optimizer state, each layer on one device.
 
     The step gives it to optimizers as the extra argument `layer_map` of optax's `update`.
     """
@@ -181,10 +166,8 @@ class LayerMap:
     compute_dtype: Any
     """Type of the run's matmuls."""
 
-    def given_to(self, rule: "optax.GradientTransformation") -> "optax.GradientTransformation":
+    def given_to(self, rule: optax.GradientTransformation) -> optax.GradientTransformation:
         """Returns the rule with this as the extra argument `layer_map` of its `update`, if that takes any."""
-        import optax  # the planner reads this module without it
-
         update = optax.with_extra_args_support(rule).update
 
         def updated(grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:

@@ -2,8 +2,8 @@
 
 A tick has a forward half and a backward half (and a third, for weight gradients, where a schedule splits the backward
 pass), each of its own microbatch and part of the model. After its half, a stage passes the activations on to its
-neighbour, and after the tick the gradients (`ring_shift`): the activations travel beside the backward half of the same
-tick, the gradients beside the forward half of the next one. They wait in the buffer slots that the table has assigned.
+neighbour, and after the tick the gradients (`ring_shift`): the activations travel during the backward half of the same
+tick, the gradients during the forward half of the next one. They wait in the buffer slots that the table has assigned.
 A backward half differentiates its part of the model with `jax.vjp`: from the saved input, by recomputing the part
 (activation checkpointing at the granularity of a part), or from what the forward half has kept, which is the remat
 policy's choice (`PipelineModel.keeps`).
@@ -77,7 +77,7 @@ class PipelineModel:
     keeps: bool = False
     """Whether a forward pass keeps what its backward pass reads. Otherwise that recomputes the part from its input."""
     together: bool = False
-    """Whether the layers send values around a ring of devices, in which those of all stages have to take part."""
+    """Whether the layers send values around a ring of devices, in which all stages have to take part."""
 
     def stacked(self, params: Tree) -> Layers:
         """Returns the subtrees of stacked layers."""
@@ -180,7 +180,7 @@ def repeats_forward(scope: str) -> bool:
 def branch_ticks(table: ScheduleTable, together: bool = False) -> dict[str, tuple[int, int]]:
     """Returns, for the scope of each branch, the number of ticks in which a stage takes it, and the number of ticks.
 
-    together: whether a stage without a task computes beside the others (`PipelineModel.together`).
+    together: whether a stage without a task computes with the others (`PipelineModel.together`).
     """
     counts: dict[str, tuple[int, int]] = {}
     for segment, ticks in table.segments:

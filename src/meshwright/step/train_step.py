@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from meshwright.comm.collectives import all_reduce
 from meshwright.data.batch import Batch
 from meshwright.errors import TrainingError
+from meshwright.hardware.agreement import agree, digest
 from meshwright.models.blocks.layers import no_dropout
 from meshwright.models.model import Metrics
 from meshwright.sharding.layouts import TOKEN_AXES
@@ -74,15 +75,12 @@ class CompiledTrainStep:
         self._expected = (device_run.abstract, like)
         lowered = build_train_step(device_run).lower(*self._expected)
         if not device_run.batch_sharding.is_fully_addressable:
-            from meshwright.hardware.agreement import agree, digest  # hosts that compile differing programs hang
-
+            # Hosts that compile differing programs hang.
             agree("program", {"lowered train step": digest(lowered.as_text())})
         self._compiled = lowered.compile(compiler_options=device_run.compiler_options())
         training = device_run.run.training
-        check_memory(
-            self._compiled, list(device_run.mesh.devices.flat),
-            f"a step of {training.batch} sequences of {training.seq} tokens on mesh {device_run.shape}",
-        )  # fmt: skip
+        asked = f"a step of {training.batch} sequences of {training.seq} tokens on mesh {device_run.shape}"
+        check_memory(self._compiled, list(device_run.mesh.devices.flat), asked)
 
     def program_text(self) -> str:
         """Returns the compiled program (HLO)."""

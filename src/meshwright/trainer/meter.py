@@ -19,7 +19,7 @@ from meshwright.report import Reporter, Values
 
 
 class BadStep(NamedTuple):
-    """Step after which a run cannot simply go on."""
+    """Step after which a run cannot simply continue."""
 
     step: int
     values: Values
@@ -98,8 +98,8 @@ class Meter:
     def read(self, spent: Mapping[str, float] | None = None) -> BadStep | None:
         """Waits for the pending step and reports it; returns it where it is bad.
 
-        spent: seconds since the start of the run that the loop spent beside the steps, by name (`input wait`,
-        `saving`); those of this step are among its metrics.
+        spent: seconds since the start of the run that the loop spent outside the steps, by name (`input wait`,
+        `saving`); the increase since the step before is among its metrics.
         """
         if self._pending is None:
             return None
@@ -132,7 +132,7 @@ class Meter:
         return BadStep(step, values, finite, reason) if reason else None
 
     def _beside(self, spent: Mapping[str, float]) -> Values:
-        """Returns the seconds that the loop spent beside the steps since the step before."""
+        """Returns the seconds that the loop spent outside the steps since the step before."""
         since = {name: seconds - self._spent.get(name, 0.0) for name, seconds in spent.items()}
         return {f"{name} seconds": seconds for name, seconds in since.items() if seconds > 0}
 

@@ -1,4 +1,4 @@
-"""Resuming: the state of the last whole checkpoint, on the data that it was trained on."""
+"""Resuming: the state of the last committed checkpoint, on the data that it was trained on."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -19,7 +19,7 @@ def resume(
     data: Mapping[str, Any] | None,
     policy: Literal["same", "new"],
 ) -> tuple[State, Position]:
-    """Returns the state of the last whole checkpoint, or of step `at`, and its place.
+    """Returns the state of the last committed checkpoint, or of step `at`, and its place.
 
     data: fingerprint of the data that the run reads now.  policy: `new` accepts data that differ.
     Raises CheckpointError.

@@ -18,10 +18,9 @@ from meshwright.runs.run_file import run_to_dict
 from meshwright.trainer.prepare import Trainable
 from meshwright.trainer.watchdog import PREPARING, Phases, Watchdog, watching
 
-_PACKAGES = (
-    "meshwright", "jax", "jaxlib", "numpy", "optax", "tensorstore", "tokenizers", "libtpu",
-    "jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt",
-)  # fmt: skip
+_PACKAGES = ["meshwright", "jax", "jaxlib", "numpy", "optax", "tensorstore", "tokenizers", "libtpu"] + [
+    f"jax-cuda{version}-{part}" for version in (12, 13) for part in ("plugin", "pjrt")
+]
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_ENABLE_X64")
 """Variables that change what a program computes."""
 
@@ -30,7 +29,7 @@ _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_
 def watched(prepared: Trainable, out: Path, phases: Phases, limits: Watchdog | None) -> Iterator[None]:
     """Compares the run of this process with that of all others, and watches them while the context is open.
 
-    A process that is alone has nothing to compare.
+    A single process has nothing to compare.
     """
     with watching(out, phases, limits or Watchdog()):
         if jax.process_count() > 1:
@@ -47,15 +46,18 @@ def watched_before(out: Path, limits: Watchdog) -> AbstractContextManager[None]:
 
 def agree_on(run: Run) -> None:
     """Compares the Run and the versions before anything is read: hosts with other sources would wait for each other."""
-    fields = flatten(run_to_dict(run)) | {f"version of {name}": version for name, version in versions().items()}
-    agree("run or versions", fields)
+    agree("run or versions", _fields_of(run))
+
+
+def _fields_of(run: Run) -> dict[str, str]:
+    return flatten(run_to_dict(run)) | {f"version of {name}": version for name, version in versions().items()}
 
 
 def same_fields(prepared: Trainable, out: Path) -> dict[str, str]:
     """Returns what all hosts must have in common, by name: the Run's fields, versions, data and tokenizer."""
-    fields = flatten(run_to_dict(prepared.device_run.run))
-    fields |= {f"version of {name}": version for name, version in versions().items()}
-    fields |= {name: _without_dumps(os.environ[name]) for name in _FLAGS if name in os.environ}
+    fields = _fields_of(prepared.device_run.run)
+    flags = {name: os.environ[name].split() for name in _FLAGS if name in os.environ}
+    fields |= {name: " ".join(w for w in words if not w.startswith("--xla_dump")) for name, words in flags.items()}
     data: dict[str, Any] = dict(prepared.fingerprint() or {})
     fields["tokenizer"] = digest(str(data.pop("tokenizer", "")))
     fields |= {f"tokens: {name}": value for name, value in flatten(data).items()}
@@ -66,21 +68,14 @@ def same_fields(prepared: Trainable, out: Path) -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python, of the libraries that decide on numbers, and of the devices' driver."""
-    found = {"Python": platform.python_version(), "meshwright's source": _sources()}
+    # The package's files: an installation in place has no version that tells changes.
+    root = Path(__file__).parents[1]
+    files = sorted(root.rglob("*.py"))
+    sources = digest(b"".join(str(file.relative_to(root)).encode() + file.read_bytes() for file in files))
+    found = {"Python": platform.python_version(), "meshwright's source": sources}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     device = jax.local_devices()[0]
     found["the device's runtime"] = f"{device.device_kind}, {device.client.platform_version}".replace("\n", ", ")
     return found
-
-
-def _sources() -> str:
-    """Digest of the package's files: an installation in place has no version that tells changes."""
-    root = Path(__file__).parents[1]
-    files = sorted(root.rglob("*.py"))
-    return digest(b"".join(str(file.relative_to(root)).encode() + file.read_bytes() for file in files))
-
-
-def _without_dumps(flags: str) -> str:
-    return " ".join(word for word in flags.split() if not word.startswith("--xla_dump"))

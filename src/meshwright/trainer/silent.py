@@ -22,7 +22,7 @@ _SHOWN = 4
 
 
 def checked(step: Step, every: int, phases: Phases) -> Step:
-    """Returns a train step that is checked every so many times; the step itself where `every` is 0."""
+    """Returns a train step that is checked once in `every` steps; the step itself if that is 0."""
 
     def take(state: Any, batch: Any) -> tuple[Any, Any]:
         number = phases.now[0]  # the step that the loop has begun

@@ -1,8 +1,8 @@
 """Two tiers of checkpoints: each host's own disk, often, and the output folder, rarely (`LocalCheckpoints`).
 
 Of the local tier every process has a folder of its own with the shards on its devices: saving and restoring send
-nothing over the network. A resume takes the newest checkpoint that is whole in the output folder, or on every host for
-the layout of the run. A lost or replaced host leaves the output folder's.
+nothing over the network. A resume takes the newest checkpoint that is committed in the output folder, or on every host
+for the layout of the run. After a host is lost or replaced, that is the output folder's.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ class Tiers(Checkpoints):
     """Checkpoints of the output folder, and those on the hosts' own disks."""
 
     def __init__(self, out: Path, device_run: DeviceRun, *, max_to_keep: int, local: LocalCheckpoints):
-        """Opens both. device_run: the run, whose layout those of the hosts have to have."""
+        """Opens both. device_run: the run; checkpoints on the hosts must have its layout."""
         super().__init__(out / "checkpoints", max_to_keep=max_to_keep)
         assert local.path is not None
         self._layout = layout_of(abstract_in_layer_order(named_tensors(device_run.abstract), device_run.params))

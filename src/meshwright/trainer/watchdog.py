@@ -1,7 +1,7 @@
 """Watchdog: every host publishes its step and phase; where one dies, stops or falls behind, all say which, and leave.
 
 A thread publishes through the key-value store of JAX's coordination service, which runs in process 0; process 0 reads
-all hosts and publishes what it finds, the others read that alone. Another thread judges, because a call to a process
+all hosts and publishes what it finds, and the others read only that. Another thread judges, because a call to a process
 that was stopped does not return. Where process 0 dies, JAX aborts all others from a thread of its own: its SIGABRT
 is answered here, so that the last word is ours and the exit code one that schedulers restart on.
 """
@@ -124,7 +124,7 @@ def verdict(signs: Mapping[int, Sign], limits: Watchdog, now: float) -> str | No
 
 @contextlib.contextmanager
 def watching(out: Path, phases: Phases, limits: Watchdog) -> Iterator[None]:
-    """Watches the other processes of the run while the context is open; does nothing in one that is alone.
+    """Watches the other processes of the run while the context is open; does nothing in a single process.
 
     out: output folder, which gets the stacks.  phases: what this process does. Where a host dies, stops or falls
     behind, every process prints which, writes its stacks, and exits with 75.
