@@ -201,32 +201,27 @@ class _Watch:
         """Publishes one sign of this process."""
         self.beat += 1
         step, phase, since = self.phases.now
-        seconds = time.monotonic() - since
-        values = [socket.gethostname(), os.getpid(), self.beat, step, phase, seconds]
+        values = [socket.gethostname(), os.getpid(), self.beat, step, phase, time.monotonic() - since, self.left]
         if self._beats is not None:
             with contextlib.suppress(OSError):
                 os.write(self._beats, f"{json.dumps([step, phase, self.left])}\n".encode())
         if self.client is not None:
-            self.client.key_value_set(f"{_FOLDER}/signs/{self.process}", json.dumps([*values, self.left]), True)
+            self.client.key_value_set(f"{_FOLDER}/signs/{self.process}", json.dumps(values), True)
 
     def _read(self) -> None:
         """Reads the signs of the others: all of them in process 0, its sign and verdict elsewhere."""
         if self.client is None:
             return
         if self.process == 0:
-            texts = {
-                int(key.rpartition("/")[2]): text for key, text in self.client.key_value_dir_get(f"{_FOLDER}/signs/")
-            }
+            found = self.client.key_value_dir_get(f"{_FOLDER}/signs/")
+            texts = {int(key.rpartition("/")[2]): text for key, text in found}
         else:
             texts = {0: self.client.key_value_try_get(f"{_FOLDER}/signs/0")}
         now = time.monotonic()
         for process, text in texts.items():
             name, pid, beat, step, phase, seconds, left = json.loads(text)
-            sign = Sign(process, name, pid, beat, step, phase, seconds, now, left)
-            if process not in self.signs or (self.signs[process].beat, self.signs[process].left) != (
-                sign.beat,
-                sign.left,
-            ):
+            sign, last = Sign(process, name, pid, beat, step, phase, seconds, now, left), self.signs.get(process)
+            if last is None or (last.beat, last.left) != (sign.beat, sign.left):
                 self.signs[process] = sign
         if self.process:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # there is none
@@ -237,7 +232,7 @@ class _Watch:
         while not self.stopped.wait(self.period / 2):
             now = time.monotonic()
             if now - last > self.limits.silence / 2:
-                # This process was itself stopped, and knows nothing of the others yet.
+                # This process was itself stopped, and has not heard of the others yet.
                 self.signs = {process: dataclasses.replace(s, at=now) for process, s in self.signs.items()}
             last = now
             others = {process: sign for process, sign in self.signs.items() if process != self.process}
@@ -252,8 +247,8 @@ class _Watch:
         """Says what was found, writes the stacks, and exits."""
         if not _silence.acquire(blocking=False):
             time.sleep(60)  # another thread is leaving
-        if self.process == 0 and self.client is not None:
-            sender = threading.Thread(target=self._tell, args=(found,), daemon=True)
+        sender = threading.Thread(target=self._tell, args=(found,), daemon=True)
+        if tells := self.process == 0 and self.client is not None:
             sender.start()
         file = self._stacks()
         steps = _soon(lambda: committed_steps(self.out / "checkpoints"))
@@ -268,7 +263,7 @@ class _Watch:
             + (f"; stacks of this process: {file}" if file else ""),
         )
         _write(f"error: {error}\n")
-        if self.process == 0 and self.client is not None:
+        if tells:
             sender.join(_GRACE)
             time.sleep(min(_GRACE, 2.5 * self.period))  # in which the others read it
         os._exit(HostError.exit_code)
