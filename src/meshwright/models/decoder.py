@@ -175,6 +175,12 @@ class DecoderModel(Model):
         """The decoder that the fields describe."""
         return self.build()
 
+    def repeat(self, *kinds: Block, **fields: Any) -> Decoder:
+        """Returns a decoder whose layers repeat `kinds`. fields: of `Decoder`."""
+        layers = tuple(kinds[i % len(kinds)] for i in range(self.layers))
+        tied = getattr(self, "embedding", "untied") == "tied"
+        return Decoder(self.width, layers, kinds[0].norm, **{"period": len(kinds), "tied": tied, **fields})
+
     @property
     def out_std(self) -> float:
         """Initial standard deviation of projections into the residual stream (GPT-2: 0.02 / sqrt(2 L))."""
@@ -275,11 +281,6 @@ class DecoderModel(Model):
             "yarn": None,
             "query_scale": None,
         }
-
-
-def rows_of(kinds: tuple[Block, ...], layers: int) -> tuple[Block, ...]:
-    """Returns the kind of each of `layers` layers, of which `kinds` repeat."""
-    return tuple(kinds[i % len(kinds)] for i in range(layers))
 
 
 def head_size_of(c: Any) -> int:

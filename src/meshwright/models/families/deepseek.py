@@ -70,11 +70,10 @@ class Deepseek(DenseLayersFirst):
             raise ConfigError(
                 f"a rotary key of {self.qk_rope_head_dim} features", "they rotate in pairs", "an even qk_rope_head_dim"
             )
-        norm = Norm("rms", self.norm_epsilon)
         latent = LatentSpec(self.q_lora_rank, self.kv_lora_rank, self.qk_rope_head_dim, self.v_head_dim)
         rotary = Rotary(self.qk_rope_head_dim, self.rope_theta, self.yarn, pairs="neighbours")
         attention = LatentAttention(self.width, self.heads, self.qk_nope_head_dim, latent, rotary, self.out_std)
-        return Decoder(self.width, self.blocks(attention, norm=norm), norm, tied=self.embedding == "tied")
+        return self.dense_then_experts(attention, Norm("rms", self.norm_epsilon))
 
     @property
     def _further(self) -> Block:

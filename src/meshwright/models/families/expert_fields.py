@@ -10,7 +10,8 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.experts import ExchangeType, Experts, Routing
 from meshwright.models.blocks.feed_forward import FeedForward
-from meshwright.models.decoder import Block, DecoderModel, Kind
+from meshwright.models.blocks.layers import Norm
+from meshwright.models.decoder import Block, Decoder, DecoderModel, Kind
 from meshwright.models.families.fields import TiedOrNot
 from meshwright.models.model import Aux, Metrics
 from meshwright.sharding.params import Tree
@@ -44,31 +45,26 @@ class RoutedExperts(DecoderModel):
         }
 
     def layer_metrics(self, aux: dict[str, Aux], sequences: int) -> Metrics:
-        """Returns the routing metrics of a step, averaged over the layers with experts."""
+        """Returns the routing metrics of a step, averaged over the layers with experts.
+
+        The expert balance is one where all experts have equal load; the largest load is that of the busiest expert of a
+        layer over the mean.
+        """
         sums = [aux[stack] for stack in self.decoder.stacks if "load" in aux.get(stack, {})]
         if not sums:
             return {}
-        layers = sum("experts" in block.feed_forward.facts() for block in self.decoder.layers)
         both = sums[0] if len(sums) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *sums)
-        return routing_metrics(both, layers, sequences)
-
-
-def routing_metrics(sums: Aux, expert_layers: int, sequences: int) -> Metrics:
-    """Returns the routing metrics of a step, averaged over the layers with experts.
-
-    sums: aux of those layers, summed over the batch of `sequences`, [L, ...]. The expert balance is one where all
-    experts have equal load; the largest load is that of the busiest expert of a layer over the mean.
-    """
-    layers, load_LE = jnp.float32(expert_layers), sums["load"]
-    metrics = {
-        "expert balance": (sums["balance"].sum() / sequences, layers),
-        "router z": (sums["router z"].sum() / sequences, layers),
-        "largest expert load": ((load_LE.max(-1) / load_LE.mean(-1)).sum(), layers),
-        "smallest expert load": ((load_LE.min(-1) / load_LE.mean(-1)).sum(), layers),
-    }
-    if "dropped" in sums:
-        metrics["choices dropped"] = (sums["dropped"].sum(), load_LE.sum())
-    return metrics
+        layers = jnp.float32(sum("experts" in block.feed_forward.facts() for block in self.decoder.layers))
+        load_LE = both["load"]
+        metrics = {
+            "expert balance": (both["balance"].sum() / sequences, layers),
+            "router z": (both["router z"].sum() / sequences, layers),
+            "largest expert load": ((load_LE.max(-1) / load_LE.mean(-1)).sum(), layers),
+            "smallest expert load": ((load_LE.min(-1) / load_LE.mean(-1)).sum(), layers),
+        }
+        if "dropped" in both:
+            metrics["choices dropped"] = (both["dropped"].sum(), load_LE.sum())
+        return metrics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,15 +110,7 @@ class ChoiceOfExperts(RoutedExperts):
 
     def routed(self, **changes: Any) -> Experts:
         """Returns the experts of the fields. changes: of the fields of `Experts`."""
-        routing = Routing(
-            self.experts,
-            self.experts_per_token,
-            self.router_score,
-            self.normalize_top_k,
-            self.routed_scaling,
-            self.expert_groups,
-            self.topk_groups,
-        )
+        routing = Routing(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Routing)})
         return Experts(self.width, routing, self.expert_mlp, self.out_std, **{**self.expert_fields(), **changes})
 
     def post_update(self, params: Tree, aux: dict[str, Aux]) -> Tree:
@@ -152,17 +140,18 @@ class DenseLayersFirst(ChoiceOfExperts, TiedOrNot):
     dense_layers: int = 0
     """Leading layers without experts (DeepSeek)."""
 
-    def blocks(self, attention: Kind, **norms: Any) -> tuple[Block, ...]:
-        """Returns the kind of every layer. norms: the norms' fields of `Block`."""
+    def dense_then_experts(self, attention: Kind, norm: Norm, **place: Any) -> Decoder:
+        """Returns the dense layers, then the layers with experts. place: that of the norm, as in `Block`."""
         if self.dense_layers >= self.layers:
             raise ConfigError(
                 f"{self.dense_layers} dense layers of {self.layers}",
                 "at least one layer has experts",
                 f"--model.dense-layers {max(self.layers - 1, 0)}",
             )
-        dense = Block("dense_blocks", attention, FeedForward(self.width, self.mlp, self.out_std), **norms)
-        experts = Block("blocks", attention, self.routed(shared=self.shared_experts * self.expert_mlp), **norms)
-        return (dense,) * self.dense_layers + (experts,) * (self.layers - self.dense_layers)
+        dense = Block("dense_blocks", attention, FeedForward(self.width, self.mlp, self.out_std), norm, **place)
+        experts = Block("blocks", attention, self.routed(shared=self.shared_experts * self.expert_mlp), norm, **place)
+        layers = (dense,) * self.dense_layers + (experts,) * (self.layers - self.dense_layers)
+        return Decoder(self.width, layers, norm, tied=self.embedding == "tied")
 
     def features(self) -> set[str]:
         """Returns the features that `runs.checks` lists."""

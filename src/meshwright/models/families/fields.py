@@ -8,7 +8,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.blocks.attention import Attention
 from meshwright.models.blocks.layers import Norm
 from meshwright.models.blocks.rotary import RopeScaling, Rotary, Yarn
-from meshwright.models.decoder import DecoderModel, head_size_of
+from meshwright.models.decoder import Block, DecoderModel, head_size_of
 
 LEARNED = Literal["none", "learned"]
 
@@ -122,12 +122,17 @@ class Projections(GroupedQuery):
         return super().attention(**{**made, **changes})
 
 
-def check_local_layers(c: Any, least: int = 0) -> None:
-    """Raises ConfigError for a pattern of local and global layers that attends to nothing. least: local layers."""
+def local_and_global(c: Any, block: Block, local: Attention, least: int = 0) -> list[Block]:
+    """Returns `c.local_layers` layers with the attention `local`, then `block`.
+
+    least: local layers that the family has at least. Raises ConfigError for fewer, or for an empty window.
+    """
     if c.local_layers < least or c.sliding_window < 1:
         kind = type(c)
+        other = ", or the family llama for layers of one kind" if least else ""
         raise ConfigError(
             f"{c.local_layers} local layers with a window of {c.sliding_window}",
             f"there are {least or 'none'} or more, and a token attends to itself at least",
-            f"--model.local-layers {kind.local_layers} --model.sliding-window {kind.sliding_window}",
+            f"--model.local-layers {kind.local_layers} --model.sliding-window {kind.sliding_window}{other}",
         )
+    return [dataclasses.replace(block, attention=local)] * c.local_layers + [block]

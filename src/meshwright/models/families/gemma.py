@@ -17,8 +17,8 @@ from typing import Any
 from meshwright.models.blocks.attention import Attention
 from meshwright.models.blocks.feed_forward import FeedForward
 from meshwright.models.blocks.layers import Norm
-from meshwright.models.decoder import Block, Decoder, head_size_of, rows_of
-from meshwright.models.families.fields import GroupedQuery, check_local_layers
+from meshwright.models.decoder import Block, Decoder, head_size_of
+from meshwright.models.families.fields import GroupedQuery, local_and_global
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,22 +55,9 @@ class Gemma(GroupedQuery):
 
     def alternate(self, local: Attention, last: Attention, logit_softcap: float | None = None) -> Decoder:
         """Returns local and global layers by turns. local, last: their attention."""
-        check_local_layers(self)
-        feed_forward = FeedForward(self.width, self.mlp, self.out_std, "geglu")
-        kinds = tuple(
-            Block("blocks", attention, feed_forward, self.norm, "both")
-            for attention in (*[local] * self.local_layers, last)
-        )
-        layers, factor = rows_of(kinds, self.layers), self.width**0.5
-        return Decoder(
-            self.width,
-            layers,
-            self.norm,
-            len(kinds),
-            tied=True,
-            embedding_factor=factor,
-            logit_softcap=logit_softcap,
-        )
+        block = Block("blocks", last, FeedForward(self.width, self.mlp, self.out_std, "geglu"), self.norm, "both")
+        kinds = local_and_global(self, block, local)
+        return self.repeat(*kinds, tied=True, embedding_factor=self.width**0.5, logit_softcap=logit_softcap)
 
 
 @dataclasses.dataclass(frozen=True)

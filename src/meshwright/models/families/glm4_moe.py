@@ -39,6 +39,4 @@ class Glm4Moe(DenseLayersFirst, PartialRotary):
     def build(self) -> Decoder:
         """Returns the dense layers, then the layers with experts."""
         norm = None if self.qk_norm == "none" else Norm("rms", self.norm_epsilon)
-        attention = self.attention(qkv_bias=self.qkv_bias == "learned", qk_norm=norm)
-        blocks = self.blocks(attention, norm=self.norm)
-        return Decoder(self.width, blocks, self.norm, tied=self.embedding == "tied")
+        return self.dense_then_experts(self.attention(qkv_bias=self.qkv_bias == "learned", qk_norm=norm), self.norm)

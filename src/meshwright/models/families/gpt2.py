@@ -38,5 +38,4 @@ class Gpt2(DecoderModel):
         attention = Attention(D, N, None, head_size_of(self), self.out_std, qkv_bias=bias, out_bias=bias)
         feed_forward = FeedForward(D, 4 * D, self.out_std, "gelu", bias=bias)
         norm = Norm("layer", self.norm_epsilon, bias)
-        layers = (Block("blocks", attention, feed_forward, norm),) * self.layers
-        return Decoder(D, layers, norm, tied=True, positions=self.positions)
+        return self.repeat(Block("blocks", attention, feed_forward, norm), tied=True, positions=self.positions)

@@ -13,9 +13,9 @@ import dataclasses
 
 from meshwright.models.blocks.experts import Experts, Routing
 from meshwright.models.blocks.rotary import Yarn
-from meshwright.models.decoder import Block, Decoder, rows_of
+from meshwright.models.decoder import Block, Decoder
 from meshwright.models.families.expert_fields import RoutedExperts
-from meshwright.models.families.fields import GroupedQuery, check_local_layers
+from meshwright.models.families.fields import GroupedQuery, local_and_global
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,6 @@ class GptOss(RoutedExperts, GroupedQuery):
 
     def build(self) -> Decoder:
         """Returns local and global layers by turns, each with experts."""
-        check_local_layers(self)
         last = self.attention(qkv_bias=True, out_bias=True, sinks=True, rotary=self.rotary(scaling=self.rope_scaling))
         local = dataclasses.replace(last, window=self.sliding_window)
         experts = Experts(
@@ -60,7 +59,4 @@ class GptOss(RoutedExperts, GroupedQuery):
             clamp=(self.swiglu_alpha, self.swiglu_limit),
             **self.expert_fields(),
         )
-        kinds = tuple(
-            Block("blocks", attention, experts, self.norm) for attention in (*[local] * self.local_layers, last)
-        )
-        return Decoder(self.width, rows_of(kinds, self.layers), self.norm, len(kinds))
+        return self.repeat(*local_and_global(self, Block("blocks", last, experts, self.norm), local))

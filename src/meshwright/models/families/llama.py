@@ -32,4 +32,4 @@ class Llama(Projections, ScaledRotary, TiedOrNot):
         """Returns layers of one kind."""
         feed_forward = FeedForward(self.width, self.mlp, self.out_std, bias=self.mlp_bias == "learned")
         block = Block("blocks", self.attention(), feed_forward, self.norm, self.norm_place)
-        return Decoder(self.width, (block,) * self.layers, self.norm, tied=self.embedding == "tied")
+        return self.repeat(block)

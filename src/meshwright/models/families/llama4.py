@@ -14,7 +14,7 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.experts import Experts, Routing
 from meshwright.models.blocks.feed_forward import FeedForward
-from meshwright.models.decoder import Block, Decoder, rows_of
+from meshwright.models.decoder import Block, Decoder
 from meshwright.models.families.expert_fields import RoutedExperts
 from meshwright.models.families.fields import ScaledRotary, TiedOrNot
 
@@ -74,8 +74,7 @@ class Llama4(RoutedExperts, ScaledRotary, TiedOrNot):
                 return Block("dense_blocks", attention, dense, self.norm)
             return Block("blocks", attention, experts, self.norm)
 
-        layers = rows_of(tuple(kind(place) for place in range(1, period + 1)), self.layers)
-        return Decoder(self.width, layers, self.norm, period, tied=self.embedding == "tied")
+        return self.repeat(*(kind(place) for place in range(1, period + 1)))
 
     def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:
         """Returns fields of `shrunk`, with periods of two layers."""

@@ -30,5 +30,4 @@ class Mixtral(DenseLayersFirst, Projections, ScaledRotary):
 
     def build(self) -> Decoder:
         """Returns the dense layers, then the layers with experts."""
-        blocks = self.blocks(self.attention(), norm=self.norm, norm_place=self.norm_place)
-        return Decoder(self.width, blocks, self.norm, tied=self.embedding == "tied")
+        return self.dense_then_experts(self.attention(), self.norm, norm_place=self.norm_place)

@@ -7,11 +7,10 @@ YaRN, where there is one, scales the rotary frequencies of the global layers onl
 import dataclasses
 from typing import Literal
 
-from meshwright.errors import ConfigError
 from meshwright.models.blocks.feed_forward import FeedForward
 from meshwright.models.blocks.rotary import Yarn
-from meshwright.models.decoder import Block, Decoder, rows_of
-from meshwright.models.families.fields import LEARNED, Projections, TiedOrNot
+from meshwright.models.decoder import Block, Decoder
+from meshwright.models.families.fields import LEARNED, Projections, TiedOrNot, local_and_global
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,18 +44,7 @@ class Olmo3(Projections, TiedOrNot):
 
     def build(self) -> Decoder:
         """Returns local and global layers by turns."""
-        if self.local_layers < 1 or self.sliding_window < 1:
-            raise ConfigError(
-                f"{self.local_layers} local layers with a window of {self.sliding_window}",
-                "OLMo 3 has local layers, and a token attends to itself at least",
-                "--model.local-layers 3 --model.sliding-window 4096, or the family llama for layers of one kind",
-            )
-        local = self.attention()
         last = self.attention(window=None, rotary=self.rotary(scaling=self.yarn))
         feed_forward = FeedForward(self.width, self.mlp, self.out_std, bias=self.mlp_bias == "learned")
-        kinds = tuple(
-            Block("blocks", attention, feed_forward, self.norm, self.norm_place)
-            for attention in (*[local] * self.local_layers, last)
-        )
-        layers = rows_of(kinds, self.layers)
-        return Decoder(self.width, layers, self.norm, len(kinds), tied=self.embedding == "tied")
+        block = Block("blocks", last, feed_forward, self.norm, self.norm_place)
+        return self.repeat(*local_and_global(self, block, self.attention(), least=1))

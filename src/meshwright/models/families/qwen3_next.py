@@ -18,7 +18,7 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.delta_net import DeltaNet
 from meshwright.models.blocks.layers import Norm
-from meshwright.models.decoder import Block, Decoder, rows_of
+from meshwright.models.decoder import Block, Decoder
 from meshwright.models.families.expert_fields import ChoiceOfExperts
 from meshwright.models.families.fields import PartialRotary, TiedOrNot
 from meshwright.models.model import DeltaSpec
@@ -69,12 +69,9 @@ class Qwen3Next(ChoiceOfExperts, PartialRotary, TiedOrNot):
         experts = self.routed(shared=self.shared_mlp, shared_gate=True)
         linear = DeltaNet(self.width, self.delta, self.norm_epsilon, self.out_std)
         full = self.attention(qk_norm=self.norm, gated=True)
-        kinds = (
-            *[Block("linear_blocks", linear, experts, self.norm)] * (self.full_attention_interval - 1),
-            Block("blocks", full, experts, self.norm),
-        )
-        layers = rows_of(kinds, self.layers)
-        return Decoder(self.width, layers, self.norm, len(kinds), tied=self.embedding == "tied")
+        linear_block = Block("linear_blocks", linear, experts, self.norm)
+        full_block = Block("blocks", full, experts, self.norm)
+        return self.repeat(*[linear_block] * (self.full_attention_interval - 1), full_block)
 
     def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:
         """Returns fields of `shrunk`, with periods of two layers."""

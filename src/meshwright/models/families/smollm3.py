@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
-from meshwright.models.decoder import Decoder, rows_of
+from meshwright.models.decoder import Decoder
 from meshwright.models.families.llama import Llama
 
 
@@ -36,11 +36,9 @@ class SmolLM3(Llama):
                 "one of so many layers is the last",
                 "--model.no-rope-interval 4",
             )
-        decoder = super().build()
-        rotary = decoder.layers[0]
+        rotary = super().build().layers[0]
         last = dataclasses.replace(rotary, attention=self.attention(rotary=None))
-        kinds = (*[rotary] * (self.no_rope_interval - 1), last)
-        return dataclasses.replace(decoder, layers=rows_of(kinds, self.layers), period=len(kinds))
+        return self.repeat(*[rotary] * (self.no_rope_interval - 1), last)
 
     def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:
         """Returns fields of `shrunk`, with periods of two layers."""
