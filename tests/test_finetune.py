@@ -38,8 +38,7 @@ from meshwright.data.tokens import TokenFile
 from meshwright.fine_tuning import FineTune
 from meshwright.hardware.machine import Machine
 from meshwright.hugging_face.peft_files import CONFIG, WEIGHTS
-from meshwright.models.adapters import ADAPTERS
-from meshwright.models.base_weights import BLOCK, NF4, dequantise, quantise
+from meshwright.models.adapters import ADAPTERS, BLOCK, NF4, dequantise, quantise
 from meshwright.planner.memory_model import memory_by_category
 from meshwright.planner.work import work_of
 from meshwright.runs.placed_run import place_run

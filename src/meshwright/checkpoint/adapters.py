@@ -11,8 +11,7 @@ import jax.numpy as jnp
 
 from meshwright.fine_tuning import FineTune
 from meshwright.hugging_face.peft_files import read_adapter
-from meshwright.models.adapters import ADAPTERS, merged
-from meshwright.models.base_weights import quantise
+from meshwright.models.adapters import ADAPTERS, merged, quantise
 from meshwright.sharding.params import (
     Param,
     Tree,

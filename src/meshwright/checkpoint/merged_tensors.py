@@ -8,8 +8,7 @@ import numpy as np
 
 from meshwright.checkpoint.blocks import Index, StoredTensors
 from meshwright.hugging_face.peft_files import Pair
-from meshwright.models.adapters import ADAPTERS, targets_of
-from meshwright.models.base_weights import dequantise
+from meshwright.models.adapters import ADAPTERS, dequantise, targets_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ at its first block. Devices of `context` combine their parts by log-sum-exp.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,9 +30,8 @@ from meshwright.comm.collectives import all_gather, all_reduce, all_reduce_max, 
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.context import CONTEXT
-from meshwright.models.blocks.delta_net import Carried, DeltaInputs, delta_net
 from meshwright.models.kernels.scores import Scores, cap
-from meshwright.models.model import AttentionSpec, ModelSpec
+from meshwright.models.model import AttentionSpec, Carried, ModelSpec
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.placement import Placement, local_shape, replicates_kv_heads, to_spec
 
@@ -196,7 +196,7 @@ class CachedAttend:
         """Returns the attention output of latents [1, tokens, N, kv_rank], for `ForwardContext.attend_latent`."""
         return self._attend(q_BTNZ, cached_BTZ[:, :, None], None, None, None, kv_rank)
 
-    def delta(self, x: DeltaInputs, taps_NFW: jax.Array, /) -> jax.Array:
+    def delta(self, delta_net: Callable[..., tuple[jax.Array, Carried]], x: Any, /) -> jax.Array:
         """Returns the output of linear attention [1, tokens, N, G, H], for `ForwardContext.attend_delta`.
 
         A text's first token begins with an empty state, and so does padding.
@@ -206,7 +206,7 @@ class CachedAttend:
         with jax.named_scope("cache"):
             carried = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, row, 0, keepdims=False), cache)
             inputs = jax.tree.map(self._by_sequence, x)
-            out, carried = delta_net(inputs, taps_NFW, self._slots.positions_BT, carried)
+            out, carried = delta_net(inputs, positions_BT=self._slots.positions_BT, carried=carried)
             self._cache = jax.tree.map(lambda a, new: lax.dynamic_update_index_in_dim(a, new, row, 0), cache, carried)
         flat = _flat(out, x.q.shape[1] * lax.axis_size(CONTEXT))
         return local_shard(flat, CONTEXT, 0)[None]

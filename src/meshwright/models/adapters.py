@@ -1,29 +1,154 @@
 """LoRA: low-rank adapters beside frozen matrices, which may be quantised (arXiv:2106.09685, QLoRA: arXiv:2305.14314).
 
-An adapter of a weight W `[in..., out...]` is two parameters, A `[in..., r]` and B `[r, out...]`, which lie in the stack
-beside it (`blocks.adapters.query.a`). They have the letters of W's dimensions, so every layout places them: with
-`tensor`, a column-parallel matrix has B split as its own columns are, a row-parallel one has A split as its rows are.
-The product is computed at the projection, `x W + (alpha / r) (x A) B`, inside the function that Megatron's pair of
-collectives surrounds: it is summed with that of W, and nothing more is sent for it. Merging `W + (alpha / r) A B` in
-every layer instead would cost a matrix of W's size and 2 r n FLOPs for n elements, at each gather.
+An adapter of a weight W `[in..., out...]` is two parameters, A `[in..., r]` and B `[r, out...]`, in the same stack
+(`blocks.adapters.query.a`). They have the letters of W's dimensions, so every layout places them: with `tensor`, B of a
+column-parallel matrix is split as its columns are, A of a row-parallel one as its rows are. The product is computed at
+the projection, `x W + (alpha / r) (x A) B`, inside the function that Megatron's pair of collectives surrounds: it is
+summed with that of W, and nothing more is sent for it. Merging `W + (alpha / r) A B` in every layer instead would cost
+a matrix of W's size and 2 r n FLOPs for n elements, at each gather.
 
 No family knows of adapters. A gathered weight that has one is an object that multiplies itself (blocks/layers.py).
+
+Frozen matrices may be kept as int8 with a scale per column, or as NF4 in blocks of 64. NF4 (QLoRA, appendix E) has 16
+values, quantiles of a normal distribution; a block of 64 elements along one dimension shares its largest magnitude, a
+float32: 4.5 bits per element. Two codes share a byte. Weights are gathered as they are kept and dequantised in the
+layer that uses them: one layer is in the compute dtype at a time. They have no gradient. The blocks are along the model
+width where 64 divides it, a dimension that no axis splits in use: they do not depend on the mesh, nor do the numbers.
 """
 
 import dataclasses
 import fnmatch
 import functools
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from meshwright.errors import ConfigError, nearest
 from meshwright.fine_tuning import FineTune
-from meshwright.models.base_weights import dequantise, quantised_params
 from meshwright.models.blocks.layers import linear
 from meshwright.sharding.params import LOW_PRECISION_ROLES, GatherParams, Param, Stored, Tree, is_param, tree_map
+
+BLOCK = 64
+"""Elements that share a scale in NF4."""
+NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+"""Values of the codes, ascending (appendix E)."""
+
+Quantised = Literal["int8", "nf4"]
+
+
+def is_quantised(p: Param) -> bool:
+    """Whether a quantised base has a parameter in few bits: every matrix of a layer but its router."""
+    return p.role not in (None, "router", "adapter") and "L" in p.dims
+
+
+def quantised_params(params: Tree, base: Quantised) -> Tree:
+    """Returns descriptions in which each matrix of a layer is two arrays: `values` or `codes`, and `scales`.
+
+    Raises ConfigError for a matrix of which no dimension is a multiple of a block.
+    """
+
+    def describe(path: str, p: Any) -> Any:
+        if isinstance(p, dict):
+            return {name: describe(f"{path}.{name}", inner) for name, inner in p.items()}
+        if not is_param(p) or not is_quantised(p):
+            return p
+        return _int8(p) if base == "int8" else _nf4(path, p)
+
+    return {name: describe(name, tree) for name, tree in params.items()}
+
+
+def _int8(p: Param) -> dict[str, Param]:
+    inner = _contracted(p)
+    shape = tuple(1 if i in inner else n for i, n in enumerate(p.shape))
+    dims = "".join("Q" if i in inner else letter for i, letter in enumerate(p.dims))
+    return {"values": dataclasses.replace(p, stored="int8"), "scales": _scales(p, shape, dims)}
+
+
+def _nf4(path: str, p: Param) -> dict[str, Param]:
+    dim = block_dim(path, p)
+    codes, scales = ((*p.shape[:dim], p.shape[dim] // size, *p.shape[dim + 1 :]) for size in (2, BLOCK))
+    return {
+        "codes": dataclasses.replace(p, shape=codes, stored="uint8", packed=dim),
+        "scales": _scales(p, scales, p.dims),
+    }
+
+
+def _scales(p: Param, shape: tuple[int, ...], dims: str) -> Param:
+    return dataclasses.replace(
+        p, shape=shape, dims=dims, init="ones", role=None, stored="float32", precision="float32", contract=1
+    )
+
+
+def block_dim(path: str, p: Param) -> int:
+    """Returns the dimension along which the blocks of a matrix lie. Raises ConfigError where 64 divides none."""
+    dims = [i for i, letter in enumerate(p.dims) if letter not in "LE" and p.shape[i] % BLOCK == 0]
+    if not dims:
+        sizes = ", ".join(f"{letter}={n}" for letter, n in zip(p.dims, p.shape, strict=True) if letter not in "LE")
+        raise ConfigError(
+            f"{path} in NF4",
+            f"{BLOCK} elements of a dimension share a scale, and {BLOCK} divides none of {sizes}",
+            "--finetune.base int8, or compute",
+        )
+    return min(dims, key=lambda i: (p.dims[i] != "D", -p.shape[i]))
+
+
+def _contracted(p: Param) -> tuple[int, ...]:
+    """Dimensions that the matmul contracts: the first ones after layers and experts."""
+    lead = p.dims.count("L") + p.dims.count("E")
+    return tuple(range(lead, lead + p.contract))
+
+
+def quantise(path: str, p: Param, w: jax.Array, base: Quantised) -> dict[str, jax.Array]:
+    """Returns a matrix [L, ...] as `quantised_params` describes it. p: its description before that."""
+    w = w.astype(jnp.float32)
+    if base == "int8":
+        scales = jnp.maximum(jnp.abs(w).max(_contracted(p), keepdims=True), 1e-30) / 127.0
+        return {"values": jnp.round(w / scales).astype(jnp.int8), "scales": scales}
+    dim = block_dim(path, p)
+    blocks = w.reshape(*w.shape[:dim], -1, BLOCK, *w.shape[dim + 1 :])
+    scales = jnp.abs(blocks).max(dim + 1, keepdims=True)
+    # The nearest value: boundaries are half way between two.
+    values = np.array(NF4, np.float32)
+    boundaries = jnp.asarray((values[1:] + values[:-1]) / 2)
+    codes = jnp.searchsorted(boundaries, blocks / jnp.maximum(scales, 1e-30)).astype(jnp.uint8)
+    pairs = codes.reshape(*w.shape[:dim], -1, 2, *w.shape[dim + 1 :])
+    first, second = (jax.lax.index_in_dim(pairs, i, dim + 1, keepdims=False) for i in (0, 1))
+    return {"codes": first << 4 | second, "scales": scales.squeeze(dim + 1)}
+
+
+def dequantise(w: Any, dtype: Any) -> Any:
+    """Returns a weight in `dtype`, of a layer or of all; what is not quantised is returned as it is."""
+    if isinstance(w, dict) and "codes" in w:
+        codes, scales = w["codes"], w["scales"]
+        dim = next(i for i, (n, m) in enumerate(zip(codes.shape, scales.shape, strict=True)) if n != m)
+        pairs = jnp.stack([codes >> 4, codes & 15], dim + 1)
+        blocks = pairs.reshape(*codes.shape[:dim], -1, BLOCK, *codes.shape[dim + 1 :])
+        values = jnp.asarray(NF4, jnp.float32)[blocks.astype(jnp.int32)] * jnp.expand_dims(scales, dim + 1)
+        return values.reshape(*codes.shape[:dim], -1, *codes.shape[dim + 1 :]).astype(dtype)
+    if isinstance(w, dict) and "values" in w:
+        return (w["values"].astype(jnp.float32) * w["scales"]).astype(dtype)
+    return w
+
 
 ADAPTERS = "adapters"
 """Subtree of a stack with the adapters of its weights."""

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,8 +73,8 @@ class ForwardContext:
     """Attention of each piece of the batch, for `attend_row_parallel`; () for no pieces."""
     attend_latent: Callable[[jax.Array, jax.Array, int], jax.Array] | None = None
     """In decoding: `(q [B, T, N, Z], new latents [B, T, Z], kv_rank) -> [B, T, N, kv_rank]`, to cached latents."""
-    attend_delta: Callable[[Any, jax.Array], jax.Array] | None = None
-    """In decoding: `(DeltaInputs, taps) -> [B, T, N, G, H]`, linear attention from its cached states."""
+    attend_delta: Callable[[Callable[..., Any], Any], jax.Array] | None = None
+    """In decoding: `(delta_net, DeltaInputs) -> [B, T, N, G, H]`, linear attention from its cached states."""
 
     def column_parallel(self, f: TokenFunction, x_BTD: jax.Array, weights: Any) -> Any:
         """Returns `f(x, weights)` for the complete sequence, gathered over `tensor`: column-parallel matmuls.
@@ -250,6 +250,15 @@ class DeltaSpec:
         C = chunk_of(seq)
         matrices, rows = 9 * C, 6 * (self.key_size + self.value_size)
         return 4.0 * (self.heads * self.groups * (matrices + rows) + 2 * self.state / C)
+
+
+class Carried(NamedTuple):
+    """Input that linear attention's later tokens need of those before them, of one size after any number of tokens."""
+
+    inputs: Any
+    """Inputs of the convolution of the last W - 1 tokens, [N, B, W - 1, channels], float32."""
+    states: Any
+    """[N, B, G, key size, value size], float32."""
 
 
 def chunk_of(tokens: int) -> int:

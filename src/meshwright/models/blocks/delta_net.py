@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.models.blocks.attention import Angles, Mix
 from meshwright.models.blocks.layers import linear, linears, rms_norm
-from meshwright.models.model import DeltaSpec, ForwardContext, chunk_of
+from meshwright.models.model import Carried, DeltaSpec, ForwardContext, chunk_of
 from meshwright.models.remat import ATTN_OUT, QKV
 from meshwright.sharding.params import Param
 
@@ -45,17 +45,6 @@ class DeltaInputs:
     """Log decay of each state, at most 0: float32 [B, T, N, G]."""
     rate: Any
     """How much of a token's correction is written, in (0, 1): float32 [B, T, N, G]."""
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["inputs", "states"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
-class Carried:
-    """Everything that later tokens need of those before them, of the same size after any number of tokens."""
-
-    inputs: Any
-    """Inputs of the convolution of the last W - 1 tokens, [N, B, W - 1, channels], float32."""
-    states: Any
-    """[N, B, G, key size, value size], float32."""
 
 
 def delta_net(
@@ -239,8 +228,9 @@ class DeltaNet:
             values = w["value_taps"]
             flat = values.reshape(values.shape[0], -1, values.shape[-1])
             taps_NFW = jnp.concatenate([w["query_taps"], w["key_taps"], flat], 1)
-            attend = ctx.attend_delta or (lambda x, taps_NFW: delta_net(x, taps_NFW, ctx.tokens.positions)[0])
-            out_BTNGH = rms_norm(checkpoint_name(attend(x, taps_NFW), ATTN_OUT), w["value_norm"], self.epsilon)
+            delta = functools.partial(delta_net, taps_NFW=taps_NFW)
+            attend = ctx.attend_delta or (lambda delta, x: delta(x, positions_BT=ctx.tokens.positions)[0])
+            out_BTNGH = rms_norm(checkpoint_name(attend(delta, x), ATTN_OUT), w["value_norm"], self.epsilon)
             out_BTNGH *= jax.nn.silu(gate_BTNGH.astype(jnp.float32)).astype(out_BTNGH.dtype)
             return ctx.row_parallel(functools.partial(linear, contract=3), out_BTNGH, w["attention_out"])
 
