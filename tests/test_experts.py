@@ -21,10 +21,10 @@ from meshwright.models.blocks.experts import (
     capacity_moe,
     dropless_moe,
     expert_capacity,
+    round_rows,
     route,
     router_losses,
 )
-from meshwright.models.blocks.fp8_rows import round_rows
 from meshwright.models.flops import FORMULAS, forward_flops, layer_flops
 from meshwright.runs.recipe import find_recipe
 from meshwright.sharding.params import count_params

@@ -28,7 +28,7 @@ import numpy as np
 
 from meshwright.errors import ConfigError, nearest
 from meshwright.fine_tuning import FineTune
-from meshwright.models.blocks.layers import linear
+from meshwright.models.blocks.layers import SelfMultiplying, linear
 from meshwright.sharding.params import LOW_PRECISION_ROLES, GatherParams, Param, Stored, Tree, is_param, tree_map
 
 BLOCK = 64
@@ -156,7 +156,7 @@ ADAPTERS = "adapters"
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["scale"])
 @dataclasses.dataclass(frozen=True)
-class AdaptedWeight:
+class AdaptedWeight(SelfMultiplying):
     """Gathered weight of one layer with its adapter; multiplies itself."""
 
     base: Any
@@ -167,28 +167,18 @@ class AdaptedWeight:
     """B [r, out...]."""
     scale: float
 
+    option = "--finetune.targets"
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the weight."""
         shape: tuple[int, ...] = self.base.shape
         return shape
 
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions of the weight."""
-        return len(self.shape)
-
     def linear(self, x: jax.Array, contract: int) -> jax.Array:
         """Returns x W + scale (x A) B, contracting the last `contract` dimensions of x; result in x's dtype."""
         low_BTU = linear(x, self.a, contract=contract)
         return linear(x, self.base, contract=contract) + self.scale * linear(low_BTU, self.b)
-
-    def __jax_array__(self) -> jax.Array:
-        raise ConfigError(
-            "a weight with an adapter used as an array",
-            "its adapter is a product of its own, and only its matmul is defined",
-            "meshwright.models.blocks.layers.linear(x, w), or --finetune.targets without this weight",
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,37 +240,33 @@ def adapter_of(p: Param, rank: int) -> dict[str, Param]:
 
 def targets_of(params: Tree, tuning: FineTune) -> dict[str, list[str]]:
     """Returns the matrices that get an adapter, by stack. Raises ConfigError for a pattern that matches none."""
+    stacks = [(stack, tree) for stack, tree in params.items() if isinstance(tree, dict)]
+    matrices = [(s, n, p) for s, tree in stacks for n, p in tree.items() if is_param(p)]
+    matrices = [(stack, name, p) for stack, name, p in matrices if p.role in LOW_PRECISION_ROLES]
+
+    def matches(pattern: str, stack: str, name: str) -> bool:
+        return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(f"{stack}.{name}", pattern)
+
     found: dict[str, list[str]] = {}
     unused = set(tuning.targets)
-    for stack, tree in params.items():
-        for name, p in (tree if isinstance(tree, dict) else {}).items():
-            if not is_param(p) or p.role not in LOW_PRECISION_ROLES or "E" in p.dims or "L" not in p.dims:
-                continue
-            matching = [t for t in tuning.targets if t == "all" or _matches(t, stack, name)]
+    for stack, name, p in matrices:
+        if "E" not in p.dims and "L" in p.dims:
+            matching = [target for target in tuning.targets if target == "all" or matches(target, stack, name)]
             unused -= set(matching)
             if matching:
                 found.setdefault(stack, []).append(name)
     if unused:
         pattern = min(unused)
-        matrices = sorted({n for n, _ in _matrices(params)})
-        routed = sorted({n for n, p in _matrices(params) if "E" in p.dims and _matches(pattern, "", n)})
+        names = sorted({name for _, name, _ in matrices})
+        routed = sorted({name for _, name, p in matrices if "E" in p.dims and matches(pattern, "", name)})
         raise ConfigError(
             f"--finetune.targets {pattern}",
-            f"{', '.join(routed)} are of routed experts, whose grouped matmul takes whole matrices"
+            f"{', '.join(routed)} are of routed experts, whose grouped matmul takes arrays"
             if routed
-            else f"no matrix of a layer has such a name; they are {', '.join(matrices)}",
-            nearest(pattern, matrices) if not routed else "--finetune.targets all, which leaves them out",
+            else f"no matrix of a layer has such a name; they are {', '.join(names)}",
+            nearest(pattern, names) if not routed else "--finetune.targets all, which leaves them out",
         )
     return found
-
-
-def _matrices(params: Tree) -> list[tuple[str, Param]]:
-    stacks = (tree for tree in params.values() if isinstance(tree, dict))
-    return [(n, p) for tree in stacks for n, p in tree.items() if is_param(p) and p.role in LOW_PRECISION_ROLES]
-
-
-def _matches(pattern: str, stack: str, name: str) -> bool:
-    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(f"{stack}.{name}", pattern)
 
 
 def product(a: jax.Array, b: jax.Array) -> jax.Array:

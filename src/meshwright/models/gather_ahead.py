@@ -112,29 +112,28 @@ class _Scan:
     def _rows(self, *stacked: Tree) -> Any:
         return (jnp.arange(self.length), self.index_L, *stacked)
 
-    def forward(self, x: jax.Array, params: tuple[Tree, Tree]) -> tuple[jax.Array, Any]:
+    def _scan(self, run_layer: Callable[..., Any], x: jax.Array, params: tuple[Tree, Tree]) -> tuple[Any, Any]:
+        """Returns x after all layers, and what `run_layer(x, first, rest, index) -> (x, outputs)` returns of each."""
         first, rest = params
 
         def step(carry: Any, inputs: Any) -> Any:
             (x, weights), (row, index, rest) = carry, inputs
             following = self.gather_first(_layer_of(first, (row + 1) % self.length))
-            x, aux = self.layer(x, weights, self.gather_rest(rest), index)
-            return (x, following), aux
+            x, outputs = run_layer(x, weights, self.gather_rest(rest), index)
+            return (x, following), outputs
 
-        (x, _), aux = lax.scan(step, (x, self.gather_first(_layer_of(first, 0))), self._rows(rest))
-        return x, aux
+        (x, _), outputs = lax.scan(step, (x, self.gather_first(_layer_of(first, 0))), self._rows(rest))
+        return x, outputs
+
+    def forward(self, x: jax.Array, params: tuple[Tree, Tree]) -> tuple[jax.Array, Any]:
+        return self._scan(self.layer, x, params)
 
     def forward_and_saved(self, x: jax.Array, params: tuple[Tree, Tree]) -> tuple[Any, Any]:
-        first, rest = params
+        def run_layer(x: jax.Array, first: Tree, rest: Tree, index: jax.Array) -> Any:
+            (x, aux), vjp = jax.vjp(lambda *args: self.layer(*args, index), x, first, rest)
+            return x, (aux, self._take_residuals(vjp, (first, rest)))
 
-        def step(carry: Any, inputs: Any) -> Any:
-            (x, weights), (row, index, rest) = carry, inputs
-            following = self.gather_first(_layer_of(first, (row + 1) % self.length))
-            given = (weights, self.gather_rest(rest))
-            (x, aux), vjp = jax.vjp(lambda *args: self.layer(*args, index), x, *given)
-            return (x, following), (aux, self._take_residuals(vjp, given))
-
-        (x, _), (aux, saved) = lax.scan(step, (x, self.gather_first(_layer_of(first, 0))), self._rows(rest))
+        x, (aux, saved) = self._scan(run_layer, x, params)
         return (x, aux), (params, saved)
 
     def _take_residuals(self, vjp: Any, weights: Any) -> list[jax.Array]:

@@ -43,7 +43,6 @@ from meshwright.comm.ragged import Exchange, all_to_all_counts, plan_exchange, r
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.context import CONTEXT
 from meshwright.models.blocks.feed_forward import Feed, swiglu
-from meshwright.models.blocks.fp8_rows import exchange_rows, round_rows, row_scales
 from meshwright.models.blocks.layers import linear
 from meshwright.models.model import Aux, ExpertSpec, ForwardContext
 from meshwright.models.remat import FFN_HIDDEN, recomputed
@@ -319,6 +318,70 @@ def _of_rows(bias: jax.Array, rows_E: jax.Array, like: jax.Array) -> jax.Array:
     """Returns the bias [E, F] of the expert of each row of `like`; zeros for the rows of a buffer that are empty."""
     expert = jnp.searchsorted(jnp.cumsum(rows_E), jnp.arange(like.shape[0]), side="right")
     return bias.at[expert].get(mode="fill", fill_value=0).astype(like.dtype)
+
+
+_ROW_FORMAT = jnp.float8_e4m3fn
+_LARGEST_IN_ROW = 448.0
+
+
+@jax.custom_jvp
+def round_rows(x: jax.Array) -> jax.Array:
+    """Returns the rows of x [R, D] rounded to float8 (e4m3) with a scale each; derivatives pass unchanged.
+
+    DeepSeek-V3 sends activations to experts in fp8 and their outputs, like the gradients of both, in bfloat16
+    (arXiv:2412.19437, sections 3.2.2 and 3.3.3). Here every row is rounded before it is sent, also where all experts
+    are on its own device, so that the numbers do not depend on the mesh; sending it then loses nothing.
+    """
+    scale = row_scales(x)
+    return ((x / scale).astype(_ROW_FORMAT).astype(jnp.float32) * scale).astype(x.dtype)
+
+
+round_rows.defjvp(lambda primals, tangents: (round_rows(*primals), *tangents))
+
+
+def row_scales(x: jax.Array) -> jax.Array:
+    """Returns the least power of two for each row of x with which it fits the format, float32 [R, 1]; 1 for zeros.
+
+    Powers of two times float8 are exact in bfloat16, so a rounded row is its own rounding.
+    """
+    largest = jnp.abs(lax.stop_gradient(x)).max(-1, keepdims=True).astype(jnp.float32)
+    mantissa, exponent = jnp.frexp(jnp.where(largest > 0, largest, _LARGEST_IN_ROW) / _LARGEST_IN_ROW)
+    # The mantissa is in [1/2, 1): a power of two has exactly 1/2.
+    return jnp.ldexp(jnp.ones_like(mantissa), exponent - (mantissa == 0.5))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def exchange_rows(
+    x: jax.Array,
+    scale: jax.Array,
+    arrived_scale: jax.Array,
+    exchange: Exchange,
+    axis: str,
+    rows: int,
+    largest: int,
+) -> jax.Array:
+    """Sends rounded rows as `ragged_all_to_all` does, one byte for each element; gradients come back in their own type.
+
+    scale: of the rows here, [R, 1].  arrived_scale: of those that arrive, [rows, 1].
+    """
+    bits = lax.bitcast_convert_type((x / scale).astype(_ROW_FORMAT), jnp.uint8)
+    arrived = lax.bitcast_convert_type(ragged_all_to_all(bits, exchange, axis, rows, largest), _ROW_FORMAT)
+    return (arrived.astype(jnp.float32) * arrived_scale).astype(x.dtype)
+
+
+# The number of rows is not an array, so an array of shape [rows, 0] carries it to the backward pass.
+exchange_rows.defvjp(
+    lambda x, scale, arrived_scale, exchange, axis, rows, largest: (
+        exchange_rows(x, scale, arrived_scale, exchange, axis, rows, largest),
+        (exchange, jnp.zeros((x.shape[0], 0))),
+    ),
+    lambda axis, rows, largest, saved, g: (
+        ragged_all_to_all(g, saved[0].reversed(), axis, saved[1].shape[0], largest),
+        None,
+        None,
+        None,
+    ),
+)
 
 
 def dropless_moe(

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.models.blocks.attention import Angles, Mix
-from meshwright.models.blocks.layers import attention_projection, linear, rms_norm
+from meshwright.models.blocks.layers import SelfMultiplying, attention_projection, linear, rms_norm
 from meshwright.models.blocks.rotary import LatentYarn, Rotary
 from meshwright.models.model import AttentionSpec, ForwardContext, LatentSpec
 from meshwright.models.remat import QKV
@@ -59,16 +59,16 @@ def absorb_values(out_BTNZ: jax.Array, up_ZNH: Any, size: int) -> jax.Array:
 
 def _values_and_scale(weight: Any, dtype: Any) -> tuple[Any, Any]:
     """Returns a weight as an array, and the scale of its output features, None where it has none."""
-    if not hasattr(weight, "linear"):
+    if not isinstance(weight, SelfMultiplying):
         return weight, None
-    if not hasattr(weight, "values"):
-        # What multiplies itself in another way, such as a weight with its adapter, is its product with unit vectors.
+    values, scale = getattr(weight, "values", None), getattr(weight, "scale", None)
+    if values is None:
+        # Other weights that multiply themselves, such as one with its adapter, are their product with unit vectors.
         return linear(jnp.eye(weight.shape[0], dtype=dtype), weight), None
-    values_ZNH, scale = weight.values.astype(dtype), weight.scale
     if scale is None:
-        return values_ZNH, None
-    features = values_ZNH.shape[1:]
-    return values_ZNH, jnp.broadcast_to(scale.reshape(features if scale.size > 1 else (1, 1)), features)
+        return values.astype(dtype), None
+    features = weight.shape[1:]
+    return values.astype(dtype), jnp.broadcast_to(scale.reshape(features if scale.size > 1 else (1, 1)), features)
 
 
 def pad_values(v_BTNH: jax.Array, size: int) -> jax.Array:

@@ -1,8 +1,9 @@
 """Elementary layers: linear, vocabulary-parallel embedding, norms in float32, dropout with one mask on any mesh."""
 
+import abc
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,24 +11,51 @@ import numpy as np
 from jax.extend.random import threefry2x32_p
 
 from meshwright.comm.collectives import all_gather, axis_index, local_shard, reduce, sequence_reduce_scatter
+from meshwright.errors import ConfigError
 from meshwright.models.remat import recomputed
 from meshwright.sharding.layouts import VOCAB_AXES
 from meshwright.sharding.params import Param
 
 
+class SelfMultiplying(abc.ABC):
+    """Gathered weight that is not an array: quantised (quantised.py), or with an adapter (adapters.py)."""
+
+    option: ClassVar[str]
+    """Option that made it such a weight."""
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight."""
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions of the weight."""
+        return len(self.shape)
+
+    @abc.abstractmethod
+    def linear(self, x: jax.Array, contract: int) -> jax.Array:
+        """Multiplies `x` by this weight, contracting the last `contract` dimensions of x; result in x's dtype."""
+
+    def __jax_array__(self) -> jax.Array:
+        raise ConfigError(
+            f"a weight of {self.option} used as an array",
+            "only its matmul is defined",
+            f"{linear.__module__}.linear(x, w), or {self.option} without this weight: a Param without a role",
+        )
+
+
 def linear(x: jax.Array, w: Any, *, contract: int = 1) -> jax.Array:
     """Multiplies `x` by `w`, contracting the last `contract` dimensions of x with the first ones of w.
 
-    w: an array, or an object with a method `linear(x, contract)`: quantised weights (quantised.py), or a weight with an
-    adapter (adapters.py).
+    w: an array, or a `SelfMultiplying` weight.
 
     The tokens are one dimension of the product: XLA:CPU transposes a weight gradient that contracts batch and sequence
     as two by copies, which takes the step of a small GPT from 32 to 48 ms. The weight keeps its dimensions: with heads
     and their size as one, XLA:TPU copies the gradients of queries, keys and values three times each (docs/log.md).
     """
-    if hasattr(w, "linear"):
-        result: jax.Array = w.linear(x, contract)
-        return result
+    if isinstance(w, SelfMultiplying):
+        return w.linear(x, contract)
     lead, dims = x.shape[: x.ndim - contract], tuple(range(contract))
     contracted = (tuple(1 + dim for dim in dims), dims)
     out = jax.lax.dot_general(x.reshape(-1, *w.shape[:contract]), w, (contracted, ((), ())))

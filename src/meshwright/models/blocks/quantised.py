@@ -23,7 +23,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from meshwright.comm.collectives import all_reduce_max
 from meshwright.comm.hierarchical import Axes, hierarchical_all_gather
-from meshwright.errors import ConfigError
+from meshwright.models.blocks.layers import SelfMultiplying
 from meshwright.models.quantisation import SCOPE, MatmulPrecision, find_precision, is_low_precision
 from meshwright.sharding.layouts import TOKEN_AXES
 from meshwright.sharding.params import GatherParams, Tree, named_leaves
@@ -45,7 +45,7 @@ class WeightPlan:
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale", "carrier"], meta_fields=["plan"])
 @dataclasses.dataclass(frozen=True)
-class LowPrecisionWeight:
+class LowPrecisionWeight(SelfMultiplying):
     """Gathered weight of a low-precision matmul; `linear` multiplies by it."""
 
     values: jax.Array
@@ -57,18 +57,15 @@ class LowPrecisionWeight:
     gradient, which has no other way back: integers have no cotangents, and those of fp8 would be fp8."""
     plan: WeightPlan
 
+    option = "--training.matmul-precision"
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the weight."""
         return self.values.shape
 
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions of the weight."""
-        return self.values.ndim
-
     def linear(self, x: jax.Array, contract: int) -> jax.Array:
-        """Multiplies `x` by this weight, contracting the last `contract` dimensions of x; result in x's dtype."""
+        """Returns the product, of which both operands and those of its gradients are quantised."""
         assert contract == self.plan.contract, (contract, self.plan.contract)
         inner = math.prod(self.shape[:contract])
         x_TD, values_DF = x.reshape(-1, inner), self.values.reshape(inner, -1)
@@ -78,13 +75,6 @@ class LowPrecisionWeight:
             scale = self.scale if self.scale.ndim == 0 else self.scale.reshape(1, -1)
             y_TF = _multiply(x_TD, values_DF, scale, self.carrier.reshape(inner, -1), self.plan)
         return y_TF.reshape(*x.shape[: x.ndim - contract], *self.shape[contract:])
-
-    def __jax_array__(self) -> jax.Array:
-        raise ConfigError(
-            f"a weight of --training.matmul-precision {self.plan.recipe.name} used as an array",
-            "it is quantised, and only its matmul is defined",
-            "meshwright.models.blocks.layers.linear(x, w), or a Param without a role for other uses",
-        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,9 +55,7 @@ class Deepseek(DenseLayersFirst):
     mtp_weight: float = 0.3
     """Weight of the loss of the further token."""
     aux_loss_weight: float = 0.01
-    """Weight of the load-balancing loss, summed over layers (DeepSeek-V3, equations 17 to 20)."""
     router_z_loss_weight: float = 0.001
-    """Weight of the router's z-loss, summed over layers (ST-MoE, arXiv:2202.08906, equation 5)."""
 
     @property
     def has_router_bias(self) -> bool:

@@ -26,9 +26,7 @@ class Gemma(GroupedQuery):
     """Configuration that Gemma 2 and Gemma 3 have in common."""
 
     layers: int = 6
-    """Layers L."""
     kv_heads: int = 2
-    """Key/value heads K; fewer than `heads` is grouped-query attention (GQA)."""
     mlp: int = 384
     """Feed-forward width F."""
     local_layers: int = 5
@@ -40,7 +38,6 @@ class Gemma(GroupedQuery):
     query_scale: float | None = None
     """Attention scores are divided by the root of this; None is the head size."""
     norm_epsilon: float = 1e-6
-    """Constant added to the mean square in RMSNorm."""
 
     @property
     def norm(self) -> Norm:
@@ -95,9 +92,7 @@ class Gemma2(Gemma):
     """
 
     local_layers: int = 1
-    """Layers with a sliding window before each layer without."""
     sliding_window: int = 4096
-    """Positions that a token attends to in local layers, itself included."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     softcap: float | None = 50.0

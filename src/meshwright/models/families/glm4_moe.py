@@ -21,15 +21,12 @@ class Glm4Moe(DenseLayersFirst, PartialRotary):
     """
 
     rotary_fraction: float = 0.5
-    """Fraction of a head that rotates."""
     qkv_bias: LEARNED = "none"
     """Bias of the query, key and value projections (GLM-4.5)."""
     qk_norm: Literal["none", "rms"] = "none"
     """Normalisation of each head of queries and keys (GLM-4.5 and 4.6, without Air)."""
     router_score: Literal["softmax", "sigmoid"] = "sigmoid"
-    """Scores of the router's logits."""
     shared_experts: int = 1
-    """Experts that every token uses."""
 
     @property
     def has_router_bias(self) -> bool:

@@ -29,17 +29,14 @@ class GptOss(RoutedExperts, GroupedQuery):
     """
 
     kv_heads: int = 2
-    """Key/value heads K; fewer than `heads` is grouped-query attention (GQA)."""
     local_layers: int = 1
     """Layers with a sliding window before each layer without."""
     sliding_window: int = 128
     """Positions that a token attends to in local layers, itself included."""
     rope_theta: float = 150000.0
-    """Base of the rotary frequencies."""
     rope_scaling: Yarn | None = None
     """Scaling of the low rotary frequencies."""
     experts_per_token: int = 4
-    """Experts that a token is routed to, k."""
     swiglu_alpha: float = 1.702
     """Factor of the gate inside of the sigmoid."""
     swiglu_limit: float = 7.0

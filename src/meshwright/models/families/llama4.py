@@ -32,7 +32,6 @@ class Llama4(RoutedExperts, ScaledRotary, TiedOrNot):
     mlp: int = 384
     """Feed-forward width F of the dense layers."""
     rope_theta: float = 500000.0
-    """Base of the rotary frequencies."""
     no_rope_interval: int = 4
     """Layers of which the last has no rotary embedding."""
     attention_chunk: int = 8192
@@ -46,9 +45,7 @@ class Llama4(RoutedExperts, ScaledRotary, TiedOrNot):
     expert_interval: int = 1
     """Layers of which the last has experts; 1 gives all of them experts."""
     experts: int = 16
-    """Experts E of a layer."""
     experts_per_token: int = 1
-    """Experts that a token is routed to, k."""
 
     def build(self) -> Decoder:
         """Returns the layers by turns."""

@@ -24,9 +24,7 @@ class Mixtral(DenseLayersFirst, Projections, ScaledRotary):
     """
 
     aux_loss_weight: float = 0.01
-    """Weight of the load-balancing loss, summed over layers (DeepSeek-V3, equations 17 to 20)."""
     router_z_loss_weight: float = 0.001
-    """Weight of the router's z-loss, summed over layers (ST-MoE, arXiv:2202.08906, equation 5)."""
 
     def build(self) -> Decoder:
         """Returns the dense layers, then the layers with experts."""

@@ -28,17 +28,13 @@ class Olmo3(Projections, TiedOrNot):
     mlp_bias: LEARNED = "none"
     """Bias of the three projections of feed-forward layers."""
     rope_theta: float = 500000.0
-    """Base of the rotary frequencies."""
     yarn: Yarn | None = None
     """Scaling of the low rotary frequencies of global layers, for long contexts (YaRN)."""
     norm_epsilon: float = 1e-6
-    """Constant added to the mean square in RMSNorm."""
     sliding_window: int = 4096
     """Positions that a token attends to in local layers, itself included."""
     qk_norm: Literal["none", "rms", "rms_heads"] = "rms_heads"
-    """Normalisation of queries and keys: all heads together."""
     norm_place: Literal["before", "after"] = "after"
-    """Attention and feed-forward normalise what they add."""
     local_layers: int = 3
     """Layers with a sliding window before each layer without."""
 

@@ -49,7 +49,6 @@ class Qwen3Next(ChoiceOfExperts, PartialRotary, TiedOrNot):
     shared_mlp: int = 384
     """Feed-forward width F of the shared expert."""
     norm_epsilon: float = 1e-6
-    """Constant added to the mean square in RMSNorm."""
 
     @property
     def norm(self) -> Norm:

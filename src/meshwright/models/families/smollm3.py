@@ -20,11 +20,8 @@ class SmolLM3(Llama):
     """
 
     rope_theta: float = 5000000.0
-    """Base of the rotary frequencies."""
     norm_epsilon: float = 1e-6
-    """Constant added to the mean square in RMSNorm."""
     embedding: Literal["untied", "tied"] = "tied"
-    """Tied uses the embedding table as the unembedding."""
     no_rope_interval: int = 4
     """Layers of which the last has no rotary embedding."""
 
