@@ -33,15 +33,20 @@ LIMITS = {
     "lines of Python in src": 59_900,
     "options of `train`": 94,
     "imports of the package inside functions": 185,
-    "modules that import the package by a string": 3,
+    "modules that import the package by a string": 2,
     "`# fmt: skip` in src": 390,
     "modules in circles of imports": 51,
     "modules that import from a higher layer": 0,
 }
 """What a reader of the package has to hold, in numbers. Limits only go down: one who goes below lowers them."""
 
-IMPORTED_BY_NAME = {"meshwright.__init__", "meshwright.cli.main"}
-"""Modules that may import others by a string: the table of public names, and the table of verbs."""
+IMPORTED_BY_NAME = {
+    "meshwright.__init__",
+    "meshwright.cli.main",
+    "meshwright.models.families.__init__",
+    "meshwright.models.kernels.choose",
+}
+"""Modules that may import others by a string: the tables of public names, verbs, model families and kernels."""
 
 FRAGMENT = re.compile(r"(What|Of|That|Beside|After\.|The same|It\b|Those|Such)\b")
 """Beginnings of docstrings that need the line before them."""

@@ -19,8 +19,7 @@ import jax.numpy as jnp
 
 from meshwright.comm.collectives import all_reduce
 from meshwright.data.batch import Batch
-from meshwright.fine_tuning import FineTune
-from meshwright.models.adapters import AdapterGather, adapted_params
+from meshwright.models.adapters import AdapterGather
 from meshwright.models.blocks.layers import no_dropout
 from meshwright.models.model import Metrics
 from meshwright.sharding.params import Param, Stored, Tree, tree_map
@@ -106,10 +105,3 @@ def with_reference(params: Tree, shardings: Tree, described: Tree) -> Tree:
         lambda own: jax.tree.map(lambda w, dtype: w.astype(dtype), own, types), out_shardings=shardings[REFERENCE]
     )
     return {**own, REFERENCE: copy(own)}
-
-
-def tuned_params(params: Tree, tuning: FineTune, compute_dtype: Stored) -> Tree:
-    """Returns the descriptions of a run's parameters. params: of its model. Raises as `adapted_params`."""
-    if tuning.method == "lora":
-        return adapted_params(params, tuning, compute_dtype)
-    return with_reference_params(params, compute_dtype) if tuning.objective == "preferences" else params

@@ -15,9 +15,9 @@ from meshwright.config import Remat, StageSaves
 from meshwright.hardware.interconnect import AxisMapping, Route, route
 from meshwright.hardware.machine import machine_of_target
 from meshwright.hardware.targets import Target
+from meshwright.models.families import addition
 from meshwright.models.flops import training_flops_per_token
 from meshwright.models.model import Model
-from meshwright.models.quantisation import check_precision
 from meshwright.planner.bounds import OPTIMIZER, TOKEN_BYTES, add_bounds, bounds_of_pass, largest_bound
 from meshwright.planner.layer_time import LayerTime, attention_kernel, matmul_seconds, shape_efficiency
 from meshwright.planner.memory_model import (
@@ -169,7 +169,8 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
     run, shape, chip = placed.run, placed.shape, target.chip
     training, microbatches = run.training, run.training.microbatches
     machine = machine_of_target(target, shape)
-    check_precision(training.matmul_precision, machine)
+    if training.matmul_precision != "compute":
+        addition("check_precision")(training.matmul_precision, machine)
     settled, mapping = Settled(placed, machine), machine.mapping
     assert mapping is not None  # machine_of_target fills it in
     work, again = work_of(placed), recomputed_roles(training.remat)

@@ -13,9 +13,9 @@ from meshwright.comm.hierarchical import DcnAxis
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.fine_tuning import FineTune
+from meshwright.models.families import tuned_params
 from meshwright.models.flops import layer_flops
 from meshwright.models.model import Model, ModelSpec, vocab_size
-from meshwright.models.preferences import tuned_params
 from meshwright.runs.checks import (
     check_batch,
     check_composition,

@@ -12,10 +12,10 @@ import math
 from meshwright.comm.hierarchical import DcnAxis
 from meshwright.errors import ConfigError
 from meshwright.hardware.machine import Machine, compiler_options_of, ring_order
+from meshwright.models.families import addition
 from meshwright.models.gather_ahead import gathered_ahead, gathered_within_reason
 from meshwright.models.kernels.attention import Kernels
 from meshwright.models.kernels.choose import GroupedMatmul, choose_grouped_matmul, kernels_of
-from meshwright.models.quantisation import check_precision
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.runs.placed_run import PlacedRun
 
@@ -110,7 +110,8 @@ class Settled:
     def check(self) -> None:
         """Raises ConfigError for what the run asks for and this machine cannot do."""
         training, machine = self.placed.run.training, self.machine
-        check_precision(training.matmul_precision, machine)
+        if training.matmul_precision != "compute":
+            addition("check_precision")(training.matmul_precision, machine)
         if not self.placed.spec.layers:  # nothing else is chosen for a model whose layers are not known
             return
         if REMAT_POLICIES[training.remat].offloaded and not (machine.on_tpu or machine.simulated):

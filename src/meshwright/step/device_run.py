@@ -13,6 +13,7 @@ from meshwright.comm.hierarchical import Axes
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.machine import machine_of_mesh, refused_options
+from meshwright.models.families import addition
 from meshwright.models.forward import LocalModel
 from meshwright.models.model import Model
 from meshwright.runs.placed_run import PlacedRun, place_run
@@ -99,13 +100,10 @@ class DeviceRun:
             summed=self.summed_in_backward,
         )
         if training.matmul_precision != "compute":
-            from meshwright.models.blocks.quantised import low_precision_gather  # loaded for runs that ask for it
-
-            gather = low_precision_gather(gather, self.params, self.placements, training.matmul_precision)
+            name = training.matmul_precision
+            gather = addition("low_precision_gather")(gather, self.params, self.placements, name)
         if self.run.finetune.method == "lora":
-            from meshwright.models.adapters import adapter_gather  # loaded for runs with adapters
-
-            gather = adapter_gather(gather, self.run.finetune.scale)
+            gather = addition("adapter_gather")(gather, self.run.finetune.scale)
         settled, grouped = self.settled, self.settled.grouped_matmul
         return LocalModel(
             self.run.model,
@@ -124,9 +122,7 @@ class DeviceRun:
     def _preferences(self) -> Any:
         if self.run.finetune.objective != "preferences":
             return None
-        from meshwright.models.preferences import Preferences  # loaded for runs on preferences
-
-        return Preferences(self.run.finetune.beta)
+        return addition("Preferences")(self.run.finetune.beta)
 
     @functools.cached_property
     def summed_in_backward(self) -> Tree:
@@ -162,9 +158,7 @@ class DeviceRun:
         """Returns the state before the first step with given parameters, in their shardings."""
         where = self.state_shardings
         if self.run.finetune.objective == "preferences" and self.run.finetune.method == "full":
-            from meshwright.models.preferences import with_reference
-
-            params = with_reference(params, where.params, self.params)
+            params = addition("with_reference")(params, where.params, self.params)
         sharded = shardings(self.mesh, self.placements, "optimizer")
         trained, sharded = (trained_only(self.params, tree) for tree in (params, sharded))
         optimizer = jax.jit(self.optimizer.init, out_shardings=where.optimizer)(jax.device_put(trained, sharded))

@@ -1,7 +1,14 @@
-"""Model families by name, as run.json keeps them. A family is imported when it is used."""
+"""Model families by name, as run.json keeps them, and the additions to them that few runs ask for.
 
+Both are imported when they are used.
+"""
+
+from typing import Any
+
+from meshwright.fine_tuning import FineTune
 from meshwright.models.model import Model
 from meshwright.plugins import load, name_of, resolve
+from meshwright.sharding.params import Stored, Tree
 
 FAMILIES: dict[str, str] = {
     "deepseek": "meshwright.models.families.deepseek:Deepseek",
@@ -18,6 +25,16 @@ FAMILIES: dict[str, str] = {
     "smollm3": "meshwright.models.families.smollm3:SmolLM3",
 }
 """Name of a family -> module and class."""
+ADDITIONS: dict[str, str] = {
+    "adapted_params": "meshwright.models.adapters:adapted_params",
+    "adapter_gather": "meshwright.models.adapters:adapter_gather",
+    "Preferences": "meshwright.models.preferences:Preferences",
+    "with_reference": "meshwright.models.preferences:with_reference",
+    "with_reference_params": "meshwright.models.preferences:with_reference_params",
+    "check_precision": "meshwright.models.quantisation:check_precision",
+    "low_precision_gather": "meshwright.models.blocks.quantised:low_precision_gather",
+}
+"""Function of adapters, of preferences or of low precision -> where it is."""
 
 
 def family_name(model: Model) -> str:
@@ -36,3 +53,18 @@ def find_family(name: str) -> type[Model]:
     family = resolve("model family", name, FAMILIES)
     loaded: type[Model] = load("model family", family) if isinstance(family, str) else family
     return loaded
+
+
+def addition(name: str) -> Any:
+    """Returns a row of `ADDITIONS`."""
+    return load("addition", ADDITIONS[name])
+
+
+def tuned_params(params: Tree, tuning: FineTune, compute_dtype: Stored) -> Tree:
+    """Returns the descriptions of a run's parameters: its model's, with those that fine-tuning adds.
+
+    Raises ConfigError for adapters that the model cannot have.
+    """
+    if tuning.method == "lora":
+        return addition("adapted_params")(params, tuning, compute_dtype)
+    return addition("with_reference_params")(params, compute_dtype) if tuning.objective == "preferences" else params
