@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters beside frozen matrices, which may be quantised (arXiv:2106.09685, QLoRA: arXiv:2305.14314).
+"""LoRA: low-rank adapters of frozen matrices, which may be quantised (arXiv:2106.09685, QLoRA: arXiv:2305.14314).
 
 An adapter of a weight W `[in..., out...]` is two parameters, A `[in..., r]` and B `[r, out...]`, in the same stack
 (`blocks.adapters.query.a`). They have the letters of W's dimensions, so every layout places them: with `tensor`, B of a
@@ -137,7 +137,7 @@ def quantise(path: str, p: Param, w: jax.Array, base: Quantised) -> dict[str, ja
 
 
 def dequantise(w: Any, dtype: Any) -> Any:
-    """Returns a weight in `dtype`, of a layer or of all; what is not quantised is returned as it is."""
+    """Returns a weight in `dtype`, of a layer or of all; other weights are returned unchanged."""
     if isinstance(w, dict) and "codes" in w:
         codes, scales = w["codes"], w["scales"]
         dim = next(i for i, (n, m) in enumerate(zip(codes.shape, scales.shape, strict=True)) if n != m)
@@ -183,7 +183,7 @@ class AdaptedWeight(SelfMultiplying):
 
 @dataclasses.dataclass(frozen=True)
 class AdapterGather(GatherParams):
-    """Gathers sharded parameters into weights: quantised ones dequantised after the gather, adapters beside theirs."""
+    """Gathers sharded parameters into weights, dequantised after the gather, with their adapters."""
 
     scale: float | None
     """Factor of A B; None leaves the adapters out, which is the reference of preferences."""
@@ -270,7 +270,7 @@ def targets_of(params: Tree, tuning: FineTune) -> dict[str, list[str]]:
 
 
 def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns A B in float32, [L, in..., out...]: what is added to a weight, before its scale."""
+    """Returns A B in float32, [L, in..., out...]: the update of a weight, before its scale."""
     lead = ((a.ndim - 1,), (1,)), ((0,), (0,))
     with jax.default_matmul_precision("highest"):
         return jax.lax.dot_general(a.astype(jnp.float32), b.astype(jnp.float32), lead)

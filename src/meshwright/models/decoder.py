@@ -187,7 +187,7 @@ class DecoderModel(Model):
         return float(0.02 / (2 * self.layers) ** 0.5)
 
     def params(self) -> Tree:
-        """Returns the parameter descriptions; those of layers are stacked."""
+        """Returns the parameter descriptions; layers are stacked."""
         d = self.decoder
         scale, *bias = d.norm.params("scale", (d.width,), "D").values()
         final = {"scale": scale, **({"bias": bias[0]} if bias else {})} if d.norm.kind == "layer" else scale
@@ -219,7 +219,7 @@ class DecoderModel(Model):
             return ctx.dropout(x_BTD, 0)
 
     def layer_functions(self, ctx: ForwardContext) -> dict[str, Pattern]:
-        """Returns the layer function of each stack, or those of its turns in a period."""
+        """Returns the layer function of each stack, or one per turn in a period."""
         angles = functools.cache(lambda rotary: rotary.angles(ctx.tokens.positions))
         mix = functools.cache(lambda kind: kind.build(ctx, angles))
         feed = functools.cache(lambda kind: kind.build(ctx))
@@ -257,7 +257,7 @@ class DecoderModel(Model):
         return dataclasses.replace(small, layers=small.layers * small.decoder.period)
 
     def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:
-        """Returns fields of `shrunk`, of which those that the family does not have are left out.
+        """Returns values of fields for `shrunk`, which skips the fields that the family does not have.
 
         layers: periods of layers.
         """
@@ -284,7 +284,7 @@ class DecoderModel(Model):
 
 
 def head_size_of(c: Any) -> int:
-    """Returns `c.head_size`, or width / heads. Raises ConfigError where that is not a whole number."""
+    """Returns `c.head_size`, or width / heads. Raises ConfigError where that is not an integer."""
     size, (width, heads) = getattr(c, "head_size", None), (c.width, c.heads)
     if size is not None:
         return int(size)

@@ -10,8 +10,10 @@ import collections
 import functools
 import math
 
-from meshwright.models.model import LayerSpec, Model, stacked_matmuls, vocab_size
-from meshwright.sharding.params import Param
+import jax
+
+from meshwright.models.model import LayerSpec, Model, vocab_size
+from meshwright.sharding.params import Tree, is_param
 
 FORMULAS: dict[str, str] = {
     "attention projections": "2 D H (2 N + 2 K) per token and layer (scaling-book, transformers.md)",
@@ -24,6 +26,14 @@ FORMULAS: dict[str, str] = {
     "unembedding": "2 D V per token (scaling-book, transformers.md)",
 }
 """Item of `forward_flops` -> its formula and source; letters as in words.py."""
+ITEMS = {
+    "qkv": "attention projections",
+    "attention_out": "attention projections",
+    "ffn_in": "feed-forward",
+    "ffn_out": "feed-forward",
+    "router": "router",
+}
+"""Role of a weight -> item that its matmul counts as; other roles are projections."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -43,7 +53,7 @@ def forward_flops(model: Model, seq: int) -> dict[str, float]:
     """Returns the FLOPs of one token's forward pass by item, averaged over a sequence of `seq` tokens."""
     spec, params, items = model.spec(), model.params(), dict[str, float]()
     for layer, count in collections.Counter((*spec.layers, *spec.further)).items():
-        for item, flops in _layer(layer, stacked_matmuls(params, layer.stack), seq).items():
+        for item, flops in _layer(layer, params[layer.stack], seq).items():
             items[item] = items.get(item, 0.0) + flops * count
     items["unembedding"] = 2.0 * spec.width * vocab_size(model) * (1 + len(spec.further))
     return {item: items[item] for item in FORMULAS if item in items}
@@ -52,18 +62,20 @@ def forward_flops(model: Model, seq: int) -> dict[str, float]:
 def layer_flops(model: Model, seq: int) -> tuple[float, ...]:
     """Returns the FLOPs of one token's forward pass in each layer."""
     spec, params = model.spec(), model.params()
-    cost = {layer: sum(_layer(layer, stacked_matmuls(params, layer.stack), seq).values()) for layer in set(spec.layers)}
+    cost = {layer: sum(_layer(layer, params[layer.stack], seq).values()) for layer in set(spec.layers)}
     return tuple(cost[layer] for layer in spec.layers)
 
 
-def _layer(layer: LayerSpec, matmuls: list[Param], seq: int) -> dict[str, float]:
-    """FLOPs of one token in one layer, by item."""
+def _layer(layer: LayerSpec, stack: Tree, seq: int) -> dict[str, float]:
+    """FLOPs of one token in one layer, by item. stack: descriptions of its parameters."""
     items: dict[str, float] = {}
-    for p in matmuls:
+    for p in jax.tree.leaves(stack, is_leaf=is_param):
+        if p.role is None:
+            continue
         flops = 2.0 * math.prod(p.logical_shape[1:])
         if "E" in p.dims and layer.experts is not None:
             flops *= layer.experts.experts_per_token / layer.experts.experts
-        item = flops_item(p)
+        item = "experts" if "E" in p.dims and p.role in ("ffn_in", "ffn_out") else ITEMS.get(p.role, "projections")
         items[item] = items.get(item, 0.0) + flops
     if layer.attention is not None:
         a = layer.attention
@@ -71,15 +83,6 @@ def _layer(layer: LayerSpec, matmuls: list[Param], seq: int) -> dict[str, float]
     if layer.delta is not None:
         items["linear attention"] = layer.delta.flops(seq)
     return items
-
-
-def flops_item(p: Param) -> str:
-    """Returns the item of `FORMULAS` that a weight's matmul counts as."""
-    if p.role in ("qkv", "attention_out"):
-        return "attention projections"
-    if p.role in ("ffn_in", "ffn_out"):
-        return "experts" if "E" in p.dims else "feed-forward"
-    return "router" if p.role == "router" else "projections"
 
 
 def mfu(flops_per_token: float, tokens_per_second: float, peak_flops: float) -> float:

@@ -1,9 +1,9 @@
-"""Scan over layers in which weights and gradients travel beside the computation of another layer.
+"""Scan over layers in which weights and gradients travel during the computation of another layer.
 
 Most gathers of a layer overlap with the matmuls before them. Those of the weights that a layer needs first have nothing
 before them, and the gradients that its backward pass computes last have nothing after them. Here the scan's carry holds
 the first weights of the next layer, already gathered, and in the backward pass the gradients of the layer above, not
-yet reduced: both travel beside a whole layer of computation.
+yet reduced: both travel during the computation of a layer.
 
 Plain autodiff would save the gathered weights of every layer. This scan has a derivative of its own, which gathers them
 again and saves what the remat policy names. Its price is memory for the gradients of one layer, unreduced, and for the
@@ -29,7 +29,7 @@ WeightsLayer = Callable[[jax.Array, Tree, jax.Array], tuple[jax.Array, Any]]
 
 
 def gathered_ahead(params: dict[str, Param]) -> tuple[str, ...]:
-    """Returns the parameters of a layer that it needs first: all but those of its feed-forward half."""
+    """Returns the parameters of a layer that it needs first: all except its feed-forward half."""
     later = ("ffn_in", "ffn_out")
     return tuple(name for name, p in params.items() if getattr(p, "role", None) not in later)
 
@@ -40,7 +40,7 @@ def gathered_within_reason(training: Training, stages: int, period: int, frozen:
     frozen: `lora` where the weights are frozen (`FineTune.method`).
     """
     if frozen == "lora":
-        return "its backward pass computes the gradients of all weights, and those beside adapters are frozen"
+        return "its backward pass computes the gradients of all weights, and under adapters they are frozen"
     if period > 1:
         return f"it gathers for the next layer of one kind, and the model's layers repeat with a period of {period}"
     if REMAT_POLICIES[training.remat].saved is None:

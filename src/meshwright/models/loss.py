@@ -35,7 +35,7 @@ def token_losses(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the negative log-likelihood of each label and the log-sum-exp (lse) of its logits; both [T], float32.
 
-    x_TD: final hidden states, whole over `tensor` and `stage`.  table_VD: this device's block of the unembedding.
+    x_TD: final hidden states, equal on `tensor` and `stage`.  table_VD: this device's block of the unembedding.
     vocab: size of the vocabulary; rows of the table beyond it are padding and get probability zero.  chunk: tokens per
     chunk; divides T.  softcap: of the logits, if there is one. Sends two all-reduces over VOCAB_AXES of 4 T and 8 T
     bytes.

@@ -19,7 +19,7 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.layers import Dropout
 from meshwright.models.kernels.scores import Scores
-from meshwright.sharding.params import GatherParams, Param, Tree
+from meshwright.sharding.params import GatherParams, Tree
 from meshwright.sharding.sequence import SequenceSplit
 
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
@@ -41,7 +41,7 @@ MTP = "mtp"
 Attend = Callable[..., jax.Array]
 """`(q [B, T, N, H], k [B, T, K, H], v, *, window, scores=None) -> [B, T, N, H]`: attention to all visible keys.
 
-window: sliding window; None has none.  scores: soft cap, sinks and chunks (kernels/scores.py); None has none of them.
+window: sliding window, or None.  scores: soft cap, sinks and chunks (kernels/scores.py), or None.
 """
 
 
@@ -165,13 +165,13 @@ class AttentionSpec:
     latent: LatentSpec | None = None
     """Latents that keys and values are projections of (multi-head latent attention, MLA)."""
     chunk: int | None = None
-    """Tokens of a chunk, of which a token attends to those of its own (Llama 4); None has no chunks."""
+    """Tokens of a chunk, within which a token attends (Llama 4)."""
     features: frozenset[str] = frozenset()
     """Rows of `kernels.choose.FEATURES` that the kernel must have: a soft cap of the scores, sinks."""
 
     @property
     def value_size(self) -> int:
-        """Size of a value, equal to that of a key but for latent attention."""
+        """Size of a value; only latent attention has values of another size than keys."""
         return self.head_size if self.latent is None else self.latent.value_size
 
     def reach(self, seq: int) -> int:
@@ -242,10 +242,9 @@ class DeltaSpec:
         return sum(2.0 * m * k * n * count for m, k, n, count in self.matmuls(seq)) / chunk_of(seq)
 
     def inner_bytes(self, seq: int) -> float:
-        """Returns the bytes per token of what the backward pass computes again of all chunks, and their gradients.
+        """Returns the bytes per token that the backward pass recomputes, float32, with their gradients.
 
-        Of each value head nine matrices of a chunk, twelve of a chunk's keys or values, and the states before each
-        chunk with their gradients, float32.
+        Per value head: nine matrices of a chunk, twelve of its keys or values, and the states before each chunk.
         """
         C = chunk_of(seq)
         matrices, rows = 9 * C, 6 * (self.key_size + self.value_size)
@@ -275,7 +274,7 @@ class ExpertSpec:
     buffer_factor: float = 0.0
     """Rows that a device of the mesh axis `expert` has room for, as a multiple of an even share; 0: for all."""
     sent_bytes: int | None = None
-    """Bytes of an element of the rows sent to experts; None are those of the compute dtype."""
+    """Bytes of an element of the rows sent to experts; None for the compute dtype."""
 
     def buffer_rows(self, tokens: int, shards: int) -> int:
         """Returns the rows that a device has room for, of those that the `shards` devices of `expert` send it.
@@ -292,7 +291,7 @@ class ExpertSpec:
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """One layer: the stack that holds its parameters, and what it is made of."""
+    """One layer: the stack that holds its parameters, and its halves."""
 
     stack: str
     attention: AttentionSpec | None = None
@@ -314,7 +313,7 @@ class ModelSpec:
     embedding: str = "embed"
     """Path of the parameter that the unembedding multiplies by; equal to the embedding where they are tied."""
     logit_softcap: float | None = None
-    """Soft cap of the logits (models/kernels/scores.py); None has none."""
+    """Soft cap of the logits (models/kernels/scores.py), or None."""
     further: tuple[LayerSpec, ...] = ()
     """Layers after the last that predict further tokens in training (models/forward.py)."""
     period: int = 1
@@ -392,11 +391,11 @@ class Model:
         raise NotImplementedError
 
     def layer_functions(self, ctx: ForwardContext) -> Mapping[str, Pattern]:
-        """Returns the layer function of each stack, or those of its period, by the stack's name in `params`."""
+        """Returns the layer function of each stack, or one per layer of its period, by the stack's name in `params`."""
         raise NotImplementedError
 
     def unembed(self, params: Tree, x_BTD: jax.Array, gather_params: GatherParams) -> tuple[jax.Array, jax.Array]:
-        """Returns the final hidden states [B, T, D], whole over `tensor`, and the unembedding [V/stage+tensor, D]."""
+        """Returns the final hidden states [B, T, D], all positions, and the unembedding [V/stage+tensor, D]."""
         raise NotImplementedError
 
     def layer_metrics(self, aux: dict[str, Aux], sequences: int) -> Metrics:
@@ -430,9 +429,3 @@ def vocab_size(model: Model) -> int:
 def padded_vocab(model: Model) -> int:
     """Returns the rows of the embedding tables: the vocabulary rounded up to `vocab_multiple`."""
     return -(-vocab_size(model) // model.vocab_multiple) * model.vocab_multiple
-
-
-def stacked_matmuls(params: dict[str, Any], stack: str) -> list[Param]:
-    """Returns the weight matrices of a stack: its parameters with a role."""
-    leaves = jax.tree.leaves(params[stack], is_leaf=lambda x: isinstance(x, Param))
-    return [p for p in leaves if p.role is not None]

@@ -6,7 +6,7 @@ p is the model that is trained, q the reference: the model that it started from.
 tokens. With adapters the reference is the frozen base, computed without them; otherwise it is a frozen copy of all
 parameters in the compute dtype, the subtree `reference`. It is a second forward pass, without dropout or gradient.
 
-A sequence holds whole pairs, the chosen answer with its prompt in an even segment and the rejected one in the odd
+A sequence holds complete pairs, the chosen answer with its prompt in an even segment and the rejected one in the odd
 segment after it (data/conversations.py), so a pair is never on two devices of the batch. With `context` the sums over
 positions are one all-reduce of a number per pair.
 """
@@ -38,7 +38,7 @@ class Preferences:
     beta: float
 
     def pairs(self, batch: Batch) -> jax.Array:
-        """Returns 1 for each pair of whole sequences that has both answers, float32 [B, pairs]. batch: [B, T]."""
+        """Returns 1 for each pair of the sequences that has both answers, float32 [B, pairs]. batch: [B, T]."""
         odd_BT = batch.segments % 2
         chosen, rejected = (_by_pair(batch, batch.weights * (odd_BT == side)) for side in (0, 1))
         return ((chosen > 0) & (rejected > 0)).astype(jnp.float32)
@@ -48,8 +48,8 @@ class Preferences:
     ) -> tuple[jax.Array, Metrics]:
         """Returns the loss whose gradient is this device's, and its metrics.
 
-        x_BTD: hidden states after the last layer.  batch: whole sequences.  total: pairs of the global batch. The sum
-        of the metrics over the token axes is over all pairs; rewards are beta (log p - log q).
+        x_BTD: hidden states after the last layer.  batch: complete sequences.  total: pairs of the global batch. Metrics
+        summed over the token axes are over all pairs; rewards are beta (log p - log q).
         """
         local = model.local_positions(batch)
         other, frozen = reference_of(model, params)
@@ -59,7 +59,7 @@ class Preferences:
         sign_BT = local.weights * (1 - 2 * (local.segments % 2))
         ratio_BT = (reference_T - nll_T).reshape(local.segments.shape) * sign_BT
         exists = self.pairs(batch)
-        # Whole over `context`, and so is its cotangent: each device differentiates the whole loss by its positions.
+        # Equal on the devices of `context`, as is its cotangent: each differentiates the loss by its own positions.
         margin = self.beta * all_reduce(_by_pair(local, ratio_BT, exists.shape[1]), ("context",))
         losses = -jax.nn.log_sigmoid(margin) * exists
         share = exists.sum() / jax.lax.axis_size("context")

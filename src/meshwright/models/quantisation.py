@@ -49,7 +49,7 @@ class MatmulPrecision:
         if self.scaling != "row" and "int8" in (self.operand, self.gradient):
             raise ConfigError(
                 f"matmul precision {self.name!r}: int8 scaled by {self.scaling}",
-                "an integer's step is its scale, which must be shared by whole rows and columns",
+                "an integer's step is its scale, which rows and columns must share",
                 'scaling="row"',
             )
 

@@ -37,11 +37,11 @@ class Attention:
     out_std: float
     """Initial standard deviation of the output projection."""
     rotary: Rotary | None = None
-    """Rotation of queries and keys; None has none."""
+    """Rotation of queries and keys."""
     window: int | None = None
     """Sliding window: positions a token attends to, itself included."""
     chunk: int | None = None
-    """Tokens of a chunk, of which a token attends to those of its own (Llama 4)."""
+    """Tokens of a chunk, within which a token attends (Llama 4)."""
     qkv_bias: bool = False
     """Whether the projections of queries, keys and values have biases."""
     out_bias: bool = False

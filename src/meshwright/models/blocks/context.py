@@ -1,10 +1,10 @@
 """Context parallelism: attention over a sequence that is sharded over `context`, in four strategies.
 
-- `all_gather`: gathers keys and values of the whole sequence (Llama 3, arXiv:2407.21783, section 3.3.2).
+- `all_gather`: gathers keys and values of the complete sequence (Llama 3, arXiv:2407.21783, section 3.3.2).
 - `ring`: passes blocks of keys and values around a ring of devices, and combines the attention to each by its
   log-sum-exp (Liu et al. 2023, arXiv:2310.01889). The backward pass sends the blocks around again instead of saving
   them.
-- `ulysses`: exchanges heads for positions, so each device attends over the whole sequence with some of the heads
+- `ulysses`: exchanges heads for positions, so each device attends over the complete sequence with some of the heads
   (Jacobs et al. 2023, arXiv:2309.14509).
 - `usp`: a ring of Ulysses groups, for fewer heads than devices (Fang and Zhao 2024, arXiv:2405.07719).
 
@@ -12,7 +12,7 @@ Load balancing in `ring` and `all_gather`: each device holds one chunk from the 
 sequence (zigzag, sharding/sequence.py), so the causal mask gives every device equal work; pairs of chunks that it masks
 entirely are not computed (blocks/ring.py). The scores are computed by the platform's kernel under every strategy.
 
-Segments and positions of the whole sequence are known to every device; only queries, keys and values are sent.
+Segments and positions of the complete sequence are known to every device; only queries, keys and values are sent.
 """
 
 from typing import Any

@@ -78,7 +78,7 @@ def delta_net(
 def causal_convolution(x_BTNF: jax.Array, taps_NFW: jax.Array, positions_BT: jax.Array) -> jax.Array:
     """Convolves each channel with its own W taps, within documents.
 
-    x_BTNF: W - 1 tokens before those of `positions_BT`, then they.
+    x_BTNF: the W - 1 tokens before `positions_BT`, then the tokens of `positions_BT`.
     """
     taps, T = taps_NFW.shape[-1], positions_BT.shape[1]
     out = jnp.zeros_like(x_BTNF[:, :T])
@@ -118,7 +118,7 @@ def gated_delta_rule(x: DeltaInputs, starts_BT: jax.Array, states: jax.Array) ->
     between = jnp.exp(jnp.where(earlier, total[..., :, None] - total[..., None, :], -jnp.inf))
     keys, scores = (jnp.einsum("mnbch,mnbsh->mnbcs", a, k)[:, :, :, None] * between for a in (k, q))
     solve = unit_lower_inverse(jnp.tril(keys * rate[..., None], -1))
-    reads = jnp.exp(total) * (document == 0)  # what is left at each token of the state before the chunk
+    reads = jnp.exp(total) * (document == 0)  # fraction of the state before the chunk left at each token
     writes = jnp.exp(total[..., -1:] - total) * (document == document[..., -1:])  # and after it of each token
     k, q = k[:, :, :, None], q[:, :, :, None]
     parts = (

@@ -12,7 +12,7 @@ output does not depend on other sequences, so the numbers are the same on any me
 
 A routing weight multiplies the hidden layer of its expert, before the `down` matmul, and not the output: its gradient
 then needs the hidden layer, which is there, and the backward pass neither saves nor recomputes the experts' outputs and
-their way back (as with ScatterMoE, Tan et al. 2024, arXiv:2403.08245, the numbers are those of a weighted sum).
+their way back (as with ScatterMoE, Tan et al. 2024, arXiv:2403.08245, the numbers equal a weighted sum).
 
 Every device of `tensor` has the same tokens, by `sequence_all_gather`, and routes them alike. Outputs are partial sums
 `{U/tensor}`, which `sequence_reduce_scatter` reduces.
@@ -157,7 +157,7 @@ def router_losses(r: Routing, routes: Routes, seq: int) -> dict[str, jax.Array]:
     balance: load-balancing loss, E times the sum over experts of (fraction of tokens x mean router probability); 1 for
     an even load.  router z: mean squared log-sum-exp (ST-MoE: Zoph et al. 2022, arXiv:2202.08906, equation 5).  load:
     tokens routed to each expert, [E].  seq: positions of a complete sequence. Values are equal on the devices of
-    `tensor`; sums over the token axes are those of the batch.
+    `tensor`; sums over the token axes are over the batch.
     """
     counts_BE = (routes.experts_BTX[..., None] == jnp.arange(r.experts)).sum((1, 2)).astype(jnp.float32)
     sequence_counts_BE = all_reduce(lax.stop_gradient(counts_BE), CONTEXT)
@@ -454,8 +454,9 @@ def _expert_parallel(
     send = functools.partial(ragged_all_to_all, exchange=exchange, axis="expert", rows=room, largest=largest)
     if e.exchange == "fp8":
         scales = row_scales(rows)
-        beside = send(jnp.concatenate([weights, scales], 1))
-        weights, arrived = beside[:, :1], exchange_rows(rows, scales, beside[:, 1:], exchange, "expert", room, largest)
+        with_scales = send(jnp.concatenate([weights, scales], 1))
+        weights, arrived_scales = with_scales[:, :1], with_scales[:, 1:]
+        arrived = exchange_rows(rows, scales, arrived_scales, exchange, "expert", room, largest)
     else:
         weights, arrived = send(weights), send(rows)
     arrived, weights = (_reorder(x, to_experts, back, 1) for x in (arrived, weights))
@@ -521,7 +522,7 @@ def capacity_moe(
 
 
 def _within_capacity(r: Routing, experts_BTX: jax.Array, sequence: SequenceSplit, capacity: int) -> jax.Array:
-    """Returns which (token, expert) pairs are within capacity, counted over the whole sequence; bool [B, T, X]."""
+    """Returns which (token, expert) pairs are within capacity, counted over the complete sequence; bool [B, T, X]."""
     whole_BTX = all_gather(experts_BTX, CONTEXT, 1)
     if sequence.shards > 1:
         whole_BTX = whole_BTX[:, np.argsort(sequence.position_order())]

@@ -58,7 +58,7 @@ def absorb_values(out_BTNZ: jax.Array, up_ZNH: Any, size: int) -> jax.Array:
 
 
 def _values_and_scale(weight: Any, dtype: Any) -> tuple[Any, Any]:
-    """Returns a weight as an array, and the scale of its output features, None where it has none."""
+    """Returns a weight as an array, and the scale of its output features, if any."""
     if not isinstance(weight, SelfMultiplying):
         return weight, None
     values, scale = getattr(weight, "values", None), getattr(weight, "scale", None)
@@ -186,7 +186,7 @@ class LatentAttention:
         """Returns the attention output of a decoding step [B, T, N, value size]: every head attends to the latents."""
         assert ctx.attend_latent is not None
         absorbed = absorb_keys(q_BTNH[..., : self.nope_size], up_ZNH)
-        # The cache's attention divides scores by the root of the latents' size, and they are those of queries and keys.
+        # The cache's attention divides scores by the root of the latents' size, instead of that of queries and keys.
         scale = (self.latent.cached / self.head_size) ** 0.5
         q_BTNZ = (jnp.concatenate([absorbed, q_BTNH[..., self.nope_size :]], -1) * scale).astype(q_BTNH.dtype)
         cached_BTZ = jnp.concatenate([latent_BTNH[:, :, 0], rope_BTNH[:, :, 0]], -1)

@@ -54,7 +54,7 @@ class LowPrecisionWeight(SelfMultiplying):
     """Float32 factor of `values`: a scalar, or one per output column; None for MX blocks."""
     carrier: jax.Array | None
     """Gathered weight in the compute dtype. Its value is never read (and never gathered); its cotangent is the
-    gradient, which has no other way back: integers have no cotangents, and those of fp8 would be fp8."""
+    gradient, since integers have no cotangents, and fp8 values would have fp8 cotangents."""
     plan: WeightPlan
 
     option = "--training.matmul-precision"
@@ -79,7 +79,7 @@ class LowPrecisionWeight(SelfMultiplying):
 
 @dataclasses.dataclass(frozen=True)
 class LowPrecisionGather(GatherParams):
-    """Gathers sharded parameters into weights: those of low-precision matmuls quantised, half the bytes of bfloat16."""
+    """Gathers sharded parameters into weights: low-precision ones quantised, half the bytes of bfloat16."""
 
     plans: Mapping[str, WeightPlan]
     """Plan of each weight in low precision, by path."""

@@ -147,7 +147,7 @@ class Rotary:
     factor: float = 1.0
     """Factor by which all frequencies are divided (linear position interpolation, arXiv:2306.15595)."""
     pairs: Literal["halves", "neighbours"] = "halves"
-    """Features that make a pair: those of the two halves, or neighbours."""
+    """Features that make a pair: one of each half, or neighbours."""
 
     def angles(self, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns cosine and sine [B, T, 1, size/2], float32. positions_BT: positions within each document."""

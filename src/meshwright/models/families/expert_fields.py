@@ -19,7 +19,7 @@ from meshwright.sharding.params import Tree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoutedExperts(DecoderModel):
-    """Experts of which a token uses some."""
+    """Routed experts: a token uses some of them."""
 
     experts: int = 8
     """Experts E of a layer."""
@@ -131,7 +131,7 @@ class ChoiceOfExperts(RoutedExperts):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseLayersFirst(ChoiceOfExperts, TiedOrNot):
-    """Leading dense layers, then layers with experts of which some serve every token."""
+    """Leading dense layers, then layers with routed and shared experts."""
 
     mlp: int = 384
     """Feed-forward width F of the dense layers."""

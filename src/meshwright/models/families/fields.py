@@ -32,7 +32,7 @@ class GroupedQuery(DecoderModel):
         return Norm("rms", self.norm_epsilon)
 
     def rotary(self, **changes: Any) -> Rotary:
-        """Returns the rotation of whole heads. Raises ConfigError for numbers that make no frequencies."""
+        """Returns the rotation of heads. Raises ConfigError for numbers that make no frequencies."""
         made = {"size": head_size_of(self), "theta": self.rope_theta, **changes}
         for name, value, fix in (("theta", made["theta"], 10000), ("factor", made.get("factor", 1.0), 1)):
             if not 0 < value < math.inf:
@@ -58,7 +58,7 @@ class ScaledRotary(GroupedQuery):
     """Scaling of the low rotary frequencies for long contexts (YaRN; Qwen2.5 and Qwen3 beyond 32k tokens)."""
 
     def rotary(self, **changes: Any) -> Rotary:
-        """Returns the rotation of whole heads, scaled. Raises ConfigError for two scalings of the same frequencies."""
+        """Returns the rotation of heads, scaled. Raises ConfigError for two scalings of the same frequencies."""
         given = {"scaling": self.rope_scaling is not None, "factor": self.rope_factor != 1.0}
         found = [f"model.rope_{name}" for name, is_given in given.items() if is_given]
         found += ["model.yarn"] if self.yarn is not None else []
@@ -107,7 +107,7 @@ class Projections(GroupedQuery):
     out_bias: LEARNED = "none"
     """Bias of the projection out of attention (`attention_bias` of Llama's and Qwen3's configurations)."""
     qk_norm: Literal["none", "rms", "rms_heads"] = "none"
-    """Normalisation of queries and keys: each head alone (rms: Qwen3), or all heads together (rms_heads: OLMo 2)."""
+    """Normalisation of queries and keys: each head (rms: Qwen3), or all heads together (rms_heads: OLMo 2)."""
     norm_place: Literal["before", "after"] = "before"
     """Whether attention and feed-forward normalise what they read, or what they add (OLMo 2)."""
 

@@ -96,9 +96,9 @@ class Gemma2(Gemma):
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     softcap: float | None = 50.0
-    """Soft cap of the attention scores; None has none."""
+    """Soft cap of the attention scores; None for no cap."""
     logit_softcap: float | None = 30.0
-    """Soft cap of the logits; None has none."""
+    """Soft cap of the logits; None for no cap."""
 
     def build(self) -> Decoder:
         """Returns local and global layers by turns, with soft caps."""

@@ -30,7 +30,7 @@ class SmolLM3(Llama):
         if self.no_rope_interval < 1:
             raise ConfigError(
                 f"every {self.no_rope_interval}-th layer without rotary embedding",
-                "one of so many layers is the last",
+                "the interval is at least one layer",
                 "--model.no-rope-interval 4",
             )
         rotary = super().build().layers[0]

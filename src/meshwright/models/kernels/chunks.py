@@ -211,7 +211,7 @@ def backward_step(
     saved: tuple[Result, jax.Array],
     sums: tuple[jax.Array, Any],
 ) -> tuple[jax.Array, Any]:
-    """Adds the gradients of a pair of chunks to `sums`: those of the queries, and of keys and values, float32.
+    """Adds the gradients of a pair of chunks to `sums`: of the queries, and of keys and values, float32.
 
     saved: results over all keys, and the gradients of the outputs.
     """

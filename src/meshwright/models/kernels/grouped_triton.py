@@ -1,4 +1,4 @@
-"""Grouped matmul for NVIDIA GPUs in Pallas and Triton: each row is multiplied by the weights of its own expert alone.
+"""Grouped matmul for NVIDIA GPUs in Pallas and Triton: each row is multiplied only by the weights of its expert.
 
 A tile is a block of rows of one expert and a block of columns. The tables of tiles follow from the rows of each expert
 and are computed on the device, so their number is that of the worst case, R / block + E + 1; tiles without rows end at

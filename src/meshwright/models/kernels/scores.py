@@ -32,7 +32,7 @@ class Scores:
     softcap: float | None = None
     """Cap of the scaled scores (`cap`; Gemma 2, arXiv:2408.00118, section 2); None has no cap."""
     chunk: int | None = None
-    """Tokens of a document after which attention begins anew; None attends within whole documents."""
+    """Tokens of a document after which attention begins anew; None attends within documents."""
 
 
 def add_sinks(result: "Result", sinks_N: jax.Array | None) -> "Result":
