@@ -48,8 +48,8 @@ class Preferences:
     ) -> tuple[jax.Array, Metrics]:
         """Returns the loss whose gradient is this device's, and its metrics.
 
-        x_BTD: hidden states after the last layer.  batch: complete sequences.  total: pairs of the global batch. Metrics
-        summed over the token axes are over all pairs; rewards are beta (log p - log q).
+        x_BTD: hidden states after the last layer.  batch: complete sequences.  total: pairs of the global batch.
+        Metrics summed over the token axes are over all pairs; rewards are beta (log p - log q).
         """
         local = model.local_positions(batch)
         other, frozen = reference_of(model, params)

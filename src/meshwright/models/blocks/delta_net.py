@@ -13,7 +13,7 @@ convolution reads no token before it.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,20 +30,18 @@ _EPSILON = 1e-6
 """Constant of the norms of queries and keys, as in the released code."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["q", "k", "v", "decay", "rate"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
-class DeltaInputs:
+class DeltaInputs(NamedTuple):
     """Inputs of a layer's tokens, before the convolution."""
 
-    q: Any
+    q: jax.Array
     """[B, T, N, key size]"""
-    k: Any
+    k: jax.Array
     """[B, T, N, key size]"""
-    v: Any
+    v: jax.Array
     """[B, T, N, G, value size]"""
-    decay: Any
+    decay: jax.Array
     """Log decay of each state, at most 0: float32 [B, T, N, G]."""
-    rate: Any
+    rate: jax.Array
     """How much of a token's correction is written, in (0, 1): float32 [B, T, N, G]."""
 
 
@@ -67,7 +65,7 @@ def delta_net(
     q_BTNH, k_BTNH, v_BTNF = jnp.split(mixed_BTNF, (H, 2 * H), axis=-1)
     with jax.named_scope("delta rule"):
         out, states = gated_delta_rule(
-            dataclasses.replace(x, q=q_BTNH, k=k_BTNH, v=v_BTNF.reshape(B, T, N, G, F)),
+            x._replace(q=q_BTNH, k=k_BTNH, v=v_BTNF.reshape(B, T, N, G, F)),
             positions_BT == 0,
             carried.states,
         )
@@ -162,18 +160,13 @@ def unit_lower_inverse(lower: jax.Array) -> jax.Array:
     return inverse[..., 0, :, :]
 
 
-def _inverse_fwd(lower: jax.Array) -> tuple[jax.Array, jax.Array]:
-    inverse = unit_lower_inverse(lower)
-    return inverse, inverse
-
-
 def _inverse_bwd(inverse: jax.Array, g: jax.Array) -> tuple[jax.Array]:
     transposed = jnp.swapaxes(inverse, -1, -2)
     multiply = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
     return (-jnp.tril(multiply(multiply(transposed, g), transposed), -1),)
 
 
-unit_lower_inverse.defvjp(_inverse_fwd, _inverse_bwd)
+unit_lower_inverse.defvjp(lambda lower: (unit_lower_inverse(lower),) * 2, _inverse_bwd)
 
 
 @dataclasses.dataclass(frozen=True)

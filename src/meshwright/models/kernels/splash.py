@@ -54,7 +54,7 @@ class SplashChunks:
     def _forward(self, queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
         from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
 
-        kernel = self._kernel(queries, keys, mask)
+        kernel = _kernel(self, queries.q_BTNH.shape[1:3], keys.k_BSKH.shape[1], mask)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, queries: jax.Array, keys: jax.Array) -> Any:
             return kernel(q, k, v, segment_ids=SegmentIds(queries, keys))
@@ -68,7 +68,7 @@ class SplashChunks:
     def _backward(self, queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, mask: ChunkMask) -> Gradients:
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
-        kernel = self._kernel(queries, keys, mask)
+        kernel = _kernel(self, queries.q_BTNH.shape[1:3], keys.k_BSKH.shape[1], mask)
         options = {name: value for name, value in kernel.kwargs.items() if name != "save_residuals"}
 
         def attend(q: Any, k: Any, v: Any, segments: tuple[Any, Any], out: Any, lse: Any, g: Any) -> Any:
@@ -81,12 +81,6 @@ class SplashChunks:
         gradients = jax.vmap(attend)(*_heads_first(queries, keys), segments, out_BNTH, result.lse_BNT, g_BNTH)
         g_q, g_k, g_v = (x.swapaxes(1, 2) for x in gradients)
         return g_q * queries.q_BTNH.shape[3] ** -0.5, g_k, g_v
-
-    def _kernel(self, queries: Queries, keys: Keys, mask: ChunkMask) -> Any:
-        T, N = queries.q_BTNH.shape[1:3]
-        S = keys.k_BSKH.shape[1]
-        blocks = block_size(T, self.block), block_size(S, self.block)
-        return _kernel((T, S), N, mask, blocks, self.backward_kernels, self.interpret, self.softcap)
 
 
 def _heads_first(queries: Queries, keys: Keys) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -101,29 +95,23 @@ def block_size(seq: int, largest: int) -> int:
 
 
 @functools.lru_cache(maxsize=32)
-def _kernel(
-    shape: tuple[int, int],
-    heads: int,
-    mask: ChunkMask,
-    blocks: tuple[int, int],
-    backward_kernels: int,
-    interpret: Any,
-    softcap: float | None,
-) -> Any:
+def _kernel(chunks: SplashChunks, queries: tuple[int, int], keys: int, mask: ChunkMask) -> Any:
+    """Returns the kernel of JAX. queries: tokens and heads of a chunk of queries.  keys: tokens of a chunk of keys."""
     # Importing Pallas takes 0.4 s, which only a TPU's step is worth.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
+    tokens, heads = queries
     visible: masks.Mask
     if mask.distance is None:
-        visible = masks.FullMask(shape)
+        visible = masks.FullMask((tokens, keys))
     elif mask.window is None:
-        visible = masks.CausalMask(shape, mask.distance)
+        visible = masks.CausalMask((tokens, keys), mask.distance)
     else:
-        visible = masks.LocalMask(shape, (mask.window - 1, 0), mask.distance)
-    q, kv = blocks
-    queries_apart = {"block_q_dq": q, "block_kv_dq": kv} if backward_kernels == 2 else {"use_fused_bwd_kernel": True}
-    sizes = splash.BlockSizes(block_q=q, block_kv=kv, block_q_dkv=q, block_kv_dkv=kv, **queries_apart)
+        visible = masks.LocalMask((tokens, keys), (mask.window - 1, 0), mask.distance)
+    q, kv = block_size(tokens, chunks.block), block_size(keys, chunks.block)
+    apart = {"block_q_dq": q, "block_kv_dq": kv} if chunks.backward_kernels == 2 else {"use_fused_bwd_kernel": True}
+    sizes = splash.BlockSizes(block_q=q, block_kv=kv, block_q_dkv=q, block_kv_dkv=kv, **apart)
     # The kernel's block tables are constants of the program, even while a caller is being traced.
     with jax.ensure_compile_time_eval():
         return splash.make_splash_mha(
@@ -132,8 +120,8 @@ def _kernel(
             q_seq_shards=1,
             block_sizes=sizes,
             save_residuals=True,
-            attn_logits_soft_cap=softcap,
-            interpret=interpret,
+            attn_logits_soft_cap=chunks.softcap,
+            interpret=chunks.interpret,
         )
 
 
