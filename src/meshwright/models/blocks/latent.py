@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.models.blocks.attention import Angles, Mix
-from meshwright.models.blocks.layers import SelfMultiplying, attention_projection, linear, rms_norm
+from meshwright.models.blocks.layers import attention_projection, linear, rms_norm
 from meshwright.models.blocks.rotary import LatentYarn, Rotary
 from meshwright.models.model import AttentionSpec, ForwardContext, LatentSpec
 from meshwright.models.remat import QKV
@@ -59,7 +59,7 @@ def absorb_values(out_BTNZ: jax.Array, up_ZNH: Any, size: int) -> jax.Array:
 
 def _values_and_scale(weight: Any, dtype: Any) -> tuple[Any, Any]:
     """Returns a weight as an array, and the scale of its output features, if any."""
-    if not isinstance(weight, SelfMultiplying):
+    if not hasattr(weight, "linear"):
         return weight, None
     values, scale = getattr(weight, "values", None), getattr(weight, "scale", None)
     if values is None:
@@ -67,7 +67,7 @@ def _values_and_scale(weight: Any, dtype: Any) -> tuple[Any, Any]:
         return linear(jnp.eye(weight.shape[0], dtype=dtype), weight), None
     if scale is None:
         return values.astype(dtype), None
-    features = weight.shape[1:]
+    features = values.shape[1:]
     return values.astype(dtype), jnp.broadcast_to(scale.reshape(features if scale.size > 1 else (1, 1)), features)
 
 
