@@ -198,13 +198,18 @@ def _quantise(x: jax.Array, amax: jax.Array, dtype: str) -> tuple[jax.Array, jax
     return (x * up.astype(x.dtype)).astype(dtype), down
 
 
-def _dot(a: jax.Array, b: jax.Array, dims: tuple[int, int], dtype: Any) -> jax.Array:
-    """Contracts one dimension of each; accumulates in int32 or float32.
+def _product(a: jax.Array, b: jax.Array, dims: tuple[int, int], dtype: Any, *scales: jax.Array) -> jax.Array:
+    """Contracts one dimension of each, accumulating in int32 or float32, and multiplies by the operands' scales.
 
-    The result of fp8 operands is `dtype`: powers of two scale it without rounding it again.
+    The product of fp8 operands is in `dtype`: powers of two scale it without rounding it again.
     """
     preferred = jnp.int32 if a.dtype == jnp.int8 else dtype
-    return lax.dot_general(a, b, (((dims[0],), (dims[1],)), ((), ())), preferred_element_type=preferred)
+    product = lax.dot_general(a, b, (((dims[0],), (dims[1],)), ((), ())), preferred_element_type=preferred)
+    if product.dtype == jnp.int32:
+        product = product.astype(jnp.float32)
+    for scale in scales:
+        product = product * scale.astype(product.dtype)
+    return product.astype(dtype)
 
 
 def _transposed(x_TD: jax.Array) -> jax.Array:
@@ -215,15 +220,6 @@ def _transposed(x_TD: jax.Array) -> jax.Array:
     XLA relabels the dimensions instead.
     """
     return with_layout_constraint(x_TD.T, Layout(major_to_minor=(0, 1)))
-
-
-def _scaled(product: jax.Array, dtype: Any, *scales: jax.Array) -> jax.Array:
-    """Multiplies a product by the scales of its operands."""
-    if product.dtype == jnp.int32:
-        product = product.astype(jnp.float32)
-    for scale in scales:
-        product = product * scale.astype(product.dtype)
-    return product.astype(dtype)
 
 
 _Saved = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -242,7 +238,7 @@ def _multiply_fwd(
 ) -> tuple[jax.Array, _Saved]:
     with jax.named_scope(SCOPE):
         q_TD, x_scale = _quantise_activations(x_TD, plan.recipe.operand, plan, 1, plan.in_axes)
-        y_TF = _scaled(_dot(q_TD, w_DF, (1, 0), x_TD.dtype), x_TD.dtype, x_scale, w_scale)
+        y_TF = _product(q_TD, w_DF, (1, 0), x_TD.dtype, x_scale, w_scale)
     # The quantised activation is kept for the backward pass: half the bytes, and one quantisation for two products.
     return y_TF, (q_TD, x_scale, w_DF, w_scale)
 
@@ -253,22 +249,19 @@ def _multiply_bwd(plan: WeightPlan, saved: _Saved, g_TF: jax.Array) -> tuple[jax
     with jax.named_scope(SCOPE):
         if recipe.scaling == "tensor":
             q_TF, g_scale = _quantise(g_TF, _amax(g_TF, None), recipe.gradient)
-            g_x_TD = _scaled(_dot(q_TF, w_DF, (1, 1), dtype), dtype, g_scale * w_scale)
-            g_w_DF = _scaled(_dot(q_TD, q_TF, (0, 0), dtype), dtype, g_scale * x_scale)
+            g_x_TD = _product(q_TF, w_DF, (1, 1), dtype, g_scale * w_scale)
+            g_w_DF = _product(q_TD, q_TF, (0, 0), dtype, g_scale * x_scale)
             return g_x_TD, None, None, g_w_DF
         # Scales along a contracted dimension cannot multiply the result. They multiply the gradient before it is
         # quantised, so that weight and activation are quantised once and serve two products each.
         wide = jnp.float32 if recipe.gradient == "int8" else dtype
         scaled_TF = g_TF.astype(wide) * w_scale.astype(wide)
         q_TF, g_scale = _quantise_activations(scaled_TF, recipe.gradient, plan, 1, plan.out_axes)
-        g_x_TD = _scaled(_dot(q_TF, w_DF, (1, 1), dtype), dtype, g_scale)
+        g_x_TD = _product(q_TF, w_DF, (1, 1), dtype, g_scale)
         scaled_TF = g_TF.astype(wide) * x_scale.astype(wide)
         q_TF, g_scale = _quantise_activations(scaled_TF, recipe.gradient, plan, 0, TOKEN_AXES)
-        if recipe.operand == "int8":
-            product = _dot(_transposed(q_TD), q_TF, (1, 0), dtype)
-        else:
-            product = _dot(q_TD, q_TF, (0, 0), dtype)
-        g_w_DF = _scaled(product, dtype, g_scale)
+        left, dim = (_transposed(q_TD), 1) if recipe.operand == "int8" else (q_TD, 0)
+        g_w_DF = _product(left, q_TF, (dim, 0), dtype, g_scale)
     return g_x_TD, None, None, g_w_DF
 
 
