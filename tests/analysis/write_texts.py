@@ -120,8 +120,10 @@ def write_precision(name: str) -> None:
     recipe, spec = RECIPES["fp8"], Path(sys.argv[2]).read_text()
     devices = topologies.get_topology_desc(platform="cuda", target_config=spec, topology="1x1x8").devices
     if name == "dequantised":
-        product = quantised._dot
-        quantised._dot = lambda a, b, dims, dtype: product(a.astype(dtype), b.astype(dtype), dims, dtype)
+        product = quantised._product
+        quantised._product = lambda a, b, dims, dtype, *scales: product(
+            a.astype(dtype), b.astype(dtype), dims, dtype, *scales
+        )
 
     def layer(x: jax.Array, w: jax.Array) -> jax.Array:
         plan = quantised.WeightPlan(recipe, 1, (), ())
