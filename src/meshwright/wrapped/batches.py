@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import functools
 import inspect
 import itertools
 import time
@@ -15,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from meshwright.errors import DataError
 
+_MISSING = object()
 _LISTED = 8
 """Most arrays that an error lists."""
 
@@ -48,28 +50,22 @@ class Source:
 
 def find_source(data: Any, kind: str) -> Source:
     """Returns the source of batches that a user gave. Raises DataError where there is no batch of arrays."""
-    first: Any
-    once: Callable[[], Iterator[Any]] | None = None
-    opened: Callable[[int, Any], Iterator[Any]]
     _check_kind(data, kind)
     if callable(data):
-        first = _of_step_0(data, kind)
-        opened = lambda step, position: _of_steps(data, step)  # noqa: E731
-    else:
-        iterator = iter(data)
-        once = None if iterator is data else lambda: iter(data)
-        if hasattr(iterator, "get_state") and hasattr(iterator, "set_state"):
-            start = iterator.get_state()
-            first = _first(iterator, kind)
-            iterator.set_state(start)
-            opened = lambda step, position: _at(iter(data), start, step, position)  # noqa: E731
-        elif iterator is data:
-            first = _first(iterator, kind)
-            opened = _Once(first, iterator).open
-        else:
-            first = _first(iterator, kind)
-            opened = lambda step, position: _repeated(data, step)  # noqa: E731
-    return Source(kind, opened, _described(first, kind), once)
+        example = _described(_of_step_0(data, kind), kind)
+        return Source(kind, lambda step, position: map(data, itertools.count(step)), example)
+    iterator = iter(data)
+    start = iterator.get_state() if hasattr(iterator, "get_state") and hasattr(iterator, "set_state") else None
+    first = next(iterator, _MISSING)
+    if first is _MISSING:
+        raise DataError(f"{kind} of a wrapped model", "it has no batch", "at least one batch")
+    opened: Callable[[int, Any], Iterator[Any]] = functools.partial(_repeated, data)
+    if start is not None:
+        iterator.set_state(start)
+        opened = functools.partial(_at, data, start)
+    elif iterator is data:
+        opened = functools.partial(_once, [itertools.chain([first], iterator)])
+    return Source(kind, opened, _described(first, kind), None if iterator is data else lambda: iter(data))
 
 
 def find_held_out(data: Any) -> Source:
@@ -128,85 +124,48 @@ def _of_step_0(data: Callable[[int], Any], kind: str) -> Any:
     return first
 
 
-def _first(iterator: Iterator[Any], kind: str) -> Any:
-    try:
-        return next(iterator)
-    except StopIteration:
-        raise DataError(f"{kind} of a wrapped model", "it has no batch", "at least one batch") from None
-
-
-def _of_steps(data: Callable[[int], Any], step: int) -> Iterator[Any]:
-    while True:
-        yield data(step)
-        step += 1
-
-
-def _repeated(data: Any, step: int) -> Iterator[Any]:
+def _repeated(data: Any, step: int, position: Any) -> Iterator[Any]:
     """Reads an iterable from its start, again and again, and drops the first `step` batches."""
-    skipped, empty = 0, False
+    taken = 0
     while True:
-        if empty:
-            raise DataError("data of a wrapped model", "it has no batch when it is read again", "an iterable that has")
-        empty = True
+        before = taken
         for batch in data:
-            empty = False
-            if skipped < step:
-                skipped += 1
-                continue
-            yield batch
+            taken += 1
+            if taken > step:
+                yield batch
+        if taken == before:
+            raise DataError("data of a wrapped model", "it has no batch when it is read again", "an iterable that has")
 
 
-class _Stateful:
-    """Iterator with a state of its own (Grain): its state is the position in the checkpoint."""
-
-    def __init__(self, iterator: Any):
-        self._iterator = iterator
-
-    def __iter__(self) -> "_Stateful":
-        return self
-
-    def __next__(self) -> Any:
-        return next(self._iterator)
-
-    def position(self) -> Any:
-        """Returns the iterator's state as JSON values."""
-        state = self._iterator.get_state()
-        return {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else {"json": state}
-
-
-def _at(iterator: Any, start: Any, step: int, position: Any) -> _Stateful:
-    if position is not None:
-        iterator.set_state(base64.b64decode(position["base64"]) if "base64" in position else position["json"])
-    elif step:
+def _at(data: Any, start: Any, step: int, position: Any) -> Iterator[Any]:
+    """Opens an iterator with a state (Grain). start: its first state.  position: a later one, as `_encoded` has it."""
+    iterator = iter(data)
+    if position is None and step:
         raise DataError(
             f"continuing after step {step}",
             "the data is an iterator with a state, and the checkpoint has none of it",
             "the data that the checkpoint was trained with, or a new run",
         )
-    else:
-        iterator.set_state(start)
-    return _Stateful(iterator)
+    if position is not None:
+        start = base64.b64decode(position["base64"]) if "base64" in position else position["json"]
+    iterator.set_state(start)
+    return iterator
 
 
-@dataclasses.dataclass
-class _Once:
-    """Iterator that can be read once: a generator."""
+def _encoded(state: Any) -> Any:
+    """Returns an iterator's state as JSON values."""
+    return {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else {"json": state}
 
-    first: Any
-    iterator: Iterator[Any]
-    opened: bool = False
 
-    def open(self, step: int, position: Any) -> Iterator[Any]:
-        """Returns all batches. Raises DataError where it was read before, or where a run continues."""
-        if step or self.opened:
-            raise DataError(
-                f"batches from step {step} on",
-                "the data is an iterator that can be read once, from its beginning",
-                "a function of the step, an iterable such as a list, or an iterator with get_state and set_state "
-                "(Grain)",
-            )
-        self.opened = True
-        return itertools.chain([self.first], self.iterator)
+def _once(left: list[Iterator[Any]], step: int, position: Any) -> Iterator[Any]:
+    """Opens an iterator that can be read once: a generator. left: holds it until it is opened."""
+    if step or not left:
+        raise DataError(
+            f"batches from step {step} on",
+            "the data is an iterator that can be read once, from its beginning",
+            "a function of the step, an iterable such as a list, or an iterator with get_state and set_state (Grain)",
+        )
+    return left.pop()
 
 
 def _described(batch: Any, kind: str) -> Any:
@@ -339,7 +298,8 @@ class BatchFeed:
             ) from None
         check_batch(batch, self._source.example, f"the batch of step {self._step + 1}")
         self._step += 1
-        self.position = self._batches.position() if isinstance(self._batches, _Stateful) else None
+        state = getattr(self._batches, "get_state", None)
+        self.position = _encoded(state()) if state is not None else None
         placed = put_batch(batch, self._source.example, self._sharding)
         self.wait_seconds += time.perf_counter() - began
         return placed
