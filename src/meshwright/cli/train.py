@@ -87,7 +87,7 @@ def run_training(options: TrainOptions, words: Sequence[str]) -> int:
 
     def show_start(prepared: Any, forecast: StepForecast | None) -> None:
         if not isinstance(prepared, PreparedRun):
-            print_prepared_model(console, prepared)
+            print_prepared_model(console, prepared.device_run)
         else:
             print_prepared_run(console, prepared)
             if options.run.init_from is not None and start == "fresh" and options.at is None:
