@@ -24,7 +24,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
 
 from meshwright.comm.collectives import all_gather, all_reduce, all_reduce_max, axis_index, local_shard, reduce_scatter
 from meshwright.config import MeshShape
@@ -132,10 +131,6 @@ class CachePlan:
             math.prod(local_shape(x.shape, self.placement(cache, len(x.shape)), self.shape)) * x.dtype.itemsize
             for cache, x in arrays
         )
-
-    def shardings(self, mesh: Mesh) -> dict[str, Any]:
-        """Returns the sharding of every array."""
-        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.specs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -126,8 +126,9 @@ class Decoder:
     @functools.cached_property
     def _empty(self) -> Any:
         """Function that creates the empty cache in its sharding."""
-        plan, where = self.plan, self.plan.shardings(self.device_run.mesh)
-        zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), plan.abstract), out_shardings=where)
+        cache = self._abstract.cache
+        where = jax.tree.map(lambda x: x.sharding, cache)
+        zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache), out_shardings=where)
         return zeros.lower().compile()
 
     @functools.cached_property
@@ -156,13 +157,10 @@ class Decoder:
         slot = np.int32(int(first_B.min()) // chunk * chunk)
         logprobs_BT = np.zeros(tokens_BT.shape, np.float32)
         rest = DecodeState(None, tokens_BT, logprobs_BT, first_B, done_B, slot)
-        specs = dataclasses.replace(self.specs, cache=None)
         placed = jax.tree.map(
-            lambda x, spec: jax.make_array_from_callback(
-                np.shape(x), NamedSharding(self.device_run.mesh, spec), lambda index: np.asarray(x)[index]
-            ),
+            lambda x, like: jax.make_array_from_callback(x.shape, like.sharding, np.asarray(x).__getitem__),
             rest,
-            specs,
+            dataclasses.replace(self._abstract, cache=None),
         )
         return dataclasses.replace(placed, cache=cache)
 
@@ -191,9 +189,9 @@ class Decoder:
 
     def cache_bytes_of(self, memory: Any) -> int:
         """Returns the bytes of the cache in a program's memory figures: its donated state, less what is not cache."""
-        rest = self._abstract_rest()
+        rest = jax.tree.leaves(dataclasses.replace(self._abstract, cache=None))
         rows = self.device_run.shape.over(BATCH_AXES)
-        others = sum(math.prod(x.shape) // (rows if x.ndim else 1) * x.dtype.itemsize for x in jax.tree.leaves(rest))
+        others = sum(math.prod(x.shape) // (rows if x.ndim else 1) * x.dtype.itemsize for x in rest)
         return int(memory.alias_size_in_bytes) - others
 
     @property
@@ -225,23 +223,15 @@ class Decoder:
     @functools.cached_property
     def _abstract(self) -> DecodeState:
         """The state as shapes with their shardings."""
-        mesh = self.device_run.mesh
+        batch, slots = self.bucket.batch, self.bucket.slots
+        tokens_BT, logprobs_BT = (jax.ShapeDtypeStruct((batch, slots + 1), x) for x in (jnp.int32, jnp.float32))
+        first_B, done_B = (jax.ShapeDtypeStruct((batch,), x) for x in (jnp.int32, jnp.bool_))
+        slot = jax.ShapeDtypeStruct((), jnp.int32)
         return jax.tree.map(
-            lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
-            dataclasses.replace(self._abstract_rest(), cache=self.plan.abstract),
+            lambda x, spec: x.update(sharding=NamedSharding(self.device_run.mesh, spec)),
+            DecodeState(self.plan.abstract, tokens_BT, logprobs_BT, first_B, done_B, slot),
             self.specs,
         )
-
-    def _abstract_rest(self) -> DecodeState:
-        """Shapes of the state without its cache."""
-        batch, slots = self.bucket.batch, self.bucket.slots
-
-        def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype)
-
-        tokens_BT, logprobs_BT = array(jnp.int32, batch, slots + 1), array(jnp.float32, batch, slots + 1)
-        first_B, done_B = array(jnp.int32, batch), array(jnp.bool_, batch)
-        return DecodeState({}, tokens_BT, logprobs_BT, first_B, done_B, array(jnp.int32))
 
     def _prefill_chunk(
         self, params: Tree, state: DecodeState, settings: Settings, stops: jax.Array, last: jax.Array
