@@ -1,7 +1,7 @@
 """Cache of decoding: its plan before it exists, its arrays, and attention to it.
 
 Slots are positions of a batch that is padded on the left: every sequence ends at the same slot, so a step writes one
-slot for the whole batch. The cache is sharded over batch, key/value heads (`tensor`) and slots (`context`). Slot s lies
+slot for the whole batch. The cache is sharded over batch, key/value heads (`tensor`) and slots (`context`). Slot s is
 on device s mod n of the n devices of `context`: a prompt fills all of them evenly, and so does what follows it.
 
 Slots come before heads and sequences in memory: what a step writes is one block. With sequences first, XLA:TPU copies

@@ -59,7 +59,7 @@ class DecodeState:
     first: Any
     """First slot of each sequence, int32 [B]; those before are padding."""
     done: Any
-    """Whether a sequence has met a stop token, bool [B]; it goes on with that token."""
+    """Whether a sequence has met a stop token, bool [B]; it continues with that token."""
     slot: Any
     """Slots in the cache, int32."""
 

@@ -22,7 +22,7 @@ from meshwright.step.device_run import DeviceRun
 OnText = Callable[[int, str], None]
 """Called with the index of a prompt and the text that was added to it."""
 _FITS = 0.8
-"""Fraction of a device's memory that gathered weights may take, beside the ones they are gathered from."""
+"""Fraction of a device's memory that gathered weights may take, in addition to the ones they are gathered from."""
 _BEFORE = 16
 """Tokens of a prompt that are decoded before a text."""
 _SIMULATED_BYTES = 2**30
@@ -31,7 +31,7 @@ _SIMULATED_BYTES = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """How texts are computed; their numbers are those of the forward pass in any case, but for int8.
+    """How texts are computed; the numbers are those of the forward pass, except for int8.
 
     Example:
         >>> mw.Decoding(weights="int8", cache="int8").prefill_chunk
@@ -164,7 +164,7 @@ class Generator:
     ) -> Generated:
         """Continues each prompt by up to `max_tokens` tokens.
 
-        stop: texts that end a text, beside the tokenizer's end of a document; they are left out of it.
+        stop: texts that end a text, besides the tokenizer's end of a document; they are left out of it.
         Raises ConfigError where the texts would be longer than the model's positions.
         """
         if max_tokens < 1 or not prompts:
@@ -304,7 +304,7 @@ class _Text:
 
 
 def _check_cache(decoder: Decoder, longest: int, max_tokens: int) -> None:
-    """Raises ConfigError where the cache alone is larger than the memory of a device."""
+    """Raises ConfigError where the cache by itself is larger than the memory of a device."""
     device, bucket = decoder.device_run.mesh.local_devices[0], decoder.bucket
     memory = (device.memory_stats() or {}).get("bytes_limit", 0)
     if device.platform == "cpu":

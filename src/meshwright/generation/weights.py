@@ -53,7 +53,7 @@ def weight_bytes(placed: PlacedRun, layout: WeightsLayout) -> int:
 def run_for_decoding(run: Run, shape: MeshShape) -> Run:
     """Returns a run on a mesh with a batch and a sequence length that fit it; kernels of training are left out.
 
-    What a step of training computes at once is no matter here: prompts, slots and chunks have sizes of their own.
+    The sizes of a training step do not matter here: prompts, slots and chunks have sizes of their own.
     """
     multiple = (2 if shape.context > 1 else 1) * shape.context * shape.tensor
     longest = run.model.spec().max_seq

@@ -79,7 +79,7 @@ class Fields:
             known = " or ".join(json.dumps(a) for a in allowed)
             raise WeightsError(
                 f"reading {self.file}",
-                f"{name} is {json.dumps(value)}, and Meshwright computes it with {known} alone",
+                f"{name} is {json.dumps(value)}, and Meshwright computes it only with {known}",
                 f"a model with {name} {known}",
             )
 

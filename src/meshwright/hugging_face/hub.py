@@ -17,7 +17,7 @@ def is_hugging_face(name: str) -> bool:
 def find_folder(name: str, *, weights: bool) -> Path:
     """Returns the folder that `hf:NAME` names. A path that exists is taken first, then the hub.
 
-    weights: whether the weights are needed, or the configuration and the tokenizer alone.
+    weights: whether the weights are needed, or only the configuration and the tokenizer.
     Raises WeightsError where there is neither a folder nor a model of that name, or `huggingface_hub` is missing.
     """
     text = name.removeprefix(PREFIX)

@@ -1,4 +1,4 @@
-"""Where a parameter lies in another program's tensors: name, order of dimensions, and part of a fused tensor.
+"""Location of a parameter in another program's tensors: name, order of dimensions, and part of a fused tensor.
 
 A parameter `[L, D, N, H]` is stored as one matrix `[N H, D]` per layer: its `StoredTensor` has the name
 `model.layers.{layer}.self_attn.q_proj.weight` and the axes `("NH", "D")`. Both directions use one view: the stored

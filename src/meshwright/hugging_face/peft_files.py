@@ -38,7 +38,7 @@ Pair = tuple[np.ndarray, np.ndarray]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Reads adapter_config.json. Raises WeightsError where it is no LoRA, or one that computes something else."""
+    """Reads adapter_config.json. Raises WeightsError where it is not LoRA, or one that computes something else."""
     file = folder / CONFIG
     try:
         check_inside(folder, [file])

@@ -196,7 +196,7 @@ def find_files(folder: Path) -> dict[str, Path]:
                 raise WeightsError(
                     f"reading {index}",
                     f"it places {tensor!r} in {file!r}, which is not the name of a file in the folder",
-                    "an index whose files are beside it",
+                    "an index whose files are in its folder",
                 )
         _check_present(folder, files.values())
         return {tensor: folder / file for tensor, file in files.items()}

@@ -71,10 +71,10 @@ def find_source(data: Any, kind: str) -> Source:
 def find_held_out(data: Any) -> Source:
     """Returns the source of held-out batches, which are read from the first to the last at each evaluation.
 
-    Raises DataError for batches without an end, or that can be read once alone.
+    Raises DataError for batches without an end, or that can only be read once.
     """
     if callable(data) or (hasattr(data, "__iter__") and iter(data) is data):
-        truth = "it is a function, so it has no end" if callable(data) else "it can be read once alone"
+        truth = "it is a function, so it has no end" if callable(data) else "it can only be read once"
         raise DataError(
             "held_out of a wrapped model",
             f"{truth}, and each evaluation reads all of it",
@@ -188,7 +188,7 @@ def _described(batch: Any, kind: str) -> Any:
 
 
 def _check_leaf(leaf: Any, name: str, kind: str) -> None:
-    """Raises DataError for a part of a batch that is no array of numbers."""
+    """Raises DataError for a leaf of a batch that is not an array of numbers."""
     if _is_jax(leaf):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise DataError(
@@ -206,7 +206,7 @@ def _check_leaf(leaf: Any, name: str, kind: str) -> None:
         raise DataError(f"a batch of {kind}", f"{name} is a {type(leaf).__name__}: {error}", fix) from None
     if dtype.kind in "USOMm":
         what = f"an array of {dtype}" if _ndim(leaf) else f"a {type(leaf).__name__}"
-        raise DataError(f"a batch of {kind}", f"{name} is {what}, and devices have numbers alone", fix)
+        raise DataError(f"a batch of {kind}", f"{name} is {what}, and devices hold only numbers", fix)
 
 
 def _is_jax(leaf: Any) -> bool:
@@ -279,7 +279,7 @@ class BatchFeed:
         if self._source.once is None:
             raise DataError(
                 f"the {self._source.kind} batches",
-                "they have no end, or can be read once alone",
+                "they have no end, or can only be read once",
                 "an iterable such as a list of batches",
             )
         for batch in self._source.once():

@@ -113,7 +113,7 @@ class Wrapped(Model):
         """Raises ConfigError: what is asked for needs to know the layers of a model."""
         raise ConfigError(
             "the layers of a wrapped model",
-            "they are known to the module alone; show, rehearse, generate and convert are for model families",
+            "only the module knows them; show, rehearse, generate and convert are for model families",
             "train, evaluate, plan, prove or parity; or a family of your own (docs: Adding things)",
         )
 

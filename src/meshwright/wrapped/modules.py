@@ -224,7 +224,7 @@ def _parts_of(model: Any) -> Any:
         what = others[0] if others else model
         raise ConfigError(
             f"wrapping a {type(model).__module__}.{type(model).__name__}",
-            f"it is no module of Flax or Equinox, and no pytree of arrays: it has a {type(what).__name__}",
+            f"it is neither a module of Flax or Equinox nor a pytree of arrays: it has a {type(what).__name__}",
             "a module of Flax NNX, Flax Linen or Equinox, a pytree of arrays, or a function of a key that makes one",
         )
     return TreeParts("pytree", False)
@@ -249,7 +249,7 @@ class TreeParts:
         self._leaves = []
         for path, leaf in leaves:
             name = self._name(path)
-            # Equinox has NumPy arrays for constants: its filters take those of JAX alone.
+            # Equinox has NumPy arrays for constants: its filters take only those of JAX.
             constant = self.framework == "Equinox" and type(leaf).__module__ == "numpy"
             if constant or not _is_array(leaf):
                 self._leaves.append(("", leaf))
@@ -466,7 +466,7 @@ def _structure(tree: Any) -> str:
 
 
 def _joined(new: Any, kept: Any) -> Any:
-    """Returns the dictionary `kept` with what `new` alone has."""
+    """Returns the dictionary `kept` with what only `new` has."""
     if not isinstance(kept, Mapping):
         return kept
     return {**kept, **{name: _joined(x, kept[name]) if name in kept else x for name, x in new.items()}}

@@ -62,7 +62,7 @@ def rope_fields(
     A rope_scaling is what users write into a configuration for longer contexts, and `transformers` prefers it as well.
     theta: base of the architecture, where no field has one.  layers: kind of layers, where rope_parameters has fields
     for each; a rope_scaling is that of "full_attention".  theta_field: the kind's field of `transformers` 4.
-    fraction: part of a head that rotates, where no field has one; an architecture with 1 rotates whole heads alone.
+    fraction: part of a head that rotates, where no field has one; an architecture with 1 rotates only whole heads.
     """
     parameters, scaling = fields.mapping("rope_parameters"), fields.mapping("rope_scaling")
     if layers is None:
@@ -123,7 +123,7 @@ def read_yarn(fields: Fields, rope: RopeFields) -> Yarn | None:
 
 
 def _attention_factor(fields: Fields, rope: RopeFields, factor: float) -> float | None:
-    """Factor on queries and keys, where it is not that of `factor` alone; `transformers` has it of both mscales."""
+    """Factor on queries and keys, where it does not follow from `factor`; `transformers` has it of both mscales."""
     if "attention_factor" in rope.scaling:
         return float(rope.number(fields, "attention_factor"))
     if not (rope.scaling.get("mscale") and rope.scaling.get("mscale_all_dim")):
