@@ -172,7 +172,7 @@ def census_of_train_step(device_run: DeviceRun, target: Target | None = None) ->
     simulated = device_run.settled.machine.simulated
     findings = [finding for finding in result.findings if not (simulated and finding.kind == "experts")]
     findings += [*_vocabulary_padding(device_run), *_precision(device_run, result.text)]
-    if device_run.settled.kernels.fused and not simulated:
+    if device_run.placed.spec.layers and device_run.settled.kernels.fused and not simulated:
         findings += lint_attention_kernel(parse_module(result.text), device_run.settled.kernels.name)
     return dataclasses.replace(result, findings=tuple(findings))
 

@@ -72,10 +72,10 @@ def describe_model(adapter: Adapter, source: Source, held_out: Source | None) ->
         params, variables = jax.eval_shape(build, jax.eval_shape(jax.random.key, 0))
         _check_arrays({**variables, **params})
         parts = WrappedParts(adapter, source, held_out, {}, {}, Draws(), Draws(), params, variables, annotations)
-        dtype = _check_loss(parts, train=True)
+        _check_loss(parts, train=True)
         if held_out is not None:
             _check_loss(parts, train=False)
-        return dataclasses.replace(parts, untrained=_untrained(parts, dtype))
+        return dataclasses.replace(parts, untrained=_untrained(parts))
     except MeshwrightError:
         raise
     except Exception as error:
@@ -100,8 +100,8 @@ def _check_arrays(arrays: Arrays) -> None:
             raise ConfigError(f"array {name} of a wrapped model", truth, "a model without it")
 
 
-def _check_loss(parts: WrappedParts, train: bool) -> Any:
-    """Reads what the loss draws, and checks its result; returns its type."""
+def _check_loss(parts: WrappedParts, train: bool) -> None:
+    """Reads what the loss draws, and checks its result."""
     draws = parts.draws if train else parts.eval_draws
     function, arguments = parts.traced(train)
     jaxpr, (value, _, variables) = jax.make_jaxpr(function, return_shape=True)(*arguments)
@@ -121,27 +121,22 @@ def _check_loss(parts: WrappedParts, train: bool) -> Any:
                 f"it was {before.dtype}{list(before.shape)} and is {x.dtype}{list(x.shape)} after the loss",
                 "the same shape and type after each step",
             )
-    return value.dtype
 
 
-def _untrained(parts: WrappedParts, dtype: Any) -> frozenset[str]:
-    """Returns the parameters whose gradient does not depend on the cotangent of the loss: it is zero.
+def _untrained(parts: WrappedParts) -> frozenset[str]:
+    """Returns the parameters whose change the linearised loss does not read: their gradient is zero.
 
-    dtype: of the loss. Raises ConfigError where it has no gradient of any.
+    Raises ConfigError where it has no gradient of any.
     """
     function, arguments = parts.traced(train=True)
 
-    def gradients(cotangent: Any, params: Arrays, *others: Any) -> list[Any]:
-        backward = jax.vjp(lambda params: function(params, *others)[0], params)[1]
-        return [backward(cotangent)[0][name] for name in parts.params]
+    def change(changes: Arrays, params: Arrays, *others: Any) -> Any:
+        return jax.linearize(lambda params: function(params, *others)[0], params)[1](changes)
 
-    jaxpr = jax.make_jaxpr(gradients)(jax.ShapeDtypeStruct((), dtype), *arguments).jaxpr
-
-    def is_zero(index: int) -> bool:
-        used = partial_eval.dce_jaxpr(jaxpr, [i == index for i in range(len(parts.params))])[1]
-        return not used[0]
-
-    untrained = frozenset(name for index, name in enumerate(parts.params) if is_zero(index))
+    jaxpr = jax.make_jaxpr(change)(parts.params, *arguments).jaxpr
+    used = partial_eval.dce_jaxpr(jaxpr, [True])[1]
+    # A dictionary's leaves are in the order of its sorted keys.
+    untrained = frozenset(name for name, read in zip(sorted(parts.params), used, strict=False) if not read)
     if parts.params and len(untrained) == len(parts.params):
         listed = ", ".join(sorted(untrained)[:3]) + (", ..." if len(untrained) > 3 else "")
         raise ConfigError(
