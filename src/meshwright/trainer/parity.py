@@ -114,20 +114,6 @@ def other_devices(shape: MeshShape, devices: list[jax.Device]) -> list[jax.Devic
     return devices if shape.size == len(devices) else [d for d in devices if d.process_index == 0]
 
 
-def other_side(shape: MeshShape, build: Callable[[Mesh], "Side"]) -> "Side | None":
-    """Builds the side to compare with, over all devices or those of process 0; None in a process that has none."""
-    mesh = build_mesh(shape, other_devices(shape, jax.devices()))
-    if len({device.process_index for device in mesh.devices.flat}) > 1:
-        return build(mesh)
-    built: list[Side] = []
-
-    def build_here() -> None:
-        built.append(build(mesh))
-
-    answer_of_the_first(build_here)
-    return built[0] if built else None
-
-
 def compare_meshes(prepared: Trainable, other: MeshShape, *, steps: int) -> Parity:
     """Compares `steps` steps of a run with the same steps on the mesh `other`, in float32.
 
@@ -136,35 +122,51 @@ def compare_meshes(prepared: Trainable, other: MeshShape, *, steps: int) -> Pari
     """
     run = _in_float32(prepared.device_run.run, other, steps)
 
-    def side(run: Run, mesh: Mesh) -> Side:
-        return Side(dataclasses.replace(cast(Any, prepared), device_run=place_on_devices(run, mesh)))
+    def side(run: Run, mesh: Mesh) -> _Side:
+        return _Side(dataclasses.replace(cast(Any, prepared), device_run=place_on_devices(run, mesh)))
 
     first = side(run, prepared.device_run.mesh)
-    second = other_side(other, lambda mesh: side(dataclasses.replace(first.run, mesh=other), mesh))
-    return compare_sides(first, second, str(other), steps=steps)
+    mesh = build_mesh(other, other_devices(other, jax.devices()))
+    second: list[_Side] = []
 
+    def build() -> None:
+        second.append(side(dataclasses.replace(first.run, mesh=other), mesh))
 
-def compare_sides(first: "Side", second: "Side | None", other: str, *, steps: int) -> Parity:
-    """Compares initial values, gradients and losses of two sides over `steps` steps.
+    # A mesh of several processes is built and computed by all of them, another by process 0 only.
+    everywhere = len({device.process_index for device in mesh.devices.flat}) > 1
+    if everywhere:
+        build()
+    else:
+        answer_of_the_first(build)
 
-    second: None in a process that has no device of the mesh `other`; it waits for what process 0 finds.
-    """
+    def found(compute: Callable[[_Side], list[Any]]) -> list[Any]:
+        """Computes where the second mesh is; returns the result, as JSON has it, in all processes."""
+        if everywhere:
+            return compute(second[0])
+        answer: list[Any] = answer_of_the_first(lambda: compute(second[0]))
+        return answer
+
     initial = first.params()
+    unequal = found(
+        lambda second: [name for name, x in second.params().items() if not np.array_equal(x, initial[name])]
+    )
+    compared = []
+    for step in range(1, steps + 1):
+        batch, params = next(first.feed), first.params()
+        gradients = first.gradients(params, batch)
+        loss = first.update(batch)
 
-    def unequal() -> list[str]:
-        assert second is not None  # process 0 has a part of both meshes
-        return [name for name, x in second.params().items() if not np.array_equal(x, initial[name])]
+        def compare(second: _Side, step: int = step, params: Tensors = params, given: Tensors = gradients) -> list[Any]:
+            """Compares gradients at the first side's parameters, and the loss after this side's own updates."""
+            batch = next(second.feed)
+            expected = second.gradients(params, batch)
+            differences = gradient_differences(given, expected, second.gradients(_perturbed(params, step), batch))
+            worst = max(differences, key=lambda name: np.nan_to_num(differences[name], nan=np.inf))
+            return [second.update(batch), differences[worst], worst]
 
-    found = _found_by_the_first(unequal, second)
-    compared = [_compare_step(step, first, second) for step in range(1, steps + 1)]
-    return Parity((first.mesh, other), tuple(found), tuple(compared))
-
-
-def _found_by_the_first(compute: Callable[[], Any], second: "Side | None") -> Any:
-    """Computes in the processes that have a part of the second mesh; returns the result, as JSON has it, in all."""
-    if second is not None and not second.alone:
-        return compute()
-    return answer_of_the_first(compute)
+        other_loss, difference, worst = found(compare)
+        compared.append(StepParity(step, (loss, other_loss), difference, worst))
+    return Parity((str(first.run.mesh), str(other)), tuple(unequal), tuple(compared))
 
 
 def _in_float32(run: Run, other: MeshShape, steps: int) -> Run:
@@ -188,19 +190,16 @@ def _in_float32(run: Run, other: MeshShape, steps: int) -> Run:
     return dataclasses.replace(run, training=training, model=model)
 
 
-class Side:
+class _Side:
     """Training run on one mesh, with its batches, and its gradients as the train step takes them."""
 
     def __init__(self, prepared: Trainable):
-        device_run = prepared.device_run
-        self.feed, self.run, self.mesh = prepared.feed(Position(0, 0)), device_run.run, str(device_run.run.mesh)
-        # Another process may have a part of the run, but none of this mesh.
-        self.alone = device_run.batch_sharding.is_fully_addressable
-        self._prepared, self._device_run = prepared, device_run
-        options = device_run.compiler_options() or None
-        self._gradients = jax.jit(build_gradients(device_run), compiler_options=options)
+        self._prepared, self._device_run = prepared, prepared.device_run
+        self.feed, self.run = prepared.feed(Position(0, 0)), prepared.device_run.run
+        options = self._device_run.compiler_options() or None
+        self._gradients = jax.jit(build_gradients(self._device_run), compiler_options=options)
         self._step: Any = None
-        self._state = device_run.initial_state()
+        self._state = self._device_run.initial_state()
 
     def params(self) -> Tensors:
         """Returns the parameters of this side's state."""
@@ -220,38 +219,20 @@ class Side:
 
     def _to_host(self, tree: Tree) -> Tensors:
         descriptions = named_leaves(self._device_run.params)
-        return {name: rows_to_layers(descriptions[name], _whole(x)) for name, x in named_leaves(tree).items()}
+
+        def on_host(x: jax.Array) -> np.ndarray:
+            return np.asarray(x if x.is_fully_addressable else process_allgather(x, tiled=True))
+
+        return {name: rows_to_layers(descriptions[name], on_host(x)) for name, x in named_leaves(tree).items()}
 
     def _to_devices(self, params: Tensors) -> Tree:
         descriptions, shardings = self._device_run.params, self._device_run.state_shardings.params
         rows = [layers_to_rows(p, params[name]) for name, p in named_leaves(descriptions).items()]
-        return jax.tree.map(
-            lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, x.__getitem__),
-            jax.tree.unflatten(jax.tree.structure(shardings), rows), shardings,
-        )  # fmt: skip
-
-
-def _whole(x: jax.Array) -> np.ndarray:
-    """Copies a tensor to the host, from the devices of other processes too."""
-    return np.asarray(x if x.is_fully_addressable else process_allgather(x, tiled=True))
-
-
-def _compare_step(step: int, first: Side, second: Side | None) -> StepParity:
-    """Compares gradients at the first side's parameters, and the losses of both sides' own updates."""
-    batch, params = next(first.feed), first.params()
-    gradients = first.gradients(params, batch)
-    loss = first.update(batch)
-
-    def compared() -> list[Any]:
-        assert second is not None  # process 0 has a part of both meshes
-        batch = next(second.feed)
-        expected = second.gradients(params, batch)
-        differences = gradient_differences(gradients, expected, second.gradients(_perturbed(params, step), batch))
-        worst = max(differences, key=lambda name: np.nan_to_num(differences[name], nan=np.inf))
-        return [second.update(batch), differences[worst], worst]
-
-    other_loss, difference, worst = _found_by_the_first(compared, second)
-    return StepParity(step, (loss, other_loss), difference, worst)
+        arrays = [
+            jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+            for x, sharding in zip(rows, jax.tree.leaves(shardings), strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(shardings), arrays)
 
 
 def _perturbed(params: Tensors, seed: int) -> Tensors:
