@@ -24,6 +24,7 @@ from meshwright.sharding.params import count_params
 from meshwright.step.device_run import DeviceRun, State, place_on_devices
 from meshwright.step.train_step import CompiledTrainStep, build_eval_step
 from meshwright.storage.paths import in_bucket, path_of
+from meshwright.storage.transfer import local_copy
 from meshwright.trainer.meter import Meter
 
 if TYPE_CHECKING:
@@ -239,8 +240,6 @@ def prepare_model(
     if run.mesh is None:
         run = dataclasses.replace(run, mesh=default_mesh_shape(len(available)))
     if own is not None and in_bucket(own):
-        from meshwright.storage.transfer import local_copy  # of a run whose output is in a bucket
-
         own = local_copy(path_of(own), cache)
     parts: Sequence[tuple[Samples, Samples]]
     if run.finetune.objective == "text":

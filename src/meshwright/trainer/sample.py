@@ -76,9 +76,13 @@ def _without_stages(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tre
     if folded.slices > 1:
         folded = dataclasses.replace(folded, slices=1)
     training = dataclasses.replace(
-        run.training, batch=run.training.batch * shape.stage, microbatches=1, pipeline_schedule="1f1b",
-        virtual_stages=1, stage_saves="input",
-    )  # fmt: skip
+        run.training,
+        batch=run.training.batch * shape.stage,
+        microbatches=1,
+        pipeline_schedule="1f1b",
+        virtual_stages=1,
+        stage_saves="input",
+    )
     mesh = Mesh(devices, device_run.mesh.axis_names, axis_types=device_run.mesh.axis_types)
     other = place_on_devices(dataclasses.replace(run, model=model, mesh=folded, training=training), mesh)
     by_layer = named_leaves({"params": params})
