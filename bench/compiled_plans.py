@@ -27,9 +27,16 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import Nodes
 from meshwright.hardware.targets import Target, parse_target
-from meshwright.planner.candidates import accumulation_counts, candidate_meshes, candidate_schedules
 from meshwright.planner.plan_file import write_plan
-from meshwright.planner.search import STAGE_SAVES, Plan, price_run, remat_policies
+from meshwright.planner.search import (
+    STAGE_SAVES,
+    Plan,
+    accumulation_counts,
+    candidate_meshes,
+    candidate_schedules,
+    price_run,
+    remat_policies,
+)
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_from_dict, run_to_dict

@@ -31,8 +31,7 @@ from meshwright.hardware.targets import parse_target
 from meshwright.hlo.buffers import union
 from meshwright.models.kernels.attention import reference_attention, sequence_positions
 from meshwright.models.kernels.choose import KERNELS
-from meshwright.planner.calibration import calibrate_target
-from meshwright.planner.forecast import local_target
+from meshwright.planner.forecast import calibrate_target, local_target
 from meshwright.views.hardware_report import report_page
 
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -14,9 +14,8 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import Nodes
 from meshwright.hardware.targets import parse_target
-from meshwright.planner.calibration import calibrate_target
 from meshwright.planner.estimate import estimate
-from meshwright.planner.forecast import forecast_gaps, forecast_step, local_target
+from meshwright.planner.forecast import calibrate_target, forecast_gaps, forecast_step, local_target
 from meshwright.planner.shrink import shape_within, shrink
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.recipe import find_recipe

@@ -22,7 +22,7 @@ from meshwright.hlo.buffers import buffers_of
 from meshwright.hlo.flops import read_matmuls
 from meshwright.hlo.ledger import read_ledger
 from meshwright.models.model import Model
-from meshwright.planner.optimizer_work import update_exchanges, update_matmuls, update_temporaries
+from meshwright.planner.optimizer import update_exchanges, update_matmuls, update_temporaries
 from meshwright.sharding.layouts import find_layout
 from meshwright.sharding.params import Param, named_leaves, place_params, shardings, tree_map
 from meshwright.sharding.placement import to_spec

@@ -18,7 +18,7 @@ from meshwright.hardware.targets import parse_target
 from meshwright.models.flops import forward_flops, training_flops_per_token
 from meshwright.planner.estimate import Estimate, estimate
 from meshwright.planner.memory_model import memory_by_category
-from meshwright.planner.optimizer_state import optimizer_state_bytes
+from meshwright.planner.optimizer import optimizer_state_bytes
 from meshwright.planner.software import MESHWRIGHT, SOFTWARE, free_running, lockstep
 from meshwright.planner.traffic import movements
 from meshwright.planner.work import recomputed_roles, work_of
@@ -172,7 +172,7 @@ def test_parameters_and_optimizer_state_are_those_of_the_layout(layout: str) -> 
 def test_the_layout_report_counts_the_state_that_optax_makes(optimizer: Any, params: Any) -> None:
     run = tiny_run(MODELS["llama"], "data=2,fsdp=2,tensor=2", optimizer=Optimizer(**optimizer), **params)
     placed = place_run(run)
-    state = optimizer_state_bytes(run.optimizer, run.training, placed.params, placed.placements, placed.shape)
+    state = optimizer_state_bytes(placed)
     # Moments alone: the scalars that count steps are a few bytes.
     assert layout_report(placed).bytes_optimizer == pytest.approx(state, abs=64)
 

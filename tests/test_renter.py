@@ -19,14 +19,28 @@ from meshwright.api.planning import parse_budget, read_market, with_batches
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import expand_targets, parse_target
-from meshwright.planner.bounds import largest_bound
-from meshwright.planner.divisibility import nearest_batches, notes
-from meshwright.planner.error_bands import EVERY, FILE, UNSEEN, band_of, kinds_of, read_bands
-from meshwright.planner.estimate import Estimate, estimate
-from meshwright.planner.goodput import CHIP_HOURS_PER_FAILURE, Goodput, Reliability, daly_period, goodput
-from meshwright.planner.offers import Offer, choose, make_offer, rank
-from meshwright.planner.offloading import offloading_note
-from meshwright.planner.prices import PRICES_FILE, cheapest, read_prices
+from meshwright.planner.estimate import Estimate, estimate, largest_bound
+from meshwright.planner.explain import nearest_batches, notes, offloading_note
+from meshwright.planner.offers import (
+    CHIP_HOURS_PER_FAILURE,
+    ERRORS_FILE,
+    EVERY,
+    PRICES_FILE,
+    UNSEEN,
+    Goodput,
+    Offer,
+    Reliability,
+    band_of,
+    cheapest,
+    choose,
+    daly_period,
+    goodput,
+    kinds_of,
+    make_offer,
+    rank,
+    read_bands,
+    read_prices,
+)
 from meshwright.planner.search import search
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
@@ -135,7 +149,7 @@ def test_the_error_bands_are_those_of_the_published_runs() -> None:
         import errors
     finally:
         sys.path.remove(str(FORESIGHT))
-    assert json.loads(FILE.read_text(encoding="utf-8"))["kinds"] == errors.bands()
+    assert json.loads(ERRORS_FILE.read_text(encoding="utf-8"))["kinds"] == errors.bands()
 
 
 def test_a_plan_has_the_ends_of_all_its_kinds() -> None:

@@ -15,16 +15,17 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target
 from meshwright.models.model import LayerSpec, Model, ModelSpec, padded_vocab
-from meshwright.planner.automatic import with_best_remat
-from meshwright.planner.candidates import candidate_schedules, split_size
 from meshwright.planner.estimate import estimate
 from meshwright.planner.explain import alternatives, differences, explain_mesh, memory_remedies, mesh_axes
 from meshwright.planner.plan_file import read_plan, write_plan
 from meshwright.planner.search import (
     SearchResult,
+    candidate_schedules,
     price_run,
     remat_policies,
     search,
+    split_size,
+    with_best_remat,
     with_tokens_per_step,
 )
 from meshwright.runs.placed_run import place_run

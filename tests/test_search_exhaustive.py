@@ -12,9 +12,8 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, divisors
 from meshwright.hardware.chips import Nodes
 from meshwright.hardware.targets import Target, parse_target
-from meshwright.planner.candidates import candidate_schedules, split_size, tensor_degrees
 from meshwright.planner.estimate import estimate, with_remat
-from meshwright.planner.search import Plan, remat_policies, search
+from meshwright.planner.search import Plan, candidate_schedules, remat_policies, search, split_size, tensor_degrees
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run

@@ -13,7 +13,7 @@ from fit import halves
 from report import results_of, without_the_chip
 from rows import read_rows
 
-from meshwright.planner.error_bands import FEWEST, FILE, UNSEEN, kinds_of
+from meshwright.planner.offers import ERRORS_FILE, FEWEST, UNSEEN, kinds_of
 
 
 def bands() -> dict[str, dict[str, float]]:
@@ -37,7 +37,7 @@ def quantiles(values: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    FILE.write_text(json.dumps({"written_by": "bench/foresight/errors.py", "kinds": bands()}, indent=1) + "\n")
+    ERRORS_FILE.write_text(json.dumps({"written_by": "bench/foresight/errors.py", "kinds": bands()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Fits the constants of hardware/chips.py and planner/software.py: `python bench/foresight/fit.py`.
+"""Fits the constants of hardware/chips.toml and planner/software.py: `python bench/foresight/fit.py`.
 
 It uses half of the published rows, every other row of each chip in the order of the file. Each constant moves in small
 steps while the mean absolute logarithm of predicted over measured step time falls.
@@ -12,9 +12,13 @@ from collections.abc import Iterable, Mapping
 from rows import Row, read_rows
 
 from meshwright.hardware.chips import CHIPS, Nodes
-from meshwright.planner.error_bands import FAMILIES
 from meshwright.planner.estimate import estimate
 from meshwright.planner.software import SOFTWARE
+
+FAMILIES: dict[str, list[str]] = {}
+"""Chips by family, which have the same fractions of peak."""
+for _name, _chip in CHIPS.items():
+    FAMILIES.setdefault(_chip.family, []).append(_name)
 
 Constant = tuple[str, str]
 """A family of chips or a program, and the name of its constant."""

@@ -27,8 +27,7 @@ from meshwright.api.layout import show
 from meshwright.config import MeshShape
 from meshwright.hardware.interconnect import all_coordinates
 from meshwright.hardware.targets import parse_target
-from meshwright.planner.offers import Market, make_offer
-from meshwright.planner.prices import read_prices
+from meshwright.planner.offers import Market, make_offer, read_prices
 from meshwright.planner.search import search, with_tokens_per_step
 from meshwright.runs.recipe import find_recipe
 from meshwright.views.blocks import Axis, Chart, Series

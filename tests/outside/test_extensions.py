@@ -36,7 +36,7 @@ from meshwright.data.tokenizers import Bytes
 from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import build_mesh
 from meshwright.hardware.targets import parse_target
-from meshwright.planner.memory_model import state_bytes
+from meshwright.planner.optimizer import state_bytes
 from meshwright.planner.plan_file import read_plan, write_plan
 from meshwright.planner.search import price_run, search
 from meshwright.planner.software import MESHWRIGHT

@@ -14,12 +14,10 @@ from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.formatting import parse_count
 from meshwright.hardware.mesh import default_cache_folder
 from meshwright.hardware.targets import Target, expand_targets, parse_target
-from meshwright.planner.calibration import calibrate_target
 from meshwright.planner.decoding import DecodePrice
 from meshwright.planner.explain import nothing_fits
-from meshwright.planner.goodput import Reliability
-from meshwright.planner.offers import Aim, Market, Offer, choose, make_offer, rank
-from meshwright.planner.prices import PriceTerms, read_prices
+from meshwright.planner.forecast import calibrate_target
+from meshwright.planner.offers import Aim, Market, Offer, PriceTerms, Reliability, choose, make_offer, rank, read_prices
 from meshwright.planner.search import Plan, SearchResult, search, with_tokens_per_step
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run

@@ -32,11 +32,10 @@ from meshwright.hardware.chips import Torus
 from meshwright.hardware.machine import AUTO
 from meshwright.hardware.mesh import build_mesh, default_cache_folder, default_mesh_shape
 from meshwright.hardware.targets import Target, parse_target
-from meshwright.planner.automatic import with_best_remat
 from meshwright.planner.decoding import DecodePrice, price_decode
 from meshwright.planner.estimate import Estimate, estimate
 from meshwright.planner.plan_file import write_plan
-from meshwright.planner.search import Plan, price_run, remat_policies
+from meshwright.planner.search import Plan, price_run, remat_policies, with_best_remat
 from meshwright.plugins import options_of_child
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.run import Run

@@ -186,6 +186,6 @@ def _choose_for_devices(run: Run, devices: Sequence[Any]) -> Run:
     known = local_target(devices, None) if open_choices and devices[0].platform != "cpu" else None
     if known is None:
         return run
-    from meshwright.planner.automatic import with_best_remat  # loads the search, which given choices need not
+    from meshwright.planner.search import with_best_remat  # loads the search, which given choices need not
 
     return with_best_remat(run, known[0])

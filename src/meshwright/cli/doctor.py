@@ -83,7 +83,8 @@ def _print(console: Console, host: str, findings: Sequence[Finding]) -> None:
 def _checkpoint_bytes(run: str) -> int:
     """Returns the bytes of the checkpoints that a run keeps, and of the one that it writes meanwhile."""
     from meshwright.config import MeshShape
-    from meshwright.planner.memory_model import sharded_elements, state_bytes
+    from meshwright.planner.memory_model import sharded_elements
+    from meshwright.planner.optimizer import state_bytes
     from meshwright.runs.placed_run import place_run
 
     given = base_run([run]).run

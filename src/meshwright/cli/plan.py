@@ -29,13 +29,18 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_bytes, parse_count
 from meshwright.planner.decoding import best_decode
-from meshwright.planner.divisibility import batch_note, notes
-from meshwright.planner.explain import alternatives, explain_mesh
-from meshwright.planner.goodput import CHIP_HOURS_PER_FAILURE, RESTART_MINUTES, Reliability
-from meshwright.planner.offers import Aim, Market, Offer, make_offer
-from meshwright.planner.offloading import offloading_note
+from meshwright.planner.explain import alternatives, batch_note, explain_mesh, notes, offloading_note
+from meshwright.planner.offers import (
+    CHIP_HOURS_PER_FAILURE,
+    RESTART_MINUTES,
+    Aim,
+    Market,
+    Offer,
+    PriceTerms,
+    Reliability,
+    make_offer,
+)
 from meshwright.planner.plan_file import prediction_json, write_plan
-from meshwright.planner.prices import PriceTerms
 from meshwright.planner.search import Plan, SearchResult, price_mesh
 from meshwright.report.console import open_console
 from meshwright.views.blocks import Column, Table, Text

@@ -10,7 +10,7 @@ import itertools
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.errors import ConfigError, nearest
 
@@ -82,6 +82,12 @@ class Efficiency:
     """Fraction of the `attention` rate that the port of the first FlashAttention to Triton reaches."""
     tile: int = 128
     """Rows and columns of one matrix-unit tile, or of a step of a GPU's matmul along K (a size, not a fraction)."""
+
+    def of_attention(self, rate: Literal["attention", "flash2", "triton", "matmul"]) -> float:
+        """Returns the fraction of peak FLOP/s that an attention kernel reaches: a field, by name."""
+        if rate == "matmul":
+            return self.matmul
+        return self.attention * {"attention": 1.0, "flash2": self.flash2, "triton": self.triton}[rate]
 
 
 GPU_EFFICIENCY = Efficiency(**_KNOWN["gpu"]["efficiency"])

@@ -142,12 +142,22 @@ def all_coordinates(chip: Chip, topology: tuple[int, ...], domains: int) -> list
     return [(domain, *inside) for domain in range(domains) for inside in itertools.product(*ranges, *cores)]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class AxisMapping:
     """Extent of each mesh axis in the hardware."""
 
+    target: Target
     spans: dict[str, GroupSpan]
     """Extent of one group of each axis; axes of degree 1 are absent."""
+    _routes: dict[tuple[str, ...], Route | None] = dataclasses.field(default_factory=dict, repr=False)
+
+    def route(self, axes: tuple[str, ...]) -> Route | None:
+        """Returns the path of a group over several axes, or None where all have degree 1."""
+        if axes not in self._routes:
+            span, target = self.span(axes), self.target
+            path = None if span is None else route(target.chip, target.topology, span, target.efficiency)
+            self._routes[axes] = path
+        return self._routes[axes]
 
     def span(self, axes: tuple[str, ...]) -> GroupSpan | None:
         """Returns the extent of a group over several axes, or None where all have degree 1."""
@@ -196,7 +206,7 @@ def map_axes(shape: MeshShape, target: Target) -> AxisMapping:
         chips = _take_dimensions(degree, free)
         free = [n // taken for n, taken in zip(free, chips, strict=True)]
         spans[axis] = GroupSpan(slices[axis], chips, axis_cores)
-    return AxisMapping({axis: spans[axis] for axis in AXES if axis in spans})
+    return AxisMapping(target, {axis: spans[axis] for axis in AXES if axis in spans})
 
 
 def _take_dimensions(degree: int, free: list[int]) -> tuple[int, ...]:
@@ -227,4 +237,4 @@ def _map_to_nodes(degrees: dict[str, int], target: Target) -> AxisMapping:
         inside = math.gcd(degree, max(1, node // inner)) if inner < node else 1
         spans[axis] = GroupSpan(degree // inside, (inside,))
         inner *= degree
-    return AxisMapping({axis: spans[axis] for axis in AXES if axis in spans})
+    return AxisMapping(target, {axis: spans[axis] for axis in AXES if axis in spans})

@@ -16,10 +16,10 @@ from meshwright.fine_tuning import FineTune
 from meshwright.generation.cache import CachePlan, cached_heads
 from meshwright.generation.weights import WeightsLayout, is_int8, run_for_decoding, weight_bytes
 from meshwright.hardware.chips import Chip, Nodes
-from meshwright.hardware.interconnect import map_axes, route
+from meshwright.hardware.interconnect import map_axes
 from meshwright.hardware.targets import Target
 from meshwright.models.model import AttentionSpec, padded_vocab
-from meshwright.planner.candidates import split_size, tensor_degrees
+from meshwright.planner.search import split_size, tensor_degrees
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES
@@ -177,9 +177,9 @@ def _links_seconds(placed: PlacedRun, target: Target, sequences: float, tokens: 
 
     def add(kind: str, axes: tuple[str, ...], payload: float, count: float) -> None:
         nonlocal total
-        span = mapping.span(axes)
-        if span is not None:
-            total += count * route(target.chip, target.topology, span, target.efficiency).seconds(kind, payload)
+        path = mapping.route(axes)
+        if path is not None:
+            total += count * path.seconds(kind, payload)
 
     add("all-gather", ("tensor",), residual, 2 * layers + 1)
     add("reduce-scatter", ("tensor",), residual, 2 * layers + 1)

@@ -1,4 +1,4 @@
-"""A placed run on a machine, priced: seconds of a step and bytes of a device, by arithmetic alone.
+"""A placed run on a machine, priced by arithmetic: seconds of a step and bytes of a device.
 
 Compute, HBM and links each take their time; communication that can overlap with computation is overlapped up to the
 fraction that the chip's `Efficiency` states. A pipeline's ticks come from its schedule table.
@@ -12,14 +12,12 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 
 from meshwright.config import Remat, StageSaves
-from meshwright.hardware.interconnect import AxisMapping, Route, route
+from meshwright.hardware.interconnect import AxisMapping
 from meshwright.hardware.machine import machine_of_target
 from meshwright.hardware.targets import Target
 from meshwright.models.families import addition
 from meshwright.models.flops import training_flops_per_token
 from meshwright.models.model import Model
-from meshwright.planner.bounds import OPTIMIZER, TOKEN_BYTES, add_bounds, bounds_of_pass, largest_bound
-from meshwright.planner.layer_time import LayerTime, attention_kernel, matmul_seconds, shape_efficiency
 from meshwright.planner.memory_model import (
     keeps_stages,
     kept_bytes,
@@ -28,23 +26,35 @@ from meshwright.planner.memory_model import (
     param_bytes,
     saved_bytes,
     sharded_elements,
-    state_bytes,
     trained_elements,
 )
-from meshwright.planner.optimizer_work import update_matmuls
-from meshwright.planner.software import MESHWRIGHT, Software
+from meshwright.planner.optimizer import update_bytes_moved, update_matmuls
+from meshwright.planner.software import MESHWRIGHT, SCORE_BYTES, AttentionKernel, Software
 from meshwright.planner.traffic import Movement, movements
-from meshwright.planner.work import Work, recomputed_roles, work_of
+from meshwright.planner.work import Matmul, Work, low_precision, recomputed_roles, work_of
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.runs.settle import Settled
 from meshwright.sharding.schedules import build_counts
 
 PASSES = ("forward", "recomputation", "backward")
+MATMULS, ATTENTION = "matmuls", "attention"
+OPERANDS, SCORES = "HBM: matmul operands", "HBM: attention scores"
+ELEMENTWISE, OPTIMIZER = "HBM: norms and activations", "HBM: optimizer"
+"""Resources that bound a step: the matrix unit by kind of work, HBM by what it moves. Others are links and waits."""
+_COMPUTE, _HBM = (MATMULS, ATTENTION), (OPERANDS, SCORES, ELEMENTWISE, OPTIMIZER)
+_TOKEN_BYTES = 4
+"""Bytes of a token that a device reads."""
+QUANTISE_BYTES = 5
+"""HBM bytes per element that is quantised: read for the maximum, read and written for the conversion, bfloat16."""
+RESIDUAL_COPIES = {"forward": 10, "recomputation": 8, "backward": 20}
+"""Copies of the residual stream that a layer's norms, sums and rotations read and write besides its matmuls.
 
-UPDATE_BYTES = {"adamw": 32, "lion": 24, "sgd": 24, "muon": 40, "adafactor": 24}
-"""HBM bytes that a built-in update reads and writes per parameter, with gradients, norm and clipping."""
-_UPDATE_BASE = 16
-"""HBM bytes per parameter of any other update, without its state, which is read and written on top."""
+Each device has its part of them over `tensor` (sequence parallelism)."""
+HIDDEN_COPIES = {"forward": 1.5, "recomputation": 1.5, "backward": 3.0}
+"""Copies of the feed-forward's first outputs, gate and up together, that a GPU moves in the activation function.
+
+SwiGLU reads two and writes one; its gradient reads three and writes three, the product among them. On TPUs the matmuls
+have it fused."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +79,7 @@ class Estimate:
     model_flops: float
     """Model FLOPs of a step per device."""
     bounds: Mapping[str, float]
-    """Seconds of computation, recomputed included, by what bounds it: a name of planner/bounds.py."""
+    """Seconds of computation, recomputed included, by what bounds it: MATMULS, OPERANDS and so on."""
     peak: float
     """Peak FLOP/s of the device."""
     tokens: int
@@ -101,18 +111,29 @@ class Estimate:
 
     @property
     def bound_by(self) -> str:
-        """Resource that takes most of the step (`bounds.largest_bound`)."""
+        """Resource that takes most of the step."""
         return largest_bound(self.seconds_by_bound)
 
     @property
     def seconds_by_bound(self) -> dict[str, float]:
-        """Seconds of the step by what bounds them; they add up to `seconds`, but for the input, which runs beside."""
-        kinds = {**self.bounds, OPTIMIZER: self.parts["optimizer"], "bubble": self.parts["bubble"]}
-        kinds |= {"host": self.parts["host"]}
+        """Seconds of the step by what bounds them; they add up to `seconds`, except the input, which overlaps."""
+        kinds = {**self.bounds, OPTIMIZER: self.parts["optimizer"]}
+        kinds |= {"bubble": self.parts["bubble"], "host": self.parts["host"]}
         kinds |= {f"{axes} over {self.routes[axes]}": n for axes, n in self.exposed.items()}
         # Tokens are read ahead: they count where reading them takes longer than the step.
-        waiting = self.tokens * TOKEN_BYTES / self.devices / self.target.chip.network_bandwidth
+        waiting = self.tokens * _TOKEN_BYTES / self.devices / self.target.chip.network_bandwidth
         return {**kinds, "input": waiting} if waiting > self.seconds else kinds
+
+
+def largest_bound(seconds: Mapping[str, float]) -> str:
+    """Names what takes most of a step: of matrix unit, HBM, each link and each wait the largest, then its kind.
+
+    HBM is one resource: what moves through it is added before it is compared, and its largest kind is named.
+    """
+    groups: dict[str, tuple[str, ...]] = {kind: (kind,) for kind in seconds if kind not in (*_COMPUTE, *_HBM)}
+    groups |= {MATMULS: _COMPUTE, OPERANDS: _HBM}
+    largest = max(groups.values(), key=lambda kinds: sum(seconds.get(kind, 0.0) for kind in kinds))
+    return max(largest, key=lambda kind: seconds.get(kind, 0.0))
 
 
 def estimate(placed: PlacedRun, target: Target, software: Software = MESHWRIGHT) -> Estimate:
@@ -178,10 +199,9 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
     if shape.stage > 1:
         tasks = build_counts(training.pipeline_schedule, shape.stage, microbatches, placed.virtual_stages)
     compute = _compute_seconds(settled, work, again, target, software)
-    bounds = {name: bounds_of_pass(seconds) for name, seconds in compute.items()}
-    for seconds in compute.values():
-        del seconds["operands"], seconds["scores"]
-    busy = {name: sum(compute[name].values()) for name in PASSES}
+    busy = {
+        name: seconds["matmul"] + seconds["attention"] + seconds["elementwise"] for name, seconds in compute.items()
+    }
     unembedding = _unembedding_seconds(placed, work, target, software, sum(busy.values()))
     busy["stage"] = busy["forward"] if tasks is not None and not keeps_stages(placed) else 0.0
     exposed, links, routes = overlapped(
@@ -189,7 +209,12 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
         mapping,
         target,
         software,
-        _overlap_room(busy, unembedding, microbatches),
+        {
+            "forward": microbatches * (busy["forward"] + unembedding / 3),
+            "recomputation": microbatches * (busy["recomputation"] + busy["stage"]),
+            "backward": microbatches * (busy["backward"] + busy["recomputation"] + busy["stage"] + unembedding * 2 / 3),
+            "step": 0.0,
+        },
     )
     host = 2 * offloaded_bytes(placed, work) * microbatches / chip.host_bandwidth
     both = [compute["forward"], compute["backward"]]
@@ -217,7 +242,7 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
         memory=memory_by_category(settled, work, in_flight),
         hbm_bytes=chip.hbm_bytes,
         model_flops=training_flops_per_token(run.model, training.seq, run.finetune.method) * tokens / shape.size,
-        bounds=add_bounds(bounds, microbatches, unembedding, parts["recomputation"], stages_repeat=busy["stage"] > 0),
+        bounds=_bounds(compute, microbatches, unembedding, parts["recomputation"], busy["stage"] > 0),
         peak=chip.flops_bf16,
         tokens=tokens,
         devices=shape.size,
@@ -229,22 +254,97 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
 def _compute_seconds(
     settled: Settled, work: Work, again: frozenset[str], target: Target, software: Software
 ) -> dict[str, dict[str, float]]:
-    """Returns the seconds of each pass over a microbatch by kind, as `LayerTime.seconds` does, with copies."""
-    layers = LayerTime(settled, work, again, target, software, attention_kernel(settled, software))
-    compute = {name: layers.seconds(name) for name in PASSES}
-    for name, copied in _copied_bytes(settled.placed, work, software).items():
-        compute[name]["elementwise"] += copied / (target.chip.hbm_bandwidth * target.efficiency.hbm)
-    return compute
+    """Returns the seconds of each pass over a microbatch by kind: matmul, attention, elementwise.
 
-
-def _overlap_room(busy: dict[str, float], unembedding: float, microbatches: int) -> dict[str, float]:
-    """Seconds of computation that communication of each pass can overlap with."""
-    return {
-        "forward": microbatches * (busy["forward"] + unembedding / 3),
-        "recomputation": microbatches * (busy["recomputation"] + busy["stage"]),
-        "backward": microbatches * (busy["backward"] + busy["recomputation"] + busy["stage"] + unembedding * 2 / 3),
-        "step": 0.0,
+    Of the first two also those that HBM bounds rather than the matrix unit, by what it moves: operands, scores.
+    """
+    placed, chip, efficiency = settled.placed, target.chip, target.efficiency
+    kernel = _attention_kernel(settled, software)
+    bandwidth = chip.hbm_bandwidth * efficiency.hbm
+    attention_rate = chip.flops_bf16 * efficiency.of_attention(kernel.rate)
+    gpu = not settled.machine.on_tpu
+    low = low_precision(placed) if software.experts_in_low_precision else None
+    copied = _copied_bytes(placed, work, software)
+    scored = {"attention", "scores"} if kernel.keeps_scores else {"attention"}
+    repeats = {"forward": 1.0, "backward": kernel.backward, "recomputation": 1.0 if scored & again else 0.0}
+    recomputed = again - {"scores"}
+    quantised = {
+        "forward": work.quantised_inputs,
+        "recomputation": work.quantised_inputs if recomputed else 0.0,
+        "backward": work.quantised_gradients,
     }
+    residual = work.tokens * work.width * 2 * work.layers / placed.shape.tensor
+    hidden = sum(m.m * m.n * m.count for m in work.matmuls if m.role == "ffn_in")
+    result = {}
+    for name in PASSES:
+        recomputes = name == "recomputation"
+        matmul = operands = 0.0
+        for m in work.matmuls:
+            # Linear attention is computed again from its inputs, whatever the policy keeps.
+            if not recomputes or m.role in again or m.role == "delta":
+                rated = dataclasses.replace(m, rate=low.rate) if m.grouped and low else m
+                at_peak, moved = matmul_seconds(rated, target)
+                factor = 2.0 if name == "backward" and not m.frozen else 1.0
+                matmul += factor * max(at_peak, moved)
+                operands += factor * moved if moved > at_peak else 0.0
+        attention = repeats[name] * work.attention / attention_rate
+        scores = work.scores * kernel.score_bytes.get(name, 0) / bandwidth if repeats[name] else 0.0
+        copies = RESIDUAL_COPIES[name] if not recomputes or recomputed else 0
+        elementwise = copies * residual + QUANTISE_BYTES * quantised[name]
+        if gpu and (not recomputes or "ffn_in" in again):
+            elementwise += HIDDEN_COPIES[name] * 2 * hidden
+        elementwise *= software.elementwise if gpu else 1.0
+        seconds = {
+            "matmul": matmul,
+            "attention": max(attention, scores),
+            "elementwise": elementwise / bandwidth,
+            "operands": operands,
+            "scores": scores if scores > attention else 0.0,
+        }
+        # The reference of preferences is one more forward pass.
+        times = 2.0 if placed.run.finetune.objective == "preferences" and name == "forward" else 1.0
+        result[name] = {kind: value * times for kind, value in seconds.items()}
+        result[name]["elementwise"] += copied.get(name, 0.0) / bandwidth
+    return result
+
+
+def _attention_kernel(settled: Settled, software: Software) -> AttentionKernel:
+    """Returns the attention kernel that the run chooses, or on GPUs that of another program."""
+    if software.kernel is not None and not settled.machine.on_tpu:
+        return software.kernel
+    kernels = settled.kernels
+    return AttentionKernel(kernels.backward, score_bytes={} if kernels.fused or software.kernel else SCORE_BYTES)
+
+
+def _bounds(
+    passes: Mapping[str, Mapping[str, float]],
+    microbatches: int,
+    unembedding: float,
+    recomputation: float,
+    stages_repeat: bool,
+) -> dict[str, float]:
+    """Returns the seconds of a step's computation by what bounds them.
+
+    passes: of a microbatch. unembedding: seconds of a microbatch. recomputation: seconds of a step.
+    stages_repeat: whether backward tasks repeat their stage's forward pass, which recomputation then includes.
+    """
+    bounds = {
+        name: {
+            MATMULS: seconds["matmul"] - seconds["operands"],
+            ATTENTION: seconds["attention"] - seconds["scores"],
+            OPERANDS: seconds["operands"],
+            SCORES: seconds["scores"],
+            ELEMENTWISE: seconds["elementwise"],
+        }
+        for name, seconds in passes.items()
+    }
+    total = {kind: microbatches * (n + bounds["backward"][kind]) for kind, n in bounds["forward"].items()}
+    total[MATMULS] += microbatches * unembedding
+    repeated = {kind: n + stages_repeat * bounds["forward"][kind] for kind, n in bounds["recomputation"].items()}
+    sum_of_kinds = sum(repeated.values())
+    for kind, n in repeated.items():
+        total[kind] += recomputation * n / sum_of_kinds if sum_of_kinds else 0.0
+    return total
 
 
 def overlapped(
@@ -253,7 +353,12 @@ def overlapped(
     """Exposed seconds, busy seconds and links, each by axes."""
     overlap = target.efficiency.overlap * (software.overlap if not target.chip.on_torus else 1.0)
     tensor_overlap = target.efficiency.tensor_overlap * software.tensor_overlap
-    timed, routes = _route_movements(traffic, mapping, target)
+    timed, routes = [], dict[str, str]()
+    for movement in traffic:
+        path = mapping.route(movement.axes)
+        if path is not None:
+            routes["+".join(movement.axes)] = path.medium
+            timed.append((movement, movement.count * path.seconds(movement.kind, movement.payload)))
     exposed, busy = defaultdict[str, float](float), defaultdict[str, float](float)
     overlappable = defaultdict[str, float](float)
     for movement, seconds in timed:
@@ -287,13 +392,12 @@ def _copied_bytes(placed: PlacedRun, work: Work, software: Software) -> dict[str
     return {"forward": weights + kept, "backward": weights + kept + summed * (1 + compute / (2 * reduce))}
 
 
-def _unembedding_seconds(
-    placed: PlacedRun, work: Work, target: Target, software: Software, layers: float
-) -> float:  # fmt: skip
-    """Logits in the forward pass, again in the backward pass, and two matmuls for the gradients.
+def _unembedding_seconds(placed: PlacedRun, work: Work, target: Target, software: Software, layers: float) -> float:
+    """Returns the seconds of a microbatch's logits in the forward pass, again in the backward pass, and two matmuls for
+    the gradients.
 
     layers: seconds of a microbatch's layers on the stage with the most. Where the last pipeline stage has all of the
-    unembedding, the other stages wait for it, but for the time of the layers that it has fewer.
+    unembedding, the other stages wait for it, less the time of the layers that it has fewer.
     """
     m, efficiency, stages = work.unembedding, target.efficiency, placed.stages
     rate = target.chip.flops_bf16 * efficiency.matmul * shape_efficiency(m.m, m.k, m.n, efficiency.tile)
@@ -311,41 +415,25 @@ def _unembedding_seconds(
 def update_seconds(placed: PlacedRun, target: Target) -> float:
     """Seconds of the optimizer update, which is bound by HBM, and of its matrix products."""
     products = sum(max(matmul_seconds(m, target)) for m in update_matmuls(placed))
-    params, name = trained_elements(placed.layout), placed.run.optimizer.name
-    known = UPDATE_BYTES.get(name)
-    moved = params * _UPDATE_BASE + 2 * state_bytes(placed) if known is None else params * known
+    moved = update_bytes_moved(placed, trained_elements(placed.layout))
     return products + moved / (target.chip.hbm_bandwidth * target.efficiency.hbm)
 
 
-def _route_movements(
-    traffic: list[Movement], mapping: AxisMapping, target: Target
-) -> tuple[list[tuple[Movement, float]], dict[str, str]]:
-    """Seconds of each movement, and the links of its axes."""
-    routes: dict[tuple[str, ...], Route] = {}
-    timed = []
-    for movement in traffic:
-        path = _route_of(movement.axes, mapping, target)
-        if path is not None:
-            routes[movement.axes] = path
-            timed.append((movement, movement.count * path.seconds(movement.kind, movement.payload)))
-    return timed, {"+".join(axes): r.medium for axes, r in routes.items()}
+def matmul_seconds(m: Matmul, target: Target) -> tuple[float, float]:
+    """Seconds of a matmul at the matrix unit's rate, and of its bytes at that of the HBM; it takes the longer."""
+    chip, efficiency = target.chip, target.efficiency
+    reached: float = (
+        getattr(chip, f"flops_{m.rate}") * efficiency.matmul * shape_efficiency(m.m, m.k, m.n, efficiency.tile)
+    )
+    reached *= efficiency.grouped_matmul if m.grouped else 1.0
+    return m.flops / reached, m.bytes(2) / (chip.hbm_bandwidth * efficiency.hbm)
 
 
-_ROUTES: dict[tuple[int, tuple[str, ...]], tuple[AxisMapping, Route | None]] = {}
-_MAX_ROUTES = 65536
+def shape_efficiency(m: float, k: float, n: float, tile: int) -> float:
+    """Returns the fraction of a large matmul's rate that [m, k] x [k, n] reaches: partial tiles, pipelines filling."""
 
+    def full(size: float) -> float:
+        return size / (-(-size // tile) * tile)
 
-def _route_of(axes: tuple[str, ...], mapping: AxisMapping, target: Target) -> Route | None:
-    """Returns the path over some axes, None where all have degree 1.
-
-    A search prices each mesh with many remat policies: the mapping, which `map_axes` makes once for a mesh and a
-    target, is the key. It is kept, so that no other object can have its id.
-    """
-    key = (id(mapping), axes)
-    if key not in _ROUTES:
-        if len(_ROUTES) >= _MAX_ROUTES:
-            _ROUTES.clear()
-        span = mapping.span(axes)
-        path = None if span is None else route(target.chip, target.topology, span, target.efficiency)
-        _ROUTES[key] = (mapping, path)
-    return _ROUTES[key][1]
+    filling = (m / (m + tile)) * (k / (k + tile)) * (n / (n + tile))
+    return max(0.02, full(k) * full(n) * filling)

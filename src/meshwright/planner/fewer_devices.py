@@ -37,29 +37,26 @@ def plan_for_fewer(run: Run, hosts: int, each: int, kind: str) -> FewerDevices:
     """Returns the fastest plan of the run that fits on `hosts` hosts with `each` devices.
 
     kind: `jax.Device.device_kind`. Of a known chip the whole plan is taken, microbatches and remat policy included. Of
-    others, simulated devices among them, the mesh alone, in the order of the predicted step on `UNKNOWN`: the first on
+    others, such as simulated devices, only the mesh, in the order of the predicted step on `UNKNOWN`: the first on
     which the run's own settings are legal. Raises ConfigError where the run fits no mesh, or no plan fits the memory.
     """
     # The vocabulary comes from the text, which is not read here; it is padded, so every size divides.
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=run.model.vocab or _VOCAB))
     devices, asked = hosts * each, f"the run {run.name} on {hosts * each} of its devices"
-    fix = "--restarts.hosts all, or a mesh and batch that more numbers divide"
     target = _target(run, hosts, each, kind)
     found = search(run, target or Target(UNKNOWN, CHIPS[UNKNOWN], (hosts, each)))
     if target is not None and not found.plans and found.too_large:
         least = found.too_large[0]
-        raise ConfigError(
-            asked, f"none of {found.priced} plans fits: {least.name} needs least, {format_bytes(least.estimate.bytes)} "
-            f"of the {format_bytes(target.chip.hbm_bytes)} of a {target.chip.name}",
-            "--restarts.hosts all, or a model or batch that fits fewer devices",
-        )  # fmt: skip
+        needs, has = format_bytes(least.estimate.bytes), format_bytes(target.chip.hbm_bytes)
+        truth = (
+            f"none of {found.priced} plans fits: {least.name} needs least, {needs} of the {has} of a {target.chip.name}"
+        )
+        raise ConfigError(asked, truth, "--restarts.hosts all, or a model or batch that fits fewer devices")
     plans = [*found.plans, *(() if target else found.too_large)]
     if not plans:
         refused = "; ".join(dict.fromkeys(text.splitlines()[0] for text in found.refused.values()))
-        raise ConfigError(
-            asked, refused or f"no mesh of {devices} devices divides the batch of {run.training.batch} and the model",
-            fix,
-        )  # fmt: skip
+        truth = refused or f"no mesh of {devices} devices divides the batch of {run.training.batch} and the model"
+        raise ConfigError(asked, truth, "--restarts.hosts all, or a mesh and batch that more numbers divide")
     if target is not None:
         best = plans[0]
         why = (

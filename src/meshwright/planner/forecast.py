@@ -1,15 +1,115 @@
-"""Predicted step time of a run on the local devices, and its differences from the measured time."""
+"""Predicted step time of a run on the local devices, of listed or measured chips, and its gap to the measured time."""
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.hardware.chips import CHIPS, Chip, Torus, find_chip
+from meshwright.hardware.chips import CHIPS, Chip, Efficiency, Nodes, Torus, chip_name, find_chip
 from meshwright.hardware.targets import Target
-from meshwright.planner.calibration import MEASURED_EFFICIENCY, calibrate_target, measured_chip
-from meshwright.planner.estimate import estimate
+from meshwright.planner.estimate import estimate, shape_efficiency
 from meshwright.runs.placed_run import PlacedRun
+
+_UNMEASURED = 1e12
+"""Bytes/s or FLOP/s of what was not measured: fast enough that no step waits for it."""
+_MEASURED = Efficiency(
+    matmul=1.0,
+    grouped_matmul=0.7,
+    attention=1.0,
+    hbm=1.0,
+    links=1.0,
+    network=1.0,
+    overlap=0.0,
+    tensor_overlap=0.0,
+    tile=8,
+)
+"""Fractions for a chip whose specification consists of measured rates."""
+
+
+def calibrate_target(target: Target, calibration: Mapping[str, Any]) -> Target:
+    """Returns `target` with the fractions of peak that `meshwright bench` measured on such a chip.
+
+    `matmul` is the best bfloat16 matmul, relative to what its shape allows; `hbm` a copy; `links` the best bus
+    bandwidth of a collective inside one node; `attention` and `grouped_matmul` are of `bench hardware`. A TPU keeps its
+    fraction of ICI, because a benchmark does not tell which links an axis used. Returns `target`
+    itself where the calibration is of another chip.
+    """
+    chip, efficiency = target.chip, target.efficiency
+    if find_chip(str(calibration["device"])) is not chip:
+        return target
+    fractions: dict[str, Any] = {}
+    rates = [
+        row["flops_per_second"] / shape_efficiency(row["m"], row["k"], row["n"], efficiency.tile)
+        for row in calibration.get("matmuls", ())
+        if row["dtype"] == "bfloat16"
+    ]
+    if rates:
+        fractions["matmul"] = max(rates) / chip.flops_bf16
+    if calibration.get("memory_bandwidth"):
+        fractions["hbm"] = calibration["memory_bandwidth"] / chip.hbm_bandwidth
+    if calibration.get("attention"):
+        fractions["attention"] = calibration["attention"] / chip.flops_bf16
+    if calibration.get("grouped_matmul"):
+        fractions["grouped_matmul"] = calibration["grouped_matmul"]
+    nodes = chip.interconnect
+    if isinstance(nodes, Nodes):
+        rows = [row for row in calibration.get("collectives", ()) if row["devices"] <= nodes.devices_per_node]
+        if rows:
+            fractions["links"] = max(row["bus_bandwidth"] for row in rows) / nodes.link_bandwidth
+    if not fractions:
+        return target
+    fractions = {name: min(1.0, value) for name, value in fractions.items()}
+    changes = ", ".join(f"{name} {value:.2f} for {getattr(efficiency, name):.2f}" for name, value in fractions.items())
+    return dataclasses.replace(
+        target,
+        given_efficiency=dataclasses.replace(efficiency, **fractions),
+        efficiency_source=f"meshwright bench, {calibration['date']}: {changes}",
+    )
+
+
+def local_target(devices: Sequence[Any], calibration: Mapping[str, Any] | None) -> tuple[Target, str] | None:
+    """Returns the target that JAX devices form and the source of its figures, or None where nothing is known of them.
+
+    calibration: measurements of `meshwright bench` on such devices, which are all there is for an unlisted chip.
+    """
+    name = chip_name(devices[0].device_kind)
+    if name is None:
+        return None if not calibration or not calibration.get("matmuls") else _measured_target(calibration, devices)
+    chip, first = CHIPS[name], _slice_index(devices[0])
+    if isinstance(chip.interconnect, Torus):
+        coords = [d.coords for d in devices if _slice_index(d) == first]
+        topology = tuple(max(c[d] for c in coords) + 1 for d in range(chip.interconnect.dims))
+        slices = len({_slice_index(d) for d in devices})
+    else:
+        nodes = len({d.process_index for d in devices})
+        topology, slices = (nodes, math.ceil(len(devices) / nodes)), 1
+    target = Target(name, chip, topology, slices)
+    target = target if calibration is None else calibrate_target(target, calibration)
+    source = "hardware/chips.toml"
+    return target, f"{source}; {target.efficiency_source}" if target.efficiency_source else source
+
+
+def _measured_target(calibration: Mapping[str, Any], devices: Sequence[Any]) -> tuple[Target, str]:
+    """Returns a target whose chip consists of measured rates; simulated devices share what one of them reached."""
+    rate = max(row["flops_per_second"] for row in calibration["matmuls"])
+    bandwidth = float(calibration.get("memory_bandwidth", _UNMEASURED))
+    link = max((row["bus_bandwidth"] for row in calibration.get("collectives", ())), default=_UNMEASURED)
+    source = f"meshwright bench, {calibration['date']}"
+    chip = Chip(
+        str(calibration["device"]),
+        flops_bf16=rate / len(devices),
+        hbm_bytes=_UNMEASURED,
+        hbm_bandwidth=bandwidth / len(devices),
+        interconnect=Nodes(link, len(devices)),
+        network_bandwidth=link,
+        host_bandwidth=link,
+        sources=dict.fromkeys(("flops_bf16", "hbm_bandwidth", "interconnect"), source),
+    )
+    return Target(chip.name, chip, (1, len(devices)), 1, _MEASURED, source), source
+
+
+def _slice_index(device: Any) -> int:
+    return getattr(device, "slice_index", 0) or 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +125,19 @@ class StepForecast:
 
     @property
     def step(self) -> float:
-        """Seconds of the whole step."""
+        """Seconds of the full step."""
         return self.compute + self.exposed
+
+
+def forecast_step(
+    placed: PlacedRun, devices: Sequence[Any], calibration: Mapping[str, Any] | None
+) -> StepForecast | None:
+    """Predicts the step time of a placed run on local devices, or returns None where nothing is known of them."""
+    known = local_target(devices, calibration)
+    if known is None:
+        return None
+    e = estimate(placed, known[0])
+    return StepForecast(e.seconds - e.parts["exposed"], e.parts["exposed"], known[1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,53 +152,6 @@ class ForecastGap:
     def seconds(self) -> float:
         """Measured minus predicted seconds."""
         return self.measured - self.predicted
-
-
-def local_target(devices: Sequence[Any], calibration: Mapping[str, Any] | None) -> tuple[Target, str] | None:
-    """Returns the target that JAX devices form and the source of its figures, or None where nothing is known of them.
-
-    calibration: measurements of `meshwright bench` on such devices, which are all there is for an unlisted chip.
-    """
-    chip = find_chip(devices[0].device_kind)
-    if chip is not None:
-        name = next(name for name, known in CHIPS.items() if known is chip)
-        slices = len({_slice_index(d) for d in devices}) if isinstance(chip.interconnect, Torus) else 1
-        target = Target(name, chip, _topology(chip, devices), slices)
-        target = target if calibration is None else calibrate_target(target, calibration)
-        source = "hardware/chips.py"
-        return target, f"{source}; {target.efficiency_source}" if target.efficiency_source else source
-    if not calibration or not calibration.get("matmuls"):
-        return None
-    measured = measured_chip(calibration, len(devices))
-    source = f"meshwright bench, {calibration['date']}"
-    topology = (1, len(devices))
-    return Target(measured.name, measured, topology, 1, MEASURED_EFFICIENCY, source), source
-
-
-def _slice_index(device: Any) -> int:
-    return getattr(device, "slice_index", 0) or 0
-
-
-def _topology(chip: Chip, devices: Sequence[Any]) -> tuple[int, ...]:
-    """Returns the chips along each dimension of a slice, or (nodes, GPUs per node)."""
-    if isinstance(chip.interconnect, Torus):
-        first = [d.coords for d in devices if _slice_index(d) == _slice_index(devices[0])]
-        return tuple(max(c[d] for c in first) + 1 for d in range(chip.interconnect.dims))
-    nodes = len({d.process_index for d in devices})
-    return nodes, math.ceil(len(devices) / nodes)
-
-
-def forecast_step(
-    placed: PlacedRun, devices: Sequence[Any], calibration: Mapping[str, Any] | None
-) -> StepForecast | None:  # fmt: skip
-    """Predicts the step time of a placed run on local devices, or returns None where nothing is known of them."""
-    known = local_target(devices, calibration)
-    if known is None:
-        return None
-    target, source = known
-    e = estimate(placed, target)
-    exposed = e.parts["exposed"]
-    return StepForecast(e.seconds - exposed, exposed, source)
 
 
 def forecast_gaps(forecast: StepForecast, *, step: float, data_wait: float, saving: float) -> list[ForecastGap]:

@@ -1,4 +1,4 @@
-"""Memory of one device, by category, in bytes: arithmetic over the descriptions of the parameters.
+"""Memory of one device, by category, in bytes: arithmetic over parameter descriptions.
 
 Activations are what the remat policy keeps of each layer (Korthikanti et al. 2022, arXiv:2205.05198, section 4), for
 the microbatches in flight on a stage. The rest is what a layer needs while it runs.
@@ -19,14 +19,11 @@ from meshwright.models.remat import (
     QKV,
     REMAT_POLICIES,
 )
-from meshwright.planner.optimizer_work import muon_moments, update_temporaries
+from meshwright.planner.optimizer import optimizer_elements, state_bytes, update_temporaries
 from meshwright.planner.work import Work
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.runs.settle import Settled
 from meshwright.sharding.placement import axes_of
-
-OPTIMIZER_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 1, "adafactor": 0.02}
-"""Copies of the parameters that a built-in optimizer keeps (Adafactor: row and column means)."""
 
 EXPERT_COPIES = 2
 """Arrays of the rows sent to experts, of the model's width, in the backward pass of a layer: rows in the order of their
@@ -72,7 +69,7 @@ def memory_by_category(settled: Settled, work: Work, in_flight: float) -> dict[s
     activations = part * (1 + parts_kept)
     if shape.stage > 1:
         activations += in_flight * work.tokens / shape.tensor * work.width * compute
-    all_layers -= _whole_elements(placed.layout, training.param_dtype, training.compute_dtype)  # used where they lie
+    all_layers -= _whole_elements(placed.layout, training.param_dtype, training.compute_dtype)  # used in place
     all_layers *= (1 + parts_kept) / placed.virtual_stages
     weights = compute * all_layers if everything_kept else 0.0
     result = {
@@ -183,39 +180,13 @@ def _carried_elements(layout: ModelLayout) -> float:
     return max((n for stack, n in carried.items() if stack in gathered), default=0.0)
 
 
-def state_bytes(placed: PlacedRun) -> float:
-    """Returns the bytes of the optimizer state on a device."""
-    training, optimizer, shape = placed.run.training, placed.run.optimizer, placed.shape
-    if optimizer.name not in OPTIMIZER_MOMENTS:
-        # It loads optax, which planning does not need otherwise.
-        from meshwright.planner.optimizer_state import optimizer_state_bytes
-
-        return optimizer_state_bytes(optimizer, training, placed.params, placed.placements, shape)
-    bytes_each = 4 * OPTIMIZER_MOMENTS[optimizer.name]
-    if optimizer.moment_dtype == "bfloat16":
-        bytes_each -= 2
-    if training.param_dtype == "bfloat16" and training.param_rounding == "master":
-        bytes_each += 2
-    second = 0.0
-    if optimizer.name == "muon":
-        second = 4 * muon_moments(placed)
-    return _optimizer_elements(placed.layout) * bytes_each + second
-
-
 def saved_bytes(placed: PlacedRun) -> float:
     """Returns the bytes of a checkpoint per device: every part of a tensor once, whatever copies devices have of it."""
     dtype = placed.run.training.param_dtype
     params = sum(math.prod(p.shape) * jnp.dtype(p.stored or dtype).itemsize for _, p, _ in placed.leaves)
     trained = sum(p.size for _, p, _ in placed.leaves if not p.frozen)
-    each = state_bytes(placed) / max(_optimizer_elements(placed.layout), 1)
+    each = state_bytes(placed) / max(optimizer_elements(placed.layout), 1)
     return (params + trained * each) / placed.shape.size
-
-
-@functools.lru_cache(maxsize=4096)
-def _optimizer_elements(layout: ModelLayout) -> float:
-    """Elements of all parameters whose optimizer state a device keeps."""
-    kept = ((p, where) for _, p, where in layout.leaves if not p.frozen)
-    return sum(p.size / layout.shape.over(axes_of(where.optimizer)) for p, where in kept)
 
 
 def _elements_per_token(placed: PlacedRun, work: Work) -> dict[str, float]:

@@ -3,19 +3,253 @@
 days = tokens / (tokens per second) / goodput / 86400; dollars = days 24 chips price.
 """
 
+import csv
 import dataclasses
+import functools
+import json
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Literal, get_args
 
-from meshwright.errors import ConfigError
-from meshwright.planner.error_bands import ErrorRange, band_of
-from meshwright.planner.goodput import Goodput, Reliability, goodput
-from meshwright.planner.prices import Price, PriceTerms, cheapest
+import jax.numpy as jnp
+
+from meshwright.errors import ConfigError, nearest
+from meshwright.hardware.chips import CHIPS
+from meshwright.hardware.targets import Target
+from meshwright.planner.memory_model import sharded_elements
+from meshwright.planner.optimizer import state_bytes
 from meshwright.planner.search import Plan
+from meshwright.runs.placed_run import PlacedRun
+from meshwright.sharding.params import count_params
 
 Aim = Literal["time", "cost"]
-_DAY = 86400.0
+PriceTerms = Literal["on-demand", "spot", "committed"]
+TERMS: tuple[PriceTerms, ...] = get_args(PriceTerms)
+PRICES_FILE = Path(__file__).with_name("data") / "prices.csv"
+_COLUMNS = ("chip", "provider", "region", "terms", "usd_per_chip_hour", "source", "read_on")
+
+
+@dataclasses.dataclass(frozen=True)
+class Price:
+    """List price of a chip."""
+
+    chip: str
+    """Name of the chip, as `--on` takes it."""
+    provider: str
+    region: str
+    terms: PriceTerms
+    dollars: float
+    """Dollars per chip-hour."""
+    source: str
+    read_on: str
+    """Date at which the source was read."""
+
+    def __str__(self) -> str:
+        return f"${self.dollars:g} per chip-hour ({self.provider}, {self.region}, {self.terms})"
+
+
+def read_prices(file: Path | None = None) -> tuple[Price, ...]:
+    """Reads a table of list prices, by default the package's own. A chip without a row has no price.
+
+    Columns: chip, provider, region, terms (one of `TERMS`), usd_per_chip_hour, source, read_on. Raises ConfigError with
+    the line that is wrong.
+    """
+    file = file or PRICES_FILE
+    try:
+        with file.open(encoding="utf-8", newline="") as opened:
+            reader = csv.DictReader(opened)
+            rows = [(reader.line_num, row) for row in reader]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"table {file}", f"it cannot be read: {error}", "a CSV file") from error
+    lacking = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
+    if lacking:
+        raise ConfigError(f"table {file}", f"it has no column {lacking[0]!r}", f"its first line: {','.join(_COLUMNS)}")
+    prices = []
+    for line, row in rows:
+        where = f"{file}, line {line}"
+        empty = next((name for name in _COLUMNS if not (row[name] or "").strip()), None)
+        if empty:
+            raise ConfigError(where, f"{empty} is empty", f"give all of {', '.join(_COLUMNS)}")
+        terms = next((terms for terms in TERMS if terms == row["terms"]), None)
+        if terms is None:
+            raise ConfigError(where, f"there are no terms {row['terms']!r}", nearest(row["terms"], TERMS))
+        try:
+            dollars = float(row["usd_per_chip_hour"])
+        except ValueError:
+            dollars = math.nan
+        if not 0 < dollars < math.inf:
+            raise ConfigError(where, f"usd_per_chip_hour is {row['usd_per_chip_hour']!r}", "a positive number")
+        prices.append(Price(row["chip"], row["provider"], row["region"], terms, dollars, row["source"], row["read_on"]))
+    return tuple(prices)
+
+
+def cheapest(prices: Iterable[Price], chip: str, terms: PriceTerms) -> Price | None:
+    """Returns the lowest price of a chip on these terms, of all providers and regions; None without one."""
+    found = (price for price in prices if (price.chip, price.terms) == (chip, terms))
+    return min(found, key=lambda price: price.dollars, default=None)
+
+
+CHIP_HOURS_PER_FAILURE = float(round(54 * 24 * 16384 / 419))
+"""Chip-hours between failures: 419 unexpected interruptions in 54 days on 16,384 H100 (Llama 3 405B, arXiv:2407.21783,
+section 3.3.4 and table 5). Other chips and clouds have their own rate."""
+RESTART_MINUTES = 10.0
+"""Minutes from a failure to the first step after it: failures are found and diagnosed in less than 10 minutes
+(MegaScale, arXiv:2402.15627)."""
+STORAGE_BANDWIDTH = 2e12
+"""Bytes/s that shared storage sustains (Llama 3 405B, arXiv:2407.21783, section 3.3.1)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reliability:
+    """How often chips fail, and what a failure and a checkpoint cost."""
+
+    chip_hours_per_failure: float = CHIP_HOURS_PER_FAILURE
+    restart_minutes: float = RESTART_MINUTES
+    save_seconds: float | None = None
+    """Seconds that a checkpoint stops the steps; None computes them: the device's copy to its host."""
+
+    def __post_init__(self) -> None:
+        for name, value, option in (
+            ("chip-hours between failures", self.chip_hours_per_failure, "--failure-chip-hours 50000"),
+            ("minutes of a restart", self.restart_minutes, "--restart-minutes 10"),
+            ("seconds of a checkpoint", 1.0 if self.save_seconds is None else self.save_seconds, "--save-seconds 5"),
+        ):
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{value:g} {name}", "it must be positive", option)
+
+
+@dataclasses.dataclass(frozen=True)
+class Goodput:
+    """Expected fraction of a training's time that makes steps, and its parts."""
+
+    failure_seconds: float
+    """Mean seconds between two failures of the whole job."""
+    save_seconds: float
+    """Seconds that a checkpoint stops the steps."""
+    write_seconds: float
+    """Seconds until a checkpoint is in storage, during further steps: no period is shorter."""
+    restart_seconds: float
+    period: float
+    """Seconds of steps between two checkpoints."""
+
+    @property
+    def fraction(self) -> float:
+        """Steps' seconds over all seconds: Daly's complete model, exact for random failures."""
+        rate = 1 / self.failure_seconds
+        grown = math.exp(self.restart_seconds * rate) * math.expm1((self.period + self.save_seconds) * rate)
+        return self.period * rate / grown
+
+
+def daly_period(save_seconds: float, failure_seconds: float) -> float:
+    """Returns the seconds of steps between checkpoints that waste least time.
+
+    Source: Daly 2006, A higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation
+    Computer Systems 22, equation 37. The first factor is Young's optimum, sqrt(2 save failure).
+    """
+    if save_seconds >= 2 * failure_seconds:
+        return failure_seconds
+    small = save_seconds / (2 * failure_seconds)
+    young = math.sqrt(2 * save_seconds * failure_seconds)
+    return young * (1 + math.sqrt(small) / 3 + small / 9) - save_seconds
+
+
+def goodput(placed: PlacedRun, target: Target, reliability: Reliability) -> Goodput:
+    """Returns the goodput of a placed run with the best period between checkpoints.
+
+    Failures come at random with a constant rate per chip; each loses the steps since the last checkpoint, and a
+    restart. A checkpoint stops the steps while devices copy their state to their hosts, which write it during further
+    steps.
+    """
+    itemsize = jnp.dtype(placed.run.training.param_dtype).itemsize
+    on_device = sharded_elements(placed.layout) * itemsize + state_bytes(placed)
+    total = count_params(placed.params) * on_device / sharded_elements(placed.layout)
+    chip, save = target.chip, reliability.save_seconds
+    save = on_device / chip.host_bandwidth if save is None else save
+    # Replicas write one copy: the devices share it.
+    write = max(total / target.devices / chip.network_bandwidth, total / STORAGE_BANDWIDTH)
+    failure = reliability.chip_hours_per_failure * 3600 / target.chips
+    period = max(daly_period(save, failure), write)
+    return Goodput(failure, save, write, 60 * reliability.restart_minutes, period)
+
+
+ERRORS_FILE = Path(__file__).with_name("data") / "errors.json"
+"""Quantiles of published over predicted step time, by kind of plan. `python bench/foresight/errors.py` writes it from
+bench/foresight/published.csv."""
+UNSEEN = "a chip without published runs"
+EVERY = "all published runs"
+FEWEST = 6
+"""Runs that a kind needs for a band."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorBand:
+    """Published over predicted step time of the runs of one kind."""
+
+    kind: str
+    runs: int
+    """Published runs, none of which the constants were fitted on, except for an unseen chip's."""
+    low: float
+    """10th percentile."""
+    median: float
+    high: float
+    """90th percentile."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorRange:
+    """Lowest and highest end of the bands of all kinds that a plan belongs to."""
+
+    lowest: ErrorBand
+    """Kind with the lowest 10th percentile."""
+    highest: ErrorBand
+    """Kind with the highest 90th percentile."""
+
+    @property
+    def low(self) -> float:
+        """Published over predicted time that 9 of 10 runs of its kind exceed."""
+        return self.lowest.low
+
+    @property
+    def high(self) -> float:
+        """Published over predicted time that 9 of 10 runs of its kind stay below."""
+        return self.highest.high
+
+    def __str__(self) -> str:
+        ends = dict.fromkeys(f"{band.kind}: {band.runs}" for band in (self.lowest, self.highest))
+        return f"{self.low:.2f} to {self.high:.2f} of it, as 8 of 10 published runs ({', '.join(ends)})"
+
+
+def kinds_of(placed: PlacedRun, target: Target) -> list[str]:
+    """Returns the kinds of a plan: chip, precision, and what it splits besides the batch."""
+    degrees, precise = placed.shape.degrees(), placed.run.training.matmul_precision == "compute"
+    kinds = [EVERY, _family(target) or UNSEEN, "bfloat16" if precise else "below bfloat16"]
+    kinds += [f"{axis} axis" for axis in ("stage", "context", "tensor") if degrees[axis] > 1]
+    return [*kinds, "experts"] if any(layer.experts is not None for layer in placed.spec.layers) else kinds
+
+
+def _family(target: Target) -> str:
+    """Returns the family of a listed chip."""
+    return CHIPS[target.name].family if target.name in CHIPS else ""
+
+
+@functools.cache
+def read_bands() -> dict[str, ErrorBand]:
+    """Reads the measured bands by kind."""
+    kinds = json.loads(ERRORS_FILE.read_text(encoding="utf-8"))["kinds"]
+    return {kind: ErrorBand(kind, **quantiles) for kind, quantiles in kinds.items()}
+
+
+def band_of(placed: PlacedRun, target: Target) -> ErrorRange:
+    """Returns the ends of the bands of all kinds that a plan belongs to; kinds with too few runs have none.
+
+    A chip with too few runs has the band of a chip without any.
+    """
+    bands = read_bands()
+    known = [bands[kind] for kind in kinds_of(placed, target) if kind in bands]
+    if _family(target) not in bands:
+        known.append(bands[UNSEEN])
+    return ErrorRange(min(known, key=lambda band: band.low), max(known, key=lambda band: band.high))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +282,8 @@ class Offer:
 
     @property
     def step_days(self) -> float:
-        """Days of steps alone."""
-        return self.tokens / self.plan.estimate.tokens_per_second / _DAY
+        """Days of steps, without failures and checkpoints."""
+        return self.tokens / self.plan.estimate.tokens_per_second / 86400.0
 
     @property
     def days(self) -> float:
@@ -69,14 +303,9 @@ class Offer:
 
 def make_offer(plan: Plan, tokens: int, market: Market) -> Offer:
     """Returns the offer of one plan."""
-    chip = plan.target.name
-    return Offer(
-        plan,
-        tokens,
-        goodput(plan.placed, plan.target, market.reliability),
-        cheapest(market.prices, chip, market.terms),
-        band_of(plan.placed, plan.target),
-    )
+    placed, target = plan.placed, plan.target
+    price = cheapest(market.prices, target.name, market.terms)
+    return Offer(plan, tokens, goodput(placed, target, market.reliability), price, band_of(placed, target))
 
 
 AIMS: dict[Aim, Callable[[Offer], float | None]] = {
@@ -100,15 +329,11 @@ def choose(offers: Sequence[Offer], days: float | None, dollars: float | None) -
 
     Raises ConfigError with the nearest offers where there is none.
     """
-    kept = [offer for offer in offers if _keeps(offer, days, dollars)]
+    in_budget = [o for o in offers if dollars is None or (o.dollars is not None and o.dollars <= dollars)]
+    kept = [o for o in in_budget if days is None or o.days <= days]
     if not kept:
         raise _impossible(offers, days, dollars)
     return rank(kept, "time" if days is None else "cost")
-
-
-def _keeps(offer: Offer, days: float | None, dollars: float | None) -> bool:
-    in_budget = dollars is None or (offer.dollars is not None and offer.dollars <= dollars)
-    return in_budget and (days is None or offer.days <= days)
 
 
 def _impossible(offers: Sequence[Offer], days: float | None, dollars: float | None) -> ConfigError:
@@ -123,31 +348,27 @@ def _impossible(offers: Sequence[Offer], days: float | None, dollars: float | No
             f"there is no price for {', '.join(chips)}",
             "--prices FILE with a row for the chip, or other --terms",
         )
-    fastest = min(offers, key=lambda offer: offer.days)
-    lines, fixes = [f"fastest:  {_line(fastest)}"], []
-    if dollars is not None:
-        lines.append(f"cheapest: {_line(min(priced, key=lambda offer: offer.dollars or 0.0))}")
 
     def excess(offer: Offer) -> float:
         return max(offer.days / (days or math.inf), (offer.dollars or 0.0) / (dollars or math.inf))
 
-    nearest = min(offers if dollars is None else priced, key=excess)
-    tokens = offers[0].tokens
-    lines.append(
-        f"nearest:  {_line(nearest)}, {excess(nearest):.3g} times the limit: {tokens / 1e9 / excess(nearest):,.0f} B "
-        "tokens would keep it"
-    )
-    if days is not None:
-        fixes.append(f"--days {math.ceil(max(days, nearest.days) * 10) / 10:g}")
+    def line(offer: Offer) -> str:
+        money = "no price" if offer.dollars is None else f"${offer.dollars:,.0f}"
+        return f"{offer.plan.target}, {offer.plan.name}: {offer.days:.1f} days, {money}"
+
+    lines = [f"fastest:  {line(min(offers, key=lambda offer: offer.days))}"]
     if dollars is not None:
-        fixes.append(f"--budget {max(dollars, math.ceil((nearest.dollars or 0.0) / 1000) * 1000):.0f}")
+        lines.append(f"cheapest: {line(min(priced, key=lambda offer: offer.dollars or 0.0))}")
+    close = min(offers if dollars is None else priced, key=excess)
+    fewer = close.tokens / 1e9 / excess(close)
+    lines.append(f"nearest:  {line(close)}, {excess(close):.3g} times the limit: {fewer:,.0f} B tokens would keep it")
+    fixes = []
+    if days is not None:
+        fixes.append(f"--days {math.ceil(max(days, close.days) * 10) / 10:g}")
+    if dollars is not None:
+        fixes.append(f"--budget {max(dollars, math.ceil((close.dollars or 0.0) / 1000) * 1000):.0f}")
     return ConfigError(
-        f"a training of {tokens / 1e9:,.0f} B tokens within {' and '.join(limits)}",
+        f"a training of {close.tokens / 1e9:,.0f} B tokens within {' and '.join(limits)}",
         "none of the plans keeps it:\n    " + "\n    ".join(lines),
         " ".join(fixes) + (", more or faster chips in --on" if days is not None else "") + ", or fewer --tokens",
     )
-
-
-def _line(offer: Offer) -> str:
-    money = "no price" if offer.dollars is None else f"${offer.dollars:,.0f}"
-    return f"{offer.plan.target}, {offer.plan.name}: {offer.days:.1f} days, {money}"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from meshwright.planner.memory_model import keeps_stages
-from meshwright.planner.optimizer_work import update_exchanges
+from meshwright.planner.optimizer import update_exchanges
 from meshwright.planner.software import Software
 from meshwright.planner.work import Work, low_precision
 from meshwright.runs.placed_run import ModelLayout, PlacedRun

@@ -2,7 +2,7 @@
 
 `settle` takes a run that is placed on a mesh (runs/placed_run.py) and the machine of that mesh. The step is built from
 the result, the planner prices it, and `show` draws it: nothing else asks for a platform, a chip or a torus. What only
-prices can decide, the remat policy and the pipeline schedule, is chosen before (planner/automatic.py).
+prices can decide, the remat policy and the pipeline schedule, is chosen before (planner/search.py).
 """
 
 import dataclasses

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, nearest
 from meshwright.formatting import format_bytes, format_count
-from meshwright.planner.memory_model import keeps_stages, kept_bytes, state_bytes
+from meshwright.planner.memory_model import keeps_stages, kept_bytes
+from meshwright.planner.optimizer import state_bytes
 from meshwright.planner.work import work_of
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import BATCH_AXES, find_layout
@@ -70,7 +71,7 @@ def layout_report(placed: PlacedRun) -> LayoutReport:
     if run.optimizer.name in _WHOLE_MOMENTS:
         optimizer = round(state_bytes(placed))
     else:
-        from meshwright.planner.optimizer_state import optimizer_state_bytes  # loads optax
+        from meshwright.planner.optimizer import optimizer_state_bytes  # loads optax
 
         optimizer = optimizer_state_bytes(run.optimizer, run.training, placed.params, placed.placements, placed.shape)
     bytes_parameters = sum(row.bytes_sharded for row in rows)

@@ -12,10 +12,16 @@ from meshwright.errors import ConfigError, MeshwrightError, divisors
 from meshwright.hardware.chips import Nodes
 from meshwright.hardware.interconnect import map_axes
 from meshwright.hardware.targets import Target
-from meshwright.planner.bounds import ELEMENTWISE, MATMULS, OPERANDS
-from meshwright.planner.estimate import Estimate, overlapped, update_seconds
-from meshwright.planner.layer_time import matmul_seconds
-from meshwright.planner.optimizer_state import optimizer_state_bytes
+from meshwright.planner.estimate import (
+    ELEMENTWISE,
+    MATMULS,
+    OPERANDS,
+    Estimate,
+    matmul_seconds,
+    overlapped,
+    update_seconds,
+)
+from meshwright.planner.optimizer import optimizer_state_bytes
 from meshwright.planner.search import Plan, SearchResult, price_run
 from meshwright.planner.software import Software
 from meshwright.planner.traffic import Movement
@@ -173,9 +179,7 @@ def _memory(placed: PlacedRun, work: LossWork) -> dict[str, float]:
     largest = max((n * reduce for _, n, axes, _ in elements if axes), default=0.0)
     return {
         "parameters": at_rest * param + variables,
-        "optimizer state": float(
-            optimizer_state_bytes(run.optimizer, training, placed.params, placed.placements, shape)
-        ),
+        "optimizer state": float(optimizer_state_bytes(placed)),
         "gradients": at_rest * reduce + largest,
         "gathered parameters": gathered,
         "activations": 0.0 if training.remat == "full" else work.kept_bytes,
