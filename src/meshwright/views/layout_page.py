@@ -73,7 +73,7 @@ def layout_report(placed: PlacedRun) -> LayoutReport:
     else:
         from meshwright.planner.optimizer import optimizer_state_bytes  # loads optax
 
-        optimizer = optimizer_state_bytes(run.optimizer, run.training, placed.params, placed.placements, placed.shape)
+        optimizer = optimizer_state_bytes(placed)
     bytes_parameters = sum(row.bytes_sharded for row in rows)
     return LayoutReport(
         placed.shape, rows, count_params(placed.params), bytes_parameters, optimizer, stage_rows(placed)

@@ -168,7 +168,7 @@ def _own_sizes(placed: PlacedRun) -> dict[str, int]:
 
 def _memory(placed: PlacedRun, work: LossWork) -> dict[str, float]:
     """Bytes of a device by category, at the end of the forward pass and the beginning of the backward pass."""
-    run, shape, training = placed.run, placed.shape, placed.run.training
+    shape, training = placed.shape, placed.run.training
     param, reduce = jnp.dtype(training.param_dtype).itemsize, jnp.dtype(training.reduce_dtype).itemsize
     sizes, parts = _own_sizes(placed), _parts(placed)
     at_rest = sum(p.size / shape.over(axes_of(where.at_rest)) for _, p, where in placed.leaves)
