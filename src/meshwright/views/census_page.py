@@ -449,8 +449,8 @@ def _flops(census: Census) -> list[Block]:
         text += f"; model FLOPs {format_count(model)} ({model / flops.compiled:.0%})"
     if flops.intensity:
         text += f"; {flops.intensity:.1f} FLOPs per byte by the compiler's cost analysis"
-    if flops.unpriced:
-        text += f". Not in it, FLOPs unknown: {unpriced_text(flops.unpriced)}"
+    unpriced = f"Not in it, FLOPs unknown: {unpriced_text(flops.unpriced)}."
+    warnings = [Text([unpriced], "warning")] if flops.unpriced else []
     tables: list[Block] = []
     if flops.model:
         columns = [Column("item"), Column("FLOPs", "count", bar=True), Column("formula", wide=True)]
@@ -465,4 +465,4 @@ def _flops(census: Census) -> list[Block]:
     tables.append(
         Table.of(flops.matmuls, columns, searchable=True, title="Compiled matrix products", shown=20, printed=8)
     )
-    return [Text([f"{text}."]), Grid(tables)]
+    return [Text([f"{text}."]), *warnings, Grid(tables)]

@@ -1,4 +1,4 @@
-"""What `train` prints of a run: its parameters on the mesh, what was chosen for the machine, and its summary."""
+"""Tables that `train` prints: parameters on the mesh, choices for the machine, the summary, predicted against measured."""
 
 import dataclasses
 from collections.abc import Sequence
