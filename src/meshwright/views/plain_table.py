@@ -33,7 +33,7 @@ def plain_table(
     """
     table = _StackingTable(
         box=None, pad_edge=False, header_style="dim", title=title, title_justify="left", title_style="bold"
-    )  # fmt: skip
+    )
     for heading in headings:
         justify: JustifyMethod = "right" if heading in right else "left"
         no_wrap = heading in right or heading in unwrapped

@@ -131,8 +131,8 @@ class RunFolder:
     @property
     def version(self) -> tuple[Any, ...]:
         """Numbers that change when what is shown does."""
-        others = (LinesFile(self.folder / name).version for name in ("run.json", "foresight.json", "parity.json",
-                                                                    "rehearsal.json", "profile.json"))  # fmt: skip
+        names = ("run.json", "foresight.json", "parity.json", "rehearsal.json", "profile.json")
+        others = (LinesFile(self.folder / name).version for name in names)
         return (self._metrics.version, self._log.version, *others)
 
     def document(self, name: str) -> dict[str, Any]:

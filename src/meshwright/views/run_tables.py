@@ -1,4 +1,4 @@
-"""Tables that `train` prints: parameters on the mesh, choices for the machine, the summary, predicted against measured."""
+"""Tables that `train` prints: parameters on the mesh, choices for the machine, summary, predicted against measured."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -63,9 +63,12 @@ def _print(console: Console, text: str, style: str = "") -> None:
 
 
 def _rows(
-    console: Console, headings: Sequence[str], units: Sequence[Unit], rows: Sequence[Sequence[Cell]],
+    console: Console,
+    headings: Sequence[str],
+    units: Sequence[Unit],
+    rows: Sequence[Sequence[Cell]],
     tones: Sequence[Tone] = (),
-) -> None:  # fmt: skip
+) -> None:
     """Prints a table; columns without any value are left out."""
     used = [i for i in range(len(headings)) if any(row[i] not in ("", None) for row in rows)]
     if not used:

@@ -24,13 +24,10 @@ def trace_events(schedule: SimulatedSchedule) -> list[dict[str, Any]]:
         events.append({"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": number, "args": {"sort_index": number}})
     for span in schedule.spans:
         row = {"loop": "loops", "collective": span.axes, "host": "host"}.get(span.kind, "computation")
-        events.append(
-            {
-                "ph": "X", "name": span.name, "cat": span.kind, "pid": 1, "tid": rows.index(row),
-                "ts": round(span.start * _MICRO, 3), "dur": round(max(span.seconds, 1e-9) * _MICRO, 3),
-                "args": {"count": span.count, "kind": span.kind, "exposed_us": round(span.exposed * _MICRO, 3)},
-            }
-        )  # fmt: skip
+        place = {"ph": "X", "name": span.name, "cat": span.kind, "pid": 1, "tid": rows.index(row)}
+        time = {"ts": round(span.start * _MICRO, 3), "dur": round(max(span.seconds, 1e-9) * _MICRO, 3)}
+        args = {"count": span.count, "kind": span.kind, "exposed_us": round(span.exposed * _MICRO, 3)}
+        events.append({**place, **time, "args": args})
     return events
 
 
