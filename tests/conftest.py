@@ -11,12 +11,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # them takes (level 1 a third).
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
+import hypothesis
 import jax
 import pytest
 
 from meshwright.hardware.mesh import enable_compilation_cache, prepare_host
 
 pytest_plugins = ["measured"]
+# How fast examples are drawn depends on what else the machine does.
+hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("untimed")
 
 prepare_host(8)
 _COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "compiled"

@@ -138,7 +138,7 @@ def test_a_section_that_hangs_is_stopped(planted: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(run, "_GRACE_SECONDS", 6.0)
     name = f"{planted}:hanging"
     request = Request(str(tmp_path), 1)
-    result = run.run_sections(request, (name,), 0.05, lambda name, result: None)[name]
+    result = run.run_sections(request, (name,), 0.2, lambda name, result: None)[name]
     assert result["state"] == OUT_OF_TIME and "stopped after" in result["message"]
     assert [row["value"] for row in result["rows"]] == [1]
 
