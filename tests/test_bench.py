@@ -11,11 +11,9 @@ import pytest
 from jax.sharding import Mesh
 from test_cli import meshwright
 
-from meshwright.bench import collectives as collective_bench
+from meshwright.bench import microbenchmarks
 from meshwright.bench.calibration_file import read_calibration, write_calibration
-from meshwright.bench.collectives import COLLECTIVES, Collective, time_collectives
-from meshwright.bench.results import plot_timings
-from meshwright.bench.single_device import time_matmuls
+from meshwright.bench.microbenchmarks import COLLECTIVES, Collective, plot_timings, time_collectives, time_matmuls
 from meshwright.errors import ConfigError
 from meshwright.views.colours import plot_colours
 
@@ -27,7 +25,7 @@ def mesh() -> Mesh:
 
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_every_collective_is_correct_over_every_axis(kind: str, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective_bench, "median_seconds", lambda f, x: (0.5, 1))
+    monkeypatch.setattr(microbenchmarks, "median_seconds", lambda f, x: (0.5, 1))
     for t in time_collectives(mesh, (kind,), (1000, 70_000)):
         assert t.correct
         n = {"fsdp": 4, "tensor": 2}[t.axis]
@@ -39,7 +37,7 @@ def test_every_collective_is_correct_over_every_axis(kind: str, mesh: Mesh, monk
 
 
 def test_a_wrong_result_is_reported(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective_bench, "median_seconds", lambda f, x: (0.5, 1))
+    monkeypatch.setattr(microbenchmarks, "median_seconds", lambda f, x: (0.5, 1))
     shift = COLLECTIVES["ring-shift"]
     broken = Collective(lambda x, a: x + 1, shift.output_spec, shift.expected, lambda m, n: m, lambda n: 1.0)
     monkeypatch.setitem(COLLECTIVES, "ring-shift", broken)
@@ -63,7 +61,7 @@ def test_matrix_products_are_correct() -> None:
 def test_the_calibration_keeps_collectives_and_matmuls(
     mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collective_bench, "median_seconds", lambda f, *x: (0.5, 1))
+    monkeypatch.setattr(microbenchmarks, "median_seconds", lambda f, *x: (0.5, 1))
     file = tmp_path / "deep" / "calibration.json"
     timings = list(time_collectives(mesh, ("all-gather", "ring-shift"), (1000, 4000)))
     write_calibration(file, collectives=timings, mesh="fsdp=4,tensor=2")
@@ -83,7 +81,7 @@ def test_the_plot_is_readable_and_leaves_matplotlib_alone(
 ) -> None:
     import matplotlib
 
-    monkeypatch.setattr(collective_bench, "median_seconds", lambda f, *x: (0.5, 1))
+    monkeypatch.setattr(microbenchmarks, "median_seconds", lambda f, *x: (0.5, 1))
     settings = dict(matplotlib.rcParams)
     plot_timings(
         list(time_collectives(mesh, ("all-gather", "ring-shift"), (1000, 4000))), tmp_path / "plot.svg", plot_colours()

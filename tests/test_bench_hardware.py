@@ -21,10 +21,9 @@ from meshwright.analysis.compile import compile_function
 from meshwright.bench.calibration_file import read_calibration
 from meshwright.bench.device_trace import DeviceTime, Event, collective_names, device_time, innermost, read_trace
 from meshwright.bench.hardware import kernels, run
-from meshwright.bench.hardware.attention_truth import attention_with_gradients
-from meshwright.bench.hardware.overlap import measured_parts
+from meshwright.bench.hardware.kernels import attention_with_gradients
 from meshwright.bench.hardware.section import DONE, FAILED, OUT_OF_TIME, RUNNING, Request, read_section, section_file
-from meshwright.bench.hardware.sizing import RECIPES, fit_recipe
+from meshwright.bench.hardware.steps import RECIPES, fit_recipe, measured_parts
 from meshwright.cli.main import run as command
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target

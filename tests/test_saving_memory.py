@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_runs import MODELS, device_run_of, tiny_run
 
-from meshwright.analysis.run_saving import host_bytes, saving_memory
+from meshwright.analysis.run_memory import host_bytes, saving_memory
 from meshwright.checkpoint.fingerprints import fingerprints
 from meshwright.checkpoint.layer_order import permuted_in_layer_order
 from meshwright.checkpoint.restore import named_tensors

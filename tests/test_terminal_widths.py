@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 from test_checkpoint_verb import save
 
-from meshwright.bench.collectives import CollectiveTiming
-from meshwright.bench.step_profile import Profile, Row
+from meshwright.bench.microbenchmarks import CollectiveTiming
+from meshwright.bench.step_profile import Profile, ProfileRow
 from meshwright.cli.bench import print_timings
 from meshwright.cli.main import run
 from meshwright.planner.forecast import ForecastGap
@@ -78,8 +78,9 @@ def test_tables_of_checkpoints(tmp_path: Path, printed: dict[int, io.StringIO]) 
 
 def test_tables_of_measurements(printed: dict[int, io.StringIO]) -> None:
     rows = [
-        Row("step", "whole step", 1.5, None), Row("collective", "reduce-scatter over data+fsdp+tensor", 0.25, 0.125),
-        Row("scope", "transformer_layer/attention_with_a_long_name", 0.5, 0.5),
+        ProfileRow("step", "whole step", 1.5, None),
+        ProfileRow("collective", "reduce-scatter over data+fsdp+tensor", 0.25, 0.125),
+        ProfileRow("scope", "transformer_layer/attention_with_a_long_name", 0.5, 0.5),
     ]  # fmt: skip
     profile = Profile(2, 3, tuple(rows), "a note that is long enough for two lines")
     print_profile(Console(file=io.StringIO()), profile.to_json())

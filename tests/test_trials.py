@@ -12,7 +12,7 @@ import pytest
 from tiny_runs import MODELS, tiny_run
 
 import meshwright as mw
-from meshwright.analysis import proof_cache
+from meshwright.analysis import run_census
 from meshwright.analysis.census import Census
 from meshwright.analysis.compile import OutOfMemory, compiler_error
 from meshwright.api import proving
@@ -160,17 +160,17 @@ def test_a_proof_is_kept_and_a_broken_one_made_again(monkeypatch: pytest.MonkeyP
         made.append(device_run)
         return mw.census(lambda x: x + 1, jnp.ones(3))
 
-    monkeypatch.setattr(proof_cache, "census_of_train_step", census)
-    monkeypatch.setattr(proof_cache, "cache_key", lambda device_run, target: "key")
+    monkeypatch.setattr(run_census, "census_of_train_step", census)
+    monkeypatch.setattr(run_census, "cache_key", lambda device_run, target: "key")
     device_run: Any = object()
-    first = proof_cache.cached_census(tmp_path, device_run, TARGET)
-    again = proof_cache.cached_census(tmp_path, device_run, TARGET)
+    first = run_census.cached_census(tmp_path, device_run, TARGET)
+    again = run_census.cached_census(tmp_path, device_run, TARGET)
     assert len(made) == 1 and again.text == first.text
-    proof_cache.refresh_census(tmp_path, device_run, TARGET)
+    run_census.refresh_census(tmp_path, device_run, TARGET)
     assert len(made) == 2
     for broken in (b"", b"\x80", b'{"no": "census"}'):
         (tmp_path / "key.json").write_bytes(broken)
-        assert proof_cache.cached_census(tmp_path, device_run, TARGET).name == first.name
+        assert run_census.cached_census(tmp_path, device_run, TARGET).name == first.name
     assert len(made) == 5
 
 
@@ -178,9 +178,7 @@ def test_a_proof_is_of_its_program_machine_and_options() -> None:
     from tiny_runs import device_run_of
 
     def key(target: str, **changes: Any) -> str:
-        return proof_cache.cache_key(
-            device_run_of(tiny_run(MODELS["llama"], "fsdp=2", **changes)), parse_target(target)
-        )
+        return run_census.cache_key(device_run_of(tiny_run(MODELS["llama"], "fsdp=2", **changes)), parse_target(target))
 
     same = key("v5p:2x2x1")
     assert same == key("v5p:2x2x1")

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.analysis.compare import compare
-from meshwright.bench.collectives import COLLECTIVES, time_collectives
+from meshwright.bench.microbenchmarks import COLLECTIVES, time_collectives
 from meshwright.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from meshwright.hardware.chips import CHIPS
 from meshwright.views.draw import draw, picture_of, side_by_side

@@ -14,7 +14,7 @@ import meshwright as mw
 from meshwright.analysis.census import Census
 from meshwright.analysis.memory import live_memory
 from meshwright.analysis.run_census import census_of_eval_step, census_of_train_step
-from meshwright.analysis.run_measure import measure_steps
+from meshwright.analysis.run_memory import measure_steps
 from meshwright.runs.run import Run
 from meshwright.step.device_run import DeviceRun
 

@@ -1,24 +1,30 @@
-"""Census of a run's own train and evaluation steps."""
+"""Census of a run's own train and evaluation steps, and the cache of those for hardware that is not here."""
 
 import dataclasses
 import functools
+import hashlib
+import importlib.metadata
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 from jax.sharding import PartitionSpec
 
+import meshwright
 from meshwright.analysis.census import Census, FlopsBand, ProgramFacts, census
 from meshwright.analysis.lint import Finding, lint_attention_kernel, lint_precision
-from meshwright.analysis.simulate import TargetDevices
+from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, simulate_schedule
 from meshwright.comm import collectives, hierarchical, ragged
 from meshwright.data.batch import Batch
+from meshwright.documents import write_atomically
 from meshwright.hardware.chips import Torus
 from meshwright.hardware.targets import Target
 from meshwright.hlo.flops import Skipped
-from meshwright.hlo.parser import parse_module
+from meshwright.hlo.parser import Module, parse_module
 from meshwright.hlo.scopes import Branches, BranchScope
 from meshwright.models.flops import forward_flops
 from meshwright.models.model import Model, ModelSpec, padded_vocab, vocab_size
@@ -229,6 +235,12 @@ def _core(device: Any, target: Target) -> tuple[int, ...]:
     return (int(getattr(device, "core_on_chip", 0)),) if target.chip.devices_per_chip > 1 else ()
 
 
+def simulate_run(module: Module, device_run: DeviceRun, target: Target) -> SimulatedSchedule:
+    """Simulates the compiled train step of a run without pipeline stages, whose branches differ between devices."""
+    mesh, skipped = dict(device_run.mesh.shape), skipped_by_kernels(device_run.placed)
+    return simulate_schedule(module, target_devices(device_run, target), mesh, skipped=skipped)
+
+
 def causal_fraction(spec: ModelSpec, seq: int) -> float:
     """Returns the fraction of key positions that attention reads, over all layers weighted by their FLOPs.
 
@@ -280,3 +292,50 @@ def _vocabulary_padding(device_run: DeviceRun) -> list[Finding]:
             wasted,
         )
     ]
+
+
+def cached_census(folder: Path, device_run: DeviceRun, target: Target) -> Census:
+    """Returns the census of a train step on a target, from `folder` if the same one was taken before."""
+    file = folder / f"{cache_key(device_run, target)}.json"
+    if file.is_file():
+        try:
+            return msgspec.json.decode(file.read_bytes(), type=Census)
+        except (OSError, msgspec.MsgspecError):
+            pass  # truncated, or written by another version
+    return refresh_census(folder, device_run, target)
+
+
+def refresh_census(folder: Path, device_run: DeviceRun, target: Target) -> Census:
+    """Takes the census of a train step on a target and writes it to `folder`."""
+    file = folder / f"{cache_key(device_run, target)}.json"
+    census = census_of_train_step(device_run, target)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, msgspec.json.encode(census).decode())
+    return census
+
+
+def cache_key(device_run: DeviceRun, target: Target) -> str:
+    """Returns a key of the program's text, the target, the compiler options, and the code that reads the program."""
+    lowered = build_train_step(device_run).lower(device_run.abstract, abstract_batch(device_run))
+    parts = [
+        lowered.as_text(),
+        str(target),
+        repr(sorted(device_run.compiler_options().items())),
+        repr(target.chip),
+        repr(target.efficiency),
+        jax.__version__,
+        _analysis_source(),
+    ]
+    for package in ("libtpu", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "meshwright"):
+        try:
+            parts.append(importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            parts.append("")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def _analysis_source() -> str:
+    """Returns the source of `hlo`, `analysis` and `hardware`: a change of theirs changes the census."""
+    root = Path(str(meshwright.__file__)).parent
+    files = sorted(f for room in ("hlo", "analysis", "hardware") for f in (root / room).glob("*.py"))
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)

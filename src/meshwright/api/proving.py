@@ -17,9 +17,8 @@ import jax
 
 from meshwright.analysis.census import Census
 from meshwright.analysis.compile import compiler_error
-from meshwright.analysis.proof_cache import cached_census, refresh_census
-from meshwright.analysis.run_census import census_of_eval_step, census_of_train_step
-from meshwright.analysis.run_saving import SavingMemory, saving_memory
+from meshwright.analysis.run_census import cached_census, census_of_eval_step, census_of_train_step, refresh_census
+from meshwright.analysis.run_memory import SavingMemory, saving_memory
 from meshwright.api.planning import find_target, with_vocab
 from meshwright.config import MeshShape
 from meshwright.errors import CensusError, ConfigError

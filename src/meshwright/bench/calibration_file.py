@@ -10,8 +10,6 @@ from typing import Any
 
 import jax
 
-from meshwright.bench.collectives import CollectiveTiming
-from meshwright.bench.single_device import MatmulTiming
 from meshwright.documents import read_json, write_atomically
 from meshwright.errors import ConfigError
 
@@ -28,15 +26,15 @@ def calibration_path(cache: Path) -> Path:
 def write_calibration(
     file: Path,
     *,
-    collectives: Sequence[CollectiveTiming] = (),
-    matmuls: Sequence[MatmulTiming] = (),
+    collectives: Sequence[Any] = (),
+    matmuls: Sequence[Any] = (),
     mesh: str = "",
     memory_bandwidth: float | None = None,
     kernels: Mapping[str, float] | None = None,
 ) -> None:
     """Adds measurements to the calibration in `file`; earlier ones of the same kind are replaced.
 
-    mesh: the mesh on which `collectives` were timed.
+    collectives, matmuls: timings of `bench.microbenchmarks`.  mesh: on which the collectives were timed.
     memory_bandwidth: bytes/s that a device reads and writes (`measure_memory_bandwidth`).
     kernels: `attention`, FLOP/s of the attention kernel in a training step, of which the backward pass counts as 3.5
     forward passes; `grouped_matmul`, rate of a grouped matmul over that of a dense one of equal FLOPs.
@@ -75,11 +73,11 @@ def read_calibration(file: Path) -> dict[str, Any]:
 def _check_figures(calibration: dict[str, Any]) -> None:
     """Raises KeyError, TypeError or ValueError for anything but positive figures of a device."""
     if not isinstance(calibration["device"], str) or not isinstance(calibration["date"], str):
-        raise ValueError("its device and its date are no texts")
+        raise ValueError("device and date are not text")
     figures = {name: calibration[name] for name in _FIGURES if calibration.get(name) is not None}
     for name in ("collectives", "matmuls"):
         for number, row in enumerate(calibration.get(name, [])):
             figures |= {f"{name}[{number}].{key}": value for key, value in dict(row).items() if key in _RATES}
     for name, value in figures.items():
         if not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ValueError(f"{name} is {value!r}, and no positive number")
+            raise ValueError(f"{name} is {value!r}, not a positive number")

@@ -160,27 +160,35 @@ def collective_names(module: Module) -> frozenset[str]:
 
 def _tpu_lanes(lines: Sequence[Any], program: _Program) -> list[list[Event]]:
     """Returns the lane of operations of a TPU; those while another program ran belong to no instruction."""
-    programs = [
-        (event.start_ns * _NANOSECOND, (event.start_ns + event.duration_ns) * _NANOSECOND)
+    others = union(
+        _interval(event)
         for line in lines
         if line.name == _TPU_PROGRAMS
         for event in line.events
         if not program.runs(event.name)
-    ]
-    others = union(programs)
+    )
+
+    def is_foreign(event: Event) -> bool:
+        middle = event.start + event.seconds / 2
+        at = bisect.bisect_right(others, (middle, float("inf"))) - 1
+        return at >= 0 and middle < others[at][1]
+
     lanes = [_operations(line, program) for line in lines if line.name == _TPU_LANE]
-    return [[_foreign(event) if _within(event, others) else event for event in lane] for lane in lanes]
+    # An operation of another program keeps the device busy, and has no instruction of this one.
+    return [
+        [
+            dataclasses.replace(event, name=f"{_FOREIGN}{event.name}", instruction="") if is_foreign(event) else event
+            for event in lane
+        ]
+        for lane in lanes
+    ]
 
 
-def _within(event: Event, intervals: Sequence[Interval]) -> bool:
-    middle = event.start + event.seconds / 2
-    at = bisect.bisect_right(intervals, (middle, float("inf"))) - 1
-    return at >= 0 and middle < intervals[at][1]
+_FOREIGN = "another program: "
 
 
-def _foreign(event: Event) -> Event:
-    """Returns an operation of another program: it keeps the device busy, and has no instruction of this one."""
-    return dataclasses.replace(event, name=f"another program: {event.name}", instruction="")
+def _interval(event: Any) -> Interval:
+    return event.start_ns * _NANOSECOND, (event.start_ns + event.duration_ns) * _NANOSECOND
 
 
 def _operations(line: Any, program: _Program) -> list[Event]:
@@ -205,7 +213,7 @@ def _kernels(line: Any, program: _Program) -> list[Event]:
         own = program.runs(str(stats.get("hlo_module", "")))
         hlo_op = str(stats.get("hlo_op", "")).lstrip("%")
         instruction = hlo_op if hlo_op in program.known else program.kernels.get(event.name, hlo_op)
-        name, instruction = (event.name, instruction) if own else (f"another program: {event.name}", "")
+        name, instruction = (event.name, instruction) if own else (f"{_FOREIGN}{event.name}", "")
         communicates = instruction in program.collective or bool(_NCCL.search(event.name))
         start, seconds = event.start_ns * _NANOSECOND, event.duration_ns * _NANOSECOND
         events.append(Event(name, start, seconds, communicates, instruction))

@@ -115,7 +115,6 @@ class StepRunner:
 
 
 def _check(bad: BadStep | None) -> None:
-    """Raises TrainingError for a bad step."""
     if bad is not None:
         raise TrainingError(f"step {bad.step}", bad.reason, "a lower --lr")
 

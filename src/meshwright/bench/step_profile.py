@@ -5,26 +5,25 @@ The folder of a profile has files for xprof (TensorBoard) and for ui.perfetto.de
 
 import collections
 import dataclasses
+import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from meshwright.analysis.run_census import skipped_by_kernels, target_devices
-from meshwright.analysis.simulate import SimulatedSchedule, simulate_schedule
-from meshwright.bench.device_trace import Event, Trace, device_time, innermost, read_trace
+from meshwright.analysis.run_census import simulate_run
+from meshwright.analysis.simulate import SimulatedSchedule
+from meshwright.bench.device_trace import Trace, device_time, innermost, read_trace
 from meshwright.errors import ConfigError
 from meshwright.hardware.targets import Target
-from meshwright.hlo.collectives import collective_in, group_of, kind_of, start_of
-from meshwright.hlo.parser import Computation, Instruction, Module, parse_module
+from meshwright.hlo.collectives import collective_in, group_label, group_of, kind_of, start_of
+from meshwright.hlo.parser import Module, parse_module
 from meshwright.hlo.scopes import scopes_of
-from meshwright.report import Reporter
-from meshwright.step.device_run import DeviceRun, State
+from meshwright.step.device_run import State
 from meshwright.trainer.loop import Trainable
-from meshwright.trainer.meter import Meter
 from meshwright.trainer.prepare import Batches, Position
 
 _HOST = (
@@ -40,7 +39,7 @@ _NO_CHIP = "Nothing is known of this device, so nothing is simulated (meshwright
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ProfileRow:
     """One line of a profile, in seconds of one device in one step."""
 
     kind: str
@@ -56,7 +55,7 @@ class Profile:
 
     first: int
     last: int
-    rows: tuple[Row, ...]
+    rows: tuple[ProfileRow, ...]
     note: str
     """Meaning of the figures on these devices."""
 
@@ -78,7 +77,7 @@ def parse_steps(text: str, steps: int) -> tuple[int, int]:
 
 
 class ProfiledRun:
-    """A run as the training loop takes it, whose steps `first` to `last` are traced into `folder`."""
+    """A run as the training loop takes it (`Trainable`), whose steps `first` to `last` are traced into `folder`."""
 
     def __init__(self, prepared: Trainable, first: int, last: int, folder: Path):
         self._prepared, self._first, self._last, self._folder = prepared, first, last, folder
@@ -86,18 +85,8 @@ class ProfiledRun:
         self._began: float | None = None
         self._text, self._seconds = "", 0.0
 
-    @property
-    def device_run(self) -> DeviceRun:
-        """The run on its devices."""
-        return self._prepared.device_run
-
-    def write_files(self, out: Path) -> None:
-        """Writes what the run writes."""
-        self._prepared.write_files(out)
-
-    def meter(self, reporters: list[Reporter]) -> Meter:
-        """Returns the run's meter."""
-        return self._prepared.meter(reporters)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._prepared, name)
 
     def feed(self, start: Position) -> Batches:
         """Returns the run's batches, and counts steps from there on."""
@@ -109,10 +98,6 @@ class ProfiledRun:
                 f"--profile {start.step + 2}:{start.step + 4}",
             )
         return self._prepared.feed(start)
-
-    def fingerprint(self) -> dict[str, Any] | None:
-        """Returns the fingerprint of the run's data."""
-        return self._prepared.fingerprint()
 
     def compile(self, batch: Any) -> Any:
         """Compiles the train step and returns it with the profiler around it."""
@@ -134,14 +119,6 @@ class ProfiledRun:
 
         return traced
 
-    def evaluator(self) -> Callable[[State], float] | None:
-        """Returns the run's evaluator."""
-        return self._prepared.evaluator()
-
-    def sample(self, state: State, out: Path) -> str:
-        """Samples as the run does."""
-        return self._prepared.sample(state, out)
-
     def stop(self) -> None:
         """Ends the trace, also where the run ended before its last step."""
         if self._began is not None:
@@ -158,21 +135,19 @@ class ProfiledRun:
         module = parse_module(self._text)
         schedule, note = self._simulated(module, target)
         count = self._last - self._first + 1
-        mesh = dict(self.device_run.mesh.shape)
+        mesh = dict(self._prepared.device_run.mesh.shape)
         trace = read_trace(self._folder, module)
         rows, meaning = compare(trace, module, schedule, mesh, steps=count, seconds=self._seconds)
         return Profile(self._first, self._last, tuple(rows), " ".join(part for part in (meaning, note) if part))
 
     def _simulated(self, module: Module, target: Target | None) -> tuple[SimulatedSchedule | None, str]:
         """Returns the simulated schedule of the program, or why there is none."""
-        device_run = self.device_run
+        device_run = self._prepared.device_run
         if target is None:
             return None, _NO_CHIP
         if device_run.shape.stage > 1:
             return None, "Stages take different branches of one program, whose times are not simulated by instruction."
-        skipped = skipped_by_kernels(device_run.placed)
-        mesh = dict(device_run.mesh.shape)
-        return simulate_schedule(module, target_devices(device_run, target), mesh, skipped=skipped), ""
+        return simulate_run(module, device_run, target), ""
 
 
 def compare(
@@ -183,25 +158,26 @@ def compare(
     *,
     steps: int,
     seconds: float,
-) -> tuple[list[Row], str]:
+) -> tuple[list[ProfileRow], str]:
     """Returns the lines of a profile, and what its figures mean on these devices.
 
     mesh: degree of each axis.  steps: steps in the trace.  seconds: wall time of all of them.
     """
     tpu = any("TPU" in name for name in trace.devices)
     lanes = [lane for device in trace.devices.values() for lane in device] or trace.host
-    devices = len(trace.devices) or max(1, _product(mesh.values()))
-    measured = _by_name(event for lane in lanes for event in innermost(lane))
-    share = 1.0 / (devices * steps)
+    devices = len(trace.devices) or max(1, math.prod(mesh.values()))
+    share, measured = 1.0 / (devices * steps), collections.defaultdict[str, float](float)
+    for event in (event for lane in lanes for event in innermost(lane)):
+        measured[event.instruction or event.name] += event.seconds
     simulated = None if schedule is None else _simulated_by_name(schedule, exposed=tpu)
-    rows = [Row("step", "whole step", seconds / steps, None if schedule is None else schedule.step_seconds)]
+    rows = [ProfileRow("step", "whole step", seconds / steps, None if schedule is None else schedule.step_seconds)]
     rows += _parts(trace, schedule, steps)
     for kind, label in (("collective", _collective_labels(module, dict(mesh))), ("scope", _scope_labels(module))):
         rows += _grouped(kind, label, {name: value * share for name, value in measured.items()}, simulated)
     return rows, _TPU if tpu else _GPU if trace.devices else _HOST
 
 
-def _parts(trace: Trace, schedule: SimulatedSchedule | None, steps: int) -> list[Row]:
+def _parts(trace: Trace, schedule: SimulatedSchedule | None, steps: int) -> list[ProfileRow]:
     """Returns compute, exposed communication and idle time of the mean device; nothing of simulated devices."""
     times = [device_time(name, lanes, trace.flights.get(name, ())) for name, lanes in trace.devices.items()]
     if not times:
@@ -219,27 +195,23 @@ def _parts(trace: Trace, schedule: SimulatedSchedule | None, steps: int) -> list
             "compute": schedule.step_seconds - exposed - schedule.bubble,
             "idle": schedule.bubble,
         }
-    return [Row("part", part, value, foreseen.get(part)) for part, value in mean.items()]
+    return [ProfileRow("part", part, value, foreseen.get(part)) for part, value in mean.items()]
 
 
 def _grouped(
     kind: str, labels: Mapping[str, str], measured: Mapping[str, float], simulated: Mapping[str, float] | None
-) -> list[Row]:
+) -> list[ProfileRow]:
     """Returns a row for each label, the longest first."""
     sums: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
     for column, times in enumerate((measured, simulated or {})):
         for name, value in times.items():
             if name in labels:
                 sums[labels[name]][column] += value
-    rows = [Row(kind, name, first, second if simulated is not None else None) for name, (first, second) in sums.items()]
+    rows = [
+        ProfileRow(kind, name, first, second if simulated is not None else None)
+        for name, (first, second) in sums.items()
+    ]
     return sorted(rows, key=lambda row: -max(row.measured, row.simulated or 0.0))
-
-
-def _by_name(events: Iterable[Event]) -> dict[str, float]:
-    sums: dict[str, float] = collections.defaultdict(float)
-    for event in events:
-        sums[event.instruction or event.name] += event.seconds
-    return sums
 
 
 def _simulated_by_name(schedule: SimulatedSchedule, *, exposed: bool) -> dict[str, float]:
@@ -248,49 +220,27 @@ def _simulated_by_name(schedule: SimulatedSchedule, *, exposed: bool) -> dict[st
     for span in schedule.spans:
         if span.kind != "loop":
             seconds = span.exposed if exposed and span.kind == "collective" else span.seconds
-            sums[span.name.rpartition(": ")[2]] += seconds * span.count
+            sums[span.instruction] += seconds * span.count
     return sums
 
 
 def _collective_labels(module: Module, mesh: dict[str, int]) -> dict[str, str]:
     """Returns kind and axes of every collective by the name of its instruction, and of what waits for it."""
     labels: dict[str, str] = {}
-    for computation in module.computations.values():
-        for instruction in computation.instructions.values():
-            label = _collective_label(module, computation, instruction, mesh)
-            if label:
-                labels[instruction.name] = label
+    for computation, instruction in module.instructions():
+        started = instruction
+        if instruction.opcode.endswith(("-done", "-update")):
+            started = start_of(computation, instruction) or instruction
+        inner = collective_in(module, started)
+        if inner is not None:
+            label = group_label(*group_of(module, inner, mesh))
+            labels[instruction.name] = f"{kind_of(inner) or 'all-reduce'} over {label}"
     return labels
-
-
-def _collective_label(module: Module, computation: Computation, instruction: Instruction, mesh: dict[str, int]) -> str:
-    started = instruction
-    if instruction.opcode.endswith(("-done", "-update")):
-        started = start_of(computation, instruction) or instruction
-    inner = collective_in(module, started)
-    if inner is None:
-        return ""
-    groups, axes = group_of(module, inner, mesh)
-    where = "+".join(axes) if axes else f"{max(len(group) for group in groups)} devices"
-    return f"{kind_of(inner) or 'all-reduce'} over {where}"
 
 
 def _scope_labels(module: Module) -> dict[str, str]:
     """Returns the named scopes of every instruction by its name."""
-    labels = {}
-    for computation in module.computations.values():
-        for instruction in computation.instructions.values():
-            labels[instruction.name] = "/".join(scopes_of(instruction.op_name, module.branches)[-2:]) or "no scope"
-    return labels
-
-
-def _product(numbers: Iterable[int]) -> int:
-    product = 1
-    for number in numbers:
-        product *= number
-    return product
-
-
-def longest(profile: Profile, kind: str, most: int) -> Sequence[Row]:
-    """Returns the rows of a kind that take longest."""
-    return [row for row in profile.rows if row.kind == kind][:most]
+    return {
+        instruction.name: "/".join(scopes_of(instruction.op_name, module.branches)[-2:]) or "no scope"
+        for _, instruction in module.instructions()
+    }

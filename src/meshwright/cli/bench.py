@@ -11,11 +11,19 @@ import tyro
 from rich.console import Console
 
 from meshwright.bench.calibration_file import calibration_path, write_calibration
-from meshwright.bench.collectives import COLLECTIVES, CollectiveTiming, time_collectives
 from meshwright.bench.hardware.run import check_sections, run_sections
 from meshwright.bench.hardware.section import Request, write_json_file
-from meshwright.bench.results import plot_timings, require_plotting, write_csv
-from meshwright.bench.single_device import MatmulTiming, measure_memory_bandwidth, time_matmuls
+from meshwright.bench.microbenchmarks import (
+    COLLECTIVES,
+    CollectiveTiming,
+    MatmulTiming,
+    measure_memory_bandwidth,
+    plot_timings,
+    require_plotting,
+    time_collectives,
+    time_matmuls,
+    write_csv,
+)
 from meshwright.cli.devices import SIMULATED, HostOptions, start_devices
 from meshwright.cli.output import unwritable, write_json
 from meshwright.cli.parse import parse

@@ -14,8 +14,7 @@ from rich.console import Console
 from meshwright.analysis.census import Census, save_census
 from meshwright.analysis.compare import check_budget, compare, read_budget, read_census, write_budget
 from meshwright.analysis.compile import OutOfMemory
-from meshwright.analysis.run_measure import measure_steps
-from meshwright.analysis.run_saving import SavingMemory
+from meshwright.analysis.run_memory import SavingMemory, measure_steps
 from meshwright.api.planning import decode_json, find_target, refuse_wrapped
 from meshwright.api.proving import (
     CompiledStep,

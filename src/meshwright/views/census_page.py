@@ -5,8 +5,7 @@ from typing import Any
 
 from meshwright.analysis.census import Census, summarise_traffic
 from meshwright.analysis.compare import Change, LimitExceeded
-from meshwright.analysis.run_measure import MeasuredMemory
-from meshwright.analysis.run_saving import SavingMemory
+from meshwright.analysis.run_memory import MeasuredMemory, SavingMemory
 from meshwright.analysis.simulate import SimulatedSchedule
 from meshwright.formatting import format_bytes, format_count, format_step
 from meshwright.hardware.targets import Target

@@ -25,7 +25,7 @@ def main(folder: str, name: str, seconds: str) -> int:
         prepare_host(request.devices)
         jax.devices()
         section.facts["start_seconds"] = time.perf_counter() - began
-        resolve("section", SECTIONS.get(name, name), {})(section)
+        resolve("section", SECTIONS.get(name, (name, 0))[0], {})(section)
     except Exception as error:
         traceback.print_exc()
         section.finish(describe(error))

@@ -3,18 +3,17 @@
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from meshwright.bench.clock import median_seconds
-from meshwright.bench.hardware.attention_truth import Attention, attention_with_gradients
 from meshwright.bench.hardware.machine import memory_stats
 from meshwright.bench.hardware.rates import keep_calibration
 from meshwright.bench.hardware.section import Measurement, Section
+from meshwright.bench.microbenchmarks import median_seconds
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import find_chip
@@ -124,25 +123,20 @@ def calibrated_rates(rows: Sequence[Mapping[str, Any]], own: Sequence[str]) -> d
     return rates | ({"grouped_matmul": max(grouped)} if grouped else {})
 
 
-def _choose(name: str, case: Case, dtype: str) -> Kernels:
-    """Returns the kernel as a training run chooses it. Raises ConfigError where it does not support the case."""
-    return choose_kernels(
-        name,
-        Machine(jax.devices()[0].platform),
-        block=512,
-        remat="none",
-        head_sizes=(case.head_size,),
-        dtype=dtype,
-        sequence=SequenceSplit("ring", case.seq, 1, 1),
-    )
-
-
-def _unsupported(name: str, case: Case, dtype: str) -> str | None:
+def _choose(name: str, case: Case, dtype: str) -> Kernels | str:
+    """Returns the kernel as a training run chooses it, or the reason why it does not support the case."""
     try:
-        _choose(name, case, dtype)
+        return choose_kernels(
+            name,
+            Machine(jax.devices()[0].platform),
+            block=512,
+            remat="none",
+            head_sizes=(case.head_size,),
+            dtype=dtype,
+            sequence=SequenceSplit("ring", case.seq, 1, 1),
+        )
     except ConfigError as error:
         return error.truth
-    return None
 
 
 def _inputs(case: Case, dtype: str) -> tuple[jax.Array, ...]:
@@ -174,31 +168,76 @@ def _forward_and_backward(kernels: Kernels, case: Case) -> Any:
     return _on_one_device(both)
 
 
+class Attention(NamedTuple):
+    """Output of attention and the gradients of its inputs."""
+
+    out: np.ndarray
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+
+
+def attention_with_gradients(
+    q_BTNH: np.ndarray,
+    k_BTKH: np.ndarray,
+    v_BTKH: np.ndarray,
+    segments_BT: np.ndarray,
+    g_BTNH: np.ndarray,
+    window: int | None,
+) -> Attention:
+    """Returns causal attention within documents and the gradients of sum(out * g) in float64, head by head.
+
+    It shares no code with the kernels. Derivative of softmax: FlashAttention (arXiv:2205.14135), appendix B.4.
+    """
+    q, k, v, g = (np.asarray(x, np.float64) for x in (q_BTNH, k_BTKH, v_BTKH, g_BTNH))
+    B, T, N, _ = q.shape
+    K, scale = k.shape[2], q.shape[3] ** -0.5
+    distance = np.arange(T)[:, None] - np.arange(T)[None, :]
+    causal = (distance >= 0) & (distance < (window or T))
+    result = Attention(*(np.zeros_like(x) for x in (q, q, k, v)))
+    for b in range(B):
+        visible = causal & (segments_BT[b][:, None] == segments_BT[b][None, :])
+        for n in range(N):
+            kv = n // (N // K)
+            scores = np.where(visible, q[b, :, n] @ k[b, :, kv].T * scale, -np.inf)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            result.out[b, :, n] = weights @ v[b, :, kv]
+            result.dv[b, :, kv] += weights.T @ g[b, :, n]
+            d_weights = g[b, :, n] @ v[b, :, kv].T
+            d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True)) * scale
+            result.dq[b, :, n] = d_scores @ k[b, :, kv]
+            result.dk[b, :, kv] += d_scores.T @ q[b, :, n]
+    return result
+
+
 @functools.lru_cache(maxsize=16)
 def _truth(case: Case, dtype: str) -> Attention:
     q, k, v, s, g = (np.asarray(x.astype(jnp.float32) if x.dtype != jnp.int32 else x) for x in _inputs(case, dtype))
     return attention_with_gradients(q, k, v, s, g, case.window)
 
 
+def _compared(
+    kernel: str, case: str, dtype: str, labels: Sequence[str], results: Sequence[Any], expected: Sequence[np.ndarray]
+) -> dict[str, Any]:
+    """Returns the error of each array, and a line for each that is above the limits."""
+    found = {
+        label: errors(np.asarray(result.astype(jnp.float32)), value)
+        for label, result, value in zip(labels, results, expected, strict=True)
+    }
+    problems = excessive(f"{kernel}: {case}, {dtype}", found, LIMITS[dtype])
+    return {"kernel": kernel, "case": case, "dtype": dtype, "errors": found, "problems": problems}
+
+
 def _compare(name: str, case: Case, dtype: str) -> Mapping[str, Any]:
     """Returns the errors of output and gradients."""
-    reason = _unsupported(name, case, dtype)
-    if reason is not None:
-        return {"kernel": name, "case": case.name, "dtype": dtype, "unsupported": reason}
+    kernels = _choose(name, case, dtype)
+    if isinstance(kernels, str):
+        return {"kernel": name, "case": case.name, "dtype": dtype, "unsupported": kernels}
     # Float32 matmuls take bfloat16 passes on TPUs unless the highest precision is asked for.
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-        results = _forward_and_backward(_choose(name, case, dtype), case)(*_inputs(case, dtype))
-    found = {
-        label: errors(np.asarray(result.astype(jnp.float32)), expected)
-        for label, result, expected in zip(("out", "dq", "dk", "dv"), results, _truth(case, dtype), strict=True)
-    }
-    return {
-        "kernel": name,
-        "case": case.name,
-        "dtype": dtype,
-        "errors": found,
-        "problems": excessive(f"{name}: {case.name}, {dtype}", found, LIMITS[dtype]),
-    }
+        results = _forward_and_backward(kernels, case)(*_inputs(case, dtype))
+    return _compared(name, case.name, dtype, ("out", "dq", "dk", "dv"), results, _truth(case, dtype))
 
 
 def errors(result: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
@@ -217,28 +256,30 @@ def excessive(name: str, found: Mapping[str, tuple[float, float]], limits: tuple
     ]
 
 
+def _rates(forward: float, both: float, flops: float, backward: float) -> dict[str, float]:
+    """Returns seconds, FLOP/s and fractions of the peak of a forward pass, and of forward and backward pass together.
+
+    flops: of the forward pass.  backward: FLOPs of the backward pass over those of the forward pass.
+    """
+    rates = {"forward_flops_per_second": flops / forward, "flops_per_second": (1 + backward) * flops / both}
+    chip, fractions = find_chip(jax.devices()[0].device_kind), dict[str, float]()
+    if chip is not None:
+        fractions = {k.replace("flops_per_second", "fraction"): rate / chip.flops_bf16 for k, rate in rates.items()}
+    return {"forward_seconds": forward, "seconds": both, **rates, **fractions}
+
+
 def _time(name: str, case: Case) -> Mapping[str, Any]:
-    """Returns seconds and FLOP/s of the forward pass, and of forward and backward pass together."""
-    dtype = "bfloat16"
-    label = {"kernel": name, "case": case.name, "dtype": dtype}
-    reason = _unsupported(name, case, dtype)
+    """Returns time and rates of an attention kernel."""
+    label, kernels = {"kernel": name, "case": case.name, "dtype": "bfloat16"}, _choose(name, case, "bfloat16")
     limit = memory_stats(jax.devices()[0]).get("bytes_limit")
-    if reason is None and name == "reference" and limit and 6 * case.score_bytes > limit:
-        reason = f"its scores take {case.score_bytes / 2**30:.0f} GiB, several times over in the backward pass"
-    if reason is not None:
-        return {**label, "unsupported": reason}
-    kernels, inputs = _choose(name, case, dtype), _inputs(case, dtype)
+    if isinstance(kernels, Kernels) and name == "reference" and limit and 6 * case.score_bytes > limit:
+        kernels = f"its scores take {case.score_bytes / 2**30:.0f} GiB, several times over in the backward pass"
+    if isinstance(kernels, str):
+        return {**label, "unsupported": kernels}
+    inputs = _inputs(case, "bfloat16")
     forward, _ = median_seconds(_forward(kernels, case), *inputs[:4])
     both, _ = median_seconds(_forward_and_backward(kernels, case), *inputs)
-    rates = {"forward_flops_per_second": case.flops / forward, "flops_per_second": (1 + _BACKWARD) * case.flops / both}
-    chip = find_chip(jax.devices()[0].device_kind)
-    fractions = {}
-    if chip is not None:
-        fractions = {
-            "forward_fraction": rates["forward_flops_per_second"] / chip.flops_bf16,
-            "fraction": rates["flops_per_second"] / chip.flops_bf16,
-        }
-    return {**label, "forward_seconds": forward, "seconds": both, **rates, **fractions}
+    return {**label, **_rates(forward, both, case.flops, _BACKWARD)}
 
 
 def _grouped(platform: str) -> Iterator[tuple[str, Measurement]]:
@@ -278,17 +319,7 @@ def _compare_grouped(dtype: str) -> Mapping[str, Any]:
     dx = np.einsum("rn,rkn->rk", g, w[expert])
     dw = np.stack([x[expert == e].T @ g[expert == e] for e in range(8)])
     results = jax.jit(_grouped_with_gradients)(*inputs)
-    found = {
-        label: errors(np.asarray(result.astype(jnp.float32)), expected)
-        for label, result, expected in zip(("out", "dx", "dw"), results, (out, dx, dw), strict=True)
-    }
-    return {
-        "kernel": "grouped matmul",
-        "case": "8 groups, one empty",
-        "dtype": dtype,
-        "errors": found,
-        "problems": excessive("grouped matmul", found, LIMITS[dtype]),
-    }
+    return _compared("grouped matmul", "8 groups, one empty", dtype, ("out", "dx", "dw"), results, (out, dx, dw))
 
 
 def _time_grouped(experts: int, rows: int, k: int, n: int) -> Mapping[str, Any]:
@@ -297,17 +328,10 @@ def _time_grouped(experts: int, rows: int, k: int, n: int) -> Mapping[str, Any]:
     forward, _ = median_seconds(jax.jit(_grouped_matmul("bfloat16").multiply), x, w, sizes)
     both, _ = median_seconds(jax.jit(_grouped_with_gradients), x, w, sizes, g)
     dense, _ = median_seconds(jax.jit(jnp.matmul), x, w[0])
-    flops = 2.0 * rows * k * n
-    chip = find_chip(jax.devices()[0].device_kind)
-    fraction = {"fraction": 3 * flops / both / chip.flops_bf16} if chip else {}
     return {
         "kernel": "grouped matmul",
         "case": f"{experts} experts, {rows} x {k} x {n}",
         "dtype": "bfloat16",
-        "forward_seconds": forward,
-        "seconds": both,
-        "forward_flops_per_second": flops / forward,
-        "flops_per_second": 3 * flops / both,
+        **_rates(forward, both, 2.0 * rows * k * n, 2.0),
         "of_dense": dense / forward,
-        **fraction,
     }

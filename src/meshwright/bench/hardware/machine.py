@@ -49,7 +49,7 @@ def measure_machine(section: Section) -> None:
         "peak_bfloat16": chip.flops_bf16 if chip else None,
         "hbm_bytes": chip.hbm_bytes if chip else None,
         "memory_limit": stats.get("bytes_limit"),
-        "runtime": _runtime(devices[0]),
+        "runtime": " ".join(str(getattr(devices[0].client, "platform_version", "")).split()),
         "coordinates": [_coordinates(device) for device in devices],
         "versions": _versions(),
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES)},
@@ -98,10 +98,6 @@ def _coordinates(device: Any) -> list[int]:
     if coords is None:
         return [device.process_index, device.id]
     return [getattr(device, "slice_index", 0) or 0, *coords, getattr(device, "core_on_chip", 0) or 0]
-
-
-def _runtime(device: Any) -> str:
-    return " ".join(str(getattr(device.client, "platform_version", "")).split())
 
 
 def _versions() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,9 +11,15 @@ from typing import Any
 import jax
 
 from meshwright.bench.calibration_file import calibration_path, read_calibration, write_calibration
-from meshwright.bench.collectives import COLLECTIVES, CollectiveTiming, time_collectives
 from meshwright.bench.hardware.section import Measurement, Section
-from meshwright.bench.single_device import MatmulTiming, measure_memory_bandwidth, time_matmuls
+from meshwright.bench.microbenchmarks import (
+    COLLECTIVES,
+    CollectiveTiming,
+    MatmulTiming,
+    measure_memory_bandwidth,
+    time_collectives,
+    time_matmuls,
+)
 from meshwright.config import MeshShape
 from meshwright.hardware.chips import find_chip
 from meshwright.hardware.mesh import build_mesh, default_cache_folder
@@ -52,10 +59,14 @@ def measure_matmuls(section: Section) -> None:
         "bytes_per_second": measure_memory_bandwidth(_COPY_BYTES.get(jax.default_backend(), _COPY_BYTES_DEFAULT))
     }
     section.measure(items)
-    names = {f.name for f in dataclasses.fields(MatmulTiming)}
-    rows = [MatmulTiming(**{k: v for k, v in row.items() if k in names}) for row in section.rows if "m" in row]
     bandwidth = next((row["bytes_per_second"] for row in section.rows if "bytes_per_second" in row), None)
-    keep_calibration(section, matmuls=rows, memory_bandwidth=bandwidth)
+    keep_calibration(section, matmuls=_timings(section, MatmulTiming), memory_bandwidth=bandwidth)
+
+
+def _timings[T](section: Section, kind: type[T]) -> list[T]:
+    """Returns the section's rows that have the fields of a timing."""
+    names = set(inspect.signature(kind).parameters)
+    return [kind(**{name: row[name] for name in names}) for row in section.rows if names <= set(row)]
 
 
 def _matmul(m: int, k: int, n: int, dtype: str) -> Mapping[str, Any]:
@@ -74,8 +85,7 @@ def measure_collectives(section: Section) -> None:
         return
     sizes = _SMALL_SIZES if jax.default_backend() == "cpu" else _SIZES
     section.measure(dict(_collectives(devices, sizes)))
-    names = {f.name for f in dataclasses.fields(CollectiveTiming)}
-    rows = [CollectiveTiming(**{k: v for k, v in row.items() if k in names}) for row in section.rows if "kind" in row]
+    rows = _timings(section, CollectiveTiming)
     keep_calibration(section, collectives=rows, mesh=str(_meshes(devices)[0]))
 
 

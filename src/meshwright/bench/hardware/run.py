@@ -29,28 +29,19 @@ from meshwright.errors import ConfigError, nearest
 from meshwright.plugins import is_reference
 
 _PLACE = "meshwright.bench.hardware"
-SECTIONS: dict[str, str] = {
-    "machine": f"{_PLACE}.machine:measure_machine",
-    "kernels": f"{_PLACE}.kernels:measure_kernels",
-    "meshes": f"{_PLACE}.meshes:measure_meshes",
-    "matmuls": f"{_PLACE}.rates:measure_matmuls",
-    "collectives": f"{_PLACE}.rates:measure_collectives",
-    "steps": f"{_PLACE}.steps:measure_steps",
-    "overlap": f"{_PLACE}.overlap:measure_overlap",
-    "checkpoint": f"{_PLACE}.saving:measure_checkpoint",
+SECTIONS: dict[str, tuple[str, int]] = {
+    "machine": (f"{_PLACE}.machine:measure_machine", 1),
+    "kernels": (f"{_PLACE}.kernels:measure_kernels", 6),
+    "meshes": (f"{_PLACE}.meshes:measure_meshes", 5),
+    "matmuls": (f"{_PLACE}.rates:measure_matmuls", 2),
+    "collectives": (f"{_PLACE}.rates:measure_collectives", 3),
+    "steps": (f"{_PLACE}.steps:measure_steps", 9),
+    "overlap": (f"{_PLACE}.steps:measure_overlap", 3),
+    "checkpoint": (f"{_PLACE}.steps:measure_checkpoint", 1),
 }
-"""Section -> its function `(section: Section) -> None`, in the order in which they run."""
-_SHARES = {
-    "machine": 1,
-    "kernels": 6,
-    "meshes": 5,
-    "matmuls": 2,
-    "collectives": 3,
-    "steps": 9,
-    "overlap": 3,
-    "checkpoint": 1,
-}
-"""Time of a section, relative to the others; a section from outside counts 2."""
+"""Section -> its function `(section: Section) -> None` and its time relative to the others, in the order they run."""
+_OUTSIDE = ("", 2)
+"""A section from outside is named by its function."""
 _GRACE_SECONDS, _GRACE_FACTOR = 30.0, 1.5
 """A section is stopped after its time multiplied by the factor, and these seconds more: it may be compiling."""
 
@@ -62,7 +53,7 @@ def check_sections(names: Sequence[str]) -> tuple[str, ...]:
     """Returns the sections to run, `machine` first. Raises ConfigError for an unknown one."""
     for name in names:
         if name not in SECTIONS and not is_reference(name):
-            raise ConfigError(f"--only {name}", "there is no such section", f"{nearest(name, SECTIONS)}")
+            raise ConfigError(f"--only {name}", "there is no such section", nearest(name, SECTIONS))
     chosen = names or tuple(SECTIONS)
     return tuple(dict.fromkeys(["machine", *(n for n in SECTIONS if n in chosen), *chosen]))
 
@@ -81,11 +72,11 @@ def run_sections(request: Request, names: Sequence[str], minutes: float, finishe
     waiting = [name for name in names if name in again or not _is_done(folder, name)]
     for name in names:
         if name in waiting:
-            share = sum(_SHARES.get(n, 2) for n in waiting[waiting.index(name) :])
+            share = sum(SECTIONS.get(n, _OUTSIDE)[1] for n in waiting[waiting.index(name) :])
             left = max(0.0, ends - time.monotonic())
             if name == "machine":
                 section_file(folder, name).unlink(missing_ok=True)
-            _run_child(folder, name, left * _SHARES.get(name, 2) / share)
+            _run_child(folder, name, left * SECTIONS.get(name, _OUTSIDE)[1] / share)
             if name == "machine" and machine is not None:
                 _check_same_machine(folder, machine)
         results[name] = read_section(folder, name)
@@ -116,15 +107,8 @@ def _run_child(folder: Path, name: str, seconds: float) -> None:
     limit, message, state = seconds * _GRACE_FACTOR + _GRACE_SECONDS, "", FAILED
     with log.open("w", encoding="utf-8") as output:
         try:
-            done = subprocess.run(
-                command,
-                stdout=output,
-                stderr=output,
-                timeout=limit,
-                check=False,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-            )
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+            done = subprocess.run(command, **streams, timeout=limit, check=False, env=environment)
             code = done.returncode
         except subprocess.TimeoutExpired:
             code, state, message = -signal.SIGKILL, OUT_OF_TIME, f"stopped after {limit:.0f} s; its log is {log}"
@@ -134,15 +118,8 @@ def _run_child(folder: Path, name: str, seconds: float) -> None:
     if not message:
         ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         message = f"its process ended with {ended}: {_last_line(log)}; its log is {log}"
-    result = result or {
-        "section": name,
-        "seconds": seconds,
-        "seconds_used": 0.0,
-        "problems": [],
-        "notes": [],
-        "facts": {},
-        "rows": [],
-    }
+    unmeasured: dict[str, Any] = {"section": name, "seconds": seconds, "seconds_used": 0.0}
+    result = result or {**unmeasured, "problems": [], "notes": [], "facts": {}, "rows": []}
     write_json_file(section_file(folder, name), {**result, "state": state, "message": message})
 
 

@@ -13,14 +13,13 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright.documents import write_atomically
 from meshwright.errors import MeshwrightError, describe_failure
 
-Row = dict[str, Any]
-"""Figures of one measurement by name; `item` is what was measured."""
 Measurement = Callable[[], Mapping[str, Any]]
 
 DONE, FAILED, RUNNING, OUT_OF_TIME = "done", "failed", "running", "out of time"
@@ -59,44 +58,36 @@ class Section:
         before = read_section(self.folder, name) or {}
         self.facts: dict[str, Any] = dict(before.get("facts", {}))
         self.notes: list[str] = []
-        self.rows: list[Row] = [row for row in before.get("rows", ()) if "failed" not in row]
+        # Figures of one measurement by name; `item` is what was measured.
+        self.rows: list[dict[str, Any]] = [row for row in before.get("rows", ()) if "failed" not in row]
         self.problems: list[str] = [text for row in self.rows for text in row.get("problems", ())]
         self._state, self._message = RUNNING, ""
         self._began = time.monotonic()
         self._earlier = float(before.get("seconds_used", 0.0))
 
-    @property
-    def left(self) -> float:
-        """Seconds left."""
-        return self.seconds - (time.monotonic() - self._began)
-
-    def measure(self, items: Mapping[str, Measurement] | Iterable[tuple[str, Measurement]]) -> None:
+    def measure(self, items: Mapping[str, Measurement]) -> None:
         """Makes the measurements that have no row yet, in their order, until the time is up.
 
         A measurement returns its figures; `problems` among them are results that are wrong. One that raises is recorded
         with its message. At least one is made.
         """
-        pairs = items.items() if isinstance(items, Mapping) else items
         known = {row["item"] for row in self.rows}
-        waiting = [(name, measurement) for name, measurement in pairs if name not in known]
-        for number, (name, measurement) in enumerate(waiting):
-            if number and self.left <= 0:
+        waiting = [name for name in items if name not in known]
+        for number, name in enumerate(waiting):
+            if number and self.seconds <= time.monotonic() - self._began:
                 self._state = OUT_OF_TIME
-                self._message = f"{len(waiting) - number} not measured: {', '.join(n for n, _ in waiting[number:])}"
+                self._message = f"{len(waiting) - number} not measured: {', '.join(waiting[number:])}"
                 break
-            self._measure(name, measurement)
-        self.save()
-
-    def _measure(self, name: str, measurement: Measurement) -> None:
-        began = time.perf_counter()
-        try:
-            figures: Mapping[str, Any] = measurement()
-        except Exception as error:
-            traceback.print_exc()
-            figures = {"failed": describe(error)}
-        row = {"item": name, **figures, "took": round(time.perf_counter() - began, 3)}
-        self.rows.append(row)
-        self.problems += row.get("problems", ())
+            began = time.perf_counter()
+            try:
+                figures: Mapping[str, Any] = items[name]()
+            except Exception as error:
+                traceback.print_exc()
+                figures = {"failed": describe(error)}
+            row = {"item": name, **figures, "took": round(time.perf_counter() - began, 3)}
+            self.rows.append(row)
+            self.problems += row.get("problems", ())
+            self.save()
         self.save()
 
     def finish(self, failure: str = "") -> None:
@@ -112,20 +103,18 @@ class Section:
     def save(self) -> None:
         """Writes everything measured so far to the section's file."""
         used = time.monotonic() - self._began
-        write_json_file(
-            self._file,
-            {
-                "section": self.name,
-                "state": self._state,
-                "message": self._message,
-                "seconds": self.seconds,
-                "seconds_used": round(self._earlier + used, 2),
-                "problems": self.problems,
-                "notes": self.notes,
-                "facts": self.facts,
-                "rows": self.rows,
-            },
-        )
+        contents = {
+            "section": self.name,
+            "state": self._state,
+            "message": self._message,
+            "seconds": self.seconds,
+            "seconds_used": round(self._earlier + used, 2),
+            "problems": self.problems,
+            "notes": self.notes,
+            "facts": self.facts,
+            "rows": self.rows,
+        }
+        write_json_file(self._file, contents)
 
 
 def section_file(folder: Path, name: str) -> Path:
@@ -150,9 +139,7 @@ def read_section(folder: Path, name: str) -> dict[str, Any] | None:
 def write_json_file(file: Path, contents: Any) -> None:
     """Writes JSON so that a reader finds the old contents or the new, never a part. NaN and infinity become null."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    scratch = file.with_name(f".{file.name}-{os.getpid()}")
-    scratch.write_text(json.dumps(_strict(contents), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(scratch, file)
+    write_atomically(file, json.dumps(_strict(contents), indent=1, allow_nan=False) + "\n")
 
 
 def _strict(value: Any) -> Any:

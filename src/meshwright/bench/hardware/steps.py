@@ -1,27 +1,161 @@
-"""Section `steps`: train steps of sized runs, measured beside the planner's prediction and the simulated schedule."""
+"""Sections `steps`, `overlap` and `checkpoint`: runs that fit the devices at hand, measured.
+
+A run is a recipe with as many layers as the planner finds memory for, a tiny one on CPUs. Its steps are measured with
+the planner's prediction and the simulated schedule, exposed communication is read from a profile, and its state is
+saved and restored.
+"""
 
 import dataclasses
 import functools
+import shutil
+import statistics
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from meshwright.analysis.run_census import skipped_by_kernels, target_devices
-from meshwright.analysis.simulate import SimulatedSchedule, simulate_schedule
+from meshwright.analysis.run_census import simulate_run
+from meshwright.analysis.simulate import SimulatedSchedule
+from meshwright.bench.device_trace import Trace, device_time, innermost, read_trace
 from meshwright.bench.hardware.machine import memory_stats
-from meshwright.bench.hardware.section import Measurement, Section, describe
-from meshwright.bench.hardware.sizing import SizedRun, run_names, sized_run
-from meshwright.bench.loop_cost import LoopCost, StepRunner, measure_loop
+from meshwright.bench.hardware.rates import calibration_of
+from meshwright.bench.hardware.section import Measurement, Section, describe, file_name
+from meshwright.bench.loop_cost import StepRunner, measure_loop
+from meshwright.checkpoint.checkpoints import Checkpoints, check_room
+from meshwright.config import MeshShape, Training
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import find_chip
-from meshwright.hardware.mesh import build_mesh
+from meshwright.hardware.mesh import build_mesh, default_mesh_shape
+from meshwright.hardware.targets import Target
 from meshwright.hlo.parser import parse_module
+from meshwright.models.families.llama import Llama
+from meshwright.models.families.mixtral import Mixtral
 from meshwright.models.flops import mfu, training_flops_per_token
+from meshwright.models.model import Model
+from meshwright.planner.forecast import local_target
+from meshwright.planner.search import Plan, price_run, search
+from meshwright.runs.recipe import find_recipe
+from meshwright.runs.run import Run
 from meshwright.sharding.params import count_params
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.step.train_step import build_train_step
+
+RECIPES: dict[str, tuple[tuple[str, ...], int]] = {
+    "small": (("qwen3-0-6b",), 4096),
+    "dense": (("llama3-8b", "llama2-7b"), 4096),
+    "experts": (("mixtral-8x7b", "qwen3-30b-a3b"), 4096),
+    "long": (("llama3-8b", "llama2-7b"), 32768),
+}
+"""Name -> recipes and sequence length of the runs on accelerators; a later recipe where few layers of the first fit."""
+_FEW_LAYERS = 4
+_TOKENS = 16384
+"""Tokens of a step on each device."""
+_FEWER_LAYERS = 0.75
+_LEAST_STEPS = 25
+"""Steps that a measurement takes at least."""
+_SIZES: dict[str, Any] = dict(vocab=512, width=64, layers=2, heads=8, kv_heads=8, mlp=128, vocab_multiple=16)
+_TINY: dict[str, Model] = {"dense": Llama(**_SIZES), "experts": Mixtral(**_SIZES, experts=8, expert_mlp=64)}
+"""Runs on simulated devices."""
+_TINY_SEQ = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class SizedRun:
+    """A run for the devices at hand, with the planner's prediction where anything is known of them."""
+
+    name: str
+    run: Run
+    """Run with its mesh."""
+    plan: Plan | None
+    target: Target | None
+    note: str = ""
+    """What was cut so that it fits."""
+
+
+def run_names() -> tuple[str, ...]:
+    """Returns the names of the runs for these devices."""
+    return tuple(_TINY if jax.default_backend() == "cpu" else RECIPES)
+
+
+def target_here(folder: Path) -> Target | None:
+    """Returns the target that the devices form, with the rates measured in `folder` and the memory that JAX may use.
+
+    None where the chip is not known and no rates were measured.
+    """
+    known = local_target(jax.devices(), calibration_of(folder))
+    if known is None:
+        return None
+    limit = memory_stats(jax.devices()[0]).get("bytes_limit")
+    target, chip = known[0], known[0].chip
+    if limit and limit < chip.hbm_bytes:
+        target = dataclasses.replace(target, chip=dataclasses.replace(chip, hbm_bytes=float(limit)))
+    return target
+
+
+def sized_run(name: str, folder: Path, seconds: float, layers: int | None = None) -> SizedRun:
+    """Returns the run of that name on all devices.
+
+    seconds: time for its steps.  layers: upper limit of its layers.
+    Raises ConfigError where not even one layer fits, or nothing is known of the devices.
+    """
+    target, devices = target_here(folder), jax.device_count()
+    if jax.default_backend() == "cpu":
+        training = Training(steps=1000, batch=2 * devices, seq=_TINY_SEQ, compute_dtype="float32", remat="none")
+        run = Run(model=_TINY[name], mesh=default_mesh_shape(devices), training=training, name=f"tiny {name}")
+        return SizedRun(name, run, None if target is None else price_run(run, target), target)
+    if target is None:
+        raise ConfigError(
+            f"a run for {jax.devices()[0].device_kind}",
+            "the chip is not in hardware/chips.py and has no rates here",
+            "run the section matmuls first",
+        )
+    return fit_recipe(name, target, seconds, layers)
+
+
+def fit_recipe(name: str, target: Target, seconds: float, layers: int | None = None) -> SizedRun:
+    """Returns the first recipe of RECIPES of which more than a few layers fit the target's memory and the time.
+
+    seconds: time for its steps.  layers: upper limit of its layers. Raises ConfigError where not even one layer fits.
+    """
+    recipes, seq = RECIPES[name]
+    found: list[tuple[int, SizedRun]] = []
+    for recipe in recipes:
+        run = find_recipe(recipe)
+        training = dataclasses.replace(run.training, batch=target.devices * max(1, _TOKENS // seq), seq=seq, steps=1000)
+        fitted = _fit(name, dataclasses.replace(run, training=training), target, seconds, layers)
+        if fitted is None:
+            continue
+        found.append(fitted)
+        if fitted[0] >= _FEW_LAYERS:
+            return fitted[1]
+    if not found:
+        raise ConfigError(f"{' or '.join(recipes)} on {target}", "not even one layer of it fits", "more devices")
+    return max(found, key=lambda pair: pair[0])[1]
+
+
+def _layers(model: Any) -> int:
+    return int(getattr(model, "layers", 1))
+
+
+def _fit(name: str, run: Run, target: Target, seconds: float, most: int | None) -> tuple[int, SizedRun] | None:
+    """Cuts layers until a plan fits memory and time, then takes the fastest, without a pipeline where there is one.
+
+    Returns the number of layers and the run; None where not even one layer fits the memory.
+    """
+    model: Any = run.model
+    layers = min(_layers(model), most or _layers(model))
+    while layers >= 1:
+        plans = search(dataclasses.replace(run, model=dataclasses.replace(model, layers=layers)), target).plans
+        plan = next((p for p in plans if p.mesh.stage == 1), plans[0]) if plans else None
+        if plan is not None and (plan.estimate.seconds * _LEAST_STEPS <= seconds or layers == 1):
+            cut = f"{layers} of {_layers(model)} layers, which fit memory and time"
+            note = "" if layers == _layers(model) else cut
+            return layers, SizedRun(name, dataclasses.replace(plan.run, name=run.name), plan, target, note)
+        layers = int(layers * _FEWER_LAYERS)
+    return None
+
 
 HOST_LIMIT = 1e-3
 """Seconds of the host's work per step above which it is noted on accelerators."""
@@ -29,6 +163,54 @@ _ROUNDS = 3
 _MAX_STEPS = 40
 _MEASURED_FRACTION = 0.3
 """Fraction of a run's time that steps are taken for; compiling takes the rest."""
+
+
+class _StartedRun:
+    """A sized run on its devices, compiled as `train` does, that has taken a step."""
+
+    def __init__(self, sized: SizedRun, steps: int):
+        assert sized.run.mesh is not None
+        self.sized, self.laps, self._last = sized, dict[str, float](), time.perf_counter()
+        self.device_run = place_on_devices(sized.run, build_mesh(sized.run.mesh))
+        self.runner = StepRunner(self.device_run, steps=steps)
+        self._lap("place_seconds")
+        lowered = build_train_step(self.device_run).lower(self.device_run.abstract, self.runner.batch)
+        self.compiled: Any = lowered.compile(compiler_options=self.device_run.compiler_options() or None)
+        self._lap("compile_seconds")
+        state = jax.block_until_ready(self.device_run.initial_state())
+        self._lap("init_seconds")
+        self.runner.start(self.compiled, state)
+        del state
+        self._lap("first_step_seconds")
+
+    def _lap(self, name: str) -> None:
+        """Records the seconds since the lap before."""
+        now = time.perf_counter()
+        self.laps[name], self._last = now - self._last, now
+
+    def simulated_schedule(self) -> SimulatedSchedule | None:
+        """Simulates the program; None where nothing is known of the chip, or stages run different branches."""
+        if self.sized.target is None or self.device_run.shape.stage > 1:
+            return None
+        return simulate_run(parse_module(self.compiled.as_text()), self.device_run, self.sized.target)
+
+
+def _describe_run(sized: SizedRun, device_run: DeviceRun) -> dict[str, Any]:
+    """Returns what was run: model, mesh, batch, options of the compiler."""
+    training = device_run.run.training
+    return {
+        "run": sized.run.name,
+        "note": sized.note,
+        "mesh": str(device_run.shape),
+        "batch": training.batch,
+        "seq": training.seq,
+        "microbatches": training.microbatches,
+        "remat": training.remat,
+        "compute_dtype": training.compute_dtype,
+        "attention_kernel": device_run.settled.kernels.name,
+        "parameters": count_params(device_run.placed.params),
+        "compiler_options": device_run.compiler_options(),
+    }
 
 
 def measure_steps(section: Section) -> None:
@@ -52,94 +234,41 @@ def _measure_or_cut(section: Section, name: str, seconds: float) -> Mapping[str,
     except ConfigError as error:
         return {"unsupported": f"{error.asked}: {error.truth}"}
     try:
-        return measure_run(sized, seconds)
+        return _measure_run(sized, seconds)
     except Exception as error:
-        layers = int(getattr(sized.run.model, "layers", 1)) // 2
+        layers = _layers(sized.run.model) // 2
         if not layers or not any(sign in str(error) for sign in ("RESOURCE_EXHAUSTED", "exceeds available HBM")):
             raise
         section.notes.append(f"{name}: the planned run does not fit: {describe(error)[:200]}")
-    return measure_run(sized_run(name, section.folder, allowed, layers), seconds)
+    return _measure_run(sized_run(name, section.folder, allowed, layers), seconds)
 
 
-def measure_run(sized: SizedRun, seconds: float) -> Mapping[str, Any]:
+def _measure_run(sized: SizedRun, seconds: float) -> Mapping[str, Any]:
     """Returns times, rates and memory of a sized run, with what was predicted of them."""
-    clock = _Clock()
-    assert sized.run.mesh is not None
-    device_run = place_on_devices(sized.run, build_mesh(sized.run.mesh))
-    runner = StepRunner(device_run, steps=(_ROUNDS + 1) * _MAX_STEPS)
-    clock.lap("place_seconds")
-    compiled = compile_step(device_run, runner)
-    clock.lap("compile_seconds")
-    state = jax.block_until_ready(device_run.initial_state())
-    clock.lap("init_seconds")
-    runner.start(compiled, state)
-    del state
-    clock.lap("first_step_seconds")
-    probe = max(runner.bare(2), 1e-5)
+    started = _StartedRun(sized, steps=(_ROUNDS + 1) * _MAX_STEPS)
+    device_run, training = started.device_run, sized.run.training
+    probe = max(started.runner.bare(2), 1e-5)
     steps = int(seconds * _MEASURED_FRACTION / probe / (3 * _ROUNDS))
-    cost = measure_loop(runner, steps=min(_MAX_STEPS, max(1, steps)), rounds=_ROUNDS, reporters=[])
-    return {
-        **describe_run(sized, device_run),
-        **clock.laps,
-        **_rates(device_run, cost),
-        **predictions(sized),
-        **_memory(compiled, device_run),
-        **_simulated(compiled, device_run, sized),
-    }
-
-
-class _Clock:
-    """Seconds since the lap before, by name."""
-
-    def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.laps[name], self._last = now - self._last, now
-
-
-def compile_step(device_run: DeviceRun, runner: StepRunner) -> Any:
-    """Compiles the train step as `train` does; returns `jax.stages.Compiled`, whose text can be read."""
-    lowered = build_train_step(device_run).lower(device_run.abstract, runner.batch)
-    return lowered.compile(compiler_options=device_run.compiler_options() or None)
-
-
-def describe_run(sized: SizedRun, device_run: DeviceRun) -> dict[str, Any]:
-    """Returns what was run: model, mesh, batch, options of the compiler."""
-    training = device_run.run.training
-    return {
-        "run": sized.run.name,
-        "note": sized.note,
-        "mesh": str(device_run.shape),
-        "batch": training.batch,
-        "seq": training.seq,
-        "microbatches": training.microbatches,
-        "remat": training.remat,
-        "compute_dtype": training.compute_dtype,
-        "attention_kernel": device_run.settled.kernels.name,
-        "parameters": count_params(device_run.placed.params),
-        "compiler_options": device_run.compiler_options(),
-    }
-
-
-def _rates(device_run: DeviceRun, cost: LoopCost) -> dict[str, Any]:
-    training = device_run.run.training
+    cost = measure_loop(started.runner, steps=min(_MAX_STEPS, max(1, steps)), rounds=_ROUNDS, reporters=[])
     tokens = training.batch * training.seq / cost.loop_seconds
-    rates: dict[str, Any] = {**dataclasses.asdict(cost), "tokens_per_second": tokens, "mfu": None}
-    peak = _peak(device_run)
-    if peak is not None:
-        rates["mfu"] = mfu(training_flops_per_token(device_run.run.model, training.seq), tokens, peak)
-    return rates
+    device = device_run.mesh.devices.flat[0]
+    chip, per_token = find_chip(device.device_kind), training_flops_per_token(device_run.run.model, training.seq)
+    memory = started.compiled.memory_analysis()
+    live = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return {
+        **_describe_run(sized, device_run),
+        **started.laps,
+        **dataclasses.asdict(cost),
+        "tokens_per_second": tokens,
+        "mfu": None if chip is None else mfu(per_token, tokens, chip.flops_bf16 * device_run.mesh.size),
+        **_predicted(sized),
+        "compiled_bytes": live + memory.temp_size_in_bytes,
+        "peak_bytes": memory_stats(device).get("peak_bytes_in_use"),
+        **_simulated(started),
+    }
 
 
-def _peak(device_run: DeviceRun) -> float | None:
-    chip = find_chip(device_run.mesh.devices.flat[0].device_kind)
-    return None if chip is None else chip.flops_bf16 * device_run.mesh.size
-
-
-def predictions(sized: SizedRun) -> dict[str, Any]:
+def _predicted(sized: SizedRun) -> dict[str, Any]:
     """Returns the planner's step time and memory."""
     if sized.plan is None:
         return {"predicted_seconds": None, "predicted_bytes": None}
@@ -147,32 +276,115 @@ def predictions(sized: SizedRun) -> dict[str, Any]:
     return {"predicted_seconds": e.seconds, "predicted_bytes": e.bytes, "predicted_exposed": e.parts["exposed"]}
 
 
-def _memory(compiled: Any, device_run: DeviceRun) -> dict[str, Any]:
-    """Returns the live bytes of a device by the compiler, and the peak that the runtime saw since its start."""
-    stats = compiled.memory_analysis()
-    live = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    seen = memory_stats(device_run.mesh.devices.flat[0]).get("peak_bytes_in_use")
-    return {"compiled_bytes": live + stats.temp_size_in_bytes, "peak_bytes": seen}
-
-
-def simulated_schedule(compiled: Any, device_run: DeviceRun, sized: SizedRun) -> SimulatedSchedule | None:
-    """Simulates the compiled program; None where nothing is known of the chip, or stages run different branches."""
-    if sized.target is None or device_run.shape.stage > 1:
-        return None
-    return simulate_schedule(
-        parse_module(compiled.as_text()),
-        target_devices(device_run, sized.target),
-        dict(device_run.mesh.shape),
-        skipped=skipped_by_kernels(device_run.placed),
-    )
-
-
-def _simulated(compiled: Any, device_run: DeviceRun, sized: SizedRun) -> dict[str, Any]:
+def _simulated(started: _StartedRun) -> dict[str, Any]:
     """Returns the simulated schedule's step and exposed communication, or why there is none."""
     try:
-        schedule = simulated_schedule(compiled, device_run, sized)
+        schedule = started.simulated_schedule()
     except Exception as error:  # a program that the reader does not know must not lose the measured figures
         return {"simulated_seconds": None, "simulated_note": describe(error)}
     if schedule is None:
         return {"simulated_seconds": None}
     return {"simulated_seconds": schedule.step_seconds, "simulated_exposed": sum(schedule.exposed.values())}
+
+
+_PROFILED_STEPS = 4
+
+
+def measure_overlap(section: Section) -> None:
+    """Profiles steps of the first run under FSDP over all devices, and of the dense run on its planned mesh."""
+    first = run_names()[0]
+    items: dict[str, Measurement] = {
+        f"{first}, FSDP": functools.partial(_profile, section, first, MeshShape(fsdp=jax.device_count()))
+    }
+    if jax.default_backend() != "cpu":
+        items["dense, planned mesh"] = functools.partial(_profile, section, "dense", None)
+    section.measure(items)
+
+
+def _profile(section: Section, name: str, mesh: MeshShape | None) -> Mapping[str, Any]:
+    """Returns the measured and the simulated parts of a step. mesh: in place of the planned one."""
+    sized = sized_run(name, section.folder, section.seconds / 4)
+    if mesh is not None:
+        run = dataclasses.replace(sized.run, mesh=mesh)
+        plan = None if sized.target is None else price_run(run, sized.target)
+        sized = dataclasses.replace(sized, run=run, plan=plan)
+    started = _StartedRun(sized, steps=1)
+    started.runner.bare(2)
+    folder = section.folder / "profiles" / file_name(name + ("" if mesh is None else "-fsdp"))
+    shutil.rmtree(folder, ignore_errors=True)
+    with jax.profiler.trace(str(folder)):
+        seconds = started.runner.bare(_PROFILED_STEPS)
+    schedule, simulated = started.simulated_schedule(), {}
+    if schedule is not None:
+        simulated = {
+            "simulated_seconds": schedule.step_seconds,
+            "simulated_exposed": sum(schedule.exposed.values()),
+            "simulated_links": sum(schedule.link_seconds.values()),
+            "simulated_exposed_by_axes": dict(schedule.exposed),
+        }
+    trace = read_trace(folder, parse_module(started.compiled.as_text()))
+    return {
+        **_describe_run(sized, started.device_run),
+        "profile": str(folder),
+        "profiled_seconds": seconds,
+        **measured_parts(trace, _PROFILED_STEPS),
+        **simulated,
+    }
+
+
+def measured_parts(trace: Trace, steps: int) -> dict[str, Any]:
+    """Returns the seconds per step that devices computed, communicated and waited: medians over devices."""
+    if not trace.devices:
+        events = [event for lane in trace.host for event in innermost(lane)]
+        total = sum(e.seconds for e in events)
+        share = sum(e.seconds for e in events if e.communicates) / total if total else None
+        return {"measured_note": "no device lanes in this trace", "host_share_in_collectives": share}
+    times = [device_time(name, lanes, trace.flights.get(name, ())) for name, lanes in trace.devices.items()]
+    return {
+        f"measured_{part}": statistics.median(getattr(t, part) for t in times) / steps
+        for part in ("window", "compute", "communication", "exposed", "idle")
+    }
+
+
+def measure_checkpoint(section: Section) -> None:
+    """Saves and restores the smallest of the sized runs; a restore verifies every tensor."""
+    name = run_names()[0]
+    section.measure({name: functools.partial(_save_and_restore, name, section.folder, section.seconds)})
+
+
+def _save_and_restore(name: str, folder: Path, seconds: float) -> Mapping[str, Any]:
+    """Returns bytes, seconds and bandwidths. Raises CheckpointError: a full disk, a tensor that differs."""
+    sized = sized_run(name, folder, seconds)
+    assert sized.run.mesh is not None
+    device_run = place_on_devices(sized.run, build_mesh(sized.run.mesh))
+    out = folder / "checkpoint-bench"
+    shutil.rmtree(out, ignore_errors=True)
+    check_room(out, device_run, 1)
+    state = jax.block_until_ready(device_run.initial_state())
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves((state.params, state.optimizer)))
+    try:
+        with Checkpoints(out, max_to_keep=1) as checkpoints:
+            began = time.perf_counter()
+            checkpoints.save(state, device_run, step=1, cursor=0)  # also compiles the fingerprints
+            checkpoints.wait()
+            first, began = time.perf_counter() - began, time.perf_counter()
+            checkpoints.save(state, device_run, step=2, cursor=0)
+            blocked = time.perf_counter() - began
+            checkpoints.wait()
+            saved = time.perf_counter() - began
+            del state
+            began = time.perf_counter()
+            jax.block_until_ready(checkpoints.restore(device_run)[0].params)
+            restored = time.perf_counter() - began
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
+    return {
+        **_describe_run(sized, device_run),
+        "bytes": size,
+        "blocked_seconds": blocked,
+        "save_seconds": saved,
+        "first_save_seconds": first,
+        "restore_seconds": restored,
+        "save_bandwidth": size / saved,
+        "restore_bandwidth": size / restored,
+    }
