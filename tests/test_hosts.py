@@ -171,7 +171,7 @@ except MeshwrightError as error:
 
 
 @pytest.mark.parametrize("variables, truth", [
-    ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "x"}, "SLURM_NTASKS is 'x', which is no number"),
+    ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "x"}, "SLURM_NTASKS is 'x', which is not a number"),
     ({**SLURM, "SLURM_STEP_NODELIST": "n[1-2"}, "one of them cannot be read"),
     ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "x"}, "one of them cannot be read"),
     ({"WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "RANK is not set"),

@@ -161,12 +161,9 @@ def differences(answers: Mapping[int, Mapping[str, str]]) -> list[str]:
             holders.setdefault(fields.get(name, "absent"), []).append(host)
         if len(holders) > 1:
             values = sorted(holders.items(), key=lambda item: -len(item[1]))
-            found.append(f"{name}: " + ", ".join(f"{_short(value)} on {_hosts(hosts)}" for value, hosts in values))
+            shown = ((v if len(v) <= _LONGEST else f"{v[:_LONGEST]}...", _hosts(hosts)) for v, hosts in values)
+            found.append(f"{name}: " + ", ".join(f"{value} on {who}" for value, who in shown))
     return found
-
-
-def _short(value: str) -> str:
-    return value if len(value) <= _LONGEST else value[:_LONGEST] + "..."
 
 
 def _hosts(numbers: list[int]) -> str:
@@ -175,11 +172,8 @@ def _hosts(numbers: list[int]) -> str:
         return f"host {numbers[0]}"
     if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"hosts {numbers[0]} to {numbers[-1]}"
-    most = numbers[:8]
-    rest = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
-    if rest:
-        return f"hosts {', '.join(map(str, most))}{rest}"
-    return f"hosts {', '.join(map(str, most[:-1]))} and {most[-1]}"
+    shown, last = (numbers[:-1], numbers[-1]) if len(numbers) <= 8 else (numbers[:8], f"{len(numbers) - 8} more")
+    return f"hosts {', '.join(map(str, shown))} and {last}"
 
 
 def _wait_for_readers(client: Any, folder: str, readers: set[int], process: int) -> None:

@@ -14,7 +14,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -59,10 +59,8 @@ class Hosts:
         if self.processes < 1:
             raise ConfigError(f"{self.processes} processes ({self.source})", "at least one computes", "--processes 1")
         if not 0 <= self.process < self.processes:
-            raise ConfigError(
-                f"process {self.process} of {self.processes} ({self.source})", "processes are counted from 0",
-                f"0 to {self.processes - 1}",
-            )  # fmt: skip
+            asked = f"process {self.process} of {self.processes} ({self.source})"
+            raise ConfigError(asked, "processes are counted from 0", f"0 to {self.processes - 1}")
 
 
 ALONE = Hosts("one process", 1, 0, None)
@@ -79,10 +77,8 @@ def hosts_of(environment: Mapping[str, str]) -> Hosts:
         try:
             hosts = rule(environment)
         except (KeyError, ValueError, TypeError) as error:
-            raise ConfigError(
-                f"the variables of {rule.__name__.strip('_')}", _unreadable(error, environment),
-                "--coordinator HOST:PORT --processes N --process I, or --processes 1",
-            ) from error  # fmt: skip
+            asked, fix = f"the variables of {rule.__name__.strip('_')}", f"{_EXPLICIT}, or --processes 1"
+            raise ConfigError(asked, _unreadable(error, environment), fix) from error
         if hosts is not None:
             return hosts
     return ALONE
@@ -94,22 +90,21 @@ def _unreadable(error: Exception, environment: Mapping[str, str]) -> str:
         return f"{error.args[0]} is not set"
     value = str(error).rpartition(": ")[2].strip("'")
     names = [name for name, text in sorted(environment.items()) if text == value and name.startswith(_NAMES)]
-    return (
-        f"{' and '.join(names)} is {value!r}, which is no number" if names else f"one of them cannot be read: {error}"
-    )
+    if not names:
+        return f"one of them cannot be read: {error}"
+    return f"{' and '.join(names)} is {value!r}, which is not a number"
 
 
-_NAMES = (
-    "SLURM_", "OMPI_", "TPU_", "MEGASCALE_", "MESHWRIGHT_", "SKYPILOT_", "WORLD_SIZE", "RANK", "LOCAL_", "JOB_",
-)  # fmt: skip
+_NAMES = ("SLURM_", "OMPI_", "TPU_", "MEGASCALE_", "MESHWRIGHT_", "SKYPILOT_", "WORLD_SIZE", "RANK", "LOCAL_", "JOB_")
 """Beginnings of the variables that the rules read."""
+_EXPLICIT = "--coordinator HOST:PORT --processes N --process I"
 
 
 def join(hosts: Hosts, seconds: int = JOIN_SECONDS) -> None:
     """Joins this process to the others. Must come before anything asks JAX for its devices.
 
     seconds: how long to wait for the others; where they do not come, the process exits with `HostError`'s code.
-    Raises ConfigError where the address is none, TrainingError where JAX refuses (its port is taken).
+    Raises ConfigError where the address is invalid, TrainingError where JAX refuses (its port is taken).
     """
     if hosts.processes == 1 or jax.distributed.is_initialized():
         return
@@ -117,8 +112,10 @@ def join(hosts: Hosts, seconds: int = JOIN_SECONDS) -> None:
     unresolved = "" if hosts.coordinator is None else _unresolved(hosts.coordinator)
     if hosts.process == 0 and hosts.coordinator is not None:
         _check_port(hosts)
+    waits = f"process {hosts.process} of {hosts.processes} waits for the others at {hosts.coordinator}"
+    message = f"{waits}, at most {seconds} s{'; ' + unresolved if unresolved else ''}"
     timers = [
-        threading.Timer(0 if unresolved else _PATIENCE, _print_waiting, (hosts, seconds, unresolved)),
+        threading.Timer(0 if unresolved else _PATIENCE, lambda: print(message, file=sys.stderr, flush=True)),
         threading.Timer(seconds, _give_up, (hosts, seconds)),
     ]
     for timer in timers:
@@ -190,14 +187,6 @@ def _unresolved(coordinator: str) -> str:
     return ""
 
 
-def _print_waiting(hosts: Hosts, seconds: int, trouble: str) -> None:
-    for_what = f"; {trouble}" if trouble else ""
-    print(
-        f"process {hosts.process} of {hosts.processes} waits for the others at {hosts.coordinator}, at most "
-        f"{seconds} s{for_what}", file=sys.stderr, flush=True,
-    )  # fmt: skip
-
-
 def _job_file(environment: Mapping[str, str]) -> Hosts | None:
     """Variables of this package, for job files of any scheduler."""
     address = environment.get("MESHWRIGHT_COORDINATOR")
@@ -256,14 +245,12 @@ def _tpu_pod(environment: Mapping[str, str]) -> Hosts | None:
         index = int(environment["TPU_WORKER_ID"] if len(workers) > 1 else "0")
         slices = environment
     elif has_tpu():
-        endpoints, number = (
-            _metadata(environment, "worker-network-endpoints"),
-            _metadata(environment, "agent-worker-number"),
-        )
+        endpoints = metadata(environment, "attributes/worker-network-endpoints")
+        number = metadata(environment, "attributes/agent-worker-number")
         if endpoints is None or number is None:
             return None
         workers = [endpoint.split(":")[-1] for endpoint in endpoints.split(",")]
-        index, slices = int(number), tpu_environment(_metadata(environment, "tpu-env") or "")
+        index, slices = int(number), tpu_environment(metadata(environment, "attributes/tpu-env") or "")
     else:
         return None
     number_of_slices = int(slices.get("MEGASCALE_NUM_SLICES", "1"))
@@ -283,11 +270,6 @@ def tpu_environment(text: str) -> dict[str, str]:
 def has_tpu() -> bool:
     """Whether this host has TPU chips."""
     return any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
-
-
-def _metadata(environment: Mapping[str, str], name: str) -> str | None:
-    """Returns an attribute of an instance (see `metadata`)."""
-    return metadata(environment, f"attributes/{name}")
 
 
 def metadata(environment: Mapping[str, str], name: str) -> str | None:
@@ -326,9 +308,10 @@ def _kubernetes(environment: Mapping[str, str]) -> Hosts | None:
     index = environment.get("JOB_COMPLETION_INDEX", "0")
     if "KUBERNETES_SERVICE_HOST" in environment and int(index) > 0:
         raise _alone(
-            f"pod {index} of an indexed Job", "no variable has the address of pod 0: this one would compute alone",
+            f"pod {index} of an indexed Job",
+            "no variable has the address of pod 0: this one would compute alone",
             "MESHWRIGHT_COORDINATOR, MESHWRIGHT_PROCESSES and MESHWRIGHT_PROCESS in the job file; or --processes 1",
-        )  # fmt: skip
+        )
     return None
 
 
@@ -339,7 +322,7 @@ def _nameless(environment: Mapping[str, str]) -> Hosts | None:
             raise _alone(
                 f"one process of {environment[name]} ({name})",
                 "no variable has the address of process 0: this one would compute alone",
-                "MASTER_ADDR and RANK, or --coordinator HOST:PORT --processes N --process I; or --processes 1",
+                f"MASTER_ADDR and RANK, or {_EXPLICIT}; or --processes 1",
             )
     return None
 
@@ -349,7 +332,5 @@ def _alone(asked: str, truth: str, fix: str) -> ConfigError:
     return ConfigError(asked, truth, f"{fix}. meshwright launch writes a job that starts all of them")
 
 
-_RULES: tuple[Callable[[Mapping[str, str]], Hosts | None], ...] = (
-    _job_file, _tpu_pod, _open_mpi, _skypilot, _torchrun, _slurm, _kubernetes, _nameless,
-)  # fmt: skip
-"""Rules, the most particular first: inside a Slurm step, mpirun and torchrun count."""
+_RULES = (_job_file, _tpu_pod, _open_mpi, _skypilot, _torchrun, _slurm, _kubernetes, _nameless)
+"""Rules, the most specific first: inside a Slurm step, mpirun and torchrun count."""

@@ -122,8 +122,14 @@ def build_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mes
         )
     degrees = shape.degrees()
     inside = {axis: n // (shape.slices if axis == shape.dcn_axis else 1) for axis, n in degrees.items()}
-    order = _torus_order if devices[0].platform == "tpu" and shape.size == len(devices) else _process_order
-    slices = [order(part, tuple(inside.values())) for part in _in_slices(shape, devices)]
+    sizes, on_torus = tuple(inside.values()), devices[0].platform == "tpu" and shape.size == len(devices)
+    slices = [
+        # Neighbours in the mesh are neighbours on the torus of a TPU slice.
+        mesh_utils.create_device_mesh(sizes, part, allow_split_physical_axes=True)
+        if on_torus
+        else np.array(part).reshape(sizes)
+        for part in _in_slices(shape, devices)
+    ]
     array = np.concatenate(slices, axis=list(degrees).index(shape.dcn_axis))
     return Mesh(array, tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -146,12 +152,3 @@ def _in_slices(shape: MeshShape, devices: list[jax.Device]) -> list[list[jax.Dev
             f"{shape.dcn_axis}={number}*{max(1, degree // number)}, and all devices of each slice",
         )
     return by_slice
-
-
-def _torus_order(devices: list[jax.Device], degrees: tuple[int, ...]) -> np.ndarray:
-    """Orders the devices of one TPU slice so that neighbours in the mesh are neighbours on the torus."""
-    return mesh_utils.create_device_mesh(degrees, devices, allow_split_physical_axes=True)
-
-
-def _process_order(devices: list[jax.Device], degrees: tuple[int, ...]) -> np.ndarray:
-    return np.array(devices).reshape(degrees)

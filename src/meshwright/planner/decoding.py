@@ -207,12 +207,10 @@ def decode_meshes(run: Run, target: Target) -> Iterator[MeshShape]:
             continue
         for expert in divisors(split_size(run, "expert")) if any(la.experts for la in run.model.spec().layers) else [1]:
             for context in (1, 2, 4, 8):
-                rest = target.devices // tensor
-                if rest % (expert * context) == 0:
-                    yield MeshShape(
-                        data=rest // (expert * context), expert=expert, context=context, tensor=tensor,
-                        slices=target.slices if (rest // (expert * context)) % target.slices == 0 else 1,
-                    )  # fmt: skip
+                data, rest = divmod(target.devices // tensor, expert * context)
+                if not rest:
+                    slices = target.slices if data % target.slices == 0 else 1
+                    yield MeshShape(data=data, expert=expert, context=context, tensor=tensor, slices=slices)
 
 
 def best_decode(

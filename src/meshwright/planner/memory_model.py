@@ -160,9 +160,11 @@ def _whole_elements(layout: ModelLayout, param_dtype: str, compute_dtype: str) -
     return sum(
         math.prod(p.shape) / layout.shape.over(axes_of(where.in_use))
         for path, p, where in layout.leaves
-        if "L" in p.dims and where.at_rest == where.in_use and not path.startswith("reference.")
+        if "L" in p.dims
+        and where.at_rest == where.in_use
+        and not path.startswith("reference.")
         and (p.stored or param_dtype) == compute_dtype
-    )  # fmt: skip
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -33,12 +33,20 @@ def prediction_json(plan: Plan) -> dict[str, Any]:
     """Returns the planner's prediction as JSON values: seconds, bytes per device, MFU, and their breakdowns."""
     e = plan.estimate
     return {
-        "seconds": e.seconds, "bytes": e.bytes, "hbm_bytes": e.hbm_bytes, "mfu": e.mfu,
-        "tokens_per_second": e.tokens_per_second, "bound_by": e.bound_by, "seconds_by_part": dict(e.parts),
+        "seconds": e.seconds,
+        "bytes": e.bytes,
+        "hbm_bytes": e.hbm_bytes,
+        "mfu": e.mfu,
+        "tokens_per_second": e.tokens_per_second,
+        "bound_by": e.bound_by,
+        "seconds_by_part": dict(e.parts),
         "seconds_by_bound": e.seconds_by_bound,
-        "exposed_seconds_by_axes": dict(e.exposed), "busy_seconds_by_axes": dict(e.busy),
-        "links_by_axes": dict(e.routes), "bytes_by_category": dict(e.memory), "axis_mapping": str(e.axis_mapping),
-    }  # fmt: skip
+        "exposed_seconds_by_axes": dict(e.exposed),
+        "busy_seconds_by_axes": dict(e.busy),
+        "links_by_axes": dict(e.routes),
+        "bytes_by_category": dict(e.memory),
+        "axis_mapping": str(e.axis_mapping),
+    }
 
 
 def write_plan(plan: Plan, target: Target, file: Path, compiled: Mapping[str, Any] | None = None) -> None:
@@ -48,9 +56,12 @@ def write_plan(plan: Plan, target: Target, file: Path, compiled: Mapping[str, An
     written.
     """
     contents = {
-        "plan": FORMAT, "target": str(target), "run": run_to_dict(plan.run), "predicted": prediction_json(plan),
+        "plan": FORMAT,
+        "target": str(target),
+        "run": run_to_dict(plan.run),
+        "predicted": prediction_json(plan),
         **(compiled or {}),
-    }  # fmt: skip
+    }
     try:
         write_atomically(file, json.dumps(contents, indent=1) + "\n")
     except OSError as error:
