@@ -126,13 +126,13 @@ class Optimizer:
     steps), or module:attribute of a function `(config: Optimizer, steps: int) -> optax.Schedule`."""
     warmup_steps: int = 0
     """Steps of linear warm-up from zero; a run that has no more steps warms up in all but its last."""
-    final_lr_fraction: float = 0.1
+    final_lr_fraction: Annotated[float, tyro.conf.Fixed] = 0.1
     """Learning rate at the last step, as a fraction of the peak (not used by `constant`)."""
-    beta1: float = 0.9
+    beta1: Annotated[float, tyro.conf.Fixed] = 0.9
     """Decay of the first moment (momentum for sgd and muon)."""
-    beta2: float = 0.95
+    beta2: Annotated[float, tyro.conf.Fixed] = 0.95
     """Decay of the second moment."""
-    epsilon: float = 1e-8
+    epsilon: Annotated[float, tyro.conf.Fixed] = 1e-8
     """Constant added to the root of the second moment."""
     weight_decay: float = 0.1
     """Decoupled weight decay, applied to weight matrices and embeddings, not to norms and biases."""
@@ -206,12 +206,12 @@ class Training:
     stage_saves: StageSaves = "auto"
     """What a pipeline stage saves of a microbatch for its backward pass: its input, from which it recomputes its layers
     (input), or what `remat` saves of every layer (layers). `auto`: what fits and is fastest; unknown chips: input."""
-    saved_layers: int = 0
+    saved_layers: Annotated[int, tyro.conf.Fixed] = 0
     """First layers that save all projections; the others follow `remat`, whose `auto` fills the memory. No stages."""
     context_strategy: ContextStrategy = "ring"
     """Attention over a sequence sharded over `context`: pass key/value blocks around a ring (ring), gather them
     (all_gather), exchange heads for positions (ulysses), or a ring of Ulysses groups (usp)."""
-    gather_ahead: GatherAhead = "auto"
+    gather_ahead: Annotated[GatherAhead, tyro.conf.Fixed] = "auto"
     """Weights that a layer needs first: gathered while the layer before computes, their gradients reduced while the one
     below computes (layer), or within the layer (none). `auto`: `layer` on closed 3D tori of v5p and with offload."""
     tensor_strategy: Annotated[TensorStrategy, tyro.conf.Fixed] = "auto"

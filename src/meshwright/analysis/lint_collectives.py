@@ -190,9 +190,9 @@ _OVERLAP_FIXES = {
     "option that makes it asynchronous (v5e: xla_tpu_enable_async_collective_fusion; v5p, v6e: "
     "xla_tpu_enable_sparse_core_collective_offload_*; GPU: xla_gpu_enable_latency_hiding_scheduler)",
     "ahead": "gather ahead: carry the value of the next iteration through the loop "
-    "(a Run: --training.gather-ahead layer), or unroll two iterations",
+    "(a Run: training.gather_ahead layer), or unroll two iterations",
     "behind": "carry the value through the loop and move it one iteration later "
-    "(a Run: --training.gather-ahead layer), or unroll two iterations",
+    "(a Run: training.gather_ahead layer), or unroll two iterations",
 }
 
 

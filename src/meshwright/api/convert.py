@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
+from meshwright.checkpoint.export_adapter import export_adapter
 from meshwright.checkpoint.export_weights import LARGEST_FILE, export_weights
 from meshwright.checkpoint.import_weights import Conversion, Say, import_weights
 from meshwright.errors import ConfigError
@@ -45,8 +46,6 @@ def convert(
         )
     if not is_hugging_face(text) and (folder / "run.json").is_file():
         if weights == "adapter":
-            from meshwright.checkpoint.export_adapter import export_adapter  # loaded for adapters
-
             return export_adapter(folder, Path(out), at=at)
         return export_weights(folder, Path(out), at=at, dtype=dtype, largest_file=largest_file, say=say)
     if not is_hugging_face(text) and not (folder / "config.json").is_file():

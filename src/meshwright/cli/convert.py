@@ -44,13 +44,15 @@ def main(args: Sequence[str]) -> int:
     # Fingerprints are all that is computed.
     jax.config.update("jax_platforms", "cpu")
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     done = convert(
-        options.source, options.out, at=options.at, dtype=options.dtype, weights=options.weights,
-        largest_file=options.max_file_mib * 2**20, say=say,
-    )  # fmt: skip
+        options.source,
+        options.out,
+        at=options.at,
+        dtype=options.dtype,
+        weights=options.weights,
+        largest_file=options.max_file_mib * 2**20,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if options.json:
         write_json({**dataclasses.asdict(done), "out": options.out, "peak_bytes": peak})

@@ -10,15 +10,18 @@ from typing import Annotated
 
 import jax.numpy as jnp
 import tyro
-from rich.console import Console
 from rich.markup import escape
 
 from meshwright.cli.base_run import base_run
 from meshwright.cli.output import write_json
 from meshwright.cli.parse import parse
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
-from meshwright.launching.host_checks import Finding, check_host
+from meshwright.launching.host_checks import check_host
+from meshwright.planner.memory_model import sharded_elements
+from meshwright.planner.optimizer import state_bytes
 from meshwright.report.console import open_console
+from meshwright.runs.placed_run import place_run
 from meshwright.views.plain_table import plain_table
 
 _VOCAB = 2**15
@@ -52,41 +55,25 @@ def main(args: Sequence[str]) -> int:
     if options.json:
         found = [dataclasses.asdict(finding) for finding in findings]
         write_json({"verdict": "fault" if faults else "ok", "host": host, "findings": found})
-    else:
-        _print(open_console(sys.stdout), host, findings)
-    return 1 if faults else 0
-
-
-def _print(console: Console, host: str, findings: Sequence[Finding]) -> None:
-    """Prints a row of all checks, then every fault and warning with its fix."""
-    checks = list(dict.fromkeys(finding.check for finding in findings))
-    table = plain_table("host", *checks)
-    cells = []
-    for check in checks:
-        found = [finding for finding in findings if finding.check == check]
-        worst = next((v for v in ("fault", "warning") if any(f.verdict == v for f in found)), "")
-        good = ", ".join(f.found for f in found if f.verdict == "ok")
-        cells.append(f"[bold red]{worst}[/]" if worst else escape(good) or "[dim]-[/]")
-    table.add_row(escape(host), *cells)
+        return 1 if faults else 0
+    cells: dict[str, str] = {}
+    for check in dict.fromkeys(finding.check for finding in findings):
+        verdicts = {finding.verdict: finding.found for finding in findings if finding.check == check}
+        worst = next((verdict for verdict in ("fault", "warning") if verdict in verdicts), None)
+        cells[check] = f"[bold red]{worst}[/]" if worst else escape(verdicts["ok"])
+    table, console = plain_table("host", *cells), open_console(sys.stdout)
+    table.add_row(escape(host), *cells.values())
     console.print(table)
     for finding in findings:
         if finding.verdict != "ok":
-            console.print(
-                f"\n[bold]{finding.verdict}[/] {escape(host)}, {escape(finding.check)}: {escape(finding.found)}\n"
-                f"  fix: {escape(finding.fix)}",
-                soft_wrap=True,
-            )
-    faults = sum(finding.verdict == "fault" for finding in findings)
+            where = f"{escape(host)}, {escape(finding.check)}: {escape(finding.found)}"
+            console.print(f"\n[bold]{finding.verdict}[/] {where}\n  fix: {escape(finding.fix)}", soft_wrap=True)
     console.print(f"\n{faults or 'no'} fault{'' if faults == 1 else 's'} on {escape(host)}")
+    return 1 if faults else 0
 
 
 def _checkpoint_bytes(run: str) -> int:
     """Returns the bytes of the checkpoints that a run keeps, and of the one that it writes meanwhile."""
-    from meshwright.config import MeshShape
-    from meshwright.planner.memory_model import sharded_elements
-    from meshwright.planner.optimizer import state_bytes
-    from meshwright.runs.placed_run import place_run
-
     given = base_run([run]).run
     training = given.training
     legal = dataclasses.replace(training, batch=training.microbatches)

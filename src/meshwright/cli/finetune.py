@@ -1,6 +1,7 @@
 """The verb `finetune`: training from weights on chat data, with adapters or all parameters."""
 
 import dataclasses
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,7 +10,7 @@ from meshwright.cli.base_run import Base, base_run
 from meshwright.cli.parse import parse, value_of
 from meshwright.cli.train import TrainOptions, resume_if_exists, run_training
 from meshwright.errors import ConfigError
-from meshwright.fine_tuning import FineTune
+from meshwright.fine_tuning import FineTune, Method, Objective
 from meshwright.hugging_face.hub import is_hugging_face
 from meshwright.runs.recipe import check_start, source_run, tuned
 from meshwright.runs.run import Run
@@ -35,52 +36,49 @@ def main(args: Sequence[str]) -> int:
 
 
 def base_of_fine_tuning(args: list[str]) -> Base:
-    """The Run to start from, with the defaults of fine-tuning; a resumed run is the one in its folder."""
-    out = value_of(args, "--out")
-    named = bool(args) and not args[0].startswith("-")
-    if ("--resume" in args or value_of(args, "--at") is not None) and out is not None:
+    """Returns the Run to start from, with the defaults of fine-tuning; a resumed run is the one in its folder."""
+    out, named = value_of(args, "--out"), bool(args) and not args[0].startswith("-")
+    if out is not None and ("--resume" in args or value_of(args, "--at") is not None):
         run = run_in_folder(path_of(out))
         if named:
             _check_same_source(args[0], run, out)
         return Base(run, args[1:] if named else args)
-    if not named and value_of(args, "--run") is None and not {"-h", "--help"} & set(args):
-        raise ConfigError(
-            f"meshwright finetune {' '.join(args)}".rstrip(), "it starts from the weights of a model",
-            "meshwright finetune hf:PATH --data CHAT.jsonl --out DIR",
-        )  # fmt: skip
-    if not named or args[0].endswith(".json"):
+    if named and not args[0].endswith(".json"):
+        base = Base(source_run(args[0]), args[1:])
+    elif named or value_of(args, "--run") is not None or {"-h", "--help"} & set(args):
         base = base_run(args)
         if base.run.finetune != FineTune():
             return base  # a plan, or the run.json, of a run that fine-tunes
     else:
-        base = Base(source_run(args[0]), args[1:])
-    method: Any = _given(args, "method", "lora")
-    objective: Any = _given(args, "objective", "answers")
+        raise ConfigError(
+            f"meshwright finetune {' '.join(args)}".rstrip(),
+            "it starts from the weights of a model",
+            "meshwright finetune hf:PATH --data CHAT.jsonl --out DIR",
+        )
+    # Defaults depend on these two; an illegal value is refused where all options are parsed.
+    method: Any = value_of(args, "--finetune.method") or value_of(args, "--method")
+    objective: Any = value_of(args, "--finetune.objective") or value_of(args, "--objective")
+    method = method if method in typing.get_args(Method) else "lora"
+    objective = objective if objective in typing.get_args(Objective) else "answers"
     return dataclasses.replace(base, run=tuned(base.run, method, objective))
 
 
 def _check_same_source(source: str, run: Run, out: str) -> None:
     """Raises ConfigError for a model that is not the one from which the run to resume has started.
 
-    A supervisor and `--resume-if-exists` give both: the model, and the folder to go on in.
+    A supervisor and `--resume-if-exists` give both: the model, and the folder to resume in.
     """
     is_weights = is_hugging_face(source) or (path_of(source) / "run.json").is_file()
     started = [name for name in (run.init_from, run.finetune.adapter) if name is not None]
     if is_weights and _place(source) not in map(_place, started):
         raise ConfigError(
-            f"finetune {source} --out {out} --resume", f"the run in {out} started from {' and '.join(started)}",
+            f"finetune {source} --out {out} --resume",
+            f"the run in {out} started from {' and '.join(started)}",
             f"finetune --out {out} --resume to continue it, or another --out",
-        )  # fmt: skip
+        )
 
 
 def _place(source: str) -> str:
     """Returns the absolute path of a source that is a folder, else its name."""
     path = Path(source.removeprefix("hf:"))
     return str(path.resolve()) if path.exists() else source
-
-
-def _given(args: Sequence[str], field: str, default: str) -> str:
-    """The value of an option on which defaults depend; one that is illegal is refused where all are parsed."""
-    value = value_of(args, f"--finetune.{field}") or value_of(args, f"--{field}")
-    known = {"method": ("full", "lora"), "objective": ("text", "answers", "preferences")}[field]
-    return value if value in known else default

@@ -1,7 +1,6 @@
 """The verb `launch`: a command on several hosts, as a scheduler's job file or as processes on this machine."""
 
 import dataclasses
-import importlib
 import os
 import sys
 import time
@@ -12,6 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from meshwright.cli.base_run import Base
+from meshwright.cli.main import module_of
 from meshwright.cli.output import unwritable, write
 from meshwright.cli.parse import options_of, parse, value_of
 from meshwright.errors import ConfigError
@@ -172,7 +172,7 @@ def _with_out(options: LaunchOptions, name: str, arguments: list[str]) -> list[s
 
 def _check_command(verb: str, arguments: list[str]) -> str | None:
     """Parses the command as its processes will, so that a mistake does not wait in a queue; returns a plan's target."""
-    module = importlib.import_module(f"meshwright.cli.{verb}")
+    module = module_of(verb)
     kind = getattr(module, f"{verb.capitalize()}Options")
     base_of = {"train": "base_of_training", "finetune": "base_of_fine_tuning", "parity": "base_run"}.get(verb)
     if base_of is None:

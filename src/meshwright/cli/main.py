@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from types import ModuleType
 
 from meshwright.cli.interrupt import EXIT_CODE, acknowledge_interrupts
 from meshwright.cli.output import write, write_table
@@ -75,10 +76,15 @@ def run(args: Sequence[str]) -> int:
     if verb not in VERBS:
         raise ConfigError(f"meshwright {verb}", "there is no such verb", nearest(verb, VERBS))
     try:
-        code: int = importlib.import_module(f"meshwright.cli.{verb}").main(list(args[1:]))
+        code: int = module_of(verb).main(list(args[1:]))
     except SystemExit as exit_request:  # --help
         code = int(exit_request.code or 0)
     return code
+
+
+def module_of(verb: str) -> ModuleType:
+    """Imports the module of a verb."""
+    return importlib.import_module(f"meshwright.cli.{verb}")
 
 
 def _own_standard_output() -> None:

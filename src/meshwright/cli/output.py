@@ -41,11 +41,8 @@ def require_writable(files: Iterable[Path | None]) -> None:
 
 def unwritable(file: Path | str, error: OSError) -> ConfigError:
     """Returns the error of a file that cannot be written."""
-    exists = Path(file).parent.is_dir()
-    return ConfigError(
-        f"writing {file}", f"the file cannot be written: {error.strerror}",
-        "the name of a file that you may write" if exists else "a folder that exists",
-    )  # fmt: skip
+    fix = "the name of a file that you may write" if Path(file).parent.is_dir() else "a folder that exists"
+    return ConfigError(f"writing {file}", f"the file cannot be written: {error.strerror}", fix)
 
 
 _NARROW = 30
@@ -55,15 +52,12 @@ _NARROW = 30
 def write_table(rows: Mapping[str, str], width: int) -> None:
     """Writes names and their descriptions in two columns; in a narrow terminal each description below its name."""
     column = max(map(len, rows), default=0) + 2
-    if width - column < _NARROW:
-        for name, description in rows.items():
-            write(f"{name}\n{textwrap.fill(description, width, initial_indent='  ', subsequent_indent='  ')}\n")
-        return
     for name, description in rows.items():
-        lines = textwrap.wrap(description, width - column) or [""]
-        write(
-            "".join(f"{left:<{column}}{line}\n" for left, line in zip([name, *[""] * len(lines)], lines, strict=False))
-        )
+        if width - column < _NARROW:
+            write(f"{name}\n{textwrap.fill(description, width, initial_indent='  ', subsequent_indent='  ')}\n")
+        else:
+            lines = textwrap.wrap(description, width - column) or [""]
+            write(f"{name:<{column}}" + f"\n{'':<{column}}".join(lines) + "\n")
 
 
 def write_json(value: Any) -> None:

@@ -341,24 +341,24 @@ def _stray(command: str, token: str, args: Sequence[str], options: Sequence[Opti
 def _unknown(command: str, name: str, values: Sequence[str], by_name: dict[str, Option]) -> ConfigError:
     """Builds the error for an option that does not exist, with the option that was probably meant."""
     asked, because = " ".join([command, name, *values]), f"there is no option {name}"
-    fixed = by_name.get(name.replace("_", "-"))
-    if fixed is not None:
-        field = ".".join(fixed.path[1:])
+    word = name.lstrip("-").replace("-", "_").lower()
+    last = word.rpartition(".")[2]
+    candidates = [name.replace("_", "-"), *_candidates(word, last, values)]
+    meant = next((meant for meant in candidates if meant.split()[0] in by_name), None)
+    if meant in by_name and by_name[meant].fixed:
+        field = ".".join(by_name[meant].path[1:])
         place = f"{field} in the run.json that --run takes or in a recipe of your own"
         if field.startswith("finetune."):
             place = f"meshwright finetune, which has it, or {place}"
         return ConfigError(asked, f"{because} on the command line", place)
-    word = name.lstrip("-").replace("-", "_").lower()
-    last = word.rpartition(".")[2]
     if last in _RECIPE_OPTIONS and any(option.group == "run" for option in by_name.values()):
         recipe = values[0] if values else "RECIPE"
         return ConfigError(asked, because, f"{command} {recipe}: a recipe is the first argument")
     known = {key: option for key, option in by_name.items() if not option.fixed and key.startswith("--")}
-    for meant in _candidates(word, last, values):
-        option = known.get(meant.split()[0])
-        if option is not None:
-            example = meant if " " in meant or not option.metavar else " ".join([meant, *values])
-            return ConfigError(asked, because, f"did you mean {example}?{option.gist}")
+    if meant is not None:
+        option = by_name[meant.split()[0]]
+        example = meant if " " in meant or not option.metavar else " ".join([meant, *values])
+        return ConfigError(asked, because, f"did you mean {example}?{option.gist}")
     names = {key.lstrip("-").replace("-", "_"): key for key in known}
     ends = {key.rpartition(".")[2]: key for key in names}
     for text, keys in ((word, names), (last, ends)):

@@ -50,12 +50,6 @@ _NAMES = {"--faults.bad-records": "--bad-records", "--data.": "--", "--data ": "
 """Options in the errors of reading text, and what they are called here."""
 
 
-def _with_own_names(text: str) -> str:
-    for name, own in _NAMES.items():
-        text = text.replace(name, own)
-    return text
-
-
 def main(args: Sequence[str]) -> int:
     """Runs `meshwright tokenize`. Raises ConfigError where the folder exists, DataError where there is no text."""
     options = parse(TokenizeOptions, "tokenize", args)
@@ -65,27 +59,28 @@ def main(args: Sequence[str]) -> int:
         raise ConfigError(f"--processes {options.processes}", f"from 1 to {_MOST} processes encode", "--processes 1")
     try:
         file = tokenize(
-            options.data, options.tokenizer, options.out, text_field=options.text_field,
-            bad_records=options.bad_records, processes=options.processes,
+            options.data,
+            options.tokenizer,
+            options.out,
+            text_field=options.text_field,
+            bad_records=options.bad_records,
+            processes=options.processes,
             shard_tokens=parse_count(options.shard_tokens, "--shard-tokens"),
             progress=TokenizeReport(open_console(sys.stderr)),
-        )  # fmt: skip
-    except DataError as error:
-        raise DataError(*map(_with_own_names, (error.asked, error.truth, error.fix))) from error
-    if options.json:
-        write_json(
-            {"out": options.out, "tokens": len(file.tokens), "documents": len(file.ends), "vocab": file.vocab,
-             "skipped": file.skipped}
-        )  # fmt: skip
-    else:
-        write(
-            f"{options.out}: {len(file.tokens):,} tokens in {len(file.ends):,} documents, "
-            f"vocabulary of {file.vocab:,}\n"
         )
-        if file.skipped["bad"]:
-            first = "; ".join(file.skipped["examples"][:3])
-            write(
-                f"skipped {file.skipped['bad']:,} of {file.skipped['read']:,} records, all in "
-                f"{options.out / 'skipped.jsonl'}; the first: {first}\n"
-            )
+    except DataError as error:
+        parts = [error.asked, error.truth, error.fix]
+        for name, own in _NAMES.items():
+            parts = [part.replace(name, own) for part in parts]
+        raise DataError(*parts) from error
+    tokens, documents = len(file.tokens), len(file.ends)
+    if options.json:
+        figures = {"tokens": tokens, "documents": documents, "vocab": file.vocab, "skipped": file.skipped}
+        write_json({"out": options.out, **figures})
+        return 0
+    write(f"{options.out}: {tokens:,} tokens in {documents:,} documents, vocabulary of {file.vocab:,}\n")
+    if file.skipped["bad"]:
+        first = "; ".join(file.skipped["examples"][:3])
+        counts = f"{file.skipped['bad']:,} of {file.skipped['read']:,} records"
+        write(f"skipped {counts}, all in {options.out / 'skipped.jsonl'}; the first: {first}\n")
     return 0

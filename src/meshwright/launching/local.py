@@ -1,6 +1,5 @@
 """Processes of one run on this machine, over localhost: started, shown, stopped and started again together."""
 
-import dataclasses
 import os
 import re
 import signal
@@ -12,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 from meshwright.errors import ConfigError
 from meshwright.hardware.hosts import has_tpu
@@ -28,36 +27,27 @@ _GLOO = re.compile(rb"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. Expec
 (`cli.main` leaves standard output to the program)."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Copied:
-    """How a process's lines of standard output are shown."""
-
-    prefix: bytes
-    shown: bool = True
+def numbered(process: int) -> bytes | None:
+    """Shows the lines of every process after its number, for a person."""
+    return f"[{process}] ".encode()
 
 
-def numbered(process: int) -> Copied:
-    """Shows the lines of every process behind its number, for a person."""
-    return Copied(f"[{process}] ".encode())
+def of_the_first(process: int) -> bytes | None:
+    """Shows the lines of process 0 as they are and no other's, for a program that reads them."""
+    return None if process else b""
 
 
-def of_the_first(process: int) -> Copied:
-    """Shows the lines of process 0 as they are and those of no other, for a program that reads them."""
-    return Copied(b"", process == 0)
-
-
-def run_local(job: Job, output: Callable[[int], Copied] = numbered) -> int:
+def run_local(job: Job, output: Callable[[int], bytes | None] = numbered) -> int:
     """Runs the job's processes on this machine; returns the exit code of the first that failed, 0 where none did.
 
     Lines of standard error are prefixed by the number of their process. A signal to this process is passed on to all.
-    output: how the standard output of a process is shown, by its number: `numbered` or `of_the_first`.
+    output: returns the prefix of a process's lines of standard output, None to hide them: `numbered`, `of_the_first`.
     Raises ConfigError where this machine cannot run several processes.
     """
-    count = job.processes_per_host
     _check_machine(job)
     code = 0
     for start in range(job.restarts + 1):
-        processes = _Processes(job.command, _environments(job, count), output)
+        processes = _Processes(job.command, _environments(job), output)
         code = processes.wait()
         if not restarts(code) or processes.signalled or start == job.restarts:
             break
@@ -73,13 +63,15 @@ def _check_machine(job: Job) -> None:
             raise ConfigError(f"--on local {option}", "processes run here, without a container", f"no {option}")
     if job.processes_per_host > 1 and has_tpu() and os.environ.get("JAX_PLATFORMS") != "cpu":
         raise ConfigError(
-            f"--processes {job.processes_per_host} on a TPU host", "one process has all TPU chips of a host",
+            f"--processes {job.processes_per_host} on a TPU host",
+            "one process has all TPU chips of a host",
             "--processes 1, or JAX_PLATFORMS=cpu for simulated devices",
-        )  # fmt: skip
+        )
 
 
-def _environments(job: Job, count: int) -> list[dict[str, str]]:
+def _environments(job: Job) -> list[dict[str, str]]:
     """Returns the environment of every process: how to find the others, and its own part of the GPUs."""
+    count = job.processes_per_host
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -87,9 +79,10 @@ def _environments(job: Job, count: int) -> list[dict[str, str]]:
     gpus = _gpus(common)
     if gpus and len(gpus) % count:
         raise ConfigError(
-            f"--processes {count} with {len(gpus)} GPUs", "each process has the same number of GPUs",
+            f"--processes {count} with {len(gpus)} GPUs",
+            "each process has the same number of GPUs",
             f"CUDA_VISIBLE_DEVICES={','.join(gpus[: len(gpus) // count * count])}, or --processes {len(gpus)}",
-        )  # fmt: skip
+        )
     each = len(gpus) // count
     return [
         {
@@ -117,28 +110,23 @@ class _Processes:
     """Processes that run together. command: words.  environments: one for each process.  output: see `run_local`."""
 
     def __init__(
-        self, command: Sequence[str], environments: Sequence[Mapping[str, str]], output: Callable[[int], Copied]
+        self,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        output: Callable[[int], bytes | None],
     ):
         self.signalled = 0
         """Number of the last signal that was passed on; 0 for none."""
         self._previous = {number: signal.signal(number, self._pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
         # In sessions of their own: a Ctrl-C of the terminal reaches this process alone, which passes it on once.
-        self._running = [
-            subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                start_new_session=True,
-            )
-            for environment in environments
-        ]  # fmt: skip
-        self._every = list(self._running)
+        pipes: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self._every = [subprocess.Popen(command, env=env, start_new_session=True, **pipes) for env in environments]
+        self._running = list(self._every)
         self._lock = threading.Lock()
-        self._readers: list[threading.Thread] = []
-        for i, process in enumerate(self._running):
-            assert process.stdout is not None and process.stderr is not None
-            copied = output(i)
-            out = sys.stdout.buffer if copied.shown else None
-            self._read(process.stdout, out, copied.prefix)
-            self._read(process.stderr, sys.stderr.buffer, numbered(i).prefix, _GLOO)
+        copies = []
+        for i, process in enumerate(self._every):
+            copies += [(process.stdout, sys.stdout, output(i)), (process.stderr, sys.stderr, numbered(i))]
+        self._readers = [threading.Thread(target=self._copy, args=copy, daemon=True) for copy in copies]
         for reader in self._readers:
             reader.start()
 
@@ -152,9 +140,10 @@ class _Processes:
                     continue
                 self._running.remove(process)
                 if process.returncode and not first:
-                    first = _exit_code(process.returncode)
-                    _say(f"process {index} ended first, {_how(process.returncode)} after "
-                         f"{time.monotonic() - began:.0f} s")  # fmt: skip
+                    code = process.returncode
+                    first = 128 - code if code < 0 else code
+                    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+                    _say(f"process {index} ended first, {how} after {time.monotonic() - began:.0f} s")
                     asked = time.monotonic() + NOTICE_SECONDS
             if asked is not None and time.monotonic() > asked and self._running:
                 self._end_others()
@@ -181,31 +170,18 @@ class _Processes:
             if process.poll() is None:
                 process.send_signal(number)
 
-    def _read(self, *arguments: Any) -> None:
-        self._readers.append(threading.Thread(target=self._copy, args=arguments, daemon=True))
-
-    def _copy(
-        self, pipe: IO[bytes], target: IO[bytes] | None, prefix: bytes, left_out: re.Pattern[bytes] | None = None
-    ) -> None:
-        """Copies lines with a prefix; whole lines alone, so that processes do not mix theirs."""
+    def _copy(self, pipe: IO[bytes], target: TextIO, prefix: bytes | None) -> None:
+        """Copies whole lines with a prefix, so that processes do not mix theirs."""
         with pipe:
             for line in pipe:
-                if target is None or (left_out and left_out.match(line)):
+                if prefix is None or _GLOO.match(line):
                     continue
                 try:
                     with self._lock:
-                        target.write(prefix + line + (b"" if line.endswith(b"\n") else b"\n"))
+                        target.buffer.write(prefix + line.removesuffix(b"\n") + b"\n")
                         target.flush()
                 except BrokenPipeError:  # the reader has gone; the processes work on
-                    target = None
-
-
-def _exit_code(code: int) -> int:
-    return 128 - code if code < 0 else code
-
-
-def _how(code: int) -> str:
-    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+                    prefix = None
 
 
 def _say(text: str) -> None:

@@ -123,7 +123,7 @@ class Settled:
             )
         reason = self._gathered_within_reason
         if training.gather_ahead == "layer" and reason is not None:
-            raise ConfigError("--training.gather-ahead layer", reason, "--training.gather-ahead auto")
+            raise ConfigError("training.gather_ahead layer", reason, "training.gather_ahead auto")
         _ = self.kernels, self.grouped_matmul
 
 

@@ -1,6 +1,9 @@
 """Two tiers of checkpoints: on each host's own disk, often, and in the output folder, rarely."""
 
 import dataclasses
+from typing import Annotated
+
+import tyro
 
 from meshwright.errors import ConfigError
 
@@ -18,7 +21,7 @@ class LocalCheckpoints:
     """Folder on each host's own disk or in its memory, such as /dev/shm; None keeps no such checkpoints."""
     every: int = 0
     """Steps between two of them; 0 keeps none. Between two, `--training.save-every` writes to the output folder."""
-    max_to_keep: int = 2
+    max_to_keep: Annotated[int, tyro.conf.Fixed] = 2
     """Checkpoints to keep there; another has room beside them while it is written. With two, hosts that stopped at
     different steps have one in common."""
 
@@ -35,4 +38,4 @@ class LocalCheckpoints:
                 "a folder on each host's disk; --out may be in a bucket",
             )  # fmt: skip
         if self.max_to_keep < 1:
-            raise ConfigError(f"--local-checkpoints.max-to-keep {self.max_to_keep}", "it is at least 1", "1")
+            raise ConfigError(f"local_checkpoints.max_to_keep {self.max_to_keep}", "it is at least 1", "1")
