@@ -8,12 +8,9 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-from meshwright.bench.calibration_file import calibration_path, read_calibration
 from meshwright.bench.step_profile import ProfiledRun, parse_steps
 from meshwright.documents import write_atomically
-from meshwright.hardware.mesh import default_cache_folder
 from meshwright.hardware.targets import Target
-from meshwright.planner.forecast import local_target
 from meshwright.trainer.loop import Trainable
 from meshwright.views.run_page import print_profile
 
@@ -22,17 +19,20 @@ FOLDER = "profile"
 
 
 @contextlib.contextmanager
-def profiled(prepared: Trainable, steps: str, out: Path, console: Console | None) -> Iterator[Trainable]:
+def profiled(
+    prepared: Trainable, steps: str, out: Path, console: Console | None, target: Target | None
+) -> Iterator[Trainable]:
     """Yields the run with the profiler around its steps; then writes OUT/profile.json and prints the table.
 
-    steps: as `10:13`.  console: None prints nothing. Raises ConfigError where they are none of this run's.
+    steps: as `10:13`.  console: None prints nothing.  target: the hardware here, where it is known.
+    Raises ConfigError where they are none of this run's.
     """
     run = ProfiledRun(prepared, *parse_steps(steps, prepared.device_run.run.training.steps), out / FOLDER)
     try:
         yield run
     finally:
         run.stop()
-    profile = run.profile(_target(prepared))
+    profile = run.profile(target)
     if profile is not None and jax.process_index() == 0:
         write_atomically(out / "profile.json", json.dumps(profile.to_json(), indent=1) + "\n")
     if console is None:
@@ -44,11 +44,3 @@ def profiled(prepared: Trainable, steps: str, out: Path, console: Console | None
     console.print(
         f"{out / FOLDER}: for xprof (TensorBoard), and perfetto_trace.json.gz for ui.perfetto.dev", markup=False
     )
-
-
-def _target(prepared: Trainable) -> Target | None:
-    """Returns the hardware here, where it is known."""
-    file = calibration_path(default_cache_folder())
-    calibration = read_calibration(file) if file.is_file() else None
-    known = local_target(list(prepared.device_run.mesh.devices.flat), calibration)
-    return None if known is None else known[0]

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -15,16 +15,19 @@ import jax
 from rich.console import Console
 
 from meshwright.activity import watched_by
-from meshwright.api.memory_remedies import memory_explained
 from meshwright.api.viewing import view
 from meshwright.bench.calibration_file import calibration_path, read_calibration
+from meshwright.errors import ConfigError
+from meshwright.formatting import format_bytes
 from meshwright.hardware.mesh import default_cache_folder
+from meshwright.hardware.targets import Target
 from meshwright.planner.forecast import ForecastGap, StepForecast, forecast_gaps, forecast_step, local_target
 from meshwright.plugins import keep_own_names
 from meshwright.report import Reporter
 from meshwright.report.console import ConsoleReport, Period, TokenizeReport, open_console
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
+from meshwright.step.device_memory import OutOfDeviceMemory, Room
 from meshwright.storage.paths import path_of
 from meshwright.trainer import loop
 from meshwright.trainer.watchdog import Watchdog
@@ -63,10 +66,18 @@ def train(
     keep_own_names(run_to_dict(run))  # before a checkpoint names them too
     quiet = progress == "none"
     with contextlib.closing(ConsoleReport(open_console(), Period.parse("30s,10" if quiet else progress))) as shown:
-        return train_reported(
-            run, output_folder(run, out), start=start, data=data, devices=devices, profile=profile, cache=cache,
-            progress=None if quiet else shown, console=None if quiet else open_console(),
-        ).summary  # fmt: skip
+        trained = train_reported(
+            run,
+            output_folder(run, out),
+            start=start,
+            data=data,
+            devices=devices,
+            profile=profile,
+            cache=cache,
+            progress=None if quiet else shown,
+            console=None if quiet else open_console(),
+        )
+        return trained.summary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,26 +132,36 @@ def train_reported(
             joined = watched_before(out, watchdog or Watchdog())
         with joined:
             prepared = _prepare(run, cache, devices, None if start == "fresh" else out, shown=progress is not None)
-        forecast = _forecast(prepared)
+        devices_used = list(prepared.device_run.mesh.devices.flat)
+        forecast = forecast_step(prepared.device_run.placed, devices_used, _calibration())
         on_prepared(prepared, forecast)
-        with memory_explained(prepared), _profiled(prepared, profile, out, console) as profiled:
+        with _memory_explained(prepared), _profiled(prepared, profile, out, console) as profiled:
             summary = loop.train(
-                profiled, out, start="fresh" if start == "fresh" else "resume",
-                at=start if isinstance(start, int) else None, data=data, reporters=reporters,
-                page=lambda: view(out).write(), watchdog=watchdog,
-            )  # fmt: skip
+                profiled,
+                out,
+                start="fresh" if start == "fresh" else "resume",
+                at=start if isinstance(start, int) else None,
+                data=data,
+                reporters=reporters,
+                page=lambda: view(out).write(),
+                watchdog=watchdog,
+            )
         unit = run.model.unit
         if forecast is None or not summary.tokens or jax.process_index():
             return Trained(summary, unit)
         return Trained(summary, unit, _gaps(forecast, summary))
 
 
-def _forecast(prepared: loop.Trainable) -> StepForecast | None:
-    """Returns the predicted step; None where nothing is known of the devices."""
+def _calibration() -> Mapping[str, Any] | None:
+    """Returns what `meshwright bench` measured on such devices as are here; None where it did not."""
     file = calibration_path(default_cache_folder())
-    calibration = read_calibration(file) if file.is_file() else None
-    device_run = prepared.device_run
-    return forecast_step(device_run.placed, list(device_run.mesh.devices.flat), calibration)
+    return read_calibration(file) if file.is_file() else None
+
+
+def _target(prepared: loop.Trainable) -> Target | None:
+    """Returns the hardware of the run's devices; None where nothing is known of it."""
+    known = local_target(list(prepared.device_run.mesh.devices.flat), _calibration())
+    return None if known is None else known[0]
 
 
 def _gaps(forecast: StepForecast, summary: loop.Summary) -> list[ForecastGap]:
@@ -165,7 +186,7 @@ def _profiled(
         return contextlib.nullcontext(prepared)
     from meshwright.api.profiling import profiled  # most trainings have no profile
 
-    return profiled(prepared, steps, out, console)
+    return profiled(prepared, steps, out, console, _target(prepared))
 
 
 def _prepare(run: Run, cache: Path, devices: int | None, resumed: Path | None, *, shown: bool) -> loop.Trainable:
@@ -189,3 +210,44 @@ def _choose_for_devices(run: Run, devices: Sequence[Any]) -> Run:
     from meshwright.planner.search import with_best_remat  # loads the search, which given choices need not
 
     return with_best_remat(run, known[0])
+
+
+_GENERAL_REMEDY = "a smaller --batch, more --training.microbatches, or --training.remat full (see meshwright prove)"
+
+
+@contextlib.contextmanager
+def _memory_explained(prepared: loop.Trainable) -> Iterator[None]:
+    """Raises OutOfDeviceMemory with remedies in place of one without, and of XLA's RESOURCE_EXHAUSTED."""
+    try:
+        yield
+    except OutOfDeviceMemory as error:
+        over = 0 if error.needed is None or error.available is None else error.needed - error.available.bytes
+        raise OutOfDeviceMemory(error.asked, error.needed, error.available, _remedies(prepared, over)) from error
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        from meshwright.analysis.compile import OutOfMemory, compiler_error  # for a step that does not fit
+
+        run, shape = prepared.device_run.run, prepared.device_run.shape
+        refused, needed, available, over = compiler_error(error), None, None, 0
+        if isinstance(refused, OutOfMemory):  # the compiler's own sizes
+            needed, available = int(refused.required), Room(int(refused.available), "a device")
+            over = needed - available.bytes
+        asked = f"training {run.name} on mesh {shape}"
+        raise OutOfDeviceMemory(asked, needed, available, _remedies(prepared, over)) from error
+
+
+def _remedies(prepared: loop.Trainable, over: int) -> str:
+    """Returns the cheapest options that save `over` bytes per device, with their cost where the chip is known."""
+    from meshwright.planner.explain import memory_remedies  # for a step that does not fit
+
+    placed, target = getattr(prepared.device_run, "placed", None), _target(prepared)
+    if placed is None or target is None:
+        return _GENERAL_REMEDY
+    with contextlib.suppress(ConfigError):
+        if remedies := memory_remedies(placed.run, target, placed.shape, over):
+            return "one of\n" + "\n".join(
+                f"    {r.option}: saves {format_bytes(r.saved_bytes)} per device, {r.extra_seconds:+.3g} s per step"
+                for r in remedies
+            )
+    return _GENERAL_REMEDY
