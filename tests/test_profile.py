@@ -9,7 +9,7 @@ from test_cli import SMALL, meshwright
 
 import meshwright as mw
 from meshwright.analysis.simulate import SimulatedSchedule, Span
-from meshwright.api import profiling, training
+from meshwright.api import training
 from meshwright.bench.device_trace import Event, Trace
 from meshwright.bench.step_profile import ProfiledRun, compare, parse_steps
 from meshwright.errors import ConfigError
@@ -111,7 +111,7 @@ def test_the_library_profiles_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(training, "_forecast", lambda prepared: None)
     trained: list[object] = []
     monkeypatch.setattr(ProfiledRun, "profile", lambda *_: None)
-    monkeypatch.setattr(profiling, "_target", lambda _: None)
+    monkeypatch.setattr(training, "_target", lambda _: None)
     monkeypatch.setattr(training.loop, "train", lambda prepared, *_, **__: trained.append(prepared))
     for steps in ("2:3", None):
         mw.train(run, out=tmp_path, profile=steps, progress="none")

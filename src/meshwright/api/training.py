@@ -132,8 +132,7 @@ def train_reported(
             joined = watched_before(out, watchdog or Watchdog())
         with joined:
             prepared = _prepare(run, cache, devices, None if start == "fresh" else out, shown=progress is not None)
-        devices_used = list(prepared.device_run.mesh.devices.flat)
-        forecast = forecast_step(prepared.device_run.placed, devices_used, _calibration())
+        forecast = _forecast(prepared)
         on_prepared(prepared, forecast)
         with _memory_explained(prepared), _profiled(prepared, profile, out, console) as profiled:
             summary = loop.train(
@@ -156,6 +155,12 @@ def _calibration() -> Mapping[str, Any] | None:
     """Returns what `meshwright bench` measured on such devices as are here; None where it did not."""
     file = calibration_path(default_cache_folder())
     return read_calibration(file) if file.is_file() else None
+
+
+def _forecast(prepared: loop.Trainable) -> StepForecast | None:
+    """Returns the predicted step; None where nothing is known of the devices."""
+    device_run = prepared.device_run
+    return forecast_step(device_run.placed, list(device_run.mesh.devices.flat), _calibration())
 
 
 def _target(prepared: loop.Trainable) -> Target | None:

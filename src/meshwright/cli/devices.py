@@ -2,8 +2,10 @@
 
 import dataclasses
 import os
+from typing import Annotated
 
 import jax
+import tyro
 
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
@@ -43,6 +45,23 @@ class HostOptions:
         if self.processes < 1:
             raise ConfigError(f"--processes {self.processes}", "at least one process computes", "--processes 1")
         return Hosts("--coordinator", self.processes, self.process, self.coordinator)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """Options of the verbs that load a checkpoint onto a mesh."""
+
+    at: int | None = None
+    """Step of the checkpoint; by default the last."""
+    mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
+    """Mesh to compute on, as axis=degree,...; by default the run's own."""
+    devices: int | None = None
+    """Devices to use; simulated where there is no accelerator."""
+    hosts: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions()
+
+    def shape(self) -> MeshShape | None:
+        """Parses the mesh; None takes the run's own."""
+        return MeshShape.parse(self.mesh) if self.mesh else None
 
 
 def start_devices(devices: int | None, shape: MeshShape | None, hosts: Hosts = ALONE) -> None:

@@ -9,7 +9,7 @@ import tyro
 
 from meshwright.api.evaluation import check_lm_eval, evaluate, run_tasks
 from meshwright.api.generation import open_generator
-from meshwright.cli.devices import HostOptions, start_devices
+from meshwright.cli.devices import CheckpointOptions, start_devices
 from meshwright.cli.output import write, write_json
 from meshwright.cli.parse import parse
 from meshwright.config import MeshShape
@@ -19,7 +19,7 @@ from meshwright.trainer.evaluation import Evaluation, run_to_evaluate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluateOptions:
+class EvaluateOptions(CheckpointOptions):
     """Compute loss, perplexity and bits per byte of a run's last checkpoint, or of hf:PATH, on its held-out text or on
     --data; or its results on the benchmarks --tasks."""
 
@@ -37,13 +37,6 @@ class EvaluateOptions:
     """Questions of --tasks computed together."""
     task_folder: Path | None = None
     """Folder of YAML files with tasks of your own for --tasks."""
-    at: int | None = None
-    """Step of the checkpoint; by default the last."""
-    mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
-    """Mesh to evaluate on, as axis=degree,...; by default the run's own."""
-    devices: int | None = None
-    """Devices to use; simulated where there is no accelerator."""
-    hosts: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions()
     json: bool = False
     """Print JSON."""
 
@@ -54,7 +47,7 @@ def main(args: Sequence[str]) -> int:
     options = parse(EvaluateOptions, "evaluate", args)
     if options.tasks and options.data:
         raise ConfigError("--tasks and --data", "tasks bring their own text", "one of them")
-    shape = MeshShape.parse(options.mesh) if options.mesh else None
+    shape = options.shape()
     hosts = options.hosts.hosts()
     start_devices(options.devices, run_to_evaluate(options.folder, options.data, shape).mesh, hosts)
     shown, record = _tasks(options, shape) if options.tasks else _losses(options, shape)

@@ -11,10 +11,9 @@ import jax
 import tyro
 
 from meshwright.api.generation import open_generator
-from meshwright.cli.devices import HostOptions, start_devices
+from meshwright.cli.devices import CheckpointOptions, start_devices
 from meshwright.cli.output import write, write_json
 from meshwright.cli.parse import parse
-from meshwright.config import MeshShape
 from meshwright.data.chat import ChatTemplate, Message, check_jinja
 from meshwright.documents import read_text
 from meshwright.errors import ConfigError, DataError
@@ -26,7 +25,7 @@ from meshwright.hardware.agreement import failing_together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
+class GenerateOptions(CheckpointOptions):
     """Continue prompts with the model of a run, on any mesh, and show the text as it is decoded. Prompts come from
     PROMPT, from --prompt, from a file, or from standard input."""
 
@@ -50,13 +49,6 @@ class GenerateOptions:
     """System message of the conversation."""
     chat_template: Path | None = None
     """Jinja chat template to use in the place of the tokenizer's own."""
-    mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
-    """Mesh to generate on, as axis=degree,...; by default the run's own."""
-    devices: int | None = None
-    """Devices to use; simulated where there is no accelerator."""
-    hosts: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions()
-    at: int | None = None
-    """Step of the checkpoint; by default the last."""
     decoding: Decoding = Decoding()
     random_weights: bool = False
     """Take a recipe and its initial weights: random text, to see speed and memory."""
@@ -71,7 +63,7 @@ def main(args: Sequence[str]) -> int:
     if options.chat:
         check_jinja()
     prompts = _prompts(options)
-    shape = MeshShape.parse(options.mesh) if options.mesh else None
+    shape = options.shape()
     initial: Literal["checkpoint", "random"] = "random" if options.random_weights else "checkpoint"
     run, hosts = run_of_source(options.source, initial), options.hosts.hosts()
     if options.chat and hosts.processes > 1:

@@ -160,10 +160,10 @@ def options_of(
         if part is not None:
             if value is not None or parts:
                 part = type(value) if dataclasses.is_dataclass(value) else part
-                title = inside.rstrip(".")
-                heading = f"{title} ({part.__name__})" if title not in ("", part.__name__.lower()) else ""
+                title, kind_name = inside.rstrip("."), part.__name__.removesuffix("Options")
+                heading = kind_name.lower() if title in ("", kind_name.lower()) else f"{title} ({kind_name})"
                 default_part = None if value is tyro.MISSING else value
-                yield from options_of(part, default_part, where, inside, heading or part.__name__.lower(), parts=parts)
+                yield from options_of(part, default_part, where, inside, heading, parts=parts)
             continue
         metavar, choices = _values_of(kind) if primitive is None else (str(primitive.metavar), ())
         if arg is not None and arg.metavar is not None:

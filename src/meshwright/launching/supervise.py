@@ -30,13 +30,10 @@ from meshwright.runs.run import Run
 from meshwright.storage.paths import store_of
 from meshwright.trainer.watchdog import BEATS, Watchdog
 
-_AGAIN = {
-    HostError.exit_code, CheckpointError.exit_code, StorageError.exit_code, 1, 128 + signal.SIGTERM,
-    128 + signal.SIGUSR1,
-}  # fmt: skip
-"""Exit codes after which another start may help, besides those of a signal: a host that was gone, a checkpoint that
-cannot be written or read, a bucket that is away, an exception that is no error of ours, a preemption of a process that
-is not this one."""
+_PREEMPTED = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
+_AGAIN = {1, HostError.exit_code, CheckpointError.exit_code, StorageError.exit_code, *_PREEMPTED}
+"""Exit codes after which another start may help, besides those of a signal: an exception from outside the package, a
+host that was gone, a checkpoint that cannot be written or read, a bucket that is away, a preemption of the child."""
 _LEAVING = 300.0
 """Seconds that JAX gives all hosts to leave together."""
 _LONGEST = 300.0
@@ -94,7 +91,7 @@ class _Supervisor:
                 began = time.monotonic()
                 code = self._attempt(start)
                 self._note("ended", start.attempt, code=code, step=self.reached, seconds=time.monotonic() - began)
-                if code == 0 or self._stopping() or (code > 0 and code not in _AGAIN):
+                if code == 0 or self.received or (code > 0 and code not in _AGAIN):
                     others.leave("done" if code == 0 else "gone")
                     return self._ended(code if code >= 0 else 128 - code)
                 # A start that made progress clears what went before.
@@ -110,10 +107,9 @@ class _Supervisor:
                         "--restarts.most",
                     )
                 wait = min(self.restarts.backoff * 2 ** (failures - 1), _LONGEST)
-                self._say(f"exit code {code}; starting again in {wait:.0f} s, restart {start.attempt + 1} of "
-                          f"{self.restarts.most}")  # fmt: skip
-                self._pause(wait)
-                if self._stopping():
+                which = f"restart {start.attempt + 1} of {self.restarts.most}"
+                self._say(f"exit code {code}; starting again in {wait:.0f} s, {which}")
+                if self._pause(wait):
                     others.leave("gone")
                     return self._ended(128 + self.received)
                 start = others.next_start(start, damaged, self.run, self.devices)
@@ -127,18 +123,11 @@ class _Supervisor:
             print(self.printed, end="", flush=True)
         return code
 
-    def _stopping(self) -> bool:
-        """Whether a signal asked this process to stop."""
-        return bool(self.received)
-
     def _resumes_from(self) -> int | None:
         """Step of the checkpoint that the first start resumes from, where the arguments ask for one."""
         steps = committed_steps(self.out / "checkpoints")
-        return (
-            steps[-1]
-            if steps and ({"--resume", "--resume-if-exists"} & {*self.args} or _has(self.args, "--at"))
-            else None
-        )
+        asked = {"--resume", "--resume-if-exists", "--at"} & {word.partition("=")[0] for word in self.args}
+        return steps[-1] if steps and asked else None
 
     def _attempt(self, start: Start) -> int:
         """Runs the child once; returns its exit code, negative for a signal."""
@@ -232,10 +221,12 @@ class _Supervisor:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def _pause(self, seconds: float) -> None:
+    def _pause(self, seconds: float) -> bool:
+        """Waits; returns whether a signal asked to stop."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.received:
             time.sleep(0.1)
+        return bool(self.received)
 
     def _note(self, event: str, attempt: int, **values: Any) -> None:
         """Adds a line to the journal of this host's supervisor."""
@@ -256,10 +247,6 @@ def _in_the_foreground() -> bool:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
     except OSError:
         return False
-
-
-def _has(args: Sequence[str], name: str) -> bool:
-    return any(word == name or word.startswith(f"{name}=") for word in args)
 
 
 def _without(args: Sequence[str], names: dict[str, int]) -> list[str]:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from meshwright.checkpoint.steps import committed_steps
 from meshwright.checkpoint.write_errors import unwritable
 from meshwright.documents import LARGE, parse_json, read_json, read_text, write_atomically
@@ -107,7 +109,7 @@ class Supervisors:
                 return self._begin(start)
             if (whole or left) and ready[0] == self.hosts.process:
                 try:
-                    start = self._chosen(last, tuple(ready), damaged | self._damaged(ready), run, devices)
+                    start = self._chosen(tuple(ready), damaged | self._damaged(ready), run, devices)
                     if self.hosts.processes > 1:
                         write_atomically(file, json.dumps(dataclasses.asdict(start)))
                     return self._begin(start)
@@ -131,17 +133,16 @@ class Supervisors:
         self._write()
         return start
 
-    def _chosen(
-        self, last: Start, members: tuple[int, ...], damaged: set[int], run: Run, devices: int | None
-    ) -> Start:  # fmt: skip
+    def _chosen(self, members: tuple[int, ...], damaged: set[int], run: Run, devices: int | None) -> Start:
         """Returns the next start on `members`."""
         steps = committed_steps(self.out / "checkpoints")
         good = [step for step in steps if step not in damaged]
         if steps and not good:
             raise CheckpointError(
-                f"starting the run in {self.out} again", f"none of the checkpoints of steps {steps} can be restored",
+                f"starting the run in {self.out} again",
+                f"none of the checkpoints of steps {steps} can be restored",
                 "meshwright checkpoint verify, or another --out",
-            )  # fmt: skip
+            )
         mesh: str | None = None
         options: tuple[str, ...] = ()
         why, coordinator = "", self.hosts.coordinator
@@ -150,7 +151,7 @@ class Supervisors:
             if members[0] and coordinator is not None:
                 port = coordinator.rpartition(":")[2]
                 coordinator = f"{self._read(members[0]).get('address', '127.0.0.1')}:{port or PORT}"
-        return Start(last.attempt + 1, members, coordinator, mesh, good[-1] if good else None, options, why)
+        return Start(self.attempt, members, coordinator, mesh, good[-1] if good else None, options, why)
 
     def _fewer(self, run: Run, hosts: int, devices: int | None) -> tuple[str, tuple[str, ...], str]:
         """Returns the mesh on the devices of `hosts` hosts, the options that change with it, and why it was chosen."""
@@ -182,16 +183,13 @@ class Supervisors:
 
     def _kept(self, file: Path) -> Start | None:
         try:
-            record = dict(read_json(file))
-            return Start(**{**record, "members": tuple(record["members"]), "options": tuple(record["options"])})
-        except (OSError, ValueError, KeyError, TypeError, StorageError):
+            return msgspec.convert(read_json(file), Start)
+        except (OSError, ValueError, msgspec.ValidationError, StorageError):
             return None
 
     def _record(self) -> dict[str, Any]:
-        return {
-            "state": self.state, "attempt": self.attempt, "count": self.count, "damaged": sorted(self.damaged),
-            "address": own_address(self.hosts.coordinator),
-        }  # fmt: skip
+        counted = {"state": self.state, "attempt": self.attempt, "count": self.count}
+        return {**counted, "damaged": sorted(self.damaged), "address": own_address(self.hosts.coordinator)}
 
     def _write(self) -> None:
         self.count += 1
