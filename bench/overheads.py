@@ -23,9 +23,8 @@ from typing import Any
 import jax
 from page_table import put_table
 
-from meshwright.checkpoint.checkpoints import Checkpoints
+from meshwright.checkpoint.checkpoints import Checkpoints, named_tensors
 from meshwright.checkpoint.fingerprints import fingerprints
-from meshwright.checkpoint.restore import named_tensors
 from meshwright.config import MeshShape
 from meshwright.hardware.agreement import store
 from meshwright.hardware.mesh import prepare_host

@@ -26,7 +26,7 @@ import pyarrow
 import tokenizers
 from page_table import put_table
 
-from meshwright.data.records import Records
+from meshwright.data.readers import Records
 from meshwright.data.sources import open_source
 
 _PAGE = Path(__file__).parents[1] / "docs" / "data.md"

@@ -17,15 +17,14 @@ import pytest
 
 import meshwright as mw
 from meshwright.cli.tokenize import main as verb
-from meshwright.data import long_texts
-from meshwright.data.bpe import train_bpe
-from meshwright.data.cached import load_tokens
-from meshwright.data.records import Records
-from meshwright.data.shards import write_description
-from meshwright.data.sources import FileDocuments, read_documents
+from meshwright.data import subwords
+from meshwright.data.corpus import load_corpus, load_tokens, parse_source
+from meshwright.data.readers import Records
+from meshwright.data.sources import FileDocuments
+from meshwright.data.subwords import train_bpe
 from meshwright.data.tokenizers import tokenizer_from_json
 from meshwright.data.tokenizing import tokenize
-from meshwright.data.tokens import checksum, load_corpus, open_tokens, parse_source
+from meshwright.data.tokens import checksum, open_tokens, write_description
 from meshwright.errors import ConfigError, DataError
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.run_file import read_run, run_to_dict
@@ -290,8 +289,10 @@ def test_the_verb_names_its_own_options(tmp_path: Path) -> None:
 
 
 def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = FileDocuments.read
+
     def read(self: FileDocuments, records: Records) -> Iterator[str]:
-        for text in read_documents(self.files, records):
+        for text in real(self, records):
             with self.files[0].open("a") as file:
                 file.write(GOOD)
             yield text
@@ -331,16 +332,16 @@ def test_long_documents_are_encoded_in_parts_to_the_same_tokens(monkeypatch: pyt
     llama["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
         {"type": "Split", "behavior": "Isolated", "invert": False, "pattern": {"Regex": LLAMA}},
         {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]}  # fmt: skip
-    monkeypatch.setattr(long_texts, "LONG", 50)
+    monkeypatch.setattr(subwords, "LONG", 50)
     for description in (own, json.dumps(llama)):
-        tokenizer, parts = tokenizer_from_json(description), list(long_texts.split_text(text, description))
+        tokenizer, parts = tokenizer_from_json(description), list(subwords.split_text(text, description))
         assert len(parts) > 100 and "".join(parts) == text
         assert np.array_equal(np.concatenate([tokenizer.encode(p) for p in parts]), tokenizer.encode(text))
     pieces = json.loads(own) | {"pre_tokenizer": {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always"}}
-    assert list(long_texts.split_text(text, json.dumps(pieces))) == [text]
-    monkeypatch.setattr(long_texts, "_COST", 10**12)
+    assert list(subwords.split_text(text, json.dumps(pieces))) == [text]
+    monkeypatch.setattr(subwords, "_COST", 10**12)
     with pytest.raises(DataError, match="this tokenizer takes it in one piece"):
-        list(long_texts.split_text(text, json.dumps(pieces)))
+        list(subwords.split_text(text, json.dumps(pieces)))
 
 
 def test_tokens_that_skipped_more_than_is_allowed_now_are_not_taken_from_the_cache(tmp_path: Path) -> None:

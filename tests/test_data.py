@@ -15,18 +15,15 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.config import MeshShape
-from meshwright.data.bpe import train_bpe
-from meshwright.data.cached import load_tokens
-from meshwright.data.chars import Chars
+from meshwright.data.batch import BatchRamp
+from meshwright.data.corpus import load_corpus, load_tokens, parse_source, vocab_of_corpus
 from meshwright.data.feed import Feed, Windows, build_stream, held_out_batches, split
-from meshwright.data.ramp import BatchRamp
-from meshwright.data.records import Records
-from meshwright.data.shards import write_description
-from meshwright.data.sources import find_files, read_documents
-from meshwright.data.tokenizers import Bytes, tokenizer_from_json
+from meshwright.data.readers import Records
+from meshwright.data.sources import FileDocuments, find_files
+from meshwright.data.subwords import train_bpe
+from meshwright.data.tokenizers import Bytes, Chars, build_tokenizer, tokenizer_from_json
 from meshwright.data.tokenizing import tokenize
-from meshwright.data.tokens import load_corpus, open_tokens, parse_source
-from meshwright.data.vocabulary import build_tokenizer, vocab_of_corpus
+from meshwright.data.tokens import open_tokens, write_description
 from meshwright.errors import ConfigError, DataError
 from meshwright.hardware.mesh import build_mesh
 from meshwright.plugins import load
@@ -53,7 +50,7 @@ def write(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "jsonl.gz", "parquet", "md"])
 def test_every_kind_of_file_is_read(tmp_path: Path, kind: str) -> None:
     file = write(tmp_path, kind)
-    found = list(read_documents(find_files(str(file)), Records(str(file))))
+    found = list(FileDocuments(tuple(find_files(str(file)))).read(Records(str(file))))
     assert found == (TEXTS if kind.startswith(("jsonl", "parquet")) else ["\n\n".join(TEXTS)])
     assert find_files(str(tmp_path)) == find_files(f"{tmp_path}/*.{kind}") == [file]
 

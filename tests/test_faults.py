@@ -20,8 +20,8 @@ from test_checkpoint import StopAt, assert_same_bits, final_state, programs_are_
 from tiny_runs import device_run_of
 
 from meshwright.checkpoint.steps import committed_steps, partial_steps
+from meshwright.data.batch import ramp_of
 from meshwright.data.feed import Feed, Windows, build_stream
-from meshwright.data.ramp import ramp_of
 from meshwright.errors import CheckpointError, ConfigError, TrainingError
 from meshwright.faults import Faults
 from meshwright.report.files import JsonLines

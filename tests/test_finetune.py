@@ -31,8 +31,7 @@ from meshwright.cli.finetune import base_of_fine_tuning
 from meshwright.cli.train import resume_if_exists
 from meshwright.data.batch import Batch
 from meshwright.data.chat import ChatTemplate
-from meshwright.data.conversations import Packed, document_range, pack
-from meshwright.data.rendering import render_record
+from meshwright.data.conversations import Packed, document_range, pack, render_record
 from meshwright.data.tokenizers import Bytes
 from meshwright.data.tokens import TokenFile
 from meshwright.fine_tuning import FineTune

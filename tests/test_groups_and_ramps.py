@@ -14,7 +14,7 @@ from tiny_runs import MODELS, device_run_of, tiny_run
 
 import meshwright as mw
 from meshwright.config import Optimizer, Training
-from meshwright.data.ramp import ramp_of
+from meshwright.data.batch import ramp_of
 from meshwright.errors import ConfigError
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run

@@ -19,17 +19,16 @@ from meshwright import plugins, trust
 from meshwright.bench.calibration_file import read_calibration
 from meshwright.checkpoint.blocks import StoredTensors, commit, write_tensor
 from meshwright.checkpoint.checkpoints import Checkpoints
-from meshwright.checkpoint.journal import check_sums
+from meshwright.checkpoint.conversion import check_sums
 from meshwright.checkpoint.manifest import Manifest, TensorRecord, seal
 from meshwright.config import Training
 from meshwright.data import chat
-from meshwright.data.bpe import train_bpe
 from meshwright.data.chat import ChatTemplate, read_chat_template
 from meshwright.data.feed import Windows
-from meshwright.data.shards import write_description
+from meshwright.data.subwords import train_bpe
 from meshwright.data.tokenizers import tokenizer_from_json
 from meshwright.data.tokenizing import tokenize
-from meshwright.data.tokens import open_tokens
+from meshwright.data.tokens import open_tokens, write_description
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.hugging_face.folder import keep_files
 from meshwright.hugging_face.safetensors_files import find_files, read_header

@@ -27,7 +27,7 @@ from meshwright.checkpoint.move import plan_move
 from meshwright.checkpoint.steps import committed_steps, partial_steps
 from meshwright.cli.checkpoint import main
 from meshwright.config import Data, MeshShape
-from meshwright.data.local import local_data
+from meshwright.data.corpus import local_data
 from meshwright.errors import CheckpointError, ConfigError, StorageError
 from meshwright.hardware.hosts import Hosts
 from meshwright.launching import supervisors
@@ -35,10 +35,10 @@ from meshwright.launching.restarts import Restarts
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import write_run
 from meshwright.storage import bucket
-from meshwright.storage.bucket import MISSING, BucketPath, check_bucket
-from meshwright.storage.move import copy_tree
-from meshwright.storage.paths import in_bucket, path_of, store_of
+from meshwright.storage.bucket import MISSING, BucketPath
+from meshwright.storage.paths import bucket_path, path_of
 from meshwright.storage.tiers import LocalCheckpoints
+from meshwright.storage.transfer import copy_tree
 from meshwright.trainer import loop
 from meshwright.trainer.evaluation import evaluate_checkpoint, run_to_evaluate
 from meshwright.trainer.lock import LockError, locked
@@ -89,7 +89,6 @@ def test_a_path_of_each_store_reads_writes_and_lists(folder: Path) -> None:
     assert file.stat().st_size == 3 and path_of(str(file)) == file and path_of(Path(str(file))) == file
     file.unlink()
     assert not file.exists() and (folder / "a").exists()
-    assert store_of(folder).renames is not in_bucket(folder)
 
 
 def test_a_bucket_writes_on_condition_and_reads_parts(servers: FaultyProxy) -> None:
@@ -116,7 +115,7 @@ def test_a_bucket_that_cannot_be_written_says_why(
     for variable, value in environment.items():
         monkeypatch.setenv(variable, value)
     with pytest.raises(StorageError, match=truth):
-        check_bucket(path_of(location))
+        bucket_path(location).check_writable()
     bucket.context.cache_clear()
 
 
@@ -306,7 +305,7 @@ def test_a_move_goes_on_and_never_loses_the_source(
     (source / "checkpoints" / "6").mkdir()
     (source / "run.json").write_text("{}")
     target = folder / "target"
-    from meshwright.storage import move, transfer
+    from meshwright.storage import transfer
 
     copied = transfer.copy_file
 
@@ -321,11 +320,11 @@ def test_a_move_goes_on_and_never_loses_the_source(
     assert committed_steps(source / "checkpoints") == [2, 4] and committed_steps(target / "checkpoints") == [2]
     monkeypatch.setattr(transfer, "copy_file", copied)
     assert [row.action for row in plan_move(source, target, None)] == ["there", "copy", "left out", "copy"]
-    monkeypatch.setattr(move, "sha256_of", lambda path: ("other" if "target" in str(path) else "same", 1))
+    monkeypatch.setattr(transfer, "sha256_of", lambda path: ("other" if "target" in str(path) else "same", 1))
     with pytest.raises(StorageError, match="the source is as it was"):
         main(["move", str(source), str(target)])
     monkeypatch.undo()
-    (target / "checkpoints" / "4" / move.JOURNAL).unlink(missing_ok=True)
+    (target / "checkpoints" / "4" / transfer.JOURNAL).unlink(missing_ok=True)
     assert main(["move", str(source), str(target)]) == 0
     assert committed_steps(source / "checkpoints") == [] and committed_steps(target / "checkpoints") == [2, 4]
     assert main(["verify", str(target)]) == 0 and (target / "run.json").read_text() == "{}"

@@ -19,15 +19,13 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from meshwright.data import encoding, saved_dataset, tokenizing
-from meshwright.data.bpe import train_bpe
-from meshwright.data.cached import load_tokens
-from meshwright.data.hub import download_dataset
-from meshwright.data.records import Records
-from meshwright.data.shards import read_progress
-from meshwright.data.sources import open_source
+from meshwright.data import columns, encoding, tokenizing
+from meshwright.data.corpus import load_tokens
+from meshwright.data.readers import Records
+from meshwright.data.sources import download_dataset, open_source
+from meshwright.data.subwords import train_bpe
 from meshwright.data.tokenizing import tokenize
-from meshwright.data.tokens import checksum, open_tokens, sha256_of
+from meshwright.data.tokens import checksum, open_tokens, read_progress, sha256_of
 from meshwright.errors import DataError
 
 SHARD = 2**17
@@ -442,17 +440,17 @@ def test_what_is_there_already_is_not_overwritten(tmp_path: Path) -> None:
 HOST = """
 import sys, jax
 from pathlib import Path
-import meshwright.data.cached as cached, meshwright.data.host_tokens as host_tokens
-from meshwright.data.tokens import load_corpus
+from meshwright.data import corpus as corpora
+from meshwright.data.corpus import load_corpus
 from meshwright.errors import DataError
 
 process, port, source, cache = int(sys.argv[1]), sys.argv[2], sys.argv[3], Path(sys.argv[4])
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
-calls, real = [], cached.tokenize
+calls, real = [], corpora.tokenize
 def counted(*args, **options):
     calls.append(args[0])
     return real(*args, **options)
-cached.tokenize = counted
+corpora.tokenize = counted
 corpus = load_corpus([source], "bytes", cache)
 first = len(calls), corpus.fingerprint["sources"][0][0]
 corpus = load_corpus([source], "bytes", cache)
@@ -499,4 +497,4 @@ def iterated(folder: Path) -> Iterator[Path]:
 
 def test_selected_rows_are_not_taken_for_all(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"epoch": 3}')
-    assert saved_dataset.saved_files(tmp_path) is None
+    assert columns.saved_files(tmp_path) is None

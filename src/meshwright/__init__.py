@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from meshwright.api.proving import prove as prove
     from meshwright.api.training import train as train
     from meshwright.api.viewing import view as view
-    from meshwright.checkpoint.import_weights import Conversion as Conversion
+    from meshwright.checkpoint.conversion import Conversion as Conversion
     from meshwright.comm import collectives as collectives
     from meshwright.config import Data as Data
     from meshwright.config import MeshShape as MeshShape
@@ -91,7 +91,7 @@ _NAMES = {
     "api.training": "train",
     "api.evaluation": "evaluate parity",
     "api.viewing": "view",
-    "checkpoint.import_weights": "Conversion",
+    "checkpoint.conversion": "Conversion",
     "config": "Data MeshShape Optimizer Training",
     "errors": "CensusError CheckpointError ConfigError DataError HostError MeshwrightError StorageError TrainingError "
     "WeightsError",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from meshwright.storage.paths import in_bucket, read_object, store_of
+from meshwright.storage.paths import bucket_path, in_bucket
 
 SMALL = 16 * 2**20
 """Largest description in bytes: run.json, plan, tokens.json, config.json, chat template."""
@@ -24,7 +24,7 @@ def read_text(file: Path, largest: int = SMALL) -> str:
     Raises OSError where it cannot be read, ValueError where it is larger, no regular file, or not UTF-8.
     """
     if in_bucket(file):
-        content = read_object(file, largest + 1)
+        content = bucket_path(file).read_part(0, largest + 1)
         if len(content) > largest:
             raise ValueError(f"{file.name} is larger than {largest:,} bytes")
         return content.decode("utf-8")
@@ -49,6 +49,24 @@ def parse_json(text: str, objects: Callable[[list[tuple[str, Any]]], Any] | None
         raise ValueError("it is nested too deeply") from error
 
 
+class RepeatedNameError(ValueError):
+    """Name that a JSON object has twice."""
+
+    def __init__(self, name: str):
+        super().__init__(f"an object in it has {name!r} twice")
+        self.name = name
+
+
+def unique_object(pairs: list[tuple[str, Any]], names: set[str] | None = None) -> dict[str, Any]:
+    """Returns an object, for `parse_json`. Raises RepeatedNameError for one of `names` (None: any) given twice."""
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen and (names is None or name in names):
+            raise RepeatedNameError(name)
+        seen.add(name)
+    return dict(pairs)
+
+
 def read_json(file: Path, largest: int = SMALL) -> Any:
     """Returns the JSON value in a regular file of at most `largest` bytes. Raises OSError or ValueError."""
     return parse_json(read_text(file, largest))
@@ -56,7 +74,7 @@ def read_json(file: Path, largest: int = SMALL) -> Any:
 
 def write_atomically(file: Path, text: str) -> None:
     """Replaces a file as a whole: a crash leaves the old text or the new one. Raises OSError."""
-    if not store_of(file).renames:
+    if in_bucket(file):
         file.write_text(text, encoding="utf-8")  # an object appears as a whole
         return
     part = file.with_name(f".{file.name}.{os.getpid()}")

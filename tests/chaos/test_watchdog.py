@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint.write_errors import write_error
+from meshwright.checkpoint.checkpoints import write_error
 from meshwright.checkpoint.writer import ShardWriter
 from meshwright.errors import ConfigError
 from meshwright.hardware.agreement import differences, flatten
@@ -178,7 +178,7 @@ import sys, time
 from pathlib import Path
 import jax
 jax.distributed.initialize("127.0.0.1:" + sys.argv[2], 2, int(sys.argv[3]))
-from meshwright.data.host_tokens import share_folders
+from meshwright.data.corpus import share_folders
 from meshwright.trainer.same_hosts import watched_before
 from meshwright.trainer.watchdog import Watchdog
 with watched_before(Path(sys.argv[1]), Watchdog(silence=2)):

@@ -19,9 +19,9 @@ import numpy as np
 from meshwright.analysis.census import Census
 from meshwright.analysis.memory import LiveMemory, live_memory
 from meshwright.analysis.run_census import abstract_batch
+from meshwright.checkpoint.checkpoints import named_tensors
 from meshwright.checkpoint.fingerprints import fingerprints
 from meshwright.checkpoint.layer_order import abstract_in_layer_order, permuted_params, reordering
-from meshwright.checkpoint.restore import named_tensors
 from meshwright.data.batch import Batch
 from meshwright.models.model import vocab_size
 from meshwright.sharding.params import layers_to_rows, rows_to_layers

@@ -3,9 +3,14 @@
 from pathlib import Path
 from typing import Literal
 
-from meshwright.checkpoint.export_adapter import export_adapter
-from meshwright.checkpoint.export_weights import LARGEST_FILE, export_weights
-from meshwright.checkpoint.import_weights import Conversion, Say, import_weights
+from meshwright.checkpoint.conversion import (
+    LARGEST_FILE,
+    Conversion,
+    Say,
+    export_adapter,
+    export_weights,
+    import_weights,
+)
 from meshwright.errors import ConfigError
 from meshwright.hugging_face.hub import is_hugging_face
 from meshwright.storage.paths import in_bucket

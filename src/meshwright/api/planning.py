@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.bench.calibration_file import read_calibration
 from meshwright.config import MeshShape
-from meshwright.data.vocabulary import vocab_of_corpus
+from meshwright.data.corpus import vocab_of_corpus
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.formatting import parse_count
 from meshwright.hardware.mesh import default_cache_folder

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshwright.data.batch import BatchRamp
 from meshwright.data.feed import Feed, Windows, build_stream
-from meshwright.data.ramp import BatchRamp
 from meshwright.data.tokenizers import Bytes
 from meshwright.data.tokens import TokenFile
 from meshwright.errors import TrainingError

@@ -1,4 +1,4 @@
-"""Adapters on their way in and out: a frozen base with fresh or read adapters, and adapters merged into the base."""
+"""Adapters: fresh or read ones on a frozen base, and merged into it on devices, or block by block from a checkpoint."""
 
 import dataclasses
 import functools
@@ -8,10 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from meshwright.checkpoint.blocks import Index, StoredTensors
 from meshwright.fine_tuning import FineTune
-from meshwright.hugging_face.peft_files import read_adapter
-from meshwright.models.adapters import ADAPTERS, merged, quantise
+from meshwright.hugging_face.peft_files import Pair, read_adapter
+from meshwright.models.adapters import ADAPTERS, dequantise, merged, quantise, targets_of
 from meshwright.sharding.params import (
     Param,
     Tree,
@@ -27,10 +29,10 @@ Then = Callable[[str, jax.Array], Any]
 """`(path, weight) -> what is kept of it`."""
 
 
-def model_alone(device_run: DeviceRun) -> DeviceRun:
+def without_adapters(device_run: DeviceRun) -> DeviceRun:
     """Returns the run without adapters or reference on the same devices.
 
-    Its parameters are in the type of those of the run, which of a frozen base is the compute dtype, or float32.
+    Its parameters have the type of those of the run; with a frozen base that is the compute dtype, or float32.
     """
     run = device_run.run
     dtype = "float32" if run.finetune.base == "float32" else run.training.compute_dtype
@@ -41,7 +43,7 @@ def model_alone(device_run: DeviceRun) -> DeviceRun:
 
 def merge_adapters(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tree]:
     """Returns the run without adapters or reference, and its parameters W + (alpha / r) A B, summed in float32."""
-    base = model_alone(device_run)
+    base = without_adapters(device_run)
     dtype = jnp.dtype(base.run.training.param_dtype)
     together = functools.partial(merged, scale=device_run.run.finetune.scale, dtype=dtype)
     return base, jax.jit(together, out_shardings=base.state_shardings.params)(params)
@@ -50,12 +52,12 @@ def merge_adapters(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tree
 def add_adapters(device_run: DeviceRun, load: Callable[[DeviceRun, Then], Tree]) -> Tree:
     """Returns the parameters of a run with adapters: its base, kept as the run asks, and adapters to begin with.
 
-    load: `(run of the model alone, then) -> weights`, which gives each weight to `then` before it loads the next, so
-    that one at a time is whole beside the quantised base. The adapters are drawn from the run's seed, or read from the
-    folder that `FineTune.adapter` names. Raises WeightsError where that is not an adapter of this model.
+    load: `(run without adapters, then) -> weights`, which gives each weight to `then` before it loads the next, so
+    that only one at a time is unquantised. The adapters are drawn from the run's seed, or read from the folder that
+    `FineTune.adapter` names. Raises WeightsError where that is not an adapter of this model.
     """
     tuning, where = device_run.run.finetune, device_run.state_shardings.params
-    base = model_alone(device_run)
+    base = without_adapters(device_run)
     before = named_leaves(base.params)
 
     def keep(path: str, w: jax.Array) -> Any:
@@ -72,25 +74,75 @@ def add_adapters(device_run: DeviceRun, load: Callable[[DeviceRun, Then], Tree])
 
     params = load(base, keep)
     described = trained_only(device_run.params, device_run.params)
-    training = device_run.run.training
-    fresh = init_params(
-        described, trained_only(device_run.params, where), seed=training.seed, dtype=training.param_dtype
-    )
+    training, placed = device_run.run.training, trained_only(device_run.params, where)
+    fresh = init_params(described, placed, seed=training.seed, dtype=training.param_dtype)
     if tuning.adapter is not None:
-        fresh = _read(Path(tuning.adapter), device_run, described, fresh)
+        found = read_adapter(Path(tuning.adapter), device_run.run.model, tuning)
+
+        def place(keys: Any, p: Param, x: jax.Array) -> jax.Array:
+            stack, _, name, side = (key.key for key in keys)
+            matrix = layers_to_rows(p, jnp.asarray(found[f"{stack}.{name}"][0 if side == "a" else 1]))
+            return jax.device_put(matrix.astype(x.dtype), x.sharding)
+
+        fresh = jax.tree_util.tree_map_with_path(place, described, fresh, is_leaf=is_param)
     return {
         path: {**tree, ADAPTERS: fresh[path][ADAPTERS]} if isinstance(tree, dict) and ADAPTERS in fresh[path] else tree
         for path, tree in params.items()
     }
 
 
-def _read(folder: Path, device_run: DeviceRun, described: Tree, fresh: Tree) -> Tree:
-    """Adapters of a folder in PEFT's format, in the shardings of fresh ones."""
-    found = read_adapter(folder, device_run.run.model, device_run.run.finetune)
+@dataclasses.dataclass(frozen=True)
+class MergedTensors:
+    """Reader of a checkpoint's W + (alpha / r) A B, in float32 where a weight has an adapter or is quantised."""
 
-    def place(keys: Any, p: Param, x: jax.Array) -> jax.Array:
-        stack, _, name, side = (key.key for key in keys)
-        whole = layers_to_rows(p, jnp.asarray(found[f"{stack}.{name}"][0 if side == "a" else 1]))
-        return jax.device_put(whole.astype(x.dtype), x.sharding)
+    tensors: StoredTensors
 
-    return jax.tree_util.tree_map_with_path(place, described, fresh, is_leaf=is_param)
+    def read_blocks(self, name: str, shape: tuple[int, ...], then: Callable[[Index, np.ndarray], None]) -> None:
+        """Calls `then` with each block of the weight `name`, without its rows beyond `shape`.
+
+        All codes of a quantised weight are read, and dequantised layer by layer. Raises CheckpointError where a tensor
+        cannot be read, or is not what was saved.
+        """
+        stored = self.tensors.manifest.tensors
+        pair, scale = self.pair(name), self.tensors.manifest.run.finetune.scale
+
+        def add(index: Index, block: np.ndarray) -> None:
+            if pair is not None:
+                block = block.astype(np.float32) + scale * _product(*pair, index)
+            then(index, block)
+
+        if name in stored:
+            self.tensors.read_blocks(name, shape, add)
+            return
+        parts = ("codes", "scales") if f"{name}.codes" in stored else ("values", "scales")
+        arrays = {part: self.tensors.read(f"{name}.{part}") for part in parts}
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            for layer in range(shape[0]):
+                row = {part: array[layer : layer + 1] for part, array in arrays.items()}
+                index = (slice(layer, layer + 1), *(slice(0, size) for size in shape[1:]))
+                add(index, np.asarray(dequantise(row, np.float32)))
+
+    def pair(self, name: str) -> Pair | None:
+        """Returns A and B of a weight; None where it has no adapter."""
+        stack, _, weight = name.removeprefix("params.").partition(".")
+        prefix = f"params.{stack}.{ADAPTERS}.{weight}"
+        if f"{prefix}.a" not in self.tensors.manifest.tensors:
+            return None
+        a, b = (self.tensors.read(f"{prefix}.{side}").astype(np.float32) for side in "ab")
+        return a, b
+
+    def pairs(self) -> dict[str, Pair]:
+        """Returns A and B of every adapted weight, by path."""
+        run = self.tensors.manifest.run
+        targets = targets_of(run.model.params(), run.finetune)
+        paths = (f"{stack}.{name}" for stack, names in targets.items() for name in names)
+        return {path: pair for path in paths if (pair := self.pair(f"params.{path}")) is not None}
+
+
+def _product(a: np.ndarray, b: np.ndarray, index: Index) -> np.ndarray:
+    """Returns a block of A B. a: [L, in..., r].  b: [L, r, out...].  index: of the block of [L, in..., out...]."""
+    contracted = a.ndim - 2
+    rows = a[index[: 1 + contracted]]
+    columns = b[(index[0], slice(None), *index[1 + contracted :])]
+    flat = rows.reshape(rows.shape[0], -1, rows.shape[-1]) @ columns.reshape(*columns.shape[:2], -1)
+    return flat.reshape(*rows.shape[:-1], *columns.shape[2:])

@@ -2,7 +2,7 @@
 
 A tensor is a Zarr array without compression, a folder of the tensor's name in `state`. Checkpoints that Orbax wrote for
 earlier versions have the arrays in a database of TensorStore (OCDBT); they are read too. A conversion writes one block
-after another, so that it never has a tensor in memory and goes on where it was interrupted.
+after another, so that it never has a tensor in memory and continues where it was interrupted.
 """
 
 import dataclasses
@@ -22,8 +22,7 @@ from meshwright.checkpoint.fingerprints import Fingerprint, add_fingerprints, bl
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
 from meshwright.documents import write_atomically
 from meshwright.errors import CheckpointError
-from meshwright.storage.bucket import context, kvstore_spec
-from meshwright.storage.paths import in_bucket
+from meshwright.storage.paths import in_bucket, kvstore_of
 
 Index = tuple[slice, ...]
 
@@ -56,16 +55,10 @@ def write_tensor(
 
     read: returns a block of it. Raises CheckpointError where the disk is full or cannot be written.
     """
-    block = block_shape(shape, dtype.itemsize)
-    spec = {
-        "driver": "zarr",
-        # The whole conversion is synchronised before it is moved to its name, and not each file.
-        "kvstore": {"driver": "file", "path": f"{state / name}/", "file_io_sync": False},
-        "metadata": zarr_metadata(shape, block, dtype),
-        "store_data_equal_to_fill_value": True,
-        "recheck_cached_data": False,
-    }
-    total = (0, 0)
+    block, total = block_shape(shape, dtype.itemsize), (0, 0)
+    # The conversion is synchronised once, before it is moved to its name, and not file by file.
+    kvstore = {"driver": "file", "path": f"{state / name}/", "file_io_sync": False}
+    spec = zarr_spec(kvstore, shape, block, dtype)
     try:
         array = tensorstore.open(spec, create=True, delete_existing=True).result()
         for index in blocks_of(shape, block):
@@ -73,21 +66,24 @@ def write_tensor(
             total = add_fingerprints(total, block_fingerprint(values, index, shape))
             array[index].write(values).result()
     except ValueError as error:  # TensorStore raises it for every failure of a file
-        raise CheckpointError(
-            f"writing {name} into {state}", str(error).splitlines()[0][:300], "a folder with more space"
-        ) from error
+        truth = str(error).splitlines()[0][:300]
+        raise CheckpointError(f"writing {name} into {state}", truth, "a folder with more space") from error
     return total
 
 
-def zarr_metadata(shape: tuple[int, ...], chunks: tuple[int, ...], dtype: np.dtype[Any]) -> dict[str, Any]:
-    """Returns the description of a Zarr array without compression."""
+def zarr_spec(
+    kvstore: dict[str, Any], shape: tuple[int, ...], chunks: tuple[int, ...], dtype: np.dtype[Any]
+) -> dict[str, Any]:
+    """Returns TensorStore's description of a Zarr array without compression that is about to be written."""
+    # NumPy's own types by code, the others (bfloat16, float8_e4m3fn) by name.
+    code = dtype.str if dtype.isbuiltin == 1 else dtype.name
+    metadata = {"shape": list(shape), "chunks": list(chunks), "dtype": code}
     return {
-        "shape": list(shape),
-        "chunks": list(chunks),
-        # NumPy's own types by code, the others (bfloat16, float8_e4m3fn) by name.
-        "dtype": dtype.str if dtype.isbuiltin == 1 else dtype.name,
-        "compressor": None,
-        "dimension_separator": ".",
+        "driver": "zarr",
+        "kvstore": kvstore,
+        "metadata": {**metadata, "compressor": None, "dimension_separator": "."},
+        "store_data_equal_to_fill_value": True,
+        "recheck_cached_data": False,
     }
 
 
@@ -100,26 +96,15 @@ def commit(step_folder: Path, manifest: dict[str, Any]) -> None:
         }
         for name, tensor in manifest["tensors"].items()
     }
-    write_json(
-        step_folder / "state" / "_METADATA",
-        {
-            "tree_metadata": tree,
-            "use_ocdbt": False,
-            "use_zarr3": False,
-            "store_array_data_equal_to_fill_value": True,
-            "custom_metadata": None,
-        },
-    )
-    now = time.time_ns()
-    write_json(
-        step_folder / "_CHECKPOINT_METADATA",
-        {"item_handlers": {}, "init_timestamp_nsecs": now, "commit_timestamp_nsecs": now, "custom_metadata": {}},
-    )
+    state = {"use_ocdbt": False, "use_zarr3": False, "store_array_data_equal_to_fill_value": True}
+    write_json(step_folder / "state" / "_METADATA", {"tree_metadata": tree, **state, "custom_metadata": None})
+    times = dict.fromkeys(("init_timestamp_nsecs", "commit_timestamp_nsecs"), time.time_ns())
+    write_json(step_folder / "_CHECKPOINT_METADATA", {"item_handlers": {}, **times, "custom_metadata": {}})
     write_json(step_folder / "manifest" / "metadata", manifest)
 
 
 def write_json(file: Path, document: Any) -> None:
-    """Writes a JSON file as a whole into a folder that may not exist yet."""
+    """Writes a JSON file atomically into a folder that may not exist yet."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(document))
 
@@ -145,13 +130,13 @@ class StoredTensors:
     def blocks(self, name: str) -> Iterator[tuple[Index, np.ndarray]]:
         """Yields the blocks of a tensor. Raises CheckpointError like `read_blocks`, after the last one."""
         if name not in self.manifest.tensors:
-            raise CheckpointError(
-                f"the checkpoint in {self.step_folder}", f"it has no tensor {name!r}", "another checkpoint of the run"
-            )
+            raise self._damaged(f"it has no tensor {name!r}", "another checkpoint of the run")
         record, total = self.manifest.tensors[name], (0, 0)
         try:
-            array, stored = self.open(name)
-            block = _whole_chunks(block_shape(record.shape, array.dtype.numpy_dtype.itemsize), stored)
+            array, chunk = self.open(name)
+            # No chunk is read twice.
+            block = block_shape(record.shape, array.dtype.numpy_dtype.itemsize)
+            block = tuple(-(-size // step) * step for size, step in zip(block, chunk, strict=True))
             for index in blocks_of(record.shape, block):
                 values = np.asarray(array[index].read().result())
                 total = add_fingerprints(total, block_fingerprint(values, index, record.shape))
@@ -164,19 +149,14 @@ class StoredTensors:
     def open(self, name: str) -> tuple[Any, tuple[int, ...]]:
         """Opens the array of a tensor with TensorStore; returns it, and the shape of its chunks. Raises ValueError."""
         array = open_array(self.step_folder / "state", name).result()
-        return array, check_array(name, array, self.manifest.tensors[name])
+        return array, _check_array(name, array, self.manifest.tensors[name])
 
     def read(self, name: str) -> np.ndarray:
-        """Returns a whole tensor. Raises as `read_blocks`."""
+        """Returns all of a tensor. Raises as `read_blocks`."""
         record = self.manifest.tensors.get(name)
-        shape = record.shape if record else ()
-        whole = np.empty(shape, np.dtype(record.dtype) if record else None)
-
-        def put(index: Index, block: np.ndarray) -> None:
-            whole[index] = block
-
-        self.read_blocks(name, shape, put)
-        return whole
+        tensor = np.empty(record.shape if record else (), np.dtype(record.dtype) if record else None)
+        self.read_blocks(name, tensor.shape, tensor.__setitem__)
+        return tensor
 
     def check(self, names: Iterable[str]) -> None:
         """Raises CheckpointError where the array of a tensor is not of the shape and type in the manifest.
@@ -184,54 +164,45 @@ class StoredTensors:
         Reads the arrays' descriptions, all at once, and allocates nothing of their size.
         """
         try:
-            state = self.step_folder / "state"
-            opening = {name: open_array(state, name) for name in names}
+            opening = {name: open_array(self.step_folder / "state", name) for name in names}
             for name, array in opening.items():
-                check_array(name, array.result(), self.manifest.tensors[name])
+                _check_array(name, array.result(), self.manifest.tensors[name])
         except ValueError as error:
             raise self._damaged(f"tensor {name!r} cannot be read: {str(error).splitlines()[0][:200]}") from error
 
-    def _damaged(self, damage: str) -> CheckpointError:
-        return CheckpointError(
-            f"the checkpoint in {self.step_folder}", damage, "another checkpoint of the run: --at STEP"
-        )
+    def _damaged(self, damage: str, fix: str = "another checkpoint of the run: --at STEP") -> CheckpointError:
+        return CheckpointError(f"the checkpoint in {self.step_folder}", damage, fix)
 
 
 def open_array(state: Path, name: str) -> Any:
     """Opens the array of a tensor in the folder `state` of a checkpoint with TensorStore; returns a future."""
     if _in_one_database(state):
-        kvstore = {"driver": "ocdbt", "base": kvstore_spec(state), "path": f"{name}/"}
+        base, context = kvstore_of(state)
+        kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
     else:
-        kvstore = kvstore_spec(state / name)
-    return tensorstore.open({"driver": "zarr", "kvstore": kvstore}, context=context() if in_bucket(state) else None)
+        kvstore, context = kvstore_of(state / name)
+    return tensorstore.open({"driver": "zarr", "kvstore": kvstore}, context=context)
 
 
 def _in_one_database(state: Path) -> bool:
     """Whether the tensors are in a database of TensorStore (OCDBT), as Orbax wrote them."""
-    if not in_bucket(state):
-        return (state / "manifest.ocdbt").is_file()
-    return _database_in_bucket(state)
+    return _has_database(state) if in_bucket(state) else (state / "manifest.ocdbt").is_file()
 
 
 @functools.lru_cache(maxsize=64)
-def _database_in_bucket(state: Path) -> bool:
+def _has_database(state: Path) -> bool:
     return (state / "manifest.ocdbt").is_file()
 
 
-def check_array(name: str, array: Any, record: TensorRecord) -> tuple[int, ...]:
+def _check_array(name: str, array: Any, record: TensorRecord) -> tuple[int, ...]:
     """Returns the shape of the chunks of a stored array.
 
-    Raises ValueError where its shape or type is not that of the manifest, or a chunk is larger than the array: a chunk
-    is read as a whole, whatever part of it is asked for.
+    Raises ValueError where its shape or type is not that of the manifest, or a chunk is larger than the array: all of a
+    chunk is read, whatever part of it is asked for.
     """
     if array.dtype.name != record.dtype or tuple(array.shape) != record.shape:
         raise ValueError(f"its array is {array.dtype.name}{list(array.shape)}, not {record.dtype}{list(record.shape)}")
     chunk = tuple(int(size or 1) for size in array.chunk_layout.read_chunk.shape or record.shape)
-    if any(size > max(1, whole) for size, whole in zip(chunk, record.shape, strict=True)):
+    if any(size > max(1, total) for size, total in zip(chunk, record.shape, strict=True)):
         raise ValueError(f"its chunks are {list(chunk)}, larger than {name!r} itself, {list(record.shape)}")
     return chunk
-
-
-def _whole_chunks(block: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the least block of whole chunks that is not below `block`: no chunk is read twice."""
-    return tuple(-(-size // step) * step for size, step in zip(block, chunk, strict=True))

@@ -7,6 +7,7 @@ its own shards.
 
 import contextlib
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,27 +15,54 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
+from meshwright.checkpoint.blocks import StoredTensors
 from meshwright.checkpoint.fingerprints import fingerprints
-from meshwright.checkpoint.layer_order import abstract_in_layer_order, permuted_in_layer_order, permuted_params
-from meshwright.checkpoint.manifest import Manifest, TensorRecord
-from meshwright.checkpoint.restore import manifest_of, named_tensors, restore_params, restore_state, set_aside
-from meshwright.checkpoint.steps import committed_steps
-from meshwright.checkpoint.write_errors import no_room, unwritable, write_error
+from meshwright.checkpoint.layer_order import (
+    abstract_in_layer_order,
+    permuted_in_layer_order,
+    permuted_params,
+    to_row_order,
+)
+from meshwright.checkpoint.manifest import MANIFEST, Manifest, TensorRecord, damaged, manifest_of
+from meshwright.checkpoint.steps import STARTED, all_steps, committed_steps, unwritable
 from meshwright.checkpoint.writer import Reach, ShardWriter, host_shards
-from meshwright.errors import MeshwrightError
+from meshwright.errors import CheckpointError, MeshwrightError, StorageError
+from meshwright.sharding.params import Tree, named_leaves
 from meshwright.step.device_run import DeviceRun, State
-from meshwright.storage.bucket import check_bucket
-from meshwright.storage.paths import path_of, store_of
+from meshwright.storage.paths import bucket_path, in_bucket, path_of
+from meshwright.storage.transfer import move_tree
+
+_FLOATING = ("float32", "bfloat16")
+_FULL = {
+    "File too large": "a file would be larger than `ulimit -f` or the file system allows",
+    "Disk quota": "the disk quota is used up",
+    "No space left": "the disk is full",
+    "RESOURCE_EXHAUSTED": "the disk is full",
+}
+"""Reasons for which a file system takes no more bytes, by text of its error; the first that is found."""
+
+
+def _saved_fields(state: State) -> dict[str, Any]:
+    """Fields of the state that a checkpoint has; `healthy` is not saved, because only a healthy state is."""
+    fields = {"step": state.step, "params": state.params, "optimizer": state.optimizer}
+    return fields | ({"variables": state.variables} if state.variables else {})
+
+
+def named_tensors(state: State) -> dict[str, Any]:
+    """Returns the tensors that a checkpoint of `state` has, by dotted name."""
+    return named_leaves(_saved_fields(state))
 
 
 class Checkpoints:
     """Checkpoints in one folder. Close it, or use it in a `with` statement, so that the last one is committed."""
 
     def __init__(self, folder: Path, *, max_to_keep: int | None, reach: Reach = "shared"):
-        """Opens `folder`. max_to_keep: checkpoints to keep when another is saved; None opens it for reading alone.
+        """Opens `folder`. max_to_keep: checkpoints to keep when another is saved; None opens it only for reading.
 
-        reach: `process` for a folder of this process alone, which has its shards (`trainer.tiers`).
+        reach: `process` for a folder of this process, which has its shards (`trainer.tiers`).
         """
         self.folder = path_of(folder).absolute()
         with self._explained("opening checkpoints"):
@@ -63,7 +91,7 @@ class Checkpoints:
     ) -> None:
         """Starts to write `state` and returns as soon as its buffers may be donated.
 
-        cursor: global index of the next training sample.  skipped, data, corpus: as of `Manifest`.
+        cursor: global index of the next training sample.  skipped, data, corpus: as in `Manifest`.
         Raises CheckpointError where this save or the one before it fails.
         """
         self.wait()  # the host's memory has the shards of one checkpoint at a time
@@ -72,7 +100,7 @@ class Checkpoints:
         in_order = {name: x for name, x in tensors.items() if name not in permuted}
         hashes = jax.device_get(fingerprints(in_order))
         shards = host_shards(in_order, owned=owned)
-        # One tensor after another is on the devices in the order of the layers, beside the state.
+        # One tensor at a time is on the devices in the order of the layers, in addition to the state.
         for name, x in permuted_in_layer_order(tensors, device_run.params):
             hashes |= jax.device_get(fingerprints({name: x}))
             shards |= host_shards({name: x}, owned=owned)
@@ -107,28 +135,82 @@ class Checkpoints:
             self._writer.close()
 
     def manifest(self, step: int | None = None) -> Manifest:
-        """Returns the manifest of the checkpoint of `step`, or of the last whole one; no device is needed."""
+        """Returns the manifest of the checkpoint of `step`, or of the last complete one; no device is needed."""
         return manifest_of(self.folder, step)
 
     def restore(self, device_run: DeviceRun, step: int | None = None) -> tuple[State, Manifest]:
-        """Returns the state of `step`, or of the last whole checkpoint, in the shardings of `device_run`, verified.
+        """Returns the state of `step`, or of the last complete checkpoint, in the shardings of `device_run`, verified.
 
         Raises CheckpointError naming the first tensor that differs from the model's in shape or type, or is damaged.
         """
-        manifest = self.manifest(step)
-        return restore_state(self._writer, self.folder, manifest, device_run), manifest
+        manifest, abstract = self.manifest(step), device_run.abstract
+        if "step" not in manifest.tensors:
+            truth = "it has weights alone, and no optimizer state: they were converted"
+            fix = f"--init-from {self.folder.parent} and another --out, which starts at step 0"
+            raise CheckpointError(f"resuming from {self.folder}", truth, fix)
+        expected = named_tensors(abstract)
+        other = next((name for name in manifest.tensors if name not in expected), None)
+        tensors = self._read(manifest, expected, device_run, other)
+        healthy = jax.device_put(np.ones((), np.bool_), abstract.healthy.sharding)
+        tree = jax.tree.unflatten(jax.tree.structure(_saved_fields(abstract)), list(tensors.values()))
+        return State(healthy=healthy, **tree), manifest
 
-    def restore_params(self, device_run: DeviceRun, step: int | None = None) -> tuple[Any, Manifest]:
-        """Returns the verified parameters of `step`, or of the last whole checkpoint, without the optimizer state.
+    def restore_params(self, device_run: DeviceRun, step: int | None = None) -> tuple[Tree, Manifest]:
+        """Returns the verified parameters of `step`, or of the last complete checkpoint, without the optimizer state.
 
         A checkpoint of another type is converted after it is verified.
         """
         manifest = self.manifest(step)
-        return restore_params(self._writer, self.folder, manifest, device_run), manifest
+        wanted = {name: x for name, x in named_tensors(device_run.abstract).items() if name.startswith("params.")}
+        types = {name: np.dtype(t.dtype) for name, t in manifest.tensors.items() if t.dtype in _FLOATING}
+        expected = {name: x.update(dtype=types.get(name, x.dtype)) for name, x in wanted.items()}
+        tensors = self._read(manifest, expected, device_run, None)
+        converted = [x.astype(wanted[name].dtype) for name, x in tensors.items()]
+        return jax.tree.unflatten(jax.tree.structure(device_run.abstract.params), converted), manifest
+
+    def _read(
+        self, manifest: Manifest, expected: dict[str, Any], device_run: DeviceRun, other: str | None
+    ) -> dict[str, jax.Array]:
+        """Returns the tensors of a checkpoint in the rows and shardings of `expected`, verified.
+
+        other: tensor of the checkpoint that the model does not have, for which it is refused.
+        """
+        abstract = abstract_in_layer_order(expected, device_run.params)
+        _check_tensors(manifest, abstract, device_run.params)
+        if other is not None:
+            raise _mismatch(manifest, f"the checkpoint has a tensor {other!r}, and the model does not")
+        StoredTensors(self.folder / str(manifest.step), manifest).check(abstract)
+        try:
+            tensors = self._writer.restore(manifest.step, abstract)
+        except StorageError:
+            raise
+        except Exception as error:  # TensorStore raises several types, with pages of text
+            name = next((name for name in abstract if name in str(error)), None)
+            damage = "a file is damaged" if name is None else f"tensor {name!r} cannot be read"
+            raise damaged(self.folder, manifest.step, damage, error) from error
+        hashes = jax.device_get(fingerprints(tensors))
+        changed = [n for n in abstract if tuple(int(v) for v in hashes[n]) != manifest.tensors[n].fingerprint]
+        if changed:
+            damage = f"tensor {changed[0]!r} is not what was saved ({len(changed)} of {len(abstract)} differ)"
+            raise damaged(self.folder, manifest.step, damage, None)
+        return to_row_order(tensors, expected, device_run.params)
 
     def set_aside(self, after: int) -> None:
-        """Moves checkpoints newer than `after`, whole or not, into the folder `set-aside`: training continues there."""
-        set_aside(self.folder, after)
+        """Moves checkpoints newer than `after`, complete or not, into the folder `set-aside` beside this one."""
+        aside = self.folder.parent / "set-aside"
+        for step in sorted(all_steps(self.folder)) if jax.process_index() == 0 else ():
+            if step > after:
+                target, number = aside / str(step), 1
+                while target.exists():
+                    target, number = aside / f"{step}.{number}", number + 1
+                if in_bucket(self.folder):
+                    move_tree(self.folder / str(step), target, last=(MANIFEST,))
+                else:
+                    aside.mkdir(exist_ok=True)
+                    os.replace(self.folder / str(step), target)
+                (self.folder / STARTED / str(step)).unlink(missing_ok=True)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("checkpoints set aside")
 
     @contextlib.contextmanager
     def _explained(self, action: str) -> Iterator[None]:
@@ -141,10 +223,57 @@ class Checkpoints:
             raise write_error(action, self.folder, error) from error
 
 
+def _check_tensors(manifest: Manifest, expected: dict[str, Any], params: Tree) -> None:
+    """Raises CheckpointError naming the first of the `expected` tensors whose name, shape or type differs.
+
+    Tables that differ only in the padding of the vocabulary agree. expected: arrays or ShapeDtypeStructs by dotted
+    name, with one row per layer. params: descriptions of the model's parameters.
+    """
+    padded = {name: p.rows for name, p in named_leaves(params).items() if p.rows is not None}
+    # Parameters first: a parameter that differs makes its optimizer state differ too.
+    for name, x in sorted(expected.items(), key=lambda item: not item[0].startswith("params.")):
+        record = manifest.tensors.get(name)
+        if record is None:
+            raise _mismatch(manifest, f"the model has a tensor {name!r}, and the checkpoint does not")
+        rows = next((rows for param, rows in padded.items() if name.endswith(f".{param}")), None)
+        other_padding = (
+            rows is not None and record.shape[1:] == x.shape[1:] and min(record.shape[0], x.shape[0]) >= rows
+        )
+        if record.dtype != str(x.dtype) or (record.shape != x.shape and not other_padding):
+            found = f"{record.dtype}{list(record.shape)} in the checkpoint and {x.dtype}{list(x.shape)} in the model"
+            raise _mismatch(manifest, f"{name!r} is {found}")
+
+
+def _mismatch(manifest: Manifest, truth: str) -> CheckpointError:
+    fix = "the recipe that wrote this checkpoint, or another folder"
+    return CheckpointError(f"the checkpoint of step {manifest.step} for this model", truth, fix)
+
+
+def write_error(action: str, folder: Path, error: Exception) -> CheckpointError:
+    """Returns the error of an operation that the store refused. action: what was done."""
+    if not in_bucket(folder) and not folder.is_dir():
+        truth = "the folder is gone: it was removed, or its disk unmounted, while the run wrote into it"
+        return CheckpointError(f"{action} in {folder}", truth, "another --out, or the same with its folder there")
+    text = str(error)
+    full = next((reason for sign, reason in _FULL.items() if sign in text), None)
+    first_line = (text.splitlines() or [type(error).__name__])[0][:300]
+    intact = committed_steps(folder)
+    last = f"the checkpoint of step {intact[-1]} is intact" if intact else "no checkpoint was committed"
+    if intact and full:
+        with contextlib.suppress(CheckpointError):
+            size = sum(record.bytes for record in manifest_of(folder, intact[-1]).tensors.values())
+            last += f" and takes {size / 2**20:.1f} MiB"
+    fix = "another --out"
+    if not in_bucket(folder):
+        fix = f"free some space ({shutil.disk_usage(folder).free / 2**20:.1f} MiB are free), or {fix}"
+    truth = f"{full or getattr(error, 'strerror', None) or first_line}; {last}"
+    return CheckpointError(f"{action} in {folder}", truth, fix)
+
+
 def check_room(folder: Path, device_run: DeviceRun, max_to_keep: int) -> None:
     """Raises CheckpointError (of a bucket: StorageError) where `folder` cannot take `max_to_keep` + 1 checkpoints."""
-    if not store_of(folder).limited:
-        check_bucket(folder)
+    if in_bucket(folder):
+        bucket_path(folder).check_writable()
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -153,4 +282,9 @@ def check_room(folder: Path, device_run: DeviceRun, max_to_keep: int) -> None:
         raise unwritable(folder, error) from error
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in named_tensors(device_run.abstract).values())
     if (free := shutil.disk_usage(folder).free) < size * (max_to_keep + 1):
-        raise no_room(folder, size, max_to_keep, free)
+        raise CheckpointError(
+            f"output folder {folder}",
+            f"a checkpoint takes up to {size / 2**20:.1f} MiB, {max_to_keep} are kept while another is written, "
+            f"and {free / 2**20:.1f} MiB are free",
+            "a folder with more space, or a smaller --training.max-to-keep",
+        )

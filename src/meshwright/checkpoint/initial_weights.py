@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from meshwright.checkpoint.adapters import Then, add_adapters, merge_adapters, without_adapters
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.errors import WeightsError
 from meshwright.hugging_face.folder import KEPT, keep_files, load_params, open_folder, read_model
@@ -37,19 +37,16 @@ def load_initial_weights(device_run: DeviceRun, out: Path | None = None) -> Tree
         _keep_description(run.init_from, out)
         if run.finetune.template is not None:
             copy_file(path_of(run.finetune.template), out / KEPT / "chat_template.jinja")
+    load = functools.partial(_load, run.init_from)
     if run.finetune.method == "lora":
-        from meshwright.checkpoint.adapters import add_adapters  # loaded for runs with adapters
-
-        return add_adapters(device_run, functools.partial(_load, run.init_from))
+        return add_adapters(device_run, load)
     if run.finetune.objective == "preferences":
-        from meshwright.checkpoint.adapters import model_alone
-
-        device_run = model_alone(device_run)  # the reference is a copy, and no weights of a file
-    return _load(run.init_from, device_run, lambda path, w: w)
+        device_run = without_adapters(device_run)  # the reference is a copy of the weights
+    return load(device_run, lambda path, w: w)
 
 
-def _load(init_from: str, device_run: DeviceRun, then: Callable[[str, jax.Array], Any]) -> Tree:
-    """Weights of a run without adapters; each is given to `then` before the next is loaded."""
+def _load(init_from: str, device_run: DeviceRun, then: Then) -> Tree:
+    """Returns the weights of a run without adapters; each is given to `then` before the next is loaded."""
     if is_hugging_face(init_from):
         weights = open_folder(init_from)
         dtype = device_run.run.training.param_dtype
@@ -65,8 +62,6 @@ def load_run(folder: Path, device_run: DeviceRun, at: int | None = None) -> Tree
     with Checkpoints(folder / "checkpoints", max_to_keep=None) as checkpoints:
         if theirs.finetune.method != "lora":
             return checkpoints.restore_params(device_run, at)[0]
-        from meshwright.checkpoint.adapters import merge_adapters
-
         training = dataclasses.replace(device_run.run.training, param_dtype=theirs.training.param_dtype)
         adapted = dataclasses.replace(device_run.run, finetune=theirs.finetune, training=training)
         other = place_on_devices(adapted, device_run.mesh)
@@ -82,13 +77,11 @@ def changed_fields(run: Run) -> dict[str, tuple[Any, Any]]:
     assert run.init_from is not None
     own = _model_of(run.init_from)
     if type(own) is not type(run.model):
-        raise WeightsError(
-            f"a {type(run.model).__name__} that starts from {run.init_from}",
-            f"the weights there are of a {type(own).__name__}",
-            f"{run.init_from} in the place of the recipe"
-            if is_hugging_face(run.init_from)
-            else f"--run {run.init_from}/run.json",
-        )
+        theirs = f"the weights there are of a {type(own).__name__}"
+        fix = f"--run {run.init_from}/run.json"
+        if is_hugging_face(run.init_from):
+            fix = f"{run.init_from} in the place of the recipe"
+        raise WeightsError(f"a {type(run.model).__name__} that starts from {run.init_from}", theirs, fix)
     names = [field.name for field in dataclasses.fields(own) if field.name not in _FREE]
     pairs = {name: (getattr(own, name), getattr(run.model, name)) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and pair[1] is not None}

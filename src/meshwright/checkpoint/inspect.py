@@ -1,21 +1,21 @@
-"""Checkpoints on disk, without devices: which there are, what they hold, whether they are whole, how two differ."""
+"""Checkpoints on disk, without devices: which there are, what they hold, whether they are intact, how two differ."""
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from meshwright.checkpoint.blocks import StoredTensors
-from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.restore import manifest_of, read_manifest
+from meshwright.checkpoint.manifest import Manifest, manifest_of, read_manifest
 from meshwright.checkpoint.steps import all_steps, committed_steps, partial_steps
 from meshwright.documents import read_json
 from meshwright.errors import CheckpointError
 from meshwright.runs.run_file import run_to_dict
 from meshwright.storage.paths import in_bucket, path_of
+from meshwright.storage.transfer import files_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,19 +64,18 @@ def list_checkpoints(folder: Path) -> list[Listed]:
 
 
 def _size_and_time(step_folder: Path) -> tuple[int, float]:
-    """Bytes of a checkpoint, and when it was written, in seconds since 1970.
+    """Returns the bytes of a checkpoint, and when it was written, in seconds since 1970.
 
     A bucket's driver tells neither: there the bytes are those of the tensors, and the time is the writer's.
     """
     if in_bucket(step_folder):
         try:
-            manifest = read_manifest(step_folder)
             written = float(read_json(step_folder / "_CHECKPOINT_METADATA")["commit_timestamp_nsecs"]) / 1e9
+            return sum(record.bytes for record in read_manifest(step_folder).tensors.values()), written
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return 0, 0.0
-        return sum(math.prod(t.shape) * np.dtype(t.dtype).itemsize for t in manifest.tensors.values()), written
-    files = [file for file in step_folder.rglob("*") if file.is_file() and not file.is_symlink()]
-    return sum(f.stat().st_size for f in files), max((f.stat().st_mtime for f in files), default=0.0)
+    found = [(step_folder / name).stat() for name in files_of(step_folder)]
+    return sum(status.st_size for status in found), max((status.st_mtime for status in found), default=0.0)
 
 
 def verify_checkpoint(folder: Path, manifest: Manifest, say: Callable[[str], None] = lambda line: None) -> list[str]:
@@ -96,8 +95,7 @@ def verify_checkpoint(folder: Path, manifest: Manifest, say: Callable[[str], Non
     return damaged
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorDifference:
+class TensorDifference(NamedTuple):
     """Difference of one tensor of two checkpoints."""
 
     name: str
@@ -113,9 +111,10 @@ def compare_checkpoints(
     Tensors with equal fingerprints are equal and are not read; of the others the values are compared, block by block.
     first, second: folder of checkpoints and manifest of each.
     """
-    a, b = first[1], second[1]
-    fields = dict(_flat({"step": a.step, "cursor": a.cursor, "data": a.corpus, "run": run_to_dict(a.run)}))
-    others = dict(_flat({"step": b.step, "cursor": b.cursor, "data": b.corpus, "run": run_to_dict(b.run)}))
+    fields, others = (
+        dict(_flat({"step": m.step, "cursor": m.cursor, "data": m.corpus, "run": run_to_dict(m.run)}))
+        for _, m in (first, second)
+    )
     changed = [
         f"{name}: {fields.get(name, 'absent')} -> {others.get(name, 'absent')}"
         for name in {**fields, **others}
@@ -123,7 +122,7 @@ def compare_checkpoints(
     ]
     tensors = [
         TensorDifference(name, summary)
-        for name in {**a.tensors, **b.tensors}
+        for name in {**first[1].tensors, **second[1].tensors}
         if (summary := _difference(name, first, second)) is not None
     ]
     return changed, tensors

@@ -104,9 +104,8 @@ def reordering(
         after = jax.eval_shape(permute, x)
         return lax.fori_loop(0, pieces, convert_piece, jnp.zeros(after.shape, after.dtype))
 
-    mapped = jax.shard_map(
-        run, mesh=row_sharding.mesh, in_specs=source.spec, out_specs=target.spec, check_vma=False
-    )  # fmt: skip
+    mesh = row_sharding.mesh
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=source.spec, out_specs=target.spec, check_vma=False)
     return jax.jit(mapped, out_shardings=target)
 
 

@@ -1,19 +1,29 @@
-"""Manifest: the description of a checkpoint, stored beside its tensors as JSON."""
+"""Manifest: the description of a checkpoint, stored beside its tensors as JSON, and which checkpoints a folder has."""
 
 import dataclasses
 import hashlib
 import json
+import operator
+import os
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from meshwright.checkpoint.steps import committed_steps, partial_steps
+from meshwright.documents import LARGE, check_inside, read_json
+from meshwright.errors import CheckpointError
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import run_to_dict
+from meshwright.runs.run_file import run_from_dict, run_to_dict
+from meshwright.storage.paths import in_bucket
 
-FORMAT = 2
+_FORMAT = 2
 """Version of the manifest. Checkpoints of format 1 have no checksum of the manifest and no fingerprint of the data."""
+MANIFEST = "manifest/metadata"
+"""File of a checkpoint that is written last and deleted first: without it a folder is not a checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +33,11 @@ class TensorRecord:
     shape: tuple[int, ...]
     dtype: str
     fingerprint: tuple[int, int]
+
+    @property
+    def bytes(self) -> int:
+        """Size of the tensor."""
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,24 +61,105 @@ class Manifest:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the manifest as JSON-compatible values, with the versions of the libraries."""
-        document = {
-            "format": FORMAT,
-            "step": self.step,
-            "cursor": self.cursor,
-            "run": run_to_dict(self.run),
-            "versions": {"jax": jax.__version__, "numpy": np.__version__},
-            "tensors": {
-                name: {"shape": list(t.shape), "dtype": t.dtype, "fingerprint": list(t.fingerprint)}
-                for name, t in self.tensors.items()
-            },
-            "data": self.data,
-            "corpus": self.corpus,
-            "skipped": [list(part) for part in self.skipped],
-        }
-        return seal(document)
+        return seal(
+            {
+                "format": _FORMAT,
+                "step": self.step,
+                "cursor": self.cursor,
+                "run": run_to_dict(self.run),
+                "versions": {"jax": jax.__version__, "numpy": np.__version__},
+                "tensors": {
+                    name: {"shape": list(t.shape), "dtype": t.dtype, "fingerprint": list(t.fingerprint)}
+                    for name, t in self.tensors.items()
+                },
+                "data": self.data,
+                "corpus": self.corpus,
+                "skipped": [list(part) for part in self.skipped],
+            }
+        )
 
 
 def seal(document: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a document with a checksum of everything else in it."""
     rest = {name: value for name, value in document.items() if name != "checksum"}
     return {**rest, "checksum": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
+
+
+def read_manifest(step_folder: Path) -> Manifest:
+    """Reads the manifest in the folder of one checkpoint.
+
+    Raises OSError, ValueError, KeyError, TypeError, AttributeError or ConfigError where it is malformed, or a link
+    leaves the folder.
+    """
+    check_inside(step_folder.parent, [step_folder])
+    if not in_bucket(step_folder):  # a bucket has no links
+        _check_links(step_folder)
+    file = step_folder / MANIFEST
+    data = read_json(file, LARGE)
+    found = data["format"]
+    if found not in (1, _FORMAT):
+        raise ValueError(f"it is of format {found}, and this version reads {_FORMAT}")
+    # A bit that changes 2 into another format is caught here too: only the old format has no checksum.
+    if (found == _FORMAT or "checksum" in data) and seal(data) != data:
+        raise ValueError("it is not what was saved: its checksum differs")
+    tensors = {name: _read_record(record) for name, record in data["tensors"].items()}
+    skipped = tuple((operator.index(first), operator.index(count)) for first, count in data.get("skipped", ()))
+    run = run_from_dict(data["run"], str(file))
+    return Manifest(int(data["step"]), int(data["cursor"]), run, tensors, data.get("data"), data.get("corpus"), skipped)
+
+
+def _read_record(record: dict[str, Any]) -> TensorRecord:
+    first, second = record["fingerprint"]
+    shape = tuple(operator.index(size) for size in record["shape"])
+    if min(shape, default=0) < 0:
+        raise ValueError(f"a tensor of shape {list(shape)}")
+    return TensorRecord(shape, str(record["dtype"]), (int(first), int(second)))
+
+
+def _check_links(folder: Path) -> None:
+    """Raises ValueError naming a link in `folder` that leaves it, or an entry that is neither file nor folder."""
+    pending = [folder]
+    while pending:
+        with os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                if entry.is_symlink():  # known from the listing, without a request for each file
+                    check_inside(folder, [path])
+                elif entry.is_dir():
+                    pending.append(path)
+                elif not entry.is_file():
+                    raise ValueError(f"{path.relative_to(folder)} is neither a file nor a folder")
+
+
+def manifest_of(folder: Path, step: int | None) -> Manifest:
+    """Returns the manifest of a checkpoint in the folder `folder`: that of `step`, or of the last complete one.
+
+    One that is newer and not complete is left out with a line on standard error. Raises CheckpointError.
+    """
+    steps, partial = committed_steps(folder), partial_steps(folder)
+    if step in partial:
+        raise damaged(folder, step, "it is not whole: its writing or copying was cut off", None)
+    if not steps:
+        raise CheckpointError(f"a checkpoint in {folder}", "none was committed there", "another folder")
+    if step is None:
+        step = steps[-1]
+        for newer in (s for s in partial if s > step):
+            print(f"{folder / str(newer)}: left out, it is not whole; step {step} is taken", file=sys.stderr)
+    if step not in steps:
+        truth = "the folder has those of steps " + ", ".join(map(str, steps))
+        raise CheckpointError(f"the checkpoint of step {step}", truth, f"--at {steps[-1]}")
+    try:
+        return read_manifest(folder / str(step))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise damaged(folder, step, "its manifest cannot be read", error) from error
+
+
+def damaged(folder: Path, step: int, damage: str, error: Exception | None) -> CheckpointError:
+    """Returns the error for a checkpoint that cannot be read, with the one before it."""
+    earlier = [s for s in committed_steps(folder) if s < step]
+    detail = f" ({type(error).__name__}: {str(error).splitlines()[0][:160]})" if error and str(error) else ""
+    return CheckpointError(
+        f"the checkpoint of step {step} in {folder}",
+        damage + detail,
+        f"the one before it: --at {earlier[-1]}" if earlier else "no earlier checkpoint exists: start a new run",
+    )

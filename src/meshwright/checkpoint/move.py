@@ -6,15 +6,11 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.checkpoint.inspect import list_checkpoints
+from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.steps import STARTED, committed_steps
 from meshwright.errors import CheckpointError
-from meshwright.storage.move import copy_tree
-from meshwright.storage.paths import in_bucket
-from meshwright.storage.transfer import copy_file, files_of, remove_tree, sha256_of
-
-MANIFEST = "manifest/metadata"
-"""File of a checkpoint that is written last and deleted first: without it, what is there is no checkpoint."""
-_LEFT = (".lock",)
+from meshwright.storage.paths import in_bucket, remove_tree
+from meshwright.storage.transfer import copy_file, copy_tree, files_of, sha256_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +44,10 @@ def plan_move(source: Path, target: Path, at: int | None) -> list[Moved]:
         names = files_of(source / "checkpoints" / str(row.step))
         action: Literal["copy", "there", "left out"] = "copy" if row.state == "whole" else "left out"
         if row.step in existing and action == "copy":
-            _check_same(source, target, row.step)
+            manifests = [folder / "checkpoints" / str(row.step) / MANIFEST for folder in (source, target)]
+            if sha256_of(manifests[0]) != sha256_of(manifests[1]):
+                truth = "it holds another checkpoint of that step"
+                raise CheckpointError(f"moving step {row.step} to {target}", truth, "another folder")
             action = "there"
         planned.append(Moved(f"step {row.step}", len(names), row.bytes, action))
     others = _other_files(source)
@@ -56,18 +55,9 @@ def plan_move(source: Path, target: Path, at: int | None) -> list[Moved]:
     return [*planned, Moved("files of the run", len(others), size, "copy")]
 
 
-def _check_same(source: Path, target: Path, step: int) -> None:
-    """Raises CheckpointError where both have a checkpoint of this step, and its manifests differ."""
-    manifests = [folder / "checkpoints" / str(step) / MANIFEST for folder in (source, target)]
-    if sha256_of(manifests[0]) != sha256_of(manifests[1]):
-        raise CheckpointError(
-            f"moving step {step} to {target}", "it holds another checkpoint of that step", "another folder"
-        )
-
-
 def _other_files(source: Path) -> list[str]:
-    names = files_of(source)
-    return [name for name in names if name not in _LEFT and not name.startswith(("checkpoints/", "set-aside/"))]
+    left_out = ("checkpoints/", "set-aside/")
+    return [name for name in files_of(source) if name != ".lock" and not name.startswith(left_out)]
 
 
 def move_checkpoints(
@@ -75,7 +65,7 @@ def move_checkpoints(
 ) -> list[Moved]:
     """Copies checkpoints and files of a run, reads every copy back, and only then deletes the source.
 
-    Started again after it was cut off, it goes on where it was. Of a single step the source's other files stay.
+    Started again after it was cut off, it continues where it was. Moving a single step keeps the source's other files.
     then: what becomes of the source. Raises CheckpointError or StorageError; the source is then as it was.
     """
     planned = plan_move(source, target, at)

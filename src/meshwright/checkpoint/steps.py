@@ -1,7 +1,8 @@
-"""Checkpoints of a folder by step: which there are, and which are whole. No device is needed."""
+"""Folders of checkpoints: which steps they have, and which are complete. No device is needed."""
 
 from pathlib import Path
 
+from meshwright.errors import CheckpointError
 from meshwright.storage.paths import in_bucket, path_of
 
 STARTED = "started"
@@ -9,7 +10,7 @@ STARTED = "started"
 
 
 def committed_steps(folder: Path) -> list[int]:
-    """Returns the steps with a whole checkpoint in `folder`, oldest first."""
+    """Returns the steps with a complete checkpoint in `folder`, oldest first."""
     steps = all_steps(folder)
     return sorted(set(steps) - set(_partial(folder, steps)))
 
@@ -20,21 +21,28 @@ def partial_steps(folder: Path) -> list[int]:
 
 
 def _partial(folder: Path, steps: list[int]) -> list[int]:
-    names = ("manifest/metadata", "state/_METADATA")
-    folder = path_of(folder)
-    return sorted(step for step in steps if not all(_has(folder / str(step) / name) for name in names))
+    def is_complete(step: int) -> bool:
+        files = [path_of(folder) / str(step) / name for name in ("manifest/metadata", "state/_METADATA")]
+        # An object is written completely or not at all.
+        return all(file.is_file() and (in_bucket(file) or file.stat().st_size > 0) for file in files)
+
+    return sorted(step for step in steps if not is_complete(step))
 
 
 def all_steps(folder: Path) -> list[int]:
-    """Returns the steps that have a folder, whole or not, in no order."""
+    """Returns the steps that have a folder, complete or not, in no order."""
     folder = path_of(folder)
-    if in_bucket(folder):
-        started = [int(path.name) for path in (folder / STARTED).iterdir() if path.name.isdigit()]
-        # A folder that other programs copied has no such files.
-        return started or [int(path.name) for path in folder.iterdir() if path.name.isdigit()]
-    return [int(p.name) for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
+    # In a bucket a folder that other programs copied has no such files.
+    listed = (folder / STARTED, folder) if in_bucket(folder) else (folder,)
+    for place in listed:
+        if found := [int(path.name) for path in (place.iterdir() if place.is_dir() else ()) if path.name.isdigit()]:
+            return found
+    return []
 
 
-def _has(file: Path) -> bool:
-    # An object is written as a whole.
-    return file.is_file() and (in_bucket(file) or file.stat().st_size > 0)
+def unwritable(folder: Path, error: OSError) -> CheckpointError:
+    """Returns the error of an output folder that cannot be written."""
+    reason = error.strerror or str(error)
+    if isinstance(error, FileExistsError):
+        reason = "a file, or a link that leads nowhere, has that name"
+    return CheckpointError(f"output folder {folder}", f"it cannot be written: {reason}", "another --out")

@@ -18,13 +18,12 @@ import numpy as np
 import tensorstore
 from jax.experimental import multihost_utils
 
-from meshwright.checkpoint.blocks import block_shape, commit, open_array, write_json, zarr_metadata
+from meshwright.checkpoint.blocks import block_shape, commit, open_array, write_json, zarr_spec
+from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.checkpoint.steps import STARTED, committed_steps, partial_steps
 from meshwright.errors import CheckpointError
 from meshwright.hardware.agreement import store
-from meshwright.storage.bucket import context, kvstore_spec
-from meshwright.storage.paths import in_bucket
-from meshwright.storage.transfer import remove_tree
+from meshwright.storage.paths import in_bucket, kvstore_of, remove_tree
 
 _CHUNK = 64 * 2**20
 """Largest chunk in bytes: a shard is one file, or several."""
@@ -34,9 +33,11 @@ _BARRIER_SECONDS = 1800
 _saves = itertools.count()
 """Number of the next save of this process; all processes save in the same order."""
 LAYOUT = "layout.json"
-"""File of a checkpoint of a single process: which parts of the tensors it has."""
+"""File of a checkpoint of a single process: which slices of the tensors it has."""
 
 Reach = Literal["shared", "process"]
+Bounds = tuple[tuple[int, int], ...]
+"""First index and one past the last, of each dimension of a slice."""
 Shards = dict[str, list[tuple[tuple[slice, ...], np.ndarray]]]
 
 
@@ -54,7 +55,7 @@ class ShardWriter:
         if max_to_keep is None:
             return
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
-        if self._commits:  # a writer died; who writes here holds the lock of the folder
+        if self._commits:  # what a writer left that died: this process holds the lock of the folder
             if in_bucket(folder):
                 for step in partial_steps(folder):
                     self._remove(step)
@@ -64,7 +65,7 @@ class ShardWriter:
 
     @property
     def _commits(self) -> bool:
-        """Whether this process writes descriptions and manifest."""
+        """Whether this process writes the descriptions of the arrays and the manifest."""
         return self.reach == "process" or jax.process_index() == 0
 
     def save(self, step: int, abstract: dict[str, Any], shards: Shards, manifest: dict[str, Any]) -> None:
@@ -91,22 +92,16 @@ class ShardWriter:
                 f"process {jax.process_index()} does not see the folder that process 0 made",
                 "an --out that all hosts share, or in a bucket",
             )
+        # One process writes the description, which the others do not wait for.
+        how = {"create": True} if self._commits else {"open": True, "assume_metadata": True}
         writing = []
         for name, x in abstract.items():
-            if not self._commits and not shards[name]:
-                continue
-            chunk = _chunk_shape(x.sharding.shard_shape(x.shape), x.dtype.itemsize)
-            spec = {
-                "driver": "zarr",
-                "kvstore": kvstore_spec(state / name),
-                "metadata": zarr_metadata(x.shape, chunk, x.dtype),
-                "store_data_equal_to_fill_value": True,
-                "recheck_cached_data": False,
-            }
-            # One process writes the description, which the others do not wait for.
-            spec |= {"create": True} if self._commits else {"open": True, "assume_metadata": True}
-            array = tensorstore.open(spec, context=context()).result()
-            writing += [array[index].write(values) for index, values in shards[name]]
+            if self._commits or shards[name]:
+                kvstore, context = kvstore_of(state / name)
+                chunk = _chunk_shape(x.sharding.shard_shape(x.shape), x.dtype.itemsize)
+                spec = zarr_spec(kvstore, x.shape, chunk, x.dtype) | how
+                array = tensorstore.open(spec, context=context).result()
+                writing += [array[index].write(values) for index, values in shards[name]]
         for future in writing:
             future.result()
         if self.reach == "process":
@@ -129,7 +124,7 @@ class ShardWriter:
 
     def _remove(self, step: int) -> None:
         """Deletes a checkpoint, its manifest first: what is left is not taken for a checkpoint."""
-        (self._folder / str(step) / "manifest" / "metadata").unlink(missing_ok=True)
+        (self._folder / str(step) / MANIFEST).unlink(missing_ok=True)
         remove_tree(self._folder / str(step))
         (self._folder / STARTED / str(step)).unlink(missing_ok=True)
 
@@ -173,74 +168,74 @@ class ShardWriter:
 
 
 def layout_of(tensors: dict[str, Any]) -> str:
-    """Returns a digest of which parts of which tensors this process has: its shards serve no other layout.
+    """Returns a digest of which slices of which tensors this process has: its shards serve no other layout.
 
     tensors: arrays or ShapeDtypeStructs with shardings, by name.
     """
-    parts = {
+    slices = {
         name: sorted({_bounds(i, x.shape) for i in x.sharding.addressable_devices_indices_map(x.shape).values()})
         for name, x in sorted(tensors.items())
     }
     place = [jax.process_index(), jax.process_count()] if jax.process_count() > 1 else []
-    return hashlib.sha256(json.dumps([place, parts if place else ""]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([place, slices if place else ""]).encode()).hexdigest()
 
 
 def host_shards(tensors: dict[str, jax.Array], *, owned: bool) -> Shards:
-    """Returns copies in the host's memory of the shards on this process's devices, one of each part of a tensor.
+    """Returns copies in the host's memory of the shards on this process's devices, one of each slice of a tensor.
 
-    owned: leaves out the parts that another process has in its charge (the replica with the lowest number).
+    owned: leaves out the slices that another process writes (the replica with the lowest number).
     """
-    taken: dict[str, dict[Any, Any]] = {}
+    taken: dict[str, dict[Bounds, Any]] = {}
     for name, x in tensors.items():
-        parts = taken[name] = {}
+        slices = taken[name] = {}
         for shard in x.addressable_shards:
             if not owned or shard.replica_id == 0:
-                parts.setdefault(_bounds(shard.index, x.shape), shard)
-        for shard in parts.values():
+                slices.setdefault(_bounds(shard.index, x.shape), shard)
+        for shard in slices.values():
             shard.data.copy_to_host_async()
     return {
-        name: [(tuple(slice(*part) for part in bounds), _copied(shard.data)) for bounds, shard in parts.items()]
-        for name, parts in taken.items()
+        name: [(tuple(slice(*part) for part in bounds), _copied(shard.data)) for bounds, shard in slices.items()]
+        for name, slices in taken.items()
     }
 
 
 def _copied(x: jax.Array) -> np.ndarray:
-    """The values in memory of the host's own: on a CPU an array shares that of the device, which is donated."""
+    """Values in memory of the host's own: on a CPU an array shares the memory of the device's, which is donated."""
     values = np.asarray(x)
     return values if values.flags.owndata else values.copy()
 
 
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 def _chunk_shape(shard: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """Returns the shape of the chunks of a shard, which divides it: no two processes write into one chunk."""
-    chunk = []
-    for size, most in zip(shard, block_shape(shard, itemsize, _CHUNK), strict=True):
-        chunk.append(max((n for n in range(1, most + 1) if size % n == 0), default=1))
-    return tuple(chunk)
+    largest = block_shape(shard, itemsize, _CHUNK)
+    return tuple(
+        max((n for n in range(1, most + 1) if size % n == 0), default=1)
+        for size, most in zip(shard, largest, strict=True)
+    )
 
 
 def _read(state: Path, name: str, x: Any) -> jax.Array:
-    """Reads the parts of a tensor that the devices of this process need, all at once."""
+    """Reads the slices of a tensor that the devices of this process need, all at once."""
     array = open_array(state, name).result()
-    stored = tuple(array.shape)
     places = x.sharding.addressable_devices_indices_map(x.shape)
     wanted = dict.fromkeys(_bounds(index or (), x.shape) for index in places.values())
-    inside = {
-        bounds: tuple(slice(a, min(b, size)) for (a, b), size in zip(bounds, stored, strict=True)) for bounds in wanted
-    }
-    whole = {bounds: all(p.start < p.stop for p in part) for bounds, part in inside.items()}
-    reading = {bounds: array[part].read() for bounds, part in inside.items() if whole[bounds]}
-    parts = {}
+    reading = {}
+    for bounds in wanted:  # without what lies beyond the stored array: a vocabulary may be padded otherwise
+        inside = tuple(slice(a, min(b, size)) for (a, b), size in zip(bounds, array.shape, strict=True))
+        if all(part.start < part.stop for part in inside):
+            reading[bounds] = array[inside].read()
+    slices: dict[Bounds, np.ndarray] = {}
     for bounds in wanted:
-        values = reading[bounds].result() if whole[bounds] else np.zeros((0,) * len(bounds), x.dtype)
         shape = tuple(b - a for a, b in bounds)
-        if values.shape != shape:  # a vocabulary that was padded otherwise
+        values = reading[bounds].result() if bounds in reading else None
+        if values is None or values.shape != shape:
             padded = np.zeros(shape, x.dtype)
-            if whole[bounds]:
+            if values is not None:
                 padded[tuple(slice(0, size) for size in values.shape)] = values
             values = padded
-        parts[bounds] = values
-    return jax.make_array_from_callback(x.shape, x.sharding, lambda index: parts[_bounds(index or (), x.shape)])
+        slices[bounds] = values
+    return jax.make_array_from_callback(x.shape, x.sharding, lambda index: slices[_bounds(index or (), x.shape)])

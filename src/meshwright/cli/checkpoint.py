@@ -12,14 +12,9 @@ import jax
 import tyro
 from rich.markup import escape
 
-from meshwright.checkpoint.inspect import (
-    compare_checkpoints,
-    find_checkpoints,
-    list_checkpoints,
-    verify_checkpoint,
-)
+from meshwright.checkpoint.inspect import compare_checkpoints, find_checkpoints, list_checkpoints, verify_checkpoint
+from meshwright.checkpoint.manifest import manifest_of
 from meshwright.checkpoint.move import move_checkpoints, plan_move
-from meshwright.checkpoint.restore import manifest_of
 from meshwright.cli.output import write, write_json, write_table
 from meshwright.cli.parse import parse
 from meshwright.errors import CheckpointError, ConfigError, nearest

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import IO, Any
 
 import pyarrow
+import pyarrow.compute
 import pyarrow.parquet
 
-from meshwright.data.records import Records, place_of
+from meshwright.data.readers import Place, Records
+from meshwright.documents import check_inside, read_json
 from meshwright.errors import DataError
 
 _ROWS = 1024
@@ -31,16 +33,15 @@ def read_columns(file: Path, raw: IO[bytes], kind: str, records: Records, field:
         for start in range(skip, len(column), _ROWS):
             for number, value in enumerate(_values(column.slice(start, _ROWS)), first + start + 1):
                 records.number = number
-                place = place_of(file, "row", number)
+                place = Place(file, "row", number)
                 if not isinstance(value, str):
-                    reason = f"no text: its {field!r} is null" if value is None else "not UTF-8"
-                    records.skip(place, reason)
+                    records.skip(place, f"no text: its {field!r} is null" if value is None else "not UTF-8")
                 elif text := records.text(value, place):
                     yield text
 
 
 def _parquet(file: Path, raw: IO[bytes], field: str, records: Records) -> Iterator[tuple[int, Any]]:
-    """Yields the first row and the column of text of each part."""
+    """Yields the first row and the column of text of each batch."""
     table = pyarrow.parquet.ParquetFile(raw)
     path = _column(file, table.schema_arrow, field)
     size, rows, first = os.fstat(raw.fileno()).st_size, max(1, table.metadata.num_rows), 0
@@ -50,13 +51,13 @@ def _parquet(file: Path, raw: IO[bytes], field: str, records: Records) -> Iterat
         if first + count > records.number:
             at = first
             for batch in table.iter_batches(_ROWS, row_groups=[group], columns=[".".join(path)]):
-                yield at, _part(batch, path)
+                yield at, _column_of(batch, path)
                 at += batch.num_rows
         first += count
 
 
 def _arrow(file: Path, raw: IO[bytes], field: str, records: Records) -> Iterator[tuple[int, Any]]:
-    """Yields the first row and the column of text of each part."""
+    """Yields the first row and the column of text of each batch."""
     magic = raw.read(6)
     raw.seek(0)
     if magic[:4] == b"FEA1":
@@ -72,28 +73,20 @@ def _arrow(file: Path, raw: IO[bytes], field: str, records: Records) -> Iterator
         raw.seek(0)
         reader = pyarrow.ipc.open_stream(raw)
         batches = iter(reader)
-    path = _column(file, reader.schema, field)
-    first = 0
+    path, first = _column(file, reader.schema, field), 0
     for batch in batches:
         if first + batch.num_rows > records.number:
-            column = _part(batch, path)
-            # Arrow takes offsets into the text as they are stored: wrong ones would read elsewhere in memory.
-            _check(column)
+            column = _column_of(batch, path)
+            # Arrow takes offsets into the text as they are stored: wrong ones would read elsewhere in memory. The bytes
+            # need not be UTF-8 here: that is checked row by row.
+            binary = {pyarrow.string(): "binary", pyarrow.large_string(): "large_binary"}.get(column.type)
+            (column.cast(binary) if binary else column).validate(full=True)
             yield first, column
         first += batch.num_rows
 
 
-def _check(column: Any) -> None:
-    """Raises pyarrow.ArrowInvalid where offsets or indices lead outside the column."""
-    if pyarrow.types.is_string(column.type):
-        column = column.cast("binary")  # whose bytes need not be UTF-8: that is checked row by row
-    elif pyarrow.types.is_large_string(column.type):
-        column = column.cast("large_binary")
-    column.validate(full=True)
-
-
 def _column(file: Path, schema: Any, field: str) -> tuple[str, ...]:
-    """Returns the names that lead to the column of text. Raises DataError where there is none, or it is no text."""
+    """Returns the names that lead to the column of text. Raises DataError where there is none, or it is not text."""
     if schema.names.count(field) > 1:
         truth = f"{schema.names.count(field)} of its columns are named {field!r}"
         raise DataError(f"reading {file}", truth, "give each a name of its own")
@@ -122,10 +115,8 @@ def _is_text(kind: Any) -> bool:
     return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
 
 
-def _part(batch: Any, path: tuple[str, ...]) -> Any:
+def _column_of(batch: Any, path: tuple[str, ...]) -> Any:
     """Returns the column of text of a batch; null where what contains it is null."""
-    import pyarrow.compute
-
     column = batch.column(batch.schema.get_field_index(path[0]))
     for name in path[1:]:
         column = pyarrow.compute.struct_field(column, name)
@@ -137,8 +128,7 @@ def _values(column: Any) -> list[str | bytes | None]:
     try:
         return column.to_pylist()
     except UnicodeDecodeError:
-        values = column.cast("large_binary").to_pylist()
-        return [_text_or_bytes(value) for value in values]
+        return [_text_or_bytes(value) for value in column.cast("large_binary").to_pylist()]
 
 
 def _text_or_bytes(value: bytes | None) -> str | bytes | None:
@@ -146,3 +136,54 @@ def _text_or_bytes(value: bytes | None) -> str | bytes | None:
         return None if value is None else value.decode("utf-8")
     except UnicodeDecodeError:
         return value
+
+
+def saved_files(folder: Path) -> list[Path] | None:
+    """Returns the Arrow files of a folder that `save_to_disk` of `datasets` wrote, in order; None for another folder.
+
+    Raises DataError where the folder has several splits, the description names a file outside it, or rows are selected
+    by an index that is kept beside them.
+    """
+    again = "save the dataset again"
+    if (folder / "dataset_dict.json").is_file():
+        splits = _read_object(folder / "dataset_dict.json").get("splits")
+        names = [name for name in splits if isinstance(name, str)] if isinstance(splits, list) else []
+        if not names or any(Path(name).name != name or name == ".." for name in names):
+            truth = f"it names no splits that are folders in it: {', '.join(names) or 'none'}"
+            raise DataError(f"reading {folder / 'dataset_dict.json'}", truth, again)
+        if len(names) > 1:
+            truth = f"it is a dataset with the splits {', '.join(names)}"
+            raise DataError(f"--data {folder}", truth, f"--data {folder / names[0]}")
+        try:
+            check_inside(folder, [folder / names[0]])
+        except ValueError as error:
+            raise DataError(f"reading {folder}", f"{error}", again) from error
+        return saved_files(folder / names[0])
+    state = _read_object(folder / "state.json")
+    if "_data_files" not in state:
+        return None
+    try:
+        names = [entry["filename"] for entry in state["_data_files"]]
+        if not names:
+            raise ValueError("it names no files")
+        if any(not isinstance(name, str) or Path(name).name != name for name in names):
+            raise ValueError("it names a file outside the folder")
+        if len(set(names)) < len(names) or any(not name.endswith(".arrow") for name in names):
+            raise ValueError("it names a file twice, or one that is not .arrow")
+        files = [folder / name for name in names]
+        check_inside(folder, files)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"reading {folder / 'state.json'}", f"{error}", again) from error
+    if state.get("_indices_files") or state.get("_indices_data_files"):
+        raise DataError(f"--data {folder}", "an index beside it selects its rows", "dataset.flatten_indices() and save")
+    return files
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        value = read_json(file)
+        if not isinstance(value, dict):
+            raise ValueError("it is no object")
+    except (OSError, ValueError) as error:
+        raise DataError(f"reading {file}", f"{error}", "save the dataset again") from error
+    return value

@@ -2,10 +2,13 @@
 
 A record is one line of JSON: `messages`, or `prompt` and `completion`, or `prompt`, `chosen` and `rejected`, each a
 text or a list of messages. Messages are rendered by the tokenizer's chat template; a text is taken as it is and its
-answer closed by the tokenizer's end. The loss is that of the assistant's answers (data/rendering.py).
+answer closed by the tokenizer's end. A conversation is tokenised in one piece, as a model sees it, and only the
+assistant's answers have a loss. A template with marks (`{% generation %}`) shows where they are. With any other, an
+answer is what the conversation up to it has beyond the conversation before it with the prompt for an answer: its text,
+and the token that ends it.
 
-Records are tokenised once, into a token file with one more array, `answers.bin`. A sequence holds several of them,
-whole, chosen by best fit; each is a document of its own, to which attention and positions are confined.
+Records are tokenised once, into a token file with one more array, `answers.bin`. A sequence holds several complete
+records, chosen by best fit; each is a document of its own, to which attention and positions are confined.
 """
 
 import contextlib
@@ -15,33 +18,36 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from meshwright.config import Data
-from meshwright.data.chat import ChatTemplate, check_jinja, read_chat_template
-from meshwright.data.local import local_data
-from meshwright.data.opening import decompressed, kind_of, open_bytes
-from meshwright.data.readers import kind_of_value, read_json_lines
-from meshwright.data.records import Records
-from meshwright.data.rendering import Rendered, render_record
-from meshwright.data.shards import TokenWriter, write_description
-from meshwright.data.tokens import Corpus, TokenFile, open_tokens, parse_source
-from meshwright.data.vocabulary import build_tokenizer
+from meshwright.data.chat import ChatTemplate, Message, check_jinja, read_chat_template
+from meshwright.data.corpus import Corpus, local_data, parse_source, share_folders
+from meshwright.data.readers import Records, decompressed, kind_of, kind_of_value, open_bytes, read_json_lines
+from meshwright.data.subwords import Subwords, check_unicode
+from meshwright.data.tokenizers import Bytes, Chars, Tokenizer, build_tokenizer, with_begin
+from meshwright.data.tokens import TokenFile, TokenWriter, is_token_file, open_tokens, write_description
 from meshwright.documents import LARGE, read_json, read_text
 from meshwright.errors import DataError
 from meshwright.fine_tuning import FineTune, Objective, TooLong
 
 _FORMAT = 3
+_KINDS = {
+    "answers": "`messages`, or `prompt` and `completion`",
+    "preferences": "`prompt`, `chosen` and `rejected`",
+}
+_ROLES = "role and content, such as {'role': 'user', 'content': 'Hello'}"
+Span = tuple[int, int]
+"""First character, and one past the last."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Sequences of `seq` tokens with whole documents."""
+    """Sequences of `seq` tokens with complete documents."""
 
     file: TokenFile
     answers: np.ndarray
@@ -127,29 +133,30 @@ def load_conversations(
 ) -> tuple[Corpus, list[tuple[Packed, Packed]]]:
     """Loads chat data: its files, and for each the sequences to train on and the held-out ones.
 
-    Tokens are kept in `cache`. Raises DataError with file and line for a record that is none, has no answer, or is
+    Tokens are kept in `cache`. Raises DataError with file and line for a record that is malformed, has no answer, or is
     longer than a sequence (`FineTune.too_long`).
     """
-    paths, tokenizer = local_data(data.paths, data.tokenizer, cache)
-    data = dataclasses.replace(data, paths=paths, tokenizer=tokenizer)
-    if not Path(data.tokenizer).is_file() and data.tokenizer != "bytes":
-        raise DataError(
-            f"chat data with the tokenizer {data.tokenizer!r}", "it is learned from text, and this is none",
-            "--data.tokenizer FILE, the tokenizer.json of the model, or bytes",
-        )  # fmt: skip
-    sources = [parse_source(path) for path in data.paths]
-    template = template_of(data.tokenizer, tuning.template)
+    paths, spec = local_data(data.paths, data.tokenizer, cache)
+    if not Path(spec).is_file() and spec != "bytes":
+        truth = "it is learned from text, and this is none"
+        fix = "--data.tokenizer FILE, the tokenizer.json of the model, or bytes"
+        raise DataError(f"chat data with the tokenizer {spec!r}", truth, fix)
+    sources = [parse_source(path) for path in paths]
+    template = template_of(spec, tuning.template)
     if template is not None:
         check_jinja()
     together = 2 if tuning.objective == "preferences" else 1
     files, parts = [], []
-    folders = _folders([source.path for source in sources], data.tokenizer, template, tuning.objective, cache)
+    folders = share_folders(
+        cache / "tokens",
+        None,
+        lambda: {source.path: _tokenise(source.path, spec, template, tuning.objective, cache) for source in sources},
+    )
     for source in sources:
         folder = folders[source.path]
         file = open_tokens(folder)
         answers: Any = np.memmap(folder / "answers.bin", np.uint8, mode="r")
-        lines = read_json(folder / "lines.json", LARGE)
-        units = _fitting(file, seq, together, lines, tuning.too_long)
+        units = _fitting(file, seq, together, read_json(folder / "lines.json", LARGE), tuning.too_long)
         if tuning.too_long == "truncate":
             file, answers = _truncated(file, answers, seq // together)
         order = np.random.default_rng(0).permutation(units)
@@ -157,29 +164,12 @@ def load_conversations(
         if data.held_out and len(order) > 1:
             border = min(max(border, 1), len(order) - 1)
         if not border or (data.held_out and border == len(order)):
-            raise DataError(
-                f"--data {source.path}", f"it has {len(order)} record(s): {border} to train on and "
-                f"{len(order) - border} to evaluate", "more records, or --data.held-out 0",
-            )  # fmt: skip
+            truth = f"it has {len(order)} record(s): {border} to train on and {len(order) - border} to evaluate"
+            raise DataError(f"--data {source.path}", truth, "more records, or --data.held-out 0")
         train, held_out = (pack(file, answers, seq, u, together) for u in (order[:border], order[border:]))
         files.append(file)
         parts.append((train, held_out))
     return Corpus(tuple(files), tuple(source.weight for source in sources)), parts
-
-
-def _folders(
-    paths: list[str], spec: str, template: ChatTemplate | None, objective: Objective, cache: Path
-) -> dict[str, Path]:
-    """Returns the folders with the tokens of sources; process 0 makes them for all that compute together."""
-
-    def make() -> dict[str, Path]:
-        return {path: _tokenise(path, spec, template, objective, cache) for path in paths}
-
-    if not jax.distributed.is_initialized() or jax.process_count() == 1:
-        return make()
-    from meshwright.data.host_tokens import share_folders  # runs on one host need none of it
-
-    return share_folders(cache / "tokens", None, make)
 
 
 def template_of(tokenizer: str, file: str | None) -> ChatTemplate | None:
@@ -195,8 +185,10 @@ def template_of(tokenizer: str, file: str | None) -> ChatTemplate | None:
 
 
 def _fitting(file: TokenFile, seq: int, together: int, lines: list[str], too_long: TooLong) -> list[int]:
-    """Units of documents that fit in a sequence, or all where they are truncated. Raises DataError for one that does
-    not."""
+    """Units of documents that are used: those that fit in a sequence, or all where they are truncated.
+
+    Raises DataError for one that does not fit, where that is refused.
+    """
     lengths = np.diff(file.ends, prepend=0).reshape(-1, together).sum(1) - together
     long = np.flatnonzero(lengths > seq)
     if len(long) and too_long == "refuse":
@@ -212,7 +204,7 @@ def _fitting(file: TokenFile, seq: int, together: int, lines: list[str], too_lon
 
 
 def _truncated(file: TokenFile, answers: np.ndarray, positions: int) -> tuple[TokenFile, np.ndarray]:
-    """Token file and answers in memory, each document without what goes beyond `positions` and its first token."""
+    """Token file and answers in memory, each document cut after its first `positions` + 1 tokens."""
     ranges = [document_range(file.ends, d) for d in range(len(file.ends))]
     kept = [slice(start, min(stop, start + positions + 1)) for start, stop in ranges]
     tokens, marks = (np.concatenate([array[part] for part in kept]) for array in (file.tokens, answers))
@@ -221,11 +213,15 @@ def _truncated(file: TokenFile, answers: np.ndarray, positions: int) -> tuple[To
 
 def _tokenise(path: str, spec: str, template: ChatTemplate | None, objective: Objective, cache: Path) -> Path:
     """Returns the folder with the tokens of one source, made where it is not there yet."""
-    files = _files(path)
-    tokenizer = build_tokenizer(spec, iter(()))
-    kind = [str(_FORMAT), objective, tokenizer.to_json(), repr(template), *map(_status, files)]
+    location, tokenizer = Path(path), build_tokenizer(spec)
+    files = sorted(location.rglob("*.jsonl")) if location.is_dir() else [location]
+    if not files or not all(file.is_file() for file in files):
+        reason = "a folder without .jsonl files" if location.is_dir() else "not there"
+        raise DataError(f"--data {path}", f"it is {reason}", "a file of JSON lines, or a folder of such files")
+    status = [f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
+    kind = [str(_FORMAT), objective, tokenizer.to_json(), repr(template), *status]
     folder = cache / "tokens" / f"chat-{hashlib.sha256(chr(10).join(kind).encode()).hexdigest()[:24]}"
-    if (folder / "tokens.json").is_file():
+    if is_token_file(folder):
         return folder
     lines = list[str]()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -234,8 +230,7 @@ def _tokenise(path: str, spec: str, template: ChatTemplate | None, objective: Ob
         writer = TokenWriter(scratch, np.dtype("<u4"))
         with contextlib.closing(writer), (scratch / "answers.bin").open("wb") as answers:
             for where, record in _records(files):
-                documents: list[Rendered] = render_record(where, record, objective, tokenizer, template)
-                for document in documents:
+                for document in render_record(where, record, objective, tokenizer, template):
                     writer.add(document.tokens, np.array([len(document.tokens)]))
                     answers.write(document.answers.astype(np.uint8).tobytes())
                 lines.append(where)
@@ -244,40 +239,179 @@ def _tokenise(path: str, spec: str, template: ChatTemplate | None, objective: Ob
             writer.finish()
         (scratch / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
         (scratch / "lines.json").write_text(json.dumps(lines), encoding="utf-8")
-        record = {"dtype": "uint32", "tokens": writer.tokens, "documents": writer.documents, "vocab": tokenizer.vocab,
-                  "shards": writer.shards, "shard_tokens": writer.shard_tokens, "source": path, "tokenizer": spec,
-                  "skipped": {}}  # fmt: skip
-        write_description(scratch, record, "answers.bin", "lines.json")
+        described = writer.description(tokenizer.vocab, source=path, tokenizer=spec, skipped={})
+        write_description(scratch, described, "answers.bin", "lines.json")
         try:
             os.replace(scratch, folder)
         except OSError:  # another process was first
-            if not (folder / "tokens.json").is_file():
+            if not is_token_file(folder):
                 raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder
 
 
-def _files(path: str) -> list[Path]:
-    location = Path(path)
-    files = sorted(location.rglob("*.jsonl")) if location.is_dir() else [location]
-    if not files or not all(file.is_file() for file in files):
-        reason = "a folder without .jsonl files" if location.is_dir() else "not there"
-        raise DataError(f"--data {path}", f"it is {reason}", "a file of JSON lines, or a folder of such files")
-    return files
-
-
-def _status(file: Path) -> str:
-    return f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}"
-
-
 def _records(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields file and line of each record, and the record."""
     for file in files:
-        records = Records(str(file))
         with open_bytes(file) as raw:
-            for place, record in read_json_lines(file, decompressed(raw, kind_of(file.name)[1]), records):
+            stream = decompressed(raw, kind_of(file.name)[1])
+            for place, record in read_json_lines(file, stream, Records(str(file))):
                 if not isinstance(record, dict):
                     truth = f"it is {kind_of_value(record)}, and no object"
                     raise DataError(str(place), truth, "one JSON object in a line")
                 yield str(place), record
+
+
+class Rendered(NamedTuple):
+    """One document: its tokens, int32 [tokens], and True for those that are answers, [tokens]."""
+
+    tokens: np.ndarray
+    answers: np.ndarray
+
+
+def render_record(
+    where: str, record: dict[str, Any], objective: Objective, tokenizer: Tokenizer, template: ChatTemplate | None
+) -> list[Rendered]:
+    """Returns the documents of a record: one, or the chosen and the rejected one.
+
+    where: file and line, for errors. Raises DataError where the record lacks what the objective needs, has no answer,
+    or the template refuses it.
+    """
+    return _Renderer(where, tokenizer, template).render(record, objective)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Renderer:
+    """Renderer of one record. where: its file and line."""
+
+    where: str
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+    def render(self, record: dict[str, Any], objective: Objective) -> list[Rendered]:
+        if objective == "preferences" and {"prompt", "chosen", "rejected"} <= record.keys():
+            pairs = [(record["prompt"], record["chosen"]), (record["prompt"], record["rejected"])]
+        elif objective == "preferences" and {"chosen", "rejected"} <= record.keys():
+            conversations = [self._messages("chosen and rejected", record[name]) for name in ("chosen", "rejected")]
+            pairs = [(messages[:-1], messages[-1:]) for messages in conversations]
+        elif objective == "answers" and "messages" in record:
+            if record.get("tools"):
+                truth = "it has `tools`, which no template is given"
+                raise DataError(self.where, truth, "their description in a system message, or no `tools`")
+            return [self._conversation(self._messages("messages", record["messages"]), 0)]
+        elif objective == "answers" and {"prompt", "completion"} <= record.keys():
+            pairs = [(record["prompt"], record["completion"])]
+        else:
+            truth = f"it has {', '.join(map(repr, record)) or 'no fields'}"
+            raise DataError(self.where, truth, _KINDS[objective])
+        return [self._prompt_and_answer(prompt, answer) for prompt, answer in pairs]
+
+    def _prompt_and_answer(self, prompt: Any, answer: Any) -> Rendered:
+        if isinstance(prompt, str) and isinstance(answer, str):
+            self._check_text(prompt + answer)
+            first = self.tokenizer.encode(prompt)
+            last = np.append(self.tokenizer.encode(answer), self.tokenizer.end)
+            if not len(first) or not answer:
+                raise DataError(self.where, f"its {'answer' if len(first) else 'prompt'} is empty", "a text in both")
+            first = with_begin(self.tokenizer, first)
+            return Rendered(np.concatenate([first, last]), np.repeat([False, True], [len(first), len(last)]))
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        if isinstance(answer, str):
+            answer = [{"role": "assistant", "content": answer}]
+        before = self._messages("prompt", prompt)
+        return self._conversation(before + self._messages("answer", answer), len(before))
+
+    def _messages(self, field: str, value: Any) -> list[Message]:
+        """Returns a list of messages. Raises DataError for anything else."""
+        if not isinstance(value, list) or not value:
+            truth = f"its {field} is {type(value).__name__} {str(value)[:40]!r}"
+            raise DataError(self.where, truth, f"a list of {_ROLES}")
+        for number, message in enumerate(value):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+                truth = f"message {number} of its {field} is {str(message)[:60]}"
+                raise DataError(self.where, truth, f"an object with {_ROLES}")
+            content = message["content"]
+            if not isinstance(content, str | None):
+                found = f"{type(content).__name__} {str(content)[:40]!r}"
+                truth = (
+                    f"the content of message {number} of its {field} is {found}, which a template would write as it is"
+                )
+                raise DataError(self.where, truth, "its text")
+            self._check_text(content or "")
+        return value
+
+    def _check_text(self, text: str) -> None:
+        try:
+            check_unicode(text)
+        except DataError as error:
+            raise DataError(self.where, error.truth, error.fix) from error
+
+    def _conversation(self, messages: list[Message], first: int) -> Rendered:
+        """Returns a conversation whose answers from message `first` on are trained on."""
+        if self.template is None:
+            truth = "the tokenizer has no chat template, which makes a text of messages"
+            fix = "--finetune.template FILE, or records of texts: `prompt` and `completion`"
+            raise DataError(self.where, truth, fix)
+        if not any(message["role"] == "assistant" for message in messages[first:]):
+            truth = "no message is the assistant's: there is nothing to learn"
+            raise DataError(self.where, truth, "a message with that role")
+        try:
+            self._check_null_contents(messages, self.template)
+            text, spans = self._answers(messages, self.template, first)
+        except DataError as error:
+            if error.asked == self.where:
+                raise
+            raise DataError(self.where, error.truth, error.fix) from error
+        tokens, starts = _tokens_and_starts(self.tokenizer, text)
+        answers = np.zeros(len(tokens), bool)
+        for start, stop in spans:
+            answers |= (starts >= start) & (starts < stop)
+        if not answers.any() or answers[:1].all():
+            truth = "its answers are empty, or begin the text"
+            raise DataError(self.where, truth, "a question, and an answer with content")
+        return Rendered(tokens, answers)
+
+    def _check_null_contents(self, messages: list[Message], template: ChatTemplate) -> None:
+        """Raises DataError where a template writes the word None for a content of null: not all know calls of tools."""
+        if all(message["content"] is not None for message in messages):
+            return
+        empty = [{**message, "content": message["content"] or ""} for message in messages]
+        if template.render(messages, answer=False).count("None") > template.render(empty, answer=False).count("None"):
+            number = next(i for i, message in enumerate(messages) if message["content"] is None)
+            truth = f"the content of message {number} is null, and the template writes 'None' for it"
+            fix = "a content, or a template that knows messages without (--finetune.template)"
+            raise DataError(self.where, truth, fix)
+
+    def _answers(self, messages: Sequence[Message], template: ChatTemplate, first: int) -> tuple[str, list[Span]]:
+        """Returns the text of a conversation, and where its answers from message `first` on are."""
+        if template.marks_answers:
+            text, spans = template.render_marked(messages)
+            return text, spans[sum(message["role"] == "assistant" for message in messages[:first]) :]
+        text, spans = template.render(messages, answer=False), []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant" or number < first:
+                continue
+            before = template.render(messages[:number], answer=True)
+            after = template.render(messages[: number + 1], answer=False)
+            if not (text.startswith(after) and after.startswith(before)):
+                raise DataError(
+                    self.where,
+                    f"the template renders the messages up to answer {number} otherwise where more follow: that answer "
+                    "cannot be found in the whole",
+                    "a template with {% generation %} around answers (--finetune.template), or one answer in a record",
+                )
+            spans.append((len(before), len(after)))
+        return text, spans
+
+
+def _tokens_and_starts(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tokens of a text, and the first character of each."""
+    if isinstance(tokenizer, Chars):
+        return tokenizer.encode(text), np.arange(len(text))
+    if isinstance(tokenizer, Bytes):
+        sizes = [len(letter.encode("utf-8", "surrogatepass")) for letter in text]
+        return tokenizer.encode(text), np.repeat(np.arange(len(text)), sizes)
+    assert isinstance(tokenizer, Subwords)
+    return tokenizer.encode_with_starts(text)

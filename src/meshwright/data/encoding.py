@@ -1,34 +1,36 @@
 """Texts to tokens, in this process or in several: the tokens do not depend on how many.
 
-A process of `encoder_process` reads texts from its standard input and writes tokens to its standard output. It ends
-when its input does, however the process that started it ends.
+`python -m meshwright.data.encoding` reads texts from its standard input and writes tokens to its standard output. It
+ends when its input does, however the process that started it ends.
 """
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
 import json
 import os
 import queue
+import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from meshwright.data.records import Place
-from meshwright.data.tokenizers import Tokenizer, with_begin
+from meshwright.data.readers import Place
+from meshwright.data.tokenizers import Tokenizer, tokenizer_from_json, with_begin
 from meshwright.errors import DataError
 
 BATCH = 2**19
 """Characters of a batch of documents."""
 _ALONE = 8
 """Batches that one process encodes before others start: they take half a second to start, as long as 2 MB of text."""
-HEADER = struct.Struct("<qq")
+_HEADER = struct.Struct("<qq")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,19 +66,14 @@ def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> Encoded:
         for tokens in map(tokenizer.encode, texts):
             parts.append(np.append(with_begin(tokenizer, tokens), np.int32(tokenizer.end)))
             if int(parts[-1].max()) >= tokenizer.vocab or int(parts[-1].min()) < 0:
-                raise DataError(
-                    "tokens", f"its tokenizer gives token {parts[-1].max()} of {tokenizer.vocab}",
-                    "a tokenizer whose tokens are numbered without gaps",
-                )  # fmt: skip
+                truth = f"its tokenizer gives token {parts[-1].max()} of {tokenizer.vocab}"
+                raise DataError("tokens", truth, "a tokenizer whose tokens are numbered without gaps")
     except DataError as error:
         raise Unencodable(len(parts), error.truth, error.fix) from error
-    lengths = np.fromiter(map(len, parts), np.int64, len(parts))
-    return Encoded(np.concatenate(parts), lengths)
+    return Encoded(np.concatenate(parts), np.fromiter(map(len, parts), np.int64, len(parts)))
 
 
-def encode(
-    tokenizer: Tokenizer, batches: Iterable[TextBatch], processes: int
-) -> Iterator[tuple[TextBatch, Encoded]]:  # fmt: skip
+def encode(tokenizer: Tokenizer, batches: Iterable[TextBatch], processes: int) -> Iterator[tuple[TextBatch, Encoded]]:
     """Yields batches in order with their tokens. Raises DataError with the place of a document that has none.
 
     processes: 1 encodes in this process. Others start when there is more text than takes this one a second; at most
@@ -84,7 +81,7 @@ def encode(
     """
     stream = iter(batches)
     for batch in stream if processes <= 1 else itertools.islice(stream, _ALONE):
-        yield batch, _placed(batch, lambda texts: encode_texts(tokenizer, texts))
+        yield batch, _encode_batch(batch, lambda texts: encode_texts(tokenizer, texts))
     first = next(stream, None)
     if first is None:
         return
@@ -99,8 +96,7 @@ def encode(
             yield done, future.result()
 
 
-def _placed(batch: TextBatch, call: Any) -> Encoded:
-    """Encodes a batch; names the place of a document that cannot be encoded."""
+def _encode_batch(batch: TextBatch, call: Callable[[list[str]], Encoded]) -> Encoded:
     try:
         return call(batch.texts)
     except Unencodable as error:
@@ -119,15 +115,11 @@ class _Encoders:
     def __enter__(self) -> "_Encoders":
         # Not multiprocessing: its processes would import the user's script again, and outlive a killed parent.
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(sys.path)}
-        description = self._tokenizer.to_json().encode()
+        command, pipe = [sys.executable, "-m", "meshwright.data.encoding"], subprocess.PIPE
         for _ in range(self._count):
-            process = subprocess.Popen(
-                [sys.executable, "-m", "meshwright.data.encoder_process"], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, env=environment,
-            )  # fmt: skip
-            self._processes.append(process)
+            self._processes.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment))
         for process in self._processes:
-            write_frame(process.stdin, HEADER.pack(len(description), 0), description)
+            _write_frame(process.stdin, 0, self._tokenizer.to_json().encode())
             self._free.put(process)
         return self
 
@@ -144,18 +136,17 @@ class _Encoders:
 
     def submit(self, batch: TextBatch) -> concurrent.futures.Future[Encoded]:
         """Encodes a batch in the next process that is free."""
-        return self._threads.submit(_placed, batch, self._encode)
+        return self._threads.submit(_encode_batch, batch, self._encode)
 
     def _encode(self, texts: list[str]) -> Encoded:
         process = self._free.get()
         try:
-            data = msgspec.msgpack.encode(texts)
-            write_frame(process.stdin, HEADER.pack(len(data), 0), data)
-            documents, size = HEADER.unpack(read_exactly(process.stdout, HEADER.size))
+            _write_frame(process.stdin, 0, msgspec.msgpack.encode(texts))
+            documents, reply = _read_frame(process.stdout)
             if documents < 0:
-                raise Unencodable(*json.loads(read_exactly(process.stdout, size)))
-            lengths = np.frombuffer(read_exactly(process.stdout, 8 * documents), "<i8")
-            return Encoded(np.frombuffer(read_exactly(process.stdout, size), "<u4"), lengths)
+                raise Unencodable(*json.loads(reply))
+            border = 8 * documents
+            return Encoded(np.frombuffer(reply[border:], "<u4"), np.frombuffer(reply[:border], "<i8"))
         except (OSError, EOFError) as error:
             raise DataError(
                 f"tokenising in {self._count} processes",
@@ -166,18 +157,38 @@ class _Encoders:
             self._free.put(process)
 
 
-def write_frame(pipe: IO[bytes] | None, header: bytes, *data: bytes) -> None:
-    """Writes a message to a pipe."""
+def _write_frame(pipe: IO[bytes] | None, number: int, data: bytes) -> None:
     assert pipe is not None
-    for part in (header, *data):
-        pipe.write(part)
+    pipe.write(_HEADER.pack(number, len(data)))
+    pipe.write(data)
     pipe.flush()
 
 
-def read_exactly(pipe: IO[bytes] | None, size: int) -> bytes:
-    """Reads so many bytes of a pipe. Raises EOFError where it ends before."""
+def _read_frame(pipe: IO[bytes] | None) -> tuple[int, bytes]:
+    """Returns the number and the data of a frame. Raises EOFError where the pipe ends before."""
     assert pipe is not None
+    header = pipe.read(_HEADER.size)
+    number, size = _HEADER.unpack(header) if len(header) == _HEADER.size else (0, 1)
     data = pipe.read(size)
     if len(data) < size:
         raise EOFError
-    return data
+    return number, data
+
+
+def main() -> None:
+    """Encodes the texts of standard input until it ends: with the process that started this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the first one decides
+    source, target = sys.stdin.buffer, sys.stdout.buffer
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        tokenizer = tokenizer_from_json(_read_frame(source)[1].decode())
+        while True:
+            texts = msgspec.msgpack.decode(_read_frame(source)[1], type=list[str])
+            try:
+                tokens, lengths = encode_texts(tokenizer, texts)
+                _write_frame(target, len(texts), lengths.astype("<i8").tobytes() + tokens.astype("<u4").tobytes())
+            except Unencodable as error:
+                _write_frame(target, -1, json.dumps([error.index, error.truth, error.fix]).encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -14,8 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshwright.data.batch import Batch
-from meshwright.data.ramp import BatchRamp
+from meshwright.data.batch import Batch, BatchRamp
 from meshwright.data.tokens import TokenFile
 from meshwright.errors import DataError
 

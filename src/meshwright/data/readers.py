@@ -1,20 +1,47 @@
-"""Readers of one file of text: plain, lines of JSON, delimited columns; each names the place of a bad record."""
+"""Readers of files of text: plain, lines of JSON, delimited columns; bad records are counted with their places."""
 
+import bz2
 import csv
+import dataclasses
+import gzip
+import io
 import itertools
+import json
+import lzma
 import os
 import shlex
+import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
-from meshwright.data.opening import COLUMNS, DELIMITED, LINES, decompressed, kind_of, open_bytes
-from meshwright.data.records import LARGEST, Place, Records, place_of
-from meshwright.data.unique_names import RepeatedNameError, unique_object
-from meshwright.documents import parse_json
+from meshwright.documents import RepeatedNameError, parse_json, unique_object
 from meshwright.errors import DataError
+from meshwright.formatting import printable
 
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+PLAIN = (".txt", ".py", ".md", ".rst", ".text")
+LINES = (".jsonl", ".ndjson")
+DELIMITED = (".csv", ".tsv")
+COLUMNS = (".parquet", ".arrow", ".feather")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_TEXTS = (*PLAIN, *LINES, *DELIMITED)
+SUFFIXES = (*_TEXTS, *COLUMNS, *(kind + compression for kind in _TEXTS for compression in COMPRESSED))
+"""Ends of the names of files that are read."""
+KINDS = (
+    f"{', '.join(_TEXTS)}, each also with {', '.join(COMPRESSED)}; {', '.join(COLUMNS)}; "
+    "a folder of `datasets`; or module:attribute"
+)
+"""The same for people."""
+UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError, LookupError, RuntimeError, MemoryError)
+"""Errors of damaged files; those of pyarrow and of the decoders are subclasses."""
+LARGEST = 2**30
+"""Largest record in bytes: a line, or a text file."""
+_EXAMPLES = 20
+"""Bad records that are kept with their places in `tokens.json`; all of them are in `skipped.jsonl`."""
 _SHOWN = 12
 """Fields or columns that an error lists."""
 _WIDE = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
@@ -24,63 +51,216 @@ _PACKED = {b"\x1f\x8b": ".gz", b"\xfd7zXZ": ".xz", b"\x28\xb5\x2f\xfd": ".zst", 
 _MISSING = object()
 
 
-def read_file(file: Path, records: Records, field: str) -> Iterator[str]:
-    """Yields the documents of a file, from record `records.number` on.
+class Place(NamedTuple):
+    """Place of a record, for errors: `FILE, line 7`."""
 
-    field: name of the field or column with the text, dots between the names of nested ones.
+    file: Path | str
+    unit: str = ""
+    """`line`, `row` or `document`; empty where the file is the record."""
+    number: int = 0
+
+    def __str__(self) -> str:
+        name = printable(str(self.file))  # line feeds too
+        return f"{name}, {self.unit} {self.number}" if self.unit else name
+
+
+_COUNTS = ("read", "empty", "bad", "examples", "file", "number", "crc", "logged")
+
+
+@dataclasses.dataclass
+class Records:
+    """Counts and position of one reading of a source."""
+
+    source: str
+    """Entry of `data.paths`."""
+    share: float = 0.0
+    """Largest share of records that may be bad."""
+    read: int = 0
+    empty: int = 0
+    bad: int = 0
+    examples: list[str] = dataclasses.field(default_factory=list)
+    file: int = 0
+    """Files read to their end, in the order of reading."""
+    number: int = 0
+    """Lines, rows or documents read of the next file."""
+    crc: int = 0
+    """CRC-32 of the lines read of it."""
+    place: Place = Place("")
+    """Place of the last document."""
+    log: IO[bytes] | None = None
+    """File that takes every skipped record as a line of JSON."""
+    logged: int = 0
+    """Bytes written to `log`."""
+    bytes_before: int = 0
+    """Bytes of the files before the one that is being read."""
+    bytes_here: Callable[[], float] = float
+    """Returns the bytes read of that one."""
+
+    def text(self, text: str, place: Place) -> str | None:
+        """Counts a document and returns its text without a byte-order mark; None where it is empty or bad."""
+        text = text.removeprefix("\ufeff")
+        if "\0" in text:
+            at = text.index("\0") + 1
+            self.skip(place, f"character {at} is NUL, which no text has: binary data, or part of a damaged file")
+            return None
+        if not text.isascii():
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                self.skip(place, f"character {error.start + 1} is half of a surrogate pair, which is no text")
+                return None
+        self.read += 1
+        self.empty += not text
+        self.place = place
+        return text or None
+
+    def skip(self, place: Place, reason: str, fix: str = "repair it") -> None:
+        """Counts a bad record. Raises DataError where none may be skipped."""
+        if not self.share:
+            fix = f"{fix}, or --faults.bad-records 0.001 to skip up to a thousandth"
+            raise DataError(f"reading {place}", reason, fix)
+        self.read += 1
+        self.bad += 1
+        if len(self.examples) < _EXAMPLES:
+            self.examples.append(f"{place}: {reason}")
+        if self.log is not None:
+            where: dict[str, Any] = {"file": str(place.file), **({place.unit: place.number} if place.unit else {})}
+            self.logged += self.log.write(json.dumps({**where, "reason": reason}).encode() + b"\n")
+
+    def check(self) -> None:
+        """Raises DataError where more records were bad than may be skipped; called when all are read."""
+        if self.bad > self.share * self.read:
+            raise DataError(
+                f"--data {self.source}",
+                f"{self.bad:,} of {self.read:,} records cannot be read, {self.bad / self.read:.2%}, and "
+                f"--faults.bad-records {self.share:g} allows {self.share:.2%}; "
+                f"the first: {'; '.join(self.examples[:3])}",
+                f"repair them, or --faults.bad-records {self.bad / self.read * 1.01:.2g}",
+            )
+
+    def summary(self) -> dict[str, Any]:
+        """Returns the counts as JSON values."""
+        share = self.bad / self.read if self.read else 0.0
+        return {"read": self.read, "empty": self.empty, "bad": self.bad, "share": share, "examples": self.examples}
+
+    def state(self) -> dict[str, Any]:
+        """Returns counts and position as JSON values, from which `resume` goes on."""
+        return {**{name: getattr(self, name) for name in _COUNTS}, "examples": list(self.examples)}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Takes counts and position of an earlier reading. Raises KeyError or TypeError for anything else."""
+        for name in _COUNTS:
+            if type(state[name]) is not type(getattr(self, name)):
+                raise TypeError(f"{name} is {state[name]!r}")
+            setattr(self, name, state[name])
+
+
+def kind_of(name: str) -> tuple[str, str]:
+    """Returns kind and compression by a file's name: `a.jsonl.zst` is `.jsonl` and `.zst`."""
+    name = name.lower()
+    compression = next((end for end in COMPRESSED if name.endswith(end)), "")
+    stem = name.removesuffix(compression)
+    return next((kind for kind in (*_TEXTS, *COLUMNS) if stem.endswith(kind)), ""), compression
+
+
+def open_bytes(file: Path) -> IO[bytes]:
+    """Opens a regular file for reading. Raises OSError, and ValueError for a pipe, a device or a folder."""
+    # A pipe without a writer would never open.
+    number = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise ValueError("it is no regular file")
+    return os.fdopen(number, "rb")
+
+
+def decompressed(raw: IO[bytes], compression: str) -> IO[bytes]:
+    """Returns the contents of an open file, decompressed as they are read."""
+    if not compression:
+        return raw
+    if raw.seekable() and not raw.read(1):
+        raise EOFError("it is empty, which no compressed file is")
+    raw.seek(0)
+    if compression == ".gz":
+        return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
+    if compression == ".zst":
+        import pyarrow  # 0.2 s of import that other files do not need
+
+        return io.BufferedReader(cast(Any, pyarrow.CompressedInputStream(raw, "zstd")), 2**18)
+    decoder = bz2.BZ2Decompressor if compression == ".bz2" else lzma.LZMADecompressor
+    return io.BufferedReader(_Streams(raw, decoder), 2**18)
+
+
+class _Streams(io.RawIOBase):
+    """Contents of concatenated compressed streams.
+
+    `bz2.BZ2File` and `lzma.LZMAFile` stop without an error at bytes behind the first stream that begin no other: a
+    damaged or overwritten second one would be lost. Here they are an error of the decoder.
     """
-    with open_bytes(file) as raw:
-        size, records.bytes_here = os.fstat(raw.fileno()).st_size, raw.tell
-        yield from _read_open(file, raw, records, field)
-        records.bytes_before, records.bytes_here = records.bytes_before + size, float
+
+    def __init__(self, raw: IO[bytes], decoder: Any):
+        self._raw, self._new = raw, decoder
+        self._decoder, self._rest = decoder(), b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "WriteableBuffer", /) -> int:
+        view = memoryview(buffer).cast("B")
+        while True:
+            if self._decoder.eof:
+                # Zeros may fill the space behind a stream of xz.
+                self._rest = (self._decoder.unused_data or self._rest).lstrip(b"\0") or self._raw.read(2**18)
+                if not self._rest:
+                    return 0
+                if self._rest.strip(b"\0"):
+                    self._rest = self._rest.lstrip(b"\0")
+                    self._decoder = self._new()
+                continue
+            data = self._rest
+            self._rest = b""
+            if not data and self._decoder.needs_input and not (data := self._raw.read(2**18)):
+                raise EOFError("it ends before the end of its compressed contents")
+            if found := self._decoder.decompress(data, len(view)):
+                view[: len(found)] = found
+                return len(found)
 
 
-def _read_open(file: Path, raw: IO[bytes], records: Records, field: str) -> Iterator[str]:
+def read_texts(file: Path, raw: IO[bytes], records: Records, field: str) -> Iterator[str]:
+    """Yields the documents of an open file that is not a table in columns, from record `records.number` on."""
     kind, compression = kind_of(file.name)
-    if kind in COLUMNS:
-        from meshwright.data.columns import read_columns  # pyarrow takes 0.2 s of import
-
-        yield from read_columns(file, raw, kind, records, field)
-        return
     stream = decompressed(raw, compression)
     if kind in LINES:
         yield from read_json_texts(file, stream, records, field)
     elif kind in DELIMITED:
         yield from _read_delimited(file, stream, "\t" if kind == ".tsv" else ",", records, field)
     elif not records.number:
-        yield from _read_whole(file, stream, records)
-
-
-def _read_whole(file: Path, stream: IO[bytes], records: Records) -> Iterator[str]:
-    content = stream.read(LARGEST + 1)
-    if len(content) > LARGEST:
-        raise ValueError(f"it is one document of more than {LARGEST:,} bytes; split it, or write it as .jsonl")
-    records.number = 1
-    place = place_of(file)
-    text = _decoded(content, place, records)
-    if text is not None and (text := records.text(text, place)):
-        yield text
+        content = stream.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise ValueError(f"it is one document of more than {LARGEST:,} bytes; split it, or write it as .jsonl")
+        records.number, place = 1, Place(file)
+        text = _decoded(content, place, records)
+        if text is not None and (text := records.text(text, place)):
+            yield text
 
 
 def _decoded(content: bytes, place: Place, records: Records) -> str | None:
-    """Returns the text of UTF-8 bytes; None, and a bad record, where they are none."""
+    """Returns the text of UTF-8 bytes; for others None, after counting a bad record."""
     if not place.unit and (wide := _wide(content)):
         records.skip(place, f"not UTF-8: it is {wide}", _conversion(place.file, wide))
         return None
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start)
-        place_in = "" if place.unit else f" on line {line + 1}"
-        reason = f"byte {error.start + 1} (0x{content[error.start]:02x}){place_in}"
-        packed = _packed(content) if place.number < 2 else None
-        reason, fix = (f"it is {packed}", f"the end {packed} of its name") if packed else (reason, "repair it")
+        place_in = "" if place.unit else f" on line {content.count(b'\n', 0, error.start) + 1}"
+        reason, fix = f"byte {error.start + 1} (0x{content[error.start]:02x}){place_in}", "repair it"
+        if place.number < 2 and (packed := _packed(content)):
+            reason, fix = f"it is {packed}", f"the end {packed} of its name"
         records.skip(place, f"not UTF-8: {reason}", fix)
         return None
 
 
 def _wide(content: bytes) -> str | None:
-    """Returns the encoding of a text in UTF-16 or UTF-32, with a mark of the order of its bytes or without."""
+    """Returns the encoding of a text in UTF-16 or UTF-32, with a byte-order mark or without."""
     given = bytes(byte != 0 for byte in content[:4])
     return next((name for mark, name in _WIDE.items() if content.startswith(mark)), _UNMARKED.get(given))
 
@@ -89,14 +269,14 @@ def _packed(content: bytes) -> str | None:
     return next((name for mark, name in _PACKED.items() if content.startswith(mark)), None)
 
 
-def _conversion(file: str, encoding: str) -> str:
+def _conversion(file: Path | str, encoding: str) -> str:
     return f"iconv -f {encoding} -t UTF-8 {file} > CONVERTED"
 
 
 def _lines(stream: IO[bytes], file: Path | str, records: Records) -> Iterator[bytes]:
-    """Yields lines from line `records.number` on, which counts them; the first without its byte-order mark.
+    """Yields the lines after the first `records.number`, and counts them; the first without its byte-order mark.
 
-    Lines end with a line feed alone: what else Unicode takes for the end of one may be in a text.
+    Lines end with a line feed only: other line ends of Unicode may be in a text.
     """
     skip, records.number = records.number, 0
     expected, records.crc = records.crc, 0
@@ -107,52 +287,46 @@ def _lines(stream: IO[bytes], file: Path | str, records: Records) -> Iterator[by
         records.crc = zlib.crc32(line, records.crc)
         if records.number == 1:
             if wide := _wide(line):
-                raise DataError(f"reading {file}", f"not UTF-8: it is {wide}", _conversion(str(file), wide))
+                raise DataError(f"reading {file}", f"not UTF-8: it is {wide}", _conversion(file, wide))
             if packed := _packed(line):
-                fix = f"the end {packed} of its name"
-                raise DataError(f"reading {file}", f"not UTF-8: it is {packed}", fix)
+                raise DataError(f"reading {file}", f"not UTF-8: it is {packed}", f"the end {packed} of its name")
             line = line.removeprefix(b"\xef\xbb\xbf")
         if records.number > skip:
             yield line
         elif records.number == skip and records.crc != expected:
             break
     if records.number < skip or (skip and records.number == skip and records.crc != expected):
-        raise DataError(
-            f"going on with {file}", f"its first {skip:,} lines are not those that were tokenised before",
-            "the same text as before, or another folder",
-        )  # fmt: skip
+        truth = f"its first {skip:,} lines are not those that were tokenised before"
+        raise DataError(f"going on with {file}", truth, "the same text as before, or another folder")
 
 
 def read_json_lines(
     file: Path | str, stream: IO[bytes], records: Records, field: str | None = None
 ) -> Iterator[tuple[Place, Any]]:
-    """Yields the place and the value of each line of JSON; blank lines are no records.
+    """Yields the place and the value of each line of JSON that is not blank.
 
-    field: lines in which an object has two fields of one of its names are bad; None takes all names. JSON parsers would
-    take the last, however the names are spelled.
+    field: a line is bad if an object in it has one of this field's names twice (None: any name); JSON parsers would
+    take the last.
     """
     names = None if field is None else {field, *field.split(".")}
     for line in _lines(stream, file, records):
-        place = place_of(file, "line", records.number)
+        place = Place(file, "line", records.number)
         decoded = _decoded(line, place, records) if line.strip() else None
         if decoded is None:
             continue
         try:
-            value = parse_json(decoded.rstrip("\r\n"), lambda pairs: unique_object(pairs, names))
+            yield place, parse_json(decoded.rstrip("\r\n"), lambda pairs: unique_object(pairs, names))
         except RepeatedNameError as error:
             records.skip(place, f"an object in it has the field {error.name!r} twice")
-            continue
         except ValueError as error:
             at = f" at column {error.colno}" if hasattr(error, "colno") else ""
             records.skip(place, f"not JSON: {str(getattr(error, 'msg', error)).removesuffix(' at')}{at}")
-            continue
-        yield place, value
 
 
 def read_json_texts(file: Path | str, stream: IO[bytes], records: Records, field: str) -> Iterator[str]:
     """Yields the text of each line of JSON."""
     for place, record in read_json_lines(file, stream, records, field):
-        value = find_field(record, field)
+        value = _find_field(record, field)
         if isinstance(value, str):
             if text := records.text(value, place):
                 yield text
@@ -166,7 +340,7 @@ def read_json_texts(file: Path | str, stream: IO[bytes], records: Records, field
             records.skip(place, f"no text: it is {kind_of_value(record)}, and no object")
 
 
-def find_field(record: Any, field: str) -> Any:
+def _find_field(record: Any, field: str) -> Any:
     """Returns a field by its own name, or by the names of nested ones with dots between."""
     if isinstance(record, dict) and field in record:
         return record[field]
@@ -185,48 +359,26 @@ def kind_of_value(value: object) -> str:
     return kinds.get(type(value), "null")
 
 
-def _header(file: Path, rows: Iterator[list[str]]) -> list[str] | None:
-    """Returns the names in the first line; None where the file is empty. Raises DataError where it has none."""
-    try:
-        header = next(rows, None)
-    except csv.Error as error:
-        raise DataError(f"reading {place_of(file, 'line', 1)}", f"no names of columns: {error}", "repair it") from error
-    if header == []:
-        truth = "it is blank, and the first line names the columns"
-        raise DataError(f"reading {place_of(file, 'line', 1)}", truth, "remove the line")
-    return header
-
-
-def _column(file: Path, header: list[str], field: str) -> int:
-    """Returns the number of the column `field`. Raises DataError where there is none, or several."""
-    if header.count(field) == 1:
-        return header.index(field)
-    known = ", ".join(name.encode("utf-8", "replace").decode() for name in header[:_SHOWN])
-    if field in header:
-        truth = f"{header.count(field)} columns are named {field!r}: {known}"
-        raise DataError(f"reading {place_of(file, 'line', 1)}", truth, "give each a name of its own")
-    truth = f"no column {field!r} among {known}"
-    if len(header) == 1 and (other := next((mark for mark in ";\t|," if mark in header[0]), None)):
-        fix = "commas, or tabs in a .tsv"
-        raise DataError(f"reading {place_of(file, 'line', 1)}", f"{truth}, which has {other!r} between its names", fix)
-    meant = next((name for name in header if name.strip().lower() == field.lower()), header[0])
-    raise DataError(f"reading {place_of(file)}", truth, f"--data.text-field {shlex.quote(meant)}")
-
-
 def _read_delimited(file: Path, stream: IO[bytes], delimiter: str, records: Records, field: str) -> Iterator[str]:
     """Yields the text of each row; the first line has the names of the columns."""
     skip, records.number = records.number, 0
-    # Bytes that are not UTF-8 become surrogates, so that their row alone is bad.
+    # Bytes that are not UTF-8 become surrogates, so that only their row is bad.
     decoded = (line.decode("utf-8", "surrogateescape") for line in _lines(stream, file, records))
     csv.field_size_limit(LARGEST)  # 128 KiB by default, shorter than many a document
     rows = csv.reader(decoded, delimiter=delimiter, strict=True)
-    header = _header(file, rows)
+    first_line = f"reading {Place(file, 'line', 1)}"
+    try:
+        header = next(rows, None)
+    except csv.Error as error:
+        raise DataError(first_line, f"no names of columns: {error}", "repair it") from error
     if header is None:
         return
+    if not header:
+        raise DataError(first_line, "it is blank, and the first line names the columns", "remove the line")
     column = _column(file, header, field)
     while True:
         first = rows.line_num + 1
-        place = place_of(file, "line", first)
+        place = Place(file, "line", first)
         try:
             row = next(rows, None)
         except csv.Error as error:
@@ -245,3 +397,19 @@ def _read_delimited(file: Path, stream: IO[bytes], delimiter: str, records: Reco
             records.skip(place, "not UTF-8")
         elif text := records.text(value, place):
             yield text
+
+
+def _column(file: Path, header: list[str], field: str) -> int:
+    """Returns the number of the column `field`. Raises DataError where there is none, or several."""
+    if header.count(field) == 1:
+        return header.index(field)
+    known = ", ".join(name.encode("utf-8", "replace").decode() for name in header[:_SHOWN])
+    first_line, truth = f"reading {Place(file, 'line', 1)}", f"no column {field!r} among {known}"
+    if field in header:
+        truth = f"{header.count(field)} columns are named {field!r}: {known}"
+        raise DataError(first_line, truth, "give each a name of its own")
+    if len(header) == 1 and (other := next((mark for mark in ";\t|," if mark in header[0]), None)):
+        truth += f", which has {other!r} between its names"
+        raise DataError(first_line, truth, "commas, or tabs in a .tsv")
+    meant = next((name for name in header if name.strip().lower() == field.lower()), header[0])
+    raise DataError(f"reading {Place(file)}", truth, f"--data.text-field {shlex.quote(meant)}")

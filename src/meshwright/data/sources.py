@@ -1,21 +1,32 @@
-"""Sources of documents: files, standard input, Python's standard library, or a function from outside the package."""
+"""Sources of documents: files, standard input, Python's standard library, the hub, or a function of the user's."""
 
 import dataclasses
 import glob
+import hashlib
+import inspect
 import os
 import stat
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from meshwright.data.opening import KINDS, SUFFIXES, UNREADABLE
-from meshwright.data.readers import read_file, read_json_texts
-from meshwright.data.records import Records
-from meshwright.errors import DataError
+from meshwright.data.readers import (
+    COLUMNS,
+    KINDS,
+    SUFFIXES,
+    UNREADABLE,
+    Place,
+    Records,
+    kind_of,
+    open_bytes,
+    read_json_texts,
+    read_texts,
+)
+from meshwright.errors import DataError, describe_failure
 from meshwright.plugins import is_reference, load
 
 STDIN = "-"
@@ -43,7 +54,7 @@ class Documents(Protocol):
 
 
 def open_source(path: str, field: str = "text") -> Documents:
-    """Opens the source `path`: files, `-`, `stdlib`, or a function named `module:attribute` or `FILE.py:attribute`.
+    """Opens the source `path`: files, `-`, `stdlib`, `hf://datasets/OWNER/NAME`, or a function by its reference.
 
     field: name of the field or column with the text. Raises DataError where there is no readable file, ConfigError
     where the module or the attribute is missing.
@@ -51,12 +62,8 @@ def open_source(path: str, field: str = "text") -> Documents:
     if path == STDIN:
         return StandardInput(field)
     if path.startswith("hf://"):
-        from meshwright.data.hub import download_dataset  # most runs read files
-
         return FileDocuments(tuple(download_dataset(path)), field)
     if is_reference(path) and not os.path.exists(path):
-        from meshwright.data.function_source import FunctionDocuments  # most runs read files
-
         return FunctionDocuments(path, load("data source", path))
     return FileDocuments(tuple(find_files(path)), field)
 
@@ -69,11 +76,34 @@ class FileDocuments:
     field: str = "text"
 
     def read(self, records: Records) -> Iterator[str]:
-        """Yields the documents of all files."""
-        return read_documents(self.files, records, self.field)
+        """Yields the documents of all files, which are shuffled once so that the held-out tail is a sample of all.
+
+        The order depends only on the list. Raises DataError where a file cannot be read, or too many records are bad.
+        """
+        order = np.random.default_rng(0).permutation(len(self.files))
+        records.bytes_before = sum(os.path.getsize(self.files[i]) for i in order[: records.file])
+        for i in order[records.file :]:
+            try:
+                yield from self._read_file(self.files[i], records)
+            except UNREADABLE as error:
+                truth = f"{type(error).__name__}: {error}"
+                raise DataError(f"reading {self.files[i]}", truth, "repair or remove it") from error
+            records.file, records.number = records.file + 1, 0
+        records.check()
+
+    def _read_file(self, file: Path, records: Records) -> Iterator[str]:
+        with open_bytes(file) as raw:
+            size, records.bytes_here = os.fstat(raw.fileno()).st_size, raw.tell
+            if (kind := kind_of(file.name)[0]) in COLUMNS:
+                from meshwright.data.columns import read_columns  # pyarrow takes 0.2 s of import
+
+                yield from read_columns(file, raw, kind, records, self.field)
+            else:
+                yield from read_texts(file, raw, records, self.field)
+            records.bytes_before, records.bytes_here = records.bytes_before + size, float
 
     def fingerprint(self) -> list[str]:
-        """Returns path, size and modification time of every file. Raises DataError for what is no regular file."""
+        """Returns path, size and modification time of every file. Raises DataError for one that is not regular."""
         folders: dict[str, str] = {}  # most files share one: resolving each takes 20 times as long
         lines = []
         for file in map(os.fspath, self.files):
@@ -122,6 +152,91 @@ class StandardInput:
         return "standard input"
 
 
+@dataclasses.dataclass(frozen=True)
+class FunctionDocuments:
+    """Documents from a callable `() -> Iterable[str]` outside the package (`--data module:attribute`)."""
+
+    name: str
+    """Name in `data.paths`: `module:attribute` or `FILE.py:attribute`."""
+    function: Callable[[], Iterable[str]]
+
+    def read(self, records: Records) -> Iterator[str]:
+        """Yields the documents of one call. Raises DataError where the call fails or an item is not a string."""
+        number, skip, asked = 0, records.number, f"--data {self.name}"
+        try:
+            for number, text in enumerate(self.function(), 1):
+                if number <= skip:
+                    continue
+                records.number = number
+                if not isinstance(text, str):
+                    raise DataError(asked, f"its document {number} is of type {type(text).__name__}", "yield strings")
+                if document := records.text(text, Place(self.name, "document", number)):
+                    yield document
+        except DataError:
+            raise
+        except Exception as error:
+            truth = f"after {number} document(s) it {describe_failure(error)}"
+            raise DataError(asked, truth, "correct the function") from error
+        records.check()
+
+    def fingerprint(self) -> list[str]:
+        """Returns the name, and the callable's `fingerprint` attribute or the hash of the file that defines it.
+
+        Raises DataError where it has neither, such as an instance of a class.
+        """
+        own: Any = getattr(self.function, "fingerprint", None)
+        if own is not None:
+            return [self.name, str(own() if callable(own) else own)]
+        try:
+            code = Path(inspect.getsourcefile(self.function) or "").read_bytes()
+        except (TypeError, OSError) as error:
+            raise DataError(
+                f"--data {self.name}",
+                f"an object of type {type(self.function).__name__} has no source file whose change would be noticed",
+                "give it an attribute `fingerprint`: a text that changes when the documents do",
+            ) from error
+        return [self.name, hashlib.sha256(code).hexdigest()]
+
+    def size(self) -> tuple[int, int]:
+        """Returns zeros: the call has to be made to know."""
+        return 0, 0
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def download_dataset(path: str) -> list[Path]:
+    """Returns the files of `hf://datasets/OWNER/NAME[@REVISION][/FOLDER or GLOB]` in the hub's cache.
+
+    Downloads what is not there. Raises DataError where huggingface_hub is not installed, the name is none, or the hub
+    does not give it.
+    """
+    kind, _, rest = path.removeprefix("hf://").partition("/")
+    owner, _, rest = rest.partition("/")
+    name, _, inside = rest.partition("/")
+    name, _, revision = name.partition("@")
+    asked = f"--data {path}"
+    if kind != "datasets" or not owner or not name:
+        form = "hf://datasets/OWNER/NAME, or hf://datasets/OWNER/NAME@REVISION/FOLDER"
+        raise DataError(asked, "it names no dataset of the hub", form)
+    try:
+        import huggingface_hub
+    except ModuleNotFoundError as error:
+        raise DataError(asked, "huggingface_hub is not installed", "pip install 'meshwright[hub]'") from error
+    wanted = [f"{inside}{end}" for end in ("", "/**")] if inside else [f"*{end}" for end in SUFFIXES]
+    try:
+        folder = huggingface_hub.snapshot_download(
+            f"{owner}/{name}", repo_type="dataset", revision=revision or None, allow_patterns=wanted
+        )
+    except (OSError, ValueError) as error:  # those of the hub's library are subclasses
+        raise DataError(
+            asked,
+            f"the hub does not give it: {str(error).strip().splitlines()[0]}",
+            "the name as the hub writes it; HF_TOKEN for one that is not public; or a download beforehand",
+        ) from error
+    return find_files(os.path.join(folder, inside) if inside else str(folder))
+
+
 def find_files(path: str) -> list[Path]:
     """Returns the files of a source, sorted. Raises DataError where no file of a known kind is found."""
     if path == "stdlib":
@@ -131,30 +246,30 @@ def find_files(path: str) -> list[Path]:
         raise DataError("--data ''", "it is no name", f"one of {KINDS}")
     if os.path.isdir(path):  # false for names that no file can have
         if (location / "dataset_dict.json").is_file() or (location / "state.json").is_file():
-            from meshwright.data.saved_dataset import saved_files  # few folders are datasets
+            from meshwright.data.columns import saved_files  # pyarrow takes 0.2 s of import
 
             if saved := saved_files(location):
                 return saved
         found = sorted(_walk(path), key=lambda file: file.split(os.sep))
-        files = _once([file for file in found if file.lower().endswith(SUFFIXES)])
+        files = _without_duplicates([file for file in found if file.lower().endswith(SUFFIXES)])
         if files:
             return files
-    elif os.path.exists(path):
+        raise DataError(f"--data {path}", "it is a folder without a file of a known kind", f"one of {KINDS}")
+    if os.path.exists(path):
         files = [location]
     else:
-        files = _once([file for file in sorted(glob.glob(path, recursive=True)) if not os.path.isdir(file)])
-    if not files:
-        reason = (
-            "a folder without a file of a known kind" if os.path.isdir(path) else "neither a file, a folder nor a glob"
+        files = _without_duplicates(
+            [file for file in sorted(glob.glob(path, recursive=True)) if not os.path.isdir(file)]
         )
-        raise DataError(f"--data {path}", f"it is {reason}", f"one of {KINDS}")
+    if not files:
+        raise DataError(f"--data {path}", "it is neither a file, a folder nor a glob", f"one of {KINDS}")
     for file in files:
         if not file.name.lower().endswith(SUFFIXES):
             raise DataError(f"--data {path}", f"{file.name} is of no known kind", f"one of {KINDS}")
     return sorted(files)
 
 
-def _once(found: Sequence[str]) -> list[Path]:
+def _without_duplicates(found: Sequence[str]) -> list[Path]:
     """Returns files without links to others of them, and of several links to one file the first."""
     links = {file for file in found if os.path.islink(file)}
     seen = {os.path.realpath(file) for file in found if file not in links} if links else set()
@@ -169,9 +284,9 @@ def _once(found: Sequence[str]) -> list[Path]:
 
 
 def _walk(path: str) -> Iterator[str]:
-    """Yields all files in a folder. Raises DataError where one inside cannot be listed.
+    """Yields all files in a folder; linked folders are read too, each folder once.
 
-    Linked folders are read too, each folder once: a link to a folder above ends there.
+    Raises DataError where a folder inside cannot be listed.
     """
 
     def refuse(error: OSError) -> None:
@@ -190,26 +305,13 @@ def _walk(path: str) -> Iterator[str]:
             yield os.path.join(folder, name)
 
 
+_STDLIB = (
+    "asyncio concurrent/futures collections email http importlib json logging multiprocessing unittest urllib xml/etree"
+)
+
+
 def _stdlib() -> list[Path]:
     """Returns the modules of Python's standard library, without the packages' tests and generated tables."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    folders = (root, *(root / name for name in ("asyncio", "concurrent/futures", "collections", "email", "http",
-               "importlib", "json", "logging", "multiprocessing", "unittest", "urllib", "xml/etree")))  # fmt: skip
+    folders = (root, *(root / name for name in _STDLIB.split()))
     return sorted(f for folder in folders for f in folder.glob("*.py") if f.stat().st_size > 0)
-
-
-def read_documents(files: Sequence[Path], records: Records, field: str = "text") -> Iterator[str]:
-    """Yields the documents of `files`, which are shuffled once so that the held-out tail is a sample of all of them.
-
-    The order depends on the list alone. Begins at the position of `records`. Raises DataError where a file cannot be
-    read, or too many records are bad.
-    """
-    order = np.random.default_rng(0).permutation(len(files))
-    records.bytes_before = sum(os.path.getsize(files[i]) for i in order[: records.file])
-    for i in order[records.file :]:
-        try:
-            yield from read_file(files[i], records, field)
-        except UNREADABLE as error:
-            raise DataError(f"reading {files[i]}", f"{type(error).__name__}: {error}", "repair or remove it") from error
-        records.file, records.number = records.file + 1, 0
-    records.check()

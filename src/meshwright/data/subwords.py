@@ -1,42 +1,50 @@
-"""Tokenizer over a subword vocabulary of the `tokenizers` library."""
+"""Subword tokenizers of the `tokenizers` library: read from a file, or byte-level BPE learned from text."""
 
-from collections.abc import Callable, Iterable
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import tokenizers
 
-from meshwright.data.long_texts import LONG, split_text
-from meshwright.data.tokenizers import END
 from meshwright.errors import DataError
 
+END = "<|end|>"
+"""Token that ends a document in a learned vocabulary."""
+# In order: GPT-OSS has <|endoftext|>, and <|end|> after a message.
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "[EOS]", "</s>", END)  # noqa: RUF001
 _GAPS = 10_000
 """Numbers without a token that a vocabulary may have, in addition to one for each token."""
+LONG = 2**20
+"""Characters of a text from which on it is encoded in parts, and of each part."""
+_COST = 170
+"""Bytes of memory that the library takes for each byte encoded in one piece, measured with 56 MB of text."""
+_BORDER = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
+"""Place between two words for every tokenizer of `is_separable`."""
 
 
 class Subwords:
     """Subword tokenizer of the `tokenizers` library (Hugging Face's tokenizer.json)."""
-
-    # In order: GPT-OSS has <|endoftext|>, and <|end|> after a message.
-    _ENDS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "[EOS]", "</s>", END)  # noqa: RUF001
 
     def __init__(self, text: str):
         self._tokenizer = _called("reading a tokenizer", tokenizers.Tokenizer.from_str, text)
         # A file may ask for texts that are cut or filled up to some length.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # Gemma's </s> is a word of HTML, and no special token.
+        # Gemma's </s> is a word of HTML, not a special token.
         special = {added.content for added in self._tokenizer.get_added_tokens_decoder().values() if added.special}
-        names = sorted(self._ENDS, key=lambda name: name not in special)
+        names = sorted(_ENDS, key=lambda name: name not in special)
         ends = [i for name in names if (i := self._tokenizer.token_to_id(name)) is not None]
         if not ends:
             raise DataError(
                 "a tokenizer that separates documents",
-                f"its vocabulary has none of {', '.join(self._ENDS)}",
+                f"its vocabulary has none of {', '.join(_ENDS)}",
                 f"add {END} as a special token",
             )
         self.end, self.begin = ends[0], self._first_tokens()
-        self._drops = self._has_gaps()
+        self._drops = self._drops_letters()
         ids = self._tokenizer.get_vocab().values()
         self.vocab = max(ids) + 1
         # Some models have a few numbers without a token; an embedding has a row for each.
@@ -47,8 +55,8 @@ class Subwords:
                 "a tokenizer whose tokens are numbered without gaps",
             )
 
-    def _has_gaps(self) -> bool:
-        """Whether the library leaves out letters in silence: BPE without a token for those that it does not know."""
+    def _drops_letters(self) -> bool:
+        """Whether the library omits unknown letters without an error: BPE without an unknown token."""
         model = self._tokenizer.model
         if not isinstance(model, tokenizers.models.BPE) or model.unk_token is not None or model.byte_fallback:
             return False
@@ -65,18 +73,22 @@ class Subwords:
     def encode(self, text: str) -> np.ndarray:
         """Returns the tokens of `text`, without special tokens. Raises DataError for half a surrogate pair."""
         check_unicode(text)
-        if len(text) > LONG:
-            return np.concatenate([self._encode(part) for part in split_text(text, self.to_json())])
-        return self._encode(text)
+        parts = split_text(text, self.to_json()) if len(text) > LONG else [text]
+        return np.concatenate([np.array(self._encode(part).ids, np.int32) for part in parts])
 
-    def _encode(self, text: str) -> np.ndarray:
+    def encode_with_starts(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens of `text` and the first character of each."""
+        encoded = _called("encoding a text", self._tokenizer.encode, text, add_special_tokens=False)
+        return np.array(encoded.ids, np.int32), np.array([start for start, _ in encoded.offsets], np.int64)
+
+    def _encode(self, text: str) -> Any:
         encoded = _called("encoding a text", self._tokenizer.encode, text, add_special_tokens=False)
         if self._drops:
-            self._check_whole(text, encoded.offsets)
-        return np.array(encoded.ids, np.int32)
+            self._check_complete(text, encoded.offsets)
+        return encoded
 
-    def _check_whole(self, text: str, offsets: list[tuple[int, int]]) -> None:
-        """Raises DataError for a character that is in none of the tokens, which lie at `offsets`."""
+    def _check_complete(self, text: str, offsets: list[tuple[int, int]]) -> None:
+        """Raises DataError for a character that no token covers."""
         normalizer, end = self._tokenizer.normalizer, 0
         for first, last in [*sorted(offsets), (len(text), len(text))]:
             for at in range(end, first):
@@ -99,15 +111,14 @@ class Subwords:
 
 
 def _called(asked: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Calls the library. Raises DataError where it raises, a bare Exception or a panic of Rust, which is none."""
+    """Calls the library. Raises DataError where it raises: a bare Exception, or a panic of Rust, which is not one."""
     try:
         return call(*args, **options)
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise DataError(
-            asked, f"the tokenizers library: {error}", "another tokenizer.json, or a repaired one"
-        ) from error
+        fix = "another tokenizer.json, or a repaired one"
+        raise DataError(asked, f"the tokenizers library: {error}", fix) from error
 
 
 def check_unicode(text: str) -> None:
@@ -115,7 +126,70 @@ def check_unicode(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError(
-            "encoding a text", f"character {error.start} is {text[error.start]!r}, half of a surrogate pair",
-            "a text without it, as errors='replace' decodes one",
-        ) from error  # fmt: skip
+        truth = f"character {error.start} is {text[error.start]!r}, half of a surrogate pair"
+        raise DataError("encoding a text", truth, "a text without it, as errors='replace' decodes one") from error
+
+
+def train_bpe(documents: Iterable[str], size: int) -> Subwords:
+    """Trains a byte-level BPE vocabulary of at most `size` tokens (Sennrich et al. 2016, arXiv:1508.07909)."""
+    if size < 257:
+        raise DataError(f"bpe:{size}", "256 bytes and the end of a document take 257 tokens", "bpe:257 or more")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return Subwords(tokenizer.to_str())
+
+
+def is_separable(description: str) -> bool:
+    """Whether a tokenizer.json encodes the two sides of a `_BORDER` independently.
+
+    True where byte-level words are found first, by an expression that takes one space and the letters behind it for a
+    word, as those of GPT-2, Llama 3 and Qwen do, and nothing before that looks across.
+    """
+    config: dict[str, Any] = json.loads(description)
+    outer = config.get("pre_tokenizer") or {}
+    parts = outer.get("pretokenizers", []) if outer.get("type") == "Sequence" else [outer]
+    words = [part for part in parts if part.get("type") == "ByteLevel"]
+    cuts = [part for part in parts if part.get("type") == "Split"]
+    known = all(
+        part.get("type") in ("ByteLevel", "Digits")
+        or (part.get("type") == "Split" and "\\s+(?!\\S)" in part.get("pattern", {}).get("Regex", ""))
+        for part in parts
+    )
+    normalizer = (config.get("normalizer") or {"type": "NFC"}).get("type")
+    across = any(
+        token.get("lstrip") or token.get("rstrip") or re.search(r"\S\s|\s\S|^\s$", token["content"])
+        for token in config["added_tokens"]
+    )
+    regex = len(cuts) == 1 or any(part.get("use_regex") for part in words)
+    prefix = any(part.get("add_prefix_space") for part in words)
+    return bool(words) and known and regex and not prefix and normalizer == "NFC" and not across
+
+
+def split_text(text: str, description: str) -> Iterator[str]:
+    """Yields parts of a long text that encode to the tokens of the whole, to bound the library's memory.
+
+    Raises DataError where the tokenizer needs the text in one piece and this machine has no memory for that.
+    """
+    if not is_separable(description):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if len(text) * _COST > memory:
+            raise DataError(
+                f"encoding a document of {len(text):,} characters",
+                f"this tokenizer takes it in one piece, at about {_COST} bytes each: {len(text) * _COST / 2**30:.0f} "
+                f"GiB, and the machine has {memory / 2**30:.0f} GiB",
+                "several documents, as lines of JSON",
+            )
+        yield text
+        return
+    start = 0
+    while start < len(text):
+        border = _BORDER.search(text, start + LONG)
+        end = border.start() if border else len(text)
+        yield text[start:end]
+        start = end

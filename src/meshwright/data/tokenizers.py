@@ -1,17 +1,17 @@
-"""Tokenizers: bytes, characters, or a subword vocabulary of the `tokenizers` library."""
+"""Tokenizers: bytes, characters, or a subword vocabulary of the `tokenizers` library, as in `--data.tokenizer`."""
 
 import dataclasses
 import itertools
 import json
+import os
 from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
 
-from meshwright.documents import parse_json
+from meshwright.documents import LARGE, parse_json, read_text
 from meshwright.errors import DataError
-
-END = "<|end|>"
+from meshwright.storage.paths import in_bucket, path_of
 
 
 class Tokenizer(Protocol):
@@ -66,10 +66,51 @@ class Bytes:
         return json.dumps({"kind": "bytes"})
 
 
-def with_begin(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
-    """Returns the tokens of a document's text after those that a document begins with, where it has not got them.
+@dataclasses.dataclass(frozen=True)
+class Chars:
+    """Tokenizer over the characters of the training text; one more token ends a document."""
 
-    A chat template writes them into its text.
+    letters: str
+    """Characters in order of their code points."""
+    begin: tuple[int, ...] = ()
+
+    @property
+    def vocab(self) -> int:
+        """Number of characters plus one."""
+        return len(self.letters) + 1
+
+    @property
+    def end(self) -> int:
+        """Token after the last character."""
+        return len(self.letters)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the index of every character. Raises DataError for one that the vocabulary does not have."""
+        codes, known = (np.frombuffer(t.encode("utf-32-le", "surrogatepass"), np.uint32) for t in (text, self.letters))
+        index = np.searchsorted(known, codes).clip(max=len(known) - 1)
+        unknown = np.flatnonzero(known[index] != codes)
+        if unknown.size:
+            at = int(unknown[0])
+            raise DataError(
+                f"encoding text with {len(self.letters)} characters",
+                f"character {at} is {text[at]!r}, which the vocabulary does not have",
+                "--data.tokenizer bytes, or text with these characters only",
+            )
+        return index.astype(np.int32)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Returns the characters of `tokens`."""
+        return "".join(self.letters[t] for t in tokens if t < len(self.letters))
+
+    def to_json(self) -> str:
+        """Returns the kind and the characters."""
+        return json.dumps({"kind": "chars", "letters": self.letters})
+
+
+def with_begin(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
+    """Returns the tokens of a document preceded by `tokenizer.begin`, unless they begin with it already.
+
+    A chat template writes these tokens into its text.
     """
     begin = np.array(tokenizer.begin, np.int32)
     return tokens if np.array_equal(tokens[: len(begin)], begin) else np.concatenate([begin, tokens])
@@ -85,14 +126,43 @@ def tokenizer_from_json(text: str) -> Tokenizer:
     if kind == "bytes":
         return Bytes()
     if kind == "chars":
-        from meshwright.data.chars import Chars
-
         letters = config.get("letters")
         if not isinstance(letters, str) or not letters or any(a >= b for a, b in itertools.pairwise(letters)):
             raise DataError(
                 "reading a tokenizer", "its letters are no characters in order", "the tokenizer.json of a run"
             )
         return Chars(letters)
-    from meshwright.data.subwords import Subwords  # loaded for files of the `tokenizers` library
+    from meshwright.data.subwords import Subwords  # the tokenizers library
 
     return Subwords(text)
+
+
+def is_learned(spec: str) -> bool:
+    """Whether the tokenizer `spec` is learned from text."""
+    return spec == "chars" or spec.startswith("bpe:")
+
+
+def build_tokenizer(spec: str, documents: Iterable[str] = ()) -> Tokenizer:
+    """Builds the tokenizer `spec`: `bytes`, `chars` or `bpe:SIZE` (both learned from `documents`), or a file."""
+    if spec == "bytes":
+        return Bytes()
+    if spec == "chars":
+        letters: set[str] = set()
+        for text in documents:
+            letters.update(text)
+        return Chars("".join(sorted(letters)))
+    if spec.startswith("bpe:"):
+        if not spec[4:].isdecimal() or len(spec) > 14 or int(spec[4:]) >= 2**31:
+            raise DataError(f"tokenizer {spec!r}", f"{spec[4:]!r} is not a number of tokens below 2^31", "bpe:4096")
+        from meshwright.data.subwords import train_bpe  # the tokenizers library
+
+        return train_bpe(documents, int(spec[4:]))
+    if not (path_of(spec).is_file() if in_bucket(spec) else os.path.isfile(spec)):
+        truth, fix = "no such file, and no known kind", "bytes, chars, bpe:SIZE or a tokenizer.json"
+        raise DataError(f"tokenizer {spec!r}", truth, fix)
+    try:
+        return tokenizer_from_json(read_text(path_of(spec), LARGE))
+    except (OSError, ValueError) as error:
+        raise DataError(f"tokenizer {spec!r}", f"it cannot be read: {error}", "a tokenizer.json") from error
+    except DataError as error:
+        raise DataError(f"tokenizer {spec!r}", f"{error.asked}: {error.truth}", error.fix) from error

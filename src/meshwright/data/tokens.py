@@ -3,48 +3,45 @@
 A token file is a folder with the tokens of all documents one after another, each closed by the tokenizer's `end`, in
 shards `tokens-00000.bin`, ... of equal size (uint16 or uint32, little-endian), `ends.npy` (int64, where each document
 ends), `sums.bin` (uint32, CRC-32 of each block of the tokens), `tokenizer.json`, and `tokens.json` (the description
-with SHA-256 of the small files, written last). A shard has whole blocks, so its size changes no checksum. Format 2 had
-all tokens in `tokens.bin`.
+with SHA-256 of the small files, written last). A shard has a whole number of blocks, so its size changes no checksum.
+Format 2 had all tokens in `tokens.bin`. The writer notes after each shard from where an interrupted writing goes on.
 
 Opening verifies all but the tokens. A block of those is verified when it is first read, in the threads that read ahead:
 a corpus larger than memory is not read before the first step.
 """
 
-import dataclasses
-import functools
 import hashlib
 import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from meshwright.data.tokenizers import Tokenizer, tokenizer_from_json
-from meshwright.documents import LARGE, check_inside, read_json, read_text
+from meshwright.documents import LARGE, check_inside, read_json, read_text, write_atomically
 from meshwright.errors import DataError
-from meshwright.storage.paths import in_bucket
-
-if TYPE_CHECKING:
-    from meshwright.data.reading import Progress
 
 FORMAT = 3
-WHOLE = 2
+_SINGLE = 2
 """Format with all tokens in `tokens.bin`."""
 BLOCK = 2**18
 """Bytes of tokens under one checksum: verified in about 0.3 ms, and 4 bytes of `sums.bin`."""
-HASHED = ("ends.npy", "sums.bin", "tokenizer.json")
+SHARD_TOKENS = 2**27
+"""Tokens of a shard: 256 MiB with two bytes each."""
+PROGRESS = "progress.json"
 SKIPPED = "skipped.jsonl"
-"""File with a line for every record that was left out; no part of what training reads."""
+"""File with a line for every record that was left out; training does not read it."""
+_HASHED = ("ends.npy", "sums.bin", "tokenizer.json")
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 class TokenArray:
     """Memory-mapped tokens, [tokens]. A slice is verified before it is returned.
 
-    files: shards of `size` tokens each, and a last one of at most so many.
+    files: shards of `size` tokens each, except for the last one.
     """
 
     def __init__(self, files: Sequence[Path], size: int, count: int, dtype: np.dtype[Any]):
@@ -61,15 +58,13 @@ class TokenArray:
         first, last = start * self._dtype.itemsize // BLOCK, -(-stop * self._dtype.itemsize // BLOCK)
         for block in first + np.flatnonzero(~self._verified[first:last]):
             self._verify(int(block))
-        if start // self._size == max(start, stop - 1) // self._size:
-            at = start // self._size * self._size
-            return self._shard(start // self._size)[start - at : max(start, stop) - at]
-        pieces = []
-        while start < stop:
-            at = start // self._size * self._size
-            pieces.append(self._shard(start // self._size)[start - at : stop - at])
-            start = at + self._size
-        return np.concatenate(pieces)
+        pieces: list[np.ndarray] = []
+        while start < stop or not pieces:
+            number, inside = divmod(start, self._size)
+            count = min(max(0, stop - start), self._size - inside)
+            pieces.append(self._shard(number)[inside : inside + count])
+            start += max(count, 1)
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self[:], dtype, copy=copy)
@@ -81,8 +76,7 @@ class TokenArray:
 
     def _verify(self, block: int) -> None:
         per_block = BLOCK // self._dtype.itemsize
-        number = block * per_block // self._size
-        first = block * per_block - number * self._size
+        number, first = divmod(block * per_block, self._size)
         tokens = self._shard(number)[first : first + per_block]
         if zlib.crc32(tokens) != self._sums[block]:
             at, file = first * self._dtype.itemsize, self._files[number]
@@ -122,12 +116,17 @@ def checksum(record: Any) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
+def is_token_file(path: str | Path) -> bool:
+    """Whether `path` is a folder that `tokenize` wrote."""
+    return os.path.isfile(os.path.join(path, "tokens.json"))  # false for names that no file can have
+
+
 def open_tokens(folder: Path) -> TokenFile:
     """Opens the token file in `folder`. Raises DataError where it is damaged."""
     try:
         record = _read_description(folder)
         dtype, count, vocab = _DTYPES[record["dtype"]], int(record["tokens"]), int(record["vocab"])
-        files, shard = _shards(folder, record, count)
+        files, shard = _shards(folder, record)
         _check_sizes(files, shard * dtype.itemsize, count * dtype.itemsize)
         for name, expected in record["sha256"].items():
             if sha256_of(folder / name) != expected:
@@ -135,9 +134,8 @@ def open_tokens(folder: Path) -> TokenFile:
         # Mapped: a header that promises more than the file has is refused before anything is allocated.
         ends = np.load(folder / "ends.npy", mmap_mode="r", allow_pickle=False, max_header_size=128)
         if ends.dtype != np.int64 or ends.shape != (int(record["documents"]),) or ends[-1] != count:
-            raise ValueError(
-                f"ends.npy is {ends.dtype}{list(ends.shape)}, and there are {record['documents']} documents"
-            )
+            found = f"{ends.dtype}{list(ends.shape)}"
+            raise ValueError(f"ends.npy is {found}, and there are {record['documents']} documents")
         if ends[0] < 1 or np.any(ends[1:] <= ends[:-1]):
             raise ValueError("ends.npy has a document that ends at or before the one before it")
         tokenizer = tokenizer_from_json(read_text(folder / "tokenizer.json", LARGE))
@@ -151,134 +149,178 @@ def open_tokens(folder: Path) -> TokenFile:
     return TokenFile(tokens, np.asarray(ends), vocab, tokenizer, folder, digest, record["skipped"])
 
 
-def shard_name(number: int) -> str:
-    """Returns the name of a shard's file."""
-    return f"tokens-{number:05d}.bin"
+def _read_description(folder: Path) -> dict[str, Any]:
+    """Reads `tokens.json`. Raises ValueError where it is not of this format, or a file of it is outside the folder."""
+    record = read_json(folder / "tokens.json")
+    if not isinstance(record, dict) or record.get("format") not in (_SINGLE, FORMAT):
+        found = record.get("format") if isinstance(record, dict) else None
+        raise ValueError(f"tokens.json is of format {found}, and this version reads {_SINGLE} and {FORMAT}")
+    if record.pop("checksum", None) != checksum(record):
+        raise ValueError("tokens.json is not what was written: its checksum differs")
+    names = tuple(record["sha256"])
+    if record.get("block") != BLOCK or not set(_HASHED) <= set(names) or not isinstance(record["skipped"], dict):
+        raise ValueError("tokens.json has no checksums")
+    if any(Path(name).name != name or not (folder / name).is_file() for name in names):
+        raise ValueError("tokens.json names a file outside the folder, or one that is not there")
+    check_inside(folder, [*_shards(folder, record)[0], *(folder / name for name in ("tokens.json", *names))])
+    return record
 
 
-def _shards(folder: Path, record: Mapping[str, Any], count: int) -> tuple[list[Path], int]:
+def _shards(folder: Path, record: Mapping[str, Any]) -> tuple[list[Path], int]:
     """Returns the files with the tokens, and the tokens of each but the last. Raises ValueError for wrong numbers."""
+    count = int(record["tokens"])
     if not count:
         raise ValueError("it has no tokens")
-    if record["format"] == WHOLE:
+    if record["format"] == _SINGLE:
         return [folder / "tokens.bin"], count
     shards, size = int(record["shards"]), int(record["shard_tokens"])
     if size < 1 or size * _DTYPES[record["dtype"]].itemsize % BLOCK or shards != -(-count // size):
         raise ValueError(f"{count} tokens are not {shards} shards of {size} tokens")
-    return [folder / shard_name(number) for number in range(shards)], size
+    return [folder / _shard_name(number) for number in range(shards)], size
 
 
-def _check_sizes(files: Sequence[Path], shard: int, whole: int) -> None:
-    """Raises ValueError where a file of tokens or checksums is not as long as it must be, in bytes."""
+def _shard_name(number: int) -> str:
+    return f"tokens-{number:05d}.bin"
+
+
+def _check_sizes(files: Sequence[Path], shard: int, total: int) -> None:
+    """Raises ValueError where a file of tokens or checksums has another size than it must have, in bytes."""
     for number, file in enumerate(files):
-        size, expected = file.stat().st_size, min(shard, whole - number * shard)
+        size, expected = file.stat().st_size, min(shard, total - number * shard)
         if size != expected:
             raise ValueError(f"{file.name} has {size} bytes, and its tokens are {expected}")
     sums = files[0].with_name("sums.bin").stat().st_size
-    if sums != 4 * -(-whole // BLOCK):
-        raise ValueError(f"sums.bin has {sums} bytes, and {whole} bytes of tokens have {-(-whole // BLOCK)} checksums")
+    if sums != 4 * -(-total // BLOCK):
+        raise ValueError(f"sums.bin has {sums} bytes, and {total} bytes of tokens have {-(-total // BLOCK)} checksums")
 
 
-def _read_description(folder: Path) -> dict[str, Any]:
-    """Reads `tokens.json`. Raises ValueError where it is not of this format, or another file is outside the folder."""
-    record = read_json(folder / "tokens.json")
-    if not isinstance(record, dict) or record.get("format") not in (WHOLE, FORMAT):
-        found = record.get("format") if isinstance(record, dict) else None
-        raise ValueError(f"tokens.json is of format {found}, and this version reads {WHOLE} and {FORMAT}")
-    if record.pop("checksum", None) != checksum(record):
-        raise ValueError("tokens.json is not what was written: its checksum differs")
-    names = tuple(record["sha256"])
-    if record.get("block") != BLOCK or not set(HASHED) <= set(names) or not isinstance(record["skipped"], dict):
-        raise ValueError("tokens.json has no checksums")
-    if any(Path(name).name != name or not (folder / name).is_file() for name in names):
-        raise ValueError("tokens.json names a file outside the folder, or one that is not there")
-    shards, _ = _shards(folder, record, int(record["tokens"]))
-    check_inside(folder, [*shards, *(folder / name for name in ("tokens.json", *names))])
-    return record
+class TokenWriter:
+    """Writer of the tokens, their checksums and the ends of their documents into a folder.
 
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """One entry of `data.paths`, and its weight in the mixture."""
-
-    path: str
-    weight: float = 1.0
-
-
-def parse_source(text: str) -> Source:
-    """Parses `PATH` or `PATH=WEIGHT`. Raises DataError where the weight is not a positive number."""
-    path, equals, weight = text.rpartition("=")
-    if not equals or os.path.exists(text):
-        return Source(text)
-    try:
-        value = float(weight)
-    except ValueError:
-        return Source(text)
-    if not 0 < value < float("inf"):
-        raise DataError(f"--data {text}", f"the weight {weight} is not positive", f"{path}=1")
-    return Source(path, value)
-
-
-@dataclasses.dataclass(frozen=True)
-class Corpus:
-    """Token files of one vocabulary, and their weights in the mixture."""
-
-    files: tuple[TokenFile, ...]
-    weights: tuple[float, ...]
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Tokenizer of all files."""
-        return self.files[0].tokenizer
-
-    @property
-    def vocab(self) -> int:
-        """Vocabulary size."""
-        return self.files[0].vocab
-
-    @functools.cached_property
-    def fingerprint(self) -> dict[str, Any]:
-        """SHA-256 of the tokenizer, and of what training reads of each source, with its weight; as JSON values."""
-        tokenizer = hashlib.sha256(self.tokenizer.to_json().encode()).hexdigest()
-        sources = [[file.digest, weight] for file, weight in zip(self.files, self.weights, strict=True)]
-        return {"tokenizer": tokenizer, "sources": sources}
-
-
-def load_corpus(
-    paths: Sequence[str], spec: str, cache: Path, *, own: Path | None = None, bad_records: float = 0.0,
-    text_field: str = "text", progress: "Progress | None" = None,
-) -> Corpus:  # fmt: skip
-    """Loads the token files of `paths` (each PATH or PATH=WEIGHT), with one vocabulary over all of them.
-
-    own: tokenizer.json that a run which goes on has; text that would now lead to another is tokenised with it.
-    bad_records: largest share of records that may be skipped.  text_field: field or column with the text.  Where
-    several processes compute together, process 0 tokenises and the others wait for it. Raises DataError where two token
-    files were made with different tokenizers.
+    shard_tokens: a multiple of a block.  note: of `save_progress`, to go on after the shards that were complete; what
+    was written behind them is written again. `shards` are written and safe on the disk, `tokens` and `documents` were
+    added. Raises ValueError where the folder has less than the note names.
     """
-    if any(map(in_bucket, (*paths, spec))):
-        from meshwright.data.local import local_data  # of data in buckets alone
 
-        paths, spec = local_data(paths, spec, cache)
-    sources = [parse_source(path) for path in paths]
-    if not sources:
-        raise DataError("training without text", "--data is empty", "--data PATH")
-    raw = [source.path for source in sources if not is_token_file(source.path)]
-    if raw:
-        from meshwright.data.cached import load_text  # token files need none of it
-        from meshwright.data.reading import Reading
+    def __init__(
+        self,
+        folder: Path,
+        dtype: np.dtype[Any],
+        shard_tokens: int = SHARD_TOKENS,
+        note: Mapping[str, Any] | None = None,
+    ):
+        self.folder, self.dtype, self.shard_tokens = folder, dtype, shard_tokens
+        start: Mapping[str, int] = note or {"shards": 0, "tokens": 0, "documents": 0}
+        self.shards, self.tokens, self.documents = start["shards"], start["tokens"], start["documents"]
+        size = shard_tokens * dtype.itemsize
+        for number in range(self.shards):
+            if (folder / _shard_name(number)).stat().st_size != size:
+                raise ValueError(f"{_shard_name(number)} is not {size} bytes long")
+        # The first document that is read again begins before the shard's border; those tokens are not written again.
+        self._drop, self._filled = self.shards * shard_tokens - self.tokens, 0
+        self._crc, self._in_block = 0, 0
+        self._shard: IO[bytes] | None = None
+        self._ends = self._appending("ends.part", 8 * self.documents)
+        self._sums = self._appending("sums.bin", 4 * self.shards * size // BLOCK)
 
-        texts = load_text(raw, spec, cache, own, Reading(text_field, bad_records, progress))
-    files = tuple(texts[s.path] if s.path in raw else open_tokens(Path(s.path)) for s in sources)
-    for file in files[1:]:
-        if file.tokenizer.to_json() != files[0].tokenizer.to_json():
-            raise DataError(
-                f"mixing {files[0].folder} and {file.folder}",
-                f"their tokenizers differ ({files[0].vocab} and {file.vocab} tokens)",
-                "tokenise both with the same tokenizer file",
-            )
-    return Corpus(files, tuple(source.weight for source in sources))
+    def _appending(self, name: str, size: int) -> IO[bytes]:
+        """Opens a file to write behind its first `size` bytes. Raises ValueError where it has fewer."""
+        file = self.folder / name
+        file.touch()
+        if file.stat().st_size < size:
+            raise ValueError(f"{name} has fewer than {size} bytes")
+        os.truncate(file, size)
+        return file.open("ab")
+
+    def add(self, tokens: np.ndarray, lengths: np.ndarray) -> bool:
+        """Adds documents: their tokens, and the number of tokens of each. Returns whether a shard was completed."""
+        np.add(np.cumsum(lengths), self.tokens, dtype="<i8").tofile(self._ends)
+        self.tokens += len(tokens)
+        self.documents += len(lengths)
+        skip = min(self._drop, len(tokens))
+        self._drop -= skip
+        data, before = tokens[skip:].astype(self.dtype), self.shards
+        while len(data):
+            if self._shard is None:
+                self._shard = (self.folder / _shard_name(self.shards)).open("wb")
+            # Up to the end of a block: a shard ends with one.
+            room = (BLOCK - self._in_block) // self.dtype.itemsize
+            view = memoryview(data[:room]).cast("B")
+            self._shard.write(view)
+            self._crc, self._in_block = zlib.crc32(view, self._crc), self._in_block + len(view)
+            self._filled += len(data[:room])
+            if self._in_block == BLOCK:
+                self._close_block()
+            if self._filled == self.shard_tokens:
+                self._close_shard()
+            data = data[room:]
+        return self.shards > before
+
+    def _close_block(self) -> None:
+        if self._in_block:
+            np.array([self._crc], "<u4").tofile(self._sums)
+        self._crc = self._in_block = 0
+
+    def _close_shard(self) -> None:
+        """Ends the shard in progress and waits until it is on the disk."""
+        if self._shard is not None:
+            self._close_block()
+            _sync(self._shard)
+            self._shard.close()
+            self._shard, self._filled, self.shards = None, 0, self.shards + 1
+
+    def save_progress(self, key: str, note: Mapping[str, Any]) -> None:
+        """Notes that the shards so far are complete.
+
+        key: changes when the text or an option does.  note: `tokens` and `documents` before the text that is read
+        first when the writing goes on, and its place.
+        """
+        for file in (self._ends, self._sums):
+            _sync(file)
+        note = {"format": FORMAT, "key": key, "shards": self.shards, **note}
+        write_atomically(self.folder / PROGRESS, json.dumps({**note, "checksum": checksum(note)}))
+
+    def finish(self) -> None:
+        """Completes the shards, `sums.bin` and `ends.npy`. The description makes a token file of them."""
+        self._close_shard()
+        self.close()
+        source = np.memmap(self.folder / "ends.part", "<i8", mode="r")
+        target = np.lib.format.open_memmap(self.folder / "ends.npy", "w+", np.dtype("<i8"), source.shape)
+        for start in range(0, len(source), 2**20):
+            target[start : start + 2**20] = source[start : start + 2**20]
+        target.flush()
+        (self.folder / "ends.part").unlink()
+
+    def description(self, vocab: int, **more: Any) -> dict[str, Any]:
+        """Returns the description of what was written, for `write_description`."""
+        counts = {"dtype": self.dtype.name, "tokens": self.tokens, "documents": self.documents}
+        return {**counts, "vocab": vocab, "shards": self.shards, "shard_tokens": self.shard_tokens, **more}
+
+    def close(self) -> None:
+        """Closes all files."""
+        for file in (self._ends, self._sums, *([] if self._shard is None else [self._shard])):
+            file.close()
 
 
-def is_token_file(path: str) -> bool:
-    """Whether `path` is a folder that `tokenize` wrote."""
-    return os.path.isfile(os.path.join(path, "tokens.json"))  # false for names that no file can have
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def read_progress(folder: Path) -> dict[str, Any] | None:
+    """Returns the note of an unfinished writing; None where there is none, or it is damaged."""
+    try:
+        note = read_json(folder / PROGRESS)
+        if note.pop("checksum") != checksum(note) or note["format"] != FORMAT:
+            return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return dict(note)
+
+
+def write_description(folder: Path, record: Mapping[str, Any], *more: str) -> None:
+    """Writes `tokens.json`, which makes a folder a token file. record: all but the checksums.  more: further files."""
+    names = [*_HASHED, *more, *([SKIPPED] if (folder / SKIPPED).is_file() else [])]
+    sums = {name: sha256_of(folder / name) for name in names}
+    record = {"format": FORMAT, **record, "block": BLOCK, "sha256": sums}
+    write_atomically(folder / "tokens.json", json.dumps({**record, "checksum": checksum(record)}, indent=1))

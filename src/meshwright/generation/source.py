@@ -14,9 +14,8 @@ from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.initial_weights import load_initial_weights
 from meshwright.config import MeshShape
 from meshwright.data.chat import ChatTemplate, read_chat_template
-from meshwright.data.tokenizers import Tokenizer
-from meshwright.data.tokens import load_corpus
-from meshwright.data.vocabulary import build_tokenizer
+from meshwright.data.corpus import load_corpus
+from meshwright.data.tokenizers import Tokenizer, build_tokenizer
 from meshwright.documents import read_json
 from meshwright.errors import ConfigError, WeightsError
 from meshwright.generation.weights import run_for_decoding

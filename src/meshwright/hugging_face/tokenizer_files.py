@@ -7,8 +7,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers
 
-from meshwright.data.chars import Chars
-from meshwright.data.tokenizers import END, Bytes, tokenizer_from_json
+from meshwright.data.subwords import END
+from meshwright.data.tokenizers import Bytes, Chars, tokenizer_from_json
 from meshwright.documents import LARGE, read_text
 from meshwright.hugging_face.folder import TOKENIZER_FILES
 

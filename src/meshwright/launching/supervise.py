@@ -27,7 +27,7 @@ from meshwright.launching.restarts import Restarts
 from meshwright.launching.supervisors import Start, Supervisors
 from meshwright.plugins import options_of_child
 from meshwright.runs.run import Run
-from meshwright.storage.paths import store_of
+from meshwright.storage.paths import bucket_path, in_bucket
 from meshwright.trainer.watchdog import BEATS, Watchdog
 
 _PREEMPTED = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
@@ -78,10 +78,8 @@ class _Supervisor:
 
     def run_to_the_end(self) -> int:
         """Starts the child until it ends well, or for good."""
-        if not store_of(self.out).appends:
-            from meshwright.storage.bucket import check_bucket  # most runs are on file systems
-
-            check_bucket(self.out)
+        if in_bucket(self.out):
+            bucket_path(self.out).check_writable()
         others = Supervisors(self.out, self.hosts, self.restarts)
         start = Start(0, tuple(range(self.hosts.processes)), self.hosts.coordinator, None, self._resumes_from())
         damaged: set[int] = set()

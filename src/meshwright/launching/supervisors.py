@@ -11,15 +11,14 @@ from typing import Any
 
 import msgspec
 
-from meshwright.checkpoint.steps import committed_steps
-from meshwright.checkpoint.write_errors import unwritable
+from meshwright.checkpoint.steps import committed_steps, unwritable
 from meshwright.documents import LARGE, parse_json, read_json, read_text, write_atomically
 from meshwright.errors import CheckpointError, HostError, StorageError
 from meshwright.hardware.hosts import PORT, Hosts
 from meshwright.heartbeat import beating
 from meshwright.launching.restarts import Restarts
 from meshwright.runs.run import Run
-from meshwright.storage.paths import store_of
+from meshwright.storage.paths import in_bucket
 
 _BEAT, _BUCKET_BEAT = 1.0, 5.0
 """Seconds between two counts of a supervisor, on a file system and in a bucket: there each count is a request."""
@@ -56,8 +55,7 @@ class Supervisors:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise unwritable(out, error) from error
-        on_disk = store_of(out).appends
-        self.beat, silent = (_BEAT, _SILENT) if on_disk else (_BUCKET_BEAT, _BUCKET_SILENT)
+        self.beat, silent = (_BUCKET_BEAT, _BUCKET_SILENT) if in_bucket(out) else (_BEAT, _SILENT)
         self.silence = silent * self.beat
         self.attempt, self.state, self.count = 0, "running", 0
         self.damaged: set[int] = set()

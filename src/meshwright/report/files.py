@@ -13,7 +13,7 @@ from meshwright.activity import Activity, watched_by
 from meshwright.documents import parse_json, write_atomically
 from meshwright.errors import StorageError
 from meshwright.report import Values
-from meshwright.storage.paths import store_of
+from meshwright.storage.paths import in_bucket
 
 INTERVAL = 30.0
 """Seconds between two writes of an object in a bucket, except at saves and at the end."""
@@ -85,7 +85,7 @@ class JsonLines:
         self._open(upto)
 
     def _opened(self, kept: str) -> IO[bytes]:
-        if store_of(self._path).appends:
+        if not in_bucket(self._path):
             return self._path.open("ab", buffering=0)
         return _ObjectLines(self._path, kept.encode())
 

@@ -5,7 +5,7 @@ import math
 import operator
 
 from meshwright.config import MeshShape
-from meshwright.data.ramp import ramp_of
+from meshwright.data.batch import ramp_of
 from meshwright.errors import ConfigError, divisors
 from meshwright.fine_tuning import FineTune
 from meshwright.models.families import builtin_name

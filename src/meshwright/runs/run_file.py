@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from meshwright.config import MeshShape
-from meshwright.data.unique_names import unique_object
-from meshwright.documents import SMALL, check_inside, parse_json, read_text, write_atomically
+from meshwright.documents import SMALL, check_inside, parse_json, read_text, unique_object, write_atomically
 from meshwright.errors import CheckpointError, ConfigError, nearest
 from meshwright.models.families import family_name, find_family
 from meshwright.models.model import Model

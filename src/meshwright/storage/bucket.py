@@ -1,8 +1,9 @@
 """Paths in buckets, on TensorStore's drivers for Google Cloud Storage and S3.
 
-The drivers that read and write the tensors of a checkpoint do the small files too: credentials, endpoint and retries
-are one thing. An object is written as a whole or not at all. A request that fails with 429, 5xx or a broken connection
-is sent again, after 0.2 s, 0.4 s and so on up to 10 s.
+The drivers that read and write the tensors of a checkpoint do the small files too, so credentials, endpoint, retries
+and errors are given once; fsspec, universal_pathlib and epath would bring a second client of each store with its own.
+An object is written completely or not at all. A request that fails with 429, 5xx or a broken connection is sent again,
+after 0.2 s, 0.4 s and so on up to 10 s.
 """
 
 import errno
@@ -11,8 +12,8 @@ import functools
 import io
 import os
 import stat
-from collections.abc import Generator, Iterator
-from pathlib import Path, PosixPath
+from collections.abc import Generator
+from pathlib import PosixPath
 from typing import Any
 
 import tensorstore
@@ -28,7 +29,8 @@ MISSING = b"\x02"
 class BucketPath(PosixPath):
     """Path of an object, or of those whose names begin with it, in a bucket: `s3://BUCKET/KEY`, `gs://BUCKET/KEY`.
 
-    A folder exists while an object is in it. What a bucket cannot do raises OSError.
+    A folder exists while an object is in it. What a bucket cannot do raises OSError; a request that it refuses raises
+    StorageError.
     """
 
     def __str__(self) -> str:
@@ -45,21 +47,13 @@ class BucketPath(PosixPath):
         """Name of the object in the bucket."""
         return "/".join(self.parts[2:])
 
-    def is_absolute(self) -> bool:
-        """Always: a bucket has no working folder."""
-        return True
-
     def absolute(self) -> "BucketPath":
-        """Returns the path itself."""
+        """Returns the path itself: a bucket has no working folder."""
         return self
 
     def resolve(self, strict: bool = False) -> "BucketPath":
         """Returns the path itself: a bucket has no links."""
         return self
-
-    def is_symlink(self) -> bool:
-        """Never."""
-        return False
 
     def exists(self, *, follow_symlinks: bool = True) -> bool:
         """Whether there is an object of this name, or in this folder."""
@@ -75,12 +69,11 @@ class BucketPath(PosixPath):
 
     def object_names(self) -> list[str]:
         """Returns the names of all objects in this folder, relative to it."""
-        found = self._wait(folder_store(str(self)).list(), "listing")
-        return sorted(key.decode() for key in found)
+        return sorted(key.decode() for key in self._wait(self._folder().list(), "listing"))
 
     def generation(self) -> bytes:
         """Returns the version of the object. Raises FileNotFoundError."""
-        return bytes(self._found(self._read(slice(0, 0))).stamp.generation)
+        return bytes(self._found(slice(0, 0)).stamp.generation)
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         """Returns kind and size; a bucket's driver gives no times. The object is read."""
@@ -101,14 +94,10 @@ class BucketPath(PosixPath):
         """Yields the objects in this folder that match a pattern without folders."""
         yield from (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
 
-    def rglob(self, pattern: str, *, case_sensitive: bool | None = None) -> Generator["BucketPath", None, None]:
-        """Yields all objects under this folder whose last name matches."""
-        yield from (self / key for key in self.object_names() if fnmatch.fnmatchcase(key.rpartition("/")[2], pattern))
-
     def open(
         self, mode: str = "r", buffering: int = -1, encoding: Any = None, errors: Any = None, newline: Any = None
     ) -> Any:
-        """Opens the object for reading or writing as a whole; it is written when the file is closed."""
+        """Opens the object to read or write all of it; it is written when the file is closed."""
         if mode.strip("bt") == "r":
             raw: io.BytesIO = io.BytesIO(self.read_bytes())
         elif mode.strip("bt") in ("w", "a"):
@@ -120,30 +109,39 @@ class BucketPath(PosixPath):
 
     def read_bytes(self) -> bytes:
         """Returns the content. Raises FileNotFoundError."""
-        return bytes(self._found(self._read(None)).value)
+        return bytes(self._found(None).value)
 
     def read_part(self, first: int, size: int) -> bytes:
         """Returns at most `size` bytes from byte `first` on; none behind the end. Raises FileNotFoundError."""
         for part in (slice(first, first + size), slice(first, None)):
             try:
-                return bytes(self._found(self._read(part)).value)
-            except EOFError:  # the part is beyond the end in part, or as a whole
+                return bytes(self._found(part).value)
+            except EOFError:  # the part ends, or also begins, beyond the end
                 continue
         self.generation()
         return b""
 
+    def read_version(self, timeout: float) -> tuple[bytes | None, bytes]:
+        """Returns the content and the version of the object, (None, `MISSING`) where there is none.
+
+        Raises StorageError where no answer comes within `timeout` seconds.
+        """
+        found = self._wait(self._store().read(self.key), "reading", timeout)
+        return (None, MISSING) if found.state == "missing" else (bytes(found.value), bytes(found.stamp.generation))
+
     def write_bytes(self, data: Any) -> int:
-        """Replaces the object as a whole."""
+        """Replaces the object."""
         content = bytes(data)
-        self._wait(object_store(self)[0].write(self.key, content), "writing")
+        self._wait(self._store().write(self.key, content), "writing")
         return len(content)
 
-    def put_if(self, data: bytes, generation: bytes) -> bytes | None:
+    def put_if(self, data: bytes, generation: bytes, timeout: float | None = None) -> bytes | None:
         """Replaces the object if its version is `generation` (`MISSING`: if there is none).
 
         Returns its new version, or None where it has another. Not every server that speaks S3 looks at the condition.
+        Raises StorageError where no answer comes within `timeout` seconds.
         """
-        stamp = self._wait(object_store(self)[0].write(self.key, data, if_equal=generation), "writing")
+        stamp = self._wait(self._store().write(self.key, data, if_equal=generation), "writing", timeout)
         return bytes(stamp.generation) or None
 
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
@@ -151,47 +149,71 @@ class BucketPath(PosixPath):
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Deletes the object."""
-        if not missing_ok and not self.is_file():
-            raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
-        self._wait(object_store(self)[0].write(self.key, None), "deleting")
+        if not missing_ok:
+            self.generation()
+        self._wait(self._store().write(self.key, None), "deleting")
 
     def remove_tree(self) -> None:
         """Deletes all objects in this folder."""
-        everything = tensorstore.KvStore.KeyRange("", "")
-        self._wait(folder_store(str(self)).delete_range(everything), "deleting")
+        self._wait(self._folder().delete_range(tensorstore.KvStore.KeyRange("", "")), "deleting")
 
-    def rename(self, target: Any) -> Any:
-        """Raises OSError: a bucket has no renames."""
-        raise OSError(errno.ENOTSUP, "a bucket has no renames", str(self))
+    def check_writable(self) -> None:
+        """Raises StorageError where the bucket cannot be reached, does not exist, or may not be written.
 
-    def replace(self, target: Any) -> Any:
-        """Raises OSError: a bucket has no renames."""
-        return self.rename(target)
+        Asks with few retries, so that a wrong name or endpoint is found within seconds.
+        """
+        store, probe = self._folder(2), f".writable-{os.getpid()}"
+        for content in (b"probe", None):
+            self._wait(store.write(probe, content), "writing into")
+
+    def kvstore(self, retries: int = RETRIES) -> tuple[dict[str, Any], tensorstore.Context]:
+        """Returns TensorStore's description of the objects in this folder, and the context to open them with."""
+        prefix = f"{self.key}/" if self.key else ""
+        if self.parts[0] == "gs:":
+            return {"driver": "gcs", "bucket": self.bucket, "path": prefix}, context(retries)
+        spec = {"driver": "s3", "bucket": self.bucket, "path": prefix, "use_conditional_write": True}
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        if endpoint:
+            region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+            spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region}
+        return spec, context(retries)
+
+    def _folder(self, retries: int = RETRIES) -> Any:
+        spec, shared = self.kvstore(retries)
+        return self._wait(tensorstore.KvStore.open(spec, context=shared), "opening")
+
+    def _store(self) -> Any:
+        """TensorStore's view of the bucket; the object's name in it is `key`."""
+        return BucketPath(*self.parts[:2])._folder()
 
     def _read(self, part: slice | None) -> Any:
         if not self.key:
-            raise IsADirectoryError(errno.EISDIR, "a bucket is no object", str(self))
+            raise IsADirectoryError(errno.EISDIR, "this names a bucket, not an object in it", str(self))
         try:
-            return object_store(self)[0].read(self.key, byte_range=part).result()
+            return self._store().read(self.key, byte_range=part).result()
         except ValueError as error:
             if "OUT_OF_RANGE" in str(error):
                 raise EOFError(str(self)) from error
             raise storage_error(f"reading {self}", error) from error
 
-    def _found(self, result: Any) -> Any:
+    def _found(self, part: slice | None) -> Any:
+        result = self._read(part)
         if result.state == "missing":
             raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
         return result
 
-    def _wait(self, future: Any, action: str) -> Any:
+    def _wait(self, future: Any, action: str, timeout: float | None = None) -> Any:
         try:
-            return future.result()
+            return future.result(timeout=timeout)
+        except TimeoutError as error:
+            truth = f"no answer within {timeout:.0f} s"
+            raise StorageError(f"{action} {self}", truth, "the same command later") from error
         except ValueError as error:
             raise storage_error(f"{action} {self}", error) from error
 
 
 class _Written(io.BytesIO):
-    """Content of an object that is written when it is closed; one whose writer failed is not."""
+    """Content of an object that is written when it is closed, unless its writer failed."""
 
     def __init__(self, path: BucketPath, before: bytes):
         super().__init__()
@@ -210,21 +232,6 @@ class _Written(io.BytesIO):
             self._path.write_bytes(content)
 
 
-def kvstore_spec(path: Path) -> dict[str, Any]:
-    """Returns TensorStore's description of the objects under a folder, in a bucket or on a local disk."""
-    if not isinstance(path, BucketPath):
-        return {"driver": "file", "path": f"{path.absolute()}/"}
-    prefix = f"{path.key}/" if path.key else ""
-    if path.parts[0] == "gs:":
-        return {"driver": "gcs", "bucket": path.bucket, "path": prefix}
-    spec = {"driver": "s3", "bucket": path.bucket, "path": prefix, "use_conditional_write": True}
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    if endpoint:
-        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
-        spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region}
-    return spec
-
-
 @functools.cache
 def context(retries: int = RETRIES) -> tensorstore.Context:
     """Returns what all requests share: credentials, retries, limits of concurrency."""
@@ -235,43 +242,14 @@ def context(retries: int = RETRIES) -> tensorstore.Context:
     return tensorstore.Context(shared)
 
 
-def folder_store(folder: str, retries: int = RETRIES) -> Any:
-    """Returns TensorStore's view of the objects under a folder of a bucket. Raises StorageError."""
-    try:
-        return tensorstore.KvStore.open(kvstore_spec(BucketPath(folder)), context=context(retries)).result()
-    except ValueError as error:
-        raise storage_error(f"opening {folder}", error) from error
-
-
-def object_store(path: BucketPath) -> tuple[Any, str]:
-    """Returns TensorStore's view of the bucket of an object, and the object's name in it."""
-    return folder_store(f"{path.parts[0]}//{path.bucket}"), path.key
-
-
-def check_bucket(path: Path) -> None:
-    """Raises StorageError where a bucket cannot be reached, does not exist, or may not be written.
-
-    Asks with few retries, so that a wrong name or endpoint is found within seconds.
-    """
-    if not isinstance(path, BucketPath):
-        return
-    store, probe = folder_store(str(path), 2), f".writable-{os.getpid()}"
-    try:
-        store.write(probe, b"probe").result()
-        store.write(probe, None).result()
-    except ValueError as error:
-        raise storage_error(f"writing into {path}", error) from error
-
-
 def storage_error(asked: str, error: Exception) -> StorageError:
     """Returns the error of a request that a bucket refused: what is missing, and where it is given."""
     text = str(error)
     for truth, fix, signs in _REASONS:
         if any(sign in text for sign in signs):
             return StorageError(asked, truth, fix)
-    return StorageError(
-        asked, text.splitlines()[0][:300] if text else type(error).__name__, "see `Buckets` in the docs"
-    )
+    truth = text.splitlines()[0][:300] if text else type(error).__name__
+    return StorageError(asked, truth, "see `Buckets` in the docs")
 
 
 _CREDENTIALS = (
@@ -304,13 +282,4 @@ _REASONS = (
         "the same command when the server is well",
         ("retry attempts failed", "UNAVAILABLE"),
     ),
-)  # fmt: skip
-
-
-def objects_of(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yields the files under a folder, in a bucket or on a local disk, by their name relative to it, in order."""
-    if isinstance(folder, BucketPath):
-        yield from ((key, folder / key) for key in folder.object_names())
-    else:
-        files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
-        yield from sorted((str(path.relative_to(folder)), path) for path in files)
+)

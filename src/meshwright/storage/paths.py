@@ -1,37 +1,29 @@
-"""Paths of the package: a local path, or one in a bucket, and what the store under it can do."""
+"""Paths of the package: a local path, or one in a bucket.
 
-import dataclasses
+A bucket cannot rename or append, map an object into memory or lock it, and its free space is unknown. So there the
+manifest of a checkpoint is written last, metrics are written at intervals and at the end, token files and texts are
+copied to the cache once, and a lock is an object that is put on condition that there is none.
+"""
+
 import re
+import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError
+
+if TYPE_CHECKING:
+    from meshwright.storage.bucket import BucketPath
 
 # `Path("s3://bucket/x")` is `s3:/bucket/x`: options are parsed into paths before they come here.
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):/")
 SCHEMES = ("gs", "s3")
 
 
-@dataclasses.dataclass(frozen=True)
-class Store:
-    """Kind of store, and those of its abilities that anything here depends on."""
-
-    name: str
-    renames: bool
-    """Whether a folder is renamed in one step. Where not, the manifest of a checkpoint is written last, and a folder
-    without one is no checkpoint."""
-    appends: bool
-    """Whether a file grows. Where not, metrics are written whole, at intervals and at the end."""
-    maps: bool
-    """Whether a file can be mapped into memory. Where not, token files and texts are copied to the cache once."""
-    locks: bool
-    """Whether the system locks files. Where not, the lock of an output folder is an object that is put on condition
-    that there is none."""
-    limited: bool
-    """Whether its free space is known."""
-
-
-LOCAL = Store("file system", renames=True, appends=True, maps=True, locks=True, limited=True)
-BUCKET = Store("bucket", renames=False, appends=False, maps=False, locks=False, limited=False)
+def in_bucket(location: str | Path) -> bool:
+    """Whether a location is in a bucket."""
+    found = _SCHEME.match(str(location))
+    return found is not None and found[1] in SCHEMES
 
 
 def path_of(location: str | Path) -> Path:
@@ -48,30 +40,31 @@ def path_of(location: str | Path) -> Path:
     if found is None or (found[1] == "hf" and not str(location).startswith("hf://")):
         return Path(location)
     if found[1] not in SCHEMES:
-        raise ConfigError(
-            f"{location}", f"{found[1]}:// is no store that can be opened", "a local path, gs:// or s3://"
-        )
-    from meshwright.storage.bucket import BucketPath  # most runs are on local disks
-
-    path = BucketPath(str(location))
+        truth = f"{found[1]}:// is no store that can be opened"
+        raise ConfigError(f"{location}", truth, "a local path, gs:// or s3://")
+    path = bucket_path(location)
     if not path.bucket:
         raise ConfigError(f"{location}", "it names no bucket", f"{found[1]}://BUCKET/FOLDER")
     return path
 
 
-def store_of(path: Path) -> Store:
-    """Returns what the store of a path can do."""
-    return BUCKET if in_bucket(path) else LOCAL
+def bucket_path(location: str | Path) -> "BucketPath":
+    """Returns a path that is known to be in a bucket."""
+    from meshwright.storage.bucket import BucketPath  # TensorStore; most runs are on local disks
+
+    return BucketPath(str(location))
 
 
-def read_object(path: Path, largest: int) -> bytes:
-    """Returns at most `largest` bytes of an object in a bucket. Raises FileNotFoundError."""
-    from meshwright.storage.bucket import BucketPath
+def remove_tree(folder: Path) -> None:
+    """Deletes a folder and all in it, if it is there."""
+    if in_bucket(folder):
+        bucket_path(folder).remove_tree()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
-    return BucketPath(path).read_part(0, largest)
 
-
-def in_bucket(location: str | Path) -> bool:
-    """Whether a location is in a bucket."""
-    found = _SCHEME.match(str(location))
-    return found is not None and found[1] in SCHEMES
+def kvstore_of(folder: Path) -> tuple[dict[str, Any], Any]:
+    """Returns TensorStore's description of the files in a folder, and the context to open them with (None: its own)."""
+    if in_bucket(folder):
+        return bucket_path(folder).kvstore()
+    return {"driver": "file", "path": f"{folder.absolute()}/"}, None

@@ -26,8 +26,8 @@ from typing import Any, NoReturn
 
 from meshwright.errors import CheckpointError, MeshwrightError, StorageError
 from meshwright.heartbeat import beating
-from meshwright.storage.bucket import MISSING, BucketPath, object_store, storage_error
-from meshwright.storage.paths import store_of
+from meshwright.storage.bucket import MISSING, BucketPath
+from meshwright.storage.paths import in_bucket
 
 BEAT = 5.0
 """Seconds between two counts of the holder."""
@@ -55,7 +55,7 @@ def locked(out: Path) -> Iterator[None]:
     Of several processes of one run, process 0 holds it for all. Where the lock of a bucket is lost meanwhile, this
     process prints why and exits: with 9 where another run has it, with 8 where the bucket takes no renewals.
     """
-    if store_of(out).locks:
+    if not in_bucket(out):
         with _file_locked(out):
             yield
         return
@@ -230,23 +230,10 @@ def _gone(holder: dict[str, Any]) -> bool:
 
 def _put(file: BucketPath, record: str, version: bytes) -> bytes | None:
     """Replaces the lock if it has this version; returns the new one, None where it has not."""
-    store, key = object_store(file)
-    stamp = _answer(store.write(key, record.encode(), if_equal=version), f"writing {file}")
-    return bytes(stamp.generation) or None
+    return file.put_if(record.encode(), version, _ANSWER)
 
 
 def _read_object(file: BucketPath) -> tuple[dict[str, Any], bytes]:
     """Returns the record of the holder and its version; nothing where the lock is gone."""
-    store, key = object_store(file)
-    found = _answer(store.read(key), f"reading {file}")
-    return ({}, MISSING) if found.state == "missing" else (_parse(found.value), bytes(found.stamp.generation))
-
-
-def _answer(future: Any, action: str) -> Any:
-    """Returns what a bucket answers. Raises StorageError where it does not soon."""
-    try:
-        return future.result(timeout=_ANSWER)
-    except TimeoutError as error:
-        raise StorageError(action, f"no answer within {_ANSWER:.0f} s", "the same command later") from error
-    except ValueError as error:
-        raise storage_error(action, error) from error
+    content, version = file.read_version(_ANSWER)
+    return _parse(content or b""), version

@@ -12,7 +12,7 @@ import jax
 from meshwright.activity import Activity, activity, watched_by
 from meshwright.checkpoint.checkpoints import Checkpoints, check_room
 from meshwright.checkpoint.steps import committed_steps
-from meshwright.data.ramp import ramp_of
+from meshwright.data.batch import ramp_of
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.report import Reporter
 from meshwright.report.files import EventLog, JsonLines

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from meshwright.config import Training
-from meshwright.data.ramp import ramp_of
+from meshwright.data.batch import ramp_of
 from meshwright.hardware.chips import find_chip
 from meshwright.models.flops import mfu
 from meshwright.models.model import Metrics

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 
-from meshwright.data.batch import Batch
+from meshwright.data.batch import Batch, ramp_of
+from meshwright.data.corpus import Corpus, load_corpus
 from meshwright.data.feed import Feed, Samples, build_stream, held_out_batches, split
-from meshwright.data.ramp import ramp_of
-from meshwright.data.tokens import Corpus, load_corpus
 from meshwright.documents import write_atomically
 from meshwright.errors import ConfigError, DataError
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape, enable_compilation_cache
@@ -28,7 +27,7 @@ from meshwright.storage.transfer import local_copy
 from meshwright.trainer.meter import Meter
 
 if TYPE_CHECKING:
-    from meshwright.data.reading import Progress
+    from meshwright.data.tokenizing import Progress
 
 _SMALL_MODEL = 100_000_000
 """Most parameters of a model that is sampled from by default: where the run sets neither option."""

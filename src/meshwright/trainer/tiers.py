@@ -14,17 +14,16 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from meshwright.checkpoint.checkpoints import Checkpoints
+from meshwright.checkpoint.checkpoints import Checkpoints, named_tensors
 from meshwright.checkpoint.layer_order import abstract_in_layer_order
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.restore import named_tensors
 from meshwright.checkpoint.steps import committed_steps
 from meshwright.checkpoint.writer import LAYOUT, layout_of
 from meshwright.documents import read_json
 from meshwright.errors import CheckpointError
 from meshwright.step.device_run import DeviceRun, State
+from meshwright.storage.paths import remove_tree
 from meshwright.storage.tiers import LocalCheckpoints
-from meshwright.storage.transfer import remove_tree
 
 _MOST = 64
 """Newest steps of the local tier that hosts compare."""

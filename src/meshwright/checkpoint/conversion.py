@@ -1,0 +1,342 @@
+"""Conversion between Hugging Face folders and runs, block by block: resumable, with checksums, in bounded memory."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.checkpoint.adapters import MergedTensors
+from meshwright.checkpoint.blocks import Index, StoredTensors, commit, write_tensor
+from meshwright.checkpoint.manifest import Manifest, TensorRecord, manifest_of
+from meshwright.documents import LARGE, check_inside, read_json, read_text
+from meshwright.errors import ConfigError, WeightsError
+from meshwright.hugging_face.architecture import Architecture, architecture_of
+from meshwright.hugging_face.folder import KEPT, check_tied, keep_files, open_folder, read_model
+from meshwright.hugging_face.hub import PREFIX, find_folder
+from meshwright.hugging_face.names import StoredTensor, read_block, unpadded_shape, write_block
+from meshwright.hugging_face.peft_files import write_adapter
+from meshwright.hugging_face.safetensors_files import DTYPES, NewSafetensorsFile, file_names, split_into_files
+from meshwright.hugging_face.tokenizer_files import write_tokenizer
+from meshwright.runs.recipe import run_of_hugging_face
+from meshwright.runs.run import Run
+from meshwright.runs.run_file import run_in_folder, write_run
+from meshwright.sharding.params import Param, named_leaves
+
+_CODES = {"float32": "F32", "bfloat16": "BF16"}
+LARGEST_FILE = 5 * 10**9
+"""Largest file in bytes, as `transformers` has it."""
+SUMS = "SHA256SUMS"
+"""File of checksums, as `sha256sum --check` reads it."""
+_JOURNAL = "progress.json"
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """Result of a conversion.
+
+    Example:
+        >>> mw.convert.__name__
+        'convert'
+    """
+
+    out: Path
+    """Folder written."""
+    architecture: str
+    """Architecture on Hugging Face's side."""
+    parameters: int
+    """Parameters, each counted once."""
+    tensors: int
+    """Tensors read or written on Hugging Face's side."""
+    dtype: str
+    """Type of the weights written."""
+    resumed: int
+    """Tensors that an interrupted conversion had finished."""
+    notes: tuple[str, ...]
+    """What was left out, and why."""
+
+
+class _Journal:
+    """A folder under construction: `OUT.partial`, with the tensors that are done."""
+
+    def __init__(self, out: Path, source: Any, total: int, say: Say):
+        """Starts, or continues where an earlier conversion of the same `source` was interrupted.
+
+        source: JSON values that identify what is converted. Raises ConfigError where `out` exists.
+        """
+        if out.exists():
+            raise ConfigError(f"converting into {out}", "it exists already", "a folder that does not exist yet")
+        self.out, self.folder = out, out.with_name(f"{out.name}.partial")
+        self._file = self.folder / _JOURNAL
+        self._source, self._total, self._say = json.loads(json.dumps(source)), total, say
+        self.done: dict[str, Any] = self._read()
+        self.resumed = len(self.done)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._write()
+        if self.resumed:
+            say(f"going on in {self.folder}: {self.resumed} of {total} parameters are done")
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            found = read_json(self._file, LARGE)
+            if found["source"] == self._source:
+                return dict(found["done"])
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        if self.folder.exists() and not self._file.is_file() and any(self.folder.iterdir()):
+            truth = f"{self.folder} exists, and no conversion wrote it"
+            raise ConfigError(f"converting into {self.out}", truth, "another folder")
+        # Another source, or another version of it: what is there is of no use.
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return {}
+
+    def convert(self, params: dict[str, Param], convert_one: Callable[[str, Param], Any]) -> None:
+        """Converts the parameters that are not done. convert_one: returns what is recorded of a parameter on disk."""
+        for number, (path, p) in enumerate(params.items(), 1):
+            if path not in self.done:
+                self._say(f"{number}/{self._total} {path} {list(unpadded_shape(p))}")
+                self.done[path] = convert_one(path, p)
+                self._write()
+
+    def _write(self) -> None:
+        part = self._file.with_suffix(".part")
+        with part.open("w", encoding="utf-8") as file:
+            json.dump({"source": self._source, "done": self.done}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(self._file)
+
+    def commit(self) -> None:
+        """Moves the folder to its name."""
+        self._file.unlink()
+        os.sync()
+        self.folder.rename(self.out)
+
+
+def check_sums(folder: Path, say: Say) -> None:
+    """Compares the files of a folder with its checksums, where it has them. Raises WeightsError where one differs."""
+    if not (folder / SUMS).is_file():
+        return
+    try:
+        check_inside(folder, [folder / SUMS])
+        lines = read_text(folder / SUMS).splitlines()
+    except ValueError as error:
+        raise WeightsError(f"checksums of {folder}", str(error), "copy it again") from error
+    for line in lines:
+        expected, _, name = line.partition("  ")
+        if "\0" in name or Path(name).name != name or not (folder / name).is_file():
+            raise WeightsError(f"checksums of {folder}", f"{SUMS} names {name!r}, and there is no such file", "copy it")
+        found = _sha256(folder / name)
+        if found != expected:
+            truth = f"its SHA-256 is {found[:16]}..., and {SUMS} has {expected[:16]}..."
+            raise WeightsError(f"reading {folder / name}", truth, "copy the file again")
+    say(f"checksums of {len(lines)} file{'s' if len(lines) > 1 else ''} agree")
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()
+
+
+def import_weights(source: str, out: Path, say: Say = lambda line: None) -> Conversion:
+    """Converts the model `hf:NAME` into the output folder `out`: Run, tokenizer, and a checkpoint of step 0.
+
+    The weights keep their type: bfloat16, or float32 for any other. Memory is bounded by the largest block
+    (`BLOCK_BYTES`) and the stored tensor that it is part of. Raises WeightsError for anything missing, unknown or
+    damaged, ConfigError where `out` exists.
+    """
+    weights = open_folder(source)
+    folder = weights.folder
+    dtype = DTYPES["BF16" if weights.dtype == "bfloat16" else "F32"]
+    files = sorted({file.resolve() for file in weights.files.values()} | {folder.path / "config.json"})
+    identity = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    journal = _Journal(out, ["from hugging face", weights.dtype, identity], len(weights.params), say)
+    check_sums(folder.path, say)
+    check_tied(weights)
+    run = run_of_hugging_face(source)
+    training = dataclasses.replace(run.training, param_dtype=weights.dtype)
+    run = dataclasses.replace(run, init_from=None, training=training)
+    step = journal.folder / "checkpoints" / "0"
+    (step / "state").mkdir(parents=True, exist_ok=True)
+    with weights.reader() as reader:
+
+        def convert_one(path: str, p: Param) -> tuple[int, int]:
+            def read(index: Index) -> np.ndarray:
+                block = read_block(p, weights.stored[path], index, reader, dtype)
+                reader.release()
+                return block
+
+            return write_tensor(step / "state", f"params.{path}", unpadded_shape(p), dtype, read)
+
+        journal.convert(weights.params, convert_one)
+    records = {
+        f"params.{path}": TensorRecord(unpadded_shape(p), dtype.name, tuple(journal.done[path]))
+        for path, p in weights.params.items()
+    }
+    commit(step, Manifest(0, 0, run, records).to_dict())
+    write_run(run, journal.folder / "run.json")
+    if folder.tokenizer.is_file():
+        shutil.copyfile(folder.tokenizer, journal.folder / "tokenizer.json")
+    keep_files(folder.path, journal.folder)
+    journal.commit()
+    tensors = len({name for path, p in weights.params.items() for name in weights.stored[path].names(p)})
+    name, count = folder.architecture.name, _count(weights.params)
+    return Conversion(out, name, count, tensors, weights.dtype, journal.resumed, weights.notes)
+
+
+def _count(params: dict[str, Param]) -> int:
+    return sum(int(np.prod(unpadded_shape(p))) for p in params.values())
+
+
+def export_weights(
+    source: Path,
+    out: Path,
+    *,
+    at: int | None = None,
+    dtype: str | None = None,
+    largest_file: int = LARGEST_FILE,
+    say: Say = lambda line: None,
+) -> Conversion:
+    """Converts the checkpoint of a run in the folder `source` into the Hugging Face folder `out`.
+
+    at: step of the checkpoint; None takes the last.  dtype: float32 or bfloat16; None keeps that of the checkpoint.
+    Adapters are merged, W + (alpha / r) A B in float32 (`export_adapter` writes them by themselves). Memory is bounded
+    by the checkpoint's largest chunk. Every tensor is compared with the checkpoint's fingerprint.
+    Raises CheckpointError for a damaged checkpoint, WeightsError for a model that no architecture expresses,
+    ConfigError where `out` exists.
+    """
+    tensors = _tensors_of(source, at)
+    run = tensors.manifest.run
+    if dtype is None and run.finetune.method == "lora":
+        dtype = "float32" if run.finetune.base == "float32" else run.training.compute_dtype
+    elif dtype is None:
+        dtype = next(t.dtype for name, t in tensors.manifest.tensors.items() if name.startswith("params."))
+    code = _CODES[dtype]
+    weights = MergedTensors(tensors) if run.finetune.method == "lora" else tensors
+    architecture, config = _configuration(run, source)
+    # `transformers` 4 calls it torch_dtype, 5 calls it dtype and reads both.
+    config = {**config, "dtype" if "dtype" in config else "torch_dtype": dtype}
+    params, stored = named_leaves(run.model.params()), architecture.tensors(run.model)
+    shapes = {name: stored[path].stored_shape(p) for path, p in params.items() for name in stored[path].names(p)}
+    sizes = {name: int(np.prod(shape)) * DTYPES[code].itemsize for name, shape in shapes.items()}
+    groups = split_into_files(sizes, largest_file)
+    identity = [str(tensors.step_folder.resolve()), tensors.manifest.to_dict()["tensors"], code, groups]
+    journal = _Journal(out, identity, len(params), say)
+    file_of = {tensor: name for name, group in zip(file_names(len(groups)), groups, strict=True) for tensor in group}
+    files = {
+        file_of[group[0]]: NewSafetensorsFile(
+            journal.folder / file_of[group[0]], {tensor: (code, shapes[tensor]) for tensor in group}
+        )
+        for group in groups
+    }
+    by_tensor = {tensor: files[name] for tensor, name in file_of.items()}
+    journal.convert(params, lambda path, p: _export_one(weights, path, p, stored[path], by_tensor))
+    if len(groups) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
+        _write_json(journal.folder / "model.safetensors.index.json", index)
+    lines = [f"{_sha256(file)}  {file.name}\n" for file in sorted(journal.folder.glob("*.safetensors"))]
+    (journal.folder / SUMS).write_text("".join(lines), encoding="utf-8")
+    end = write_tokenizer(source / "tokenizer.json", source / KEPT, journal.folder)
+    ends = {} if "eos_token_id" in config or end is None else {"eos_token_id": end}
+    _write_json(journal.folder / "config.json", config | ends)
+    if (generation := source / KEPT / "generation_config.json").is_file():
+        shutil.copyfile(generation, journal.folder / generation.name)
+    journal.commit()
+    return Conversion(out, architecture.name, _count(params), len(shapes), dtype, journal.resumed, ())
+
+
+def _tensors_of(source: Path, at: int | None) -> StoredTensors:
+    """Returns the tensors of a run's checkpoint of step `at`, or the last one."""
+    manifest = manifest_of(source / "checkpoints", at)
+    return StoredTensors(source / "checkpoints" / str(manifest.step), manifest)
+
+
+def _write_json(file: Path, document: Any) -> None:
+    file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _export_one(
+    weights: StoredTensors | MergedTensors,
+    path: str,
+    p: Param,
+    stored: StoredTensor,
+    files: dict[str, NewSafetensorsFile],
+) -> bool:
+    """Writes one parameter into the tensors that it is stored in."""
+    touched: set[NewSafetensorsFile] = set()
+
+    def tensor(name: str) -> np.ndarray:
+        touched.add(files[name])
+        return files[name].tensor(name)
+
+    def write(index: Index, block: np.ndarray) -> None:
+        write_block(p, stored, index, block, tensor)
+        for file in touched:
+            file.release()
+        touched.clear()
+
+    weights.read_blocks(f"params.{path}", unpadded_shape(p), write)
+    return True
+
+
+def _configuration(run: Run, source: Path) -> tuple[Architecture, dict[str, Any]]:
+    """Returns architecture and config.json of a run's model: those it came with, where the model is still the same."""
+    kept, trained = source / KEPT, 0 if run.model.spec().max_seq else run.training.seq
+    if not (kept / "config.json").is_file():
+        architecture, config = architecture_of(run.model)
+        return architecture, _with_longest(config, trained)
+    folder = read_model(str(kept.absolute()))
+    config = read_json(kept / "config.json")
+    config.pop("quantization_config", None)  # weights go out as numbers
+    same = type(folder.model) is type(run.model)
+    if same and folder.architecture.write(folder.model) == folder.architecture.write(run.model):
+        return folder.architecture, config
+    architecture, changed = architecture_of(run.model)
+    ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
+    longest = max(folder.max_seq or 0, trained) if trained else 0
+    return architecture, _with_longest({**changed, **ids}, longest)
+
+
+def _with_longest(config: dict[str, Any], trained: int) -> dict[str, Any]:
+    """Returns a configuration whose longest sequence is at least `trained`; 0 changes nothing.
+
+    The configuration's own is longer where YaRN extended it.
+    """
+    name = "max_position_embeddings"
+    return {**config, name: max(trained, config.get(name, 0))} if trained else config
+
+
+def export_adapter(source: Path, out: Path, *, at: int | None = None) -> Conversion:
+    """Writes the adapters of the run in the folder `source` as the folder `out`, which `peft` loads.
+
+    at: step of the checkpoint; None takes the last. The base that adapter_config.json names is that of the run.
+    Raises ConfigError where the run has no adapters or `out` exists, CheckpointError for a damaged checkpoint,
+    WeightsError for matrices of which PEFT has no adapter.
+    """
+    run = run_in_folder(source)
+    if run.finetune.method != "lora":
+        truth = "the run trains all of its parameters and has none"
+        raise ConfigError(f"the adapters of {source}", truth, "its weights: without --weights adapter")
+    if out.exists():
+        raise ConfigError(f"writing adapters to {out}", "it exists already", "a folder that does not exist yet")
+    pairs = MergedTensors(_tensors_of(source, at)).pairs()
+    start = run.init_from or ""
+    base, notes = start.removeprefix(PREFIX), tuple[str, ...]()
+    if start.startswith(PREFIX):
+        folder = find_folder(start, weights=False)
+        base = str(folder.resolve()) if Path(base).expanduser().is_dir() else base
+    else:
+        notes = (f"the base that adapter_config.json names, {base}, is a run: convert it too and change the name",)
+    scratch = out.with_name(f".{out.name}-part")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    count = write_adapter(scratch, run.model, run.finetune, pairs, base)
+    write_tokenizer(source / "tokenizer.json", source / KEPT, scratch)
+    scratch.rename(out)
+    return Conversion(out, "LoRA", sum(a.size + b.size for a, b in pairs.values()), count, "float32", 0, notes)
