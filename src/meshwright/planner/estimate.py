@@ -199,9 +199,8 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
     if shape.stage > 1:
         tasks = build_counts(training.pipeline_schedule, shape.stage, microbatches, placed.virtual_stages)
     compute = _compute_seconds(settled, work, again, target, software)
-    busy = {
-        name: seconds["matmul"] + seconds["attention"] + seconds["elementwise"] for name, seconds in compute.items()
-    }
+    kinds = ("matmul", "attention", "elementwise")
+    busy = {name: sum(seconds[kind] for kind in kinds) for name, seconds in compute.items()}
     unembedding = _unembedding_seconds(placed, work, target, software, sum(busy.values()))
     busy["stage"] = busy["forward"] if tasks is not None and not keeps_stages(placed) else 0.0
     exposed, links, routes = overlapped(
