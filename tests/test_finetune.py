@@ -225,7 +225,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "an unknown target": ({"targets": ("q_proj",)}, "data=1", "no matrix of a layer has such a name"),
     "routed experts": ({"targets": ("expert_up",)}, "data=1", "routed experts"),
     "no rank": ({"rank": 0}, "data=1", "at least 1"),
-    "a quantised model that trains": ({"method": "full", "base": "nf4"}, "data=1", "has a gradient"),
+    "a quantised model that trains": ({"method": "full", "base": "nf4"}, "data=1", "trained weights need gradients"),
     "preferences in stages": ({"objective": "preferences"}, "stage=2", "second forward pass"),
 }
 

@@ -43,6 +43,7 @@ LIMITS = {
 IMPORTED_BY_NAME = {
     "meshwright.__init__",
     "meshwright.cli.main",
+    "meshwright.hugging_face.families.__init__",
     "meshwright.models.families.__init__",
     "meshwright.models.kernels.choose",
 }

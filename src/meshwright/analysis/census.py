@@ -216,7 +216,7 @@ def summarise_traffic(entries: Sequence[LedgerEntry]) -> list[dict[str, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Checked:
-    """What the checks read of a program."""
+    """Properties of a program that the checks read."""
 
     program: CompiledProgram
     leaves: Mapping[str, Any]

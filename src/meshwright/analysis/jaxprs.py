@@ -1,4 +1,4 @@
-"""What a function's jaxpr contains before it is compiled: equations with their lines, matrix products, collectives."""
+"""Contents of a function's jaxpr before it is compiled: equations with their lines, matrix products, collectives."""
 
 import dataclasses
 import math

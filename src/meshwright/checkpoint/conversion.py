@@ -16,7 +16,8 @@ from meshwright.checkpoint.blocks import Index, StoredTensors, commit, write_ten
 from meshwright.checkpoint.manifest import Manifest, TensorRecord, manifest_of
 from meshwright.documents import LARGE, check_inside, read_json, read_text
 from meshwright.errors import ConfigError, WeightsError
-from meshwright.hugging_face.architecture import Architecture, architecture_of
+from meshwright.hugging_face.architecture import Architecture
+from meshwright.hugging_face.families import architecture_of
 from meshwright.hugging_face.folder import KEPT, check_tied, keep_files, open_folder, read_model
 from meshwright.hugging_face.hub import PREFIX, find_folder
 from meshwright.hugging_face.names import StoredTensor, read_block, unpadded_shape, write_block

@@ -1,6 +1,6 @@
 """Pipeline schedules as tables: which tasks each stage runs in each tick (`step/pipeline.py` executes them).
 
-A schedule gives the order of tasks on each stage (`schedule_table.py` says what a task and a tick are).
+A schedule gives the order of tasks on each stage (`schedule_table.py` defines task and tick).
 
 - `gpipe`: all forward passes, then all backward passes (Huang et al. 2019, arXiv:1811.06965).
 - `1f1b`: one forward, one backward (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1). Stage s runs microbatch m

@@ -113,6 +113,7 @@ class Job:
     """Tree of the outputs' Placements."""
 
     def flat(self) -> list[tuple[jax.Array, Placement]]:
+        """Returns the arguments, each with its placement."""
         treedef: Any
         leaves, treedef = jax.tree.flatten(self.arguments)
         return list(zip(leaves, treedef.flatten_up_to(self.where), strict=True))

@@ -101,13 +101,13 @@ def pipeline_gradients(
     params: descriptions, all parameters of this stage, and those that are trained (None for the frozen ones).
     microbatches: sequence indices [M, B] and batches [M, B, T].
     """
-    described, held, trained = params
+    described, stored, trained = params
 
-    def whole(trained: Tree, held: Tree = held) -> Tree:
-        return {path: with_frozen(described[path], tree, held[path]) for path, tree in trained.items()}
+    def whole(trained: Tree, stored: Tree = stored) -> Tree:
+        return {path: with_frozen(described[path], tree, stored[path]) for path, tree in trained.items()}
 
     def layers(trained: Layers, x: jax.Array, virtual_stage: jax.Array, m: jax.Array) -> Any:
-        rows = _part_rows({path: held[path] for path in trained}, virtual_stage, table.virtual_stages)
+        rows = _part_rows({path: stored[path] for path in trained}, virtual_stage, table.virtual_stages)
         return of_all.layers(whole(trained, rows), x, virtual_stage, m)
 
     of_all = _pipeline_model(model, *microbatches, dropout, total)

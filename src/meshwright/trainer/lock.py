@@ -8,7 +8,7 @@ In a bucket it is an object that is put on condition that there is none. Its hol
 higher count, on condition that it is its own. A run that cannot do so ends before another may take the folder over, and
 one whose folder was taken over ends at once, without saving: whatever it wrote could overwrite what the other writes. A
 lock without renewals is free after 90 s; at once where its process was on this host and is gone. A server that ignores
-conditions (some that speak S3 do) is detected by asking twice, and a line says so: there only the counts tell.
+conditions (some that speak S3 do) is detected by asking twice and reported: there only the counts tell.
 """
 
 import contextlib
