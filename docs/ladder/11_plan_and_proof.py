@@ -100,7 +100,7 @@ except mw.ConfigError as error:
 # ## The few lines: a proof
 #
 # `mw.prove(plan)` compiles the train step with the machine's own compiler, in a process of its own, on a computer that
-# has none of its chips ([how](../howto/check-before-renting.md)). This page may not have that compiler, so it proves a
+# has none of its chips ([how](../plan.md)). This page may not have that compiler, so it proves a
 # small GPT for the eight simulated devices, with the compiler that is here. It is the same census.
 
 # %%
