@@ -337,12 +337,12 @@ def template_that_is_a_link(folder: Path) -> tuple[Callable[[], Any], str]:
 def calibration_without_numbers(folder: Path) -> tuple[Callable[[], Any], str]:
     document = {"device": "TPU v5p", "date": "today", "matmuls": [{"flops_per_second": "fast"}]}
     (folder / "calibration.json").write_text(json.dumps(document))
-    return lambda: read_calibration(folder / "calibration.json"), "no positive number"
+    return lambda: read_calibration(folder / "calibration.json"), "not a positive number"
 
 
 def calibration_of_infinite_speed(folder: Path) -> tuple[Callable[[], Any], str]:
     (folder / "calibration.json").write_text('{"device": "a", "date": "b", "memory_bandwidth": 1e999}')
-    return lambda: read_calibration(folder / "calibration.json"), "no positive number"
+    return lambda: read_calibration(folder / "calibration.json"), "not a positive number"
 
 
 HOSTILE: tuple[Hostile, ...] = (

@@ -28,14 +28,14 @@ SRC = ROOT / "src"
 PACKAGE = SRC / "meshwright"
 
 LIMITS = {
-    "modules that `train tiny` loads": 210,
-    "lines that `train tiny` loads": 27_200,
-    "lines of Python in src": 59_900,
+    "modules that `train tiny` loads": 173,
+    "lines that `train tiny` loads": 26_000,
+    "lines of Python in src": 54_000,
     "options of `train`": 80,
-    "imports of the package inside functions": 185,
-    "modules that import the package by a string": 2,
-    "`# fmt: skip` in src": 390,
-    "modules in circles of imports": 51,
+    "imports of the package inside functions": 50,
+    "modules that import the package by a string": 0,
+    "`# fmt: skip` in src": 46,
+    "modules in circles of imports": 2,
     "modules that import from a higher layer": 0,
 }
 """What a reader of the package has to hold, in numbers. Limits only go down: one who goes below lowers them."""

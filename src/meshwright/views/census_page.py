@@ -77,10 +77,10 @@ _ORDER = {"unexpected": 0, "replicated": 1, "duplicated": 2, "layout": 3, "overl
 
 
 def census_title(census: Census) -> str:
-    """Returns one line: name, mesh, device, compile time and versions."""
+    """Returns one line: mesh, device, compile time and versions."""
     mesh = ",".join(f"{axis}={n}" for axis, n in census.mesh.items() if n > 1) or "one device"
     return (
-        f"{census.name} on mesh {mesh}, compiled for {census.device} in {census.compile_seconds:.1f} s "
+        f"mesh {mesh}, compiled for {census.device} in {census.compile_seconds:.1f} s "
         f"({census.versions})"
     )
 
@@ -231,7 +231,7 @@ def _verdict(census: Census) -> list[Block]:
     doubts = [f"This census does not trust itself: {doubt}." for doubt in census.doubts]
     if census.unread:
         doubts.append(
-            f"Incomplete: {len(census.unread)} instructions look like collectives and are not understood; bytes and "
+            f"Incomplete ledger: {len(census.unread)} instructions look like collectives and are not read; bytes and "
             f"predicted time lack them: {', '.join(census.unread[:4])}."
         )
     return [Figures(figures), *([Text(doubts, "warning")] if doubts else [])]
