@@ -9,7 +9,6 @@ import pytest
 
 import meshwright as mw
 from meshwright.hardware.targets import parse_target
-from meshwright.planner import forecast
 from meshwright.step import device_memory
 from meshwright.step.device_memory import OutOfDeviceMemory, Room, check_memory
 
@@ -58,7 +57,9 @@ def test_training_refuses_it_before_the_first_step(monkeypatch: pytest.MonkeyPat
 
 
 def test_remedies_have_numbers_where_the_chip_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("meshwright.api.training.local_target", lambda devices, calibration: (parse_target("h100:2"), ""))
+    monkeypatch.setattr(
+        "meshwright.api.training.local_target", lambda devices, calibration: (parse_target("h100:2"), "")
+    )
     fix = _without_room(monkeypatch, tmp_path).fix
     options = [line.split()[0] for line in fix.splitlines()[1:]]
     assert 1 <= len(options) <= 3 and set(options) <= {"--training.remat", "--training.microbatches", "--mesh"}

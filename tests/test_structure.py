@@ -28,14 +28,14 @@ SRC = ROOT / "src"
 PACKAGE = SRC / "meshwright"
 
 LIMITS = {
-    "modules that `train tiny` loads": 173,
-    "lines that `train tiny` loads": 26_000,
-    "lines of Python in src": 54_000,
+    "modules that `train tiny` loads": 152,
+    "lines that `train tiny` loads": 24_800,
+    "lines of Python in src": 53_990,
     "options of `train`": 80,
-    "imports of the package inside functions": 50,
+    "imports of the package inside functions": 33,
     "modules that import the package by a string": 0,
-    "`# fmt: skip` in src": 46,
-    "modules in circles of imports": 2,
+    "`# fmt: skip` in src": 3,
+    "modules in circles of imports": 0,
     "modules that import from a higher layer": 0,
 }
 """What a reader of the package has to hold, in numbers. Limits only go down: one who goes below lowers them."""

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,6 @@ from meshwright.analysis.census import Census
 from meshwright.analysis.run_census import census_of_train_step
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import Data, MeshShape, Optimizer, Training
-from meshwright.data.tokenizers import Bytes
 from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import build_mesh
 from meshwright.hardware.targets import parse_target
@@ -46,8 +45,7 @@ from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import read_run, run_from_dict, run_to_dict
 from meshwright.step.device_run import DeviceRun, place_on_devices
-from meshwright.trainer.prepare import check_sample
-from meshwright.trainer.sample import write_sample
+from meshwright.trainer.prepare import PreparedRun, check_sample
 
 FOLDER = Path(__file__).parent / "extensions"
 STEPS = 4
@@ -333,7 +331,7 @@ def test_a_model_without_attention_trains_without_a_sample(tmp_path: Path) -> No
     """By default it is left out with a word; a sample that is asked for is refused before the training."""
     left_out = device_run_of(tiny_run(MIN_GRU, data=Data((sums,))))
     check_sample(left_out)
-    assert write_sample(left_out, Bytes(), None, tmp_path) == ""
+    assert PreparedRun(left_out, cast(Any, None), (), ()).sample(cast(Any, None), tmp_path) == ""
     for data in (Data((sums,), sample=5), Data((sums,), sample_every=2)):
         with pytest.raises(ConfigError, match="they have no attention"):
             check_sample(device_run_of(tiny_run(MIN_GRU, data=data)))

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from meshwright.checkpoint.adapters import MergedTensors
 from meshwright.checkpoint.blocks import Index, StoredTensors, commit, write_tensor
 from meshwright.checkpoint.manifest import Manifest, TensorRecord, manifest_of
 from meshwright.documents import LARGE, check_inside, read_json, read_text
@@ -21,9 +21,10 @@ from meshwright.hugging_face.families import architecture_of
 from meshwright.hugging_face.folder import KEPT, check_tied, keep_files, open_folder, read_model
 from meshwright.hugging_face.hub import PREFIX, find_folder
 from meshwright.hugging_face.names import StoredTensor, read_block, unpadded_shape, write_block
-from meshwright.hugging_face.peft_files import write_adapter
+from meshwright.hugging_face.peft_files import Pair, write_adapter
 from meshwright.hugging_face.safetensors_files import DTYPES, NewSafetensorsFile, file_names, split_into_files
 from meshwright.hugging_face.tokenizer_files import write_tokenizer
+from meshwright.models.adapters import ADAPTERS, dequantise, targets_of
 from meshwright.runs.recipe import run_of_hugging_face
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder, write_run
@@ -263,7 +264,7 @@ def _write_json(file: Path, document: Any) -> None:
 
 
 def _export_one(
-    weights: StoredTensors | MergedTensors,
+    weights: "StoredTensors | MergedTensors",
     path: str,
     p: Param,
     stored: StoredTensor,
@@ -341,3 +342,60 @@ def export_adapter(source: Path, out: Path, *, at: int | None = None) -> Convers
     write_tokenizer(source / "tokenizer.json", source / KEPT, scratch)
     scratch.rename(out)
     return Conversion(out, "LoRA", sum(a.size + b.size for a, b in pairs.values()), count, "float32", 0, notes)
+
+
+@dataclasses.dataclass(frozen=True)
+class MergedTensors:
+    """Reader of a checkpoint's W + (alpha / r) A B, in float32 where a weight has an adapter or is quantised."""
+
+    tensors: StoredTensors
+
+    def read_blocks(self, name: str, shape: tuple[int, ...], then: Callable[[Index, np.ndarray], None]) -> None:
+        """Calls `then` with each block of the weight `name`, without its rows beyond `shape`.
+
+        All codes of a quantised weight are read, and dequantised layer by layer. Raises CheckpointError where a tensor
+        cannot be read, or is not what was saved.
+        """
+        stored = self.tensors.manifest.tensors
+        pair, scale = self.pair(name), self.tensors.manifest.run.finetune.scale
+
+        def add(index: Index, block: np.ndarray) -> None:
+            if pair is not None:
+                block = block.astype(np.float32) + scale * _product(*pair, index)
+            then(index, block)
+
+        if name in stored:
+            self.tensors.read_blocks(name, shape, add)
+            return
+        parts = ("codes", "scales") if f"{name}.codes" in stored else ("values", "scales")
+        arrays = {part: self.tensors.read(f"{name}.{part}") for part in parts}
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            for layer in range(shape[0]):
+                row = {part: array[layer : layer + 1] for part, array in arrays.items()}
+                index = (slice(layer, layer + 1), *(slice(0, size) for size in shape[1:]))
+                add(index, np.asarray(dequantise(row, np.float32)))
+
+    def pair(self, name: str) -> Pair | None:
+        """Returns A and B of a weight; None where it has no adapter."""
+        stack, _, weight = name.removeprefix("params.").partition(".")
+        prefix = f"params.{stack}.{ADAPTERS}.{weight}"
+        if f"{prefix}.a" not in self.tensors.manifest.tensors:
+            return None
+        a, b = (self.tensors.read(f"{prefix}.{side}").astype(np.float32) for side in "ab")
+        return a, b
+
+    def pairs(self) -> dict[str, Pair]:
+        """Returns A and B of every adapted weight, by path."""
+        run = self.tensors.manifest.run
+        targets = targets_of(run.model.params(), run.finetune)
+        paths = (f"{stack}.{name}" for stack, names in targets.items() for name in names)
+        return {path: pair for path in paths if (pair := self.pair(f"params.{path}")) is not None}
+
+
+def _product(a: np.ndarray, b: np.ndarray, index: Index) -> np.ndarray:
+    """Returns a block of A B. a: [L, in..., r].  b: [L, r, out...].  index: of the block of [L, in..., out...]."""
+    contracted = a.ndim - 2
+    rows = a[index[: 1 + contracted]]
+    columns = b[(index[0], slice(None), *index[1 + contracted :])]
+    flat = rows.reshape(rows.shape[0], -1, rows.shape[-1]) @ columns.reshape(*columns.shape[:2], -1)
+    return flat.reshape(*rows.shape[:-1], *columns.shape[2:])

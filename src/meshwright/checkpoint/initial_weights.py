@@ -2,26 +2,41 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from meshwright.checkpoint.adapters import Then, add_adapters, merge_adapters, without_adapters
+from meshwright.checkpoint.adapters import merge_adapters, without_adapters
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.errors import WeightsError
 from meshwright.hugging_face.folder import KEPT, keep_files, load_params, open_folder, read_model
 from meshwright.hugging_face.hub import find_folder, is_hugging_face
+from meshwright.hugging_face.peft_files import read_adapter
+from meshwright.models.adapters import ADAPTERS, quantise
 from meshwright.models.model import Model
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
-from meshwright.sharding.params import Tree, named_leaves
+from meshwright.sharding.params import (
+    Param,
+    Tree,
+    init_params,
+    is_param,
+    layers_to_rows,
+    named_leaves,
+    trained_only,
+)
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.storage.paths import path_of
 from meshwright.storage.transfer import copy_file, files_of
 
 _FREE = ("vocab_multiple",)
 """Fields of a model in which a run may differ from its weights without a word: they change no number."""
+
+Then = Callable[[str, jax.Array], Any]
+"""`(path, weight) -> what is kept of it`."""
 
 
 def load_initial_weights(device_run: DeviceRun, out: Path | None = None) -> Tree:
@@ -107,3 +122,45 @@ def _model_of(init_from: str) -> Model:
     if is_hugging_face(init_from):
         return read_model(init_from).model
     return run_in_folder(path_of(init_from)).model
+
+
+def add_adapters(device_run: DeviceRun, load: Callable[[DeviceRun, Then], Tree]) -> Tree:
+    """Returns the parameters of a run with adapters: its base, kept as the run asks, and adapters to begin with.
+
+    load: `(run without adapters, then) -> weights`, which gives each weight to `then` before it loads the next, so
+    that only one at a time is unquantised. The adapters are drawn from the run's seed, or read from the folder that
+    `FineTune.adapter` names. Raises WeightsError where that is not an adapter of this model.
+    """
+    tuning, where = device_run.run.finetune, device_run.state_shardings.params
+    base = without_adapters(device_run)
+    before = named_leaves(base.params)
+
+    def keep(path: str, w: jax.Array) -> Any:
+        described: Any = device_run.params
+        target: Any = where
+        for name in path.split("."):
+            described, target = described[name], target[name]
+        if is_param(described) or tuning.base not in ("int8", "nf4"):
+            return w.astype(described.stored)
+        convert = functools.partial(quantise, path, before[path], base=tuning.base)
+        quantised = jax.block_until_ready(jax.jit(convert, out_shardings=target)(w))
+        w.delete()
+        return quantised
+
+    params = load(base, keep)
+    described = trained_only(device_run.params, device_run.params)
+    training, placed = device_run.run.training, trained_only(device_run.params, where)
+    fresh = init_params(described, placed, seed=training.seed, dtype=training.param_dtype)
+    if tuning.adapter is not None:
+        found = read_adapter(Path(tuning.adapter), device_run.run.model, tuning)
+
+        def place(keys: Any, p: Param, x: jax.Array) -> jax.Array:
+            stack, _, name, side = (key.key for key in keys)
+            matrix = layers_to_rows(p, jnp.asarray(found[f"{stack}.{name}"][0 if side == "a" else 1]))
+            return jax.device_put(matrix.astype(x.dtype), x.sharding)
+
+        fresh = jax.tree_util.tree_map_with_path(place, described, fresh, is_leaf=is_param)
+    return {
+        path: {**tree, ADAPTERS: fresh[path][ADAPTERS]} if isinstance(tree, dict) and ADAPTERS in fresh[path] else tree
+        for path, tree in params.items()
+    }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 
+from meshwright.activity import activity
 from meshwright.data.batch import Batch, ramp_of
 from meshwright.data.corpus import Corpus, load_corpus
 from meshwright.data.feed import Feed, Samples, build_stream, held_out_batches, split
@@ -146,11 +147,16 @@ class PreparedRun:
 
     def sample(self, state: State, out: Path) -> str:
         """Samples text where the run asks for it or the model is small, and writes it to `out`."""
-        if not sample_length(self.device_run):
+        count = sample_length(self.device_run)
+        if not count:
+            return ""
+        if cannot_decode(self.device_run):  # `check_sample` refuses what was asked for
+            with activity("note", "looking for what it decodes with", "looked") as work:
+                work.result = "no sample: its layers have no attention to decode with"
             return ""
         from meshwright.trainer.sample import write_sample  # loads the decoder
 
-        return write_sample(self.device_run, self.corpus.tokenizer, state.params, out)
+        return write_sample(self.device_run, self.corpus.tokenizer, state.params, count, out)
 
 
 def sum_losses(

@@ -17,21 +17,14 @@ from meshwright.generation.sampling import Sampling
 from meshwright.generation.weights import lay_out
 from meshwright.sharding.params import Tree, named_leaves
 from meshwright.step.device_run import DeviceRun, place_on_devices
-from meshwright.trainer.prepare import cannot_decode, sample_length
 
 _TEMPERATURE = 0.8
 _CHUNK = 512
 
 
-def write_sample(device_run: DeviceRun, tokenizer: Tokenizer, params: Any, out: Path) -> str:
-    """Samples text from the model and writes it to `out`; returns it, or "" where the run asks for none."""
-    data, count = device_run.run.data, sample_length(device_run)
-    if not count:
-        return ""
-    if cannot_decode(device_run):  # `check_sample` refuses what was asked for
-        with activity("note", "looking for what it decodes with", "looked") as work:
-            work.result = "no sample: its layers have no attention to decode with"
-        return ""
+def write_sample(device_run: DeviceRun, tokenizer: Tokenizer, params: Any, count: int, out: Path) -> str:
+    """Samples `count` tokens from the model, writes their text to `out`, and returns it."""
+    data = device_run.run.data
     if device_run.run.finetune.method == "lora" or device_run.run.finetune.objective == "preferences":
         device_run, params = merge_adapters(device_run, params)
     prompt = with_begin(tokenizer, tokenizer.encode(data.prompt))

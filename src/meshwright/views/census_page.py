@@ -79,10 +79,7 @@ _ORDER = {"unexpected": 0, "replicated": 1, "duplicated": 2, "layout": 3, "overl
 def census_title(census: Census) -> str:
     """Returns one line: mesh, device, compile time and versions."""
     mesh = ",".join(f"{axis}={n}" for axis, n in census.mesh.items() if n > 1) or "one device"
-    return (
-        f"mesh {mesh}, compiled for {census.device} in {census.compile_seconds:.1f} s "
-        f"({census.versions})"
-    )
+    return f"mesh {mesh}, compiled for {census.device} in {census.compile_seconds:.1f} s ({census.versions})"
 
 
 def census_page(census: Census) -> Report:
