@@ -422,7 +422,7 @@ def parity_blocks(parity: Mapping[str, Any], title: str) -> list[Block]:
 
 def _objects(document: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     rows = document.get(name)
-    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list | tuple) else []
 
 
 def _real(value: Any) -> float | None:

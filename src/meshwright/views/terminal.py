@@ -96,7 +96,7 @@ def _figures(console: Console, block: Figures) -> None:
 
 
 def _facts(console: Console, block: Facts) -> None:
-    _rows(console, ("", "value"), ("text", "text"), block.rows)
+    _rows(console, ("", ""), ("text", "text"), block.rows)
 
 
 def _bars(console: Console, block: Bars) -> None:
