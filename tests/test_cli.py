@@ -213,7 +213,7 @@ def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
         "from meshwright.runs.run import Run\nfrom meshwright.models.families.gpt2 import Gpt2\n\n"
         "def mine() -> Run:\n    return Run(model=Gpt2(vocab=100, width=64, layers=2, heads=2), name='mine')\n"
     )
-    assert "mine: " in meshwright("show", f"{recipe}:mine", "--mesh", "tensor=2")
+    assert "mine on tensor=2: " in meshwright("show", f"{recipe}:mine", "--mesh", "tensor=2")
     assert "did you mean 'mine'?" in meshwright("show", f"{recipe}:mime", code=2)
 
 

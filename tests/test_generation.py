@@ -32,7 +32,8 @@ from meshwright.generation.decoder import Bucket, Decoder, bucket_for
 from meshwright.generation.generator import Decoding, Generator
 from meshwright.generation.sampling import Sampling, choose_tokens, keep_tokens
 from meshwright.generation.source import OpenedModel, open_weights
-from meshwright.generation.weights import WeightsLayout, abstract_layout, lay_out
+from meshwright.generation.weight_sizes import WeightsLayout
+from meshwright.generation.weights import abstract_layout, lay_out
 from meshwright.hardware.targets import parse_target
 from meshwright.hugging_face.folder import load_params, open_folder
 from meshwright.models.families.gpt2 import Gpt2

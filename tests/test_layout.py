@@ -15,8 +15,9 @@ from tiny_runs import MODELS, assert_same_steps, device_run_of, tiny_run, train,
 from meshwright.comm.hierarchical import ONE_SLICE
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
+from meshwright.runs.catalogue import list_recipes
 from meshwright.runs.placed_run import place_run
-from meshwright.runs.recipe import find_recipe, list_recipes
+from meshwright.runs.recipe import find_recipe
 from meshwright.sharding.layouts import LAYOUTS, MEGATRON, find_layout
 from meshwright.sharding.params import Param, count_params, named_leaves, plan_gathers
 from meshwright.sharding.placement import Layout, Placements, axes_of, local_shape, notation, place_param

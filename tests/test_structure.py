@@ -28,11 +28,11 @@ SRC = ROOT / "src"
 PACKAGE = SRC / "meshwright"
 
 LIMITS = {
-    "modules that `train tiny` loads": 152,
+    "modules that `train tiny` loads": 154,
     "lines that `train tiny` loads": 24_800,
-    "lines of Python in src": 53_990,
+    "lines of Python in src": 54_010,
     "options of `train`": 80,
-    "imports of the package inside functions": 33,
+    "imports of the package inside functions": 32,
     "modules that import the package by a string": 0,
     "`# fmt: skip` in src": 3,
     "modules in circles of imports": 0,

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from meshwright.models.model import Model as Model
     from meshwright.planner.offers import Offer as Offer
     from meshwright.planner.search import Plan as Plan
-    from meshwright.runs.recipe import list_recipes as recipes  # noqa: F401
+    from meshwright.runs.catalogue import list_recipes as recipes  # noqa: F401
     from meshwright.runs.recipe import recipe as recipe
     from meshwright.runs.run import Run as Run
     from meshwright.sharding.placement import Layout as Layout
@@ -126,7 +126,7 @@ _NAMES = {
 """Module -> its public names."""
 _PUBLIC = {name: (module, name) for module, names in _NAMES.items() for name in names.split()} | {
     "collectives": ("comm.collectives", ""),
-    "recipes": ("runs.recipe", "list_recipes"),
+    "recipes": ("runs.catalogue", "list_recipes"),
 }
 """Public name -> module, and attribute of it; the module itself where none is given."""
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.runs.recipe import find_recipe, list_recipes
+from meshwright.runs.catalogue import list_recipes
+from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run_file import run_to_dict
 from meshwright.views.report import Live, Report
 from meshwright.views.run_folder import RunFolder, open_folders

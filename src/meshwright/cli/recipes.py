@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from meshwright.cli.main import VERBS
 from meshwright.cli.output import write, write_json, write_table
 from meshwright.errors import ConfigError
-from meshwright.runs.recipe import list_recipes
+from meshwright.runs.catalogue import list_recipes
 
 
 def main(args: Sequence[str]) -> int:

@@ -15,7 +15,8 @@ from meshwright.generation.decoder import Bucket, Decoder, DecodeState, bucket_f
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.scoring import score_texts
 from meshwright.generation.source import OpenedModel
-from meshwright.generation.weights import LaidOut, WeightsLayout, lay_out, weight_bytes
+from meshwright.generation.weight_sizes import WeightsLayout, weight_bytes
+from meshwright.generation.weights import LaidOut, lay_out
 from meshwright.plugins import Shown
 from meshwright.step.device_run import DeviceRun
 

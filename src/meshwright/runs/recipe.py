@@ -1,6 +1,5 @@
 """Runs by name: recipes (Python functions outside the package), Hugging Face models, and other runs' outputs."""
 
-import ast
 import dataclasses
 import functools
 import inspect
@@ -13,38 +12,13 @@ from meshwright.config import Data, MeshShape, Optimizer, Training
 from meshwright.errors import ConfigError, MeshwrightError, describe_failure, nearest
 from meshwright.fine_tuning import FineTune, Method, Objective
 from meshwright.plugins import is_reference, load, load_file
+from meshwright.runs.catalogue import catalogue, recipe_name
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.storage.paths import path_of
 
 _PARTS = ("training", "optimizer", "data", "finetune", "model", "faults", "local_checkpoints")
 """Parts of a Run whose fields can be changed by name, in this order."""
-
-
-def list_recipes() -> dict[str, str]:
-    """Returns the first line of every recipe's docstring, by name. Reads the files, and imports none of them.
-
-    Example:
-        >>> mw.recipes()["llama3-70b"]
-        'Llama 3 70B (arXiv:2407.21783, table 3).'
-    """
-    return {name: summary for name, (_, summary) in _catalogue().items()}
-
-
-def _catalogue() -> dict[str, tuple[Path, str]]:
-    """Returns the file and the summary of every recipe, by name. Recipes are in the package, or beside `src`."""
-    package = Path(__file__).parents[1]
-    folder = package / "recipes"
-    return {
-        _recipe_name(node.name): (file, (ast.get_docstring(node) or "").partition("\n")[0])
-        for file in sorted((folder if folder.is_dir() else package.parents[1] / "recipes").glob("*.py"))
-        for node in ast.parse(file.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
-    }
-
-
-def _recipe_name(function: str) -> str:
-    return function.replace("_", "-")
 
 
 def find_recipe(name: str) -> Run:
@@ -73,23 +47,23 @@ def _builder(name: str) -> Callable[[], Run]:
         if not file.is_file():
             raise ConfigError(f"recipe {file}", "there is no such file", "a recipe's name, or FILE.py:FUNCTION")
         functions = _functions(load_file(file))
-        wanted = _recipe_name(function) if colon else next(iter(functions), "")
+        wanted = recipe_name(function) if colon else next(iter(functions), "")
         if wanted not in functions:
             raise ConfigError(f"recipe {file}:{function}", "it has no such function", nearest(wanted, functions))
         return functions[wanted]
     if is_reference(name):
         builder: Callable[[], Run] = load("recipe", name)
         return builder
-    catalogue = _catalogue()
-    if name not in catalogue:
-        raise ConfigError(f"recipe {name!r}", "there is no recipe of that name", nearest(name, catalogue))
-    return _functions(load_file(catalogue[name][0]))[name]
+    recipes = catalogue()
+    if name not in recipes:
+        raise ConfigError(f"recipe {name!r}", "there is no recipe of that name", nearest(name, recipes))
+    return _functions(load_file(recipes[name][0]))[name]
 
 
 def _functions(module: ModuleType) -> dict[str, Callable[[], Run]]:
     """Returns the public functions defined in a module, in their order, by recipe name."""
     return {
-        _recipe_name(name): value
+        recipe_name(name): value
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     }

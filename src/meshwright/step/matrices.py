@@ -9,11 +9,10 @@ are gathered. A round moves n layers, so that a device never has more than one l
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
 
 from meshwright.comm.collectives import all_gather, all_to_all, local_shard
@@ -21,6 +20,9 @@ from meshwright.comm.hierarchical import Axes
 from meshwright.config import MeshShape
 from meshwright.sharding.params import Tree, is_param
 from meshwright.sharding.placement import Placement, axes_of, like_param, to_spec
+
+if TYPE_CHECKING:
+    import optax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +169,10 @@ class LayerMap:
     compute_dtype: Any
     """Type of the run's matmuls."""
 
-    def given_to(self, rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    def given_to(self, rule: "optax.GradientTransformation") -> "optax.GradientTransformation":
         """Returns the rule with this as the extra argument `layer_map` of its `update`, if that takes any."""
+        import optax  # the planner reads this module without it
+
         update = optax.with_extra_args_support(rule).update
 
         def updated(grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:

@@ -8,7 +8,8 @@ from typing import Any
 from meshwright.formatting import format_bytes, format_count, format_step
 from meshwright.generation.generator import Generated
 from meshwright.planner.search import Plan
-from meshwright.runs.recipe import find_recipe, list_recipes
+from meshwright.runs.catalogue import list_recipes
+from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
 from meshwright.trainer.evaluation import BatchEvaluation, Evaluation
