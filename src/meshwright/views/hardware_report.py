@@ -129,7 +129,7 @@ def _derived(row: Row) -> dict[str, Cell]:
     """Returns the figures of a measurement with those that follow from them, as text."""
 
     def ratio(over: str) -> str:
-        return f"{row[over] / row['loop_seconds']:.2f}" if row.get(over) else ""
+        return f"{row[over] / row['loop_seconds']:.2f}" if row.get(over) and row.get("loop_seconds") else ""
 
     found = dict(row) | {label: f"{error[0]:.1e}" for label, error in row.get("errors", {}).items()}
     found["outcome"] = row.get("failed") or row.get("unsupported") or "; ".join(row.get("problems", ()))
