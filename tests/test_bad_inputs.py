@@ -483,3 +483,13 @@ def test_a_run_file_that_is_wrong_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(change(json.dumps({**document, "layout": "fsdp"})))
     with pytest.raises(ConfigError, match=reason):
         place_run(read_run(tmp_path / "run.json"), mw.MeshShape())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "fix"),
+    [("learning_rate", -1.0, "--lr 0.0003"), ("beta1", 2.0, "optimizer.beta1 0.9"), ("unroll", 0, "training.unroll 1")],
+)
+def test_a_fix_names_an_option_only_where_there_is_one(field: str, value: float, fix: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        place_run(mw.recipe("tiny", vocab=512, **{field: value}), mw.MeshShape())
+    assert refused.value.fix == fix

@@ -3,6 +3,9 @@
 import dataclasses
 import math
 import operator
+import typing
+
+import tyro
 
 from meshwright.config import MeshShape
 from meshwright.data.batch import ramp_of
@@ -29,7 +32,7 @@ def check_sizes(run: Run) -> None:
     for name, size, least in given:
         most = 10**5 if name == "model.layers" else 2**62
         if (type(size) is int and not least <= size <= most) or (type(size) is float and not math.isfinite(size)):
-            option = f"--{name.replace('_', '-')}"
+            option = _as_given(run, name)
             truth = f"it is at least {least}" if size < least else f"it is a number up to {most}"
             raise ConfigError(f"{option} {size}", truth, f"{option} {max(1, -size)}")
     t, o, d, inf, name = run.training, run.optimizer, run.data, math.inf, run.name
@@ -52,7 +55,17 @@ def check_sizes(run: Run) -> None:
         ("name", repr(name), "it is the name of a folder", is_folder, "run"),
     ):
         if not right:
-            raise ConfigError(f"--{option} {value}", truth, f"--{option} {fix}")
+            option = _as_given(run, option)
+            raise ConfigError(f"{option} {value}", truth, f"{option} {fix}")
+
+
+def _as_given(run: Run, name: str) -> str:
+    """Returns a field of the run as its user gives it: an option, or its path where the command line has none."""
+    part, _, field = name.replace("-", "_").rpartition(".")
+    hint = typing.get_type_hints(type(getattr(run, part)), include_extras=True).get(field) if part else None
+    if tyro.conf.Fixed in getattr(hint, "__metadata__", ()):
+        return f"{part}.{field}"
+    return f"--{name.replace('_', '-')}"
 
 
 def check_batch(run: Run, shape: MeshShape) -> None:
