@@ -173,7 +173,8 @@ def predicted(plan: Plan) -> str:
     """Returns the step time, MFU, speed and memory of a plan in one line."""
     e = plan.estimate
     return (
-        f"predicted: {format_step(e.seconds)} per step, {e.mfu:.0%} MFU, {format_count(e.tokens_per_second)} tokens/s, "
+        f"predicted by arithmetic: {format_step(e.seconds)} per step, {e.mfu:.0%} MFU, "
+        f"{format_count(e.tokens_per_second)} tokens/s, "
         f"{format_bytes(e.bytes)} of {format_bytes(e.hbm_bytes)} per device"
     )
 
