@@ -169,8 +169,10 @@ def test_the_command_plans_explains_compares_and_draws(tmp_path: Path) -> None:
         "plan", "llama32-1b", "--on", "h100:8", "--tokens-per-step", "0.5M", "--why", "data=8", "--compare", "fsdp=8",
         "fsdp=4,tensor=2", "--html", str(page), "--out", str(plan),
     )  # fmt: skip
-    for words in ("plans priced in", "predicted by arithmetic", "chip-hours", "Why not other mesh axes", "why data=8", "difference",
-                  "bound by", "links ", "over NVLink"):  # fmt: skip
+    for words in (
+        "plans priced in", "predicted by arithmetic", "chip-hours", "Why not other mesh axes", "why data=8",
+        "difference", "bound by", "links ", "over NVLink",
+    ):  # fmt: skip
         assert words in done, done
     assert "Memory of one device" not in done and read_plan(plan).target == "h100:1x8"
     text = page.read_text(encoding="utf-8")
