@@ -26,7 +26,7 @@ from meshwright.hardware.mesh import build_mesh
 from meshwright.hugging_face.folder import load_params, open_folder
 from meshwright.hugging_face.names import write_block
 from meshwright.models.blocks.layers import no_dropout
-from meshwright.models.kernels.scores import cap
+from meshwright.models.kernels.attention import cap
 from meshwright.runs.recipe import run_of_hugging_face
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES

@@ -15,10 +15,9 @@ from tiny_runs import device_run_of, tiny_run
 
 import meshwright as mw
 from meshwright.hardware.machine import Machine
-from meshwright.models.blocks.context import build_attend
-from meshwright.models.kernels.attention import Kernels
+from meshwright.models.blocks.context import build_attend, chunked_segments
+from meshwright.models.kernels.attention import Kernels, Scores
 from meshwright.models.kernels.choose import KERNELS, choose_kernels
-from meshwright.models.kernels.scores import Scores, chunked_segments
 from meshwright.models.kernels.splash import splash_kernels
 from meshwright.models.loss import token_losses
 from meshwright.models.model import AttentionSpec

@@ -23,7 +23,7 @@ from meshwright.models.families.gpt_oss import GptOss
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.llama4 import Llama4
 from meshwright.models.families.olmo3 import Olmo3
-from meshwright.models.kernels.scores import cap
+from meshwright.models.kernels.attention import cap
 from meshwright.models.model import Model
 from meshwright.step.device_run import BATCH_SPEC, DeviceRun, param_specs
 

@@ -29,7 +29,7 @@ from meshwright.comm.collectives import all_gather, all_reduce, all_reduce_max, 
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.context import CONTEXT
-from meshwright.models.kernels.scores import Scores, cap
+from meshwright.models.kernels.attention import Scores, cap
 from meshwright.models.model import AttentionSpec, Carried, ModelSpec
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.placement import Placement, local_shape, replicates_kv_heads, to_spec

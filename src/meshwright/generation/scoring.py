@@ -15,7 +15,7 @@ from meshwright.comm.collectives import all_gather, all_reduce, all_reduce_max, 
 from meshwright.generation.decoder import Decoder, DecodeState
 from meshwright.generation.sampling import Sampling
 from meshwright.models.blocks.context import CONTEXT
-from meshwright.models.kernels.scores import cap
+from meshwright.models.kernels.attention import cap
 from meshwright.models.loss import chunk_tokens
 from meshwright.models.model import vocab_size
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES

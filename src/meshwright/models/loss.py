@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.comm.collectives import all_reduce, all_reduce_max, axis_index
-from meshwright.models.kernels.scores import cap, cap_gradient
+from meshwright.models.kernels.attention import cap, cap_gradient
 from meshwright.sharding.layouts import VOCAB_AXES
 
 

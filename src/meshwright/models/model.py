@@ -18,7 +18,7 @@ from meshwright.comm.collectives import TokenFunction, sequence_all_gather, sequ
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.layers import Dropout
-from meshwright.models.kernels.scores import Scores
+from meshwright.models.kernels.attention import Scores
 from meshwright.sharding.params import GatherParams, Tree
 from meshwright.sharding.sequence import SequenceSplit
 
@@ -41,7 +41,7 @@ MTP = "mtp"
 Attend = Callable[..., jax.Array]
 """`(q [B, T, N, H], k [B, T, K, H], v, *, window, scores=None) -> [B, T, N, H]`: attention to all visible keys.
 
-window: sliding window, or None.  scores: soft cap, sinks and chunks (kernels/scores.py), or None.
+window: sliding window, or None.  scores: soft cap, sinks and chunks (kernels/attention.py), or None.
 """
 
 
@@ -313,7 +313,7 @@ class ModelSpec:
     embedding: str = "embed"
     """Path of the parameter that the unembedding multiplies by; equal to the embedding where they are tied."""
     logit_softcap: float | None = None
-    """Soft cap of the logits (models/kernels/scores.py), or None."""
+    """Soft cap of the logits (models/kernels/attention.py), or None."""
     further: tuple[LayerSpec, ...] = ()
     """Layers after the last that predict further tokens in training (models/forward.py)."""
     period: int = 1

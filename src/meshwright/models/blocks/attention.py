@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.models.blocks.layers import Norm, attention_projection, linears, rms_norm
 from meshwright.models.blocks.rotary import Rotary
-from meshwright.models.kernels.scores import Scores
+from meshwright.models.kernels.attention import Scores
 from meshwright.models.model import AttentionSpec, ForwardContext
 from meshwright.models.remat import QKV
 from meshwright.sharding.params import Param

@@ -15,16 +15,17 @@ entirely are not computed (blocks/ring.py). The scores are computed by the platf
 Segments and positions of the complete sequence are known to every device; only queries, keys and values are sent.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.comm.collectives import axis_index, grouped_all_to_all
-from meshwright.models.kernels.attention import Kernels
+from meshwright.models.kernels.attention import Kernels, Scores
 from meshwright.models.kernels.choose import attention_over_devices
-from meshwright.models.kernels.scores import Scores, chunked_segments, own_sinks
 from meshwright.models.model import Attend
 from meshwright.models.remat import ATTN_OUT
 from meshwright.sharding.placement import replicates_kv_heads
@@ -39,28 +40,38 @@ def build_attend(sequence: SequenceSplit, segments_BT: jax.Array, kernels: Kerne
     def attend(
         q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None, scores: Scores | None = None
     ) -> jax.Array:
-        segments, rest = segments_BT, dict[str, Any]()
+        segments, parts, rest = segments_BT, sequence.group, dict[str, Any]()
         if scores is not None:
             if scores.chunk is not None:
                 segments = chunked_segments(segments_BT, scores.chunk)
                 window = min(window or scores.chunk, scores.chunk)
+            if scores.sinks_N is not None and parts > 1:
+                size = scores.sinks_N.shape[0] // parts
+                first = (jax.lax.axis_index("context") % parts if sequence.shards > 1 else 0) * size
+                scores = dataclasses.replace(scores, sinks_N=lax.dynamic_slice_in_dim(scores.sinks_N, first, size))
             if scores.sinks_N is not None or scores.softcap is not None:
-                heads = jax.lax.axis_index("context") % sequence.group if sequence.shards > 1 else 0
-                rest["scores"] = own_sinks(scores, heads, sequence.group)
-        exchanges = sequence.group > 1
-        if exchanges:
-            q, k, v = (grouped_all_to_all(x, "context", sequence.group, 2, 1) for x in (q, k, v))
+                rest["scores"] = scores
+        if parts > 1:
+            q, k, v = (grouped_all_to_all(x, "context", parts, 2, 1) for x in (q, k, v))
         if sequence.groups == 1:
             out = kernels.self_attention(q, k, v, segments, window=window, **rest)
         else:
             out = attention_over_devices()(sequence, kernels, (q, k, v), segments, window, rest.get("scores"))
-        if not exchanges:
+        if parts == 1:
             return out
         # Kernel and ring name their own residuals; the output after the exchange is another array, which the output
         # projection reads.
-        return checkpoint_name(grouped_all_to_all(out, "context", sequence.group, 1, 2), ATTN_OUT)
+        return checkpoint_name(grouped_all_to_all(out, "context", parts, 1, 2), ATTN_OUT)
 
     return attend
+
+
+def chunked_segments(segments_BT: jax.Array, chunk: int) -> jax.Array:
+    """Returns documents that end where those of `segments_BT` end and after every `chunk` tokens, numbered in order."""
+    place_T = jnp.arange(segments_BT.shape[1])
+    begins_BT = jnp.concatenate([jnp.ones_like(segments_BT[:, :1]), jnp.diff(segments_BT, axis=1)], 1) != 0
+    first_BT = lax.cummax(jnp.where(begins_BT, place_T, 0), axis=1)
+    return jnp.cumsum((place_T - first_BT) % chunk == 0, axis=1, dtype=segments_BT.dtype)
 
 
 def with_own_kv_head(attend: Attend) -> Attend:

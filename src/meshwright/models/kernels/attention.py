@@ -1,4 +1,4 @@
-"""Attention kernels: the facts that the choice among them needs, and the reference in plain JAX."""
+"""Attention kernels: facts that the choice among them needs, the scores of a layer, and the reference in plain JAX."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from meshwright.models.kernels.scores import Scores, cap
 from meshwright.models.remat import ATTN_OUT, ATTN_SCORES, REMAT_POLICIES
 
 if TYPE_CHECKING:
     from meshwright.models.kernels.chunks import ChunkAttention
 
 FEATURES: dict[str, str] = {"softcap": "soft cap of the scores", "sinks": "attention sinks"}
-"""Features that layers may need of a kernel besides causal attention in a window -> in words (kernels/scores.py)."""
+"""Fields of `Scores` that not every kernel supports -> in words."""
 SelfAttention = Callable[..., jax.Array]
 """`(q [B, T, N, H], k [B, T, K, H], v, segments [B, T], *, window, scores=None) -> [B, T, N, H]`.
 
@@ -24,6 +23,29 @@ matched by the remat policies through their primitive. `scores` is given where a
 """
 CrossAttention = Callable[..., jax.Array]
 """`(q, k, v, queries: Positions, keys: Positions, *, window, scores=None) -> [B, T, N, H]`, of any positions."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Scores of one layer's attention, beyond scaling and a causal mask."""
+
+    sinks_N: jax.Array | None = None
+    """Learned logit of each of this device's query heads that takes part in the softmax and adds nothing to the output
+    (attention sinks: GPT-OSS; Xiao et al. 2023, arXiv:2309.17453)."""
+    softcap: float | None = None
+    """Cap of the scaled scores (`cap`; Gemma 2, arXiv:2408.00118, section 2)."""
+    chunk: int | None = None
+    """Tokens of a document after which attention begins anew (Llama 4); None attends within documents."""
+
+
+def cap(x: jax.Array, softcap: float | None) -> jax.Array:
+    """Returns c tanh(x / c), which is within -c and c and near x where x is small; x itself without a cap c."""
+    return x if softcap is None else softcap * jnp.tanh(x / softcap)
+
+
+def cap_gradient(g: jax.Array, capped: jax.Array, softcap: float | None) -> jax.Array:
+    """Returns the gradient of x from that of the capped x: times 1 - (capped / c)^2."""
+    return g if softcap is None else g * (1 - jnp.square(capped / softcap))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,43 +142,37 @@ def reference_attention(
     causal_TS = distance_TS >= 0 if window is None else (distance_TS >= 0) & (distance_TS < window)
     visible_BTS = causal_TS[None] & (queries.segments_BT[:, :, None] == keys.segments_BT[:, None, :])
     scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, -1e30)
-    sinks = None if scores.sinks_N is None else scores.sinks_N.reshape(K, N // K, 1, 1)
-    weights_BKGTS = _softmax(scores_BKGTS, sinks)
+    top = jax.lax.stop_gradient(scores_BKGTS.max(-1, keepdims=True))
+    if scores.sinks_N is None:
+        weights_BKGTS = jnp.exp(scores_BKGTS - top)
+        weights_BKGTS = weights_BKGTS / weights_BKGTS.sum(-1, keepdims=True)
+    else:
+        sinks = scores.sinks_N.reshape(K, N // K, 1, 1)
+        top = jnp.maximum(top, jax.lax.stop_gradient(sinks))
+        weights_BKGTS = jnp.exp(scores_BKGTS - top)
+        weights_BKGTS = weights_BKGTS / (weights_BKGTS.sum(-1, keepdims=True) + jnp.exp(sinks - top))
     out_BTKGH = jnp.einsum("bkgts,bskh->btkgh", weights_BKGTS.astype(q_BTNH.dtype), v_BSKH)
     return out_BTKGH.reshape(B, T, N, v_BSKH.shape[3])
-
-
-def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Softmax over the keys and the sinks, without the weights of the sinks."""
-    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
-    if sinks is None:
-        shifted = jnp.exp(scores - top)
-        return shifted / shifted.sum(-1, keepdims=True)
-    top = jnp.maximum(top, jax.lax.stop_gradient(sinks))
-    shifted = jnp.exp(scores - top)
-    return shifted / (shifted.sum(-1, keepdims=True) + jnp.exp(sinks - top))
 
 
 def as_self_attention(attend: CrossAttention) -> SelfAttention:
     """Makes self-attention of a kernel that takes queries and keys at any positions."""
 
-    def self_attention(
-        q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array, **kind: Any
-    ) -> jax.Array:
+    def self_attention(q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array, **kind: Any) -> jax.Array:
         positions = sequence_positions(segments_BT)
-        return checkpoint_name(attend(q_BTNH, k_BTKH, v_BTKH, positions, positions, **kind), ATTN_OUT)
+        return checkpoint_name(attend(q, k, v, positions, positions, **kind), ATTN_OUT)
 
     return self_attention
 
 
 def reference_kernels(block: int) -> Kernels:
     """Returns the reference; it has no blocks."""
+
+    def unsupported(shapes: AttentionShapes) -> str | None:
+        # A policy of jax.checkpoint cannot drop only the scores and save everything else: the kernel must not save them
+        if ATTN_SCORES in REMAT_POLICIES[shapes.remat].dropped:
+            return f"reference attention saves its scores, which --training.remat {shapes.remat} drops"
+        return None
+
     attend, features = as_self_attention(reference_attention), frozenset(FEATURES)
-    return Kernels("reference", attend, reference_attention, _unsupported, features=features, fused=False)
-
-
-def _unsupported(shapes: AttentionShapes) -> str | None:
-    # A policy of jax.checkpoint cannot drop only the scores and save everything else: the kernel must not save them.
-    if ATTN_SCORES in REMAT_POLICIES[shapes.remat].dropped:
-        return f"reference attention saves its scores, which --training.remat {shapes.remat} drops"
-    return None
+    return Kernels("reference", attend, reference_attention, unsupported, features=features, fused=False)

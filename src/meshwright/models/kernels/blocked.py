@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshwright.models.kernels.attention import FEATURES, Kernels
+from meshwright.models.kernels.attention import FEATURES, Kernels, cap, cap_gradient
 from meshwright.models.kernels.chunks import (
     ChunkAttention,
     ChunkMask,
@@ -27,7 +27,6 @@ from meshwright.models.kernels.chunks import (
     update,
     zeros_like,
 )
-from meshwright.models.kernels.scores import cap, cap_gradient
 
 _SCORE_BYTES = 2**28
 """Largest size of the float32 scores of a pair of blocks, in bytes."""

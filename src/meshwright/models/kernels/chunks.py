@@ -5,6 +5,12 @@ Results for several chunks of keys are combined by their lse (ring attention, Li
 backward pass of a pair of chunks takes output and lse over all keys (FlashAttention-2, arXiv:2307.08691), so that the
 gradients of the pairs add up. A causal mask makes every pair full, diagonal or empty, a sliding window cuts one or two
 more: each kind is compiled with a mask of its own, and empty pairs are not computed.
+
+Attention sinks are one more key, with a value of zeros, and no kernel has to know them. From output and lse
+
+    lse' = log(exp(lse) + exp(sink)),  output' = exp(lse - lse') output
+
+and the backward passes, given lse' and output', return the gradients of queries, keys and values.
 """
 
 import dataclasses
@@ -18,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshwright.models.kernels.scores import Scores, add_sinks, sinks_gradient
+from meshwright.models.kernels.attention import Scores
 from meshwright.models.remat import ATTN_LSE, ATTN_OUT
 
 
@@ -114,7 +120,7 @@ class ChunkAttention:
     backward: Callable[[Queries, Keys, Result, jax.Array, ChunkMask], Gradients]
     """`(queries, keys, result over all keys, gradient of the output, mask)` -> gradients from this pair of chunks."""
     with_softcap: "Callable[[float], ChunkAttention] | None" = None
-    """Returns the kernel with a soft cap of the scores (kernels/scores.py); None if it cannot."""
+    """Returns the kernel with a soft cap of the scores (`Scores.softcap`); None if it cannot."""
 
     def of(self, scores: Scores | None) -> "tuple[ChunkAttention, jax.Array | None]":
         """Returns the kernel with the soft cap of a layer's scores, and the sinks."""
@@ -124,42 +130,37 @@ class ChunkAttention:
         return self.with_softcap(scores.softcap), scores.sinks_N
 
 
-def forward_pair(kernel: ChunkAttention, mask: ChunkMask, queries: Queries, keys: Keys) -> Result:
-    """Computes a pair of chunks; the scope tells the census (analysis/cost_model.py) how much of it is visible."""
-    with _scope(mask, queries, keys):
-        return kernel.forward(queries, keys, mask)
+def empty_result(queries: Queries, value_size: int) -> Result:
+    """Returns the result for no keys, float32."""
+    B, T, N, _ = queries.q_BTNH.shape
+    return Result(jnp.zeros((B, T, N, value_size), jnp.float32), jnp.full((B, N, T), -1e30, jnp.float32))
 
 
-def backward_pair(
-    kernel: ChunkAttention, mask: ChunkMask, queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array
-) -> Gradients:
-    """Computes the gradients of a pair of chunks. result: attention of the queries to all of their keys."""
-    with _scope(mask, queries, keys):
-        return kernel.backward(queries, keys, result, g_BTNH, mask)
+def cut(x: Any, size: int) -> Any:
+    """Returns the pieces of `size` tokens of arrays [B, T, ...], stacked in front: [pieces, B, size, ...].
+
+    x: a tree; the tokens of a `Result`'s lse are its last dimension.
+    """
+
+    def pieces(x: Any, axis: int = 1) -> Any:
+        if isinstance(x, Result):
+            return Result(pieces(x.out_BTNH), pieces(x.lse_BNT, 2))
+        x = x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis, 0)
+
+    return jax.tree.map(pieces, x, is_leaf=lambda x: isinstance(x, Result))
 
 
-def _scope(mask: ChunkMask, queries: Queries, keys: Keys) -> Any:
-    return jax.named_scope(f"visible_{mask.visible_fraction(queries.q_BTNH.shape[1], keys.k_BSKH.shape[1]):.6f}")
-
-
-def combine(a: Result, b: Result) -> Result:
-    """Returns attention to the keys of both results, float32; in `a` every query sees a key."""
-    lse_BNT = jnp.logaddexp(a.lse_BNT, b.lse_BNT)
-    weights = (jnp.exp(x.lse_BNT - lse_BNT).swapaxes(1, 2)[..., None] for x in (a, b))
-    out_BTNH = sum(x.out_BTNH.astype(jnp.float32) * w for x, w in zip((a, b), weights, strict=True))
-    return Result(jnp.asarray(out_BTNH), lse_BNT)
-
-
-def cut(x: jax.Array, size: int, axis: int = 1) -> jax.Array:
-    """Returns the pieces of `size` elements along an axis, stacked in front: [B, T, ...] -> [pieces, B, size, ...]."""
-    x = x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
-    return jnp.moveaxis(x, axis, 0)
-
-
-def uncut(x: jax.Array, axis: int = 1) -> jax.Array:
+def uncut(x: Any) -> Any:
     """Inverts `cut`."""
-    x = jnp.moveaxis(x, 0, axis)
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+    def joined(x: Any, axis: int = 1) -> Any:
+        if isinstance(x, Result):
+            return Result(joined(x.out_BTNH), joined(x.lse_BNT, 2))
+        x = jnp.moveaxis(x, 0, axis)
+        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+    return jax.tree.map(joined, x, is_leaf=lambda x: isinstance(x, Result))
 
 
 def select(x: Any, i: jax.Array | int) -> Any:
@@ -177,82 +178,101 @@ def zeros_like(x: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), x)
 
 
-def empty_result(queries: Queries, value_size: int | None = None) -> Result:
-    """Returns the result for no keys, float32. value_size: size of a value; None is that of a key."""
-    B, T, N, H = queries.q_BTNH.shape
-    return Result(jnp.zeros((B, T, N, value_size or H), jnp.float32), jnp.full((B, N, T), -1e30, jnp.float32))
-
-
 Masks = tuple[ChunkMask | None, ...]
 """Masks of the pairs that a step may compute; None for a pair without a visible key."""
 Step = tuple[Any, Any, Any]
 """Indices of a chunk of queries, of a chunk of keys, and of the mask between them."""
 
 
-def forward_step(
-    kernel: ChunkAttention, masks: Masks, step: Step, queries: Queries, keys: Keys, results: Result
-) -> Result:
-    """Adds a pair of chunks to the results; all arrays have a leading dimension of chunks, results are float32."""
-    i, j, kind = step
-    q, kv = select(queries, i), select(keys, j)
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """Forward or backward pass over pairs of chunks.
 
-    def compute(mask: ChunkMask | None, result: Result) -> Result:
-        return result if mask is None else combine(result, forward_pair(kernel, mask, q, kv))
-
-    return update(results, i, _switch(masks, kind, compute, select(results, i)))
-
-
-def backward_step(
-    kernel: ChunkAttention,
-    masks: Masks,
-    step: Step,
-    queries: Queries,
-    keys: Keys,
-    saved: tuple[Result, jax.Array],
-    sums: tuple[jax.Array, Any],
-) -> tuple[jax.Array, Any]:
-    """Adds the gradients of a pair of chunks to `sums`: of the queries, and of keys and values, float32.
-
-    saved: results over all keys, and the gradients of the outputs.
+    `rows` are what a pass reads of chunks of queries: `(queries,)`, or `(queries, result over all keys, gradient of the
+    output)`. `sums` are what it computes for chunks of queries and for chunks of keys: `(result, ())`, or gradients
+    `(g_q, (g_k, g_v))`, float32. All have a leading dimension of chunks.
     """
-    i, j, kind = step
-    q, kv, (result, g) = select(queries, i), select(keys, j), select(saved, i)
 
-    def compute(mask: ChunkMask | None, sums: Any) -> Any:
-        if mask is None:
-            return sums
-        g_q, g_k, g_v = backward_pair(kernel, mask, q, kv, result, g)
-        return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, (g_q, (g_k, g_v)))
+    start: Callable[[Any, Keys], Any]
+    """`(rows, keys) -> sums` before the first pair."""
+    pair: Callable[[ChunkMask, Any, Keys], Any]
+    """Computes a pair of chunks."""
+    add: Callable[[Any, Any], Any]
+    """Adds a pair to the sums of its two chunks."""
 
-    g_q, g_kv = _switch(masks, kind, compute, (select(sums[0], i), select(sums[1], j)))
-    return update(sums[0], i, g_q), update(sums[1], j, g_kv)
+    def compute(self, mask: ChunkMask, rows: Any, keys: Keys) -> Any:
+        """Computes a pair; the scope tells the census (hlo/flops.py) how much of it is visible."""
+        fraction = mask.visible_fraction(rows[0].q_BTNH.shape[1], keys.k_BSKH.shape[1])
+        with jax.named_scope(f"visible_{fraction:.6f}"):
+            return self.pair(mask, rows, keys)
+
+    def visit(self, masks: Masks, step: Step, rows: Any, keys: Keys, sums: Any) -> Any:
+        """Returns `sums` with the pair of one step."""
+        i, j, kind = step
+        row, column = select(rows, i), select(keys, j)
+
+        def branch(mask: ChunkMask | None, sums: Any) -> Any:
+            return sums if mask is None else self.add(sums, self.compute(mask, row, column))
+
+        branches, here = [functools.partial(branch, mask) for mask in masks], (select(sums[0], i), select(sums[1], j))
+        by_query, by_key = branches[0](here) if len(branches) == 1 else lax.switch(kind, branches, here)
+        return update(sums[0], i, by_query), update(sums[1], j, by_key)
+
+    def visit_all(self, masks: Masks, steps: Any, rows: Any, keys: Keys, sums: Any) -> Any:
+        """Returns `sums` with the pairs of all steps, three arrays of indices, one after another."""
+        return lax.scan(lambda sums, step: (self.visit(masks, step, rows, keys, sums), None), sums, steps)[0]
 
 
-def _switch(masks: Masks, kind: Any, compute: Callable[[ChunkMask | None, Any], Any], carry: Any) -> Any:
-    branches = [functools.partial(compute, mask) for mask in masks]
-    return branches[0](carry) if len(branches) == 1 else lax.switch(kind, branches, carry)
+def forward_pass(kernel: ChunkAttention) -> Pass:
+    """Returns the pass that combines the results of a kernel by their lse."""
+
+    def start(rows: Any, keys: Keys) -> Any:
+        return jax.vmap(functools.partial(empty_result, value_size=keys.v_BSKH.shape[-1]))(rows[0]), ()
+
+    def add(sums: Any, found: Any) -> Any:
+        pair = (sums[0], found[0])
+        lse_BNT = jnp.logaddexp(*(result.lse_BNT for result in pair))
+        weights = [jnp.exp(result.lse_BNT - lse_BNT).swapaxes(1, 2)[..., None] for result in pair]
+        out_BTNH = sum(result.out_BTNH.astype(jnp.float32) * w for result, w in zip(pair, weights, strict=True))
+        return Result(jnp.asarray(out_BTNH), lse_BNT), ()
+
+    return Pass(start, lambda mask, rows, keys: (kernel.forward(rows[0], keys, mask), ()), add)
+
+
+def backward_pass(kernel: ChunkAttention) -> Pass:
+    """Returns the pass that sums the gradients of a kernel."""
+
+    def pair(mask: ChunkMask, rows: Any, keys: Keys) -> Any:
+        queries, result, g_BTNH = rows
+        g_q, g_k, g_v = kernel.backward(queries, keys, result, g_BTNH, mask)
+        return g_q, (g_k, g_v)
+
+    def add(sums: Any, found: Any) -> Any:
+        return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, found)
+
+    return Pass(lambda rows, keys: zeros_like((rows[0].q_BTNH, keys[:2])), pair, add)
+
+
+Rest = tuple[jax.Array, jax.Array | None]
+"""Documents, and sinks of each head."""
 
 
 def self_attention_of(kernel: ChunkAttention) -> Callable[..., jax.Array]:
     """Makes self-attention of a chunk kernel, with the complete sequence as one chunk; it saves output and lse."""
 
     def self_attention(
-        q_BTNH: jax.Array,
-        k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
         segments_BT: jax.Array,
         *,
         window: int | None,
         scores: Scores | None = None,
     ) -> jax.Array:
         chosen, sinks_N = kernel.of(scores)
-        return _attend(q_BTNH, k_BTKH, v_BTKH, (segments_BT, sinks_N), chosen, causal_mask(q_BTNH.shape[1], window))
+        return _attend(q, k, v, (segments_BT, sinks_N), chosen, causal_mask(q.shape[1], window))
 
     return self_attention
-
-
-Rest = tuple[jax.Array, jax.Array | None]
-"""Documents, and sinks of each head."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -263,30 +283,45 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, rest: Rest, kernel: ChunkA
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, rest: Rest, kernel: ChunkAttention, mask: ChunkMask
 ) -> tuple[jax.Array, Any]:
-    segments, sinks_N = rest
-    result = forward_pair(kernel, mask, Queries(q, segments), Keys(k, v, segments))
-    result = named(add_sinks(result, sinks_N), q.dtype)
-    return result.out_BTNH, (q, k, v, rest, result)
+    result, _ = forward_pass(kernel).compute(mask, (Queries(q, rest[0]),), Keys(k, v, rest[0]))
+    return save(result, (q, k, v, rest))
 
 
 def _backward(kernel: ChunkAttention, mask: ChunkMask, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     q, k, v, rest, result = saved
-    gradients = backward_pair(kernel, mask, Queries(q, rest[0]), Keys(k, v, rest[0]), result, g)
+    gradients = backward_pass(kernel).compute(mask, (Queries(q, rest[0]), result, g), Keys(k, v, rest[0]))
     return as_gradients(gradients, saved, g)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def named(result: Result, dtype: Any) -> Result:
-    """Names output and lse, which the remat policies save together (models/remat.py); the output in `dtype`."""
-    out_BTNH = checkpoint_name(result.out_BTNH.astype(dtype), ATTN_OUT)
-    return Result(out_BTNH, checkpoint_name(result.lse_BNT, ATTN_LSE))
+def save(result: Result, inputs: tuple[jax.Array, jax.Array, jax.Array, Rest]) -> tuple[jax.Array, Any]:
+    """Returns the output of attention to all keys and to the sinks, and the residuals of the backward pass.
+
+    Output and lse are named: the remat policies save them together (models/remat.py).
+    """
+    out_BTNH, lse_BNT = result
+    (q_BTNH, _, _, (_, sinks_N)), dtype = inputs, out_BTNH.dtype
+    if sinks_N is not None:
+        whole_BNT = jnp.logaddexp(lse_BNT, sinks_N.astype(jnp.float32)[None, :, None])
+        weight_BTN = jnp.exp(lse_BNT - whole_BNT).swapaxes(1, 2)
+        out_BTNH, lse_BNT = (out_BTNH.astype(jnp.float32) * weight_BTN[..., None]).astype(dtype), whole_BNT
+    out_BTNH = checkpoint_name(out_BTNH.astype(q_BTNH.dtype), ATTN_OUT)
+    return out_BTNH, (*inputs, Result(out_BTNH, checkpoint_name(lse_BNT, ATTN_LSE)))
 
 
-def as_gradients(gradients: Any, saved: Any, g: jax.Array) -> tuple[Any, ...]:
-    """Returns the gradients of q, k, v, and of documents and sinks. saved: the residuals (q, k, v, rest, result)."""
+def as_gradients(gradients: Any, saved: Any, g_BTNH: jax.Array) -> tuple[Any, ...]:
+    """Returns the gradients of the inputs of `save`. gradients: of queries, and of keys and values.  saved: residuals.
+
+    With weights p of the keys and p' of the sink, output = sum p v, and the derivative by the sink is -p' output.
+    """
     *qkv, (segments, sinks_N), result = saved
-    no_gradient = np.zeros(segments.shape, jax.dtypes.float0)
-    g_sinks = sinks_gradient(result, g, sinks_N)
-    return *(x.astype(like.dtype) for x, like in zip(gradients, qkv, strict=True)), (no_gradient, g_sinks)
+    g_q, (g_k, g_v) = gradients
+    g_qkv = (x.astype(like.dtype) for x, like in zip((g_q, g_k, g_v), qkv, strict=True))
+    g_sinks = None
+    if sinks_N is not None:
+        inner_BNT = jnp.einsum("btnh,btnh->bnt", g_BTNH, result.out_BTNH, preferred_element_type=jnp.float32)
+        weight_BNT = jnp.exp(sinks_N.astype(jnp.float32)[None, :, None] - result.lse_BNT)
+        g_sinks = -(weight_BNT * inner_BNT).sum((0, 2)).astype(sinks_N.dtype)
+    return *g_qkv, (np.zeros(segments.shape, jax.dtypes.float0), g_sinks)

@@ -26,16 +26,15 @@ from meshwright.models.kernels.chunks import (
     ChunkMask,
     Gradients,
     Keys,
-    Masks,
+    Pass,
     Queries,
     Result,
-    backward_step,
+    backward_pass,
     cut,
     empty_result,
-    forward_step,
+    forward_pass,
     self_attention_of,
     uncut,
-    zeros_like,
 )
 
 MAX_HEAD_SIZE = 128
@@ -61,79 +60,42 @@ def has_cudnn() -> bool:
 
 
 def _forward(queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
-    """Computes output and log-sum-exp; cuDNN takes 16-bit types (`_unsupported` checks)."""
-
-    def in_chunks() -> Result:
-        pairs = _Pairs(queries, keys, mask)
-        start = jax.vmap(functools.partial(empty_result, value_size=keys.v_BSKH.shape[3]))(pairs.queries)
-        result = pairs.loop(functools.partial(forward_step, _DOCUMENTS), start)
-        return Result(uncut(result.out_BTNH).astype(queries.q_BTNH.dtype), uncut(result.lse_BNT, 2))
-
-    if _is_pair(queries, keys):
-        return _forward_by_pair(queries, keys, mask)
-    found: Result = _by_documents(queries, keys, mask, lambda: _call_forward(queries, keys, mask, False), in_chunks)
-    return found
+    result: Result = _by_documents(forward_pass, mask, (queries,), keys)[0]
+    return result
 
 
 def _backward(queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, mask: ChunkMask) -> Gradients:
+    g_q, (g_k, g_v) = _by_documents(backward_pass, mask, (queries, result, g_BTNH), keys)
+    return g_q, g_k, g_v
+
+
+def _by_documents(pass_of: Callable[[ChunkAttention], Pass], mask: ChunkMask, rows: Any, keys: Keys) -> Any:
+    """Runs cuDNN without documents where all tokens are of one document, else pair by pair of at most CHUNK tokens."""
+    each, plain = pass_of(_PAIR), functools.partial(pass_of(_ONE_DOCUMENT).pair, mask, rows, keys)
+    T, S = rows[0].q_BTNH.shape[1], keys.k_BSKH.shape[1]
+    if max(T, S) <= CHUNK:
+        return each.pair(mask, rows, keys)
+
     def in_chunks() -> Any:
-        pairs = _Pairs(queries, keys, mask)
-        saved = (Result(cut(result.out_BTNH, pairs.size), cut(result.lse_BNT, pairs.size, 2)), cut(g_BTNH, pairs.size))
+        common = math.gcd(T, S)
+        size = max(size for size in range(1, min(CHUNK, common) + 1) if common % size == 0)
+        by_mask: dict[ChunkMask, list[tuple[int, int, int]]] = {}
+        for i, j in np.ndindex(T // size, S // size):
+            between = mask.between(i, j, size)
+            if between is not None:
+                by_mask.setdefault(between, []).append((i, j, 0))
+        row_chunks, key_chunks = cut((rows, keys), size)
+        sums = each.start(row_chunks, key_chunks)
+        for between, steps in by_mask.items():
+            sums = each.visit_all((between,), tuple(jnp.asarray(steps, jnp.int32).T), row_chunks, key_chunks, sums)
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), uncut(sums), jax.eval_shape(plain))
 
-        def add(masks: Masks, step: Any, queries: Queries, keys: Keys, sums: Any) -> Any:
-            return backward_step(_DOCUMENTS, masks, step, queries, keys, saved, sums)
-
-        g_q, g_kv = pairs.loop(add, zeros_like((pairs.queries.q_BTNH, pairs.keys[:2])))
-        return tuple(uncut(x).astype(g_BTNH.dtype) for x in (g_q, *g_kv))
-
-    if _is_pair(queries, keys):
-        return _backward_by_pair(queries, keys, result, g_BTNH, mask)
-    plain = functools.partial(_call_backward, queries, keys, result, g_BTNH, mask, False)
-    gradients: Gradients = _by_documents(queries, keys, mask, plain, in_chunks)
-    return gradients
-
-
-def _by_documents(
-    queries: Queries, keys: Keys, mask: ChunkMask, plain: Callable[[], Any], in_chunks: Callable[[], Any]
-) -> Any:
-    """Runs cuDNN without a mask where all tokens are of one document, else pair by pair."""
     if not _native(mask):
         return in_chunks()
-    return lax.cond(_one_document(queries.segments_BT, keys.segments_BS), plain, in_chunks)
+    return lax.cond(_has_one_document(rows[0].segments_BT, keys.segments_BS), plain, in_chunks)
 
 
-def _is_pair(queries: Queries, keys: Keys) -> bool:
-    """Returns whether both chunks are small enough for a mask."""
-    return max(queries.q_BTNH.shape[1], keys.k_BSKH.shape[1]) <= CHUNK
-
-
-class _Pairs:
-    """Pairs of chunks of at most CHUNK tokens, by the mask between them."""
-
-    def __init__(self, queries: Queries, keys: Keys, mask: ChunkMask):
-        T, S = queries.q_BTNH.shape[1], keys.k_BSKH.shape[1]
-        common = math.gcd(T, S)
-        self.size = max(size for size in range(1, min(CHUNK, common) + 1) if common % size == 0)
-        self.queries = Queries(*(cut(x, self.size) for x in queries))
-        self.keys = Keys(*(cut(x, self.size) for x in keys))
-        self.pairs: dict[ChunkMask, list[tuple[int, int]]] = {}
-        for i, j in np.ndindex(T // self.size, S // self.size):
-            between = mask.between(i, j, self.size)
-            if between is not None:
-                self.pairs.setdefault(between, []).append((i, j))
-
-    def loop(self, add: Any, carry: Any) -> Any:
-        """Returns `add((mask,), step, queries, keys, carry)` over all pairs."""
-        for mask, pairs in self.pairs.items():
-
-            def body(carry: Any, pair: jax.Array, mask: ChunkMask = mask) -> tuple[Any, None]:
-                return add((mask,), (pair[0], pair[1], 0), self.queries, self.keys, carry), None
-
-            carry = lax.scan(body, carry, jnp.asarray(pairs, jnp.int32))[0]
-        return carry
-
-
-def _one_document(a: jax.Array, b: jax.Array) -> jax.Array:
+def _has_one_document(a: jax.Array, b: jax.Array) -> jax.Array:
     first = a[:, :1]
     return (a == first).all() & (b == first).all()
 
@@ -144,26 +106,31 @@ def _by_pair(queries: Queries, keys: Keys, mask: ChunkMask, compute: Callable[[b
     # Documents are numbered in order, so that ranges which do not overlap have none in common.
     apart = ((a.max(1) < b.min(1)) | (a.min(1) > b.max(1))).all()
     branches = [lambda: empty, lambda: compute(True), *([lambda: compute(False)] if _native(mask) else [])]
-    kind = jnp.where(apart, 0, jnp.where(_one_document(a, b) & _native(mask), 2, 1))
+    kind = jnp.where(apart, 0, jnp.where(_has_one_document(a, b) & _native(mask), 2, 1))
     return lax.switch(kind, branches)
 
 
-def _forward_by_pair(queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
+def _forward_pair(queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
     out, lse = empty_result(queries, keys.v_BSKH.shape[3])
     empty = Result(out.astype(queries.q_BTNH.dtype), lse)
-    found: Result = _by_pair(queries, keys, mask, functools.partial(_call_forward, queries, keys, mask), empty)
+    found: Result = _by_pair(queries, keys, mask, lambda masked: _call_forward(queries, keys, mask, masked), empty)
     return found
 
 
-def _backward_by_pair(queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, mask: ChunkMask) -> Gradients:
+def _backward_pair(queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, mask: ChunkMask) -> Gradients:
+    def call(masked: bool) -> Gradients:
+        return _call_backward(queries, keys, result, g_BTNH, mask, masked)
+
     empty = tuple(jnp.zeros_like(x) for x in (queries.q_BTNH, keys.k_BSKH, keys.v_BSKH))
-    call = functools.partial(_call_backward, queries, keys, result, g_BTNH, mask)
     gradients: Gradients = _by_pair(queries, keys, mask, call, empty)
     return gradients
 
 
-_DOCUMENTS = ChunkAttention(_forward_by_pair, _backward_by_pair)
-"""Pairs of at most CHUNK tokens, by their documents."""
+_PAIR = ChunkAttention(_forward_pair, _backward_pair)
+_ONE_DOCUMENT = ChunkAttention(
+    lambda queries, keys, mask: _call_forward(queries, keys, mask, False),
+    lambda queries, keys, result, g, mask: _call_backward(queries, keys, result, g, mask, False),
+)
 
 
 def _native(mask: ChunkMask) -> bool:
@@ -223,7 +190,7 @@ cudnn_chunks = ChunkAttention(_forward, _backward)
 def cudnn_kernels(block: int) -> Kernels:
     """Returns cuDNN's attention, which chooses its blocks itself.
 
-    Sinks need only its output and log-sum-exp (kernels/scores.py); it has no function of the scores.
+    Sinks need only its output and log-sum-exp (kernels/chunks.py); it has no function of the scores.
     """
     return Kernels(
         "cudnn",

@@ -43,7 +43,7 @@ class SplashChunks:
     interpret: Any = False
     """Runs the Pallas kernel in interpret mode on a CPU."""
     softcap: float | None = None
-    """Soft cap of the scores (kernels/scores.py)."""
+    """Soft cap of the scores (`Scores.softcap`)."""
 
     def attention(self) -> ChunkAttention:
         """Returns the kernel."""
