@@ -12,7 +12,7 @@ from tiny_runs import QWEN3_NEXT, assert_same_steps, device_run_of, tiny_run, tr
 import meshwright as mw
 from meshwright.models.blocks.rotary import RopeScaling, Yarn
 from meshwright.models.flops import layer_flops
-from meshwright.models.scan import join, layers_in, rows_in, scan_layers, sections
+from meshwright.models.scan import join, scan_layers, sections
 from meshwright.runs.placed_run import place_run
 from meshwright.sharding.stages import assign_layers, loop_placement
 
@@ -100,11 +100,11 @@ def test_stacks_take_turns_as_in_a_loop_over_layers() -> None:
     found = []
     for parts in ([(slice(None), "none")], [(slice(0, 3), "projections"), (slice(3, 7), "full")]):
         (section,), last, outputs = sections(spec, kinds), x, []
-        assert layers_in(spec, section) == (0, 7)
+        assert (section.first, section.layers) == (0, 7)
         for part, remat in parts:
-            here = [rows_in(spec, 0, part, trees) for trees in (w, index)]
+            here = [section.rows(spec, part, trees) for trees in (w, index)]
             at = (part.start or 0) % spec.period
-            last, more = scan_layers(section[at:] + section[:at], last, *here, remat=remat)
+            last, more = scan_layers(section.period[at:] + section.period[:at], last, *here, remat=remat)
             outputs.append(more)
         found.append((last, join(outputs)))
     for i, layer in enumerate(spec.layers):

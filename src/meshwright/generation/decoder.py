@@ -332,13 +332,11 @@ class Decoder:
 
         # Index of each layer in the model, and its row in the stack.
         places = {s: (jnp.array(spec.layers_of(s)), jnp.arange(n)) for s, n in model.stacks.items()}
-        given = {s: f if isinstance(f, tuple) else (f,) for s, f in functions.items()}
-        kinds = {stack: tuple(cached(stack, layer) for layer in layers) for stack, layers in given.items()}
         x_BTD, done = model.model.embed(params, ctx), dict(cache)
-        for section in sections(spec, kinds):
+        for section in sections(spec, functions, cached):
             # The loop over a section's layers carries only the caches of its own stacks.
-            own = {stack: done[stack] for stack in dict.fromkeys(stack for stack, _ in section)}
-            carry: Any = scan_layers(section, (x_BTD, own), params, places)[0]
+            own = {stack: done[stack] for stack in section.stacks}
+            carry: Any = scan_layers(section.period, (x_BTD, own), params, places)[0]
             x_BTD, done = carry[0], {**done, **carry[1]}
         return x_BTD, done
 

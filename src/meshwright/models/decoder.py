@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,11 @@ from jax.ad_checkpoint import checkpoint_name
 from meshwright.comm.collectives import local_shard, sequence_all_gather
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
-from meshwright.models.blocks.attention import Mix
-from meshwright.models.blocks.feed_forward import Feed
 from meshwright.models.blocks.layers import Norm, embed
 from meshwright.models.model import (
     Aux,
     ForwardContext,
+    Kind,
     Layer,
     LayerSpec,
     Model,
@@ -37,36 +36,6 @@ from meshwright.models.model import (
 from meshwright.models.remat import ATTN_RESIDUAL
 from meshwright.sharding.params import GatherParams, Param, Tree
 from meshwright.words import AXES
-
-Opening = Callable[[jax.Array, dict[str, Any]], jax.Array]
-"""Computation before a layer, with weights of its subtree: `(x [B, T/tensor, D], weights) -> x`."""
-
-
-class Kind(Protocol):
-    """Half of a layer, a frozen value: attention in any form, feed-forward, or experts.
-
-    `build(ctx, angles)` of a first half returns its `Mix`, `build(ctx)` of a second half its `Feed`.
-    """
-
-    @property
-    def width(self) -> int:
-        """Model width D."""
-
-    @property
-    def scope(self) -> str:
-        """Name of the half in profiles and in compiled programs."""
-
-    def params(self, layers: int) -> dict[str, Param]:
-        """Returns the parameters of a stack of `layers` layers."""
-
-    def facts(self) -> dict[str, Any]:
-        """Returns the fields of `LayerSpec`."""
-
-    @property
-    def build(self) -> Callable[..., Any]:
-        """Builds the half for a step's tokens."""
-
-    def __hash__(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,12 +53,10 @@ class Block:
 
     def params(self, layers: int) -> dict[str, Param]:
         """Returns the parameters of a stack of `layers` layers."""
-        halves: dict[str, Kind] = {"attention_norm": self.attention, "mlp_norm": self.feed_forward}
-        params, width = dict[str, Param](), self.attention.width
-        for name, half in halves.items():
-            names = (name, name.replace("_norm", "_out_norm")) if self.norm_place == "both" else (name,)
-            for norm in names:
-                params |= self.norm.params(norm, (layers, width), "LD")
+        params = dict[str, Param]()
+        for name, half in (("attention", self.attention), ("mlp", self.feed_forward)):
+            for norm in ("norm", "out_norm") if self.norm_place == "both" else ("norm",):
+                params |= self.norm.params(f"{name}_{norm}", (layers, half.width), "LD")
             params |= half.params(layers)
         return params
 
@@ -97,25 +64,28 @@ class Block:
         """Returns the facts of a layer."""
         return LayerSpec(self.stack, **self.attention.facts(), **self.feed_forward.facts())
 
-    def layer(self, ctx: ForwardContext, mix: Mix, feed: Feed, opening: Opening | None = None) -> Layer:
-        """Returns the layer function. mix, feed: of its halves, as `build` returns them."""
+    def layer(
+        self, ctx: ForwardContext, opening: Callable[[jax.Array, dict[str, Any]], jax.Array] = lambda x_BTD, w: x_BTD
+    ) -> Layer:
+        """Returns the layer function. opening: computation before the layer, `(x [B, T/tensor, D], weights) -> x`."""
+        mix, feed = ctx.half(self.attention), ctx.half(self.feed_forward)
 
         def norm(place: str, name: str, x_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
             if self.norm_place not in (place, "both"):
                 return x_BTD
-            name = name.replace("_norm", "_out_norm") if self.norm_place == "both" and place == "after" else name
+            name = f"{name}_out_norm" if self.norm_place == "both" and place == "after" else f"{name}_norm"
             return self.norm(x_BTD, w[name], w.get(f"{name}_bias"))
 
         def layer(x_BTD: jax.Array, params: Tree, index: jax.Array) -> tuple[jax.Array, Aux]:
             w = ctx.gather_params(params, self.stack)
-            x_BTD = x_BTD if opening is None else opening(x_BTD, w)
+            x_BTD = opening(x_BTD, w)
             with jax.named_scope(self.attention.scope):
-                y_BTD = mix(norm("before", "attention_norm", x_BTD, w), w)
-                y_BTD = ctx.dropout(norm("after", "attention_norm", y_BTD, w), 2 * index + 1)
+                y_BTD = mix(norm("before", "attention", x_BTD, w), w)
+                y_BTD = ctx.dropout(norm("after", "attention", y_BTD, w), 2 * index + 1)
                 x_BTD = checkpoint_name(x_BTD + y_BTD, ATTN_RESIDUAL)
             with jax.named_scope(self.feed_forward.scope):
-                y_BTD, aux = feed(norm("before", "mlp_norm", x_BTD, w), w)
-                return x_BTD + ctx.dropout(norm("after", "mlp_norm", y_BTD, w), 2 * index + 2), aux
+                y_BTD, aux = feed(norm("before", "mlp", x_BTD, w), w)
+                return x_BTD + ctx.dropout(norm("after", "mlp", y_BTD, w), 2 * index + 2), aux
 
         return layer
 
@@ -144,10 +114,8 @@ class Decoder:
     @functools.cached_property
     def stacks(self) -> dict[str, tuple[Block, ...]]:
         """Layers of each stack, in the order of the layers."""
-        found: dict[str, list[Block]] = {}
-        for block in self.layers:
-            found.setdefault(block.stack, []).append(block)
-        return {stack: tuple(blocks) for stack, blocks in found.items()}
+        names = dict.fromkeys(block.stack for block in self.layers)
+        return {stack: tuple(block for block in self.layers if block.stack == stack) for stack in names}
 
     @property
     def table(self) -> str:
@@ -220,19 +188,12 @@ class DecoderModel(Model):
 
     def layer_functions(self, ctx: ForwardContext) -> dict[str, Pattern]:
         """Returns the layer function of each stack, or one per turn in a period."""
-        angles = functools.cache(lambda rotary: rotary.angles(ctx.tokens.positions))
-        mix = functools.cache(lambda kind: kind.build(ctx, angles))
-        feed = functools.cache(lambda kind: kind.build(ctx))
-
-        @functools.cache
-        def function(block: Block) -> Layer:
-            return block.layer(ctx, mix(block.attention), feed(block.feed_forward))
-
+        layer = functools.cache(lambda block: block.layer(ctx))
         if self.decoder.period == 1:
-            return {stack: function(blocks[0]) for stack, blocks in self.decoder.stacks.items()}
+            return {stack: layer(blocks[0]) for stack, blocks in self.decoder.stacks.items()}
         turns: dict[str, tuple[Layer, ...]] = {}
         for block in self.decoder.layers[: self.decoder.period]:
-            turns[block.stack] = (*turns.get(block.stack, ()), function(block))
+            turns[block.stack] = (*turns.get(block.stack, ()), layer(block))
         return dict(turns)
 
     def unembed(self, params: Tree, x_BTD: jax.Array, gather_params: GatherParams) -> tuple[jax.Array, jax.Array]:
@@ -265,21 +226,15 @@ class DecoderModel(Model):
         old_heads: int = getattr(self, "kv_heads", self.heads)
         kv_heads = math.gcd(old_heads, shape.tensor * shape.context)
         heads = kv_heads * (self.heads // old_heads)
-        window, pattern = getattr(self, "sliding_window", None), getattr(self, "local_layers", 0)
+        sizes = {"layers": layers, "heads": heads, "kv_heads": kv_heads, "head_size": 8, "mlp": 2 * every}
+        unscaled = {"rope_scaling": None, "rope_factor": 1.0, "yarn": None, "query_scale": None}
         return {
-            "layers": layers,
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "head_size": 8,
+            **sizes,
+            **unscaled,
             "width": math.lcm(every, 8 * heads),
-            "mlp": 2 * every,
             "expert_mlp": 2 * every,
-            "sliding_window": None if window is None else 16,
-            "local_layers": min(1, pattern),
-            "rope_scaling": None,
-            "rope_factor": 1.0,
-            "yarn": None,
-            "query_scale": None,
+            "sliding_window": None if getattr(self, "sliding_window", None) is None else 16,
+            "local_layers": min(1, getattr(self, "local_layers", 0)),
         }
 
 

@@ -22,8 +22,8 @@ from meshwright.models.blocks.layers import Dropout
 from meshwright.models.gather_ahead import scan_layers_ahead
 from meshwright.models.kernels.attention import Kernels
 from meshwright.models.loss import chunk_tokens, token_losses
-from meshwright.models.model import MTP, Attend, Aux, ForwardContext, Metrics, Model, Tokens, vocab_size
-from meshwright.models.scan import drop_padding, join, layers_in, rows_in, scan_layers, sections, skip_padding
+from meshwright.models.model import MTP, Attend, Aux, ForwardContext, Layer, Metrics, Model, Tokens, vocab_size
+from meshwright.models.scan import drop_padding, join, scan_layers, sections, skip_padding
 from meshwright.sharding.params import GatherParams, Tree
 from meshwright.sharding.sequence import SequenceSplit
 from meshwright.sharding.stages import NO_LAYER, StageAssignment
@@ -69,21 +69,17 @@ class LocalModel:
 
     def context(self, batch: Batch, dropout: Dropout) -> ForwardContext:
         """Returns the inputs that every layer needs besides its parameters."""
-        attend = self._build_attend(batch.segments)
-        local = self.local_positions(batch)
-        tokens = Tokens(local.inputs, local.positions)
-        pieces: tuple[Attend, ...] = ()
-        count = math.gcd(self.attention_pieces, batch.segments.shape[0])
-        if count > 1:
-            pieces = tuple(self._build_attend(part_BT) for part_BT in jnp.split(batch.segments, count))
-        kernels = (attend, self.sequence, self.grouped_matmul)
-        return ForwardContext(tokens, self.gather_params, dropout, *kernels, self.tensor_ring, pieces)
 
-    def _build_attend(self, segments_BT: jax.Array) -> Attend:
-        attend = build_attend(self.sequence, segments_BT, self.kernels)
-        if (self.model.spec().kv_heads or math.inf) >= jax.lax.axis_size("tensor"):
-            return attend
-        return with_own_kv_head(attend)
+        def attend(segments_BT: jax.Array) -> Attend:
+            built = build_attend(self.sequence, segments_BT, self.kernels)
+            fewer = (self.model.spec().kv_heads or math.inf) < jax.lax.axis_size("tensor")
+            return with_own_kv_head(built) if fewer else built
+
+        whole, local = attend(batch.segments), self.local_positions(batch)
+        count = math.gcd(self.attention_pieces, batch.segments.shape[0])
+        pieces = tuple(map(attend, jnp.split(batch.segments, count))) if count > 1 else ()
+        tokens, kernels = Tokens(local.inputs, local.positions), (whole, self.sequence, self.grouped_matmul)
+        return ForwardContext(tokens, self.gather_params, dropout, *kernels, self.tensor_ring, pieces)
 
     def local_positions(self, batch: Batch) -> Batch:
         """This device's positions of every sequence."""
@@ -103,35 +99,30 @@ class LocalModel:
 
         params: only the parameters of that virtual stage, by stack.
         """
-        spec, index, functions, outputs = self.model.spec(), {}, {}, list[dict[str, Aux]]()
-        for stack, given in self.model.layer_functions(ctx).items():
-            rows = self.stages.rows(spec.layers_of(stack))
-            index[stack], period = _local_rows(rows, virtual_stage), given if isinstance(given, tuple) else (given,)
-            if (rows == NO_LAYER).any():
-                period = tuple(map(drop_padding if self.permutes else skip_padding, period))
-            functions[stack] = period
-        for section in sections(spec, functions):
-            first, count = layers_in(spec, section)
-            stacks = dict.fromkeys(stack for stack, _ in section)
-            inputs = [{stack: tree[stack] for stack in stacks} for tree in (params, index)]
-            for part, remat in self._policies(first, count):
-                stacked, indices = (rows_in(spec, first, part, trees) for trees in inputs)
-                if section[0][0] in self.ahead:
-                    x_BTD, aux = self._layers_ahead(section[0][0], x_BTD, ctx, stacked, indices, remat)
+        spec, functions, outputs = self.model.spec(), self.model.layer_functions(ctx), list[dict[str, Aux]]()
+        rows = {stack: self.stages.rows(spec.layers_of(stack)) for stack in spec.stacks}
+        index = {stack: _local_rows(rows[stack], virtual_stage) for stack in rows}
+
+        def wrap(stack: str, layer: Layer) -> Layer:
+            padded = drop_padding if self.permutes else skip_padding
+            return padded(layer) if (rows[stack] == NO_LAYER).any() else layer
+
+        for section in sections(spec, functions, wrap):
+            saved = min(max(self.training.saved_layers - section.first, 0), section.layers)
+            parts = [(slice(0, saved), "projections"), (slice(saved, section.layers), self.training.remat)]
+            for part, remat in parts if saved else [(slice(None), self.training.remat)]:
+                if part.start == section.layers:
+                    continue
+                stacked, indices = (section.rows(spec, part, trees) for trees in (params, index))
+                if section.stacks[0] in self.ahead:
+                    x_BTD, aux = self._layers_ahead(section.stacks[0], x_BTD, ctx, stacked, indices, remat)
                 else:
                     # A part may start in the middle of a period.
-                    at = (part.start or 0) % len(section)
-                    kinds = section[at:] + section[:at]
-                    x_BTD, aux = scan_layers(kinds, x_BTD, stacked, indices, remat=remat, unroll=self.training.unroll)
+                    at = (part.start or 0) % len(section.period)
+                    period = section.period[at:] + section.period[:at]
+                    x_BTD, aux = scan_layers(period, x_BTD, stacked, indices, remat=remat, unroll=self.training.unroll)
                 outputs.append(aux)
         return x_BTD, join(outputs)
-
-    def _policies(self, first: int, count: int) -> list[tuple[slice, str]]:
-        """Returns the layers of a section with one remat policy each, as slices. first: the section's first layer."""
-        remat, saved = self.training.remat, min(max(self.training.saved_layers - first, 0), count)
-        if not saved:
-            return [(slice(None), remat)]
-        return [(slice(0, saved), "projections"), *([(slice(saved, count), remat)] if saved < count else [])]
 
     def _layers_ahead(
         self, stack: str, x_BTD: jax.Array, ctx: ForwardContext, params: Tree, index: Tree, remat: str

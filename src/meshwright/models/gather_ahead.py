@@ -24,8 +24,6 @@ from meshwright.sharding.params import Param, Tree
 
 Gather = Callable[[Tree], Tree]
 """`sharded parameters of one layer -> weights`."""
-WeightsLayer = Callable[[jax.Array, Tree, jax.Array], tuple[jax.Array, Any]]
-"""`(x, weights, layer index) -> (x, aux)`."""
 
 
 def gathered_ahead(params: dict[str, Param]) -> tuple[str, ...]:
@@ -53,7 +51,7 @@ def gathered_within_reason(training: Training, stages: int, period: int, frozen:
 
 
 def scan_layers_ahead(
-    layer: WeightsLayer,
+    layer: Callable[..., tuple[jax.Array, Any]],
     gathers: tuple[Gather, Gather],
     x: jax.Array,
     params: tuple[Tree, Tree],
@@ -63,22 +61,75 @@ def scan_layers_ahead(
 ) -> tuple[jax.Array, Any]:
     """Scans `layer` over stacked layers; returns x and the stacked aux, [L, ...].
 
-    params: two dictionaries of the layers' sharded parameters, with a leading dimension L: those that are gathered one
-    layer ahead, and the others.  gathers: of each of the two.  index_L: index of each layer in the model, int32.
-    remat: a policy that recomputes (models/remat.py).
+    layer: `(x, weights, layer index) -> (x, aux)`.  params: two dictionaries of the layers' sharded parameters, with a
+    leading dimension L: those that are gathered one layer ahead, and the others.  gathers: of each of the two.
+    index_L: index of each layer in the model, int32.  remat: a policy that recomputes (models/remat.py).
     """
-    scan = _Scan(layer, gathers, index_L, remat)
+    gather_first, gather_rest = gathers
+    index_L, length = jnp.asarray(index_L), index_L.shape[0]
+    body = checkpoint_layer(lambda x, first, rest, index: layer(x, {**first, **rest}, index), remat)
+    # Structure of a layer's residuals, and for each the weight that it is: the forward pass is traced first.
+    structure: list[Any] = []
 
-    @jax.custom_vjp
-    def run(x: jax.Array, params: tuple[Tree, Tree]) -> tuple[jax.Array, Any]:
-        return scan.forward(x, params)
+    def row_of(stacked: Tree, row: Any) -> Tree:
+        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, row, keepdims=False), stacked)
 
-    run.defvjp(scan.forward_and_saved, scan.backward)
+    def scan(run_layer: Callable[..., Any], x: jax.Array, params: tuple[Tree, Tree]) -> tuple[Any, Any]:
+        """Returns x after all layers, and what `run_layer(x, first, rest, index) -> (x, outputs)` returns of each."""
+        first, rest = params
+
+        def step(carry: Any, inputs: Any) -> Any:
+            (x, weights), (row, index, rest) = carry, inputs
+            following = gather_first(row_of(first, (row + 1) % length))
+            x, outputs = run_layer(x, weights, gather_rest(rest), index)
+            return (x, following), outputs
+
+        (x, _), outputs = lax.scan(step, (x, gather_first(row_of(first, 0))), (jnp.arange(length), index_L, rest))
+        return x, outputs
+
+    def forward(x: jax.Array, params: tuple[Tree, Tree]) -> tuple[Any, Any]:
+        def run_layer(x: jax.Array, first: Tree, rest: Tree, index: jax.Array) -> Any:
+            (x, aux), vjp = jax.vjp(lambda *args: body(*args, index), x, first, rest)
+            leaves, treedef = jax.tree.flatten(vjp)
+            # The backward pass gathers the weights again: of a layer's residuals the others are saved.
+            places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((first, rest)))}
+            sources = [places.get(id(leaf)) for leaf in leaves]
+            structure[:] = treedef, sources
+            return x, (aux, [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None])
+
+        x, (aux, saved) = scan(run_layer, x, params)
+        return (x, aux), (params, saved)
+
+    def backward(kept: Any, g: Any) -> tuple[jax.Array, tuple[Tree, Tree]]:
+        ((first, rest), saved), (g_x, g_aux) = kept, g
+        treedef, sources = structure
+
+        def step(carry: Any, inputs: Any) -> Any:
+            (g_x, weights, g_above), (row, _, rest, saved, g_aux) = carry, inputs
+            following, scatter_first = jax.vjp(gather_first, row_of(first, (row - 1) % length))
+            others, scatter_rest = jax.vjp(gather_rest, rest)
+            # A gather is linear, so that of any layer reduces the gradients of the layer above.
+            g_first, g_rest = _with_integers((weights, others), g_above)
+            reduced = (scatter_first(g_first)[0], scatter_rest(g_rest)[0])
+            known, own = jax.tree.leaves((weights, others)), iter(saved)
+            leaves = [next(own) if source is None else known[source] for source in sources]
+            g_x, *g_weights = jax.tree.unflatten(treedef, leaves)((g_x, g_aux))
+            return (g_x, following, _without_integers((weights, others), tuple(g_weights))), reduced
+
+        last = (row_of(first, length - 1), row_of(rest, length - 1))
+        weights, scatter_first = jax.vjp(gather_first, last[0])
+        others, scatter_rest = jax.vjp(gather_rest, last[1])
+        zeros = _without_integers((weights, others), jax.tree.map(jnp.zeros_like, (weights, others)))
+        rows = (jnp.arange(length), index_L, rest, saved, g_aux)
+        (g_x, _, g_below), g_params = lax.scan(step, (g_x, weights, zeros), rows, reverse=True)
+        # Row l of the scan has reduced the gradients of row l + 1; row 0 is still to be reduced.
+        g_first, g_rest = _with_integers((weights, others), g_below)
+        row_0 = (scatter_first(g_first)[0], scatter_rest(g_rest)[0])
+        return g_x, jax.tree.map(lambda row, rows: jnp.concatenate([row[None], rows[:-1]]), row_0, g_params)
+
+    run = jax.custom_vjp(lambda x, params: scan(body, x, params))
+    run.defvjp(forward, backward)
     return run(x, params)
-
-
-def _layer_of(stacked: Tree, row: Any) -> Tree:
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, row, keepdims=False), stacked)
 
 
 def _without_integers(weights: Tree, gradients: Tree) -> list[jax.Array]:
@@ -89,86 +140,7 @@ def _without_integers(weights: Tree, gradients: Tree) -> list[jax.Array]:
 
 def _with_integers(weights: Tree, gradients: list[jax.Array]) -> Tree:
     """Inverts `_without_integers`."""
-    treedef: Any
-    leaves, treedef = jax.tree.flatten(weights)
-    rest = iter(gradients)
-    no_gradient = jax.dtypes.float0
-    return treedef.unflatten(
-        [next(rest) if jnp.issubdtype(w.dtype, jnp.inexact) else np.zeros(w.shape, no_gradient) for w in leaves]
+    rest, none = iter(gradients), jax.dtypes.float0
+    return jax.tree.map(
+        lambda w: next(rest) if jnp.issubdtype(w.dtype, jnp.inexact) else np.zeros(w.shape, none), weights
     )
-
-
-class _Scan:
-    """Forward and backward pass of one stack."""
-
-    def __init__(self, layer: WeightsLayer, gathers: tuple[Gather, Gather], index_L: jax.Array, remat: str):
-        self.layer = checkpoint_layer(lambda x, first, rest, index: layer(x, {**first, **rest}, index), remat)
-        self.gather_first, self.gather_rest = gathers
-        self.index_L, self.length = jnp.asarray(index_L), index_L.shape[0]
-        # Structure of a layer's residuals: the forward pass is traced first.
-        self.residuals: Any = None
-        self.sources: list[int | None] = []
-
-    def _rows(self, *stacked: Tree) -> Any:
-        return (jnp.arange(self.length), self.index_L, *stacked)
-
-    def _scan(self, run_layer: Callable[..., Any], x: jax.Array, params: tuple[Tree, Tree]) -> tuple[Any, Any]:
-        """Returns x after all layers, and what `run_layer(x, first, rest, index) -> (x, outputs)` returns of each."""
-        first, rest = params
-
-        def step(carry: Any, inputs: Any) -> Any:
-            (x, weights), (row, index, rest) = carry, inputs
-            following = self.gather_first(_layer_of(first, (row + 1) % self.length))
-            x, outputs = run_layer(x, weights, self.gather_rest(rest), index)
-            return (x, following), outputs
-
-        (x, _), outputs = lax.scan(step, (x, self.gather_first(_layer_of(first, 0))), self._rows(rest))
-        return x, outputs
-
-    def forward(self, x: jax.Array, params: tuple[Tree, Tree]) -> tuple[jax.Array, Any]:
-        return self._scan(self.layer, x, params)
-
-    def forward_and_saved(self, x: jax.Array, params: tuple[Tree, Tree]) -> tuple[Any, Any]:
-        def run_layer(x: jax.Array, first: Tree, rest: Tree, index: jax.Array) -> Any:
-            (x, aux), vjp = jax.vjp(lambda *args: self.layer(*args, index), x, first, rest)
-            return x, (aux, self._take_residuals(vjp, (first, rest)))
-
-        x, (aux, saved) = self._scan(run_layer, x, params)
-        return (x, aux), (params, saved)
-
-    def _take_residuals(self, vjp: Any, weights: Any) -> list[jax.Array]:
-        """Returns the residuals of a layer without its weights, which the backward pass gathers again."""
-        leaves, self.residuals = jax.tree.flatten(vjp)
-        places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(weights))}
-        self.sources = [places.get(id(leaf)) for leaf in leaves]
-        return [leaf for leaf, source in zip(leaves, self.sources, strict=True) if source is None]
-
-    def _give_residuals(self, saved: list[jax.Array], weights: Any) -> Any:
-        known, rest = jax.tree.leaves(weights), iter(saved)
-        leaves = [next(rest) if source is None else known[source] for source in self.sources]
-        return jax.tree.unflatten(self.residuals, leaves)
-
-    def backward(self, kept: Any, g: Any) -> tuple[jax.Array, tuple[Tree, Tree]]:
-        ((first, rest), saved), (g_x, g_aux) = kept, g
-
-        def step(carry: Any, inputs: Any) -> Any:
-            (g_x, weights, g_above), (row, _, rest, saved, g_aux) = carry, inputs
-            following, scatter_first = jax.vjp(self.gather_first, _layer_of(first, (row - 1) % self.length))
-            others, scatter_rest = jax.vjp(self.gather_rest, rest)
-            # A gather is linear, so that of any layer reduces the gradients of the layer above.
-            g_first, g_rest = _with_integers((weights, others), g_above)
-            reduced = (scatter_first(g_first)[0], scatter_rest(g_rest)[0])
-            g_x, *g_weights = self._give_residuals(saved, (weights, others))((g_x, g_aux))
-            return (g_x, following, _without_integers((weights, others), tuple(g_weights))), reduced
-
-        last = (_layer_of(first, self.length - 1), _layer_of(rest, self.length - 1))
-        weights, scatter_first = jax.vjp(self.gather_first, last[0])
-        others, scatter_rest = jax.vjp(self.gather_rest, last[1])
-        zeros = _without_integers((weights, others), jax.tree.map(jnp.zeros_like, (weights, others)))
-        start = (g_x, weights, zeros)
-        (g_x, _, g_below), g_params = lax.scan(step, start, self._rows(rest, saved, g_aux), reverse=True)
-        # Row l of the scan has reduced the gradients of row l + 1; row 0 is still to be reduced.
-        g_first, g_rest = _with_integers((weights, others), g_below)
-        row_0 = (scatter_first(g_first)[0], scatter_rest(g_rest)[0])
-        shifted = jax.tree.map(lambda row, rows: jnp.concatenate([row[None], rows[:-1]]), row_0, g_params)
-        return g_x, shifted

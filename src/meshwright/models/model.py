@@ -19,19 +19,16 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.layers import Dropout
 from meshwright.models.kernels.attention import Scores
-from meshwright.sharding.params import GatherParams, Tree
+from meshwright.sharding.params import GatherParams, Param, Tree
 from meshwright.sharding.sequence import SequenceSplit
 
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
 """Metrics of a step as (sum, count); the value is sum / count."""
-
 Aux = dict[str, jax.Array]
 """Auxiliary outputs of a layer (router statistics, auxiliary loss), summed over the tokens of this device.
 
 `aux_loss`, a scalar, is added to the loss after division by the sequences of the global batch. Dense layers return {}.
 """
-
-
 Layer = Callable[[jax.Array, Any, jax.Array], tuple[jax.Array, Aux]]
 """One layer: `(x [B, T/tensor, D], its sharded parameters, its index) -> (x, aux)`."""
 Pattern = Layer | tuple[Layer, ...]
@@ -75,6 +72,16 @@ class ForwardContext:
     """In decoding: `(q [B, T, N, Z], new latents [B, T, Z], kv_rank) -> [B, T, N, kv_rank]`, to cached latents."""
     attend_delta: Callable[[Callable[..., Any], Any], jax.Array] | None = None
     """In decoding: `(delta_net, DeltaInputs) -> [B, T, N, G, H]`, linear attention from its cached states."""
+
+    @functools.cached_property
+    def angles(self) -> Callable[[Any], tuple[jax.Array, jax.Array]]:
+        """Function from a `Rotary` to its cosine and sine at the tokens' positions, computed once for all layers."""
+        return functools.cache(lambda rotary: rotary.angles(self.tokens.positions))
+
+    @functools.cached_property
+    def half(self) -> Callable[["Kind"], Callable[..., Any]]:
+        """Function from a kind to the function of its half of a layer, built once for all layers."""
+        return functools.cache(lambda kind: kind.build(self))
 
     def column_parallel(self, f: TokenFunction, x_BTD: jax.Array, weights: Any) -> Any:
         """Returns `f(x, weights)` for the complete sequence, gathered over `tensor`: column-parallel matmuls.
@@ -125,6 +132,32 @@ class ForwardContext:
 
 
 @dataclasses.dataclass(frozen=True)
+class Kind:
+    """Half of a layer, a frozen value: attention in any form, feed-forward, or experts."""
+
+    width: int
+    """Model width D."""
+
+    scope: ClassVar[str]
+    """Name of the half in profiles and in compiled programs."""
+
+    def params(self, layers: int) -> dict[str, Param]:
+        """Returns the parameters of a stack of `layers` layers."""
+        raise NotImplementedError
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the fields of `LayerSpec`."""
+        return {}
+
+    def build(self, ctx: ForwardContext) -> Callable[..., Any]:
+        """Returns the half for a step's tokens, `(normalised x [B, T/tensor, D], weights) -> output [B, T/tensor, D]`.
+
+        A second half returns `(output, aux)`.
+        """
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
 class LatentSpec:
     """Sizes of latent attention besides those of queries and keys."""
 
@@ -135,7 +168,6 @@ class LatentSpec:
     rope_size: int
     """Size of the rotary key that all heads share, and of the rotated part of a query."""
     value_size: int
-    """Size of a value."""
 
     @property
     def cached(self) -> int:
@@ -167,7 +199,7 @@ class AttentionSpec:
     chunk: int | None = None
     """Tokens of a chunk, within which a token attends (Llama 4)."""
     features: frozenset[str] = frozenset()
-    """Rows of `kernels.choose.FEATURES` that the kernel must have: a soft cap of the scores, sinks."""
+    """Rows of `kernels.attention.FEATURES` that the kernel must have: a soft cap of the scores, sinks."""
 
     @property
     def value_size(self) -> int:
@@ -187,13 +219,9 @@ class AttentionSpec:
         return (window * (window + 1) / 2 + (seq - window) * window) / seq
 
 
-CHUNK = 64
-"""Most tokens of a chunk of linear attention."""
-
-
 @dataclasses.dataclass(frozen=True)
 class DeltaSpec:
-    """Linear attention of one layer, by the gated delta rule."""
+    """Linear attention of one layer, by the gated delta rule (blocks/delta_net.py)."""
 
     heads: int
     """Heads of queries and keys N."""
@@ -261,8 +289,8 @@ class Carried(NamedTuple):
 
 
 def chunk_of(tokens: int) -> int:
-    """Returns the tokens of a chunk of linear attention: a power of two, so that blocks of its matrices pair off."""
-    return min(CHUNK, 1 << max(0, tokens - 1).bit_length())
+    """Returns the tokens of a chunk of linear attention: a power of two up to 64, so that its matrices' blocks pair."""
+    return min(64, 1 << max(0, tokens - 1).bit_length())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,7 +325,7 @@ class LayerSpec:
     attention: AttentionSpec | None = None
     experts: ExpertSpec | None = None
     delta: DeltaSpec | None = None
-    """Linear attention (blocks/delta_net.py); a layer has this or `attention`."""
+    """Linear attention; a layer has this or `attention`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,7 +341,7 @@ class ModelSpec:
     embedding: str = "embed"
     """Path of the parameter that the unembedding multiplies by; equal to the embedding where they are tied."""
     logit_softcap: float | None = None
-    """Soft cap of the logits (models/kernels/attention.py), or None."""
+    """Soft cap of the logits (`kernels.attention.cap`), or None."""
     further: tuple[LayerSpec, ...] = ()
     """Layers after the last that predict further tokens in training (models/forward.py)."""
     period: int = 1
@@ -331,11 +359,6 @@ class ModelSpec:
     def layers_of(self, stack: str) -> tuple[int, ...]:
         """Returns the layers that a stack holds, in order."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.stack == stack)
-
-    @property
-    def interleaved(self) -> bool:
-        """Whether several stacks take turns."""
-        return self.period > 1 and len(self.stacks) > 1
 
     @functools.cached_property
     def attention(self) -> tuple[AttentionSpec, ...]:

@@ -8,7 +8,7 @@ another stack, which takes turns with it.
 import collections
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,40 +17,52 @@ from meshwright.models.model import Aux, Layer, ModelSpec
 from meshwright.models.remat import checkpoint_layer
 from meshwright.sharding.stages import NO_LAYER
 
-Kind = tuple[str, Callable[..., tuple[Any, Any]]]
+Turn = tuple[str, Callable[..., tuple[Any, Any]]]
 """Stack of a layer, and its function `(x, params, index) -> (x, aux)`."""
 
 
-def sections(spec: ModelSpec, functions: Mapping[str, Any]) -> list[list[Kind]]:
-    """Returns the periods of layers that follow each other: one of all stacks if these take turns, else one per stack.
+class Section(NamedTuple):
+    """Layers that repeat one period."""
 
-    functions: of each stack, as `Model.layer_functions` returns them.
+    period: list[Turn]
+    first: int
+    """First layer of the section in the model."""
+    layers: int
+
+    @property
+    def stacks(self) -> list[str]:
+        """Stacks that hold its layers."""
+        return list(dict.fromkeys(stack for stack, _ in self.period))
+
+    def rows(self, spec: ModelSpec, part: slice, trees: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the rows of its stacks that belong to a part of its layers."""
+
+        def rows(stack: str) -> slice:
+            layers, ends = spec.layers_of(stack), (part.start, part.stop)
+            return slice(*(None if end is None else sum(layer < self.first + end for layer in layers) for end in ends))
+
+        return {stack: jax.tree.map(operator.itemgetter(rows(stack)), trees[stack]) for stack in self.stacks}
+
+
+def sections(
+    spec: ModelSpec, functions: Mapping[str, Any], wrap: Callable[[str, Layer], Any] = lambda stack, layer: layer
+) -> list[Section]:
+    """Returns the sections of a model in order: one of all stacks if these take turns, else one per stack.
+
+    functions: of each stack, as `Model.layer_functions` returns them.  wrap: applied to each.
     """
-    periods = {stack: given if isinstance(given, Sequence) else (given,) for stack, given in functions.items()}
-    if not spec.interleaved:
-        return [[(stack, layer) for layer in periods[stack]] for stack in spec.stacks]
-    turns = {stack: iter(period) for stack, period in periods.items()}
-    return [[(layer.stack, next(turns[layer.stack])) for layer in spec.layers[: spec.period]]]
-
-
-def layers_in(spec: ModelSpec, section: Sequence[Kind]) -> tuple[int, int]:
-    """Returns the first layer of a section and the number of its layers."""
-    layers = [layer for stack in {stack for stack, _ in section} for layer in spec.layers_of(stack)]
-    return min(layers), len(layers)
-
-
-def rows_in(spec: ModelSpec, first: int, part: slice, trees: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the rows of each stack that belong to a part of a section. first: the section's first layer."""
-
-    def rows(stack: str) -> slice:
-        layers, ends = spec.layers_of(stack), (part.start, part.stop)
-        return slice(*(None if end is None else sum(layer < first + end for layer in layers) for end in ends))
-
-    return {stack: jax.tree.map(operator.itemgetter(rows(stack)), tree) for stack, tree in trees.items()}
+    periods = {
+        stack: [(stack, wrap(stack, layer)) for layer in (given if isinstance(given, Sequence) else (given,))]
+        for stack, given in functions.items()
+    }
+    if spec.period > 1 and len(spec.stacks) > 1:
+        turns = {stack: iter(period) for stack, period in periods.items()}
+        return [Section([next(turns[layer.stack]) for layer in spec.layers[: spec.period]], 0, len(spec.layers))]
+    return [Section(periods[stack], min(spec.layers_of(stack)), count) for stack, count in spec.stacks.items()]
 
 
 def scan_layers(
-    period: Sequence[Kind],
+    period: Sequence[Turn],
     x: Any,
     stacked: Mapping[str, Any],
     index: Mapping[str, Any],
@@ -80,37 +92,33 @@ def scan_layers(
             left[stack] -= 1
             last.append((stack, body))
     assert not any(left.values()), f"{rows} rows are not periods of {dict(turns)} and a part of one"
+
+    def scan(bodies: Sequence[Turn], x: Any, first: int, count: int) -> tuple[Any, dict[str, Any]]:
+        """Scans `count` periods of `bodies` after the first ones."""
+        here = collections.Counter(stack for stack, _ in bodies)
+
+        def by_period(stack: str, a: jax.Array) -> jax.Array:
+            start = first * turns[stack]
+            return a[start : start + count * here[stack]].reshape(count, here[stack], *a.shape[1:])
+
+        def step(x: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+            outputs: dict[str, list[Any]] = {stack: [] for stack in here}
+            for stack, body in bodies:
+                i = len(outputs[stack])
+                x, aux = body(x, *jax.tree.map(lambda a, i=i: a[i], inputs[stack]))
+                outputs[stack].append(aux)
+            return x, {stack: jax.tree.map(lambda *a: jnp.stack(a), *aux) for stack, aux in outputs.items()}
+
+        grouped = {stack: jax.tree.map(lambda a, s=stack: by_period(s, a), inputs[stack]) for stack in here}
+        x, aux = jax.lax.scan(step, x, grouped, unroll=max(1, unroll // len(bodies)))
+        return x, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
+
     outputs: list[dict[str, Any]] = []
-    for kinds, first, count in ((bodies, 0, periods), (last, periods, 1)):
-        if kinds and count:
-            starts = {stack: first * turns[stack] for stack in inputs}
-            x, found = _scan_periods(kinds, x, inputs, starts, count, max(1, unroll // len(bodies)))
-            outputs.append(found)
+    for part, first, count in ((bodies, 0, periods), (last, periods, 1)):
+        if part and count:
+            x, aux = scan(part, x, first, count)
+            outputs.append(aux)
     return x, join(outputs)
-
-
-def _scan_periods(
-    bodies: Sequence[Kind], x: Any, inputs: Mapping[str, Any], starts: Mapping[str, int], count: int, unroll: int
-) -> tuple[Any, dict[str, Any]]:
-    """Scans `count` periods. inputs: arguments of a stack's layers besides x.  starts: first row of each stack."""
-    turns = collections.Counter(stack for stack, _ in bodies)
-
-    def by_period(stack: str, a: jax.Array) -> jax.Array:
-        rows = a[starts[stack] : starts[stack] + count * turns[stack]]
-        return rows.reshape(count, turns[stack], *a.shape[1:])
-
-    def step(x: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        outputs: dict[str, list[Any]] = {stack: [] for stack in turns}
-        for stack, body in bodies:
-            i = len(outputs[stack])
-            x, aux = body(x, *jax.tree.map(lambda a, i=i: a[i], inputs[stack]))
-            outputs[stack].append(aux)
-        return x, {stack: jax.tree.map(lambda *a: jnp.stack(a), *aux) for stack, aux in outputs.items()}
-
-    x, aux = jax.lax.scan(
-        step, x, {s: jax.tree.map(lambda a, s=s: by_period(s, a), inputs[s]) for s in turns}, unroll=unroll
-    )
-    return x, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
 
 
 def join(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -11,22 +11,18 @@ from jax.ad_checkpoint import checkpoint_name
 from meshwright.models.blocks.layers import Norm, attention_projection, linears, rms_norm
 from meshwright.models.blocks.rotary import Rotary
 from meshwright.models.kernels.attention import Scores
-from meshwright.models.model import AttentionSpec, ForwardContext
+from meshwright.models.model import AttentionSpec, ForwardContext, Kind
 from meshwright.models.remat import QKV
 from meshwright.sharding.params import Param
 
-Angles = Callable[[Rotary], tuple[jax.Array, jax.Array]]
-"""Cosine and sine of a rotation at the positions of a step's tokens, computed once for all layers."""
 Mix = Callable[[jax.Array, dict[str, Any]], jax.Array]
 """Attention of a layer: `(normalised hidden states [B, T/tensor, D], weights) -> output [B, T/tensor, D]`."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention:
+class Attention(Kind):
     """Softmax attention of one kind of layers."""
 
-    width: int
-    """Model width D."""
     heads: int
     """Query heads N."""
     kv_heads: int | None
@@ -98,10 +94,10 @@ class Attention:
         )
         return {"attention": spec}
 
-    def build(self, ctx: ForwardContext, angles: Angles) -> Mix:
+    def build(self, ctx: ForwardContext) -> Mix:
         """Returns the attention of a step's tokens."""
         names = ("query", "query_gate", "key", "value") if self.gated else ("query", "key", "value")
-        cos_sin = angles(self.rotary) if self.rotary is not None else None
+        cos_sin = ctx.angles(self.rotary) if self.rotary is not None else None
         growth_BT11 = self._growth(ctx.tokens.positions)
 
         def mix(h_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshwright.models.blocks.attention import Angles, Mix
+from meshwright.models.blocks.attention import Mix
 from meshwright.models.blocks.layers import linear, linears, rms_norm
-from meshwright.models.model import Carried, DeltaSpec, ForwardContext, chunk_of
+from meshwright.models.model import Carried, DeltaSpec, ForwardContext, Kind, chunk_of
 from meshwright.models.remat import ATTN_OUT, QKV
 from meshwright.sharding.params import Param
 
@@ -170,11 +170,9 @@ unit_lower_inverse.defvjp(lambda lower: (unit_lower_inverse(lower),) * 2, _inver
 
 
 @dataclasses.dataclass(frozen=True)
-class DeltaNet:
+class DeltaNet(Kind):
     """Linear attention of one kind of layers, with an output gate (Qwen3-Next)."""
 
-    width: int
-    """Model width D."""
     delta: DeltaSpec
     """Heads and their sizes."""
     epsilon: float
@@ -208,7 +206,7 @@ class DeltaNet:
         """Returns the fields of `LayerSpec`."""
         return {"delta": self.delta}
 
-    def build(self, ctx: ForwardContext, angles: Angles) -> Mix:
+    def build(self, ctx: ForwardContext) -> Mix:
         """Returns the attention of a step's tokens, or of a decoding step's."""
         names = ("query", "key", "value", "value_gate", "rate", "step")
 

@@ -44,7 +44,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.blocks.context import CONTEXT
 from meshwright.models.blocks.feed_forward import Feed, swiglu
 from meshwright.models.blocks.layers import linear
-from meshwright.models.model import Aux, ExpertSpec, ForwardContext
+from meshwright.models.model import Aux, ExpertSpec, ForwardContext, Kind
 from meshwright.models.remat import FFN_HIDDEN, recomputed
 from meshwright.sharding.params import Param
 from meshwright.sharding.sequence import SequenceSplit
@@ -195,11 +195,9 @@ biases gate_bias, up_bias [E/expert, F/tensor] and down_bias [E/expert, D]."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Experts:
+class Experts(Kind):
     """Mixture of experts of one kind of layers, with experts that every token uses where `shared` is above 0."""
 
-    width: int
-    """Model width D."""
     routing: Routing
     """Experts, and how tokens choose among them."""
     hidden: int

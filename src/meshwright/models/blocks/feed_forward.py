@@ -8,7 +8,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.models.blocks.layers import linear, linears
-from meshwright.models.model import Aux, ForwardContext
+from meshwright.models.model import Aux, ForwardContext, Kind
 from meshwright.models.remat import FFN_HIDDEN, recomputed
 from meshwright.sharding.params import Param
 
@@ -17,11 +17,9 @@ Feed = Callable[[jax.Array, dict[str, Any]], tuple[jax.Array, Aux]]
 
 
 @dataclasses.dataclass(frozen=True)
-class FeedForward:
+class FeedForward(Kind):
     """Dense feed-forward of one kind of layers."""
 
-    width: int
-    """Model width D."""
     hidden: int
     """Feed-forward width F."""
     out_std: float
@@ -46,10 +44,6 @@ class FeedForward:
             params |= {f"{name}_bias": Param((L, F), "LF", "zeros") for name in self._names}
             params["down_bias"] = Param((L, D), "LD", "zeros")
         return params
-
-    def facts(self) -> dict[str, Any]:
-        """Returns the fields of `LayerSpec`: none."""
-        return {}
 
     def build(self, ctx: ForwardContext) -> Feed:
         """Returns the feed-forward of a step's tokens."""

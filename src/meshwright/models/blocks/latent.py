@@ -24,10 +24,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from meshwright.models.blocks.attention import Angles, Mix
+from meshwright.models.blocks.attention import Mix
 from meshwright.models.blocks.layers import attention_projection, linear, rms_norm
 from meshwright.models.blocks.rotary import LatentYarn, Rotary
-from meshwright.models.model import AttentionSpec, ForwardContext, LatentSpec
+from meshwright.models.model import AttentionSpec, ForwardContext, Kind, LatentSpec
 from meshwright.models.remat import QKV
 from meshwright.sharding.params import Param
 
@@ -77,11 +77,9 @@ def pad_values(v_BTNH: jax.Array, size: int) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class LatentAttention:
+class LatentAttention(Kind):
     """Latent attention of one kind of layers; every head has its own keys and values."""
 
-    width: int
-    """Model width D."""
     heads: int
     """Heads N."""
     nope_size: int
@@ -123,9 +121,9 @@ class LatentAttention:
         """Returns the fields of `LayerSpec`."""
         return {"attention": AttentionSpec(self.heads, self.heads, self.head_size, latent=self.latent)}
 
-    def build(self, ctx: ForwardContext, angles: Angles) -> Mix:
+    def build(self, ctx: ForwardContext) -> Mix:
         """Returns the attention of a step's tokens."""
-        nope, cos_sin, scaling = self.nope_size, angles(self.rotary), self.rotary.scaling
+        nope, cos_sin, scaling = self.nope_size, ctx.angles(self.rotary), self.rotary.scaling
         # The kernels divide scores by the root of the head size.
         scale = scaling.score_scale if isinstance(scaling, LatentYarn) else 1.0
         up = functools.partial(self._up, ctx.attend_latent is None)

@@ -103,8 +103,7 @@ class Deepseek(DenseLayersFirst):
             both = [norm(embedded_BTD, w["embed_norm"]), norm(h_BTD, w["hidden_norm"])]
             return linear(jnp.concatenate(both, -1), w["project"])
 
-        mix = block.attention.build(ctx, lambda rotary: rotary.angles(ctx.tokens.positions))
-        return h_BTD, block.layer(ctx, mix, block.feed_forward.build(ctx), join)
+        return h_BTD, block.layer(ctx, join)
 
     def features(self) -> set[str]:
         """Returns the features that `runs.checks` lists."""

@@ -11,9 +11,9 @@ from meshwright.errors import ConfigError
 from meshwright.models.blocks.experts import ExchangeType, Experts, Routing
 from meshwright.models.blocks.feed_forward import FeedForward
 from meshwright.models.blocks.layers import Norm
-from meshwright.models.decoder import Block, Decoder, DecoderModel, Kind
+from meshwright.models.decoder import Block, Decoder, DecoderModel
 from meshwright.models.families.fields import TiedOrNot
-from meshwright.models.model import Aux, Metrics
+from meshwright.models.model import Aux, Kind, Metrics
 from meshwright.sharding.params import Tree
 
 

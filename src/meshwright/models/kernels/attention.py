@@ -142,12 +142,12 @@ def reference_attention(
     causal_TS = distance_TS >= 0 if window is None else (distance_TS >= 0) & (distance_TS < window)
     visible_BTS = causal_TS[None] & (queries.segments_BT[:, :, None] == keys.segments_BT[:, None, :])
     scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, -1e30)
+    sinks = None if scores.sinks_N is None else scores.sinks_N.reshape(K, N // K, 1, 1)
     top = jax.lax.stop_gradient(scores_BKGTS.max(-1, keepdims=True))
-    if scores.sinks_N is None:
+    if sinks is None:
         weights_BKGTS = jnp.exp(scores_BKGTS - top)
         weights_BKGTS = weights_BKGTS / weights_BKGTS.sum(-1, keepdims=True)
     else:
-        sinks = scores.sinks_N.reshape(K, N // K, 1, 1)
         top = jnp.maximum(top, jax.lax.stop_gradient(sinks))
         weights_BKGTS = jnp.exp(scores_BKGTS - top)
         weights_BKGTS = weights_BKGTS / (weights_BKGTS.sum(-1, keepdims=True) + jnp.exp(sinks - top))
