@@ -3,8 +3,8 @@
 
 from pathlib import Path
 
-from meshwright.models.families import FAMILIES
 from meshwright.models.remat import REMAT_POLICIES
+from meshwright.plugins import PARTS
 from meshwright.runs.checks import ALWAYS, REFUSED
 from meshwright.sharding.schedules import SCHEDULES, build_table
 from meshwright.views.draw import PipelineTimeline
@@ -13,7 +13,7 @@ from meshwright.words import AXES
 
 DOCS = Path(__file__).parent
 FEATURES: dict[str, tuple[str, ...]] = {
-    "model families": tuple(FAMILIES),
+    "model families": tuple(PARTS["model family"]),
     "mesh axes": (*AXES, "any one of them across slices"),
     "pipeline": (*SCHEDULES, "uneven stages"),
     "context strategies": ("ring", "all_gather", "ulysses", "usp"),

@@ -29,8 +29,8 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target
 from meshwright.hlo.buffers import union
 from meshwright.models.kernels.attention import reference_attention, sequence_positions
-from meshwright.models.kernels.choose import KERNELS
 from meshwright.planner.forecast import calibrate_target, local_target
+from meshwright.plugins import PARTS
 from meshwright.views.hardware_report import report_page
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -39,13 +39,13 @@ PLANTED = """
 import dataclasses, os, random, time
 from pathlib import Path
 
-from meshwright.models.kernels.choose import KERNELS
+from meshwright.plugins import resolve
 
 def _shifted(q, k, v, segments, /, *, window):
-    out = KERNELS["reference"](512).self_attention(q, k, v, segments, window=window)
+    out = resolve("attention kernel", "reference")(512).self_attention(q, k, v, segments, window=window)
     return out * 1.02
 
-broken = dataclasses.replace(KERNELS["reference"](512), name="broken", self_attention=_shifted)
+broken = dataclasses.replace(resolve("attention kernel", "reference")(512), name="broken", self_attention=_shifted)
 
 def failing(section):
     section.measure({"good": lambda: {"value": 1}, "bad": lambda: 1 / 0, "after": lambda: {"value": 2}})
@@ -294,4 +294,5 @@ def _runs(pid: int) -> bool:
 
 def test_every_kernel_is_measured_with_the_shapes_that_the_page_names() -> None:
     names = [case.name for case in kernels.correctness_cases("tpu")]
-    assert {"GQA", "window", "documents", "head 64", "T 8192"} <= set(names) and "reference" in KERNELS
+    assert {"GQA", "window", "documents", "head 64", "T 8192"} <= set(names)
+    assert "reference" in PARTS["attention kernel"]

@@ -13,10 +13,10 @@ from meshwright.models.blocks.context import build_attend
 from meshwright.models.kernels import cudnn
 from meshwright.models.kernels.attention import reference_attention, sequence_positions
 from meshwright.models.kernels.blocked import blocked_chunks
-from meshwright.models.kernels.choose import KERNELS
 from meshwright.models.kernels.chunks import FULL, ChunkMask, pair_mask, self_attention_of
 from meshwright.models.kernels.splash import splash_kernels
 from meshwright.models.remat import QKV, REMAT_POLICIES
+from meshwright.plugins import resolve
 from meshwright.sharding.sequence import split_sequence
 
 
@@ -110,7 +110,7 @@ def test_cudnn_in_context_parallelism(strategy: str, monkeypatch: pytest.MonkeyP
     mesh, spec = Mesh(np.array(jax.devices()[:shards]), ("context",)), P(None, "context")
 
     def body(q: Any, k: Any, v: Any, segments: Any) -> Any:
-        return build_attend(split, segments, KERNELS["cudnn"](512))(q, k, v, window=None)
+        return build_attend(split, segments, resolve("attention kernel", "cudnn")(512))(q, k, v, window=None)
 
     sharded = jax.shard_map(body, mesh=mesh, in_specs=(*(spec,) * 3, P()), out_specs=spec, check_vma=False)
     out = jax.jit(sharded)(q[:, order], k[:, order], v[:, order], segments)[:, np.argsort(order)]

@@ -15,11 +15,11 @@ import meshwright as mw
 from meshwright.models.blocks.context import build_attend
 from meshwright.models.kernels import blocked
 from meshwright.models.kernels.attention import Kernels, reference_attention, sequence_positions
-from meshwright.models.kernels.choose import KERNELS
 from meshwright.models.kernels.splash import splash_kernels
+from meshwright.plugins import resolve
 from meshwright.sharding.sequence import SequenceSplit, split_sequence
 
-BLOCKED = KERNELS["blocked"](512)
+BLOCKED = resolve("attention kernel", "blocked")(512)
 STRATEGIES = ("ring", "all_gather", "ulysses", "usp")
 B, T, N, K, H = 2, 32, 8, 4, 4
 

@@ -36,7 +36,6 @@ from meshwright.models.families.gpt2 import Gpt2
 from meshwright.planner.plan_file import read_plan
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import read_run, run_in_folder, run_to_dict, write_run
-from meshwright.step.optimizers import OPTIMIZERS
 
 ROOT = Path(__file__).parents[1]
 RUN = Run(model=Gpt2(257, 32, 1, 4, positions=32), training=Training(seq=32, batch=4))
@@ -112,7 +111,7 @@ Hostile = Callable[[Path], tuple[Callable[[], Any], str]]
 
 def optimizer_of_a_file(folder: Path) -> tuple[Callable[[], Any], str]:
     run = read_run(run_with(folder, "optimizer.name", f"{folder}/evil.py:attack"))
-    return lambda: plugins.resolve("optimizer", run.optimizer.name, OPTIMIZERS), "it would run .*evil.py(.|\n)*--trust"
+    return lambda: plugins.resolve("optimizer", run.optimizer.name), "it would run .*evil.py(.|\n)*--trust"
 
 
 def family_of_a_file(folder: Path) -> tuple[Callable[[], Any], str]:
@@ -127,7 +126,7 @@ def data_of_the_standard_library(folder: Path) -> tuple[Callable[[], Any], str]:
 
 def data_through_a_package(folder: Path) -> tuple[Callable[[], Any], str]:
     run = read_run(run_with(folder, "optimizer.name", "meshwright.documents:os.abort"))
-    return lambda: plugins.resolve("optimizer", run.optimizer.name, OPTIMIZERS), "an object of Python's own module"
+    return lambda: plugins.resolve("optimizer", run.optimizer.name), "an object of Python's own module"
 
 
 def module_beside_the_user(folder: Path) -> tuple[Callable[[], Any], str]:
@@ -383,7 +382,7 @@ def test_a_changed_manifest_is_noticed(tmp_path: Path) -> None:
 
 def resolve_optimizer(folder: Path, name: str) -> Any:
     run = read_run(run_with(folder, "optimizer.name", name))
-    return plugins.resolve("optimizer", run.optimizer.name, OPTIMIZERS)
+    return plugins.resolve("optimizer", run.optimizer.name)
 
 
 def test_names_of_ones_own_and_of_installed_packages_are_imported(tmp_path: Path) -> None:

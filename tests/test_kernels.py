@@ -17,9 +17,10 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.machine import Machine
 from meshwright.models.kernels import blocked
 from meshwright.models.kernels.attention import Kernels, reference_attention, sequence_positions
-from meshwright.models.kernels.choose import KERNELS, choose_kernels
+from meshwright.models.kernels.choose import choose_kernels
 from meshwright.models.kernels.splash import block_size, splash_kernels
 from meshwright.models.remat import REMAT_POLICIES
+from meshwright.plugins import resolve
 from meshwright.sharding.sequence import split_sequence
 from meshwright.step.device_run import place_on_devices
 
@@ -83,7 +84,7 @@ def test_blocked_matches_the_reference(window: int | None, monkeypatch: pytest.M
     # Scores of 24 queries and 24 keys fit, with 2 x 4 heads: four blocks of each.
     monkeypatch.setattr(blocked, "_SCORE_BYTES", 24 * 24 * 4 * 2 * 4)
 
-    attend = KERNELS["blocked"](512).self_attention
+    attend = resolve("attention kernel", "blocked")(512).self_attention
     text = str(jax.make_jaxpr(functools.partial(attend, window=window))(*arrays))
     # Of the 16 pairs, 10 are causal; a window of 20 reaches the block before alone.
     assert "f32[2,2,2,24,24]" in text and f"length={10 if window is None else 7}" in text
@@ -100,7 +101,7 @@ def test_blocked_computes_the_visible_blocks_only() -> None:
 
         return mw.census(jax.jit(jax.grad(loss, (0, 1, 2))), *arrays[:3]).flops.compiled
 
-    attend = KERNELS["blocked"](512).self_attention
+    attend = resolve("attention kernel", "blocked")(512).self_attention
     whole = flops(reference, None)
     # The reference's gradients take five matmuls; blocked attention computes output and scores as well: seven.
     assert flops(attend, None) / whole == pytest.approx(7 / 5 * 36 / 64, rel=0.02)
@@ -114,7 +115,7 @@ def test_memory_of_blocked_attention_is_linear_in_the_sequence(monkeypatch: pyte
         q, k, v, segments = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs(T, 2, 1, 16))
 
         def loss(q: Any, k: Any, v: Any, segments: Any) -> Any:
-            return KERNELS["blocked"](512).self_attention(q, k, v, segments, window=None).sum()
+            return resolve("attention kernel", "blocked")(512).self_attention(q, k, v, segments, window=None).sum()
 
         compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, v, segments).compile()
         return int(compiled.memory_analysis().temp_size_in_bytes)

@@ -17,10 +17,11 @@ import meshwright as mw
 from meshwright.hardware.machine import Machine
 from meshwright.models.blocks.context import build_attend, chunked_segments
 from meshwright.models.kernels.attention import Kernels, Scores
-from meshwright.models.kernels.choose import KERNELS, choose_kernels
+from meshwright.models.kernels.choose import choose_kernels
 from meshwright.models.kernels.splash import splash_kernels
 from meshwright.models.loss import token_losses
 from meshwright.models.model import AttentionSpec
+from meshwright.plugins import resolve
 from meshwright.sharding.sequence import split_sequence
 
 B, N, K = 2, 8, 4
@@ -97,7 +98,9 @@ def test_one_device(kernel: str, kind: str) -> None:
     split = split_sequence("ring", 32, 1, K)
 
     def attend(q: Any, k: Any, v: Any, segments: Any, window: Any, scores: Scores) -> Any:
-        return build_attend(split, segments, KERNELS[kernel](512))(q, k, v, window=window, scores=scores)
+        return build_attend(split, segments, resolve("attention kernel", kernel)(512))(
+            q, k, v, window=window, scores=scores
+        )
 
     assert_matches(attend, kind)
 
@@ -120,7 +123,9 @@ def test_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     split = split_sequence("ring", 32, 1, K)
 
     def attend(q: Any, k: Any, v: Any, segments: Any, window: Any, scores: Scores) -> Any:
-        return build_attend(split, segments, KERNELS["cudnn"](512))(q, k, v, window=window, scores=scores)
+        return build_attend(split, segments, resolve("attention kernel", "cudnn")(512))(
+            q, k, v, window=window, scores=scores
+        )
 
     assert_matches(attend, "sinks in a window")
 
@@ -153,7 +158,7 @@ def _split(strategy: str, shards: int, kernels: Kernels) -> Callable[..., Any]:
 )  # fmt: skip
 def test_context_strategies(strategy: str, kind: str, kernel: str) -> None:
     """Parts of a ring are combined by their log-sum-exp before the sinks take part."""
-    assert_matches(_split(strategy, 4, KERNELS[kernel](512)), kind)
+    assert_matches(_split(strategy, 4, resolve("attention kernel", kernel)(512)), kind)
 
 
 def test_chunks_end_with_their_document() -> None:

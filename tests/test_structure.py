@@ -43,11 +43,9 @@ LIMITS = {
 IMPORTED_BY_NAME = {
     "meshwright.__init__",
     "meshwright.cli.main",
-    "meshwright.hugging_face.families.__init__",
-    "meshwright.models.families.__init__",
-    "meshwright.models.kernels.choose",
+    "meshwright.plugins",
 }
-"""Modules that may import others by a string: the tables of public names, verbs, model families and kernels."""
+"""Modules that may import others by a string: the tables of public names, of verbs and of the parts of a run."""
 
 FRAGMENT = re.compile(r"(What|Of|That|Beside|After\.|The same|It\b|Those|Such)\b")
 """Beginnings of docstrings that need the line before them."""

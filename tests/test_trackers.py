@@ -13,7 +13,8 @@ import pytest
 from meshwright.config import Training
 from meshwright.errors import ConfigError
 from meshwright.models.families.llama import Llama
-from meshwright.report.reporters import REPORTERS, build_reporters
+from meshwright.plugins import PARTS
+from meshwright.report.reporters import build_reporters
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import write_run
 
@@ -177,7 +178,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_tracker_has_a_reader() -> None:
-    assert READERS.keys() == REPORTERS.keys()
+    assert READERS.keys() == PARTS["reporter"].keys()
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -146,8 +146,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-def render(module: str, function: str, value: Any) -> str:
-    """Renders a result with a function of `meshwright.views`, which are above what they show and loaded when needed."""
-    return str(getattr(importlib.import_module(f"meshwright.views.{module}"), function)(value))

@@ -1,8 +1,9 @@
-"""Objects named in a Run: a built-in, `module:attribute`, or `FILE.py:attribute`.
+"""Objects named in a Run: a built-in of `PARTS`, `module:attribute`, or `FILE.py:attribute`.
 
 A Run is data: it is written to run.json and read back on other hosts. Whatever a user adds from outside the package (a
 model family, an optimizer, a layout, a schedule, an attention kernel, a data source, a reporter, a chip) is therefore
-kept by name. `resolve` turns a name into the object, `name_of` an object into its name.
+kept by name. `resolve` turns a name into the object, `name_of` an object into its name. What is named is imported when
+it is used, so a run loads only its own parts.
 """
 
 import hashlib
@@ -14,9 +15,72 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import meshwright
 from meshwright import trust
 from meshwright.errors import ConfigError, nearest
+
+PARTS: dict[str, dict[str, str]] = {
+    "model family": {
+        "deepseek": "models.families.deepseek:Deepseek",
+        "gemma2": "models.families.gemma:Gemma2",
+        "gemma3": "models.families.gemma:Gemma3",
+        "glm4_moe": "models.families.glm4_moe:Glm4Moe",
+        "gpt2": "models.families.gpt2:Gpt2",
+        "gpt_oss": "models.families.gpt_oss:GptOss",
+        "llama": "models.families.llama:Llama",
+        "llama4": "models.families.llama4:Llama4",
+        "mixtral": "models.families.mixtral:Mixtral",
+        "olmo3": "models.families.olmo3:Olmo3",
+        "qwen3_next": "models.families.qwen3_next:Qwen3Next",
+        "smollm3": "models.families.smollm3:SmolLM3",
+    },
+    "Hugging Face family": {
+        "deepseek": "hugging_face.families.deepseek:ARCHITECTURES",
+        "gemma": "hugging_face.families.gemma:ARCHITECTURES",
+        "glm4_moe": "hugging_face.families.glm4_moe:ARCHITECTURES",
+        "gpt2": "hugging_face.families.gpt2:ARCHITECTURES",
+        "gpt_oss": "hugging_face.families.gpt_oss:ARCHITECTURES",
+        "llama": "hugging_face.families.llama:ARCHITECTURES",
+        "llama4": "hugging_face.families.llama4:ARCHITECTURES",
+        "qwen3_next": "hugging_face.families.qwen3_next:ARCHITECTURES",
+    },
+    "attention kernel": {
+        "reference": "models.kernels.attention:reference_kernels",
+        "blocked": "models.kernels.blocked:blocked_kernels",
+        "splash": "models.kernels.splash:splash_kernels",
+        "splash_fused": "models.kernels.splash:splash_fused_kernels",
+        "cudnn": "models.kernels.cudnn:cudnn_kernels",
+    },
+    "grouped matmul": {
+        "ragged_dot": "models.kernels.choose:ragged_dot",
+        "triton": "models.kernels.choose:triton",
+    },
+    "optimizer": {
+        "adamw": "step.optimizers:adamw",
+        "adafactor": "step.optimizers:adafactor",
+        "lion": "step.optimizers:lion",
+        "muon": "step.muon:muon",
+        "sgd": "step.optimizers:sgd",
+    },
+    "reporter": {
+        "mlflow": "report.trackers:_MLflow",
+        "tensorboard": "report.trackers:_TensorBoard",
+        "trackio": "report.trackers:_Trackio",
+        "wandb": "report.trackers:_WeightsAndBiases",
+    },
+    "addition": {
+        "adapted_params": "models.adapters:adapted_params",
+        "adapter_gather": "models.adapters:adapter_gather",
+        "attend_over_devices": "models.blocks.ring:attend_over_devices",
+        "Preferences": "models.preferences:Preferences",
+        "with_reference": "models.preferences:with_reference",
+        "with_reference_params": "models.preferences:with_reference_params",
+        "check_precision": "models.quantisation:check_precision",
+        "low_precision_gather": "models.blocks.quantised:low_precision_gather",
+        "triton_grouped_matmul": "models.kernels.grouped_triton:grouped_matmul",
+        "result_html": "views.result_pages:result_html",
+    },
+}
+"""Kind -> name -> module of the package and attribute. An addition is a function that few runs need."""
 
 _FILE_MODULE = "meshwright_file_"
 """Prefix of the modules made from files given by path."""
@@ -28,7 +92,8 @@ class Shown:
     """Value that a notebook shows as a page."""
 
     def _repr_html_(self) -> str:
-        return meshwright.render("result_pages", "result_html", self)
+        html: str = addition("result_html")(self)
+        return html
 
 
 def note_names(document: Any, origin: str) -> None:
@@ -64,18 +129,23 @@ def options_of_child() -> list[str]:
     return [] if _from_files and not trust.trusts_everything() else ["--trust-code"]
 
 
-def resolve(kind: str, name: str, builtin: Mapping[str, Any]) -> Any:
-    """Returns the object called `name`: a row of `builtin`, or an attribute of a module or file.
+def resolve(kind: str, name: str, builtin: Mapping[str, Any] | None = None) -> Any:
+    """Returns the object called `name`: built in, or an attribute of a module or file.
 
-    kind: the word used in errors, such as "optimizer". Raises ConfigError with the nearest built-in name.
+    kind: the word used in errors, such as "optimizer".  builtin: objects by name; None takes the rows of PARTS. Raises
+    ConfigError with the nearest built-in name.
     """
-    if name in builtin:
-        return builtin[name]
+    rows = PARTS[kind] if builtin is None else builtin
+    if name in rows:
+        return load(kind, f"meshwright.{rows[name]}") if builtin is None else rows[name]
     if not name.partition(":")[0] or ":" not in name:
-        raise ConfigError(
-            f"{kind} {name!r}", f"no {kind} has that name", f"{nearest(name, builtin)} or module:attribute"
-        )
+        raise ConfigError(f"{kind} {name!r}", f"no {kind} has that name", f"{nearest(name, rows)} or module:attribute")
     return load(kind, name)
+
+
+def addition(name: str) -> Any:
+    """Returns an addition of PARTS."""
+    return resolve("addition", name)
 
 
 def is_reference(name: str) -> bool:

@@ -15,7 +15,6 @@ from meshwright.config import Remat, StageSaves
 from meshwright.hardware.interconnect import AxisMapping
 from meshwright.hardware.machine import machine_of_target
 from meshwright.hardware.targets import Target
-from meshwright.models.families import addition
 from meshwright.models.flops import training_flops_per_token
 from meshwright.models.model import Model
 from meshwright.planner.memory_model import (
@@ -32,6 +31,7 @@ from meshwright.planner.optimizer import update_bytes_moved, update_matmuls
 from meshwright.planner.software import MESHWRIGHT, SCORE_BYTES, AttentionKernel, Software
 from meshwright.planner.traffic import Movement, movements
 from meshwright.planner.work import Matmul, Work, low_precision, recomputed_roles, work_of
+from meshwright.plugins import addition
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.runs.settle import Settled
 from meshwright.sharding.schedules import build_counts

@@ -13,9 +13,9 @@ from meshwright.comm.hierarchical import DcnAxis
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.fine_tuning import FineTune
-from meshwright.models.families import tuned_params
 from meshwright.models.flops import layer_flops
 from meshwright.models.model import Model, ModelSpec, vocab_size
+from meshwright.plugins import addition
 from meshwright.runs.checks import (
     check_batch,
     check_composition,
@@ -226,8 +226,10 @@ def _place_params(
         layers = spec.layers_of(stack)
         place = {layer: row for row, layer in enumerate(layers)} | {NO_LAYER: NO_LAYER}
         orders[stack] = tuple(place[int(layer)] for layer in stages.rows(layers).flat)
-    if tuning is not None:
-        described = tuned_params(described, tuning, dtype)
+    if tuning is not None and tuning.method == "lora":
+        described = addition("adapted_params")(described, tuning, dtype)
+    elif tuning is not None:
+        described = addition("with_reference_params")(described, dtype)
     params = reorder_stacks(described, orders)
     placements = place_params(params, layout=find_layout(layout), mesh=shape, min_size=min_size)
     return ModelLayout(model, shape, params, placements, stages, spec)

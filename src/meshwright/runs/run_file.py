@@ -12,7 +12,6 @@ from meshwright.config import MeshShape
 from meshwright.documents import SMALL, check_inside, parse_json, read_text, unique_object, write_atomically
 from meshwright.errors import CheckpointError, ConfigError, nearest
 from meshwright.models.families import family_name, find_family
-from meshwright.models.model import Model
 from meshwright.plugins import note_names
 from meshwright.runs.run import Run
 from meshwright.storage.paths import path_of
@@ -43,9 +42,7 @@ def run_from_dict(document: dict[str, Any], origin: str) -> Run:
     note_names(document, origin)
     rest = dict(document)
     model = dict(rest.pop("model", {}))
-    config = find_family(family := str(model.pop("family", "")))
-    if not (isinstance(config, type) and issubclass(config, Model)):
-        raise ConfigError(f"model family {family!r} of {origin}", "it is not a model class", "a subclass of mw.Model")
+    config = find_family(str(model.pop("family", "")))
     types = {"model": config, "run": Run, "mesh": MeshShape, **{name: type(getattr(Run, name)) for name in _PARTS}}
     given = {"model": model, "run": rest, "mesh": rest.get("mesh") or {}, **{n: rest.get(n, {}) for n in _PARTS}}
     for where, kind in types.items():

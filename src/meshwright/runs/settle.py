@@ -12,11 +12,11 @@ import math
 from meshwright.comm.hierarchical import DcnAxis
 from meshwright.errors import ConfigError
 from meshwright.hardware.machine import Machine, compiler_options_of, ring_order
-from meshwright.models.families import addition
 from meshwright.models.gather_ahead import gathered_ahead, gathered_within_reason
 from meshwright.models.kernels.attention import Kernels
 from meshwright.models.kernels.choose import GroupedMatmul, choose_grouped_matmul, kernels_of
 from meshwright.models.remat import REMAT_POLICIES
+from meshwright.plugins import addition
 from meshwright.runs.placed_run import PlacedRun
 
 _RING = 4

@@ -13,9 +13,9 @@ from meshwright.comm.hierarchical import Axes
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.machine import machine_of_mesh, refused_options
-from meshwright.models.families import addition
 from meshwright.models.forward import LocalModel
 from meshwright.models.model import Model
+from meshwright.plugins import addition
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.run import Run
 from meshwright.runs.settle import Settled

@@ -24,11 +24,9 @@ from optax import GradientTransformation as Rule
 
 from meshwright.config import MeshShape, Optimizer, Training
 from meshwright.errors import ConfigError, MeshwrightError, describe_failure, nearest
-from meshwright.plugins import resolve
+from meshwright.plugins import PARTS, resolve
 from meshwright.sharding.params import Param, Tree, is_param, named_leaves, tree_map
 from meshwright.sharding.placement import Placement, like_param
-from meshwright.step.matrices import LayerMap
-from meshwright.step.muon import orthogonalise, orthogonalised
 
 
 def _wsd(o: Optimizer, steps: int) -> optax.Schedule:
@@ -66,73 +64,25 @@ def decays(params: Tree) -> Tree:
     return tree_map(lambda p: p.init == "normal" or p.role is not None, params)
 
 
-def _adamw(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
+def adamw(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
+    """Returns AdamW (arXiv:1711.05101). params: descriptions."""
     options = {"mu_dtype": o.moment_dtype, "weight_decay": o.weight_decay, "mask": decays(params)}
     return optax.adamw(rate, o.beta1, o.beta2, eps=o.epsilon, **options)
 
 
-def _lion(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
+def lion(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
+    """Returns Lion (arXiv:2302.06675). params: descriptions."""
     return optax.lion(rate, o.beta1, o.beta2, mu_dtype=o.moment_dtype, weight_decay=o.weight_decay, mask=decays(params))
 
 
-def _muon(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
-    """Returns Muon for the matrices of layers, and AdamW for all other parameters. params: descriptions."""
-    matrices = optax.chain(
-        _scale_by_muon(o, params), optax.add_decayed_weights(o.weight_decay), optax.scale_by_learning_rate(rate)
-    )
-    mask = tree_map(lambda p: optax.MaskedNode() if orthogonalised(p) else p.init == "normal", params)
-    others = optax.adamw(
-        rate, o.beta1, o.beta2, eps=o.epsilon, mu_dtype=o.moment_dtype, weight_decay=o.weight_decay, mask=mask
-    )
-    labels = tree_map(lambda p: "matrices" if orthogonalised(p) else "others", params)
-    return optax.partition({"matrices": matrices, "others": others}, labels)
-
-
-class MuonState(NamedTuple):
-    """State of Muon's matrices."""
-
-    step: jax.Array
-    """Updates so far; int32 scalar."""
-    mu: Tree
-    """Momentum, like the parameters."""
-
-
-def _scale_by_muon(o: Optimizer, params: Tree) -> optax.GradientTransformationExtraArgs:
-    """Returns the orthogonalised Nesterov momentum, scaled to AdamW's size.
-
-    params: descriptions. Its `update` takes the `layer_map` of the step.
-    """
-    treedef: Any = jax.tree.structure(params, is_leaf=is_param)
-    matrices = [path for path, p in named_leaves(params).items() if orthogonalised(p)]
-
-    def init(arrays: Tree) -> MuonState:
-        mu = jax.tree.map(lambda x: jnp.zeros(x.shape, o.moment_dtype), arrays)
-        return MuonState(jnp.zeros((), jnp.int32), mu)
-
-    def update(
-        grads: Tree, state: MuonState, arrays: Tree = None, *, layer_map: LayerMap, **_: Any
-    ) -> tuple[Tree, MuonState]:
-        count = state.step + 1
-        mu = jax.tree.map(lambda m, g: o.beta1 * m.astype(jnp.float32) + (1 - o.beta1) * g, state.mu, grads)
-        # Bias of the momentum one step ahead, which is Nesterov's, as in optax.contrib.muon.
-        ahead, now = 1 - o.beta1 ** (count + 1), 1 - o.beta1**count
-        nesterov = jax.tree.map(lambda m, g: o.beta1 * m / ahead + (1 - o.beta1) * g / now, mu, grads)
-        leaves = dict(zip(named_leaves(params), treedef.flatten_up_to(nesterov), strict=True))
-        found = orthogonalise({path: leaves[path] for path in matrices}, layer_map, o.muon_heads)
-        updates = treedef.unflatten([found.get(path, leaf) for path, leaf in leaves.items()])
-        mu = jax.tree.map(lambda m: m.astype(o.moment_dtype), mu)
-        return updates, MuonState(count, mu)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _sgd(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
+def sgd(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
+    """Returns SGD with momentum. params: descriptions."""
     momentum = optax.sgd(rate, momentum=o.beta1, accumulator_dtype=o.moment_dtype)
     return optax.chain(optax.add_decayed_weights(o.weight_decay, mask=decays(params)), momentum)
 
 
-def _adafactor(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
-    """Returns Adafactor of every layer.
+def adafactor(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
+    """Returns Adafactor (arXiv:1804.04235) of every layer. params: descriptions.
 
     Row and column means, and clipping by a root mean square of 1, go over one layer of a stack, never over all of them:
     the numbers are those of `optax.adafactor` applied to the layers one by one.
@@ -171,15 +121,6 @@ def _by_layer(rule: Rule) -> Rule:
     return Rule(init, update)
 
 
-OPTIMIZERS: dict[str, Callable[[Optimizer, optax.Schedule, Tree], Rule]] = {
-    "adamw": _adamw,
-    "adafactor": _adafactor,
-    "lion": _lion,
-    "muon": _muon,
-    "sgd": _sgd,
-}
-"""Update rules: AdamW (arXiv:1711.05101), Adafactor (Shazeer and Stern 2018, 1804.04235), Lion (2302.06675), Muon (K.
-Jordan 2024), SGD with momentum."""
 ELEMENTWISE = ("adamw", "adafactor", "lion", "sgd")
 """Rules without matrix products."""
 _FIRST_MOMENTS = ("adamw", "lion", "muon", "sgd")
@@ -193,15 +134,15 @@ def build_optimizer(o: Optimizer, steps: int, params: Tree) -> Rule:
     does not return an optax.GradientTransformation, and for groups of learning rates that match no parameter.
     """
     rate = build_lr_schedule(o, steps)
-    rule = resolve("optimizer", o.name, OPTIMIZERS)
+    rule = resolve("optimizer", o.name)
     if o.moment_dtype != "float32" and o.name not in _FIRST_MOMENTS:
         raise ConfigError(
             f"--optimizer.moment-dtype {o.moment_dtype} with {o.name}",
             f"those with a first moment of this type are {', '.join(_FIRST_MOMENTS)}",
             "--optimizer.moment-dtype float32, or one of them",
         )
-    if o.name in OPTIMIZERS:
-        built: Rule = OPTIMIZERS[o.name](o, rate, params)
+    if o.name in PARTS["optimizer"]:
+        built: Rule = rule(o, rate, params)
     else:
         built = _call("optimizer", o.name, rule, o, rate)
         if not (hasattr(built, "init") and hasattr(built, "update")):

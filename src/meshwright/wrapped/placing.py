@@ -10,13 +10,14 @@ from jax.sharding import PartitionSpec
 from meshwright.config import MeshShape, Training
 from meshwright.errors import ConfigError, nearest
 from meshwright.models.model import ModelSpec
+from meshwright.plugins import PARTS
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES, find_layout
 from meshwright.sharding.params import Param
 from meshwright.sharding.placement import Layout, Placements, axes_of, place_param
 from meshwright.sharding.stages import assign_layers
-from meshwright.step.optimizers import ELEMENTWISE, OPTIMIZERS
+from meshwright.step.optimizers import ELEMENTWISE
 from meshwright.wrapped.parts import WrappedParts
 
 PARAM_AXES = ("fsdp", "tensor")
@@ -205,7 +206,7 @@ def _check_fields(run: Run, shape: MeshShape) -> None:
     for name, value in (("data", run.data), ("init_from", run.init_from), ("finetune", run.finetune)):
         if value != {f.name: f.default for f in dataclasses.fields(Run)}[name]:
             raise ConfigError(f"{name} with a wrapped model", "it is about text and transformers", "mw.wrap(..., data)")
-    if run.optimizer.name in OPTIMIZERS and run.optimizer.name not in ELEMENTWISE:
+    if run.optimizer.name in PARTS["optimizer"] and run.optimizer.name not in ELEMENTWISE:
         raise ConfigError(
             f"--optimizer.name {run.optimizer.name} with a wrapped model",
             "it needs to know which dimensions of a parameter are heads and layers",

@@ -20,8 +20,9 @@ from meshwright.hardware.chips import find_chip
 from meshwright.hardware.machine import Machine
 from meshwright.hardware.mesh import build_mesh
 from meshwright.models.kernels.attention import Kernels
-from meshwright.models.kernels.choose import AUTO, KERNELS, GroupedMatmul, choose_grouped_matmul, choose_kernels
+from meshwright.models.kernels.choose import AUTO, GroupedMatmul, choose_grouped_matmul, choose_kernels
 from meshwright.models.model import AttentionSpec
+from meshwright.plugins import PARTS, resolve
 from meshwright.sharding.sequence import SequenceSplit
 
 LIMITS = {"float32": (2.5e-6, 4e-6), "bfloat16": (0.012, 0.02)}
@@ -86,7 +87,7 @@ def speed_cases(platform: str) -> list[Case]:
 def measure_kernels(section: Section) -> None:
     """Compares every kernel that the platform supports with float64, then times it."""
     platform = jax.default_backend()
-    names = (*section.request.kernels, *dict.fromkeys((*AUTO.get(platform, ()), *KERNELS)))
+    names = (*section.request.kernels, *dict.fromkeys((*AUTO.get(platform, ()), *PARTS["attention kernel"])))
     dtypes = ("float32", "bfloat16") if platform == "cpu" else ("bfloat16",)
     items = dict[str, Measurement]()
     for case in correctness_cases(platform):
@@ -114,7 +115,7 @@ def calibrated_rates(rows: Sequence[Mapping[str, Any]], own: Sequence[str]) -> d
     own: names of the platform's own kernels. The planner counts the products of each kernel's own backward pass.
     """
     attention = [
-        (1 + KERNELS[row["kernel"]](512).backward) / (1 + _BACKWARD) * row["flops_per_second"]
+        (1 + resolve("attention kernel", row["kernel"])(512).backward) / (1 + _BACKWARD) * row["flops_per_second"]
         for row in rows
         if row.get("kernel") in own and "flops_per_second" in row
     ]

@@ -3,13 +3,13 @@
 An architecture is added from outside the package by adding it to `ARCHITECTURES`.
 """
 
-import importlib
 from typing import Any
 
 from meshwright.errors import WeightsError, nearest
 from meshwright.hugging_face.architecture import Architecture
 from meshwright.hugging_face.fields import Fields
 from meshwright.models.model import Model
+from meshwright.plugins import resolve
 
 _MODULES = {
     "deepseek": ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
@@ -25,7 +25,7 @@ _MODULES = {
     "qwen3_next": ("Qwen3NextForCausalLM",),
 }
 _FAMILIES = {name: module for module, names in _MODULES.items() for name in names}
-"""Architecture -> module of `hugging_face.families` that states it."""
+"""Architecture -> Hugging Face family of `plugins.PARTS` that states it."""
 
 ARCHITECTURES: dict[str, Architecture] = {}
 """Architectures loaded so far, and those added from outside the package."""
@@ -48,8 +48,8 @@ def find_architecture(fields: Fields) -> Architecture:
 def load_architecture(name: str) -> Architecture:
     """Returns an architecture by name; its family's module is imported now."""
     if name not in ARCHITECTURES:
-        module = importlib.import_module(f"meshwright.hugging_face.families.{_FAMILIES[name]}")
-        ARCHITECTURES.update({architecture.name: architecture for architecture in module.ARCHITECTURES})
+        family = resolve("Hugging Face family", _FAMILIES[name])
+        ARCHITECTURES.update({architecture.name: architecture for architecture in family})
     return ARCHITECTURES[name]
 
 

@@ -25,9 +25,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.comm.collectives import axis_index, grouped_all_to_all
 from meshwright.models.kernels.attention import Kernels, Scores
-from meshwright.models.kernels.choose import attention_over_devices
 from meshwright.models.model import Attend
 from meshwright.models.remat import ATTN_OUT
+from meshwright.plugins import addition
 from meshwright.sharding.placement import replicates_kv_heads
 from meshwright.sharding.sequence import SequenceSplit
 
@@ -56,7 +56,7 @@ def build_attend(sequence: SequenceSplit, segments_BT: jax.Array, kernels: Kerne
         if sequence.groups == 1:
             out = kernels.self_attention(q, k, v, segments, window=window, **rest)
         else:
-            out = attention_over_devices()(sequence, kernels, (q, k, v), segments, window, rest.get("scores"))
+            out = addition("attend_over_devices")(sequence, kernels, (q, k, v), segments, window, rest.get("scores"))
         if parts == 1:
             return out
         # Kernel and ring name their own residuals; the output after the exchange is another array, which the output

@@ -6,48 +6,27 @@ named in the Run is used or refused, never replaced. A kernel from outside the p
 """
 
 import dataclasses
-import functools
 import importlib.util
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
-from meshwright import plugins
 from meshwright.config import Training
 from meshwright.errors import ConfigError
 from meshwright.hardware.machine import Machine
 from meshwright.models.kernels.attention import FEATURES, AttentionShapes, Kernels
+from meshwright.plugins import PARTS, addition, resolve
 from meshwright.sharding.sequence import SequenceSplit
 
 if TYPE_CHECKING:
     from meshwright.models.model import ModelSpec
 
 
-def _built_in(name: str, *args: Any, **options: Any) -> Kernels:
-    made: Kernels = plugins.load("attention kernel", name)(*args, **options)
-    return made
-
-
-KERNELS: dict[str, Callable[[int], Kernels]] = {
-    "reference": functools.partial(_built_in, "meshwright.models.kernels.attention:reference_kernels"),
-    "blocked": functools.partial(_built_in, "meshwright.models.kernels.blocked:blocked_kernels"),
-    "splash": functools.partial(_built_in, "meshwright.models.kernels.splash:splash_kernels"),
-    "splash_fused": functools.partial(_built_in, "meshwright.models.kernels.splash:splash_kernels", backward_kernels=1),
-    "cudnn": functools.partial(_built_in, "meshwright.models.kernels.cudnn:cudnn_kernels"),
-}
-"""Kernels by name, each a function of the largest block of queries and keys."""
-
 # What "auto" tries, by `jax.Device.platform`, best first; "blocked" supports everything. The fused backward kernel is
 # slower than two on v5p and faster on tpu7x (public MaxText recipes, measured on both; docs/log.md).
 AUTO: dict[str, tuple[str, ...]] = {"cpu": ("reference",), "tpu": ("splash",), "gpu": ("cudnn",), "cuda": ("cudnn",)}
 AUTO_BY_CHIP: dict[str, tuple[str, ...]] = {"tpu7x": ("splash_fused",)}
-
-
-def attention_over_devices() -> Callable[..., jax.Array]:
-    """Returns the attention to keys of other devices of `context`: to gathered keys, or in a ring."""
-    loaded: Callable[..., jax.Array] = plugins.load("attention", "meshwright.models.blocks.ring:attend_over_devices")
-    return loaded
 
 
 def kernels_of(training: Training, spec: "ModelSpec", sequence: SequenceSplit, machine: Machine) -> Kernels:
@@ -77,9 +56,9 @@ def choose_kernels(
 ) -> Kernels:
     """Chooses the attention kernel of a run, before anything is traced.
 
-    name: "auto", a row of KERNELS, or a `Kernels` named as `module:attribute`.  block: largest block of queries and
-    keys, for kernels that take one.  remat: remat policy.  head_sizes: of the layers.  dtype: compute dtype.
-    sequence: split over `context`.  needs: rows of `FEATURES` that some layer has.
+    name: "auto", an attention kernel of `plugins.PARTS`, or a `Kernels` named as `module:attribute`.  block: largest
+    block of queries and keys, for kernels that take one.  remat: remat policy.  head_sizes: of the layers.  dtype:
+    compute dtype.  sequence: split over `context`.  needs: rows of `FEATURES` that some layer has.
 
     The result's `name` is the attention that runs: "ring of splash" where keys go around a ring. Raises ConfigError
     where the named kernel does not support the run, or would not be used.
@@ -102,12 +81,14 @@ def choose_kernels(
     if name == "auto":
         reasons: list[str] = []
         names = (*AUTO_BY_CHIP.get(machine.chip_name or "", AUTO.get(machine.platform, ())), "blocked")
-        for kernels in (KERNELS[candidate](block) for candidate in names):
+        for kernels in (resolve("attention kernel", candidate)(block) for candidate in names):
             reason = refusal(kernels)
             if reason is None:
                 return in_strategy(dataclasses.replace(kernels, note="; ".join(reasons)))
             reasons.append(reason)
-    kernels = KERNELS[name](block) if name in KERNELS else plugins.resolve("attention kernel", name, KERNELS)
+    kernels = resolve("attention kernel", name)
+    if name in PARTS["attention kernel"]:
+        kernels = kernels(block)
     if not isinstance(kernels, Kernels):
         raise ConfigError(f"attention kernel {name!r}", f"it is a {type(kernels).__name__}", "a meshwright `Kernels`")
     reason = refusal(kernels)
@@ -149,26 +130,27 @@ class GroupedMatmul:
     """Dtypes of rows and weights; () are all."""
 
 
-def _triton() -> GroupedMatmul:
+def ragged_dot() -> GroupedMatmul:
+    """Returns XLA's grouped matmul: on TPUs a kernel of the compiler.
+
+    On NVIDIA GPUs XLA multiplies every row by the weights of every expert and masks the rest, E times the FLOPs, so a
+    kernel of this package runs there (kernels/grouped_triton.py).
+    """
+    return GroupedMatmul("ragged_dot", jax.lax.ragged_dot)
+
+
+def triton() -> GroupedMatmul:
+    """Returns the grouped matmul in Pallas for Triton. Raises ConfigError where JAX does not have Triton."""
     if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
         raise ConfigError(
             "--training.grouped-matmul triton",
             f"it is written in Pallas for Triton, which JAX {jax.__version__} does not have",
             "a JAX of version 0.12, or --training.grouped-matmul ragged_dot, which computes every expert for every row",
         )
-    multiply = plugins.load("grouped matmul", "meshwright.models.kernels.grouped_triton:grouped_matmul")
+    multiply = addition("triton_grouped_matmul")
     return GroupedMatmul("triton", multiply, ("gpu", "cuda"), ("bfloat16", "float16", "float32"))
 
 
-GROUPED_MATMULS: dict[str, Callable[[], GroupedMatmul]] = {
-    "ragged_dot": lambda: GroupedMatmul("ragged_dot", jax.lax.ragged_dot),
-    "triton": _triton,
-}
-"""Grouped matmuls by name.
-
-`jax.lax.ragged_dot` is a kernel of the compiler on TPUs. On NVIDIA GPUs XLA multiplies every row by the weights of
-every expert and masks the rest, E times the FLOPs, so a kernel of this package runs there (kernels/grouped_triton.py).
-"""
 GROUPED_AUTO = {"gpu": "triton", "cuda": "triton"}
 """Grouped matmul of "auto", by `jax.Device.platform`; "ragged_dot" elsewhere."""
 
@@ -176,12 +158,13 @@ GROUPED_AUTO = {"gpu": "triton", "cuda": "triton"}
 def choose_grouped_matmul(name: str, platform: str, dtype: str) -> GroupedMatmul:
     """Chooses the grouped matmul of a run, before anything is traced.
 
-    name: "auto", a row of GROUPED_MATMULS, or a `GroupedMatmul` named as `module:attribute`.  platform:
+    name: "auto", a grouped matmul of `plugins.PARTS`, or a `GroupedMatmul` named as `module:attribute`.  platform:
     `jax.Device.platform`.  dtype: compute dtype. Raises ConfigError where it cannot run there; none is replaced.
     """
     chosen = GROUPED_AUTO.get(platform, "ragged_dot") if name == "auto" else name
-    made = GROUPED_MATMULS.get(chosen)
-    kernel = made() if made is not None else plugins.resolve("grouped matmul", chosen, GROUPED_MATMULS)
+    kernel = resolve("grouped matmul", chosen)
+    if chosen in PARTS["grouped matmul"]:
+        kernel = kernel()
     if not isinstance(kernel, GroupedMatmul):
         raise ConfigError(
             f"grouped matmul {name!r}", f"it is a {type(kernel).__name__}", "a meshwright `GroupedMatmul`"

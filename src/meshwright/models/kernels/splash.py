@@ -139,6 +139,11 @@ def splash_kernels(block: int, backward_kernels: int = 2, interpret: Any = False
     )
 
 
+def splash_fused_kernels(block: int) -> Kernels:
+    """Returns splash attention whose backward pass is one kernel."""
+    return splash_kernels(block, backward_kernels=1)
+
+
 def _unsupported(shapes: AttentionShapes) -> str | None:
     if shapes.platform != "tpu":
         return f"splash attention is a TPU kernel, and the devices are of platform {shapes.platform!r}"
