@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import meshwright as mw
+from meshwright.api import local_planner, training
 from meshwright.hardware.targets import parse_target
 from meshwright.step import device_memory
 from meshwright.step.device_memory import OutOfDeviceMemory, Room, check_memory
@@ -57,9 +58,8 @@ def test_training_refuses_it_before_the_first_step(monkeypatch: pytest.MonkeyPat
 
 
 def test_remedies_have_numbers_where_the_chip_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(
-        "meshwright.api.training.local_target", lambda devices, calibration: (parse_target("h100:2"), "")
-    )
+    monkeypatch.setattr(local_planner, "local_target", lambda devices, calibration: (parse_target("h100:2"), ""))
+    monkeypatch.setattr(training, "_local_planner", lambda devices: local_planner.LocalPlanner(devices, None))
     fix = _without_room(monkeypatch, tmp_path).fix
     options = [line.split()[0] for line in fix.splitlines()[1:]]
     assert 1 <= len(options) <= 3 and set(options) <= {"--training.remat", "--training.microbatches", "--mesh"}

@@ -4,6 +4,7 @@ import json
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_cli import SMALL, meshwright
 
@@ -106,12 +107,12 @@ def test_a_training_is_profiled(tmp_path: Path) -> None:
 
 def test_the_library_profiles_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = mw.recipe("tiny", steps=4)
-    prepared = types.SimpleNamespace(device_run=types.SimpleNamespace(run=run))
+    mesh = types.SimpleNamespace(devices=np.array(["a device"]))
+    prepared = types.SimpleNamespace(device_run=types.SimpleNamespace(run=run, mesh=mesh))
     monkeypatch.setattr(training.loop, "prepare_run", lambda *_, **__: prepared)
-    monkeypatch.setattr(training, "_forecast", lambda prepared: None)
+    monkeypatch.setattr(training, "_local_planner", lambda devices: None)
     trained: list[object] = []
     monkeypatch.setattr(ProfiledRun, "profile", lambda *_: None)
-    monkeypatch.setattr(training, "_target", lambda _: None)
     monkeypatch.setattr(training.loop, "train", lambda prepared, *_, **__: trained.append(prepared))
     for steps in ("2:3", None):
         mw.train(run, out=tmp_path, profile=steps, progress="none")

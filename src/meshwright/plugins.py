@@ -77,6 +77,11 @@ PARTS: dict[str, dict[str, str]] = {
         "check_precision": "models.quantisation:check_precision",
         "low_precision_gather": "models.blocks.quantised:low_precision_gather",
         "triton_grouped_matmul": "models.kernels.grouped_triton:grouped_matmul",
+        "LocalPlanner": "api.local_planner:LocalPlanner",
+        "write_gaps": "api.local_planner:write_gaps",
+        "profiled": "api.profiling:profiled",
+        "view": "api.viewing:view",
+        "out_of_memory": "api.local_planner:out_of_memory",
         "result_html": "views.result_pages:result_html",
     },
 }

@@ -5,7 +5,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -18,13 +18,15 @@ from meshwright.cli.parse import parse, value_of
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_step
 from meshwright.launching.restarts import Restarts
-from meshwright.planner.forecast import StepForecast
 from meshwright.report.console import ConsoleReport, Period, open_console
 from meshwright.runs.run_file import run_in_folder
 from meshwright.storage.paths import path_of
 from meshwright.trainer.loop import PreparedRun
 from meshwright.trainer.watchdog import Watchdog
 from meshwright.views.run_tables import print_forecast_gaps, print_prepared_model, print_prepared_run, print_summary
+
+if TYPE_CHECKING:
+    from meshwright.planner.forecast import StepForecast
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,7 @@ def run_training(options: TrainOptions, words: Sequence[str]) -> int:
     console.quiet = hosts.process != 0
     start: Literal["fresh", "resume"] = "resume" if options.resume else "fresh"
 
-    def show_start(prepared: Any, forecast: StepForecast | None) -> None:
+    def show_start(prepared: Any, forecast: "StepForecast | None") -> None:
         if not isinstance(prepared, PreparedRun):
             print_prepared_model(console, prepared.device_run)
         else:
