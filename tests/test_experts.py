@@ -197,7 +197,7 @@ def test_rows_without_room_give_zeros_and_are_counted(factor: float) -> None:
     def body(h: Any, experts: Any, ones: Any, w: Any) -> Any:
         def total(h: Any, w: Any) -> Any:
             routes = Routes(experts[0], ones[0], ones[0], ones[0, ..., 0])
-            out, dropped = dropless_moe(experts_of(r, buffer_factor=factor), h[0], routes, w)
+            out, dropped = dropless_moe(experts_of(r, expert_buffer_factor=factor), h[0], routes, w)
             return (out * out).sum(), (out, jnp.zeros(()) if dropped is None else dropped)
 
         (_, (out, dropped)), gradient = jax.value_and_grad(total, has_aux=True)(h, w)

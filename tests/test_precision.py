@@ -19,10 +19,16 @@ from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.machine import Machine
 from meshwright.hardware.targets import parse_target
 from meshwright.hlo.parser import parse_module
-from meshwright.models.blocks import quantised as products
+from meshwright.models import quantisation as products
 from meshwright.models.blocks.layers import linear
-from meshwright.models.blocks.quantised import LowPrecisionWeight, WeightPlan
-from meshwright.models.quantisation import RECIPES, SCOPE, MatmulPrecision, check_precision
+from meshwright.models.quantisation import (
+    RECIPES,
+    SCOPE,
+    LowPrecisionWeight,
+    MatmulPrecision,
+    WeightPlan,
+    check_precision,
+)
 from meshwright.planner.estimate import estimate
 from meshwright.runs.placed_run import place_run
 from meshwright.sharding.layouts import TOKEN_AXES

@@ -64,6 +64,13 @@ class CensusError(MeshwrightError):
     exit_code = 6
 
 
+def refuse(*cases: tuple[bool, str, str, str]) -> None:
+    """Raises the ConfigError of the first case `(wrong, asked, truth, fix)` that is wrong."""
+    for wrong, asked, truth, fix in cases:
+        if wrong:
+            raise ConfigError(asked, truth, fix)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Returns "did you mean 'x'?" for a misspelt name, or the list of known names where none is close."""
     known = sorted(known)

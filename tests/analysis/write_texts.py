@@ -28,7 +28,7 @@ from programs import AXES, OFFLOADED, PROGRAMS
 from meshwright.comm.hierarchical import DcnAxis, hierarchical_all_reduce
 from meshwright.config import MeshShape
 from meshwright.hardware.mesh import build_mesh
-from meshwright.models.blocks import quantised
+from meshwright.models import quantisation as quantised
 from meshwright.models.blocks.layers import linear
 from meshwright.models.quantisation import RECIPES
 

@@ -10,7 +10,7 @@ from meshwright.config import MeshShape
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES
-from meshwright.sharding.params import LOW_PRECISION_ROLES, Param
+from meshwright.sharding.params import Param, is_low_precision
 from meshwright.sharding.placement import local_shape
 
 WeightsLayout = Literal["gathered", "sharded", "int8"]
@@ -20,7 +20,7 @@ them once, in the compute dtype; `int8` does so too, with the matmul weights of 
 
 def is_int8(p: Param) -> bool:
     """Returns whether the layout `int8` quantises a parameter: matmul weights of layers, those of experts excepted."""
-    return p.role in LOW_PRECISION_ROLES and "E" not in p.dims and "L" in p.dims
+    return is_low_precision(p) and "L" in p.dims
 
 
 def weight_bytes(placed: PlacedRun, layout: WeightsLayout) -> int:

@@ -29,7 +29,15 @@ import numpy as np
 from meshwright.errors import ConfigError, nearest
 from meshwright.fine_tuning import FineTune
 from meshwright.models.blocks.layers import SelfMultiplying, linear
-from meshwright.sharding.params import LOW_PRECISION_ROLES, GatherParams, Param, Stored, Tree, is_param, tree_map
+from meshwright.sharding.params import (
+    LOW_PRECISION_ROLES,
+    GatherParams,
+    Param,
+    Stored,
+    Tree,
+    frozen_params,
+    is_param,
+)
 
 BLOCK = 64
 """Elements that share a scale in NF4."""
@@ -56,13 +64,8 @@ NF4 = (
 Quantised = Literal["int8", "nf4"]
 
 
-def is_quantised(p: Param) -> bool:
-    """Whether a quantised base has a parameter in few bits: every matrix of a layer but its router."""
-    return p.role not in (None, "router", "adapter") and "L" in p.dims
-
-
 def quantised_params(params: Tree, base: Quantised) -> Tree:
-    """Returns descriptions in which each matrix of a layer is two arrays: `values` or `codes`, and `scales`.
+    """Returns descriptions in which each matrix of a layer but its router is `values` or `codes`, and `scales`.
 
     Raises ConfigError for a matrix of which no dimension is a multiple of a block.
     """
@@ -70,33 +73,25 @@ def quantised_params(params: Tree, base: Quantised) -> Tree:
     def describe(path: str, p: Any) -> Any:
         if isinstance(p, dict):
             return {name: describe(f"{path}.{name}", inner) for name, inner in p.items()}
-        if not is_param(p) or not is_quantised(p):
+        if not is_param(p) or p.role in (None, "router", "adapter") or "L" not in p.dims:
             return p
-        return _int8(p) if base == "int8" else _nf4(path, p)
+        scales = dataclasses.replace(p, init="ones", role=None, stored="float32", precision="float32", contract=1)
+        if base == "int8":
+            inner = _contracted(p)
+            shape = tuple(1 if i in inner else n for i, n in enumerate(p.shape))
+            dims = "".join("Q" if i in inner else letter for i, letter in enumerate(p.dims))
+            return {
+                "values": dataclasses.replace(p, stored="int8"),
+                "scales": dataclasses.replace(scales, shape=shape, dims=dims),
+            }
+        dim = block_dim(path, p)
+        codes, blocks = ((*p.shape[:dim], p.shape[dim] // size, *p.shape[dim + 1 :]) for size in (2, BLOCK))
+        return {
+            "codes": dataclasses.replace(p, shape=codes, stored="uint8", packed=dim),
+            "scales": dataclasses.replace(scales, shape=blocks),
+        }
 
     return {name: describe(name, tree) for name, tree in params.items()}
-
-
-def _int8(p: Param) -> dict[str, Param]:
-    inner = _contracted(p)
-    shape = tuple(1 if i in inner else n for i, n in enumerate(p.shape))
-    dims = "".join("Q" if i in inner else letter for i, letter in enumerate(p.dims))
-    return {"values": dataclasses.replace(p, stored="int8"), "scales": _scales(p, shape, dims)}
-
-
-def _nf4(path: str, p: Param) -> dict[str, Param]:
-    dim = block_dim(path, p)
-    codes, scales = ((*p.shape[:dim], p.shape[dim] // size, *p.shape[dim + 1 :]) for size in (2, BLOCK))
-    return {
-        "codes": dataclasses.replace(p, shape=codes, stored="uint8", packed=dim),
-        "scales": _scales(p, scales, p.dims),
-    }
-
-
-def _scales(p: Param, shape: tuple[int, ...], dims: str) -> Param:
-    return dataclasses.replace(
-        p, shape=shape, dims=dims, init="ones", role=None, stored="float32", precision="float32", contract=1
-    )
 
 
 def block_dim(path: str, p: Param) -> int:
@@ -172,8 +167,7 @@ class AdaptedWeight(SelfMultiplying):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the weight."""
-        shape: tuple[int, ...] = self.base.shape
-        return shape
+        return tuple(self.base.shape)
 
     def linear(self, x: jax.Array, contract: int) -> jax.Array:
         """Returns x W + scale (x A) B, contracting the last `contract` dimensions of x; result in x's dtype."""
@@ -211,69 +205,55 @@ def adapter_gather(gather: GatherParams, scale: float) -> AdapterGather:
 def adapted_params(params: Tree, tuning: FineTune, compute_dtype: Stored) -> Tree:
     """Returns the descriptions of a frozen model with adapters. params: descriptions of the model.
 
-    Raises ConfigError for a target that no matrix has, and for a matrix that the type of the base cannot hold.
+    A begins with the variance that PEFT's has, 1 / (3 inputs); B with zeros. Raises ConfigError for a target that no
+    matrix has, and for a matrix that the type of the base cannot hold.
     """
-    chosen = targets_of(params, tuning)
-    kept: Stored = "float32" if tuning.base == "float32" else compute_dtype
+    frozen, rank = frozen_params(params, "float32" if tuning.base == "float32" else compute_dtype), tuning.rank
 
-    def freeze(p: Param) -> Param:
-        return dataclasses.replace(p, frozen=True, stored="float32" if p.precision == "float32" else kept)
+    def adapter(p: Param) -> dict[str, Param]:
+        inner, outer = slice(1, 1 + p.contract), slice(1 + p.contract, None)
+        shapes = ((*p.shape[:1], *p.shape[inner], rank), (*p.shape[:1], rank, *p.shape[outer]))
+        std = (3 * math.prod(p.shape[inner])) ** -0.5
+        return {
+            "a": Param(shapes[0], f"L{p.dims[inner]}U", std=std, role="adapter", contract=p.contract),
+            "b": Param(shapes[1], f"LU{p.dims[outer]}", "zeros", role="adapter"),
+        }
 
-    frozen: Tree = tree_map(freeze, params)
-    for stack, names in chosen.items():
-        pairs = {name: adapter_of(params[stack][name], tuning.rank) for name in names}
-        frozen[stack] = {**frozen[stack], ADAPTERS: pairs}
+    for stack, names in targets_of(params, tuning).items():
+        frozen[stack] = {**frozen[stack], ADAPTERS: {name: adapter(params[stack][name]) for name in names}}
     return frozen if tuning.base not in ("int8", "nf4") else quantised_params(frozen, tuning.base)
-
-
-def adapter_of(p: Param, rank: int) -> dict[str, Param]:
-    """Returns A and B of a stacked matrix. A begins with the variance that PEFT's has, 1 / (3 inputs); B with zeros."""
-    inner, outer = slice(1, 1 + p.contract), slice(1 + p.contract, None)
-    std = (3 * math.prod(p.shape[inner])) ** -0.5
-    return {
-        "a": Param(
-            (*p.shape[:1], *p.shape[inner], rank), f"L{p.dims[inner]}U", std=std, role="adapter", contract=p.contract
-        ),
-        "b": Param((*p.shape[:1], rank, *p.shape[outer]), f"LU{p.dims[outer]}", "zeros", role="adapter"),
-    }
 
 
 def targets_of(params: Tree, tuning: FineTune) -> dict[str, list[str]]:
     """Returns the matrices that get an adapter, by stack. Raises ConfigError for a pattern that matches none."""
-    stacks = [(stack, tree) for stack, tree in params.items() if isinstance(tree, dict)]
-    matrices = [(s, n, p) for s, tree in stacks for n, p in tree.items() if is_param(p)]
-    matrices = [(stack, name, p) for stack, name, p in matrices if p.role in LOW_PRECISION_ROLES]
+    matrices = [
+        (stack, name, p)
+        for stack, tree in params.items()
+        if isinstance(tree, dict)
+        for name, p in tree.items()
+        if is_param(p) and p.role in LOW_PRECISION_ROLES
+    ]
 
     def matches(pattern: str, stack: str, name: str) -> bool:
-        return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(f"{stack}.{name}", pattern)
+        return any(fnmatch.fnmatchcase(path, pattern) for path in (name, f"{stack}.{name}"))
 
     found: dict[str, list[str]] = {}
     unused = set(tuning.targets)
     for stack, name, p in matrices:
         if "E" not in p.dims and "L" in p.dims:
-            matching = [target for target in tuning.targets if target == "all" or matches(target, stack, name)]
-            unused -= set(matching)
+            matching = {target for target in tuning.targets if target == "all" or matches(target, stack, name)}
+            unused -= matching
             if matching:
                 found.setdefault(stack, []).append(name)
     if unused:
-        pattern = min(unused)
-        names = sorted({name for _, name, _ in matrices})
+        pattern, names = min(unused), sorted({name for _, name, _ in matrices})
         routed = sorted({name for _, name, p in matrices if "E" in p.dims and matches(pattern, "", name)})
-        raise ConfigError(
-            f"--finetune.targets {pattern}",
-            f"{', '.join(routed)} are of routed experts, whose grouped matmul takes arrays"
-            if routed
-            else f"no matrix of a layer has such a name; they are {', '.join(names)}",
-            nearest(pattern, names) if not routed else "--finetune.targets all, which leaves them out",
-        )
+        truth = f"no matrix of a layer has such a name; they are {', '.join(names)}"
+        if routed:
+            truth = f"{', '.join(routed)} are of routed experts, whose grouped matmul takes arrays"
+        fix = "--finetune.targets all, which leaves them out" if routed else nearest(pattern, names)
+        raise ConfigError(f"--finetune.targets {pattern}", truth, fix)
     return found
-
-
-def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns A B in float32, [L, in..., out...]: the update of a weight, before its scale."""
-    lead = ((a.ndim - 1,), (1,)), ((0,), (0,))
-    with jax.default_matmul_precision("highest"):
-        return jax.lax.dot_general(a.astype(jnp.float32), b.astype(jnp.float32), lead)
 
 
 def merged(params: Tree, scale: float, dtype: Any) -> Tree:
@@ -282,16 +262,18 @@ def merged(params: Tree, scale: float, dtype: Any) -> Tree:
     The sum is in float32; quantised weights are dequantised. Every weight is in `dtype`.
     """
 
-    def one(name: str, w: Any, pairs: Tree) -> jax.Array:
+    def one(w: Any, pair: Tree | None) -> jax.Array:
         w = dequantise(w, jnp.float32)
-        if name in pairs:
-            w = w.astype(jnp.float32) + scale * product(pairs[name]["a"], pairs[name]["b"])
+        if pair is not None:
+            a, b = (x.astype(jnp.float32) for x in (pair["a"], pair["b"]))
+            with jax.default_matmul_precision("highest"):
+                w = w.astype(jnp.float32) + scale * jax.lax.dot_general(a, b, (((a.ndim - 1,), (1,)), ((0,), (0,))))
         return w.astype(dtype)
 
     def subtree(tree: Tree) -> Tree:
         if not isinstance(tree, dict):
             return tree.astype(dtype)
         pairs = tree.get(ADAPTERS, {})
-        return {name: one(name, w, pairs) for name, w in tree.items() if name != ADAPTERS}
+        return {name: one(w, pairs.get(name)) for name, w in tree.items() if name != ADAPTERS}
 
     return {path: subtree(tree) for path, tree in params.items() if path != "reference"}

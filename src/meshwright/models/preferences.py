@@ -22,7 +22,7 @@ from meshwright.data.batch import Batch
 from meshwright.models.adapters import AdapterGather
 from meshwright.models.blocks.layers import no_dropout
 from meshwright.models.model import Metrics
-from meshwright.sharding.params import Param, Stored, Tree, tree_map
+from meshwright.sharding.params import Stored, Tree, frozen_params, tree_map
 
 if TYPE_CHECKING:
     from meshwright.models.forward import LocalModel
@@ -90,11 +90,7 @@ def reference_of(model: "LocalModel", params: Tree) -> tuple["LocalModel", Tree]
 
 def with_reference_params(params: Tree, compute_dtype: Stored) -> Tree:
     """Returns descriptions of a model and of the frozen copy that is its reference. params: of the model."""
-
-    def freeze(p: Param) -> Param:
-        return dataclasses.replace(p, frozen=True, stored="float32" if p.precision == "float32" else compute_dtype)
-
-    return {**params, REFERENCE: tree_map(freeze, params)}
+    return {**params, REFERENCE: frozen_params(params, compute_dtype)}
 
 
 def with_reference(params: Tree, shardings: Tree, described: Tree) -> Tree:

@@ -1,22 +1,42 @@
-"""Recipes of low-precision matmuls: formats, scales, and the chips that gain from them (`--training.matmul-precision`).
+"""Low-precision matmuls: fp8, MXFP8 and int8 products of activations, weights and gradients.
 
-Sources: fp8 formats and training with them, Micikevicius et al. 2022 (arXiv:2209.05433); MXFP8, OCP
-Microscaling Formats 1.0. The products are in blocks/quantised.py.
+All three products of a layer's matmul (forward, gradient of the input, gradient of the weight) have low-precision
+operands in the `dot_general` itself; the scales multiply its result. A quantise-dequantise pair that is written out
+around a bfloat16 product would be simplified away by XLA.
+
+Scales of the fp8 formats are powers of two. A float's rounding does not depend on a power of two, so that two devices
+with different scales round alike: no maximum is sent, and the numbers do not depend on the mesh. Only elements below
+2^-15 of their group's largest (e4m3; 2^-30 in e5m2) are rounded more coarsely. int8 has a fixed step, which the scale
+sets: there the maximum is taken over all devices that share a row or column.
+
+Sources: fp8 formats and training with them, Micikevicius et al. 2022 (arXiv:2209.05433); MXFP8, OCP Microscaling
+Formats 1.0.
 """
 
 import dataclasses
-from typing import Literal
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from meshwright import plugins
+from meshwright.comm.collectives import all_reduce_max
+from meshwright.comm.hierarchical import Axes, hierarchical_all_gather
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import CHIPS, Chip
 from meshwright.hardware.machine import Machine
-from meshwright.sharding.params import LOW_PRECISION_ROLES, Param
+from meshwright.models.blocks.layers import SelfMultiplying
+from meshwright.sharding.layouts import TOKEN_AXES
+from meshwright.sharding.params import GatherParams, Tree, is_low_precision, named_leaves
+from meshwright.sharding.placement import Placements
 
 SCOPE = "low precision"
 """Named scope of the matmuls, by which the census finds them in the compiled program."""
-IN_COMPUTE_DTYPE = "embedding, unembedding, norms, router, attention itself and the experts' grouped matmuls"
-"""Computations that stay in the compute dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +98,6 @@ def find_precision(name: str) -> MatmulPrecision:
     return recipe
 
 
-def is_low_precision(p: Param) -> bool:
-    """Whether the matmuls of a weight are in low precision where the Run asks for it."""
-    return p.role in LOW_PRECISION_ROLES and "E" not in p.dims
-
-
 def check_precision(name: str, machine: Machine) -> None:
     """Raises ConfigError where a machine gains nothing from a recipe; the CPU simulates them all.
 
@@ -97,9 +112,13 @@ def check_precision(name: str, machine: Machine) -> None:
             "it is in NVFP4, of which XLA has no product: its steps can be priced, and not run",
             "--training.matmul-precision mxfp8",
         )
-    if not machine.simulated and chip is not None and peak_flops(chip, recipe) is None:
-        fast = [n for n, r in RECIPES.items() if peak_flops(chip, r) is not None]
-        having = [n for n, c in CHIPS.items() if peak_flops(c, recipe) is not None]
+
+    def is_faster(chip: Chip, recipe: MatmulPrecision) -> bool:
+        return getattr(chip, f"flops_{recipe.rate}") is not None
+
+    if not machine.simulated and chip is not None and not is_faster(chip, recipe):
+        fast = [name for name, other in RECIPES.items() if is_faster(chip, other)]
+        having = [name for name, other in CHIPS.items() if is_faster(other, recipe)]
         raise ConfigError(
             f"--training.matmul-precision {name} on {chip.name}",
             f"it has no flops_{recipe.rate} (hardware/chips.py): its compiler gains nothing from such operands; "
@@ -108,7 +127,271 @@ def check_precision(name: str, machine: Machine) -> None:
         )
 
 
-def peak_flops(chip: Chip, recipe: MatmulPrecision) -> float | None:
-    """Returns the peak FLOP/s of a chip in a recipe, None where it gains nothing."""
-    peak: float | None = getattr(chip, f"flops_{recipe.rate}")
-    return peak
+@dataclasses.dataclass(frozen=True)
+class WeightPlan:
+    """Facts of a weight that its quantised matmuls need."""
+
+    recipe: MatmulPrecision
+    contract: int
+    """Dimensions that the matmul contracts: the first ones."""
+    in_axes: Axes
+    """Mesh axes that split the contracted dimensions of the gathered weight."""
+    out_axes: Axes
+    """Mesh axes that split its other dimensions."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale", "carrier"], meta_fields=["plan"])
+@dataclasses.dataclass(frozen=True)
+class LowPrecisionWeight(SelfMultiplying):
+    """Gathered weight of a low-precision matmul; `linear` multiplies by it."""
+
+    values: jax.Array
+    """Quantised weight; for MX blocks the weight in the compute dtype, quantised in each product."""
+    scale: jax.Array | None
+    """Float32 factor of `values`: a scalar, or one per output column; None for MX blocks."""
+    carrier: jax.Array | None
+    """Gathered weight in the compute dtype. Its value is never read (and never gathered); its cotangent is the
+    gradient, since integers have no cotangents, and fp8 values would have fp8 cotangents."""
+    plan: WeightPlan
+
+    option = "--training.matmul-precision"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight."""
+        return self.values.shape
+
+    def linear(self, x: jax.Array, contract: int) -> jax.Array:
+        """Returns the product, of which both operands and those of its gradients are quantised."""
+        assert contract == self.plan.contract, (contract, self.plan.contract)
+        inner = math.prod(self.shape[:contract])
+        x_TD, values_DF = x.reshape(-1, inner), self.values.reshape(inner, -1)
+        if self.scale is None or self.carrier is None:
+            y_TF = _multiply_in_blocks(x_TD, values_DF, self.plan)
+        else:
+            scale = self.scale if self.scale.ndim == 0 else self.scale.reshape(1, -1)
+            y_TF = _multiply(x_TD, values_DF, scale, self.carrier.reshape(inner, -1), self.plan)
+        return y_TF.reshape(*x.shape[: x.ndim - contract], *self.shape[contract:])
+
+
+@dataclasses.dataclass(frozen=True)
+class LowPrecisionGather(GatherParams):
+    """Gathers sharded parameters into weights: low-precision ones quantised, half the bytes of bfloat16."""
+
+    plans: Mapping[str, WeightPlan]
+    """Plan of each weight in low precision, by path."""
+
+    def __call__(self, params: Tree, path: str) -> Tree:
+        """Returns the weights of the subtree `path`, of one layer of it where it is stacked."""
+        weights = super().__call__(params, path)
+
+        def name(keys: Any) -> str:
+            return ".".join((path, *(key.key for key in keys)))
+
+        treedef: Any
+        rows, treedef = jax.tree_util.tree_flatten_with_path(params)
+        hows = treedef.flatten_up_to(self.gathers[path])
+        low = {name(k): (w, how.gathers) for (k, w), how in zip(rows, hows, strict=True) if name(k) in self.plans}
+        quantised = self._quantise({n: row for n, row in low.items() if self.plans[n].recipe.scaling != "mx"})
+
+        def replace(keys: Any, weight: jax.Array) -> Any:
+            plan = self.plans.get(name(keys))
+            if plan is None:
+                return weight
+            if name(keys) not in quantised:
+                return LowPrecisionWeight(weight, None, None, plan)
+            return LowPrecisionWeight(*quantised[name(keys)], weight, plan)
+
+        return jax.tree_util.tree_map_with_path(replace, weights)
+
+    def _quantise(self, shards: dict[str, tuple[jax.Array, Any]]) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """Quantises shards and gathers them, each with its scale: the scale is known before the gather."""
+        amax, axes_of = {}, {}
+        for name, (w, gathers) in shards.items():
+            plan = self.plans[name]
+            dims = tuple(range(plan.contract)) if plan.recipe.scaling == "row" else None
+            with jax.named_scope(name):
+                amax[name] = _amax(lax.stop_gradient(w), dims)
+            shared = [a for axes, dim in gathers if dims is None or dim < plan.contract for a in axes]
+            axes_of[name] = tuple(shared) + (plan.in_axes if plan.recipe.operand == "int8" else ())
+        with jax.named_scope("scales of weights"):
+            amax = _max_in_groups(amax, axes_of)
+        result = {}
+        for name, (w, gathers) in shards.items():
+            plan = self.plans[name]
+            with jax.named_scope(name):
+                values, scale = _quantise(lax.stop_gradient(w), amax[name], plan.recipe.operand)
+                for axes, dim in gathers:
+                    values = hierarchical_all_gather(values, axes, dim, self.dcn)
+                    if scale.ndim and dim >= plan.contract:
+                        scale = hierarchical_all_gather(scale, axes, dim, self.dcn)
+            result[name] = (values, scale)
+        return result
+
+
+def low_precision_gather(gather: GatherParams, params: Tree, placements: Tree, name: str) -> LowPrecisionGather:
+    """Returns `gather` with the matmul weights quantised by the recipe `name`."""
+    recipe, plans = find_precision(name), {}
+    where: dict[str, Placements] = named_leaves(placements)
+    for path, p in named_leaves(params).items():
+        if is_low_precision(p):
+            used, end = where[path].in_use, p.dims.count("L") + p.contract
+            in_axes, out_axes = (tuple(a for axes in dims for a in axes) for dims in (used[:end], used[end:]))
+            plans[path] = WeightPlan(recipe, p.contract, tuple(a for a in in_axes if a != "stage"), out_axes)
+    fields = {f.name: getattr(gather, f.name) for f in dataclasses.fields(GatherParams)}
+    return LowPrecisionGather(**fields, plans=plans)
+
+
+def _max_in_groups(values: dict[str, jax.Array], axes_of: dict[str, Axes]) -> dict[str, jax.Array]:
+    """Takes each maximum over its axes, with one all-reduce for each set of axes."""
+    groups: dict[Axes, list[str]] = {}
+    for name, axes in axes_of.items():
+        groups.setdefault(tuple(dict.fromkeys(axes)), []).append(name)
+    result = dict(values)
+    for axes, names in groups.items():
+        if axes:
+            flat = all_reduce_max(jnp.concatenate([values[name].reshape(-1) for name in names]), axes)
+            start = 0
+            for name in names:
+                result[name] = flat[start : start + values[name].size].reshape(values[name].shape)
+                start += values[name].size
+    return result
+
+
+def _amax(x: jax.Array, dims: tuple[int, ...] | None) -> jax.Array:
+    """Returns the largest magnitude along `dims` (None: of all), float32; kept as dimensions of size 1.
+
+    NaN counts as infinity: XLA:CPU's maximum drops it, and integers have no NaN to carry it on.
+    """
+    magnitude = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
+    return jnp.max(magnitude, dims, keepdims=dims is not None).astype(jnp.float32)
+
+
+def _quantise(x: jax.Array, amax: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
+    """Returns `x` in a low-precision format and the float32 scale that takes it back.
+
+    fp8 is scaled by the largest power of two that takes `amax` into its range. A zero gives a finite power; infinities
+    and NaN stay so.
+    """
+    if dtype == "int8":
+        # One division per row instead of one per element. A row of zeros stays zero.
+        up = 127.0 / jnp.maximum(amax, 1e-30)
+        return jnp.round(x.astype(jnp.float32) * up).astype(jnp.int8), amax / 127.0
+    # The largest values are 1.75 * 2^8 = 448 and 1.75 * 2^15 = 57344.
+    largest = {"float8_e4m3fn": 8, "float8_e5m2": 15}[dtype]
+    exponent = (lax.bitcast_convert_type(amax / 1.75, jnp.int32) >> 23) - 127
+    power = jnp.clip(largest - 1 - exponent, -126, 126)
+    up, down = (lax.bitcast_convert_type((127 + sign * power) << 23, jnp.float32) for sign in (1, -1))
+    # A power of two is exact in bfloat16 too.
+    return (x * up.astype(x.dtype)).astype(dtype), down
+
+
+def _product(a: jax.Array, b: jax.Array, dims: tuple[int, int], dtype: Any, *scales: jax.Array) -> jax.Array:
+    """Contracts one dimension of each, accumulating in int32 or float32, and multiplies by the operands' scales.
+
+    The product of fp8 operands is in `dtype`: powers of two scale it without rounding it again.
+    """
+    preferred = jnp.int32 if a.dtype == jnp.int8 else dtype
+    product = lax.dot_general(a, b, (((dims[0],), (dims[1],)), ((), ())), preferred_element_type=preferred)
+    if product.dtype == jnp.int32:
+        product = product.astype(jnp.float32)
+    for scale in scales:
+        product = product * scale.astype(product.dtype)
+    return product.astype(dtype)
+
+
+_Saved = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _multiply(
+    x_TD: jax.Array, w_DF: jax.Array, w_scale: jax.Array, carrier_DF: jax.Array, plan: WeightPlan
+) -> jax.Array:
+    """Multiplies activations by a quantised weight; `carrier_DF` takes the gradient of the weight."""
+    return _multiply_fwd(x_TD, w_DF, w_scale, carrier_DF, plan)[0]
+
+
+def _multiply_fwd(
+    x_TD: jax.Array, w_DF: jax.Array, w_scale: jax.Array, carrier_DF: jax.Array, plan: WeightPlan
+) -> tuple[jax.Array, _Saved]:
+    with jax.named_scope(SCOPE):
+        q_TD, x_scale = _quantise_activations(x_TD, plan.recipe.operand, plan, 1, plan.in_axes)
+        y_TF = _product(q_TD, w_DF, (1, 0), x_TD.dtype, x_scale, w_scale)
+    # The quantised activation is kept for the backward pass: half the bytes, and one quantisation for two products.
+    return y_TF, (q_TD, x_scale, w_DF, w_scale)
+
+
+def _multiply_bwd(plan: WeightPlan, saved: _Saved, g_TF: jax.Array) -> tuple[jax.Array, None, None, jax.Array]:
+    q_TD, x_scale, w_DF, w_scale = saved
+    dtype, recipe = g_TF.dtype, plan.recipe
+    with jax.named_scope(SCOPE):
+        if recipe.scaling == "tensor":
+            q_TF, g_scale = _quantise(g_TF, _amax(g_TF, None), recipe.gradient)
+            g_x_TD = _product(q_TF, w_DF, (1, 1), dtype, g_scale * w_scale)
+            return g_x_TD, None, None, _product(q_TD, q_TF, (0, 0), dtype, g_scale * x_scale)
+        # Scales along a contracted dimension cannot multiply the result. They multiply the gradient before it is
+        # quantised, so that weight and activation are quantised once and serve two products each.
+        wide = jnp.float32 if recipe.gradient == "int8" else dtype
+        scaled_TF = g_TF.astype(wide) * w_scale.astype(wide)
+        q_TF, g_scale = _quantise_activations(scaled_TF, recipe.gradient, plan, 1, plan.out_axes)
+        g_x_TD = _product(q_TF, w_DF, (1, 1), dtype, g_scale)
+        scaled_TF = g_TF.astype(wide) * x_scale.astype(wide)
+        q_TF, g_scale = _quantise_activations(scaled_TF, recipe.gradient, plan, 0, TOKEN_AXES)
+        left, dim = q_TD, 0
+        if recipe.operand == "int8":
+            # A v5p multiplies int8 at the speed of bfloat16 where the rows of the left operand are contracted: for
+            # 8192 x 4096 and 8192 x 14336 its compiler estimates 2.13 ms, and 1.07 ms with the left operand transposed
+            # in memory. Without the layout XLA relabels the dimensions instead.
+            left, dim = with_layout_constraint(q_TD.T, Layout(major_to_minor=(0, 1))), 1
+        return g_x_TD, None, None, _product(left, q_TF, (dim, 0), dtype, g_scale)
+
+
+_multiply.defvjp(_multiply_fwd, _multiply_bwd)
+
+
+def _quantise_activations(
+    x: jax.Array, dtype: str, plan: WeightPlan, dim: int, axes: Axes
+) -> tuple[jax.Array, jax.Array]:
+    """Quantises activations or gradients, with one scale for all or one for each index other than along `dim`.
+
+    axes: mesh axes that split `dim`.
+    """
+    if plan.recipe.scaling == "tensor":
+        return _quantise(x, _amax(x, None), dtype)
+    amax = _amax(x, (dim,))
+    return _quantise(x, all_reduce_max(amax, axes) if dtype == "int8" else amax, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _multiply_in_blocks(x_TD: jax.Array, w_DF: jax.Array, plan: WeightPlan) -> jax.Array:
+    """Multiplies activations by a weight, both quantised in MX blocks along the contracted dimension."""
+    with jax.named_scope(SCOPE):
+        return _block_product(x_TD, w_DF.T, plan.recipe, "operand", "operand")
+
+
+def _multiply_in_blocks_bwd(
+    plan: WeightPlan, saved: tuple[jax.Array, jax.Array], g_TF: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x_TD, w_DF = saved
+    with jax.named_scope(SCOPE):
+        g_x_TD = _block_product(g_TF, w_DF, plan.recipe, "gradient", "operand")
+        return g_x_TD, _block_product(x_TD.T, g_TF.T, plan.recipe, "operand", "gradient")
+
+
+_multiply_in_blocks.defvjp(lambda x, w, plan: (_multiply_in_blocks(x, w, plan), (x, w)), _multiply_in_blocks_bwd)
+
+
+def _block_product(a_TD: jax.Array, b_FD: jax.Array, recipe: MatmulPrecision, *formats: str) -> jax.Array:
+    """Returns a b^T of operands that are quantised in blocks along their last dimension.
+
+    formats: field of the recipe with the format of each. The last block is padded with zeros.
+    """
+
+    def quantised(x_TD: jax.Array, field: str) -> tuple[jax.Array, jax.Array]:
+        padded_TD = jnp.pad(x_TD, ((0, 0), (0, -x_TD.shape[1] % recipe.block)))
+        blocks = padded_TD.reshape(x_TD.shape[0], -1, recipe.block)
+        values, scale = _quantise(blocks, _amax(blocks, (2,)), getattr(recipe, field))
+        return values.reshape(1, *padded_TD.shape), scale[..., 0].astype(jnp.float8_e8m0fnu)[None]
+
+    (a, a_scale), (b, b_scale) = (quantised(x, field) for x, field in zip((a_TD, b_FD), formats, strict=True))
+    return jax.nn.scaled_matmul(a, b, a_scale, b_scale, preferred_element_type=a_TD.dtype)[0]

@@ -16,7 +16,7 @@ from meshwright.planner.software import Software
 from meshwright.planner.work import Work, low_precision
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.sharding.layouts import VOCAB_AXES
-from meshwright.sharding.params import LOW_PRECISION_ROLES, Param
+from meshwright.sharding.params import Param, is_low_precision
 from meshwright.sharding.placement import Placements, axes_of
 from meshwright.sharding.schedule_table import TaskCounts
 from meshwright.words import AXES
@@ -127,7 +127,7 @@ def _gathered_elements(
     own = ((p, where) for path, p, where in layout.leaves if not path.startswith("reference."))
     for p, where in own:
         for axes, gathered in _gathers(p, where, layout):
-            key = (axes, "L" in p.dims, p.role in LOW_PRECISION_ROLES and "E" not in p.dims, p.stored)
+            key = (axes, "L" in p.dims, is_low_precision(p), p.stored)
             every, trained = elements.get(key, (0.0, 0.0))
             elements[key] = (every + gathered, trained + (0.0 if p.frozen else gathered))
     return elements

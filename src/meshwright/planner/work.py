@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from meshwright.models.model import AttentionSpec, ModelSpec, padded_vocab
 from meshwright.models.remat import ATTN_OUT, ATTN_RESIDUAL, FFN_HIDDEN, QKV, REMAT_POLICIES
+from meshwright.plugins import addition
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
-from meshwright.sharding.params import LOW_PRECISION_ROLES, Param
+from meshwright.sharding.params import Param, is_low_precision
 from meshwright.sharding.placement import local_shape, replicates_kv_heads
 
 
@@ -122,7 +123,7 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
         k, n = math.prod(sizes[: p.contract]), math.prod(sizes[p.contract :])
         key = (str(p.role), k, n, grouped, p.frozen)
         count = matmuls[key].count + layers if key in matmuls else layers
-        quantised = low is not None and p.role in LOW_PRECISION_ROLES and not grouped
+        quantised = low is not None and is_low_precision(p)
         rate = low.rate if low and quantised else "bf16"
         matmuls[key] = Matmul(str(p.role), m, k, n, count, grouped, p.frozen, rate)
         if quantised:
@@ -194,9 +195,7 @@ def low_precision(placed: PlacedRun) -> LowPrecision | None:
     name = placed.run.training.matmul_precision
     if name == "compute":
         return None
-    from meshwright.models.quantisation import find_precision  # loaded for runs that ask for it
-
-    recipe = find_precision(name)
+    recipe = addition("find_precision")(name)
     whole = recipe.scaling in ("tensor", "row")
     return LowPrecision(recipe.rate, whole, 1 if recipe.scaling == "tensor" else 2)
 

@@ -9,7 +9,7 @@ import tyro
 
 from meshwright.config import MeshShape
 from meshwright.data.batch import ramp_of
-from meshwright.errors import ConfigError, divisors
+from meshwright.errors import ConfigError, divisors, refuse
 from meshwright.fine_tuning import FineTune
 from meshwright.models.families import builtin_name
 from meshwright.models.remat import REMAT_POLICIES
@@ -122,7 +122,7 @@ def check_saved(run: Run, shape: MeshShape) -> None:
     training, layers = run.training, len(run.model.spec().layers)
     saved, stages = training.saved_layers, shape.stage > 1
     offloads = REMAT_POLICIES[training.remat].offloaded
-    _refuse(
+    refuse(
         (not 0 <= saved <= layers, f"{saved} saved layers", f"the model has {layers} layers", f"0 to {layers}"),
         (
             saved > 0 and stages,
@@ -146,7 +146,7 @@ def check_fine_tuning(run: Run, shape: MeshShape) -> None:
         return
     lora, preferences = tuning.method == "lora", tuning.objective == "preferences"
     asked_lora = "--finetune.method lora with"
-    _refuse(
+    refuse(
         (tuning.rank < 1, f"adapters of rank {tuning.rank}", "a rank is at least 1", "--finetune.rank 16"),
         (tuning.alpha <= 0, f"alpha {tuning.alpha}", "it scales the adapters, above 0", "--finetune.alpha 32"),
         (tuning.beta <= 0, f"beta {tuning.beta}", "it weighs the reference, above 0", "--finetune.beta 0.1"),
@@ -183,13 +183,6 @@ def check_fine_tuning(run: Run, shape: MeshShape) -> None:
             f"fsdp={shape.stage * shape.fsdp} instead of stage={shape.stage}",
         ),
     )
-
-
-def _refuse(*rows: tuple[bool, str, str, str]) -> None:
-    """Raises the ConfigError of the first row `(wrong, asked, truth, fix)` that is wrong."""
-    for wrong, asked, truth, fix in rows:
-        if wrong:
-            raise ConfigError(asked, truth, fix)
 
 
 @dataclasses.dataclass(frozen=True)

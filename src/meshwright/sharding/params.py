@@ -79,9 +79,21 @@ def is_param(x: Any) -> bool:
     return isinstance(x, Param)
 
 
+def is_low_precision(p: Param) -> bool:
+    """Whether `--training.matmul-precision` is about the matmuls of a weight; those of experts stay as they are."""
+    return p.role in LOW_PRECISION_ROLES and "E" not in p.dims
+
+
 def tree_map(f: Callable[..., Any], params: Tree, *rest: Tree) -> Tree:
     """Maps `f` over every Param of a tree and the matching leaves of `rest`."""
     return jax.tree.map(f, params, *rest, is_leaf=is_param)
+
+
+def frozen_params(params: Tree, dtype: Stored) -> Tree:
+    """Returns the descriptions of a copy that training leaves as it is, kept in `dtype`, or float32 where it has to."""
+    return tree_map(
+        lambda p: dataclasses.replace(p, frozen=True, stored="float32" if p.precision == "float32" else dtype), params
+    )
 
 
 def trained_only(params: Tree, tree: Tree) -> Tree:

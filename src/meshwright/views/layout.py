@@ -6,9 +6,9 @@ import math
 import jax.numpy as jnp
 
 from meshwright.formatting import format_count
-from meshwright.models.quantisation import IN_COMPUTE_DTYPE, find_precision, is_low_precision
+from meshwright.plugins import addition
 from meshwright.runs.placed_run import PlacedRun
-from meshwright.sharding.params import named_leaves
+from meshwright.sharding.params import is_low_precision, named_leaves
 from meshwright.sharding.placement import local_shape, notation
 from meshwright.views.blocks import Block, Column, Table, Text
 
@@ -45,7 +45,7 @@ class StageRow:
 def param_rows(placed: PlacedRun) -> tuple[ParamRow, ...]:
     """Returns the layout of every parameter of a placed run."""
     training, rows = placed.run.training, []
-    low = None if training.matmul_precision == "compute" else find_precision(training.matmul_precision)
+    low = None if training.matmul_precision == "compute" else addition("find_precision")(training.matmul_precision)
     gathers_quantised = low is not None and low.scaling in ("tensor", "row")
     for path, p, where in placed.leaves:
         gathered = local_shape(p.shape, where.in_use, placed.shape)
@@ -113,6 +113,7 @@ def precision_blocks(placed: PlacedRun) -> list[Block]:
     if training.matmul_precision == "compute":
         return []
     low = sum(p.size for p in named_leaves(placed.params).values() if is_low_precision(p))
-    summary = find_precision(training.matmul_precision).summary
+    summary = addition("find_precision")(training.matmul_precision).summary
+    others = "embedding, unembedding, norms, router, attention itself and the experts' grouped matmuls"
     text = f"matmuls of {format_count(low)} parameters in {training.matmul_precision}: {summary}"
-    return [Text([f"{text}; in {training.compute_dtype}: {IN_COMPUTE_DTYPE}"])]
+    return [Text([f"{text}; in {training.compute_dtype}: {others}"])]

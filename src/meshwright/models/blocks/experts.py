@@ -40,7 +40,7 @@ from meshwright.comm.collectives import (
     sequence_reduce_scatter,
 )
 from meshwright.comm.ragged import Exchange, all_to_all_counts, plan_exchange, ragged_all_to_all
-from meshwright.errors import ConfigError
+from meshwright.errors import refuse
 from meshwright.models.blocks.context import CONTEXT
 from meshwright.models.blocks.feed_forward import Feed, swiglu
 from meshwright.models.blocks.layers import linear
@@ -75,29 +75,27 @@ class Routing:
 
     def __post_init__(self) -> None:
         group = self.experts // max(self.expert_groups, 1)
-        for asked, truth, wrong, fix in (
+        k, in_groups = self.experts_per_token, self.topk_groups * group
+        refuse(
             (
-                f"{self.experts_per_token} experts per token of {self.experts} experts",
+                not 1 <= k <= self.experts,
+                f"{k} experts per token of {self.experts} experts",
                 "a token uses at least one expert, and each at most once",
-                not 1 <= self.experts_per_token <= self.experts,
                 f"--model.experts-per-token {min(2, self.experts)}",
             ),
             (
+                self.experts % max(self.expert_groups, 1) != 0,
                 f"{self.experts} experts in {self.expert_groups} groups",
                 "groups are of equal size",
-                self.experts % self.expert_groups != 0,
                 "a number of groups that divides the experts",
             ),
             (
-                f"top {self.topk_groups} of {self.expert_groups} groups with "
-                f"{self.experts_per_token} experts per token",
-                f"{self.topk_groups} groups hold {self.topk_groups * group} experts",
-                not 1 <= self.topk_groups <= self.expert_groups or self.topk_groups * group < self.experts_per_token,
+                not 1 <= self.topk_groups <= self.expert_groups or in_groups < k,
+                f"top {self.topk_groups} of {self.expert_groups} groups with {k} experts per token",
+                f"{self.topk_groups} groups hold {in_groups} experts",
                 f"--model.topk-groups {self.expert_groups}",
             ),
-        ):
-            if wrong:
-                raise ConfigError(asked, truth, fix)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,22 +131,18 @@ def route(
         scores_BTR = jax.nn.sigmoid(logits_BTR)
         probs_BTR = scores_BTR / scores_BTR.sum(-1, keepdims=True)
     biased_BTR = lax.stop_gradient(scores_BTR if bias_R is None else scores_BTR + bias_R)
-    experts_BTX = lax.top_k(_mask_groups(r, biased_BTR), r.experts_per_token)[1].astype(jnp.int32)
+    if r.topk_groups < r.expert_groups:
+        # A group is scored by its two best experts.
+        grouped = biased_BTR.reshape(*biased_BTR.shape[:2], r.expert_groups, -1)
+        group_scores = lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
+        best = lax.top_k(group_scores, r.topk_groups)[1]
+        allowed = (best[..., None] == jnp.arange(r.expert_groups)).any(-2)
+        biased_BTR = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(biased_BTR.shape)
+    experts_BTX = lax.top_k(biased_BTR, r.experts_per_token)[1].astype(jnp.int32)
     weights_BTX = jnp.take_along_axis(scores_BTR, experts_BTX, -1)
     if r.normalize_top_k:
         weights_BTX /= weights_BTX.sum(-1, keepdims=True)
     return Routes(experts_BTX, weights_BTX * r.routed_scaling, probs_BTR, lse_BT)
-
-
-def _mask_groups(r: Routing, scores_BTR: jax.Array) -> jax.Array:
-    """Sets the scores of experts outside a token's `topk_groups` best groups to -inf; two experts score a group."""
-    if r.topk_groups == r.expert_groups:
-        return scores_BTR
-    grouped = scores_BTR.reshape(*scores_BTR.shape[:2], r.expert_groups, -1)  # [B, T, groups, experts of a group]
-    group_scores = lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
-    best = lax.top_k(group_scores, r.topk_groups)[1]
-    allowed = (best[..., None] == jnp.arange(r.expert_groups)).any(-2)
-    return jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(scores_BTR.shape)
 
 
 def router_losses(r: Routing, routes: Routes, seq: int) -> dict[str, jax.Array]:
@@ -169,22 +163,19 @@ def router_losses(r: Routing, routes: Routes, seq: int) -> dict[str, jax.Array]:
     return {"balance": balance, "router z": z, "load": counts_BE.sum(0)}
 
 
-@recomputed
-def swiglu_hidden(gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
-    """Returns the hidden layer of SwiGLU times the routing weight of each row. weights: [..., 1], float32."""
-    return (jax.nn.silu(gate).astype(jnp.float32) * up * weights).astype(up.dtype)
-
-
-def _clamped_hidden(alpha: float, limit: float, gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
-    """Returns the hidden layer of clamped SwiGLU times the routing weight of each row."""
+def hidden_layer(clamp: tuple[float, float] | None) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """Returns the hidden layer of SwiGLU times the routing weight of each row: `(gate, up, weights [..., 1])`."""
 
     @recomputed
-    def hidden(gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
+    def swiglu(gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
+        if clamp is None:
+            return (jax.nn.silu(gate).astype(jnp.float32) * up * weights).astype(up.dtype)
+        alpha, limit = clamp
         gate32 = jnp.minimum(gate.astype(jnp.float32), limit)
         up32 = jnp.clip(up.astype(jnp.float32), -limit, limit)
         return ((up32 + 1) * gate32 * jax.nn.sigmoid(alpha * gate32) * weights).astype(up.dtype)
 
-    return hidden(gate, up, weights)
+    return swiglu
 
 
 Multiply = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -220,9 +211,9 @@ class Experts(Kind):
     """Dispatch of tokens: all of them, or as many of each sequence as an expert has capacity for."""
     capacity_factor: float = 1.25
     """Capacity of an expert, as a multiple of an even share of a sequence's tokens."""
-    buffer_factor: float = 0.0
+    expert_buffer_factor: float = 0.0
     """Rows that a device of `expert` has room for, as in `ExpertSpec`."""
-    exchange: ExchangeType = "compute"
+    expert_exchange: ExchangeType = "compute"
     """Type of the rows that go to experts."""
     aux_loss_weight: float = 0.0
     """Weight of the load-balancing loss, summed over layers."""
@@ -255,8 +246,8 @@ class Experts(Kind):
     def facts(self) -> dict[str, Any]:
         """Returns the fields of `LayerSpec`."""
         # With capacity every device has room for the capacity of its experts, and no other buffer.
-        factor = self.buffer_factor if self.dispatch == "dropless" else self.capacity_factor
-        sent_bytes = 1 if self.exchange == "fp8" else None
+        factor = self.expert_buffer_factor if self.dispatch == "dropless" else self.capacity_factor
+        sent_bytes = 1 if self.expert_exchange == "fp8" else None
         return {"experts": ExpertSpec(self.routing.experts, self.routing.experts_per_token, factor, sent_bytes)}
 
     def build(self, ctx: ForwardContext) -> Feed:
@@ -276,13 +267,12 @@ class Experts(Kind):
 
     def _routed(self, ctx: ForwardContext, h_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, Aux]:
         """Returns the output of the routed experts [B, T, D], partial over `tensor`, and the router's statistics."""
-        biases = {self.router_bias: w["router_bias"]} if self.router_bias != "none" else {}
+        biases = {self.router_bias: w.get("router_bias")}
         with jax.named_scope("router"):
             routes = route(self.routing, h_BTD, w["router"], biases.get("choice"), biases.get("logits"))
             aux = router_losses(self.routing, routes, ctx.sequence.seq)
         aux["aux_loss"] = self.aux_loss_weight * aux["balance"] + self.router_z_loss_weight * aux["router z"]
-        names = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias") if self.bias else ("gate", "up", "down")
-        own = {name: w[f"expert_{name}"] for name in names}
+        own = {name.removeprefix("expert_"): weight for name, weight in w.items() if name.startswith("expert_")}
         if self.dispatch == "capacity":
             y_BTD, aux["dropped"] = capacity_moe(self, h_BTD, routes, own, ctx.sequence)
             return y_BTD, aux
@@ -299,27 +289,24 @@ class Experts(Kind):
         if self.weighted == "input":
             rows, weights = rows * weights.astype(rows.dtype), jnp.ones_like(weights)
 
+        def bias_of_rows(name: str, like: jax.Array) -> jax.Array:
+            """Returns the bias of each row's expert; zeros for the empty rows of a buffer."""
+            expert = jnp.searchsorted(jnp.cumsum(rows_E), jnp.arange(like.shape[0]), side="right")
+            return w[f"{name}_bias"].at[expert].get(mode="fill", fill_value=0).astype(like.dtype)
+
         def product(name: str) -> jax.Array:
             y = multiply(rows, w[name], rows_E)
-            return checkpoint_name(y if not self.bias else y + _of_rows(w[f"{name}_bias"], rows_E, y), FFN_HIDDEN)
+            return checkpoint_name(y + bias_of_rows(name, y) if self.bias else y, FFN_HIDDEN)
 
-        hidden = swiglu_hidden if self.clamp is None else functools.partial(_clamped_hidden, *self.clamp)
-        out = multiply(hidden(product("gate"), product("up"), weights), w["down"], rows_E)
+        out = multiply(hidden_layer(self.clamp)(product("gate"), product("up"), weights), w["down"], rows_E)
         if self.bias:
             # Outputs are summed over `tensor`: one device adds the bias.
             first = (axis_index(("tensor",)) == 0).astype(jnp.float32)
-            out += (first * weights * _of_rows(w["down_bias"], rows_E, out)).astype(out.dtype)
+            out += (first * weights * bias_of_rows("down", out)).astype(out.dtype)
         return out
 
 
-def _of_rows(bias: jax.Array, rows_E: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns the bias [E, F] of the expert of each row of `like`; zeros for the rows of a buffer that are empty."""
-    expert = jnp.searchsorted(jnp.cumsum(rows_E), jnp.arange(like.shape[0]), side="right")
-    return bias.at[expert].get(mode="fill", fill_value=0).astype(like.dtype)
-
-
-_ROW_FORMAT = jnp.float8_e4m3fn
-_LARGEST_IN_ROW = 448.0
+_ROW_FORMAT, _LARGEST_IN_ROW = jnp.float8_e4m3fn, 448.0
 
 
 @jax.custom_jvp
@@ -350,13 +337,7 @@ def row_scales(x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def exchange_rows(
-    x: jax.Array,
-    scale: jax.Array,
-    arrived_scale: jax.Array,
-    exchange: Exchange,
-    axis: str,
-    rows: int,
-    largest: int,
+    x: jax.Array, scale: jax.Array, arrived_scale: jax.Array, exchange: Exchange, axis: str, rows: int, largest: int
 ) -> jax.Array:
     """Sends rounded rows as `ragged_all_to_all` does, one byte for each element; gradients come back in their own type.
 
@@ -397,7 +378,7 @@ def dropless_moe(
     order = jnp.argsort(expert_of_row, stable=True)
     back = jnp.argsort(order)
     h_TD = h_BTD.reshape(B * T, D)
-    rows = _reorder(round_rows(h_TD) if e.exchange == "fp8" else h_TD, order, back, k)
+    rows = _reorder(round_rows(h_TD) if e.expert_exchange == "fp8" else h_TD, order, back, k)
     weights = _reorder(routes.weights_BTX.reshape(-1, 1), order, back, 1)
     apply = functools.partial(e.apply, w=w, multiply=multiply)
     rows_E = (expert_of_row[:, None] == jnp.arange(e.routing.experts)).sum(0).astype(jnp.int32)
@@ -442,7 +423,9 @@ def _expert_parallel(
     """
     experts, k = e.routing.experts, e.routing.experts_per_token
     shards, tokens = lax.axis_size("expert"), rows.shape[0] // k
-    room, most = (ExpertSpec(experts, k, factor).buffer_rows(tokens, shards) for factor in (e.buffer_factor, 0.0))
+    room, most = (
+        ExpertSpec(experts, k, factor).buffer_rows(tokens, shards) for factor in (e.expert_buffer_factor, 0.0)
+    )
     # A token has at most one row for each expert, which bounds the rows that one device sends another.
     largest = min(room, most // shards)
     sent_counts = rows_E.reshape(shards, experts // shards)
@@ -450,7 +433,7 @@ def _expert_parallel(
     exchange = plan_exchange(sent_counts.sum(1), received_counts.sum(1), "expert", room)
     to_experts, back, rows_of_expert = _sort_blocks(exchange, received_counts, room)
     send = functools.partial(ragged_all_to_all, exchange=exchange, axis="expert", rows=room, largest=largest)
-    if e.exchange == "fp8":
+    if e.expert_exchange == "fp8":
         scales = row_scales(rows)
         with_scales = send(jnp.concatenate([weights, scales], 1))
         weights, arrived_scales = with_scales[:, :1], with_scales[:, 1:]
@@ -513,7 +496,8 @@ def capacity_moe(
     gate_EBCF, up_EBCF = (
         checkpoint_name(jnp.einsum("ebcd,edf->ebcf", x_EBCD, w[n]), FFN_HIDDEN) for n in ("gate", "up")
     )
-    out_EBCD = jnp.einsum("ebcf,efd->ebcd", swiglu_hidden(gate_EBCF, up_EBCF, weights_EBC[..., None]), w["down"])
+    hidden_EBCF = hidden_layer(None)(gate_EBCF, up_EBCF, weights_EBC[..., None])
+    out_EBCD = jnp.einsum("ebcf,efd->ebcd", hidden_EBCF, w["down"])
     out_EBCD = all_to_all(out_EBCD, EXPERT, 1, 0)
     out_BTXD = out_EBCD.at[index].get(mode="fill", fill_value=0)
     return _sum_of_experts(out_BTXD), (~kept_BTX).sum().astype(jnp.float32)

@@ -58,9 +58,9 @@ class Deepseek(DenseLayersFirst):
     router_z_loss_weight: float = 0.001
 
     @property
-    def has_router_bias(self) -> bool:
-        """Whether the router has a bias: with sigmoid scores, as the released weights of DeepSeek-V3 have it."""
-        return self.router_score == "sigmoid" or super().has_router_bias
+    def router_bias(self) -> Literal["none", "choice"]:
+        """Bias of the router: with sigmoid scores, as the released weights of DeepSeek-V3 have it."""
+        return "choice" if self.router_score == "sigmoid" else super().router_bias
 
     def build(self) -> Decoder:
         """Returns the dense layers, then the layers with experts."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from meshwright.config import MeshShape
-from meshwright.errors import ConfigError
+from meshwright.errors import refuse
 from meshwright.models.blocks.experts import ExchangeType, Experts, Routing
 from meshwright.models.blocks.feed_forward import FeedForward
 from meshwright.models.blocks.layers import Norm
@@ -36,13 +36,16 @@ class RoutedExperts(DecoderModel):
     router_z_loss_weight: float = 0.0
     """Weight of the router's z-loss, summed over layers (ST-MoE, arXiv:2202.08906, equation 5)."""
 
-    def expert_fields(self) -> dict[str, Any]:
-        """Returns the fields of `Experts` that all families set alike."""
-        return {
-            "buffer_factor": self.expert_buffer_factor,
-            "aux_loss_weight": self.aux_loss_weight,
-            "router_z_loss_weight": self.router_z_loss_weight,
-        }
+    def routed(self, **changes: Any) -> Experts:
+        """Returns the experts: fields of `Routing` and `Experts` that the family has, others by default or changed."""
+
+        def made(kind: Any, **others: Any) -> Any:
+            names = [field.name for field in dataclasses.fields(kind)]
+            own = {name: getattr(self, name) for name in names if hasattr(self, name)}
+            return kind(**own, **others | {name: changes[name] for name in names if name in changes})
+
+        experts: Experts = made(Experts, routing=made(Routing), hidden=self.expert_mlp)
+        return experts
 
     def layer_metrics(self, aux: dict[str, Aux], sequences: int) -> Metrics:
         """Returns the routing metrics of a step, averaged over the layers with experts.
@@ -94,24 +97,9 @@ class ChoiceOfExperts(RoutedExperts):
     it."""
 
     @property
-    def has_router_bias(self) -> bool:
-        """Whether the router has a bias, which the step updates."""
-        return self.bias_update_rate > 0
-
-    def expert_fields(self) -> dict[str, Any]:
-        """Returns the fields of `Experts`."""
-        return {
-            **super().expert_fields(),
-            "router_bias": "choice" if self.has_router_bias else "none",
-            "dispatch": self.dispatch,
-            "capacity_factor": self.capacity_factor,
-            "exchange": self.expert_exchange,
-        }
-
-    def routed(self, **changes: Any) -> Experts:
-        """Returns the experts of the fields. changes: of the fields of `Experts`."""
-        routing = Routing(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Routing)})
-        return Experts(self.width, routing, self.expert_mlp, self.out_std, **{**self.expert_fields(), **changes})
+    def router_bias(self) -> Literal["none", "choice"]:
+        """Bias of the router, which the step updates."""
+        return "choice" if self.bias_update_rate > 0 else "none"
 
     def post_update(self, params: Tree, aux: dict[str, Aux]) -> Tree:
         """Returns `params` with the router bias moved towards experts whose load was below the mean.
@@ -142,12 +130,14 @@ class DenseLayersFirst(ChoiceOfExperts, TiedOrNot):
 
     def dense_then_experts(self, attention: Kind, norm: Norm, **place: Any) -> Decoder:
         """Returns the dense layers, then the layers with experts. place: that of the norm, as in `Block`."""
-        if self.dense_layers >= self.layers:
-            raise ConfigError(
+        refuse(
+            (
+                self.dense_layers >= self.layers,
                 f"{self.dense_layers} dense layers of {self.layers}",
                 "at least one layer has experts",
                 f"--model.dense-layers {max(self.layers - 1, 0)}",
             )
+        )
         dense = Block("dense_blocks", attention, FeedForward(self.width, self.mlp, self.out_std), norm, **place)
         experts = Block("blocks", attention, self.routed(shared=self.shared_experts * self.expert_mlp), norm, **place)
         layers = (dense,) * self.dense_layers + (experts,) * (self.layers - self.dense_layers)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, refuse
 from meshwright.models.blocks.attention import Attention
 from meshwright.models.blocks.layers import Norm
 from meshwright.models.blocks.rotary import RopeScaling, Rotary, Yarn
@@ -61,9 +61,8 @@ class ScaledRotary(GroupedQuery):
 
     def rotary(self, **changes: Any) -> Rotary:
         """Returns the rotation of heads, scaled. Raises ConfigError for two scalings of the same frequencies."""
-        given = {"scaling": self.rope_scaling is not None, "factor": self.rope_factor != 1.0}
-        found = [f"model.rope_{name}" for name, is_given in given.items() if is_given]
-        found += ["model.yarn"] if self.yarn is not None else []
+        given = {"rope_scaling": self.rope_scaling is not None, "rope_factor": self.rope_factor != 1.0}
+        found = [f"model.{name}" for name, is_given in (given | {"yarn": self.yarn is not None}).items() if is_given]
         if len(found) > 1:
             truth = "each of them scales the same rotary frequencies"
             raise ConfigError(" and ".join(found), truth, f"one of them, such as {found[-1]}")
@@ -81,12 +80,14 @@ class PartialRotary(ScaledRotary):
         """Returns the rotation of a part of each head. Raises ConfigError for a part that does not rotate in pairs."""
         size = head_size_of(self)
         rotated = int(size * self.rotary_fraction)
-        if not 2 <= rotated <= size or rotated % 2 != 0:
-            raise ConfigError(
+        refuse(
+            (
+                not 2 <= rotated <= size or rotated % 2 != 0,
                 f"a rotation of {self.rotary_fraction} of a head of {size} features",
                 f"{rotated} features rotate, and they rotate in pairs",
                 "--model.rotary-fraction 0.25 with heads of a multiple of 8 features",
             )
+        )
         return super().rotary(size=rotated, **changes)
 
 
@@ -129,12 +130,13 @@ def local_and_global(c: Any, block: Block, local: Attention, least: int = 0) -> 
 
     least: local layers that the family has at least. Raises ConfigError for fewer, or for an empty window.
     """
-    if c.local_layers < least or c.sliding_window < 1:
-        kind = type(c)
-        other = ", or the family llama for layers of one kind" if least else ""
-        raise ConfigError(
+    kind, other = type(c), ", or the family llama for layers of one kind" if least else ""
+    refuse(
+        (
+            c.local_layers < least or c.sliding_window < 1,
             f"{c.local_layers} local layers with a window of {c.sliding_window}",
             f"there are {least or 'none'} or more, and a token attends to itself at least",
             f"--model.local-layers {kind.local_layers} --model.sliding-window {kind.sliding_window}{other}",
         )
+    )
     return [dataclasses.replace(block, attention=local)] * c.local_layers + [block]

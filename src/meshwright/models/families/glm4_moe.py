@@ -29,9 +29,9 @@ class Glm4Moe(DenseLayersFirst, PartialRotary):
     shared_experts: int = 1
 
     @property
-    def has_router_bias(self) -> bool:
-        """Whether the router has a bias: always, as the released weights have it."""
-        return True
+    def router_bias(self) -> Literal["none", "choice"]:
+        """Bias of the router: always, as the released weights have it."""
+        return "choice"
 
     def build(self) -> Decoder:
         """Returns the dense layers, then the layers with experts."""

@@ -11,7 +11,6 @@ Every layer has the rotary frequencies of YaRN. The first layer of each two atte
 
 import dataclasses
 
-from meshwright.models.blocks.experts import Experts, Routing
 from meshwright.models.blocks.rotary import Yarn
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.families.expert_fields import RoutedExperts
@@ -46,14 +45,5 @@ class GptOss(RoutedExperts, GroupedQuery):
         """Returns local and global layers by turns, each with experts."""
         last = self.attention(qkv_bias=True, out_bias=True, sinks=True, rotary=self.rotary(scaling=self.rope_scaling))
         local = dataclasses.replace(last, window=self.sliding_window)
-        experts = Experts(
-            self.width,
-            Routing(self.experts, self.experts_per_token),
-            self.expert_mlp,
-            self.out_std,
-            router_bias="logits",
-            bias=True,
-            clamp=(self.swiglu_alpha, self.swiglu_limit),
-            **self.expert_fields(),
-        )
+        experts = self.routed(router_bias="logits", bias=True, clamp=(self.swiglu_alpha, self.swiglu_limit))
         return self.repeat(*local_and_global(self, Block("blocks", last, experts, self.norm), local))

@@ -11,8 +11,7 @@ import math
 from typing import Any, Literal
 
 from meshwright.config import MeshShape
-from meshwright.errors import ConfigError
-from meshwright.models.blocks.experts import Experts, Routing
+from meshwright.errors import refuse
 from meshwright.models.blocks.feed_forward import FeedForward
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.families.expert_fields import RoutedExperts
@@ -49,21 +48,28 @@ class Llama4(RoutedExperts, ScaledRotary, TiedOrNot):
 
     def build(self) -> Decoder:
         """Returns the layers by turns."""
-        _check(self)
+        refuse(
+            (
+                not 1 <= self.expert_interval <= self.layers,
+                f"{self.layers} layers of which every {self.expert_interval}-th has experts",
+                "at least one layer has experts",
+                f"--model.expert-interval {max(1, min(self.expert_interval, self.layers))}",
+            ),
+            (
+                min(self.no_rope_interval, self.attention_chunk, self.temperature_floor) < 1,
+                f"every {self.no_rope_interval}-th layer without rotary embedding, chunks of {self.attention_chunk} "
+                "tokens",
+                "both are 1 at least",
+                "--model.no-rope-interval 4 --model.attention-chunk 8192",
+            ),
+        )
         period = math.lcm(self.no_rope_interval, self.expert_interval)
         l2 = self.norm_epsilon if self.qk_l2_norm == "rotary" else None
         rotary = self.attention(rotary=self.rotary(pairs="neighbours"), chunk=self.attention_chunk, qk_l2_epsilon=l2)
         whole = self.attention(rotary=None, temperature=(self.temperature_scale, self.temperature_floor))
         dense = FeedForward(self.width, self.mlp, self.out_std)
-        experts = Experts(
-            self.width,
-            Routing(self.experts, self.experts_per_token, "sigmoid", normalize_top_k=False),
-            self.expert_mlp,
-            self.out_std,
-            self.expert_mlp,
-            weighted="input",
-            **self.expert_fields(),
-        )
+        scores = {"router_score": "sigmoid", "normalize_top_k": False}
+        experts = self.routed(**scores, shared=self.expert_mlp, weighted="input")
 
         def kind(place: int) -> Block:
             attention = rotary if place % self.no_rope_interval else whole
@@ -77,22 +83,3 @@ class Llama4(RoutedExperts, ScaledRotary, TiedOrNot):
         """Returns fields of `shrunk`, with periods of two layers."""
         intervals = {"no_rope_interval": 2, "expert_interval": min(2, self.expert_interval)}
         return {**super().small_sizes(shape, layers), **intervals, "attention_chunk": 16}
-
-
-def _check(c: Llama4) -> None:
-    for asked, truth, wrong, fix in (
-        (
-            f"{c.layers} layers of which every {c.expert_interval}-th has experts",
-            "at least one layer has experts",
-            not 1 <= c.expert_interval <= c.layers,
-            f"--model.expert-interval {max(1, min(c.expert_interval, c.layers))}",
-        ),
-        (
-            f"every {c.no_rope_interval}-th layer without rotary embedding, chunks of {c.attention_chunk} tokens",
-            "both are 1 at least",
-            min(c.no_rope_interval, c.attention_chunk, c.temperature_floor) < 1,
-            "--model.no-rope-interval 4 --model.attention-chunk 8192",
-        ),
-    ):
-        if wrong:
-            raise ConfigError(asked, truth, fix)

@@ -15,7 +15,7 @@ import dataclasses
 from typing import Any
 
 from meshwright.config import MeshShape
-from meshwright.errors import ConfigError
+from meshwright.errors import refuse
 from meshwright.models.blocks.delta_net import DeltaNet
 from meshwright.models.blocks.layers import Norm
 from meshwright.models.decoder import Block, Decoder
@@ -55,22 +55,36 @@ class Qwen3Next(ChoiceOfExperts, PartialRotary, TiedOrNot):
         """Norm before all halves of layers, of queries and keys, and after the last layer."""
         return Norm("rms_plus_one", self.norm_epsilon)
 
-    @property
-    def delta(self) -> DeltaSpec:
-        """Linear attention of a layer that has it."""
-        groups = self.linear_value_heads // self.linear_heads
-        sizes = (self.linear_key_size, self.linear_value_size)
-        return DeltaSpec(self.linear_heads, groups, *sizes, self.convolution_taps)
-
     def build(self) -> Decoder:
         """Returns the layers by turns."""
-        _check(self)
+        heads, value_heads, interval = self.linear_heads, self.linear_value_heads, self.full_attention_interval
+        refuse(
+            (
+                not 2 <= interval <= self.layers,
+                f"{self.layers} layers of which every {interval}-th has full attention",
+                "at least one layer has full attention, and one linear attention",
+                f"--model.full-attention-interval {max(2, min(interval, self.layers))}",
+            ),
+            (
+                value_heads < heads or value_heads % heads != 0,
+                f"{value_heads} value heads of linear attention for {heads} key heads",
+                "each key head has the same number of value heads, one at least",
+                f"--model.linear-value-heads {2 * heads}",
+            ),
+            (
+                self.convolution_taps < 2,
+                f"a convolution of {self.convolution_taps} taps",
+                "it reads the token before at least",
+                "--model.convolution-taps 4",
+            ),
+        )
         experts = self.routed(shared=self.shared_mlp, shared_gate=True)
-        linear = DeltaNet(self.width, self.delta, self.norm_epsilon, self.out_std)
+        sizes = (self.linear_key_size, self.linear_value_size, self.convolution_taps)
+        linear = DeltaNet(self.width, DeltaSpec(heads, value_heads // heads, *sizes), self.norm_epsilon, self.out_std)
         full = self.attention(qk_norm=self.norm, gated=True)
         linear_block = Block("linear_blocks", linear, experts, self.norm)
         full_block = Block("blocks", full, experts, self.norm)
-        return self.repeat(*[linear_block] * (self.full_attention_interval - 1), full_block)
+        return self.repeat(*[linear_block] * (interval - 1), full_block)
 
     def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:
         """Returns fields of `shrunk`, with periods of two layers."""
@@ -78,28 +92,3 @@ class Qwen3Next(ChoiceOfExperts, PartialRotary, TiedOrNot):
         heads = {"linear_heads": shape.tensor, "linear_value_heads": 2 * shape.tensor}
         linear = {**heads, "linear_key_size": 8, "linear_value_size": 8, "full_attention_interval": 2}
         return {**sizes, **linear, "shared_mlp": sizes["mlp"], "rotary_fraction": 0.5}
-
-
-def _check(c: Qwen3Next) -> None:
-    for asked, truth, wrong, fix in (
-        (
-            f"{c.layers} layers of which every {c.full_attention_interval}-th has full attention",
-            "at least one layer has full attention, and one linear attention",
-            not 2 <= c.full_attention_interval <= c.layers,
-            f"--model.full-attention-interval {max(2, min(c.full_attention_interval, c.layers))}",
-        ),
-        (
-            f"{c.linear_value_heads} value heads of linear attention for {c.linear_heads} key heads",
-            "each key head has the same number of value heads, one at least",
-            c.linear_value_heads < c.linear_heads or c.linear_value_heads % c.linear_heads != 0,
-            f"--model.linear-value-heads {2 * c.linear_heads}",
-        ),
-        (
-            f"a convolution of {c.convolution_taps} taps",
-            "it reads the token before at least",
-            c.convolution_taps < 2,
-            "--model.convolution-taps 4",
-        ),
-    ):
-        if wrong:
-            raise ConfigError(asked, truth, fix)
