@@ -58,7 +58,7 @@ PARTS: dict[str, dict[str, str]] = {
         "adamw": "step.optimizers:adamw",
         "adafactor": "step.optimizers:adafactor",
         "lion": "step.optimizers:lion",
-        "muon": "step.muon:muon",
+        "muon": "step.muon_rule:muon",
         "sgd": "step.optimizers:sgd",
     },
     "reporter": {
