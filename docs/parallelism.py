@@ -7,8 +7,7 @@ from meshwright.models.remat import REMAT_POLICIES
 from meshwright.plugins import PARTS
 from meshwright.runs.checks import ALWAYS, REFUSED
 from meshwright.sharding.schedules import SCHEDULES, build_table
-from meshwright.views.draw import PipelineTimeline
-from meshwright.views.draw.picture import standalone
+from meshwright.views.draw import PipelineTimeline, standalone
 from meshwright.words import AXES
 
 DOCS = Path(__file__).parent

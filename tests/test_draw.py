@@ -124,7 +124,7 @@ def test_a_value_inside_shard_map(mesh: Mesh) -> None:
 )
 def test_the_mesh_over_the_machine(machine: str, says: list[str]) -> None:
     picture = draw_machine({"fsdp": 4, "tensor": 8}, parse_machine(machine, 32))
-    for line, want in zip(picture.axis_summaries, says, strict=True):
+    for line, want in zip(picture.lines, says, strict=True):
         assert line.startswith(want)
     ET.fromstring(picture.svg())
     assert sum(len(panel.cells) for panel in picture.panels) == 32

@@ -45,7 +45,7 @@ from meshwright.planner.search import search
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
 from meshwright.views.blocks import Table
-from meshwright.views.offer_page import offer_page
+from meshwright.views.plan_page import offer_page
 
 FORESIGHT = Path(__file__).parents[1] / "bench" / "foresight"
 

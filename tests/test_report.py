@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from rich.markup import escape
 
 from meshwright.activity import activity, watched_by
 from meshwright.errors import ConfigError, TrainingError
@@ -22,7 +21,8 @@ from meshwright.report.files import EventLog, JsonLines
 from meshwright.report.reporters import build_reporters
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_from_dict, run_to_dict
-from meshwright.views.plain_table import plain_table
+from meshwright.views.blocks import Column, Table
+from meshwright.views.terminal import print_table
 
 
 class Full:
@@ -278,30 +278,29 @@ def test_a_console_without_a_reader_is_quiet(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("width", [120, 80, 40])
 def test_a_table_never_breaks_inside_a_layout(width: int) -> None:
     layouts = ["w[V/tensor, D/fsdp]", "w[L, N/tensor, H, D/fsdp]", "w[L, D]"]
-    table = plain_table("parameter", "sharded", "gathered", "bytes per device", right=("bytes per device",))
-    for number, layout in enumerate(layouts):
-        table.add_row(
-            f"blocks.attention_{number}", escape(layout), escape(layout.replace("/fsdp", "")), f"{number} KiB"
-        )
+    columns = [*map(Column, ("parameter", "sharded", "gathered")), Column("bytes per device", "bytes")]
+    rows = [
+        [f"blocks.attention_{number}", layout, layout.replace("/fsdp", ""), (number + 1) * 2**10]
+        for number, layout in enumerate(layouts)
+    ]
     console = Console(file=io.StringIO(), width=width)
-    console.print(table)
+    print_table(console, Table(columns, rows))
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     assert all(len(line.rstrip()) <= width for line in lines)
     for number, layout in enumerate(layouts):
         name = f"blocks.attention_{number}"
         assert any(name in line for line in lines) and any(layout in line for line in lines)
-        assert any(f"{number} KiB" in line for line in lines)
+        assert any(f"{number + 1} KiB" in line for line in lines)
     # The words of a heading stand above each other before the table is stacked.
     assert len(lines) == {120: 4, 80: 6, 40: 13}[width]
     assert any("parameter" in line for line in lines[:3]) == (width > 40)
 
 
 def test_a_cell_that_is_wider_than_the_terminal_is_folded_below_its_heading() -> None:
-    table = plain_table("plan", "why not", "step", right=("step",))
-    table.add_row("data=4,fsdp=16,tensor=4,context=2,stage=8", "it needs 97 GiB of 95", "1.35 s")
+    columns = [Column("plan"), Column("why not"), Column("step", "seconds")]
     console = Console(file=io.StringIO(), width=30)
-    console.print(table)
+    print_table(console, Table(columns, [["data=4,fsdp=16,tensor=4,context=2,stage=8", "it needs 97 GiB of 95", 1.35]]))
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().split() == [
         "data=4,fsdp=16,tensor=4,contex", "t=2,stage=8", "why", "not", "it", "needs", "97", "GiB", "of", "95", "step",

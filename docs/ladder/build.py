@@ -85,7 +85,7 @@ def run_chapter(chapter: Path, images: Path | None = None) -> list[tuple[Cell, s
 
     images: folder to write the pictures to; None writes none.
     """
-    from meshwright.views.draw.picture import standalone
+    from meshwright.views.draw import standalone
 
     names: dict[str, Any] = {"__name__": "__main__"}
     done = []

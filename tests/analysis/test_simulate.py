@@ -14,7 +14,7 @@ from meshwright.hardware.interconnect import all_coordinates
 from meshwright.hardware.targets import Target, parse_target
 from meshwright.hlo.parser import parse_module
 from meshwright.hlo.scopes import BranchScope
-from meshwright.views.blocks import Bars, Timeline
+from meshwright.views.blocks import Bars, Drawing
 from meshwright.views.census_page import schedule_blocks
 from meshwright.views.trace import trace_events, write_trace
 
@@ -115,9 +115,10 @@ def test_a_trace_is_what_perfetto_opens(tmp_path: Path) -> None:
 
 def test_a_schedule_is_drawn_with_its_loops() -> None:
     timeline, parts = schedule_blocks(play(PROGRAM.replace("CYCLES", "1750")))
-    assert isinstance(timeline, Timeline) and isinstance(parts, Bars)
-    assert ("loop", 10) in zip(timeline.spans.kind, timeline.spans.count, strict=True)
-    assert "fsdp (ICI x)" in timeline.lanes and "exposed, fsdp (ICI x)" in parts.names
+    assert isinstance(timeline, Drawing) and isinstance(parts, Bars)
+    spans = timeline.data["spans"]
+    assert ("loop", 10) in zip(spans["kind"], spans["count"], strict=True)
+    assert "fsdp (ICI x)" in timeline.data["lanes"] and "exposed, fsdp (ICI x)" in parts.names
 
 
 def test_a_slice_of_a_stack_is_read_and_written_alone() -> None:

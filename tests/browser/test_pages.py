@@ -33,8 +33,7 @@ from meshwright.runs.recipe import find_recipe
 from meshwright.views.blocks import Axis, Chart, Series
 from meshwright.views.census_page import census_page
 from meshwright.views.layout_page import layout_page
-from meshwright.views.offer_page import offer_page
-from meshwright.views.plan_page import machine_of_target, plan_page
+from meshwright.views.plan_page import machine_of_target, offer_page, plan_page
 from meshwright.views.report import Live, Report, Section
 
 _BROWSER = next((path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None)

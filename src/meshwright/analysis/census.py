@@ -196,7 +196,7 @@ class Census:
         return meshwright.render("census_page", "census_page", self)
 
     def _repr_html_(self) -> str:
-        return meshwright.render("census_page", "census_html", self)
+        return meshwright.render("result_pages", "result_html", self)
 
 
 def _schedule_json(schedule: SimulatedSchedule) -> dict[str, Any]:

@@ -21,8 +21,7 @@ from meshwright.planner.offers import Aim, Market, Offer, PriceTerms, Reliabilit
 from meshwright.planner.search import Plan, SearchResult, search, with_tokens_per_step
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
-from meshwright.views.offer_page import offer_page, offers_table
-from meshwright.views.plan_page import plan_page, plans_table
+from meshwright.views.plan_page import offer_page, offers_table, plan_page, plans_table
 from meshwright.views.terminal import text_of
 
 

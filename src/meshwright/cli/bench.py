@@ -29,10 +29,10 @@ from meshwright.cli.output import unwritable, write_json
 from meshwright.cli.parse import parse
 from meshwright.config import MeshShape
 from meshwright.errors import CensusError, ConfigError, TrainingError
-from meshwright.formatting import format_bytes
 from meshwright.hardware import mesh
 from meshwright.hardware.hosts import Hosts
 from meshwright.report.console import open_console
+from meshwright.views.blocks import Column, Table
 from meshwright.views.colours import plot_colours
 from meshwright.views.hardware_report import (
     print_section,
@@ -41,7 +41,7 @@ from meshwright.views.hardware_report import (
     report_page,
     unfinished_of,
 )
-from meshwright.views.plain_table import plain_table
+from meshwright.views.terminal import print_table
 
 _COPY_BYTES = 2**28
 """Size of the array with which memory bandwidth is measured: larger than any cache."""
@@ -192,19 +192,22 @@ def _bench_hardware(options: BenchOptions) -> int:
 
 def print_timings(console: Console, rows: Rows) -> None:
     """Prints the timings of collectives, or of matrix products."""
-    right: tuple[str, ...]
     if all(isinstance(row, CollectiveTiming) for row in rows):
-        right = ("devices", "size", "median", "algorithm", "bus", "result")
-        table = plain_table("collective", "axis", *right, right=right)
+        columns = [
+            Column("collective", cell="kind"),
+            Column("axis", cell="axis"),
+            Column("devices", "integer", "devices"),
+            Column("size", "bytes", "bytes"),
+            Column("median", "seconds", "seconds"),
+            Column("algorithm", cell=lambda row: f"{row.algorithm_bandwidth / 1e9:.3g} GB/s"),
+            Column("bus", cell=lambda row: f"{row.bus_bandwidth / 1e9:.3g} GB/s"),
+        ]
     else:
-        right = ("median", "rate", "result")
-        table = plain_table("type", "m x k x n", *right, right=right)
-    for row in rows:
-        result, median = "correct" if row.correct else "WRONG", f"{row.seconds * 1e6:,.0f} us"
-        if isinstance(row, CollectiveTiming):
-            bandwidths = [f"{n / 1e9:.3g} GB/s" for n in (row.algorithm_bandwidth, row.bus_bandwidth)]
-            table.add_row(row.kind, row.axis, str(row.devices), format_bytes(row.bytes), median, *bandwidths, result)
-        else:
-            rate = f"{row.flops_per_second / 1e9:.3g} GFLOP/s"
-            table.add_row(row.dtype, f"{row.m} x {row.k} x {row.n}", median, rate, result)
-    console.print(table)
+        columns = [
+            Column("type", cell="dtype"),
+            Column("m x k x n", cell=lambda row: f"{row.m} x {row.k} x {row.n}"),
+            Column("median", "seconds", "seconds"),
+            Column("rate", cell=lambda row: f"{row.flops_per_second / 1e9:.3g} GFLOP/s"),
+        ]
+    columns.append(Column("result", cell=lambda row: "correct" if row.correct else "WRONG"))
+    print_table(console, Table.of(rows, columns, printed=None))

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import jax
 import tyro
-from rich.markup import escape
 
 from meshwright.checkpoint.inspect import compare_checkpoints, find_checkpoints, list_checkpoints, verify_checkpoint
 from meshwright.checkpoint.manifest import manifest_of
@@ -18,13 +17,13 @@ from meshwright.checkpoint.move import move_checkpoints, plan_move
 from meshwright.cli.output import write, write_json, write_table
 from meshwright.cli.parse import parse
 from meshwright.errors import CheckpointError, ConfigError, nearest
-from meshwright.formatting import format_bytes
 from meshwright.report.console import open_console
 from meshwright.runs.run_file import run_to_dict
 from meshwright.storage.paths import path_of
 from meshwright.trainer.lock import locked
-from meshwright.views.plain_table import plain_table
+from meshwright.views.blocks import Column, Table
 from meshwright.views.run_folder import flat_fields
+from meshwright.views.terminal import print_table
 
 _SHOWN = 20
 """Tensors that `diff` shows."""
@@ -48,13 +47,15 @@ class ListOptions(_FolderOptions):
         if self.json:
             write_json({"checkpoints": [dataclasses.asdict(row) for row in listed]})
             return 0
-        right = ("step", "samples", "tensors", "bytes", "written")
-        table = plain_table(*right, "state", right=right)
-        for row in listed:
-            counts = ("", "") if row.samples is None else (f"{row.samples:,}", str(row.tensors))
-            date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.written))
-            table.add_row(str(row.step), *counts, format_bytes(row.bytes), date, escape(row.state))
-        open_console().print(table)
+        columns = [
+            Column("step", cell="step"),
+            Column("samples", "integer", "samples"),
+            Column("tensors", "integer", lambda row: None if row.samples is None else row.tensors),
+            Column("bytes", "bytes", "bytes"),
+            Column("written", cell=lambda row: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.written))),
+            Column("state", cell="state"),
+        ]
+        print_table(open_console(), Table.of(listed, columns, printed=None))
         return 0
 
 
@@ -75,17 +76,16 @@ class InspectOptions(_FolderOptions):
         for first, count in manifest.skipped:
             write(f"left out: samples {first:,} to {first + count - 1:,}\n")
         corpus = manifest.corpus or {"data": "no fingerprint: written by an earlier version, or converted"}
-        fields = plain_table("field", "value", unwrapped=("field",))
-        for name, text in {**flat_fields(corpus), **flat_fields({"run": run_to_dict(manifest.run)})}.items():
-            fields.add_row(escape(name), escape(text))
-        tensors = plain_table("tensor", "type and shape", "fingerprint", unwrapped=("tensor",))
-        for name, record in manifest.tensors.items():
-            fingerprint = "".join(f"{word:08x}" for word in record.fingerprint)
-            tensors.add_row(escape(name), escape(f"{record.dtype}{list(record.shape)}"), fingerprint)
+        fields = {**flat_fields(corpus), **flat_fields({"run": run_to_dict(manifest.run)})}
+        columns = [
+            Column("tensor", cell=lambda item: item[0]),
+            Column("type and shape", cell=lambda item: f"{item[1].dtype}{list(item[1].shape)}"),
+            Column("fingerprint", cell=lambda item: "".join(f"{word:08x}" for word in item[1].fingerprint)),
+        ]
         console = open_console()
-        console.print(fields)
+        print_table(console, Table([Column("field"), Column("value")], list(fields.items()), printed=None))
         console.print()
-        console.print(tensors)
+        print_table(console, Table.of(manifest.tensors.items(), columns, printed=None))
         return 0
 
 
@@ -179,10 +179,13 @@ class MoveOptions(_FolderOptions):
             return 0
         copied = "would be" if self.dry_run else "is"
         verbs = {"copy": copied, "there": "is already", "left out": "stays: not whole, not"}
-        table = plain_table("part", "files", "bytes", f"in {target}", right=("files", "bytes"), unwrapped=("part",))
-        for row in rows:
-            table.add_row(escape(row.what), str(row.files), format_bytes(row.bytes), verbs[row.action])
-        open_console().print(table)
+        columns = [
+            Column("part", cell="what"),
+            Column("files", "integer", "files"),
+            Column("bytes", "bytes", "bytes"),
+            Column(f"in {target}", cell=lambda row: verbs[row.action]),
+        ]
+        print_table(open_console(), Table.of(rows, columns, printed=None))
         return 0
 
 

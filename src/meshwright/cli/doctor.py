@@ -22,7 +22,8 @@ from meshwright.planner.memory_model import sharded_elements
 from meshwright.planner.optimizer import state_bytes
 from meshwright.report.console import open_console
 from meshwright.runs.placed_run import place_run
-from meshwright.views.plain_table import plain_table
+from meshwright.views.blocks import Column, Table, Tone
+from meshwright.views.terminal import print_table
 
 _VOCAB = 2**15
 """Vocabulary of a recipe whose tokenizer decides it."""
@@ -56,14 +57,14 @@ def main(args: Sequence[str]) -> int:
         found = [dataclasses.asdict(finding) for finding in findings]
         write_json({"verdict": "fault" if faults else "ok", "host": host, "findings": found})
         return 1 if faults else 0
-    cells: dict[str, str] = {}
+    cells, tones = dict[str, str](), list[Tone]()
     for check in dict.fromkeys(finding.check for finding in findings):
         verdicts = {finding.verdict: finding.found for finding in findings if finding.check == check}
         worst = next((verdict for verdict in ("fault", "warning") if verdict in verdicts), None)
-        cells[check] = f"[bold red]{worst}[/]" if worst else escape(verdicts["ok"])
-    table, console = plain_table("host", *cells), open_console(sys.stdout)
-    table.add_row(escape(host), *cells.values())
-    console.print(table)
+        cells[check] = worst or verdicts["ok"]
+        tones.append("bad" if worst else "")
+    console = open_console(sys.stdout)
+    print_table(console, Table([Column("check"), Column(host, wide=True)], list(cells.items()), tones=tones))
     for finding in findings:
         if finding.verdict != "ok":
             where = f"{escape(host)}, {escape(finding.check)}: {escape(finding.found)}"

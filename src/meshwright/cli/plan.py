@@ -44,9 +44,7 @@ from meshwright.planner.plan_file import prediction_json, write_plan
 from meshwright.planner.search import Plan, SearchResult, price_mesh
 from meshwright.report.console import open_console
 from meshwright.views.blocks import Column, Table, Text
-from meshwright.views.decode_tables import print_decode_prices
-from meshwright.views.offer_page import offer_page
-from meshwright.views.plan_page import plan_page, plans_table
+from meshwright.views.plan_page import offer_page, plan_page, plans_table, print_decode_prices
 from meshwright.views.report import Report, Section, print_sections
 from meshwright.views.terminal import print_blocks
 

@@ -14,10 +14,7 @@ from meshwright.cli.parse import parse
 from meshwright.config import MeshShape
 from meshwright.report.console import open_console
 from meshwright.runs.placed_run import PlacedRun, place_run
-from meshwright.views.draw.arrays import ArrayPicture
-from meshwright.views.draw.machine import MachineGrid, draw_machine, parse_machine
-from meshwright.views.draw.picture import standalone
-from meshwright.views.draw.timeline import PipelineTimeline
+from meshwright.views.draw import ArrayPicture, MachineGrid, PipelineTimeline, draw_machine, parse_machine, standalone
 from meshwright.views.layout_page import layout_page, layout_report, tensor_pictures
 
 

@@ -16,9 +16,10 @@ Cell = str | int | float | None
 Unit = Literal["seconds", "bytes", "count", "number", "integer", "fraction", "days", "dollars", "text"]
 Tone = Literal["", "good", "bad", "warning", "faded"]
 Where = Literal["everywhere", "page", "terminal"]
-"""Renderers that show a section, a block or a column. Charts, timelines and drawings are on pages only."""
+"""Renderers that show a section, a block or a column. Charts and drawings are on pages only."""
 Style = Literal["line", "step", "area", "points"]
-Marker = Literal["circle", "square", "diamond", "triangle", "cross"]
+MARKERS = ("circle", "square", "diamond", "triangle", "cross")
+"""Shapes of a chart's points."""
 
 
 def format_amount(value: float) -> str:
@@ -119,7 +120,8 @@ class Series:
     colour: str = "c1"
     """Name of a colour of `views.colours`: c1 to c8, a kind of work, limit, good, bad, muted."""
     style: Style = "line"
-    marker: Marker = "circle"
+    marker: str = "circle"
+    """One of MARKERS."""
     dashed: bool = False
     keys: Sequence[str] = ()
     """Key of each point for the chart's link; empty for lines that select nothing."""
@@ -156,12 +158,12 @@ class Chart(Block):
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """Column of a table."""
+    """Column of a table, or fact of an inspector."""
 
     heading: str
     unit: Unit = "text"
-    cell: str | Callable[[Any], Cell] = ""
-    """For `Table.of`: key of a mapping, or a function of the row's item."""
+    cell: str | Callable[[Any], Any] = ""
+    """Its value of an item: a function, or dotted attributes or keys, `plan.estimate.seconds`."""
     bar: bool = False
     """Whether a page shows each cell as a bar, relative to the largest."""
     choices: bool = False
@@ -169,6 +171,16 @@ class Column:
     wide: bool = False
     """Whether its text wraps."""
     where: Where = "everywhere"
+
+    def of(self, item: Any) -> Cell:
+        """Returns the cell of an item; an object in a column of text is shown by its `str`."""
+        value = item
+        if callable(self.cell):
+            value = self.cell(item)
+        else:
+            for name in self.cell.split("."):
+                value = value.get(name) if isinstance(value, Mapping) else getattr(value, name)
+        return str(value) if self.unit == "text" and value is not None else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,8 +196,13 @@ class Table(Block):
     searchable: bool = False
     shown: int = 60
     """Rows on a page before a button shows more."""
-    printed: int = 20
-    """Rows that a terminal shows."""
+    printed: int | None = 20
+    """Rows that a terminal shows; None for all."""
+
+    @classmethod
+    def of(cls, items: Iterable[Any], columns: Sequence[Column], **fields: Any) -> "Table":
+        """Returns the table with a row for each item. fields: of the table."""
+        return cls(columns, [[column.of(item) for column in columns] for item in items], **fields)
 
     def without(self, where: Where) -> "Table":
         """Returns the table without the columns of one renderer, and without those that are empty."""
@@ -196,15 +213,6 @@ class Table(Block):
         ]
         rows = [[row[i] for i in kept] for row in self.rows]
         return dataclasses.replace(self, columns=[self.columns[i] for i in kept], rows=rows)
-
-    @classmethod
-    def of(cls, items: Iterable[Any], columns: Sequence[Column], **fields: Any) -> "Table":
-        """Returns the table with a row for each item. fields: of the table."""
-
-        def value(cell: str | Callable[[Any], Cell], item: Any) -> Cell:
-            return item.get(cell) if isinstance(cell, str) else cell(item)
-
-        return cls(columns, [[value(column.cell, item) for column in columns] for item in items], **fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,9 +230,9 @@ class Bars(Block):
     unit: Unit
     names: Sequence[str]
     colours: Sequence[str]
-    rows: Sequence[Bar]
+    rows: Sequence[Bar] = ()
+    """Empty in an inspector, whose items have the values."""
     limit: float | None = None
-    limit_name: str = "limit"
     legend_row: int | None = None
     """Row whose values the legend gives: the one that holds all others."""
 
@@ -264,24 +272,13 @@ class Findings(Block):
 
 
 @dataclasses.dataclass(frozen=True)
-class BarScale:
-    """Names and colours of one stacked bar of each item of an inspector."""
-
-    title: str
-    unit: Unit
-    names: Sequence[str]
-    colours: Sequence[str]
-    limit: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class Item:
-    """Facts that an inspector shows of one key."""
+    """What an inspector shows of one key."""
 
     title: str
     text: str
     facts: Sequence[Cell]
-    """In the order of the inspector's names."""
+    """In the order of the inspector's columns."""
     values: Sequence[Sequence[float]] = ()
     """Values of each of the inspector's bars."""
 
@@ -291,53 +288,13 @@ class Inspector(Block):
     """Facts of the selection; of two keys, side by side with their differences."""
 
     link: str
-    names: Sequence[str]
-    units: Sequence[Unit]
+    columns: Sequence[Column]
     items: Mapping[str, Item]
-    bars: Sequence[BarScale] = ()
-    at_most: int = 1
+    bars: Sequence[Bars] = ()
+    at_most: int = 2
     first: str = ""
     """Key that is selected when the page opens; two are joined by `~`."""
     empty: str = "Nothing is selected."
-
-
-@dataclasses.dataclass(frozen=True)
-class WorkKind:
-    """Kind of work on a timeline."""
-
-    kind: str
-    name: str
-    colour: str
-
-
-@dataclasses.dataclass(frozen=True)
-class WorkSpans:
-    """Boxes of a timeline, a list for each field; a loop comes before its body, which comes once."""
-
-    lane: Sequence[int]
-    kind: Sequence[str]
-    name: Sequence[int]
-    """Index into the timeline's names."""
-    start: Sequence[float]
-    seconds: Sequence[float]
-    count: Sequence[int]
-    """Executions in the step."""
-    depth: Sequence[int]
-    exposed: Sequence[float]
-    key: Sequence[str]
-    """Key for the timeline's link; empty for a box that selects nothing."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Timeline(Block):
-    """Lanes of boxes over time, on a canvas; every iteration of a loop is drawn."""
-
-    lanes: Sequence[str]
-    kinds: Sequence[WorkKind]
-    names: Sequence[str]
-    spans: WorkSpans
-    seconds: float
-    link: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,96 +308,15 @@ class Grid(Block):
 
 
 @dataclasses.dataclass(frozen=True)
-class Panel:
-    """Devices of one node, or of one plane of a torus."""
+class Drawing(Block):
+    """Picture that a script of the page draws from its data.
 
-    caption: str
-    rows: int
-    columns: int
-    cells: Sequence[tuple[int, int, int]]
-    """Device, row and column of each cell."""
+    Timeline: lanes of boxes over time. Machine: a mesh over nodes or planes of a torus. Placement: blocks of any tensor
+    and the devices that hold them. Pipeline: tasks of a schedule. `timeline.js` and `drawings.js` document the data.
+    """
 
-
-@dataclasses.dataclass(frozen=True)
-class MeshAxes:
-    """Axes of a mesh on a machine."""
-
-    axes: Sequence[tuple[str, int]]
-    """Name and degree of each mesh axis of more than one device, outermost first."""
-    summaries: Sequence[str]
-    """Links along each of these axes."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Machine(Block):
-    """Mesh over a machine; the devices that communicate along the chosen axis have one colour."""
-
-    mesh: MeshAxes
-    panels: Sequence[Panel]
-    link: str = ""
-    """Selection whose mesh is shown, where `meshes` has it."""
-    meshes: Mapping[str, MeshAxes] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorPlacement:
-    """One tensor, sharded and gathered."""
-
-    name: str
-    dims: Sequence[str]
-    """Letter of each dimension."""
-    shape: Sequence[int]
-    sharded: Sequence[Sequence[int]]
-    """For each dimension the axes that split it, as indices into the axes of the block."""
-    gathered: Sequence[Sequence[int]]
-    sharded_text: str
-    gathered_text: str
-    bytes_sharded: int
-    """Bytes on one device between steps."""
-    bytes_gathered: int
-    """Bytes on one device while it is used, of one layer where it is stacked."""
-    stacked: bool
-    """Whether its first dimension counts layers, which are gathered one at a time."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Placement(Block):
-    """Blocks of any tensor and the devices that hold them; sliders over tensors, sharded and gathered."""
-
-    axes: Sequence[tuple[str, int]]
-    devices: int
-    tensors: Sequence[TensorPlacement]
-    first: str
-    """Tensor that is shown when the page opens."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PipelineTasks:
-    """Tasks of a schedule, a list for each field."""
-
-    tick: Sequence[int]
-    stage: Sequence[int]
-    place: Sequence[int]
-    """Row of the task in its stage."""
-    kind: Sequence[int]
-    """1 forward, 2 backward, 3 input gradient, 4 weight gradient (`sharding.schedule_table`)."""
-    part: Sequence[int]
-    """Virtual stage."""
-    microbatch: Sequence[int]
-
-
-@dataclasses.dataclass(frozen=True)
-class Pipeline(Block):
-    """Schedule of a pipeline; hovering a task shows its microbatch on all stages, and live inputs are drawn below."""
-
-    stages: int
-    ticks: int
-    places: int
-    virtual_stages: int
-    microbatches: int
-    tasks: PipelineTasks
-    live: Sequence[Sequence[int]]
-    """Inputs that each stage holds in each tick."""
+    kind: Literal["Timeline", "Machine", "Placement", "Pipeline"]
+    data: Mapping[str, Any]
 
 
 _NOT_ON_PAGES = ("hint", "where", "printed", "cell")
@@ -452,11 +328,12 @@ def to_json(value: Any) -> Any:
     if isinstance(value, Table):
         value = value.without("terminal")
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [f.name for f in dataclasses.fields(value) if f.name not in _NOT_ON_PAGES]
-        fields = {name: to_json(getattr(value, name)) for name in names}
-        if not isinstance(value, Block):
-            return fields
-        return {"block": type(value).__name__, **fields, "note": f"{value.note} {value.hint}".strip()}
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.name not in _NOT_ON_PAGES}
+        if isinstance(value, Block):
+            fields = {"block": type(value).__name__, **fields, "note": f"{value.note} {value.hint}".strip()}
+        if isinstance(value, Drawing):
+            fields |= {"block": fields.pop("kind"), **fields.pop("data")}
+        return to_json(fields)
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, str | bool | int) or value is None:

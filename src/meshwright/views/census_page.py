@@ -1,7 +1,8 @@
 """Report of a census: findings, the simulated schedule, memory over it, the ledger, FLOPs; of two the difference."""
 
+import dataclasses
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from meshwright.analysis.census import Census, summarise_traffic
 from meshwright.analysis.compare import Change, LimitExceeded
@@ -18,9 +19,9 @@ from meshwright.views.blocks import (
     Bar,
     Bars,
     Block,
-    Cell,
     Chart,
     Column,
+    Drawing,
     Figure,
     Figures,
     Finding,
@@ -33,29 +34,10 @@ from meshwright.views.blocks import (
     Series,
     Table,
     Text,
-    Timeline,
-    Unit,
-    WorkKind,
-    WorkSpans,
 )
 from meshwright.views.colours import WORK
 from meshwright.views.report import Report, Section
 
-_FACTS: dict[str, Unit] = {
-    "collective": "text",
-    "mesh axes": "text",
-    "links": "text",
-    "devices of a group": "integer",
-    "payload of one": "bytes",
-    "executions": "integer",
-    "sent by a device": "bytes",
-    "exposed": "seconds",
-    "operands": "text",
-    "overlapped with": "text",
-    "source line": "text",
-    "operation": "text",
-    "instruction": "text",
-}
 _MEMORY_COLOURS = {
     "parameters": "c1",
     "optimizer state": "c6",
@@ -69,7 +51,6 @@ _MEMORY_COLOURS = {
     "packing": "quiet",
     "other": "muted",
 }
-"""Category of memory -> its colour."""
 _MAX_ENTRIES = 3000
 """Entries of a ledger on a page; the largest are kept."""
 _ORDER = {"unexpected": 0, "replicated": 1, "duplicated": 2, "layout": 3, "overlap": 4}
@@ -88,14 +69,9 @@ def census_page(census: Census) -> Report:
     return Report(census.name, census_sections(census), topic="census", lead=lead)
 
 
-def census_html(census: Census) -> str:
-    """Returns the report of a census as a frame for a notebook."""
-    return census_page(census).frame()
-
-
 def census_sections(census: Census, suffix: str = "") -> list[Section]:
     """Returns the sections of a census. suffix: after each heading, if a report has two censuses."""
-    link = f"ledger{suffix}".replace(" ", "-").replace("=", "-").replace(",", "-").replace(":", "")
+    link = "ledger" + re.sub(r"[^\w-]", "-", suffix.replace(":", ""))
     schedule = census.schedule
     simulated = []
     if schedule is not None:
@@ -103,21 +79,22 @@ def census_sections(census: Census, suffix: str = "") -> list[Section]:
             f"{schedule.step_seconds:.4g} s per step on {schedule.chip}, simulated: the compiler fixes the order of "
             "the instructions, every time is predicted."
         )
-        simulated = [Section(f"Predicted schedule{suffix}", schedule_blocks(schedule, census, link), note)]
-    return [
-        Section(f"Verdict{suffix}", _verdict(census)),
-        Section(f"Findings{suffix}", _findings(census), "" if census.findings else "Nothing to mend was found."),
+        simulated = [Section("Predicted schedule", schedule_blocks(schedule, census, link), note)]
+    sections = [
+        Section("Verdict", _verdict(census)),
+        Section("Findings", _findings(census), "" if census.findings else "Nothing to mend was found."),
         *simulated,
-        Section(f"Memory of one device{suffix}", _memory(census)),
-        Section(f"Communication ledger{suffix}", _ledger(census, link)),
-        Section(f"FLOPs{suffix}", _flops(census)),
+        Section("Memory of one device", _memory(census)),
+        Section("Communication ledger", _ledger(census, link)),
+        Section("FLOPs", _flops(census)),
     ]
+    return [dataclasses.replace(section, title=section.title + suffix) for section in sections]
 
 
 def difference_section(changes: Sequence[Change], names: tuple[str, str]) -> Section:
     """Returns two censuses side by side."""
     columns = [
-        Column("quantity", cell=lambda change: change.quantity),
+        Column("quantity", cell="quantity"),
         Column("part", cell=lambda change: "FLOPs" if change.part == "flops" else change.part, choices=True),
         Column(names[0], cell=lambda change: change.formatted[0]),
         Column(names[1], cell=lambda change: change.formatted[1]),
@@ -125,10 +102,9 @@ def difference_section(changes: Sequence[Change], names: tuple[str, str]) -> Sec
     ]
     tones = ["bad" if (c.ratio or 0) > 1.02 or (c.ratio is None and c.after) else "" for c in changes]
     title = f"{names[0]} against {names[1]}"
-    table = Table.of(changes, columns, searchable=True, tones=tones, title=title, printed=len(changes))
-    return Section(
-        "Difference", [table], "Of one device; traffic is in bytes sent. Marked rows are larger in the second."
-    )
+    table = Table.of(changes, columns, searchable=True, tones=tones, title=title, printed=None)
+    note = "Of one device; traffic is in bytes sent. Marked rows are larger in the second."
+    return Section("Difference", [table], note)
 
 
 def prediction_section(census: Census, target: Target, estimate: Estimate | None) -> Section:
@@ -161,8 +137,8 @@ def saving_section(saving: SavingMemory) -> Section:
 def remedies_section(over: float, remedies: Sequence[Remedy]) -> Section:
     """Returns the options that reduce the memory of a step, cheapest first. over: bytes too many."""
     columns = [
-        Column("option", cell=lambda remedy: remedy.option),
-        Column("saves", "bytes", lambda remedy: remedy.saved_bytes),
+        Column("option", cell="option"),
+        Column("saves", "bytes", "saved_bytes"),
         Column("per step", cell=lambda remedy: f"{remedy.extra_seconds * 1e3:+,.0f} ms"),
         Column("", cell=lambda remedy: "" if remedy.saved_bytes >= over else "not enough alone"),
     ]
@@ -175,17 +151,15 @@ def measured_section(measured: MeasuredMemory) -> Section:
     rows = [*measured.live.categories.items()]
     for device, stats in measured.live.devices.items():
         rows += [(f"{device}, {key}", stats[key]) for key in ("bytes_in_use", "peak_bytes_in_use") if key in stats]
-    table = Table([Column("live between steps"), Column("bytes", "bytes")], rows, printed=len(rows))
-    growth = measured.resident_growth
-    text = (
-        []
-        if growth is None
-        else [
-            f"resident memory of this process grew by {format_bytes(growth)}; the census's peak of its devices is "
-            f"{format_bytes(measured.predicted_peak)} (ratio {growth / measured.predicted_peak:.2f})"
-        ]
-    )
-    return Section(f"{measured.steps} steps measured here", [table, Text(text)])
+    blocks: list[Block] = [Table([Column("live between steps"), Column("bytes", "bytes")], rows, printed=None)]
+    if measured.resident_growth is not None:
+        text = (
+            f"resident memory of this process grew by {format_bytes(measured.resident_growth)}; the census's peak of "
+            f"its devices is {format_bytes(measured.predicted_peak)} "
+            f"(ratio {measured.resident_growth / measured.predicted_peak:.2f})"
+        )
+        blocks.append(Text([text]))
+    return Section(f"{measured.steps} steps measured here", blocks)
 
 
 def budget_section(exceeded: Sequence[LimitExceeded]) -> Section:
@@ -197,14 +171,8 @@ def budget_section(exceeded: Sequence[LimitExceeded]) -> Section:
     return Section("Budget", [Text(rows, "bad")])
 
 
-def unpriced_text(unpriced: Mapping[str, int]) -> str:
-    """Returns the kernels whose FLOPs are not known, with their executions; empty if there are none."""
-    return ", ".join(f"{name} ({count} x)" for name, count in unpriced.items())
-
-
-def operands_text(entry: LedgerEntry) -> str:
-    """Returns the first two operands of a collective as text."""
-    return " ".join(entry.operands[:2]) + (" ..." if len(entry.operands) > 2 else "")
+def _unpriced(kernels: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} ({count} x)" for name, count in kernels.items())
 
 
 def _verdict(census: Census) -> list[Block]:
@@ -250,29 +218,23 @@ def schedule_blocks(schedule: SimulatedSchedule, census: Census | None = None, l
     lane_of = {"host": len(lanes) - 2, "loop": len(lanes) - 1}
     entries = {} if census is None else {e.instruction: str(i) for i, e in enumerate(census.ledger) if e.instruction}
     names: dict[str, int] = {}
-    columns = WorkSpans(
-        lane=[1 + links.index(s.axes) if s.kind == "collective" else lane_of.get(s.kind, 0) for s in spans],
-        kind=[s.kind for s in spans],
-        name=[names.setdefault(s.name, len(names)) for s in spans],
-        start=[s.start for s in spans],
-        seconds=[s.seconds for s in spans],
-        count=[s.count for s in spans],
-        depth=[s.depth for s in spans],
-        exposed=[s.exposed for s in spans],
-        key=[entries.get(s.name.rpartition(": ")[2], "") if s.kind == "collective" else "" for s in spans],
-    )
-    timeline = Timeline(
-        lanes,
-        [WorkKind(kind, WORK[kind][1], kind) for kind in dict.fromkeys(span.kind for span in spans)],
-        list(names),
-        columns,
-        schedule.step_seconds,
-        link,
+    boxes = {
+        "lane": [1 + links.index(s.axes) if s.kind == "collective" else lane_of.get(s.kind, 0) for s in spans],
+        "name": [names.setdefault(s.name, len(names)) for s in spans],
+        "key": [entries.get(s.name.rpartition(": ")[2], "") if s.kind == "collective" else "" for s in spans],
+    }
+    for field in ("kind", "start", "seconds", "count", "depth", "exposed"):
+        boxes[field] = [getattr(span, field) for span in spans]
+    kinds = [{"kind": kind, "name": WORK[kind][1], "colour": kind} for kind in dict.fromkeys(s.kind for s in spans)]
+    data = {"lanes": lanes, "kinds": kinds, "names": list(names), "spans": boxes, "link": link}
+    timeline = Drawing(
+        "Timeline",
+        {**data, "seconds": schedule.step_seconds},
         title="The step on one device",
         note="Every iteration of a loop is drawn. A red foot marks where only the transfer runs.",
     )
     doubts = [f"Not to be trusted: {schedule.doubt}."] if schedule.doubt else []
-    doubts += [f"Not priced: {unpriced_text(schedule.unpriced)}."] if schedule.unpriced else []
+    doubts += [f"Not priced: {_unpriced(schedule.unpriced)}."] if schedule.unpriced else []
     return [timeline, _step_parts(schedule), *([Text(doubts, "warning")] if doubts else [])]
 
 
@@ -283,12 +245,11 @@ def _step_parts(schedule: SimulatedSchedule) -> Bars:
             parts.append((f"exposed, {axes} ({schedule.routes.get(axes, 'HBM')})", "exposed", n))
     if schedule.bubble:
         parts.append(("pipeline bubble", "bubble", schedule.bubble))
-    rows = [Bar("one step", [n for _, _, n in parts])]
     if schedule.link_seconds:
         parts.append(("busy links", "collective", 0.0))
-        rows[0] = Bar("one step", [n for _, _, n in parts])
-        idle = [0.0] * (len(parts) - 1)
-        rows += [Bar(f"links of {axes}", [*idle, n]) for axes, n in schedule.link_seconds.items()]
+    idle = [0.0] * (len(parts) - 1)
+    rows = [Bar("one step", [n for _, _, n in parts])]
+    rows += [Bar(f"links of {axes}", [*idle, n]) for axes, n in schedule.link_seconds.items()]
     return Bars(
         "seconds",
         [name for name, _, _ in parts],
@@ -328,15 +289,15 @@ def _memory(census: Census) -> list[Block]:
         note="A loop's body counts once; arguments are always there.",
     )
     columns = [
-        Column("bytes", "bytes", lambda b: b.bytes, bar=True),
-        Column("category", cell=lambda b: b.category, choices=True),
-        Column("module", cell=lambda b: b.module, choices=True),
-        Column("array", cell=lambda b: b.array),
-        Column("source line", cell=lambda b: b.line),
-        Column("lives from", "integer", lambda b: b.start, where="page"),
-        Column("to", "integer", lambda b: b.end, where="page"),
-        Column("instruction", cell=lambda b: b.instruction, where="page"),
-        Column("operation", cell=lambda b: b.op_name, wide=True, where="page"),
+        Column("bytes", "bytes", "bytes", bar=True),
+        Column("category", cell="category", choices=True),
+        Column("module", cell="module", choices=True),
+        Column("array", cell="array"),
+        Column("source line", cell="line"),
+        Column("lives from", "integer", "start", where="page"),
+        Column("to", "integer", "end", where="page"),
+        Column("instruction", cell="instruction", where="page"),
+        Column("operation", cell="op_name", wide=True, where="page"),
     ]
     note = f"The {len(profile.buffers)} largest temporaries that are live at instruction {profile.peak:,}."
     table = Table.of(
@@ -375,43 +336,36 @@ def _ledger(census: Census, link: str) -> list[Block]:
         Column("payload", "bytes", "total"),
         Column("sent", "bytes", "sent"),
     ]
-    exposed = _exposed(census)
-    entries = sorted(enumerate(census.ledger), key=lambda pair: -pair[1].sent)
-    largest = entries[:_MAX_ENTRIES]
+    exposed: dict[str, float] = {}
+    for span in census.schedule.spans if census.schedule is not None else ():
+        if span.kind == "collective":
+            name = span.name.rpartition(": ")[2]
+            exposed[name] = exposed.get(name, 0.0) + span.exposed * span.count
     routes = {} if census.schedule is None else census.schedule.routes
-    columns = [
-        Column("tensor or scope", cell=lambda e: e.tensor or e.instruction),
-        Column("collective", cell=lambda e: e.kind, choices=True),
-        Column("axes", cell=lambda e: e.axes_label, choices=True),
-        Column("operands", cell=operands_text, where="terminal"),
-        Column("sent", "bytes", lambda e: e.sent, bar=True),
-        Column("count", "integer", lambda e: e.count),
-        Column("payload", "bytes", lambda e: e.payload, where="page"),
-        Column("exposed", "seconds", lambda e: exposed.get(e.instruction)),
-        Column("overlap", cell=_overlap),
-        Column("source line", cell=lambda e: e.line),
-    ]
-    items = {}
-    for i, e in largest:
-        facts: list[Any] = [e.kind, e.axes_label, routes.get(e.axes_label, ""), e.group_size, e.payload, e.count]
-        facts += [e.sent, exposed.get(e.instruction), operands_text(e), ", ".join(e.overlapped[:6]), e.line]
-        items[str(i)] = Item(e.tensor or e.instruction, "", [*facts, e.op_name, e.instruction])
-    inspector = Inspector(
-        link,
-        list(_FACTS),
-        list(_FACTS.values()),
-        items,
-        title="Entry",
-        empty="Click a row, or a transfer on the timeline.",
-        at_most=2,
-        first=str(largest[0][0]),
-        where="page",
-    )
+    kind = Column("collective", cell="kind", choices=True)
+    over = Column("axes", cell="axes_label", choices=True)
+    sent_by = Column("sent", "bytes", "sent", bar=True)
+    count = Column("count", "integer", "count")
+    payload = Column("payload", "bytes", "payload", where="page")
+    exposed_for = Column("exposed", "seconds", lambda e: exposed.get(e.instruction))
+    operands = Column("operands", cell=_operands, where="terminal")
+    line = Column("source line", cell="line")
+    columns = [Column("tensor or scope", cell=_tensor), kind, over, operands, sent_by, count, payload, exposed_for]
+    columns += [Column("overlap", cell=_overlap), line]
+    links = Column("links", cell=lambda e: routes.get(e.axes_label, ""))
+    facts = [kind, over, links, Column("devices of a group", "integer", "group_size"), payload, count, sent_by]
+    facts += [exposed_for, operands, Column("overlapped with", cell=lambda e: ", ".join(e.overlapped[:6])), line]
+    facts += [Column("operation", cell="op_name"), Column("instruction", cell="instruction")]
+    entries = sorted(enumerate(census.ledger), key=lambda pair: -pair[1].sent)
+    largest = {str(i): entry for i, entry in entries[:_MAX_ENTRIES]}
     left = len(entries) - len(largest)
+    items = {key: Item(_tensor(e), "", [column.of(e) for column in facts]) for key, e in largest.items()}
+    empty, first = "Click a row, or a transfer on the timeline.", next(iter(largest))
+    inspector = Inspector(link, facts, items, first=first, title="Entry", empty=empty, where="page")
     table = Table.of(
-        [e for _, e in largest],
+        largest.values(),
         columns,
-        keys=[str(i) for i, _ in largest],
+        keys=list(largest),
         link=link,
         searchable=True,
         title="Every collective",
@@ -419,17 +373,15 @@ def _ledger(census: Census, link: str) -> list[Block]:
         shown=24,
         printed=16,
     )
-    return [Grid([matrix, inspector]), Table.of(traffic, sums, where="terminal", printed=len(traffic)), table]
+    return [Grid([matrix, inspector]), Table.of(traffic, sums, where="terminal", printed=None), table]
 
 
-def _exposed(census: Census) -> dict[str, float]:
-    """Seconds of a step for which each collective is exposed, by instruction."""
-    found: dict[str, float] = {}
-    for span in census.schedule.spans if census.schedule is not None else ():
-        if span.kind == "collective":
-            name = span.name.rpartition(": ")[2]
-            found[name] = found.get(name, 0.0) + span.exposed * span.count
-    return found
+def _tensor(entry: LedgerEntry) -> str:
+    return entry.tensor or entry.instruction
+
+
+def _operands(entry: LedgerEntry) -> str:
+    return " ".join(entry.operands[:2]) + (" ..." if len(entry.operands) > 2 else "")
 
 
 def _overlap(entry: LedgerEntry) -> str:
@@ -445,20 +397,19 @@ def _flops(census: Census) -> list[Block]:
         text += f"; model FLOPs {format_count(model)} ({model / flops.compiled:.0%})"
     if flops.intensity:
         text += f"; {flops.intensity:.1f} FLOPs per byte by the compiler's cost analysis"
-    unpriced = f"Not in it, FLOPs unknown: {unpriced_text(flops.unpriced)}."
+    unpriced = f"Not in it, FLOPs unknown: {_unpriced(flops.unpriced)}."
     warnings = [Text([unpriced], "warning")] if flops.unpriced else []
     tables: list[Block] = []
     if flops.model:
         columns = [Column("item"), Column("FLOPs", "count", bar=True), Column("formula", wide=True)]
-        rows: list[list[Cell]] = [[item, n, FORMULAS.get(item, "")] for item, n in flops.model.items()]
         note = "formula of the forward pass; a training step is three of it"
+        rows = [(item, n, FORMULAS.get(item, "")) for item, n in flops.model.items()]
         tables.append(Table(columns, rows, title="Model FLOPs", note=note))
     columns = [
-        Column("phase", cell=lambda matmul: matmul.phase, choices=True),
-        Column("module", cell=lambda matmul: matmul.module, choices=True),
-        Column("FLOPs", "count", lambda matmul: matmul.flops, bar=True),
+        Column("phase", cell="phase", choices=True),
+        Column("module", cell="module", choices=True),
+        Column("FLOPs", "count", "flops", bar=True),
     ]
-    tables.append(
-        Table.of(flops.matmuls, columns, searchable=True, title="Compiled matrix products", shown=20, printed=8)
-    )
+    title = "Compiled matrix products"
+    tables.append(Table.of(flops.matmuls, columns, searchable=True, title=title, shown=20, printed=8))
     return [Text([f"{text}."]), *warnings, Grid(tables)]

@@ -9,29 +9,15 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, nearest
 from meshwright.formatting import format_bytes, format_count
 from meshwright.planner.memory_model import keeps_stages, kept_bytes
-from meshwright.planner.optimizer import state_bytes
+from meshwright.planner.optimizer import optimizer_state_bytes
 from meshwright.planner.work import work_of
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import BATCH_AXES, find_layout
 from meshwright.sharding.params import count_params, named_leaves
-from meshwright.sharding.placement import Placement as AxesOfDims
-from meshwright.sharding.placement import notation
+from meshwright.sharding.placement import Placement, notation
 from meshwright.sharding.schedule_table import IDLE, PLACE, ScheduleTable
-from meshwright.views.blocks import (
-    Bar,
-    Bars,
-    Figure,
-    Figures,
-    Machine,
-    MeshAxes,
-    Panel,
-    Pipeline,
-    PipelineTasks,
-    Placement,
-    TensorPlacement,
-)
-from meshwright.views.draw.arrays import ArrayPicture, picture_of
-from meshwright.views.draw.machine import MachineGrid, draw_machine
+from meshwright.views.blocks import Bar, Bars, Drawing, Figure, Figures
+from meshwright.views.draw import ArrayPicture, MachineGrid, draw_machine, picture_of
 from meshwright.views.layout import (
     ParamRow,
     StageRow,
@@ -45,8 +31,6 @@ from meshwright.views.report import Report, Section
 
 _FIRST = ("blocks.up", "blocks.query", "embed")
 """Tensors of which the first that the model has is shown when a page opens."""
-_WHOLE_MOMENTS = ("adamw", "lion", "sgd")
-"""Optimizers whose state is copies of the parameters, which the planner's arithmetic counts without optax."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,16 +51,14 @@ class LayoutReport:
 
 def layout_report(placed: PlacedRun) -> LayoutReport:
     """Returns the layout of every parameter of a placed run, and bytes per device."""
-    rows, run = param_rows(placed), placed.run
-    if run.optimizer.name in _WHOLE_MOMENTS:
-        optimizer = round(state_bytes(placed))
-    else:
-        from meshwright.planner.optimizer import optimizer_state_bytes  # loads optax
-
-        optimizer = optimizer_state_bytes(placed)
-    bytes_parameters = sum(row.bytes_sharded for row in rows)
+    rows = param_rows(placed)
     return LayoutReport(
-        placed.shape, rows, count_params(placed.params), bytes_parameters, optimizer, stage_rows(placed)
+        mesh=placed.shape,
+        rows=rows,
+        parameters=count_params(placed.params),
+        bytes_parameters=sum(row.bytes_sharded for row in rows),
+        bytes_optimizer=optimizer_state_bytes(placed),
+        stages=stage_rows(placed),
     )
 
 
@@ -107,80 +89,93 @@ def layout_sections(placed: PlacedRun, machine: MachineGrid | None) -> list[Sect
     sections = [
         Section(
             "Tensors on devices",
-            [tensor_placement(placed, report.rows)],
+            [_placement_drawing(placed, report.rows)],
             "Equal colours hold equal data. Between steps every tensor is sharded; a layer's weights are gathered "
             "while it runs.",
             "Hover a block or a device to see the other side.",
         ),
-        Section("Mesh over the machine", [machine_block(placed, machine)]),
+        Section("Mesh over the machine", [machine_drawing(placed, machine)]),
         Section("Parameters", [params_table(report.rows, totals)]),
     ]
     if report.stages:
-        blocks = [
-            pipeline_block(placed.schedule_table),
-            _stage_memory(placed, report),
-            stages_table(report.stages),
-        ]
+        table = placed.schedule_table
+        blocks = [_pipeline_drawing(table), _stage_memory(placed, report), stages_table(report.stages)]
         hint = (
             "Hover a task, or move the slider, to follow its microbatch; the bars below each stage are the "
             "microbatches in flight there."
         )
-        note = f"{placed.schedule_table.summary}."
-        sections.insert(1, Section("Pipeline schedule", blocks, note, hint))
+        sections.insert(1, Section("Pipeline schedule", blocks, f"{table.summary}.", hint))
     return sections
 
 
-def machine_block(placed: PlacedRun, machine: MachineGrid | None) -> Machine:
-    """Returns the mesh over a machine, or over one host where none is given."""
+def mesh_data(placed: PlacedRun, machine: MachineGrid | None) -> dict[str, object]:
+    """Returns the axes of a mesh of more than one device, and the links along each of them."""
+    return {"axes": _axes(placed), "summaries": draw_machine(placed.shape.degrees(), machine).lines}
+
+
+def machine_drawing(
+    placed: PlacedRun, machine: MachineGrid | None, link: str = "", others: dict[str, PlacedRun] | None = None
+) -> Drawing:
+    """Returns the mesh over a machine, or over one host where none is given.
+
+    link, others: a selection, and by its keys the runs whose mesh is shown in place of this one.
+    """
     picture = draw_machine(placed.shape.degrees(), machine)
     panels = [
-        Panel(
-            panel.caption, panel.rows, panel.columns, [(cell.devices[0], cell.row, cell.column) for cell in panel.cells]
-        )
+        {
+            "caption": panel.caption,
+            "rows": panel.rows,
+            "columns": panel.columns,
+            "cells": [(*cell.devices, cell.row, cell.column) for cell in panel.cells],
+        }
         for panel in picture.panels
     ]
-    return Machine(MeshAxes(_axes(placed), picture.axis_summaries), panels, title=picture.title)
+    meshes = {key: mesh_data(other, machine) for key, other in (others or {}).items()}
+    data = {"mesh": mesh_data(placed, machine), "panels": panels, "link": link, "meshes": meshes}
+    return Drawing("Machine", data, title=picture.title)
 
 
 def _axes(placed: PlacedRun) -> list[tuple[str, int]]:
     return [(axis, n) for axis, n in placed.shape.degrees().items() if n > 1]
 
 
-def tensor_placement(placed: PlacedRun, rows: tuple[ParamRow, ...]) -> Placement:
+def _placement_drawing(placed: PlacedRun, rows: tuple[ParamRow, ...]) -> Drawing:
     """Returns every parameter and the batch, sharded and gathered, over the devices of the mesh."""
     axes = _axes(placed)
     index = {axis: i for i, (axis, _) in enumerate(axes)}
 
-    def over(placement: AxesOfDims) -> list[list[int]]:
+    def over(placement: Placement) -> list[list[int]]:
         return [[index[axis] for axis in names if axis in index] for names in placement]
 
     tensors = [
-        TensorPlacement(
-            row.path,
-            list(p.dims),
-            p.shape,
-            over(where.at_rest),
-            over(where.in_use),
-            row.sharded,
-            row.gathered,
-            row.bytes_sharded,
-            row.bytes_gathered,
-            stacked=p.dims.startswith("L"),
-        )
+        {
+            "name": row.path,
+            "dims": list(p.dims),
+            "shape": p.shape,
+            "sharded": over(where.at_rest),
+            "gathered": over(where.in_use),
+            "sharded_text": row.sharded,
+            "gathered_text": row.gathered,
+            "bytes_sharded": row.bytes_sharded,
+            "bytes_gathered": row.bytes_gathered,
+            "stacked": p.dims.startswith("L"),
+        }
         for row, (_, p, where) in zip(rows, placed.leaves, strict=True)
     ]
+    names = [row.path for row in rows]
     shape = (placed.run.training.batch, placed.run.training.seq)
     split = (BATCH_AXES, ("context",)) if placed.shape.context > 1 else (BATCH_AXES, ())
     degrees = placed.shape.degrees()
     size = 4 * math.prod(shape) // math.prod(degrees[axis] for axes_of_dim in split for axis in axes_of_dim)
-    text, dims = notation("tokens", "BT", split), over(split)
-    tensors.append(TensorPlacement("batch", ["B", "T"], shape, dims, dims, text, text, size, size, stacked=False))
-    names = {tensor.name for tensor in tensors}
-    first = next((name for name in _FIRST if name in names), tensors[0].name)
-    return Placement(axes, placed.shape.size, tensors, first)
+    batch = {"name": "batch", "dims": ["B", "T"], "shape": shape, "stacked": False}
+    for state in ("sharded", "gathered"):
+        batch |= {state: over(split), f"{state}_text": notation("tokens", "BT", split), f"bytes_{state}": size}
+    first = next((name for name in _FIRST if name in names), names[0])
+    data = {"axes": axes, "devices": placed.shape.size, "tensors": [*tensors, batch], "first": first}
+    return Drawing("Placement", data)
 
 
-def pipeline_block(table: ScheduleTable) -> Pipeline:
+def _pipeline_drawing(table: ScheduleTable) -> Drawing:
     """Returns the tasks of every stage in every tick."""
     used = sorted({PLACE[kind] for kind, count in table.task_counts.items() if count})
     tasks = [
@@ -190,17 +185,11 @@ def pipeline_block(table: ScheduleTable) -> Pipeline:
         for task in table.tasks(tick, stage)
         if task.kind != IDLE
     ]
-    live = [[int(n) for n in table.live_inputs[:, s]] for s in range(table.stages)]
-    return Pipeline(
-        table.stages,
-        table.ticks,
-        len(used),
-        table.virtual_stages,
-        table.microbatches,
-        PipelineTasks(*zip(*tasks, strict=True)),
-        live,
-        title=table.title,
-    )
+    fields = ("tick", "stage", "place", "kind", "part", "microbatch")
+    data = {name: getattr(table, name) for name in ("stages", "ticks", "virtual_stages", "microbatches")}
+    data |= {"places": len(used), "live": table.live_inputs.T}
+    data["tasks"] = dict(zip(fields, zip(*tasks, strict=True), strict=True))
+    return Drawing("Pipeline", data, title=table.title)
 
 
 def _stage_memory(placed: PlacedRun, report: LayoutReport) -> Bars:
@@ -230,12 +219,10 @@ def tensor_pictures(placed: PlacedRun, paths: tuple[str, ...] = ()) -> list[Arra
     paths: of the parameters; all if empty. Raises ConfigError for a path that the model does not have.
     """
     params, placements = named_leaves(placed.params), named_leaves(placed.placements)
-    for path in paths:
+    mesh, pictures = placed.shape.degrees(), []
+    for path in paths or params:
         if path not in params:
             raise ConfigError(f"a picture of {path!r}", "the model has no such parameter", nearest(path, params))
-    mesh = placed.shape.degrees()
-    pictures = []
-    for path in paths or params:
         p, where = params[path], placements[path]
         pictures.append(picture_of(path, p.shape, p.dims, where.at_rest, mesh))
         if where.in_use != where.at_rest:

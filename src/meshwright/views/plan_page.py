@@ -1,19 +1,27 @@
-"""Report of a search: every plan by step time and memory, why each loses, and the chosen one on the hardware."""
+"""Reports of plans: a search on one target, offers of several, predicted decoding; what is known of a plan, once."""
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
+from rich.console import Console
+
+from meshwright.errors import MeshwrightError
 from meshwright.formatting import format_bytes, format_count, format_step, format_time
 from meshwright.hardware.chips import Torus
 from meshwright.hardware.interconnect import all_coordinates
 from meshwright.hardware.targets import Target
+from meshwright.planner.decoding import DecodePrice
 from meshwright.planner.explain import STEP_PARTS, alternatives, memory_shortfall, slowdown_reason
 from meshwright.planner.offers import Offer
 from meshwright.planner.search import Plan, SearchResult
 from meshwright.views.blocks import (
+    MARKERS,
     Axis,
-    BarScale,
+    Bars,
+    Block,
     Cell,
     Chart,
     Column,
@@ -22,44 +30,31 @@ from meshwright.views.blocks import (
     Grid,
     Inspector,
     Item,
-    Machine,
     Mark,
-    Marker,
     Series,
     Table,
     Text,
-    Tone,
-    Unit,
     format_amount,
 )
 from meshwright.views.colours import series_colour
-from meshwright.views.draw.machine import MachineGrid
-from meshwright.views.layout_page import layout_sections, machine_block
+from meshwright.views.draw import MachineGrid
+from meshwright.views.layout_page import layout_sections, machine_drawing
 from meshwright.views.report import Report, Section
+from meshwright.views.terminal import print_blocks
 
 _MOST = 500
 """Plans that fit, and as many that do not, on a page; the best are kept."""
 _MESHES = 80
 """Plans whose mesh can be drawn over the machine."""
-_FAMILIES = 6
-"""Kinds of meshes with a colour of their own."""
+_COLOURED = 6
+"""Ways to split the model with a colour of their own."""
 _CHARTED = 2.5
 """Memory over that of the device above which a plan that does not fit is only in the table."""
 _SLOWER = 1.2
 """Step time over that of the slowest plan that fits above which one that does not is only in the table."""
-MARKERS: tuple[Marker, ...] = ("circle", "square", "diamond", "triangle")
-PART_COLOURS = {
-    "matmul": "matmul",
-    "attention": "attention",
-    "recomputation": "c7",
-    "elementwise": "memory",
-    "optimizer": "c2",
-    "exposed": "exposed",
-    "host": "host",
-    "bubble": "bubble",
-}
-"""Part of a step -> its colour."""
-MEMORY_COLOURS = {
+_PART_COLOURS = ("matmul", "attention", "c7", "memory", "c2", "exposed", "host", "bubble")
+"""Colours of the parts of a step, in the order of STEP_PARTS."""
+_MEMORY_COLOURS = {
     "parameters": "c1",
     "optimizer state": "c6",
     "gradients": "c4",
@@ -69,18 +64,67 @@ MEMORY_COLOURS = {
     "loss and its table": "c7",
     "optimizer update": "c2",
 }
-"""Category of memory -> its colour."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """Plan of a search with its key on the page and why it is not the first."""
+class _Row:
+    """Plan with its key on the page and why it is not the first."""
 
     key: str
     plan: Plan
-    reason: str
-    rank: int | None
+    reason: str = ""
+    rank: int | None = None
     """None for plans that the search did not find, or that do not fit."""
+    days: float | None = None
+    dollars: float | None = None
+
+    @property
+    def state(self) -> str:
+        return "fits" if self.plan.estimate.fits else "does not fit"
+
+    @property
+    def pipeline(self) -> str:
+        return self.plan.run.training.pipeline_schedule if self.plan.mesh.stage > 1 else "none"
+
+    @property
+    def links(self) -> str:
+        e = self.plan.estimate
+        return "\n".join(
+            f"{axes} over {e.routes[axes]}: {format_step(n)} busy, {format_step(e.exposed.get(axes, 0.0))} exposed"
+            for axes, n in e.busy.items()
+        )
+
+
+_COLUMNS = {
+    column.heading: column
+    for column in (
+        Column("", "integer", "rank", where="terminal"),
+        Column("target", cell="plan.target"),
+        Column("plan", cell="plan.name"),
+        Column("mesh", cell="plan.mesh", where="page"),
+        Column("remat", cell="plan.run.training.remat", choices=True, where="page"),
+        Column("microbatches", "integer", "plan.run.training.microbatches", choices=True, where="page"),
+        Column("pipeline", cell="pipeline", choices=True, where="page"),
+        Column("step", "seconds", "plan.estimate.seconds", bar=True),
+        Column("MFU", "fraction", "plan.estimate.mfu"),
+        Column("tokens/s", "count", "plan.estimate.tokens_per_second"),
+        Column("memory", "bytes", "plan.estimate.bytes", bar=True),
+        Column("of the device", "fraction", lambda row: row.plan.estimate.bytes / row.plan.estimate.hbm_bytes),
+        Column("state", cell="state", choices=True, where="page"),
+        Column("bound by", cell="plan.estimate.bound_by", choices=True),
+        Column("days", "days", "days", bar=True),
+        Column("cost", "dollars", "dollars", bar=True),
+        Column("layout", cell="plan.run.layout"),
+        Column("mesh axes on the hardware", cell="plan.estimate.axis_mapping"),
+        Column("links", cell="links"),
+        Column("reason", cell="reason", wide=True, where="page"),
+    )
+}
+"""What tables and inspectors show of a plan."""
+
+
+def _columns(*names: str) -> list[Column]:
+    return [_COLUMNS[name] for name in names]
 
 
 def plan_page(
@@ -101,76 +145,70 @@ def plan_page(
     offer: training of the plan, which gives its days and dollars.
     """
     e, target = plan.estimate, result.target
-    rows = _rows(result, compared or (plan,), plan, most)
+    rows = _rows(result, compared or (plan,), plan, most, None if offer is None else offer.tokens)
     first = "~".join(row.key for row in rows if row.plan.name in {p.name for p in compared or (plan,)})
     refused = f"; {len(result.refused)} meshes refused" if result.refused else ""
     tokens = f"{format_count(e.tokens)} tokens of {plan.run.training.batch} x {plan.run.training.seq}"
+    used = f"{e.bytes / e.hbm_bytes:.0%} of {format_bytes(e.hbm_bytes)}"
+    priced = f"best of each mesh and schedule: {len(result.plans)} fit, {len(result.too_large)} do not{refused}"
     figures = [
         Figure("step", format_step(e.seconds), tokens),
         Figure("MFU", f"{e.mfu:.1%}", f"bound by {e.bound_by}; recomputation is left out"),
         Figure("tokens per second", format_count(e.tokens_per_second), f"on {e.devices:,} devices"),
-        Figure(
-            "memory of a device",
-            format_bytes(e.bytes),
-            f"{e.bytes / e.hbm_bytes:.0%} of {format_bytes(e.hbm_bytes)}",
-            "" if e.fits else "bad",
-        ),
+        Figure("memory of a device", format_bytes(e.bytes), used, "" if e.fits else "bad"),
         Figure("host memory while saving", format_bytes(e.saved), "for each of a host's devices"),
-        Figure(
-            "plans priced",
-            f"{result.priced:,}",
-            f"best of each mesh and schedule: {len(result.plans)} fit, {len(result.too_large)} do not{refused}",
-        ),
+        Figure("plans priced", f"{result.priced:,}", priced),
     ]
     known = [f"efficiency: {target.efficiency_source}"] if target.efficiency_source else []
     known += [f"note: {note}" for note in notes]
-    known += [f"training: {arithmetic(offer)}", *assumptions([offer])] if offer is not None else []
-    grid = Grid([_scatter(rows, target), plan_inspector(rows, first)], wide=True)
+    known += [f"training: {_arithmetic(offer)}", *_assumptions([offer])] if offer is not None else []
     machine = machine_of_target(target)
-    meshes = {row.key: machine_block(row.plan.placed, machine).mesh for row in rows[:_MESHES]}
     drawn = dataclasses.replace(
-        machine_block(plan.placed, machine),
-        link="plans",
-        meshes=meshes,
+        machine_drawing(plan.placed, machine, "plans", {row.key: row.plan.placed for row in rows[:_MESHES]}),
         title=f"{target}: {target.devices:,} devices",
         note=f"Mesh axes on the hardware: {e.axis_mapping}.",
         hint="Point at an axis to see who communicates along it; the drawing follows the plan that is chosen above.",
     )
+    layout = [dataclasses.replace(s, where="page") for s in layout_sections(plan.placed, machine)]
     sections = [
         Section("At a glance", [Figures(figures), *([Text(known)] if known else [])]),
         *compiled,
         Section(
             "All plans",
-            [grid, _table(rows, result, shown, None if offer is None else offer.tokens)],
+            [
+                Grid([_plans_chart(rows, target), _inspector(rows, first)], wide=True),
+                _search_table(rows, result, shown),
+            ],
             hint="Click a point or a row to see its parts; click a second one to compare the two.",
         ),
         Section("Mesh of the chosen plan", [drawn]),
         Section("Why not other mesh axes", [_alternatives(result, shown)]),
-        *(
-            dataclasses.replace(section, where="page")
-            for section in layout_sections(plan.placed, machine)
-            if not isinstance(section.blocks[0], Machine)
-        ),
+        *(section for section in layout if section.title != "Mesh over the machine"),
     ]
     footer = "Every figure is predicted by arithmetic; meshwright prove compiles a plan. This file loads nothing."
-    return Report(
-        f"{plan.run.name} on {target}", sections, topic="plan", lead=f"{plan.name}, {predicted(plan)}", footer=footer
-    )
+    lead = f"{plan.name}, {_predicted(plan)}"
+    return Report(f"{plan.run.name} on {target}", sections, topic="plan", lead=lead, footer=footer)
 
 
 def single_plan_page(plan: Plan) -> Report:
     """Returns the report of one plan without its search: where its seconds and bytes go, and its tensors on devices."""
-    row = Row("p0", plan, "fits" if plan.estimate.fits else "does not fit", None)
+    row = _Row("p0", plan)
     sections = [
-        Section("Prediction", [plan_inspector([row], "p0")]),
+        Section("Prediction", [_inspector([dataclasses.replace(row, reason=row.state)], "p0")]),
         *layout_sections(plan.placed, machine_of_target(plan.target)),
     ]
-    lead = f"{plan.name}, {predicted(plan)}"
+    lead = f"{plan.name}, {_predicted(plan)}"
     return Report(f"{plan.run.name} on {plan.target}", sections, topic="plan", lead=lead)
 
 
-def predicted(plan: Plan) -> str:
-    """Returns the step time, MFU, speed and memory of a plan in one line."""
+def plans_table(plans: Sequence[Plan]) -> Table:
+    """Returns the table of ranked plans of several targets."""
+    rows = [_Row(str(i), plan, rank=i) for i, plan in enumerate(plans, 1)]
+    columns = _columns("", "plan", "step", "MFU", "tokens/s", "memory", "bound by", "target")
+    return Table.of(rows, columns, printed=None)
+
+
+def _predicted(plan: Plan) -> str:
     e = plan.estimate
     return (
         f"predicted by arithmetic: {format_step(e.seconds)} per step, {e.mfu:.0%} MFU, "
@@ -179,7 +217,7 @@ def predicted(plan: Plan) -> str:
     )
 
 
-def _rows(result: SearchResult, opened: Sequence[Plan], chosen: Plan, most: int) -> list[Row]:
+def _rows(result: SearchResult, opened: Sequence[Plan], chosen: Plan, most: int, tokens: int | None) -> list[_Row]:
     """Returns the best plans of a search, and those that the page is about: first what fits, then what does not."""
     fits, too_large = list(result.plans[:most]), list(result.too_large[:most])
     ranked, names = len(fits), {plan.name for plan in (*fits, *too_large)}
@@ -191,50 +229,49 @@ def _rows(result: SearchResult, opened: Sequence[Plan], chosen: Plan, most: int)
     for i, plan in enumerate([*fits, *too_large]):
         reason = slowdown_reason(plan, winner) if plan.estimate.fits else memory_shortfall(plan)
         reason = "the fastest plan that fits" if plan is winner else reason
-        rows.append(Row(f"p{i}", plan, reason, i + 1 if i < ranked else None))
+        days = None if tokens is None else tokens / plan.estimate.tokens_per_second / 86400
+        rows.append(_Row(f"p{i}", plan, reason, i + 1 if i < ranked else None, days))
     return rows
 
 
-def family(plan: Plan) -> str:
+def _splits(plan: Plan) -> str:
     """Names how a plan splits the model, besides over data: `pipeline + tensor`, `data and FSDP only`."""
     words = {"stage": "pipeline", "expert": "experts", "context": "context", "tensor": "tensor"}
     degrees = plan.mesh.degrees()
     return " + ".join(word for axis, word in words.items() if degrees[axis] > 1) or "data and FSDP only"
 
 
-def _scatter(rows: Sequence[Row], target: Target) -> Chart:
-    """Step time against memory: plans that fit by family, those that do not, the Pareto front, and the limit."""
+def _points(
+    name: str, rows: Sequence[_Row], x: Sequence[float], y: Sequence[float], colour: str, marker: str
+) -> Series:
+    tips = [f"{row.plan.name}\n{row.reason}" for row in rows]
+    return Series(name, x, y, colour, "points", marker, keys=[row.key for row in rows], tips=tips)
+
+
+def _plans_chart(rows: Sequence[_Row], target: Target) -> Chart:
+    """Step time against memory: plans that fit, by how they split the model, others, the Pareto front, the limit."""
     fitting = [row for row in rows if row.plan.estimate.fits]
-    counts = Counter(family(row.plan) for row in fitting)
-    names = sorted(counts, key=lambda name: (name != family(rows[0].plan), -counts[name]))[:_FAMILIES]
-    groups: dict[str, list[Row]] = {name: [] for name in (*names, "others", "does not fit")}
+    counts = Counter(_splits(row.plan) for row in fitting)
+    names = sorted(counts, key=lambda name: (name != _splits(rows[0].plan), -counts[name]))[:_COLOURED]
+    groups: dict[str, list[_Row]] = {name: [] for name in (*names, "others", "does not fit")}
     slowest = max((row.plan.estimate.seconds for row in fitting), default=float("inf"))
     for row in rows:
-        e, name = row.plan.estimate, family(row.plan)
+        e, name = row.plan.estimate, _splits(row.plan)
         if e.fits:
             groups[name if name in names else "others"].append(row)
         elif e.bytes <= _CHARTED * e.hbm_bytes and e.seconds <= _SLOWER * slowest:
             groups["does not fit"].append(row)
-    series = [
-        Series(
-            name,
-            [row.plan.estimate.seconds for row in group],
-            [row.plan.estimate.bytes for row in group],
-            "muted" if name == "does not fit" else series_colour(number),
-            "points",
-            "cross" if name == "does not fit" else MARKERS[number % len(MARKERS)],
-            keys=[row.key for row in group],
-            tips=[f"{row.plan.name}\n{row.reason}" for row in group],
-        )
-        for number, (name, group) in enumerate(groups.items())
-        if group
-    ]
+    series = []
+    for number, (name, group) in enumerate(groups.items()):
+        x, y = ([getattr(row.plan.estimate, of) for row in group] for of in ("seconds", "bytes"))
+        look = ("muted", "cross") if name == "does not fit" else (series_colour(number), MARKERS[number % 4])
+        series += [_points(name, group, x, y, *look)] if group else []
     front: list[tuple[float, float]] = []
     for seconds, size in sorted((row.plan.estimate.seconds, row.plan.estimate.bytes) for row in fitting):
         if not front or size < front[-1][1]:
             front.append((seconds, size))
     if len(front) > 1:
-        x, y = zip(*front, strict=True)
+        x, y = map(list, zip(*front, strict=True))
         series.append(Series("Pareto front", x, y, "ink", "step", dashed=True))
     hbm, fragmentation = target.chip.hbm_bytes, target.chip.fragmentation
     marks = [Mark("y", hbm / fragmentation, f"fits below {format_bytes(hbm / fragmentation)}", fit=True)]
@@ -254,138 +291,66 @@ def _scatter(rows: Sequence[Row], target: Target) -> Chart:
     )
 
 
-_FACTS: dict[str, Unit] = {
-    "step": "seconds",
-    "MFU": "fraction",
-    "tokens per second": "count",
-    "memory of a device": "bytes",
-    "fraction of the device's memory": "fraction",
-    "bound by": "text",
-    "rank": "integer",
-    "remat": "text",
-    "microbatches": "integer",
-    "pipeline": "text",
-    "layout": "text",
-    "mesh axes on the hardware": "text",
-    "links": "text",
-}
-
-
-def plan_inspector(rows: Sequence[Row], first: str) -> Inspector:
+def _inspector(rows: Sequence[_Row], first: str) -> Inspector:
     """Returns what is known of each plan: facts, and bars of its seconds and bytes. first: keys selected at first."""
-    categories = list(dict.fromkeys(name for row in rows for name, n in row.plan.estimate.memory.items() if n))
-    limits = {row.plan.estimate.hbm_bytes for row in rows}
-    items = {}
-    for row in rows:
-        e, training = row.plan.estimate, row.plan.run.training
-        links = "\n".join(
-            f"{axes} over {e.routes[axes]}: {format_step(n)} busy, {format_step(e.exposed.get(axes, 0.0))} exposed"
-            for axes, n in e.busy.items()
-        )
-        pipeline = training.pipeline_schedule if row.plan.mesh.stage > 1 else ""
-        facts: list[Cell] = [
-            e.seconds,
-            e.mfu,
-            e.tokens_per_second,
-            e.bytes,
-            e.bytes / e.hbm_bytes,
-            e.bound_by,
-            row.rank,
-        ]
-        facts += [training.remat, training.microbatches, pipeline, row.plan.run.layout, str(e.axis_mapping), links]
-        values = [[e.parts[part] for part in STEP_PARTS], [e.memory.get(name, 0.0) for name in categories]]
-        items[row.key] = Item(row.plan.name, row.reason, facts, values)
-    names, colours = list(STEP_PARTS.values()), [PART_COLOURS[part] for part in STEP_PARTS]
-    limit = limits.pop() if len(limits) == 1 else None
-    memory_colours = [MEMORY_COLOURS.get(name, "c7") for name in categories]
+    estimates = [row.plan.estimate for row in rows]
+    categories = list(dict.fromkeys(name for e in estimates for name, n in e.memory.items() if n))
+    limits = {e.hbm_bytes for e in estimates}
     bars = [
-        BarScale("Where the seconds go", "seconds", names, colours),
-        BarScale("Where the bytes go", "bytes", categories, memory_colours, limit),
-    ]
-    empty = "Click a point or a row."
-    return Inspector(
-        "plans",
-        list(_FACTS),
-        list(_FACTS.values()),
-        items,
-        bars,
-        at_most=2,
-        first=first,
-        title="Chosen",
-        empty=empty,
-    )
-
-
-def plans_table(plans: Sequence[Plan]) -> Table:
-    """Returns the table of ranked plans of several targets."""
-    columns = [
-        Column("", "integer", lambda row: row[0]),
-        Column("plan", cell=lambda row: row[1].name),
-        Column("step", "seconds", lambda row: row[1].estimate.seconds),
-        Column("MFU", "fraction", lambda row: row[1].estimate.mfu),
-        Column("tokens/s", "count", lambda row: row[1].estimate.tokens_per_second),
-        Column("memory", "bytes", lambda row: row[1].estimate.bytes),
-        Column("bound by", cell=lambda row: row[1].estimate.bound_by),
-        Column("machine", cell=lambda row: str(row[1].target)),
-    ]
-    return Table.of(enumerate(plans, 1), columns, printed=len(plans))
-
-
-def _table(rows: Sequence[Row], result: SearchResult, printed: int, tokens: int | None) -> Table:
-    def days(row: Row) -> float | None:
-        return None if tokens is None else tokens / row.plan.estimate.tokens_per_second / 86400
-
-    def pipeline(row: Row) -> str:
-        return row.plan.run.training.pipeline_schedule if row.plan.mesh.stage > 1 else "none"
-
-    columns = [
-        Column("", "integer", lambda row: row.rank, where="terminal"),
-        Column("plan", cell=lambda row: row.plan.name, where="terminal"),
-        Column("mesh", cell=lambda row: str(row.plan.mesh), where="page"),
-        Column("remat", cell=lambda row: row.plan.run.training.remat, choices=True, where="page"),
-        Column("microbatches", "integer", lambda row: row.plan.run.training.microbatches, choices=True, where="page"),
-        Column("pipeline", cell=pipeline, choices=True, where="page"),
-        Column("step", "seconds", lambda row: row.plan.estimate.seconds, bar=True),
-        Column("MFU", "fraction", lambda row: row.plan.estimate.mfu),
-        Column("tokens/s", "count", lambda row: row.plan.estimate.tokens_per_second),
-        Column("memory", "bytes", lambda row: row.plan.estimate.bytes, bar=True),
-        Column(
-            "state", cell=lambda row: "fits" if row.plan.estimate.fits else "does not fit", choices=True, where="page"
+        Bars("seconds", list(STEP_PARTS.values()), _PART_COLOURS, title="Where the seconds go"),
+        Bars(
+            "bytes",
+            categories,
+            [_MEMORY_COLOURS.get(name, "c7") for name in categories],
+            limit=limits.pop() if len(limits) == 1 else None,
+            title="Where the bytes go",
         ),
-        Column("bound by", cell=lambda row: row.plan.estimate.bound_by, choices=True),
-        Column("days", "days", days),
-        Column("reason", cell=lambda row: row.reason, wide=True, where="page"),
     ]
-    shown = min(printed, max(1, len(result.plans)))
-    note = f"{result.priced:,} were priced; here is the best of each mesh and schedule, and every mesh that is refused."
-    table = Table.of(
-        rows,
+    columns = _columns(
+        *("step", "MFU", "tokens/s", "memory", "of the device", "bound by", "", "remat", "microbatches", "pipeline"),
+        *("layout", "mesh axes on the hardware", "links"),
+    )
+    columns[columns.index(_COLUMNS[""])] = Column("rank", "integer", "rank")
+    items = {}
+    for row, e in zip(rows, estimates, strict=True):
+        values = [[e.parts[part] for part in STEP_PARTS], [e.memory.get(name, 0.0) for name in categories]]
+        items[row.key] = Item(row.plan.name, row.reason, [column.of(row) for column in columns], values)
+    return Inspector("plans", columns, items, bars, first=first, title="Chosen", empty="Click a point or a row.")
+
+
+def _search_table(rows: Sequence[_Row], result: SearchResult, printed: int) -> Table:
+    """Returns the table of plans, and below them the meshes that were refused."""
+    columns = _columns(
+        *("", "plan", "mesh", "remat", "microbatches", "pipeline", "step", "MFU", "tokens/s", "memory", "state"),
+        *("bound by", "days", "reason"),
+    )
+    columns[1] = dataclasses.replace(columns[1], where="terminal")  # on a page its parts are columns
+    cells: list[list[Cell]] = [[column.of(row) for column in columns] for row in rows]
+    for mesh, error in result.refused.items():
+        because = next((line.split(":", 1)[1] for line in error.splitlines() if "because:" in line), error)
+        refused = {"mesh": mesh, "state": "refused", "reason": " ".join(because.split())}
+        cells.append([refused.get(column.heading) for column in columns])
+    return Table(
         columns,
+        cells,
         keys=[row.key for row in rows],
-        tones=["" if row.plan.estimate.fits else "faded" for row in rows],
+        tones=["" if i < len(rows) and rows[i].plan.estimate.fits else "faded" for i in range(len(cells))],
         link="plans",
         searchable=True,
         shown=15,
-        printed=shown,
+        printed=min(printed, max(1, len(result.plans))),
         title="Every plan and its reason",
-        note=note,
+        note=f"{result.priced:,} were priced; here is the best of each mesh and schedule, and every refused mesh.",
     )
-    refused: list[list[str | None]] = []
-    for mesh, error in result.refused.items():
-        because = next((line.split(":", 1)[1] for line in error.splitlines() if "because:" in line), error)
-        cells = {"mesh": mesh, "state": "refused", "reason": " ".join(because.split())}
-        refused.append([cells.get(column.heading) for column in columns])
-    tones: list[Tone] = [*table.tones, *["faded"] * len(refused)]  # type: ignore[list-item]
-    return dataclasses.replace(table, rows=[*table.rows, *refused], tones=tones)
 
 
 def _alternatives(result: SearchResult, printed: int) -> Table:
     columns = [
-        Column("mesh axes", cell=lambda a: a.axes),
-        Column("best plan", cell=lambda a: a.best.name),
-        Column("step", "seconds", lambda a: a.best.estimate.seconds, bar=True),
-        Column("memory", "bytes", lambda a: a.best.estimate.bytes, where="page"),
-        Column("reason", cell=lambda a: a.reason, wide=True),
+        Column("mesh axes", cell="axes"),
+        Column("best plan", cell="best.name"),
+        Column("step", "seconds", "best.estimate.seconds", bar=True),
+        Column("memory", "bytes", "best.estimate.bytes", where="page"),
+        Column("reason", cell="reason", wide=True),
     ]
     found = alternatives(result)
     tones = ["" if a.fits else "faded" for a in found]
@@ -407,7 +372,101 @@ def machine_of_target(target: Target) -> MachineGrid:
     return MachineGrid("nodes", str(target), (target.slices, per_slice), rows)
 
 
-def arithmetic(offer: Offer) -> str:
+# Offers
+
+
+def offer_page(
+    offers: Sequence[Offer],
+    refused: Mapping[str, MeshwrightError] = MappingProxyType({}),
+    beyond: Sequence[Offer] = (),
+    *,
+    notes: Sequence[str] = (),
+    shown: int = 30,
+) -> Report:
+    """Returns the report of ranked offers, the best first: days against cost, and the arithmetic of each.
+
+    refused: targets and batches that no plan fits, and why.  beyond: offers that do not keep the deadline or budget.
+    notes: lines of the first section.  shown: offers on a terminal.
+    """
+    best, tokens, rows = offers[0], format_count(offers[0].tokens), _offer_rows(offers)
+    cost = _format_dollars(best.dollars)
+    figures = [
+        Figure("first", str(best.plan.target), best.plan.name),
+        Figure("days", format_amount(best.days), f"{best.goodput.fraction:.1%} goodput"),
+        Figure("cost", cost or "-", "no list price" if best.price is None else str(best.price)),
+    ]
+    calculated = [f"{row.rank}  {row.reason}" for row in rows[:shown]]
+    grid: list[Block] = [_offers_chart(offers, rows), _inspector(rows, "o0")]
+    sections = [
+        Section("At a glance", [Figures(figures), *([Text(notes)] if notes else [])]),
+        Section(
+            "Days and cost",
+            [Grid(grid, wide=True, where="page"), offers_table(offers, shown)],
+            f"Training on {tokens} tokens.",
+            "Click two to compare them.",
+        ),
+        Section("Arithmetic", [Text(calculated), Text(_assumptions(offers[:shown]))]),
+    ]
+    left_out = [[name, "nothing fits", error.truth, error.fix] for name, error in refused.items()]
+    for offer in beyond:
+        cost = _format_dollars(offer.dollars) or "no list price"
+        reason = f"{format_amount(offer.days)} days, {cost}: {offer.plan.name} is its fastest plan"
+        left_out.append([str(offer.plan.target), "beyond the limits", reason, "a later deadline, or more to spend"])
+    lead = (
+        f"{len(offers)} plans for {tokens} tokens; first {best.plan.target}: {format_amount(best.days)} days, "
+        f"{format_bytes(best.plan.estimate.bytes)} per device"
+    )
+    if left_out:
+        lead += f"; {len(left_out)} left out"
+        headings = ("target", "left out", "reason", "what would mend it")
+        columns = [Column(heading, choices=heading == "left out", wide=heading != "left out") for heading in headings]
+        table = Table(columns, left_out, title="Targets without an offer")
+        note = "Targets that were asked for and have no offer above."
+        sections.append(Section("Left out", [table], note))
+    title = f"{best.plan.run.name} on {len({str(offer.plan.target) for offer in offers})} targets"
+    footer = "Every figure is predicted by arithmetic from list prices. This file loads nothing."
+    return Report(title, sections, topic="plan", lead=lead, footer=footer)
+
+
+def _offer_rows(offers: Sequence[Offer]) -> list[_Row]:
+    return [_Row(f"o{i}", o.plan, _arithmetic(o), i + 1, o.days, o.dollars) for i, o in enumerate(offers)]
+
+
+def offers_table(offers: Sequence[Offer], printed: int = 30) -> Table:
+    """Returns the table of ranked offers."""
+    rows = _offer_rows(offers)
+    columns = _columns("", "target", "plan", "step", "MFU", "tokens/s", "days", "cost", "bound by")
+    table = Table.of(rows, columns, keys=[row.key for row in rows], link="plans", searchable=True)
+    return dataclasses.replace(table, title="Every offer", shown=30, printed=printed)
+
+
+def _offers_chart(offers: Sequence[Offer], rows: Sequence[_Row]) -> Chart:
+    """Days against dollars, or against chip-hours where a price is missing."""
+    priced = all(offer.dollars is not None for offer in offers)
+    axis = Axis("cost", "dollars", toggle=True) if priced else Axis("chip-hours", "count", toggle=True)
+    series = []
+    for number, chip in enumerate(dict.fromkeys(offer.plan.target.name for offer in offers)):
+        group = [i for i, offer in enumerate(offers) if offer.plan.target.name == chip]
+        costs: list[Any] = [offers[i].dollars if priced else offers[i].chip_hours for i in group]
+        days = [offers[i].days for i in group]
+        look = (series_colour(number), MARKERS[number % 4])
+        series.append(_points(chip, [rows[i] for i in group], days, costs, *look))
+    return Chart(
+        Axis("days of training", "days", toggle=True),
+        axis,
+        series,
+        link="plans",
+        title=f"Days and {axis.label} of each offer",
+        height=640,
+        note="Left is sooner, low is cheaper.",
+    )
+
+
+def _format_dollars(dollars: float | None) -> str:
+    return "" if dollars is None else f"${format_amount(dollars)}"
+
+
+def _arithmetic(offer: Offer) -> str:
     """Returns how the days and dollars of an offer follow from its speed."""
     e, chips = offer.plan.estimate, offer.plan.target.chips
     parts = [
@@ -415,14 +474,14 @@ def arithmetic(offer: Offer) -> str:
         f"{format_amount(offer.step_days)} days of steps; / {offer.goodput.fraction:.4f} goodput = "
         f"{format_amount(offer.days)} days; x 24 h x {chips:,} chips = {offer.chip_hours:,.0f} chip-hours"
     ]
-    if offer.price is not None and offer.dollars is not None:
-        parts.append(f"x ${offer.price.dollars:g} = ${format_amount(offer.dollars)}")
+    if offer.price is not None:
+        parts.append(f"x ${offer.price.dollars:g} = {_format_dollars(offer.dollars)}")
     low, high = (offer.days * factor for factor in (offer.band.low, offer.band.high))
     parts.append(f"expect {format_amount(low)} to {format_amount(high)} days: {offer.band}")
     return "; ".join(parts)
 
 
-def assumptions(offers: Sequence[Offer]) -> list[str]:
+def _assumptions(offers: Sequence[Offer]) -> list[str]:
     """Returns the reliability and the prices that offers were made with, and what is missing."""
     goodputs, prices = [], []
     for offer in offers:
@@ -435,3 +494,47 @@ def assumptions(offers: Sequence[Offer]) -> list[str]:
         source = f"{offer.price}; {offer.price.source}, read {offer.price.read_on}" if offer.price else ""
         prices.append(f"price of {chip}: {source or 'none on these --terms; --prices FILE adds one'}")
     return list(dict.fromkeys((*goodputs, *prices)))
+
+
+# Decoding
+
+
+def print_decode_prices(console: Console, prices: Sequence[DecodePrice], target: Target, name: str) -> None:
+    """Prints tokens per second and chip against context and batch, with the best mesh of each."""
+    columns = [
+        Column("context", "integer", "context"),
+        Column("batch", "integer", "batch"),
+        Column("mesh", cell="mesh"),
+        Column("a token", "seconds", "seconds"),
+        Column("tokens/s/chip", "count", lambda price: round(price.tokens_per_second_per_chip, 1)),
+        Column("prefill tokens/s/chip", "count", lambda price: round(price.prefill_per_second_per_chip)),
+        Column("bound by", cell="bound_by"),
+        Column("weights", "bytes", "weights"),
+        Column("cache", "bytes", "cache"),
+        Column("fits", cell=lambda price: "yes" if price.fits else "no"),
+    ]
+    title = f"decoding {name} on {target}, weights gathered once; predicted by arithmetic"
+    print_blocks(console, title, "", [Table.of(prices, columns, printed=None)])
+
+
+def print_decode_proof(
+    console: Console, price: DecodePrice, compiled: Mapping[str, float], target: Target | None
+) -> None:
+    """Prints the memory of a compiled program against its plan, and the predicted speed."""
+    planned = {"weights": price.weights, "cache": price.cache}
+    columns = [
+        Column("per device", cell=lambda name: "all" if name == "bytes" else name),
+        Column("planned", "bytes", planned.get),
+        Column("compiled", "bytes", lambda name: compiled[name]),
+    ]
+    print_blocks(console, "", "", [Table.of(("weights", "cache", "temporaries", "bytes"), columns)])
+    if target is None:
+        return
+    fits = "it fits" if compiled["bytes"] <= target.chip.hbm_bytes else "it does not fit"
+    speed = (
+        f"predicted: {format_step(price.seconds)} a token ({price.bound_by} most of it), "
+        f"{format_count(round(price.tokens_per_second_per_chip, 1))} tokens/s per chip; prefill "
+        f"{format_count(round(price.prefill_per_second_per_chip))} tokens/s per chip"
+    )
+    memory = f"{format_bytes(compiled['bytes'])} of the {format_bytes(target.chip.hbm_bytes)} of a {target.chip.name}"
+    print_blocks(console, "", "", [Text([speed, f"{fits}: {memory}"])])

@@ -22,8 +22,6 @@ from meshwright.views.terminal import print_blocks
 
 SCRIPTS = ("dom", "scale", "store", "chart", "table", "timeline", "blocks", "drawings", "page")
 """Modules of the script, each after those that it imports."""
-_IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
-_EXPORT = re.compile(r"^export (?=(async )?(function|class|const|let))", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,10 +104,11 @@ class Report:
 
     def html(self) -> str:
         """Returns the page as one HTML document: data, style and script inlined, the network forbidden."""
-        style, script = _style(), _script()
+        style, script = _style_and_script()
         connect = "connect-src 'self'; " if self.live is not None else ""
+        digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style)]
         policy = (
-            f"default-src 'none'; {connect}script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
+            f"default-src 'none'; {connect}script-src 'sha256-{digests[0]}'; style-src 'sha256-{digests[1]}'; "
             "img-src data:; base-uri 'none'; form-action 'none'"
         )
         data = json.dumps(self.to_json(), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
@@ -166,20 +165,12 @@ def _blocks_json(blocks: Sequence[Block], prefix: str) -> list[dict[str, Any]]:
     return found
 
 
-def _digest(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-def _asset(name: str) -> str:
-    return (resources.files("meshwright.views") / "assets" / name).read_text(encoding="utf-8")
-
-
 @functools.cache
-def _style() -> str:
-    return css_variables() + _asset("style.css")
-
-
-@functools.cache
-def _script() -> str:
-    """Joins the modules into one scope; no two of them declare the same name, which a test checks."""
-    return "\n".join(_EXPORT.sub("", _IMPORT.sub("", _asset(f"{name}.js"))) for name in SCRIPTS)
+def _style_and_script() -> tuple[str, str]:
+    """Returns the style, and the modules of the script in one scope: a test checks that no two declare a name."""
+    assets = resources.files("meshwright.views") / "assets"
+    modules = [(assets / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS]
+    script = re.sub(
+        r"^import [^;]*;\n|^export (?=(async )?(function|class|const|let))", "", "\n".join(modules), flags=re.M
+    )
+    return css_variables() + (assets / "style.css").read_text(encoding="utf-8"), script

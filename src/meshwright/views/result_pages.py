@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from meshwright.analysis.census import Census
 from meshwright.formatting import format_bytes, format_count, format_step
 from meshwright.generation.generator import Generated
 from meshwright.planner.search import Plan
@@ -15,6 +16,7 @@ from meshwright.runs.run_file import run_to_dict
 from meshwright.trainer.evaluation import BatchEvaluation, Evaluation
 from meshwright.trainer.parity import Parity
 from meshwright.views.blocks import Code, Figure, Figures
+from meshwright.views.census_page import census_page
 from meshwright.views.plan_page import single_plan_page
 from meshwright.views.report import Report, Section
 from meshwright.views.run_folder import flat_fields
@@ -98,6 +100,7 @@ def generated_page(result: Generated) -> Report:
 REPORTS: dict[type, tuple[Callable[[Any], Report], int]] = {
     Run: (configuration_page, 560),
     Plan: (single_plan_page, 720),
+    Census: (census_page, 720),
     Parity: (parity_page, 360),
     Evaluation: (evaluation_page, 360),
     BatchEvaluation: (evaluation_page, 360),

@@ -1,10 +1,16 @@
 """The blocks of a report on a terminal: tables without lines, bars as text; charts and drawings are on pages only."""
 
+import dataclasses
+import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
+from rich.table import Table as RichTable
+from rich.text import Text as Line
 
 from meshwright.views.blocks import (
     Bars,
@@ -23,11 +29,14 @@ from meshwright.views.blocks import (
     Unit,
     format_cell,
 )
-from meshwright.views.plain_table import plain_table
 
 _STYLES: dict[Tone, str] = {"": "", "good": "green", "bad": "bold red", "warning": "bold yellow", "faded": "dim"}
 _BAR = 32
 """Characters of the longest bar."""
+_GAP = 2
+"""Columns of the terminal between two columns of a table."""
+_LAYOUT = re.compile(r"\w[\[{][^\[\]{}]* [^\[\]{}]*[\]}]")
+"""Layouts of a tensor with spaces, `w[D/fsdp, F/tensor]`, which are read as one word."""
 
 
 def print_blocks(console: Console, title: str, note: str, blocks: Sequence[Block]) -> None:
@@ -62,62 +71,106 @@ def _print(console: Console, text: str, style: str = "") -> None:
         console.print(text, style=style, markup=False, highlight=False)
 
 
-def _rows(
-    console: Console,
-    headings: Sequence[str],
-    units: Sequence[Unit],
-    rows: Sequence[Sequence[Cell]],
-    tones: Sequence[Tone] = (),
-) -> None:
-    """Prints a table; columns without any value are left out."""
-    used = [i for i in range(len(headings)) if any(row[i] not in ("", None) for row in rows)]
-    if not used:
-        return
-    numbers = {i for i in used if units[i] != "text"}
-    table = plain_table(*(headings[i] for i in used), right=[headings[i] for i in used if i in numbers])
-    table.show_header = any(headings)
-    for number, row in enumerate(rows):
-        style = _STYLES[tones[number]] if number < len(tones) else ""
-        table.add_row(*(escape(format_cell(row[i], units[i])) for i in used), style=style)
-    console.print(table)
+@dataclasses.dataclass
+class _Rows:
+    """Table without lines and without its empty columns, for a terminal of any width.
+
+    A terminal too narrow for the words, layouts and numbers of its columns side by side has them below each other.
+    """
+
+    headings: Sequence[str]
+    units: Sequence[Unit]
+    rows: Sequence[Sequence[Cell]]
+    tones: Sequence[Tone] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns, least, natural = [], [], []
+        for i, (heading, unit) in enumerate(zip(self.headings, self.units, strict=True)):
+            cells = [format_cell(row[i], unit) for row in self.rows]
+            if any(cells):
+                columns.append((heading, unit != "text", cells))
+                unbroken = unit != "text" or any(map(_LAYOUT.search, cells))
+                words = [*heading.split(), *(cells if unbroken else (word for cell in cells for word in cell.split()))]
+                least.append(max(map(cell_len, words)))
+                natural.append(max(least[-1], *(cell_len(line) for cell in cells for line in cell.split("\n"))))
+        room = options.max_width - _GAP * (len(columns) - 1)
+        rest, wanted = room - sum(least), sum(natural) - sum(least)
+        if rest < 0:
+            yield from self._stacked(console, options.max_width, *zip(*columns, strict=True))
+        if rest < 0 or not columns:
+            return
+        full = [max(n, cell_len(heading)) for n, (heading, _, _) in zip(natural, columns, strict=True)]
+        if sum(full) <= room:  # else headings are broken between words
+            widths = full
+        elif wanted <= rest:
+            widths = natural
+        else:
+            widths = [low + rest * (n - low) // wanted for low, n in zip(least, natural, strict=True)]
+        table = RichTable(box=None, pad_edge=False, header_style="dim", show_header=any(self.headings))
+        for (heading, number, _), width in zip(columns, widths, strict=True):
+            title = escape("\n".join(textwrap.wrap(heading, width)))
+            table.add_column(title, justify="right" if number else "left", width=width, overflow="fold")
+        for i in range(len(self.rows)):
+            style = _STYLES[self.tones[i]] if i < len(self.tones) else ""
+            table.add_row(*(Line(cells[i]) for _, _, cells in columns), style=style)
+        yield table
+
+    @staticmethod
+    def _stacked(
+        console: Console, width: int, headings: Sequence[str], _: Sequence[bool], columns: Sequence[Sequence[str]]
+    ) -> RenderResult:
+        """Yields the first cell of each row, then the others with their headings; of a pair both cells on a line."""
+        pair = headings[1:] in (("",), ("value",))
+        indent = min(max(map(cell_len, headings[1:]), default=0), width // 2)
+        for first, *others in zip(*columns, strict=True):
+            if not pair:
+                yield Line(first, style="bold", overflow="fold")
+            for heading, cell in zip(headings[1:], others, strict=True):
+                if not cell.strip(" █"):  # empty, or a bar, whose length has no scale here
+                    continue
+                label = Line(first, "bold") if pair else Line(f"  {heading:<{indent}}", "dim")
+                if label.cell_len + _GAP + cell_len(cell) <= width:
+                    yield Line.assemble(label, " " * _GAP, cell)
+                    continue
+                if label.plain.strip():
+                    yield Line(label.plain.rstrip(), label.style, overflow="fold")
+                left = _GAP if pair else 2 * _GAP
+                yield from (Line.assemble(" " * left, line) for line in Line(cell).wrap(console, width - left))
 
 
-def _table(console: Console, block: Table) -> None:
+def print_table(console: Console, block: Table) -> None:
+    """Prints a table."""
     table = block.without("page")
     rows = table.rows[: block.printed]
-    _rows(console, [c.heading for c in table.columns], [c.unit for c in table.columns], rows, block.tones)
+    console.print(_Rows([c.heading for c in table.columns], [c.unit for c in table.columns], rows, block.tones))
     left = len(block.rows) - len(rows)
     _print(console, f"... and {left} more" if left else "", "dim")
 
 
 def _figures(console: Console, block: Figures) -> None:
     rows = [(item.label, item.value, item.detail) for item in block.items]
-    _rows(console, ("", "", ""), ("text", "text", "text"), rows, [item.tone for item in block.items])
-
-
-def _facts(console: Console, block: Facts) -> None:
-    _rows(console, ("", ""), ("text", "text"), block.rows)
+    console.print(_Rows([""] * 3, ["text"] * 3, rows, [item.tone for item in block.items]))
 
 
 def _bars(console: Console, block: Bars) -> None:
     """Prints one bar of each value of the row that holds all others, or a table of several independent rows."""
     if block.legend_row is None and len(block.rows) > 1:
         rows: list[list[Cell]] = [[row.label, *row.values] for row in block.rows]
-        _rows(console, ["", *block.names], ["text", *[block.unit] * len(block.names)], rows)
+        console.print(_Rows(["", *block.names], ["text", *[block.unit] * len(block.names)], rows))
         return
     whole = block.rows[block.legend_row or 0]
     total = max(whole.values, default=0.0) or 1.0
     # A value of less than an eighth of a character has no bar, so that 5 bytes do not look like 5 MiB.
     bars = ["█" * max(1, round(n / total * _BAR)) if 8 * n / total * _BAR >= 1 else "" for n in whole.values]
     values = [row for row in zip(block.names, whole.values, bars, strict=True) if row[1]]
-    _rows(console, ("", block.unit, ""), ("text", block.unit, "text"), values)
+    console.print(_Rows(["", block.unit, ""], ["text", block.unit, "text"], values))
     others = [f"{row.label} {format_cell(sum(row.values), block.unit)}" for row in block.rows if row is not whole]
     _print(console, ", ".join(others), "dim")
 
 
 def _matrix(console: Console, block: Matrix) -> None:
     rows: list[list[Cell]] = [[name, *values] for name, values in zip(block.rows, block.values, strict=True)]
-    _rows(console, ["", *block.columns], ["text", *[block.unit] * len(block.columns)], rows)
+    console.print(_Rows(["", *block.columns], ["text", *[block.unit] * len(block.columns)], rows))
 
 
 def _findings(console: Console, block: Findings) -> None:
@@ -134,29 +187,26 @@ def _findings(console: Console, block: Findings) -> None:
 def _inspector(console: Console, block: Inspector) -> None:
     """Prints the facts and bars of the first selection; of two keys, side by side with their differences."""
     items = [block.items[key] for key in block.first.split("~") if key in block.items]
-    if not items:
-        return
     for item in items:
         _print(console, f"{item.title}: {item.text}" if item.text else item.title)
-    names = [item.title for item in items]
-    rows: list[list[Cell]] = [
-        [name, *(format_cell(item.facts[i], unit) for item in items), _difference(unit, [x.facts[i] for x in items])]
-        for i, (name, unit) in enumerate(zip(block.names, block.units, strict=True))
-        if any(item.facts[i] not in ("", None) for item in items)
-    ]
-    for number, scale in enumerate(block.bars):
-        totals = [sum(item.values[number]) for item in items]
-        rows.append([scale.title, *[""] * len(items), ""])
-        for i, name in enumerate(scale.names):
+    rows: list[list[Cell]] = []
+    for i, column in enumerate(block.columns):
+        facts = [item.facts[i] for item in items]
+        if any(fact not in ("", None) for fact in facts):
+            texts = [format_cell(fact, column.unit) for fact in facts]
+            rows.append([column.heading, *texts, _difference(column.unit, facts)])
+    for number, bars in enumerate(block.bars):
+        rows.append([bars.title, *[""] * len(items), ""])
+        totals = [sum(item.values[number]) or 1.0 for item in items]
+        for i, name in enumerate(bars.names):
             values = [item.values[number][i] for item in items]
-            if any(n > 0.005 * total for n, total in zip(values, totals, strict=True)):
-                texts = [
-                    f"{format_cell(n, scale.unit)} ({n / total:.0%})" if total else format_cell(n, scale.unit)
-                    for n, total in zip(values, totals, strict=True)
-                ]
-                rows.append([f"  {name}", *texts, _difference(scale.unit, values)])
-    headings = ["", *names, "difference"] if len(items) > 1 else ["", "value", ""]
-    _rows(console, headings, ["text"] * len(headings), rows)
+            parts = [n / total for n, total in zip(values, totals, strict=True)]
+            if max(parts, default=0.0) > 0.005:
+                texts = [f"{format_cell(n, bars.unit)} ({part:.0%})" for n, part in zip(values, parts, strict=True)]
+                rows.append([f"  {name}", *texts, _difference(bars.unit, values)])
+    headings = ["", *(item.title for item in items), "difference"] if len(items) > 1 else ["", "value", ""]
+    if items:
+        console.print(_Rows(headings, ["text"] * len(headings), rows))
 
 
 def _difference(unit: Unit, values: Sequence[Cell]) -> str:
@@ -170,9 +220,9 @@ def _difference(unit: Unit, values: Sequence[Cell]) -> str:
 _PRINTERS: Mapping[type[Block], Callable[[Console, Any], None]] = {
     Text: lambda console, block: _print(console, "\n".join(block.paragraphs), _STYLES[block.tone]),
     Figures: _figures,
-    Facts: _facts,
+    Facts: lambda console, block: console.print(_Rows(["", ""], ["text", "text"], block.rows)),
     Code: lambda console, block: _print(console, block.text.rstrip()),
-    Table: _table,
+    Table: print_table,
     Bars: _bars,
     Matrix: _matrix,
     Findings: _findings,

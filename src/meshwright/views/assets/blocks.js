@@ -73,7 +73,7 @@ export function mountBars(host, data) {
       element("div", { class: "bar-sum", text: format(sums[n], data.unit) }),
     ])),
     element("div", { class: "legend" }, ...data.names.map((name, i) => (used[i] ? valued(name, data, i) : null)).filter(Boolean),
-      data.limit ? legendItem(data.limit_name || "limit", "limit", { mark: "mark-line" }) : null),
+      data.limit ? legendItem("limit", "limit", { mark: "mark-line" }) : null),
   );
 }
 
@@ -173,10 +173,9 @@ export class Inspector {
   }
 
   #facts(items) {
-    const rows = this.data.names.map((name, n) => {
+    const rows = this.data.columns.map(({ heading: name, unit }, n) => {
       const cells = items.map((item) => item.facts[n]);
       if (cells.every((cell) => cell === null || cell === undefined || cell === "")) return null;
-      const unit = this.data.units[n];
       const differ = items.length > 1 && cells[0] !== cells[1];
       const numbers = differ && cells.every((cell) => typeof cell === "number") && cells[0] !== 0;
       return element("tr", { class: differ ? "differs" : undefined },

@@ -132,7 +132,12 @@ function segmented(label, names, chosen, choose) {
   return element("div", { class: "segmented", role: "group", "aria-label": label }, ...buttons);
 }
 
-/** Mesh over a torus, nodes or a host: the devices that communicate along an axis have one colour. */
+/**
+ * Mesh over a torus, nodes or a host: the devices that communicate along an axis have one colour.
+ * data.mesh: {axes: name and degree of each axis of several devices, outermost first; summaries: links along each}.
+ * data.panels: {caption, rows, columns, cells: device, row and column}, of a node or a plane of a torus.
+ * data.meshes: meshes by key of the link, which is shown where it is selected.
+ */
 export class Machine {
   constructor(host, data, store) {
     this.data = data;
@@ -251,7 +256,12 @@ export class Machine {
   }
 }
 
-/** Blocks of a tensor and the devices that hold them, sharded or gathered. */
+/**
+ * Blocks of a tensor and the devices that hold them, sharded or gathered.
+ * data.axes: name and degree. data.first: name of the tensor that is shown first. data.tensors: {name, dims, shape,
+ * sharded and gathered: for each dimension the axes that split it, as indices into data.axes; sharded_text,
+ * gathered_text, bytes_sharded, bytes_gathered: of a device; stacked: whether the first dimension counts layers}.
+ */
 export class Placement {
   constructor(host, data, store) {
     this.data = data;
@@ -472,7 +482,11 @@ function longList(devices) {
   return devices.length > 24 ? `${devices.slice(0, 24).join(", ")} …` : devices.join(", ");
 }
 
-/** Ticks of a pipeline: a row for each stage; hovering a task shows its microbatch on all stages. */
+/**
+ * Ticks of a pipeline: a row for each stage; hovering a task shows its microbatch on all stages.
+ * data.tasks: a list for each field: tick, stage, place (row in the stage), kind (1 forward, 2 backward, 3 input
+ * gradient, 4 weight gradient), part (virtual stage), microbatch. data.live: inputs of each stage in each tick.
+ */
 export class Pipeline {
   constructor(host, data, store) {
     this.data = data;

@@ -35,6 +35,12 @@ export function unrolled(spans, most = MOST) {
   return boxes;
 }
 
+/**
+ * The step of one device. data.lanes: names. data.kinds: {kind, name, colour}. data.names, data.seconds: of the step.
+ * data.spans: a list for each field of the boxes: lane, kind, name (index into data.names), start, seconds, count
+ * (executions in the step), depth, exposed, key (for the link; empty selects nothing). A loop comes before its body,
+ * which comes once.
+ */
 export class Timeline {
   constructor(host, data, store) {
     this.store = store;
