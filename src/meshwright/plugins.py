@@ -70,7 +70,9 @@ PARTS: dict[str, dict[str, str]] = {
     "addition": {
         "adapted_params": "models.adapters:adapted_params",
         "adapter_gather": "models.adapters:adapter_gather",
+        "merged_adapters": "models.adapters:merged",
         "attend_over_devices": "models.blocks.ring:attend_over_devices",
+        "scan_layers_ahead": "models.gather_ahead:scan_layers_ahead",
         "Preferences": "models.preferences:Preferences",
         "with_reference": "models.preferences:with_reference",
         "with_reference_params": "models.preferences:with_reference_params",

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from meshwright.fine_tuning import FineTune
-from meshwright.models.adapters import merged
+from meshwright.plugins import addition
 from meshwright.sharding.params import Tree
 from meshwright.step.device_run import DeviceRun, place_on_devices
 
@@ -28,5 +28,5 @@ def merge_adapters(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tree
     """Returns the run without adapters or reference, and its parameters W + (alpha / r) A B, summed in float32."""
     base = without_adapters(device_run)
     dtype = jnp.dtype(base.run.training.param_dtype)
-    together = functools.partial(merged, scale=device_run.run.finetune.scale, dtype=dtype)
+    together = functools.partial(addition("merged_adapters"), scale=device_run.run.finetune.scale, dtype=dtype)
     return base, jax.jit(together, out_shardings=base.state_shardings.params)(params)

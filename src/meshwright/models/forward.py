@@ -19,11 +19,11 @@ from meshwright.config import Training
 from meshwright.data.batch import Batch
 from meshwright.models.blocks.context import build_attend, with_own_kv_head
 from meshwright.models.blocks.layers import Dropout
-from meshwright.models.gather_ahead import scan_layers_ahead
 from meshwright.models.kernels.attention import Kernels
 from meshwright.models.loss import chunk_tokens, token_losses
 from meshwright.models.model import MTP, Attend, Aux, ForwardContext, Layer, Metrics, Model, Tokens, vocab_size
 from meshwright.models.scan import drop_padding, join, scan_layers, sections, skip_padding
+from meshwright.plugins import addition
 from meshwright.sharding.params import GatherParams, Tree
 from meshwright.sharding.sequence import SequenceSplit
 from meshwright.sharding.stages import NO_LAYER, StageAssignment
@@ -138,7 +138,7 @@ class LocalModel:
             return given if path == stack else self.gather_params(given, path)
 
         layer: Any = self.model.layer_functions(dataclasses.replace(ctx, gather_params=gather))[stack]
-        x_BTD, aux = scan_layers_ahead(
+        x_BTD, aux = addition("scan_layers_ahead")(
             layer, (gather_first, gather_rest), x_BTD, (first, rest), index[stack], remat=remat
         )
         return x_BTD, {stack: aux}
@@ -175,9 +175,7 @@ class LocalModel:
 
     def weight(self, batch: Batch) -> jax.Array:
         """Returns the weight of this device's sequences in the mean loss: their tokens, or their preferences."""
-        if self.preferences is None:
-            return batch.weights.sum()
-        return self.preferences.pairs(batch).sum()
+        return (batch.weights if self.preferences is None else self.preferences.pairs(batch)).sum()
 
     def hidden(self, params: Tree, batch: Batch, dropout: Dropout) -> tuple[jax.Array, dict[str, Aux]]:
         """Returns the hidden states after the last layer and each stack's aux, for a model on one pipeline stage."""

@@ -18,36 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshwright.config import Training
-from meshwright.models.remat import REMAT_POLICIES, checkpoint_layer
-from meshwright.sharding.params import Param, Tree
+from meshwright.models.remat import checkpoint_layer
+from meshwright.sharding.params import Tree
 
 Gather = Callable[[Tree], Tree]
 """`sharded parameters of one layer -> weights`."""
-
-
-def gathered_ahead(params: dict[str, Param]) -> tuple[str, ...]:
-    """Returns the parameters of a layer that it needs first: all except its feed-forward half."""
-    later = ("ffn_in", "ffn_out")
-    return tuple(name for name, p in params.items() if getattr(p, "role", None) not in later)
-
-
-def gathered_within_reason(training: Training, stages: int, period: int, frozen: str) -> str | None:
-    """Returns why a run's weights are gathered within their own layer, None where they can be gathered ahead.
-
-    frozen: `lora` where the weights are frozen (`FineTune.method`).
-    """
-    if frozen == "lora":
-        return "its backward pass computes the gradients of all weights, and under adapters they are frozen"
-    if period > 1:
-        return f"it gathers for the next layer of one kind, and the model's layers repeat with a period of {period}"
-    if REMAT_POLICIES[training.remat].saved is None:
-        return f"it gathers weights again in the backward pass, and remat {training.remat} recomputes no layer"
-    if stages > 1:
-        return f"each of {stages} pipeline stages runs its layers tick by tick, with gathers of their own"
-    if training.unroll > 1:
-        return f"its loop has one layer per iteration, and unroll is {training.unroll}"
-    return None
 
 
 def scan_layers_ahead(

@@ -12,7 +12,6 @@ import math
 from meshwright.comm.hierarchical import DcnAxis
 from meshwright.errors import ConfigError
 from meshwright.hardware.machine import Machine, compiler_options_of, ring_order
-from meshwright.models.gather_ahead import gathered_ahead, gathered_within_reason
 from meshwright.models.kernels.attention import Kernels
 from meshwright.models.kernels.choose import GroupedMatmul, choose_grouped_matmul, kernels_of
 from meshwright.models.remat import REMAT_POLICIES
@@ -69,7 +68,12 @@ class Settled:
         if not self.gathers_ahead:
             return {}
         params, placements = self.placed.params, self.placed.placements
-        names = {stack: gathered_ahead(params[stack]) for stack, n in self.placed.spec.stacks.items() if n > 1}
+        # All except the feed-forward half, whose gathers overlap with attention.
+        names = {
+            stack: tuple(n for n, p in params[stack].items() if getattr(p, "role", None) not in ("ffn_in", "ffn_out"))
+            for stack, count in self.placed.spec.stacks.items()
+            if count > 1
+        }
         return {
             stack: chosen
             for stack, chosen in names.items()
@@ -78,10 +82,19 @@ class Settled:
 
     @property
     def _gathered_within_reason(self) -> str | None:
-        run = self.placed.run
-        return gathered_within_reason(
-            run.training, self.placed.shape.stage, self.placed.spec.period, run.finetune.method
-        )
+        """Why weights are gathered within their own layer, None where they can be gathered ahead."""
+        training, stages, period = self.placed.run.training, self.placed.shape.stage, self.placed.spec.period
+        if self.placed.run.finetune.method == "lora":
+            return "its backward pass computes the gradients of all weights, and under adapters they are frozen"
+        if period > 1:
+            return f"it gathers for the next layer of one kind, and the model's layers repeat with a period of {period}"
+        if REMAT_POLICIES[training.remat].saved is None:
+            return f"it gathers weights again in the backward pass, and remat {training.remat} recomputes no layer"
+        if stages > 1:
+            return f"each of {stages} pipeline stages runs its layers tick by tick, with gathers of their own"
+        if training.unroll > 1:
+            return f"its loop has one layer per iteration, and unroll is {training.unroll}"
+        return None
 
     @functools.cached_property
     def tensor_ring(self) -> tuple[int, ...]:

@@ -98,7 +98,11 @@ class Attention(Kind):
         """Returns the attention of a step's tokens."""
         names = ("query", "query_gate", "key", "value") if self.gated else ("query", "key", "value")
         cos_sin = ctx.angles(self.rotary) if self.rotary is not None else None
-        growth_BT11 = self._growth(ctx.tokens.positions)
+        growth_BT11 = None
+        if self.temperature is not None:
+            scale, floor = self.temperature
+            steps_BT = jnp.floor((ctx.tokens.positions.astype(jnp.float32) + 1.0) / floor)
+            growth_BT11 = (1.0 + scale * jnp.log1p(steps_BT))[..., None, None]
 
         def mix(h_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
             products = dict(zip(names, ctx.column_parallel(linears, h_BTD, [w[name] for name in names]), strict=True))
@@ -115,25 +119,13 @@ class Attention(Kind):
                 q_BTNH = (q_BTNH * growth_BT11).astype(q_BTNH.dtype)
             q_BTNH, k_BTKH, v_BTKH = (checkpoint_name(x, QKV) for x in (q_BTNH, k_BTKH, v_BTKH))
             factor = jax.nn.sigmoid(checkpoint_name(products["query_gate"], QKV)) if self.gated else None
-            y_BTD = ctx.attend_row_parallel(
-                attention_projection,
-                (q_BTNH, k_BTKH, v_BTKH),
-                w["attention_out"],
-                window=self.window,
-                scores=self._scores(w),
-                factor_BTNH=factor,
-            )
+            plain = self.softcap is None and self.chunk is None and not self.sinks
+            scores = None if plain else Scores(w.get("sinks"), self.softcap, self.chunk)
+            qkv = (q_BTNH, k_BTKH, v_BTKH)
+            y_BTD = ctx.attend_row_parallel(attention_projection, qkv, w["attention_out"], self.window, scores, factor)
             return y_BTD + w["attention_out_bias"] if self.out_bias else y_BTD
 
         return mix
-
-    def _growth(self, positions_BT: jax.Array) -> jax.Array | None:
-        """Returns the factor on queries by position, [B, T, 1, 1]."""
-        if self.temperature is None:
-            return None
-        scale, floor = self.temperature
-        steps_BT = jnp.floor((positions_BT.astype(jnp.float32) + 1.0) / floor)
-        return (1.0 + scale * jnp.log1p(steps_BT))[..., None, None]
 
     def _rotated(self, x_BTNH: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
         assert self.rotary is not None
@@ -141,8 +133,3 @@ class Attention(Kind):
         if self.qk_l2_epsilon is None:
             return x_BTNH
         return rms_norm(x_BTNH, jnp.ones(x_BTNH.shape[-1:], x_BTNH.dtype), self.qk_l2_epsilon)
-
-    def _scores(self, w: dict[str, Any]) -> Scores | None:
-        if self.softcap is None and self.chunk is None and not self.sinks:
-            return None
-        return Scores(w["sinks"] if self.sinks else None, self.softcap, self.chunk)

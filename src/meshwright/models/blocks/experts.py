@@ -1,14 +1,9 @@
 """Mixture of experts: routing of tokens to experts, and expert parallelism over the mesh axis `expert`.
 
-Two ways to dispatch tokens, both with an all-to-all over `expert`:
-
-- `dropless_moe`: sorts tokens by expert and multiplies groups of unequal size; no token is dropped (MegaBlocks: Gale et
-  al. 2022, arXiv:2211.15841).
-- `capacity_moe`: every expert has capacity for a number of tokens of each sequence, and later tokens are dropped
-  (GShard: Lepikhin et al. 2020, arXiv:2006.16668, section 2.2).
-
-Load balance and capacity are counted within a sequence (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20): a token's
-output does not depend on other sequences, so the numbers are the same on any mesh and with any gradient accumulation.
+Tokens are dispatched with an all-to-all over `expert`: all of them, in groups of unequal size (`dropless_moe`), or as
+many of each sequence as an expert has capacity for (`capacity_moe`). Load balancing and capacity are counted within a
+sequence (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20): a token's output does not depend on other sequences, so
+the numbers are the same on any mesh and with any gradient accumulation.
 
 A routing weight multiplies the hidden layer of its expert, before the `down` matmul, and not the output: its gradient
 then needs the hidden layer, which is there, and the backward pass neither saves nor recomputes the experts' outputs and
@@ -56,22 +51,15 @@ ExchangeType = Literal["compute", "fp8"]
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Configuration of a router."""
+    """Configuration of a router; a family's fields of the same names have the meanings (families/expert_fields.py)."""
 
     experts: int
-    """Experts E."""
     experts_per_token: int
-    """Experts that a token is routed to, k."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
-    """Scores of the router's logits: softmax over experts, or a sigmoid of each."""
     normalize_top_k: bool = True
-    """Whether the scores of a token's experts are scaled to sum to one."""
     routed_scaling: float = 1.0
-    """Factor on the weights of routed experts."""
     expert_groups: int = 1
-    """Groups of neighbouring experts."""
     topk_groups: int = 1
-    """Groups whose experts a token may use: those with the best two experts (node-limited routing)."""
 
     def __post_init__(self) -> None:
         group = self.experts // max(self.expert_groups, 1)
@@ -100,16 +88,16 @@ class Routing:
 
 @dataclasses.dataclass(frozen=True)
 class Routes:
-    """Experts of every token. Letter X: the k experts of a token, best first; letter R: the scores of all experts."""
+    """Experts of every token, weights of their outputs, and scores and log-sum-exp of the router's logits.
+
+    Letter X: the k experts of a token, best first; letter R: all experts, whose scores sum to one. All but the int32
+    indices are float32.
+    """
 
     experts_BTX: jax.Array
-    """Expert indices, int32."""
     weights_BTX: jax.Array
-    """Weights of the experts' outputs, float32."""
     router_probs_BTR: jax.Array
-    """Router scores, scaled to sum to one over experts, float32."""
     lse_BT: jax.Array
-    """Log-sum-exp of the router's logits, float32."""
 
 
 def route(
@@ -187,10 +175,12 @@ biases gate_bias, up_bias [E/expert, F/tensor] and down_bias [E/expert, D]."""
 
 @dataclasses.dataclass(frozen=True)
 class Experts(Kind):
-    """Mixture of experts of one kind of layers, with experts that every token uses where `shared` is above 0."""
+    """Mixture of experts of one kind of layers, with experts that every token uses where `shared` is above 0.
+
+    Fields of a family that have the same names have the meanings (families/expert_fields.py).
+    """
 
     routing: Routing
-    """Experts, and how tokens choose among them."""
     hidden: int
     """Feed-forward width F of an expert."""
     out_std: float
@@ -208,17 +198,11 @@ class Experts(Kind):
     weighted: Literal["hidden", "input"] = "hidden"
     """Whether the routing weight multiplies the hidden layer or the input of an expert (Llama 4)."""
     dispatch: Literal["dropless", "capacity"] = "dropless"
-    """Dispatch of tokens: all of them, or as many of each sequence as an expert has capacity for."""
     capacity_factor: float = 1.25
-    """Capacity of an expert, as a multiple of an even share of a sequence's tokens."""
     expert_buffer_factor: float = 0.0
-    """Rows that a device of `expert` has room for, as in `ExpertSpec`."""
     expert_exchange: ExchangeType = "compute"
-    """Type of the rows that go to experts."""
     aux_loss_weight: float = 0.0
-    """Weight of the load-balancing loss, summed over layers."""
     router_z_loss_weight: float = 0.0
-    """Weight of the router's z-loss, summed over layers."""
 
     scope = "experts"
 
@@ -255,7 +239,18 @@ class Experts(Kind):
 
         def feed(h_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, Aux]:
             h_BTD = sequence_all_gather(h_BTD, 1)
-            y_BTD, aux = self._routed(ctx, h_BTD, w)
+            biases = {self.router_bias: w.get("router_bias")}
+            with jax.named_scope("router"):
+                routes = route(self.routing, h_BTD, w["router"], biases.get("choice"), biases.get("logits"))
+                aux = router_losses(self.routing, routes, ctx.sequence.seq)
+            aux["aux_loss"] = self.aux_loss_weight * aux["balance"] + self.router_z_loss_weight * aux["router z"]
+            own = {name.removeprefix("expert_"): weight for name, weight in w.items() if name.startswith("expert_")}
+            if self.dispatch == "capacity":
+                y_BTD, dropped = capacity_moe(self, h_BTD, routes, own, ctx.sequence)
+            else:
+                y_BTD, dropped = dropless_moe(self, h_BTD, routes, own, ctx.grouped_matmul)
+            if dropped is not None:
+                aux["dropped"] = dropped
             if self.shared:
                 shared_BTD = swiglu(h_BTD, w["shared_gate"], w["shared_up"], w["shared_down"])
                 if self.shared_gate:
@@ -264,20 +259,6 @@ class Experts(Kind):
             return sequence_reduce_scatter(y_BTD, 1), aux
 
         return feed
-
-    def _routed(self, ctx: ForwardContext, h_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, Aux]:
-        """Returns the output of the routed experts [B, T, D], partial over `tensor`, and the router's statistics."""
-        biases = {self.router_bias: w.get("router_bias")}
-        with jax.named_scope("router"):
-            routes = route(self.routing, h_BTD, w["router"], biases.get("choice"), biases.get("logits"))
-            aux = router_losses(self.routing, routes, ctx.sequence.seq)
-        aux["aux_loss"] = self.aux_loss_weight * aux["balance"] + self.router_z_loss_weight * aux["router z"]
-        own = {name.removeprefix("expert_"): weight for name, weight in w.items() if name.startswith("expert_")}
-        if self.dispatch == "capacity":
-            y_BTD, aux["dropped"] = capacity_moe(self, h_BTD, routes, own, ctx.sequence)
-            return y_BTD, aux
-        y_BTD, dropped = dropless_moe(self, h_BTD, routes, own, ctx.grouped_matmul)
-        return y_BTD, aux if dropped is None else {**aux, "dropped": dropped}
 
     def apply(
         self, rows: jax.Array, weights: jax.Array, rows_E: jax.Array, *, w: ExpertWeights, multiply: Multiply
@@ -366,7 +347,7 @@ exchange_rows.defvjp(
 def dropless_moe(
     e: Experts, h_BTD: jax.Array, routes: Routes, w: ExpertWeights, multiply: Multiply = lax.ragged_dot
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Computes the weighted sum of each token's experts, in groups of unequal size.
+    """Computes the weighted sum of each token's experts, in groups of unequal size (MegaBlocks, arXiv:2211.15841).
 
     Returns the outputs [B, T, D] and the number of this device's (token, expert) pairs that found no room on the device
     of their expert; None where there is always room.
@@ -382,12 +363,12 @@ def dropless_moe(
     weights = _reorder(routes.weights_BTX.reshape(-1, 1), order, back, 1)
     apply = functools.partial(e.apply, w=w, multiply=multiply)
     rows_E = (expert_of_row[:, None] == jnp.arange(e.routing.experts)).sum(0).astype(jnp.int32)
-    dropped = None
     if nontrivial_axes(EXPERT):
         out, dropped = _expert_parallel(e, rows, weights, rows_E, apply)
     else:
-        out = apply(rows, weights, rows_E)
-    return _sum_of_experts(_reorder(out, back, order, 1).reshape(B, T, k, D)), dropped
+        out, dropped = apply(rows, weights, rows_E), None
+    out_BTXD = _reorder(out, back, order, 1).reshape(B, T, k, D)
+    return out_BTXD.sum(2, dtype=jnp.float32).astype(out_BTXD.dtype), dropped
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -407,10 +388,6 @@ _reorder.defvjp(
         None,
     ),
 )
-
-
-def _sum_of_experts(out_BTXD: jax.Array) -> jax.Array:
-    return out_BTXD.sum(2, dtype=jnp.float32).astype(out_BTXD.dtype)
 
 
 def _expert_parallel(
@@ -475,14 +452,24 @@ def expert_capacity(r: Routing, seq: int, factor: float) -> int:
 
 def capacity_moe(
     e: Experts, h_BTD: jax.Array, routes: Routes, w: ExpertWeights, sequence: SequenceSplit
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     """Computes the weighted sum of each token's experts within their capacity, first choices first.
 
-    Returns the outputs [B, T, D] and the number of this device's (token, expert) pairs that were dropped.
+    Every expert has capacity for a number of tokens of each sequence (GShard: Lepikhin et al. 2020, arXiv:2006.16668,
+    section 2.2). Returns the outputs [B, T, D] and the number of this device's (token, expert) pairs that were dropped.
     """
     B, T, D = h_BTD.shape
     r, capacity = e.routing, expert_capacity(e.routing, sequence.seq, e.capacity_factor)
-    kept_BTX = _within_capacity(r, routes.experts_BTX, sequence, capacity)
+    # Pairs are counted over the complete sequence, all first choices before any second choice.
+    whole_BTX = all_gather(routes.experts_BTX, CONTEXT, 1)
+    if sequence.shards > 1:
+        whole_BTX = whole_BTX[:, np.argsort(sequence.position_order())]
+    pairs = whole_BTX.transpose(0, 2, 1).reshape(B, -1)
+    slot = jnp.cumsum(pairs[..., None] == jnp.arange(r.experts), 1) - 1
+    kept = jnp.take_along_axis(slot, pairs[..., None], -1)[..., 0] < capacity
+    kept_BTX = kept.reshape(B, r.experts_per_token, -1).transpose(0, 2, 1)
+    if sequence.shards > 1:
+        kept_BTX = kept_BTX[:, sequence.local_positions()]
     local_capacity = min(capacity, T)
     # Slot of each pair among the kept pairs of its expert on this device; dropped pairs get a slot out of bounds.
     one_hot_BTXE = (routes.experts_BTX[..., None] == jnp.arange(r.experts)) & kept_BTX[..., None]
@@ -500,17 +487,4 @@ def capacity_moe(
     out_EBCD = jnp.einsum("ebcf,efd->ebcd", hidden_EBCF, w["down"])
     out_EBCD = all_to_all(out_EBCD, EXPERT, 1, 0)
     out_BTXD = out_EBCD.at[index].get(mode="fill", fill_value=0)
-    return _sum_of_experts(out_BTXD), (~kept_BTX).sum().astype(jnp.float32)
-
-
-def _within_capacity(r: Routing, experts_BTX: jax.Array, sequence: SequenceSplit, capacity: int) -> jax.Array:
-    """Returns which (token, expert) pairs are within capacity, counted over the complete sequence; bool [B, T, X]."""
-    whole_BTX = all_gather(experts_BTX, CONTEXT, 1)
-    if sequence.shards > 1:
-        whole_BTX = whole_BTX[:, np.argsort(sequence.position_order())]
-    # All first choices come before any second choice.
-    pairs = whole_BTX.transpose(0, 2, 1).reshape(whole_BTX.shape[0], -1)
-    slot = jnp.cumsum(pairs[..., None] == jnp.arange(r.experts), 1) - 1
-    kept = jnp.take_along_axis(slot, pairs[..., None], -1)[..., 0] < capacity
-    kept_BTX = kept.reshape(whole_BTX.shape[0], r.experts_per_token, -1).transpose(0, 2, 1)
-    return kept_BTX[:, sequence.local_positions()] if sequence.shards > 1 else kept_BTX
+    return out_BTXD.sum(2, dtype=jnp.float32).astype(h_BTD.dtype), (~kept_BTX).sum().astype(jnp.float32)

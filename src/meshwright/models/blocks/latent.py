@@ -16,7 +16,6 @@ keys and values of others, and the up projections are recomputed (DeepSeek-V3, s
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -71,11 +70,6 @@ def _values_and_scale(weight: Any, dtype: Any) -> tuple[Any, Any]:
     return values.astype(dtype), jnp.broadcast_to(scale.reshape(features if scale.size > 1 else (1, 1)), features)
 
 
-def pad_values(v_BTNH: jax.Array, size: int) -> jax.Array:
-    """Returns values with zeros up to a size, for attention that sends keys and values as one array."""
-    return jnp.pad(v_BTNH, ((0, 0), (0, 0), (0, 0), (0, size - v_BTNH.shape[-1])))
-
-
 @dataclasses.dataclass(frozen=True)
 class LatentAttention(Kind):
     """Latent attention of one kind of layers; every head has its own keys and values."""
@@ -123,32 +117,50 @@ class LatentAttention(Kind):
 
     def build(self, ctx: ForwardContext) -> Mix:
         """Returns the attention of a step's tokens."""
-        nope, cos_sin, scaling = self.nope_size, ctx.angles(self.rotary), self.rotary.scaling
+        nope, cos_sin, scaling, sizes = self.nope_size, ctx.angles(self.rotary), self.rotary.scaling, self.latent
         # The kernels divide scores by the root of the head size.
         scale = scaling.score_scale if isinstance(scaling, LatentYarn) else 1.0
-        up = functools.partial(self._up, ctx.attend_latent is None)
+
+        def up(gathered_BTZ: jax.Array, weights: list[Any]) -> list[jax.Array]:
+            """Returns queries, the rotary key as one head, and keys with values of all heads; decoding, latents."""
+            features = gathered_BTZ.shape[-1]
+            ends = (features - sizes.cached, features - sizes.rope_size)
+            query_BTZ, latent_BTZ, rope_BTZ = jnp.split(gathered_BTZ, ends, axis=-1)
+            latents = linear(latent_BTZ, weights[1]) if ctx.attend_latent is None else latent_BTZ[:, :, None]
+            return [linear(query_BTZ, weights[0]), rope_BTZ[:, :, None], latents]
 
         def mix(h_BTD: jax.Array, w: dict[str, Any]) -> jax.Array:
             q_BTNH, rope_BTNH, latents_BTNH = ctx.column_parallel(up, *self._down(h_BTD, w))
-            if self.latent.query_rank is None:
+            if sizes.query_rank is None:
                 q_BTNH = checkpoint_name(q_BTNH, QKV)
             rotated = self.rotary.rotate(q_BTNH[..., nope:], cos_sin) * scale
             q_BTNH = jnp.concatenate([q_BTNH[..., :nope] * scale, rotated], -1).astype(h_BTD.dtype)
             rope_BTNH = self.rotary.rotate(rope_BTNH, cos_sin)
             if ctx.attend_latent is not None:
-                out_BTNH = self._attend_cached(ctx, q_BTNH, latents_BTNH, rope_BTNH, w["kv_up"])
+                absorbed = absorb_keys(q_BTNH[..., :nope], w["kv_up"])
+                # The cache divides scores by the root of the size of latents, not of queries and keys.
+                factor = (sizes.cached / self.head_size) ** 0.5
+                q_BTNZ = (jnp.concatenate([absorbed, q_BTNH[..., nope:]], -1) * factor).astype(q_BTNH.dtype)
+                cached_BTZ = jnp.concatenate([latents_BTNH[:, :, 0], rope_BTNH[:, :, 0]], -1)
+                out_BTNZ = ctx.attend_latent(q_BTNZ, cached_BTZ, sizes.kv_rank)
+                out_BTNH = absorb_values(out_BTNZ, w["kv_up"], sizes.value_size)
                 return ctx.row_parallel(attention_projection, out_BTNH, w["attention_out"])
             k_BTNH, v_BTNH = latents_BTNH[..., :nope], latents_BTNH[..., nope:]
             shared = jnp.broadcast_to(rope_BTNH, (*k_BTNH.shape[:3], rope_BTNH.shape[3]))
             k_BTNH = jnp.concatenate([k_BTNH, shared], -1)
             if ctx.sequence.groups > 1:
                 # Keys and values go around a ring, or are gathered, as arrays of one shape.
-                longest = max(self.head_size, self.latent.value_size)
-                v_BTNH = pad_values(v_BTNH, longest)
+                longest = max(self.head_size, sizes.value_size)
+                v_BTNH = _padded(v_BTNH, longest)
                 if longest > self.head_size:  # the kernels divide by the root of the padded size
-                    q_BTNH = pad_values(q_BTNH * math.sqrt(longest / self.head_size), longest)
-                    k_BTNH = pad_values(k_BTNH, longest)
-            return ctx.attend_row_parallel(self._project, (q_BTNH, k_BTNH, v_BTNH), w["attention_out"], window=None)
+                    q_BTNH = _padded(q_BTNH * math.sqrt(longest / self.head_size), longest)
+                    k_BTNH = _padded(k_BTNH, longest)
+            return ctx.attend_row_parallel(
+                lambda out_BTNH, w_NHD: attention_projection(out_BTNH[..., : sizes.value_size], w_NHD),
+                (q_BTNH, k_BTNH, v_BTNH),
+                w["attention_out"],
+                window=None,
+            )
 
         return mix
 
@@ -163,30 +175,6 @@ class LatentAttention(Kind):
         query_BTZ = rms_norm(query_BTZ, w["query_norm"], LATENT_EPSILON)
         return jnp.concatenate([query_BTZ, *rest], -1), [w["query_up"], w["kv_up"]]
 
-    def _up(self, expands: bool, gathered_BTZ: jax.Array, weights: list[Any]) -> list[jax.Array]:
-        """Returns queries, the rotary key as one head, and keys with values of every head, or the latents as one head.
 
-        gathered_BTZ: queries' latent, latent and rotary key.  expands: whether keys and values are projected.
-        """
-        features = gathered_BTZ.shape[-1]
-        ends = (features - self.latent.cached, features - self.latent.rope_size)
-        query_BTZ, latent_BTZ, rope_BTZ = jnp.split(gathered_BTZ, ends, axis=-1)
-        latents = linear(latent_BTZ, weights[1]) if expands else latent_BTZ[:, :, None]
-        return [linear(query_BTZ, weights[0]), rope_BTZ[:, :, None], latents]
-
-    def _project(self, out_BTNH: jax.Array, w_NHD: Any) -> jax.Array:
-        """Returns the output projection of values, without their padding."""
-        return attention_projection(out_BTNH[..., : self.latent.value_size], w_NHD)
-
-    def _attend_cached(
-        self, ctx: ForwardContext, q_BTNH: jax.Array, latent_BTNH: jax.Array, rope_BTNH: jax.Array, up_ZNH: Any
-    ) -> jax.Array:
-        """Returns the attention output of a decoding step [B, T, N, value size]: every head attends to the latents."""
-        assert ctx.attend_latent is not None
-        absorbed = absorb_keys(q_BTNH[..., : self.nope_size], up_ZNH)
-        # The cache's attention divides scores by the root of the latents' size, instead of that of queries and keys.
-        scale = (self.latent.cached / self.head_size) ** 0.5
-        q_BTNZ = (jnp.concatenate([absorbed, q_BTNH[..., self.nope_size :]], -1) * scale).astype(q_BTNH.dtype)
-        cached_BTZ = jnp.concatenate([latent_BTNH[:, :, 0], rope_BTNH[:, :, 0]], -1)
-        out_BTNZ = ctx.attend_latent(q_BTNZ, cached_BTZ, self.latent.kv_rank)
-        return absorb_values(out_BTNZ, up_ZNH, self.latent.value_size)
+def _padded(x_BTNH: jax.Array, size: int) -> jax.Array:
+    return jnp.pad(x_BTNH, ((0, 0), (0, 0), (0, 0), (0, size - x_BTNH.shape[-1])))

@@ -6,7 +6,7 @@ keys are live at a time, and none are saved; pairs that a causal mask or a slidi
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,14 +36,6 @@ _BLOCKS = 8
 """Blocks of a chunk, at least, unless they are smaller than _LEAST_BLOCK: of 8 x 8 pairs, 36 are causal."""
 _MASKED = -1e30
 """Score of a masked key before the softmax."""
-
-
-class _State(NamedTuple):
-    """Running softmax of blocks of queries: largest score, sum of weights, weighted sum of values, float32."""
-
-    top_BKGT: jax.Array
-    weight_BKGT: jax.Array
-    total_BKGTH: jax.Array
 
 
 def block_size(tokens: int, bytes_per_score: int) -> int:
@@ -78,12 +70,10 @@ class _Blocks:
         return jnp.moveaxis(x, 3, 0)
 
     def visible(self, i: jax.Array, j: jax.Array) -> jax.Array:
-        """Returns the mask [B, 1, 1, block, block] of a pair of blocks."""
         queries, keys = select(self.segments[0], i), select(self.segments[1], j)
         return self.mask.visible(queries, keys, i, j)[:, None, None]
 
     def loop(self, add: Any, carry: Any) -> Any:
-        """Returns `add(carry, i, j)` over all pairs."""
         if len(self.pairs) == 1:
             return add(carry, *self.pairs[0])
         return lax.scan(lambda carry, pair: (add(carry, pair[0], pair[1]), None), carry, self.pairs)[0]
@@ -97,33 +87,28 @@ def _forward(queries: Queries, keys: Keys, mask: ChunkMask, softcap: float | Non
     shape = (q.shape[0], B, *q.shape[3:5], blocks.block)
     zeros = jnp.zeros(shape, jnp.float32)
     values = jnp.zeros((*shape, v.shape[-1]), jnp.float32)
-    start = _State(jnp.full(shape, _MASKED, jnp.float32), zeros, values)
 
-    def add(states: _State, i: Any, j: Any) -> _State:
-        """Adds the scores of a block of keys to the running softmax of a block of queries."""
-        scores, v_j = _scores(select(q, i), select(k, j), softcap), select(v, j)
+    # Running softmax of blocks of queries: largest score, sum of weights, weighted sum of values, float32.
+    def add(states: Any, i: Any, j: Any) -> Any:
+        scores = jnp.einsum("btkgh,bskh->bkgts", select(q, i), select(k, j), preferred_element_type=jnp.float32)
+        scores, v_j = cap(scores, softcap), select(v, j)
         (top, weight, total), mask = select(states, i), blocks.visible(i, j)
         new_top = jnp.maximum(top, jnp.where(mask, scores, _MASKED).max(-1))
         # A row without a visible key so far has the masked score as its largest: its weights need the mask to be zero.
         weights = jnp.where(mask, jnp.exp(scores - new_top[..., None]), 0.0)
         rescale = jnp.exp(top - new_top)
         added = jnp.einsum("bkgts,bskh->bkgth", weights.astype(v.dtype), v_j, preferred_element_type=jnp.float32)
-        state = _State(new_top, weight * rescale + weights.sum(-1), total * rescale[..., None] + added)
-        return update(states, i, state)
+        return update(states, i, (new_top, weight * rescale + weights.sum(-1), total * rescale[..., None] + added))
 
-    state = blocks.loop(add, start)
-    seen = state.weight_BKGT > 0
-    weight = jnp.where(seen, state.weight_BKGT, 1.0)
-    out = (state.total_BKGTH / weight[..., None]).astype(queries.q_BTNH.dtype)
-    lse = jnp.where(seen, state.top_BKGT + jnp.log(weight), _MASKED)
+    top, weight, total = blocks.loop(add, (jnp.full(shape, _MASKED, jnp.float32), zeros, values))
+    seen = weight > 0
+    weight = jnp.where(seen, weight, 1.0)
+    out = (total / weight[..., None]).astype(queries.q_BTNH.dtype)
+    lse = jnp.where(seen, top + jnp.log(weight), _MASKED)
     # [blocks, B, K, G, block, H] and [blocks, B, K, G, block]
     return Result(
         out.transpose(1, 0, 4, 2, 3, 5).reshape(B, T, N, v.shape[-1]), jnp.moveaxis(lse, 0, 3).reshape(B, N, T)
     )
-
-
-def _scores(q: jax.Array, k: jax.Array, softcap: float | None) -> jax.Array:
-    return cap(jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32), softcap)
 
 
 def _backward(
@@ -138,29 +123,22 @@ def _backward(
     columns = (cut(keys.k_BSKH, blocks.block), cut(keys.v_BSKH, blocks.block))
 
     def add(sums: Any, i: Any, j: Any) -> Any:
-        g_q, g_kv = _gradients(select(rows, i), select(columns, j), blocks.visible(i, j), softcap)
+        (q, g, inner, lse), (k, v), mask = select(rows, i), select(columns, j), blocks.visible(i, j)
+        # The softmax is computed again from the log-sum-exp.
+        scores = cap(jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32), softcap)
+        weights = jnp.where(mask, jnp.exp(scores - lse[..., None]), 0.0)
+        g_weights = jnp.einsum("btkgh,bskh->bkgts", g, v, preferred_element_type=jnp.float32)
+        g_scores = cap_gradient(weights * (g_weights - inner[..., None]), scores, softcap).astype(q.dtype)
+        g_q = jnp.einsum("bkgts,bskh->btkgh", g_scores, k, preferred_element_type=jnp.float32)
+        g_k = jnp.einsum("bkgts,btkgh->bskh", g_scores, q, preferred_element_type=jnp.float32)
+        g_v = jnp.einsum("bkgts,btkgh->bskh", weights.astype(q.dtype), g, preferred_element_type=jnp.float32)
         totals = (select(sums[0], i), select(sums[1], j))
-        g_q, g_kv = jax.tree.map(jnp.add, totals, (g_q, g_kv))
+        g_q, g_kv = jax.tree.map(jnp.add, totals, (g_q, (g_k, g_v)))
         return update(sums[0], i, g_q), update(sums[1], j, g_kv)
 
     g_q, g_kv = blocks.loop(add, zeros_like((q, columns)))
     g_k, g_v = (x.swapaxes(0, 1).reshape(like.shape) for x, like in zip(g_kv, keys[:2], strict=True))
     return (g_q * H**-0.5).swapaxes(0, 1).reshape(queries.q_BTNH.shape), g_k, g_v
-
-
-def _gradients(
-    row: tuple[jax.Array, ...], column: tuple[jax.Array, jax.Array], mask: jax.Array, softcap: float | None
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Returns the gradients of a pair of blocks; recomputes its softmax from the log-sum-exp."""
-    (q, g, inner, lse), (k, v) = row, column
-    scores = _scores(q, k, softcap)
-    weights = jnp.where(mask, jnp.exp(scores - lse[..., None]), 0.0)
-    g_weights = jnp.einsum("btkgh,bskh->bkgts", g, v, preferred_element_type=jnp.float32)
-    g_scores = cap_gradient(weights * (g_weights - inner[..., None]), scores, softcap).astype(q.dtype)
-    g_q = jnp.einsum("bkgts,bskh->btkgh", g_scores, k, preferred_element_type=jnp.float32)
-    g_k = jnp.einsum("bkgts,btkgh->bskh", g_scores, q, preferred_element_type=jnp.float32)
-    g_v = jnp.einsum("bkgts,btkgh->bskh", weights.astype(q.dtype), g, preferred_element_type=jnp.float32)
-    return g_q, (g_k, g_v)
 
 
 @functools.lru_cache(maxsize=32)

@@ -72,8 +72,18 @@ def choose_kernels(
             kernels.unsupported(shapes)
             or (f"{kernels.name} attention has no {lacking[0]}, which the model's layers have" if lacking else None)
             or (None if machine.installed else kernels.missing())
-            or _unused(kernels, sequence)
+            or unused(kernels)
         )
+
+    def unused(kernels: Kernels) -> str | None:
+        option = f"--training.context-strategy {sequence.strategy}"
+        if kernels.chunk_attention is not None or sequence.groups == 1:
+            return None
+        if sequence.is_ring:
+            needed = f"over {sequence.shards} devices needs attention between chunks in a ring"
+            return f"{option} {needed}, which {kernels.name} lacks"
+        lacks = kernels.cross_attention is None
+        return f"{option} needs attention to gathered keys, which {kernels.name} lacks" if lacks else None
 
     def in_strategy(kernels: Kernels) -> Kernels:
         return dataclasses.replace(kernels, name=f"ring of {kernels.name}") if sequence.is_ring else kernels
@@ -97,20 +107,6 @@ def choose_kernels(
             f"--training.attention-kernel {name}", reason, "--training.attention-kernel auto, or change what it lacks"
         )
     return in_strategy(kernels)
-
-
-def _unused(kernels: Kernels, sequence: SequenceSplit) -> str | None:
-    """Returns why a context strategy would not run the kernel, None if it does."""
-    if kernels.chunk_attention is not None or sequence.groups == 1:
-        return None
-    if sequence.is_ring:
-        return (
-            f"--training.context-strategy {sequence.strategy} over {sequence.shards} devices needs attention between "
-            f"chunks in a ring, which {kernels.name} lacks"
-        )
-    if kernels.cross_attention is None:
-        return f"--training.context-strategy all_gather needs attention to gathered keys, which {kernels.name} lacks"
-    return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,6 @@ and are computed on the device, so their number is that of the worst case, R / b
 once. Compiles for Ampere, Hopper and Blackwell without the device.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -21,17 +20,11 @@ _DEPTH_BYTES = 128
 _STAGES, _WARPS = 3, 8
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tiles:
-    """First and last row (excluded) and expert of each tile, int32 [tiles]; expert E holds the rows of no expert."""
+def _tiles(rows_E: jax.Array, rows: int, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Cuts the rows of each expert, then those past the last, into tiles of at most `block` rows.
 
-    start: jax.Array
-    end: jax.Array
-    expert: jax.Array
-
-
-def _tiles(rows_E: jax.Array, rows: int, block: int) -> _Tiles:
-    """Cuts the rows of each expert, then those past the last, into tiles of at most `block` rows."""
+    Returns first row, last row (excluded) and expert of each tile, int32; expert E holds the rows of no expert.
+    """
     experts = rows_E.shape[0]
     rows_E = jnp.append(rows_E, rows - rows_E.sum()).astype(jnp.int32)
     ends, tiles_E = jnp.cumsum(rows_E), -(-rows_E // block)
@@ -41,24 +34,25 @@ def _tiles(rows_E: jax.Array, rows: int, block: int) -> _Tiles:
     e = jnp.minimum(expert, experts)
     start = ends[e] - rows_E[e] + (tile - last[e] + tiles_E[e]) * block
     # Tiles past the last are empty.
-    end = jnp.where(expert <= experts, jnp.minimum(start + block, ends[e]), start)
-    return _Tiles(start, end, e)
+    return start, jnp.where(expert <= experts, jnp.minimum(start + block, ends[e]), start), e
 
 
-def _mask(inside: tuple[jax.Array | None, jax.Array | None]) -> jax.Array | None:
-    """Returns which elements of a block are inside along both dimensions; None along one is all of it."""
+_Inside = tuple[jax.Array | None, jax.Array | None]
+"""Which positions of a block are inside along each of its two dimensions; None where all of them always are."""
+
+
+def _mask(inside: _Inside) -> jax.Array | None:
     masks = [m[:, None] if d == 0 else m[None, :] for d, m in enumerate(inside) if m is not None]
     return functools.reduce(jnp.logical_and, masks) if masks else None
 
 
-def _load(ref: Any, index: tuple[Any, ...], inside: tuple[jax.Array | None, jax.Array | None]) -> jax.Array:
-    """Loads a block, zero where it is not `inside` along one of its two dimensions."""
+def _load(ref: Any, index: tuple[Any, ...], inside: _Inside) -> jax.Array:
+    """Loads a block, zero where it is not inside."""
     mask = _mask(inside)
     return plgpu.load(ref.at[index], mask=mask, other=None if mask is None else 0.0)
 
 
 def _inside(start: Any, size: int, block: int) -> jax.Array | None:
-    """Returns which of `block` positions from `start` are below `size`; None where all of them always are."""
     return None if size % block == 0 else start + jnp.arange(block) < size
 
 
@@ -73,26 +67,19 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, rows_E: jax.Array, inter
     return _multiply(rows, weights, rows_E, transposed=False, interpret=interpret)
 
 
-def _forward(rows: jax.Array, weights: jax.Array, rows_E: jax.Array, interpret: bool) -> tuple[jax.Array, Any]:
-    return grouped_matmul(rows, weights, rows_E, interpret), (rows, weights, rows_E)
-
-
 def _backward(interpret: bool, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     rows, weights, rows_E = saved
     g_rows = _multiply(g, weights, rows_E, transposed=True, interpret=interpret)
     return g_rows, _multiply_transposed(rows, g, rows_E, interpret=interpret), None
 
 
-grouped_matmul.defvjp(_forward, _backward)
+grouped_matmul.defvjp(lambda *inputs: (grouped_matmul(*inputs), inputs[:3]), _backward)
 
 
 def _multiply(
     rows: jax.Array, weights: jax.Array, rows_E: jax.Array, *, transposed: bool, interpret: bool
 ) -> jax.Array:
-    """Returns rows [R, K] times the weights [E, K, N] of each row's expert: [R, N], zero for rows past the last.
-
-    transposed: weights are [E, N, K].
-    """
+    """Computes `grouped_matmul`. transposed: weights are [E, N, K]."""
     R, K = rows.shape
     E, N = weights.shape[0], weights.shape[1 if transposed else 2]
     depth = _DEPTH_BYTES // rows.dtype.itemsize
@@ -122,12 +109,12 @@ def _multiply(
 
     return pl.pallas_call(
         kernel,
-        grid=(pl.cdiv(N, _COLUMNS), tiles.start.shape[0]),
+        grid=(pl.cdiv(N, _COLUMNS), tiles[0].shape[0]),
         out_shape=jax.ShapeDtypeStruct((R, N), rows.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
         interpret=interpret,
         name="grouped_matmul",
-    )(rows, weights, tiles.start, tiles.end, tiles.expert)
+    )(rows, weights, *tiles)
 
 
 def _multiply_transposed(rows: jax.Array, g: jax.Array, rows_E: jax.Array, *, interpret: bool) -> jax.Array:

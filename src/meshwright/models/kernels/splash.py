@@ -3,7 +3,6 @@
 It must be called inside a `shard_map` that is manual over every axis, with `check_vma=False`, as the step is.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -27,66 +26,55 @@ HEAD_MULTIPLE = 64
 """Heads are multiples of it; those of 64 take the registers and HBM of heads of 128."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SplashChunks:
-    """Splash attention between two chunks, with a static mask for each kind of pair; blocks that it hides are skipped.
+@functools.lru_cache(maxsize=32)
+def splash_chunks(block: int, backward_kernels: int, interpret: Any, softcap: float | None = None) -> ChunkAttention:
+    """Returns splash attention between two chunks, with a static mask for each kind of pair; hidden blocks are skipped.
 
-    Chunks are multiples of LANES (`_unsupported` checks).
+    Chunks are multiples of LANES (`_unsupported` checks).  block: largest block of queries and of keys.
+    backward_kernels: 2 compute the gradients of the queries apart from those of keys and values, each from its own
+    scores: seven matrix products. 1 computes all from the same scores with five, and writes the queries' gradient once
+    per block of keys.  interpret: runs the Pallas kernel in interpret mode on a CPU.
     """
 
-    block: int = 512
-    """Largest block of queries and of keys."""
-    backward_kernels: int = 2
-    """2 compute the gradients of the queries apart from those of keys and values, each from its own scores: seven
-    matrix products. 1 computes all from the same scores with five, and writes the queries' gradient once per block of
-    keys."""
-    interpret: Any = False
-    """Runs the Pallas kernel in interpret mode on a CPU."""
-    softcap: float | None = None
-    """Soft cap of the scores (`Scores.softcap`)."""
+    def kernel_and_operands(queries: Queries, keys: Keys, mask: ChunkMask) -> tuple[Any, list[Any]]:
+        """Returns the kernel, and scaled queries, keys and values, [B, heads, tokens, H]."""
+        (_, tokens, heads, H), S = queries.q_BTNH.shape, keys.k_BSKH.shape[1]
+        scaled = (queries.q_BTNH * H**-0.5, keys.k_BSKH, keys.v_BSKH)
+        kernel = _kernel((tokens, heads, S), block, backward_kernels, interpret, softcap, mask)
+        return kernel, [x.swapaxes(1, 2) for x in scaled]
 
-    def attention(self) -> ChunkAttention:
-        """Returns the kernel."""
-        return ChunkAttention(
-            self._forward, self._backward, lambda cap: dataclasses.replace(self, softcap=cap).attention()
-        )
-
-    def _forward(self, queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
+    def forward(queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
         from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
 
-        kernel = _kernel(self, queries.q_BTNH.shape[1:3], keys.k_BSKH.shape[1], mask)
+        kernel, operands = kernel_and_operands(queries, keys, mask)
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, queries: jax.Array, keys: jax.Array) -> Any:
-            return kernel(q, k, v, segment_ids=SegmentIds(queries, keys))
+        def attend(qkv: list[jax.Array], queries: jax.Array, keys: jax.Array) -> Any:
+            return kernel(*qkv, segment_ids=SegmentIds(queries, keys))
 
-        out_BNTH, (lse_BNT,) = jax.vmap(attend)(*_heads_first(queries, keys), queries.segments_BT, keys.segments_BS)
+        out_BNTH, (lse_BNT,) = jax.vmap(attend)(operands, queries.segments_BT, keys.segments_BS)
         if mask.window is not None:
             # Where a window hides a complete row of blocks, the kernel divides by a sum over no keys.
             out_BNTH = jnp.where(jnp.isfinite(lse_BNT)[..., None], out_BNTH, 0)
         return Result(out_BNTH.swapaxes(1, 2), lse_BNT)
 
-    def _backward(self, queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, mask: ChunkMask) -> Gradients:
+    def backward(queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, mask: ChunkMask) -> Gradients:
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
-        kernel = _kernel(self, queries.q_BTNH.shape[1:3], keys.k_BSKH.shape[1], mask)
+        kernel, operands = kernel_and_operands(queries, keys, mask)
         options = {name: value for name, value in kernel.kwargs.items() if name != "save_residuals"}
 
-        def attend(q: Any, k: Any, v: Any, segments: tuple[Any, Any], out: Any, lse: Any, g: Any) -> Any:
+        def attend(qkv: list[Any], segments: tuple[Any, Any], out: Any, lse: Any, g: Any) -> Any:
             ids, tables = splash.SegmentIds(*segments), (kernel.dq_mask_info, kernel.dkv_mask_info)
-            saved = (q, k, v, ids, None, out, lse, *tables)
+            saved = (*qkv, ids, None, out, lse, *tables)
             return splash._splash_attention_bwd(save_residuals=False, **options, res=saved, do=g)[3:6]
 
         out_BNTH, g_BNTH = result.out_BTNH.swapaxes(1, 2), g_BTNH.swapaxes(1, 2)
         segments = (queries.segments_BT, keys.segments_BS)
-        gradients = jax.vmap(attend)(*_heads_first(queries, keys), segments, out_BNTH, result.lse_BNT, g_BNTH)
+        gradients = jax.vmap(attend)(operands, segments, out_BNTH, result.lse_BNT, g_BNTH)
         g_q, g_k, g_v = (x.swapaxes(1, 2) for x in gradients)
         return g_q * queries.q_BTNH.shape[3] ** -0.5, g_k, g_v
 
-
-def _heads_first(queries: Queries, keys: Keys) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns scaled queries, keys and values, [B, heads, tokens, H]."""
-    q_BTNH = queries.q_BTNH
-    return (q_BTNH * q_BTNH.shape[3] ** -0.5).swapaxes(1, 2), keys.k_BSKH.swapaxes(1, 2), keys.v_BSKH.swapaxes(1, 2)
+    return ChunkAttention(forward, backward, functools.partial(splash_chunks, block, backward_kernels, interpret))
 
 
 def block_size(seq: int, largest: int) -> int:
@@ -95,13 +83,15 @@ def block_size(seq: int, largest: int) -> int:
 
 
 @functools.lru_cache(maxsize=32)
-def _kernel(chunks: SplashChunks, queries: tuple[int, int], keys: int, mask: ChunkMask) -> Any:
-    """Returns the kernel of JAX. queries: tokens and heads of a chunk of queries.  keys: tokens of a chunk of keys."""
+def _kernel(
+    sizes: tuple[int, int, int], block: int, backward_kernels: int, interpret: Any, softcap: Any, mask: ChunkMask
+) -> Any:
+    """Returns the kernel of JAX. sizes: queries, heads and keys of a pair of chunks."""
     # Importing Pallas takes 0.4 s, which only a TPU's step is worth.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    tokens, heads = queries
+    tokens, heads, keys = sizes
     visible: masks.Mask
     if mask.distance is None:
         visible = masks.FullMask((tokens, keys))
@@ -109,28 +99,26 @@ def _kernel(chunks: SplashChunks, queries: tuple[int, int], keys: int, mask: Chu
         visible = masks.CausalMask((tokens, keys), mask.distance)
     else:
         visible = masks.LocalMask((tokens, keys), (mask.window - 1, 0), mask.distance)
-    q, kv = block_size(tokens, chunks.block), block_size(keys, chunks.block)
-    apart = {"block_q_dq": q, "block_kv_dq": kv} if chunks.backward_kernels == 2 else {"use_fused_bwd_kernel": True}
-    sizes = splash.BlockSizes(block_q=q, block_kv=kv, block_q_dkv=q, block_kv_dkv=kv, **apart)
+    q, kv = block_size(tokens, block), block_size(keys, block)
+    apart = {"block_q_dq": q, "block_kv_dq": kv} if backward_kernels == 2 else {"use_fused_bwd_kernel": True}
     # The kernel's block tables are constants of the program, even while a caller is being traced.
     with jax.ensure_compile_time_eval():
         return splash.make_splash_mha(
             mask=masks.MultiHeadMask([visible] * heads),
             head_shards=1,
             q_seq_shards=1,
-            block_sizes=sizes,
+            block_sizes=splash.BlockSizes(block_q=q, block_kv=kv, block_q_dkv=q, block_kv_dkv=kv, **apart),
             save_residuals=True,
-            attn_logits_soft_cap=chunks.softcap,
-            interpret=chunks.interpret,
+            attn_logits_soft_cap=softcap,
+            interpret=interpret,
         )
 
 
 def splash_kernels(block: int, backward_kernels: int = 2, interpret: Any = False) -> Kernels:
-    """Returns splash attention with blocks of at most `block` queries and keys. backward_kernels: see SplashChunks."""
-    chunks = SplashChunks(block, backward_kernels, interpret).attention()
-    name = "splash" if backward_kernels == 2 else "splash_fused"
+    """Returns splash attention with blocks of at most `block` queries and keys. Options: see `splash_chunks`."""
+    chunks = splash_chunks(block, backward_kernels, interpret)
     return Kernels(
-        name,
+        "splash" if backward_kernels == 2 else "splash_fused",
         self_attention_of(chunks),
         unsupported=_unsupported,
         chunk_attention=chunks,
@@ -139,21 +127,15 @@ def splash_kernels(block: int, backward_kernels: int = 2, interpret: Any = False
     )
 
 
-def splash_fused_kernels(block: int) -> Kernels:
-    """Returns splash attention whose backward pass is one kernel."""
-    return splash_kernels(block, backward_kernels=1)
+splash_fused_kernels = functools.partial(splash_kernels, backward_kernels=1)
+"""Splash attention whose backward pass is one kernel."""
 
 
 def _unsupported(shapes: AttentionShapes) -> str | None:
     if shapes.platform != "tpu":
         return f"splash attention is a TPU kernel, and the devices are of platform {shapes.platform!r}"
-    what, n = ("sequence", shapes.seq) if shapes.chunk == shapes.seq else ("chunk of the sequence", shapes.chunk)
-    if n % LANES:
-        return f"splash attention takes a {what} divisible by {LANES}: {n} = {n // LANES} * {LANES} + {n % LANES}"
-    for n in shapes.head_sizes:
-        if n % HEAD_MULTIPLE:
-            return (
-                f"splash attention takes a head size divisible by {HEAD_MULTIPLE}: {n} = {n // HEAD_MULTIPLE} * "
-                f"{HEAD_MULTIPLE} + {n % HEAD_MULTIPLE}"
-            )
+    tokens = "sequence" if shapes.chunk == shapes.seq else "chunk of the sequence"
+    for what, n, unit in ((tokens, shapes.chunk, LANES), *(("head size", n, HEAD_MULTIPLE) for n in shapes.head_sizes)):
+        if n % unit:
+            return f"splash attention takes a {what} divisible by {unit}: {n} = {n // unit} * {unit} + {n % unit}"
     return None
