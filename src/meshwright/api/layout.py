@@ -1,4 +1,4 @@
-"""The layout of a run from Python, as a table and as a page in notebooks."""
+"""The layout of a run, as a table and as a page in notebooks."""
 
 import dataclasses
 
@@ -34,8 +34,8 @@ class LayoutView:
 def show(run: Run | str, mesh: str | MeshShape | None = None) -> LayoutView:
     """Returns where every parameter of a run lies on a mesh, and its bytes per device, from shapes alone.
 
-    run: a Run, or a recipe's name.  mesh: as `fsdp=64,tensor=8`; None takes the run's own.
-    Raises ConfigError where a parameter does not divide.
+    run: a Run, or a recipe's name.  mesh: as `fsdp=64,tensor=8`; None takes the run's own. Its devices need not divide
+    the batch, which changes no parameter. Raises ConfigError where a parameter does not divide.
 
     Example:
         >>> view = mw.show("llama3-8b", mesh="fsdp=64")
@@ -44,7 +44,10 @@ def show(run: Run | str, mesh: str | MeshShape | None = None) -> LayoutView:
         >>> view.report.parameters
         8030261248
     """
-    base = with_vocab(find_recipe(run) if isinstance(run, str) else run)
-    shape = MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
-    placed = place_run(base, shape)
+    run = with_vocab(find_recipe(run) if isinstance(run, str) else run)
+    shape = (MeshShape.parse(mesh) if isinstance(mesh, str) else mesh) or run.mesh or MeshShape()
+    legal = dataclasses.replace(run.training, batch=shape.size * run.training.microbatches)
+    placed = place_run(dataclasses.replace(run, training=legal), shape)
+    training = dataclasses.replace(placed.run.training, batch=run.training.batch)
+    placed = dataclasses.replace(placed, run=dataclasses.replace(placed.run, training=training))
     return LayoutView(placed, layout_report(placed))

@@ -131,8 +131,7 @@ class DiffOptions(_FolderOptions):
         second = first if self.other is None else find_checkpoints(self.other)
         manifest, other_at = manifest_of(first, self.at), self.other_at
         if other_at is None and second == first:
-            listed = list_checkpoints(first)
-            earlier = [row.step for row in listed if row.step < manifest.step and row.state == "whole"]
+            earlier = [r.step for r in list_checkpoints(first) if r.step < manifest.step and r.state == "whole"]
             if not earlier:
                 asked = f"comparing the checkpoint of step {manifest.step} with the one before it"
                 raise CheckpointError(asked, "there is none", "--other-at")
@@ -141,8 +140,8 @@ class DiffOptions(_FolderOptions):
         changed, tensors = compare_checkpoints((second, other), (first, manifest))
         places = str(second / str(other.step)), str(first / str(manifest.step))
         if self.json:
-            document: dict[str, Any] = {"from": places[0], "to": places[1], "fields": changed}
-            write_json({**document, "tensors": {row.name: row.summary for row in tensors}})
+            summaries = {row.name: row.summary for row in tensors}
+            write_json({"from": places[0], "to": places[1], "fields": changed, "tensors": summaries})
             return 0
         lines = [f"{places[0]} -> {places[1]}", *changed, *(f"{row.name}: {row.summary}" for row in tensors[:_SHOWN])]
         if len(tensors) > _SHOWN:

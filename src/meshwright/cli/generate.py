@@ -3,9 +3,9 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TextIO
 
 import jax
 import tyro
@@ -18,7 +18,7 @@ from meshwright.data.chat import ChatTemplate, Message, check_jinja
 from meshwright.documents import read_text
 from meshwright.errors import ConfigError, DataError
 from meshwright.formatting import format_bytes, format_count, format_step, format_time
-from meshwright.generation.generator import Decoding, Generated, GenerationReport, Generator
+from meshwright.generation.generator import Decoding, Generated, GenerationReport
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.source import run_of_source
 from meshwright.hardware.agreement import failing_together
@@ -56,98 +56,86 @@ class GenerateOptions(CheckpointOptions):
     """Print one line of JSON with texts, tokens, log-probabilities and the report."""
 
 
+_Generate = Callable[[Sequence[str], Callable[[int, str], None] | None], Generated]
+
+
 @failing_together()
 def main(args: Sequence[str]) -> int:
     """Runs `meshwright generate`. Raises CheckpointError without a run, and ConfigError for contradictory options."""
     options = parse(GenerateOptions, "generate", args, default=GenerateOptions(source=tyro.MISSING))
     if options.chat:
         check_jinja()
-    prompts = _prompts(options)
-    shape = options.shape()
+    prompts, shape = _prompts(options), options.shape()
     initial: Literal["checkpoint", "random"] = "random" if options.random_weights else "checkpoint"
     run, hosts = run_of_source(options.source, initial), options.hosts.hosts()
     if options.chat and hosts.processes > 1:
         truth = "only one of them has your terminal"
         raise ConfigError(f"--chat with {hosts.processes} processes", truth, "--prompts FILE")
     start_devices(options.devices, shape or run.mesh, hosts)
-    generator = open_generator(
-        options.source,
-        mesh=shape,
-        at=options.at,
-        devices=options.devices,
-        decoding=options.decoding,
-        initial=initial,
-    )
-    _note(f"{generator.origin} on {generator.device_run.shape}: weights {generator.layout}\n")
+    at, devices, decoding = options.at, options.devices, options.decoding
+    generator = open_generator(options.source, mesh=shape, at=at, devices=devices, decoding=decoding, initial=initial)
+    _write(f"{generator.origin} on {generator.device_run.shape}: weights {generator.layout}\n", sys.stderr)
+
+    def generate(texts: Sequence[str], show: Callable[[int, str], None] | None) -> Generated:
+        limits: dict[str, Any] = {"max_tokens": options.max_tokens, "stop": options.stop}
+        return generator.generate(texts, sampling=options.sampling, on_text=show, **limits)
+
     if options.chat:
-        return _converse(options, generator, prompts)
-    texts = prompts if prompts is not None else [sys.stdin.read().removesuffix("\n")]
-    streamed = len(texts) == 1 and not options.json
-    if streamed:
-        _write(texts[0])
-    generated = _generate(options, generator, texts, _write if streamed else None)
-    if streamed:
-        _write("\n")
-    elif not options.json:
-        _write("".join(f"--- {text}\n{new}\n" for text, new in zip(texts, generated.texts, strict=True)))
-    elif hosts.process == 0:
-        write_json(_record(texts, generated))
-    _note(format_report(generated.report))
+        report = _converse(options, generator.chat, generate, _lines() if prompts is None else prompts)
+    else:
+        texts = prompts if prompts is not None else [sys.stdin.read().removesuffix("\n")]
+        if len(texts) == 1 and not options.json:
+            _write(texts[0])
+            generated = generate(texts, _stream)
+            _write("\n")
+        else:
+            generated = generate(texts, None)
+        if options.json and hosts.process == 0:
+            write_json(_record(texts, generated))
+        elif len(texts) > 1 and not options.json:
+            _write("".join(f"--- {text}\n{new}\n" for text, new in zip(texts, generated.texts, strict=True)))
+        report = generated.report
+    if report is not None:
+        _write(format_report(report), sys.stderr)
     return 0
 
 
 def _prompts(options: GenerateOptions) -> list[str] | None:
     """Returns the prompts of the options, None where standard input has them."""
-    given = [*([] if options.text is None else [options.text]), *options.prompt]
-    if options.prompts is not None:
-        given += _prompts_in(options.prompts)
-    if not given and sys.stdin.isatty() and not options.chat:
-        command = f"meshwright generate {options.source}"
-        truth = "there is no prompt, and standard input is a terminal"
-        raise ConfigError(command, truth, f'{command} "Once upon a time"')
-    return given or None
-
-
-def _prompts_in(file: Path) -> list[str]:
+    prompts = [*([] if options.text is None else [options.text]), *options.prompt]
+    if options.prompts is None:
+        if not prompts and sys.stdin.isatty() and not options.chat:
+            command = f"meshwright generate {options.source}"
+            truth = "there is no prompt, and standard input is a terminal"
+            raise ConfigError(command, truth, f'{command} "Once upon a time"')
+        return prompts or None
+    file, asked = options.prompts, f"--prompts {options.prompts}"
     try:
         text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--prompts {file}", f"{error}", "a file of prompts in UTF-8, or -") from error
+        raise DataError(asked, f"{error}", "a file of prompts in UTF-8, or -") from error
     # Other ends of lines, such as U+2028, may stand within a prompt.
     lines = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
     if not lines:
-        raise DataError(f"--prompts {file}", "it has no line with a prompt", "one prompt on each line")
-    if file.suffix != ".jsonl":
-        return lines
-    prompts = []
+        raise DataError(asked, "it has no line with a prompt", "one prompt on each line")
     for number, line in enumerate(lines, 1):
-        where = f"prompt {number} of --prompts {file}"
-        try:
-            prompt = json.loads(line)["prompt"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DataError(where, f'it is not {{"prompt": "..."}}: {error!r}', "such lines") from error
-        if not isinstance(prompt, str):
-            raise DataError(where, f"its prompt is {json.dumps(prompt)[:80]}, and no text", '{"prompt": "..."}')
+        prompt: Any = line
+        if file.suffix == ".jsonl":
+            where = f"prompt {number} of {asked}"
+            try:
+                prompt = json.loads(line)["prompt"]
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise DataError(where, f'it is not {{"prompt": "..."}}: {error!r}', "such lines") from error
+            if not isinstance(prompt, str):
+                raise DataError(where, f"its prompt is {json.dumps(prompt)[:80]}, and no text", '{"prompt": "..."}')
         prompts.append(prompt)
     return prompts
 
 
-def _generate(
-    options: GenerateOptions, generator: Generator, texts: Sequence[str], show: Callable[[str], None] | None
-) -> Generated:
-    """Generates; `show` is called with the text as it is decoded."""
-    return generator.generate(
-        texts,
-        max_tokens=options.max_tokens,
-        sampling=options.sampling,
-        stop=options.stop,
-        on_text=None if show is None else lambda _, text: show(text),
-    )
-
-
-def _converse(options: GenerateOptions, generator: Generator, prompts: list[str] | None) -> int:
-    """Answers messages one after another; each answer knows all before it."""
-    template = generator.chat
+def _converse(
+    options: GenerateOptions, template: ChatTemplate | None, generate: _Generate, prompts: Iterable[str]
+) -> GenerationReport | None:
+    """Answers messages one after another; each answer knows all before it. Returns the report of the last."""
     if options.chat_template is not None:
         try:
             template = ChatTemplate(read_text(options.chat_template))
@@ -158,16 +146,13 @@ def _converse(options: GenerateOptions, generator: Generator, prompts: list[str]
         raise ConfigError(f"--chat with {options.source}", truth, "--chat-template FILE.jinja")
     messages: list[Message] = [] if options.system is None else [{"role": "system", "content": options.system}]
     report = None
-    for message in _lines() if prompts is None else prompts:
+    for message in prompts:
         messages.append({"role": "user", "content": message})
-        prompt = template.render(messages)
-        generated = _generate(options, generator, [prompt], None if options.json else _write)
+        generated = generate([template.render(messages)], None if options.json else _stream)
         messages.append({"role": "assistant", "content": generated.texts[0]})
         report = generated.report
         write_json(_record([message], generated)) if options.json else _write("\n")
-    if report is not None:
-        _note(format_report(report))
-    return 0
+    return report
 
 
 def _lines() -> Iterator[str]:
@@ -186,8 +171,7 @@ def _record(prompts: Sequence[str], generated: Generated) -> dict[str, Any]:
     report = generated.report
     rates = {name: getattr(report, name) for name in ("prefill_tokens_per_second", "decode_tokens_per_second")}
     rows = zip(prompts, generated.texts, generated.tokens, generated.logprobs, strict=True)
-    names = ("prompt", "text", "tokens", "logprobs")
-    texts = [dict(zip(names, row, strict=True)) for row in rows]
+    texts = [dict(zip(("prompt", "text", "tokens", "logprobs"), row, strict=True)) for row in rows]
     return {"texts": texts, "report": {**dataclasses.asdict(report), **rates}}
 
 
@@ -207,14 +191,11 @@ def format_report(report: GenerationReport) -> str:
     )
 
 
-def _write(text: str) -> None:
-    """Writes generated text, from process 0."""
-    if jax.process_index() == 0:
-        write(text)
+def _stream(_: int, text: str) -> None:
+    _write(text)
 
 
-def _note(text: str) -> None:
-    """Writes to standard error, so that standard output is the text alone."""
+def _write(text: str, stream: TextIO | None = None) -> None:
+    """Writes from process 0: texts to standard output, notes to standard error."""
     if jax.process_index() == 0:
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        write(text, stream)

@@ -7,18 +7,19 @@ import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from meshwright.errors import ConfigError
 
 
-def write(text: str) -> None:
-    """Writes to standard output. A closed pipe (`meshwright ... | head`) discards the text and raises nothing."""
+def write(text: str, stream: TextIO | None = None) -> None:
+    """Writes to `stream`, by default standard output. A closed pipe (`meshwright ... | head`) discards the text."""
+    stream = stream or sys.stdout
     try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        stream.write(text)
+        stream.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def require_writable(files: Iterable[Path | None]) -> None:

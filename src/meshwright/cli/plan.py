@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from meshwright.api.planning import (
-    Plans,
     decode_json,
     find_target,
     offers,
@@ -135,115 +134,94 @@ def run_plan(options: PlanOptions) -> int:
     require_writable((options.html, options.out))
     refuse_wrapped(options.run, given_options(options, _NOT_OF_WRAPPED))
     console = open_console(sys.stderr if options.json else sys.stdout)
-    if options.decode:
-        return _plan_decoding(options, console)
-    refuse_options(options, ("decode_batch",), "a plan of training", "--decode 4096 with it")
     several = any("," in text or ".." in text for text in (options.on, options.tokens_per_step or ""))
+    if options.decode:
+        refuse_options(options, _NOT_OF_DECODING, "--decode", "leave it out: --decode prices contexts and batches")
+        _plan_decoding(options, console)
+        return 0
+    refuse_options(options, ("decode_batch",), "a plan of training", "--decode 4096 with it")
     if several or options.days is not None or options.budget is not None:
-        return _plan_offers(options, console)
-    refuse_options(options, ("rank_by",), "one target", "several targets, or leave it out")
-    tokens_per_step = options.tokens_per_step and parse_count(options.tokens_per_step, "--tokens-per-step")
-    explained = MeshShape.parse(options.why) if options.why else None
-    began = time.perf_counter()
-    plans = plan(options.run, options.on, tokens_per_step=tokens_per_step, include=(explained,) if explained else ())
-    if not plans.searches:
-        return _print_wrapped(options, plans, console)
-    planned = _Planned(options, plans.searches[0], time.perf_counter() - began, explained)
-    compiles = options.prove > 0 or options.tune
-    if compiles and not options.json:  # compiling takes minutes: the ranking comes first
-        planned.report(plans[0]).print(console)
-    best, sections, proofs = _compile(options, planned.found, console) if compiles else (plans[0], (), {})
-    if options.html:
-        planned.report(best, sections).write(options.html)
+        fix = "plan first, then the target that is best with it, and without the limits"
+        refuse_options(options, _OF_ONE_PLAN, "several plans to rank, or a deadline or budget", fix)
+        best, proofs = _plan_offers(options, console), dict[str, Any]()
+    else:
+        refuse_options(options, ("rank_by",), "one target", "several targets, or leave it out")
+        best, proofs = _plan_target(options, console)
     if options.out:
-        write_plan(best, planned.found.target, options.out, proofs)
-    if options.json:
-        write_json({**planned.to_json(), **proofs})
-    elif not compiles:
-        planned.report(best).print(console)
-    if options.out:
+        write_plan(best, best.target, options.out, proofs)
         text = f"\nwritten: {options.out} (meshwright prove {options.out}, meshwright train {options.out})"
         console.print(text, markup=False, soft_wrap=True)
     return 0
 
 
-class _Planned:
-    """A search, and what was asked of it besides: a training's days, a mesh to explain, two to compare."""
+def _plan_target(options: PlanOptions, console: Console) -> tuple[Plan, dict[str, Any]]:
+    """Prints the plans of one target; returns the best, and figures of what was compiled."""
+    explained = MeshShape.parse(options.why) if options.why else None
+    began = time.perf_counter()
+    plans = plan(
+        options.run,
+        options.on,
+        tokens_per_step=options.tokens_per_step and parse_count(options.tokens_per_step, "--tokens-per-step"),
+        include=(explained,) if explained else (),
+    )
+    if not plans.searches:  # of a wrapped model
+        target = find_target(options.on)
+        if options.json:
+            write_json({"target": str(target), "plans": [{"plan": p.name, **prediction_json(p)} for p in plans]})
+        else:
+            title = f"{options.run.name} on {target}: {options.run.training.batch} examples per step, predicted"
+            print_blocks(console, title, "", [plans_table(plans)])
+        return plans[0], {}
+    found, took = plans.searches[0], time.perf_counter() - began
+    run = plans[0].run
+    compared: tuple[Plan, ...] = ()
+    for shape in map(MeshShape.parse, options.compare or ()):
+        best, smallest = price_mesh(run, found.target, shape)  # raises where there is neither
+        compared += tuple(filter(None, (best or smallest,)))
+    offer = make_offer(plans[0], parse_count(options.tokens, "--tokens"), options.market())
+    remarks = [*notes(run, found), *filter(None, [offloading_note(found)])]
 
-    def __init__(self, options: PlanOptions, found: SearchResult, seconds: float, explained: MeshShape | None):
-        self.options, self.found, self.seconds, self.explained = options, found, seconds, explained
-        run, target = found.plans[0].run, found.target
-        self.tokens = parse_count(options.tokens, "--tokens")
-        self.compared: tuple[Plan, ...] = ()
-        for shape in map(MeshShape.parse, options.compare or ()):
-            best, smallest = price_mesh(run, target, shape)  # raises where there is neither
-            self.compared += tuple(filter(None, (best or smallest,)))
-        self.offer = make_offer(found.plans[0], self.tokens, options.market())
-        self.notes = [*notes(run, found), *filter(None, [offloading_note(found)])]
+    def report(best: Plan, sections: Sequence[Section] = ()) -> Report:
+        lines = [f"{found.priced:,} plans priced in {took:.1f} s", *remarks]
+        page = plan_page(best, found, sections, compared, offer=offer, notes=lines, shown=options.shown)
+        if explained is None:
+            return page
+        why = Section(f"why {explained}", [Text([explain_mesh(found, explained)])])
+        return dataclasses.replace(page, sections=[*page.sections, why])
 
-    def report(self, best: Plan, sections: Sequence[Section] = ()) -> Report:
-        """Returns the ranking, the best plan, why the others lose, and what --why and --compare ask for.
-
-        sections: of what was compiled.
-        """
-        found = self.found
-        notes = [f"{found.priced:,} plans priced in {self.seconds:.1f} s", *self.notes]
-        report = plan_page(
-            best, found, sections, self.compared, offer=self.offer, notes=notes, shown=self.options.shown
-        )
-        if self.explained is None:
-            return report
-        why = Section(f"why {self.explained}", [Text([explain_mesh(found, self.explained)])])
-        return dataclasses.replace(report, sections=[*report.sections, why])
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the plans that are shown, the losers, and the training, as JSON values."""
-        found = self.found
-        return {
-            "target": str(found.target),
-            "priced": found.priced,
-            "refused": found.refused,
-            "plans": [
-                {"name": p.name, "mesh": str(p.mesh), **prediction_json(p)} for p in found.plans[: self.options.shown]
-            ],
-            "alternatives": [
-                {"axes": a.axes, "best": a.best.name, "fits": a.fits, "reason": a.reason} for a in alternatives(found)
-            ],
-            "training": offer_json(self.offer),
-            "notes": self.notes,
-        }
-
-
-def _print_wrapped(options: PlanOptions, plans: Plans, console: Console) -> int:
-    """Prints and writes the plans of a wrapped model; returns the exit code."""
-    target = find_target(options.on)
-    if options.out is not None:
-        write_plan(plans[0], target, options.out)
+    chosen, sections, proofs = plans[0], list[Section](), dict[str, Any]()
+    if options.prove > 0 or options.tune:
+        if not options.json:  # compiling takes minutes: the ranking comes first
+            report(chosen).print(console)
+        chosen, sections, proofs = _compile(options, found, console)
+    elif not options.json:
+        report(chosen).print(console)
+    if options.html:
+        report(chosen, sections).write(options.html)
     if options.json:
-        write_json({"target": str(target), "plans": [{"plan": p.name, **prediction_json(p)} for p in plans]})
-        return 0
-    title = f"{options.run.name} on {target}: {options.run.training.batch} examples per step, predicted"
-    print_blocks(console, title, "", [plans_table(plans)])
-    return 0
+        write_json({**_search_json(found, options.shown), "training": offer_json(offer), "notes": remarks, **proofs})
+    return chosen, proofs
 
 
-def _plan_decoding(options: PlanOptions, console: Console) -> int:
-    """Prints the best mesh for each context and batch; returns the exit code."""
-    fix = "leave it out: --decode prices contexts and batches"
-    refuse_options(options, _NOT_OF_DECODING, "--decode", fix)
+def _search_json(found: SearchResult, shown: int) -> dict[str, Any]:
+    losers = [{"axes": a.axes, "best": a.best.name, "fits": a.fits, "reason": a.reason} for a in alternatives(found)]
+    plans = [{"name": p.name, "mesh": str(p.mesh), **prediction_json(p)} for p in found.plans[:shown]]
+    figures = {"target": str(found.target), "priced": found.priced, "refused": found.refused}
+    return {**figures, "plans": plans, "alternatives": losers}
+
+
+def _plan_decoding(options: PlanOptions, console: Console) -> None:
+    """Prints the best mesh for each context and batch."""
     run, target = with_vocab(options.run), find_target(options.on)
     prices = best_decode(run, target, batches=options.decode_batch, contexts=options.decode)
     if options.json:
         write_json({"target": str(target), "decode": [decode_json(price) for price in prices]})
     else:
         print_decode_prices(console, prices, target, run.name)
-    return 0
 
 
-def _plan_offers(options: PlanOptions, console: Console) -> int:
-    """Prints offers of several targets or batches, or within limits, and writes the best plan."""
-    fix = "plan first, then the target that is best with it, and without the limits"
-    refuse_options(options, _OF_ONE_PLAN, "several plans to rank, or a deadline or budget", fix)
+def _plan_offers(options: PlanOptions, console: Console) -> Plan:
+    """Prints offers of several targets or batches, or within limits; returns the best plan."""
     limited = options.days is not None or options.budget is not None
     if limited and options.rank_by != "time":
         raise ConfigError(
@@ -275,38 +253,32 @@ def _plan_offers(options: PlanOptions, console: Console) -> int:
             f"{' ' if limits else ''}{' and '.join(limits)}, {order} first"
         )
         plans = [offer.plan for offer in found[: options.shown]]
-        notes = dict.fromkeys(filter(None, (batch_note(plan.run, plan.target) for plan in plans)))
-        lines = [kept, *(f"note: {note}" for note in notes)]
+        remarks = dict.fromkeys(filter(None, (batch_note(plan.run, plan.target) for plan in plans)))
+        lines = [kept, *(f"note: {note}" for note in remarks)]
         offer_page(found, found.refused, found.beyond, notes=lines, shown=options.shown).print(console)
     if options.html:
         offer_page(found, found.refused, found.beyond).write(options.html)
-    if options.out:
-        write_plan(found[0].plan, found[0].plan.target, options.out, {})
-        console.print(f"written: {options.out}", markup=False, soft_wrap=True)
-    return 0
+    return found[0].plan
 
 
 def offer_json(offer: Offer) -> dict[str, Any]:
     """Returns an offer as JSON values, with everything that its figures follow from."""
-    good = offer.goodput
-    figures = {name: getattr(offer, name) for name in ("tokens", "step_days", "days", "chip_hours", "dollars")}
+    plan, good = offer.plan, offer.goodput
     return {
-        "target": str(offer.plan.target),
-        "chips": offer.plan.target.chips,
-        "name": offer.plan.name,
-        "mesh": str(offer.plan.mesh),
-        "tokens_per_step": offer.plan.estimate.tokens,
-        **figures,
+        "target": str(plan.target),
+        "chips": plan.target.chips,
+        "name": plan.name,
+        "mesh": str(plan.mesh),
+        "tokens_per_step": plan.estimate.tokens,
+        **{name: getattr(offer, name) for name in ("tokens", "step_days", "days", "chip_hours", "dollars")},
         "price": None if offer.price is None else dataclasses.asdict(offer.price),
         "goodput": {**dataclasses.asdict(good), "fraction": good.fraction},
         "error_band": {"low": offer.band.low, "high": offer.band.high, **dataclasses.asdict(offer.band)},
-        "predicted": prediction_json(offer.plan),
+        "predicted": prediction_json(plan),
     }
 
 
-def _compile(
-    options: PlanOptions, found: SearchResult, console: Console
-) -> tuple[Plan, Sequence[Section], Mapping[str, Any]]:
+def _compile(options: PlanOptions, found: SearchResult, console: Console) -> tuple[Plan, list[Section], dict[str, Any]]:
     """Compiles the best plans, and variants of the best of them; returns the best, sections, and figures as JSON."""
     from meshwright.api.proving import prove_best, tune  # arithmetic needs no compiler
 

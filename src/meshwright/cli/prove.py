@@ -102,34 +102,32 @@ class ProveOptions(RunOptions):
     """Print the census as JSON on standard output, and everything else on standard error."""
 
 
-_OF_A_STEP = (
-    *("trace", "against", "budget", "save_budget", "save", "hlo", "html", "machine", "measure", "profile", "fresh"),
-)
-"""Options that read or write the census of a step."""
 _WRITTEN = ("trace", "save_budget", "save", "hlo", "html", "profile")
-_OF_FAMILIES = ("step", "measure", "profile")
+_OF_A_STEP = (*_WRITTEN, "against", "budget", "machine", "measure", "fresh")
+"""Options that read or write the census of a step."""
 
 
 def main(args: Sequence[str]) -> int:
-    """Runs `meshwright prove`."""
+    """Runs `meshwright prove`: compiles, writes, prints."""
     base = base_run(args)
     options = parse(ProveOptions, "prove [RECIPE]", base.args, default=ProveOptions(run=base.run, on=base.target))
-    return run_prove(options, ["prove", *args])
-
-
-def run_prove(options: ProveOptions, words: Sequence[str]) -> int:
-    """Compiles, writes, prints; returns the exit code. words: the verb and its arguments, for a child process."""
     console = open_console(sys.stderr if options.json else sys.stdout)
     budget = read_budget(options.budget) if options.budget else None
     target = find_target(options.on) if options.on else None
     _refuse_unused(options)
     require_writable(getattr(options, name) for name in _WRITTEN)
     other = _other_side(options, target)
-    if target is not None and not is_compiling_process(target):
-        code, errors = compile_in_subprocess(target, options.limit, [*words, *trust_option()], sys.stdout)
+    if target is None:
+        meshes = [run.mesh for run in (options.run, other) if isinstance(run, Run) and run.mesh is not None]
+        sizes = [mesh.size for mesh in meshes] + ([] if options.run.mesh else [SIMULATED])
+        start_devices(max(sizes), None)
+        devices = list(jax.devices())
+    elif is_compiling_process(target):
+        devices = target_devices(target)
+    else:
+        code, errors = compile_in_subprocess(target, options.limit, ["prove", *args, *trust_option()], sys.stdout)
         sys.stderr.write(errors)
         return code
-    devices = target_devices(target) if target else _local_devices(options, other)
     if options.step in ("prefill", "decode"):
         return _prove_decoding(options, devices, target, console)
     machine = parse_machine(options.machine, len(devices)) if options.machine else machine_of(devices)
@@ -138,24 +136,23 @@ def run_prove(options: ProveOptions, words: Sequence[str]) -> int:
     try:
         compiled = take(run)
     except OutOfMemory as error:
-        _print_remedies(console, run, target, error.required - error.available)
+        print_sections(console, _remedies(run, target, error.required - error.available))
         raise
-    census = compiled.census
-    sections = _compare(options, console, run, census, other, take)
+    sections = _compare(options, console, run, compiled.census, other, take)
     _write_files(options, compiled, machine, sections)
     saving = compiled.saving() if options.against is None else None
     if options.json:
         write_json(_to_json(compiled, saving))
     elif options.against is None:
-        census_page(census).print(console)
-        shown = [] if saving is None else [saving_section(saving)]
+        census_page(compiled.census).print(console)
         if compiled.device_run is not None:
-            shown.insert(0, Section("Choices", [Facts(choices_facts(compiled.device_run))]))
-        print_sections(console, shown)
+            print_sections(console, [Section("Choices", [Facts(choices_facts(compiled.device_run))])])
+        print_sections(console, [] if saving is None else [saving_section(saving)])
     if options.measure and compiled.device_run is not None:
-        measured = measure_steps(compiled.device_run, census, steps=options.measure, profile=options.profile)
+        steps, profile = options.measure, options.profile
+        measured = measure_steps(compiled.device_run, compiled.census, steps=steps, profile=profile)
         print_sections(console, [measured_section(measured)])
-    exceeded = check_budget(census, budget) if budget is not None else []
+    exceeded = check_budget(compiled.census, budget) if budget is not None else []
     print_sections(console, [budget_section(exceeded)] if exceeded else [])
     fits = target is None or _print_verdict(console, compiled, target, saving)
     return CensusError.exit_code if exceeded or not fits else 0
@@ -166,15 +163,14 @@ def _refuse_unused(options: ProveOptions) -> None:
     if options.on and options.measure:
         raise ConfigError("--measure with --on", "hardware that is not here cannot run a step", "one of them")
     if options.step in ("prefill", "decode"):
-        fix = "leave it out: memory and speed are printed"
-        refuse_options(options, _OF_A_STEP, f"--step {options.step}", fix)
+        refuse_options(options, _OF_A_STEP, f"--step {options.step}", "leave it out: memory and speed are printed")
     else:
         refuse_options(options, ("decode_batch", "decode_slots"), f"--step {options.step}", "--step decode with it")
     if not options.measure:
         refuse_options(options, ("profile",), "no --measure", "--measure 2 with it")
     if options.html is None:
         refuse_options(options, ("machine",), "no --html", "--html page.html with it")
-    refuse_wrapped(options.run, given_options(options, _OF_FAMILIES))
+    refuse_wrapped(options.run, given_options(options, ("step", "measure", "profile")))
 
 
 def _other_side(options: ProveOptions, target: Target | None) -> Run | dict[str, Any] | None:
@@ -196,13 +192,6 @@ def _other_side(options: ProveOptions, target: Target | None) -> Run | dict[str,
     return plan.run
 
 
-def _local_devices(options: ProveOptions, other: Run | dict[str, Any] | None) -> list[Any]:
-    runs = [run for run in (options.run, other) if isinstance(run, Run)]
-    sizes = [run.mesh.size for run in runs if run.mesh is not None]
-    start_devices(max(sizes if options.run.mesh else [SIMULATED, *sizes]), None)
-    return list(jax.devices())
-
-
 def _prove_decoding(options: ProveOptions, devices: list[Any], target: Target | None, console: Console) -> int:
     """Prints memory and predicted speed of prefill or decode; returns the exit code."""
     assert options.step in ("prefill", "decode")
@@ -219,13 +208,14 @@ def _prove_decoding(options: ProveOptions, devices: list[Any], target: Target | 
 
 
 def _to_json(compiled: CompiledStep, saving: SavingMemory | None) -> dict[str, Any]:
-    planned, device_run = compiled.planned, compiled.device_run
-    return {
-        **compiled.census.to_json(),
-        **({"choices": choices_to_json(device_run)} if device_run else {}),
-        **({"planned": {"seconds": planned.seconds, "bytes": planned.bytes}} if planned else {}),
-        **({"saving": dataclasses.asdict(saving)} if saving else {}),
-    }
+    document, planned = compiled.census.to_json(), compiled.planned
+    if compiled.device_run:
+        document["choices"] = choices_to_json(compiled.device_run)
+    if planned:
+        document["planned"] = {"seconds": planned.seconds, "bytes": planned.bytes}
+    if saving:
+        document["saving"] = dataclasses.asdict(saving)
+    return document
 
 
 def _compare(
@@ -235,31 +225,29 @@ def _compare(
     census: Census,
     other: Run | dict[str, Any] | None,
     take: Callable[[Run], CompiledStep],
-) -> Callable[[], list[Section]]:
-    """Prints the difference to the other side, where there is one; returns what makes the sections of a page."""
+) -> list[Section]:
+    """Prints the difference to the other side, where there is one; returns the sections of a page of all."""
     if other is None:
-        return functools.partial(census_sections, census)
+        return census_sections(census) if options.html else []
     if isinstance(other, Run):
         names = (str(run.mesh), str(other.mesh))
         if run.training != other.training:
             names = (_short_name(run), _short_name(other))
         its = take(other).census
         changes = compare(census.to_json(), its.to_json())
-        drawn = [(f": {names[0]}", census), (f": {names[1]}", its)]
+        drawn = {f": {names[0]}": census, f": {names[1]}": its}
     else:
         names = (str(options.against), str(run.mesh))
         changes = compare(other, census.to_json())
-        drawn = [("", census)]
+        drawn = {"": census}
     difference = difference_section(changes, names)
     print_sections(console, [difference])
-    return lambda: [
-        difference,
-        *(section for suffix, census in drawn for section in census_sections(census, suffix)),
-    ]
+    if not options.html:
+        return []
+    return [difference, *(section for suffix, each in drawn.items() for section in census_sections(each, suffix))]
 
 
 def _short_name(run: Run) -> str:
-    """Returns mesh, remat policy and microbatches, for a heading."""
     microbatches = f", {run.training.microbatches} microbatches" if run.training.microbatches > 1 else ""
     return f"{run.mesh}, {run.training.remat}{microbatches}"
 
@@ -276,22 +264,18 @@ def _print_verdict(console: Console, compiled: CompiledStep, target: Target, sav
         f"\n[bold]{'it fits' if fits else 'it does not fit'}[/]: {format_bytes(peak)} of the {format_bytes(available)} "
         f"of a {target.chip.name}, {peak / available:.0%}" + ("" if most == "the step" else f", in {most}")
     )
-    if not fits:
-        _print_remedies(console, compiled.placed.run, target, peak - available)
+    print_sections(console, [] if fits else _remedies(compiled.placed.run, target, peak - available))
     return fits
 
 
-def _print_remedies(console: Console, run: Run, target: Target | None, over: float) -> None:
-    if target is not None and run.mesh is not None:
-        remedies = memory_remedies(run, target, run.mesh, over)
-        print_sections(console, [remedies_section(over, remedies)] if remedies else [])
+def _remedies(run: Run, target: Target | None, over: float) -> list[Section]:
+    remedies = memory_remedies(run, target, run.mesh, over) if target is not None and run.mesh is not None else []
+    return [remedies_section(over, remedies)] if remedies else []
 
 
-def _write_files(
-    options: ProveOptions, compiled: CompiledStep, machine: MachineGrid, sections: Callable[[], list[Section]]
-) -> None:
+def _write_files(options: ProveOptions, compiled: CompiledStep, machine: MachineGrid, sections: list[Section]) -> None:
     """Writes every file that is asked for. machine, sections: those of --html."""
-    census = compiled.census
+    census, run = compiled.census, compiled.placed.run
     try:
         if options.hlo:
             options.hlo.write_text(census.text, encoding="utf-8")
@@ -302,9 +286,7 @@ def _write_files(
         if options.save_budget:
             options.save_budget.write_text(write_budget(census), encoding="utf-8")
         if options.html:
-            run = compiled.placed.run
-            parts = [*sections(), *layout_sections(compiled.placed, machine)]
-            page = Report(f"{run.name} on {run.mesh}", parts, topic="proof", lead=census_title(census))
-            page.write(options.html)
+            parts = [*sections, *layout_sections(compiled.placed, machine)]
+            Report(f"{run.name} on {run.mesh}", parts, topic="proof", lead=census_title(census)).write(options.html)
     except OSError as error:
         raise unwritable(error.filename, error) from error
