@@ -78,8 +78,7 @@ def rehearse(small: Run, folder: Path, *, processes: int = 1, kill: bool = False
     running.start("--out", str(out), "--resume", "--at", str(stop))
     again, resumed = running.wait()["held_out_loss"], _losses(out)
     check_equal(stop, losses, resumed)
-    if again != held_out:
-        raise _resume_error("the held-out loss", again, held_out)
+    _check_same("the held-out loss", again, held_out)
     steps = f"steps {stop + 1} to {max(resumed)}: every loss is bitwise that of the run without a stop"
     yield Part("resumes", time.perf_counter() - began, f"{steps}; {_format_end(resumed, again)}")
 
@@ -99,16 +98,16 @@ def _format_end(losses: dict[int, float], held_out_loss: float | None) -> str:
 def check_equal(stop: int, losses: dict[int, float], resumed: dict[int, float]) -> None:
     """Raises TrainingError at the first step after `stop` whose losses are not bitwise equal."""
     for step in range(stop + 1, max(losses) + 1):
-        if resumed.get(step) != losses[step]:
-            raise _resume_error(f"the loss of step {step}", resumed.get(step), losses[step])
+        _check_same(f"the loss of step {step}", resumed.get(step), losses[step])
 
 
-def _resume_error(quantity: str, resumed: float | None, without_stop: float | None) -> TrainingError:
-    return TrainingError(
-        "resuming from the checkpoint in the middle",
-        f"{quantity} is {resumed!r}, and {without_stop!r} without a stop",
-        "a report: a resumed run should be bitwise the one that was not stopped",
-    )
+def _check_same(quantity: str, resumed: float | None, without_stop: float | None) -> None:
+    if resumed != without_stop:
+        raise TrainingError(
+            "resuming from the checkpoint in the middle",
+            f"{quantity} is {resumed!r}, and {without_stop!r} without a stop",
+            "a report: a resumed run should be bitwise the one that was not stopped",
+        )
 
 
 class TrainingProcesses:
@@ -123,17 +122,18 @@ class TrainingProcesses:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        together = ["--coordinator", f"127.0.0.1:{port}", "--processes", str(self._count)] if self._count > 1 else []
-        words = [*options, "--devices", str(self._devices), "--json", *options_of_child()]
-        command = [sys.executable, "-m", "meshwright", "train", *words]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        self._running = [
-            subprocess.Popen(
-                [*command, *together, *(["--process", str(i)] if together else [])], env=environment, **pipes
+        words = ["train", *options, "--devices", str(self._devices), "--json", *options_of_child()]
+        self._running = []
+        for i in range(self._count):
+            hosts = ["--coordinator", f"127.0.0.1:{port}", "--processes", str(self._count), "--process", str(i)]
+            process = subprocess.Popen(
+                [sys.executable, "-m", "meshwright", *words, *(hosts if self._count > 1 else [])],
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
-            for i in range(self._count)
-        ]
+            self._running.append(process)
 
     def wait_for_checkpoint(self, out: Path) -> None:
         """Waits until a checkpoint is committed in `out`. Raises TrainingError where a process ends before."""
@@ -149,30 +149,27 @@ class TrainingProcesses:
 
     def wait_for_failure(self) -> str:
         """Waits until all processes but the last have stopped. Raises TrainingError where one hangs or succeeds."""
-        codes = []
-        for process in self._running[:-1]:
-            try:
-                process.communicate(timeout=self._limit)
-            except subprocess.TimeoutExpired:
-                self._fail("a process was killed, and another still waits for it")
-            codes.append(process.returncode)
-        self._running[-1].communicate()
-        if any(code == 0 for code in codes):
+        *others, killed = self._running
+        self._communicate(others, "a process was killed, and another still waits for it")
+        killed.communicate()
+        if any(process.returncode == 0 for process in others):
             self._fail("a process was killed, and another ended with exit code 0")
-        return f"the others stopped (exit code {', '.join(map(str, codes))})"
+        return f"the others stopped (exit code {', '.join(str(process.returncode) for process in others)})"
 
     def wait(self) -> dict[str, Any]:
         """Waits for the end and returns the summary of process 0. Raises TrainingError where a process fails."""
-        outputs = []
-        for process in self._running:
-            try:
-                outputs.append(process.communicate(timeout=self._limit))
-            except subprocess.TimeoutExpired:
-                self._fail(f"it took more than {self._limit} s")
+        outputs = self._communicate(self._running, f"it took more than {self._limit} s")
         for process, (_, errors) in zip(self._running, outputs, strict=True):
             if process.returncode:
                 self._fail(errors.strip()[-1500:])
         return dict(json.loads(outputs[0][0].strip().splitlines()[-1]))
+
+    def _communicate(self, processes: list[subprocess.Popen[str]], late: str) -> list[tuple[str, str]]:
+        """Returns what processes printed until their ends. Raises TrainingError with the reason `late`."""
+        try:
+            return [process.communicate(timeout=self._limit) for process in processes]
+        except subprocess.TimeoutExpired:
+            self._fail(late)
 
     def _fail(self, reason: str) -> NoReturn:
         for process in self._running:
