@@ -30,7 +30,7 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.context import CONTEXT
 from meshwright.models.kernels.attention import Scores, cap
-from meshwright.models.model import AttentionSpec, Carried, ModelSpec
+from meshwright.models.model import Carried, ModelSpec
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.placement import Placement, local_shape, replicates_kv_heads, to_spec
 
@@ -57,12 +57,6 @@ class KeyValues:
     k_scale: Any = None
     """float32 [L, S, K, B, 1] of an int8 cache: the key is `k * k_scale`; None where the cache is not quantised."""
     v_scale: Any = None
-
-
-def cached_heads(attention: AttentionSpec) -> tuple[int, int]:
-    """Returns the heads that a layer caches, and the size of a key: latents and rotary keys are one head."""
-    latent = attention.latent
-    return (attention.kv_heads, attention.head_size) if latent is None else (1, latent.cached)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +95,7 @@ class CachePlan:
             attention = first.attention
             assert attention is not None
             # Fewer heads than devices of `tensor`: every device caches the one that its queries attend to.
-            tensor, (kv_heads, size) = self.shape.tensor, cached_heads(attention)
+            tensor, (kv_heads, size) = self.shape.tensor, attention.cached_heads
             heads = tensor if replicates_kv_heads(kv_heads, tensor) else kv_heads
             values = (layers, self.slots, heads, self.batch, size)
             leaf = jax.ShapeDtypeStruct(values, jnp.dtype(self.dtype))

@@ -78,8 +78,7 @@ def _layer(layer: LayerSpec, stack: Tree, seq: int) -> dict[str, float]:
         item = "experts" if "E" in p.dims and p.role in ("ffn_in", "ffn_out") else ITEMS.get(p.role, "projections")
         items[item] = items.get(item, 0.0) + flops
     if layer.attention is not None:
-        a = layer.attention
-        items["attention"] = 2.0 * a.causal_positions(seq) * a.heads * (a.head_size + a.value_size)
+        items["attention"] = layer.attention.flops(seq)
     if layer.delta is not None:
         items["linear attention"] = layer.delta.flops(seq)
     return items

@@ -20,6 +20,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.blocks.layers import Dropout
 from meshwright.models.kernels.attention import Scores
 from meshwright.sharding.params import GatherParams, Param, Tree
+from meshwright.sharding.placement import replicates_kv_heads
 from meshwright.sharding.sequence import SequenceSplit
 
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
@@ -157,6 +158,21 @@ class Kind:
         raise NotImplementedError
 
 
+class Widths(NamedTuple):
+    """Elements per token of the first half of a layer, on a device of `tensor`."""
+
+    heads: float
+    query: float
+    kv: float
+    """Of keys or values, the mean of both."""
+    value: float
+    """Of the output before its projection."""
+    saved: float
+    """Of what remat policies save as queries, keys and values."""
+    gathered: float
+    """Of what is gathered over `tensor`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class LatentSpec:
     """Sizes of latent attention besides those of queries and keys."""
@@ -173,10 +189,6 @@ class LatentSpec:
     def cached(self) -> int:
         """Elements per token that a cache holds: the latent and the rotary key."""
         return self.kv_rank + self.rope_size
-
-    def gathered(self, width: int) -> int:
-        """Returns the features per token that are gathered over `tensor` before attention. width: of the model."""
-        return (self.query_rank or width) + self.cached
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +217,40 @@ class AttentionSpec:
     def value_size(self) -> int:
         """Size of a value; only latent attention has values of another size than keys."""
         return self.head_size if self.latent is None else self.latent.value_size
+
+    @property
+    def cached_heads(self) -> tuple[int, int]:
+        """Heads that a cache holds, and the size of a key: latents and rotary keys are one head."""
+        return (self.kv_heads, self.head_size) if self.latent is None else (1, self.latent.cached)
+
+    def cached_width(self, tensor: int) -> float:
+        """Returns the elements per token that a device caches: keys and values of its heads, or all of the latents."""
+        heads, size = self.cached_heads
+        return 2 * heads / tensor * size if self.latent is None else size
+
+    @property
+    def cached_score_width(self) -> int:
+        """Features that a score and a weighted value of cached keys multiply; of latents, all cached and the latent."""
+        if self.latent is None:
+            return self.head_size + self.value_size
+        return self.latent.cached + self.latent.kv_rank
+
+    def widths(self, width: int, tensor: int) -> Widths:
+        """Returns the widths on one of `tensor` devices. width: of the model."""
+        kv_heads = self.kv_heads if replicates_kv_heads(self.kv_heads, tensor) else max(1, self.kv_heads // tensor)
+        heads = self.heads // tensor
+        query, value = heads * self.head_size, heads * self.value_size
+        kv = kv_heads * (self.head_size + self.value_size) / 2
+        if self.latent is None:
+            return Widths(heads, query, kv, value, query * (1 + self.gates_output) + 2 * kv, width)
+        # Each device of `tensor` saves the latents of its own positions; queries without one are those of its heads.
+        rank, cached = self.latent.query_rank, self.latent.cached
+        queries = query if rank is None else rank / tensor
+        return Widths(heads, query, kv, value, queries + cached / tensor, (rank or width) + cached)
+
+    def flops(self, seq: int) -> float:
+        """Returns the FLOPs of one token's scores and weighted values, averaged over a sequence of `seq` tokens."""
+        return 2.0 * self.causal_positions(seq) * self.heads * (self.head_size + self.value_size)
 
     def reach(self, seq: int) -> int:
         """Returns the most positions that a token of a sequence of `seq` tokens attends to."""
@@ -238,11 +284,6 @@ class DeltaSpec:
         return 2 * self.key_size + self.groups * self.value_size
 
     @property
-    def width(self) -> int:
-        """Features that pass the convolution."""
-        return self.heads * self.channels
-
-    @property
     def values(self) -> int:
         """Features of all values."""
         return self.heads * self.groups * self.value_size
@@ -251,6 +292,10 @@ class DeltaSpec:
     def state(self) -> int:
         """Elements of the states of all heads."""
         return self.values * self.key_size
+
+    def widths(self, width: int, tensor: int) -> Widths:
+        """Returns the widths on one of `tensor` devices: queries, keys, values and output gate are saved."""
+        return Widths(0, 0, 0, self.values / tensor, (self.heads * self.channels + self.values) / tensor, width)
 
     def matmuls(self, seq: int) -> list[tuple[int, int, int, int]]:
         """Returns the matmuls of a chunk of a sequence: [m, k] by [k, n], and how many there are, of all heads."""
@@ -327,6 +372,11 @@ class LayerSpec:
     delta: DeltaSpec | None = None
     """Linear attention; a layer has this or `attention`."""
 
+    def widths(self, width: int, tensor: int) -> Widths:
+        """Returns the widths on one of `tensor` devices; a layer without attention gathers the model's width."""
+        mixer = self.attention or self.delta
+        return Widths(0, 0, 0, 0, 0, width) if mixer is None else mixer.widths(width, tensor)
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
@@ -369,6 +419,11 @@ class ModelSpec:
     def delta(self) -> tuple[DeltaSpec, ...]:
         """Linear attention of the layers that have one, in order."""
         return tuple(layer.delta for layer in self.layers if layer.delta is not None)
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether keys and values are projections of latents."""
+        return any(a.latent is not None for a in self.attention)
 
     @functools.cached_property
     def kv_heads(self) -> int | None:

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, divisors
 from meshwright.fine_tuning import FineTune
-from meshwright.generation.cache import CachePlan, cached_heads
+from meshwright.generation.cache import CachePlan
 from meshwright.generation.weight_sizes import WeightsLayout, is_int8, run_for_decoding, weight_bytes
 from meshwright.hardware.chips import Chip, Nodes
 from meshwright.hardware.interconnect import map_axes
 from meshwright.hardware.targets import Target
-from meshwright.models.model import AttentionSpec, padded_vocab
+from meshwright.models.model import padded_vocab
 from meshwright.planner.search import split_size, tensor_degrees
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.run import Run
@@ -90,12 +90,12 @@ def price_decode(
     plan = CachePlan(placed.spec, shape, batch, context, placed.run.training.compute_dtype)
     itemsize = jnp.dtype(placed.run.training.compute_dtype).itemsize
     seen = [(a, a.reach(context) / shape.context) for a in placed.spec.attention]
-    cache_read = sum(_cached_width(a, shape.tensor) * n for a, n in seen) * itemsize * sequences
+    cache_read = sum(a.cached_width(shape.tensor) * n for a, n in seen) * itemsize * sequences
     # A step reads the states of linear attention and writes them, whatever the context.
     cache_read += sum(2 * 4 * d.state / shape.tensor for d in placed.spec.delta) * sequences
-    scores = sum(2 * a.heads / shape.tensor * _score_width(a) * n for a, n in seen) * sequences
+    scores = sum(2 * a.heads / shape.tensor * a.cached_score_width * n for a, n in seen) * sequences
     causal = sum(
-        2 * a.heads / shape.tensor * _score_width(a) * a.causal_positions(context) for a in placed.spec.attention
+        2 * a.heads / shape.tensor * a.cached_score_width * a.causal_positions(context) for a in placed.spec.attention
     )
     recurrent = sum(d.flops(context) for d in placed.spec.delta) / shape.tensor * sequences * context
     links = _links_seconds(placed, target, sequences, 1, layout)
@@ -119,17 +119,6 @@ def price_decode(
         logits=sequences * padded_vocab(placed.run.model) * 4,
         chip=chip,
     )
-
-
-def _cached_width(a: AttentionSpec, tensor: int) -> float:
-    """Elements per token that a device caches of a layer: keys and values of its heads, or all of the latents."""
-    heads, size = cached_heads(a)
-    return 2 * heads / tensor * size if a.latent is None else size
-
-
-def _score_width(a: AttentionSpec) -> int:
-    """Features that a score and a weighted value multiply: of absorbed latents, what is cached and the latent."""
-    return a.head_size + a.value_size if a.latent is None else a.latent.cached + a.latent.kv_rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,10 +174,10 @@ def _links_seconds(placed: PlacedRun, target: Target, sequences: float, tokens: 
     add("reduce-scatter", ("tensor",), residual, 2 * layers + 1)
     add("all-gather", ("tensor",), sequences * padded_vocab(placed.run.model) * 4, 1)
     for a in spec.attention:
-        heads, rows, key = a.heads / shape.tensor, sequences * tokens, cached_heads(a)[1]
+        heads, rows, key = a.heads / shape.tensor, sequences * tokens, a.cached_heads[1]
         add("all-gather", ("context",), rows * size * heads * key, 1)
-        add("all-gather", ("context",), rows * size * _cached_width(a, shape.tensor), 1)
-        add("reduce-scatter", ("context",), rows * 4 * heads * (_score_width(a) - key), 1)
+        add("all-gather", ("context",), rows * size * a.cached_width(shape.tensor), 1)
+        add("reduce-scatter", ("context",), rows * 4 * heads * (a.cached_score_width - key), 1)
         add("all-reduce", ("context",), sequences * tokens * heads * 4, 2)
     for layer in spec.layers:
         if layer.experts is not None:

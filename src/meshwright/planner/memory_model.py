@@ -211,7 +211,7 @@ def _saved_bytes(placed: PlacedRun, work: Work, compute: int) -> float:
         # Also both normalised inputs, whole over `tensor`, the attention output as its projection reads it, SwiGLU's
         # product (gate and up are `ffn_hidden`); of experts their rows, and the router's input in float32.
         kept = sum(elements.values()) + 2 * work.width + work.ffn_hidden / 2 + work.value_width
-        if any(attention.latent is not None for attention in placed.spec.attention):
+        if placed.spec.has_latents:
             # Queries, keys and values as the kernel reads them, besides the latents.
             kept += work.query_width + 2 * work.kv_width
         if any(attention.normalises_qk for attention in placed.spec.attention):

@@ -211,8 +211,7 @@ def _context(placed: PlacedRun, work: Work, layers: float, compute: int, again: 
     """Keys and values (ring, all_gather) or heads (ulysses, usp) moved by context parallelism."""
     strategy, axes, n = placed.run.training.context_strategy, ("context",), placed.shape.context
     # Keys and values of latent attention are sent as arrays of one shape, but for Ulysses (families/deepseek.py).
-    latent = any(attention.latent is not None for attention in placed.spec.attention)
-    kv_width = work.query_width if latent and placed.sequence.groups > 1 else work.kv_width
+    kv_width = work.query_width if placed.spec.has_latents and placed.sequence.groups > 1 else work.kv_width
     block = 2 * work.tokens * kv_width * compute
     queries = work.tokens * (work.query_width + work.value_width) * compute
     passes = [("forward", 1.0), ("backward", 2.0 if strategy == "ring" else 1.0)]

@@ -7,15 +7,14 @@ one for its input, one for its weight; scaling-book, transformers.md).
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
 
-from meshwright.models.model import AttentionSpec, ModelSpec, padded_vocab
+from meshwright.models.model import Widths, chunk_of, padded_vocab
 from meshwright.models.remat import ATTN_OUT, ATTN_RESIDUAL, FFN_HIDDEN, QKV, REMAT_POLICIES
 from meshwright.plugins import addition
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import Param, is_low_precision
-from meshwright.sharding.placement import local_shape, replicates_kv_heads
+from meshwright.sharding.placement import local_shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +132,9 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
     attention = [layer.attention for layer in all_layers if layer.attention is not None]
     positions = [(a, a.causal_positions(seq)) for a in attention]
     scores = sum(a.heads * n for a, n in positions) * tokens * fraction / shape.tensor
-    flops = sum(2.0 * n * a.heads * (a.head_size + a.value_size) for a, n in positions)
-    widths = _attention_widths(spec, shape.tensor)
+    flops = sum(a.flops(seq) for a in attention)
+    each = [layer.widths(spec.width, shape.tensor) for layer in spec.layers]
+    widths = Widths(*(sum(column) / len(each) for column in zip(*each, strict=True)))
     return Work(
         tokens=tokens,
         layers=len(all_layers) * fraction,
@@ -147,7 +147,7 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
         kv_width=widths.kv,
         value_width=widths.value,
         qkv_width=widths.saved,
-        opening_width=widths.opening,
+        opening_width=widths.gathered,
         heads=widths.heads,
         ffn_hidden=_ffn_hidden(layout, tokens),
         experts=float(max((e.experts_per_token for e in experts.values()), default=0)),
@@ -166,8 +166,6 @@ def _delta_matmuls(layout: ModelLayout, seq: int, tokens: float) -> list[Matmul]
     """
     if not layout.spec.delta:
         return []
-    from meshwright.models.model import chunk_of
-
     d = layout.spec.delta[0]
     chunks = len(layout.spec.delta) * tokens / chunk_of(seq) / layout.shape.tensor
     return [Matmul("delta", m, k, n, count * chunks) for m, k, n, count in d.matmuls(seq)]
@@ -219,41 +217,6 @@ def recomputed_roles(remat: str) -> frozenset[str]:
     again |= set() if ATTN_OUT in saved else {"attention"}
     again |= set() if FFN_HIDDEN in saved else {"ffn_in"}
     return frozenset(again)
-
-
-class _Widths(NamedTuple):
-    """Elements per token of the attention of a layer and device."""
-
-    heads: float
-    query: float
-    kv: float
-    value: float
-    saved: float
-    opening: float
-
-
-def _attention_widths(spec: ModelSpec, tensor: int) -> _Widths:
-    """Widths of a device, averaged over all layers; those without attention only open with the model's width.
-
-    Linear attention keeps its queries, keys, values and output gate, and has its output.
-    """
-    without = _Widths(0, 0, 0, 0, 0, spec.width)
-    local = [_widths_of(a, spec.width, tensor) for a in spec.attention]
-    for d in spec.delta:
-        local.append(_Widths(0, 0, 0, d.values / tensor, (d.width + d.values) / tensor, spec.width))
-    local += [without] * (len(spec.layers) - len(local))
-    return _Widths(*(sum(column) / len(spec.layers) for column in zip(*local, strict=True)))
-
-
-def _widths_of(a: AttentionSpec, width: int, tensor: int) -> _Widths:
-    kv_heads = a.kv_heads if replicates_kv_heads(a.kv_heads, tensor) else max(1, a.kv_heads // tensor)
-    heads = a.heads // tensor
-    query, value, kv = heads * a.head_size, heads * a.value_size, kv_heads * (a.head_size + a.value_size) / 2
-    if a.latent is None:
-        return _Widths(heads, query, kv, value, query * (1 + a.gates_output) + 2 * kv, width)
-    # Each device of `tensor` keeps the latents of its own positions; queries without one are those of its heads.
-    queries = query if a.latent.query_rank is None else a.latent.query_rank / tensor
-    return _Widths(heads, query, kv, value, queries + a.latent.cached / tensor, a.latent.gathered(width))
 
 
 @functools.lru_cache(maxsize=4096)
