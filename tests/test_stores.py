@@ -30,7 +30,7 @@ from meshwright.config import Data, MeshShape
 from meshwright.data.corpus import local_data
 from meshwright.errors import CheckpointError, ConfigError, StorageError
 from meshwright.hardware.hosts import Hosts
-from meshwright.launching import supervisors
+from meshwright.launching import supervise
 from meshwright.launching.restarts import Restarts
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import write_run
@@ -378,18 +378,16 @@ def test_a_run_that_loses_its_lock_ends_at_once(servers: FaultyProxy, how: str) 
 
 
 def test_supervisors_meet_in_a_bucket(servers: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisors, "_BUCKET_BEAT", 0.2)
-    monkeypatch.setattr(supervisors, "_BUCKET_SILENT", 100)  # a busy machine's requests are late
+    monkeypatch.setattr(supervise, "_BUCKET_BEAT", 0.2)
+    monkeypatch.setattr(supervise, "_BUCKET_SILENT", 100)  # a busy machine's requests are late
     servers.share = 0.1
     out, found = path_of(f"s3://{BUCKET}/supervised"), {}
     run = dataclasses.replace(text_run("text.txt", 7), mesh=MeshShape.parse("data=4,fsdp=2"))
 
     def start(process: int) -> None:
-        others = supervisors.Supervisors(
-            out, Hosts("test", 3, process, "127.0.0.1:9911"), Restarts(wait=2, hosts="left")
-        )
+        others = supervise.Supervisors(out, Hosts("test", 3, process, "127.0.0.1:9911"), Restarts(wait=2, hosts="left"))
         with others.counting():
-            found[process] = others.next_start(supervisors.Start(0, (0, 1, 2), None, None, None), set(), run, 6)
+            found[process] = others.next_start(supervise.Start(0, (0, 1, 2), None, None, None), set(), run, 6)
 
     threads = [threading.Thread(target=start, args=(process,)) for process in (0, 2)]
     for thread in threads:

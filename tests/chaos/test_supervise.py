@@ -14,10 +14,9 @@ from meshwright.config import MeshShape
 from meshwright.errors import CheckpointError, ConfigError, HostError
 from meshwright.hardware.hosts import ALONE, Hosts
 from meshwright.hardware.targets import parse_target
-from meshwright.launching import supervisors
+from meshwright.launching import supervise as supervision
 from meshwright.launching.restarts import Restarts
-from meshwright.launching.supervise import _without, supervise
-from meshwright.launching.supervisors import Start, Supervisors
+from meshwright.launching.supervise import Start, Supervisors, _without, supervise
 from meshwright.planner.fewer_devices import plan_for_fewer
 from meshwright.planner.search import search
 from meshwright.runs.recipe import find_recipe
@@ -75,7 +74,7 @@ def test_all_hosts_start_from_the_last_checkpoint_that_none_found_damaged(tmp_pa
 def test_the_hosts_that_are_left_go_on_without_the_first(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisors, "_BEAT", 0.1)
+    monkeypatch.setattr(supervision, "_BEAT", 0.1)
     wide = dataclasses.replace(
         run, mesh=MeshShape(data=3, fsdp=4), training=dataclasses.replace(run.training, batch=48)
     )

@@ -3,7 +3,9 @@
 Each function takes what it judges, so that a test can describe a faulty host to it.
 """
 
+import contextlib
 import dataclasses
+import functools
 import json
 import os
 import platform
@@ -11,7 +13,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -51,105 +53,97 @@ class Finding:
     """Smallest change that mends it; empty where nothing is wrong."""
 
 
-def _fault(check: str, found: str, fix: str) -> list[Finding]:
-    return [Finding(check, "fault", found, fix)]
+type Wrong = Iterator[tuple[Verdict, str, str]]
+"""Verdict, truth and fix of everything that a check finds wrong; at its end what is true where nothing is."""
 
 
-def _ok(check: str, found: str) -> list[Finding]:
-    return [Finding(check, "ok", found)]
+def _check[**P](name: str) -> Callable[[Callable[P, Wrong]], Callable[P, list[Finding]]]:
+    """Makes the findings of a check: an `ok` counts where nothing else was found."""
+
+    def decorate(check: Callable[P, Wrong]) -> Callable[P, list[Finding]]:
+        @functools.wraps(check)
+        def findings(*args: P.args, **kwargs: P.kwargs) -> list[Finding]:
+            found = [Finding(name, *each) for each in check(*args, **kwargs)]
+            return [finding for finding in found if finding.verdict != "ok"] or found
+
+        return findings
+
+    return decorate
 
 
 def installed_versions() -> dict[str, str]:
     """Returns the versions of Python and of the packages that are installed."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 
-def check_versions(versions: Mapping[str, str], jax_requires: Sequence[str], accelerator: str) -> list[Finding]:
+@_check("versions")
+def check_versions(versions: Mapping[str, str], jax_requires: Sequence[str], accelerator: str) -> Wrong:
     """Checks that the parts of JAX belong together.
 
     jax_requires: requirements of the installed JAX.  accelerator: `tpu`, `gpu` or empty.
     """
-    found = _ok("versions", f"Python {versions['python']}, jax {versions.get('jax')}")
-    return [*_version_faults(versions, jax_requires, accelerator)] or found
-
-
-def _version_faults(versions: Mapping[str, str], jax_requires: Sequence[str], accelerator: str) -> Iterator[Finding]:
     jaxlib = versions.get("jaxlib", "0")
     if tuple(map(int, versions["python"].split(".")[:2])) < (3, 12):
-        yield from _fault("versions", f"Python {versions['python']}", "Python 3.12 or later")
+        yield "fault", f"Python {versions['python']}", "Python 3.12 or later"
     rules = {rule.name: rule for rule in map(Requirement, reversed(jax_requires))}  # the first of a name is JAX's own
     if "jaxlib" in rules and not rules["jaxlib"].specifier.contains(jaxlib, prereleases=True):
         fix = f"pip install 'jaxlib{rules['jaxlib'].specifier}'"
-        yield from _fault("versions", f"jax {versions['jax']} with jaxlib {jaxlib}", fix)
+        yield "fault", f"jax {versions['jax']} with jaxlib {jaxlib}", fix
     plugins = [name for name in versions if name in _CUDA]
     for name in plugins:
         if versions[name] != jaxlib:
             verdict: Verdict = "fault" if accelerator == "gpu" else "warning"
-            text = f"{name} {versions[name]} with jaxlib {jaxlib}"
-            yield Finding("versions", verdict, text, f"pip install {name}=={jaxlib}")
+            yield verdict, f"{name} {versions[name]} with jaxlib {jaxlib}", f"pip install {name}=={jaxlib}"
     if accelerator == "gpu" and not plugins:
-        yield from _fault("versions", "GPUs, and no CUDA plugin of JAX", "pip install 'meshwright[cuda13]'")
+        yield "fault", "GPUs, and no CUDA plugin of JAX", "pip install 'meshwright[cuda13]'"
     if accelerator == "tpu" and "libtpu" not in versions:
-        yield from _fault("versions", "TPUs, and no libtpu", "pip install 'meshwright[tpu]'")
+        yield "fault", "TPUs, and no libtpu", "pip install 'meshwright[tpu]'"
     elif accelerator == "tpu" and "libtpu" in rules:
         rule = rules["libtpu"].specifier
         if not rule.contains(versions["libtpu"], prereleases=True):
             text = f"libtpu {versions['libtpu']} with jax {versions['jax']}"
-            yield Finding("versions", "warning", text, f"pip install 'libtpu{rule}', which this JAX names")
+            yield "warning", text, f"pip install 'libtpu{rule}', which this JAX names"
+    yield "ok", f"Python {versions['python']}, jax {versions.get('jax')}", ""
 
 
-def check_limits(files: int, locked: int, infiniband: bool) -> list[Finding]:
+@_check("limits")
+def check_limits(files: int, locked: int, infiniband: bool) -> Wrong:
     """Checks the soft limits of open files and of locked memory (bytes); -1 is unlimited."""
-    found = []
     if 0 <= files < _FILES:
-        fix = f"ulimit -n {_FILES}, or LimitNOFILE= of the service that starts the job"
-        found += _fault("limits", f"{files} open files", fix)
+        yield "fault", f"{files} open files", f"ulimit -n {_FILES}, or LimitNOFILE= of the service that starts the job"
     if infiniband and 0 <= locked < _LOCKED:
         fix = "ulimit -l unlimited: memlock in limits.conf, or slurmd's LimitMEMLOCK"
-        found += _fault("limits", f"{format_bytes(locked)} of locked memory with InfiniBand", fix)
-    return found or _ok("limits", "unlimited files" if files < 0 else f"{files} open files")
+        yield "fault", f"{format_bytes(locked)} of locked memory with InfiniBand", fix
+    yield "ok", "unlimited files" if files < 0 else f"{files} open files", ""
 
 
-def check_shared_memory(size: int, gpus: int) -> list[Finding]:
+@_check("/dev/shm")
+def check_shared_memory(size: int, gpus: int) -> Wrong:
     """Checks the size of /dev/shm in bytes."""
     if gpus > 1 and size < _SHARED:
         fix = "docker run --shm-size 16g, or an emptyDir with medium: Memory at /dev/shm"
-        return _fault("/dev/shm", f"{format_bytes(size)} for {gpus} GPUs", fix)
-    return _ok("/dev/shm", format_bytes(size))
+        yield "fault", f"{format_bytes(size)} for {gpus} GPUs", fix
+    yield "ok", format_bytes(size), ""
 
 
-def check_room(folder: Path, needed: int, what: str) -> list[Finding]:
-    """Checks the free room of the file system of `folder`. needed: bytes."""
+@_check("room")
+def check_room(folder: Path, needed: int) -> Wrong:
+    """Checks the free room of the file system of `folder`. needed: bytes of the checkpoints of a run; 0 if unknown."""
     there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     free = shutil.disk_usage(there).free
     if free < needed:
-        text = f"{format_bytes(free)} free in {there}, {format_bytes(needed)} for {what}"
-        return _fault("room", text, "a folder with more room, or a smaller --training.max-to-keep")
-    return _ok("room", f"{format_bytes(free)} free")
+        text = f"{format_bytes(free)} free in {there}, {format_bytes(needed)} for the checkpoints of the run"
+        yield "fault", text, "a folder with more room, or a smaller --training.max-to-keep"
+    yield "ok", f"{format_bytes(free)} free", ""
 
 
-def check_variables(environment: Mapping[str, str], accelerator: str, interfaces: Sequence[str]) -> list[Finding]:
-    """Checks that environment variables do not contradict each other, or what is there.
-
-    interfaces: names of the host's network interfaces.
-    """
-    found = [
-        Finding("variables", verdict, text, fix)
-        for verdict, text, fix in _wrong_variables(environment, accelerator, interfaces)
-    ]
-    return found or _ok("variables", hosts_of(environment).source)
-
-
-def _wrong_variables(
-    environment: Mapping[str, str], accelerator: str, interfaces: Sequence[str]
-) -> Iterator[tuple[Verdict, str, str]]:
-    """Yields verdict, truth and fix of every variable that is wrong."""
+@_check("variables")
+def check_variables(environment: Mapping[str, str], accelerator: str, interfaces: Sequence[str]) -> Wrong:
+    """Checks that environment variables do not contradict each other or the host. interfaces: names of its networks."""
     platforms = environment.get("JAX_PLATFORMS", "")
     if accelerator and platforms.lower().split(",")[0] == "cpu":
         yield "warning", f"JAX_PLATFORMS={platforms} on a host with {accelerator.upper()}s", "unset JAX_PLATFORMS"
@@ -175,6 +169,7 @@ def _wrong_variables(
     if len(set(counts.values())) > 1:
         text = " and ".join(f"{name}={value}" for name, value in counts.items())
         yield "warning", text, f"{hosts.source} counts: unset the others"
+    yield "ok", hosts.source, ""
 
 
 _DEVICES = """
@@ -202,25 +197,27 @@ def ask_devices(seconds: float, environment: Mapping[str, str]) -> list[dict[str
     return list(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def check_devices(devices: list[dict[str, Any]] | str, accelerator: str) -> list[Finding]:
+@_check("devices")
+def check_devices(devices: list[dict[str, Any]] | str, accelerator: str) -> Wrong:
     """Checks the devices of a host. accelerator: kind of the chips that the host has, `tpu`, `gpu`, or empty."""
     if isinstance(devices, str):
-        fix = "the driver, JAX's extra for it (meshwright[tpu] or [cuda13]), or JAX_PLATFORMS"
-        return _fault("devices", devices, fix)
+        yield "fault", devices, "the driver, JAX's extra for it (meshwright[tpu] or [cuda13]), or JAX_PLATFORMS"
+        return
     kinds = sorted({str(device["kind"]) for device in devices})
     if len(kinds) > 1:
-        return _fault("devices", f"devices of several kinds: {', '.join(kinds)}", "hosts of one kind")
+        yield "fault", f"devices of several kinds: {', '.join(kinds)}", "hosts of one kind"
+        return
     if accelerator and devices[0]["platform"] == "cpu":
         extra = "tpu" if accelerator == "tpu" else "cuda13"
         fix = f"pip install 'meshwright[{extra}]', and no JAX_PLATFORMS=cpu"
-        return _fault("devices", f"a host with {accelerator.upper()}s, and JAX finds a CPU alone", fix)
+        yield "fault", f"a host with {accelerator.upper()}s, and JAX finds only a CPU", fix
     chip = find_chip(kinds[0])
     memories = [device["memory"] for device in devices if device["memory"]]
     if chip is not None and memories and min(memories) < 0.6 * chip.hbm_bytes:
         text = f"{kinds[0]} with {format_bytes(min(memories))} of {format_bytes(chip.hbm_bytes)}"
         fix = "end the process that has the rest (nvidia-smi), or raise XLA_PYTHON_CLIENT_MEM_FRACTION"
-        return _fault("devices", text, fix)
-    return _ok("devices", f"{len(devices)} x {kinds[0]}")
+        yield "fault", text, fix
+    yield "ok", f"{len(devices)} x {kinds[0]}", ""
 
 
 def check_host(folder: Path, needed: int, seconds: float) -> list[Finding]:
@@ -241,5 +238,5 @@ def check_host(folder: Path, needed: int, seconds: float) -> list[Finding]:
         *check_limits(*soft, infiniband=any(Path("/sys/class/infiniband").glob("*"))),
         *(check_shared_memory(shutil.disk_usage(shm).total, gpus) if shm.is_dir() else []),
         *check_variables(os.environ, accelerator, interfaces),
-        *check_room(folder, needed, "the checkpoints of the run" if needed else "nothing"),
+        *check_room(folder, needed),
     ]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, TextIO
@@ -44,18 +44,6 @@ def run_local(job: Job, output: Callable[[int], bytes | None] = numbered) -> int
     output: returns the prefix of a process's lines of standard output, None to hide them: `numbered`, `of_the_first`.
     Raises ConfigError where this machine cannot run several processes.
     """
-    _check_machine(job)
-    code = 0
-    for start in range(job.restarts + 1):
-        processes = _Processes(job.command, _environments(job), output)
-        code = processes.wait()
-        if not restarts(code) or processes.signalled or start == job.restarts:
-            break
-        _say(f"start {start + 2} of at most {job.restarts + 1}")
-    return code
-
-
-def _check_machine(job: Job) -> None:
     if job.hosts != 1:
         raise ConfigError(f"--on local --hosts {job.hosts}", "it is one host", "--processes N")
     for option, value in (("--image", job.image), ("--mount", job.mounts), ("--set", job.fields)):
@@ -67,6 +55,14 @@ def _check_machine(job: Job) -> None:
             "one process has all TPU chips of a host",
             "--processes 1, or JAX_PLATFORMS=cpu for simulated devices",
         )
+    code = 0
+    for start in range(job.restarts + 1):
+        processes = _Processes(job, output)
+        code = processes.wait()
+        if not restarts(code) or processes.signalled or start == job.restarts:
+            break
+        _say(f"start {start + 2} of at most {job.restarts + 1}")
+    return code
 
 
 def _environments(job: Job) -> list[dict[str, str]]:
@@ -76,7 +72,10 @@ def _environments(job: Job) -> list[dict[str, str]]:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     common = {**os.environ, **dict(job.environment), "PYTHONUNBUFFERED": "1"}
-    gpus = _gpus(common)
+    # The GPUs that processes may use, as CUDA_VISIBLE_DEVICES names them.
+    visible = ",".join(str(i) for i, _ in enumerate(Path("/dev").glob("nvidia[0-9]*")))
+    visible = "" if common.get("JAX_PLATFORMS") == "cpu" else common.get("CUDA_VISIBLE_DEVICES", visible)
+    gpus = [name for name in visible.split(",") if name]
     if gpus and len(gpus) % count:
         raise ConfigError(
             f"--processes {count} with {len(gpus)} GPUs",
@@ -96,33 +95,18 @@ def _environments(job: Job) -> list[dict[str, str]]:
     ]
 
 
-def _gpus(environment: Mapping[str, str]) -> list[str]:
-    """Returns the GPUs that processes may use, as CUDA_VISIBLE_DEVICES names them."""
-    if environment.get("JAX_PLATFORMS") == "cpu":
-        return []
-    given = environment.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
-        return [name for name in given.split(",") if name]
-    return [str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
-
-
 class _Processes:
-    """Processes that run together. command: words.  environments: one for each process.  output: see `run_local`."""
+    """Processes that run the job together."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environments: Sequence[Mapping[str, str]],
-        output: Callable[[int], bytes | None],
-    ):
+    def __init__(self, job: Job, output: Callable[[int], bytes | None]):
+        environments = _environments(job)
         self.signalled = 0
         """Number of the last signal that was passed on; 0 for none."""
         self._previous = {number: signal.signal(number, self._pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-        # In sessions of their own: a Ctrl-C of the terminal reaches this process alone, which passes it on once.
+        # In sessions of their own: a Ctrl-C of the terminal reaches only this process, which passes it on once.
         pipes: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        self._every = [subprocess.Popen(command, env=env, start_new_session=True, **pipes) for env in environments]
-        self._running = list(self._every)
-        self._lock = threading.Lock()
+        self._every = [subprocess.Popen(job.command, env=env, start_new_session=True, **pipes) for env in environments]
+        self._running, self._lock = list(self._every), threading.Lock()
         copies = []
         for i, process in enumerate(self._every):
             copies += [(process.stdout, sys.stdout, output(i)), (process.stderr, sys.stderr, numbered(i))]

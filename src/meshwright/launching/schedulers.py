@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import Distribution, distribution
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
@@ -22,8 +23,6 @@ GRACE_SECONDS = 120
 """Seconds between the signal to stop (SIGTERM) and the end, in which a run saves."""
 REMOTE_SOURCE = "/tmp/meshwright-source"
 """Folder of a host that a checkout is copied to."""
-_STRAGGLERS = 120
-"""Seconds that Slurm's tasks have to end after the first one has: the others notice a dead neighbour, and report it."""
 _TPU_HOST = 4
 """Chips on a host of a TPU slice of several hosts."""
 _SINGLE_HOST = {"v5e": 8, "v6e": 8}
@@ -187,6 +186,10 @@ def pairs(option: str, texts: Iterable[str], split: Callable[[str], tuple[str, s
     return tuple(found)
 
 
+def _template(name: str) -> str:
+    return (Path(__file__).parent / "templates" / name).read_text(encoding="utf-8")
+
+
 def slurm_script(job: Job) -> str:
     """Returns the script for `sbatch`.
 
@@ -212,33 +215,13 @@ def slurm_script(job: Job) -> str:
                 "a directive is a word, and its value letters, digits and . , : / = + @ % [ ] * & | ( ) - _",
                 "--set NAME=VALUE of such characters, as in --set partition=gpu --set time=24:00:00",
             )
-    return _SLURM.format(
-        directives="".join(f"#SBATCH --{name}={value}\n" for name, value in directives.items()),
-        exports="".join(f"export {name}={shlex.quote(value)}\n" for name, value in job.environment),
-        srun=shlex.join(["srun", "--kill-on-bad-exit=0", f"--wait={_STRAGGLERS}", *_in_container(job), *job.command]),
-        final=" | ".join(map(str, (0, *REFUSED, STOPPED))),
-        restarts=job.restarts,
-    )
-
-
-_SLURM = """\
-#!/bin/bash
-#SBATCH --requeue
-{directives}{exports}
-{srun}
-code=$?
-# A refusal would be refused again, and Ctrl-C is meant. Everything else starts again from the checkpoint.
-case "$code" in
-  {final}) ;;
-  *)
-    if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then
-      echo "exit code $code: starting again" >&2
-      scontrol requeue "$SLURM_JOB_ID"
-    fi
-    ;;
-esac
-exit "$code"
-"""
+    return _template("slurm.sh") % {
+        "directives": "".join(f"#SBATCH --{name}={value}\n" for name, value in directives.items()),
+        "exports": "".join(f"export {name}={shlex.quote(value)}\n" for name, value in job.environment),
+        "command": shlex.join([*_in_container(job), *job.command]),
+        "final": " | ".join(map(str, (0, *REFUSED, STOPPED))),
+        "restarts": job.restarts,
+    }
 
 
 def _in_container(job: Job) -> list[str]:
@@ -256,6 +239,16 @@ def _in_container(job: Job) -> list[str]:
     return [f"--container-image={job.image}", *([f"--container-mounts={','.join(mounts)}"] if mounts else [])]
 
 
+def _filled(template: Any, values: Mapping[str, Any]) -> Any:
+    """Returns YAML data with `values` for every word `$NAME`, without entries that are None or empty mappings."""
+    if isinstance(template, dict):
+        filled = {name: _filled(value, values) for name, value in template.items()}
+        return {name: value for name, value in filled.items() if value not in (None, {})}
+    if isinstance(template, list):
+        return [_filled(value, values) for value in template]
+    return values[template[1:]] if isinstance(template, str) and template.startswith("$") else template
+
+
 def _require_one_process(job: Job, truth: str) -> None:
     if job.processes_per_host != 1:
         raise ConfigError(f"--processes {job.processes_per_host * job.hosts}", truth, f"--processes {job.hosts}")
@@ -271,73 +264,42 @@ def jobset_manifest(job: Job) -> str:
         raise ConfigError("--on jobset", "a pod runs an image", "--image NAME, built from docker/Dockerfile")
     _require_one_process(job, "a pod runs one process with all chips of its node")
     chips = job.accelerators
-    slices = chips.slices if chips else 1
-    # One slice on one pool of nodes: a Job's pods share their interconnect.
-    exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
-    # A Job fails with its first pod, and the whole set starts again. A refusal fails it by this policy, which the
-    # set's policy tells from other failures.
-    refused = {"containerName": "meshwright", "operator": "In", "values": [*REFUSED, STOPPED]}
-    pods = {
-        "completionMode": "Indexed",
-        "parallelism": job.hosts // slices,
-        "completions": job.hosts // slices,
-        "backoffLimit": 0,
-        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": refused}]},
-        "template": {"spec": _pod(job)},
-    }
-    refusal = {"name": "refused", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-    manifest = {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {"name": job.name, **({"annotations": exclusive} if chips and chips.tpu else {})},
-        "spec": {
-            "network": {"enableDNSHostnames": True},
-            "failurePolicy": {"maxRestarts": job.restarts, "rules": [refusal]},
-            "replicatedJobs": [{"name": _HOST, "replicas": slices, "template": {"spec": pods}}],
-        },
-    }
-    return yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True)
-
-
-_HOST = "host"
-"""Name of the replicated job, which is part of the pods' host names."""
-
-
-def _pod(job: Job) -> dict[str, Any]:
+    tpu, slices = chips is not None and chips.tpu, chips.slices if chips else 1
+    variables: list[dict[str, Any]] = [{"name": name, "value": _escaped(value)} for name, value in job.environment]
+    if job.hosts > 1 and not tpu:
+        index = "metadata.labels['batch.kubernetes.io/job-completion-index']"
+        variables += [
+            {"name": "MESHWRIGHT_COORDINATOR", "value": f"{job.name}-host-0-0.{job.name}:{PORT}"},
+            {"name": "MESHWRIGHT_PROCESSES", "value": str(job.hosts)},
+            {"name": "MESHWRIGHT_PROCESS", "valueFrom": {"fieldRef": {"fieldPath": index}}},
+        ]
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
     for number, (claim, path) in enumerate(job.mounts):
         volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": f"volume-{number}", "mountPath": path})
-    chips = job.accelerators
-    variables: list[dict[str, Any]] = [{"name": name, "value": _escaped(value)} for name, value in job.environment]
-    if job.hosts > 1 and not (chips and chips.tpu):
-        index = "metadata.labels['batch.kubernetes.io/job-completion-index']"
-        variables += [
-            {"name": "MESHWRIGHT_COORDINATOR", "value": f"{job.name}-{_HOST}-0-0.{job.name}:{PORT}"},
-            {"name": "MESHWRIGHT_PROCESSES", "value": str(job.hosts)},
-            {"name": "MESHWRIGHT_PROCESS", "valueFrom": {"fieldRef": {"fieldPath": index}}},
-        ]
-    container = {
-        "name": "meshwright",
+    several = tpu and slices > 1
+    values = {
+        "name": job.name,
+        "exclusive": "cloud.google.com/gke-nodepool" if tpu else None,
+        "restarts": job.restarts,
+        "slices": slices,
+        "pods": job.hosts // slices,
+        "refusals": [*REFUSED, STOPPED],
+        "grace": GRACE_SECONDS,
+        "host_network": True if several else None,
+        "dns_policy": "ClusterFirstWithHostNet" if several else None,
+        "labels": {**(chips.node_selector if chips else {}), **dict(job.fields)},
         "image": job.image,
         "command": [_escaped(word) for word in job.command],
-        "env": variables,
-        "ports": [{"containerPort": PORT, "protocol": "TCP"}],
-        **({"resources": {"limits": {chips.resource: chips.chips_per_host}}} if chips else {}),
-        "volumeMounts": mounts,
-    }
-    selector = {**(chips.node_selector if chips else {}), **dict(job.fields)}
-    several = chips is not None and chips.tpu and chips.slices > 1
-    return {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": GRACE_SECONDS,
-        # Slices reach each other at the speed of the host's own network.
-        **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if several else {}),
-        **({"nodeSelector": selector} if selector else {}),
-        "containers": [container],
+        "variables": variables,
+        "port": PORT,
+        "limits": {chips.resource: chips.chips_per_host} if chips else None,
+        "mounts": mounts,
         "volumes": volumes,
     }
+    manifest = _filled(yaml.safe_load(_template("jobset.yaml")), values)
+    return yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True)
 
 
 def _escaped(text: str) -> str:
@@ -362,39 +324,34 @@ def skypilot_task(job: Job) -> str:
     """
     _require_one_process(job, "SkyPilot starts one process on a node")
     chips = job.accelerators
-    resources: dict[str, Any] = {
-        "job_recovery": {"max_restarts_on_errors": job.restarts, "recover_on_exit_codes": [*FAILED]}
-    }
-    if chips is not None:
-        if chips.slices > 1:
-            raise ConfigError(
-                f"--on skypilot with {chips.slices} slices",
-                "a node of SkyPilot is one slice, which does not know the others",
-                f"--target {chips.name}:{chips.topology}, or --on jobset",
-            )
-        name, number = chips.skypilot
-        resources["accelerators"] = {name: number}
-    if job.image is not None:
-        resources["image_id"] = f"docker:{job.image}"
-    for name, text in job.fields:
-        resources[name] = {"true": True, "false": False}.get(text, int(text) if text.isdigit() else text)
-    mounts, setup = {path: source for source, path in job.mounts}, {}
+    if chips is not None and chips.slices > 1:
+        raise ConfigError(
+            f"--on skypilot with {chips.slices} slices",
+            "a node of SkyPilot is one slice, which does not know the others",
+            f"--target {chips.name}:{chips.topology}, or --on jobset",
+        )
+    mounts, setup = {path: source for source, path in job.mounts}, None
     if job.image is None:
         extra = "" if chips is None else "tpu" if chips.tpu else "cuda13"
         package, checkout = requirement(distribution("meshwright"), extra)
-        setup = {"setup": f"pip install {shlex.quote(package)}\n"}
+        setup = f"pip install {shlex.quote(package)}\n"
         mounts |= {} if checkout is None else {REMOTE_SOURCE: checkout}
-    task = {
+    values = {
         "name": job.name,
-        # All hosts of a TPU slice are one node.
-        "num_nodes": 1 if chips is not None and chips.tpu else job.hosts,
-        "resources": resources,
-        **({"envs": dict(job.environment)} if job.environment else {}),
-        **({"file_mounts": mounts} if mounts else {}),
-        **setup,
+        "nodes": 1 if chips is not None and chips.tpu else job.hosts,  # all hosts of a TPU slice are one node
+        "restarts": job.restarts,
+        "failures": [*FAILED],
+        "accelerators": dict([chips.skypilot]) if chips else None,
+        "image": f"docker:{job.image}" if job.image else None,
+        "variables": dict(job.environment),
+        "mounts": mounts,
+        "setup": setup,
         # One line: a line of a script cannot end within quotes that a value opens.
         "run": f"exec {shlex.join(job.command)}\n",
     }
+    task = _filled(yaml.safe_load(_template("skypilot.yaml")), values)
+    for name, text in job.fields:
+        task["resources"][name] = {"true": True, "false": False}.get(text, int(text) if text.isdigit() else text)
     return yaml.dump(task, Dumper=_BlockDumper, sort_keys=False, allow_unicode=True)
 
 

@@ -1,0 +1,17 @@
+#!/bin/bash
+#SBATCH --requeue
+%(directives)s%(exports)s
+# After the first task that ends, the others have two minutes to notice, and to report which neighbour is gone.
+srun --kill-on-bad-exit=0 --wait=120 %(command)s
+code=$?
+# A refusal would be refused again, and Ctrl-C is meant. Everything else starts again from the checkpoint.
+case "$code" in
+  %(final)s) ;;
+  *)
+    if [ "${SLURM_RESTART_COUNT:-0}" -lt %(restarts)s ]; then
+      echo "exit code $code: starting again" >&2
+      scontrol requeue "$SLURM_JOB_ID"
+    fi
+    ;;
+esac
+exit "$code"
