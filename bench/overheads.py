@@ -29,10 +29,10 @@ from meshwright.config import MeshShape
 from meshwright.hardware.agreement import store
 from meshwright.hardware.mesh import prepare_host
 from meshwright.runs.recipe import find_recipe
+from meshwright.trainer.hosts import _FOLDER, _Watch, same_fields, verdict
 from meshwright.trainer.loop import prepare_run
 from meshwright.trainer.prepare import Position
-from meshwright.trainer.same_hosts import same_fields
-from meshwright.trainer.watchdog import _FOLDER, Phases, Watchdog, _Watch, verdict
+from meshwright.trainer.watchdog import Phases, Watchdog
 
 ROOT = Path(__file__).parents[1]
 BLOCK = 60

@@ -32,7 +32,7 @@ from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import named_leaves, rows_to_layers, tree_map
 from meshwright.step.device_run import BATCH_SPEC, DeviceRun, State, param_specs, place_on_devices
-from meshwright.step.pipeline import PipelineModel, run_forward
+from meshwright.step.pipeline import PipelineModel
 from meshwright.step.train_step import CompiledTrainStep
 
 PEERS = Path(__file__).parent / "golden" / "peers"
@@ -145,25 +145,18 @@ def build_logits(device_run: DeviceRun) -> Callable[[Any, Batch], jax.Array]:
     """The jitted `(params, batch) -> logits [B, T, V]` of all positions."""
     placed, model = device_run.placed, device_run.local_model
 
-    def run(params: Any, batch: Batch) -> jax.Array:
-        ctx = model.context(batch, no_dropout())
-
-        def logits(params: Any, x_BTD: jax.Array, microbatch: Any) -> tuple[jax.Array, jax.Array]:
-            x_BTD, table_VD = model.unembed(params, x_BTD)
+    class Logits(PipelineModel):
+        def loss(self, params: Any, x: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+            x_BTD, table_VD = model.unembed(params, x)
             positions_T = all_gather(placed.sequence.local_positions(), ("context",), 0)
             x_BTD = all_gather(x_BTD, ("context",), 1)[:, jnp.argsort(positions_T)]
             logits_BTV = jnp.einsum("btd,vd->btv", x_BTD, table_VD, preferred_element_type=jnp.float32)
             return jnp.zeros(()), cap(logits_BTV, placed.spec.logit_softcap)
 
-        pipeline = PipelineModel(
-            embed=lambda params, microbatch: model.embed(params, ctx),
-            layers=lambda params, x, virtual_stage, microbatch: model.layers(params, x, ctx, virtual_stage),
-            loss=logits,
-            aux_loss=lambda aux: 0.0,
-            stacks=tuple(model.stacks),
-            together=model.permutes,
-        )
-        logits_BTV = run_forward(placed.forward_table(1), pipeline, params)
+    def run(params: Any, batch: Batch) -> jax.Array:
+        batch_M = jax.tree.map(lambda x: x[None], batch)
+        pipeline = Logits(model, (batch_M.positions[:, :, 0], batch_M), lambda _: no_dropout(), jnp.ones(()))
+        logits_BTV = pipeline.sums(placed.forward_table(1), params)
         return all_gather(all_gather(logits_BTV, VOCAB_AXES, 2), BATCH_AXES, 0)[..., :VOCAB]
 
     specs = (param_specs(device_run.placements, "at_rest"), BATCH_SPEC)

@@ -29,9 +29,9 @@ from meshwright.runs.run import Run
 from meshwright.step.device_run import State
 from meshwright.step.train_step import CompiledTrainStep
 from meshwright.trainer import lock, loop
-from meshwright.trainer.bad_steps import healed
 from meshwright.trainer.lock import locked
 from meshwright.trainer.meter import Meter
+from meshwright.trainer.recovery import healed
 
 __all__ = ["programs_are_compiled_once"]  # a fixture of this file too
 
@@ -167,7 +167,7 @@ def test_too_many_bad_steps_stop_the_run(
 
 def test_a_spike_is_measured_by_the_median(run: Run) -> None:
     mesh = device_run_of(dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=50))).mesh
-    meter = Meter([], run.training, mesh, unit="tokens", per_sample=1, flops=1.0, spike=5.0)
+    meter = Meter([], dataclasses.replace(run, faults=Faults(spike=5.0)), mesh, per_sample=1, flops=1.0)
     assert not any(meter._spike_of(1.0 + 0.01 * step) for step in range(30))
     assert "is 50, 43.7 times the median" in meter._spike_of(50.0)
     assert not meter._spike_of(5.0)

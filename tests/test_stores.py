@@ -41,8 +41,8 @@ from meshwright.storage.tiers import LocalCheckpoints
 from meshwright.storage.transfer import copy_tree
 from meshwright.trainer import loop
 from meshwright.trainer.evaluation import evaluate_checkpoint, run_to_evaluate
+from meshwright.trainer.hosts import _Watch
 from meshwright.trainer.lock import LockError, locked
-from meshwright.trainer.watchdog import _Watch
 
 pytestmark = pytest.mark.exhaustive
 

@@ -13,7 +13,8 @@ from meshwright.checkpoint.checkpoints import write_error
 from meshwright.checkpoint.writer import ShardWriter
 from meshwright.errors import ConfigError
 from meshwright.hardware.agreement import differences, flatten
-from meshwright.trainer.watchdog import Sign, Watchdog, verdict
+from meshwright.trainer.hosts import Sign, verdict
+from meshwright.trainer.watchdog import Watchdog
 
 HOSTS = """
 import os, sys, traceback
@@ -40,7 +41,7 @@ from meshwright.hardware.agreement import agree
 from meshwright.step.train_step import build_train_step, CompiledTrainStep
 from meshwright.trainer.loop import prepare_run
 from meshwright.trainer.prepare import Position
-from meshwright.trainer.same_hosts import agree_on, same_fields
+from meshwright.trainer.hosts import agree_on, same_fields
 
 def fields(run, **changes):
     return same_fields(prepare_run(run, cache=folder / f"cache-{process}"), folder)
@@ -179,9 +180,8 @@ from pathlib import Path
 import jax
 jax.distributed.initialize("127.0.0.1:" + sys.argv[2], 2, int(sys.argv[3]))
 from meshwright.data.corpus import share_folders
-from meshwright.trainer.same_hosts import watched_before
-from meshwright.trainer.watchdog import Watchdog
-with watched_before(Path(sys.argv[1]), Watchdog(silence=2)):
+from meshwright.trainer.watchdog import PREPARING, Phases, Watchdog, watching
+with watching(Path(sys.argv[1]), Phases(PREPARING), Watchdog(silence=2)):
     time.sleep(1)
     print("ready", flush=True)
     share_folders(Path(sys.argv[1]), None, lambda: time.sleep(60))

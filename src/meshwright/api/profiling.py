@@ -4,6 +4,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import jax
 from rich.console import Console
@@ -29,7 +30,7 @@ def profiled(
     """
     run = ProfiledRun(prepared, *parse_steps(steps, prepared.device_run.run.training.steps), out / FOLDER)
     try:
-        yield run
+        yield cast(Trainable, run)
     finally:
         run.stop()
     profile = run.profile(target)

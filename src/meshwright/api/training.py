@@ -23,8 +23,7 @@ from meshwright.runs.run_file import run_to_dict
 from meshwright.step.device_memory import OutOfDeviceMemory
 from meshwright.storage.paths import path_of
 from meshwright.trainer import loop
-from meshwright.trainer.same_hosts import agree_on, watched_before
-from meshwright.trainer.watchdog import Watchdog
+from meshwright.trainer.watchdog import PREPARING, Phases, Watchdog, watching
 
 if TYPE_CHECKING:
     from meshwright.api.local_planner import LocalPlanner
@@ -124,8 +123,8 @@ def train_reported(
     joined: AbstractContextManager[None] = contextlib.nullcontext()
     with contextlib.nullcontext() if progress is None else watched_by(progress):
         if several:
-            agree_on(run)
-            joined = watched_before(out, watchdog or Watchdog())
+            addition("agree_on")(run)
+            joined = watching(out, Phases(PREPARING), watchdog or Watchdog())
         with joined:
             prepared = loop.prepare_run(
                 run,

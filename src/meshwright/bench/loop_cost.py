@@ -102,7 +102,7 @@ class StepRunner:
         """Returns seconds per step of `steps` steps with feed and metrics, in the order of `trainer/loop.py`."""
         run = self.device_run.run
         seq, flops = run.training.seq, training_flops_per_token(run.model, run.training.seq)
-        meter = Meter(reporters, run.training, self.device_run.mesh, unit="tokens", per_sample=seq, flops=flops)
+        meter = Meter(reporters, run, self.device_run.mesh, per_sample=seq, flops=flops)
         jax.block_until_ready(self._state)
         began = time.perf_counter()
         for number in range(1, steps + 1):

@@ -223,9 +223,7 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     described, placements = (trained_only(placed.params, tree) for tree in (placed.params, placed.placements))
     layer_map = None
     if run.optimizer.name not in ELEMENTWISE and placed.spec.layers:
-        from meshwright.step.matrices import LayerMap  # loaded for optimizers of whole matrices
-
-        layer_map = LayerMap(mesh, placed.shape, described, placements, jnp.dtype(training.compute_dtype))
+        layer_map = addition("LayerMap")(mesh, placed.shape, described, placements, jnp.dtype(training.compute_dtype))
     optimizer = build_update_rule(run.optimizer, training, described, layer_map)
     state, where = place_optimizer_state(optimizer, trained_only(placed.params, params), placements, placed.shape)
     leaves = [

@@ -30,7 +30,7 @@ from jax import lax
 
 from meshwright.comm.collectives import ring_shift
 from meshwright.data.batch import Batch
-from meshwright.models.blocks.layers import Dropout, no_dropout
+from meshwright.models.blocks.layers import Dropout
 from meshwright.models.forward import LocalModel
 from meshwright.models.model import Aux, ForwardContext, Metrics
 from meshwright.sharding.params import Tree, with_frozen
@@ -60,107 +60,70 @@ _RUN, _INPUT, _WEIGHT = range(len(PLACES))
 
 @dataclasses.dataclass(frozen=True)
 class PipelineModel:
-    """Model of a pipeline, as functions of sharded parameters and of a microbatch's index."""
+    """A forward pass as functions of sharded parameters and of a microbatch's index."""
 
-    embed: Callable[[Tree, jax.Array], jax.Array]
-    """`(params, microbatch) -> x [B, T, D]`, on the first stage."""
-    layers: Callable[[Layers, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
-    """`(layers of a part, x, virtual stage, microbatch) -> (x, aux)`; aux is a tree of [rows, ...]."""
-    loss: Callable[[Tree, jax.Array, jax.Array], tuple[jax.Array, Any]]
-    """`(params, x of the last part, microbatch) -> (loss of the local shard, sums)`."""
-    aux_loss: Callable[[Any], jax.Array | float]
-    """`aux -> auxiliary loss` of the layers of a part."""
-    stacks: tuple[str, ...]
-    """Subtrees of the parameters that are stacked layers."""
-    reduce_dtype: str = "float32"
-    """Least type in which gradients are summed over microbatches."""
-    keeps: bool = False
-    """Whether a forward pass keeps what its backward pass reads. Otherwise that recomputes the part from its input."""
-    together: bool = False
-    """Whether the layers send values around a ring of devices, in which all stages have to take part."""
+    model: LocalModel
+    microbatches: tuple[jax.Array, Batch]
+    """Sequence indices [M, B] and batches [M, B, T]."""
+    dropout: Callable[[jax.Array], Dropout]
+    total: jax.Array
+    """Weight of the global batch."""
+    frozen: tuple[Tree, Tree] | None = None
+    """Descriptions and arrays of all parameters of this stage, where the engine is given those that are trained (with
+    None for the frozen ones)."""
+
+    def _take(self, m: jax.Array) -> tuple[jax.Array, Batch]:
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, m, keepdims=False), self.microbatches)
+
+    def _context(self, m: jax.Array) -> ForwardContext:
+        sequences_B, batch = self._take(m)
+        return self.model.context(batch, self.dropout(sequences_B))
+
+    def _all(self, params: Tree, stored: Callable[[Tree], Tree] = lambda stored: stored) -> Tree:
+        if self.frozen is None:
+            return params
+        arrays = stored({path: self.frozen[1][path] for path in params})
+        return {path: with_frozen(self.frozen[0][path], tree, arrays[path]) for path, tree in params.items()}
+
+    def embed(self, params: Tree, m: jax.Array) -> jax.Array:
+        """Returns x [B, T, D] of a microbatch, on the first stage."""
+        return self.model.embed(self._all(params), self._context(m))
+
+    def layers(self, part: Layers, x: jax.Array, virtual_stage: jax.Array, m: jax.Array) -> tuple[jax.Array, Any]:
+        """Returns x after the layers of a part, and their aux: a tree of [rows, ...]."""
+        params = self._all(part, lambda stored: _part_rows(stored, virtual_stage, self.model.stages.virtual_stages))
+        return self.model.layers(params, x, self._context(m), virtual_stage)
+
+    def loss(self, params: Tree, x: jax.Array, m: jax.Array) -> tuple[jax.Array, Any]:
+        """Returns the loss of the local shard and its sums from x of the last part."""
+        return self.model.loss(self._all(params), x, self._take(m)[1], self.total)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a forward pass keeps what its backward pass reads. Otherwise that recomputes the part."""
+        return self.model.training.stage_saves == "layers"
+
+    @property
+    def together(self) -> bool:
+        """Whether the layers send values around a ring of devices, in which all stages have to take part."""
+        return self.model.permutes
 
     def stacked(self, params: Tree) -> Layers:
         """Returns the subtrees of stacked layers."""
-        return {path: params[path] for path in self.stacks}
+        return {path: params[path] for path in self.model.stacks}
 
     def unstacked(self, params: Tree) -> Tree:
         """Returns all other parameters: embedding, unembedding, final norm."""
-        return {path: tree for path, tree in params.items() if path not in self.stacks}
+        return {path: tree for path, tree in params.items() if path not in self.model.stacks}
 
+    def gradients(self, table: ScheduleTable, trained: Tree) -> tuple[Tree, tuple[Metrics, dict[str, Aux]]]:
+        """Returns this device's gradients of the trained parameters, and its metrics and aux."""
+        end = _Engine(table, self, trained, trains=True).run()
+        return {path: {**end.layers, **end.rest}[path] for path in trained}, (end.sums, end.aux)
 
-def pipeline_gradients(
-    table: ScheduleTable,
-    model: LocalModel,
-    params: tuple[Tree, Tree, Tree],
-    microbatches: tuple[jax.Array, Batch],
-    dropout: Callable[[jax.Array], Dropout],
-    total: jax.Array,
-) -> tuple[Tree, tuple[Metrics, dict[str, Aux]]]:
-    """Returns this device's gradients, metrics and aux.
-
-    params: descriptions, all parameters of this stage, and those that are trained (None for the frozen ones).
-    microbatches: sequence indices [M, B] and batches [M, B, T].
-    """
-    described, stored, trained = params
-
-    def whole(trained: Tree, stored: Tree = stored) -> Tree:
-        return {path: with_frozen(described[path], tree, stored[path]) for path, tree in trained.items()}
-
-    def layers(trained: Layers, x: jax.Array, virtual_stage: jax.Array, m: jax.Array) -> Any:
-        rows = _part_rows({path: stored[path] for path in trained}, virtual_stage, table.virtual_stages)
-        return of_all.layers(whole(trained, rows), x, virtual_stage, m)
-
-    of_all = _pipeline_model(model, *microbatches, dropout, total)
-    pipeline = dataclasses.replace(
-        of_all,
-        embed=lambda params, m: of_all.embed(whole(params), m),
-        layers=layers,
-        loss=lambda params, x, m: of_all.loss(whole(params), x, m),
-    )
-    end = _Engine(table, pipeline, trained, trains=True).run()
-    return {path: {**end.layers, **end.rest}[path] for path in trained}, (end.sums, end.aux)
-
-
-def pipeline_metrics(
-    table: ScheduleTable, model: LocalModel, params: Tree, batch_M: Batch, total: jax.Array
-) -> Metrics:
-    """Returns the metrics of a forward pass without dropout. batch_M: batches [M, B, T]."""
-    pipeline = _pipeline_model(model, batch_M.positions[:, :, 0], batch_M, lambda _: no_dropout(), total)
-    metrics: Metrics = run_forward(table, pipeline, params)
-    return metrics
-
-
-def run_forward(table: ScheduleTable, model: PipelineModel, params: Tree) -> Any:
-    """Runs a table of forward passes; returns the sums of `model.loss`, summed over `stage`."""
-    return _Engine(table, model, params, trains=False).run().sums
-
-
-def _pipeline_model(
-    model: LocalModel,
-    sequences_MB: jax.Array,
-    batch_M: Batch,
-    dropout: Callable[[jax.Array], Dropout],
-    total: jax.Array,
-) -> PipelineModel:
-    """Returns the model as functions of a microbatch's index. sequences_MB, batch_M: of all microbatches."""
-
-    def take(m: jax.Array) -> tuple[jax.Array, Batch]:
-        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, m, keepdims=False), (sequences_MB, batch_M))
-
-    def context(m: jax.Array) -> ForwardContext:
-        sequences_B, batch = take(m)
-        return model.context(batch, dropout(sequences_B))
-
-    return PipelineModel(
-        embed=lambda params, m: model.embed(params, context(m)),
-        layers=lambda params, x, virtual_stage, m: model.layers(params, x, context(m), virtual_stage),
-        loss=lambda params, x, m: model.loss(params, x, take(m)[1], total),
-        aux_loss=model.aux_loss,
-        stacks=tuple(model.stacks),
-        reduce_dtype=model.training.reduce_dtype,
-        keeps=model.training.stage_saves == "layers",
-        together=model.permutes,
-    )
+    def sums(self, table: ScheduleTable, params: Tree) -> Any:
+        """Runs a table of forward passes; returns the sums of `loss`, summed over `stage`."""
+        return _Engine(table, self, params, trains=False).run().sums
 
 
 _EVENTS = {"embed": (0, (FORWARD,)), "loss": (-1, (FORWARD,)), "embed gradient": (0, (BACKWARD, BACKWARD_INPUT))}
@@ -283,14 +246,13 @@ class _Task:
 class _Backward:
     """Derivative of a part as `jax.vjp` returns it, a tree of arrays: those to keep, and parameters of the part."""
 
-    kept: list[Any]
-    """Shapes and types of the arrays that a forward pass keeps."""
+    leaves: list[Any]
     treedef: Any
     weights: dict[int, int]
     """Leaves of the tree that are parameters of the part, with their index among those."""
 
-    def select(self, leaves: list[jax.Array]) -> list[jax.Array]:
-        """Returns the leaves to keep."""
+    def select(self, leaves: list[Any]) -> list[Any]:
+        """Returns the leaves that a forward pass keeps, or their shapes and types."""
         return [leaf for i, leaf in enumerate(leaves) if i not in self.weights]
 
     def rebuild(self, kept: list[jax.Array], part: Layers) -> Callable[..., tuple[Any, ...]]:
@@ -328,7 +290,7 @@ class _Engine:
 
         def zero_sum(p: jax.Array) -> jax.Array:
             # The gradients of bfloat16 parameters are bfloat16; the sum of many is kept in the type of the reduction.
-            return jnp.zeros(p.shape, jnp.promote_types(p.dtype, model.reduce_dtype))
+            return jnp.zeros(p.shape, jnp.promote_types(p.dtype, model.model.training.reduce_dtype))
 
         def part_aux(params: Tree, x: jax.Array) -> Any:
             return model.layers(_part_rows(model.stacked(params), first, table.virtual_stages), x, first, first)[1]
@@ -338,7 +300,7 @@ class _Engine:
         sums = jax.eval_shape(lambda params, x: model.loss(params, x, first)[1], self.params, x)
         return _Carry(
             inputs=jnp.zeros((table.input_slots, *x.shape), x.dtype),
-            kept=[jnp.zeros((table.input_slots, *a.shape), a.dtype) for a in self._backward_of_part.kept],
+            kept=[jnp.zeros((table.input_slots, *a.shape), a.dtype) for a in self._kept()],
             gradients=jnp.zeros((table.gradient_slots if self.trains else 0, *x.shape), x.dtype),
             sent=_zeros_of(x),
             layers=model.stacked(grads) if self.trains else {},
@@ -465,8 +427,6 @@ class _Engine:
     @functools.cached_property
     def _backward_of_part(self) -> "_Backward":
         """How to call the derivative of a part with what a forward pass has kept."""
-        if not (self.trains and self.model.keeps):
-            return _Backward([], None, {})
         found: list[dict[int, int]] = []
 
         def vjp(part: Layers, x: jax.Array, virtual_stage: jax.Array, microbatch: jax.Array) -> Any:
@@ -478,8 +438,12 @@ class _Engine:
 
         first = jnp.int32(0)
         part = _part_rows(self.model.stacked(self.params), first, self.table.virtual_stages)
-        leaves, treedef = jax.tree.flatten(jax.eval_shape(vjp, part, self.x, first, first))
-        return _Backward([a for i, a in enumerate(leaves) if i not in found[-1]], treedef, found[-1])
+        return _Backward(*jax.tree.flatten(jax.eval_shape(vjp, part, self.x, first, first)), found[-1])
+
+    def _kept(self) -> list[Any]:
+        if not (self.trains and self.model.keeps):
+            return []
+        return self._backward_of_part.select(self._backward_of_part.leaves)
 
     def _vjp(self, part: Layers, x: jax.Array, virtual_stage: jax.Array, microbatch: jax.Array) -> Any:
         return jax.vjp(self._run_part, part, x, virtual_stage, microbatch, has_aux=True)
@@ -489,7 +453,7 @@ class _Engine:
     ) -> tuple[tuple[jax.Array, jax.Array], Any]:
         """Returns the output of a part and the auxiliary loss of its layers, and their aux."""
         x, aux = self.model.layers(part, x, virtual_stage, microbatch)
-        return (x, jnp.asarray(self.model.aux_loss(aux), jnp.float32)), aux
+        return (x, jnp.asarray(self.model.model.aux_loss(aux), jnp.float32)), aux
 
     def _part(self, task: _Task) -> Layers:
         return _part_rows(self.model.stacked(self.params), task.virtual_stage, self.table.virtual_stages)

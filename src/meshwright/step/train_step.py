@@ -19,6 +19,7 @@ from meshwright.errors import TrainingError
 from meshwright.hardware.agreement import agree, digest
 from meshwright.models.blocks.layers import no_dropout
 from meshwright.models.model import Metrics
+from meshwright.plugins import addition
 from meshwright.sharding.layouts import TOKEN_AXES
 from meshwright.sharding.params import Tree, shardings, trained_only, with_frozen
 from meshwright.step.device_memory import check_memory
@@ -124,11 +125,10 @@ def build_eval_step(device_run: DeviceRun) -> Callable[[Tree, Batch], Metrics]:
         total = jnp.ones(())
         if placed.shape.stage == 1:
             return all_reduce(model.loss_fn(params, batch, no_dropout(), total)[1][0], TOKEN_AXES)
-        from meshwright.step.pipeline import pipeline_metrics  # most runs have one stage
-
         batch_M = jax.tree.map(lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), batch)
-        table = placed.forward_table(training.microbatches)
-        return all_reduce(pipeline_metrics(table, model, params, batch_M, total), TOKEN_AXES)
+        sequences_MB = batch_M.positions[:, :, 0]  # unused without dropout
+        pipeline = addition("PipelineModel")(model, (sequences_MB, batch_M), lambda _: no_dropout(), total)
+        return all_reduce(pipeline.sums(placed.forward_table(training.microbatches), params), TOKEN_AXES)
 
     return jax.jit(
         jax.shard_map(

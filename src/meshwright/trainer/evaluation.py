@@ -19,8 +19,6 @@ from meshwright.plugins import Shown
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
-from meshwright.sharding.params import Tree
-from meshwright.step.device_run import DeviceRun
 from meshwright.step.train_step import build_eval_step
 from meshwright.storage.paths import path_of
 from meshwright.trainer.prepare import prepare_run, sum_losses
@@ -104,39 +102,34 @@ def evaluate_prepared(prepared: Any, source: str | Path, whole: bool, at: int | 
     parts = prepared.held_out
     if whole:
         parts = tuple(part.whole() for part in prepared.train)
-    run = prepared.device_run.run
     if not parts:
         raise ConfigError(f"evaluating {source}", "the run has no held-out text", "--data PATH")
     device_run = prepared.device_run
-    params, step = _params_of(source, device_run, at)
+    if is_hugging_face(str(source)):
+        if at is not None:
+            truth = "a Hugging Face folder has one version of its weights"
+            raise ConfigError(f"{source} at step {at}", truth, "no --at")
+        params, step = load_initial_weights(device_run), 0
+    else:
+        with Checkpoints(path_of(source) / "checkpoints", max_to_keep=None) as checkpoints:
+            params, manifest = checkpoints.restore_params(device_run, at)
+        step = manifest.step
     total, count = sum_losses(device_run, params, parts, build_eval_step(device_run))
     windows = sum(len(part) for part in parts)
-    samples = min(windows, run.training.eval_samples or windows)
-    return Evaluation(
-        step, total / max(count, 1.0), samples, round(count), count_bytes(parts, prepared.corpus.tokenizer, samples)
-    )
+    samples = min(windows, device_run.run.training.eval_samples or windows)
+    text_bytes = _count_bytes(parts, prepared.corpus.tokenizer, samples)
+    return Evaluation(step, total / max(count, 1.0), samples, round(count), text_bytes)
 
 
-def count_bytes(parts: Sequence[Samples], tokenizer: Tokenizer, samples: int) -> int:
+def _count_bytes(parts: Sequence[Samples], tokenizer: Tokenizer, samples: int) -> int:
     """Returns the UTF-8 bytes of the tokens that the first `samples` windows of `parts`, taken in turn, predict.
 
     Where a window ends inside a character of several bytes, decoding puts U+FFFD in its place.
     """
     taken = held_out_order(parts, samples)
-    return sum(_bytes_of(part, tokenizer, sum(1 for owner, _ in taken if owner is part)) for part in parts)
-
-
-def _bytes_of(part: Samples, tokenizer: Tokenizer, samples: int) -> int:
-    decoded = (tokenizer.decode(map(int, tokens)) for tokens in part.texts(samples))
-    return sum(len(text.encode("utf-8", "surrogatepass")) for text in decoded)
-
-
-def _params_of(source: str | Path, device_run: DeviceRun, at: int | None) -> tuple[Tree, int]:
-    """Parameters to evaluate, and the step of their checkpoint."""
-    if not is_hugging_face(str(source)):
-        with Checkpoints(path_of(source) / "checkpoints", max_to_keep=None) as checkpoints:
-            params, manifest = checkpoints.restore_params(device_run, at)
-        return params, manifest.step
-    if at is not None:
-        raise ConfigError(f"{source} at step {at}", "a Hugging Face folder has one version of its weights", "no --at")
-    return load_initial_weights(device_run), 0
+    texts = (
+        tokenizer.decode(map(int, tokens))
+        for part in parts
+        for tokens in part.texts(sum(1 for owner, _ in taken if owner is part))
+    )
+    return sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)

@@ -83,10 +83,6 @@ def _parse(text: bytes) -> dict[str, Any]:
         return {}
 
 
-def _read(file: int) -> dict[str, Any]:
-    return _parse(os.pread(file, _LARGEST, 0))
-
-
 def _describe(holder: dict[str, Any]) -> str:
     known = "process" in holder and "host" in holder
     return f"process {holder['process']} on {holder['host']}" if known else "a process"
@@ -113,20 +109,17 @@ def _changes(read: Callable[[], Any], before: Any, seconds: float) -> bool:
 @contextlib.contextmanager
 def _file_locked(out: Path) -> Iterator[None]:
     out.mkdir(parents=True, exist_ok=True)
-    file = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-
-    def write(count: int) -> None:
-        os.pwrite(file, f"{_record(count):<200}\n".encode(), 0)
+    file, counts = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644), itertools.count()
 
     def renew() -> None:
         # A full disk or a network that is away does not end the run.
         with contextlib.suppress(OSError):
-            write(next(counts))
+            os.pwrite(file, f"{_record(next(counts)):<200}\n".encode(), 0)
 
     def read_again() -> dict[str, Any]:
         again = os.open(out / ".lock", os.O_RDONLY)  # opening asks the server of a network file system anew
         try:
-            return _read(again)
+            return _parse(os.pread(again, _LARGEST, 0))
         finally:
             os.close(again)
 
@@ -134,15 +127,13 @@ def _file_locked(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise _refused(out, _read(file)) from error
+            raise _refused(out, _parse(os.pread(file, _LARGEST, 0))) from error
         except OSError:
             pass  # a file system without locks: only the counts tell
-        holder = _read(file)
+        holder = _parse(os.pread(file, _LARGEST, 0))
         elsewhere = holder.get("host") not in (None, socket.gethostname())
         if elsewhere and _changes(read_again, holder, WATCHED * BEAT):
             raise _refused(out, holder)
-        write(0)
-        counts = itertools.count(1)
         try:
             with beating(renew, BEAT, "lock of the output folder"):
                 yield

@@ -14,22 +14,19 @@ from meshwright.checkpoint.checkpoints import Checkpoints, check_room
 from meshwright.checkpoint.steps import committed_steps
 from meshwright.data.batch import ramp_of
 from meshwright.errors import CheckpointError, ConfigError
+from meshwright.plugins import addition
 from meshwright.report import Reporter
 from meshwright.report.files import EventLog, JsonLines
 from meshwright.report.reporters import build_reporters
 from meshwright.runs.run_file import write_run
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.storage.paths import path_of
-from meshwright.trainer.bad_steps import handle_bad_step
 from meshwright.trainer.lock import locked
 from meshwright.trainer.meter import Meter
 from meshwright.trainer.preemption import Preemption
 from meshwright.trainer.prepare import Position, PreparedRun, Trainable, prepare_run
-from meshwright.trainer.resume import resume
-from meshwright.trainer.same_hosts import watched
 from meshwright.trainer.silent import checked
-from meshwright.trainer.tiers import open_checkpoints
-from meshwright.trainer.watchdog import Phases
+from meshwright.trainer.watchdog import Phases, Watchdog, watching
 
 __all__ = ["PreparedRun", "Summary", "Trainable", "prepare_run", "train"]
 
@@ -77,9 +74,8 @@ class Summary:
     """Text sampled from the model at the end."""
 
     def _repr_html_(self) -> str:
-        from meshwright import view  # a notebook shows the run's page
-
-        return view(self.out)._repr_html_()
+        html: str = addition("view")(self.out)._repr_html_()
+        return html
 
 
 def train(
@@ -90,7 +86,7 @@ def train(
     at: int | None = None,
     data: Literal["same", "new"] = "same",
     reporters: Callable[[int], list[Reporter]] = lambda first: [],
-    watchdog: Any = None,
+    watchdog: Watchdog | None = None,
     page: Callable[[], Path] | None = None,
 ) -> Summary:
     """Trains a prepared run, writing checkpoints, metrics, the Run and a text sample into `out`.
@@ -98,26 +94,46 @@ def train(
     start: `resume` continues from the last checkpoint in `out`, or from that of step `at`.
     data: `new` resumes on data, or in an order, that differ from those of the checkpoint.
     reporters: called with the number of steps already taken, returns further reporters.
-    page: writes the run's page and returns its file, for reporters that keep it.  watchdog: a `Watchdog`.
+    page: writes the run's page and returns its file, for reporters that keep it.
     Raises CheckpointError, TrainingError, DataError, ConfigError, HostError.
     """
     device_run, began, phases = prepared.device_run, time.perf_counter(), Phases()
     run, out, chief = device_run.run, path_of(out), jax.process_index() == 0
+    keep, local = run.training.max_to_keep, run.local_checkpoints
     with contextlib.ExitStack() as stack:
-        stack.enter_context(watched(prepared, out, phases, watchdog))
-        _check_folder(out, start, run.local_checkpoints.path)
-        check_room(out, device_run, run.training.max_to_keep)
+        stack.enter_context(watching(out, phases, watchdog or Watchdog()))
+        if jax.process_count() > 1:
+            addition("agree_on_data")(prepared, out)
+        steps = committed_steps(out / "checkpoints")
+        if start == "fresh" and steps:
+            raise ConfigError(
+                f"a new run in {out}",
+                f"it holds the checkpoint of step {steps[-1]} of another",
+                "--resume to continue that one, or another --out",
+            )
+        if start == "resume" and not steps and local.path is None:
+            raise CheckpointError(
+                f"resuming the run in {out}",
+                "no checkpoint was committed there",
+                "leave --resume out, or another --out",
+            )
+        check_room(out, device_run, keep)
         preemption = stack.enter_context(Preemption().listening())
         if chief:
             stack.enter_context(locked(out))
             stack.enter_context(watched_by(events := EventLog(out / "events.jsonl")))
-        checkpoints = stack.enter_context(open_checkpoints(out, device_run))
+        # Two tiers where the hosts keep checkpoints on their own disks too.
+        checkpoints: Checkpoints = stack.enter_context(
+            Checkpoints(out / "checkpoints", max_to_keep=keep)
+            if local.path is None
+            else addition("Tiers")(out, device_run, max_to_keep=keep, local=local)
+        )
         if start == "fresh":
             checkpoints.forget_local()
             state, position = _first_state(device_run, out), Position(0, 0)
         else:
             with activity("restore", "restoring the last checkpoint", "restored the last checkpoint"):
-                state, position = resume(device_run, checkpoints, at, prepared.fingerprint(), data)
+                state, position = addition("resume")(device_run, checkpoints, at, prepared.fingerprint(), data)
         sinks = list(reporters(position.step))
         if chief:
             write_run(run, out / "run.json")
@@ -140,59 +156,38 @@ def train(
         return summary
 
 
-def _check_folder(out: Path, start: str, local: str | None) -> None:
-    steps = committed_steps(out / "checkpoints")
-    if start == "fresh" and steps:
-        raise ConfigError(
-            f"a new run in {out}",
-            f"it holds the checkpoint of step {steps[-1]} of another",
-            "--resume to continue that one, or another --out",
-        )
-    if start == "resume" and not steps and local is None:
-        raise CheckpointError(
-            f"resuming the run in {out}", "no checkpoint was committed there", "leave --resume out, or another --out"
-        )
-
-
 def _first_state(device_run: DeviceRun, out: Path) -> State:
     """Initial values, or the weights that the run starts from."""
     with activity("initialise", "making the first state", "made the first state"):
         if device_run.run.init_from is None:
             return device_run.initial_state()
-        from meshwright.checkpoint.initial_weights import load_initial_weights  # loads the reader of other formats
-
-        return device_run.state_of(load_initial_weights(device_run, out))
+        return device_run.state_of(addition("load_initial_weights")(device_run, out))
 
 
 class _RollBack(Exception):
-    """A step has to be undone. place: before it, with the samples that are left out."""
-
-    def __init__(self, place: Position):
-        super().__init__()
-        self.place = place
+    """A step has to be undone; its argument is the place before it, with the samples that are left out."""
 
 
+@dataclasses.dataclass
 class _Loop:
     """The training loop and what it measures."""
 
-    def __init__(
-        self,
-        prepared: Trainable,
-        out: Path,
-        checkpoints: Checkpoints,
-        meter: Meter,
-        preemption: Preemption,
-        phases: Phases,
-        began: float,
-        started: Position,
-    ):
-        """began: time at which `train` was called.  started: place at which this start of the run begins."""
-        self.prepared, self.out, self.checkpoints, self.meter = prepared, out, checkpoints, meter
-        self.preemption, self.phases, self.began, self.started = preemption, phases, began, started
+    prepared: Trainable
+    out: Path
+    checkpoints: Checkpoints
+    meter: Meter
+    preemption: Preemption
+    phases: Phases
+    began: float
+    """Time at which `train` was called."""
+    started: Position
+    """Place at which this start of the run begins."""
+
+    def __post_init__(self) -> None:
         # Place from which the feed counts: where this start began, or the checkpoint that the run returned to.
-        self.origin = started
-        self.run, self.ramp = prepared.device_run.run, ramp_of(prepared.device_run.run.training)
-        self.evaluator = prepared.evaluator()
+        self.origin = self.started
+        self.run, self.ramp = self.prepared.device_run.run, ramp_of(self.prepared.device_run.run.training)
+        self.evaluator = self.prepared.evaluator()
         self.compiled: dict[int, Any] = {}
         self.spent = dict.fromkeys(("input wait", "compiling", "saving", "evaluating"), 0.0)
         self.held_out_loss: float | None = None
@@ -205,7 +200,7 @@ class _Loop:
                 state, step, saved = self._take_steps(state)
                 break
             except _RollBack as back:
-                state = self._roll_back(back.place)
+                state = self._roll_back(back.args[0])
         if step > saved:
             self._save(step, state, self.checkpoints.save)
         sample = ""
@@ -257,21 +252,16 @@ class _Loop:
                     self._evaluate(step, state)
                 if sample_every and step % sample_every == 0:
                     self._sample(step, state)
-                save = self._save_due(step)
-                if save is not None:
+                shared, local = training.save_every, self.run.local_checkpoints.every
+                if shared and step % shared == 0:
+                    state, saved = self._settle(state, batch), step
+                    self._save(step, state, self.checkpoints.save)
+                elif local and step % local == 0:
                     state = self._settle(state, batch)
-                    saved = step if save == self.checkpoints.save else saved
-                    self._save(step, state, save)
+                    self._save(step, state, self.checkpoints.save_locally)
             return self._settle(state, batch), step, saved
         finally:
             self.spent["input wait"] += feed.wait_seconds
-
-    def _save_due(self, step: int) -> Callable[..., None] | None:
-        """Returns where the state of this step is saved: in the output folder, on the hosts' disks, or not at all."""
-        if self.run.training.save_every and step % self.run.training.save_every == 0:
-            return self.checkpoints.save
-        every = self.run.local_checkpoints.every
-        return self.checkpoints.save_locally if every and step % every == 0 else None
 
     def _settle(self, state: State, batch: Any) -> State:
         """Reads the pending step, whose batch is `batch`; returns the state to continue with.
@@ -283,10 +273,11 @@ class _Loop:
             return state
         self.bad_steps += 1
         place = Position(bad.step - 1, self._samples_read(bad.step - 1), self.origin.skipped)
-        reached = handle_bad_step(self.out, self.prepared, bad, state, batch, place, self.bad_steps)
+        reached = addition("handle_bad_step")(self.out, self.prepared, bad, state, batch, place, self.bad_steps)
         if isinstance(reached, Position):
             raise _RollBack(reached)
-        return reached
+        settled: State = reached
+        return settled
 
     def _roll_back(self, place: Position) -> State:
         """Returns the state of the last checkpoint, or the first state."""

@@ -10,12 +10,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from meshwright.config import Training
 from meshwright.data.batch import ramp_of
 from meshwright.hardware.chips import find_chip
 from meshwright.models.flops import mfu
 from meshwright.models.model import Metrics
 from meshwright.report import Reporter, Values
+from meshwright.runs.run import Run
 
 
 class BadStep(NamedTuple):
@@ -38,24 +38,10 @@ class Meter:
     _FEWEST = 20
     """Gradient norms of which a median is taken."""
 
-    def __init__(
-        self,
-        reporters: list[Reporter],
-        training: Training,
-        mesh: Mesh,
-        *,
-        unit: str,
-        per_sample: int,
-        flops: float,
-        spike: float = 0.0,
-    ):
-        """Counts `per_sample` units (tokens, examples) in each sample of a batch, of `flops` model FLOPs each.
-
-        spike: as of `Faults`.
-        """
-        self._reporters, self._every = reporters, training.log_every
-        self._ramp, self._unit, self.per_sample = ramp_of(training), unit, per_sample
-        self._flops, self._peak, self._spike = flops, _peak_flops(mesh), spike
+    def __init__(self, reporters: list[Reporter], run: Run, mesh: Mesh, *, per_sample: int, flops: float):
+        """Counts `per_sample` units (tokens, examples) in each sample of a batch, of `flops` model FLOPs each."""
+        self._reporters, self._run, self.per_sample, self._flops = reporters, run, per_sample, flops
+        self._ramp, self._peak = ramp_of(run.training), _peak_flops(mesh)
         self._norms: collections.deque[float] = collections.deque(maxlen=100)
         self._pending: tuple[int, Metrics] | None = None
         self._losses: list[float] = []
@@ -113,8 +99,10 @@ class Meter:
         if self._read_at is not None:
             self._intervals.append(now - self._read_at)
             values["step seconds"] = now - self._read_at
-            values |= self._beside(spent or {})
-            speed = values[f"{self._unit}/s"] = self._ramp.batch(step - 1) * self.per_sample / (now - self._read_at)
+            outside = {name: seconds - self._spent.get(name, 0.0) for name, seconds in (spent or {}).items()}
+            values |= {f"{name} seconds": seconds for name, seconds in outside.items() if seconds > 0}
+            speed = self._ramp.batch(step - 1) * self.per_sample / (now - self._read_at)
+            values[f"{self._run.model.unit}/s"] = speed
             if self._peak is not None:
                 values["MFU"] = mfu(self._flops, speed, self._peak)
         self._read_at, self._spent = now, dict(spent or {})
@@ -122,24 +110,19 @@ class Meter:
         finite = bool(np.isfinite(values["loss"]) and np.isfinite(values["gradient norm"]))
         if finite:
             self._losses = [*self._losses[-self._RECENT :], values["loss"]]
-        if not finite or step % self._every == 0:
+        if not finite or step % self._run.training.log_every == 0:
             self.report(step, values)
         reason = "" if finite else "its loss or gradient is not finite"
         if not sums["loss"][1]:
             reason = "the total weight of its batch is 0, and a mean over nothing is no loss"
-        if finite and self._spike:
+        if finite and self._run.faults.spike:
             reason = self._spike_of(values["gradient norm"])
         return BadStep(step, values, finite, reason) if reason else None
-
-    def _beside(self, spent: Mapping[str, float]) -> Values:
-        """Returns the seconds that the loop spent outside the steps since the step before."""
-        since = {name: seconds - self._spent.get(name, 0.0) for name, seconds in spent.items()}
-        return {f"{name} seconds": seconds for name, seconds in since.items() if seconds > 0}
 
     def _spike_of(self, norm: float) -> str:
         """Describes a gradient norm far above those before it, or adds it to them."""
         median = float(np.median(self._norms)) if len(self._norms) >= self._FEWEST else math.inf
-        if norm > self._spike * median:
+        if norm > self._run.faults.spike * median:
             return f"its gradient norm is {norm:.4g}, {norm / median:.3g} times the median of the steps before it"
         self._norms.append(norm)
         return ""

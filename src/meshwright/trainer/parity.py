@@ -12,12 +12,12 @@ Three comparisons show whether a mesh computes the same function as another:
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
@@ -26,7 +26,7 @@ from meshwright.hardware.mesh import build_mesh
 from meshwright.plugins import Shown
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import VOCAB_AXES
-from meshwright.sharding.params import Tree, layers_to_rows, named_leaves, rows_to_layers
+from meshwright.sharding.params import Param, Tree, layers_to_rows, named_leaves, rows_to_layers
 from meshwright.step.device_run import place_on_devices
 from meshwright.step.gradients import build_gradients
 from meshwright.trainer.prepare import Position, Trainable
@@ -121,43 +121,27 @@ def compare_meshes(prepared: Trainable, other: MeshShape, *, steps: int) -> Pari
     the first mesh's parameters for each mesh, and one more gradient on `other` that measures its rounding error.
     """
     run = _in_float32(prepared.device_run.run, other, steps)
-
-    def side(run: Run, mesh: Mesh) -> _Side:
-        return _Side(dataclasses.replace(cast(Any, prepared), device_run=place_on_devices(run, mesh)))
-
-    first = side(run, prepared.device_run.mesh)
-    mesh = build_mesh(other, other_devices(other, jax.devices()))
-    second: list[_Side] = []
-
-    def build() -> None:
-        second.append(side(dataclasses.replace(first.run, mesh=other), mesh))
-
+    first, mesh = _Side(prepared, run, prepared.device_run.mesh), build_mesh(other, other_devices(other, jax.devices()))
     # A mesh of several processes is built and computed by all of them, another by process 0 only.
     everywhere = len({device.process_index for device in mesh.devices.flat}) > 1
-    if everywhere:
-        build()
-    else:
-        answer_of_the_first(build)
+    sides: list[_Side] = []
 
-    def found(compute: Callable[[_Side], list[Any]]) -> list[Any]:
+    def found(compute: Callable[[], Any]) -> Any:
         """Computes where the second mesh is; returns the result, as JSON has it, in all processes."""
-        if everywhere:
-            return compute(second[0])
-        answer: list[Any] = answer_of_the_first(lambda: compute(second[0]))
-        return answer
+        return compute() if everywhere else answer_of_the_first(compute)
 
+    found(lambda: sides.append(_Side(prepared, dataclasses.replace(first.run, mesh=other), mesh)))
     initial = first.params()
-    unequal = found(
-        lambda second: [name for name, x in second.params().items() if not np.array_equal(x, initial[name])]
-    )
+    unequal = found(lambda: [n for n, x in sides[0].params().items() if not np.array_equal(x, initial[n])])
     compared = []
     for step in range(1, steps + 1):
         batch, params = next(first.feed), first.params()
         gradients = first.gradients(params, batch)
         loss = first.update(batch)
 
-        def compare(second: _Side, step: int = step, params: Tensors = params, given: Tensors = gradients) -> list[Any]:
+        def compare(step: int = step, params: Tensors = params, given: Tensors = gradients) -> list[Any]:
             """Compares gradients at the first side's parameters, and the loss after this side's own updates."""
+            second = sides[0]
             batch = next(second.feed)
             expected = second.gradients(params, batch)
             differences = gradient_differences(given, expected, second.gradients(_perturbed(params, step), batch))
@@ -193,9 +177,10 @@ def _in_float32(run: Run, other: MeshShape, steps: int) -> Run:
 class _Side:
     """Training run on one mesh, with its batches, and its gradients as the train step takes them."""
 
-    def __init__(self, prepared: Trainable):
-        self._prepared, self._device_run = prepared, prepared.device_run
-        self.feed, self.run = prepared.feed(Position(0, 0)), prepared.device_run.run
+    def __init__(self, prepared: Trainable, run: Run, mesh: Mesh):
+        self._device_run = place_on_devices(run, mesh)
+        self._prepared = dataclasses.replace(prepared, device_run=self._device_run)
+        self.feed, self.run = self._prepared.feed(Position(0, 0)), self._device_run.run
         options = self._device_run.compiler_options() or None
         self._gradients = jax.jit(build_gradients(self._device_run), compiler_options=options)
         self._step: Any = None
@@ -226,36 +211,31 @@ class _Side:
         return {name: rows_to_layers(descriptions[name], on_host(x)) for name, x in named_leaves(tree).items()}
 
     def _to_devices(self, params: Tensors) -> Tree:
-        descriptions, shardings = self._device_run.params, self._device_run.state_shardings.params
-        rows = [layers_to_rows(p, params[name]) for name, p in named_leaves(descriptions).items()]
-        arrays = [
-            jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
-            for x, sharding in zip(rows, jax.tree.leaves(shardings), strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(shardings), arrays)
+        def on_devices(name: str, p: Param, sharding: NamedSharding) -> jax.Array:
+            x = layers_to_rows(p, params[name])
+            return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+
+        where, described = self._device_run.state_shardings.params, named_leaves(self._device_run.params).items()
+        arrays = [on_devices(name, p, s) for (name, p), s in zip(described, jax.tree.leaves(where), strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(where), arrays)
 
 
 def _perturbed(params: Tensors, seed: int) -> Tensors:
     """Multiplies each element by 1 + 2^-23 or 1 - 2^-23 at random; zeros stay zero."""
     rng = np.random.default_rng(seed)
-
-    def signs(shape: tuple[int, ...]) -> np.ndarray:
-        return rng.integers(0, 2, shape, np.int8).astype(np.float32) * 2 - 1
-
-    return {name: (x * (1 + _ULP * signs(x.shape))).astype(np.float32) for name, x in params.items()}
+    signs = {name: rng.integers(0, 2, x.shape, np.int8).astype(np.float32) * 2 - 1 for name, x in params.items()}
+    return {name: (x * (1 + _ULP * signs[name])).astype(np.float32) for name, x in params.items()}
 
 
 def gradient_differences(gradients: Tensors, reference: Tensors, perturbed: Tensors) -> dict[str, float]:
     """Returns each tensor's largest difference between `gradients` and `reference`, relative to its scale.
 
-    The scale is the largest element of the tensor's reference gradient. But the sum over tokens that makes a gradient
-    rounds relative to its terms, and these may cancel. The gradient of a key bias cancels completely, because softmax
-    ignores a constant that is added to all scores of a query, and the result is rounding error alone. So the rounding
-    error is measured: `perturbed` are the reference's gradients at parameters that were changed by one unit in the last
-    place, which rounds every intermediate result differently. A difference of up to `_ROUNDING_FACTOR` times the
-    change that this makes is accepted in any tensor, by a scale of at least that change times
-    `_ROUNDING_FACTOR / TOLERANCE`. (Perturbation as a measure of rounding error: Parker 1997, "Monte Carlo
-    Arithmetic".)
+    The scale is the largest element of the tensor's reference gradient, but a gradient is a sum over tokens, which
+    rounds relative to its terms, and these may cancel: the gradient of a key bias is only rounding error, because
+    softmax ignores a constant that is added to all scores of a query. So the rounding error is measured: `perturbed`
+    are the reference's gradients at parameters changed by one unit in the last place (Parker 1997, "Monte Carlo
+    Arithmetic"). The scale is at least that change times `_ROUNDING_FACTOR / TOLERANCE`, which accepts differences of
+    up to `_ROUNDING_FACTOR` times the change.
     """
     differences = {}
     for name, expected in reference.items():

@@ -112,14 +112,15 @@ def _maintenance_announced() -> Iterator[None]:
 
     `GCE_METADATA_IP` names another server. Does nothing on machines outside Google Cloud.
     """
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            product = "Google" if "GCE_METADATA_IP" in os.environ else _PRODUCT.read_text(errors="replace")
-            if "Google" in product:
-                stopped = threading.Event()
-                stack.callback(stopped.set)
-                threading.Thread(target=_ask, args=(stopped,), daemon=True, name="maintenance notices").start()
+    stopped, product = threading.Event(), "Google" if "GCE_METADATA_IP" in os.environ else ""
+    with contextlib.suppress(OSError):
+        product = product or _PRODUCT.read_text(errors="replace")
+    if "Google" in product:
+        threading.Thread(target=_ask, args=(stopped,), daemon=True, name="maintenance notices").start()
+    try:
         yield
+    finally:
+        stopped.set()
 
 
 def _ask(stopped: threading.Event) -> None:

@@ -1,5 +1,6 @@
 """Runs as the training loop takes them, and a run of text placed on its devices."""
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from meshwright.errors import ConfigError, DataError
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape, enable_compilation_cache
 from meshwright.models.flops import training_flops_per_token
 from meshwright.models.model import Metrics, Model
+from meshwright.plugins import addition
 from meshwright.report import Reporter
 from meshwright.runs.checks import check_sizes
 from meshwright.runs.run import Run
@@ -58,64 +60,57 @@ class Batches(Protocol):
     def __next__(self) -> Any: ...
 
 
-class Trainable(Protocol):
-    """A run as the loop trains it: one of text (`PreparedRun`), or of a model of one's own (`wrapped.prepared`)."""
+@dataclasses.dataclass(frozen=True)
+class Trainable(abc.ABC):
+    """A run as the training loop takes it: one of text (`PreparedRun`), or of a wrapped model (`wrapped.prepared`)."""
 
-    @property
-    def device_run(self) -> DeviceRun:
-        """The run on its devices."""
+    device_run: DeviceRun
+    """The run on its devices."""
 
-    def write_files(self, out: Path) -> None:
-        """Writes what the output folder has besides run.json, metrics and checkpoints."""
-
+    @abc.abstractmethod
     def meter(self, reporters: list[Reporter]) -> Meter:
         """Returns the meter of its steps."""
 
-    def feed(self, start: "Position") -> Batches:
+    @abc.abstractmethod
+    def feed(self, start: Position) -> Batches:
         """Returns the batches from a place in the training on."""
 
-    def fingerprint(self) -> dict[str, Any] | None:
-        """Returns what determines the samples, as JSON values: kept with every checkpoint, and compared by a resume."""
-
+    @abc.abstractmethod
     def compile(self, batch: Any) -> CompiledTrainStep:
         """Compiles the train step for batches like this one."""
 
+    def write_files(self, out: Path) -> None:
+        """Writes what the output folder has besides run.json, metrics and checkpoints."""
+        return None
+
+    def fingerprint(self) -> dict[str, Any] | None:
+        """Returns what determines the samples, as JSON values: kept with every checkpoint, and compared by a resume."""
+        return None
+
     def evaluator(self) -> Callable[[State], float] | None:
         """Returns the loss on held-out data as a function of the state; None without such data."""
+        return None
 
     def sample(self, state: State, out: Path) -> str:
-        """Samples from the model and writes the sample to `out`."""
+        """Samples from the model where the run asks for it, and writes the text to `out`."""
+        return ""
 
 
 @dataclasses.dataclass(frozen=True)
-class PreparedRun:
+class PreparedRun(Trainable):
     """A run on its devices with its tokenised text: everything there is before the first array."""
 
-    device_run: DeviceRun
     corpus: Corpus
     train: tuple[Samples, ...]
     held_out: tuple[Samples, ...]
 
-    def write_files(self, out: Path) -> None:
-        """Writes the tokenizer, unless it is there."""
-        tokenizer, file = self.corpus.tokenizer.to_json(), out / "tokenizer.json"
-        if not file.is_file() or file.read_text(encoding="utf-8", errors="replace") != tokenizer:
-            write_atomically(file, tokenizer)
-
     def meter(self, reporters: list[Reporter]) -> Meter:
         """Returns a meter of tokens."""
-        run = self.device_run.run
-        seq, flops = run.training.seq, training_flops_per_token(run.model, run.training.seq, run.finetune.method)
-        mesh, spike = self.device_run.mesh, run.faults.spike
-        return Meter(reporters, run.training, mesh, unit="tokens", per_sample=seq, flops=flops, spike=spike)
+        run, seq = self.device_run.run, self.device_run.run.training.seq
+        flops = training_flops_per_token(run.model, seq, run.finetune.method)
+        return Meter(reporters, run, self.device_run.mesh, per_sample=seq, flops=flops)
 
-    def fingerprint(self) -> dict[str, Any]:
-        """Returns the fingerprint of the text, and what orders its samples."""
-        run = self.device_run.run
-        order = {"held_out": run.data.held_out, "sequence": run.training.seq, "seed": run.training.seed}
-        return {**self.corpus.fingerprint, **order}
-
-    def feed(self, start: "Position") -> Feed:
+    def feed(self, start: Position) -> Feed:
         """Returns the batches from a global sample on."""
         training = self.device_run.run.training
         return Feed(
@@ -133,6 +128,18 @@ class PreparedRun:
         """Compiles the train step for as many sequences as the batch has."""
         return CompiledTrainStep(self.device_run.with_batch(batch.inputs.shape[0]), batch)
 
+    def write_files(self, out: Path) -> None:
+        """Writes the tokenizer, unless it is there."""
+        tokenizer, file = self.corpus.tokenizer.to_json(), out / "tokenizer.json"
+        if not file.is_file() or file.read_text(encoding="utf-8", errors="replace") != tokenizer:
+            write_atomically(file, tokenizer)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns the fingerprint of the text, and what orders its samples."""
+        run = self.device_run.run
+        order = {"held_out": run.data.held_out, "sequence": run.training.seq, "seed": run.training.seed}
+        return {**self.corpus.fingerprint, **order}
+
     def evaluator(self) -> Callable[[State], float] | None:
         """Returns the mean loss per token on held-out text as a function of the state."""
         if not self.held_out:
@@ -146,17 +153,18 @@ class PreparedRun:
         return held_out_loss
 
     def sample(self, state: State, out: Path) -> str:
-        """Samples text where the run asks for it or the model is small, and writes it to `out`."""
-        count = sample_length(self.device_run)
+        """Samples text where the run asks for it or the model is small."""
+        data, count = self.device_run.run.data, self.device_run.run.data.sample
+        if count is None and (data.sample_every or count_params(self.device_run.params) <= _SMALL_MODEL):
+            count = _SAMPLE
         if not count:
             return ""
-        if cannot_decode(self.device_run):  # `check_sample` refuses what was asked for
+        if _cannot_decode(self.device_run):  # `check_sample` refuses what was asked for
             with activity("note", "looking for what it decodes with", "looked") as work:
                 work.result = "no sample: its layers have no attention to decode with"
             return ""
-        from meshwright.trainer.sample import write_sample  # loads the decoder
-
-        return write_sample(self.device_run, self.corpus.tokenizer, state.params, count, out)
+        text: str = addition("write_sample")(self.device_run, self.corpus.tokenizer, state.params, count, out)
+        return text
 
 
 def sum_losses(
@@ -175,7 +183,7 @@ def sum_losses(
 
 def check_sample(device_run: DeviceRun) -> None:
     """Raises ConfigError where the run asks for a sample that its model cannot give; before it trains, not after."""
-    data, without = device_run.run.data, cannot_decode(device_run)
+    data, without = device_run.run.data, _cannot_decode(device_run)
     if data.sample == 0 and data.sample_every:
         truth = "--data.sample 0 is no text at all"
         raise ConfigError(f"--data.sample-every {data.sample_every}", truth, f"--data.sample {_SAMPLE}")
@@ -188,18 +196,10 @@ def check_sample(device_run: DeviceRun) -> None:
         )
 
 
-def cannot_decode(device_run: DeviceRun) -> str:
+def _cannot_decode(device_run: DeviceRun) -> str:
     """The first stack of layers that state nothing to decode with; "" where all do."""
     layers = device_run.placed.spec.layers
     return next((layer.stack for layer in layers if layer.attention is None and layer.delta is None), "")
-
-
-def sample_length(device_run: DeviceRun) -> int:
-    """Returns the tokens to sample from the model; 0 for none."""
-    data = device_run.run.data
-    if data.sample is None and (data.sample_every or count_params(device_run.params) <= _SMALL_MODEL):
-        return _SAMPLE
-    return data.sample or 0
 
 
 Choose = Callable[[Run, Sequence[Any]], Run]
@@ -259,18 +259,7 @@ def prepare_model(
         )
         parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
     else:
-        from meshwright.data.conversations import load_conversations  # most runs train on all of a text
-
-        corpus, parts = load_conversations(run.data, run.training.seq, run.finetune, cache)
-    run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=_common_vocab(run, corpus)))
-    device_run = place_on_devices(choose(run, list(mesh.devices.flat)), mesh)
-    if run.data.sample or run.data.sample_every:
-        check_sample(device_run)
-    return PreparedRun(device_run, corpus, tuple(p[0] for p in parts), tuple(p[1] for p in parts if len(p[1])))
-
-
-def _common_vocab(run: Run, corpus: Corpus) -> int:
-    """Vocabulary size of model and text."""
+        corpus, parts = addition("load_conversations")(run.data, run.training.seq, run.finetune, cache)
     vocab = run.model.vocab
     if vocab is not None and corpus.vocab > vocab:
         raise DataError(
@@ -278,4 +267,8 @@ def _common_vocab(run: Run, corpus: Corpus) -> int:
             f"its tokenizer has {corpus.vocab} tokens, so tokens {vocab} to {corpus.vocab - 1} have no embedding",
             f"--model.vocab {corpus.vocab}, or the model's own tokenizer with --data.tokenizer",
         )
-    return corpus.vocab if vocab is None else vocab
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=vocab or corpus.vocab))
+    device_run = place_on_devices(choose(run, list(mesh.devices.flat)), mesh)
+    if run.data.sample or run.data.sample_every:
+        check_sample(device_run)
+    return PreparedRun(device_run, corpus, tuple(p[0] for p in parts), tuple(p[1] for p in parts if len(p[1])))

@@ -44,7 +44,8 @@ def sample_tokens(device_run: DeviceRun, params: Tree, prompt: np.ndarray, *, to
     without stages, since a token would pass the stages one after another. Experts of limited capacity drop nothing
     here.
     """
-    device_run, params = _without_stages(device_run, params)
+    if device_run.shape.stage > 1 or getattr(device_run.run.model, "dispatch", None) == "capacity":
+        device_run, params = _without_stages(device_run, params)
     seq = device_run.run.training.seq
     prompt = prompt[-max(1, seq // 2) :]
     count = min(tokens, max(1, seq - len(prompt)))
@@ -62,12 +63,8 @@ def _without_stages(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tre
     model = run.model
     if getattr(model, "dispatch", None) == "capacity":
         model = dataclasses.replace(model, dispatch="dropless")  # type: ignore[call-arg]
-    if shape.stage == 1 and model is run.model:
-        return device_run, params
     devices = device_run.mesh.devices.reshape(1, shape.stage * shape.data, *device_run.mesh.devices.shape[2:])
-    folded = dataclasses.replace(shape, stage=1, data=shape.stage * shape.data)
-    if folded.slices > 1:
-        folded = dataclasses.replace(folded, slices=1)
+    folded = dataclasses.replace(shape, stage=1, data=shape.stage * shape.data, slices=1)
     training = dataclasses.replace(
         run.training,
         batch=run.training.batch * shape.stage,

@@ -75,12 +75,8 @@ def shard_sums(tree: Any) -> dict[str, dict[Any, int]]:
 def check_equal(first: dict[str, dict[Any, int]], second: dict[str, dict[Any, int]], step: int) -> None:
     """Raises HostError where a step that was computed twice gave two results."""
     names = [name for name in first if first[name] != second[name]]
-    if names:
-        devices = sorted(
-            {d for name in names for d in first[name] if first[name][d] != second[name][d]},
-            key=operator.attrgetter("id"),
-        )
-        raise _corrupt(step, "computed twice, it gave two results", names, devices)
+    devices = {d for name in names for d in first[name] if first[name][d] != second[name][d]}
+    _refuse(step, "computed twice, it gave two results", names, devices)
 
 
 def check_replicas(tree: Any, sums: dict[str, dict[Any, int]], step: int) -> None:
@@ -88,8 +84,7 @@ def check_replicas(tree: Any, sums: dict[str, dict[Any, int]], step: int) -> Non
 
     sums: of `shard_sums(tree)`. With three replicas or more, those that differ from most are named.
     """
-    names, odd = [], set()
-    leaves = named_leaves(tree)
+    names, odd, leaves = [], set(), named_leaves(tree)
     for name, of_device in sums.items():
         groups: dict[str, list[Any]] = collections.defaultdict(list)
         for device, part in leaves[name].sharding.devices_indices_map(leaves[name].shape).items():
@@ -100,18 +95,20 @@ def check_replicas(tree: Any, sums: dict[str, dict[Any, int]], step: int) -> Non
                 (most, number), (_, next_number) = counts.most_common(2)
                 names.append(name)
                 odd |= {d for d in group if number == next_number or of_device[d] != most}
-    if names:
-        raise _corrupt(
-            step, "its replicas differ", list(dict.fromkeys(names)), sorted(odd, key=operator.attrgetter("id"))
-        )
+    _refuse(step, "its replicas differ", list(dict.fromkeys(names)), odd)
 
 
-def _corrupt(step: int, what: str, names: list[str], devices: list[Any]) -> HostError:
-    shown = ", ".join(f"device {d.id} of process {d.process_index}" for d in devices[:_SHOWN])
-    more = f" and {len(devices) - _SHOWN} more" if len(devices) > _SHOWN else ""
-    tensors = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-    return HostError(
+def _refuse(step: int, what: str, names: list[str], odd: set[Any]) -> None:
+    """Raises HostError where tensors differ."""
+    if not names:
+        return
+    devices = [f"device {d.id} of process {d.process_index}" for d in sorted(odd, key=operator.attrgetter("id"))]
+
+    def shown(words: list[str]) -> str:
+        return ", ".join(words[:_SHOWN]) + (f" and {len(words) - _SHOWN} more" if len(words) > _SHOWN else "")
+
+    raise HostError(
         f"step {step}, checked for silent corruption",
-        f"{what} in {tensors}: {shown}{more}",
+        f"{what} in {shown(names)}: {shown(devices)}",
         "--resume, from a checkpoint before it, without the host of that device",
     )

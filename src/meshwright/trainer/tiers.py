@@ -29,19 +29,10 @@ _MOST = 64
 """Newest steps of the local tier that hosts compare."""
 
 
-def open_checkpoints(out: Path, device_run: DeviceRun) -> Checkpoints:
-    """Opens the checkpoints of a run in its output folder, with the hosts' own where the run has them."""
-    keep, local = device_run.run.training.max_to_keep, device_run.run.local_checkpoints
-    if local.path is None:
-        return Checkpoints(out / "checkpoints", max_to_keep=keep)
-    return Tiers(out, device_run, max_to_keep=keep, local=local)
-
-
 class Tiers(Checkpoints):
-    """Checkpoints of the output folder, and those on the hosts' own disks."""
+    """Checkpoints of the output folder, and those on the hosts' own disks, which must have the layout of the run."""
 
     def __init__(self, out: Path, device_run: DeviceRun, *, max_to_keep: int, local: LocalCheckpoints):
-        """Opens both. device_run: the run; checkpoints on the hosts must have its layout."""
         super().__init__(out / "checkpoints", max_to_keep=max_to_keep)
         assert local.path is not None
         self._layout = layout_of(abstract_in_layer_order(named_tensors(device_run.abstract), device_run.params))

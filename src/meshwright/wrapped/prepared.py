@@ -23,7 +23,7 @@ from meshwright.step.train_step import CompiledTrainStep
 from meshwright.storage.paths import path_of
 from meshwright.trainer.evaluation import BatchEvaluation
 from meshwright.trainer.meter import Meter
-from meshwright.trainer.prepare import Position
+from meshwright.trainer.prepare import Position, Trainable
 from meshwright.wrapped import step
 from meshwright.wrapped.batches import BatchFeed
 from meshwright.wrapped.parts import WrappedParts, check_rows
@@ -31,32 +31,22 @@ from meshwright.wrapped.work import training_flops
 
 
 @dataclasses.dataclass(frozen=True)
-class PreparedModel:
-    """A wrapped model on its devices: a `trainer.loop.Trainable`."""
-
-    device_run: DeviceRun
+class PreparedModel(Trainable):
+    """A wrapped model on its devices."""
 
     @property
     def parts(self) -> WrappedParts:
         """Module, loss and data."""
         return step.parts_of(self.device_run)
 
-    def write_files(self, out: Path) -> None:
-        """Writes nothing: the module is a program."""
-
     def meter(self, reporters: list[Reporter]) -> Meter:
         """Returns a meter of examples."""
-        run, mesh = self.device_run.run, self.device_run.mesh
         flops = training_flops(self.parts) / self.parts.source.batch_size
-        unit = run.model.unit
-        return Meter(reporters, run.training, mesh, unit=unit, per_sample=1, flops=flops, spike=run.faults.spike)
+        return Meter(reporters, self.device_run.run, self.device_run.mesh, per_sample=1, flops=flops)
 
     def feed(self, start: Position) -> BatchFeed:
         """Returns the batches from a step on."""
         return BatchFeed(self.parts.source, start.step, start.data, self.device_run.batch_sharding)
-
-    def fingerprint(self) -> None:
-        """Returns nothing: what the author's batches hold is not known here."""
 
     def compile(self, batch: Any) -> CompiledTrainStep:
         """Compiles the train step for batches of this shape. Raises ConfigError where the loss is not a mean."""
@@ -69,10 +59,6 @@ class PreparedModel:
             return None
         evaluate = held_out_metrics(self.device_run)
         return lambda state: evaluate(state.params, state.variables)["loss"]
-
-    def sample(self, state: State, out: Path) -> str:
-        """Samples nothing: what a wrapped model generates is known to its author."""
-        return ""
 
 
 def prepare_wrapped(model: Any, run: Run, *, devices: int | None, **_: Any) -> PreparedModel:
