@@ -7,6 +7,7 @@ a hyperlink: an address, of a page in the same folder or https, and after a spac
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -173,14 +174,17 @@ class Column:
     where: Where = "everywhere"
 
     def of(self, item: Any) -> Cell:
-        """Returns the cell of an item; an object in a column of text is shown by its `str`."""
+        """Returns the cell of an item: in a column of text its `str`, in another a number; else None."""
         value = item
         if callable(self.cell):
             value = self.cell(item)
         else:
             for name in self.cell.split("."):
                 value = value.get(name) if isinstance(value, Mapping) else getattr(value, name)
-        return str(value) if self.unit == "text" and value is not None else value
+        if self.unit == "text":
+            return None if value is None else str(value)
+        number: Any = None if isinstance(value, bool) or not isinstance(value, numbers.Real) else value
+        return number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ _LONGEST = 2**20
 """Most bytes of a line; a sample has a few thousand."""
 _LARGEST = 64 * 2**20
 """Most bytes that are read at a time."""
+_DOCUMENTS = ("run.json", "foresight.json", "parity.json", "rehearsal.json", "profile.json")
 
 
 @dataclasses.dataclass
@@ -36,8 +37,8 @@ class Curve:
             return list(self.steps), list(self.values)
         kept: set[int] = {count - 1}
         stretches = max(1, most // 3)
-        for part in range(stretches):
-            first, end = part * count // stretches, (part + 1) * count // stretches
+        for n in range(stretches):
+            first, end = n * count // stretches, (n + 1) * count // stretches
             finite = [i for i in range(first, end) if math.isfinite(self.values[i])]
             kept.add(first)
             if finite:
@@ -46,14 +47,14 @@ class Curve:
         return [self.steps[i] for i in order], [self.values[i] for i in order]
 
 
-class LinesFile:
+class _LinesFile:
     """A file of JSON lines that another process appends to, and now and then writes anew."""
 
     def __init__(self, file: Path):
         self._file, self._offset, self._identity = file, 0, (0, 0)
 
     def read(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Returns whether the file was written anew since the last call, and the whole lines that are new."""
+        """Returns whether the file was written anew since the last call, and the objects of its new lines."""
         try:
             check_inside(self._file.parent, [self._file])
             descriptor = os.open(self._file, os.O_RDONLY | os.O_NONBLOCK)
@@ -68,32 +69,18 @@ class LinesFile:
                 self._offset, self._identity = 0, identity
             opened.seek(self._offset)
             content = opened.read(_LARGEST)
-        whole = content[: content.rfind(b"\n") + 1]
-        if not whole and len(content) > _LONGEST:
-            whole = content  # not lines at all
-        self._offset += len(whole)
-        return anew, list(_objects(whole.split(b"\n")))
-
-    @property
-    def version(self) -> tuple[int, ...]:
-        """Numbers that change when the file does."""
-        try:
-            status = self._file.stat()
-        except OSError:
-            return (0,)
-        return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects among lines; what is damaged is left out."""
-    for line in lines:
-        if line.strip() and len(line) <= _LONGEST:
-            try:
-                value = parse_json(line.decode("utf-8", "replace"))
-            except ValueError:
-                continue
-            if isinstance(value, dict):
-                yield value
+        complete = content[: content.rfind(b"\n") + 1]
+        if not complete and len(content) > _LONGEST:
+            complete = content  # not lines at all
+        self._offset += len(complete)
+        found = []
+        for line in complete.split(b"\n"):
+            if line.strip() and len(line) <= _LONGEST:
+                try:
+                    found.append(parse_json(line.decode("utf-8", "replace")))
+                except ValueError:
+                    continue  # damaged
+        return anew, [value for value in found if isinstance(value, dict)]
 
 
 class RunFolder:
@@ -101,14 +88,10 @@ class RunFolder:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self.name = folder.resolve().name
         self.curves: dict[str, Curve] = {}
         self.events: list[dict[str, Any]] = []
-        self._metrics, self._log = LinesFile(folder / "metrics.jsonl"), LinesFile(folder / "events.jsonl")
-
-    @property
-    def name(self) -> str:
-        """Name of the folder."""
-        return self.folder.resolve().name
+        self._metrics, self._log = _LinesFile(folder / "metrics.jsonl"), _LinesFile(folder / "events.jsonl")
 
     def refresh(self) -> None:
         """Reads what was written since the last call."""
@@ -116,11 +99,11 @@ class RunFolder:
         if anew:
             self.curves = {}
         for line in lines:
-            step = _number(line.pop("step", None))
+            step = real(line.pop("step", None))
             if step is None:
                 continue
             for name, value in line.items():
-                number = math.nan if value is None else _number(value)
+                number = math.nan if value is None else real(value)
                 if number is not None:
                     curve = self.curves.setdefault(name, Curve())
                     curve.steps.append(step)
@@ -131,9 +114,14 @@ class RunFolder:
     @property
     def version(self) -> tuple[Any, ...]:
         """Numbers that change when what is shown does."""
-        names = ("run.json", "foresight.json", "parity.json", "rehearsal.json", "profile.json")
-        others = (LinesFile(self.folder / name).version for name in names)
-        return (self._metrics.version, self._log.version, *others)
+        found: list[tuple[int, ...]] = []
+        for name in ("metrics.jsonl", "events.jsonl", *_DOCUMENTS):
+            try:
+                status = (self.folder / name).stat()
+                found.append((status.st_ino, status.st_size, status.st_mtime_ns))
+            except OSError:
+                found.append((0,))
+        return tuple(found)
 
     def document(self, name: str) -> dict[str, Any]:
         """Returns a JSON object of the folder; empty where there is none, or it is damaged."""
@@ -154,17 +142,16 @@ class RunFolder:
                 found.append((int(text), str(record.get("reason", ""))))
         return sorted(found)
 
-    def samples(self) -> list[tuple[int, str]]:
-        """Returns the texts sampled so far, with their steps."""
-        return [
-            (int(_number(e.get("step")) or 0), e["text"])
-            for e in self.events
-            if e.get("event") == "sample" and isinstance(e.get("text"), str)
-        ]
 
-
-def _number(value: Any) -> float | None:
+def real(value: Any) -> float | None:
+    """Returns a JSON number, or None for anything else."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def objects(document: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """Returns the JSON objects in a list of a document; none where it has no such list."""
+    rows = document.get(name)
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list | tuple) else []
 
 
 def open_folders(paths: Iterable[Path]) -> list[RunFolder]:
@@ -179,23 +166,17 @@ def open_folders(paths: Iterable[Path]) -> list[RunFolder]:
     return folders
 
 
-def _mesh(degrees: Mapping[str, Any]) -> str:
-    """Formats the degrees of a mesh as the option takes them; over one slice, no axis crosses slices."""
-    crossed = degrees.get("slices", 1) != 1
-    parts = [f"{axis}={n}" for axis, n in degrees.items() if n not in (1, None) and (crossed or axis != "dcn_axis")]
-    return ",".join(parts) or "data=1"
-
-
 def flat_fields(record: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Returns the fields of nested JSON values under dotted names, each as text; a mesh is one field."""
     found: dict[str, str] = {}
     for name, value in record.items():
-        if name == "mesh" and isinstance(value, Mapping):
-            found[f"{prefix}{name}"] = _mesh(value)
+        if name == "mesh" and isinstance(value, Mapping):  # over one slice, no axis crosses slices
+            crossed = value.get("slices", 1) != 1
+            degrees = [f"{a}={n}" for a, n in value.items() if n not in (1, None) and (crossed or a != "dcn_axis")]
+            found[f"{prefix}{name}"] = ",".join(degrees) or "data=1"
         elif isinstance(value, Mapping):
             found |= flat_fields(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = (
-                value if isinstance(value, str) else "none" if value is None else json.dumps(value)
-            )
+            text = value if isinstance(value, str) else "none" if value is None else json.dumps(value)
+            found[f"{prefix}{name}"] = text
     return found
