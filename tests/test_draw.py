@@ -13,8 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import ConfigError
-from meshwright.views.colours import format_devices
-from meshwright.views.draw import draw, draw_machine, local_view, parse_machine, picture_of
+from meshwright.views.draw import draw, draw_machine, format_devices, local_view, parse_machine, picture_of
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Colours of every picture, page and terminal: eight that the colour-blind tell apart, of work, of blocks."""
 
-import itertools
-
 PALETTE = {
     "c1": ("#2f7de1", "#3f93d8"),  # blue
     "c2": ("#b5480a", "#f07f2e"),  # orange
@@ -53,15 +51,12 @@ TURNS = (0.85, 0.62, 0.44, 0.3)
 TASKS = {"forward": "c1", "backward": "c2", "input gradient": "c2", "weight gradient": "c3"}
 """Kind of a pipeline's task -> name of its colour; later virtual stages are lighter."""
 
-_DARK_INK, _LIGHT_INK = "#10131a", "#ffffff"
-_INK_LUMINANCE = 0.19
-"""Luminance of a colour above which dark ink has the greater contrast to it."""
-
 
 def css_variables() -> str:
     """Returns the colours as CSS variables: light, dark by preference, and either by the page's own switch."""
-    colours = {**PALETTE, **_PAPER, **{kind: _named(name) for kind, (name, _) in WORK.items()}}
-    colours |= {kind.replace(" ", "-"): _named(name) for kind, name in TASKS.items()}
+    colours = PALETTE | _PAPER
+    colours |= {kind: colours[name] for kind, (name, _) in WORK.items()}
+    colours |= {kind.replace(" ", "-"): colours[name] for kind, name in TASKS.items()}
     light, dark = (";".join(f"--{name}:{pair[i]}" for name, pair in colours.items()) for i in (0, 1))
     return (
         f":root{{--turns:{' '.join(map(str, TURNS))}}}\n"
@@ -70,10 +65,6 @@ def css_variables() -> str:
         f":root[data-theme=dark]{{color-scheme:dark;{dark}}}\n"
         f"@media print{{:root,:root[data-theme=dark],:root:not([data-theme=light]){{color-scheme:light;{light}}}}}\n"
     )
-
-
-def _named(name: str) -> tuple[str, str]:
-    return PALETTE.get(name) or _PAPER[name]
 
 
 def plot_colours() -> list[str]:
@@ -88,8 +79,7 @@ def series_colour(index: int) -> str:
 
 def block_colour(number: int) -> str:
     """Returns the colour `#rrggbb` of blocks with a number, on light paper; it comes again after 32 numbers."""
-    turn = TURNS[number // len(PALETTE) % len(TURNS)]
-    return _on_paper(series_colour(number), turn)
+    return _on_paper(series_colour(number), TURNS[number // len(PALETTE) % len(TURNS)])
 
 
 def task_colour(kind: str, virtual_stage: int) -> str:
@@ -98,7 +88,7 @@ def task_colour(kind: str, virtual_stage: int) -> str:
 
 
 def _on_paper(name: str, part: float) -> str:
-    pairs = zip(_channels(_named(name)[0]), _channels(_PAPER["card"][0]), strict=True)
+    pairs = zip(_channels(PALETTE[name][0]), _channels(_PAPER["card"][0]), strict=True)
     return "#" + "".join(f"{round(own * part + paper * (1 - part)):02x}" for own, paper in pairs)
 
 
@@ -106,27 +96,8 @@ def ink_on(colour: str) -> str:
     """Returns the colour of text on a colour `#rrggbb`: dark or light, whichever is readable."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in _channels(colour))]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return _DARK_INK if luminance > _INK_LUMINANCE else _LIGHT_INK
+    return "#10131a" if luminance > 0.19 else "#ffffff"  # above it dark ink has the greater contrast
 
 
 def _channels(colour: str) -> tuple[int, ...]:
     return tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
-
-
-def format_devices(devices: tuple[int, ...], width: int) -> str:
-    """Formats device indices: `0-3`, `0,4`, `0-14 by 2`.
-
-    A text longer than `width` characters is shortened to the first device and the number, `0.. x8`, or to `x8`.
-    """
-    if not devices:
-        return "-"
-    step = devices[1] - devices[0] if len(devices) > 1 else 1
-    even = all(b - a == step for a, b in itertools.pairwise(devices))
-    if len(devices) > 2 and even:
-        text = f"{devices[0]}-{devices[-1]}" + (f" by {step}" if step > 1 else "")
-    else:
-        text = ",".join(map(str, devices))
-    if len(text) <= width:
-        return text
-    short = f"{devices[0]}.. x{len(devices)}"
-    return short if len(short) <= width else f"x{len(devices)}"

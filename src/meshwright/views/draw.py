@@ -26,7 +26,7 @@ from meshwright.sharding.schedule_table import (
     ScheduleTable,
     Task,
 )
-from meshwright.views.colours import block_colour, format_devices, ink_on, task_colour
+from meshwright.views.colours import block_colour, ink_on, task_colour
 
 _MAX_ROWS, _MAX_COLUMNS, _MAX_PANELS = 16, 16, 8
 """Rows, columns and panels that a terminal shows; the others are counted."""
@@ -133,6 +133,25 @@ class Picture:
 
 def _filled(colour: str) -> str:
     return f"{ink_on(colour)} on {colour}"
+
+
+def format_devices(devices: tuple[int, ...], width: int) -> str:
+    """Formats device indices: `0-3`, `0,4`, `0-14 by 2`.
+
+    A text longer than `width` characters is shortened to the first device and the number, `0.. x8`, or to `x8`.
+    """
+    if not devices:
+        return "-"
+    step = devices[1] - devices[0] if len(devices) > 1 else 1
+    even = all(b - a == step for a, b in itertools.pairwise(devices))
+    if len(devices) > 2 and even:
+        text = f"{devices[0]}-{devices[-1]}" + (f" by {step}" if step > 1 else "")
+    else:
+        text = ",".join(map(str, devices))
+    if len(text) <= width:
+        return text
+    short = f"{devices[0]}.. x{len(devices)}"
+    return short if len(short) <= width else f"x{len(devices)}"
 
 
 def _grid(panel: Panel) -> Text:

@@ -8,28 +8,20 @@ from rich.markup import escape
 
 from meshwright.bench.hardware.section import DONE
 from meshwright.formatting import format_bytes, format_step, format_time
-from meshwright.views.blocks import Block, Cell, Code, Column, Facts, Finding, Findings, Table, Text, Unit
+from meshwright.views.blocks import Block, Code, Column, Facts, Finding, Findings, Table, Text, Unit
 from meshwright.views.report import Report, Section
 
 Row = Mapping[str, Any]
 Results = Mapping[str, Mapping[str, Any]]
 """Section -> contents of its file."""
 
-_TERA, _GIGA = 1e12, 1e9
 _MACHINE = ("device_kind", "devices", "chip", "runtime", "driver", "host", "memory_limit", "peak_bfloat16")
 _PREFORMATTED = ("links", "versions", "environment", "coordinates")
 
 
-_UNITS: dict[str, tuple[Unit, str, float]] = {
-    "s": ("seconds", "", 1),
-    "B": ("bytes", "", 1),
-    "n": ("count", "", 1),
-    "i": ("integer", "", 1),
-    "%": ("fraction", "", 1),
-    "TFLOP/s": ("text", " TFLOP/s", 1e12),
-    "GB/s": ("text", " GB/s", 1e9),
-}
-"""Unit of a column in `TABLES` -> unit of its cells, or a suffix and what the figure is divided by."""
+_UNITS: dict[str, Unit] = {"s": "seconds", "B": "bytes", "n": "count", "i": "integer", "%": "fraction"}
+_RATES = {"TFLOP/s": 1e12, "GB/s": 1e9}
+"""Units of a column in `TABLES`."""
 _RUN = "item | model = run | mesh"
 TABLES: dict[str, dict[str, tuple[str, str]]] = {
     "kernels": {
@@ -117,44 +109,43 @@ def _column(text: str) -> Column:
     """Parses `heading = key unit`; without a key it is the heading, without a unit the cells are text."""
     heading, _, rest = text.strip().rpartition(" = ")
     key, _, unit = rest.rpartition(" ")
-    if unit not in _UNITS:
-        return Column(heading or rest, cell=rest)
-    cells, suffix, scale = _UNITS[unit]
-    if cells != "text":
-        return Column(heading or key, cells, key, bar=unit == "%")
-    return Column(heading or key, cell=lambda row: f"{row[key] / scale:.3g}{suffix}" if row.get(key) else "")
+    if unit in _RATES:
+        scale = _RATES[unit]
+        return Column(heading or key, cell=lambda row: f"{row[key] / scale:.3g} {unit}" if row.get(key) else "")
+    if unit in _UNITS:
+        return Column(heading or key, _UNITS[unit], key, bar=unit == "%")
+    return Column(heading or rest, cell=lambda row: row.get(rest))
 
 
-def _derived(row: Row) -> dict[str, Cell]:
+def _derived(row: Row) -> dict[str, Any]:
     """Returns the figures of a measurement with those that follow from them, as text."""
-
-    def ratio(over: str) -> str:
-        return f"{row[over] / row['loop_seconds']:.2f}" if row.get(over) and row.get("loop_seconds") else ""
-
     found = dict(row) | {label: f"{error[0]:.1e}" for label, error in row.get("errors", {}).items()}
     found["outcome"] = row.get("failed") or row.get("unsupported") or "; ".join(row.get("problems", ()))
     found["m x k x n"] = " x ".join(str(row.get(name)) for name in "mkn")
-    found["planned / measured"], found["simulated / measured"] = ratio("predicted_seconds"), ratio("simulated_seconds")
     found["compiler options"] = ", ".join(f"{k}={v}" for k, v in row.get("compiler_options", {}).items())
+    for over, key in (("planned", "predicted_seconds"), ("simulated", "simulated_seconds")):
+        if row.get(key) and row.get("loop_seconds"):
+            found[f"{over} / measured"] = f"{row[key] / row['loop_seconds']:.2f}"
     if "gradient_difference" in row:
         found["gradients differ by"] = f"{row['gradient_difference']:.1e}"
         found["initial values"] = "bitwise equal" if row["initial_values_equal"] else "differ"
-        found["losses"] = ", ".join(f"{loss:.6f}" for loss, _ in row["losses"])
-        found["on one device"] = ", ".join(f"{loss:.6f}" for _, loss in row["losses"])
+        for name, losses in zip(("losses", "on one device"), zip(*row["losses"], strict=True), strict=True):
+            found[name] = ", ".join(f"{loss:.6f}" for loss in losses)
     return found
 
 
-def headline(name: str, result: Mapping[str, Any]) -> str:
+def _headline(name: str, result: Mapping[str, Any]) -> str:
     """Returns the outcome of a section in one line: its best or most telling figures."""
     rows = [row for row in result["rows"] if "failed" not in row]
     if name == "machine":
         facts = result["facts"]
         return f"{facts.get('devices')} x {facts.get('device_kind')}, jax {facts.get('jax')}" if facts else ""
-    tell = _HEADLINES.get(name)
-    return tell(rows) if tell and rows else "; ".join(result["notes"]) or f"{len(rows)} measurements"
+    if name in _HEADLINES and rows:
+        return _HEADLINES[name](rows)
+    return "; ".join(result["notes"]) or f"{len(rows)} measurements"
 
 
-def _kernels_headline(rows: Sequence[Row]) -> str:
+def _kernels(rows: Sequence[Row]) -> str:
     compared = [row for row in rows if "errors" in row]
     right = sum(not row["problems"] for row in compared)
     timed = max((r for r in rows if r.get("fraction")), key=lambda r: r["fraction"], default=None)
@@ -162,42 +153,42 @@ def _kernels_headline(rows: Sequence[Row]) -> str:
     return f"{right} of {len(compared)} comparisons with float64 agree{best}"
 
 
-def _meshes_headline(rows: Sequence[Row]) -> str:
+def _meshes(rows: Sequence[Row]) -> str:
     compared = [row for row in rows if "gradient_difference" in row]
     worst = max((row["gradient_difference"] for row in compared), default=0.0)
     equal = sum(row["first_divergence"] is None for row in compared)
     return f"{equal} of {len(compared)} meshes agree with one device; gradients within {worst:.1e}"
 
 
-def _matmuls_headline(rows: Sequence[Row]) -> str:
-    best = max((r for r in rows if r.get("dtype") == "bfloat16"), key=lambda r: r["flops_per_second"], default=None)
-    memory = next((r["bytes_per_second"] for r in rows if "bytes_per_second" in r), None)
+def _matmuls(rows: Sequence[Row]) -> str:
     parts = []
-    if best is not None:
+    products = [row for row in rows if row.get("dtype") == "bfloat16"]
+    if best := max(products, key=lambda row: row["flops_per_second"], default=None):
         fraction = f" ({best['fraction']:.0%} of the peak)" if best.get("fraction") else ""
-        parts.append(f"bfloat16 up to {best['flops_per_second'] / _TERA:.3g} TFLOP/s{fraction}")
-    return ", ".join([*parts, *([f"memory {memory / _GIGA:.3g} GB/s"] if memory else [])])
+        parts.append(f"bfloat16 up to {best['flops_per_second'] / 1e12:.3g} TFLOP/s{fraction}")
+    memory = [row["bytes_per_second"] for row in rows if "bytes_per_second" in row]
+    return ", ".join([*parts, *(f"memory {rate / 1e9:.3g} GB/s" for rate in memory[:1])])
 
 
-def _collectives_headline(rows: Sequence[Row]) -> str:
+def _collectives(rows: Sequence[Row]) -> str:
     best: dict[str, float] = {}
     for row in rows:
         best[row["kind"]] = max(best.get(row["kind"], 0.0), row["bus_bandwidth"])
     kinds = ("all-gather", "reduce-scatter", "all-to-all")
-    return "bus " + ", ".join(f"{kind} {best[kind] / _GIGA:.3g} GB/s" for kind in kinds if kind in best)
+    return "bus " + ", ".join(f"{kind} {best[kind] / 1e9:.3g} GB/s" for kind in kinds if kind in best)
 
 
-def _steps_headline(rows: Sequence[Row]) -> str:
-    def one(row: Row) -> str:
-        utilisation = f", MFU {row['mfu']:.1%}" if row.get("mfu") else ""
-        planned = row.get("predicted_seconds")
-        ratio = f", planned / measured {planned / row['loop_seconds']:.2f}" if planned else ""
-        return f"{row['item']} {format_step(row['loop_seconds'])}{utilisation}{ratio}"
+def _steps(rows: Sequence[Row]) -> str:
+    texts = []
+    for row in map(_derived, rows):
+        if "loop_seconds" in row:
+            utilisation = f", MFU {row['mfu']:.1%}" if row.get("mfu") else ""
+            ratio = f", planned / measured {row['planned / measured']}" if "planned / measured" in row else ""
+            texts.append(f"{row['item']} {format_step(row['loop_seconds'])}{utilisation}{ratio}")
+    return "; ".join(texts)
 
-    return "; ".join(one(row) for row in rows if "loop_seconds" in row)
 
-
-def _overlap_headline(rows: Sequence[Row]) -> str:
+def _overlap(rows: Sequence[Row]) -> str:
     row = rows[0]
     if "measured_note" in row:
         return str(row["measured_note"])
@@ -205,19 +196,19 @@ def _overlap_headline(rows: Sequence[Row]) -> str:
     return f"exposed {format_step(row['measured_exposed'])} of {format_step(row['profiled_seconds'])}{simulated}"
 
 
-def _checkpoint_headline(rows: Sequence[Row]) -> str:
-    save, restore = (rows[0][name] / _GIGA for name in ("save_bandwidth", "restore_bandwidth"))
+def _checkpoint(rows: Sequence[Row]) -> str:
+    save, restore = (rows[0][name] / 1e9 for name in ("save_bandwidth", "restore_bandwidth"))
     return f"{format_bytes(rows[0]['bytes'])}: save {save:.3g} GB/s, restore {restore:.3g} GB/s"
 
 
 _HEADLINES: dict[str, Callable[[Sequence[Row]], str]] = {
-    "kernels": _kernels_headline,
-    "meshes": _meshes_headline,
-    "matmuls": _matmuls_headline,
-    "collectives": _collectives_headline,
-    "steps": _steps_headline,
-    "overlap": _overlap_headline,
-    "checkpoint": _checkpoint_headline,
+    "kernels": _kernels,
+    "meshes": _meshes,
+    "matmuls": _matmuls,
+    "collectives": _collectives,
+    "steps": _steps,
+    "overlap": _overlap,
+    "checkpoint": _checkpoint,
 }
 
 
@@ -236,7 +227,7 @@ def report_json(results: Results) -> dict[str, Any]:
     return {
         "problems": problems_of(results),
         "unfinished": unfinished_of(results),
-        "headlines": {name: headline(name, result) for name, result in results.items()},
+        "headlines": {name: _headline(name, result) for name, result in results.items()},
         "sections": dict(results),
     }
 
@@ -245,7 +236,7 @@ def print_section(console: Console, name: str, result: Mapping[str, Any]) -> Non
     """Prints a section when it has ended."""
     state = "" if result["state"] == DONE else f"[red]{result['state']}[/] "
     took = format_time(result["seconds_used"])
-    console.print(f"[bold]{escape(name)}[/] ({took}): {state}{escape(headline(name, result))}")
+    console.print(f"[bold]{escape(name)}[/] ({took}): {state}{escape(_headline(name, result))}")
 
 
 def report_page(results: Results) -> Report:
@@ -260,12 +251,12 @@ def report_page(results: Results) -> Report:
         Column("section", cell=lambda item: item[0]),
         Column("state", cell=lambda item: item[1]["state"]),
         Column("time", cell=lambda item: format_time(item[1]["seconds_used"])),
-        Column("result", cell=lambda item: headline(*item), wide=True),
+        Column("result", cell=lambda item: _headline(*item), wide=True),
     ]
     notes = [f"{name}: {note}" for name, result in results.items() for note in result["notes"]]
     overview = [
         *([Findings(found, printed=len(found))] if found else []),
-        Table.of(results.items(), columns, title="Sections", printed=len(results)),
+        Table.of(results.items(), columns, title="Sections", printed=None),
         *([Text(notes, where="terminal")] if notes else []),
     ]
     sections = [Section("Overview", overview)]
@@ -277,27 +268,25 @@ def report_page(results: Results) -> Report:
 def _blocks(name: str, result: Mapping[str, Any]) -> list[Block]:
     blocks: list[Block] = [Text(list(result["notes"]))] if result["notes"] else []
     if name == "machine":
-        return [*blocks, *_machine_blocks(result["facts"])]
+        facts = result["facts"]
+        known = [(field.replace("_", " "), str(facts[field])) for field in _MACHINE if facts.get(field)]
+        blocks.append(Facts(known))
+        for field in _PREFORMATTED:
+            value = facts.get(field)
+            text = "\n".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, Mapping) else value
+            blocks += [Code(str(text), title=field)] if text else []
+        return blocks
     for title, (key, spec) in TABLES.get(name, {}).items():
         rows = [_derived(row) for row in result["rows"] if row.get(key) is not None]
         blocks += [Table.of(rows, [_column(text) for text in spec.split("|")], title=title)] if rows else []
     not_run = [(row["item"], row.get("failed") or row.get("unsupported", "")) for row in result["rows"]]
-    reasons = [pair for pair in not_run if pair[1]]
-    if reasons:
-        blocks.append(Table([Column("item"), Column("because", wide=True)], reasons, title="Not run"))
+    if any(reason for _, reason in not_run):
+        columns = [Column("item"), Column("because", wide=True)]
+        blocks.append(Table(columns, [pair for pair in not_run if pair[1]], title="Not run"))
     if name not in TABLES:  # a section from outside the package
         figures = [
             (row["item"], ", ".join(f"{k} {v}" for k, v in row.items() if k not in ("item", "problems")))
             for row in result["rows"]
         ]
         blocks.append(Table([Column("measurement"), Column("figures", wide=True)], figures, title=name))
-    return blocks
-
-
-def _machine_blocks(facts: Mapping[str, Any]) -> list[Block]:
-    blocks: list[Block] = [Facts([(name.replace("_", " "), str(facts[name])) for name in _MACHINE if facts.get(name)])]
-    for name in _PREFORMATTED:
-        value = facts.get(name)
-        text = "\n".join(f"{key}={item}" for key, item in value.items()) if isinstance(value, Mapping) else value
-        blocks += [Code(str(text), title=name)] if text else []
     return blocks

@@ -48,53 +48,44 @@ def param_rows(placed: PlacedRun) -> tuple[ParamRow, ...]:
     low = None if training.matmul_precision == "compute" else addition("find_precision")(training.matmul_precision)
     gathers_quantised = low is not None and low.scaling in ("tensor", "row")
     for path, p, where in placed.leaves:
-        gathered = local_shape(p.shape, where.in_use, placed.shape)
-        layers = gathered[0] if p.dims.startswith("L") else 1
-        quantised = gathers_quantised and is_low_precision(p)
-        rows.append(
-            ParamRow(
-                path,
-                p.shape,
-                sharded=notation("w", p.dims, where.at_rest),
-                gathered=notation("w", p.dims, where.in_use),
-                parameters=p.size,
-                bytes_sharded=math.prod(local_shape(p.shape, where.at_rest, placed.shape))
-                * jnp.dtype(p.stored or training.param_dtype).itemsize,
-                bytes_gathered=math.prod(gathered)
-                * (1 if quantised else jnp.dtype(training.compute_dtype).itemsize)
-                // layers,
-            )
+        at_rest, in_use = (local_shape(p.shape, placement, placed.shape) for placement in (where.at_rest, where.in_use))
+        layers = in_use[0] if p.dims.startswith("L") else 1
+        each = 1 if gathers_quantised and is_low_precision(p) else jnp.dtype(training.compute_dtype).itemsize
+        row = ParamRow(
+            path,
+            p.shape,
+            sharded=notation("w", p.dims, where.at_rest),
+            gathered=notation("w", p.dims, where.in_use),
+            parameters=p.size,
+            bytes_sharded=math.prod(at_rest) * jnp.dtype(p.stored or training.param_dtype).itemsize,
+            bytes_gathered=math.prod(in_use) * each // layers,
         )
+        rows.append(row)
     return tuple(rows)
 
 
 def params_table(rows: tuple[ParamRow, ...], note: str = "") -> Table:
     """Returns the table of parameters on the mesh."""
     columns = [
-        Column("parameter", cell=lambda row: row.path),
-        Column("sharded", cell=lambda row: row.sharded),
-        Column("gathered", cell=lambda row: row.gathered),
+        Column("parameter", cell="path"),
+        Column("sharded", cell="sharded"),
+        Column("gathered", cell="gathered"),
         Column("shape", cell=lambda row: "x".join(map(str, row.shape))),
-        Column("elements", "count", lambda row: row.parameters, where="page"),
-        Column("bytes sharded", "bytes", lambda row: row.bytes_sharded, bar=True),
-        Column("layer gathered", "bytes", lambda row: row.bytes_gathered, bar=True),
+        Column("elements", "count", "parameters", where="page"),
+        Column("bytes sharded", "bytes", "bytes_sharded", bar=True),
+        Column("layer gathered", "bytes", "bytes_gathered", bar=True),
     ]
-    return Table.of(rows, columns, searchable=True, printed=len(rows), title="All parameters", note=note)
+    return Table.of(rows, columns, searchable=True, printed=None, title="All parameters", note=note)
 
 
 def stage_rows(placed: PlacedRun) -> tuple[StageRow, ...]:
     """Returns the pipeline stages of a placed run; none without a pipeline."""
-    stages = placed.stages
-    if stages.stages == 1:
-        return ()
-
-    def layers(part: range) -> str:
-        return f"{part[0]} to {part[-1]}" if len(part) > 1 else f"{part[0]}"
-
-    return tuple(
-        StageRow(" and ".join(layers(part) for part in stages.layers_of(s) if part), stages.cost_fraction(s))
-        for s in range(stages.stages)
-    )
+    stages, found = placed.stages, []
+    for stage in range(stages.stages if stages.stages > 1 else 0):
+        parts = [layers for layers in stages.layers_of(stage) if layers]
+        texts = [f"{layers[0]} to {layers[-1]}" if len(layers) > 1 else f"{layers[0]}" for layers in parts]
+        found.append(StageRow(" and ".join(texts), stages.cost_fraction(stage)))
+    return tuple(found)
 
 
 def stages_table(stages: tuple[StageRow, ...]) -> Table:

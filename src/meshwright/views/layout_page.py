@@ -9,7 +9,7 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, nearest
 from meshwright.formatting import format_bytes, format_count
 from meshwright.planner.memory_model import keeps_stages, kept_bytes
-from meshwright.planner.optimizer import optimizer_state_bytes
+from meshwright.planner.optimizer import optimizer_state_bytes, state_bytes
 from meshwright.planner.work import work_of
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import BATCH_AXES, find_layout
@@ -52,12 +52,14 @@ class LayoutReport:
 def layout_report(placed: PlacedRun) -> LayoutReport:
     """Returns the layout of every parameter of a placed run, and bytes per device."""
     rows = param_rows(placed)
+    # The planner's arithmetic is exact but for Adafactor, and loads no optax.
+    of_state = optimizer_state_bytes if placed.run.optimizer.name == "adafactor" else state_bytes
     return LayoutReport(
         mesh=placed.shape,
         rows=rows,
         parameters=count_params(placed.params),
         bytes_parameters=sum(row.bytes_sharded for row in rows),
-        bytes_optimizer=optimizer_state_bytes(placed),
+        bytes_optimizer=round(of_state(placed)),
         stages=stage_rows(placed),
     )
 

@@ -13,18 +13,13 @@ from meshwright.views.report import Live, Report
 from meshwright.views.run_folder import RunFolder, open_folders
 
 _ADDRESS = "127.0.0.1"
-_NAMES = (_ADDRESS, "localhost", "[::1]")
 _DATA = "data.json"
-_PERIOD = 2.0
-"""Seconds between two questions of the page."""
-
-MakePage = Callable[[Sequence[RunFolder], Live | None], Report]
 
 
 class LivePage:
     """Report of runs that are under way; it is made anew when their files have changed."""
 
-    def __init__(self, paths: Sequence[Path], make: MakePage):
+    def __init__(self, paths: Sequence[Path], make: Callable[[Sequence[RunFolder], Live | None], Report]):
         self._folders, self._make = open_folders(paths), make
         self._version: Any = None
         self._document: tuple[str, bytes] = ("", b"")
@@ -49,7 +44,7 @@ class LivePage:
             return self._page().html().encode()
 
     def _page(self) -> Report:
-        return self._make(self._folders, Live(_DATA, _PERIOD))
+        return self._make(self._folders, Live(_DATA))
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -62,7 +57,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         # A page of another site whose name was made to point here has its own name in the header.
         port = self.server.server_address[1]
-        if self.headers.get("Host") not in {f"{name}:{port}" for name in _NAMES}:
+        if self.headers.get("Host") not in {f"{name}:{port}" for name in (_ADDRESS, "localhost", "[::1]")}:
             self._answer(421, "text/plain; charset=utf-8", b"this server answers to 127.0.0.1 and localhost alone\n")
         elif self.path == "/":
             self._answer(200, "text/html; charset=utf-8", self.server.page.html())
@@ -77,15 +72,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, status: int, kind: str, content: bytes, version: str = "") -> None:
         self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.send_header("X-Frame-Options", "DENY")
-        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
-        self.send_header("Referrer-Policy", "no-referrer")
-        if version:
-            self.send_header("ETag", version)
+        headers = {
+            "Content-Type": kind,
+            "Content-Length": str(len(content)),
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            "X-Frame-Options": "DENY",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Referrer-Policy": "no-referrer",
+            **({"ETag": version} if version else {}),
+        }
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)
 

@@ -28,17 +28,17 @@ _TEXTS = 32
 
 def result_html(value: Any) -> str:
     """Returns the page of a result as a frame for a notebook. Raises TypeError for a type without a report."""
-    for kind, (report, height) in REPORTS.items():
+    for kind, (report, height) in _PAGES.items():
         if isinstance(value, kind):
             return report(value).frame(height)
     raise TypeError(f"a {type(value).__name__} has no page")
 
 
-def configuration_page(run: Run) -> Report:
+def _configuration_page(run: Run) -> Report:
     """Returns the report of a Run: how it differs from its recipe, and all of its fields."""
-    fields = flat_fields(run_to_dict(run))
-    recipe = run_to_dict(find_recipe(run.name)) if run.name in list_recipes() else None
-    blocks = [] if recipe is None else recipe_differences(fields, recipe, "Differences")
+    fields, blocks = flat_fields(run_to_dict(run)), []
+    if run.name in list_recipes():
+        blocks = recipe_differences(fields, run_to_dict(find_recipe(run.name)), "Differences")
     where = f"on mesh {run.mesh}" if run.mesh else "on all devices that are found"
     lead = f"{run.training.steps:,} steps of {run.training.batch} x {run.training.seq} {where}"
     sections = [Section("Configuration", [*blocks, fields_table(fields, "Every field")])]
@@ -47,7 +47,6 @@ def configuration_page(run: Run) -> Report:
 
 def parity_page(result: Parity) -> Report:
     """Returns the report of a comparison of two meshes, step by step."""
-    first, second = result.meshes
     divergence = result.first_divergence
     initial = f"{len(result.unequal_initial)} differ" if result.unequal_initial else "bitwise equal"
     figures = [
@@ -56,28 +55,27 @@ def parity_page(result: Parity) -> Report:
         Figure("steps", f"{len(result.steps)}"),
     ]
     document = json.loads(json.dumps({**dataclasses.asdict(result), "first_divergence": divergence}))
-    blocks = parity_blocks(document, "Every step")
-    return Report(f"{first} against {second}", [Section("Parity", [Figures(figures), *blocks])], topic="parity")
+    blocks = [Figures(figures), *parity_blocks(document, "Every step")]
+    return Report(" against ".join(result.meshes), [Section("Parity", blocks)], topic="parity")
 
 
-def evaluation_page(result: Evaluation | BatchEvaluation) -> Report:
-    """Returns the report of an evaluation; of a wrapped model, each of its metrics."""
-    if isinstance(result, BatchEvaluation):
-        figures = [Figure(name, f"{value:.5g}") for name, value in result.metrics.items()]
-    else:
-        figures = [
-            Figure("loss", f"{result.loss:.4f}", "nats per token"),
-            Figure("perplexity", f"{result.perplexity:.4g}"),
-            Figure("bits per byte", f"{result.bits_per_byte:.4f}", "comparable between tokenizers"),
-            Figure("predicted", f"{format_count(result.tokens)} tokens", f"of {result.samples:,} sequences"),
-        ]
-    sections = [Section("Held-out data", [Figures(figures)])]
-    return Report(f"Evaluation of step {result.step:,}", sections, topic="evaluation")
+def _evaluation_page(result: Evaluation) -> Report:
+    return _metrics_page(
+        result.step,
+        Figure("loss", f"{result.loss:.4f}", "nats per token"),
+        Figure("perplexity", f"{result.perplexity:.4g}"),
+        Figure("bits per byte", f"{result.bits_per_byte:.4f}", "comparable between tokenizers"),
+        Figure("predicted", f"{format_count(result.tokens)} tokens", f"of {result.samples:,} sequences"),
+    )
 
 
-def generated_page(result: Generated) -> Report:
+def _metrics_page(step: int, *figures: Figure) -> Report:
+    return Report(f"Evaluation of step {step:,}", [Section("Held-out data", [Figures(figures)])], topic="evaluation")
+
+
+def _generated_page(result: Generated) -> Report:
     """Returns the report of generated texts, and how fast they came."""
-    report = result.report
+    report, texts = result.report, []
     figures = [
         Figure("new tokens", f"{report.new_tokens:,}", f"of {report.prompts} prompts"),
         Figure("decode", f"{report.decode_tokens_per_second:,.4g} tokens/s", "all texts together"),
@@ -85,10 +83,10 @@ def generated_page(result: Generated) -> Report:
         Figure("weights", format_bytes(report.weight_bytes), f"of a device, {report.weights}"),
         Figure("cache", format_bytes(report.cache_bytes), "of a device"),
     ]
-    texts: list[Code] = []
-    for text, tokens, logprobs in list(zip(result.texts, result.tokens, result.logprobs, strict=True))[:_TEXTS]:
+    shown = zip(result.texts[:_TEXTS], result.tokens[:_TEXTS], result.logprobs[:_TEXTS], strict=True)
+    for number, (text, tokens, logprobs) in enumerate(shown, 1):
         mean = f"{sum(logprobs) / len(logprobs):.3f}" if logprobs else "unknown"
-        texts.append(Code(text, title=f"Text {len(texts) + 1}: {len(tokens)} tokens, mean log-probability {mean}"))
+        texts.append(Code(text, title=f"Text {number}: {len(tokens)} tokens, mean log-probability {mean}"))
     more = len(result.texts) - len(texts)
     sections = [
         Section("Texts", texts, f"{more} more are in `texts`." if more else ""),
@@ -97,13 +95,13 @@ def generated_page(result: Generated) -> Report:
     return Report("Generated text", sections, topic="generation")
 
 
-REPORTS: dict[type, tuple[Callable[[Any], Report], int]] = {
-    Run: (configuration_page, 560),
+_PAGES: dict[type, tuple[Callable[[Any], Report], int]] = {
+    Run: (_configuration_page, 560),
     Plan: (single_plan_page, 720),
     Census: (census_page, 720),
     Parity: (parity_page, 360),
-    Evaluation: (evaluation_page, 360),
-    BatchEvaluation: (evaluation_page, 360),
-    Generated: (generated_page, 480),
+    Evaluation: (_evaluation_page, 360),
+    BatchEvaluation: (lambda e: _metrics_page(e.step, *(Figure(k, f"{v:.5g}") for k, v in e.metrics.items())), 360),
+    Generated: (_generated_page, 480),
 }
 """Type of a result -> what describes it, and the pixels of its frame in a notebook."""

@@ -66,11 +66,12 @@ def run_page(
     recipes: recipes by name, as JSON values, with which a run of that name is compared.
     """
     charts = _charts(folders)
-    samples = [
-        Code(event["text"], title=f"{f'{folder.name}, ' if len(folders) > 1 else ''}step {int(real(event.get('step')) or 0):,}")
-        for folder in folders
-        for event in [e for e in _events(folder, "sample") if isinstance(e.get("text"), str)][: -_SAMPLES - 1 : -1]
-    ]
+    samples = []
+    for folder in folders:
+        prefix = f"{folder.name}, " if len(folders) > 1 else ""
+        texts = [event for event in _events(folder, "sample") if isinstance(event.get("text"), str)]
+        for event in texts[: -_SAMPLES - 1 : -1]:
+            samples.append(Code(event["text"], title=f"{prefix}step {int(real(event.get('step')) or 0):,}"))
     sections = [
         Section("Overview", [_overview(folders)]),
         Section("Curves", [Grid(charts) if charts else Text(["No step is over yet."], tone="faded")]),

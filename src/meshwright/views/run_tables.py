@@ -9,7 +9,6 @@ from rich.console import Console
 from meshwright.formatting import format_count, format_time
 from meshwright.sharding.layouts import find_layout
 from meshwright.sharding.params import count_params
-from meshwright.sharding.placement import notation
 from meshwright.step.device_run import DeviceRun
 from meshwright.trainer import loop
 from meshwright.views.blocks import Block, Code, Column, Facts, Table
@@ -21,8 +20,12 @@ if TYPE_CHECKING:
 
 _EXAMPLES = ("embed", "query", "attention_out", "up", "down", "expert_up", "expert_down", "mlp_norm")
 """Parameters, of blocks or outside them, whose placement is printed before training."""
-_ROWS = 20
-"""Most parameters of a wrapped model whose placement is printed."""
+_PLACEMENT = [
+    Column("parameter", cell="path"),
+    Column("sharded", cell="sharded"),
+    Column("gathered", cell="gathered"),
+    Column("bytes per device", "bytes", "bytes_sharded"),
+]
 
 
 def print_prepared_run(console: Console, prepared: loop.PreparedRun) -> None:
@@ -44,14 +47,8 @@ def print_prepared_run(console: Console, prepared: loop.PreparedRun) -> None:
     if settled.grouped_matmul is not None:
         facts.append(("grouped matmul", settled.grouped_matmul.name))
     facts += [*choices_facts(device_run), ("text", text)]
-    columns = [
-        Column("parameter", cell=lambda row: row.path),
-        Column("sharded", cell=lambda row: row.sharded),
-        Column("gathered", cell=lambda row: row.gathered),
-        Column("bytes per device", "bytes", lambda row: row.bytes_sharded),
-    ]
     shown = [row for row in param_rows(placed) if row.path.removeprefix("blocks.") in _EXAMPLES]
-    blocks = [Facts(facts), Table.of(shown, columns), *precision_blocks(placed)]
+    blocks = [Facts(facts), Table.of(shown, _PLACEMENT), *precision_blocks(placed)]
     if stages := stage_rows(placed):
         table = placed.schedule_table
         blocks.append(dataclasses.replace(stages_table(stages), title=table.title, note=table.summary))
@@ -66,12 +63,7 @@ def print_prepared_model(console: Console, device_run: DeviceRun) -> None:
         f"{run.name}: {model.parts.adapter.framework}, {format_count(count_params(placed.params))} parameters, mesh "
         f"{placed.shape}; {run.training.steps} steps of {run.training.batch} examples"
     )
-    columns = [
-        Column("parameter", cell=lambda leaf: leaf[0]),
-        Column("sharded", cell=lambda leaf: notation("w", leaf[1].dims, leaf[2].at_rest)),
-        Column("gathered", cell=lambda leaf: notation("w", leaf[1].dims, leaf[2].in_use)),
-    ]
-    print_blocks(console, title, "", [Table.of(placed.leaves, columns, printed=_ROWS)])
+    print_blocks(console, title, "", [Table.of(param_rows(placed), _PLACEMENT)])
 
 
 def choices_facts(device_run: DeviceRun) -> list[tuple[str, str]]:
@@ -120,9 +112,8 @@ def print_summary(console: Console, summary: loop.Summary, unit: str = "tokens")
     if summary.held_out_loss is not None:
         facts.append(("held-out loss", f"{summary.held_out_loss:.4f}"))
     compiling = f", compiling the step {format_time(summary.compile_seconds)}" if summary.compile_seconds else ""
-    time = f"{format_time(summary.seconds)} for {format_count(summary.tokens)} {unit}, compilation included"
     facts += [
-        ("time", time),
+        ("time", f"{format_time(summary.seconds)} for {format_count(summary.tokens)} {unit}, compilation included"),
         ("start", f"{format_time(summary.start_seconds)} to the end of the first step{compiling}"),
         ("waiting for data", format_time(summary.data_wait_seconds)),
     ]
@@ -139,10 +130,9 @@ def print_summary(console: Console, summary: loop.Summary, unit: str = "tokens")
 def print_forecast_gaps(console: Console, gaps: Sequence["ForecastGap"]) -> None:
     """Prints the predicted and measured seconds of a step, by part."""
     columns = [
-        Column("part", cell=lambda gap: gap.part),
-        Column("predicted", "seconds", lambda gap: gap.predicted),
-        Column("measured", "seconds", lambda gap: gap.measured),
-        Column("difference", "seconds", lambda gap: gap.seconds),
+        Column("part", cell="part"),
+        *(Column(name, "seconds", name) for name in ("predicted", "measured")),
+        Column("difference", "seconds", "seconds"),
     ]
     note = f"largest difference: {gaps[0].part}"
     print_blocks(console, "time per step", "", [Table.of(gaps, columns, note=note)])
