@@ -18,13 +18,15 @@ import pytest
 import meshwright as mw
 from meshwright.cli.tokenize import main as verb
 from meshwright.data import subwords
-from meshwright.data.corpus import load_corpus, load_tokens, parse_source
+from meshwright.data.corpus import load_corpus, parse_source
 from meshwright.data.readers import Records
 from meshwright.data.sources import FileDocuments
 from meshwright.data.subwords import train_bpe
+from meshwright.data.token_writer import write_description
 from meshwright.data.tokenizers import tokenizer_from_json
 from meshwright.data.tokenizing import tokenize
-from meshwright.data.tokens import checksum, open_tokens, write_description
+from meshwright.data.tokens import open_tokens
+from meshwright.documents import checksum
 from meshwright.errors import ConfigError, DataError
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.run_file import read_run, run_to_dict
@@ -182,7 +184,7 @@ def test_a_file_that_cannot_be_read_is_refused(name: str, tmp_path: Path) -> Non
     else:
         (tmp_path / "in" / file).write_bytes(content)
     with pytest.raises(DataError, match=reason):
-        load_tokens(str(tmp_path / "in"), "bytes", tmp_path / "cache")
+        load_corpus([str(tmp_path / "in")], "bytes", tmp_path / "cache").files[0]
     with pytest.raises(DataError, match=reason):
         tokenize(str(tmp_path / "in"), "bytes", tmp_path / "cache" / "tokens" / "own")
     assert not list(tmp_path.glob("cache/tokens/*")), "nothing half-written is left"
@@ -346,9 +348,12 @@ def test_long_documents_are_encoded_in_parts_to_the_same_tokens(monkeypatch: pyt
 
 def test_tokens_that_skipped_more_than_is_allowed_now_are_not_taken_from_the_cache(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(line_of(b"bad"))
-    assert load_tokens(str(tmp_path / "a.jsonl"), "bytes", tmp_path / "cache", bad_records=0.5).skipped["bad"] == 1
+    assert (
+        load_corpus([str(tmp_path / "a.jsonl")], "bytes", tmp_path / "cache", bad_records=0.5).files[0].skipped["bad"]
+        == 1
+    )
     with pytest.raises(DataError, match="line 2"):
-        load_tokens(str(tmp_path / "a.jsonl"), "bytes", tmp_path / "cache")
+        load_corpus([str(tmp_path / "a.jsonl")], "bytes", tmp_path / "cache").files[0]
 
 
 HARMS: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {

@@ -21,9 +21,9 @@ from tiny_runs import MODELS, device_run_of, tiny_run
 
 from meshwright.checkpoint.checkpoints import Checkpoints, check_room
 from meshwright.checkpoint.layer_order import abstract_in_layer_order, reordering
-from meshwright.checkpoint.manifest import seal
 from meshwright.checkpoint.steps import committed_steps
 from meshwright.config import Data, MeshShape
+from meshwright.documents import seal
 from meshwright.errors import CheckpointError, ConfigError, TrainingError
 from meshwright.faults import Faults
 from meshwright.runs.run import Run

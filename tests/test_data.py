@@ -16,14 +16,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.config import MeshShape
 from meshwright.data.batch import BatchRamp
-from meshwright.data.corpus import load_corpus, load_tokens, parse_source, vocab_of_corpus
+from meshwright.data.corpus import load_corpus, parse_source, vocab_of_corpus
 from meshwright.data.feed import Feed, Windows, build_stream, held_out_batches, split
 from meshwright.data.readers import Records
 from meshwright.data.sources import FileDocuments, find_files
 from meshwright.data.subwords import train_bpe
+from meshwright.data.token_writer import write_description
 from meshwright.data.tokenizers import Bytes, Chars, build_tokenizer, tokenizer_from_json
 from meshwright.data.tokenizing import tokenize
-from meshwright.data.tokens import open_tokens, write_description
+from meshwright.data.tokens import open_tokens
 from meshwright.errors import ConfigError, DataError
 from meshwright.hardware.mesh import build_mesh
 from meshwright.plugins import load
@@ -152,7 +153,7 @@ def samples(tmp_path: Path, shards: int, cursor: int, steps: int, seed: int = 0)
     parts = []
     for name, text in (("a", LOWER), ("b", LOWER.upper())):
         (tmp_path / f"{name}.txt").write_text(text)
-        parts.append(load_tokens(str(tmp_path / f"{name}.txt"), "bytes", tmp_path / "cache"))
+        parts.append(load_corpus([str(tmp_path / f"{name}.txt")], "bytes", tmp_path / "cache").files[0])
     windows = [split(part, 8, 0.1)[0] for part in parts]
     mesh = build_mesh(MeshShape(data=shards))
     feed = Feed(
@@ -175,7 +176,7 @@ def test_mixing_keeps_its_weights_and_every_window_comes_once_a_pass(tmp_path: P
     lower = drawn[:, 0] >= ord("a")
     assert lower.mean() == pytest.approx(0.75, abs=0.01)
     (tmp_path / "c.txt").write_text("".join(chr(33 + i % 90) for i in range(1000)))
-    file = load_tokens(str(tmp_path / "c.txt"), "bytes", tmp_path / "cache")
+    file = load_corpus([str(tmp_path / "c.txt")], "bytes", tmp_path / "cache").files[0]
     windows = split(file, 10, 0.1)[0]
     stream = build_stream([windows], [1.0], 0)
     first = [tuple(stream[i]["inputs"]) for i in range(len(windows))]
@@ -186,7 +187,7 @@ def test_mixing_keeps_its_weights_and_every_window_comes_once_a_pass(tmp_path: P
 
 def test_held_out_batches_count_every_sample_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abcdefghij" * 100)
-    file = load_tokens(str(tmp_path / "a.txt"), "bytes", tmp_path / "cache")
+    file = load_corpus([str(tmp_path / "a.txt")], "bytes", tmp_path / "cache").files[0]
     rest = split(file, 10, 0.3)[1]
     sharding = NamedSharding(build_mesh(MeshShape(data=4)), BATCH_SPEC)
     batches = list(held_out_batches([rest], samples=0, batch=8, sharding=sharding))
@@ -269,7 +270,7 @@ def shelf(tmp_path: Path) -> Path:
 
 
 def test_a_function_of_ones_own_is_a_source_of_documents(tmp_path: Path, shelf: Path) -> None:
-    file = load_tokens(f"{shelf}:poems", "bytes", tmp_path / "cache")
+    file = load_corpus([f"{shelf}:poems"], "bytes", tmp_path / "cache").files[0]
     text = [file.tokenizer.decode(part) for part in np.split(np.asarray(file.tokens), file.ends[:-1])]
     assert text == ["roses are red", "violets are blue"]
     assert json.loads((file.folder / "tokens.json").read_text())["source"] == f"{shelf}:poems"
@@ -277,7 +278,9 @@ def test_a_function_of_ones_own_is_a_source_of_documents(tmp_path: Path, shelf: 
 
 def test_a_function_is_called_again_only_when_its_file_changes(tmp_path: Path, shelf: Path) -> None:
     def tokens() -> bytes:
-        return (load_tokens(f"{shelf}:poems", "bytes", tmp_path / "cache").folder / "tokens-00000.bin").read_bytes()
+        return (
+            load_corpus([f"{shelf}:poems"], "bytes", tmp_path / "cache").files[0].folder / "tokens-00000.bin"
+        ).read_bytes()
 
     first = tokens()
     module = load("data source", f"{shelf}:poems").__globals__
@@ -307,15 +310,15 @@ def test_functions_and_files_mix(tmp_path: Path, shelf: Path) -> None:
 )
 def test_bad_functions_say_what_is_wrong(tmp_path: Path, shelf: Path, name: str, error: type, says: str) -> None:
     with pytest.raises(error, match=says):
-        load_tokens(f"{shelf}:{name}", "bytes", tmp_path / "cache")
+        load_corpus([f"{shelf}:{name}"], "bytes", tmp_path / "cache").files[0]
 
 
 def test_a_fingerprint_of_ones_own_names_the_tokens(tmp_path: Path, shelf: Path) -> None:
-    first = load_tokens(f"{shelf}:marked", "bytes", tmp_path / "cache").folder
+    first = load_corpus([f"{shelf}:marked"], "bytes", tmp_path / "cache").files[0].folder
     shelf.write_text(SOURCE + "\n# another comment\n")
-    assert load_tokens(f"{shelf}:marked", "bytes", tmp_path / "cache").folder == first
+    assert load_corpus([f"{shelf}:marked"], "bytes", tmp_path / "cache").files[0].folder == first
     load("data source", f"{shelf}:marked").fingerprint = "second edition"
-    assert load_tokens(f"{shelf}:marked", "bytes", tmp_path / "cache").folder != first
+    assert load_corpus([f"{shelf}:marked"], "bytes", tmp_path / "cache").files[0].folder != first
 
 
 def test_the_vocabulary_is_known_without_text_where_the_tokenizer_is(tmp_path: Path) -> None:

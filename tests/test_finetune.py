@@ -31,7 +31,7 @@ from meshwright.cli.finetune import base_of_fine_tuning
 from meshwright.cli.train import resume_if_exists
 from meshwright.data.batch import Batch
 from meshwright.data.chat import ChatTemplate
-from meshwright.data.conversations import Packed, document_range, pack, render_record
+from meshwright.data.conversations import Packed, RecordRenderer, document_range, pack
 from meshwright.data.tokenizers import Bytes
 from meshwright.data.tokens import TokenFile
 from meshwright.fine_tuning import FineTune
@@ -85,7 +85,7 @@ def template(source: str) -> ChatTemplate | None:
 def test_answers_are_what_the_loss_is_of(row: str) -> None:
     record, source, answers = ANSWERS[row]
     objective = "preferences" if "chosen" in record else "answers"
-    documents = render_record("f:1", record, objective, Bytes(), template(source))
+    documents = RecordRenderer("f:1", Bytes(), template(source)).render(record, objective)
     assert [Bytes().decode(d.tokens[d.answers]) for d in documents] == answers
     closed = [d.tokens[d.answers][-1] == Bytes().end for d in documents]
     assert all(closed) if not source else not any(closed)

@@ -20,15 +20,17 @@ from meshwright.bench.calibration_file import read_calibration
 from meshwright.checkpoint.blocks import StoredTensors, commit, write_tensor
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.conversion import check_sums
-from meshwright.checkpoint.manifest import Manifest, TensorRecord, seal
+from meshwright.checkpoint.manifest import Manifest, TensorRecord
 from meshwright.config import Training
 from meshwright.data import chat
 from meshwright.data.chat import ChatTemplate, read_chat_template
 from meshwright.data.feed import Windows
 from meshwright.data.subwords import train_bpe
+from meshwright.data.token_writer import write_description
 from meshwright.data.tokenizers import tokenizer_from_json
 from meshwright.data.tokenizing import tokenize
-from meshwright.data.tokens import open_tokens, write_description
+from meshwright.data.tokens import open_tokens
+from meshwright.documents import seal
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.hugging_face.folder import keep_files
 from meshwright.hugging_face.safetensors_files import find_files, read_header
@@ -102,7 +104,7 @@ def manifest_of(step: Path) -> Manifest:
 
 def read_blocks(step: Path) -> None:
     tensors = StoredTensors(step, manifest_of(step))
-    tensors.read_blocks("params.w", (4, 8), lambda index, block: None)
+    list(tensors.blocks("params.w", (4, 8)))
 
 
 # Each writes a hostile file into an empty folder, and returns what reads it and a part of the refusal.

@@ -320,11 +320,10 @@ def test_a_move_goes_on_and_never_loses_the_source(
     assert committed_steps(source / "checkpoints") == [2, 4] and committed_steps(target / "checkpoints") == [2]
     monkeypatch.setattr(transfer, "copy_file", copied)
     assert [row.action for row in plan_move(source, target, None)] == ["there", "copy", "left out", "copy"]
-    monkeypatch.setattr(transfer, "sha256_of", lambda path: ("other" if "target" in str(path) else "same", 1))
+    monkeypatch.setattr(transfer, "sha256_of", lambda path: "other" if "target" in str(path) else "same")
     with pytest.raises(StorageError, match="the source is as it was"):
         main(["move", str(source), str(target)])
     monkeypatch.undo()
-    (target / "checkpoints" / "4" / transfer.JOURNAL).unlink(missing_ok=True)
     assert main(["move", str(source), str(target)]) == 0
     assert committed_steps(source / "checkpoints") == [] and committed_steps(target / "checkpoints") == [2, 4]
     assert main(["verify", str(target)]) == 0 and (target / "run.json").read_text() == "{}"

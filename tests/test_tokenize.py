@@ -20,12 +20,14 @@ import pyarrow.parquet
 import pytest
 
 from meshwright.data import columns, encoding, tokenizing
-from meshwright.data.corpus import load_tokens
+from meshwright.data.corpus import load_corpus
 from meshwright.data.readers import Records
 from meshwright.data.sources import download_dataset, open_source
 from meshwright.data.subwords import train_bpe
+from meshwright.data.token_writer import read_progress
 from meshwright.data.tokenizing import tokenize
-from meshwright.data.tokens import checksum, open_tokens, read_progress, sha256_of
+from meshwright.data.tokens import open_tokens
+from meshwright.documents import checksum, sha256_of
 from meshwright.errors import DataError
 
 SHARD = 2**17
@@ -424,7 +426,9 @@ def test_datasets_of_the_hub_are_named_in_full_and_need_its_library(monkeypatch:
 
 def test_a_field_is_part_of_the_name_in_the_cache(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a", "title": "bb"}\n')
-    found = [load_tokens(str(tmp_path / "a.jsonl"), "bytes", tmp_path, text_field=f) for f in ("text", "title")]
+    found = [
+        load_corpus([str(tmp_path / "a.jsonl")], "bytes", tmp_path, text_field=f).files[0] for f in ("text", "title")
+    ]
     assert [len(file.tokens) for file in found] == [2, 3]
 
 
@@ -440,17 +444,17 @@ def test_what_is_there_already_is_not_overwritten(tmp_path: Path) -> None:
 HOST = """
 import sys, jax
 from pathlib import Path
-from meshwright.data import corpus as corpora
+from meshwright.data import tokenizing
 from meshwright.data.corpus import load_corpus
 from meshwright.errors import DataError
 
 process, port, source, cache = int(sys.argv[1]), sys.argv[2], sys.argv[3], Path(sys.argv[4])
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
-calls, real = [], corpora.tokenize
+calls, real = [], tokenizing.tokenize
 def counted(*args, **options):
     calls.append(args[0])
     return real(*args, **options)
-corpora.tokenize = counted
+tokenizing.tokenize = counted
 corpus = load_corpus([source], "bytes", cache)
 first = len(calls), corpus.fingerprint["sources"][0][0]
 corpus = load_corpus([source], "bytes", cache)

@@ -3,10 +3,11 @@
 A checkpoint, a run file, a plan, weights or tokens may come from a stranger. What reads one goes through here.
 """
 
+import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,23 @@ def write_atomically(file: Path, text: str) -> None:
         part.replace(file)
     finally:
         part.unlink(missing_ok=True)
+
+
+def checksum(record: Any) -> str:
+    """Returns the SHA-256 of JSON values."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def seal(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a document with a checksum of everything else in it; a sealed one stays as it is."""
+    rest = {name: value for name, value in document.items() if name != "checksum"}
+    return {**rest, "checksum": checksum(rest)}
+
+
+def sha256_of(file: Path) -> str:
+    """Returns the SHA-256 of a local file."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def check_inside(folder: Path, files: Iterable[Path]) -> None:

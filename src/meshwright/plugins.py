@@ -97,6 +97,18 @@ PARTS: dict[str, dict[str, str]] = {
         "Tiers": "trainer.tiers:Tiers",
         "out_of_memory": "api.local_planner:out_of_memory",
         "result_html": "views.result_pages:result_html",
+        "read_documents": "data.readers:read_documents",
+        "read_columns": "data.columns:read_columns",
+        "saved_files": "data.columns:saved_files",
+        "zstd_stream": "data.columns:zstd_stream",
+        "tokenize": "data.tokenizing:tokenize",
+        "learn_tokenizer": "data.tokenizing:learn_tokenizer",
+        "load_conversations": "data.conversations:load_conversations",
+        "share_folders": "data.sharing:share_folders",
+        "local_copy": "storage.transfer:local_copy",
+        "move_tree": "storage.transfer:move_tree",
+        "subwords": "data.subwords:Subwords",
+        "train_bpe": "data.subwords:train_bpe",
     },
 }
 """Kind -> name -> module of the package and attribute. An addition is a function that few runs need."""

@@ -179,7 +179,7 @@ import sys, time
 from pathlib import Path
 import jax
 jax.distributed.initialize("127.0.0.1:" + sys.argv[2], 2, int(sys.argv[3]))
-from meshwright.data.corpus import share_folders
+from meshwright.data.sharing import share_folders
 from meshwright.trainer.watchdog import PREPARING, Phases, Watchdog, watching
 with watching(Path(sys.argv[1]), Phases(PREPARING), Watchdog(silence=2)):
     time.sleep(1)

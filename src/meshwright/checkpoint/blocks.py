@@ -116,19 +116,12 @@ class StoredTensors:
     step_folder: Path
     manifest: Manifest
 
-    def read_blocks(self, name: str, shape: tuple[int, ...], then: Callable[[Index, np.ndarray], None]) -> None:
-        """Calls `then` with each block of the tensor `name`, without its rows beyond `shape`.
+    def blocks(self, name: str, shape: tuple[int, ...] | None = None) -> Iterator[tuple[Index, np.ndarray]]:
+        """Yields the blocks of a tensor, without its rows beyond `shape` where that is given.
 
-        Raises CheckpointError where a block cannot be read, or the tensor is not what was saved: what `then` has
-        written is then worthless.
+        Raises CheckpointError where a block cannot be read, and after the last one where the tensor is not what was
+        saved: what was done with the blocks is then worthless.
         """
-        for index, values in self.blocks(name):
-            inside = tuple(slice(p.start, min(p.stop, size)) for p, size in zip(index, shape, strict=True))
-            if all(p.start < p.stop for p in inside):
-                then(inside, values[tuple(slice(0, p.stop - p.start) for p in inside)])
-
-    def blocks(self, name: str) -> Iterator[tuple[Index, np.ndarray]]:
-        """Yields the blocks of a tensor. Raises CheckpointError like `read_blocks`, after the last one."""
         if name not in self.manifest.tensors:
             raise self._damaged(f"it has no tensor {name!r}", "another checkpoint of the run")
         record, total = self.manifest.tensors[name], (0, 0)
@@ -140,7 +133,11 @@ class StoredTensors:
             for index in blocks_of(record.shape, block):
                 values = np.asarray(array[index].read().result())
                 total = add_fingerprints(total, block_fingerprint(values, index, record.shape))
-                yield index, values
+                inside = tuple(
+                    slice(p.start, min(p.stop, s)) for p, s in zip(index, shape or record.shape, strict=True)
+                )
+                if all(p.start < p.stop for p in inside):
+                    yield inside, values[tuple(slice(0, p.stop - p.start) for p in inside)]
         except ValueError as error:
             raise self._damaged(f"tensor {name!r} cannot be read: {str(error).splitlines()[0][:200]}") from error
         if total != record.fingerprint:
@@ -152,10 +149,11 @@ class StoredTensors:
         return array, _check_array(name, array, self.manifest.tensors[name])
 
     def read(self, name: str) -> np.ndarray:
-        """Returns all of a tensor. Raises as `read_blocks`."""
+        """Returns all of a tensor. Raises CheckpointError."""
         record = self.manifest.tensors.get(name)
         tensor = np.empty(record.shape if record else (), np.dtype(record.dtype) if record else None)
-        self.read_blocks(name, tensor.shape, tensor.__setitem__)
+        for index, block in self.blocks(name):
+            tensor[index] = block
         return tensor
 
     def check(self, names: Iterable[str]) -> None:

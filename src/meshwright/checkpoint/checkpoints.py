@@ -26,14 +26,14 @@ from meshwright.checkpoint.layer_order import (
     permuted_params,
     to_row_order,
 )
-from meshwright.checkpoint.manifest import MANIFEST, Manifest, TensorRecord, damaged, manifest_of
-from meshwright.checkpoint.steps import STARTED, all_steps, committed_steps, unwritable
+from meshwright.checkpoint.manifest import Manifest, TensorRecord, damaged, manifest_of
+from meshwright.checkpoint.steps import MANIFEST, STARTED, all_steps, committed_steps, unwritable
 from meshwright.checkpoint.writer import Reach, ShardWriter, host_shards
 from meshwright.errors import CheckpointError, MeshwrightError, StorageError
+from meshwright.plugins import addition
 from meshwright.sharding.params import Tree, named_leaves
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.storage.paths import bucket_path, in_bucket, path_of
-from meshwright.storage.transfer import move_tree
 
 _FLOATING = ("float32", "bfloat16")
 _FULL = {
@@ -204,7 +204,7 @@ class Checkpoints:
                 while target.exists():
                     target, number = aside / f"{step}.{number}", number + 1
                 if in_bucket(self.folder):
-                    move_tree(self.folder / str(step), target, last=(MANIFEST,))
+                    addition("move_tree")(self.folder / str(step), target, last=(MANIFEST,))
                 else:
                     aside.mkdir(exist_ok=True)
                     os.replace(self.folder / str(step), target)

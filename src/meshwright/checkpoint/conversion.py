@@ -1,11 +1,10 @@
 """Conversion between Hugging Face folders and runs, block by block: resumable, with checksums, in bounded memory."""
 
 import dataclasses
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from meshwright.checkpoint.blocks import Index, StoredTensors, commit, write_tensor
 from meshwright.checkpoint.manifest import Manifest, TensorRecord, manifest_of
-from meshwright.documents import LARGE, check_inside, read_json, read_text
+from meshwright.documents import LARGE, check_inside, read_json, read_text, sha256_of, write_atomically
 from meshwright.errors import ConfigError, WeightsError
 from meshwright.hugging_face.architecture import Architecture
 from meshwright.hugging_face.families import architecture_of
@@ -107,12 +106,7 @@ class _Journal:
                 self._write()
 
     def _write(self) -> None:
-        part = self._file.with_suffix(".part")
-        with part.open("w", encoding="utf-8") as file:
-            json.dump({"source": self._source, "done": self.done}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(self._file)
+        write_atomically(self._file, json.dumps({"source": self._source, "done": self.done}))
 
     def commit(self) -> None:
         """Moves the folder to its name."""
@@ -134,16 +128,11 @@ def check_sums(folder: Path, say: Say) -> None:
         expected, _, name = line.partition("  ")
         if "\0" in name or Path(name).name != name or not (folder / name).is_file():
             raise WeightsError(f"checksums of {folder}", f"{SUMS} names {name!r}, and there is no such file", "copy it")
-        found = _sha256(folder / name)
+        found = sha256_of(folder / name)
         if found != expected:
             truth = f"its SHA-256 is {found[:16]}..., and {SUMS} has {expected[:16]}..."
             raise WeightsError(f"reading {folder / name}", truth, "copy the file again")
     say(f"checksums of {len(lines)} file{'s' if len(lines) > 1 else ''} agree")
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as data:
-        return hashlib.file_digest(data, "sha256").hexdigest()
 
 
 def import_weights(source: str, out: Path, say: Say = lambda line: None) -> Conversion:
@@ -242,7 +231,7 @@ def export_weights(
     if len(groups) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
         _write_json(journal.folder / "model.safetensors.index.json", index)
-    lines = [f"{_sha256(file)}  {file.name}\n" for file in sorted(journal.folder.glob("*.safetensors"))]
+    lines = [f"{sha256_of(file)}  {file.name}\n" for file in sorted(journal.folder.glob("*.safetensors"))]
     (journal.folder / SUMS).write_text("".join(lines), encoding="utf-8")
     end = write_tokenizer(source / "tokenizer.json", source / KEPT, journal.folder)
     ends = {} if "eos_token_id" in config or end is None else {"eos_token_id": end}
@@ -277,13 +266,11 @@ def _export_one(
         touched.add(files[name])
         return files[name].tensor(name)
 
-    def write(index: Index, block: np.ndarray) -> None:
+    for index, block in weights.blocks(f"params.{path}", unpadded_shape(p)):
         write_block(p, stored, index, block, tensor)
         for file in touched:
             file.release()
         touched.clear()
-
-    weights.read_blocks(f"params.{path}", unpadded_shape(p), write)
     return True
 
 
@@ -350,30 +337,25 @@ class MergedTensors:
 
     tensors: StoredTensors
 
-    def read_blocks(self, name: str, shape: tuple[int, ...], then: Callable[[Index, np.ndarray], None]) -> None:
-        """Calls `then` with each block of the weight `name`, without its rows beyond `shape`.
+    def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[Index, np.ndarray]]:
+        """Yields the blocks of the weight `name`, without its rows beyond `shape`.
 
         All codes of a quantised weight are read, and dequantised layer by layer. Raises CheckpointError where a tensor
         cannot be read, or is not what was saved.
         """
-        stored = self.tensors.manifest.tensors
+        stored = name in self.tensors.manifest.tensors
         pair, scale = self.pair(name), self.tensors.manifest.run.finetune.scale
+        for index, block in self.tensors.blocks(name, shape) if stored else self._dequantised(name, shape):
+            yield index, block if pair is None else block.astype(np.float32) + scale * _product(*pair, index)
 
-        def add(index: Index, block: np.ndarray) -> None:
-            if pair is not None:
-                block = block.astype(np.float32) + scale * _product(*pair, index)
-            then(index, block)
-
-        if name in stored:
-            self.tensors.read_blocks(name, shape, add)
-            return
-        parts = ("codes", "scales") if f"{name}.codes" in stored else ("values", "scales")
+    def _dequantised(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[Index, np.ndarray]]:
+        parts = ("codes", "scales") if f"{name}.codes" in self.tensors.manifest.tensors else ("values", "scales")
         arrays = {part: self.tensors.read(f"{name}.{part}") for part in parts}
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            for layer in range(shape[0]):
-                row = {part: array[layer : layer + 1] for part, array in arrays.items()}
-                index = (slice(layer, layer + 1), *(slice(0, size) for size in shape[1:]))
-                add(index, np.asarray(dequantise(row, np.float32)))
+        for layer in range(shape[0]):
+            row = {part: array[layer : layer + 1] for part, array in arrays.items()}
+            with jax.default_device(jax.local_devices(backend="cpu")[0]):
+                block = np.asarray(dequantise(row, np.float32))
+            yield (slice(layer, layer + 1), *(slice(0, size) for size in shape[1:])), block
 
     def pair(self, name: str) -> Pair | None:
         """Returns A and B of a weight; None where it has no adapter."""

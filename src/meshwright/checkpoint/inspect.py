@@ -1,5 +1,6 @@
 """Checkpoints on disk, without devices: which there are, what they hold, whether they are intact, how two differ."""
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
@@ -86,7 +87,7 @@ def verify_checkpoint(folder: Path, manifest: Manifest, say: Callable[[str], Non
     tensors, damaged = StoredTensors(folder / str(manifest.step), manifest), []
     for number, (name, record) in enumerate(manifest.tensors.items(), 1):
         try:
-            tensors.read_blocks(name, record.shape, lambda index, block: None)
+            collections.deque(tensors.blocks(name), maxlen=0)
             verdict = "as saved"
         except CheckpointError as error:
             verdict = error.truth

@@ -1,20 +1,17 @@
 """Manifest: the description of a checkpoint, stored beside its tensors as JSON, and which checkpoints a folder has."""
 
 import dataclasses
-import hashlib
-import json
 import operator
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from meshwright.checkpoint.steps import committed_steps, partial_steps
-from meshwright.documents import LARGE, check_inside, read_json
+from meshwright.checkpoint.steps import MANIFEST, committed_steps, partial_steps
+from meshwright.documents import LARGE, check_inside, read_json, seal
 from meshwright.errors import CheckpointError
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_from_dict, run_to_dict
@@ -22,8 +19,6 @@ from meshwright.storage.paths import in_bucket
 
 _FORMAT = 2
 """Version of the manifest. Checkpoints of format 1 have no checksum of the manifest and no fingerprint of the data."""
-MANIFEST = "manifest/metadata"
-"""File of a checkpoint that is written last and deleted first: without it a folder is not a checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +72,6 @@ class Manifest:
                 "skipped": [list(part) for part in self.skipped],
             }
         )
-
-
-def seal(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a document with a checksum of everything else in it."""
-    rest = {name: value for name, value in document.items() if name != "checksum"}
-    return {**rest, "checksum": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
 
 
 def read_manifest(step_folder: Path) -> Manifest:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.checkpoint.inspect import list_checkpoints
-from meshwright.checkpoint.manifest import MANIFEST
-from meshwright.checkpoint.steps import STARTED, committed_steps
+from meshwright.checkpoint.steps import MANIFEST, STARTED, committed_steps, remove_checkpoint
 from meshwright.errors import CheckpointError
-from meshwright.storage.paths import in_bucket, remove_tree
-from meshwright.storage.transfer import copy_file, copy_tree, files_of, sha256_of
+from meshwright.storage.paths import in_bucket
+from meshwright.storage.transfer import copy_files, copy_tree, files_of, sha256_of
+
+_REST = "files of the run"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,26 +34,25 @@ def plan_move(source: Path, target: Path, at: int | None) -> list[Moved]:
     """
     if source == target or target.is_relative_to(source) or source.is_relative_to(target):
         raise CheckpointError(f"moving {source} to {target}", "they are in one another", "another folder")
-    listed = [row for row in list_checkpoints(source / "checkpoints") if at in (None, row.step)]
+    folder, existing = source / "checkpoints", committed_steps(target / "checkpoints")
+    listed = [row for row in list_checkpoints(folder) if at in (None, row.step)]
     if not listed:
-        there = ", ".join(map(str, committed_steps(source / "checkpoints"))) or "none"
+        there = ", ".join(map(str, committed_steps(folder))) or "none"
         asked = f"the checkpoint of step {at}" if at is not None else "the checkpoints"
         raise CheckpointError(f"{asked} in {source}", f"its steps are: {there}", "a step that is there")
-    existing = committed_steps(target / "checkpoints")
     planned = []
     for row in listed:
-        names = files_of(source / "checkpoints" / str(row.step))
+        name = str(row.step)
         action: Literal["copy", "there", "left out"] = "copy" if row.state == "whole" else "left out"
         if row.step in existing and action == "copy":
-            manifests = [folder / "checkpoints" / str(row.step) / MANIFEST for folder in (source, target)]
-            if sha256_of(manifests[0]) != sha256_of(manifests[1]):
+            if sha256_of(folder / name / MANIFEST) != sha256_of(target / "checkpoints" / name / MANIFEST):
                 truth = "it holds another checkpoint of that step"
                 raise CheckpointError(f"moving step {row.step} to {target}", truth, "another folder")
             action = "there"
-        planned.append(Moved(f"step {row.step}", len(names), row.bytes, action))
+        planned.append(Moved(f"step {name}", len(files_of(folder / name)), row.bytes, action))
     others = _other_files(source)
     size = 0 if in_bucket(source) else sum((source / name).stat().st_size for name in others)
-    return [*planned, Moved("files of the run", len(others), size, "copy")]
+    return [*planned, Moved(_REST, len(others), size, "copy")]
 
 
 def _other_files(source: Path) -> list[str]:
@@ -69,24 +69,18 @@ def move_checkpoints(
     then: what becomes of the source. Raises CheckpointError or StorageError; the source is then as it was.
     """
     planned = plan_move(source, target, at)
-    steps = [int(row.what.removeprefix("step ")) for row in planned if row.action != "left out" and "step" in row.what]
+    steps = [row.what.removeprefix("step ") for row in planned if row.action != "left out" and row.what != _REST]
     for step in steps:
         if in_bucket(target):
-            (target / "checkpoints" / STARTED / str(step)).write_text(str(step))
-        copy_tree(source / "checkpoints" / str(step), target / "checkpoints" / str(step), (MANIFEST,))
+            (target / "checkpoints" / STARTED / step).write_text(step)
+        copy_tree(source / "checkpoints" / step, target / "checkpoints" / step, (MANIFEST,))
         say(f"step {step}: copied and compared")
     others = _other_files(source)
-    for name in others:
-        digest, _ = copy_file(source / name, target / name)
-        if sha256_of(target / name)[0] != digest:
-            raise CheckpointError(f"copying {source / name}", f"{target / name} is not what was written", "try again")
+    copy_files(others, source, target)
     say(f"{len(others)} other files: copied and compared")
     if then == "delete":
         for step in steps:
-            folder = source / "checkpoints" / str(step)
-            (folder / MANIFEST).unlink(missing_ok=True)
-            remove_tree(folder)
-            (source / "checkpoints" / STARTED / str(step)).unlink(missing_ok=True)
+            remove_checkpoint(source / "checkpoints", int(step))
         if not committed_steps(source / "checkpoints"):
             for name in others:
                 (source / name).unlink(missing_ok=True)

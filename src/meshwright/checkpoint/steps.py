@@ -3,8 +3,10 @@
 from pathlib import Path
 
 from meshwright.errors import CheckpointError
-from meshwright.storage.paths import in_bucket, path_of
+from meshwright.storage.paths import in_bucket, path_of, remove_tree
 
+MANIFEST = "manifest/metadata"
+"""File of a checkpoint that is written last and deleted first: without it a folder is not a checkpoint."""
 STARTED = "started"
 """Folder with a file for each checkpoint that was begun: a bucket lists it without listing all shards."""
 
@@ -22,7 +24,7 @@ def partial_steps(folder: Path) -> list[int]:
 
 def _partial(folder: Path, steps: list[int]) -> list[int]:
     def is_complete(step: int) -> bool:
-        files = [path_of(folder) / str(step) / name for name in ("manifest/metadata", "state/_METADATA")]
+        files = [path_of(folder) / str(step) / name for name in (MANIFEST, "state/_METADATA")]
         # An object is written completely or not at all.
         return all(file.is_file() and (in_bucket(file) or file.stat().st_size > 0) for file in files)
 
@@ -33,11 +35,17 @@ def all_steps(folder: Path) -> list[int]:
     """Returns the steps that have a folder, complete or not, in no order."""
     folder = path_of(folder)
     # In a bucket a folder that other programs copied has no such files.
-    listed = (folder / STARTED, folder) if in_bucket(folder) else (folder,)
-    for place in listed:
+    for place in (folder / STARTED, folder) if in_bucket(folder) else (folder,):
         if found := [int(path.name) for path in (place.iterdir() if place.is_dir() else ()) if path.name.isdigit()]:
             return found
     return []
+
+
+def remove_checkpoint(folder: Path, step: int) -> None:
+    """Deletes a checkpoint, its manifest first: what is left is not taken for a checkpoint."""
+    (folder / str(step) / MANIFEST).unlink(missing_ok=True)
+    remove_tree(folder / str(step))
+    (folder / STARTED / str(step)).unlink(missing_ok=True)
 
 
 def unwritable(folder: Path, error: OSError) -> CheckpointError:

@@ -19,8 +19,7 @@ import tensorstore
 from jax.experimental import multihost_utils
 
 from meshwright.checkpoint.blocks import block_shape, commit, open_array, write_json, zarr_spec
-from meshwright.checkpoint.manifest import MANIFEST
-from meshwright.checkpoint.steps import STARTED, committed_steps, partial_steps
+from meshwright.checkpoint.steps import STARTED, committed_steps, partial_steps, remove_checkpoint
 from meshwright.errors import CheckpointError
 from meshwright.hardware.agreement import store
 from meshwright.storage.paths import in_bucket, kvstore_of, remove_tree
@@ -58,7 +57,7 @@ class ShardWriter:
         if self._commits:  # what a writer left that died: this process holds the lock of the folder
             if in_bucket(folder):
                 for step in partial_steps(folder):
-                    self._remove(step)
+                    remove_checkpoint(self._folder, step)
             else:
                 for left in folder.glob("*tmp*"):  # Orbax, which wrote checkpoints once, left STEP.orbax-checkpoint-tmp
                     remove_tree(left)
@@ -110,23 +109,17 @@ class ShardWriter:
         if self._commits:
             commit(folder, manifest)
             if not in_bucket(folder):
-                self._remove(step)
+                remove_checkpoint(self._folder, step)
                 os.replace(folder, self._folder / str(step))
             assert self._max_to_keep is not None
             for old in committed_steps(self._folder)[: -self._max_to_keep]:
-                self._remove(old)
+                remove_checkpoint(self._folder, old)
         self._barrier(f"committed-{number}")
 
     def _barrier(self, name: str) -> None:
         """Waits for the other processes, without a device: the train step is running there."""
         if self.reach == "shared" and jax.process_count() > 1:
             store().wait_at_barrier(f"meshwright/checkpoint/{name}", 1000 * _BARRIER_SECONDS)
-
-    def _remove(self, step: int) -> None:
-        """Deletes a checkpoint, its manifest first: what is left is not taken for a checkpoint."""
-        (self._folder / str(step) / MANIFEST).unlink(missing_ok=True)
-        remove_tree(self._folder / str(step))
-        (self._folder / STARTED / str(step)).unlink(missing_ok=True)
 
     def restore(self, step: int, abstract: dict[str, Any]) -> dict[str, jax.Array]:
         """Returns tensors in the shapes and shardings of `abstract`; those of another shape are cut or padded."""

@@ -10,8 +10,9 @@ import tyro
 
 from meshwright.cli.output import write, write_json
 from meshwright.cli.parse import parse
+from meshwright.data.token_writer import SHARD_TOKENS
 from meshwright.data.tokenizing import tokenize
-from meshwright.data.tokens import SHARD_TOKENS, is_token_file
+from meshwright.data.tokens import is_token_file
 from meshwright.errors import ConfigError, DataError
 from meshwright.formatting import parse_count
 from meshwright.report.console import TokenizeReport, open_console

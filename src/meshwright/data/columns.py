@@ -22,6 +22,11 @@ _ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
 """Last bytes of an Arrow stream, and of one of an early version."""
 
 
+def zstd_stream(raw: IO[bytes]) -> Any:
+    """Returns the contents of an open file that zstd compressed."""
+    return pyarrow.CompressedInputStream(raw, "zstd")
+
+
 def read_columns(file: Path, raw: IO[bytes], kind: str, records: Records, field: str) -> Iterator[str]:
     """Yields the texts of a table's column from row `records.number` on.
 

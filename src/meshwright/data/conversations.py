@@ -26,11 +26,13 @@ import numpy as np
 
 from meshwright.config import Data
 from meshwright.data.chat import ChatTemplate, Message, check_jinja, read_chat_template
-from meshwright.data.corpus import Corpus, local_data, parse_source, share_folders
-from meshwright.data.readers import Records, decompressed, kind_of, kind_of_value, open_bytes, read_json_lines
+from meshwright.data.corpus import Corpus, local_data, parse_source, share
+from meshwright.data.readers import Records, decompressed, kind_of_value, open_bytes, read_json_lines
+from meshwright.data.sources import kind_of
 from meshwright.data.subwords import Subwords, check_unicode
+from meshwright.data.token_writer import TokenWriter, write_description
 from meshwright.data.tokenizers import Bytes, Chars, Tokenizer, build_tokenizer, with_begin
-from meshwright.data.tokens import TokenFile, TokenWriter, is_token_file, open_tokens, write_description
+from meshwright.data.tokens import TokenFile, is_token_file, open_tokens
 from meshwright.documents import LARGE, read_json, read_text
 from meshwright.errors import DataError
 from meshwright.fine_tuning import FineTune, Objective, TooLong
@@ -138,20 +140,19 @@ def load_conversations(
     """
     paths, spec = local_data(data.paths, data.tokenizer, cache)
     if not Path(spec).is_file() and spec != "bytes":
-        truth = "it is learned from text, and this is none"
         fix = "--data.tokenizer FILE, the tokenizer.json of the model, or bytes"
-        raise DataError(f"chat data with the tokenizer {spec!r}", truth, fix)
+        raise DataError(f"chat data with the tokenizer {spec!r}", "it is learned from text, and this is none", fix)
     sources = [parse_source(path) for path in paths]
     template = template_of(spec, tuning.template)
     if template is not None:
         check_jinja()
     together = 2 if tuning.objective == "preferences" else 1
     files, parts = [], []
-    folders = share_folders(
-        cache / "tokens",
-        None,
-        lambda: {source.path: _tokenise(source.path, spec, template, tuning.objective, cache) for source in sources},
-    )
+
+    def make() -> dict[str, Path]:
+        return {source.path: _tokenise(source.path, spec, template, tuning.objective, cache) for source in sources}
+
+    folders = share(cache, None, make)
     for source in sources:
         folder = folders[source.path]
         file = open_tokens(folder)
@@ -227,10 +228,10 @@ def _tokenise(path: str, spec: str, template: ChatTemplate | None, objective: Ob
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        writer = TokenWriter(scratch, np.dtype("<u4"))
+        writer = TokenWriter(scratch, "<u4")
         with contextlib.closing(writer), (scratch / "answers.bin").open("wb") as answers:
             for where, record in _records(files):
-                for document in render_record(where, record, objective, tokenizer, template):
+                for document in RecordRenderer(where, tokenizer, template).render(record, objective):
                     writer.add(document.tokens, np.array([len(document.tokens)]))
                     answers.write(document.answers.astype(np.uint8).tobytes())
                 lines.append(where)
@@ -270,26 +271,19 @@ class Rendered(NamedTuple):
     answers: np.ndarray
 
 
-def render_record(
-    where: str, record: dict[str, Any], objective: Objective, tokenizer: Tokenizer, template: ChatTemplate | None
-) -> list[Rendered]:
-    """Returns the documents of a record: one, or the chosen and the rejected one.
-
-    where: file and line, for errors. Raises DataError where the record lacks what the objective needs, has no answer,
-    or the template refuses it.
-    """
-    return _Renderer(where, tokenizer, template).render(record, objective)
-
-
 @dataclasses.dataclass(frozen=True)
-class _Renderer:
-    """Renderer of one record. where: its file and line."""
+class RecordRenderer:
+    """Renderer of one record. where: its file and line, for errors."""
 
     where: str
     tokenizer: Tokenizer
     template: ChatTemplate | None
 
     def render(self, record: dict[str, Any], objective: Objective) -> list[Rendered]:
+        """Returns the documents of a record: one, or the chosen and the rejected one.
+
+        Raises DataError where it lacks what the objective needs, has no answer, or the template refuses it.
+        """
         if objective == "preferences" and {"prompt", "chosen", "rejected"} <= record.keys():
             pairs = [(record["prompt"], record["chosen"]), (record["prompt"], record["rejected"])]
         elif objective == "preferences" and {"chosen", "rejected"} <= record.keys():
@@ -297,15 +291,17 @@ class _Renderer:
             pairs = [(messages[:-1], messages[-1:]) for messages in conversations]
         elif objective == "answers" and "messages" in record:
             if record.get("tools"):
-                truth = "it has `tools`, which no template is given"
-                raise DataError(self.where, truth, "their description in a system message, or no `tools`")
+                fix = "their description in a system message, or no `tools`"
+                raise self._error("it has `tools`, which no template is given", fix)
             return [self._conversation(self._messages("messages", record["messages"]), 0)]
         elif objective == "answers" and {"prompt", "completion"} <= record.keys():
             pairs = [(record["prompt"], record["completion"])]
         else:
-            truth = f"it has {', '.join(map(repr, record)) or 'no fields'}"
-            raise DataError(self.where, truth, _KINDS[objective])
+            raise self._error(f"it has {', '.join(map(repr, record)) or 'no fields'}", _KINDS[objective])
         return [self._prompt_and_answer(prompt, answer) for prompt, answer in pairs]
+
+    def _error(self, truth: str, fix: str) -> DataError:
+        return DataError(self.where, truth, fix)
 
     def _prompt_and_answer(self, prompt: Any, answer: Any) -> Rendered:
         if isinstance(prompt, str) and isinstance(answer, str):
@@ -313,7 +309,7 @@ class _Renderer:
             first = self.tokenizer.encode(prompt)
             last = np.append(self.tokenizer.encode(answer), self.tokenizer.end)
             if not len(first) or not answer:
-                raise DataError(self.where, f"its {'answer' if len(first) else 'prompt'} is empty", "a text in both")
+                raise self._error(f"its {'answer' if len(first) else 'prompt'} is empty", "a text in both")
             first = with_begin(self.tokenizer, first)
             return Rendered(np.concatenate([first, last]), np.repeat([False, True], [len(first), len(last)]))
         if isinstance(prompt, str):
@@ -326,19 +322,15 @@ class _Renderer:
     def _messages(self, field: str, value: Any) -> list[Message]:
         """Returns a list of messages. Raises DataError for anything else."""
         if not isinstance(value, list) or not value:
-            truth = f"its {field} is {type(value).__name__} {str(value)[:40]!r}"
-            raise DataError(self.where, truth, f"a list of {_ROLES}")
+            raise self._error(f"its {field} is {type(value).__name__} {str(value)[:40]!r}", f"a list of {_ROLES}")
         for number, message in enumerate(value):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
                 truth = f"message {number} of its {field} is {str(message)[:60]}"
-                raise DataError(self.where, truth, f"an object with {_ROLES}")
+                raise self._error(truth, f"an object with {_ROLES}")
             content = message["content"]
             if not isinstance(content, str | None):
-                found = f"{type(content).__name__} {str(content)[:40]!r}"
-                truth = (
-                    f"the content of message {number} of its {field} is {found}, which a template would write as it is"
-                )
-                raise DataError(self.where, truth, "its text")
+                found = f"{type(content).__name__} {str(content)[:40]!r}, which a template would write as it is"
+                raise self._error(f"the content of message {number} of its {field} is {found}", "its text")
             self._check_text(content or "")
         return value
 
@@ -346,31 +338,28 @@ class _Renderer:
         try:
             check_unicode(text)
         except DataError as error:
-            raise DataError(self.where, error.truth, error.fix) from error
+            raise self._error(error.truth, error.fix) from error
 
     def _conversation(self, messages: list[Message], first: int) -> Rendered:
         """Returns a conversation whose answers from message `first` on are trained on."""
         if self.template is None:
             truth = "the tokenizer has no chat template, which makes a text of messages"
-            fix = "--finetune.template FILE, or records of texts: `prompt` and `completion`"
-            raise DataError(self.where, truth, fix)
+            raise self._error(truth, "--finetune.template FILE, or records of texts: `prompt` and `completion`")
         if not any(message["role"] == "assistant" for message in messages[first:]):
             truth = "no message is the assistant's: there is nothing to learn"
-            raise DataError(self.where, truth, "a message with that role")
+            raise self._error(truth, "a message with that role")
         try:
             self._check_null_contents(messages, self.template)
             text, spans = self._answers(messages, self.template, first)
         except DataError as error:
-            if error.asked == self.where:
-                raise
-            raise DataError(self.where, error.truth, error.fix) from error
+            raise self._error(error.truth, error.fix) from error
         tokens, starts = _tokens_and_starts(self.tokenizer, text)
         answers = np.zeros(len(tokens), bool)
         for start, stop in spans:
             answers |= (starts >= start) & (starts < stop)
         if not answers.any() or answers[:1].all():
             truth = "its answers are empty, or begin the text"
-            raise DataError(self.where, truth, "a question, and an answer with content")
+            raise self._error(truth, "a question, and an answer with content")
         return Rendered(tokens, answers)
 
     def _check_null_contents(self, messages: list[Message], template: ChatTemplate) -> None:
@@ -381,8 +370,7 @@ class _Renderer:
         if template.render(messages, answer=False).count("None") > template.render(empty, answer=False).count("None"):
             number = next(i for i, message in enumerate(messages) if message["content"] is None)
             truth = f"the content of message {number} is null, and the template writes 'None' for it"
-            fix = "a content, or a template that knows messages without (--finetune.template)"
-            raise DataError(self.where, truth, fix)
+            raise self._error(truth, "a content, or a template that knows messages without (--finetune.template)")
 
     def _answers(self, messages: Sequence[Message], template: ChatTemplate, first: int) -> tuple[str, list[Span]]:
         """Returns the text of a conversation, and where its answers from message `first` on are."""
@@ -396,8 +384,7 @@ class _Renderer:
             before = template.render(messages[:number], answer=True)
             after = template.render(messages[: number + 1], answer=False)
             if not (text.startswith(after) and after.startswith(before)):
-                raise DataError(
-                    self.where,
+                raise self._error(
                     f"the template renders the messages up to answer {number} otherwise where more follow: that answer "
                     "cannot be found in the whole",
                     "a template with {% generation %} around answers (--finetune.template), or one answer in a record",

@@ -1,7 +1,7 @@
 """Texts to tokens, in this process or in several: the tokens do not depend on how many.
 
-`python -m meshwright.data.encoding` reads texts from its standard input and writes tokens to its standard output. It
-ends when its input does, however the process that started it ends.
+`python -m meshwright.data.encoding` receives texts and sends tokens over the socket that is its standard input. It ends
+when the process that started it does.
 """
 
 import collections
@@ -9,20 +9,19 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
-import json
+import multiprocessing
 import os
 import queue
 import signal
-import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import IO, Any, NamedTuple
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from meshwright.data.readers import Place
 from meshwright.data.tokenizers import Tokenizer, tokenizer_from_json, with_begin
 from meshwright.errors import DataError
 
@@ -30,7 +29,6 @@ BATCH = 2**19
 """Characters of a batch of documents."""
 _ALONE = 8
 """Batches that one process encodes before others start: they take half a second to start, as long as 2 MB of text."""
-_HEADER = struct.Struct("<qq")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +36,8 @@ class TextBatch:
     """Documents that are encoded together."""
 
     texts: list[str]
-    places: list[Place]
-    """Place of each."""
+    places: list[Any]
+    """`readers.Place` of each."""
     before: Mapping[str, Any]
     """State of the reading before the first."""
 
@@ -108,45 +106,42 @@ class _Encoders:
 
     def __init__(self, tokenizer: Tokenizer, count: int):
         self._tokenizer, self._count = tokenizer, count
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._free: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
+        self._all: list[tuple[subprocess.Popen[bytes], Connection]] = []
+        self._free: queue.SimpleQueue[tuple[subprocess.Popen[bytes], Connection]] = queue.SimpleQueue()
         self._threads = concurrent.futures.ThreadPoolExecutor(count, "encoder")
 
     def __enter__(self) -> "_Encoders":
-        # Not multiprocessing: its processes would import the user's script again, and outlive a killed parent.
+        # Not multiprocessing's processes: they would import the user's script again, and outlive a killed parent.
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(sys.path)}
-        command, pipe = [sys.executable, "-m", "meshwright.data.encoding"], subprocess.PIPE
         for _ in range(self._count):
-            self._processes.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment))
-        for process in self._processes:
-            _write_frame(process.stdin, 0, self._tokenizer.to_json().encode())
-            self._free.put(process)
+            ours, theirs = multiprocessing.Pipe()
+            with theirs:
+                command = [sys.executable, "-m", "meshwright.data.encoding"]
+                self._all.append((subprocess.Popen(command, stdin=theirs.fileno(), env=environment), ours))
+        for _, connection in self._all:
+            connection.send_bytes(self._tokenizer.to_json().encode())
+        for encoder in self._all:
+            self._free.put(encoder)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for process in self._processes:
+        for process, _ in self._all:
             process.kill()
         self._threads.shutdown()
-        for process in self._processes:
+        for process, connection in self._all:
             process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
+            connection.close()
 
     def submit(self, batch: TextBatch) -> concurrent.futures.Future[Encoded]:
         """Encodes a batch in the next process that is free."""
         return self._threads.submit(_encode_batch, batch, self._encode)
 
     def _encode(self, texts: list[str]) -> Encoded:
-        process = self._free.get()
+        process, connection = self._free.get()
         try:
-            _write_frame(process.stdin, 0, msgspec.msgpack.encode(texts))
-            documents, reply = _read_frame(process.stdout)
-            if documents < 0:
-                raise Unencodable(*json.loads(reply))
-            border = 8 * documents
-            return Encoded(np.frombuffer(reply[border:], "<u4"), np.frombuffer(reply[:border], "<i8"))
+            connection.send_bytes(msgspec.msgpack.encode(texts))
+            reply = msgspec.msgpack.decode(connection.recv_bytes())
         except (OSError, EOFError) as error:
             raise DataError(
                 f"tokenising in {self._count} processes",
@@ -154,40 +149,26 @@ class _Encoders:
                 "fewer --processes if memory ran out; the same command goes on after the last whole shard",
             ) from error
         finally:
-            self._free.put(process)
-
-
-def _write_frame(pipe: IO[bytes] | None, number: int, data: bytes) -> None:
-    assert pipe is not None
-    pipe.write(_HEADER.pack(number, len(data)))
-    pipe.write(data)
-    pipe.flush()
-
-
-def _read_frame(pipe: IO[bytes] | None) -> tuple[int, bytes]:
-    """Returns the number and the data of a frame. Raises EOFError where the pipe ends before."""
-    assert pipe is not None
-    header = pipe.read(_HEADER.size)
-    number, size = _HEADER.unpack(header) if len(header) == _HEADER.size else (0, 1)
-    data = pipe.read(size)
-    if len(data) < size:
-        raise EOFError
-    return number, data
+            self._free.put((process, connection))
+        if len(reply) == 3:
+            raise Unencodable(*reply)
+        return Encoded(np.frombuffer(reply[0], "<u4"), np.frombuffer(reply[1], "<i8"))
 
 
 def main() -> None:
-    """Encodes the texts of standard input until it ends: with the process that started this one."""
+    """Encodes the texts that come over the socket until it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the first one decides
-    source, target = sys.stdin.buffer, sys.stdout.buffer
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        tokenizer = tokenizer_from_json(_read_frame(source)[1].decode())
+    connection = Connection(os.dup(0))
+    with contextlib.suppress(EOFError, OSError):
+        tokenizer = tokenizer_from_json(connection.recv_bytes().decode())
         while True:
-            texts = msgspec.msgpack.decode(_read_frame(source)[1], type=list[str])
+            texts = msgspec.msgpack.decode(connection.recv_bytes(), type=list[str])
             try:
                 tokens, lengths = encode_texts(tokenizer, texts)
-                _write_frame(target, len(texts), lengths.astype("<i8").tobytes() + tokens.astype("<u4").tobytes())
+                reply: Any = tokens.astype("<u4").tobytes(), lengths.astype("<i8").tobytes()
             except Unencodable as error:
-                _write_frame(target, -1, json.dumps([error.index, error.truth, error.fix]).encode())
+                reply = error.index, error.truth, error.fix
+            connection.send_bytes(msgspec.msgpack.encode(reply))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Readers of files of text: plain, lines of JSON, delimited columns; bad records are counted with their places."""
+"""Readers of documents: files of plain text, lines of JSON and delimited columns, standard input, and functions.
+
+Bad records are counted with their places, and refused where more of them are bad than may be skipped.
+"""
 
 import bz2
 import csv
@@ -11,33 +14,33 @@ import lzma
 import os
 import shlex
 import stat
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
+import numpy as np
+
+from meshwright.data.sources import (
+    COLUMNS,
+    DELIMITED,
+    LINES,
+    STDIN,
+    Documents,
+    FileDocuments,
+    FunctionDocuments,
+    StandardInput,
+    kind_of,
+)
 from meshwright.documents import RepeatedNameError, parse_json, unique_object
-from meshwright.errors import DataError
+from meshwright.errors import DataError, describe_failure
 from meshwright.formatting import printable
+from meshwright.plugins import addition
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-PLAIN = (".txt", ".py", ".md", ".rst", ".text")
-LINES = (".jsonl", ".ndjson")
-DELIMITED = (".csv", ".tsv")
-COLUMNS = (".parquet", ".arrow", ".feather")
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-_TEXTS = (*PLAIN, *LINES, *DELIMITED)
-SUFFIXES = (*_TEXTS, *COLUMNS, *(kind + compression for kind in _TEXTS for compression in COMPRESSED))
-"""Ends of the names of files that are read."""
-KINDS = (
-    f"{', '.join(_TEXTS)}, each also with {', '.join(COMPRESSED)}; {', '.join(COLUMNS)}; "
-    "a folder of `datasets`; or module:attribute"
-)
-"""The same for people."""
-UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError, LookupError, RuntimeError, MemoryError)
-"""Errors of damaged files; those of pyarrow and of the decoders are subclasses."""
 LARGEST = 2**30
 """Largest record in bytes: a line, or a text file."""
 _EXAMPLES = 20
@@ -48,6 +51,8 @@ _WIDE = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF
 _UNMARKED = {b"\1\0\0\0": "UTF-32LE", b"\0\0\0\1": "UTF-32BE", b"\1\0\1\0": "UTF-16LE", b"\0\1\0\1": "UTF-16BE"}
 """Which of the first four bytes are not zero, where the text begins with ASCII letters (RFC 4627, section 3)."""
 _PACKED = {b"\x1f\x8b": ".gz", b"\xfd7zXZ": ".xz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
+_UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError, LookupError, RuntimeError, MemoryError)
+"""Errors of damaged files; those of pyarrow and of the decoders are subclasses."""
 _MISSING = object()
 
 
@@ -155,12 +160,61 @@ class Records:
             setattr(self, name, state[name])
 
 
-def kind_of(name: str) -> tuple[str, str]:
-    """Returns kind and compression by a file's name: `a.jsonl.zst` is `.jsonl` and `.zst`."""
-    name = name.lower()
-    compression = next((end for end in COMPRESSED if name.endswith(end)), "")
-    stem = name.removesuffix(compression)
-    return next((kind for kind in (*_TEXTS, *COLUMNS) if stem.endswith(kind)), ""), compression
+def read_documents(source: Documents, records: Records) -> Iterator[str]:
+    """Yields the documents of a source that are not empty, from the position of `records` on.
+
+    Raises DataError where it cannot be read, or too many records are bad.
+    """
+    if isinstance(source, FileDocuments):
+        yield from _read_files(source, records)
+    elif isinstance(source, FunctionDocuments):
+        yield from _call(source, records)
+    elif isinstance(source, StandardInput):
+        try:
+            yield from read_json_texts("standard input", sys.stdin.buffer, records, source.field)
+        except _UNREADABLE as error:
+            raise DataError(f"--data {STDIN}", f"{type(error).__name__}: {error}", "lines of JSON") from error
+    records.check()
+
+
+def _read_files(source: FileDocuments, records: Records) -> Iterator[str]:
+    """Yields the documents of all files, which are shuffled once so that the held-out tail is a sample of all.
+
+    The order depends only on the list.
+    """
+    order = np.random.default_rng(0).permutation(len(source.files))
+    records.bytes_before = sum(os.path.getsize(source.files[i]) for i in order[: records.file])
+    for file in (source.files[i] for i in order[records.file :]):
+        try:
+            with open_bytes(file) as raw:
+                size, records.bytes_here = os.fstat(raw.fileno()).st_size, raw.tell
+                if (kind := kind_of(file.name)[0]) in COLUMNS:
+                    yield from addition("read_columns")(file, raw, kind, records, source.field)
+                else:
+                    yield from _read_texts(file, raw, records, source.field)
+                records.bytes_before, records.bytes_here = records.bytes_before + size, float
+        except _UNREADABLE as error:
+            raise DataError(f"reading {file}", f"{type(error).__name__}: {error}", "repair or remove it") from error
+        records.file, records.number = records.file + 1, 0
+
+
+def _call(source: FunctionDocuments, records: Records) -> Iterator[str]:
+    """Yields the documents of one call of a function."""
+    number, skip, asked = 0, records.number, f"--data {source.name}"
+    try:
+        for number, text in enumerate(source.function(), 1):
+            if number <= skip:
+                continue
+            records.number = number
+            if not isinstance(text, str):
+                raise DataError(asked, f"its document {number} is of type {type(text).__name__}", "yield strings")
+            if document := records.text(text, Place(source.name, "document", number)):
+                yield document
+    except DataError:
+        raise
+    except Exception as error:
+        truth = f"after {number} document(s) it {describe_failure(error)}"
+        raise DataError(asked, truth, "correct the function") from error
 
 
 def open_bytes(file: Path) -> IO[bytes]:
@@ -183,9 +237,7 @@ def decompressed(raw: IO[bytes], compression: str) -> IO[bytes]:
     if compression == ".gz":
         return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
     if compression == ".zst":
-        import pyarrow  # 0.2 s of import that other files do not need
-
-        return io.BufferedReader(cast(Any, pyarrow.CompressedInputStream(raw, "zstd")), 2**18)
+        return io.BufferedReader(addition("zstd_stream")(raw), 2**18)
     decoder = bz2.BZ2Decompressor if compression == ".bz2" else lzma.LZMADecompressor
     return io.BufferedReader(_Streams(raw, decoder), 2**18)
 
@@ -225,7 +277,7 @@ class _Streams(io.RawIOBase):
                 return len(found)
 
 
-def read_texts(file: Path, raw: IO[bytes], records: Records, field: str) -> Iterator[str]:
+def _read_texts(file: Path, raw: IO[bytes], records: Records, field: str) -> Iterator[str]:
     """Yields the documents of an open file that is not a table in columns, from record `records.number` on."""
     kind, compression = kind_of(file.name)
     stream = decompressed(raw, compression)
@@ -245,32 +297,28 @@ def read_texts(file: Path, raw: IO[bytes], records: Records, field: str) -> Iter
 
 def _decoded(content: bytes, place: Place, records: Records) -> str | None:
     """Returns the text of UTF-8 bytes; for others None, after counting a bad record."""
-    if not place.unit and (wide := _wide(content)):
-        records.skip(place, f"not UTF-8: it is {wide}", _conversion(place.file, wide))
-        return None
+    foreign = None if place.unit else _foreign(content, place.file)
     try:
-        return content.decode("utf-8")
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        place_in = "" if place.unit else f" on line {content.count(b'\n', 0, error.start) + 1}"
-        reason, fix = f"byte {error.start + 1} (0x{content[error.start]:02x}){place_in}", "repair it"
-        if place.number < 2 and (packed := _packed(content)):
-            reason, fix = f"it is {packed}", f"the end {packed} of its name"
-        records.skip(place, f"not UTF-8: {reason}", fix)
-        return None
+        on_line = "" if place.unit else f" on line {content.count(b'\n', 0, error.start) + 1}"
+        reason, fix = foreign or (f"byte {error.start + 1} (0x{content[error.start]:02x}){on_line}", "repair it")
+    else:
+        if foreign is None or b"\0" not in content[:4]:
+            return text
+        reason, fix = foreign
+    records.skip(place, f"not UTF-8: {reason}", fix)
+    return None
 
 
-def _wide(content: bytes) -> str | None:
-    """Returns the encoding of a text in UTF-16 or UTF-32, with a byte-order mark or without."""
-    given = bytes(byte != 0 for byte in content[:4])
-    return next((name for mark, name in _WIDE.items() if content.startswith(mark)), _UNMARKED.get(given))
-
-
-def _packed(content: bytes) -> str | None:
-    return next((name for mark, name in _PACKED.items() if content.startswith(mark)), None)
-
-
-def _conversion(file: Path | str, encoding: str) -> str:
-    return f"iconv -f {encoding} -t UTF-8 {file} > CONVERTED"
+def _foreign(content: bytes, file: Path | str) -> tuple[str, str] | None:
+    """Returns what a text in UTF-16 or UTF-32 (with a byte-order mark or without), or a packed file is, and the fix."""
+    unmarked = _UNMARKED.get(bytes(byte != 0 for byte in content[:4]))
+    if wide := next((name for mark, name in _WIDE.items() if content.startswith(mark)), unmarked):
+        return f"it is {wide}", f"iconv -f {wide} -t UTF-8 {file} > CONVERTED"
+    if packed := next((name for mark, name in _PACKED.items() if content.startswith(mark)), None):
+        return f"it is {packed}", f"the end {packed} of its name"
+    return None
 
 
 def _lines(stream: IO[bytes], file: Path | str, records: Records) -> Iterator[bytes]:
@@ -286,10 +334,8 @@ def _lines(stream: IO[bytes], file: Path | str, records: Records) -> Iterator[by
             raise ValueError(f"line {records.number} has more than {LARGEST:,} bytes")
         records.crc = zlib.crc32(line, records.crc)
         if records.number == 1:
-            if wide := _wide(line):
-                raise DataError(f"reading {file}", f"not UTF-8: it is {wide}", _conversion(file, wide))
-            if packed := _packed(line):
-                raise DataError(f"reading {file}", f"not UTF-8: it is {packed}", f"the end {packed} of its name")
+            if foreign := _foreign(line, file):
+                raise DataError(f"reading {file}", f"not UTF-8: {foreign[0]}", foreign[1])
             line = line.removeprefix(b"\xef\xbb\xbf")
         if records.number > skip:
             yield line

@@ -1,4 +1,7 @@
-"""Sources of documents: files, standard input, Python's standard library, the hub, or a function of the user's."""
+"""Sources of documents: files, standard input, Python's standard library, the hub, or a function of the user's.
+
+What a source is and when it has changed is known here; `readers` reads it.
+"""
 
 import dataclasses
 import glob
@@ -6,101 +9,59 @@ import hashlib
 import inspect
 import os
 import stat
-import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from meshwright.errors import DataError
+from meshwright.plugins import addition, is_reference, load
 
-from meshwright.data.readers import (
-    COLUMNS,
-    KINDS,
-    SUFFIXES,
-    UNREADABLE,
-    Place,
-    Records,
-    kind_of,
-    open_bytes,
-    read_json_texts,
-    read_texts,
-)
-from meshwright.errors import DataError, describe_failure
-from meshwright.plugins import is_reference, load
+if TYPE_CHECKING:
+    from meshwright.data.readers import Records
 
 STDIN = "-"
 """Source that is read from standard input, once."""
+PLAIN = (".txt", ".py", ".md", ".rst", ".text")
+LINES = (".jsonl", ".ndjson")
+DELIMITED = (".csv", ".tsv")
+COLUMNS = (".parquet", ".arrow", ".feather")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_TEXTS = (*PLAIN, *LINES, *DELIMITED)
+SUFFIXES = (*_TEXTS, *COLUMNS, *(kind + compression for kind in _TEXTS for compression in COMPRESSED))
+"""Ends of the names of files that are read."""
+_KINDS = (
+    f"one of {', '.join(_TEXTS)}, each also with {', '.join(COMPRESSED)}; {', '.join(COLUMNS)}; "
+    "a folder of `datasets`; or module:attribute"
+)
 
 
-class Documents(Protocol):
+class Documents:
     """Documents of one source. `read` may be called several times and yields the same documents each time."""
 
-    def read(self, records: Records) -> Iterator[str]:
-        """Yields the documents that are not empty from the position of `records` on, and counts what it reads there."""
-        ...
+    def read(self, records: "Records") -> Iterator[str]:
+        """Yields the documents that are not empty from the position of `records` on, and counts what it reads there.
+
+        Raises DataError where the source cannot be read, or too many records are bad.
+        """
+        documents: Iterator[str] = addition("read_documents")(self, records)
+        return documents
 
     def fingerprint(self) -> list[str]:
-        """Lines of text that change when the documents do; token files are cached under their hash."""
-        ...
+        """Returns lines of text that change when the documents do; token files are cached under their hash."""
+        raise NotImplementedError
 
     def size(self) -> tuple[int, int]:
         """Returns the number of files and their bytes; 0 where they are not known."""
-        ...
-
-    def __str__(self) -> str:
-        """A short description for errors."""
-        ...
-
-
-def open_source(path: str, field: str = "text") -> Documents:
-    """Opens the source `path`: files, `-`, `stdlib`, `hf://datasets/OWNER/NAME`, or a function by its reference.
-
-    field: name of the field or column with the text. Raises DataError where there is no readable file, ConfigError
-    where the module or the attribute is missing.
-    """
-    if path == STDIN:
-        return StandardInput(field)
-    if path.startswith("hf://"):
-        return FileDocuments(tuple(download_dataset(path)), field)
-    if is_reference(path) and not os.path.exists(path):
-        return FunctionDocuments(path, load("data source", path))
-    return FileDocuments(tuple(find_files(path)), field)
+        return 0, 0
 
 
 @dataclasses.dataclass(frozen=True)
-class FileDocuments:
-    """Documents in files."""
+class FileDocuments(Documents):
+    """Documents in files. field: name of the field or column with the text."""
 
     files: tuple[Path, ...]
     field: str = "text"
-
-    def read(self, records: Records) -> Iterator[str]:
-        """Yields the documents of all files, which are shuffled once so that the held-out tail is a sample of all.
-
-        The order depends only on the list. Raises DataError where a file cannot be read, or too many records are bad.
-        """
-        order = np.random.default_rng(0).permutation(len(self.files))
-        records.bytes_before = sum(os.path.getsize(self.files[i]) for i in order[: records.file])
-        for i in order[records.file :]:
-            try:
-                yield from self._read_file(self.files[i], records)
-            except UNREADABLE as error:
-                truth = f"{type(error).__name__}: {error}"
-                raise DataError(f"reading {self.files[i]}", truth, "repair or remove it") from error
-            records.file, records.number = records.file + 1, 0
-        records.check()
-
-    def _read_file(self, file: Path, records: Records) -> Iterator[str]:
-        with open_bytes(file) as raw:
-            size, records.bytes_here = os.fstat(raw.fileno()).st_size, raw.tell
-            if (kind := kind_of(file.name)[0]) in COLUMNS:
-                from meshwright.data.columns import read_columns  # pyarrow takes 0.2 s of import
-
-                yield from read_columns(file, raw, kind, records, self.field)
-            else:
-                yield from read_texts(file, raw, records, self.field)
-            records.bytes_before, records.bytes_here = records.bytes_before + size, float
 
     def fingerprint(self) -> list[str]:
         """Returns path, size and modification time of every file. Raises DataError for one that is not regular."""
@@ -127,57 +88,26 @@ class FileDocuments:
 
 
 @dataclasses.dataclass(frozen=True)
-class StandardInput:
+class StandardInput(Documents):
     """Lines of JSON from standard input, which is read once."""
 
     field: str
 
-    def read(self, records: Records) -> Iterator[str]:
-        """Yields the text of each line."""
-        try:
-            yield from read_json_texts("standard input", sys.stdin.buffer, records, self.field)
-        except UNREADABLE as error:
-            raise DataError(f"--data {STDIN}", f"{type(error).__name__}: {error}", "lines of JSON") from error
-        records.check()
-
     def fingerprint(self) -> list[str]:
         """Returns the field. Nothing else is known before it is read."""
         return [STDIN, self.field]
-
-    def size(self) -> tuple[int, int]:
-        """Returns zeros."""
-        return 0, 0
 
     def __str__(self) -> str:
         return "standard input"
 
 
 @dataclasses.dataclass(frozen=True)
-class FunctionDocuments:
+class FunctionDocuments(Documents):
     """Documents from a callable `() -> Iterable[str]` outside the package (`--data module:attribute`)."""
 
     name: str
     """Name in `data.paths`: `module:attribute` or `FILE.py:attribute`."""
     function: Callable[[], Iterable[str]]
-
-    def read(self, records: Records) -> Iterator[str]:
-        """Yields the documents of one call. Raises DataError where the call fails or an item is not a string."""
-        number, skip, asked = 0, records.number, f"--data {self.name}"
-        try:
-            for number, text in enumerate(self.function(), 1):
-                if number <= skip:
-                    continue
-                records.number = number
-                if not isinstance(text, str):
-                    raise DataError(asked, f"its document {number} is of type {type(text).__name__}", "yield strings")
-                if document := records.text(text, Place(self.name, "document", number)):
-                    yield document
-        except DataError:
-            raise
-        except Exception as error:
-            truth = f"after {number} document(s) it {describe_failure(error)}"
-            raise DataError(asked, truth, "correct the function") from error
-        records.check()
 
     def fingerprint(self) -> list[str]:
         """Returns the name, and the callable's `fingerprint` attribute or the hash of the file that defines it.
@@ -197,12 +127,31 @@ class FunctionDocuments:
             ) from error
         return [self.name, hashlib.sha256(code).hexdigest()]
 
-    def size(self) -> tuple[int, int]:
-        """Returns zeros: the call has to be made to know."""
-        return 0, 0
-
     def __str__(self) -> str:
         return self.name
+
+
+def open_source(path: str, field: str = "text") -> Documents:
+    """Opens the source `path`: files, `-`, `stdlib`, `hf://datasets/OWNER/NAME`, or a function by its reference.
+
+    field: name of the field or column with the text. Raises DataError where there is no readable file, ConfigError
+    where the module or the attribute is missing.
+    """
+    if path == STDIN:
+        return StandardInput(field)
+    if path.startswith("hf://"):
+        return FileDocuments(tuple(download_dataset(path)), field)
+    if is_reference(path) and not os.path.exists(path):
+        return FunctionDocuments(path, load("data source", path))
+    return FileDocuments(tuple(find_files(path)), field)
+
+
+def kind_of(name: str) -> tuple[str, str]:
+    """Returns kind and compression by a file's name: `a.jsonl.zst` is `.jsonl` and `.zst`."""
+    name = name.lower()
+    compression = next((end for end in COMPRESSED if name.endswith(end)), "")
+    stem = name.removesuffix(compression)
+    return next((kind for kind in (*_TEXTS, *COLUMNS) if stem.endswith(kind)), ""), compression
 
 
 def download_dataset(path: str) -> list[Path]:
@@ -243,29 +192,27 @@ def find_files(path: str) -> list[Path]:
         return _stdlib()
     location = Path(path)
     if not path:
-        raise DataError("--data ''", "it is no name", f"one of {KINDS}")
+        raise DataError("--data ''", "it is no name", _KINDS)
     if os.path.isdir(path):  # false for names that no file can have
         if (location / "dataset_dict.json").is_file() or (location / "state.json").is_file():
-            from meshwright.data.columns import saved_files  # pyarrow takes 0.2 s of import
-
-            if saved := saved_files(location):
+            saved: list[Path] | None = addition("saved_files")(location)
+            if saved:
                 return saved
         found = sorted(_walk(path), key=lambda file: file.split(os.sep))
         files = _without_duplicates([file for file in found if file.lower().endswith(SUFFIXES)])
         if files:
             return files
-        raise DataError(f"--data {path}", "it is a folder without a file of a known kind", f"one of {KINDS}")
+        raise DataError(f"--data {path}", "it is a folder without a file of a known kind", _KINDS)
     if os.path.exists(path):
         files = [location]
     else:
-        files = _without_duplicates(
-            [file for file in sorted(glob.glob(path, recursive=True)) if not os.path.isdir(file)]
-        )
+        matches = sorted(glob.glob(path, recursive=True))
+        files = _without_duplicates([file for file in matches if not os.path.isdir(file)])
     if not files:
-        raise DataError(f"--data {path}", "it is neither a file, a folder nor a glob", f"one of {KINDS}")
+        raise DataError(f"--data {path}", "it is neither a file, a folder nor a glob", _KINDS)
     for file in files:
         if not file.name.lower().endswith(SUFFIXES):
-            raise DataError(f"--data {path}", f"{file.name} is of no known kind", f"one of {KINDS}")
+            raise DataError(f"--data {path}", f"{file.name} is of no known kind", _KINDS)
     return sorted(files)
 
 
@@ -301,8 +248,7 @@ def _walk(path: str) -> Iterator[str]:
             if real not in seen:
                 seen.add(real)
                 folders.append(name)
-        for name in names:
-            yield os.path.join(folder, name)
+        yield from (os.path.join(folder, name) for name in names)
 
 
 _STDLIB = (

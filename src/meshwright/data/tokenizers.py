@@ -11,6 +11,7 @@ import numpy as np
 
 from meshwright.documents import LARGE, parse_json, read_text
 from meshwright.errors import DataError
+from meshwright.plugins import addition
 from meshwright.storage.paths import in_bucket, path_of
 
 
@@ -132,9 +133,8 @@ def tokenizer_from_json(text: str) -> Tokenizer:
                 "reading a tokenizer", "its letters are no characters in order", "the tokenizer.json of a run"
             )
         return Chars(letters)
-    from meshwright.data.subwords import Subwords  # the tokenizers library
-
-    return Subwords(text)
+    subwords: Tokenizer = addition("subwords")(text)
+    return subwords
 
 
 def is_learned(spec: str) -> bool:
@@ -154,9 +154,8 @@ def build_tokenizer(spec: str, documents: Iterable[str] = ()) -> Tokenizer:
     if spec.startswith("bpe:"):
         if not spec[4:].isdecimal() or len(spec) > 14 or int(spec[4:]) >= 2**31:
             raise DataError(f"tokenizer {spec!r}", f"{spec[4:]!r} is not a number of tokens below 2^31", "bpe:4096")
-        from meshwright.data.subwords import train_bpe  # the tokenizers library
-
-        return train_bpe(documents, int(spec[4:]))
+        learned: Tokenizer = addition("train_bpe")(documents, int(spec[4:]))
+        return learned
     if not (path_of(spec).is_file() if in_bucket(spec) else os.path.isfile(spec)):
         truth, fix = "no such file, and no known kind", "bytes, chars, bpe:SIZE or a tokenizer.json"
         raise DataError(f"tokenizer {spec!r}", truth, fix)

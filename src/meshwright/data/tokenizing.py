@@ -1,33 +1,23 @@
 """Tokenisation: text into a token file, in any number of processes, and from where it was interrupted."""
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
-import numpy as np
-
+from meshwright.data.corpus import Progress, spec_identity
 from meshwright.data.encoding import BATCH, TextBatch, encode
 from meshwright.data.readers import Place, Records
 from meshwright.data.sources import STDIN, Documents, open_source
+from meshwright.data.token_writer import PROGRESS, SHARD_TOKENS, TokenWriter, read_progress, write_description
 from meshwright.data.tokenizers import Tokenizer, build_tokenizer, is_learned, tokenizer_from_json
-from meshwright.data.tokens import (
-    BLOCK,
-    PROGRESS,
-    SHARD_TOKENS,
-    SKIPPED,
-    TokenFile,
-    TokenWriter,
-    is_token_file,
-    open_tokens,
-    read_progress,
-    write_description,
-)
+from meshwright.data.tokens import BLOCK, SKIPPED, TokenFile, is_token_file, open_tokens
 from meshwright.documents import LARGE, read_text, write_atomically
 from meshwright.errors import DataError
 
@@ -38,27 +28,6 @@ _PATIENCE = 600.0
 _LOCK = ".lock"
 _MOST = 64
 """Most processes that are taken by default."""
-
-
-class Progress(Protocol):
-    """Display of a tokenisation that is under way."""
-
-    def update(self, label: str, read: float, size: float, files: tuple[int, int], tokens: int) -> None:
-        """Takes bytes read of those there are (0: not known), files read of those there are, and tokens written."""
-        ...
-
-    def write(self, text: str) -> None:
-        """Takes a line for the user."""
-        ...
-
-    def close(self) -> None:
-        """Called once, at the end."""
-        ...
-
-
-def spec_identity(spec: str) -> str:
-    """Returns the tokenizer itself where `spec` is a file, whose name and spaces do not matter."""
-    return build_tokenizer(spec).to_json() if os.path.isfile(spec) else spec
 
 
 def tokenize(
@@ -80,15 +49,10 @@ def tokenize(
     """
     if not 0 <= bad_records <= 1:
         raise DataError(f"skipping a share of {bad_records:g} of the records", "a share is from 0 to 1", "0.001")
-    job = _Tokenisation(
-        open_source(path, text_field),
-        spec,
-        out,
-        Records(path, bad_records),
-        processes or min(_MOST, len(os.sched_getaffinity(0))),
-        -(-shard_tokens // (BLOCK // 2)) * (BLOCK // 2),
-        progress,
-    )
+    processes = processes or min(_MOST, len(os.sched_getaffinity(0)))
+    shard_tokens = -(-shard_tokens // (BLOCK // 2)) * (BLOCK // 2)
+    source, records = open_source(path, text_field), Records(path, bad_records)
+    job = _Tokenisation(source, spec, out, records, processes, shard_tokens, progress)
     try:
         while not is_token_file(out):
             if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / _LOCK).exists())):
@@ -105,6 +69,18 @@ def tokenize(
         if progress is not None:
             progress.close()
     return open_tokens(out)
+
+
+def learn_tokenizer(paths: Sequence[str], spec: str, text_field: str, bad_records: float, file: Path) -> None:
+    """Writes the tokenizer that is learned from all of several sources into `file`. Raises DataError."""
+    sources = ((path, open_source(path, text_field)) for path in paths)
+    documents = (text for path, source in sources for text in source.read(Records(path, bad_records)))
+    text = build_tokenizer(spec, documents).to_json()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, text)
+    except OSError as error:
+        raise DataError(f"writing {file}", f"{error.strerror or error}", "another MESHWRIGHT_CACHE") from error
 
 
 @contextlib.contextmanager
@@ -138,23 +114,20 @@ def _lock(file: IO[bytes]) -> bool:
     return True
 
 
+@dataclasses.dataclass
 class _Tokenisation:
     """Tokenisation of one source into a folder whose lock this process holds."""
 
-    def __init__(
-        self,
-        source: Documents,
-        spec: str,
-        out: Path,
-        records: Records,
-        processes: int,
-        shard_tokens: int,
-        progress: Progress | None,
-    ):
-        self.source, self.spec, self.out, self.records = source, spec, out, records
-        self.processes, self.shard_tokens, self.progress = processes, shard_tokens, progress
-        self.identity = spec_identity(spec)
-        self.before = source.fingerprint()
+    source: Documents
+    spec: str
+    out: Path
+    records: Records
+    processes: int
+    shard_tokens: int
+    progress: Progress | None
+
+    def __post_init__(self) -> None:
+        self.identity, self.before = spec_identity(self.spec), self.source.fingerprint()
 
     def run(self) -> None:
         """Writes the token file. Leaves nothing in the folder where no shard became complete."""
@@ -172,7 +145,12 @@ class _Tokenisation:
             writer = self._writer(tokenizer, note)
             with contextlib.closing(writer):
                 self._write(tokenizer, writer, key)
-            self._check_unchanged()
+            after = self.source.fingerprint()
+            changed = next((old for old, new in zip(self.before, after, strict=False) if old != new), None)
+            if changed is not None:  # the tokens may be of no version of it
+                shutil.rmtree(self.out)
+                truth = "it changed while it was read"
+                raise DataError(f"reading {changed.rsplit(' ', 2)[0]}", truth, "wait until it is written, or copy it")
             named = {"source": self.records.source, "tokenizer": self.spec, "skipped": self.records.summary()}
             write_description(self.out, writer.description(tokenizer.vocab, **named))
             for name in (PROGRESS, _LOCK):
@@ -182,15 +160,6 @@ class _Tokenisation:
             if found is None or not found["shards"]:
                 shutil.rmtree(self.out, ignore_errors=True)
             raise
-
-    def _check_unchanged(self) -> None:
-        """Raises DataError where a file changed while it was read: its tokens may be of no version of it."""
-        after = self.source.fingerprint()
-        changed = next((old for old, new in zip(self.before, after, strict=False) if old != new), None)
-        if changed is not None:
-            shutil.rmtree(self.out)
-            fix = "wait until it is written, or copy it"
-            raise DataError(f"reading {changed.rsplit(' ', 2)[0]}", "it changed while it was read", fix)
 
     def _tokenizer(self, note: dict[str, Any] | None) -> Tokenizer:
         """Returns the tokenizer: the one that an unfinished folder has, or a new one, which is written there."""
@@ -230,9 +199,8 @@ class _Tokenisation:
 
     def _writer(self, tokenizer: Tokenizer, note: dict[str, Any] | None) -> TokenWriter:
         """Opens the folder to write, with `records` at the place where to go on. Raises DataError for a damaged one."""
-        dtype = np.dtype("<u2" if tokenizer.vocab <= 2**16 else "<u4")
         try:
-            writer = TokenWriter(self.out, dtype, self.shard_tokens, note)
+            writer = TokenWriter(self.out, "<u2" if tokenizer.vocab <= 2**16 else "<u4", self.shard_tokens, note)
             if note is not None:
                 self.records.resume(note["records"])
         except (KeyError, TypeError, ValueError) as error:

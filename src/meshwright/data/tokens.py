@@ -10,18 +10,16 @@ Opening verifies all but the tokens. A block of those is verified when it is fir
 a corpus larger than memory is not read before the first step.
 """
 
-import hashlib
-import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from meshwright.data.tokenizers import Tokenizer, tokenizer_from_json
-from meshwright.documents import LARGE, check_inside, read_json, read_text, write_atomically
+from meshwright.documents import LARGE, check_inside, checksum, read_json, read_text, seal, sha256_of
 from meshwright.errors import DataError
 
 FORMAT = 3
@@ -29,12 +27,9 @@ _SINGLE = 2
 """Format with all tokens in `tokens.bin`."""
 BLOCK = 2**18
 """Bytes of tokens under one checksum: verified in about 0.3 ms, and 4 bytes of `sums.bin`."""
-SHARD_TOKENS = 2**27
-"""Tokens of a shard: 256 MiB with two bytes each."""
-PROGRESS = "progress.json"
 SKIPPED = "skipped.jsonl"
 """File with a line for every record that was left out; training does not read it."""
-_HASHED = ("ends.npy", "sums.bin", "tokenizer.json")
+HASHED = ("ends.npy", "sums.bin", "tokenizer.json")
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
@@ -105,17 +100,6 @@ class TokenFile(NamedTuple):
     """Records that were left out, by reason."""
 
 
-def sha256_of(file: Path) -> str:
-    """Returns the SHA-256 of a file."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def checksum(record: Any) -> str:
-    """Returns the SHA-256 of JSON values."""
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-
-
 def is_token_file(path: str | Path) -> bool:
     """Whether `path` is a folder that `tokenize` wrote."""
     return os.path.isfile(os.path.join(path, "tokens.json"))  # false for names that no file can have
@@ -155,10 +139,10 @@ def _read_description(folder: Path) -> dict[str, Any]:
     if not isinstance(record, dict) or record.get("format") not in (_SINGLE, FORMAT):
         found = record.get("format") if isinstance(record, dict) else None
         raise ValueError(f"tokens.json is of format {found}, and this version reads {_SINGLE} and {FORMAT}")
-    if record.pop("checksum", None) != checksum(record):
+    if seal(record) != record:
         raise ValueError("tokens.json is not what was written: its checksum differs")
     names = tuple(record["sha256"])
-    if record.get("block") != BLOCK or not set(_HASHED) <= set(names) or not isinstance(record["skipped"], dict):
+    if record.get("block") != BLOCK or not set(HASHED) <= set(names) or not isinstance(record["skipped"], dict):
         raise ValueError("tokens.json has no checksums")
     if any(Path(name).name != name or not (folder / name).is_file() for name in names):
         raise ValueError("tokens.json names a file outside the folder, or one that is not there")
@@ -176,10 +160,11 @@ def _shards(folder: Path, record: Mapping[str, Any]) -> tuple[list[Path], int]:
     shards, size = int(record["shards"]), int(record["shard_tokens"])
     if size < 1 or size * _DTYPES[record["dtype"]].itemsize % BLOCK or shards != -(-count // size):
         raise ValueError(f"{count} tokens are not {shards} shards of {size} tokens")
-    return [folder / _shard_name(number) for number in range(shards)], size
+    return [folder / shard_name(number) for number in range(shards)], size
 
 
-def _shard_name(number: int) -> str:
+def shard_name(number: int) -> str:
+    """Returns the name of a shard's file."""
     return f"tokens-{number:05d}.bin"
 
 
@@ -192,135 +177,3 @@ def _check_sizes(files: Sequence[Path], shard: int, total: int) -> None:
     sums = files[0].with_name("sums.bin").stat().st_size
     if sums != 4 * -(-total // BLOCK):
         raise ValueError(f"sums.bin has {sums} bytes, and {total} bytes of tokens have {-(-total // BLOCK)} checksums")
-
-
-class TokenWriter:
-    """Writer of the tokens, their checksums and the ends of their documents into a folder.
-
-    shard_tokens: a multiple of a block.  note: of `save_progress`, to go on after the shards that were complete; what
-    was written behind them is written again. `shards` are written and safe on the disk, `tokens` and `documents` were
-    added. Raises ValueError where the folder has less than the note names.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        dtype: np.dtype[Any],
-        shard_tokens: int = SHARD_TOKENS,
-        note: Mapping[str, Any] | None = None,
-    ):
-        self.folder, self.dtype, self.shard_tokens = folder, dtype, shard_tokens
-        start: Mapping[str, int] = note or {"shards": 0, "tokens": 0, "documents": 0}
-        self.shards, self.tokens, self.documents = start["shards"], start["tokens"], start["documents"]
-        size = shard_tokens * dtype.itemsize
-        for number in range(self.shards):
-            if (folder / _shard_name(number)).stat().st_size != size:
-                raise ValueError(f"{_shard_name(number)} is not {size} bytes long")
-        # The first document that is read again begins before the shard's border; those tokens are not written again.
-        self._drop, self._filled = self.shards * shard_tokens - self.tokens, 0
-        self._crc, self._in_block = 0, 0
-        self._shard: IO[bytes] | None = None
-        self._ends = self._appending("ends.part", 8 * self.documents)
-        self._sums = self._appending("sums.bin", 4 * self.shards * size // BLOCK)
-
-    def _appending(self, name: str, size: int) -> IO[bytes]:
-        """Opens a file to write behind its first `size` bytes. Raises ValueError where it has fewer."""
-        file = self.folder / name
-        file.touch()
-        if file.stat().st_size < size:
-            raise ValueError(f"{name} has fewer than {size} bytes")
-        os.truncate(file, size)
-        return file.open("ab")
-
-    def add(self, tokens: np.ndarray, lengths: np.ndarray) -> bool:
-        """Adds documents: their tokens, and the number of tokens of each. Returns whether a shard was completed."""
-        np.add(np.cumsum(lengths), self.tokens, dtype="<i8").tofile(self._ends)
-        self.tokens += len(tokens)
-        self.documents += len(lengths)
-        skip = min(self._drop, len(tokens))
-        self._drop -= skip
-        data, before = tokens[skip:].astype(self.dtype), self.shards
-        while len(data):
-            if self._shard is None:
-                self._shard = (self.folder / _shard_name(self.shards)).open("wb")
-            # Up to the end of a block: a shard ends with one.
-            room = (BLOCK - self._in_block) // self.dtype.itemsize
-            view = memoryview(data[:room]).cast("B")
-            self._shard.write(view)
-            self._crc, self._in_block = zlib.crc32(view, self._crc), self._in_block + len(view)
-            self._filled += len(data[:room])
-            if self._in_block == BLOCK:
-                self._close_block()
-            if self._filled == self.shard_tokens:
-                self._close_shard()
-            data = data[room:]
-        return self.shards > before
-
-    def _close_block(self) -> None:
-        if self._in_block:
-            np.array([self._crc], "<u4").tofile(self._sums)
-        self._crc = self._in_block = 0
-
-    def _close_shard(self) -> None:
-        """Ends the shard in progress and waits until it is on the disk."""
-        if self._shard is not None:
-            self._close_block()
-            _sync(self._shard)
-            self._shard.close()
-            self._shard, self._filled, self.shards = None, 0, self.shards + 1
-
-    def save_progress(self, key: str, note: Mapping[str, Any]) -> None:
-        """Notes that the shards so far are complete.
-
-        key: changes when the text or an option does.  note: `tokens` and `documents` before the text that is read
-        first when the writing goes on, and its place.
-        """
-        for file in (self._ends, self._sums):
-            _sync(file)
-        note = {"format": FORMAT, "key": key, "shards": self.shards, **note}
-        write_atomically(self.folder / PROGRESS, json.dumps({**note, "checksum": checksum(note)}))
-
-    def finish(self) -> None:
-        """Completes the shards, `sums.bin` and `ends.npy`. The description makes a token file of them."""
-        self._close_shard()
-        self.close()
-        source = np.memmap(self.folder / "ends.part", "<i8", mode="r")
-        target = np.lib.format.open_memmap(self.folder / "ends.npy", "w+", np.dtype("<i8"), source.shape)
-        for start in range(0, len(source), 2**20):
-            target[start : start + 2**20] = source[start : start + 2**20]
-        target.flush()
-        (self.folder / "ends.part").unlink()
-
-    def description(self, vocab: int, **more: Any) -> dict[str, Any]:
-        """Returns the description of what was written, for `write_description`."""
-        counts = {"dtype": self.dtype.name, "tokens": self.tokens, "documents": self.documents}
-        return {**counts, "vocab": vocab, "shards": self.shards, "shard_tokens": self.shard_tokens, **more}
-
-    def close(self) -> None:
-        """Closes all files."""
-        for file in (self._ends, self._sums, *([] if self._shard is None else [self._shard])):
-            file.close()
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def read_progress(folder: Path) -> dict[str, Any] | None:
-    """Returns the note of an unfinished writing; None where there is none, or it is damaged."""
-    try:
-        note = read_json(folder / PROGRESS)
-        if note.pop("checksum") != checksum(note) or note["format"] != FORMAT:
-            return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return dict(note)
-
-
-def write_description(folder: Path, record: Mapping[str, Any], *more: str) -> None:
-    """Writes `tokens.json`, which makes a folder a token file. record: all but the checksums.  more: further files."""
-    names = [*_HASHED, *more, *([SKIPPED] if (folder / SKIPPED).is_file() else [])]
-    sums = {name: sha256_of(folder / name) for name in names}
-    record = {"format": FORMAT, **record, "block": BLOCK, "sha256": sums}
-    write_atomically(folder / "tokens.json", json.dumps({**record, "checksum": checksum(record)}, indent=1))

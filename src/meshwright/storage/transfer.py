@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -15,12 +15,8 @@ from meshwright.storage.paths import bucket_path, in_bucket, remove_tree
 
 PART = 64 * 2**20
 """Bytes of a file that are in memory at a time."""
-JOURNAL = ".moving.json"
-"""File of the target with the checksums of what has been copied; it is deleted at the end."""
 _COPIES = 8
 """Files that are copied at a time."""
-_RECORDED = 64
-"""Files after which the journal is written."""
 _VERSIONS = ".copied.json"
 
 
@@ -32,13 +28,12 @@ def files_of(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in files)
 
 
-def sha256_of(path: Path) -> tuple[str, int]:
-    """Returns the SHA-256 of a file or object, and its size in bytes."""
-    digest, size = hashlib.sha256(), 0
+def sha256_of(path: Path) -> str:
+    """Returns the SHA-256 of a file or object."""
+    digest = hashlib.sha256()
     for part in _parts(path):
         digest.update(part)
-        size += len(part)
-    return digest.hexdigest(), size
+    return digest.hexdigest()
 
 
 def _parts(path: Path) -> Iterator[bytes]:
@@ -56,38 +51,34 @@ def _parts(path: Path) -> Iterator[bytes]:
             yield part
 
 
-def copy_file(source: Path, target: Path) -> tuple[str, int]:
-    """Copies a file or object to another store; returns its SHA-256 and size.
+def copy_file(source: Path, target: Path) -> str:
+    """Copies a file or object to another store; returns its SHA-256.
 
     All of an object is in memory while it is written; a local file appears when it is complete.
     """
     if in_bucket(target):
         content = b"".join(_parts(source))
         target.write_bytes(content)
-        return hashlib.sha256(content).hexdigest(), len(content)
+        return hashlib.sha256(content).hexdigest()
     target.parent.mkdir(parents=True, exist_ok=True)
-    part_file = target.with_name(f".{target.name}.part-{os.getpid()}")
-    digest, size = hashlib.sha256(), 0
+    part_file, digest = target.with_name(f".{target.name}.part-{os.getpid()}"), hashlib.sha256()
     try:
         with part_file.open("wb") as file:
             for part in _parts(source):
                 file.write(part)
                 digest.update(part)
-                size += len(part)
             file.flush()
             os.fsync(file.fileno())
         part_file.replace(target)
     finally:
         part_file.unlink(missing_ok=True)
-    return digest.hexdigest(), size
+    return digest.hexdigest()
 
 
-def copy_all(names: Sequence[str], source: Path, target: Path, done: Callable[[str, str, int], None]) -> None:
-    """Copies files of a folder, several at a time. done: called with name, SHA-256 and size of each."""
+def _of_each[T](call: Callable[[str], T], names: Iterable[str]) -> list[T]:
+    """Calls a function with several names at a time."""
     with concurrent.futures.ThreadPoolExecutor(_COPIES) as pool:
-        futures = {pool.submit(copy_file, source / name, target / name): name for name in names}
-        for future in concurrent.futures.as_completed(futures):
-            done(futures[future], *future.result())
+        return list(pool.map(call, names))
 
 
 def _check_names(names: Sequence[str], folder: Path) -> None:
@@ -97,58 +88,37 @@ def _check_names(names: Sequence[str], folder: Path) -> None:
             raise StorageError(f"copying {folder}", f"{name!r} leads out of the folder", "delete that object")
 
 
-def copy_tree(
-    source: Path, target: Path, last: Sequence[str] = (), say: Callable[[str], None] = lambda line: None
-) -> dict[str, str]:
-    """Copies a folder and reads the copy back; returns the SHA-256 of its files.
+def copy_files(names: Sequence[str], source: Path, target: Path) -> None:
+    """Copies files of a folder, several at a time, and reads each copy back.
 
-    What an earlier copy that was cut off has copied is read back, not sent again. last: files that make the copy
-    complete, written when all others are there and compared. Raises StorageError where a file differs from its source.
+    A file that the target has already, from a copy that was cut off, is compared and sent again only if it differs.
+    Raises StorageError where a copy differs from its source.
+    """
+    _check_names(names, source)
+    there = set(files_of(target))
+
+    def copy(name: str) -> None:
+        first, second = source / name, target / name
+        if name in there and sha256_of(first) == sha256_of(second):
+            return
+        expected = copy_file(first, second)
+        if (found := sha256_of(second)) != expected:
+            truth = f"the copy has SHA-256 {found[:16]}..., the source {expected[:16]}...; the source is as it was"
+            raise StorageError(f"copying {first} to {second}", truth, f"delete {second} and copy again")
+
+    _of_each(copy, names)
+
+
+def copy_tree(source: Path, target: Path, last: Sequence[str] = ()) -> None:
+    """Copies a folder with `copy_files`. last: files that make the copy complete, copied when all others are compared.
+
+    Raises StorageError where there is nothing in it.
     """
     names = files_of(source)
-    _check_names(names, source)
     if not names:
         raise StorageError(f"copying {source}", "there is nothing in it", "a folder that exists")
-    journal = target / JOURNAL
-    try:
-        done: dict[str, Any] = dict(json.loads(journal.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        done = {}
     for group in ([name for name in names if name not in last], [name for name in names if name in last]):
-        _copy_group(group, source, target, done, say)
-    journal.unlink(missing_ok=True)
-    return {name: done[name][0] for name in names}
-
-
-def _copy_group(names: list[str], source: Path, target: Path, done: dict[str, Any], say: Callable[[str], None]) -> None:
-    missing, journal, count = [name for name in names if name not in done], target / JOURNAL, 0
-
-    def write() -> None:
-        journal.parent.mkdir(parents=True, exist_ok=True)
-        journal.write_text(json.dumps(done), encoding="utf-8")
-
-    def record(name: str, digest: str, size: int) -> None:
-        nonlocal count
-        done[name], count = [digest, size], count + 1
-        if count % _RECORDED == 0:
-            write()
-
-    copy_all(missing, source, target, record)
-    if missing:
-        write()
-    for name in names:
-        found, size = sha256_of(target / name)
-        # The source is read again where an earlier attempt copied: it may have changed since.
-        expected = done[name][0] if name in missing else sha256_of(source / name)[0]
-        if found != expected:
-            raise StorageError(
-                f"copying {source / name} to {target / name}",
-                f"the copy of {size:,} bytes has SHA-256 {found[:16]}..., the source {expected[:16]}...; the source is "
-                "as it was",
-                f"delete {journal} and copy again",
-            )
-        done[name] = [found, size]
-        say(f"{name}: {size:,} bytes, as in the source")
+        copy_files(group, source, target)
 
 
 def move_tree(source: Path, target: Path, last: Sequence[str] = ()) -> None:
@@ -180,9 +150,8 @@ def local_copy(location: Path, cache: Path) -> Path:
     known: dict[str, Any] = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
 
     def versions_of(some: list[str]) -> dict[str, str]:
-        with concurrent.futures.ThreadPoolExecutor(_COPIES) as pool:
-            versions = pool.map(lambda name: bucket_path(origin / name).generation().hex(), some)
-            return dict(zip(some, versions, strict=True))
+        versions = _of_each(lambda name: bucket_path(origin / name).generation().hex(), some)
+        return dict(zip(some, versions, strict=True))
 
     versions = versions_of(names)
     stale = [name for name in names if known.get(name) != versions[name] or not (folder / name).is_file()]
@@ -190,7 +159,7 @@ def local_copy(location: Path, cache: Path) -> Path:
     for name in known.keys() - versions.keys():
         (folder / name).unlink(missing_ok=True)
     try:
-        copy_all(stale, origin, folder, lambda name, digest, size: None)
+        _of_each(lambda name: copy_file(origin / name, folder / name), stale)
         for name in stale:
             # Tokens in the cache are known by size and time of their text: the same on all hosts.
             when = int(hashlib.sha256(versions[name].encode()).hexdigest()[:7], 16)

@@ -5,13 +5,13 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
 from meshwright.activity import activity
 from meshwright.data.batch import Batch, ramp_of
-from meshwright.data.corpus import Corpus, load_corpus
+from meshwright.data.corpus import Corpus, Progress, load_corpus
 from meshwright.data.feed import Feed, Samples, build_stream, held_out_batches, split
 from meshwright.documents import write_atomically
 from meshwright.errors import ConfigError, DataError
@@ -26,11 +26,7 @@ from meshwright.sharding.params import count_params
 from meshwright.step.device_run import DeviceRun, State, place_on_devices
 from meshwright.step.train_step import CompiledTrainStep, build_eval_step
 from meshwright.storage.paths import in_bucket, path_of
-from meshwright.storage.transfer import local_copy
 from meshwright.trainer.meter import Meter
-
-if TYPE_CHECKING:
-    from meshwright.data.tokenizing import Progress
 
 _SMALL_MODEL = 100_000_000
 """Most parameters of a model that is sampled from by default: where the run sets neither option."""
@@ -213,7 +209,7 @@ def prepare_run(
     devices: int | None = None,
     choose: Choose = lambda run, devices: run,
     own: Path | None = None,
-    progress: "Progress | None" = None,
+    progress: Progress | None = None,
 ) -> Trainable:
     """Tokenises the text, chooses the mesh where the run leaves it open, and places the run on devices.
 
@@ -237,7 +233,7 @@ def prepare_model(
     devices: int | None,
     choose: Choose,
     own: Path | None,
-    progress: "Progress | None",
+    progress: Progress | None,
 ) -> Any:
     """Prepares a run of a model family on text; another kind of model registers its own function (`wrapped`)."""
     available = jax.devices()[:devices]
@@ -245,7 +241,7 @@ def prepare_model(
     if run.mesh is None:
         run = dataclasses.replace(run, mesh=default_mesh_shape(len(available)))
     if own is not None and in_bucket(own):
-        own = local_copy(path_of(own), cache)
+        own = addition("local_copy")(path_of(own), cache)
     parts: Sequence[tuple[Samples, Samples]]
     if run.finetune.objective == "text":
         corpus = load_corpus(
