@@ -103,7 +103,6 @@ PARTS: dict[str, dict[str, str]] = {
         "zstd_stream": "data.columns:zstd_stream",
         "tokenize": "data.tokenizing:tokenize",
         "learn_tokenizer": "data.tokenizing:learn_tokenizer",
-        "load_conversations": "data.conversations:load_conversations",
         "share_folders": "data.sharing:share_folders",
         "local_copy": "storage.transfer:local_copy",
         "move_tree": "storage.transfer:move_tree",
