@@ -12,7 +12,7 @@ from tiny_runs import QWEN3_NEXT, assert_same_steps, device_run_of, tiny_run, tr
 import meshwright as mw
 from meshwright.models.blocks.rotary import RopeScaling, Yarn
 from meshwright.models.flops import layer_flops
-from meshwright.models.scan import join, scan_layers, sections
+from meshwright.models.forward import join, scan_layers, sections
 from meshwright.runs.placed_run import place_run
 from meshwright.sharding.stages import assign_layers, loop_placement
 

@@ -1,19 +1,17 @@
 """LoRA: low-rank adapters of frozen matrices, which may be quantised (arXiv:2106.09685, QLoRA: arXiv:2305.14314).
 
 An adapter of a weight W `[in..., out...]` is two parameters, A `[in..., r]` and B `[r, out...]`, in the same stack
-(`blocks.adapters.query.a`). They have the letters of W's dimensions, so every layout places them: with `tensor`, B of a
-column-parallel matrix is split as its columns are, A of a row-parallel one as its rows are. The product is computed at
-the projection, `x W + (alpha / r) (x A) B`, inside the function that Megatron's pair of collectives surrounds: it is
-summed with that of W, and nothing more is sent for it. Merging `W + (alpha / r) A B` in every layer instead would cost
-a matrix of W's size and 2 r n FLOPs for n elements, at each gather.
+(`blocks.adapters.query.a`). They have the letters of W's dimensions, so every layout places them as it places W. The
+product is computed at the projection, `x W + (alpha / r) (x A) B`, between the two collectives of tensor parallelism:
+it is summed with that of W, and nothing more is sent. Merging `W + (alpha / r) A B` in every layer instead would cost a
+matrix of W's size and 2 r n FLOPs for n elements, at each gather. Families do not know of adapters: a gathered weight
+that has one is a `SelfMultiplying` (blocks/layers.py).
 
-No family knows of adapters. A gathered weight that has one is an object that multiplies itself (blocks/layers.py).
-
-Frozen matrices may be kept as int8 with a scale per column, or as NF4 in blocks of 64. NF4 (QLoRA, appendix E) has 16
-values, quantiles of a normal distribution; a block of 64 elements along one dimension shares its largest magnitude, a
-float32: 4.5 bits per element. Two codes share a byte. Weights are gathered as they are kept and dequantised in the
-layer that uses them: one layer is in the compute dtype at a time. They have no gradient. The blocks are along the model
-width where 64 divides it, a dimension that no axis splits in use: they do not depend on the mesh, nor do the numbers.
+Frozen matrices may be kept as int8 with a scale per column, or as NF4 (QLoRA, appendix E): 16 values, quantiles of a
+normal distribution, of which two share a byte, and a float32 scale for each block of 64 elements along one dimension,
+its largest magnitude. Weights are gathered as they are kept and dequantised in the layer that uses them, one layer at a
+time. Blocks are along the model width where 64 divides it, a dimension that no axis splits in use: neither they nor the
+numbers depend on the mesh.
 """
 
 import dataclasses

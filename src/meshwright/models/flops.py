@@ -44,8 +44,8 @@ def training_flops_per_token(model: Model, seq: int, method: str = "full") -> fl
     three for attention. Adapters of rank r add 3 r / width of that to a matmul, which is not counted.
     """
     items = forward_flops(model, seq)
-    kept = items.get("attention", 0.0) + items.get("linear attention", 0.0)
-    frozen = sum(items.values()) - kept if method == "lora" else 0.0
+    weightless = items.get("attention", 0.0) + items.get("linear attention", 0.0)
+    frozen = sum(items.values()) - weightless if method == "lora" else 0.0
     return 3.0 * sum(items.values()) - frozen
 
 

@@ -87,7 +87,7 @@ class PipelineModel:
 
     def embed(self, params: Tree, m: jax.Array) -> jax.Array:
         """Returns x [B, T, D] of a microbatch, on the first stage."""
-        return self.model.embed(self._all(params), self._context(m))
+        return self.model.model.embed(self._all(params), self._context(m))
 
     def layers(self, part: Layers, x: jax.Array, virtual_stage: jax.Array, m: jax.Array) -> tuple[jax.Array, Any]:
         """Returns x after the layers of a part, and their aux: a tree of [rows, ...]."""

@@ -31,18 +31,17 @@ _EPSILON = 1e-6
 
 
 class DeltaInputs(NamedTuple):
-    """Inputs of a layer's tokens, before the convolution."""
+    """Inputs of a layer's tokens, before the convolution.
+
+    q and k are [B, T, N, key size], v is [B, T, N, G, value size]. decay is the log decay of each state, at most 0, and
+    rate how much of a token's correction is written, in (0, 1): both float32 [B, T, N, G].
+    """
 
     q: jax.Array
-    """[B, T, N, key size]"""
     k: jax.Array
-    """[B, T, N, key size]"""
     v: jax.Array
-    """[B, T, N, G, value size]"""
     decay: jax.Array
-    """Log decay of each state, at most 0: float32 [B, T, N, G]."""
     rate: jax.Array
-    """How much of a token's correction is written, in (0, 1): float32 [B, T, N, G]."""
 
 
 def delta_net(
@@ -87,10 +86,6 @@ def causal_convolution(x_BTNF: jax.Array, taps_NFW: jax.Array, positions_BT: jax
     return out
 
 
-def _unit(x: jax.Array) -> jax.Array:
-    return x * lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + _EPSILON)
-
-
 # What a chunk computes is many times its inputs: the backward pass computes it again from them.
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def gated_delta_rule(x: DeltaInputs, starts_BT: jax.Array, states: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -106,7 +101,11 @@ def gated_delta_rule(x: DeltaInputs, starts_BT: jax.Array, states: jax.Array) ->
         value = jnp.pad(value.astype(jnp.float32), ((0, 0), (0, -T % C), *((0, 0),) * (value.ndim - 2)))
         return jnp.moveaxis(value.reshape(B, -1, C, *value.shape[2:]), (1, 3), (0, 1))
 
-    q, k = chunked(_unit(x.q.astype(jnp.float32)) * H**-0.5), chunked(_unit(x.k.astype(jnp.float32)))
+    def unit(value: jax.Array) -> jax.Array:
+        value = value.astype(jnp.float32)
+        return value * lax.rsqrt(jnp.square(value).sum(-1, keepdims=True) + _EPSILON)
+
+    q, k = chunked(unit(x.q) * H**-0.5), chunked(unit(x.k))
     v, rate = jnp.moveaxis(chunked(x.v), 4, 3), jnp.moveaxis(chunked(x.rate), 4, 3)
     # The first token of a document decays nothing: what was there is left out below.
     decay = jnp.moveaxis(chunked(jnp.where(starts_BT[..., None, None], 0.0, x.decay)), 4, 3)
@@ -138,6 +137,9 @@ def gated_delta_rule(x: DeltaInputs, starts_BT: jax.Array, states: jax.Array) ->
     return out.transpose(2, 0, 4, 1, 3, 5).reshape(B, -1, N, G, F)[:, :T], states
 
 
+_multiply = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+
+
 @jax.custom_vjp
 def unit_lower_inverse(lower: jax.Array) -> jax.Array:
     """Returns the inverse of I + `lower`, which is strictly lower triangular, [..., C, C] with C a power of two.
@@ -147,14 +149,13 @@ def unit_lower_inverse(lower: jax.Array) -> jax.Array:
     """
     *lead, C, _ = lower.shape
     inverse, size = jnp.ones((*lead, C, 1, 1), lower.dtype), 1
-    multiply = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
     while size < C:
         pairs = C // (2 * size)
         below = lower.reshape(*lead, pairs, 2, size, pairs, 2, size)[..., :, 1, :, :, 0, :]
         below = jnp.moveaxis(jnp.diagonal(below, axis1=-4, axis2=-2), -1, -3)
         halves = inverse.reshape(*lead, pairs, 2, size, size)
         first, second = halves[..., 0, :, :], halves[..., 1, :, :]
-        corner = -multiply(multiply(second, below), first)
+        corner = -_multiply(_multiply(second, below), first)
         top = jnp.concatenate([first, jnp.zeros_like(first)], -1)
         inverse, size = jnp.concatenate([top, jnp.concatenate([corner, second], -1)], -2), 2 * size
     return inverse[..., 0, :, :]
@@ -162,8 +163,7 @@ def unit_lower_inverse(lower: jax.Array) -> jax.Array:
 
 def _inverse_bwd(inverse: jax.Array, g: jax.Array) -> tuple[jax.Array]:
     transposed = jnp.swapaxes(inverse, -1, -2)
-    multiply = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-    return (-jnp.tril(multiply(multiply(transposed, g), transposed), -1),)
+    return (-jnp.tril(_multiply(_multiply(transposed, g), transposed), -1),)
 
 
 unit_lower_inverse.defvjp(lambda lower: (unit_lower_inverse(lower),) * 2, _inverse_bwd)
