@@ -130,12 +130,6 @@ class ChunkAttention:
         return self.with_softcap(scores.softcap), scores.sinks_N
 
 
-def empty_result(queries: Queries, value_size: int) -> Result:
-    """Returns the result for no keys, float32."""
-    B, T, N, _ = queries.q_BTNH.shape
-    return Result(jnp.zeros((B, T, N, value_size), jnp.float32), jnp.full((B, N, T), -1e30, jnp.float32))
-
-
 def cut(x: Any, size: int) -> Any:
     """Returns the pieces of `size` tokens of arrays [B, T, ...], stacked in front: [pieces, B, size, ...].
 
@@ -194,7 +188,7 @@ class Pass:
     """
 
     start: Callable[[Any, Keys], Any]
-    """`(rows, keys) -> sums` before the first pair."""
+    """`(rows, keys) -> sums` before the first pair, also of a single chunk."""
     pair: Callable[[ChunkMask, Any, Keys], Any]
     """Computes a pair of chunks."""
     add: Callable[[Any, Any], Any]
@@ -227,7 +221,9 @@ def forward_pass(kernel: ChunkAttention) -> Pass:
     """Returns the pass that combines the results of a kernel by their lse."""
 
     def start(rows: Any, keys: Keys) -> Any:
-        return jax.vmap(functools.partial(empty_result, value_size=keys.v_BSKH.shape[-1]))(rows[0]), ()
+        *lead, T, N, _ = rows[0].q_BTNH.shape
+        out_BTNH = jnp.zeros((*lead, T, N, keys.v_BSKH.shape[-1]), jnp.float32)
+        return Result(out_BTNH, jnp.full((*lead, N, T), -1e30, jnp.float32)), ()
 
     def add(sums: Any, found: Any) -> Any:
         pair = (sums[0], found[0])

@@ -8,6 +8,7 @@ documents per sequence, and its log-sum-exp takes that many times the memory.
 """
 
 import ctypes
+import dataclasses
 import functools
 import inspect
 import math
@@ -31,7 +32,6 @@ from meshwright.models.kernels.chunks import (
     Result,
     backward_pass,
     cut,
-    empty_result,
     forward_pass,
     self_attention_of,
     uncut,
@@ -69,12 +69,36 @@ def _backward(queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, m
     return g_q, g_k, g_v
 
 
+def _kernel(masked: bool) -> ChunkAttention:
+    return ChunkAttention(
+        lambda queries, keys, mask: _call_forward(queries, keys, mask, masked),
+        lambda queries, keys, result, g, mask: _call_backward(queries, keys, result, g, mask, masked),
+    )
+
+
 def _by_documents(pass_of: Callable[[ChunkAttention], Pass], mask: ChunkMask, rows: Any, keys: Keys) -> Any:
     """Runs cuDNN without documents where all tokens are of one document, else pair by pair of at most CHUNK tokens."""
-    each, plain = pass_of(_PAIR), functools.partial(pass_of(_ONE_DOCUMENT).pair, mask, rows, keys)
+    plain, masked = pass_of(_kernel(masked=False)), pass_of(_kernel(masked=True))
+
+    def has_one_document(rows: Any, keys: Keys) -> jax.Array:
+        first = rows[0].segments_BT[:, :1]
+        return (rows[0].segments_BT == first).all() & (keys.segments_BS == first).all()
+
+    def pair(mask: ChunkMask, rows: Any, keys: Keys) -> Any:
+        """Computes nothing without a common document, and without a mask in a single one."""
+        a, b = rows[0].segments_BT, keys.segments_BS
+        # Documents are numbered in order, so that ranges which do not overlap have none in common.
+        apart = ((a.max(1) < b.min(1)) | (a.min(1) > b.max(1))).all()
+        compute = functools.partial(masked.pair, mask, rows, keys)
+        empty = _as(compute, masked.start(rows, keys))
+        branches: list[Callable[[], Any]] = [lambda: empty, compute, functools.partial(plain.pair, mask, rows, keys)]
+        kind = jnp.where(apart, 0, jnp.where(has_one_document(rows, keys) & _native(mask), 2, 1))
+        return lax.switch(kind, branches if _native(mask) else branches[:2])
+
     T, S = rows[0].q_BTNH.shape[1], keys.k_BSKH.shape[1]
     if max(T, S) <= CHUNK:
-        return each.pair(mask, rows, keys)
+        return pair(mask, rows, keys)
+    undivided = functools.partial(plain.pair, mask, rows, keys)
 
     def in_chunks() -> Any:
         common = math.gcd(T, S)
@@ -85,52 +109,19 @@ def _by_documents(pass_of: Callable[[ChunkAttention], Pass], mask: ChunkMask, ro
             if between is not None:
                 by_mask.setdefault(between, []).append((i, j, 0))
         row_chunks, key_chunks = cut((rows, keys), size)
-        sums = each.start(row_chunks, key_chunks)
+        each, sums = dataclasses.replace(masked, pair=pair), masked.start(row_chunks, key_chunks)
         for between, steps in by_mask.items():
             sums = each.visit_all((between,), tuple(jnp.asarray(steps, jnp.int32).T), row_chunks, key_chunks, sums)
-        return jax.tree.map(lambda x, like: x.astype(like.dtype), uncut(sums), jax.eval_shape(plain))
+        return _as(undivided, uncut(sums))
 
     if not _native(mask):
         return in_chunks()
-    return lax.cond(_has_one_document(rows[0].segments_BT, keys.segments_BS), plain, in_chunks)
+    return lax.cond(has_one_document(rows, keys), undivided, in_chunks)
 
 
-def _has_one_document(a: jax.Array, b: jax.Array) -> jax.Array:
-    first = a[:, :1]
-    return (a == first).all() & (b == first).all()
-
-
-def _by_pair(queries: Queries, keys: Keys, mask: ChunkMask, compute: Callable[[bool], Any], empty: Any) -> Any:
-    """Computes a pair of at most CHUNK tokens: nothing without a common document, without a mask in a single one."""
-    a, b = queries.segments_BT, keys.segments_BS
-    # Documents are numbered in order, so that ranges which do not overlap have none in common.
-    apart = ((a.max(1) < b.min(1)) | (a.min(1) > b.max(1))).all()
-    branches = [lambda: empty, lambda: compute(True), *([lambda: compute(False)] if _native(mask) else [])]
-    kind = jnp.where(apart, 0, jnp.where(_has_one_document(a, b) & _native(mask), 2, 1))
-    return lax.switch(kind, branches)
-
-
-def _forward_pair(queries: Queries, keys: Keys, mask: ChunkMask) -> Result:
-    out, lse = empty_result(queries, keys.v_BSKH.shape[3])
-    empty = Result(out.astype(queries.q_BTNH.dtype), lse)
-    found: Result = _by_pair(queries, keys, mask, lambda masked: _call_forward(queries, keys, mask, masked), empty)
-    return found
-
-
-def _backward_pair(queries: Queries, keys: Keys, result: Result, g_BTNH: jax.Array, mask: ChunkMask) -> Gradients:
-    def call(masked: bool) -> Gradients:
-        return _call_backward(queries, keys, result, g_BTNH, mask, masked)
-
-    empty = tuple(jnp.zeros_like(x) for x in (queries.q_BTNH, keys.k_BSKH, keys.v_BSKH))
-    gradients: Gradients = _by_pair(queries, keys, mask, call, empty)
-    return gradients
-
-
-_PAIR = ChunkAttention(_forward_pair, _backward_pair)
-_ONE_DOCUMENT = ChunkAttention(
-    lambda queries, keys, mask: _call_forward(queries, keys, mask, False),
-    lambda queries, keys, result, g, mask: _call_backward(queries, keys, result, g, mask, False),
-)
+def _as(like: Callable[[], Any], x: Any) -> Any:
+    """Returns a tree in the types that a function returns."""
+    return jax.tree.map(lambda leaf, made: leaf.astype(made.dtype), x, jax.eval_shape(like))
 
 
 def _native(mask: ChunkMask) -> bool:
