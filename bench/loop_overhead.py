@@ -15,7 +15,7 @@ from meshwright.bench.loop_cost import StepRunner, measure_loop
 from meshwright.config import MeshShape, Training
 from meshwright.hardware.mesh import build_mesh, prepare_host
 from meshwright.models.families.llama import Llama
-from meshwright.report.files import JsonLines
+from meshwright.reporters.files import JsonLines
 from meshwright.runs.run import Run
 from meshwright.step.device_run import place_on_devices
 from meshwright.step.train_step import CompiledTrainStep

@@ -24,7 +24,7 @@ from meshwright.data.batch import ramp_of
 from meshwright.data.feed import Feed, Windows, build_stream
 from meshwright.errors import CheckpointError, ConfigError, TrainingError
 from meshwright.faults import Faults
-from meshwright.report.files import JsonLines
+from meshwright.reporters.files import JsonLines
 from meshwright.runs.run import Run
 from meshwright.step.device_run import State
 from meshwright.step.train_step import CompiledTrainStep

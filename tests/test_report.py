@@ -16,9 +16,9 @@ from meshwright.errors import ConfigError, TrainingError
 from meshwright.formatting import format_step
 from meshwright.models.families.llama import Llama
 from meshwright.plugins import keep_own_names
-from meshwright.report.console import ConsoleReport, Period, open_console
-from meshwright.report.files import EventLog, JsonLines
-from meshwright.report.reporters import build_reporters
+from meshwright.reporters import build_reporters
+from meshwright.reporters.console import ConsoleReport, Period, open_console
+from meshwright.reporters.files import EventLog, JsonLines
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_from_dict, run_to_dict
 from meshwright.views.blocks import Column, Table
@@ -213,7 +213,7 @@ def test_a_line_breaks_between_its_parts(width: int, height: int) -> None:
 
 
 def test_work_besides_the_steps_is_shown_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.report.console._ANNOUNCED", 0.01)
+    monkeypatch.setattr("meshwright.reporters.console._ANNOUNCED", 0.01)
     console = Console(file=io.StringIO(), width=120)
     with watched_by(report := ConsoleReport(console)):
         with activity("compile", "compiling the train step", "compiled the train step"):

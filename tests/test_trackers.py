@@ -14,7 +14,7 @@ from meshwright.config import Training
 from meshwright.errors import ConfigError
 from meshwright.models.families.llama import Llama
 from meshwright.plugins import PARTS
-from meshwright.report.reporters import build_reporters
+from meshwright.reporters import build_reporters
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import write_run
 

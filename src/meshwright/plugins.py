@@ -62,10 +62,10 @@ PARTS: dict[str, dict[str, str]] = {
         "sgd": "step.optimizers:sgd",
     },
     "reporter": {
-        "mlflow": "report.trackers:_MLflow",
-        "tensorboard": "report.trackers:_TensorBoard",
-        "trackio": "report.trackers:_Trackio",
-        "wandb": "report.trackers:_WeightsAndBiases",
+        "mlflow": "reporters.trackers:_MLflow",
+        "tensorboard": "reporters.trackers:_TensorBoard",
+        "trackio": "reporters.trackers:_Trackio",
+        "wandb": "reporters.trackers:_WeightsAndBiases",
     },
     "addition": {
         "adapted_params": "models.adapters:adapted_params",

@@ -18,7 +18,7 @@ import meshwright as mw
 from meshwright.activity import activity, watched_by
 from meshwright.api.viewing import make_page
 from meshwright.errors import ConfigError
-from meshwright.report.files import EventLog, JsonLines
+from meshwright.reporters.files import EventLog, JsonLines
 from meshwright.views.live_server import LivePage, LiveServer
 from meshwright.views.run_folder import Curve, RunFolder, flat_fields
 

@@ -16,8 +16,8 @@ from meshwright.activity import watched_by
 from meshwright.bench.calibration_file import calibration_path, read_calibration
 from meshwright.hardware.mesh import default_cache_folder
 from meshwright.plugins import addition, keep_own_names
-from meshwright.report import Reporter
-from meshwright.report.console import ConsoleReport, Period, TokenizeReport, open_console
+from meshwright.reporters import Reporter
+from meshwright.reporters.console import ConsoleReport, Period, TokenizeReport, open_console
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
 from meshwright.step.device_memory import OutOfDeviceMemory

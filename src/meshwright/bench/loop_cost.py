@@ -17,7 +17,7 @@ from meshwright.data.tokens import TokenFile
 from meshwright.errors import TrainingError
 from meshwright.models.flops import training_flops_per_token
 from meshwright.models.model import vocab_size
-from meshwright.report import Reporter
+from meshwright.reporters import Reporter
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.trainer.meter import BadStep, Meter
 

@@ -31,7 +31,7 @@ from meshwright.config import MeshShape
 from meshwright.errors import CensusError, ConfigError, TrainingError
 from meshwright.hardware import mesh
 from meshwright.hardware.hosts import Hosts
-from meshwright.report.console import open_console
+from meshwright.reporters.console import open_console
 from meshwright.views.blocks import Column, Table
 from meshwright.views.colours import plot_colours
 from meshwright.views.hardware_report import (

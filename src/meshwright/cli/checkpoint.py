@@ -17,7 +17,7 @@ from meshwright.checkpoint.move import move_checkpoints, plan_move
 from meshwright.cli.output import write, write_json, write_table
 from meshwright.cli.parse import parse
 from meshwright.errors import CheckpointError, ConfigError, nearest
-from meshwright.report.console import open_console
+from meshwright.reporters.console import open_console
 from meshwright.runs.run_file import run_to_dict
 from meshwright.storage.paths import path_of
 from meshwright.trainer.lock import locked

@@ -20,7 +20,7 @@ from meshwright.errors import ConfigError
 from meshwright.launching.host_checks import check_host
 from meshwright.planner.memory_model import sharded_elements
 from meshwright.planner.optimizer import state_bytes
-from meshwright.report.console import open_console
+from meshwright.reporters.console import open_console
 from meshwright.runs.placed_run import place_run
 from meshwright.views.blocks import Column, Table, Tone
 from meshwright.views.terminal import print_table

@@ -13,7 +13,7 @@ from meshwright.cli.output import write_json
 from meshwright.cli.parse import parse
 from meshwright.config import MeshShape
 from meshwright.hardware.agreement import failing_together
-from meshwright.report.console import open_console
+from meshwright.reporters.console import open_console
 from meshwright.views.result_pages import parity_page
 
 _STEPS = 5

@@ -41,7 +41,7 @@ from meshwright.planner.offers import (
 )
 from meshwright.planner.plan_file import prediction_json, write_plan
 from meshwright.planner.search import Plan, SearchResult, price_mesh
-from meshwright.report.console import open_console
+from meshwright.reporters.console import open_console
 from meshwright.views.blocks import Column, Table, Text
 from meshwright.views.plan_page import offer_page, plan_page, plans_table, print_decode_prices
 from meshwright.views.report import Report, Section, print_sections

@@ -35,7 +35,7 @@ from meshwright.formatting import format_bytes
 from meshwright.hardware.targets import Target
 from meshwright.planner.explain import memory_remedies
 from meshwright.planner.plan_file import is_plan, read_plan
-from meshwright.report.console import open_console
+from meshwright.reporters.console import open_console
 from meshwright.runs.run import Run
 from meshwright.trust import trust_option
 from meshwright.views.blocks import Facts

@@ -14,7 +14,7 @@ from meshwright.api.rehearsal import rehearse, small_run
 from meshwright.cli.base_run import RunOptions, parse_run
 from meshwright.cli.output import write_json
 from meshwright.errors import ConfigError
-from meshwright.report.console import open_console
+from meshwright.reporters.console import open_console
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

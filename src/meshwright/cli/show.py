@@ -11,7 +11,7 @@ from meshwright.api.layout import show
 from meshwright.cli.base_run import RunOptions, base_run
 from meshwright.cli.output import unwritable, write_json
 from meshwright.cli.parse import parse
-from meshwright.report.console import open_console
+from meshwright.reporters.console import open_console
 from meshwright.views.draw import PipelineTimeline, draw_machine, parse_machine, standalone
 from meshwright.views.layout_page import layout_page, tensor_pictures
 

@@ -15,7 +15,7 @@ from meshwright.data.tokenizing import tokenize
 from meshwright.data.tokens import is_token_file
 from meshwright.errors import ConfigError, DataError
 from meshwright.formatting import parse_count
-from meshwright.report.console import TokenizeReport, open_console
+from meshwright.reporters.console import TokenizeReport, open_console
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

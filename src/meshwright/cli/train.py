@@ -18,7 +18,7 @@ from meshwright.cli.parse import parse, value_of
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_step
 from meshwright.launching.restarts import Restarts
-from meshwright.report.console import ConsoleReport, Period, open_console
+from meshwright.reporters.console import ConsoleReport, Period, open_console
 from meshwright.runs.run_file import run_in_folder
 from meshwright.storage.paths import path_of
 from meshwright.trainer.loop import PreparedRun

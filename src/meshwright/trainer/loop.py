@@ -15,9 +15,8 @@ from meshwright.checkpoint.steps import committed_steps
 from meshwright.data.batch import ramp_of
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.plugins import addition
-from meshwright.report import Reporter
-from meshwright.report.files import EventLog, JsonLines
-from meshwright.report.reporters import build_reporters
+from meshwright.reporters import Reporter, build_reporters
+from meshwright.reporters.files import EventLog, JsonLines
 from meshwright.runs.run_file import write_run
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.storage.paths import path_of

@@ -14,7 +14,7 @@ from meshwright.data.batch import ramp_of
 from meshwright.hardware.chips import find_chip
 from meshwright.models.flops import mfu
 from meshwright.models.model import Metrics
-from meshwright.report import Reporter, Values
+from meshwright.reporters import Reporter, Values
 from meshwright.runs.run import Run
 
 

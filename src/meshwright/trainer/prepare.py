@@ -19,7 +19,7 @@ from meshwright.hardware.mesh import build_mesh, default_mesh_shape, enable_comp
 from meshwright.models.flops import training_flops_per_token
 from meshwright.models.model import Metrics, Model
 from meshwright.plugins import addition
-from meshwright.report import Reporter
+from meshwright.reporters import Reporter
 from meshwright.runs.checks import check_sizes
 from meshwright.runs.run import Run
 from meshwright.sharding.params import count_params

@@ -14,7 +14,7 @@ from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import build_mesh
-from meshwright.report import Reporter
+from meshwright.reporters import Reporter
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.layouts import BATCH_AXES

@@ -3,7 +3,7 @@
 import csv
 from pathlib import Path
 
-from meshwright.report import Values
+from meshwright.reporters import Values
 from meshwright.runs.run import Run
 
 

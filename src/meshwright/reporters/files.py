@@ -12,7 +12,7 @@ from typing import IO, Any
 from meshwright.activity import Activity, watched_by
 from meshwright.documents import parse_json, write_atomically
 from meshwright.errors import StorageError
-from meshwright.report import Values
+from meshwright.reporters import Values
 from meshwright.storage.paths import in_bucket
 
 INTERVAL = 30.0
@@ -22,9 +22,8 @@ INTERVAL = 30.0
 class _ObjectLines(io.BytesIO):
     """File in a bucket to which lines are added; the object is replaced every `INTERVAL` seconds, and on `close`.
 
-    It is a watcher: before a checkpoint is saved the object is replaced too, so that a run which dies and goes on from
-    there has every line until then. A bucket that is away for a while ends no run: the lines stay in memory until it is
-    back.
+    It is a watcher: before a checkpoint is saved the object is replaced too, so that a run which dies and continues
+    from there has every line until then. A bucket that is away for a while ends no run: the lines stay in memory.
     """
 
     def __init__(self, path: Path, content: bytes):
@@ -36,39 +35,36 @@ class _ObjectLines(io.BytesIO):
         self._watching.enter_context(watched_by(self))
 
     def began(self, activity: Activity) -> None:
-        """Writes the object before a save."""
         if activity.kind == "save":
-            self._try()
+            with contextlib.suppress(StorageError):
+                self._put()
 
     def ended(self, activity: Activity, *, failed: bool) -> None:
-        """Does nothing."""
+        pass
 
     def write(self, data: Any) -> int:
-        """Adds bytes; returns their number."""
         self._changed = True
         count = super().write(data)
         if time.monotonic() - self._written_at >= INTERVAL:
-            self._try()
+            with contextlib.suppress(StorageError):
+                self._put()
         return count
 
-    def _try(self) -> None:
-        self._written_at = time.monotonic()
-        with contextlib.suppress(StorageError):
-            self._put()
-
     def _put(self) -> None:
+        self._written_at = time.monotonic()
         self._path.write_bytes(self.getvalue())
         self._changed = False
 
     def close(self) -> None:
         """Writes the object a last time; lines that cannot be written are named on standard error."""
-        if not self.closed and self._changed:
+        if self.closed:
+            return
+        if self._changed:
             try:
                 self._put()
             except StorageError as error:
                 print(f"{self.name}: its last lines could not be written: {error.truth}", file=sys.stderr)
-        if not self.closed:
-            self._watching.close()
+        self._watching.close()
         super().close()
 
 
@@ -84,25 +80,22 @@ class JsonLines:
         self._path, self._waiting = file, b""
         self._open(upto)
 
-    def _opened(self, kept: str) -> IO[bytes]:
-        if not in_bucket(self._path):
-            return self._path.open("ab", buffering=0)
-        return _ObjectLines(self._path, kept.encode())
-
     def _open(self, upto: int) -> None:
         """Opens the file without the lines after `upto`; a file that cannot be read is kept under another name."""
-        kept: list[str] = []
+        kept = ""
         try:
             if self._path.exists():
                 text = self._path.read_text(encoding="utf-8", errors="replace")
-                kept = [f"{line}\n" for line in text.splitlines() if _step_of(line) <= upto]
+                kept = "".join(f"{line}\n" for line in text.splitlines() if _step_of(line) <= upto)
         except OSError as error:
             aside = self._path.with_name(f"{self._path.name}.unreadable-{time.strftime('%Y%m%d-%H%M%S')}")
             print(f"{self._path}: {error.strerror}; moved to {aside.name}", file=sys.stderr)
             self._path.rename(aside)
         if kept or self._path.exists():
-            write_atomically(self._path, "".join(kept))
-        self._file = self._opened("".join(kept))
+            write_atomically(self._path, kept)
+        bucket = in_bucket(self._path)
+        self._file: IO[bytes]
+        self._file = _ObjectLines(self._path, kept.encode()) if bucket else self._path.open("ab", buffering=0)
 
     def rewind(self, step: int) -> None:
         """Drops the lines of steps after `step`, which are taken again."""

@@ -1,6 +1,7 @@
 """Progress on a console: a live line on a terminal, and lasting lines at a period."""
 
 import dataclasses
+import math
 import os
 import re
 import sys
@@ -17,7 +18,7 @@ from rich.text import Text
 from meshwright.activity import Activity
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_bytes, format_count, format_step, format_time
-from meshwright.report import Values
+from meshwright.reporters import Values
 
 _PIPED_WIDTH = 120
 """Columns where the output is not a terminal and COLUMNS is not set."""
@@ -83,7 +84,8 @@ class ConsoleReport:
         self._console, self._period, self._clock = console, period or Period(), clock
         self._start = self._steps = 0
         self._first: tuple[int, float] | None = None
-        self._printed: tuple[int, float] | None = None
+        self._printed = (-math.inf, -math.inf)
+        """Step of the last lasting line, and its time."""
         self._last: tuple[int, Values] | None = None
         self._since = _Speed()
         """Speed since the last lasting line."""
@@ -112,18 +114,17 @@ class ConsoleReport:
         self._last = (step, {**values, **self._since.mean()})
         if self._first is None:
             self._first = (step, now)
-        before = self._printed
-        due = before is None or step >= self._steps
-        if before is not None and step - before[0] >= self._period.steps:
-            due = due or now - before[1] >= self._period.seconds
-        if due:
+        printed_step, printed_at = self._printed
+        due = step - printed_step >= self._period.steps and now - printed_at >= self._period.seconds
+        if due or step >= self._steps:
             self._printed = (step, now)
             self._print(self._line(*self._last, now))
             self._since = _Speed()
 
     def rewind(self, step: int) -> None:
         """Continues from an earlier step."""
-        self._first = self._printed = self._last = None
+        self._first = self._last = None
+        self._printed = (-math.inf, -math.inf)
         self._since = _Speed()
 
     def began(self, activity: Activity) -> None:
@@ -167,26 +168,23 @@ class ConsoleReport:
     def _renderable(self) -> Text:
         """Returns the live line: the last step, or what is under way."""
         last = self._last
-        parts = [] if last is None else self._line(*last, self._clock())
-        if not parts and self._steps:
-            parts = [self._number(self._start)]
+        parts = [self._number(self._start)] if self._steps else []
+        if last is not None:
+            parts = self._line(*last, self._clock())
         if self._activities:
             current = self._activities[-1]
             parts.append(f"{current.doing}, {format_time(time.perf_counter() - current.began)}")
         return Text(fold(parts, self._console.width), no_wrap=True, style="bold")
 
     def _line(self, step: int, values: Values, now: float) -> list[str]:
-        return [self._number(step), *_parts(values), *self._time_left(step, now)]
+        parts = [self._number(step), *(text(values[name]) for name, text in _METRICS.items() if name in values)]
+        if self._first is not None and self._first[0] < step < self._steps:
+            first, began = self._first
+            parts.append(f"{format_time((now - began) / (step - first) * (self._steps - step))} left")
+        return parts
 
     def _number(self, step: int) -> str:
         return f"step {step:>{len(str(self._steps))}}/{self._steps}"
-
-    def _time_left(self, step: int, now: float) -> list[str]:
-        """Returns the estimated time to the last step; nothing at the first step that is seen."""
-        if self._first is None or step <= self._first[0] or step >= self._steps:
-            return []
-        first, began = self._first
-        return [f"{format_time((now - began) / (step - first) * (self._steps - step))} left"]
 
     def _print(self, parts: Sequence[str]) -> None:
         text = fold(parts, self._console.width)
@@ -230,21 +228,17 @@ class _Speed:
         return {"step seconds": self._seconds / self._steps, **rates}
 
 
-def _parts(values: Values) -> list[str]:
-    """Returns the metrics worth a place on the line."""
-    parts = [f"loss {values['loss']:.4f}"]
-    if "learning rate" in values:
-        parts.append(f"lr {values['learning rate']:.2e}")
-    if "gradient norm" in values:
-        parts.append(f"grad norm {values['gradient norm']:.3g}")
-    if "step seconds" in values:
-        parts.append(f"{format_step(values['step seconds'])}/step")
-    parts += [f"{values[unit]:,.0f} {unit}" for unit in ("tokens/s", "examples/s") if unit in values]
-    if "MFU" in values:
-        parts.append(f"MFU {values['MFU']:.1%}")
-    if "largest expert load" in values:
-        parts.append(f"largest expert load {values['largest expert load']:.2f}x")
-    return parts
+_METRICS: dict[str, Callable[[float], str]] = {
+    "loss": lambda n: f"loss {n:.4f}",
+    "learning rate": lambda n: f"lr {n:.2e}",
+    "gradient norm": lambda n: f"grad norm {n:.3g}",
+    "step seconds": lambda n: f"{format_step(n)}/step",
+    "tokens/s": lambda n: f"{n:,.0f} tokens/s",
+    "examples/s": lambda n: f"{n:,.0f} examples/s",
+    "MFU": lambda n: f"MFU {n:.1%}",
+    "largest expert load": lambda n: f"largest expert load {n:.2f}x",
+}
+"""Metrics on the line of a step, in their order."""
 
 
 class TokenizeReport:
@@ -267,7 +261,15 @@ class TokenizeReport:
         if now - self._start < _QUIET or now - self._shown < (0.2 if self._console.is_terminal else _EVERY):
             return
         self._shown = now
-        text = _progress(read, size, files, tokens, (read - self._first[0], tokens - self._first[1], now - self._start))
+        got, made, seconds = read - self._first[0], tokens - self._first[1], now - self._start
+        parts = [f"file {min(files[0] + 1, files[1]):,}/{files[1]:,}"] if files[1] > 1 else []
+        parts += [f"{format_bytes(read)}/{format_bytes(size)}" if size else format_bytes(read)]
+        parts += [f"{format_bytes(got / seconds)}/s"]
+        if tokens:
+            parts += [f"{format_count(tokens)} tokens", f"{format_count(made / seconds)} tokens/s"]
+        if size and got:
+            parts.append(f"{format_time((size - read) * seconds / got)} left")
+        text = "  ".join(parts)
         if self._console.is_terminal:
             self._live.start()
             self._live.update(
@@ -283,16 +285,3 @@ class TokenizeReport:
     def close(self) -> None:
         """Removes the live line."""
         self._live.stop()
-
-
-def _progress(read: float, size: float, files: tuple[int, int], tokens: int, done: tuple[float, int, float]) -> str:
-    """Describes the progress. done: bytes, tokens and seconds since the display began."""
-    got, made, seconds = done
-    parts = [f"file {min(files[0] + 1, files[1]):,}/{files[1]:,}"] if files[1] > 1 else []
-    parts.append(f"{format_bytes(read)}/{format_bytes(size)}" if size else f"{format_bytes(read)}")
-    parts.append(f"{format_bytes(got / seconds)}/s")
-    if tokens:
-        parts += [f"{format_count(tokens)} tokens", f"{format_count(made / seconds)} tokens/s"]
-    if size and got:
-        parts.append(f"{format_time((size - read) * seconds / got)} left")
-    return "  ".join(parts)

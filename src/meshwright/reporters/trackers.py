@@ -17,7 +17,7 @@ from typing import Any
 
 from meshwright.documents import read_json, write_atomically
 from meshwright.errors import ConfigError
-from meshwright.report import Values
+from meshwright.reporters import Values
 
 PROJECT = "meshwright"
 """Project, or experiment, of a run whose environment names none."""

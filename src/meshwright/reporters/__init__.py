@@ -1,0 +1,90 @@
+"""Destinations of the metrics of a run: files, a console, experiment trackers, functions from outside the package."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from meshwright.errors import ConfigError, MeshwrightError, TrainingError, describe_failure
+from meshwright.plugins import PARTS, resolve
+from meshwright.storage.paths import in_bucket
+
+Values = dict[str, float]
+"""Metrics of one step, by name: `loss`, `gradient norm`, `learning rate`, `tokens/s`, `MFU`, `held-out loss`, ..."""
+
+
+class Reporter(Protocol):
+    """Destination of metrics. Anything with these two methods is one.
+
+    Further methods are called where a reporter has them: `rewind(step)` when the run returns to an earlier step,
+    `sample(step, text)` with text from the model, and `keep_page(page)` at the end, with a function that writes the
+    run's page and returns its file.
+    """
+
+    def write(self, step: int, values: Values) -> None:
+        """Takes the metrics of a step; called on process 0 only, in the order of the steps."""
+        ...
+
+    def close(self) -> None:
+        """Called once, at the end of the run or when it stops."""
+        ...
+
+
+def build_reporters(out: Path, run: Any) -> list[Reporter]:
+    """Builds the reporters that `run.reporters` names: trackers, or functions `(out: Path, run: Run) -> Reporter`.
+
+    Raises ConfigError where a name is unknown, or where the function fails or does not return a `Reporter`.
+    """
+    found: list[Reporter] = []
+    for name in run.reporters:
+        asked, is_tracker = f"--report {name}", name in PARTS["reporter"]
+        if is_tracker and in_bucket(out):
+            raise ConfigError(
+                f"{asked} with the output in {out}",
+                "it keeps files there that grow, and what is in a bucket cannot",
+                "a local --out, or metrics.jsonl, which every run writes",
+            )
+        factory = resolve("reporter", name)
+        try:
+            reporter = factory(out) if is_tracker else factory(out, run)
+        except MeshwrightError:
+            raise
+        except Exception as error:
+            fix = "a function (out: Path, run: Run) -> Reporter"
+            raise ConfigError(asked, f"it {describe_failure(error)}", fix) from error
+        if not all(callable(getattr(reporter, method, None)) for method in ("write", "close")):
+            truth = f"it returned an object of type {type(reporter).__name__}"
+            raise ConfigError(asked, truth, "an object with methods write(step, values) and close()")
+        found.append(_Checked(name, reporter))
+    return found
+
+
+class _Checked:
+    """Reporter whose failures end the run with an error that names it."""
+
+    def __init__(self, name: str, reporter: Reporter):
+        self._name, self._reporter = name, reporter
+
+    def write(self, step: int, values: Values) -> None:
+        self._call("write", f"step {step}", step, dict(values))
+
+    def rewind(self, step: int) -> None:
+        self._call("rewind", f"returning to step {step}", step)
+
+    def sample(self, step: int, text: str) -> None:
+        self._call("sample", f"the sample of step {step}", step, text)
+
+    def keep_page(self, page: Callable[[], Path]) -> None:
+        self._call("keep_page", "the page", page)
+
+    def close(self) -> None:
+        self._call("close", "closing")
+
+    def _call(self, method: str, place: str, *arguments: Any) -> None:
+        """Calls a method of the reporter; one that it does not have is left out."""
+        try:
+            getattr(self._reporter, method, lambda *arguments: None)(*arguments)
+        except MeshwrightError:
+            raise
+        except Exception as error:
+            failure, fix = f"it {describe_failure(error)}", "correct the reporter, then --resume"
+            raise TrainingError(f"--report {self._name}, {place}", failure, fix) from error
