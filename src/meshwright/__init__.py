@@ -14,6 +14,8 @@ and sends. Everything public is importable from here, and loaded when it is firs
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from meshwright.formatting import Shown
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -146,3 +148,11 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def _page_of(result: Any) -> Any:
+    """Returns the report of a result."""
+    return importlib.import_module("meshwright.views.result_pages").page_of(result)
+
+
+Shown.page_of = staticmethod(_page_of)

@@ -1,8 +1,25 @@
 """Numbers (bytes, counts, durations) as text, counts from text, and text that is safe for a terminal."""
 
 import re
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from meshwright.errors import ConfigError
+
+
+class Shown:
+    """Result that a notebook shows as a page."""
+
+    page_of: ClassVar[Callable[[Any], Any]]
+    """Returns the `views.report.Report` of a result. The package binds it: pages know results, and no result a page."""
+
+    def page(self) -> Any:
+        """Returns the report of this result."""
+        return Shown.page_of(self)
+
+    def _repr_html_(self) -> str:
+        html: str = self.page().frame()
+        return html
 
 
 def format_time(seconds: float) -> str:

@@ -96,7 +96,6 @@ PARTS: dict[str, dict[str, str]] = {
         "write_sample": "trainer.sample:write_sample",
         "Tiers": "trainer.tiers:Tiers",
         "out_of_memory": "api.local_planner:out_of_memory",
-        "result_html": "views.result_pages:result_html",
         "read_documents": "data.readers:read_documents",
         "read_columns": "data.columns:read_columns",
         "saved_files": "data.columns:saved_files",
@@ -116,14 +115,6 @@ _FILE_MODULE = "meshwright_file_"
 """Prefix of the modules made from files given by path."""
 _from_files: dict[str, str] = {}
 """Names read from files, and the file of each: `trust` decides which of them are imported."""
-
-
-class Shown:
-    """Value that a notebook shows as a page."""
-
-    def _repr_html_(self) -> str:
-        html: str = addition("result_html")(self)
-        return html
 
 
 def note_names(document: Any, origin: str) -> None:

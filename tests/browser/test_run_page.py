@@ -16,11 +16,11 @@ from test_cli import SMALL, meshwright
 
 import meshwright as mw
 from meshwright.activity import activity, watched_by
-from meshwright.api.viewing import make_page
 from meshwright.errors import ConfigError
 from meshwright.reporters.files import EventLog, JsonLines
 from meshwright.views.live_server import LivePage, LiveServer
 from meshwright.views.run_folder import Curve, RunFolder, flat_fields
+from meshwright.views.run_page import run_page
 
 _BROWSER = next((path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None)
 needs_browser = pytest.mark.skipif(
@@ -56,7 +56,7 @@ def served() -> Iterator[list[LiveServer]]:
 
 
 def serve(served: list[LiveServer], *outs: Path) -> LiveServer:
-    served.append(LiveServer(LivePage(outs, make_page)))
+    served.append(LiveServer(LivePage(outs, run_page)))
     threading.Thread(target=served[-1].serve_forever, daemon=True).start()
     return served[-1]
 

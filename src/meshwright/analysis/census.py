@@ -15,7 +15,6 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-import meshwright
 from meshwright.analysis.compile import (
     ARGUMENT_CATEGORIES,
     CompiledProgram,
@@ -44,7 +43,7 @@ from meshwright.analysis.lint import (
 from meshwright.analysis.lint_collectives import MIN_SENT_BYTES, lint_missed_overlap, lint_unexpected_collectives
 from meshwright.analysis.memory import Argument, Memory, read_memory
 from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, Ticks, simulate_schedule
-from meshwright.formatting import format_count
+from meshwright.formatting import Shown, format_count
 from meshwright.hlo.flops import ALL_ROWS, CompiledMatmul, Skipped, read_matmuls, unpriced_kernels
 from meshwright.hlo.ledger import LedgerEntry, by_kind_and_axes, read_ledger, unread_collectives
 from meshwright.hlo.scopes import Branches
@@ -128,7 +127,7 @@ class Flops:
 
 
 @dataclasses.dataclass(frozen=True)
-class Census:
+class Census(Shown):
     """Memory, collectives, FLOPs and findings of one device of a compiled program, with a simulated schedule.
 
     Example:
@@ -193,10 +192,7 @@ class Census:
         }
 
     def __str__(self) -> str:
-        return meshwright.render("census_page", "census_page", self)
-
-    def _repr_html_(self) -> str:
-        return meshwright.render("result_pages", "result_html", self)
+        return str(self.page())
 
 
 def _schedule_json(schedule: SimulatedSchedule) -> dict[str, Any]:

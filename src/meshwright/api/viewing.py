@@ -1,15 +1,10 @@
 """Pages of runs, from Python."""
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from meshwright.runs.catalogue import list_recipes
-from meshwright.runs.recipe import find_recipe
-from meshwright.runs.run_file import run_to_dict
-from meshwright.views.report import Live, Report
-from meshwright.views.run_folder import RunFolder, open_folders
+from meshwright.views.report import Report
+from meshwright.views.run_folder import open_folders
 from meshwright.views.run_page import run_page
 
 PAGE = "view.html"
@@ -54,11 +49,4 @@ def view(*outs: str | Path) -> View:
         'seen'
     """
     folders = open_folders([Path(out) for out in outs])
-    return View(make_page(folders), folders[0].folder)
-
-
-def make_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
-    """Returns the page of folders that are open, each compared with the built-in recipe of its run's name."""
-    names = {folder.document("run.json").get("name") for folder in folders}
-    recipes: dict[str, Any] = {name: run_to_dict(find_recipe(name)) for name in list_recipes() if name in names}
-    return run_page(folders, recipes, live)
+    return View(run_page(folders), folders[0].folder)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from meshwright.api.viewing import PAGE, make_page, view
+from meshwright.api.viewing import PAGE, view
 from meshwright.cli.output import write
 from meshwright.cli.parse import parse
 from meshwright.errors import ConfigError
@@ -44,10 +44,11 @@ def main(args: Sequence[str]) -> int:
 
 def _serve(options: ViewOptions) -> int:
     from meshwright.views.live_server import LivePage, LiveServer  # a file needs no server
+    from meshwright.views.run_page import run_page
 
     if options.html is not None:
         raise ConfigError("--html with --live", f"a server writes no file such as {PAGE}", "one of them")
-    with LiveServer(LivePage(options.out, make_page), options.port) as server:
+    with LiveServer(LivePage(options.out, run_page), options.port) as server:
         write(f"{server.url} (Ctrl-C ends it)\n")
         try:
             server.serve_forever()

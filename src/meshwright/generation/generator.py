@@ -10,14 +10,13 @@ import numpy as np
 
 from meshwright.data.tokenizers import with_begin
 from meshwright.errors import ConfigError
-from meshwright.formatting import format_bytes
+from meshwright.formatting import Shown, format_bytes
 from meshwright.generation.decoder import Bucket, Decoder, DecodeState, bucket_for, check_decodable
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.scoring import score_texts
 from meshwright.generation.source import OpenedModel
 from meshwright.generation.weight_sizes import WeightsLayout, weight_bytes
 from meshwright.generation.weights import LaidOut, lay_out
-from meshwright.plugins import Shown
 from meshwright.step.device_run import DeviceRun
 
 OnText = Callable[[int, str], None]

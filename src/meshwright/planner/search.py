@@ -16,12 +16,12 @@ from typing import Any
 
 from meshwright.config import ContextStrategy, MeshShape, Remat, StageSaves
 from meshwright.errors import ConfigError, divisors
+from meshwright.formatting import Shown
 from meshwright.hardware.chips import Nodes
 from meshwright.hardware.targets import Target
 from meshwright.models.model import Model
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.planner.estimate import Estimate, estimate, with_remat
-from meshwright.plugins import Shown
 from meshwright.runs.checks import check_sizes
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.run import Run

@@ -8,8 +8,9 @@ import tyro
 from meshwright.config import Data, MeshShape, Optimizer, Training
 from meshwright.faults import Faults
 from meshwright.fine_tuning import FineTune
+from meshwright.formatting import Shown
 from meshwright.models.model import Model
-from meshwright.plugins import Shown, keep_names, name_of
+from meshwright.plugins import keep_names, name_of
 from meshwright.storage.tiers import LocalCheckpoints
 
 # On the command line a mesh is one word.

@@ -13,9 +13,9 @@ from meshwright.config import MeshShape
 from meshwright.data.feed import Samples, held_out_order
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.errors import ConfigError
+from meshwright.formatting import Shown
 from meshwright.hugging_face.hub import is_hugging_face
 from meshwright.models.model import Model
-from meshwright.plugins import Shown
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder

@@ -14,6 +14,7 @@ from meshwright.checkpoint.checkpoints import Checkpoints, check_room
 from meshwright.checkpoint.steps import committed_steps
 from meshwright.data.batch import ramp_of
 from meshwright.errors import CheckpointError, ConfigError
+from meshwright.formatting import Shown
 from meshwright.plugins import addition
 from meshwright.reporters import Reporter, build_reporters
 from meshwright.reporters.files import EventLog, JsonLines
@@ -31,7 +32,7 @@ __all__ = ["PreparedRun", "Summary", "Trainable", "prepare_run", "train"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Summary:
+class Summary(Shown):
     """Result of a training run.
 
     Example:
@@ -71,10 +72,6 @@ class Summary:
     """Number of the signal that ended the run early; 0 where it came to its end."""
     sample: str
     """Text sampled from the model at the end."""
-
-    def _repr_html_(self) -> str:
-        html: str = addition("view")(self.out)._repr_html_()
-        return html
 
 
 def train(

@@ -21,9 +21,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
+from meshwright.formatting import Shown
 from meshwright.hardware.agreement import answer_of_the_first
 from meshwright.hardware.mesh import build_mesh
-from meshwright.plugins import Shown
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import VOCAB_AXES
 from meshwright.sharding.params import Param, Tree, layers_to_rows, named_leaves, rows_to_layers

@@ -75,6 +75,8 @@ class Report:
     """The report in one sentence."""
     footer: str = "Figures are of one device where nothing else is written. This file loads nothing."
     live: Live | None = None
+    height: int = 720
+    """Pixels of its frame in a notebook."""
 
     def print(self, console: Console) -> None:
         """Prints the title, the lead and the sections."""
@@ -124,9 +126,9 @@ class Report:
             f'</script>\n<script type="module">{script}</script></body></html>\n'
         )
 
-    def frame(self, height: int = 720) -> str:
+    def frame(self) -> str:
         """Returns the page as an HTML frame for a notebook; the frame keeps its styles and script to itself."""
-        return frame(self.html(), self.title, height)
+        return frame(self.html(), self.title, self.height)
 
     def _repr_html_(self) -> str:
         return self.frame()

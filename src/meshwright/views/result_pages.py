@@ -14,24 +14,25 @@ from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
 from meshwright.trainer.evaluation import BatchEvaluation, Evaluation
+from meshwright.trainer.loop import Summary
 from meshwright.trainer.parity import Parity
 from meshwright.views.blocks import Code, Figure, Figures
 from meshwright.views.census_page import census_page
 from meshwright.views.plan_page import single_plan_page
 from meshwright.views.report import Report, Section
-from meshwright.views.run_folder import flat_fields
-from meshwright.views.run_page import fields_table, parity_blocks, recipe_differences
+from meshwright.views.run_folder import flat_fields, open_folders
+from meshwright.views.run_page import fields_table, parity_blocks, recipe_differences, run_page
 
 _TEXTS = 32
 """Generated texts on a page."""
 
 
-def result_html(value: Any) -> str:
-    """Returns the page of a result as a frame for a notebook. Raises TypeError for a type without a report."""
-    for kind, (report, height) in _PAGES.items():
-        if isinstance(value, kind):
-            return report(value).frame(height)
-    raise TypeError(f"a {type(value).__name__} has no page")
+def page_of(result: Any) -> Report:
+    """Returns the report of a result. Raises TypeError for a type without one."""
+    for kind, report in _PAGES.items():
+        if isinstance(result, kind):
+            return report(result)
+    raise TypeError(f"a {type(result).__name__} has no page")
 
 
 def _configuration_page(run: Run) -> Report:
@@ -42,7 +43,7 @@ def _configuration_page(run: Run) -> Report:
     where = f"on mesh {run.mesh}" if run.mesh else "on all devices that are found"
     lead = f"{run.training.steps:,} steps of {run.training.batch} x {run.training.seq} {where}"
     sections = [Section("Configuration", [*blocks, fields_table(fields, "Every field")])]
-    return Report(run.name, sections, topic="run", lead=lead)
+    return Report(run.name, sections, topic="run", lead=lead, height=560)
 
 
 def parity_page(result: Parity) -> Report:
@@ -56,7 +57,7 @@ def parity_page(result: Parity) -> Report:
     ]
     document = json.loads(json.dumps({**dataclasses.asdict(result), "first_divergence": divergence}))
     blocks = [Figures(figures), *parity_blocks(document, "Every step")]
-    return Report(" against ".join(result.meshes), [Section("Parity", blocks)], topic="parity")
+    return Report(" against ".join(result.meshes), [Section("Parity", blocks)], topic="parity", height=360)
 
 
 def _evaluation_page(result: Evaluation) -> Report:
@@ -70,7 +71,8 @@ def _evaluation_page(result: Evaluation) -> Report:
 
 
 def _metrics_page(step: int, *figures: Figure) -> Report:
-    return Report(f"Evaluation of step {step:,}", [Section("Held-out data", [Figures(figures)])], topic="evaluation")
+    sections = [Section("Held-out data", [Figures(figures)])]
+    return Report(f"Evaluation of step {step:,}", sections, topic="evaluation", height=360)
 
 
 def _generated_page(result: Generated) -> Report:
@@ -92,16 +94,17 @@ def _generated_page(result: Generated) -> Report:
         Section("Texts", texts, f"{more} more are in `texts`." if more else ""),
         Section("Speed", [Figures(figures)]),
     ]
-    return Report("Generated text", sections, topic="generation")
+    return Report("Generated text", sections, topic="generation", height=480)
 
 
-_PAGES: dict[type, tuple[Callable[[Any], Report], int]] = {
-    Run: (_configuration_page, 560),
-    Plan: (single_plan_page, 720),
-    Census: (census_page, 720),
-    Parity: (parity_page, 360),
-    Evaluation: (_evaluation_page, 360),
-    BatchEvaluation: (lambda e: _metrics_page(e.step, *(Figure(k, f"{v:.5g}") for k, v in e.metrics.items())), 360),
-    Generated: (_generated_page, 480),
+_PAGES: dict[type, Callable[[Any], Report]] = {
+    Run: _configuration_page,
+    Summary: lambda summary: run_page(open_folders([summary.out])),
+    Plan: single_plan_page,
+    Census: census_page,
+    Parity: parity_page,
+    Evaluation: _evaluation_page,
+    BatchEvaluation: lambda e: _metrics_page(e.step, *(Figure(k, f"{v:.5g}") for k, v in e.metrics.items())),
+    Generated: _generated_page,
 }
-"""Type of a result -> what describes it, and the pixels of its frame in a notebook."""
+"""Type of a result -> its report."""

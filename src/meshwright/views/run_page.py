@@ -9,6 +9,9 @@ from typing import Any
 from rich.console import Console
 
 from meshwright.formatting import format_step, format_time
+from meshwright.runs.catalogue import list_recipes
+from meshwright.runs.recipe import find_recipe
+from meshwright.runs.run_file import run_to_dict
 from meshwright.views.blocks import (
     Axis,
     Bar,
@@ -58,13 +61,10 @@ _BETWEEN = ("input wait", "saving", "evaluating", "compiling")
 """Parts of the time between two steps in which the loop does something else, as `trainer.loop` names them."""
 
 
-def run_page(
-    folders: Sequence[RunFolder], recipes: Mapping[str, Mapping[str, Any]], live: Live | None = None
-) -> Report:
-    """Returns the report of one run, or of several over each other.
-
-    recipes: recipes by name, as JSON values, with which a run of that name is compared.
-    """
+def run_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
+    """Returns the report of one run, or of several over each other, each compared with the recipe of its name."""
+    names = {folder.document("run.json").get("name") for folder in folders}
+    recipes: dict[str, Any] = {name: run_to_dict(find_recipe(name)) for name in list_recipes() if name in names}
     charts = _charts(folders)
     samples = []
     for folder in folders:
