@@ -277,7 +277,7 @@ class Findings(Block):
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """What an inspector shows of one key."""
+    """Heading and blocks of an inspector for one key."""
 
     title: str
     text: str
