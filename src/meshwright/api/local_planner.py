@@ -1,4 +1,4 @@
-"""Predictions and choices of the planner for the devices at hand; training loads it where something is known of them."""
+"""Predictions and choices of the planner for devices at hand; training loads it where something is known of them."""
 
 import contextlib
 import dataclasses
