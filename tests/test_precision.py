@@ -227,7 +227,7 @@ def test_the_planner_prices_the_precision(target: str, name: str, ratio: float) 
 @pytest.mark.parametrize(("program", "found"), [("quantised", ""), ("dequantised", "3 of 3")])
 def test_lint_of_compiled_programs(program: str, found: str) -> None:
     """Planted: operands converted back before the product, which XLA simplifies to bfloat16; compiled for an H100."""
-    findings = lint_precision(parse_module((TEXTS / f"{program}.hlo").read_text()), SCOPE, "fp8")
+    findings = list(lint_precision(parse_module((TEXTS / f"{program}.hlo").read_text()), SCOPE, "fp8"))
     assert [found in f.reason for f in findings] == [True] * bool(found)
     assert all(f.kind == "precision" and f.bytes > 0 for f in findings)
 

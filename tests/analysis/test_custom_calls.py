@@ -15,8 +15,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.analysis.census import FlopsBand, ProgramFacts, doubts_of
-from meshwright.analysis.cost_model import CostModel, peak_flops
-from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, simulate_schedule
+from meshwright.analysis.simulate import CostModel, SimulatedSchedule, TargetDevices, peak_flops, simulate_schedule
 from meshwright.hardware.chips import CHIPS, Efficiency
 from meshwright.hlo.flops import KernelWork, Skipped, kernel_work, least_flops, read_matmuls, unpriced_kernels
 from meshwright.hlo.parser import Module, parse_module
@@ -49,7 +48,7 @@ def call(operands: str, result: str, target: str, name: str = "call", more: str 
 
 
 def work_of(module: Module) -> KernelWork:
-    return kernel_work(module.entry, module.entry.root)
+    return kernel_work(module.entry.root)
 
 
 def total_flops(module: Module, skipped: Skipped | None = None) -> float:
@@ -130,7 +129,7 @@ def test_megablox_multiplies_every_row_once(name: str, operands: str, result: st
     # A buffer with room for the worst load is filled in part.
     assert total_flops(module, Skipped(group_fraction=0.25)) == ROWS / 4
     slow = dataclasses.replace(WHOLE, matmul=0.9, grouped_matmul=0.5)
-    cost = CostModel(CHIPS["v5p"], slow).cost_of(module, module.entry, module.entry.root)
+    cost = CostModel(CHIPS["v5p"], slow).cost_of(module.entry.root)
     assert cost.kind == "matmul" and cost.seconds == pytest.approx(ROWS / (459e12 * 0.9 * 0.5))
 
 

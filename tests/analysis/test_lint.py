@@ -127,7 +127,7 @@ def test_blocks_that_fill_a_tpus_tiles_badly() -> None:
     def argument(*local: int) -> Argument:
         return Argument("params.w", "parameters", "", local, local, 4 * int(np.prod(local)))
 
-    assert lint_tiles([argument(1024, 1024), argument(8, 64)]) == []
+    assert list(lint_tiles([argument(1024, 1024), argument(8, 64)])) == []
     (found,) = lint_tiles([argument(4096, 80)])
     assert "padded to 4096 x 128, 60% padding" in found.reason
     assert found.fix.startswith("last dimension on each device of 128")
@@ -316,6 +316,7 @@ def test_a_constraint_that_does_not_divide(mesh: Mesh) -> None:
 
 def test_a_kernel_that_is_not_in_the_program() -> None:
     texts = Path(__file__).parent / "texts"
-    found = lint_attention_kernel(parse_module((texts / "v5p" / "fsdp.hlo").read_text()), "splash")
+    found = list(lint_attention_kernel(parse_module((texts / "v5p" / "fsdp.hlo").read_text()), "splash"))
     assert only(tuple(found), "kernel").subject == "attention by splash"
-    assert lint_attention_kernel(parse_module((texts / "kernels" / "attention.hlo").read_text()), "splash") == []
+    module = parse_module((texts / "kernels" / "attention.hlo").read_text())
+    assert list(lint_attention_kernel(module, "splash")) == []

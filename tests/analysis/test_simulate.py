@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
-from meshwright.analysis.cost_model import CostModel, hbm_bytes_accessed
-from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, simulate_schedule
+from meshwright.analysis.simulate import (
+    CostModel,
+    SimulatedSchedule,
+    TargetDevices,
+    hbm_bytes_accessed,
+    simulate_schedule,
+)
 from meshwright.hardware.chips import CHIPS, Efficiency
 from meshwright.hardware.interconnect import all_coordinates
 from meshwright.hardware.targets import Target, parse_target
@@ -140,7 +145,7 @@ ENTRY %main (stack: f32[80,1024], row: f32[1,1024], i: s32[]) -> f32[80,1024] {
 }
 """
     module = parse_module(text)
-    assert hbm_bytes_accessed(module, module.entry, module.entry.root) == 2 * 4096 + 4
+    assert hbm_bytes_accessed(module.entry.root) == 2 * 4096 + 4
 
 
 NESTED = """HloModule step, is_scheduled=true
@@ -180,9 +185,9 @@ ENTRY %main (stack: f32[80,1024], other: f32[80,1024], i: s32[]) -> f32[1,1024] 
 def test_a_nested_fusion_reads_what_it_uses() -> None:
     """One row of each stack, also through a nested fusion that passes it on; an index; one row written."""
     module = parse_module(NESTED)
-    assert hbm_bytes_accessed(module, module.entry, module.entry.root) == 3 * 4096 + 4
+    assert hbm_bytes_accessed(module.entry.root) == 3 * 4096 + 4
     whole = parse_module(NESTED.replace("slice(%flat), slice={[0:1024]}", "reduce(%flat), to_apply=%add"))
-    assert hbm_bytes_accessed(whole, whole.entry, whole.entry.root) == 2 * 4096 + 80 * 4096 + 4
+    assert hbm_bytes_accessed(whole.entry.root) == 2 * 4096 + 80 * 4096 + 4
 
 
 def test_a_fusion_on_another_stream_reads_and_writes_the_same() -> None:
@@ -194,7 +199,7 @@ def test_a_fusion_on_another_stream_reads_and_writes_the_same() -> None:
     )
     module = parse_module(NESTED.replace(f"ROOT {fusion}, kind=kLoop, calls=%outer", start))
     entry = module.entry
-    assert hbm_bytes_accessed(module, entry, entry.instructions["start"]) == 3 * 4096 + 4
+    assert hbm_bytes_accessed(entry.instructions["start"]) == 3 * 4096 + 4
 
 
 def test_a_matmul_in_a_nested_fusion_is_a_matmul() -> None:
@@ -305,7 +310,7 @@ def test_costs_need_no_estimate() -> None:
     """A GPU's program carries no cycles: FLOPs over the peak."""
     target = parse_target("h100:4")
     module = parse_module(PROGRAM.replace("CYCLES", "9"))
-    cost = CostModel(target.chip, WHOLE).cost_of(module, module.entry, module.entry.instructions["after"])
+    cost = CostModel(target.chip, WHOLE).cost_of(module.entry.instructions["after"])
     assert cost.kind == "matmul"
     assert cost.seconds == pytest.approx(max(2 * 1024**3 / 989e12, 3 * 2**21 / 3.35e12))
 
@@ -330,8 +335,7 @@ def test_attention_of_cudnn_is_priced_by_its_shapes() -> None:
     module = parse_module(CUDNN)
     slow = dataclasses.replace(WHOLE, attention=0.01)
     forward, backward = (
-        CostModel(target.chip, slow).cost_of(module, module.entry, module.entry.instructions[name])
-        for name in ("forward", "backward")
+        CostModel(target.chip, slow).cost_of(module.entry.instructions[name]) for name in ("forward", "backward")
     )
     # Two products of [512, 128] and [128, 512] for each of 2 x 8 heads; half of the keys are seen.
     product = 2 * 2 * 8 * 512 * 512 * 128
@@ -353,7 +357,7 @@ def test_attention_between_chunks_is_priced_by_its_own_mask() -> None:
             )
         )
         instruction = module.entry.instructions["forward"]
-        return CostModel(target.chip, slow).cost_of(module, module.entry, instruction).seconds
+        return CostModel(target.chip, slow).cost_of(instruction).seconds
 
     whole = seconds("visible_1.000000")
     assert seconds("layers") == pytest.approx(whole / 2)

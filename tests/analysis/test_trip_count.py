@@ -69,7 +69,7 @@ def trips(*changes: tuple[str, str]) -> int | None:
         assert old in text
         text = text.replace(old, new)
     module = parse_module(text)
-    count = trip_count(module, module.entry, module.entry.instructions["loop"])
+    count = trip_count(module.entry.instructions["loop"])
     (entry,) = read_ledger(module, {"data": 2})
     assert (entry.count, entry.exact) == ((1, False) if count is None else (count, True))
     return count

@@ -7,8 +7,9 @@ simulated schedule.
 import contextlib
 import dataclasses
 import importlib.metadata
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,15 @@ from jax.sharding import PartitionSpec
 
 from meshwright.analysis.compile import (
     ARGUMENT_CATEGORIES,
-    CompiledProgram,
     argument_leaves,
     compile_function,
     definition_line,
     program_arguments,
 )
-from meshwright.analysis.expected_sharding import ExpectedSharding, collect_expected_shardings
+from meshwright.analysis.expected_sharding import collect_expected_shardings
 from meshwright.analysis.jaxprs import read_jaxpr_collectives
 from meshwright.analysis.lint import (
     Finding,
-    GroupedProducts,
     grouped_products,
     lint_donation,
     lint_duplicated_work,
@@ -41,7 +40,7 @@ from meshwright.analysis.lint import (
     lint_whole_state,
 )
 from meshwright.analysis.lint_collectives import MIN_SENT_BYTES, lint_missed_overlap, lint_unexpected_collectives
-from meshwright.analysis.memory import Argument, Memory, read_memory
+from meshwright.analysis.memory import Memory, read_memory
 from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, Ticks, simulate_schedule
 from meshwright.formatting import Shown, format_count
 from meshwright.hlo.flops import ALL_ROWS, CompiledMatmul, Skipped, read_matmuls, unpriced_kernels
@@ -188,18 +187,20 @@ class Census(Shown):
             "traffic": summarise_traffic(self.ledger),
             "flops": flops,
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
-            "simulated_schedule": None if self.schedule is None else _schedule_json(self.schedule),
+            # Without its spans, which `views/trace.py` writes.
+            "simulated_schedule": self.schedule
+            and {
+                **{
+                    f.name: getattr(self.schedule, f.name)
+                    for f in dataclasses.fields(self.schedule)
+                    if f.name != "spans"
+                },
+                "doubt": self.schedule.doubt,
+            },
         }
 
     def __str__(self) -> str:
         return str(self.page())
-
-
-def _schedule_json(schedule: SimulatedSchedule) -> dict[str, Any]:
-    """Returns the schedule without its spans, which `views/trace.py` writes."""
-    fields = {field.name: getattr(schedule, field.name) for field in dataclasses.fields(schedule)}
-    del fields["spans"]
-    return {**fields, "doubt": schedule.doubt}
 
 
 def summarise_traffic(entries: Sequence[LedgerEntry]) -> list[dict[str, Any]]:
@@ -208,53 +209,6 @@ def summarise_traffic(entries: Sequence[LedgerEntry]) -> list[dict[str, Any]]:
         {"kind": kind, "axes": axes, "count": count, "total": total, "sent": sent}
         for (kind, axes), (count, total, sent) in by_kind_and_axes(list(entries)).items()
     ]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Checked:
-    """Properties of a program that the checks read."""
-
-    program: CompiledProgram
-    leaves: Mapping[str, Any]
-    arguments: Sequence[Argument]
-    declared: Mapping[str, PartitionSpec]
-    expected: Sequence[ExpectedSharding]
-    mesh: dict[str, int]
-    ledger: Sequence[LedgerEntry]
-    schedule: SimulatedSchedule | None
-    grouped: GroupedProducts
-    flops: float
-    min_sent: int
-
-    def unexpected(self) -> list[Finding]:
-        jaxpr = self.program.jaxpr
-        if not self.mesh or jaxpr is None:
-            return []
-        written, results = read_jaxpr_collectives(jaxpr, self.mesh), {getattr(v, "shape", ()) for v in jaxpr.out_avals}
-        return lint_unexpected_collectives(self.ledger, written, self.arguments, self.min_sent, results)
-
-    def missed_overlap(self) -> list[Finding]:
-        """Simulated devices have no collectives that could overlap."""
-        if self.schedule is None or self.program.device_kind == "cpu":
-            return []
-        return lint_missed_overlap(self.program.module, self.schedule, self.ledger, self.min_sent)
-
-
-CHECKS: tuple[Callable[[_Checked], list[Finding]], ...] = (
-    lambda c: lint_layouts(c.program, c.leaves, c.declared, c.mesh),
-    lambda c: lint_expected_shardings(c.expected, c.mesh),
-    lambda c: lint_rematerialisation(c.program.module, c.program.warnings),
-    _Checked.unexpected,
-    lambda c: lint_source(c.program.jaxpr) if c.program.jaxpr is not None else [],
-    lambda c: lint_host(c.program.module),
-    lambda c: lint_donation(c.program.module, c.program.jaxpr, c.leaves, c.arguments) if c.leaves else [],
-    lambda c: lint_tiles(c.arguments) if c.program.device_kind.startswith("TPU") else [],
-    lambda c: lint_whole_state(c.arguments),
-    lambda c: lint_duplicated_work(c.program.jaxpr, c.flops - c.grouped.excess, c.arguments, c.mesh),
-    lambda c: lint_grouped_matmuls(c.grouped),
-    _Checked.missed_overlap,
-)
-"""Checks of every census, in the order of their findings."""
 
 
 def census(
@@ -288,8 +242,9 @@ def census(
     """
     facts, line = facts or ProgramFacts(), definition_line(function)
     with collect_expected_shardings() as expected:
-        program = compile_function(function, *args, compiler_options=compiler_options, keywords=keywords)
-    program = dataclasses.replace(program, module=dataclasses.replace(program.module, branches=facts.branches))
+        program = compile_function(
+            function, *args, compiler_options=compiler_options, keywords=keywords, branches=facts.branches
+        )
     module, jaxpr, cost = program.module, program.jaxpr, program.cost_analysis
     degrees = program.mesh((args, keywords)) if mesh is None else dict(mesh)
     leaves = {} if jaxpr is None else argument_leaves(jaxpr, (*args, keywords))
@@ -304,19 +259,27 @@ def census(
         unpriced_kernels(module),
     )
     grouped = grouped_products(module, jaxpr)
-    checked = _Checked(
-        program=program,
-        leaves=leaves,
-        arguments=arguments,
-        declared=declared or {},
-        expected=expected,
-        mesh=degrees,
-        ledger=ledger,
-        schedule=schedule,
-        grouped=grouped,
-        flops=flops.compiled,
-        min_sent=facts.min_sent,
-    )
+    checks: list[Iterable[Finding]] = [
+        lint_layouts(program, leaves, declared or {}, degrees),
+        lint_expected_shardings(expected, degrees),
+        lint_rematerialisation(module, program.warnings),
+    ]
+    if degrees and jaxpr is not None:
+        written, results = read_jaxpr_collectives(jaxpr, degrees), {getattr(v, "shape", ()) for v in jaxpr.out_avals}
+        checks.append(lint_unexpected_collectives(ledger, written, arguments, facts.min_sent, results))
+    checks += [lint_source(jaxpr)] if jaxpr is not None else []
+    checks.append(lint_host(module))
+    checks += [lint_donation(module, jaxpr, leaves, arguments)] if leaves else []
+    checks += [lint_tiles(arguments)] if program.device_kind.startswith("TPU") else []
+    checks += [
+        lint_whole_state(arguments),
+        lint_duplicated_work(jaxpr, flops.compiled - grouped.excess, arguments, degrees),
+        lint_grouped_matmuls(grouped),
+    ]
+    # Simulated devices have no collectives that could overlap.
+    if schedule is not None and program.device_kind != "cpu":
+        checks.append(lint_missed_overlap(module, schedule, ledger, facts.min_sent))
+    findings = itertools.chain.from_iterable(checks)
     return Census(
         name=facts.name or str(getattr(function, "__name__", "") or module.name.removeprefix("jit_") or "function"),
         mesh=degrees,
@@ -324,7 +287,7 @@ def census(
         ledger=tuple(ledger),
         memory=read_memory(module, program.memory, program.assignment, arguments),
         flops=flops,
-        findings=tuple(f if f.line else dataclasses.replace(f, line=line) for check in CHECKS for f in check(checked)),
+        findings=tuple(f if f.line else dataclasses.replace(f, line=line) for f in findings),
         compile_seconds=program.compile_seconds,
         versions=_versions(program.device_kind),
         text=program.text,

@@ -22,7 +22,7 @@ from meshwright.errors import CensusError
 from meshwright.formatting import format_bytes
 from meshwright.hlo.buffers import BufferAssignment, read_assignment
 from meshwright.hlo.parser import Array, Module, parse_module
-from meshwright.hlo.scopes import plain_path
+from meshwright.hlo.scopes import Branches, plain_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,12 +122,14 @@ def compile_function(
     *arguments: Any,
     compiler_options: Mapping[str, Any] | None = None,
     keywords: Mapping[str, Any] | None = None,
+    branches: Branches | None = None,
 ) -> CompiledProgram:
     """Compiles `function` for `arguments`, which may be abstract. Nothing runs.
 
     function: jitted or not (`jax.jit`, `nnx.jit`, `equinox.filter_jit`), or what JAX makes of one on the way: a
     `Traced`, `Lowered` or `Compiled`, without arguments.
     compiler_options: XLA options by name.  keywords: keyword arguments of the function.
+    branches: how often the branches of conditionals are taken, as far as it is known.
 
     Raises OutOfMemory, or CensusError with the compiler's message.
     """
@@ -144,17 +146,27 @@ def compile_function(
             except jax.errors.JaxRuntimeError as error:
                 raise compiler_error(error) from error
     seconds = time.perf_counter() - started
-    text = executable.as_text()
+    text, stats = executable.as_text(), executable.memory_analysis()
     # A second census of the same program finds it compiled; the warnings of the first still apply.
     warnings = _warnings_by_program.setdefault(hash(text), warnings)
-    stats = executable.memory_analysis()
+    host, peak = getattr(stats, "host_temp_size_in_bytes", 0), getattr(stats, "peak_memory_in_bytes", 0)
+    memory = CompiledMemory(
+        arguments=stats.argument_size_in_bytes,
+        results=stats.output_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        temporary=stats.temp_size_in_bytes,
+        code=stats.generated_code_size_in_bytes,
+        # With offloading the reported peak is that of the host's memory.
+        reported_live=peak if peak and not host else None,
+        host=host,
+    )
     return CompiledProgram(
         executable,
         None if traced is None else traced.jaxpr,
         text,
-        parse_module(text),
+        parse_module(text, branches),
         _buffer_assignment(executable, stats),
-        _compiled_memory(stats),
+        memory,
         dict(executable.cost_analysis() or {}),
         tuple(warnings),
         seconds,
@@ -179,21 +191,6 @@ def _stages_of(function: Any, arguments: tuple[Any, ...], keywords: Mapping[str,
         wrapped = function.lower(*arguments, **keywords)
         return None, getattr(wrapped, "lowered", wrapped)
     return jax.jit(function).trace(*arguments, **keywords), None
-
-
-def _compiled_memory(stats: Any) -> CompiledMemory:
-    host = getattr(stats, "host_temp_size_in_bytes", 0)
-    peak = getattr(stats, "peak_memory_in_bytes", 0)
-    return CompiledMemory(
-        arguments=stats.argument_size_in_bytes,
-        results=stats.output_size_in_bytes,
-        aliased=stats.alias_size_in_bytes,
-        temporary=stats.temp_size_in_bytes,
-        code=stats.generated_code_size_in_bytes,
-        # With offloading the reported peak is that of the host's memory.
-        reported_live=peak if peak and not host else None,
-        host=host,
-    )
 
 
 def _buffer_assignment(executable: Any, stats: Any) -> BufferAssignment | None:
@@ -271,21 +268,19 @@ def program_arguments(module: Module, leaves: Mapping[str, Any], categories: Map
     """
     parameters = module.entry.parameters
     # A program that takes references (`Ref`) does not name its parameters, and keeps all of them.
-    paths = dict(enumerate(leaves)) if len(leaves) == len(parameters) else {}
+    paths = {number: str(number) for number in parameters}
+    paths |= dict(enumerate(leaves)) if len(leaves) == len(parameters) else {}
     paths |= {number: plain_path(i.op_name) for number, i in parameters.items() if i.op_name}
-    located = {number: _categorise(paths.get(number, ""), categories) for number in parameters}
+    located = {number: _categorise(paths[number], categories) for number in parameters}
     modules = {part for category, part in located.values() if category == "parameters"}
     arguments: list[Argument] = []
-    for number in sorted(parameters):
-        instruction = parameters[number]
-        if not isinstance(instruction.shape, Array):
-            continue
-        path = paths.get(number, str(number))
-        local_shape = instruction.shape.dims
-        shape = tuple(leaves[path].shape) if path in leaves else local_shape
-        category, part = _categorise(path, categories)
-        part = part if part in modules else ""
-        arguments.append(Argument(path, category, part, shape, local_shape, instruction.shape.bytes))
+    for number, instruction in sorted(parameters.items()):
+        local = instruction.shape
+        if isinstance(local, Array):
+            shape = tuple(leaves[paths[number]].shape) if paths[number] in leaves else local.dims
+            category, part = located[number]
+            part = part if part in modules else ""
+            arguments.append(Argument(paths[number], category, part, shape, local.dims, local.bytes))
     return arguments
 
 

@@ -1,12 +1,14 @@
 """Checks of a compiled program: what wastes memory, bytes or time, and what to change.
 
-Each check is a function from what it reads of a program to findings; `census.CHECKS` is the table of those that every
-census makes. A finding without a line is given that of the function's definition.
+Each check yields findings of what it reads of a program; `census.census` runs those of every program.
+A finding without a line is given that of the function's definition.
 """
 
 import dataclasses
+import itertools
 import math
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from meshwright.analysis.memory import Argument
 from meshwright.errors import CensusError
 from meshwright.formatting import format_count
 from meshwright.hlo.flops import is_call, kernel_work, matmul_flops
-from meshwright.hlo.loops import walk_instructions
+from meshwright.hlo.loops import walk
 from meshwright.hlo.parser import Array, Module, arrays_of, bytes_of, closing, parse_shape
 from meshwright.hlo.scopes import plain_path
 
@@ -75,7 +77,7 @@ def _num_shards(spec: PartitionSpec | None, mesh: Mapping[str, int]) -> int:
 
 def lint_layouts(
     program: CompiledProgram, leaves: Mapping[str, Any], declared: Mapping[str, PartitionSpec], mesh: Mapping[str, int]
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """Reports arguments and results not sharded as declared, and large undeclared ones that are replicated.
 
     leaves: arguments by path, in the program's order.  declared: sharding by path; the sharding of an argument that is
@@ -108,52 +110,42 @@ def lint_layouts(
         and shardings[path].is_fully_replicated
     }
     expected |= {**given, **declared}
-    findings: list[Finding] = []
     for path, sharding in shardings.items():
         spec = _spec_of(sharding)
         shards, devices = _num_shards(spec, mesh), len(sharding.device_set)
         if path in expected and _dim_axes(spec, mesh) != _dim_axes(expected[path], mesh):
-            findings.append(
-                Finding(
-                    "layout",
-                    path,
-                    f"declared {_format_spec(expected[path])}, compiled {_format_spec(spec)}",
-                    "pass the array in its declared sharding (jax.device_put, or in_shardings)",
-                    max(sizes[path] // shards - sizes[path] // _num_shards(expected[path], mesh), 0),
-                )
+            yield Finding(
+                "layout",
+                path,
+                f"declared {_format_spec(expected[path])}, compiled {_format_spec(spec)}",
+                "pass the array in its declared sharding (jax.device_put, or in_shardings)",
+                max(sizes[path] // shards - sizes[path] // _num_shards(expected[path], mesh), 0),
             )
         elif path not in expected and shards == 1 and sizes[path] >= MIN_REPLICATED_BYTES and devices > 1:
-            findings.append(
-                Finding(
-                    "replicated",
-                    path,
-                    f"replicated on each of {devices} devices without a declaration",
-                    "shard it, or declare it as P() if it is meant to be replicated",
-                    sizes[path],
-                )
+            yield Finding(
+                "replicated",
+                path,
+                f"replicated on each of {devices} devices without a declaration",
+                "shard it, or declare it as P() if it is meant to be replicated",
+                sizes[path],
             )
-    return findings
 
 
-def lint_expected_shardings(values: Sequence[ExpectedSharding], mesh: Mapping[str, int]) -> list[Finding]:
+def lint_expected_shardings(values: Sequence[ExpectedSharding], mesh: Mapping[str, int]) -> Iterator[Finding]:
     """Reports values that the compiler sharded other than expected, and those whose dimensions it had to pad."""
-    findings: list[Finding] = []
     for value in values:
         spec, size = _spec_of(value.compiled), value.itemsize * math.prod(value.shape)
         shards, wanted = _num_shards(spec, mesh), _num_shards(value.declared, mesh)
         if _dim_axes(spec, mesh) != _dim_axes(value.declared, mesh):
-            findings.append(
-                Finding(
-                    "replicated" if shards == 1 and wanted > 1 else "layout",
-                    value.name,
-                    f"declared {_format_spec(value.declared)}, compiled {_format_spec(spec)}",
-                    f"jax.lax.with_sharding_constraint(x, {_format_spec(value.declared)}) where it is computed",
-                    max(size // shards - size // wanted, 0),
-                    value.line,
-                )
+            yield Finding(
+                "replicated" if shards == 1 and wanted > 1 else "layout",
+                value.name,
+                f"declared {_format_spec(value.declared)}, compiled {_format_spec(spec)}",
+                f"jax.lax.with_sharding_constraint(x, {_format_spec(value.declared)}) where it is computed",
+                max(size // shards - size // wanted, 0),
+                value.line,
             )
-        findings += _padded_dims(value.name, value.shape, size, spec, mesh, value.line)
-    return findings
+        yield from _padded_dims(value.name, value.shape, size, spec, mesh, value.line)
 
 
 def _padded_dims(
@@ -181,9 +173,8 @@ _REMATERIALISATION = re.compile(
 )
 
 
-def lint_rematerialisation(module: Module, warnings: Sequence[str]) -> list[Finding]:
+def lint_rematerialisation(module: Module, warnings: Sequence[str]) -> Iterator[Finding]:
     """Reports the partitioner's "involuntary full rematerialization" warnings with source line and bytes."""
-    findings: list[Finding] = []
     for text in dict.fromkeys(warnings):
         match = _REMATERIALISATION.search(text)
         if not match:
@@ -193,89 +184,76 @@ def lint_rematerialisation(module: Module, warnings: Sequence[str]) -> list[Find
         dims = getattr(local, "dims", ())
         shards = math.prod([int(n) for n in tiles[1].split(",")][: len(dims)]) if tiles else 1
         size = getattr(local, "bytes", 0) * shards
-        name = re.search(r'op_name="([^"]*)"', text)
-        findings.append(
-            Finding(
-                "rematerialised",
-                f"{match[3]}, {local} on each of {shards}",
-                f"from {{{match[1]}}} to {{{match[2]}}} the partitioner can only gather the whole array: "
-                f"{size} bytes on every device",
-                "constrain the value once, to one of the two shardings, or go through one that differs in one axis",
-                size,
-                _line_of_warning(module, text, name[1] if name else ""),
-            )
+        yield Finding(
+            "rematerialised",
+            f"{match[3]}, {local} on each of {shards}",
+            f"from {{{match[1]}}} to {{{match[2]}}} the partitioner can only gather the whole array: "
+            f"{size} bytes on every device",
+            "constrain the value once, to one of the two shardings, or go through one that differs in one axis",
+            size,
+            _line_of_warning(module, text),
         )
-    return findings
 
 
-def _line_of_warning(module: Module, text: str, op_name: str) -> str:
+def _line_of_warning(module: Module, text: str) -> str:
     """Finds the source line of a warning: from its text, its stack frame, or an instruction of the same name."""
     direct = re.search(r'source_file="([^"]+)" source_line=(\d+)', text)
     if direct:
         return f"{Path(direct[1]).name}:{direct[2]}"
-    frame = re.search(r"stack_frame_id=(\d+)", text)
+    frame, name = re.search(r"stack_frame_id=(\d+)", text), re.search(r'op_name="([^"]+)"', text)
     stack = module.frames.get(int(frame[1]), ()) if frame else ()
-    if not stack and op_name:
-        for _, instruction in walk_instructions(module):
-            if instruction.op_name == op_name and module.source_stack(instruction):
-                stack = module.source_stack(instruction)
+    if not stack and name:
+        stacks = [i.stack for _, i in walk(module) if i.op_name == name[1] and i.stack]
+        stack = stacks[-1] if stacks else ()
     return stack[0].location if stack else ""
 
 
 _HOST_OPCODES = ("infeed", "outfeed", "send", "recv")
 
 
-def lint_host(module: Module) -> list[Finding]:
+def lint_host(module: Module) -> Iterator[Finding]:
     """Reports operations for which a device waits for its host."""
-    findings: list[Finding] = []
-    for context, instruction in walk_instructions(module):
+    for context, instruction in walk(module):
         host = instruction.opcode in _HOST_OPCODES or "callback" in instruction.target
         if not host or "_xla_megascale" in instruction.attribute_text:
             continue
-        size = sum(s.bytes for s in context.computation.operand_shapes(instruction) if isinstance(s, Array))
-        findings.append(
-            Finding(
-                "host",
-                instruction.op_name.rpartition("/")[2] or instruction.opcode,
-                f"{instruction.target or instruction.opcode} runs on the host {context.count} x in a step; the device "
-                "waits",
-                "take the callback out of the step, and read its value from the results",
-                size * context.count,
-                module.line(instruction),
-            )
+        size = sum(i.shape.bytes for i in instruction.operands if isinstance(i.shape, Array))
+        yield Finding(
+            "host",
+            instruction.op_name.rpartition("/")[2] or instruction.opcode,
+            f"{instruction.target or instruction.opcode} runs on the host {context.count} x in a step; the device "
+            "waits",
+            "take the callback out of the step, and read its value from the results",
+            size * context.count,
+            instruction.line,
         )
-    return findings
 
 
 _LIBRARY_MATMUL = re.compile("gemm|matmul|ScaledDot")
 
 
-def lint_precision(module: Module, scope: str, asked: str) -> list[Finding]:
+def lint_precision(module: Module, scope: str, asked: str) -> Iterator[Finding]:
     """Reports matmuls of a low-precision run whose operands are wider than one byte in the compiled program.
 
     A compiler simplifies a quantise-dequantise pair away, and converts operands that its hardware does not multiply.
 
     scope: named scope of the matmuls that are meant to be in low precision.  asked: the run's precision.
     """
-    total, excess, wide, line = 0, 0.0, dict[str, int](), ""
-    for context, instruction in walk_instructions(module):
+    total, excess, wide, line = 0, 0.0, Counter[str](), ""
+    for context, instruction in walk(module):
         library = instruction.opcode == "custom-call" and _LIBRARY_MATMUL.search(instruction.target)
         if not (library or instruction.opcode in ("dot", "convolution")) or scope not in context.op_name(instruction):
             continue
-        shapes = context.computation.operand_shapes(instruction)[:2]
-        operands = [array for shape in shapes for array in arrays_of(shape)]
+        operands = [array for operand in instruction.operands[:2] for array in arrays_of(operand.shape)]
         total += 1
         if any(a.bytes > a.elements for a in operands):
-            types = " x ".join(a.dtype for a in operands)
-            wide[types] = wide.get(types, 0) + 1
+            wide[" x ".join(a.dtype for a in operands)] += 1
             excess += context.count * sum(a.bytes - min(a.bytes, a.elements) for a in operands)
-            line = line or module.line(instruction)
-    if total and not wide:
-        return []
-    types = ", ".join(f"{n} of {text}" for text, n in wide.items())
-    found = f"{sum(wide.values())} of {total} matmuls of the compiled program have wider operands: {types}"
-    return [
-        Finding(
+            line = line or instruction.line
+    if wide or not total:
+        types = ", ".join(f"{n} of {text}" for text, n in wide.items())
+        found = f"{wide.total()} of {total} matmuls of the compiled program have wider operands: {types}"
+        yield Finding(
             "precision",
             f"matmuls of --training.matmul-precision {asked}",
             f"the Run asks for {asked}, and {found if total else 'the compiled program has no such matmul'}",
@@ -283,23 +261,18 @@ def lint_precision(module: Module, scope: str, asked: str) -> list[Finding]:
             int(excess),
             line,
         )
-    ]
 
 
-def lint_attention_kernel(module: Module, name: str) -> list[Finding]:
+def lint_attention_kernel(module: Module, name: str) -> Iterator[Finding]:
     """Reports the fused attention kernel `name`, which a run uses, if its compiled program does not contain one."""
-    for context, instruction in walk_instructions(module):
-        if is_call(instruction, module) and kernel_work(context.computation, instruction).kind == "attention":
-            return []
-    return [
-        Finding(
+    if not any(is_call(i) and kernel_work(i).kind == "attention" for _, i in walk(module)):
+        yield Finding(
             "kernel",
             f"attention by {name}",
             "the run uses this kernel, and the compiled program has no attention kernel: scores go through HBM",
             "name it in --training.attention-kernel, which refuses shapes that it does not take",
             0,
         )
-    ]
 
 
 # The last two dimensions of an array in TPU memory are tiled by 8 x 128 words of 32 bits; narrower types pack more rows
@@ -307,9 +280,8 @@ def lint_attention_kernel(module: Module, name: str) -> list[Finding]:
 _LANES, _SUBLANES = 128, 8
 
 
-def lint_tiles(arguments: Sequence[Argument]) -> list[Finding]:
+def lint_tiles(arguments: Sequence[Argument]) -> Iterator[Finding]:
     """Reports parameters whose local shards leave much of a TPU's tiles empty."""
-    findings: list[Finding] = []
     for a in arguments:
         if a.category != "parameters" or len(a.local_shape) < 2 or a.bytes < MIN_REPLICATED_BYTES:
             continue
@@ -319,18 +291,15 @@ def lint_tiles(arguments: Sequence[Argument]) -> list[Finding]:
         padding = padded_rows * padded_cols / (rows * cols) - 1
         if padding > _MAX_PADDING:
             last = padded_cols / cols > padded_rows / rows
-            findings.append(
-                Finding(
-                    "padding",
-                    a.path,
-                    f"local shards of {rows} x {cols} in tiles of {sublanes} x {_LANES} are padded to "
-                    f"{padded_rows} x {padded_cols}, {padding:.0%} padding",
-                    f"{'last' if last else 'second-last'} dimension on each device of "
-                    f"{_LANES if last else sublanes} or a multiple: a lower degree of the axis that divides it",
-                    int(a.bytes * padding),
-                )
+            yield Finding(
+                "padding",
+                a.path,
+                f"local shards of {rows} x {cols} in tiles of {sublanes} x {_LANES} are padded to "
+                f"{padded_rows} x {padded_cols}, {padding:.0%} padding",
+                f"{'last' if last else 'second-last'} dimension on each device of "
+                f"{_LANES if last else sublanes} or a multiple: a lower degree of the axis that divides it",
+                int(a.bytes * padding),
             )
-    return findings
 
 
 MIN_DONATED_BYTES = 2**18
@@ -338,47 +307,42 @@ MIN_DONATED_BYTES = 2**18
 _STATE = ("parameters", "optimizer state")
 _UPDATES = frozenset({"add", "sub", "select_n", "convert_element_type", "sharding_constraint", "copy"})
 """Primitives through which an update passes its parameter: `w - rate * gradient`, but not a gradient itself."""
+_NOT_DONATED = (
+    "it is returned updated and not donated: a step holds it twice",
+    "donate it: donate_argnums or donate_argnames={tree!r} of jax.jit",
+)
+_DONATED_IN_VAIN = (
+    "it is donated, and no result has its shape, type and sharding: the donation is lost",
+    "return it updated in its own type, or do not donate it",
+)
 
 
 def lint_donation(
     module: Module, jaxpr: Any, leaves: Mapping[str, Any], arguments: Sequence[Argument]
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """Reports arguments that are returned updated and not donated, and state that is donated and not returned.
 
     leaves: arguments by path, in the order of the closed jaxpr's inputs.
     """
     if len(leaves) != len(jaxpr.jaxpr.invars):
-        return []  # no path for every input
+        return  # no path for every input
     aliased = {int(n) for n in re.findall(r": \((\d+),", _header_list(module, "input_output_alias"))}
     unused = {int(n) for n in re.findall(r"\((\d+),", _header_list(module, "buffer_donor"))}
     outputs, categories = _updated_inputs(jaxpr.jaxpr), {a.path: a.category for a in arguments}
     updated = {path for path, variable in zip(leaves, jaxpr.jaxpr.invars, strict=True) if variable in outputs}
-    wasted, vain = dict[str, int](), dict[str, int]()
+    wasted, vain = Counter[str](), Counter[str]()
     for number, parameter in module.entry.parameters.items():
-        path, size = plain_path(parameter.op_name), bytes_of(parameter.shape)
+        path = plain_path(parameter.op_name)
         tree = path.partition(".")[0]
         if number in unused and categories.get(path) in _STATE:
-            vain[tree] = vain.get(tree, 0) + size
+            vain[tree] += bytes_of(parameter.shape)
         elif path != tree and path in updated and number not in aliased | unused:
             # An array on its own is as likely an activation with a residual connection as state.
-            wasted[tree] = wasted.get(tree, 0) + size
-    return [
-        Finding("donation", tree, reason, fix.format(tree=tree), size)
-        for sizes, reason, fix in (
-            (
-                wasted,
-                "it is returned updated and not donated: a step holds it twice",
-                "donate it: donate_argnums or donate_argnames={tree!r} of jax.jit",
-            ),
-            (
-                vain,
-                "it is donated, and no result has its shape, type and sharding: the donation is lost",
-                "return it updated in its own type, or do not donate it",
-            ),
-        )
-        for tree, size in sizes.items()
-        if size >= MIN_DONATED_BYTES
-    ]
+            wasted[tree] += bytes_of(parameter.shape)
+    for sizes, (reason, fix) in ((wasted, _NOT_DONATED), (vain, _DONATED_IN_VAIN)):
+        for tree, size in sizes.items():
+            if size >= MIN_DONATED_BYTES:
+                yield Finding("donation", tree, reason, fix.format(tree=tree), size)
 
 
 def _updated_inputs(jaxpr: Any) -> set[Any]:
@@ -416,67 +380,58 @@ _MIN_DUPLICATED_FLOPS = 2**30
 """FLOPs on all devices that are done more than once from which they are reported."""
 
 
-def lint_whole_state(arguments: Sequence[Argument]) -> list[Finding]:
+def lint_whole_state(arguments: Sequence[Argument]) -> Iterator[Finding]:
     """Reports optimizer state that is less split than the parameter it belongs to, and batches that are not split.
 
     State belongs to the parameter of its shape.
     """
     split = {a.shape: a for a in arguments if a.category == "parameters" and a.local_shape != a.shape}
-    findings: list[Finding] = []
     for argument in arguments:
         owner = split.get(argument.shape)
         if argument.category == "optimizer state" and owner is not None:
             whole, part = math.prod(argument.local_shape), math.prod(owner.local_shape)
             excess = argument.bytes - argument.bytes * part // whole
             if excess >= MIN_REPLICATED_BYTES:
-                findings.append(
-                    Finding(
-                        "replicated",
-                        argument.path,
-                        f"{list(argument.local_shape)} on a device, where the parameter {owner.path} has "
-                        f"{list(owner.local_shape)}",
-                        "give it the sharding of its parameter: initialise it from the sharded ones under jax.jit",
-                        excess,
-                    )
+                yield Finding(
+                    "replicated",
+                    argument.path,
+                    f"{list(argument.local_shape)} on a device, where the parameter {owner.path} has "
+                    f"{list(owner.local_shape)}",
+                    "give it the sharding of its parameter: initialise it from the sharded ones under jax.jit",
+                    excess,
                 )
         whole_batch = argument.category == "batch" and argument.local_shape == argument.shape and argument.shape
         if whole_batch and split and argument.bytes >= MIN_REPLICATED_BYTES:
-            findings.append(
-                Finding(
-                    "replicated",
-                    argument.path,
-                    "every device has the whole batch, beside parameters that are split",
-                    "shard its first dimension over the axes of data parallelism",
-                    argument.bytes,
-                )
+            yield Finding(
+                "replicated",
+                argument.path,
+                "every device has the whole batch, beside parameters that are split",
+                "shard its first dimension over the axes of data parallelism",
+                argument.bytes,
             )
-    return findings
 
 
 def lint_duplicated_work(
     jaxpr: Any, flops: float, arguments: Sequence[Argument], mesh: Mapping[str, int]
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """Reports a program whose devices together multiply far more than its function has to.
 
     jaxpr: closed; None if there is none.  flops: matrix products of one device.
     """
     devices = math.prod(mesh.values())
     needed = None if jaxpr is None or devices == 1 else products_needed(jaxpr.jaxpr)
-    if not needed or devices * flops < max(_TWICE * needed, needed + _MIN_DUPLICATED_FLOPS):
-        return []
-    times = devices * flops / needed
-    axes = ", ".join(f"{axis}={n}" for axis, n in mesh.items() if n > 1)
-    split = sorted({a.path for a in arguments if a.local_shape != a.shape})
-    return [
-        Finding(
+    if needed and devices * flops >= max(_TWICE * needed, needed + _MIN_DUPLICATED_FLOPS):
+        axes = ", ".join(f"{axis}={n}" for axis, n in mesh.items() if n > 1)
+        split = sorted({a.path for a in arguments if a.local_shape != a.shape})
+        yield Finding(
             "duplicated",
             f"matrix products of {format_count(devices * flops)} FLOPs on all devices",
-            f"the function has {format_count(needed)}: devices of {axes} compute the same products {times:.1f} times; "
+            f"the function has {format_count(needed)}: devices of {axes} compute the same products "
+            f"{devices * flops / needed:.1f} times; "
             + (f"split over them are {', '.join(split[:3])}" if split else "no argument is split over them"),
             "shard the batch, or a dimension of the weights, over every axis",
             0,
         )
-    ]
 
 
 _GROUPED = "ragged_dot_general"
@@ -517,23 +472,20 @@ def grouped_products(module: Module, jaxpr: Any) -> GroupedProducts:
                 needed += times * 2.0 * math.sqrt(sizes / equation.invars[2].aval.shape[-1])
                 places.update(user_frames(equation)[:1])
     dense, line = 0.0, ""
-    for context, instruction in walk_instructions(module) if needed else ():
+    for context, instruction in walk(module) if needed else ():
         if instruction.opcode in ("dot", "convolution"):
-            stack = module.source_stack(instruction)
-            is_same_line = bool(stack) and (stack[0].file, stack[0].line) in places
+            is_same_line = any((frame.file, frame.line) in places for frame in instruction.stack[:1])
             if is_same_line or _GROUPED in instruction.op_name:
-                dense += context.count * matmul_flops(context.computation, instruction)
-                line = line or module.line(instruction)
+                dense += context.count * matmul_flops(instruction)
+                line = line or instruction.line
     return GroupedProducts(needed, dense, line)
 
 
-def lint_grouped_matmuls(products: GroupedProducts) -> list[Finding]:
+def lint_grouped_matmuls(products: GroupedProducts) -> Iterator[Finding]:
     """Reports grouped matmuls that multiply every row by the weights of every group."""
-    if products.dense <= _FAR_OVER * products.needed:
-        return []
-    factor = f"{products.dense / products.needed:.1f} times" if products.needed else "more than"
-    return [
-        Finding(
+    if products.dense > _FAR_OVER * products.needed:
+        factor = f"{products.dense / products.needed:.1f} times" if products.needed else "more than"
+        yield Finding(
             "experts",
             f"ragged_dot, {format_count(products.dense)} FLOPs",
             f"this backend multiplies every row by every group's weights: {factor} the "
@@ -542,7 +494,6 @@ def lint_grouped_matmuls(products: GroupedProducts) -> list[Finding]:
             0,
             products.line,
         )
-    ]
 
 
 _MIN_WIDE = 0.01
@@ -591,26 +542,26 @@ def _widens(equation: Any, inputs: tuple[bool, ...]) -> bool:
     return any(w and a.shape == out.shape for w, a in zip(inputs, sources, strict=True))
 
 
-def lint_source(jaxpr: Any) -> list[Finding]:
+def lint_source(jaxpr: Any) -> Iterator[Finding]:
     """Reports the constraints of a closed jaxpr that do not divide, float32 products and float64 values that leak."""
-    sites, findings = list(_sites(jaxpr.jaxpr)), list[Finding]()
+    sites = list(_sites(jaxpr.jaxpr))
     for site in sites:
         if site.equation.primitive.name == "sharding_constraint":
             aval, sharding = site.equation.outvars[0].aval, site.equation.params["sharding"]
             mesh, spec = getattr(sharding, "mesh", None), getattr(sharding, "spec", None)
             if mesh is not None:
                 name, size = f"constraint of {aval.str_short()}", aval.size * aval.dtype.itemsize
-                findings += _padded_dims(name, aval.shape, size, spec, mesh.shape, site.line)
-    return [*findings, *_wide_products(sites), *_float64(jaxpr, sites)]
+                yield from _padded_dims(name, aval.shape, size, spec, mesh.shape, site.line)
+    yield from _wide_products(sites)
+    yield from itertools.islice(_float64(jaxpr, sites), 1)
 
 
-def _wide_products(sites: list[_Site]) -> list[Finding]:
+def _wide_products(sites: list[_Site]) -> Iterator[Finding]:
     """Reports float32 products of values that had 16 bits, beside products of 16 bits.
 
     Products of values that never had 16 bits, such as an optimizer's, and `precision=HIGHEST` are taken as meant.
     """
-    narrow, wide = 0.0, dict[str, float]()
-    excess = dict[str, int]()
+    narrow, wide, excess = 0.0, defaultdict[str, float](float), Counter[str]()
     for site in sites:
         if site.equation.primitive.name != "dot_general":
             continue
@@ -619,21 +570,20 @@ def _wide_products(sites: list[_Site]) -> list[Finding]:
         if max(sizes) <= 2:
             narrow += flops
         elif any(site.widened) and not _is_highest(site.equation.params["precision"]):
-            wide[site.line] = wide.get(site.line, 0.0) + flops
-            excess[site.line] = excess.get(site.line, 0) + site.times * sum(2 * a.size for a in operands)
+            wide[site.line] += flops
+            excess[site.line] += site.times * sum(2 * a.size for a in operands)
     total = narrow + sum(wide.values())
-    return [
-        Finding(
-            "precision",
-            f"float32 product of {format_count(flops)} FLOPs",
-            f"{flops / total:.0%} of the FLOPs are of float32 operands, beside {format_count(narrow)} of 16 bits",
-            "cast the operands, with preferred_element_type=float32 for the sums; or precision=HIGHEST if it is meant",
-            excess[line],
-            line,
-        )
-        for line, flops in wide.items()
-        if narrow and flops > _MIN_WIDE * total
-    ]
+    for line, flops in wide.items():
+        if narrow and flops > _MIN_WIDE * total:
+            yield Finding(
+                "precision",
+                f"float32 product of {format_count(flops)} FLOPs",
+                f"{flops / total:.0%} of the FLOPs are of float32 operands, beside {format_count(narrow)} of 16 bits",
+                "cast the operands, with preferred_element_type=float32 for the sums; or precision=HIGHEST if it is "
+                "meant",
+                excess[line],
+                line,
+            )
 
 
 def _is_highest(precision: Any) -> bool:
@@ -641,22 +591,18 @@ def _is_highest(precision: Any) -> bool:
     return any(value not in (None, lax.Precision.DEFAULT) for value in values)
 
 
-def _float64(jaxpr: Any, sites: list[_Site]) -> list[Finding]:
+def _float64(jaxpr: Any, sites: list[_Site]) -> Iterator[Finding]:
     """Reports float64 in a function that is given none: a numpy array or a Python number in 64-bit mode."""
-    if any(getattr(v.aval, "dtype", None) == jnp.float64 for v in jaxpr.jaxpr.invars):
-        return []
-    for site in sites:
+    given = any(getattr(v.aval, "dtype", None) == jnp.float64 for v in jaxpr.jaxpr.invars)
+    for site in () if given else sites:
         avals = [v.aval for v in site.equation.outvars if getattr(v.aval, "dtype", None) == jnp.float64]
         size = max((a.size * a.dtype.itemsize for a in avals), default=0)
         if size >= MIN_REPLICATED_BYTES and site.line:
-            return [
-                Finding(
-                    "precision",
-                    f"float64 of {size} bytes",
-                    "the function computes in float64, and none of its arguments is float64",
-                    "give constants the dtype of what they meet, such as jnp.asarray(x, y.dtype)",
-                    size // 2,
-                    site.line,
-                )
-            ]
-    return []
+            yield Finding(
+                "precision",
+                f"float64 of {size} bytes",
+                "the function computes in float64, and none of its arguments is float64",
+                "give constants the dtype of what they meet, such as jnp.asarray(x, y.dtype)",
+                size // 2,
+                site.line,
+            )

@@ -5,11 +5,10 @@ although the program has work that neither needs its result nor makes its operan
 loop, in the iteration before or after.
 """
 
-import dataclasses
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 
 from meshwright.analysis.jaxprs import CONSTRAINED, JaxprCollective
 from meshwright.analysis.lint import Finding
@@ -64,26 +63,23 @@ def lint_unexpected_collectives(
         for e in entries
     )
     unknown = _unmatched([e for e, is_known in zip(entries, known, strict=True) if not is_known], written)
-    inserted: dict[tuple[str, str, str], list[LedgerEntry]] = {}
+    inserted = defaultdict[tuple[str, str, str], list[LedgerEntry]](list)
     for entry in unknown:
-        inserted.setdefault((entry.kind, entry.axes_label, entry.line), []).append(entry)
+        inserted[entry.kind, entry.axes_label, entry.line].append(entry)
     findings: list[Finding] = []
     for (kind, axes_label, line), group in inserted.items():
         sent, count, payload = (sum(n) for n in zip(*((e.sent, e.count, e.total) for e in group), strict=True))
-        if sent < min_sent:
-            continue
         operation = group[0].op_name.rpartition("/")[2].strip("()") or "an operation"
-        findings.append(
-            Finding(
-                "unexpected",
-                f"{kind} over {axes_label} of {group[0].operands[0]}" + (" and others" if len(group) > 1 else ""),
-                f"not in the function: the compiler inserted it, {count} x, {payload} bytes in all, to reshard a value "
-                f"for {operation}",
-                _INSERTED_FIXES.get(kind, "shard the operands as the operation needs them, or write the collective"),
-                int(sent),
-                line,
-            )
+        found = Finding(
+            "unexpected",
+            f"{kind} over {axes_label} of {group[0].operands[0]}" + (" and others" if len(group) > 1 else ""),
+            f"not in the function: the compiler inserted it, {count} x, {payload} bytes in all, to reshard a value "
+            f"for {operation}",
+            _INSERTED_FIXES.get(kind, "shard the operands as the operation needs them, or write the collective"),
+            int(sent),
+            line,
         )
+        findings += [found] if sent >= min_sent else []
     return sorted(findings, key=lambda f: -f.bytes)
 
 
@@ -185,37 +181,30 @@ _COMPUTE = ("matmul", "attention", "memory", "loop")
 _SMALL = 0.05
 """Fraction of a loop's body that may depend on a collective which could end one iteration later."""
 
-_OVERLAP_FIXES = {
-    "beside": "start it before that work and use its result after it; where the compiler orders them otherwise, an "
-    "option that makes it asynchronous (v5e: xla_tpu_enable_async_collective_fusion; v5p, v6e: "
-    "xla_tpu_enable_sparse_core_collective_offload_*; GPU: xla_gpu_enable_latency_hiding_scheduler)",
-    "ahead": "gather ahead: carry the value of the next iteration through the loop "
-    "(a Run: training.gather_ahead layer), or unroll two iterations",
-    "behind": "carry the value through the loop and move it one iteration later "
-    "(a Run: training.gather_ahead layer), or unroll two iterations",
+_OVERLAPS = {
+    "beside": (
+        "beside it",
+        "start it before that work and use its result after it; where the compiler orders them otherwise, an "
+        "option that makes it asynchronous (v5e: xla_tpu_enable_async_collective_fusion; v5p, v6e: "
+        "xla_tpu_enable_sparse_core_collective_offload_*; GPU: xla_gpu_enable_latency_hiding_scheduler)",
+    ),
+    "ahead": (
+        "in the iteration before",
+        "gather ahead: carry the value of the next iteration through the loop "
+        "(a Run: training.gather_ahead layer), or unroll two iterations",
+    ),
+    "behind": (
+        "in the iteration after",
+        "carry the value through the loop and move it one iteration later "
+        "(a Run: training.gather_ahead layer), or unroll two iterations",
+    ),
 }
-
-
-_PLACES = {"beside": "beside it", "ahead": "in the iteration before", "behind": "in the iteration after"}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Transfer:
-    """An exposed collective at its place in the program."""
-
-    computation: Computation
-    start: Instruction
-    span: Span
-
-    @property
-    def exposed(self) -> float:
-        """Seconds of all executions in which nothing else runs."""
-        return self.span.exposed * self.span.count
+"""Where the work could run that hides a collective, and the fix."""
 
 
 def lint_missed_overlap(
     module: Module, schedule: SimulatedSchedule, ledger: Sequence[LedgerEntry], min_sent: int = 0
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """Reports exposed collectives for which the program has independent computation of at least the exposed time.
 
     Work that overlaps with a collective already, or is counted for another finding, is not counted again. Collectives
@@ -224,128 +213,112 @@ def lint_missed_overlap(
     """
     spans = {span.instruction: span for span in schedule.spans}
     entries = {entry.instruction: entry for entry in ledger}
-    transfers, used = list[_Transfer](), set[str]()
-    for computation, instruction in module.instructions():
+    exposed, used = list[tuple[Instruction, Span]](), set[str]()
+    for instruction in module:
         span = spans.get(instruction.name)
         if span is not None and span.kind == "collective":
             if instruction.opcode.endswith("-start"):
-                used.update(overlapped_work(computation, instruction))
+                used.update(overlapped_work(instruction))
             if span.exposed > 0:
-                transfers.append(_Transfer(computation, instruction, span))
-    groups: dict[tuple[str, str, str, str], list[tuple[_Transfer, str, LedgerEntry]]] = {}
-    for transfer in sorted(transfers, key=lambda t: -t.exposed):
-        inner = collective_in(module, transfer.start)
+                exposed.append((instruction, span))
+    groups = defaultdict[tuple[str, str, str, str], list[tuple[Span, str, LedgerEntry]]](list)
+    for start, span in sorted(exposed, key=lambda pair: -pair[1].exposed * pair[1].count):
+        inner = collective_in(start)
         entry = entries.get(inner.name) if inner is not None else None
-        found = None if entry is None else _hidden_by(transfer, spans, used)
+        found = None if entry is None else _hidden_by(start, spans, used)
         if entry is not None and found is not None and entry.sent >= min_sent:
             how, work = found
             used |= set(work)
             label = ", ".join(f"{n} ({format_step(spans[n].seconds)})" for n in work[:2])
             label += f" and {len(work) - 2} more" if len(work) > 2 else ""
-            groups.setdefault((entry.kind, entry.axes_label, entry.line, how), []).append((transfer, label, entry))
-    findings = []
+            groups[entry.kind, entry.axes_label, entry.line, how].append((span, label, entry))
     for (kind, axes, line, how), members in groups.items():
-        exposed = sum(transfer.exposed for transfer, _, _ in members)
-        if exposed < MIN_EXPOSED * schedule.step_seconds:
+        seconds = sum(span.exposed * span.count for span, _, _ in members)
+        if seconds < MIN_EXPOSED * schedule.step_seconds:
             continue
         first, label, entry = members[0]
-        count = sum(transfer.span.count for transfer, _, _ in members)
-        findings.append(
-            Finding(
-                "overlap",
-                f"{kind} over {axes} of {entry.operands[0] if entry.operands else first.start.name}"
-                + (" and others" if len(members) > 1 else ""),
-                f"the device waits {format_step(exposed)} ({count} x, {exposed / schedule.step_seconds:.0%} of the "
-                f"simulated step) while {label}, which does not depend on it, could run {_PLACES[how]}",
-                _OVERLAP_FIXES[how],
-                int(sum(entry.sent for _, _, entry in members)),
-                line,
-            )
+        place, fix = _OVERLAPS[how]
+        yield Finding(
+            "overlap",
+            f"{kind} over {axes} of {entry.operands[0] if entry.operands else first.instruction}"
+            + (" and others" if len(members) > 1 else ""),
+            f"the device waits {format_step(seconds)} ({sum(span.count for span, _, _ in members)} x, "
+            f"{seconds / schedule.step_seconds:.0%} of the simulated step) while {label}, which does not depend on it, "
+            f"could run {place}",
+            fix,
+            int(sum(entry.sent for _, _, entry in members)),
+            line,
         )
-    return findings
 
 
-def _hidden_by(transfer: _Transfer, spans: Mapping[str, Span], used: set[str]) -> tuple[str, list[str]] | None:
+def _hidden_by(start: Instruction, spans: Mapping[str, Span], used: set[str]) -> tuple[str, list[str]] | None:
     """Returns how a collective could be hidden, and the work that does it, longest first; None if nothing could."""
-    computation, start = transfer.computation, transfer.start
-    begin, done = transfer_start(computation, start), done_of(computation, start) or start
-    before = _reachable(computation, [begin, start], backwards=True)
-    after = _reachable(computation, [done, start], backwards=False)
-    compute = {n: spans[n].seconds for n in computation.instructions if n in spans and spans[n].kind in _COMPUTE}
-    free = [n for n in compute if n not in used]
-    beside = _enough(transfer, [n for n in free if n not in before and n not in after], compute)
-    if beside:
+    computation, span = start.computation, spans[start.name]
+    before = _reachable([transfer_start(start), start], lambda i: i.operands)
+    after = _reachable([done_of(start) or start, start], lambda i: i.users)
+    compute = {i: spans[i.name].seconds for i in computation if i.name in spans and spans[i.name].kind in _COMPUTE}
+
+    def enough(excluded: Set[Instruction]) -> list[str]:
+        """Returns the fewest instructions that take as long as the collective is exposed; none if all are too few."""
+        free = (i for i in compute if i.name not in used and i not in excluded)
+        chosen: list[str] = []
+        seconds = 0.0
+        for instruction in sorted(free, key=lambda i: -compute[i]):
+            if seconds >= span.exposed:
+                break
+            chosen.append(instruction.name)
+            seconds += compute[instruction]
+        return chosen if seconds >= span.exposed else []
+
+    if beside := enough(before | after):
         return "beside", beside
-    if transfer.span.count < 2 or computation.is_entry:
+    if span.count < 2 or computation.is_entry:
         return None
-    if _is_ready_early(computation, before):
-        ahead = _enough(transfer, [n for n in free if n not in before], compute)
-        if ahead:
-            return "ahead", ahead
-    late = _used_later(computation, after)
-    if sum(compute[n] for n in compute if n in late) <= _SMALL * sum(compute.values()):
-        behind = _enough(transfer, [n for n in free if n not in late], compute)
-        if behind:
-            return "behind", behind
+    if _is_ready_early(computation, before) and (ahead := enough(before)):
+        return "ahead", ahead
+    # What depends on the collective in its own iteration or the next.
+    root, late = computation.root, set(after)
+    carried = {i for i, made in enumerate(root.operands) if made in after} if root.opcode == "tuple" else set()
+    late |= _reachable((i for i in computation if _carried_element(i) in carried), lambda i: i.users)
+    is_small = sum(seconds for i, seconds in compute.items() if i in late) <= _SMALL * sum(compute.values())
+    if is_small and (behind := enough(late)):
+        return "behind", behind
     return None
 
 
-def _enough(transfer: _Transfer, names: Iterable[str], compute: Mapping[str, float]) -> list[str]:
-    """Returns the fewest of the named instructions that take as long as the collective is exposed; none if too few."""
-    chosen: list[str] = []
-    seconds = 0.0
-    for name in sorted(names, key=lambda n: -compute[n]):
-        if seconds >= transfer.span.exposed:
-            break
-        chosen.append(name)
-        seconds += compute[name]
-    return chosen if seconds >= transfer.span.exposed else []
-
-
-def _reachable(computation: Computation, ends: Iterable[Instruction], backwards: bool) -> set[str]:
-    """Returns the instructions on which `ends` depend, or that depend on them; `ends` included."""
-    found: set[str] = set()
-    pending = [instruction.name for instruction in ends]
+def _reachable(
+    ends: Iterable[Instruction], neighbours: Callable[[Instruction], Iterable[Instruction]]
+) -> set[Instruction]:
+    """Returns the instructions that follow from `ends` by operands, or by users; `ends` included."""
+    found, pending = set[Instruction](), list(ends)
     while pending:
-        name = pending.pop()
-        if name in found or name not in computation.instructions:
-            continue
-        found.add(name)
-        instruction = computation.instructions[name]
-        pending += instruction.operands if backwards else [user.name for user in computation.users[name]]
+        instruction = pending.pop()
+        if instruction not in found:
+            found.add(instruction)
+            pending += neighbours(instruction)
     return found
 
 
-def _carried_element(computation: Computation, instruction: Instruction) -> int | None:
+def _carried_element(instruction: Instruction) -> int | None:
     """Returns which element of the loop's state an instruction takes from the parameter; None for all others."""
-    source = computation.operand(instruction) if instruction.opcode == "get-tuple-element" else None
+    source = instruction.operand() if instruction.opcode == "get-tuple-element" else None
     return int(instruction.attributes["index"]) if source is not None and source.opcode == "parameter" else None
 
 
-def _used_later(computation: Computation, after: set[str]) -> set[str]:
-    """Returns the instructions of a loop's body that depend on a collective in its own iteration or the next."""
-    root, found = computation.root, set(after)
-    carried = {i for i, name in enumerate(root.operands) if name in after} if root.opcode == "tuple" else set()
-    for instruction in computation.instructions.values():
-        if _carried_element(computation, instruction) in carried:
-            found |= _reachable(computation, [instruction], backwards=False)
-    return found
-
-
-def _is_ready_early(computation: Computation, before: set[str]) -> bool:
+def _is_ready_early(computation: Computation, before: set[Instruction]) -> bool:
     """Whether what a collective in a loop's body needs is known an iteration ahead: the counter, what never changes.
 
     The layers' weights, of which it takes a slice, are such a value; what the iteration before has computed is not.
     """
     if computation.root.opcode != "tuple":
         return False
-    for instruction in (computation.instructions[name] for name in before):
-        index = _carried_element(computation, instruction)
+    for instruction in before:
+        index = _carried_element(instruction)
         if index is None or str(instruction.shape) in ("s32[]", "u32[]", "s64[]"):
             continue
-        carried = computation.operand(computation.root, index)
+        carried = computation.root.operand(index)
         while carried is not None and carried.opcode in ("copy", "bitcast", "opt-barrier") and carried.operands:
-            carried = computation.operand(carried)
-        if carried is None or _carried_element(computation, carried) != index:
+            carried = carried.operand()
+        if carried is None or _carried_element(carried) != index:
             return False
     return True

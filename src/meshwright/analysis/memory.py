@@ -120,17 +120,17 @@ class Memory:
 
     def by_category(self) -> dict[str, int]:
         """Sums the bytes by category, arguments first."""
-        sums: Counter[str] = Counter()
-        for part in self.parts:
-            sums[part.category] += part.bytes
-        return dict(sums)
+        return dict(self._sums("category"))
 
     def by_module(self) -> dict[str, int]:
         """Sums the bytes by module, largest first."""
+        return dict(self._sums("module").most_common())
+
+    def _sums(self, field: str) -> Counter[str]:
         sums: Counter[str] = Counter()
         for part in self.parts:
-            sums[part.module] += part.bytes
-        return dict(sums.most_common())
+            sums[getattr(part, field)] += part.bytes
+        return sums
 
 
 def read_memory(
@@ -162,7 +162,7 @@ def read_memory(
         largest[category, part, str(buffer.array)] += int(size * scale)
     sums["packing", ""] += compiled.temporary - sum(int(size * scale) for _, size in peak.parts)
     parts = tuple(MemoryPart(category, part, n) for (category, part), n in sums.items() if n)
-    profile = _profile(module, buffers, peak, classifier, scale)
+    profile = _profile(buffers, peak, classifier, scale)
     return Memory(compiled, parts, tuple((*key, n) for key, n in largest.most_common(12)), profile)
 
 
@@ -170,9 +170,7 @@ _MOMENTS, _BUFFERS = 400, 40
 """Most moments of a profile, and temporaries that explain its peak."""
 
 
-def _profile(
-    module: Module, buffers: Sequence[Buffer], peak: Peak, classifier: "_Classifier", scale: float
-) -> MemoryProfile:
+def _profile(buffers: Sequence[Buffer], peak: Peak, classifier: "_Classifier", scale: float) -> MemoryProfile:
     """Sums the live temporaries at each moment, bytes that several share once where the compiler reports offsets."""
     changes: Counter[int] = Counter()
     for buffer in buffers:
@@ -195,7 +193,7 @@ def _profile(
             bytes=int(size * scale),
             instruction=buffer.instruction.name,
             op_name=buffer.instruction.op_name,
-            line=module.line(buffer.instruction),
+            line=buffer.instruction.line,
             start=buffer.start,
             end=buffer.end,
         )
@@ -236,10 +234,10 @@ class _Classifier:
         """Returns the category and module of a temporary."""
         instruction, branches = buffer.instruction, self._module.branches
         if instruction.opcode == "copy" and instruction.operands:
-            source = self._module.entry.instructions.get(instruction.operands[0])
-            if source is not None and source.opcode == "parameter":
+            source = instruction.operands[0]
+            if source.opcode == "parameter" and source.computation.is_entry:
                 return f"copies of {self._argument_category.get(plain_path(source.op_name), 'arguments')}", ""
-        scopes, phase = scopes_of(instruction.op_name, branches), phase_of(instruction.op_name, branches)
+        scopes, phase = instruction.scopes, phase_of(instruction.op_name, branches)
         known = self._module_of_scope
         part = next((s for s in scopes if s not in known), "") or (known[scopes[0]] if scopes else "")
         is_weight = any(s in known for s in scopes)
@@ -260,7 +258,7 @@ class _Classifier:
     def _loop_buffer(self, buffer: Buffer, is_gradient: bool) -> tuple[str, str]:
         """Classifies an unnamed buffer that a loop fills: stacked activations, or accumulated gradients."""
         branches = self._module.branches
-        names = op_names_written_into(self._module, buffer)
+        names = op_names_written_into(buffer)
         written = next((n for n in names if scopes_of(n, branches)), "")
         part = next(iter(scopes_of(written, branches)), "")
         if written:

@@ -190,7 +190,7 @@ def _precision(device_run: DeviceRun, text: str) -> list[Finding]:
         return []
     from meshwright.models.quantisation import SCOPE  # loaded for runs that ask for it
 
-    return lint_precision(parse_module(text), SCOPE, asked)
+    return list(lint_precision(parse_module(text), SCOPE, asked))
 
 
 def census_of_eval_step(device_run: DeviceRun) -> Census:

@@ -1,17 +1,22 @@
 """Simulated schedule: a predicted timeline of a scheduled program on one chip.
 
-Instructions run in the order of the schedule, one after another, for the times of `cost_model.py`. A collective between
-its start and its done overlaps with the instructions between them and occupies the links that its group spans; a link
-carries one collective at a time. A loop's body is simulated once and multiplied by its trip count. The compiler fixes
-the order; every time is predicted, none is measured.
+Instructions run in the order of the schedule, one after another. A collective between its start and its done overlaps
+with the instructions between them and occupies the links that its group spans; a link carries one collective at a time.
+A loop's body is simulated once and multiplied by its trip count. The compiler fixes the order; every time is predicted,
+none is measured.
+
+An instruction takes the time of its FLOPs or of its bytes. TPU programs have the compiler's own estimate of every
+fusion in cycles. It is used for matrix products; for elementwise work it is several times too high, and bytes over HBM
+bandwidth are an upper bound. GPU programs have no estimates: FLOPs and bytes are divided by the achieved peak.
 """
 
 import dataclasses
 import functools
+import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 
-from meshwright.analysis.cost_model import FREE, CostModel, hbm_bytes, host_bytes, peak_flops
 from meshwright.hardware.chips import Chip, Efficiency
 from meshwright.hardware.interconnect import DeviceCoordinates, Route, route, span_of_group
 from meshwright.hlo.collectives import (
@@ -26,10 +31,161 @@ from meshwright.hlo.collectives import (
     start_of,
     transfer_start,
 )
-from meshwright.hlo.flops import ALL_ROWS, Skipped, least_flops, unpriced_kernels
+from meshwright.hlo.flops import (
+    ALL_ROWS,
+    Rate,
+    Skipped,
+    computed_flops,
+    kernel_work,
+    least_flops,
+    matmul_flops,
+    rate_of,
+    unpriced_kernels,
+)
 from meshwright.hlo.loops import branches_of, known_branch, scope_of_branch, trip_count
-from meshwright.hlo.parser import Computation, Instruction, Module, arrays_of
-from meshwright.hlo.scopes import scopes_of
+from meshwright.hlo.parser import Array, Computation, Instruction, Module, Shape, arrays_of
+
+_FREE = re.compile(
+    "parameter|constant|get-tuple-element|tuple|bitcast|after-all|partition-id|replica-id|opt-barrier|add-dependency"
+    "|domain|iota|.*-(done|update)"
+)
+"""Opcodes that cost nothing."""
+_HOST, _VMEM = 5, 1
+"""Memory spaces of the host and of VMEM in a TPU's layouts."""
+_NO_ESTIMATE = 10**15
+"""Cycles from which the compiler's estimate is a placeholder."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Time of one execution of one instruction."""
+
+    kind: str
+    """matmul, attention, memory, collective, or host."""
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class CostModel:
+    """Roofline cost of instructions on one chip."""
+
+    chip: Chip
+    efficiency: Efficiency
+    skipped: Skipped = ALL_ROWS
+    """Parts of their operands that kernels skip."""
+
+    def cost_of(self, instruction: Instruction) -> Cost:
+        """Returns how long an instruction keeps the chip busy; collectives and loops are not covered."""
+        if _FREE.fullmatch(instruction.opcode):
+            return Cost("memory", 0.0)
+        if instruction.opcode == "custom-call":
+            return self._custom_call(instruction)
+        compute, memory = self._matmul_seconds(instruction), self.memory_seconds(hbm_bytes_accessed(instruction))
+        match = re.search(r'"estimated_cycles":"(\d+)"', instruction.attribute_text)
+        cycles = int(match[1]) if match and int(match[1]) < _NO_ESTIMATE else 0
+        estimate = cycles / self.chip.clock_hz if cycles and self.chip.clock_hz else None
+        if compute:
+            return Cost("matmul", max(compute if estimate is None else estimate, memory))
+        return Cost("memory", memory if estimate is None else min(estimate, memory))
+
+    def _matmul_seconds(self, instruction: Instruction) -> float:
+        """Seconds of a matrix product, or of those in a fusion, nested ones included, at the peaks of their types."""
+        if instruction.opcode in ("dot", "convolution"):
+            rate = rate_of(instruction.operand_arrays[:2])
+            return matmul_flops(instruction) / (peak_flops(self.chip, rate) * self.efficiency.matmul)
+        body = _fused_body(instruction) if instruction.opcode == "fusion" else None
+        return sum(map(self._matmul_seconds, body or ()))
+
+    def memory_seconds(self, num_bytes: float) -> float:
+        """Returns the time to move bytes to or from HBM."""
+        return num_bytes / (self.chip.hbm_bandwidth * self.efficiency.hbm)
+
+    def _custom_call(self, instruction: Instruction) -> Cost:
+        """Prices a kernel by its FLOPs and its bytes; one whose FLOPs are not known only by its bytes."""
+        work = kernel_work(instruction)
+        if work.kind == "hint":
+            return Cost("memory", 0.0)
+        memory = self.memory_seconds(hbm_bytes_accessed(instruction))
+        peak, flops = peak_flops(self.chip, work.rate), computed_flops(work, instruction, self.skipped)
+        if work.kind == "attention":
+            return Cost("attention", max(flops / (peak * self.efficiency.attention), memory))
+        reached = self.efficiency.matmul * (self.efficiency.grouped_matmul if work.kind == "grouped matmul" else 1.0)
+        return Cost("matmul" if flops else "memory", max(flops / (peak * reached), memory))
+
+
+def peak_flops(chip: Chip, rate: Rate) -> float:
+    """Returns the peak FLOP/s of a chip for products of these types; that of bfloat16 where it has no other."""
+    special = {"fp8": chip.flops_fp8, "int8": chip.flops_int8, "mxfp8": chip.flops_mxfp8}.get(rate)
+    return special or chip.flops_bf16
+
+
+def hbm_bytes_accessed(instruction: Instruction) -> float:
+    """Counts the bytes of HBM that an instruction reads and writes; of a slice of a larger array, only the slice."""
+    shapes, body = [operand.shape for operand in instruction.operands], _fused_body(instruction)
+    if body is None:
+        if instruction.opcode in ("dynamic-slice", "slice", "gather"):
+            return 2.0 * _hbm_bytes(instruction.shape)
+        if instruction.opcode == "dynamic-update-slice":
+            return 2.0 * _hbm_bytes(shapes[1])
+        return _hbm_bytes(instruction.shape) + sum(map(_hbm_bytes, shapes))
+    total = 0.0
+    for number, shape in enumerate(shapes):
+        parameter = body.parameters.get(number)
+        total += min(_hbm_bytes(shape), math.inf if parameter is None else _bytes_read(parameter))
+    # The shape of a start begins with its operands' shapes (XLA:GPU).
+    result = instruction.shape
+    if instruction.opcode.endswith("-start") and not isinstance(result, Array) and len(result) > 1:
+        result = result[1]
+    return total + _bytes_written(body.root, result)
+
+
+def _fused_body(instruction: Instruction) -> Computation | None:
+    """Returns the computation that a fusion or an asynchronous start runs; None for any other instruction."""
+    return next(iter(instruction.called), None) if not instruction.opcode.startswith("custom-call") else None
+
+
+def _hbm_bytes(shape: Shape) -> float:
+    return float(sum(array.bytes for array in arrays_of(shape) if array.memory_space not in (_VMEM, _HOST)))
+
+
+def _bytes_read(value: Instruction, callers: tuple[Instruction, ...] = ()) -> float:
+    """Counts the bytes that a fusion reads of an operand, through fusions nested in it; infinity for all of it.
+
+    callers: fusions around a nested one, outermost first.
+    """
+    total = 0.0
+    if value.is_root:
+        # The value leaves the fusion unchanged: a nested one passes it to its users.
+        total += _bytes_read(callers[-1], callers[:-1]) if callers else math.inf
+    for user in value.users:
+        nested = _fused_body(user)
+        if user.opcode in ("dynamic-slice", "slice", "gather"):
+            total += sum(array.bytes for array in arrays_of(user.shape))
+        elif user.opcode == "dynamic-update-slice" and user.operands[0] is value:
+            continue
+        elif user.opcode == "bitcast":
+            total += _bytes_read(user, callers)
+        elif nested is not None:
+            numbers = [i for i, operand in enumerate(user.operands) if operand is value and i in nested.parameters]
+            total += sum(_bytes_read(nested.parameters[i], (*callers, user)) for i in numbers)
+        else:
+            return math.inf
+    return total
+
+
+def _bytes_written(root: Instruction, shape: Shape) -> float:
+    """Counts the bytes that a fusion writes for one of its results."""
+    if root.opcode == "tuple" and not isinstance(shape, Array):
+        return sum(map(_bytes_written, root.operands, shape))
+    if root.opcode == "bitcast" and root.operands:
+        return _bytes_written(root.operands[0], shape)
+    nested = _fused_body(root)
+    if nested is not None:
+        return _bytes_written(nested.root, shape)
+    if root.opcode == "dynamic-update-slice":
+        return float(sum(array.bytes for array in arrays_of(root.operands[1].shape)))
+    return _hbm_bytes(shape)
+
 
 _OFFLOADED = ("call-start", "custom-call-start")
 """Opcodes that start a computation on another core; those without a collective are gathers and scatters."""
@@ -61,59 +217,37 @@ class Span:
         return self.name.rpartition(": ")[2]
 
 
-@dataclasses.dataclass
-class _Totals:
-    """Sums of one execution of a computation."""
-
-    seconds: float = 0.0
-    by_kind: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
-    exposed: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
-    link_seconds: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
-    bubble: float = 0.0
-    spans: list[Span] = dataclasses.field(default_factory=list)
-
-    def add(self, other: "_Totals", times: float) -> None:
-        """Adds `times` executions of another computation; its spans are left out."""
-        self.seconds += other.seconds * times
-        self.bubble += other.bubble * times
-        for sums, more in (
-            (self.by_kind, other.by_kind),
-            (self.exposed, other.exposed),
-            (self.link_seconds, other.link_seconds),
-        ):
-            for key, value in more.items():
-                sums[key] += value * times
-
-
 class _Timeline:
-    """Simulated clock of one computation, with the transfers in flight."""
+    """Simulated clock of one execution of a computation, with its sums and the transfers in flight."""
 
     def __init__(self) -> None:
-        self.now = 0.0
-        self.totals = _Totals()
+        self.now = self.bubble = 0.0
+        self.by_kind, self.exposed, self.link_seconds = (defaultdict[str, float](float) for _ in range(3))
+        self.spans: list[Span] = []
         self._in_flight: dict[str, tuple[float, int | None, str]] = {}
-        self._link_free: defaultdict[str, float] = defaultdict(float)
+        self._link_free = defaultdict[str, float](float)
 
-    def run(self, name: str, kind: str, seconds: float) -> None:
+    def run(self, name: str, cost: Cost) -> None:
         """Runs work on the compute units."""
-        if seconds <= 0:
-            return
-        self.totals.by_kind[kind] += seconds
-        self.totals.spans.append(Span(name, kind, self.now, seconds, 1, 0))
-        self.now += seconds
+        if cost.seconds > 0:
+            self.by_kind[cost.kind] += cost.seconds
+            self.spans.append(Span(name, cost.kind, self.now, cost.seconds, 1, 0))
+            self.now += cost.seconds
 
-    def enter(self, name: str, inner: _Totals, times: float) -> None:
+    def enter(self, name: str, inner: "_Timeline", times: float) -> None:
         """Runs a loop, a call or a branch, `times` executions of its body."""
-        if inner.seconds * times <= 0:
+        if inner.now * times <= 0:
             return
-        start = self.now
-        count = max(1, round(times))
-        self.totals.spans.append(Span(name, "loop", start, inner.seconds * times, count, 0))
-        self.totals.spans += [
+        start, count = self.now, max(1, round(times))
+        self.spans.append(Span(name, "loop", start, inner.now * times, count, 0))
+        self.spans += [
             dataclasses.replace(s, start=start + s.start, count=s.count * count, depth=s.depth + 1) for s in inner.spans
         ]
-        self.totals.add(inner, times)
-        self.now = start + inner.seconds * times
+        self.bubble += inner.bubble * times
+        for sums in ("by_kind", "exposed", "link_seconds"):
+            for key, value in getattr(inner, sums).items():
+                getattr(self, sums)[key] += value * times
+        self.now = start + inner.now * times
 
     def begin(self, key: str, kind: str, link: str, seconds: float, axes: str, name: str) -> None:
         """Starts a transfer that overlaps with what follows; a link carries one transfer at a time."""
@@ -121,22 +255,21 @@ class _Timeline:
         self._link_free[link] = start + seconds
         span = None
         if kind in ("collective", "host"):
-            self.totals.link_seconds[axes or kind] += seconds
-            span = len(self.totals.spans)
-            self.totals.spans.append(Span(name, kind, start, seconds, 1, 0, axes))
+            self.link_seconds[axes or kind] += seconds
+            span = len(self.spans)
+            self.spans.append(Span(name, kind, start, seconds, 1, 0, axes))
         self._in_flight[key] = (start + seconds, span, axes or kind)
 
     def wait(self, key: str) -> None:
         """Waits until a transfer has ended; the waiting time is exposed communication."""
         end, span, axes = self._in_flight.pop(key, (0.0, None, ""))
         waited = end - self.now
-        if waited <= 0:
-            return
-        self.totals.by_kind["exposed"] += waited
-        self.totals.exposed[axes] += waited
-        if span is not None:
-            self.totals.spans[span] = dataclasses.replace(self.totals.spans[span], exposed=waited)
-        self.now = end
+        if waited > 0:
+            self.by_kind["exposed"] += waited
+            self.exposed[axes] += waited
+            if span is not None:
+                self.spans[span] = dataclasses.replace(self.spans[span], exposed=waited)
+            self.now = end
 
     def wait_for_all(self) -> None:
         """Waits for every transfer in flight."""
@@ -212,18 +345,18 @@ def simulate_schedule(
     mesh: degree of each axis, outermost first.  skipped: what kernels leave out of their operands.
     ticks: of a pipeline; the stages wait in a tick for the one whose branches take longest.
     """
-    simulator = _Simulator(module, target, dict(mesh), skipped, dict(ticks or {}))
-    totals = simulator.run(module.entry.name)
+    simulator = _Simulator(target, dict(mesh), skipped, ticks or {})
+    timeline = simulator.run(module.entry)
     floor = sum(n / peak_flops(target.chip, rate) for rate, n in least_flops(module, skipped).items())
     return SimulatedSchedule(
         target.chip.name,
-        totals.seconds,
-        dict(totals.by_kind),
-        dict(totals.exposed),
-        dict(totals.link_seconds),
+        timeline.now,
+        dict(timeline.by_kind),
+        dict(timeline.exposed),
+        dict(timeline.link_seconds),
         simulator.routes,
-        totals.bubble,
-        tuple(totals.spans),
+        timeline.bubble,
+        tuple(timeline.spans),
         floor,
         unpriced_kernels(module),
     )
@@ -232,93 +365,81 @@ def simulate_schedule(
 class _Simulator:
     """Simulation of one program; computations and collectives are simulated once and cached."""
 
-    def __init__(self, module: Module, target: TargetDevices, mesh: dict[str, int], skipped: Skipped, ticks: Ticks):
-        self.module, self.target, self.mesh, self.ticks = module, target, mesh, ticks
+    def __init__(self, target: TargetDevices, mesh: dict[str, int], skipped: Skipped, ticks: Ticks):
+        self.target, self.mesh, self.ticks = target, mesh, ticks
         self.cost_model = CostModel(target.chip, target.efficiency, skipped)
         self.routes: dict[str, str] = {}
         self.run = functools.cache(self._run)
         self._transfer = functools.cache(self._price_transfer)
 
-    def _run(self, name: str) -> _Totals:
+    def _run(self, computation: Computation) -> _Timeline:
         """Simulates one execution of a computation."""
-        computation, timeline = self.module.computations[name], _Timeline()
-        for instruction in computation.instructions.values():
-            self._instruction(computation, instruction, timeline)
+        timeline = _Timeline()
+        for instruction in computation:
+            self._instruction(instruction, timeline)
         timeline.wait_for_all()
         bubble = self._bubble(computation) if self.ticks else 0.0
-        timeline.totals.bubble += bubble
+        timeline.bubble += bubble
         timeline.now += bubble
-        timeline.totals.seconds = timeline.now
-        return timeline.totals
+        return timeline
 
-    def _instruction(self, computation: Computation, instruction: Instruction, timeline: _Timeline) -> None:
+    def _instruction(self, instruction: Instruction, timeline: _Timeline) -> None:
         opcode = instruction.opcode
         if opcode == "while":
-            trips = trip_count(self.module, computation, instruction) or 1
-            timeline.enter(self._label(instruction), self.run(instruction.attributes["body"].lstrip("%")), trips)
+            timeline.enter(_label(instruction), self.run(instruction.called[0]), trip_count(instruction) or 1)
         elif opcode == "conditional":
-            self._conditional(timeline, computation, instruction)
+            # Its longest branch, as often as it is taken.
+            longest = max(branches_of(instruction), key=lambda body: self.run(body).now)
+            known = known_branch(longest)
+            timeline.enter(_label(instruction), self.run(longest), known.taken / known.executions if known else 1.0)
         elif opcode == "call":
-            timeline.enter(self._label(instruction), self.run(instruction.called[0]), 1)
+            timeline.enter(_label(instruction), self.run(instruction.called[0]), 1)
         elif opcode.endswith(("-done", "-update")) or is_fused_done(instruction):
-            self._continue(timeline, computation, instruction)
-        elif collective_in(self.module, instruction) is not None:
-            if transfer_start(computation, instruction) is instruction:
-                self._communicate(timeline, computation, instruction)
-        elif opcode in _OFFLOADED:
-            if transfer_start(computation, instruction) is instruction:
-                self._offload(timeline, computation, instruction)
+            start = start_of(instruction)
+            # An update that passes the operands of a start begins it.
+            if start is not None and not (transfer_start(start) is instruction and self._begin(timeline, start)):
+                timeline.wait(start.name)
+        elif collective_in(instruction) is not None or opcode in _OFFLOADED:
+            if transfer_start(instruction) is instruction:
+                self._begin(timeline, instruction)
         elif opcode in ("copy-start", "slice-start"):
             seconds, medium = self._copy(instruction)
-            timeline.begin(instruction.name, medium, medium, seconds, "", self._label(instruction))
-        elif not FREE.fullmatch(opcode):
-            cost = self.cost_model.cost_of(self.module, computation, instruction)
-            timeline.run(self._label(instruction), cost.kind, cost.seconds)
+            timeline.begin(instruction.name, medium, medium, seconds, "", _label(instruction))
+        elif not _FREE.fullmatch(opcode):
+            timeline.run(_label(instruction), self.cost_model.cost_of(instruction))
 
-    def _continue(self, timeline: _Timeline, computation: Computation, instruction: Instruction) -> None:
-        """Ends a transfer; an update that passes the operands of a start begins it."""
-        start = start_of(computation, instruction)
-        if start is None:
-            return
-        begins = transfer_start(computation, start) is instruction
-        if begins and collective_in(self.module, start) is not None:
-            self._communicate(timeline, computation, start)
-        elif begins and start.opcode in _OFFLOADED:
-            self._offload(timeline, computation, start)
+    def _begin(self, timeline: _Timeline, start: Instruction) -> bool:
+        """Adds a collective, or work on another core; False for any other instruction."""
+        if collective_in(start) is not None:
+            self._communicate(timeline, start)
+        elif start.opcode in _OFFLOADED:
+            self._offload(timeline, start)
         else:
-            timeline.wait(start.name)
+            return False
+        return True
 
-    def _offload(self, timeline: _Timeline, computation: Computation, start: Instruction) -> None:
+    def _offload(self, timeline: _Timeline, start: Instruction) -> None:
         """Begins a gather or scatter on a SparseCore: it moves HBM beside the other cores until its done."""
-        begin, done = transfer_start(computation, start), done_of(computation, start)
-        operands = [computation.instructions[n].shape for n in begin.operands if n != start.name]
+        done = done_of(start)
+        operands = [operand.shape for operand in transfer_start(start).operands if operand is not start]
         # A gather reads and writes its rows; a scatter reads its updates, and reads and writes the rows they change.
-        scattered = 3 * hbm_bytes(operands[-1]) if operands else 0.0
-        moved = scattered if "scatter" in start.name or done is None else 2 * hbm_bytes(done.shape)
+        scattered = 3 * _hbm_bytes(operands[-1]) if operands else 0.0
+        moved = scattered if "scatter" in start.name or done is None else 2 * _hbm_bytes(done.shape)
         seconds = self.cost_model.memory_seconds(moved)
-        timeline.begin(start.name, "memory", "memory", seconds, "", self._label(start))
-
-    def _conditional(self, timeline: _Timeline, computation: Computation, instruction: Instruction) -> None:
-        """Simulates a conditional: its longest branch, as often as it is taken."""
-        bodies = branches_of(self.module, computation, instruction)
-        totals = [self.run(body.name) for body in bodies]
-        longest = max(range(len(bodies)), key=lambda i: totals[i].seconds)
-        branch = known_branch(self.module, bodies[longest])
-        timeline.enter(self._label(instruction), totals[longest], branch.taken / branch.executions if branch else 1.0)
+        timeline.begin(start.name, "memory", "memory", seconds, "", _label(start))
 
     def _bubble(self, computation: Computation) -> float:
         """Returns the mean seconds for which a stage waits for the others, if a computation is a pipeline's tick.
 
         What is not in a branch takes all stages the same time.
         """
-        conditionals = (i for i in computation.instructions.values() if i.opcode == "conditional")
-        bodies = [body for conditional in conditionals for body in self.module.called_by(conditional)]
+        bodies = [body for i in computation if i.opcode == "conditional" for body in i.called]
         in_ticks = {scope for stages in self.ticks for scopes in stages for scope in scopes}
-        scoped = ((scope_of_branch(self.module, body), body) for body in bodies)
-        seconds = {scope: self.run(body.name).seconds for scope, body in scoped if scope in in_ticks}
+        scoped = ((scope_of_branch(body), body) for body in bodies)
+        seconds = {scope: self.run(body).now for scope, body in scoped if scope in in_ticks}
         if not seconds:
             return 0.0
-        branches = {scope: self.module.branches[scope] for scope in seconds if scope is not None}
+        branches = {scope: computation.module.branches[scope] for scope in seconds if scope is not None}
         own = sum(branch.taken * seconds[scope] for scope, branch in branches.items())
         lockstep = sum(
             count * max((sum(seconds.get(scope, 0.0) for scope in scopes) for scopes in stages), default=0.0)
@@ -326,42 +447,34 @@ class _Simulator:
         )
         return max(0.0, lockstep - own) / max(branch.executions for branch in branches.values())
 
-    def _communicate(self, timeline: _Timeline, computation: Computation, instruction: Instruction) -> None:
+    def _communicate(self, timeline: _Timeline, instruction: Instruction) -> None:
         """Adds a collective: overlapped until its done if it is asynchronous, exposed otherwise."""
-        axes, seconds = self._transfer(computation.name, instruction.name)
+        axes, seconds = self._transfer(instruction)
         name = instruction.name
         asynchronous = instruction.opcode.endswith("-start") or name.startswith("async-collective-start")
         is_piece = name.startswith("async_collective_fusion") or "async-collective" in name
         if instruction.opcode == "fusion" and not asynchronous and is_piece:
             # Computation fused with one piece of a collective that was started elsewhere.
-            cost = self.cost_model.cost_of(self.module, computation, instruction)
-            timeline.run(self._label(instruction), cost.kind, cost.seconds)
+            timeline.run(_label(instruction), self.cost_model.cost_of(instruction))
             return
-        timeline.begin(name, "collective", self._links(axes, instruction), seconds, axes, self._label(instruction))
+        # Links are full duplex: two permutes in opposite directions of a ring do not wait for each other.
+        pairs = instruction.attributes.get("source_target_pairs")
+        links = f"{axes} {pairs}" if pairs else axes
+        timeline.begin(name, "collective", links, seconds, axes, _label(instruction))
         if not asynchronous:
             timeline.wait(name)
 
-    def _links(self, axes: str, instruction: Instruction) -> str:
-        """Returns the links that a collective occupies: those of its axes; of a permute those of its direction alone.
-
-        Links are full duplex: two permutes in opposite directions of a ring do not wait for each other.
-        """
-        pairs = instruction.attributes.get("source_target_pairs")
-        return f"{axes} {pairs}" if pairs else axes
-
-    def _price_transfer(self, computation: str, name: str) -> tuple[str, float]:
+    def _price_transfer(self, instruction: Instruction) -> tuple[str, float]:
         """Returns the mesh axes of a collective and its time in seconds."""
-        instruction = self.module.computations[computation].instructions[name]
-        inner = collective_in(self.module, instruction)
+        inner = collective_in(instruction)
         assert inner is not None
-        body = next(c for c in self.module.computations.values() if inner.name in c.instructions)
-        groups, axes = group_of(self.module, inner, self.mesh)
+        groups, axes = group_of(inner, self.mesh)
         kind = kind_of(inner) or "all-reduce"
-        if instruction is not inner and any(c.startswith("all-reduce-scatter") for c in instruction.called):
+        if instruction is not inner and any(c.name.startswith("all-reduce-scatter") for c in instruction.called):
             kind = "reduce-scatter"
         path, label = self._route(groups), group_label(groups, axes)
         self.routes[label] = path.medium
-        return label, path.seconds(kind, payload_of(body, inner, kind, path.devices))
+        return label, path.seconds(kind, payload_of(inner, kind, path.devices))
 
     def _route(self, groups: Groups) -> Route:
         """Returns the slowest path of any group; all groups of an axis are alike unless a slice is cut unevenly."""
@@ -375,12 +488,13 @@ class _Simulator:
 
     def _copy(self, instruction: Instruction) -> tuple[float, str]:
         """Returns the time of an asynchronous copy and what carries it: `host` or `memory`."""
-        parts = list(arrays_of(instruction.shape))
-        moved = max((a.bytes for a in parts[:2]), default=0)
-        if host_bytes(instruction.shape):
+        arrays = list(arrays_of(instruction.shape))
+        moved = max((a.bytes for a in arrays[:2]), default=0)
+        if any(a.memory_space == _HOST and a.bytes for a in arrays):
             return moved / self.target.chip.host_bandwidth, "host"
         return self.cost_model.memory_seconds(moved), "memory"
 
-    def _label(self, instruction: Instruction) -> str:
-        scopes = scopes_of(instruction.op_name, self.module.branches)
-        return f"{'/'.join(scopes[-2:])}: {instruction.name}" if scopes else instruction.name
+
+def _label(instruction: Instruction) -> str:
+    scopes = instruction.scopes
+    return f"{'/'.join(scopes[-2:])}: {instruction.name}" if scopes else instruction.name

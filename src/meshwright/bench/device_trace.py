@@ -124,11 +124,11 @@ class _Program:
 
     @classmethod
     def of(cls, module: Module) -> "_Program":
-        known = frozenset(name for c in module.computations.values() for name in c.instructions)
+        known = frozenset(instruction.name for instruction in module)
         starts = {
             instruction.name: start.name
-            for computation, instruction in module.instructions()
-            if is_done(instruction) and (start := start_of(computation, instruction)) is not None
+            for instruction in module
+            if is_done(instruction) and (start := start_of(instruction)) is not None
         }
         collective = collective_names(module)
         return cls(
@@ -147,13 +147,13 @@ class _Program:
 def collective_names(module: Module) -> frozenset[str]:
     """Returns the names of the instructions that communicate, or wait for communication."""
     names = set[str]()
-    for computation, instruction in module.instructions():
+    for instruction in module:
         # A fusion that holds one piece of a collective computes meanwhile.
-        if instruction.opcode != "fusion" and collective_in(module, instruction) is not None:
+        if instruction.opcode != "fusion" and collective_in(instruction) is not None:
             names.add(instruction.name)
         elif is_done(instruction) or instruction.opcode.endswith("-update"):
-            start = start_of(computation, instruction)
-            if start is not None and collective_in(module, start) is not None:
+            start = start_of(instruction)
+            if start is not None and collective_in(start) is not None:
                 names.add(instruction.name)
     return frozenset(names)
 

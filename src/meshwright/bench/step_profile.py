@@ -21,7 +21,6 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.targets import Target
 from meshwright.hlo.collectives import collective_in, group_label, group_of, kind_of, start_of
 from meshwright.hlo.parser import Module, parse_module
-from meshwright.hlo.scopes import scopes_of
 from meshwright.step.device_run import State
 from meshwright.trainer.loop import Trainable
 from meshwright.trainer.prepare import Batches, Position
@@ -227,20 +226,17 @@ def _simulated_by_name(schedule: SimulatedSchedule, *, exposed: bool) -> dict[st
 def _collective_labels(module: Module, mesh: dict[str, int]) -> dict[str, str]:
     """Returns kind and axes of every collective by the name of its instruction, and of what waits for it."""
     labels: dict[str, str] = {}
-    for computation, instruction in module.instructions():
+    for instruction in module:
         started = instruction
         if instruction.opcode.endswith(("-done", "-update")):
-            started = start_of(computation, instruction) or instruction
-        inner = collective_in(module, started)
+            started = start_of(instruction) or instruction
+        inner = collective_in(started)
         if inner is not None:
-            label = group_label(*group_of(module, inner, mesh))
+            label = group_label(*group_of(inner, mesh))
             labels[instruction.name] = f"{kind_of(inner) or 'all-reduce'} over {label}"
     return labels
 
 
 def _scope_labels(module: Module) -> dict[str, str]:
     """Returns the named scopes of every instruction by its name."""
-    return {
-        instruction.name: "/".join(scopes_of(instruction.op_name, module.branches)[-2:]) or "no scope"
-        for _, instruction in module.instructions()
-    }
+    return {instruction.name: "/".join(instruction.scopes[-2:]) or "no scope" for instruction in module}

@@ -7,13 +7,14 @@ are its own and buffers that share memory are counted once; otherwise (TPU) size
 
 import dataclasses
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from meshwright.hlo.parser import Array, Computation, Instruction, Module, Shape
 
 Index = tuple[int, ...]
 """Path to one array of a tuple shape."""
-_Place = tuple[Computation, Instruction, Index]
+_Place = tuple[Instruction, Index]
 """One array of an instruction's result."""
 
 
@@ -107,8 +108,6 @@ class Buffer:
 
     instruction: Instruction
     """Instruction that defines it."""
-    computation: Computation
-    """Computation of that instruction."""
     index: Index
     """Which array of the instruction's result it is."""
     array: Array
@@ -125,55 +124,44 @@ class _Clock:
     """Start and end of every instruction that runs, in steps of the schedule; a loop's body lies within its loop."""
 
     def __init__(self, module: Module):
-        self.starts: dict[tuple[str, str], int] = {}
-        self.ends: dict[tuple[str, str], int] = {}
-        self.callers: dict[str, list[tuple[Computation, Instruction]]] = {}
-        self._module, self._now = module, 0
+        self.starts: dict[Instruction, int] = {}
+        self.ends: dict[Instruction, int] = {}
+        self.callers: defaultdict[Computation, list[Instruction]] = defaultdict(list)
+        self._now = 0
         self._visit(module.entry)
 
     def _visit(self, computation: Computation) -> None:
-        for instruction in computation.instructions.values():
-            key = (computation.name, instruction.name)
+        for instruction in computation:
             self._now += 1
-            self.starts[key] = self._now
+            self.starts[instruction] = self._now
             if instruction.opcode in ("while", "call", "conditional", "async-start", "call-start"):
-                for callee in self._module.called_by(instruction):
-                    self.callers.setdefault(callee.name, []).append((computation, instruction))
+                for callee in instruction.called:
+                    self.callers[callee].append(instruction)
                     self._visit(callee)
                 self._now += 1
-            self.ends[key] = self._now
+            self.ends[instruction] = self._now
 
 
 def buffers_of(module: Module, assignment: BufferAssignment | None) -> list[Buffer]:
     """Lists every temporary of a scheduled program with its live range."""
     clock = _Clock(module)
-    running = [module.computations[name] for name in dict.fromkeys(computation for computation, _ in clock.starts)]
-    computations = {name: computation for computation in running for name in computation.instructions}
-    if assignment is None:
-        return list(_buffers_of_shapes(module, clock, computations))
-    buffers: list[Buffer] = []
-    for value in assignment.values:
-        computation = computations.get(value.instruction)
-        if computation is None:
-            continue
-        instruction = computation.instructions[value.instruction]
-        array = dict(_leaves(instruction.shape)).get(value.index)
-        if array is not None:
-            start, end = _live_range(module, clock, (computation, instruction, value.index))
-            buffers.append(Buffer(instruction, computation, value.index, array, value.size, value.offset, start, end))
-    return buffers
+    running = {i.name: i for computation in dict.fromkeys(i.computation for i in clock.starts) for i in computation}
 
+    def buffer(instruction: Instruction, index: Index, array: Array, size: int, offset: int | None) -> Buffer:
+        return Buffer(instruction, index, array, size, offset, *_live_range(clock, (instruction, index)))
 
-def _buffers_of_shapes(module: Module, clock: _Clock, computations: dict[str, Computation]) -> Iterator[Buffer]:
-    """Yields the buffers of a program without a buffer assignment, with the sizes of their shapes."""
-    for name, computation in computations.items():
-        instruction = computation.instructions[name]
-        if _NO_MEMORY.fullmatch(instruction.opcode) or _in_place(instruction, computation):
-            continue
-        for index, array in _leaves(instruction.shape):
-            if array.memory_space == 0 and array.bytes and not _is_result(computation, instruction):
-                start, end = _live_range(module, clock, (computation, instruction, index))
-                yield Buffer(instruction, computation, index, array, array.bytes, None, start, end)
+    if assignment is not None:
+        placed = ((running[v.instruction], v) for v in assignment.values if v.instruction in running)
+        arrays = ((i, v, dict(_leaves(i.shape)).get(v.index)) for i, v in placed)
+        return [buffer(i, v.index, array, v.size, v.offset) for i, v, array in arrays if array is not None]
+    # Without an assignment the buffers have the sizes of their shapes.
+    return [
+        buffer(instruction, index, array, array.bytes, None)
+        for instruction in running.values()
+        if not (_NO_MEMORY.fullmatch(instruction.opcode) or _in_place(instruction) or _is_result(instruction))
+        for index, array in _leaves(instruction.shape)
+        if array.memory_space == 0 and array.bytes
+    ]
 
 
 _NO_MEMORY = re.compile(
@@ -183,17 +171,17 @@ _NO_MEMORY = re.compile(
 """Opcodes whose result takes no memory of its own."""
 
 
-def _in_place(instruction: Instruction, computation: Computation) -> bool:
+def _in_place(instruction: Instruction) -> bool:
     """Whether the result overwrites an operand, as an update of a slice does."""
     if "output_to_operand_aliasing" in instruction.attribute_text:
         return True
     if instruction.opcode == "dynamic-update-slice" or "dynamic-update-slice" in instruction.name:
-        return any(shape == instruction.shape for shape in computation.operand_shapes(instruction))
+        return any(operand.shape == instruction.shape for operand in instruction.operands)
     return False
 
 
-def _is_result(computation: Computation, instruction: Instruction) -> bool:
-    return computation.is_entry and any(user.is_root for user in computation.users[instruction.name])
+def _is_result(instruction: Instruction) -> bool:
+    return instruction.computation.is_entry and any(user.is_root for user in instruction.users)
 
 
 def _leaves(shape: Shape, prefix: Index = ()) -> Iterator[tuple[Index, Array]]:
@@ -204,82 +192,74 @@ def _leaves(shape: Shape, prefix: Index = ()) -> Iterator[tuple[Index, Array]]:
             yield from _leaves(part, (*prefix, i))
 
 
-def _live_range(module: Module, clock: _Clock, value: _Place) -> tuple[int, int]:
+def _live_range(clock: _Clock, value: _Place) -> tuple[int, int]:
     """Returns the first and last moment at which the value, or a tuple or loop that carries it, is accessed."""
-    key = (value[0].name, value[1].name)
-    start, end = clock.starts[key], clock.ends[key]
+    start, end = clock.starts[value[0]], clock.ends[value[0]]
     pending = [value]
-    visited: set[tuple[str, str, Index]] = set()
+    visited: set[_Place] = set()
     while pending:
-        current, holder, index = pending.pop()
-        if (current.name, holder.name, index) in visited:
+        place = pending.pop()
+        if place in visited:
             continue
-        visited.add((current.name, holder.name, index))
+        visited.add(place)
+        holder, index = place
         if holder.opcode != "while":
-            start = min(start, clock.starts[current.name, holder.name])
+            start = min(start, clock.starts[holder])
         if holder.is_root:
-            for outer, caller in clock.callers.get(current.name, ()):
-                end = max(end, clock.ends[outer.name, caller.name])
+            for caller in clock.callers[holder.computation]:
+                end = max(end, clock.ends[caller])
                 if caller.opcode == "while":
-                    if caller.attributes.get("condition", "").lstrip("%") == current.name:
+                    if caller.attributes.get("condition", "").lstrip("%") == holder.computation.name:
                         continue
-                    pending.append((current, current.parameters[0], index))
-                pending.append((outer, caller, index))
-        for user in current.users[holder.name]:
+                    pending.append((holder.computation.parameters[0], index))
+                pending.append((caller, index))
+        for user in holder.users:
             if user.opcode not in ("tuple", "get-tuple-element", "bitcast"):
-                end = max(end, clock.ends[current.name, user.name])
+                end = max(end, clock.ends[user])
             for number, operand in enumerate(user.operands):
-                if operand == holder.name:
-                    pending += _forwarded(module, current, user, number, index)
+                if operand is holder:
+                    pending += _forwarded(user, number, index)
     return start, end
 
 
-def _forwarded(
-    module: Module, computation: Computation, user: Instruction, operand: int, index: Index
-) -> Iterator[_Place]:
+def _forwarded(user: Instruction, operand: int, index: Index) -> Iterator[_Place]:
     """Yields the instructions through which `user` passes on a value that it does not change."""
-    bodies = module.called_by(user)
-    if user.opcode == "get-tuple-element":
+    opcode = user.opcode
+    if opcode == "get-tuple-element":
         if index and int(user.attributes["index"]) == index[0]:
-            yield computation, user, index[1:]
-    elif user.opcode == "tuple":
-        yield computation, user, (operand, *index)
-    elif user.opcode in ("bitcast", "opt-barrier"):
-        yield computation, user, index
-    elif user.opcode == "while":
-        yield computation, user, index
-        yield from ((inner, inner.parameters[0], index) for inner in bodies)
-    elif user.opcode in ("call", "async-start"):
-        yield from ((inner, inner.parameters[operand], index) for inner in bodies if operand in inner.parameters)
-    elif user.opcode == "conditional":
-        yield from ((inner, inner.parameters[0], index) for inner in bodies[operand - 1 : operand] if operand)
-    elif user.opcode.endswith("-done"):
-        yield computation, user, index[1:]
-    elif operand == 0 and _in_place(user, computation):
-        yield computation, user, index
+            yield user, index[1:]
+    elif opcode == "tuple":
+        yield user, (operand, *index)
+    elif opcode == "while":
+        yield user, index
+        yield from ((inner.parameters[0], index) for inner in user.called)
+    elif opcode in ("call", "async-start"):
+        yield from ((inner.parameters[operand], index) for inner in user.called if operand in inner.parameters)
+    elif opcode == "conditional":
+        yield from ((inner.parameters[0], index) for inner in user.called[operand - 1 : operand] if operand)
+    elif opcode.endswith("-done"):
+        yield user, index[1:]
+    elif opcode in ("bitcast", "opt-barrier") or (operand == 0 and _in_place(user)):
+        yield user, index
 
 
-def op_names_written_into(module: Module, buffer: Buffer) -> Iterator[str]:
+def op_names_written_into(buffer: Buffer) -> Iterator[str]:
     """Yields JAX's names of the operations that a loop writes into a buffer it carries, such as saved activations."""
-    pending: list[_Place] = [(buffer.computation, buffer.instruction, buffer.index)]
+    pending: list[_Place] = [(buffer.instruction, buffer.index)]
     for _ in range(20):
         if not pending:
             return
-        computation, holder, index = pending.pop()
-        for user in computation.users[holder.name]:
-            for number, operand in enumerate(user.operands):
-                if operand != holder.name:
-                    continue
-                if user.opcode == "while" and index:
-                    body = module.called_by(user)[0]
-                    writer = body.operand(body.root, index[0])
-                    if writer is not None:
-                        for inner in module.called_by(writer):
-                            yield from (i.op_name for i in inner.instructions.values())
-                        yield writer.op_name
-                        yield from (body.instructions[o].op_name for o in writer.operands if o in body.instructions)
-                elif user.opcode in ("tuple", "bitcast", "copy"):
-                    pending.append((computation, user, (number, *index) if user.opcode == "tuple" else index))
+        holder, index = pending.pop()
+        uses = ((user, i) for user in holder.users for i, operand in enumerate(user.operands) if operand is holder)
+        for user, number in uses:
+            if user.opcode == "while" and index:
+                writer = user.called[0].root.operand(index[0])
+                if writer is not None:
+                    yield from (i.op_name for body in writer.called for i in body)
+                    yield writer.op_name
+                    yield from (operand.op_name for operand in writer.operands)
+            elif user.opcode in ("tuple", "bitcast", "copy"):
+                pending.append((user, (number, *index) if user.opcode == "tuple" else index))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from meshwright.hlo.parser import Computation, Instruction, Module, bytes_of
+from meshwright.hlo.parser import Instruction, bytes_of
 
 Groups = tuple[tuple[int, ...], ...]
 """Numbers of the devices in each group."""
@@ -48,20 +48,18 @@ def kind_of(instruction: Instruction) -> str | None:
     return name if name in COLLECTIVE_KINDS else None
 
 
-def is_collective(instruction: Instruction) -> bool:
-    """Whether an instruction moves bytes between devices."""
+def _is_collective(instruction: Instruction) -> bool:
     megascale = "_xla_megascale_transfer_type" in instruction.attribute_text
     return instruction.opcode.removesuffix("-start") in COLLECTIVE_KINDS or megascale
 
 
-def collective_in(module: Module, instruction: Instruction) -> Instruction | None:
+def collective_in(instruction: Instruction) -> Instruction | None:
     """Returns the collective that an instruction is, or the one inside its fusion or asynchronous computation."""
-    if is_collective(instruction):
+    if _is_collective(instruction):
         return instruction
     if instruction.opcode not in ("fusion", "custom-call") and not instruction.opcode.endswith("-start"):
         return None
-    inside = (inner for body in module.called_by(instruction) for inner in body.instructions.values())
-    return next(filter(is_collective, inside), None)
+    return next(filter(_is_collective, itertools.chain.from_iterable(instruction.called)), None)
 
 
 COLLECTIVE_TEXT = re.compile(
@@ -81,9 +79,7 @@ def looks_collective(instruction: Instruction) -> bool:
     return kind_of(instruction) is not None or COLLECTIVE_TEXT.search(f"{instruction.opcode}({text}") is not None
 
 
-def group_of(
-    module: Module, instruction: Instruction, mesh: dict[str, int] | None
-) -> tuple[Groups, tuple[str, ...] | None]:
+def group_of(instruction: Instruction, mesh: dict[str, int] | None) -> tuple[Groups, tuple[str, ...] | None]:
     """Returns the groups of devices that exchange bytes, and the mesh axes they span (None if they span no product).
 
     mesh: degree of each axis, outermost first, in the order of the program's devices.
@@ -94,7 +90,8 @@ def group_of(
         return (tuple(range(len(devices[1].split(",")) if devices else 1)),), ("slices",)
     if pairs is not None:
         return _chains(pairs), axes_of_pairs(expand(pairs, 1), mesh) if mesh else None
-    groups = expand(instruction.attributes.get("replica_groups", "{}"), module.num_devices)
+    devices_of_all = instruction.computation.module.num_devices
+    groups = expand(instruction.attributes.get("replica_groups", "{}"), devices_of_all)
     return groups, axes_of_groups(groups, mesh) if mesh else None
 
 
@@ -103,15 +100,14 @@ def group_label(groups: Groups, axes: tuple[str, ...] | None) -> str:
     return "+".join(axes) if axes else f"{max(len(group) for group in groups)} devices"
 
 
-def payload_of(computation: Computation, instruction: Instruction, kind: str, devices: int) -> int:
+def payload_of(instruction: Instruction, kind: str, devices: int) -> int:
     """Returns the payload in bytes: the whole gathered or reduced array of one group, or the block one device sends.
 
     A ragged all-to-all counts its whole input buffer, of which it may send less.
     """
-    operands = computation.operand_shapes(instruction)
-    if kind == "ragged-all-to-all":
-        operands = operands[:1]  # the others are the output buffer, offsets and sizes
-    moved = sum(bytes_of(shape) for shape in operands)
+    # The other operands of a ragged all-to-all are the output buffer, offsets and sizes.
+    operands = instruction.operands[:1] if kind == "ragged-all-to-all" else instruction.operands
+    moved = sum(bytes_of(operand.shape) for operand in operands)
     return moved * devices if kind == "all-gather" else moved
 
 
@@ -255,54 +251,41 @@ def is_done(instruction: Instruction) -> bool:
     return instruction.opcode.endswith("-done") or is_fused_done(instruction)
 
 
-def start_of(computation: Computation, instruction: Instruction) -> Instruction | None:
+def start_of(instruction: Instruction) -> Instruction | None:
     """Returns the start that a done or update belongs to; None if there is none."""
     if is_fused_done(instruction):
-        return computation.instructions.get(instruction.name.replace(_FUSED_DONE, _FUSED_START, 1))
-    for operand in filter(None, map(computation.instructions.get, instruction.operands)):
-        passes_on = operand.opcode.endswith("-update") or operand.opcode == "get-tuple-element"
-        return start_of(computation, operand) if passes_on else operand
-    return None
+        return instruction.computation.instructions.get(instruction.name.replace(_FUSED_DONE, _FUSED_START, 1))
+    operand = instruction.operand()
+    if operand is None:
+        return None
+    passes_on = operand.opcode.endswith("-update") or operand.opcode == "get-tuple-element"
+    return start_of(operand) if passes_on else operand
 
 
-def transfer_start(computation: Computation, start: Instruction) -> Instruction:
+def transfer_start(start: Instruction) -> Instruction:
     """Returns the instruction that begins a transfer: the start, or the update that passes its operands."""
-    if not start.operands:
-        for user in computation.users[start.name]:
-            if user.opcode.endswith("-update") and len(user.operands) > 1:
-                return user
-    return start
+    updates = (user for user in start.users if user.opcode.endswith("-update") and len(user.operands) > 1)
+    return start if start.operands else next(updates, start)
 
 
-def overlapped_work(computation: Computation, start: Instruction) -> tuple[str, ...]:
+def overlapped_work(start: Instruction) -> tuple[str, ...]:
     """Lists the work scheduled while a transfer is in flight: from its beginning to its done."""
-    begin = transfer_start(computation, start)
-    handles = {start.name, begin.name}
+    begin = transfer_start(start)
+    handles = {start, begin}
     work: list[str] = []
-    in_flight = False
-    for instruction in computation.instructions.values():
-        if instruction.name == begin.name:
-            in_flight = True
-            continue
-        if not in_flight:
-            continue
-        if _is_done(instruction, start, handles):
+    scheduled = itertools.dropwhile(lambda i: i is not begin, start.computation)
+    for instruction in itertools.islice(scheduled, 1, None):
+        takes_handle = not handles.isdisjoint(instruction.operands)
+        is_fused_end = is_fused_done(instruction) and start_of(instruction) is start
+        if is_fused_end or (takes_handle and is_done(instruction)):
             break
-        takes_handle = handles.intersection(instruction.operands)
         if takes_handle and (instruction.opcode == "get-tuple-element" or instruction.opcode.endswith("-update")):
-            handles.add(instruction.name)
+            handles.add(instruction)
         elif instruction.opcode in _WORK and not instruction.name.startswith("async-collective"):
             work.append(instruction.name)
     return tuple(work)
 
 
-def _is_done(instruction: Instruction, start: Instruction, handles: set[str]) -> bool:
-    if is_fused_done(instruction) and instruction.name.replace(_FUSED_DONE, _FUSED_START, 1) == start.name:
-        return True
-    return is_done(instruction) and bool(handles.intersection(instruction.operands))
-
-
-def done_of(computation: Computation, start: Instruction) -> Instruction | None:
+def done_of(start: Instruction) -> Instruction | None:
     """Returns the done of a start; None if the program has none."""
-    instructions = computation.instructions.values()
-    return next((i for i in instructions if is_done(i) and start_of(computation, i) is start), None)
+    return next((i for i in start.computation if is_done(i) and start_of(i) is start), None)

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from meshwright.hlo.loops import ExecutionContext, branches_of, known_branch, trip_count, walk_instructions
+from meshwright.hlo.loops import ExecutionContext, branches_of, known_branch, trip_count, walk
 from meshwright.hlo.parser import Array, Computation, Instruction, Module, arrays_of
 from meshwright.hlo.scopes import Phase, phase_of, scopes_of
 
@@ -50,13 +50,13 @@ _GROUPED = re.compile(r"gmm|grouped|ragged|megablox")
 _FLOATING = re.compile(r"bf16|f16|f32|f64|f8\w+|f4\w+")
 
 
-def kernel_work(computation: Computation, instruction: Instruction) -> KernelWork:
-    """Returns the work of a custom call of `computation`."""
+def kernel_work(instruction: Instruction) -> KernelWork:
+    """Returns the work of a custom call."""
     target = instruction.target
     if _HINTS.fullmatch(target):
         return KernelWork("hint", target)
     name = re.sub(r"\.\d.*$", "", instruction.name) if target == _MOSAIC else target
-    given = computation.operand_arrays(instruction)
+    given = instruction.operand_arrays
     results = list(arrays_of(instruction.shape))
     if target.startswith("__cudnn$fmha"):
         # q [B, T, N, H] and k [B, S, K, H]; the forward kernel has two products, the backward kernel five.
@@ -66,7 +66,13 @@ def kernel_work(computation: Computation, instruction: Instruction) -> KernelWor
     if target.startswith("__cudnn$blockScaledDot"):
         return KernelWork("matmul", name, _product_flops(instruction, given, results[0]), "mxfp8")
     if target.startswith("__cudnn$conv") and "dim_labels" in instruction.attributes and len(given) >= 2:
-        convolved = convolution_flops(instruction, *_convolved(target, given, results))
+        # Input, kernel and output of the forward convolution that the kernel belongs to.
+        sides = given[0].dims, given[1].dims, results[0].dims
+        if "BackwardFilter" in target:
+            sides = sides[0], sides[2], sides[1]
+        elif "BackwardInput" in target:
+            sides = sides[2], sides[1], sides[0]
+        convolved = convolution_flops(instruction, *sides)
         return KernelWork("matmul", name, convolved, rate_of(given[:2]))
     words = f"{instruction.op_name} {instruction.name}"
     factors = [a for a in given if (_is_floating(a) or a.dtype in ("s8", "u8")) and len(a.dims) >= 2]
@@ -122,11 +128,9 @@ def rate_of(operands: Iterable[Array]) -> Rate:
     return "int8" if types == {"s8"} else "bf16"
 
 
-def is_call(instruction: Instruction, module: Module) -> bool:
+def is_call(instruction: Instruction) -> bool:
     """Whether an instruction runs code that the text does not contain: a custom call without a computation."""
-    if instruction.opcode not in ("custom-call", "custom-call-start"):
-        return False
-    return not module.called_by(instruction)
+    return instruction.opcode in ("custom-call", "custom-call-start") and not instruction.called
 
 
 def _is_floating(array: Array) -> bool:
@@ -173,14 +177,6 @@ def _attention_flops(instruction: Instruction, blocks: list[Array], results: lis
     return products * 2.0 * queries.elements * keys.dims[-2]
 
 
-def _convolved(target: str, given: list[Array], results: list[Array]) -> tuple[tuple[int, ...], ...]:
-    """Returns the dimensions of input, kernel and output of the forward convolution that a cuDNN kernel belongs to."""
-    first, second, result = given[0].dims, given[1].dims, results[0].dims
-    if "BackwardFilter" in target:
-        return first, result, second
-    return (result, second, first) if "BackwardInput" in target else (first, second, result)
-
-
 def _product_flops(instruction: Instruction, given: list[Array], out: Array) -> float:
     """Counts the FLOPs of a library's matrix product from the shapes of its operands and result."""
     # For A [.., m, k], B [.., k, n] and C [.., m, n] the sizes multiply to (m k)(k n)(m n) = (m n k)^2.
@@ -214,10 +210,9 @@ def convolution_flops(instruction: Instruction, left: Sequence[int], right: Sequ
     return flops
 
 
-def matmul_flops(computation: Computation, instruction: Instruction) -> float:
+def matmul_flops(instruction: Instruction) -> float:
     """Counts the FLOPs of one execution of a `dot` or `convolution`."""
-    left, right = (computation.instructions[name].shape for name in instruction.operands[:2])
-    out = instruction.shape
+    left, right, out = *(operand.shape for operand in instruction.operands[:2]), instruction.shape
     if not (isinstance(left, Array) and isinstance(right, Array) and isinstance(out, Array)):
         return 0.0
     if instruction.opcode == "convolution":
@@ -226,16 +221,12 @@ def matmul_flops(computation: Computation, instruction: Instruction) -> float:
     return 2.0 * out.elements * math.prod(left.dims[int(d)] for d in contracted)
 
 
-def _price(
-    module: Module, computation: Computation, instruction: Instruction, skipped: Skipped
-) -> tuple[float, Rate] | None:
+def _price(instruction: Instruction, skipped: Skipped) -> tuple[float, Rate] | None:
     """Returns the FLOPs of one execution and their peak; None of an instruction without matrix products."""
     if instruction.opcode in ("dot", "convolution"):
-        return matmul_flops(computation, instruction), rate_of(computation.operand_arrays(instruction)[:2])
-    if not is_call(instruction, module):
-        return None
-    work = kernel_work(computation, instruction)
-    return (computed_flops(work, instruction, skipped), work.rate) if work.flops else None
+        return matmul_flops(instruction), rate_of(instruction.operand_arrays[:2])
+    work = kernel_work(instruction) if is_call(instruction) else None
+    return (computed_flops(work, instruction, skipped), work.rate) if work is not None and work.flops else None
 
 
 def _products(
@@ -249,27 +240,26 @@ def _products(
     """
 
     @functools.cache
-    def total(name: str) -> float:
+    def total(computation: Computation) -> float:
         """Returns the FLOPs of one execution of a computation."""
-        computation, flops = module.computations[name], 0.0
-        for instruction in computation.instructions.values():
-            priced = _price(module, computation, instruction, skipped)
+        flops = 0.0
+        for instruction in computation:
+            priced = _price(instruction, skipped)
             flops += priced[0] if priced else 0.0
             if instruction.opcode == "conditional":
-                known = [(b, known_branch(module, b)) for b in branches_of(module, computation, instruction)]
-                flops += sum(total(b.name) * taken.taken / taken.executions for b, taken in known if taken is not None)
-                flops += sum(total(b.name) for b in choose([b for b, taken in known if taken is None]))
+                known = [(b, known_branch(b)) for b in branches_of(instruction)]
+                flops += sum(total(b) * taken.taken / taken.executions for b, taken in known if taken is not None)
+                flops += sum(map(total, choose([b for b, taken in known if taken is None])))
             else:
-                trips = trip_count(module, computation, instruction) if instruction.opcode == "while" else 1
-                called = sum(total(callee.name) for callee in module.called_by(instruction))
-                flops += (1 if trips is None else trips) * called
+                trips = trip_count(instruction) if instruction.opcode == "while" else 1
+                flops += (1 if trips is None else trips) * sum(map(total, instruction.called))
         return flops
 
     def choose(branches: Sequence[Computation]) -> Sequence[Computation]:
-        return [branch(branches, key=lambda b: total(b.name))] if branches else []
+        return [branch(branches, key=total)] if branches else []
 
-    for context, instruction in walk_instructions(module, choose):
-        priced = _price(module, context.computation, instruction, skipped)
+    for context, instruction in walk(module, choose):
+        priced = _price(instruction, skipped)
         if priced is not None:
             yield context, instruction, *priced
 
@@ -308,8 +298,8 @@ def least_flops(module: Module, skipped: Skipped = ALL_ROWS) -> dict[Rate, float
     """
     totals: Counter[Rate] = Counter()
     for context, _, flops, rate in _products(module, skipped, min):
-        conditionals = [(c, caller) for c, caller in context.callers if caller.opcode == "conditional"]
-        known = [{known_branch(module, b) is not None for b in branches_of(module, *place)} for place in conditionals]
+        conditionals = [caller for caller in context.callers if caller.opcode == "conditional"]
+        known = [{known_branch(b) is not None for b in branches_of(conditional)} for conditional in conditionals]
         if not context.conditional or {True, False} not in known:
             totals[rate] += int(flops * context.count)
     return {rate: float(n) for rate, n in totals.items()}
@@ -318,9 +308,7 @@ def least_flops(module: Module, skipped: Skipped = ALL_ROWS) -> dict[Rate, float
 def unpriced_kernels(module: Module) -> dict[str, int]:
     """Returns the executions of each custom call whose FLOPs are not known, by its name."""
     counts: Counter[str] = Counter()
-    for context, instruction in walk_instructions(module):
-        if is_call(instruction, module):
-            work = kernel_work(context.computation, instruction)
-            if work.kind == "unknown":
-                counts[work.name] += context.count
+    for context, instruction in walk(module):
+        if is_call(instruction) and (work := kernel_work(instruction)).kind == "unknown":
+            counts[work.name] += context.count
     return dict(counts)

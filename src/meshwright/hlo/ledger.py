@@ -14,9 +14,9 @@ from meshwright.hlo.collectives import (
     payload_of,
     transfer_start,
 )
-from meshwright.hlo.loops import ExecutionContext, walk_instructions
-from meshwright.hlo.parser import Computation, Frame, Instruction, Module
-from meshwright.hlo.scopes import plain_path, scopes_of
+from meshwright.hlo.loops import ExecutionContext, walk
+from meshwright.hlo.parser import Frame, Instruction, Module
+from meshwright.hlo.scopes import plain_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,40 +83,44 @@ def read_ledger(
     """
     entries: list[LedgerEntry] = []
     counted: set[tuple[str, ...]] = set()
-    for context, instruction in walk_instructions(module):
+    for context, instruction in walk(module):
         kind = kind_of(instruction)
         if kind is None:
             continue
         chain = re.search(r'chain_id="(\d+)"', instruction.attribute_text)
         if chain:
             # v5e prints one asynchronous gather once per piece that is fused with other work.
-            key = (*(i.name for _, i in context.callers[:-1]), chain[1], instruction.attributes.get("channel_id", ""))
+            key = (*(i.name for i in context.callers[:-1]), chain[1], instruction.attributes.get("channel_id", ""))
             if key in counted:
                 continue
             counted.add(key)
-        computation = context.computation
-        groups, axes = group_of(module, instruction, mesh)
+        groups, axes = group_of(instruction, mesh)
         size = max(len(group) for group in groups)
-        stack = _nearest_stack(module, context, instruction)
+        stack = _nearest_stack(context, instruction)
         # The line that called for the movement, if the program records it.
         frame = next((f for f in stack if not f.file.endswith(library_files)), stack[0] if stack else None)
-        overlapped = _overlapped(context, instruction)
-        scopes = scopes_of(instruction.op_name, module.branches)
+        # Older TPUs reduce and scatter by a fusion of an all-reduce and a slice.
+        fused = {body.name for caller in context.callers if caller.opcode == "fusion" for body in caller.called}
+        is_scattered = any(name.startswith("all-reduce-scatter") for name in fused)
+        # The pair of start and done is its own, or that of the asynchronous computation that contains it.
+        wrappers = filter(is_wrapper, reversed(context.callers))
+        start = instruction if instruction.opcode.endswith("-start") else next(wrappers, None)
+        scopes = instruction.scopes
         entries.append(
             LedgerEntry(
-                kind=_reduce_scatter_fusion(context) or kind,
+                kind="reduce-scatter" if is_scattered else kind,
                 axes=axes,
                 group_size=size,
-                payload=payload_of(computation, instruction, kind, size),
+                payload=payload_of(instruction, kind, size),
                 count=context.count,
                 exact=context.exact,
                 conditional=context.conditional,
-                operands=tuple(map(str, computation.operand_arrays(instruction))),
+                operands=tuple(map(str, instruction.operand_arrays)),
                 tensor=scopes[-1] if scopes else plain_path(_source_argument(context, instruction)),
                 line=frame.location if frame else "",
                 op_name=instruction.op_name,
-                asynchronous=overlapped is not None,
-                overlapped=overlapped or (),
+                asynchronous=start is not None,
+                overlapped=() if start is None else overlapped_work(start),
                 instruction=instruction.name,
             )
         )
@@ -129,72 +133,42 @@ def unread_collectives(module: Module) -> list[str]:
     Candidates are all instructions of the text, reached by the walk or not, and lines that the parser does not
     understand: opcodes of collectives, replica groups, offloaded collectives, kernels that communicate.
     """
-    entered: set[tuple[str, str]] = set()
-    for context, instruction in walk_instructions(module):
+    entered: set[Instruction] = set()
+    for context, instruction in walk(module):
         if kind_of(instruction) is not None:
-            entered.add((context.computation.name, instruction.name))
-            entered |= {(computation.name, caller.name) for computation, caller in context.callers}
+            entered.update((instruction, *context.callers))
     unread = [
-        f"{instruction.name} ({instruction.opcode}) in {computation.name}"
-        for computation, instruction in module.instructions()
-        if looks_collective(instruction) and (computation.name, instruction.name) not in entered
+        f"{instruction.name} ({instruction.opcode}) in {instruction.computation.name}"
+        for instruction in module
+        if looks_collective(instruction) and instruction not in entered
     ]
     return unread + [line[:120] for line in module.unparsed if COLLECTIVE_TEXT.search(line)]
 
 
-def _nearest_stack(module: Module, context: ExecutionContext, instruction: Instruction) -> tuple[Frame, ...]:
+def _nearest_stack(context: ExecutionContext, instruction: Instruction) -> tuple[Frame, ...]:
     """Returns the instruction's Python stack, or that of a neighbour if the compiler inserted it without one.
 
     Neighbours are what it moves and what takes it, also around the fusion or asynchronous computation that contains it.
     """
-    stack = _stack_around(module, context.computation, instruction, instruction)
-    computation, start = context.callers[-1] if context.callers else (context.computation, instruction)
-    if not stack and (start.opcode == "fusion" or is_wrapper(start)):
-        begin, done = transfer_start(computation, start), done_of(computation, start) or start
-        stack = _stack_around(module, computation, begin, done)
-    return stack
-
-
-def _stack_around(module: Module, computation: Computation, begin: Instruction, end: Instruction) -> tuple[Frame, ...]:
-    """Returns the first stack of `begin`, its operands, and the users of `end`."""
-    neighbours = [computation.instructions[name] for name in begin.operands if name in computation.instructions]
-    neighbours += computation.users[end.name]
-    return next((stack for i in (begin, *neighbours) if (stack := module.source_stack(i))), ())
-
-
-def _reduce_scatter_fusion(context: ExecutionContext) -> str | None:
-    """Detects the reduce-scatter of older TPUs: a fusion of an all-reduce and a slice."""
-    fusions = [instruction for _, instruction in context.callers if instruction.opcode == "fusion"]
-    if any(name.startswith("all-reduce-scatter") for instruction in fusions for name in instruction.called):
-        return "reduce-scatter"
-    return None
-
-
-def _overlapped(context: ExecutionContext, instruction: Instruction) -> tuple[str, ...] | None:
-    """Lists the work between start and done; None for a synchronous collective.
-
-    The pair is the instruction's own, or that of the asynchronous computation that contains it.
-    """
-    if instruction.opcode.endswith("-start"):
-        return overlapped_work(context.computation, instruction)
-    for computation, caller in reversed(context.callers):
-        if is_wrapper(caller):
-            return overlapped_work(computation, caller)
-    return None
+    around = [instruction, *instruction.operands, *instruction.users]
+    start = context.callers[-1] if context.callers else instruction
+    if start.opcode == "fusion" or is_wrapper(start):
+        begin = transfer_start(start)
+        around += [begin, *begin.operands, *(done_of(start) or start).users]
+    return next((i.stack for i in around if i.stack), ())
 
 
 def _source_argument(context: ExecutionContext, instruction: Instruction) -> str:
     """Names the program argument that reaches the instruction through copies alone; empty if there is none."""
-    computation, callers = context.computation, list(context.callers)
-    current = computation.operand(instruction)
+    callers, current = list(context.callers), instruction.operand()
     while current is not None:
         if current.opcode == "parameter":
             if not callers:
                 return current.op_name
-            computation, caller = callers.pop()
-            current = None if caller.opcode == "while" else computation.operand(caller, int(current.operand_text))
+            caller = callers.pop()
+            current = None if caller.opcode == "while" else caller.operand(int(current.operand_text))
         elif current.opcode in ("copy", "bitcast", "convert", "reshape", "transpose"):
-            current = computation.operand(current)
+            current = current.operand()
         else:
             return ""
     return ""

@@ -27,47 +27,41 @@ class ExecutionContext:
     """Whether the trip counts of all loops around it are known; a loop without one is counted once."""
     conditional: bool
     """Whether it is inside a branch of unknown frequency (`Module.branches`), which is counted as always taken."""
-    callers: tuple[tuple[Computation, Instruction], ...]
-    """Instructions through which it is reached, outermost first, each with its computation."""
+    callers: tuple[Instruction, ...]
+    """Instructions through which it is reached, outermost first."""
 
     def op_name(self, instruction: Instruction) -> str:
         """Returns JAX's name of an instruction, or of the nearest of its callers that has one."""
-        names = (instruction.op_name, *(caller.op_name for _, caller in reversed(self.callers)))
-        return next(filter(None, names), "")
+        return next(filter(None, (i.op_name for i in (instruction, *reversed(self.callers)))), "")
 
 
 Choice = Callable[[Sequence[Computation]], Sequence[Computation]]
 """Chooses, of the branches of a conditional whose frequency is unknown, those that are entered."""
 
 
-def walk(module: Module, choice: Choice = lambda branches: branches) -> Iterator[ExecutionContext]:
-    """Yields the entry computation and all computations it runs, fusion bodies included, once per place.
+def walk(module: Module, choice: Choice = lambda branches: branches) -> Iterator[tuple[ExecutionContext, Instruction]]:
+    """Yields every instruction of the computations that a program runs, fusion bodies included, once per place.
 
     choice: branches of unknown frequency to enter; by default all of them. A branch that a constant selects is the only
     one, whatever the choice.
     """
-    yield from _walk(module, ExecutionContext(module.entry, 1, True, False, ()), choice)
-
-
-def walk_instructions(
-    module: Module, choice: Choice = lambda branches: branches
-) -> Iterator[tuple[ExecutionContext, Instruction]]:
-    """Yields every instruction that `walk` reaches, with its computation's place in the call tree."""
-    for context in walk(module, choice):
-        for instruction in context.computation.instructions.values():
+    for context in _contexts(ExecutionContext(module.entry, 1, True, False, ()), choice):
+        for instruction in context.computation:
             yield context, instruction
 
 
-def _walk(module: Module, context: ExecutionContext, choice: Choice) -> Iterator[ExecutionContext]:
+def _contexts(context: ExecutionContext, choice: Choice) -> Iterator[ExecutionContext]:
     yield context
-    for instruction in context.computation.instructions.values():
+    for instruction in context.computation:
         trips: int | None = 1
-        callees: list[tuple[Computation, BranchScope | None]]
-        callees = [(callee, _ALWAYS) for callee in module.called_by(instruction)]
+        callees: list[tuple[Computation, BranchScope | None]] = [(callee, _ALWAYS) for callee in instruction.called]
         if instruction.opcode == "while":
-            trips = trip_count(module, context.computation, instruction)
+            trips = trip_count(instruction)
         elif instruction.opcode == "conditional":
-            callees = _entered(module, context.computation, instruction, choice)
+            branches = [(branch, known_branch(branch)) for branch in branches_of(instruction)]
+            unknown = [branch for branch, known in branches if known is None]
+            chosen = choice(unknown) if len(unknown) > 1 else unknown
+            callees = [(branch, known) for branch, known in branches if known is not None or branch in chosen]
         for callee, branch in callees:
             frequency = branch or _ALWAYS
             # A condition runs once more than its body; the difference is negligible.
@@ -76,47 +70,32 @@ def _walk(module: Module, context: ExecutionContext, choice: Choice) -> Iterator
                 context.count * (1 if trips is None else trips) * frequency.taken // frequency.executions,
                 context.exact and trips is not None,
                 context.conditional or branch is None,
-                (*context.callers, (context.computation, instruction)),
+                (*context.callers, instruction),
             )
-            yield from _walk(module, inner, choice)
+            yield from _contexts(inner, choice)
 
 
-def _entered(
-    module: Module, computation: Computation, conditional: Instruction, choice: Choice
-) -> list[tuple[Computation, BranchScope | None]]:
-    """Returns the branches of a conditional that are entered: those of known frequency, and the chosen others."""
-    branches = [(branch, known_branch(module, branch)) for branch in branches_of(module, computation, conditional)]
-    unknown = [branch for branch, known in branches if known is None]
-    chosen = {branch.name for branch in (choice(unknown) if len(unknown) > 1 else unknown)}
-    return [(branch, known) for branch, known in branches if known is not None or branch.name in chosen]
-
-
-def branches_of(module: Module, computation: Computation, conditional: Instruction) -> list[Computation]:
+def branches_of(conditional: Instruction) -> tuple[Computation, ...]:
     """Returns the branches that a conditional can take: all of them, or the one that a constant selects."""
-    branches = module.called_by(conditional)
-    selector = computation.operand(conditional)
-    if selector is None or selector.opcode != "constant":
-        return branches
+    branches, selector = conditional.called, conditional.operand()
+    value = selector.operand_text.strip() if selector is not None and selector.opcode == "constant" else ""
     # `true` selects the first of two branches, a number the branch of that place; one out of range the last.
-    value = selector.operand_text.strip()
     if value in ("true", "false"):
         return branches[:1] if value == "true" else branches[1:]
     if not re.fullmatch(r"-?\d+", value):
         return branches
-    place = int(value)
-    return [branches[place if 0 <= place < len(branches) else -1]]
+    return (branches[int(value) if 0 <= int(value) < len(branches) else -1],)
 
 
-def scope_of_branch(module: Module, branch: Computation) -> str | None:
+def scope_of_branch(branch: Computation) -> str | None:
     """Finds the scope of `Module.branches` that a branch belongs to; None if it belongs to none."""
-    names = [i.op_name for i in branch.instructions.values()]
-    return next((scope for scope in module.branches if any(f"/{scope}/" in name for name in names)), None)
+    return next((s for s in branch.module.branches if any(f"/{s}/" in i.op_name for i in branch)), None)
 
 
-def known_branch(module: Module, branch: Computation) -> BranchScope | None:
+def known_branch(branch: Computation) -> BranchScope | None:
     """Returns how often a branch is taken; None if the caller has not said."""
-    scope = scope_of_branch(module, branch)
-    return None if scope is None else module.branches[scope]
+    scope = scope_of_branch(branch)
+    return None if scope is None else branch.module.branches[scope]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,102 +111,93 @@ _PASSES_THROUGH = frozenset({"copy", "bitcast", "convert", "reshape", "copy-star
 _SWAPPED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "EQ": "EQ", "NE": "NE"}
 _MAX_DEPTH = 50
 
+_Given = Mapping[int, _Linear | None] | None
+"""Values of the parameters of a fusion or call; None in a loop's own computation, whose parameter is the state."""
 
-@dataclasses.dataclass(frozen=True)
-class _Arithmetic:
-    """Integer scalars of a computation in terms of a loop's state; None for values that are not linear in it."""
 
-    module: Module
-    computation: Computation
-    arguments: Mapping[int, _Linear | None] | None = None
-    """Values of the parameters of a fusion or call; None in a loop's own computation, whose parameter is the state."""
+def _inside(instruction: Instruction, given: _Given) -> tuple[Instruction | None, _Given]:
+    """Returns the root of a fusion or call, with the values of its parameters; no root for other instructions."""
+    if instruction.opcode not in ("fusion", "call") or not instruction.called:
+        return None, None
+    return instruction.called[0].root, {i: _value(operand, given) for i, operand in enumerate(instruction.operands)}
 
-    def callee(self, instruction: Instruction) -> "_Arithmetic | None":
-        """Returns the body of a fusion or call, with the values of its parameters."""
-        bodies = self.module.called_by(instruction) if instruction.opcode in ("fusion", "call") else []
-        if not bodies:
+
+def _value(instruction: Instruction | None, given: _Given = None) -> _Linear | None:
+    """Evaluates an integer scalar in terms of a loop's state; None where it is not linear in it."""
+    if instruction is None:
+        return None
+    opcode, operand = instruction.opcode, instruction.operand()
+    if opcode == "constant":
+        is_integer = re.fullmatch(r"-?\d+", instruction.operand_text)
+        return _Linear(None, int(instruction.operand_text)) if is_integer else None
+    if opcode == "parameter":
+        return None if given is None else given.get(int(instruction.operand_text))
+    if operand is None:
+        return None
+    if opcode == "get-tuple-element":
+        return _element(operand, int(instruction.attributes["index"]), given)
+    if opcode in _PASSES_THROUGH:
+        return _value(operand, given)
+    if opcode in ("add", "subtract"):
+        left, right = _value(operand, given), _value(instruction.operand(1), given)
+        if left is None or right is None:
             return None
-        operands = (self.computation.operand(instruction, i) for i in range(len(instruction.operands)))
-        return _Arithmetic(self.module, bodies[0], dict(enumerate(map(self.value, operands))))
-
-    def value(self, instruction: Instruction | None) -> _Linear | None:
-        """Evaluates an integer scalar."""
-        if instruction is None:
-            return None
-        opcode, operand = instruction.opcode, self.computation.operand(instruction)
-        if opcode == "constant":
-            is_integer = re.fullmatch(r"-?\d+", instruction.operand_text)
-            return _Linear(None, int(instruction.operand_text)) if is_integer else None
-        if opcode == "parameter":
-            return None if self.arguments is None else self.arguments.get(int(instruction.operand_text))
-        if operand is None:
-            return None
-        if opcode == "get-tuple-element":
-            return self.element(operand, int(instruction.attributes["index"]))
-        if opcode in _PASSES_THROUGH:
-            return self.value(operand)
-        if opcode in ("add", "subtract"):
-            left, right = self.value(operand), self.value(self.computation.operand(instruction, 1))
-            if left is None or right is None:
-                return None
-            if opcode == "add":
-                sum_of_two = left.element is not None and right.element is not None
-                element = left.element if right.element is None else right.element
-                return None if sum_of_two else _Linear(element, left.offset + right.offset)
-            return _Linear(left.element, left.offset - right.offset) if right.element is None else None
-        inner = self.callee(instruction)
-        return None if inner is None else inner.value(inner.computation.root)
-
-    def element(self, instruction: Instruction | None, index: int) -> _Linear | None:
-        """Evaluates one element of a tuple."""
-        if instruction is None:
-            return None
-        if instruction.opcode == "parameter":
-            return _Linear(index, 0) if self.arguments is None else None
-        if instruction.opcode == "tuple":
-            return self.value(self.computation.operand(instruction, index))
-        if instruction.opcode in _PASSES_THROUGH:
-            return self.element(self.computation.operand(instruction), index)
-        inner = self.callee(instruction)
-        return None if inner is None else inner.element(inner.computation.root, index)
-
-    def comparison(self, instruction: Instruction | None) -> tuple[str, _Linear, _Linear] | None:
-        """Reads a predicate as one comparison: its direction (LT, LE, ..) and sides; None for others, as an `and`."""
-        if instruction is None:
-            return None
-        inner = self.callee(instruction)
-        if inner is not None:
-            return inner.comparison(inner.computation.root)
-        if instruction.opcode in ("copy", "bitcast", "tuple") and len(instruction.operands) == 1:
-            return self.comparison(self.computation.operand(instruction))
-        left, right = (self.value(self.computation.operand(instruction, i)) for i in range(2))
-        if instruction.opcode != "compare" or left is None or right is None:
-            return None
-        return instruction.attributes.get("direction", ""), left, right
-
-    def keeps(self, value: _Linear) -> bool:
-        """Whether a value is a constant, or an element of the state that this body of a loop passes on unchanged."""
-        return value.element is None or self.element(self.computation.root, value.element) == _Linear(value.element, 0)
+        if right.element is None:
+            return _Linear(left.element, left.offset + (right.offset if opcode == "add" else -right.offset))
+        is_sum = opcode == "add" and left.element is None
+        return _Linear(right.element, left.offset + right.offset) if is_sum else None
+    return _value(*_inside(instruction, given))
 
 
-def trip_count(module: Module, caller: Computation, loop: Instruction) -> int | None:
-    """Returns the trip count of a `while` in the computation `caller`; None if it depends on data or is not proved."""
+def _element(instruction: Instruction | None, index: int, given: _Given = None) -> _Linear | None:
+    """Evaluates one element of a tuple."""
+    if instruction is None:
+        return None
+    if instruction.opcode == "parameter":
+        return _Linear(index, 0) if given is None else None
+    if instruction.opcode == "tuple":
+        return _value(instruction.operand(index), given)
+    if instruction.opcode in _PASSES_THROUGH:
+        return _element(instruction.operand(), index, given)
+    root, inner = _inside(instruction, given)
+    return _element(root, index, inner)
+
+
+def _comparison(instruction: Instruction | None, given: _Given = None) -> tuple[str, _Linear, _Linear] | None:
+    """Reads a predicate as one comparison: its direction (LT, LE, ..) and sides; None for others, as an `and`."""
+    if instruction is None:
+        return None
+    root, inner = _inside(instruction, given)
+    if root is not None:
+        return _comparison(root, inner)
+    if instruction.opcode in ("copy", "bitcast", "tuple") and len(instruction.operands) == 1:
+        return _comparison(instruction.operand(), given)
+    left, right = (_value(instruction.operand(i), given) for i in range(2))
+    if instruction.opcode != "compare" or left is None or right is None:
+        return None
+    return instruction.attributes.get("direction", ""), left, right
+
+
+def _keeps(body: Computation, value: _Linear) -> bool:
+    """Whether a value is a constant, or an element of the state that this body of a loop passes on unchanged."""
+    return value.element is None or _element(body.root, value.element) == _Linear(value.element, 0)
+
+
+def trip_count(loop: Instruction) -> int | None:
+    """Returns the trip count of a `while`; None if it depends on data or is not proved."""
     annotated = re.search(r'known_trip_count[\\"]*:\{[\\"]*n[\\"]*:[\\"]*(\d+)', loop.attribute_text)
     if annotated:
         return int(annotated[1])
-    if len(module.called_by(loop)) != 2:
-        return None
-    body, condition = (_Arithmetic(module, computation) for computation in module.called_by(loop))
-    comparison = condition.comparison(condition.computation.root)
+    comparison = _comparison(loop.called[1].root) if len(loop.called) == 2 else None
     if comparison is None:
         return None
-    direction, counter, bound = comparison
-    if body.keeps(counter):
+    body, (direction, counter, bound) = loop.called[0], comparison
+    if _keeps(body, counter):
         direction, counter, bound = _SWAPPED[direction], bound, counter
-    if counter.element is None or not body.keeps(bound):
+    if counter.element is None or not _keeps(body, bound):
         return None
-    following = body.element(body.computation.root, counter.element)
-    first, last = (_initial(module, caller, loop, value, 0) for value in (counter, bound))
+    following = _element(body.root, counter.element)
+    first, last = (_initial(loop, value, 0) for value in (counter, bound))
     if following is None or following.element != counter.element or first is None or last is None:
         return None
     return _trips(direction, first, last, following.offset)
@@ -248,19 +218,19 @@ def _trips(direction: str, first: int, last: int, step: int) -> int | None:
     return -(-distance // step) if step > 0 else None
 
 
-def _initial(module: Module, caller: Computation, loop: Instruction, value: _Linear, depth: int) -> int | None:
+def _initial(loop: Instruction, value: _Linear, depth: int) -> int | None:
     """Evaluates a value of the loop's condition before the first trip; None if it is not a constant."""
     if value.element is None:
         return value.offset
-    around = _Arithmetic(module, caller)
-    first = around.element(caller.operand(loop), value.element)
+    caller = loop.computation
+    first = _element(loop.operand(), value.element)
     if first is None or depth > _MAX_DEPTH:
         return None
     if first.element is None:
         return first.offset + value.offset
     # The caller is the body of a loop itself, which may carry the value unchanged.
-    outer = next(((c, i) for c, i in module.instructions() if i.opcode == "while" and i.called[0] == caller.name), None)
-    if outer is None or not around.keeps(_Linear(first.element, 0)):
+    outer = next((i for i in caller.module if i.opcode == "while" and i.called[0] is caller), None)
+    if outer is None or not _keeps(caller, _Linear(first.element, 0)):
         return None
-    constant = _initial(module, *outer, first, depth + 1)
+    constant = _initial(outer, first, depth + 1)
     return None if constant is None else constant + value.offset

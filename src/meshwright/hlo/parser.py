@@ -7,13 +7,14 @@ instead of JAX's private objects because it has the same form for every backend,
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from meshwright.errors import CensusError
-from meshwright.hlo.scopes import Branches
+from meshwright.hlo.scopes import Branches, scopes_of
 
 _WIDTH = re.compile(r"(?:[suc]|b?f)(\d+)")
 """First number of an element type: its bits, as in `s4`, `bf16`, `f8e4m3fn`."""
@@ -30,7 +31,6 @@ class Array:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
         return math.prod(self.dims)
 
     @property
@@ -124,10 +124,11 @@ def parse_shape(text: str) -> Shape:
     return Array(match[1], dims, int(space[1]) if space else 0)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
     """One line of a computation."""
 
+    computation: "Computation" = dataclasses.field(repr=False)
     name: str
     shape: Shape
     opcode: str
@@ -139,31 +140,46 @@ class Instruction:
     """Whether its result is the computation's result."""
 
     @functools.cached_property
-    def operands(self) -> tuple[str, ...]:
-        """Names of the operands."""
+    def operands(self) -> tuple["Instruction", ...]:
+        """Instructions that make the operands."""
         if self.opcode in ("constant", "parameter", "iota"):
             return ()
         names = _NAME.findall(self.operand_text)
-        if not names and self.operand_text.strip():
-            bare = [_BARE.match(part) for part in split_list(self.operand_text)]
-            names = [m[1] for m in bare if m]
-        return tuple(names)
+        if not names:
+            names = [match[1] for part in split_list(self.operand_text) if (match := _BARE.match(part))]
+        known = self.computation.instructions
+        return tuple(known[name] for name in names if name in known)
+
+    def operand(self, number: int = 0) -> "Instruction | None":
+        """Returns the instruction that makes an operand; None if there is none."""
+        return self.operands[number] if number < len(self.operands) else None
+
+    @property
+    def operand_arrays(self) -> list[Array]:
+        """Arrays of the operands; tuples are flattened."""
+        return [array for operand in self.operands for array in arrays_of(operand.shape)]
+
+    @property
+    def users(self) -> list["Instruction"]:
+        """Instructions that take it as an operand."""
+        return self.computation.users[self.name]
 
     @functools.cached_property
     def attributes(self) -> dict[str, str]:
         """Values of the attributes by name, as text: `channel_id` -> `1`."""
-        values: dict[str, str] = {}
-        for part in split_list(self.attribute_text):
-            key, equals, value = part.partition("=")
-            if equals:
-                values[key.strip()] = value.strip()
-        return values
+        pairs = (part.partition("=") for part in split_list(self.attribute_text))
+        return {key.strip(): value.strip() for key, equals, value in pairs if equals}
 
     @functools.cached_property
     def op_name(self) -> str:
         """Name that JAX gave the operation, `jit(f)/shard_map/psum`; empty if there is none."""
         match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attribute_text)
         return match[1].replace("\\'", "'") if match else ""
+
+    @property
+    def scopes(self) -> tuple[str, ...]:
+        """Names given by `jax.named_scope`, outermost first."""
+        return scopes_of(self.op_name, self.computation.module.branches)
 
     @functools.cached_property
     def target(self) -> str:
@@ -172,8 +188,8 @@ class Instruction:
         return match[1] if match else ""
 
     @functools.cached_property
-    def called(self) -> tuple[str, ...]:
-        """Names of the computations that the instruction runs: of a fusion, a loop, a branch; reducers are left out."""
+    def called(self) -> tuple["Computation", ...]:
+        """Computations that the instruction runs: of a fusion, a loop, a branch; reducers are left out."""
         if self.opcode.endswith(("-done", "-update")):
             return ()  # they repeat the computation of their start
         keys = ["calls", "body", "condition", "true_computation", "false_computation", "branch_computations"]
@@ -181,50 +197,57 @@ class Instruction:
             keys.append("called_computations")
         if self.opcode in ("call", "async-start", "call-start"):
             keys.append("to_apply")
-        return tuple(name for key in keys for name in _COMPUTATION.findall(self.attributes.get(key, "")))
+        names = (name for key in keys for name in _COMPUTATION.findall(self.attributes.get(key, "")))
+        known = self.computation.module.computations
+        return tuple(known[name] for name in names if name in known)
+
+    @functools.cached_property
+    def stack(self) -> tuple["Frame", ...]:
+        """Python stack that traced the instruction, innermost frame first; empty if it is not recorded."""
+        frames, text = self.computation.module.frames, self.attribute_text
+        frame = re.search(r"stack_frame_id=(\d+)", text)
+        if frame and int(frame[1]) in frames:
+            return frames[int(frame[1])]
+        file, line = (re.search(rf"source_{key}=\"?([^\"\s}}]+)", text) for key in ("file", "line"))
+        return (Frame(file[1], int(line[1]), ""),) if file and line else ()
+
+    @property
+    def line(self) -> str:
+        """FILE:LINE of the Python that traced the instruction; empty if it is not recorded."""
+        return self.stack[0].location if self.stack else ""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Computation:
     """Sequence of instructions; a scheduled program runs them in this order."""
 
+    module: "Module" = dataclasses.field(repr=False)
     name: str
-    instructions: dict[str, Instruction]
     is_entry: bool
     """Whether the program starts here."""
+    instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Instruction]:
+        return iter(self.instructions.values())
 
     @functools.cached_property
     def root(self) -> Instruction:
         """Instruction whose result is the computation's result."""
-        return next((i for i in self.instructions.values() if i.is_root), list(self.instructions.values())[-1])
+        return next((i for i in self if i.is_root), list(self)[-1])
 
     @functools.cached_property
     def parameters(self) -> dict[int, Instruction]:
         """Parameter instructions by their number."""
-        return {int(i.operand_text): i for i in self.instructions.values() if i.opcode == "parameter"}
+        return {int(i.operand_text): i for i in self if i.opcode == "parameter"}
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
         """Instructions that take each instruction as an operand, by its name."""
         users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
-        for instruction in self.instructions.values():
+        for instruction in self:
             for operand in dict.fromkeys(instruction.operands):
-                if operand in users:
-                    users[operand].append(instruction)
+                users[operand.name].append(instruction)
         return users
-
-    def operand(self, instruction: Instruction, number: int = 0) -> Instruction | None:
-        """Returns the instruction that makes an operand; None if there is none."""
-        names = instruction.operands
-        return self.instructions.get(names[number]) if number < len(names) else None
-
-    def operand_shapes(self, instruction: Instruction) -> list[Shape]:
-        """Returns the shapes of an instruction's operands."""
-        return [self.instructions[name].shape for name in instruction.operands if name in self.instructions]
-
-    def operand_arrays(self, instruction: Instruction) -> list[Array]:
-        """Returns the arrays of an instruction's operands; tuples are flattened."""
-        return [array for shape in self.operand_shapes(instruction) for array in arrays_of(shape)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,28 +258,25 @@ class Frame:
     line: int
     function: str
 
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
-
     @property
     def location(self) -> str:
         """FILE:LINE without the folders."""
         return f"{Path(self.file).name}:{self.line}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Module:
     """Parsed program."""
 
     name: str
     header: str
-    computations: dict[str, Computation]
-    frames: dict[int, tuple[Frame, ...]]
-    """Python stack of each stack_frame_id, innermost frame first."""
-    unparsed: tuple[str, ...] = ()
-    """Lines inside computations that the parser does not understand."""
-    branches: Branches = dataclasses.field(default_factory=dict)
+    branches: Branches
     """How often the branches of its conditionals are taken, as far as the caller knows."""
+    computations: dict[str, Computation] = dataclasses.field(default_factory=dict)
+    frames: dict[int, tuple[Frame, ...]] = dataclasses.field(default_factory=dict)
+    """Python stack of each stack_frame_id, innermost frame first."""
+    unparsed: list[str] = dataclasses.field(default_factory=list)
+    """Lines inside computations that the parser does not understand."""
 
     @functools.cached_property
     def entry(self) -> Computation:
@@ -269,29 +289,9 @@ class Module:
         matches = [re.search(rf"\b{key}=(\d+)", self.header) for key in ("num_partitions", "replica_count")]
         return math.prod(int(match[1]) for match in matches if match)
 
-    def instructions(self) -> Iterator[tuple[Computation, Instruction]]:
-        """Yields every instruction of the text with its computation, whether the program runs it or not."""
-        for computation in self.computations.values():
-            for instruction in computation.instructions.values():
-                yield computation, instruction
-
-    def called_by(self, instruction: Instruction) -> list[Computation]:
-        """Returns the computations that an instruction runs."""
-        return [self.computations[name] for name in instruction.called if name in self.computations]
-
-    def line(self, instruction: Instruction) -> str:
-        """Returns FILE:LINE of the Python that traced an instruction; empty if it is not recorded."""
-        stack = self.source_stack(instruction)
-        return stack[0].location if stack else ""
-
-    def source_stack(self, instruction: Instruction) -> tuple[Frame, ...]:
-        """Returns the Python stack that traced an instruction, innermost frame first; empty if it is not recorded."""
-        text = instruction.attribute_text
-        frame = re.search(r"stack_frame_id=(\d+)", text)
-        if frame and int(frame[1]) in self.frames:
-            return self.frames[int(frame[1])]
-        file, line = (re.search(rf"source_{key}=\"?([^\"\s}}]+)", text) for key in ("file", "line"))
-        return (Frame(file[1], int(line[1]), ""),) if file and line else ()
+    def __iter__(self) -> Iterator[Instruction]:
+        """Yields every instruction of the text, whether the program runs it or not."""
+        return itertools.chain.from_iterable(self.computations.values())
 
 
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*)?\{\s*$")
@@ -299,7 +299,7 @@ _LINE = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*)$")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 
 
-def _parse_instruction(line: str) -> Instruction | None:
+def _parse_instruction(computation: Computation, line: str) -> Instruction | None:
     match = _LINE.match(line)
     if not match:
         return None
@@ -309,11 +309,11 @@ def _parse_instruction(line: str) -> Instruction | None:
     if not opcode:
         return None
     close = closing(text, opcode.end() - 1)
-    shape = parse_shape(text[:end])
-    return Instruction(match[2], shape, opcode[1], text[opcode.end() : close], text[close + 1 :], bool(match[1]))
+    operands, attributes = text[opcode.end() : close], text[close + 1 :]
+    return Instruction(computation, match[2], parse_shape(text[:end]), opcode[1], operands, attributes, bool(match[1]))
 
 
-def _parse_tables(lines: list[str]) -> dict[int, tuple[Frame, ...]]:
+def _parse_frames(lines: list[str]) -> dict[int, tuple[Frame, ...]]:
     """Parses the tables of source locations that precede the first computation."""
     tables: dict[str, dict[int, str]] = {}
     current: dict[int, str] = {}
@@ -322,56 +322,53 @@ def _parse_tables(lines: list[str]) -> dict[int, tuple[Frame, ...]]:
             current = tables.setdefault(line.strip(), {})
         elif (row := re.match(r"^(\d+) (.*)$", line)) is not None:
             current[int(row[1])] = row[2]
-    numbers = {
-        name: {i: {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", row)} for i, row in tables.get(name, {}).items()}
+    locations, calls = (
+        {i: {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", row)} for i, row in tables.get(name, {}).items()}
         for name in ("FileLocations", "StackFrames")
-    }
-    names = {t: {i: v.strip('"') for i, v in tables.get(t, {}).items()} for t in ("FileNames", "FunctionNames")}
+    )
+    files, functions = (
+        {i: text.strip('"') for i, text in tables.get(name, {}).items()} for name in ("FileNames", "FunctionNames")
+    )
     frames: dict[int, tuple[Frame, ...]] = {}
     # XLA prints the parent's number plus one: a frame without a parent has 1, and some would be their own parent.
-    offset = int(any(row.get("parent_frame_id") == i for i, row in numbers["StackFrames"].items()))
-    for i in sorted(numbers["StackFrames"]):
-        ids = numbers["StackFrames"][i]
-        location = numbers["FileLocations"].get(ids.get("file_location_id", 0), {})
-        frame = Frame(
-            names["FileNames"].get(location.get("file_name_id", 0), "?"),
-            location.get("line", 0),
-            names["FunctionNames"].get(location.get("function_name_id", 0), ""),
-        )
-        frames[i] = (frame, *frames.get(ids.get("parent_frame_id", 0) - offset, ()))
+    offset = int(any(row.get("parent_frame_id") == i for i, row in calls.items()))
+    for i, call in sorted(calls.items()):
+        location = locations.get(call.get("file_location_id", 0), {})
+        file = files.get(location.get("file_name_id", 0), "?")
+        function = functions.get(location.get("function_name_id", 0), "")
+        parents = frames.get(call.get("parent_frame_id", 0) - offset, ())
+        frames[i] = (Frame(file, location.get("line", 0), function), *parents)
     return frames
 
 
-def parse_module(text: str) -> Module:
-    """Parses the text of a compiled program. Raises CensusError if it is not the text of an XLA program."""
+def parse_module(text: str, branches: Branches | None = None) -> Module:
+    """Parses the text of a compiled program. branches: how often those of its conditionals are taken, if known.
+
+    Raises CensusError if it is not the text of an XLA program.
+    """
     lines = _COMMENT.sub("", _KERNEL.sub("kernel_metadata={}", text)).splitlines()
     if not lines or not lines[0].startswith("HloModule"):
         raise CensusError(
             "parsing the text of a program", "it does not begin with HloModule", "pass what compiled.as_text() returns"
         )
-    computations: dict[str, Computation] = {}
+    title = re.match(r"HloModule ([\w.\-]+)", lines[0])
+    module = Module(title[1] if title else "", lines[0], branches or {})
     tables: list[str] = []
-    unparsed: list[str] = []
-    name, is_entry, body = "", False, None
+    body: Computation | None = None
     for line in lines[1:]:
         if body is None:
             header = _HEADER.match(line) if not line.startswith((" ", "\t")) else None
             if header:
-                name, is_entry, body = header[2], bool(header[1]), dict[str, Instruction]()
+                body = Computation(module, header[2], bool(header[1]))
             else:
                 tables.append(line)
         elif line.startswith("}"):
-            computations[name] = Computation(name, body, is_entry)
-            body = None
-        elif (instruction := _parse_instruction(line)) is not None:
-            body[instruction.name] = instruction
+            module.computations[body.name], body = body, None
+        elif (instruction := _parse_instruction(body, line)) is not None:
+            body.instructions[instruction.name] = instruction
         elif "=" in line:
-            unparsed.append(line.strip())
-    if not any(c.is_entry for c in computations.values()):
-        raise CensusError(
-            "parsing the text of a program",
-            "it has no ENTRY computation",
-            "pass all of what compiled.as_text() returns",
-        )
-    title = re.match(r"HloModule ([\w.\-]+)", lines[0])
-    return Module(title[1] if title else "", lines[0], computations, _parse_tables(tables), tuple(unparsed))
+            module.unparsed.append(line.strip())
+    if not any(c.is_entry for c in module.computations.values()):
+        raise CensusError("parsing the text of a program", "it has no ENTRY computation", "pass the complete text")
+    module.frames.update(_parse_frames(tables))
+    return module
