@@ -271,10 +271,8 @@ ENTRY %main (runs: s32[], x: f32[1024,1024]) -> f32[1024,1024] {
 
 
 def test_a_tick_lasts_as_long_as_its_busiest_stage() -> None:
-    module = dataclasses.replace(
-        parse_module(BRANCHES),
-        branches={"pipeline: forward": BranchScope(2, 5), "pipeline: backward": BranchScope(2, 5, recomputes=True)},
-    )
+    taken = {"pipeline: forward": BranchScope(2, 5), "pipeline: backward": BranchScope(2, 5, recomputes=True)}
+    module = parse_module(BRANCHES, taken)
     one = 2 * 2**22 / 2.765e12
     forward, backward = frozenset({"pipeline: forward"}), frozenset({"pipeline: backward"})
     # Of five ticks one has forward passes alone, two have each pass on another stage, one has both on one stage.
