@@ -46,7 +46,6 @@ from meshwright.formatting import Shown, format_count
 from meshwright.hlo.flops import ALL_ROWS, CompiledMatmul, Skipped, read_matmuls, unpriced_kernels
 from meshwright.hlo.ledger import LedgerEntry, by_kind_and_axes, read_ledger, unread_collectives
 from meshwright.hlo.scopes import Branches
-from meshwright.plugins import Shown
 
 PROVENANCE: dict[str, tuple[str, ...]] = {
     "compiled": (
