@@ -26,7 +26,7 @@ from page_table import put_table
 from meshwright.checkpoint.checkpoints import Checkpoints, named_tensors
 from meshwright.checkpoint.fingerprints import fingerprints
 from meshwright.config import MeshShape
-from meshwright.hardware.agreement import store
+from meshwright.hardware.hosts import store
 from meshwright.hardware.mesh import prepare_host
 from meshwright.runs.recipe import find_recipe
 from meshwright.trainer.hosts import _FOLDER, _Watch, same_fields, verdict

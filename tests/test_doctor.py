@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.hardware.hosts import installed_versions
 from meshwright.launching.host_checks import (
     Finding,
     ask_devices,
@@ -17,7 +18,6 @@ from meshwright.launching.host_checks import (
     check_shared_memory,
     check_variables,
     check_versions,
-    installed_versions,
 )
 
 JAX = ["jaxlib<=0.12.0,>=0.11.2", "jaxlib==0.11.2; extra == 'ci'", 'libtpu==0.0.50.*; extra == "tpu"']

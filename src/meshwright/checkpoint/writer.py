@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from meshwright.checkpoint.blocks import block_shape, commit, open_array, write_json, zarr_spec
 from meshwright.checkpoint.steps import STARTED, committed_steps, partial_steps, remove_checkpoint
 from meshwright.errors import CheckpointError
-from meshwright.hardware.agreement import store
+from meshwright.hardware.hosts import store
 from meshwright.storage.paths import in_bucket, kvstore_of, remove_tree
 
 _CHUNK = 64 * 2**20

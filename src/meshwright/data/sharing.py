@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 from meshwright.data.corpus import Progress
 from meshwright.data.tokens import is_token_file
 from meshwright.errors import DataError
-from meshwright.hardware.agreement import store
+from meshwright.hardware.hosts import store
 from meshwright.heartbeat import beating
 
 PATIENCE = 600.0

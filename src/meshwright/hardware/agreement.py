@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from meshwright.errors import ConfigError, HostError, MeshwrightError
+from meshwright.hardware.hosts import store
 
 DEADLINE = 600.0
 """Seconds for which processes wait for each other: one may still be writing token files."""
@@ -26,14 +27,6 @@ _SHOWN = 12
 _LONGEST = 60
 """Characters of a value in an error."""
 _rounds: collections.Counter[str] = collections.Counter()
-
-
-def store() -> Any:
-    """Returns the client of the key-value store; None in a process that is alone."""
-    # There is no public interface in JAX 0.12.
-    from jax._src import distributed
-
-    return distributed.global_state.client
 
 
 def digest(text: str | bytes) -> str:
@@ -99,6 +92,11 @@ def agree(subject: str, fields: Mapping[str, str], seconds: float = DEADLINE) ->
             "; ".join(found[:_SHOWN]) + more,
             "the same command, versions and files on every host",
         )
+
+
+def agree_on_program(text: str) -> None:
+    """Compares a lowered train step with those of all other processes: hosts that compile differing programs hang."""
+    agree("program", {"lowered train step": digest(text)})
 
 
 @contextlib.contextmanager

@@ -5,8 +5,11 @@ does not say beforehand whether there is one, gives a Slurm task that has a node
 Kubernetes API, for which pods need a role; it is asked for the address of Open MPI alone.
 """
 
+import contextlib
 import dataclasses
+import importlib.metadata
 import os
+import platform
 import re
 import socket
 import sys
@@ -16,11 +19,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from meshwright.errors import ConfigError, HostError, TrainingError
 
+CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt")
+_PACKAGES = ("meshwright", "jax", "jaxlib", "libtpu", *CUDA_PACKAGES, "numpy", "optax", "tensorstore", "tokenizers")
 PORT = 8476
 """Port of process 0 where the environment names a host alone."""
 _PATIENCE = 10.0
@@ -32,6 +38,23 @@ _HEARTBEAT = 30
 """Seconds without a sign of a process after which the others stop."""
 JOIN_SECONDS = 300
 """Seconds that processes wait for each other at the start."""
+
+
+def installed_versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that decide on numbers, where they are installed."""
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
+
+
+def store() -> Any:
+    """Returns the client of JAX's key-value store; None in a process that is alone."""
+    # There is no public interface in JAX 0.12.
+    from jax._src import distributed
+
+    return distributed.global_state.client
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,12 +3,10 @@
 Each function takes what it judges, so that a test can describe a faulty host to it.
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
 import os
-import platform
 import resource
 import shutil
 import subprocess
@@ -23,11 +21,8 @@ from packaging.requirements import Requirement
 from meshwright.errors import MeshwrightError
 from meshwright.formatting import format_bytes
 from meshwright.hardware.chips import find_chip
-from meshwright.hardware.hosts import has_tpu, hosts_of
+from meshwright.hardware.hosts import CUDA_PACKAGES, has_tpu, hosts_of, installed_versions
 
-_CUDA = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt")
-_PACKAGES = ("meshwright", "jax", "jaxlib", "libtpu", *_CUDA, "numpy", "optax", "tensorstore")
-"""Packages whose versions are checked or shown."""
 _FILES = 4096
 """Open files that a process needs: checkpoints open a file for each shard, and each neighbour is a socket."""
 _LOCKED = 64 * 2**20
@@ -71,15 +66,6 @@ def _check[**P](name: str) -> Callable[[Callable[P, Wrong]], Callable[P, list[Fi
     return decorate
 
 
-def installed_versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that are installed."""
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return versions
-
-
 @_check("versions")
 def check_versions(versions: Mapping[str, str], jax_requires: Sequence[str], accelerator: str) -> Wrong:
     """Checks that the parts of JAX belong together.
@@ -93,7 +79,7 @@ def check_versions(versions: Mapping[str, str], jax_requires: Sequence[str], acc
     if "jaxlib" in rules and not rules["jaxlib"].specifier.contains(jaxlib, prereleases=True):
         fix = f"pip install 'jaxlib{rules['jaxlib'].specifier}'"
         yield "fault", f"jax {versions['jax']} with jaxlib {jaxlib}", fix
-    plugins = [name for name in versions if name in _CUDA]
+    plugins = [name for name in versions if name in CUDA_PACKAGES]
     for name in plugins:
         if versions[name] != jaxlib:
             verdict: Verdict = "fault" if accelerator == "gpu" else "warning"

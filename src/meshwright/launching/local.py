@@ -96,8 +96,6 @@ def _environments(job: Job) -> list[dict[str, str]]:
 
 
 class _Processes:
-    """Processes that run the job together."""
-
     def __init__(self, job: Job, output: Callable[[int], bytes | None]):
         environments = _environments(job)
         self.signalled = 0
@@ -138,7 +136,6 @@ class _Processes:
         return first
 
     def _end_others(self) -> None:
-        """Ends the processes that still wait for one that has failed."""
         numbers = [str(i) for i, process in enumerate(self._every) if process in self._running]
         _say(f"process {', '.join(numbers)} still runs {NOTICE_SECONDS} s later, and is ended")
         for number, seconds in ((signal.SIGTERM, _END_SECONDS), (signal.SIGKILL, 5)):

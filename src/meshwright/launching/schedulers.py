@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlparse
 
 import yaml
@@ -25,29 +25,38 @@ REMOTE_SOURCE = "/tmp/meshwright-source"
 """Folder of a host that a checkout is copied to."""
 _TPU_HOST = 4
 """Chips on a host of a TPU slice of several hosts."""
-_SINGLE_HOST = {"v5e": 8, "v6e": 8}
-"""Chips of the largest slice that one host has, where that is more than `_TPU_HOST` (Google Cloud TPU documentation,
-machine types ct5lp-hightpu-8t and ct6e-standard-8t)."""
-_GPU_HOST = {"gb200": 4, "gb300": 4}
-"""GPUs of a compute tray, where an NVLink domain has several hosts; elsewhere a node is a host."""
-_NAMES: dict[str, tuple[str | None, str | None]] = {
-    "v4": ("tpu-v4-podslice", "tpu-v4"),
-    "v5e": ("tpu-v5-lite-podslice", "tpu-v5litepod"),
-    "v5p": ("tpu-v5p-slice", "tpu-v5p"),
-    "v6e": ("tpu-v6e-slice", "tpu-v6e"),
-    "tpu7x": ("tpu7x", None),
-    "a100": ("nvidia-a100-80gb", "A100-80GB"),
-    "a100-40gb": ("nvidia-tesla-a100", "A100"),
-    "h100": ("nvidia-h100-80gb", "H100"),
-    "h200": ("nvidia-h200-141gb", "H200"),
-    "b200": ("nvidia-b200", "B200"),
-    "b300": (None, "B300"),
-    "gb200": ("nvidia-gb200", "GB200"),
-    "gb300": ("nvidia-gb300", "GB300"),
+
+
+class _Cloud(NamedTuple):
+    """Names of a chip in clouds, and its number on a host."""
+
+    gke: str | None
+    """Value of the node label of Google Kubernetes Engine, where known."""
+    skypilot: str | None
+    """Name among the accelerators of SkyPilot, where known."""
+    host: int | None = None
+    """Chips of the largest TPU slice on one host, GPUs of a compute tray, where these are not `_TPU_HOST` or a node
+    (Google Cloud TPU documentation, machine types ct5lp-hightpu-8t and ct6e-standard-8t)."""
+    cores: int = 1
+    """TensorCores of a chip, which the accelerator types of Cloud TPU count instead of chips."""
+
+
+_CLOUDS = {
+    "v4": _Cloud("tpu-v4-podslice", "tpu-v4", cores=2),
+    "v5e": _Cloud("tpu-v5-lite-podslice", "tpu-v5litepod", host=8),
+    "v5p": _Cloud("tpu-v5p-slice", "tpu-v5p", cores=2),
+    "v6e": _Cloud("tpu-v6e-slice", "tpu-v6e", host=8),
+    "tpu7x": _Cloud("tpu7x", None),
+    "a100": _Cloud("nvidia-a100-80gb", "A100-80GB"),
+    "a100-40gb": _Cloud("nvidia-tesla-a100", "A100"),
+    "h100": _Cloud("nvidia-h100-80gb", "H100"),
+    "h200": _Cloud("nvidia-h200-141gb", "H200"),
+    "b200": _Cloud("nvidia-b200", "B200"),
+    "b300": _Cloud(None, "B300"),
+    "gb200": _Cloud("nvidia-gb200", "GB200", host=4),
+    "gb300": _Cloud("nvidia-gb300", "GB300", host=4),
 }
-"""Chip -> its names among Google Kubernetes Engine's node labels and among SkyPilot's accelerators, where known."""
-_CORES = {"v4": 2, "v5p": 2}
-"""TensorCores of a chip, which Cloud TPU's accelerator types count instead of chips."""
+_UNKNOWN = _Cloud(None, None)
 
 Pairs = tuple[tuple[str, str], ...]
 """Names with their values, in order."""
@@ -68,7 +77,6 @@ class Accelerators:
     name: str
     """Chip as `--target` names it."""
     tpu: bool
-    """Whether the chips are TPUs."""
     hosts: int
     """Hosts of all slices."""
     chips_per_host: int
@@ -87,7 +95,7 @@ class Accelerators:
     @property
     def node_selector(self) -> Mapping[str, str]:
         """Labels of the Google Kubernetes Engine nodes that have these chips; empty where none is known."""
-        label, _ = _NAMES.get(self.name, (None, None))
+        label = _CLOUDS.get(self.name, _UNKNOWN).gke
         if label is None:
             return {}
         if self.tpu:
@@ -98,35 +106,35 @@ class Accelerators:
     @property
     def skypilot(self) -> tuple[str, int]:
         """Name and number of SkyPilot's accelerators on a node. Raises ConfigError where it has no such name."""
-        _, name = _NAMES.get(self.name, (None, None))
-        if name is None:
+        cloud = _CLOUDS.get(self.name, _UNKNOWN)
+        if cloud.skypilot is None:
             raise ConfigError(
                 f"--on skypilot --target {self.name}:{self.topology}",
                 "SkyPilot's name of this chip is not known",
-                nearest(self.name, [chip for chip, (_, known) in _NAMES.items() if known]),
+                nearest(self.name, [chip for chip, known in _CLOUDS.items() if known.skypilot]),
             )
         if self.tpu:
-            return f"{name}-{self.chips_per_slice * _CORES.get(self.name, 1)}", 1
-        return name, self.chips_per_host
+            return f"{cloud.skypilot}-{self.chips_per_slice * cloud.cores}", 1
+        return cloud.skypilot, self.chips_per_host
 
 
 def accelerators_of(target: Target) -> Accelerators:
     """Returns the hosts of a target. Raises ConfigError where GPUs do not fill their hosts."""
+    own = _CLOUDS.get(target.name, _UNKNOWN).host
     per_slice, topology = math.prod(target.topology), format_size(target.topology)
-    if isinstance(target.chip.interconnect, Torus):
-        single = _SINGLE_HOST.get(target.name, _TPU_HOST)
-        per_host = per_slice if per_slice <= single else _TPU_HOST
-        hosts = per_slice // per_host * target.slices
-        return Accelerators(target.name, True, hosts, per_host, target.slices, topology, per_slice)
-    most = _GPU_HOST.get(target.name, target.chip.interconnect.devices_per_node)
-    per_host = min(most, target.topology[1])
+    links = target.chip.interconnect
+    if isinstance(links, Torus):
+        per_host, slices = per_slice if per_slice <= (own or _TPU_HOST) else _TPU_HOST, target.slices
+    else:
+        per_host, slices = min(own or links.devices_per_node, target.topology[1]), 1
     if per_slice % per_host:
         raise ConfigError(
             f"target {target}",
             f"its hosts have {per_host} GPUs, and {per_slice} do not divide by that",
             f"{target.name}:{per_slice // per_host * per_host}",
         )
-    return Accelerators(target.name, False, per_slice // per_host, per_host, 1, topology, per_slice)
+    hosts = per_slice // per_host * slices
+    return Accelerators(target.name, isinstance(links, Torus), hosts, per_host, slices, topology, per_slice)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -225,7 +233,6 @@ def slurm_script(job: Job) -> str:
 
 
 def _in_container(job: Job) -> list[str]:
-    """Returns the words with which `srun` starts a command in the job's container."""
     mounts = [f"{source}:{path}" for source, path in job.mounts]
     if job.image is None and mounts:
         raise ConfigError("--mount without --image", "processes see the files of their host", "--image, or neither")

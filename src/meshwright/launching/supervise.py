@@ -65,8 +65,6 @@ class Start:
 
 @dataclasses.dataclass
 class _Record:
-    """Content of a supervisor's file."""
-
     state: str = "gone"
     """`running` or `waiting`; `done` or `gone` where it starts nothing more."""
     attempt: int = -1
@@ -359,7 +357,6 @@ class _Supervisor:
                 return
 
     def _arguments(self, start: Start) -> list[str]:
-        """The arguments of another start: from a checkpoint, and on the hosts that are left."""
         words = _without(self.args, {"--at": 1, "--resume": 0, "--resume-if-exists": 0, "--new-data": 0})
         if start.step is not None:
             words += ["--resume", "--at", str(start.step)]
@@ -396,14 +393,12 @@ class _Supervisor:
                 signal.signal(number, handler)
 
     def _pause(self, seconds: float) -> bool:
-        """Waits; returns whether a signal asked to stop."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.received:
             time.sleep(0.1)
         return bool(self.received)
 
     def _note(self, event: str, attempt: int, **values: Any) -> None:
-        """Adds a line to the journal of this host's supervisor."""
         record = {"time": time.time(), "process": self.hosts.process, "event": event, "attempt": attempt, **values}
         file = self.out / ".supervise" / f"journal-{self.hosts.process}.jsonl"
         # A full disk ends no supervisor.

@@ -102,8 +102,9 @@ class DeviceRun:
         if training.matmul_precision != "compute":
             name = training.matmul_precision
             gather = addition("low_precision_gather")(gather, self.params, self.placements, name)
-        if self.run.finetune.method == "lora":
-            gather = addition("adapter_gather")(gather, self.run.finetune.scale)
+        finetune = self.run.finetune
+        if finetune.method == "lora":
+            gather = addition("adapter_gather")(gather, finetune.scale)
         settled, grouped = self.settled, self.settled.grouped_matmul
         return LocalModel(
             self.run.model,
@@ -116,13 +117,8 @@ class DeviceRun:
             settled.gathered_ahead,
             settled.tensor_ring,
             settled.attention_pieces,
-            self._preferences(),
+            addition("Preferences")(finetune.beta) if finetune.objective == "preferences" else None,
         )
-
-    def _preferences(self) -> Any:
-        if self.run.finetune.objective != "preferences":
-            return None
-        return addition("Preferences")(self.run.finetune.beta)
 
     @functools.cached_property
     def summed_in_backward(self) -> Tree:

@@ -69,7 +69,6 @@ def gradients_of(model: Model, device_run: DeviceRun) -> Callable[..., tuple[Tre
 
 
 def _accumulate(device_run: DeviceRun, params: Tree, step: jax.Array, batch: Batch) -> tuple[Tree, Sums]:
-    """This device's gradients, metrics and aux, summed over its microbatches."""
     training, model, placed = device_run.run.training, device_run.local_model, device_run.placed
     local = batch.inputs.shape[0]
     sequences_B = (axis_index(BATCH_AXES) * local + jnp.arange(local)).astype(jnp.uint32)

@@ -9,7 +9,7 @@ are gathered. A round moves n layers, so that a device never has more than one l
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,6 @@ from meshwright.comm.hierarchical import Axes
 from meshwright.config import MeshShape
 from meshwright.sharding.params import Tree, is_param
 from meshwright.sharding.placement import Placement, axes_of, like_param, to_spec
-
-if TYPE_CHECKING:
-    import optax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +104,7 @@ LayerFunction = Callable[..., Any]
 class Job:
     """Arguments and outputs of a function of layers, on this device: local blocks and their placements."""
 
+    owners: Owners
     arguments: Any
     """Tree of arrays [L, ...]."""
     where: Any
@@ -120,33 +118,33 @@ class Job:
         leaves, treedef = jax.tree.flatten(self.arguments)
         return list(zip(leaves, treedef.flatten_up_to(self.where), strict=True))
 
+    def rows(self, start: int, stop: int | None) -> "Job":
+        """Returns the job of some of the layers."""
+        return dataclasses.replace(self, arguments=jax.tree.map(lambda x: x[start:stop], self.arguments))
 
-def in_rounds(function: LayerFunction, owners: Owners, job: Job, rounds: int, each: int = 1) -> Any:
-    """Returns local blocks of the outputs for the first n * rounds * each layers, `each` of a device at a time.
+    def in_rounds(self, function: LayerFunction, rounds: int, each: int = 1) -> Any:
+        """Returns local blocks of the outputs for the first n * rounds * each layers, `each` of a device at a time."""
+        owners, flat = self.owners, self.flat()
+        split = [x.reshape(math.prod(owners.of(owners.unsplit(w))), rounds, -1, *x.shape[1:]) for x, w in flat]
 
-    function: of unsharded arguments, [each, ...].
-    """
-    flat = job.flat()
-    split = [x.reshape(math.prod(owners.of(owners.unsplit(w))), rounds, -1, *x.shape[1:]) for x, w in flat]
+        def one(i: Any) -> Any:
+            taken = [jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False) for x in split]
+            whole = [owners.fetch(x.reshape(-1, *x.shape[2:]), w) for x, (_, w) in zip(taken, flat, strict=True)]
+            found = function(*jax.tree.unflatten(jax.tree.structure(self.arguments), whole))
+            treedef: Any
+            leaves, treedef = jax.tree.flatten(found)
+            back = [owners.give_back(x, w) for x, w in zip(leaves, treedef.flatten_up_to(self.where_out), strict=True)]
+            return treedef.unflatten([x.reshape(-1, each, *x.shape[1:]) for x in back])
 
-    def one(i: Any) -> Any:
-        taken = [jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False) for x in split]
-        whole = [owners.fetch(x.reshape(-1, *x.shape[2:]), w) for x, (_, w) in zip(taken, flat, strict=True)]
-        found = function(*jax.tree.unflatten(jax.tree.structure(job.arguments), whole))
-        treedef: Any
-        leaves, treedef = jax.tree.flatten(found)
-        back = [owners.give_back(x, w) for x, w in zip(leaves, treedef.flatten_up_to(job.where_out), strict=True)]
-        return treedef.unflatten([x.reshape(-1, each, *x.shape[1:]) for x in back])
+        if rounds == 1:
+            return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), one(0))
 
-    if rounds == 1:
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), one(0))
+        def add(i: Any, out: Any) -> Any:
+            return jax.tree.map(lambda o, x: jax.lax.dynamic_update_index_in_dim(o, x, i, 1), out, one(i))
 
-    def add(i: Any, out: Any) -> Any:
-        return jax.tree.map(lambda o, x: jax.lax.dynamic_update_index_in_dim(o, x, i, 1), out, one(i))
-
-    out = jax.tree.map(lambda x: jnp.zeros((x.shape[0], rounds, *x.shape[1:]), x.dtype), jax.eval_shape(one, 0))
-    out = jax.lax.fori_loop(0, rounds, add, out)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), out)
+        out = jax.tree.map(lambda x: jnp.zeros((x.shape[0], rounds, *x.shape[1:]), x.dtype), jax.eval_shape(one, 0))
+        out = jax.lax.fori_loop(0, rounds, add, out)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), out)
 
 
 def pad_layers(x: jax.Array, rows: int) -> jax.Array:
@@ -169,17 +167,6 @@ class LayerMap:
     compute_dtype: Any
     """Type of the run's matmuls."""
 
-    def given_to(self, rule: "optax.GradientTransformation") -> "optax.GradientTransformation":
-        """Returns the rule with this as the extra argument `layer_map` of its `update`, if that takes any."""
-        import optax  # the planner reads this module without it
-
-        update = optax.with_extra_args_support(rule).update
-
-        def updated(grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
-            return update(grads, state, params, layer_map=self)
-
-        return optax.GradientTransformation(rule.init, updated)
-
     def __call__(self, function: LayerFunction, *trees: Tree) -> Tree:
         """Returns `function` of each stacked parameter's layers, placed like the optimizer state.
 
@@ -200,13 +187,14 @@ class LayerMap:
 
         arguments = [tuple(column[i] for column in columns) for i in chosen]
         outputs = [jax.eval_shape(function, *args) for args in arguments]
-        where_in = [place(i, args) for i, args in zip(chosen, arguments, strict=True)]
-        where_out = [place(i, out) for i, out in zip(chosen, outputs, strict=True)]
+        where_in, where_out = (
+            [place(i, tree) for i, tree in zip(chosen, trees, strict=True)] for trees in (arguments, outputs)
+        )
         owners = [owners_of(flat_placements[i].optimizer, flat_placements[i].optimizer[0], self.shape) for i in chosen]
 
         def local(arguments: list[Any]) -> list[Any]:
-            jobs = [Job(*each) for each in zip(arguments, where_in, where_out, strict=True)]
-            return _layers_of_all(function, owners, jobs)
+            jobs = [Job(*each) for each in zip(owners, arguments, where_in, where_out, strict=True)]
+            return _layers_of_all(function, jobs)
 
         specs = [
             [jax.tree.map(lambda _, w: to_spec(w), tree, where) for tree, where in zip(trees_, wheres, strict=True)]
@@ -217,33 +205,28 @@ class LayerMap:
         return treedef.unflatten([found.get(i) for i in range(len(leaves))])
 
 
-def _layers_of_all(function: LayerFunction, owners: list[Owners], jobs: list[Job]) -> list[Any]:
+def _layers_of_all(function: LayerFunction, jobs: list[Job]) -> list[Any]:
     """Returns the local outputs of all jobs: whole rounds of each, then what is left of those of the same shapes."""
     done: list[list[Any]] = [[] for _ in jobs]
     left: dict[Any, list[int]] = {}
-    for i, (job, own) in enumerate(zip(jobs, owners, strict=True)):
-        flat = job.flat()
+    for i, job in enumerate(jobs):
+        flat, own = job.flat(), job.owners
         rows = max(x.shape[0] * math.prod(own.of(tuple(a for a in w[0] if a in own.axes))) for x, w in flat)
         rounds = rows // own.count
         if rounds:
             whole = rounds * own.count
             # Where layers are split by owner, owners divide them.
-            done[i].append(in_rounds(function, own, job if whole == rows else _rows(job, 0, whole), rounds))
+            done[i].append((job if whole == rows else job.rows(0, whole)).in_rounds(function, rounds))
         if rows > rounds * own.count:
             key = (rows - rounds * own.count, own, *((x.shape[1:], x.dtype, w) for x, w in flat))
             left.setdefault(key, []).append(i)
     for (rows, own, *_), members in left.items():
-        parts = [_rows(jobs[i], -rows, None) for i in members]
-        count = rows * len(members)
-        rounds = -(-count // own.count)
+        parts = [jobs[i].rows(-rows, None) for i in members]
+        rounds = -(-rows * len(members) // own.count)
         padded = jax.tree.map(
             lambda *xs, n=rounds * own.count: pad_layers(jnp.concatenate(xs), n), *(part.arguments for part in parts)
         )
-        found = in_rounds(function, own, dataclasses.replace(parts[0], arguments=padded), rounds)
+        found = dataclasses.replace(parts[0], arguments=padded).in_rounds(function, rounds)
         for number, i in enumerate(members):
             done[i].append(jax.tree.map(lambda x, n=number, r=rows: x[n * r : (n + 1) * r], found))
     return [parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts) for parts in done]
-
-
-def _rows(job: Job, start: int, stop: int | None) -> Job:
-    return dataclasses.replace(job, arguments=jax.tree.map(lambda x: x[start:stop], job.arguments))

@@ -26,7 +26,7 @@ from meshwright.comm.collectives import all_gather, all_reduce, all_to_all, loca
 from meshwright.config import MeshShape, MuonHeads
 from meshwright.sharding.params import Param, Tree, named_leaves
 from meshwright.sharding.placement import Placement, axes_of, local_shape, to_spec
-from meshwright.step.matrices import Job, LayerMap, Owners, in_rounds, owners_of, pad_layers
+from meshwright.step.matrices import Job, LayerMap, Owners, owners_of, pad_layers
 
 STEPS = 5
 """Newton-Schulz iterations."""
@@ -171,9 +171,8 @@ def orthogonalise(arrays: dict[str, jax.Array], layer_map: LayerMap, heads: Muon
         parts: dict[str, list[jax.Array]] = {s.path: [] for s in stacks}
         for s in stacks:
             if s.whole:
-                job = Job((rows[s.path][: s.whole * s.owners.count],), (s.where,), s.where)
-                found = in_rounds(lambda x, s=s: _of_rows(x, s), s.owners, job, s.whole // s.each, s.each)
-                parts[s.path].append(found)
+                job = Job(s.owners, (rows[s.path][: s.whole * s.owners.count],), (s.where,), s.where)
+                parts[s.path].append(job.in_rounds(functools.partial(_of_rows, s), s.whole // s.each, s.each))
         for rest in rests:
             for s, found in zip(rest.members, _orthogonalise_rest(rest, rows), strict=True):
                 parts[s.path].append(found)
@@ -228,8 +227,7 @@ def _split_newton_schulz(x: jax.Array, owners: Owners) -> jax.Array:
     return jax.lax.map(lambda x: jax.lax.fori_loop(0, STEPS, step, x), x)[:, :short]
 
 
-def _of_rows(x: jax.Array, s: Stack) -> jax.Array:
-    """Orthogonalises the matrices of unsharded rows x [k, ...] of a stack."""
+def _of_rows(s: Stack, x: jax.Array) -> jax.Array:
     by_head = x if s.head is None else jnp.moveaxis(x, s.head, 1)
     matrices = by_head.reshape(-1, s.rows, s.columns)
     found = _newton_schulz(matrices if s.rows <= s.columns else matrices.mT)
@@ -238,7 +236,6 @@ def _of_rows(x: jax.Array, s: Stack) -> jax.Array:
 
 
 def _orthogonalise_rest(rest: Rest, rows: dict[str, jax.Array]) -> list[jax.Array]:
-    """Returns the local blocks of the last rows of each member."""
     first = rest.members[0]
     owners, short = first.owners, len(first.sides[0])
 
@@ -253,8 +250,8 @@ def _orthogonalise_rest(rest: Rest, rows: dict[str, jax.Array]) -> list[jax.Arra
     where: Placement = ((), *(first.where[d] for side in first.sides for d in side))
     whole, parts = rest.rounds * owners.count, []
     if rest.rounds:
-        job = Job((pad_layers(pooled[: min(whole, pooled.shape[0])], whole),), (where,), where)
-        parts.append(in_rounds(of_matrices, owners, job, rest.rounds)[: pooled.shape[0]])
+        job = Job(owners, (pad_layers(pooled[: min(whole, pooled.shape[0])], whole),), (where,), where)
+        parts.append(job.in_rounds(of_matrices, rest.rounds)[: pooled.shape[0]])
     if rest.split:
         parts.append(_orthogonalise_split(pooled[whole:], where, short, owners))
     found, results, start = jnp.concatenate(parts), [], 0
@@ -307,13 +304,11 @@ def exchanges(stacks: list[Stack], rests: list[Rest]) -> list[Exchange]:
     """Returns the collectives of an update: matrices to their owners and back, and the products of split ones."""
     found: list[Exchange] = []
 
-    def move(stack: Stack, dims: tuple[int, ...], mine: float, count: float, all_dims: tuple[int, ...]) -> None:
-        """Adds what brings `mine` elements to a device and takes as many back. dims: those that are gathered."""
-        for d in dims:
-            axes = tuple(axis for axis in stack.where[d] if axis in stack.owners.axes)
-            if axes:
-                found.append(Exchange("all-to-all", axes, mine, 2 * count))
-        sharded = {axis for d in all_dims for axis in stack.where[d]}
+    def move(stack: Stack, mine: float, count: float, gathered: tuple[int, ...], dims: tuple[int, ...]) -> None:
+        """Adds what brings `mine` elements to a device and takes as many back. gathered: of the dimensions `dims`."""
+        axes_of_dims = {d: tuple(axis for axis in stack.where[d] if axis in stack.owners.axes) for d in gathered}
+        found.extend(Exchange("all-to-all", axes, mine, 2 * count) for axes in axes_of_dims.values() if axes)
+        sharded = {axis for d in dims for axis in stack.where[d]}
         replicated = tuple(axis for axis in stack.owners.axes if axis not in sharded)
         if replicated:
             found.append(Exchange("all-gather", replicated, mine * math.prod(stack.owners.of(replicated)), count))
@@ -322,14 +317,14 @@ def exchanges(stacks: list[Stack], rests: list[Rest]) -> list[Exchange]:
         if stack.whole:
             dims = tuple(range(1, len(stack.shape)))
             unit = stack.rows * stack.columns * stack.heads * stack.each
-            move(stack, dims, float(unit), stack.whole / stack.each, dims)
+            move(stack, float(unit), stack.whole / stack.each, dims, dims)
     for rest in rests:
         first = rest.members[0]
         n, short, dims = first.owners.count, min(first.rows, first.columns), (*first.sides[0], *first.sides[1])
         if rest.rounds:
-            move(first, dims, float(first.rows * first.columns), rest.rounds, dims)
+            move(first, float(first.rows * first.columns), rest.rounds, dims, dims)
         if rest.split:
-            move(first, first.sides[0], float(rest.split * first.rows * first.columns) / n, 1.0, dims)
+            move(first, float(rest.split * first.rows * first.columns) / n, 1.0, first.sides[0], dims)
             square = float((short + -short % n) * (short + -short % n))
             found.append(Exchange("reduce-scatter", first.owners.axes, square, float(STEPS * rest.split), True))
             found.append(Exchange("all-gather", first.owners.axes, square, float(2 * STEPS * rest.split)))

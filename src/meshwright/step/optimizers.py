@@ -14,6 +14,7 @@ Moments and updates are float32 in both.
 """
 
 import fnmatch
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -231,7 +232,7 @@ def build_update_rule(o: Optimizer, training: Training, params: Tree, layer_map:
     """
     rule = build_optimizer(o, training.steps, params)
     if layer_map is not None:
-        rule = layer_map.given_to(rule)
+        rule = Rule(rule.init, functools.partial(optax.with_extra_args_support(rule).update, layer_map=layer_map))
     if training.param_dtype == "bfloat16":
         master = training.param_rounding == "master"
         return with_masters(rule) if master else with_random_rounding(rule, training.seed)

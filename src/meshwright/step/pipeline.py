@@ -1,21 +1,19 @@
-"""Pipeline engine: executes any schedule's table, tick by tick, inside the step.
+"""Pipeline engine: executes the table of any schedule, tick by tick, inside the step.
 
 A tick has a forward half and a backward half (and a third, for weight gradients, where a schedule splits the backward
-pass), each of its own microbatch and part of the model. After its half, a stage passes the activations on to its
-neighbour, and after the tick the gradients (`ring_shift`): the activations travel during the backward half of the same
-tick, the gradients during the forward half of the next one. They wait in the buffer slots that the table has assigned.
-A backward half differentiates its part of the model with `jax.vjp`: from the saved input, by recomputing the part
-(activation checkpointing at the granularity of a part), or from what the forward half has kept, which is the remat
-policy's choice (`PipelineModel.keeps`).
+pass), each of its own microbatch and part of the model. A stage passes activations on after its half, and gradients
+after the tick (`ring_shift`): activations travel during the backward half of the same tick, gradients during the
+forward half of the next. They wait in the buffer slots that the table has assigned. A backward half differentiates its
+part with `jax.vjp`: from the saved input, by recomputing the part, or from what the forward half has kept
+(`PipelineModel.keeps`).
 
-The ticks are run in segments: those before the first backward pass, those with both halves, and those after the last
-forward pass. Each is a loop whose body contains the halves that some stage runs in it, and no others. A half that all
-stages run in every tick of its segment, as in the steady state of 1F1B, has no branch around it. Elsewhere a stage
-without a task waits in a `lax.cond`. Where the layers themselves send values around a ring of devices, all devices of
-the program have to take part: then every stage runs the half, and what a stage without a task has computed is dropped.
+The ticks are run in segments (before the first backward pass, with both halves, after the last forward pass), each a
+loop whose body has only the halves that some stage runs in it. A half that all stages run in every tick of its segment
+has no branch around it; elsewhere a stage without a task waits in a `lax.cond`. Where the layers send values around a
+ring of devices (`PipelineModel.together`), every stage runs the half, and the result of one without a task is dropped.
 
-Embedding and loss belong to no stage: their tables are split over all stages, and all stages take part in the ticks in
-which the first part begins a microbatch, or the last part has finished one.
+Embedding and loss belong to no stage: their tables are split over all stages, which take part in the ticks in which the
+first part begins a microbatch, or the last part has finished one.
 """
 
 import dataclasses
@@ -211,8 +209,6 @@ class _Segment:
 )
 @dataclasses.dataclass(frozen=True)
 class _Carry:
-    """State that passes from tick to tick."""
-
     inputs: jax.Array
     """Buffer of live inputs, [input_slots, B, T, D]."""
     kept: list[jax.Array]
@@ -231,8 +227,6 @@ class _Carry:
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-    """Entries of one place of a tick, for this stage."""
-
     runs: jax.Array | bool
     """Whether the stage has a task; one without is run only where stages compute together."""
     kind: jax.Array
@@ -337,47 +331,34 @@ class _Engine:
     def _event(
         self, segment: _Segment, now: Tick, name: str, do: Callable[[jax.Array, Tick, _Carry], _Carry], carry: _Carry
     ) -> _Carry:
-        """Does what all stages do together, in the ticks that have it."""
-        happens = segment.events[name] != NOTHING
-        if not happens.any():
-            return carry
-
-        def scoped(carry: _Carry) -> _Carry:
-            with jax.named_scope(scope_of(segment.name, name)):
-                return do(now[name], now, carry)
-
-        if happens.all():
-            return scoped(carry)
-        return lax.cond(now[name] != NOTHING, scoped, lambda carry: carry, carry)
+        return _run_where(
+            segment.events[name] != NOTHING,
+            lambda: now[name] != NOTHING,
+            scope_of(segment.name, name),
+            lambda carry: do(now[name], now, carry),
+            carry,
+        )
 
     def _half[T](
-        self,
-        segment: _Segment,
-        now: Tick,
-        place: int,
-        run: Callable[[_Task, _Carry, T], T],
-        otherwise: T,
-        carry: _Carry,
+        self, segment: _Segment, now: Tick, place: int, run: Callable[[_Task, _Carry, T], T], value: T, carry: _Carry
     ) -> T:
-        """Runs the tasks of one place of a tick; returns `otherwise` on a stage that has none.
+        """Runs the tasks of one place of a tick; returns `value` on a stage that has none.
 
-        run: `(task, carry, otherwise) -> result`.
+        run: `(task, carry, value) -> result`.
         """
-        running = segment.running[:, :, place]
+        running, together = segment.running[:, :, place], self.model.together
         if not running.any():
-            return otherwise
+            return value
         runs = now["kind"][place] != IDLE
-        task = _Task(runs if self.model.together else True, *(jnp.maximum(now[name][place], 0) for name in _COLUMNS))
-
-        def scoped(otherwise: T) -> T:
-            with jax.named_scope(scope_of(segment.name, PLACES[place])):
-                return run(task, carry, otherwise)
-
-        in_ticks = running.any(axis=1) if self.model.together else running
-        if in_ticks.all():
-            return scoped(otherwise)
-        needed = now["any"][place] if self.model.together else runs
-        return lax.cond(needed, scoped, lambda otherwise: otherwise, otherwise)
+        task = _Task(runs if together else True, *(jnp.maximum(now[name][place], 0) for name in _COLUMNS))
+        scope = scope_of(segment.name, PLACES[place])
+        return _run_where(
+            running.any(axis=1) if together else running,
+            lambda: now["any"][place] if together else runs,
+            scope,
+            lambda value: run(task, carry, value),
+            value,
+        )
 
     def _forward(
         self, task: _Task, carry: _Carry, otherwise: tuple[jax.Array, Any, list[jax.Array]]
@@ -451,7 +432,6 @@ class _Engine:
     def _run_part(
         self, part: Layers, x: jax.Array, virtual_stage: jax.Array, microbatch: jax.Array
     ) -> tuple[tuple[jax.Array, jax.Array], Any]:
-        """Returns the output of a part and the auxiliary loss of its layers, and their aux."""
         x, aux = self.model.layers(part, x, virtual_stage, microbatch)
         return (x, jnp.asarray(self.model.model.aux_loss(aux), jnp.float32)), aux
 
@@ -459,17 +439,14 @@ class _Engine:
         return _part_rows(self.model.stacked(self.params), task.virtual_stage, self.table.virtual_stages)
 
     def _add(self, tree: Any, values: Any, task: _Task, counts: jax.Array | bool) -> Any:
-        """Returns `tree` with what a task has computed for its part, where it counts."""
         return _add_to_part(tree, _masked(values, counts), task.virtual_stage, self.table.virtual_stages)
 
     def _embed(self, microbatch: jax.Array, now: Tick, carry: _Carry) -> _Carry:
-        """Writes the embedding of a microbatch that begins into the first stage's input slot."""
         slot = jnp.where(lax.axis_index("stage") == 0, now["input_slot"][_RUN], NOTHING)
         inputs = _write_slot(carry.inputs, self.model.embed(self.params, microbatch), slot)
         return dataclasses.replace(carry, inputs=inputs)
 
     def _add_loss(self, x: jax.Array, microbatch: jax.Array, now: Tick, carry: _Carry) -> _Carry:
-        """Adds the loss and its gradients for a microbatch that the last part has finished in this tick."""
 
         def loss(params: Tree, x: jax.Array) -> tuple[jax.Array, Any]:
             return self.model.loss(params, x, microbatch)
@@ -492,6 +469,20 @@ class _Engine:
         params = self.model.unstacked(self.params)
         (g_rest,) = jax.vjp(lambda params: self.model.embed(params, microbatch), params)[1](g_x)
         return dataclasses.replace(carry, rest=jax.tree.map(jnp.add, carry.rest, g_rest))
+
+
+def _run_where[T](
+    happens: np.ndarray, needed: Callable[[], jax.Array], scope: str, run: Callable[[T], T], value: T
+) -> T:
+    """Returns `run(value)` where it is needed, and `value` elsewhere; without a branch where it always happens."""
+    if not happens.any():
+        return value
+
+    def scoped(value: T) -> T:
+        with jax.named_scope(scope):
+            return run(value)
+
+    return scoped(value) if happens.all() else lax.cond(needed(), scoped, lambda value: value, value)
 
 
 def _read_slot(buffer: jax.Array, slot: jax.Array) -> jax.Array:

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec
 from meshwright.comm.collectives import all_reduce
 from meshwright.data.batch import Batch
 from meshwright.errors import TrainingError
-from meshwright.hardware.agreement import agree, digest
 from meshwright.models.blocks.layers import no_dropout
 from meshwright.models.model import Metrics
 from meshwright.plugins import addition
@@ -76,8 +75,7 @@ class CompiledTrainStep:
         self._expected = (device_run.abstract, like)
         lowered = build_train_step(device_run).lower(*self._expected)
         if not device_run.batch_sharding.is_fully_addressable:
-            # Hosts that compile differing programs hang.
-            agree("program", {"lowered train step": digest(lowered.as_text())})
+            addition("agree_on_program")(lowered.as_text())
         self._compiled = lowered.compile(compiler_options=device_run.compiler_options())
         training = device_run.run.training
         asked = f"a step of {training.batch} sequences of {training.seq} tokens on mesh {device_run.shape}"

@@ -11,10 +11,8 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
-import importlib.metadata
 import json
 import os
-import platform
 import signal
 import socket
 import sys
@@ -29,15 +27,13 @@ import jax
 
 from meshwright.checkpoint.steps import committed_steps
 from meshwright.errors import HostError
-from meshwright.hardware.agreement import agree, digest, flatten, store
+from meshwright.hardware.agreement import agree, digest, flatten
+from meshwright.hardware.hosts import installed_versions, store
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
 from meshwright.trainer.prepare import Trainable
 from meshwright.trainer.watchdog import BEATS, PREPARING, Phases, Watchdog
 
-_PACKAGES = ["meshwright", "jax", "jaxlib", "numpy", "optax", "tensorstore", "tokenizers", "libtpu"] + [
-    f"jax-cuda{version}-{part}" for version in (12, 13) for part in ("plugin", "pjrt")
-]
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_ENABLE_X64")
 """Variables that change what a program computes."""
 _FOLDER = "meshwright/watchdog"
@@ -65,10 +61,7 @@ def _fields_of(run: Run) -> dict[str, str]:
     root = Path(__file__).parents[1]
     files = sorted(root.rglob("*.py"))
     sources = digest(b"".join(str(file.relative_to(root)).encode() + file.read_bytes() for file in files))
-    found = {"Python": platform.python_version(), "meshwright's source": sources}
-    for name in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+    found = {**installed_versions(), "meshwright's source": sources}
     device = jax.local_devices()[0]
     found["the device's runtime"] = f"{device.device_kind}, {device.client.platform_version}".replace("\n", ", ")
     return flatten(run_to_dict(run)) | {f"version of {name}": version for name, version in found.items()}
@@ -200,7 +193,6 @@ class _Watch:
                 return
 
     def _sign(self) -> None:
-        """Publishes one sign of this process."""
         self.beat += 1
         step, phase, since = self.phases.now
         if self.beats is not None:
@@ -246,7 +238,6 @@ class _Watch:
                 self._leave(found)
 
     def _leave(self, found: str) -> None:
-        """Says what was found, writes the stacks, and exits."""
         if not _silence.acquire(blocking=False):
             time.sleep(60)  # another thread is leaving
         sender = threading.Thread(target=self._tell, args=(found,), daemon=True)

@@ -25,7 +25,6 @@ from meshwright.trainer.lock import locked
 from meshwright.trainer.meter import Meter
 from meshwright.trainer.preemption import Preemption
 from meshwright.trainer.prepare import Position, PreparedRun, Trainable, prepare_run
-from meshwright.trainer.silent import checked
 from meshwright.trainer.watchdog import Phases, Watchdog, watching
 
 __all__ = ["PreparedRun", "Summary", "Trainable", "prepare_run", "train"]
@@ -153,7 +152,6 @@ def train(
 
 
 def _first_state(device_run: DeviceRun, out: Path) -> State:
-    """Initial values, or the weights that the run starts from."""
     with activity("initialise", "making the first state", "made the first state"):
         if device_run.run.init_from is None:
             return device_run.initial_state()
@@ -166,8 +164,6 @@ class _RollBack(Exception):
 
 @dataclasses.dataclass
 class _Loop:
-    """The training loop and what it measures."""
-
     prepared: Trainable
     out: Path
     checkpoints: Checkpoints
@@ -276,7 +272,6 @@ class _Loop:
         return settled
 
     def _roll_back(self, place: Position) -> State:
-        """Returns the state of the last checkpoint, or the first state."""
         self.checkpoints.wait()
         if self.checkpoints.steps():
             state, manifest = self.checkpoints.restore(self.prepared.device_run)
@@ -297,12 +292,13 @@ class _Loop:
         self.spent[on] += work.seconds
 
     def _compiled_for(self, batch: Any) -> Any:
-        """Returns the train step for as many samples as the batch has."""
         size = jax.tree.leaves(batch)[0].shape[0]
         if size not in self.compiled:
             with self._spending("compiling", "compile", "compiling the train step", "compiled the train step"):
-                compiled = self.prepared.compile(batch)
-            self.compiled[size] = checked(compiled, self.run.faults.check_every, self.phases)
+                compiled: Any = self.prepared.compile(batch)
+            if every := self.run.faults.check_every:
+                compiled = addition("checked")(compiled, every, self.phases)
+            self.compiled[size] = compiled
         return self.compiled[size]
 
     def _save(self, step: int, state: State, save: Callable[..., None]) -> None:
@@ -318,7 +314,6 @@ class _Loop:
             )
 
     def _sample(self, step: int, state: State) -> str:
-        """Samples from the model, where the run asks for it, and passes the text on."""
         self.phases.enter("sample", step)
         text = self.prepared.sample(state, self.out)
         if text:

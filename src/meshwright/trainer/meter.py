@@ -129,7 +129,6 @@ class Meter:
 
 
 def _peak_flops(mesh: Mesh) -> float | None:
-    """Peak FLOP/s of all devices of a mesh; None where the chip is not known."""
     if mesh.devices.flat[0].platform == "cpu":
         return None
     chip = find_chip(mesh.devices.flat[0].device_kind)

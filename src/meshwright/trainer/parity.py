@@ -1,12 +1,9 @@
 """Parity: one run on two meshes, compared tensor by tensor in float32.
 
-Three comparisons show whether a mesh computes the same function as another:
-
-- Initial values are equal bit for bit.
-- At every step, both meshes compute gradients at equal parameters, and each tensor's gradients agree on that tensor's
-  own scale. Equal parameters matter: AdamW divides by the root of the second moment, so after one update a rounding
-  error of a small gradient has grown to a difference of parameters.
-- The losses of two training runs, each with its own updates, agree along the way.
+Initial values are equal bit for bit. At every step, both meshes compute gradients at equal parameters, and each
+tensor's gradients agree on that tensor's own scale: AdamW divides by the root of the second moment, so after one update
+a rounding error of a small gradient has grown to a difference of parameters. The losses of two training runs, each
+with its own updates, agree along the way.
 """
 
 import dataclasses

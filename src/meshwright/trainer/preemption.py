@@ -90,7 +90,6 @@ def _acknowledged() -> Iterator[None]:
 
 
 def _acknowledge(reader: socket.socket, forced: list[threading.Timer]) -> None:
-    """Writes a line on standard error for each signal; ends the process some time after a second Ctrl-C."""
     received: list[int] = []
     while number := reader.recv(1):
         received.append(number[0])

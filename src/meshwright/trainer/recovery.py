@@ -130,7 +130,6 @@ def handle_bad_step(
 
 
 def _way_on(prepared: Trainable, bad: BadStep) -> str:
-    """Returns the option with which this run continues after such a step."""
     faults = prepared.device_run.run.faults
     if faults.bad_step != "stop":
         return "a higher --faults.most-skipped"

@@ -22,13 +22,13 @@ _SHOWN = 4
 
 
 def checked(step: Step, every: int, phases: Phases) -> Step:
-    """Returns a train step that is checked once in `every` steps; the step itself if that is 0."""
+    """Returns a train step that is checked once in `every` steps."""
 
     def take(state: Any, batch: Any) -> tuple[Any, Any]:
         number = phases.now[0]  # the step that the loop has begun
         return step(state, batch) if number % every else checked_step(step, state, batch, number)
 
-    return take if every else step
+    return take
 
 
 def checked_step(step: Step, state: Any, batch: Any, number: int) -> tuple[Any, Any]:
@@ -99,7 +99,6 @@ def check_replicas(tree: Any, sums: dict[str, dict[Any, int]], step: int) -> Non
 
 
 def _refuse(step: int, what: str, names: list[str], odd: set[Any]) -> None:
-    """Raises HostError where tensors differ."""
     if not names:
         return
     devices = [f"device {d.id} of process {d.process_index}" for d in sorted(odd, key=operator.attrgetter("id"))]
