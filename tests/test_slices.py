@@ -21,7 +21,8 @@ from meshwright.comm.hierarchical import (
 )
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
-from meshwright.hardware.machine import machine_of_mesh, machine_of_target, torus_degrees
+from meshwright.hardware.interconnect import machine_of_target
+from meshwright.hardware.machine import machine_of_mesh, torus_degrees
 from meshwright.hardware.mesh import _in_slices, build_mesh
 from meshwright.hardware.targets import parse_target
 from meshwright.runs.placed_run import place_run

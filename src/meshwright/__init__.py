@@ -11,7 +11,9 @@ and sends. Everything public is importable from here, and loaded when it is firs
     report = mw.prove(best[0])
 """
 
+import ast
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.formatting import Shown
@@ -82,56 +84,16 @@ if TYPE_CHECKING:
     from meshwright.views.draw import local_view as local_view
     from meshwright.wrapped.model import wrap as wrap
 
-_NAMES = {
-    "analysis.census": "Census census",
-    "api.convert": "convert",
-    "api.finetuning": "finetune",
-    "api.generation": "generate open_generator",
-    "api.layout": "show",
-    "api.planning": "Offers Plans offers plan",
-    "api.proving": "Proof prove",
-    "api.training": "train",
-    "api.evaluation": "evaluate parity",
-    "api.viewing": "view",
-    "checkpoint.conversion": "Conversion",
-    "config": "Data MeshShape Optimizer Training",
-    "errors": "CensusError CheckpointError ConfigError DataError HostError MeshwrightError StorageError TrainingError "
-    "WeightsError",
-    "faults": "Faults",
-    "fine_tuning": "FineTune",
-    "generation.generator": "Decoding",
-    "generation.sampling": "Sampling",
-    "hardware.chips": "Chip",
-    "models.families.deepseek": "Deepseek",
-    "models.families.gemma": "Gemma2 Gemma3",
-    "models.families.glm4_moe": "Glm4Moe",
-    "models.families.gpt2": "Gpt2",
-    "models.families.gpt_oss": "GptOss",
-    "models.families.llama": "Llama",
-    "models.families.llama4": "Llama4",
-    "models.families.mixtral": "Mixtral",
-    "models.families.olmo3": "Olmo3",
-    "models.families.qwen3_next": "Qwen3Next",
-    "models.families.smollm3": "SmolLM3",
-    "models.model": "Model",
-    "planner.offers": "Offer",
-    "planner.search": "Plan",
-    "runs.recipe": "recipe",
-    "runs.run": "Run",
-    "sharding.placement": "Layout",
-    "storage.tiers": "LocalCheckpoints",
-    "trainer.loop": "Summary",
-    "trainer.parity": "Parity",
-    "views.draw": "draw local_view",
-    "wrapped.model": "wrap",
-}
-"""Module -> its public names."""
-_PUBLIC = {name: (module, name) for module, names in _NAMES.items() for name in names.split()} | {
-    "collectives": ("comm.collectives", ""),
-    "recipes": ("runs.catalogue", "list_recipes"),
-}
-"""Public name -> module, and attribute of it; the module itself where none is given."""
 
+def _public() -> dict[str, tuple[str, str]]:
+    """Reads the module and the attribute of every public name from the imports above, which type checkers read too."""
+    tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
+    blocks = (node.body for node in tree.body if isinstance(node, ast.If))
+    imports = (node for node in next(blocks) if isinstance(node, ast.ImportFrom))
+    return {name.asname or name.name: (str(node.module), name.name) for node in imports for name in node.names}
+
+
+_PUBLIC = _public()
 __all__ = sorted((*_PUBLIC, "__version__"))
 
 
@@ -139,9 +101,11 @@ def __getattr__(name: str) -> Any:
     """Imports a public name when it is first used."""
     if name not in _PUBLIC:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
-    module_name, attribute = _PUBLIC[name]
-    module = importlib.import_module(f"meshwright.{module_name}")
-    value = getattr(module, attribute) if attribute else module
+    module, attribute = _PUBLIC[name]
+    try:
+        value = getattr(importlib.import_module(module), attribute)
+    except AttributeError:  # a module
+        value = importlib.import_module(f"{module}.{attribute}")
     globals()[name] = value
     return value
 

@@ -13,7 +13,8 @@ import math
 from collections.abc import Sequence
 
 from meshwright.config import MeshShape
-from meshwright.hardware.chips import Chip, Efficiency, Torus
+from meshwright.hardware.chips import Chip, Efficiency, Torus, chip_name
+from meshwright.hardware.machine import Machine
 from meshwright.hardware.targets import Target
 from meshwright.words import AXES
 
@@ -238,3 +239,12 @@ def _map_to_nodes(degrees: dict[str, int], target: Target) -> AxisMapping:
         spans[axis] = GroupSpan(degree // inside, (inside,))
         inner *= degree
     return AxisMapping(target, {axis: spans[axis] for axis in AXES if axis in spans})
+
+
+@functools.lru_cache(maxsize=65536)
+def machine_of_target(target: Target, shape: MeshShape) -> Machine:
+    """Returns the machine that a mesh of `shape` has on a target."""
+    chip, mapping = target.chip, map_axes(shape, target)
+    spans = ((axis, tuple(n for n in span.chips if n > 1)) for axis, span in mapping.spans.items())
+    torus = tuple((axis, chips) for axis, chips in spans if len(chips) > 1)
+    return Machine(chip.platform, chip_name(chip.name), True, chip.name, torus, chip, mapping)

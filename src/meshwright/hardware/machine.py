@@ -8,17 +8,17 @@ import dataclasses
 import functools
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.chips import CHIPS, Chip, chip_name, find_chip
-from meshwright.hardware.interconnect import AxisMapping, map_axes
-from meshwright.hardware.targets import Target
+
+if TYPE_CHECKING:
+    from meshwright.hardware.interconnect import AxisMapping
 
 AUTO = "auto"
 """Word of a Run's compiler options that stands for those of the chip; without it the compiler's defaults are used."""
@@ -40,7 +40,7 @@ class Machine:
     """Mesh axes that span several dimensions of a TPU slice's torus, with their degree along each, outermost first."""
     chip: Chip | None = dataclasses.field(default=None, compare=False)
     """Specification, if it is known."""
-    mapping: AxisMapping | None = dataclasses.field(default=None, compare=False, repr=False)
+    mapping: "AxisMapping | None" = dataclasses.field(default=None, compare=False, repr=False)
     """Extent of each mesh axis in a target; None for devices."""
 
     @property
@@ -64,15 +64,6 @@ def machine_of_mesh(mesh: Mesh) -> Machine:
     device = mesh.devices.flat[0]
     kind = device.device_kind
     return Machine(device.platform, chip_name(kind), False, kind, torus_degrees(mesh), find_chip(kind))
-
-
-@functools.lru_cache(maxsize=65536)
-def machine_of_target(target: Target, shape: MeshShape) -> Machine:
-    """Returns the machine that a mesh of `shape` has on a target."""
-    chip, mapping = target.chip, map_axes(shape, target)
-    spans = ((axis, tuple(n for n in span.chips if n > 1)) for axis, span in mapping.spans.items())
-    torus = tuple((axis, chips) for axis, chips in spans if len(chips) > 1)
-    return Machine(chip.platform, chip_name(chip.name), True, chip.name, torus, chip, mapping)
 
 
 def torus_degrees(mesh: Mesh) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 
 from meshwright.config import Remat, StageSaves
-from meshwright.hardware.interconnect import AxisMapping
-from meshwright.hardware.machine import machine_of_target
+from meshwright.hardware.interconnect import AxisMapping, machine_of_target
 from meshwright.hardware.targets import Target
 from meshwright.models.flops import training_flops_per_token
 from meshwright.models.model import Model

@@ -7,7 +7,8 @@ here, before anything is traced.
 import dataclasses
 import functools
 import math
-from typing import Any, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 from meshwright.comm.hierarchical import DcnAxis
 from meshwright.config import MeshShape
@@ -29,10 +30,11 @@ from meshwright.runs.run import Run
 from meshwright.sharding.layouts import VOCAB_AXES, find_layout
 from meshwright.sharding.params import Param, Tree, named_leaves, place_params, reorder_stacks
 from meshwright.sharding.placement import Placements
-from meshwright.sharding.schedule_table import ScheduleTable
-from meshwright.sharding.schedules import PipelineSchedule, build_forward_table, build_table, find_schedule
 from meshwright.sharding.sequence import SequenceSplit, split_sequence
 from meshwright.sharding.stages import NO_LAYER, PartPlacement, StageAssignment, assign_layers, loop_placement
+
+if TYPE_CHECKING:
+    from meshwright.sharding.schedule_table import ScheduleTable
 
 Leaves = tuple[tuple[str, Param, Placements], ...]
 """Path, description and placements of parameters."""
@@ -130,16 +132,12 @@ class PlacedRun:
         local_heads = 1 if heads is None else max(1, heads // self.shape.tensor)
         return split_sequence(training.context_strategy, training.seq, self.shape.context, local_heads)
 
-    @property
-    def schedule(self) -> PipelineSchedule:
-        """Pipeline schedule of the run."""
-        return find_schedule(self.run.training.pipeline_schedule)
-
     @functools.cached_property
-    def schedule_table(self) -> ScheduleTable:
+    def schedule_table(self) -> "ScheduleTable":
         """Tasks of each pipeline stage in each tick of a training step."""
         training = self.run.training
-        table = build_table(training.pipeline_schedule, self.shape.stage, training.microbatches, self.virtual_stages)
+        build: Callable[..., ScheduleTable] = addition("build_table")
+        table = build(training.pipeline_schedule, self.shape.stage, training.microbatches, self.virtual_stages)
         if training.stage_saves == "layers" and table.splits_backward:
             # Simulated devices crash in such a program (docs/log.md); no accelerator has run it.
             raise ConfigError(
@@ -149,10 +147,13 @@ class PlacedRun:
             )
         return table
 
-    def forward_table(self, microbatches: int) -> ScheduleTable:
+    def forward_table(self, microbatches: int) -> "ScheduleTable":
         """Returns the tasks of a forward pass only: evaluation and sampling."""
         name = self.run.training.pipeline_schedule
-        return build_forward_table(name, self.shape.stage, microbatches, self.virtual_stages)
+        table: ScheduleTable = addition("build_forward_table")(
+            name, self.shape.stage, microbatches, self.virtual_stages
+        )
+        return table
 
 
 def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
@@ -211,7 +212,7 @@ def _place_params(
 ) -> ModelLayout:
     chunks, placement = 1, cast(PartPlacement, loop_placement)
     if shape.stage > 1 or schedule[0] != _SAFE["pipeline_schedule"]:
-        pipeline = find_schedule(schedule[0])  # refuses an unknown name on any mesh
+        pipeline = addition("find_schedule")(schedule[0])  # refuses an unknown name on any mesh
         if shape.stage > 1:
             chunks, placement = pipeline.virtual_stages_for(schedule[1]), pipeline.placement
     described = model.params()
