@@ -95,7 +95,6 @@ class Decoder:
     """Embedding, layers and unembedding of a model."""
 
     width: int
-    """Model width D."""
     layers: tuple[Block, ...]
     """Kind of every layer, in order."""
     norm: Norm
@@ -107,9 +106,7 @@ class Decoder:
     positions: int | None = None
     """Rows of a learned table of positions; None for no table."""
     embedding_factor: float | None = None
-    """Factor on the embedded tokens."""
     logit_softcap: float | None = None
-    """Soft cap of the logits."""
 
     @functools.cached_property
     def stacks(self) -> dict[str, tuple[Block, ...]]:
@@ -226,15 +223,24 @@ class DecoderModel(Model):
         old_heads: int = getattr(self, "kv_heads", self.heads)
         kv_heads = math.gcd(old_heads, shape.tensor * shape.context)
         heads = kv_heads * (self.heads // old_heads)
-        sizes = {"layers": layers, "heads": heads, "kv_heads": kv_heads, "head_size": 8, "mlp": 2 * every}
-        unscaled = {"rope_scaling": None, "rope_factor": 1.0, "yarn": None, "query_scale": None}
+        few = {name: min(1, getattr(self, name, 0)) for name in ("local_layers", "dense_layers")}
+        intervals = ("no_rope_interval", "expert_interval", "full_attention_interval")
         return {
-            **sizes,
-            **unscaled,
+            **few,
+            **{name: min(2, getattr(self, name, 2)) for name in intervals},
+            **dict.fromkeys(("mlp", "expert_mlp", "shared_mlp"), 2 * every),
+            **dict.fromkeys(("head_size", "linear_key_size", "linear_value_size"), 8),
+            **dict.fromkeys(("rope_scaling", "yarn", "query_scale")),
+            "rope_factor": 1.0,
+            "rotary_fraction": 0.5,
+            "layers": max(layers, 1 + few["dense_layers"]),
+            "heads": heads,
+            "kv_heads": kv_heads,
             "width": math.lcm(every, 8 * heads),
-            "expert_mlp": 2 * every,
+            "linear_heads": shape.tensor,
+            "linear_value_heads": 2 * shape.tensor,
             "sliding_window": None if getattr(self, "sliding_window", None) is None else 16,
-            "local_layers": min(1, getattr(self, "local_layers", 0)),
+            "attention_chunk": 16,
         }
 
 

@@ -251,8 +251,11 @@ class LocalModel:
         params: only the parameters of that virtual stage, by stack.
         """
         spec, functions, outputs = self.model.spec(), self.model.layer_functions(ctx), list[dict[str, Aux]]()
+        # Layer in each row: [stages, virtual stages, rows].
         rows = {stack: self.stages.rows(spec.layers_of(stack)) for stack in spec.stacks}
-        index = {stack: _local_rows(rows[stack], virtual_stage) for stack in rows}
+        index: dict[str, Any] = {stack: layers[0, 0] for stack, layers in rows.items()}
+        if self.stages.stages * self.stages.virtual_stages > 1:
+            index = {s: jnp.asarray(layers)[axis_index(("stage",)), virtual_stage] for s, layers in rows.items()}
 
         def wrap(stack: str, layer: Layer) -> Layer:
             padded = drop_padding if self.permutes else skip_padding
@@ -294,11 +297,6 @@ class LocalModel:
         )
         return x_BTD, {stack: aux}
 
-    def unembed(self, params: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the final hidden states [B, T/context, D] on every stage, and the unembedding [V/stage+tensor, D]."""
-        x_BTD = broadcast(x_BTD, ("stage",), self.stages.last_stage)
-        return self.model.unembed(params, x_BTD, self.gather_params)
-
     def loss(self, params: Tree, x_BTD: jax.Array, batch: Batch, total: jax.Array) -> tuple[jax.Array, Metrics]:
         """Returns this device's share of the loss, and its metrics.
 
@@ -317,7 +315,8 @@ class LocalModel:
 
     def token_losses(self, params: Tree, x_BTD: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Returns negative log-likelihood and log-sum-exp, both [B T/context]. batch: this device's positions."""
-        x_BTD, table_VD = self.unembed(params, x_BTD)
+        x_BTD = broadcast(x_BTD, ("stage",), self.stages.last_stage)
+        x_BTD, table_VD = self.model.unembed(params, x_BTD, self.gather_params)
         x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
         chunk = chunk_tokens(x_TD.shape[0], table_VD.shape[0], self.training.logits_mib)
         with jax.named_scope("unembedding"):
@@ -370,13 +369,6 @@ class LocalModel:
         """Returns the auxiliary losses of all layers, averaged over the sequences of the global batch."""
         total = sum((a["aux_loss"].sum() for a in aux.values() if "aux_loss" in a), start=0.0)
         return (1.0 / self.training.batch) * total
-
-
-def _local_rows(rows: np.ndarray, virtual_stage: jax.Array | int) -> Any:
-    """Layer indices in the rows of this stage's virtual stage. rows: [stages, virtual stages, rows]."""
-    if rows.shape[:2] == (1, 1):
-        return rows[0, 0]
-    return jnp.asarray(rows)[axis_index(("stage",)), virtual_stage]
 
 
 def shift(batch: Batch) -> Batch:

@@ -15,45 +15,32 @@ from meshwright.models.model import AttentionSpec, ForwardContext, Kind
 from meshwright.models.remat import QKV
 from meshwright.sharding.params import Param
 
-Mix = Callable[[jax.Array, dict[str, Any]], jax.Array]
-"""Attention of a layer: `(normalised hidden states [B, T/tensor, D], weights) -> output [B, T/tensor, D]`."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Attention(Kind):
-    """Softmax attention of one kind of layers."""
+    """Softmax attention of one kind of layers; `AttentionSpec` explains the first fields."""
 
     heads: int
-    """Query heads N."""
     kv_heads: int | None
-    """Key/value heads K; fewer than `heads` is grouped-query attention (GQA, arXiv:2305.13245). None: each query head
-    has its own."""
+    """None: each query head has its own."""
     head_size: int
-    """Head size H."""
     out_std: float
     """Initial standard deviation of the output projection."""
     rotary: Rotary | None = None
-    """Rotation of queries and keys."""
     window: int | None = None
-    """Sliding window: positions a token attends to, itself included."""
     chunk: int | None = None
-    """Tokens of a chunk, within which a token attends (Llama 4)."""
     qkv_bias: bool = False
-    """Whether the projections of queries, keys and values have biases."""
     out_bias: bool = False
-    """Whether the output projection has a bias."""
     qk_norm: Norm | None = None
     """Learned norm of queries and keys, before their rotation."""
     qk_l2_epsilon: float | None = None
     """Queries and keys are divided by their root mean square after rotation, with this constant (Llama 4)."""
     query_factor: float | None = None
-    """Factor on the queries."""
     temperature: tuple[float, int] | None = None
     """Scale s and positions p of queries that grow with their position: 1 + s ln(1 + floor((position + 1) / p))."""
     softcap: float | None = None
-    """Soft cap of the scores."""
     sinks: bool = False
-    """Whether each head has a learned logit that adds nothing to the output (GPT-OSS)."""
+    """Soft cap and sinks of the scores (kernels/attention.py)."""
     gated: bool = False
     """Whether the sigmoid of a projection as wide as the queries multiplies the output (Qwen3-Next)."""
 
@@ -94,7 +81,7 @@ class Attention(Kind):
         )
         return {"attention": spec}
 
-    def build(self, ctx: ForwardContext) -> Mix:
+    def build(self, ctx: ForwardContext) -> Callable[..., Any]:
         """Returns the attention of a step's tokens."""
         names = ("query", "query_gate", "key", "value") if self.gated else ("query", "key", "value")
         cos_sin = ctx.angles(self.rotary) if self.rotary is not None else None

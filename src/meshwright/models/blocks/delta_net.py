@@ -13,6 +13,7 @@ convolution reads no token before it.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshwright.models.blocks.attention import Mix
 from meshwright.models.blocks.layers import linear, linears, rms_norm
 from meshwright.models.model import Carried, DeltaSpec, ForwardContext, Kind, chunk_of
 from meshwright.models.remat import ATTN_OUT, QKV
@@ -174,7 +174,6 @@ class DeltaNet(Kind):
     """Linear attention of one kind of layers, with an output gate (Qwen3-Next)."""
 
     delta: DeltaSpec
-    """Heads and their sizes."""
     epsilon: float
     """Constant of the norm of the output."""
     out_std: float
@@ -206,7 +205,7 @@ class DeltaNet(Kind):
         """Returns the fields of `LayerSpec`."""
         return {"delta": self.delta}
 
-    def build(self, ctx: ForwardContext) -> Mix:
+    def build(self, ctx: ForwardContext) -> Callable[..., Any]:
         """Returns the attention of a step's tokens, or of a decoding step's."""
         names = ("query", "key", "value", "value_gate", "rate", "step")
 

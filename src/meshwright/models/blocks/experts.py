@@ -37,7 +37,7 @@ from meshwright.comm.collectives import (
 from meshwright.comm.ragged import Exchange, all_to_all_counts, plan_exchange, ragged_all_to_all
 from meshwright.errors import refuse
 from meshwright.models.blocks.context import CONTEXT
-from meshwright.models.blocks.feed_forward import Feed, swiglu
+from meshwright.models.blocks.feed_forward import swiglu
 from meshwright.models.blocks.layers import linear
 from meshwright.models.model import Aux, ExpertSpec, ForwardContext, Kind
 from meshwright.models.remat import FFN_HIDDEN, recomputed
@@ -234,7 +234,7 @@ class Experts(Kind):
         sent_bytes = 1 if self.expert_exchange == "fp8" else None
         return {"experts": ExpertSpec(self.routing.experts, self.routing.experts_per_token, factor, sent_bytes)}
 
-    def build(self, ctx: ForwardContext) -> Feed:
+    def build(self, ctx: ForwardContext) -> Callable[..., Any]:
         """Returns the experts of a step's tokens, routed and shared."""
 
         def feed(h_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, Aux]:

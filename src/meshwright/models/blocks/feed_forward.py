@@ -12,9 +12,6 @@ from meshwright.models.model import Aux, ForwardContext, Kind
 from meshwright.models.remat import FFN_HIDDEN, recomputed
 from meshwright.sharding.params import Param
 
-Feed = Callable[[jax.Array, dict[str, Any]], tuple[jax.Array, Aux]]
-"""Second half of a layer: `(normalised hidden states [B, T/tensor, D], weights) -> (output [B, T/tensor, D], aux)`."""
-
 
 @dataclasses.dataclass(frozen=True)
 class FeedForward(Kind):
@@ -45,7 +42,7 @@ class FeedForward(Kind):
             params["down_bias"] = Param((L, D), "LD", "zeros")
         return params
 
-    def build(self, ctx: ForwardContext) -> Feed:
+    def build(self, ctx: ForwardContext) -> Callable[..., Any]:
         """Returns the feed-forward of a step's tokens."""
 
         def feed(h_BTD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, Aux]:

@@ -17,13 +17,13 @@ keys and values of others, and the up projections are recomputed (DeepSeek-V3, s
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from meshwright.models.blocks.attention import Mix
 from meshwright.models.blocks.layers import attention_projection, linear, rms_norm
 from meshwright.models.blocks.rotary import LatentYarn, Rotary
 from meshwright.models.model import AttentionSpec, ForwardContext, Kind, LatentSpec
@@ -75,11 +75,9 @@ class LatentAttention(Kind):
     """Latent attention of one kind of layers; every head has its own keys and values."""
 
     heads: int
-    """Heads N."""
     nope_size: int
     """Part of a query and a key without rotation."""
     latent: LatentSpec
-    """Sizes of latents, rotary key and values."""
     rotary: Rotary
     """Rotation of the rest of queries and keys."""
     out_std: float
@@ -115,7 +113,7 @@ class LatentAttention(Kind):
         """Returns the fields of `LayerSpec`."""
         return {"attention": AttentionSpec(self.heads, self.heads, self.head_size, latent=self.latent)}
 
-    def build(self, ctx: ForwardContext) -> Mix:
+    def build(self, ctx: ForwardContext) -> Callable[..., Any]:
         """Returns the attention of a step's tokens."""
         nope, cos_sin, scaling, sizes = self.nope_size, ctx.angles(self.rotary), self.rotary.scaling, self.latent
         # The kernels divide scores by the root of the head size.

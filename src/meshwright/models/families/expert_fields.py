@@ -6,7 +6,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from meshwright.config import MeshShape
 from meshwright.errors import refuse
 from meshwright.models.blocks.experts import ExchangeType, Experts, Routing
 from meshwright.models.blocks.feed_forward import FeedForward
@@ -146,8 +145,3 @@ class DenseLayersFirst(ChoiceOfExperts, TiedOrNot):
     def features(self) -> set[str]:
         """Returns the features that `runs.checks` lists."""
         return super().features() | ({"leading dense layers"} if self.dense_layers else set())
-
-    def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:
-        """Returns fields of `shrunk`: with one dense layer where there are some."""
-        dense = min(1, self.dense_layers)
-        return {**super().small_sizes(shape, layers), "dense_layers": dense, "layers": max(layers, 1 + dense)}

@@ -8,9 +8,8 @@ last has experts: a token's routed experts, whose input is scaled by the sigmoid
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Literal
 
-from meshwright.config import MeshShape
 from meshwright.errors import refuse
 from meshwright.models.blocks.feed_forward import FeedForward
 from meshwright.models.decoder import Block, Decoder
@@ -78,8 +77,3 @@ class Llama4(RoutedExperts, ScaledRotary, TiedOrNot):
             return Block("blocks", attention, experts, self.norm)
 
         return self.repeat(*(kind(place) for place in range(1, period + 1)))
-
-    def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:
-        """Returns fields of `shrunk`, with periods of two layers."""
-        intervals = {"no_rope_interval": 2, "expert_interval": min(2, self.expert_interval)}
-        return {**super().small_sizes(shape, layers), **intervals, "attention_chunk": 16}

@@ -12,9 +12,7 @@ All layers have experts, and a shared one whose output a sigmoid scales. Norms m
 """
 
 import dataclasses
-from typing import Any
 
-from meshwright.config import MeshShape
 from meshwright.errors import refuse
 from meshwright.models.blocks.delta_net import DeltaNet
 from meshwright.models.blocks.layers import Norm
@@ -85,10 +83,3 @@ class Qwen3Next(ChoiceOfExperts, PartialRotary, TiedOrNot):
         linear_block = Block("linear_blocks", linear, experts, self.norm)
         full_block = Block("blocks", full, experts, self.norm)
         return self.repeat(*[linear_block] * (interval - 1), full_block)
-
-    def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:
-        """Returns fields of `shrunk`, with periods of two layers."""
-        sizes = super().small_sizes(shape, layers)
-        heads = {"linear_heads": shape.tensor, "linear_value_heads": 2 * shape.tensor}
-        linear = {**heads, "linear_key_size": 8, "linear_value_size": 8, "full_attention_interval": 2}
-        return {**sizes, **linear, "shared_mlp": sizes["mlp"], "rotary_fraction": 0.5}

@@ -1,9 +1,8 @@
 """SmolLM3 (Hugging Face 2025): Llama's layers, every fourth without rotary embedding (NoPE, arXiv:2501.18795)."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
-from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.llama import Llama
@@ -36,7 +35,3 @@ class SmolLM3(Llama):
         rotary = super().build().layers[0]
         last = dataclasses.replace(rotary, attention=self.attention(rotary=None))
         return self.repeat(*[rotary] * (self.no_rope_interval - 1), last)
-
-    def small_sizes(self, shape: MeshShape, layers: int) -> dict[str, Any]:
-        """Returns fields of `shrunk`, with periods of two layers."""
-        return {**super().small_sizes(shape, layers), "no_rope_interval": min(2, self.no_rope_interval)}

@@ -57,13 +57,10 @@ class AttentionShapes:
     head_sizes: tuple[int, ...]
     """Sizes of the layers' keys and values, each once."""
     seq: int
-    """Tokens of the complete sequence T."""
     chunk: int
-    """Tokens of a chunk, of which a device has two where the context strategy is ring, usp or all_gather; else T."""
+    """Tokens of a chunk; a device has two where the context strategy is ring, usp or all_gather, else one of `seq`."""
     dtype: str
-    """Dtype of queries, keys and values."""
     remat: str
-    """Remat policy (models/remat.py)."""
     chip: str | None = None
     """Name in `chips.CHIPS`, if it is known."""
 
