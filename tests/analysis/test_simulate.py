@@ -20,8 +20,7 @@ from meshwright.hardware.targets import Target, parse_target
 from meshwright.hlo.parser import parse_module
 from meshwright.hlo.scopes import BranchScope
 from meshwright.views.blocks import Bars, Drawing
-from meshwright.views.census_page import schedule_blocks
-from meshwright.views.trace import trace_events, write_trace
+from meshwright.views.census_page import schedule_blocks, trace_events, write_trace
 
 WHOLE = Efficiency(1, 1, 1, 1, 1, 1, 1, 1)
 V5P = Target("v5p", CHIPS["v5p"], (4, 1, 1))

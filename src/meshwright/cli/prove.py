@@ -49,13 +49,13 @@ from meshwright.views.census_page import (
     prediction_section,
     remedies_section,
     saving_section,
+    write_trace,
 )
 from meshwright.views.draw import MachineGrid, machine_of, parse_machine
 from meshwright.views.layout_page import layout_sections
 from meshwright.views.plan_page import print_decode_proof
 from meshwright.views.report import Report, Section, print_sections
 from meshwright.views.run_tables import choices_facts, choices_to_json
-from meshwright.views.trace import write_trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ Cell = str | int | float | None
 Unit = Literal["seconds", "bytes", "count", "number", "integer", "fraction", "days", "dollars", "text"]
 Tone = Literal["", "good", "bad", "warning", "faded"]
 Where = Literal["everywhere", "page", "terminal"]
-"""Renderers that show a section, a block or a column. Charts and drawings are on pages only."""
+"""Renderers that show a section, a block or a column. Charts, matrices and drawings are on pages only."""
 Style = Literal["line", "step", "area", "points"]
 MARKERS = ("circle", "square", "diamond", "triangle", "cross")
 """Shapes of a chart's points."""

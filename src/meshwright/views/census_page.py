@@ -1,8 +1,11 @@
 """Report of a census: findings, the simulated schedule, memory over it, the ledger, FLOPs; of two the difference."""
 
 import dataclasses
+import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from meshwright.analysis.census import Census, summarise_traffic
 from meshwright.analysis.compare import Change, LimitExceeded
@@ -212,14 +215,11 @@ def _findings(census: Census) -> list[Block]:
 
 def schedule_blocks(schedule: SimulatedSchedule, census: Census | None = None, link: str = "") -> list[Block]:
     """Returns the step on a timeline and as a bar of its parts. census, link: whose ledger a click on a box selects."""
-    spans = schedule.spans
-    links = sorted({span.axes for span in spans if span.kind == "collective"})
-    lanes = ["computation", *(f"{axes} ({schedule.routes.get(axes, 'links')})" for axes in links), "host", "loops"]
-    lane_of = {"host": len(lanes) - 2, "loop": len(lanes) - 1}
+    spans, (lanes, lane_of) = schedule.spans, _lanes(schedule)
     entries = {} if census is None else {e.instruction: str(i) for i, e in enumerate(census.ledger) if e.instruction}
     names: dict[str, int] = {}
     boxes = {
-        "lane": [1 + links.index(s.axes) if s.kind == "collective" else lane_of.get(s.kind, 0) for s in spans],
+        "lane": lane_of,
         "name": [names.setdefault(s.name, len(names)) for s in spans],
         "key": [entries.get(s.name.rpartition(": ")[2], "") if s.kind == "collective" else "" for s in spans],
     }
@@ -236,6 +236,38 @@ def schedule_blocks(schedule: SimulatedSchedule, census: Census | None = None, l
     doubts = [f"Not to be trusted: {schedule.doubt}."] if schedule.doubt else []
     doubts += [f"Not priced: {_unpriced(schedule.unpriced)}."] if schedule.unpriced else []
     return [timeline, _step_parts(schedule), *([Text(doubts, "warning")] if doubts else [])]
+
+
+def _lanes(schedule: SimulatedSchedule) -> tuple[list[str], list[int]]:
+    """Returns the rows of a schedule, one for the links of each set of axes, and the row of each span."""
+    links = sorted({span.axes for span in schedule.spans if span.kind == "collective"})
+    lanes = ["computation", *(f"{axes} ({schedule.routes.get(axes, 'links')})" for axes in links), "host", "loops"]
+    rows = {"host": len(lanes) - 2, "loop": len(lanes) - 1}
+    return lanes, [1 + links.index(s.axes) if s.kind == "collective" else rows.get(s.kind, 0) for s in schedule.spans]
+
+
+def trace_events(schedule: SimulatedSchedule) -> list[dict[str, Any]]:
+    """Returns events in Chrome's trace format, for Perfetto (ui.perfetto.dev) and chrome://tracing.
+
+    A loop's body is drawn once, at the beginning of the loop; `count` is its number of iterations.
+    """
+    lanes, lane_of = _lanes(schedule)
+    metadata: list[tuple[str, int, Any]] = [("process_name", 0, {"name": f"one {schedule.chip}, predicted"})]
+    for number, lane in enumerate(lanes):
+        metadata += [("thread_name", number, {"name": lane}), ("thread_sort_index", number, {"sort_index": number})]
+    events = [{"ph": "M", "name": name, "pid": 1, "tid": tid, "args": args} for name, tid, args in metadata]
+    for span, number in zip(schedule.spans, lane_of, strict=True):
+        place = {"ph": "X", "name": span.name, "cat": span.kind, "pid": 1, "tid": number}
+        time = {"ts": round(span.start * 1e6, 3), "dur": round(max(span.seconds, 1e-9) * 1e6, 3)}
+        args = {"count": span.count, "kind": span.kind, "exposed_us": round(span.exposed * 1e6, 3)}
+        events.append({**place, **time, "args": args})
+    return events
+
+
+def write_trace(schedule: SimulatedSchedule, file: Path) -> None:
+    """Writes the trace of a simulated schedule as JSON."""
+    trace = {"traceEvents": trace_events(schedule), "displayTimeUnit": "ms"}
+    file.write_text(json.dumps(trace) + "\n", encoding="utf-8")
 
 
 def _step_parts(schedule: SimulatedSchedule) -> Bars:

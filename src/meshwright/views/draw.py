@@ -131,6 +131,15 @@ class Picture:
         return self.text()
 
 
+@dataclasses.dataclass(frozen=True)
+class PanelPicture(Picture):
+    """Picture of given panels."""
+
+    title: str
+    lines: Sequence[str]
+    panels: Sequence[Panel]
+
+
 def _filled(colour: str) -> str:
     return f"{ink_on(colour)} on {colour}"
 
@@ -386,52 +395,10 @@ def draw(array: Any, name: str = "", dims: str = "", sharding: Sharding | None =
     return ArrayPicture(name, shape, tuple(dims or map(str, shape)), cuts, holders)
 
 
-@dataclasses.dataclass(frozen=True)
-class LocalPicture(Picture):
-    """Value inside a `shard_map` on every device of a mesh; equal colours are equal values."""
-
-    name: str
-    shape: tuple[int, ...]
-    """Shape of the block of one device."""
-    mesh: Mapping[str, int]
-    varies: tuple[str, ...]
-    """Mesh axes along which the value differs between devices."""
-    known: bool
-    """Whether JAX tracks which axes a value varies over; False under `check_vma=False`, where it may be any."""
-
-    @property
-    def title(self) -> str:  # type: ignore[override]
-        """Name, shape, and the axes over which the value differs."""
-        shape = " x ".join(map(str, self.shape)) or "scalar"
-        verb = "differs" if self.known else "may differ"
-        over = f"{verb} over {', '.join(self.varies)}" if self.varies else "is the same on every device"
-        return f"{self.name or 'value'} {shape} on each device; {over}"
-
-    @property
-    def lines(self) -> Sequence[str]:  # type: ignore[override]
-        """Mesh axes of the rows and of the columns."""
-        axes = [axis for axis, n in self.mesh.items() if n > 1]
-        return (f"rows {' '.join(axes[:-1]) or '-'}, columns {axes[-1]}",) if axes else ()
-
-    @property
-    def panels(self) -> tuple[Panel, ...]:  # type: ignore[override]
-        """Devices of the mesh, its innermost axis across; equal colours and numbers are equal values."""
-        degrees = {axis: n for axis, n in self.mesh.items() if n > 1}
-        columns = list(degrees.values())[-1] if degrees else 1
-        cells = []
-        for device, coordinates in enumerate(itertools.product(*map(range, degrees.values()))):
-            value = 0
-            for (axis, degree), index in zip(degrees.items(), coordinates, strict=True):
-                value = value * degree + index if axis in self.varies else value
-            text, tip = f"{device}: {self.name or 'x'}{value}", f"device {device} holds value {value}"
-            cells.append(Box(device // columns, device % columns, (device,), value, tip, text))
-        rows = len(cells) // columns
-        side = min(96.0, max(30.0, 640.0 / columns))
-        return (Panel("", rows, columns, tuple(cells), columns * side, rows * 26.0, 3.0),)
-
-
-def local_view(x: jax.Array, name: str = "") -> LocalPicture:
+def local_view(x: jax.Array, name: str = "") -> PanelPicture:
     """Draws a value inside a `shard_map` while it is traced: print the picture there, or append it to an outer list.
+
+    Equal colours and numbers are equal values; the innermost axis of the mesh runs across.
 
     Raises ConfigError outside a `shard_map`.
 
@@ -457,7 +424,24 @@ def local_view(x: jax.Array, name: str = "") -> LocalPicture:
     # Without check_vma no value has varying axes, not even an axis index.
     known = bool(varying) or bool(_varying_axes(jax.lax.axis_index(manual[0])))
     varies = tuple(axis for axis in manual if not known or axis in varying)
-    return LocalPicture(name, tuple(x.shape), dict(context.shape), varies, known)
+    shape = " x ".join(map(str, x.shape)) or "scalar"
+    verb = "differs" if known else "may differ"
+    over = f"{verb} over {', '.join(varies)}" if varies else "is the same on every device"
+    degrees = {axis: n for axis, n in context.shape.items() if n > 1}
+    axes, columns = list(degrees), list(degrees.values())[-1] if degrees else 1
+    cells = []
+    for device, coordinates in enumerate(itertools.product(*map(range, degrees.values()))):
+        value = 0
+        for (axis, degree), index in zip(degrees.items(), coordinates, strict=True):
+            value = value * degree + index if axis in varies else value
+        text, tip = f"{device}: {name or 'x'}{value}", f"device {device} holds value {value}"
+        cells.append(Box(device // columns, device % columns, (device,), value, tip, text))
+    rows, side = len(cells) // columns, min(96.0, max(30.0, 640.0 / columns))
+    return PanelPicture(
+        f"{name or 'value'} {shape} on each device; {over}",
+        (f"rows {' '.join(axes[:-1]) or '-'}, columns {axes[-1]}",) if axes else (),
+        (Panel("", rows, columns, tuple(cells), columns * side, rows * 26.0, 3.0),),
+    )
 
 
 def _varying_axes(x: jax.Array) -> frozenset[str]:
@@ -526,19 +510,11 @@ def machine_of(devices: Sequence[Any]) -> MachineGrid:
     return MachineGrid("nodes", kind, (len(hosts), 1 + max(index for _, index in members)), tuple(members))
 
 
-@dataclasses.dataclass(frozen=True)
-class MachinePicture(Picture):
-    """Mesh over a machine; devices of equal colour communicate along the innermost axis."""
+def draw_machine(mesh: jax.sharding.Mesh | Mapping[str, int], machine: MachineGrid | None = None) -> PanelPicture:
+    """Draws a mesh over a machine, by default the one that the mesh's devices report, or one host.
 
-    title: str
-    lines: tuple[str, ...]
-    """For each mesh axis, the links between neighbours along it."""
-    panels: tuple[Panel, ...]
-    """Each node, or each plane of the torus."""
-
-
-def draw_machine(mesh: jax.sharding.Mesh | Mapping[str, int], machine: MachineGrid | None = None) -> MachinePicture:
-    """Draws a mesh over a machine, by default the one that the mesh's devices report, or one host."""
+    Devices of one colour communicate along the innermost axis. The lines are the links along each mesh axis.
+    """
     if isinstance(mesh, jax.sharding.Mesh):
         machine = machine or machine_of(list(mesh.devices.flat))
         mesh = {str(axis): n for axis, n in mesh.shape.items()}
@@ -548,7 +524,7 @@ def draw_machine(mesh: jax.sharding.Mesh | Mapping[str, int], machine: MachineGr
     ids = np.arange(size).reshape([*nontrivial.values()] or [1])
     mesh_text = ",".join(f"{axis}={n}" for axis, n in nontrivial.items()) or "one device"
     lines = tuple(f"{axis}={n}: {_neighbour_links(ids, i, machine)}" for i, (axis, n) in enumerate(nontrivial.items()))
-    return MachinePicture(f"mesh {mesh_text} over {machine.name} ({size} devices)", lines, _panels(machine, nontrivial))
+    return PanelPicture(f"mesh {mesh_text} over {machine.name} ({size} devices)", lines, _panels(machine, nontrivial))
 
 
 def _neighbour_links(ids: np.ndarray, axis: int, machine: MachineGrid) -> str:

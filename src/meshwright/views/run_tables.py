@@ -68,14 +68,15 @@ def print_prepared_model(console: Console, device_run: DeviceRun) -> None:
 
 def choices_facts(device_run: DeviceRun) -> list[tuple[str, str]]:
     """Returns what was chosen for this machine: remat policy, overlap, compiler options."""
-    options, refused = device_run.compiler_options(), device_run.refused_compiler_options
-    model, training = device_run.local_model, device_run.run.training
-    step = [f"remat {training.remat}"]
-    step += [f"projections of {training.saved_layers} layers saved"] if training.saved_layers else []
-    step += ["weights gathered one layer ahead"] if model.ahead else []
-    step += ["collective matmul over tensor"] if model.tensor_ring else []
-    step += [f"{len(options)} compiler options of the chip"] if options else []
-    facts = [("step", ", ".join(step))]
+    chosen = choices_to_json(device_run)
+    step = [
+        f"remat {chosen['remat']}",
+        chosen["saved_layers"] and f"projections of {chosen['saved_layers']} layers saved",
+        chosen["gathered_ahead"] and "weights gathered one layer ahead",
+        chosen["tensor_ring"] and "collective matmul over tensor",
+        chosen["compiler_options"] and f"{len(chosen['compiler_options'])} compiler options of the chip",
+    ]
+    facts, refused = [("step", ", ".join(filter(None, step)))], chosen["refused_compiler_options"]
     return [*facts, ("left out", f"{', '.join(refused)}: unknown to the installed compiler")] if refused else facts
 
 

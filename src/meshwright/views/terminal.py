@@ -22,7 +22,6 @@ from meshwright.views.blocks import (
     Findings,
     Grid,
     Inspector,
-    Matrix,
     Table,
     Text,
     Tone,
@@ -168,11 +167,6 @@ def _bars(console: Console, block: Bars) -> None:
     _print(console, ", ".join(others), "dim")
 
 
-def _matrix(console: Console, block: Matrix) -> None:
-    rows: list[list[Cell]] = [[name, *values] for name, values in zip(block.rows, block.values, strict=True)]
-    console.print(_Rows(["", *block.columns], ["text", *[block.unit] * len(block.columns)], rows))
-
-
 def _findings(console: Console, block: Findings) -> None:
     for finding in block.items[: block.printed]:
         where = f" at {finding.line}" if finding.line else ""
@@ -224,7 +218,6 @@ _PRINTERS: Mapping[type[Block], Callable[[Console, Any], None]] = {
     Code: lambda console, block: _print(console, block.text.rstrip()),
     Table: print_table,
     Bars: _bars,
-    Matrix: _matrix,
     Findings: _findings,
     Inspector: _inspector,
 }
