@@ -277,7 +277,7 @@ class Findings(Block):
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """Heading and blocks of an inspector for one key."""
+    """Facts and bars of one key."""
 
     title: str
     text: str
