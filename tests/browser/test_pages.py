@@ -300,11 +300,11 @@ def test_a_ledger_is_filtered_by_its_matrix_and_read(opened: Any) -> None:
     assert table.locator("tbody tr").count() <= every
     assert set(table.locator("tbody td:nth-child(2)").all_inner_texts()) == {name}
     entry = page.tab.locator(".block-inspector")
-    assert "payload of one" in entry.inner_text() and "operands" in entry.inner_text()
+    assert "devices of a group" in entry.inner_text() and "operands" in entry.inner_text()
     entry.get_by_role("button", name="Clear").click()
-    assert "payload of one" not in entry.inner_text()
+    assert "devices of a group" not in entry.inner_text()
     table.locator("tbody tr").first.locator("td").last.click()
-    assert "payload of one" in entry.inner_text()
+    assert "devices of a group" in entry.inner_text()
     assert "temporaries" in page.block("Temporaries over the schedule").inner_text().lower()
     assert page.block("What makes the peak").locator("tbody tr").count() > 0
 

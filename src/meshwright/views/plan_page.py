@@ -109,7 +109,7 @@ _COLUMNS = {
         Column("MFU", "fraction", "plan.estimate.mfu"),
         Column("tokens/s", "count", "plan.estimate.tokens_per_second"),
         Column("memory", "bytes", "plan.estimate.bytes", bar=True),
-        Column("of the device", "fraction", lambda row: row.plan.estimate.bytes / row.plan.estimate.hbm_bytes),
+        Column("of the device's memory", "fraction", lambda row: row.plan.estimate.bytes / row.plan.estimate.hbm_bytes),
         Column("state", cell="state", choices=True, where="page"),
         Column("bound by", cell="plan.estimate.bound_by", choices=True),
         Column("days", "days", "days", bar=True),
@@ -307,7 +307,18 @@ def _inspector(rows: Sequence[_Row], first: str) -> Inspector:
         ),
     ]
     columns = _columns(
-        *("step", "MFU", "tokens/s", "memory", "of the device", "bound by", "", "remat", "microbatches", "pipeline"),
+        *(
+            "step",
+            "MFU",
+            "tokens/s",
+            "memory",
+            "of the device's memory",
+            "bound by",
+            "",
+            "remat",
+            "microbatches",
+            "pipeline",
+        ),
         *("layout", "mesh axes on the hardware", "links"),
     )
     columns[columns.index(_COLUMNS[""])] = Column("rank", "integer", "rank")
