@@ -187,7 +187,7 @@ class Census(Shown):
             "traffic": summarise_traffic(self.ledger),
             "flops": flops,
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
-            # Without its spans, which `views/trace.py` writes.
+            # Without its spans, which `write_trace` writes.
             "simulated_schedule": self.schedule
             and {
                 **{
