@@ -41,6 +41,7 @@ from meshwright.planner.offers import (
 )
 from meshwright.planner.plan_file import prediction_json, write_plan
 from meshwright.planner.search import Plan, SearchResult, price_mesh
+from meshwright.plugins import addition
 from meshwright.reporters.console import open_console
 from meshwright.views.blocks import Column, Table, Text
 from meshwright.views.plan_page import offer_page, plan_page, plans_table, print_decode_prices
@@ -48,7 +49,7 @@ from meshwright.views.report import Report, Section, print_sections
 from meshwright.views.terminal import print_blocks
 
 if TYPE_CHECKING:
-    from meshwright.api.proving import Proof
+    from meshwright.api.proving import Proof, Tuned
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -280,12 +281,11 @@ def offer_json(offer: Offer) -> dict[str, Any]:
 
 def _compile(options: PlanOptions, found: SearchResult, console: Console) -> tuple[Plan, list[Section], dict[str, Any]]:
     """Compiles the best plans, and variants of the best of them; returns the best, sections, and figures as JSON."""
-    from meshwright.api.proving import prove_best, tune  # arithmetic needs no compiler
 
     def say(line: str) -> None:
         console.print(f"[dim]{escape(line)}[/]")
 
-    proofs = prove_best(found.plans[: max(1, options.prove)], found.target, options.limit, say)
+    proofs: list[Proof] = addition("prove_best")(found.plans[: max(1, options.prove)], found.target, options.limit, say)
     best = proofs[0]
     headings = ["plan", "step, planned", "step, simulated", "memory, planned", "memory, compiled", "compile time"]
     rows = [
@@ -305,7 +305,7 @@ def _compile(options: PlanOptions, found: SearchResult, console: Console) -> tup
     print_sections(console, sections)
     figures: dict[str, Any] = {"proofs": [proof.to_json() for proof in proofs]}
     if options.tune:
-        tuned = tune(best, found.target, options.limit, say)
+        tuned: Tuned = addition("tune")(best, found.target, options.limit, say)
         rows = [["(as planned)", _step(best), _bytes(best), ""]]
         for name, proof in tuned.tried:
             rows.append([name, _step(proof), _bytes(proof), "kept" if name in tuned.kept else proof.refused])

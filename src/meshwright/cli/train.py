@@ -18,6 +18,7 @@ from meshwright.cli.parse import parse, value_of
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_step
 from meshwright.launching.restarts import Restarts
+from meshwright.plugins import addition
 from meshwright.reporters.console import ConsoleReport, Period, open_console
 from meshwright.runs.run_file import run_in_folder
 from meshwright.storage.paths import path_of
@@ -77,12 +78,11 @@ def run_training(options: TrainOptions, words: Sequence[str]) -> int:
     """Trains what the options of a verb ask for; returns its exit code. words: the verb and its arguments."""
     out, hosts = output_folder(options.run, options.out), options.hosts.hosts()
     if options.supervise:
-        from meshwright.launching.supervise import supervise  # loaded for runs that ask for it
-
         rest = [word for word in words[1:] if word != "--supervise"]
         rest += [] if options.out else ["--out", str(out)]
         limits = (options.restarts, options.watchdog)
-        return supervise(words[0], rest, options.run, out, hosts, options.devices, limits)
+        code: int = addition("supervise")(words[0], rest, options.run, out, hosts, options.devices, limits)
+        return code
     console = open_console(sys.stderr if options.json else sys.stdout)
     console.quiet = hosts.process != 0
     start: Literal["fresh", "resume"] = "resume" if options.resume else "fresh"
@@ -93,9 +93,7 @@ def run_training(options: TrainOptions, words: Sequence[str]) -> int:
         else:
             print_prepared_run(console, prepared)
             if options.run.init_from is not None and start == "fresh" and options.at is None:
-                from meshwright.checkpoint.initial_weights import describe_initial_weights  # loads Hugging Face's names
-
-                console.print(describe_initial_weights(prepared.device_run.run), markup=False)
+                console.print(addition("describe_initial_weights")(prepared.device_run.run), markup=False)
         if forecast is not None:
             console.print(
                 f"predicted: {format_step(forecast.step)} per step, of which {format_step(forecast.exposed)} is "

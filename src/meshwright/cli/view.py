@@ -11,6 +11,8 @@ from meshwright.api.viewing import PAGE, view
 from meshwright.cli.output import write
 from meshwright.cli.parse import parse
 from meshwright.errors import ConfigError
+from meshwright.views.live_server import LivePage, LiveServer
+from meshwright.views.run_page import run_page
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,19 +35,11 @@ def main(args: Sequence[str]) -> int:
     options = parse(ViewOptions, "view", args)
     if not options.out:
         raise ConfigError("meshwright view", "OUT is missing", "meshwright view OUT, an output folder of a run")
-    if options.live:
-        return _serve(options)
-    if options.port:
+    if options.port and not options.live:
         raise ConfigError(f"--port {options.port} without --live", "a file has no port", "--live")
-    file = view(*options.out).write(options.html)
-    write(f"{file}\n")
-    return 0
-
-
-def _serve(options: ViewOptions) -> int:
-    from meshwright.views.live_server import LivePage, LiveServer  # a file needs no server
-    from meshwright.views.run_page import run_page
-
+    if not options.live:
+        write(f"{view(*options.out).write(options.html)}\n")
+        return 0
     if options.html is not None:
         raise ConfigError("--html with --live", f"a server writes no file such as {PAGE}", "one of them")
     with LiveServer(LivePage(options.out, run_page), options.port) as server:
