@@ -12,7 +12,7 @@ from meshwright.analysis.run_memory import host_bytes, saving_memory
 from meshwright.checkpoint.checkpoints import named_tensors
 from meshwright.checkpoint.fingerprints import fingerprints
 from meshwright.checkpoint.layer_order import permuted_in_layer_order
-from meshwright.checkpoint.writer import host_shards
+from meshwright.checkpoint.tensors import host_shards
 from meshwright.hardware.targets import parse_target
 from meshwright.planner.estimate import estimate
 from meshwright.sharding.params import named_leaves

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint.checkpoints import write_error
-from meshwright.checkpoint.writer import ShardWriter
-from meshwright.errors import ConfigError
+from meshwright.checkpoint.checkpoints import Checkpoints, write_error
+from meshwright.errors import CheckpointError, ConfigError
 from meshwright.hardware.agreement import differences, flatten
 from meshwright.trainer.hosts import Sign, verdict
 from meshwright.trainer.watchdog import Watchdog
@@ -26,7 +25,7 @@ import dataclasses, importlib.metadata, sys
 from pathlib import Path
 from meshwright.cli.devices import start_devices
 from meshwright.hardware.hosts import Hosts
-from meshwright.errors import ConfigError
+from meshwright.errors import CheckpointError, ConfigError
 folder, port, process = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 from meshwright.runs.recipe import find_recipe
 from meshwright.config import MeshShape
@@ -145,21 +144,20 @@ def test_verdict(signs: list[Sign], words: str | None) -> None:
     assert found is None if words is None else found is not None and words in found
 
 
-def test_a_save_that_failed_is_known_before_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+def test_a_save_that_failed_is_known_before_the_next(tmp_path: Path) -> None:
+    def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    shards = ShardWriter(tmp_path / "shards", 2, "process")
-    monkeypatch.setattr(shards, "_write", full)
-    shards.save(1, {}, {}, {})
+    checkpoints = Checkpoints(tmp_path, max_to_keep=2, reach="process")
+    assert checkpoints._thread is not None
+    checkpoints._pending = checkpoints._thread.submit(full)
     until = time.monotonic() + 10
-    while not shards.failed() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert shards.failed()
-    with pytest.raises(OSError, match="No space left"):
-        shards.wait()
-    assert not shards.failed()
-    shards.close()
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        while time.monotonic() < until:
+            checkpoints.check()
+            time.sleep(0.01)
+    checkpoints.check()
+    checkpoints.close()
 
 
 @pytest.mark.parametrize(

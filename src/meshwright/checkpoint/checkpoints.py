@@ -1,24 +1,29 @@
 """Checkpoints of a training run: written in the background, committed atomically, verified by fingerprints.
 
+Every process writes the shards on its devices. A checkpoint is committed when the shards of all processes are written:
+on a file system its folder has a temporary name (`600.tmp`) until then, and in a bucket, which has no renames, the
+manifest is written last. A folder without a manifest is not a checkpoint.
+
 The fingerprint of every tensor is stored in the checkpoint's manifest and compared after the restore. Fingerprints do
 not depend on the layout: a checkpoint written on one mesh is verified on another, and each device reads and hashes only
 its own shards.
 """
 
+import concurrent.futures
 import contextlib
+import itertools
 import math
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from meshwright.checkpoint.blocks import StoredTensors
 from meshwright.checkpoint.fingerprints import fingerprints
 from meshwright.checkpoint.layer_order import (
     abstract_in_layer_order,
@@ -27,14 +32,39 @@ from meshwright.checkpoint.layer_order import (
     to_row_order,
 )
 from meshwright.checkpoint.manifest import Manifest, TensorRecord, damaged, manifest_of
-from meshwright.checkpoint.steps import MANIFEST, STARTED, all_steps, committed_steps, unwritable
-from meshwright.checkpoint.writer import Reach, ShardWriter, host_shards
+from meshwright.checkpoint.steps import (
+    MANIFEST,
+    STARTED,
+    all_steps,
+    committed_steps,
+    partial_steps,
+    remove_checkpoint,
+    unwritable,
+)
+from meshwright.checkpoint.tensors import (
+    Shards,
+    StoredTensors,
+    commit,
+    host_shards,
+    layout_of,
+    read_shards,
+    write_json,
+    write_shards,
+)
 from meshwright.errors import CheckpointError, MeshwrightError, StorageError
+from meshwright.hardware.hosts import store
 from meshwright.plugins import addition
 from meshwright.sharding.params import Tree, named_leaves
 from meshwright.step.device_run import DeviceRun, State
-from meshwright.storage.paths import bucket_path, in_bucket, path_of
+from meshwright.storage.paths import bucket_path, in_bucket, path_of, remove_tree
 
+_READERS = 8
+"""Tensors that are read at a time."""
+_BARRIER_SECONDS = 1800
+_saves = itertools.count()
+"""Number of the next save of this process; all processes save in the same order."""
+LAYOUT = "layout.json"
+"""File of a checkpoint of a single process: which slices of the tensors it has."""
 _FLOATING = ("float32", "bfloat16")
 _FULL = {
     "File too large": "a file would be larger than `ulimit -f` or the file system allows",
@@ -57,16 +87,34 @@ def named_tensors(state: State) -> dict[str, Any]:
 
 
 class Checkpoints:
-    """Checkpoints in one folder. Close it, or use it in a `with` statement, so that the last one is committed."""
+    """Checkpoints in one folder. Close it, or use it in a `with` statement, so that the last one is committed.
 
-    def __init__(self, folder: Path, *, max_to_keep: int | None, reach: Reach = "shared"):
-        """Opens `folder`. max_to_keep: checkpoints to keep when another is saved; None opens it only for reading.
+    max_to_keep: checkpoints to keep when another is saved; None opens it only for reading.  reach: `shared` for a
+    folder that all processes write to, each the shards that it owns; `process` for a folder of this process, into which
+    it writes all shards that it has (`trainer.tiers`).
+    """
 
-        reach: `process` for a folder of this process, which has its shards (`trainer.tiers`).
-        """
-        self.folder = path_of(folder).absolute()
+    def __init__(
+        self, folder: Path, *, max_to_keep: int | None, reach: Literal["shared", "process"] = "shared"
+    ) -> None:
+        self.folder, self._max_to_keep, self._reach = path_of(folder).absolute(), max_to_keep, reach
+        self._thread: concurrent.futures.ThreadPoolExecutor | None = None
+        self._pending: concurrent.futures.Future[None] | None = None
+        if max_to_keep is None:
+            return
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         with self._explained("opening checkpoints"):
-            self._writer = ShardWriter(self.folder, max_to_keep, reach)
+            if self._commits:  # what a writer left that died: this process holds the lock of the folder
+                for step in partial_steps(self.folder) if in_bucket(self.folder) else ():
+                    remove_checkpoint(self.folder, step)
+                # Orbax, which wrote checkpoints once, left STEP.orbax-checkpoint-tmp.
+                for left in () if in_bucket(self.folder) else self.folder.glob("*tmp*"):
+                    remove_tree(left)
+
+    @property
+    def _commits(self) -> bool:
+        """Whether this process writes the descriptions of the arrays and the manifest."""
+        return self._reach == "process" or jax.process_index() == 0
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -95,7 +143,7 @@ class Checkpoints:
         Raises CheckpointError where this save or the one before it fails.
         """
         self.wait()  # the host's memory has the shards of one checkpoint at a time
-        tensors, owned = named_tensors(state), self._writer.reach == "shared"
+        tensors, owned = named_tensors(state), self._reach == "shared"
         permuted = permuted_params(tensors, device_run.params)
         in_order = {name: x for name, x in tensors.items() if name not in permuted}
         hashes = jax.device_get(fingerprints(in_order))
@@ -110,8 +158,43 @@ class Checkpoints:
             for name, x in abstract.items()
         }
         manifest = Manifest(step, cursor, device_run.run, records, data, corpus, skipped)
-        with self._explained(f"saving step {step}"):
-            self._writer.save(step, abstract, shards, manifest.to_dict())
+        assert self._thread is not None
+        self._pending = self._thread.submit(self._write, abstract, shards, manifest, next(_saves))
+
+    def _write(self, abstract: dict[str, Any], shards: Shards, manifest: Manifest, number: int) -> None:
+        step, bucket = str(manifest.step), in_bucket(self.folder)
+        folder = self.folder / (step if bucket else f"{step}.tmp")
+        if self._commits:
+            if bucket:
+                (self.folder / STARTED / step).write_text(step)
+            else:
+                remove_tree(folder)
+            (folder / "state").mkdir(parents=True, exist_ok=True)
+        self._barrier(f"begun-{number}")
+        if not bucket and not folder.is_dir():
+            raise CheckpointError(
+                f"saving step {step} in {self.folder}",
+                f"process {jax.process_index()} does not see the folder that process 0 made",
+                "an --out that all hosts share, or in a bucket",
+            )
+        write_shards(folder / "state", abstract, shards, creates=self._commits)
+        if self._reach == "process":
+            write_json(folder / LAYOUT, {"layout": layout_of(abstract)})
+        self._barrier(f"written-{number}")
+        if self._commits:
+            commit(folder, manifest.to_dict())
+            if not bucket:
+                remove_checkpoint(self.folder, manifest.step)
+                os.replace(folder, self.folder / step)
+            assert self._max_to_keep is not None
+            for old in committed_steps(self.folder)[: -self._max_to_keep]:
+                remove_checkpoint(self.folder, old)
+        self._barrier(f"committed-{number}")
+
+    def _barrier(self, name: str) -> None:
+        """Waits for the other processes, without a device: the train step is running there."""
+        if self._reach == "shared" and jax.process_count() > 1:
+            store().wait_at_barrier(f"meshwright/checkpoint/{name}", 1000 * _BARRIER_SECONDS)
 
     def save_locally(self, state: State, device_run: DeviceRun, **place: Any) -> None:
         """Writes to the hosts' own disks where the run has such checkpoints (`trainer.tiers`)."""
@@ -120,19 +203,24 @@ class Checkpoints:
         """Deletes the checkpoints on the hosts' own disks where the run has such."""
 
     def wait(self) -> None:
-        """Waits until every save is committed. Raises CheckpointError where one could not be written."""
-        with self._explained("saving"):
-            self._writer.wait()
+        """Waits until the last save is committed. Raises CheckpointError where it could not be written."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            with self._explained("saving"):
+                pending.result()
 
     def check(self) -> None:
-        """Raises CheckpointError where a save in progress has failed on this host; the others wait for it."""
-        if self._writer.failed():
+        """Raises CheckpointError where the save in progress has failed on this host; the others wait for it."""
+        if self._pending is not None and self._pending.done():
             self.wait()
 
     def close(self) -> None:
-        """Waits like `wait` and releases the writer's threads."""
-        with self._explained("saving"):
-            self._writer.close()
+        """Waits like `wait` and ends the thread."""
+        try:
+            self.wait()
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
 
     def manifest(self, step: int | None = None) -> Manifest:
         """Returns the manifest of the checkpoint of `step`, or of the last complete one; no device is needed."""
@@ -181,7 +269,7 @@ class Checkpoints:
             raise _mismatch(manifest, f"the checkpoint has a tensor {other!r}, and the model does not")
         StoredTensors(self.folder / str(manifest.step), manifest).check(abstract)
         try:
-            tensors = self._writer.restore(manifest.step, abstract)
+            tensors = self._read_shards(manifest.step, abstract)
         except StorageError:
             raise
         except Exception as error:  # TensorStore raises several types, with pages of text
@@ -194,6 +282,24 @@ class Checkpoints:
             damage = f"tensor {changed[0]!r} is not what was saved ({len(changed)} of {len(abstract)} differ)"
             raise damaged(self.folder, manifest.step, damage, None)
         return to_row_order(tensors, expected, device_run.params)
+
+    def _read_shards(self, step: int, abstract: dict[str, Any]) -> dict[str, jax.Array]:
+        """Returns tensors in the shapes and shardings of `abstract`; those of another shape are cut or padded."""
+        state, failure = self.folder / str(step) / "state", None
+        tensors: dict[str, jax.Array] = {}
+        try:
+            with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
+                futures = {name: pool.submit(read_shards, state, name, x) for name, x in abstract.items()}
+                tensors = {name: future.result() for name, future in futures.items()}
+        except Exception as error:
+            failure = error
+        if self._reach == "process" and jax.process_count() > 1:  # all take it, or none
+            failed = multihost_utils.process_allgather(np.array(failure is not None))
+            if failure is None and failed.any():
+                failure = ValueError(f"process {int(np.argmax(failed))} could not read its shards")
+        if failure is not None:
+            raise failure
+        return tensors
 
     def set_aside(self, after: int) -> None:
         """Moves checkpoints newer than `after`, complete or not, into the folder `set-aside` beside this one."""

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshwright.checkpoint.blocks import Index, StoredTensors, commit, write_tensor
 from meshwright.checkpoint.manifest import Manifest, TensorRecord, manifest_of
+from meshwright.checkpoint.tensors import Index, StoredTensors, commit, write_tensor
 from meshwright.documents import LARGE, check_inside, read_json, read_text, sha256_of, write_atomically
 from meshwright.errors import ConfigError, WeightsError
 from meshwright.hugging_face.architecture import Architecture

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.checkpoint.blocks import StoredTensors
 from meshwright.checkpoint.manifest import Manifest, manifest_of, read_manifest
 from meshwright.checkpoint.steps import all_steps, committed_steps, partial_steps
+from meshwright.checkpoint.tensors import StoredTensors
 from meshwright.documents import read_json
 from meshwright.errors import CheckpointError
 from meshwright.runs.run_file import run_to_dict

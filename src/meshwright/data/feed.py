@@ -19,6 +19,7 @@ from meshwright.data.tokens import TokenFile
 from meshwright.errors import DataError
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Batch))
+_Sample = dict[str, np.ndarray]
 
 
 class Samples(Protocol):
@@ -31,7 +32,7 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]: ...
+    def __getitem__(self, index: int) -> _Sample: ...
 
     def whole(self) -> "Samples":
         """Returns the samples of all of the source, its training and held-out part together."""
@@ -54,8 +55,8 @@ class Windows:
     def __len__(self) -> int:
         return max(0, (self.stop - self.start - 1) // self.seq)
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Returns the fields of a `Batch` for one window, each [T]. Raises DataError for a token out of range."""
+    def __getitem__(self, index: int) -> _Sample:
+        """Returns one window. Raises DataError for a token out of range."""
         first = self.start + int(index) * self.seq
         tokens = np.asarray(self.file.tokens[first : first + self.seq + 1]).astype(np.int32)
         if tokens.max(initial=0) >= self.file.vocab:
@@ -74,16 +75,11 @@ class Windows:
         weights = np.ones(self.seq, np.float32)
         # The first token of a document cannot be predicted from the document before it.
         weights[breaks[breaks > 0] - 1] = 0.0
-        return {
-            "inputs": tokens[:-1],
-            "targets": tokens[1:],
-            "segments": segments,
-            "positions": (position - starts).astype(np.int32),
-            "weights": weights,
-        }
+        places = {"segments": segments, "positions": (position - starts).astype(np.int32)}
+        return {"inputs": tokens[:-1], "targets": tokens[1:], **places, "weights": weights}
 
     def whole(self) -> "Windows":
-        """Returns the windows of the whole file."""
+        """Returns the windows of all of the file."""
         return dataclasses.replace(self, start=0, stop=len(self.file.tokens))
 
     def texts(self, samples: int) -> Iterator[np.ndarray]:
@@ -97,10 +93,7 @@ class Windows:
 
 
 def split(file: TokenFile, seq: int, held_out: float) -> tuple[Windows, Windows]:
-    """Splits a token file into a training part and the held-out tail.
-
-    Raises DataError where either has not a single whole window.
-    """
+    """Splits a token file into a training part and the held-out tail. Raises DataError where either has no window."""
     total = len(file.tokens)
     border = round(total * (1 - held_out))
     train, rest = Windows(file, seq, 0, border), Windows(file, seq, border, total)
@@ -119,40 +112,7 @@ def build_stream(windows: Sequence[Samples], weights: list[float], seed: int) ->
     shuffled = [
         grain.MapDataset.source(part).seed(seed + number).shuffle().repeat() for number, part in enumerate(windows)
     ]
-    if len(shuffled) == 1:
-        return shuffled[0]
-    return grain.MapDataset.mix(shuffled, weights)
-
-
-@dataclasses.dataclass(frozen=True)
-class _LocalBatches:
-    """This process's rows of the global batch, by step. rows: by size of the batch.  taken: steps before the first.
-
-    skipped: samples that are left out, first index and number, in ascending order.
-    """
-
-    stream: Any
-    ramp: BatchRamp
-    taken: int
-    cursor: int
-    steps: int
-    rows: dict[int, tuple[int, ...]]
-    skipped: tuple[tuple[int, int], ...]
-
-    def __len__(self) -> int:
-        return self.steps
-
-    def __getitem__(self, step: int) -> dict[str, np.ndarray]:
-        at = self.taken + int(step)
-        first = self.cursor + self.ramp.read_before(at) - self.ramp.read_before(self.taken)
-        samples = [self.stream[self._index(first + row)] for row in self.rows[self.ramp.batch(at)]]
-        return {name: np.stack([sample[name] for sample in samples]) for name in _FIELDS}
-
-    def _index(self, sample: int) -> int:
-        """Index in the stream of the sample that `sample` others precede in training."""
-        for first, count in self.skipped:
-            sample += count if sample >= first else 0
-        return sample
+    return shuffled[0] if len(shuffled) == 1 else grain.MapDataset.mix(shuffled, weights)
 
 
 class Feed:
@@ -175,13 +135,24 @@ class Feed:
         sharding: NamedSharding,
         skipped: tuple[tuple[int, int], ...] = (),
     ):
-        self.wait_seconds, self.position = 0.0, None
-        self._ramp, self._seq, self._step, self._sharding = ramp, seq, taken, sharding
-        rows = {size: local_rows(sharding, (size, seq)) for size in ramp.sizes}
-        self._index_of_row = {size: {row: i for i, row in enumerate(own)} for size, own in rows.items()}
+        self.wait_seconds, self.position, self._step = 0.0, None, taken
+        self._ramp, self._seq, self._sharding = ramp, seq, sharding
+        self._rows = {size: _local_rows(sharding, (size, seq)) for size in ramp.sizes}
+
+        def local_batch(step: int) -> _Sample:
+            at = taken + int(step)
+            first = cursor + ramp.read_before(at) - ramp.read_before(taken)
+            return _stack([stream[index(first + row)] for row in self._rows[ramp.batch(at)]])
+
+        def index(sample: int) -> int:
+            """Index in the stream of the sample that `sample` others precede in training."""
+            for first, count in skipped:
+                sample += count if sample >= first else 0
+            return sample
+
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
-        batches = grain.MapDataset.source(_LocalBatches(stream, ramp, taken, cursor, steps, rows, skipped))
-        self._batches: Iterator[dict[str, np.ndarray]] = iter(batches.to_iter_dataset(options))
+        batches = grain.MapDataset.range(steps).map(local_batch)
+        self._batches: Iterator[_Sample] = iter(batches.to_iter_dataset(options))
 
     def __iter__(self) -> "Feed":
         return self
@@ -192,35 +163,37 @@ class Feed:
         self.wait_seconds += time.perf_counter() - start
         size = self._ramp.batch(self._step)
         self._step += 1
-        return put_rows(local, self._index_of_row[size], (size, self._seq), self._sharding)
+        return _put_rows(local, self._rows[size], (size, self._seq), self._sharding)
 
 
-def local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[int, ...]:
-    """Returns the rows of the global batch that lie on this process's devices, in order."""
+def _stack(samples: Sequence[_Sample]) -> _Sample:
+    return {name: np.stack([sample[name] for sample in samples]) for name in _FIELDS}
+
+
+def _local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> tuple[int, ...]:
+    """Returns the rows of the global batch that are on this process's devices, in order."""
     rows: set[int] = set()
     for index in sharding.addressable_devices_indices_map(shape).values():
         rows.update(range(*index[0].indices(shape[0])))  # type: ignore[index]
     return tuple(sorted(rows))
 
 
-def put_rows(
-    local: dict[str, np.ndarray], index_of_row: dict[int, int], shape: tuple[int, int], sharding: NamedSharding
-) -> Batch:
-    """Builds the global batch from this process's rows.
-
-    local: each field [rows of this process, T].  index_of_row: global row -> row of `local`.
-    """
+def _put_rows(local: _Sample, own: tuple[int, ...], shape: tuple[int, int], sharding: NamedSharding) -> Batch:
+    """Builds the global batch from this process's rows. local: each field [rows of this process, T]."""
     if sharding.is_fully_addressable:
         return Batch(**jax.device_put(local, sharding))
+    place = {row: i for i, row in enumerate(own)}
 
-    def place(field: np.ndarray) -> jax.Array:
-        def block(index: Any) -> np.ndarray:
-            rows = range(*index[0].indices(shape[0]))
-            return field[index_of_row[rows[0]] : index_of_row[rows[-1]] + 1]
+    def block(field: np.ndarray, index: Any) -> np.ndarray:
+        rows = range(*index[0].indices(shape[0]))
+        return field[place[rows[0]] : place[rows[-1]] + 1]
 
-        return jax.make_array_from_callback(shape, sharding, block)
-
-    return Batch(**{name: place(field) for name, field in local.items()})
+    return Batch(
+        **{
+            name: jax.make_array_from_callback(shape, sharding, lambda index, field=field: block(field, index))
+            for name, field in local.items()
+        }
+    )
 
 
 def held_out_order(parts: Sequence[Samples], samples: int) -> list[tuple[Samples, int]]:
@@ -236,16 +209,12 @@ def held_out_batches(parts: Sequence[Samples], *, samples: int, batch: int, shar
     The last batch is filled up with rows of weight 0.
     """
     order = held_out_order(parts, samples)
-    count = len(order)
     shape = (batch, parts[0].seq)
-    rows = local_rows(sharding, shape)
-    for first in range(0, count, batch):
-        local: list[dict[str, np.ndarray]] = []
-        for row in rows:
-            part, i = order[min(first + row, count - 1)]
+    rows = _local_rows(sharding, shape)
+    for first in range(0, len(order), batch):
+        local: list[_Sample] = []
+        for at in (first + row for row in rows):
+            part, i = order[min(at, len(order) - 1)]
             sample = part[i]
-            if first + row >= count:
-                sample = {**sample, "weights": np.zeros_like(sample["weights"])}
-            local.append(sample)
-        stacked = {name: np.stack([sample[name] for sample in local]) for name in _FIELDS}
-        yield put_rows(stacked, {row: i for i, row in enumerate(rows)}, shape, sharding)
+            local.append(sample if at < len(order) else {**sample, "weights": np.zeros_like(sample["weights"])})
+        yield _put_rows(_stack(local), rows, shape, sharding)

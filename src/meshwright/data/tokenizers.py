@@ -69,7 +69,7 @@ class Bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Chars:
-    """Tokenizer over the characters of the training text; one more token ends a document."""
+    """Tokenizer over the characters of the training text; the token after the last character ends a document."""
 
     letters: str
     """Characters in order of their code points."""
@@ -82,7 +82,7 @@ class Chars:
 
     @property
     def end(self) -> int:
-        """Token after the last character."""
+        """Number of characters."""
         return len(self.letters)
 
     def encode(self, text: str) -> np.ndarray:
@@ -119,19 +119,18 @@ def with_begin(tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
 
 def tokenizer_from_json(text: str) -> Tokenizer:
     """Builds the tokenizer that `to_json` described. Raises DataError where `text` is not a tokenizer."""
+    asked, fix = "reading a tokenizer", "the tokenizer.json of a run"
     try:
         config = parse_json(text)
     except ValueError as error:
-        raise DataError("reading a tokenizer", f"not JSON: {error}", "the tokenizer.json of a run") from error
+        raise DataError(asked, f"not JSON: {error}", fix) from error
     kind = config.get("kind") if isinstance(config, dict) else None
     if kind == "bytes":
         return Bytes()
     if kind == "chars":
         letters = config.get("letters")
         if not isinstance(letters, str) or not letters or any(a >= b for a, b in itertools.pairwise(letters)):
-            raise DataError(
-                "reading a tokenizer", "its letters are no characters in order", "the tokenizer.json of a run"
-            )
+            raise DataError(asked, "its letters are no characters in order", fix)
         return Chars(letters)
     subwords: Tokenizer = addition("subwords")(text)
     return subwords
@@ -147,21 +146,18 @@ def build_tokenizer(spec: str, documents: Iterable[str] = ()) -> Tokenizer:
     if spec == "bytes":
         return Bytes()
     if spec == "chars":
-        letters: set[str] = set()
-        for text in documents:
-            letters.update(text)
-        return Chars("".join(sorted(letters)))
+        return Chars("".join(sorted(set(itertools.chain.from_iterable(documents)))))
+    asked = f"tokenizer {spec!r}"
     if spec.startswith("bpe:"):
         if not spec[4:].isdecimal() or len(spec) > 14 or int(spec[4:]) >= 2**31:
-            raise DataError(f"tokenizer {spec!r}", f"{spec[4:]!r} is not a number of tokens below 2^31", "bpe:4096")
+            raise DataError(asked, f"{spec[4:]!r} is not a number of tokens below 2^31", "bpe:4096")
         learned: Tokenizer = addition("train_bpe")(documents, int(spec[4:]))
         return learned
     if not (path_of(spec).is_file() if in_bucket(spec) else os.path.isfile(spec)):
-        truth, fix = "no such file, and no known kind", "bytes, chars, bpe:SIZE or a tokenizer.json"
-        raise DataError(f"tokenizer {spec!r}", truth, fix)
+        raise DataError(asked, "no such file, and no known kind", "bytes, chars, bpe:SIZE or a tokenizer.json")
     try:
         return tokenizer_from_json(read_text(path_of(spec), LARGE))
     except (OSError, ValueError) as error:
-        raise DataError(f"tokenizer {spec!r}", f"it cannot be read: {error}", "a tokenizer.json") from error
+        raise DataError(asked, f"it cannot be read: {error}", "a tokenizer.json") from error
     except DataError as error:
-        raise DataError(f"tokenizer {spec!r}", f"{error.asked}: {error.truth}", error.fix) from error
+        raise DataError(asked, f"{error.asked}: {error.truth}", error.fix) from error

@@ -14,11 +14,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from meshwright.checkpoint.checkpoints import Checkpoints, named_tensors
+from meshwright.checkpoint.checkpoints import LAYOUT, Checkpoints, named_tensors
 from meshwright.checkpoint.layer_order import abstract_in_layer_order
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.steps import committed_steps
-from meshwright.checkpoint.writer import LAYOUT, layout_of
+from meshwright.checkpoint.tensors import layout_of
 from meshwright.documents import read_json
 from meshwright.errors import CheckpointError
 from meshwright.step.device_run import DeviceRun, State

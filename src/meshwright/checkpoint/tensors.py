@@ -1,12 +1,13 @@
-"""Arrays of a checkpoint: their format, and reading and writing them block by block, in bounded memory.
+"""Tensors of a checkpoint: their format, written and read by the shards of devices, or block by block without devices.
 
-A tensor is a Zarr array without compression, a folder of the tensor's name in `state`. Checkpoints that Orbax wrote for
-earlier versions have the arrays in a database of TensorStore (OCDBT); they are read too. A conversion writes one block
-after another, so that it never has a tensor in memory and continues where it was interrupted.
+A tensor is a Zarr array without compression in Orbax's format, a folder of the tensor's name in `state`. A shard is one
+chunk of it, or several. Checkpoints that Orbax wrote for earlier versions have the arrays in a database of TensorStore
+(OCDBT); they are read too. Blocks bound the memory of what needs no device, such as a conversion.
 """
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import tensorstore
 
@@ -24,10 +26,15 @@ from meshwright.documents import write_atomically
 from meshwright.errors import CheckpointError
 from meshwright.storage.paths import in_bucket, kvstore_of
 
-Index = tuple[slice, ...]
-
 BLOCK_BYTES = 16 * 2**20
 """Largest block of a tensor that is read or written at a time."""
+_CHUNK = 64 * 2**20
+"""Largest chunk of a shard in bytes."""
+
+Index = tuple[slice, ...]
+Bounds = tuple[tuple[int, int], ...]
+"""First index and one past the last, of each dimension of a slice."""
+Shards = dict[str, list[tuple[Index, np.ndarray]]]
 
 
 def block_shape(shape: tuple[int, ...], itemsize: int, largest: int = BLOCK_BYTES) -> tuple[int, ...]:
@@ -48,6 +55,43 @@ def blocks_of(shape: tuple[int, ...], block: tuple[int, ...]) -> Iterator[Index]
         yield tuple(slice(at, min(at + step, size)) for at, step, size in zip(first, block, shape, strict=True))
 
 
+def _new_array(
+    state: Path, name: str, shape: tuple[int, ...], chunks: tuple[int, ...], dtype: np.dtype[Any], **how: bool
+) -> Any:
+    """Opens an array that is about to be written. how: options of TensorStore's `open`."""
+    kvstore, context = kvstore_of(state / name)
+    if how.pop("sync", True) is False:
+        kvstore["file_io_sync"] = False
+    # NumPy's own types by code, the others (bfloat16, float8_e4m3fn) by name.
+    code = dtype.str if dtype.isbuiltin == 1 else dtype.name
+    metadata = {"shape": list(shape), "chunks": list(chunks), "dtype": code}
+    spec = {
+        "driver": "zarr",
+        "kvstore": kvstore,
+        "metadata": {**metadata, "compressor": None, "dimension_separator": "."},
+        "store_data_equal_to_fill_value": True,
+        "recheck_cached_data": False,
+    }
+    return tensorstore.open(spec | how, context=context).result()
+
+
+def write_shards(state: Path, abstract: dict[str, Any], shards: Shards, *, creates: bool) -> None:
+    """Writes the shards of this process. creates: writes the arrays' descriptions too, which one process does.
+
+    abstract: shapes, types and shardings of the tensors.
+    """
+    # The others do not wait for the descriptions.
+    how = {"create": True} if creates else {"open": True, "assume_metadata": True}
+    writing = []
+    for name, x in abstract.items():
+        if creates or shards[name]:
+            chunk = _chunk_shape(x.sharding.shard_shape(x.shape), x.dtype.itemsize)
+            array = _new_array(state, name, x.shape, chunk, x.dtype, **how)
+            writing += [array[index].write(values) for index, values in shards[name]]
+    for future in writing:
+        future.result()
+
+
 def write_tensor(
     state: Path, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], read: Callable[[Index], np.ndarray]
 ) -> Fingerprint:
@@ -56,11 +100,9 @@ def write_tensor(
     read: returns a block of it. Raises CheckpointError where the disk is full or cannot be written.
     """
     block, total = block_shape(shape, dtype.itemsize), (0, 0)
-    # The conversion is synchronised once, before it is moved to its name, and not file by file.
-    kvstore = {"driver": "file", "path": f"{state / name}/", "file_io_sync": False}
-    spec = zarr_spec(kvstore, shape, block, dtype)
     try:
-        array = tensorstore.open(spec, create=True, delete_existing=True).result()
+        # The conversion is synchronised once, before it is moved to its name, and not file by file.
+        array = _new_array(state, name, shape, block, dtype, create=True, delete_existing=True, sync=False)
         for index in blocks_of(shape, block):
             values = read(index)
             total = add_fingerprints(total, block_fingerprint(values, index, shape))
@@ -69,22 +111,6 @@ def write_tensor(
         truth = str(error).splitlines()[0][:300]
         raise CheckpointError(f"writing {name} into {state}", truth, "a folder with more space") from error
     return total
-
-
-def zarr_spec(
-    kvstore: dict[str, Any], shape: tuple[int, ...], chunks: tuple[int, ...], dtype: np.dtype[Any]
-) -> dict[str, Any]:
-    """Returns TensorStore's description of a Zarr array without compression that is about to be written."""
-    # NumPy's own types by code, the others (bfloat16, float8_e4m3fn) by name.
-    code = dtype.str if dtype.isbuiltin == 1 else dtype.name
-    metadata = {"shape": list(shape), "chunks": list(chunks), "dtype": code}
-    return {
-        "driver": "zarr",
-        "kvstore": kvstore,
-        "metadata": {**metadata, "compressor": None, "dimension_separator": "."},
-        "store_data_equal_to_fill_value": True,
-        "recheck_cached_data": False,
-    }
 
 
 def commit(step_folder: Path, manifest: dict[str, Any]) -> None:
@@ -107,6 +133,80 @@ def write_json(file: Path, document: Any) -> None:
     """Writes a JSON file atomically into a folder that may not exist yet."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(document))
+
+
+def layout_of(tensors: dict[str, Any]) -> str:
+    """Returns a digest of which slices of which tensors this process has: its shards serve no other layout.
+
+    tensors: arrays or ShapeDtypeStructs with shardings, by name.
+    """
+    slices = {
+        name: sorted({_bounds(i, x.shape) for i in x.sharding.addressable_devices_indices_map(x.shape).values()})
+        for name, x in sorted(tensors.items())
+    }
+    place = [jax.process_index(), jax.process_count()] if jax.process_count() > 1 else []
+    return hashlib.sha256(json.dumps([place, slices if place else ""]).encode()).hexdigest()
+
+
+def host_shards(tensors: dict[str, jax.Array], *, owned: bool) -> Shards:
+    """Returns copies in the host's memory of the shards on this process's devices, one of each slice of a tensor.
+
+    owned: leaves out the slices that another process writes (the replica with the lowest number).
+    """
+    taken: dict[str, dict[Bounds, Any]] = {}
+    for name, x in tensors.items():
+        slices = taken[name] = {}
+        for shard in x.addressable_shards:
+            if not owned or shard.replica_id == 0:
+                slices.setdefault(_bounds(shard.index, x.shape), shard)
+        for shard in slices.values():
+            shard.data.copy_to_host_async()
+    return {
+        name: [(tuple(slice(*part) for part in bounds), _copied(shard.data)) for bounds, shard in slices.items()]
+        for name, slices in taken.items()
+    }
+
+
+def _copied(x: jax.Array) -> np.ndarray:
+    """Values in memory of the host's own: on a CPU an array shares the memory of the device's, which is donated."""
+    values = np.asarray(x)
+    return values if values.flags.owndata else values.copy()
+
+
+def _bounds(index: Index, shape: tuple[int, ...]) -> Bounds:
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def _chunk_shape(shard: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Returns the shape of the chunks of a shard, which divides it: no two processes write into one chunk."""
+    largest = block_shape(shard, itemsize, _CHUNK)
+    return tuple(
+        max((n for n in range(1, most + 1) if size % n == 0), default=1)
+        for size, most in zip(shard, largest, strict=True)
+    )
+
+
+def read_shards(state: Path, name: str, x: Any) -> jax.Array:
+    """Reads the slices of a tensor that the devices of this process need, all at once, into shape and sharding of `x`.
+
+    What is beyond the stored array is zero: a vocabulary may be padded otherwise.
+    """
+    array = open_array(state, name).result()
+    places = x.sharding.addressable_devices_indices_map(x.shape)
+    reading = {}
+    for bounds in dict.fromkeys(_bounds(index or (), x.shape) for index in places.values()):
+        inside = tuple(slice(a, min(b, size)) for (a, b), size in zip(bounds, array.shape, strict=True))
+        reading[bounds] = array[inside].read() if all(part.start < part.stop for part in inside) else None
+    slices: dict[Bounds, np.ndarray] = {}
+    for bounds, future in reading.items():
+        shape, values = tuple(b - a for a, b in bounds), future.result() if future is not None else None
+        if values is None or values.shape != shape:
+            padded = np.zeros(shape, x.dtype)
+            if values is not None:
+                padded[tuple(slice(0, size) for size in values.shape)] = values
+            values = padded
+        slices[bounds] = values
+    return jax.make_array_from_callback(x.shape, x.sharding, lambda index: slices[_bounds(index or (), x.shape)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,13 +233,12 @@ class StoredTensors:
             for index in blocks_of(record.shape, block):
                 values = np.asarray(array[index].read().result())
                 total = add_fingerprints(total, block_fingerprint(values, index, record.shape))
-                inside = tuple(
-                    slice(p.start, min(p.stop, s)) for p, s in zip(index, shape or record.shape, strict=True)
-                )
+                limits = zip(index, shape or record.shape, strict=True)
+                inside = tuple(slice(part.start, min(part.stop, size)) for part, size in limits)
                 if all(p.start < p.stop for p in inside):
                     yield inside, values[tuple(slice(0, p.stop - p.start) for p in inside)]
         except ValueError as error:
-            raise self._damaged(f"tensor {name!r} cannot be read: {str(error).splitlines()[0][:200]}") from error
+            raise self._unreadable(name, error) from error
         if total != record.fingerprint:
             raise self._damaged(f"tensor {name!r} is not what was saved")
 
@@ -166,7 +265,10 @@ class StoredTensors:
             for name, array in opening.items():
                 _check_array(name, array.result(), self.manifest.tensors[name])
         except ValueError as error:
-            raise self._damaged(f"tensor {name!r} cannot be read: {str(error).splitlines()[0][:200]}") from error
+            raise self._unreadable(name, error) from error
+
+    def _unreadable(self, name: str, error: ValueError) -> CheckpointError:
+        return self._damaged(f"tensor {name!r} cannot be read: {str(error).splitlines()[0][:200]}")
 
     def _damaged(self, damage: str, fix: str = "another checkpoint of the run: --at STEP") -> CheckpointError:
         return CheckpointError(f"the checkpoint in {self.step_folder}", damage, fix)
@@ -174,7 +276,8 @@ class StoredTensors:
 
 def open_array(state: Path, name: str) -> Any:
     """Opens the array of a tensor in the folder `state` of a checkpoint with TensorStore; returns a future."""
-    if _in_one_database(state):
+    # On a disk asking is cheap, and a folder may have been written again.
+    if _has_database(state) if in_bucket(state) else (state / _DATABASE).is_file():
         base, context = kvstore_of(state)
         kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
     else:
@@ -182,14 +285,12 @@ def open_array(state: Path, name: str) -> Any:
     return tensorstore.open({"driver": "zarr", "kvstore": kvstore}, context=context)
 
 
-def _in_one_database(state: Path) -> bool:
-    """Whether the tensors are in a database of TensorStore (OCDBT), as Orbax wrote them."""
-    return _has_database(state) if in_bucket(state) else (state / "manifest.ocdbt").is_file()
+_DATABASE = "manifest.ocdbt"
 
 
 @functools.lru_cache(maxsize=64)
 def _has_database(state: Path) -> bool:
-    return (state / "manifest.ocdbt").is_file()
+    return (state / _DATABASE).is_file()
 
 
 def _check_array(name: str, array: Any, record: TensorRecord) -> tuple[int, ...]:
