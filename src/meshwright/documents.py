@@ -9,7 +9,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from meshwright.storage.paths import bucket_path, in_bucket
 
@@ -26,17 +26,22 @@ def read_text(file: Path, largest: int = SMALL) -> str:
     """
     if in_bucket(file):
         content = bucket_path(file).read_part(0, largest + 1)
-        if len(content) > largest:
-            raise ValueError(f"{file.name} is larger than {largest:,} bytes")
-        return content.decode("utf-8")
-    # A pipe without a writer would never open.
-    with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
-        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-            raise ValueError(f"{file.name} is no regular file")
-        content = opened.read(largest + 1)
+    else:
+        with open_bytes(file) as opened:
+            content = opened.read(largest + 1)
     if len(content) > largest:
         raise ValueError(f"{file.name} is larger than {largest:,} bytes")
     return content.decode("utf-8")
+
+
+def open_bytes(file: Path) -> IO[bytes]:
+    """Opens a regular file for reading. Raises OSError, and ValueError for a pipe, a device or a folder."""
+    # A pipe without a writer would never open.
+    number = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise ValueError(f"{file.name} is no regular file")
+    return os.fdopen(number, "rb")
 
 
 def parse_json(text: str, objects: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:

@@ -11,15 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshwright.checkpoint.manifest import Manifest, TensorRecord, manifest_of
-from meshwright.checkpoint.tensors import Index, StoredTensors, commit, write_tensor
+from meshwright.checkpoint.manifest import Manifest, TensorRecord
+from meshwright.checkpoint.tensors import Index, StoredTensors, commit, stored_tensors, write_tensor
 from meshwright.documents import LARGE, check_inside, read_json, read_text, sha256_of, write_atomically
 from meshwright.errors import ConfigError, WeightsError
 from meshwright.hugging_face.architecture import Architecture
 from meshwright.hugging_face.families import architecture_of
 from meshwright.hugging_face.folder import KEPT, check_tied, keep_files, open_folder, read_model
 from meshwright.hugging_face.hub import PREFIX, find_folder
-from meshwright.hugging_face.names import StoredTensor, read_block, unpadded_shape, write_block
+from meshwright.hugging_face.names import read_block, unpadded_shape, write_block
 from meshwright.hugging_face.peft_files import Pair, write_adapter
 from meshwright.hugging_face.safetensors_files import DTYPES, NewSafetensorsFile, file_names, split_into_files
 from meshwright.hugging_face.tokenizer_files import write_tokenizer
@@ -64,13 +64,13 @@ class Conversion:
 
 
 class _Journal:
-    """A folder under construction: `OUT.partial`, with the tensors that are done."""
+    """A folder under construction: `OUT.partial`, with the tensors that are done.
+
+    Continues where an earlier conversion of the same `source` was interrupted: JSON values that identify what is
+    converted. Raises ConfigError where `out` exists.
+    """
 
     def __init__(self, out: Path, source: Any, total: int, say: Say):
-        """Starts, or continues where an earlier conversion of the same `source` was interrupted.
-
-        source: JSON values that identify what is converted. Raises ConfigError where `out` exists.
-        """
         if out.exists():
             raise ConfigError(f"converting into {out}", "it exists already", "a folder that does not exist yet")
         self.out, self.folder = out, out.with_name(f"{out.name}.partial")
@@ -202,7 +202,7 @@ def export_weights(
     Raises CheckpointError for a damaged checkpoint, WeightsError for a model that no architecture expresses,
     ConfigError where `out` exists.
     """
-    tensors = _tensors_of(source, at)
+    tensors = stored_tensors(source / "checkpoints", at)
     run = tensors.manifest.run
     if dtype is None and run.finetune.method == "lora":
         dtype = "float32" if run.finetune.base == "float32" else run.training.compute_dtype
@@ -227,7 +227,23 @@ def export_weights(
         for group in groups
     }
     by_tensor = {tensor: files[name] for tensor, name in file_of.items()}
-    journal.convert(params, lambda path, p: _export_one(weights, path, p, stored[path], by_tensor))
+
+    def export_one(path: str, p: Param) -> bool:
+        """Writes one parameter into the tensors that it is stored in."""
+        touched: set[NewSafetensorsFile] = set()
+
+        def tensor(name: str) -> np.ndarray:
+            touched.add(by_tensor[name])
+            return by_tensor[name].tensor(name)
+
+        for index, block in weights.blocks(f"params.{path}", unpadded_shape(p)):
+            write_block(p, stored[path], index, block, tensor)
+            for file in touched:
+                file.release()
+            touched.clear()
+        return True
+
+    journal.convert(params, export_one)
     if len(groups) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
         _write_json(journal.folder / "model.safetensors.index.json", index)
@@ -242,63 +258,27 @@ def export_weights(
     return Conversion(out, architecture.name, _count(params), len(shapes), dtype, journal.resumed, ())
 
 
-def _tensors_of(source: Path, at: int | None) -> StoredTensors:
-    """Returns the tensors of a run's checkpoint of step `at`, or the last one."""
-    manifest = manifest_of(source / "checkpoints", at)
-    return StoredTensors(source / "checkpoints" / str(manifest.step), manifest)
-
-
 def _write_json(file: Path, document: Any) -> None:
     file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-
-
-def _export_one(
-    weights: "StoredTensors | MergedTensors",
-    path: str,
-    p: Param,
-    stored: StoredTensor,
-    files: dict[str, NewSafetensorsFile],
-) -> bool:
-    """Writes one parameter into the tensors that it is stored in."""
-    touched: set[NewSafetensorsFile] = set()
-
-    def tensor(name: str) -> np.ndarray:
-        touched.add(files[name])
-        return files[name].tensor(name)
-
-    for index, block in weights.blocks(f"params.{path}", unpadded_shape(p)):
-        write_block(p, stored, index, block, tensor)
-        for file in touched:
-            file.release()
-        touched.clear()
-    return True
 
 
 def _configuration(run: Run, source: Path) -> tuple[Architecture, dict[str, Any]]:
     """Returns architecture and config.json of a run's model: those it came with, where the model is still the same."""
     kept, trained = source / KEPT, 0 if run.model.spec().max_seq else run.training.seq
-    if not (kept / "config.json").is_file():
-        architecture, config = architecture_of(run.model)
-        return architecture, _with_longest(config, trained)
-    folder = read_model(str(kept.absolute()))
-    config = read_json(kept / "config.json")
-    config.pop("quantization_config", None)  # weights go out as numbers
-    same = type(folder.model) is type(run.model)
-    if same and folder.architecture.write(folder.model) == folder.architecture.write(run.model):
-        return folder.architecture, config
-    architecture, changed = architecture_of(run.model)
-    ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
-    longest = max(folder.max_seq or 0, trained) if trained else 0
-    return architecture, _with_longest({**changed, **ids}, longest)
-
-
-def _with_longest(config: dict[str, Any], trained: int) -> dict[str, Any]:
-    """Returns a configuration whose longest sequence is at least `trained`; 0 changes nothing.
-
-    The configuration's own is longer where YaRN extended it.
-    """
-    name = "max_position_embeddings"
-    return {**config, name: max(trained, config.get(name, 0))} if trained else config
+    ids: dict[str, Any] = {}
+    if (kept / "config.json").is_file():
+        folder = read_model(str(kept.absolute()))
+        config = read_json(kept / "config.json")
+        config.pop("quantization_config", None)  # weights go out as numbers
+        same = type(folder.model) is type(run.model)
+        if same and folder.architecture.write(folder.model) == folder.architecture.write(run.model):
+            return folder.architecture, config
+        ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
+        trained = max(folder.max_seq or 0, trained) if trained else 0
+    architecture, config = architecture_of(run.model)
+    if trained:  # the configuration's own longest sequence is longer where YaRN extended it
+        ids["max_position_embeddings"] = max(trained, config.get("max_position_embeddings", 0))
+    return architecture, {**config, **ids}
 
 
 def export_adapter(source: Path, out: Path, *, at: int | None = None) -> Conversion:
@@ -314,7 +294,7 @@ def export_adapter(source: Path, out: Path, *, at: int | None = None) -> Convers
         raise ConfigError(f"the adapters of {source}", truth, "its weights: without --weights adapter")
     if out.exists():
         raise ConfigError(f"writing adapters to {out}", "it exists already", "a folder that does not exist yet")
-    pairs = MergedTensors(_tensors_of(source, at)).pairs()
+    pairs = MergedTensors(stored_tensors(source / "checkpoints", at)).pairs()
     start = run.init_from or ""
     base, notes = start.removeprefix(PREFIX), tuple[str, ...]()
     if start.startswith(PREFIX):

@@ -3,17 +3,17 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.checkpoint.manifest import Manifest, manifest_of, read_manifest
+from meshwright.checkpoint.manifest import manifest_of, read_manifest
 from meshwright.checkpoint.steps import all_steps, committed_steps, partial_steps
 from meshwright.checkpoint.tensors import StoredTensors
 from meshwright.documents import read_json
 from meshwright.errors import CheckpointError
+from meshwright.hardware.agreement import flatten
 from meshwright.runs.run_file import run_to_dict
 from meshwright.storage.paths import in_bucket, path_of
 from meshwright.storage.transfer import files_of
@@ -79,77 +79,52 @@ def _size_and_time(step_folder: Path) -> tuple[int, float]:
     return sum(status.st_size for status in found), max((status.st_mtime for status in found), default=0.0)
 
 
-def verify_checkpoint(folder: Path, manifest: Manifest, say: Callable[[str], None] = lambda line: None) -> list[str]:
+def verify_checkpoint(tensors: StoredTensors, say: Callable[[str], None] = lambda line: None) -> list[str]:
     """Reads every tensor of a checkpoint block by block and compares its fingerprint; returns what is damaged.
 
     say: called with a line about each tensor.
     """
-    tensors, damaged = StoredTensors(folder / str(manifest.step), manifest), []
-    for number, (name, record) in enumerate(manifest.tensors.items(), 1):
+    records, damaged = tensors.manifest.tensors, []
+    for number, (name, record) in enumerate(records.items(), 1):
+        verdict = "as saved"
         try:
             collections.deque(tensors.blocks(name), maxlen=0)
-            verdict = "as saved"
         except CheckpointError as error:
             verdict = error.truth
-            damaged.append(f"{name}: {error.truth}")
-        say(f"{number}/{len(manifest.tensors)} {name} {record.dtype}{list(record.shape)}: {verdict}")
+            damaged.append(f"{name}: {verdict}")
+        say(f"{number}/{len(records)} {name} {record.dtype}{list(record.shape)}: {verdict}")
     return damaged
 
 
-class TensorDifference(NamedTuple):
-    """Difference of one tensor of two checkpoints."""
-
-    name: str
-    summary: str
-    """What differs: shape or type, or how many elements and by how much."""
-
-
-def compare_checkpoints(
-    first: tuple[Path, Manifest], second: tuple[Path, Manifest]
-) -> tuple[list[str], list[TensorDifference]]:
-    """Returns the fields in which two checkpoints differ, and their tensors that do.
+def compare_checkpoints(first: StoredTensors, second: StoredTensors) -> tuple[list[str], dict[str, str]]:
+    """Returns the fields in which two checkpoints differ, and of each tensor that does how much, by name.
 
     Tensors with equal fingerprints are equal and are not read; of the others the values are compared, block by block.
-    first, second: folder of checkpoints and manifest of each.
     """
+    both = [one.manifest for one in (first, second)]
     fields, others = (
-        dict(_flat({"step": m.step, "cursor": m.cursor, "data": m.corpus, "run": run_to_dict(m.run)}))
-        for _, m in (first, second)
+        flatten({"step": m.step, "cursor": m.cursor, "data": m.corpus, "run": run_to_dict(m.run)}) for m in both
     )
     changed = [
         f"{name}: {fields.get(name, 'absent')} -> {others.get(name, 'absent')}"
         for name in {**fields, **others}
         if fields.get(name) != others.get(name)
     ]
-    tensors = [
-        TensorDifference(name, summary)
-        for name in {**first[1].tensors, **second[1].tensors}
-        if (summary := _difference(name, first, second)) is not None
-    ]
-    return changed, tensors
+    names = {**both[0].tensors, **both[1].tensors}
+    return changed, {name: text for name in names if (text := _difference(name, first, second)) is not None}
 
 
-def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the values of nested JSON objects by dotted path."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _flat(inner, f"{path}.{name}" if path else str(name))
-    else:
-        yield path, value
-
-
-def _difference(name: str, first: tuple[Path, Manifest], second: tuple[Path, Manifest]) -> str | None:
-    a, b = first[1].tensors.get(name), second[1].tensors.get(name)
+def _difference(name: str, first: StoredTensors, second: StoredTensors) -> str | None:
+    a, b = (one.manifest.tensors.get(name) for one in (first, second))
     if a is None or b is None:
         return "only in the second" if a is None else "only in the first"
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return f"{a.dtype}{list(a.shape)} -> {b.dtype}{list(b.shape)}"
     if a.fingerprint == b.fingerprint:
         return None
-    stored = [StoredTensors(folder / str(manifest.step), manifest) for folder, manifest in (first, second)]
     changed, largest, squares = 0, 0.0, 0.0
-    array, _ = stored[1].open(name)
-    for index, one in stored[0].blocks(name):
+    array, _ = second.open(name)
+    for index, one in first.blocks(name):
         other = np.asarray(array[index].read().result())
         difference = np.abs(one.astype(np.float64) - other.astype(np.float64))
         changed += int(np.count_nonzero(one != other))

@@ -21,14 +21,18 @@ from meshwright.sharding.params import Param, Tree, layers_to_rows, named_leaves
 def abstract_in_layer_order(tensors: dict[str, Any], params: Tree) -> dict[str, Any]:
     """Returns shapes and shardings of `tensors` with one row per layer; tensors whose rows are in order stay as is.
 
-    The layers stay sharded over `stage` where their number divides. Another dimension is sharded over it otherwise.
+    The layers stay sharded over `stage` where their number divides; otherwise another dimension that divides is.
     tensors: arrays or ShapeDtypeStructs by dotted name, params: descriptions of the parameters.
     """
 
     def abstract(x: Any, p: Param) -> Any:
         shape, sharding = (*p.logical_shape[:1], *x.shape[1:]), x.sharding
         if shape[0] % _degree(sharding, 0):
-            sharding = _without_sharded_rows(x.shape, sharding)
+            spec, dim = [_axes(sharding, d) for d in range(x.ndim)], _other_dimension(x.shape, sharding)
+            if dim is not None:
+                spec[dim] += spec[0]
+            spec[0] = ()
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(*(axes or None for axes in spec)))
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
     permuted = permuted_params(tensors, params)
@@ -126,7 +130,6 @@ def permuted_params(tensors: dict[str, Any], params: Tree) -> dict[str, Param]:
 
 
 def _axes(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
-    """Mesh axes over which `dim` is sharded."""
     axes = sharding.spec[dim] if dim < len(sharding.spec) else None
     return axes if isinstance(axes, tuple) else () if axes is None else (axes,)
 
@@ -139,13 +142,3 @@ def _other_dimension(shape: tuple[int, ...], sharding: NamedSharding) -> int | N
     """Returns the first dimension after the rows that the axes of the rows divide further, None if there is none."""
     degree = _degree(sharding, 0)
     return next((d for d in range(1, len(shape)) if shape[d] % (_degree(sharding, d) * degree) == 0), None)
-
-
-def _without_sharded_rows(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
-    """Moves the axes of the first dimension to the first other dimension that divides, or to none."""
-    rows, spec = _axes(sharding, 0), [_axes(sharding, dim) for dim in range(len(shape))]
-    spec[0] = ()
-    dim = _other_dimension(shape, sharding)
-    if dim is not None:
-        spec[dim] = (*spec[dim], *rows)
-    return NamedSharding(sharding.mesh, PartitionSpec(*(axes or None for axes in spec)))

@@ -1,13 +1,13 @@
 """Manifest: the description of a checkpoint, stored beside its tensors as JSON, and which checkpoints a folder has."""
 
 import dataclasses
-import operator
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
+import msgspec
 import numpy as np
 
 from meshwright.checkpoint.steps import MANIFEST, committed_steps, partial_steps
@@ -25,7 +25,7 @@ _FORMAT = 2
 class TensorRecord:
     """Shape, type and fingerprint of a tensor."""
 
-    shape: tuple[int, ...]
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
     dtype: str
     fingerprint: tuple[int, int]
 
@@ -63,13 +63,10 @@ class Manifest:
                 "cursor": self.cursor,
                 "run": run_to_dict(self.run),
                 "versions": {"jax": jax.__version__, "numpy": np.__version__},
-                "tensors": {
-                    name: {"shape": list(t.shape), "dtype": t.dtype, "fingerprint": list(t.fingerprint)}
-                    for name, t in self.tensors.items()
-                },
+                "tensors": {name: dataclasses.asdict(tensor) for name, tensor in self.tensors.items()},
                 "data": self.data,
                 "corpus": self.corpus,
-                "skipped": [list(part) for part in self.skipped],
+                "skipped": self.skipped,
             }
         )
 
@@ -91,18 +88,10 @@ def read_manifest(step_folder: Path) -> Manifest:
     # A bit that changes 2 into another format is caught here too: only the old format has no checksum.
     if (found == _FORMAT or "checksum" in data) and seal(data) != data:
         raise ValueError("it is not what was saved: its checksum differs")
-    tensors = {name: _read_record(record) for name, record in data["tensors"].items()}
-    skipped = tuple((operator.index(first), operator.index(count)) for first, count in data.get("skipped", ()))
+    tensors = msgspec.convert(data["tensors"], dict[str, TensorRecord])
+    skipped = msgspec.convert(data.get("skipped", ()), tuple[tuple[int, int], ...])
     run = run_from_dict(data["run"], str(file))
     return Manifest(int(data["step"]), int(data["cursor"]), run, tensors, data.get("data"), data.get("corpus"), skipped)
-
-
-def _read_record(record: dict[str, Any]) -> TensorRecord:
-    first, second = record["fingerprint"]
-    shape = tuple(operator.index(size) for size in record["shape"])
-    if min(shape, default=0) < 0:
-        raise ValueError(f"a tensor of shape {list(shape)}")
-    return TensorRecord(shape, str(record["dtype"]), (int(first), int(second)))
 
 
 def _check_links(folder: Path) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import tensorstore
 
 from meshwright.checkpoint.fingerprints import Fingerprint, add_fingerprints, block_fingerprint
-from meshwright.checkpoint.manifest import Manifest, TensorRecord
+from meshwright.checkpoint.manifest import Manifest, TensorRecord, manifest_of
 from meshwright.documents import write_atomically
 from meshwright.errors import CheckpointError
 from meshwright.storage.paths import in_bucket, kvstore_of
@@ -272,6 +272,12 @@ class StoredTensors:
 
     def _damaged(self, damage: str, fix: str = "another checkpoint of the run: --at STEP") -> CheckpointError:
         return CheckpointError(f"the checkpoint in {self.step_folder}", damage, fix)
+
+
+def stored_tensors(folder: Path, at: int | None) -> StoredTensors:
+    """Returns the tensors of the checkpoint of step `at` in a folder of checkpoints, or of the last complete one."""
+    manifest = manifest_of(folder, at)
+    return StoredTensors(folder / str(manifest.step), manifest)
 
 
 def open_array(state: Path, name: str) -> Any:

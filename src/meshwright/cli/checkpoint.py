@@ -14,6 +14,7 @@ import tyro
 from meshwright.checkpoint.inspect import compare_checkpoints, find_checkpoints, list_checkpoints, verify_checkpoint
 from meshwright.checkpoint.manifest import manifest_of
 from meshwright.checkpoint.move import move_checkpoints, plan_move
+from meshwright.checkpoint.tensors import stored_tensors
 from meshwright.cli.output import write, write_json, write_table
 from meshwright.cli.parse import parse
 from meshwright.errors import CheckpointError, ConfigError, nearest
@@ -103,7 +104,7 @@ class VerifyOptions(_FolderOptions):
         found: dict[str, list[str]] = {}
         for step in steps:
             try:
-                damaged = verify_checkpoint(folder, manifest_of(folder, step), _say)
+                damaged = verify_checkpoint(stored_tensors(folder, step), _say)
             except CheckpointError as error:
                 damaged = [error.truth]
             found[str(step)] = damaged
@@ -129,21 +130,21 @@ class DiffOptions(_FolderOptions):
         """Compares; returns the exit code."""
         first = find_checkpoints(self.out)
         second = first if self.other is None else find_checkpoints(self.other)
-        manifest, other_at = manifest_of(first, self.at), self.other_at
+        one, other_at = stored_tensors(first, self.at), self.other_at
         if other_at is None and second == first:
-            earlier = [r.step for r in list_checkpoints(first) if r.step < manifest.step and r.state == "whole"]
+            earlier = [r.step for r in list_checkpoints(first) if r.step < one.manifest.step and r.state == "whole"]
             if not earlier:
-                asked = f"comparing the checkpoint of step {manifest.step} with the one before it"
+                asked = f"comparing the checkpoint of step {one.manifest.step} with the one before it"
                 raise CheckpointError(asked, "there is none", "--other-at")
             other_at = earlier[-1]
-        other = manifest_of(second, other_at)
-        changed, tensors = compare_checkpoints((second, other), (first, manifest))
-        places = str(second / str(other.step)), str(first / str(manifest.step))
+        other = stored_tensors(second, other_at)
+        changed, tensors = compare_checkpoints(other, one)
+        places = str(other.step_folder), str(one.step_folder)
         if self.json:
-            summaries = {row.name: row.summary for row in tensors}
-            write_json({"from": places[0], "to": places[1], "fields": changed, "tensors": summaries})
+            write_json({"from": places[0], "to": places[1], "fields": changed, "tensors": tensors})
             return 0
-        lines = [f"{places[0]} -> {places[1]}", *changed, *(f"{row.name}: {row.summary}" for row in tensors[:_SHOWN])]
+        shown = [f"{name}: {text}" for name, text in list(tensors.items())[:_SHOWN]]
+        lines = [f"{places[0]} -> {places[1]}", *changed, *shown]
         if len(tensors) > _SHOWN:
             lines.append(f"and {len(tensors) - _SHOWN} more tensors (--json has all)")
         write("\n".join([*lines, *([] if tensors else ["every tensor is equal"]), ""]))

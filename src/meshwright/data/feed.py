@@ -182,18 +182,16 @@ def _put_rows(local: _Sample, own: tuple[int, ...], shape: tuple[int, int], shar
     """Builds the global batch from this process's rows. local: each field [rows of this process, T]."""
     if sharding.is_fully_addressable:
         return Batch(**jax.device_put(local, sharding))
-    place = {row: i for i, row in enumerate(own)}
+    index_of = {row: i for i, row in enumerate(own)}
 
-    def block(field: np.ndarray, index: Any) -> np.ndarray:
-        rows = range(*index[0].indices(shape[0]))
-        return field[place[rows[0]] : place[rows[-1]] + 1]
+    def place(field: np.ndarray) -> jax.Array:
+        def block(index: Any) -> np.ndarray:
+            rows = range(*index[0].indices(shape[0]))
+            return field[index_of[rows[0]] : index_of[rows[-1]] + 1]
 
-    return Batch(
-        **{
-            name: jax.make_array_from_callback(shape, sharding, lambda index, field=field: block(field, index))
-            for name, field in local.items()
-        }
-    )
+        return jax.make_array_from_callback(shape, sharding, block)
+
+    return Batch(**{name: place(field) for name, field in local.items()})
 
 
 def held_out_order(parts: Sequence[Samples], samples: int) -> list[tuple[Samples, int]]:

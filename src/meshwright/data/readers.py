@@ -13,13 +13,13 @@ import json
 import lzma
 import os
 import shlex
-import stat
 import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
+import msgspec
 import numpy as np
 
 from meshwright.data.sources import (
@@ -33,7 +33,7 @@ from meshwright.data.sources import (
     StandardInput,
     kind_of,
 )
-from meshwright.documents import RepeatedNameError, parse_json, unique_object
+from meshwright.documents import RepeatedNameError, open_bytes, parse_json, unique_object
 from meshwright.errors import DataError, describe_failure
 from meshwright.formatting import printable
 from meshwright.plugins import addition
@@ -69,17 +69,10 @@ class Place(NamedTuple):
         return f"{name}, {self.unit} {self.number}" if self.unit else name
 
 
-_COUNTS = ("read", "empty", "bad", "examples", "file", "number", "crc", "logged")
-
-
 @dataclasses.dataclass
-class Records:
-    """Counts and position of one reading of a source."""
+class _Counts:
+    """What `Records` keeps of a reading that is interrupted, as JSON values."""
 
-    source: str
-    """Entry of `data.paths`."""
-    share: float = 0.0
-    """Largest share of records that may be bad."""
     read: int = 0
     empty: int = 0
     bad: int = 0
@@ -90,16 +83,27 @@ class Records:
     """Lines, rows or documents read of the next file."""
     crc: int = 0
     """CRC-32 of the lines read of it."""
-    place: Place = Place("")
-    """Place of the last document."""
-    log: IO[bytes] | None = None
-    """File that takes every skipped record as a line of JSON."""
     logged: int = 0
-    """Bytes written to `log`."""
-    bytes_before: int = 0
-    """Bytes of the files before the one that is being read."""
-    bytes_here: Callable[[], float] = float
-    """Returns the bytes read of that one."""
+    """Bytes written to `Records.log`."""
+
+
+class Records(_Counts):
+    """Counts and position of one reading of a source.
+
+    source: entry of `data.paths`.  share: largest share of records that may be bad.
+    """
+
+    def __init__(self, source: str, share: float = 0.0):
+        super().__init__()
+        self.source, self.share = source, share
+        self.place = Place("")
+        """Place of the last document."""
+        self.log: IO[bytes] | None = None
+        """File that takes every skipped record as a line of JSON."""
+        self.bytes_before = 0
+        """Bytes of the files before the one that is being read."""
+        self.bytes_here: Callable[[], float] = float
+        """Returns the bytes read of that one."""
 
     def text(self, text: str, place: Place) -> str | None:
         """Counts a document and returns its text without a byte-order mark; None where it is empty or bad."""
@@ -150,14 +154,11 @@ class Records:
 
     def state(self) -> dict[str, Any]:
         """Returns counts and position as JSON values, from which `resume` goes on."""
-        return {**{name: getattr(self, name) for name in _COUNTS}, "examples": list(self.examples)}
+        return dataclasses.asdict(self)
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Takes counts and position of an earlier reading. Raises KeyError or TypeError for anything else."""
-        for name in _COUNTS:
-            if type(state[name]) is not type(getattr(self, name)):
-                raise TypeError(f"{name} is {state[name]!r}")
-            setattr(self, name, state[name])
+        """Takes counts and position of an earlier reading. Raises ValueError for anything else."""
+        vars(self).update(vars(msgspec.convert(state, _Counts)))
 
 
 def read_documents(source: Documents, records: Records) -> Iterator[str]:
@@ -215,16 +216,6 @@ def _call(source: FunctionDocuments, records: Records) -> Iterator[str]:
     except Exception as error:
         truth = f"after {number} document(s) it {describe_failure(error)}"
         raise DataError(asked, truth, "correct the function") from error
-
-
-def open_bytes(file: Path) -> IO[bytes]:
-    """Opens a regular file for reading. Raises OSError, and ValueError for a pipe, a device or a folder."""
-    # A pipe without a writer would never open.
-    number = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise ValueError("it is no regular file")
-    return os.fdopen(number, "rb")
 
 
 def decompressed(raw: IO[bytes], compression: str) -> IO[bytes]:

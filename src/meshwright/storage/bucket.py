@@ -76,14 +76,8 @@ class BucketPath(PosixPath):
         return bytes(self._found(slice(0, 0)).stamp.generation)
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Returns kind and size; a bucket's driver gives no times. The object is read."""
-        try:
-            mode, size = stat.S_IFREG | 0o644, len(self.read_bytes())
-        except FileNotFoundError:
-            if not self.is_dir():
-                raise
-            mode, size = stat.S_IFDIR | 0o755, 0
-        return os.stat_result((mode, 0, 0, 1, 0, 0, size, 0, 0, 0))
+        """Returns the size of the object, which is read; a bucket's driver gives no times."""
+        return os.stat_result((stat.S_IFREG | 0o644, 0, 0, 1, 0, 0, len(self.read_bytes()), 0, 0, 0))
 
     def iterdir(self) -> Generator["BucketPath", None, None]:
         """Yields the objects and folders in this folder."""
@@ -187,6 +181,7 @@ class BucketPath(PosixPath):
         return BucketPath(*self.parts[:2])._folder()
 
     def _read(self, part: slice | None) -> Any:
+        """Reads a part of the object, or all. Raises EOFError for one beyond its end."""
         if not self.key:
             raise IsADirectoryError(errno.EISDIR, "this names a bucket, not an object in it", str(self))
         try:
@@ -245,7 +240,7 @@ def context(retries: int = RETRIES) -> tensorstore.Context:
 def storage_error(asked: str, error: Exception) -> StorageError:
     """Returns the error of a request that a bucket refused: what is missing, and where it is given."""
     text = str(error)
-    for truth, fix, signs in _REASONS:
+    for signs, (truth, fix) in _REASONS.items():
         if any(sign in text for sign in signs):
             return StorageError(asked, truth, fix)
     truth = text.splitlines()[0][:300] if text else type(error).__name__
@@ -256,30 +251,26 @@ _CREDENTIALS = (
     "for s3:// AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile; for gs:// `gcloud auth application-default "
     "login` or GOOGLE_APPLICATION_CREDENTIALS"
 )
-_REASONS = (
-    (
+_REASONS = {
+    ("NoSuchBucket", "bucket does not exist", "bucket not found", "Bucket not found"): (
         "the bucket does not exist, or not at this endpoint",
         "the name of a bucket that exists; AWS_ENDPOINT_URL where the server is not Amazon's",
-        ("NoSuchBucket", "bucket does not exist", "bucket not found", "Bucket not found"),
     ),
-    (
+    ("AWS_AUTH_CREDENTIALS_PROVIDER", "Failed to get credentials", "credentials provider"): (
         "there are no credentials",
         _CREDENTIALS,
-        ("AWS_AUTH_CREDENTIALS_PROVIDER", "Failed to get credentials", "credentials provider"),
     ),
-    (
+    ("PERMISSION_DENIED", "UNAUTHENTICATED", "'403'", "'401'"): (
         "the server refused permission (403): no credentials, wrong ones, or ones that may not do this",
         f"a role that may list, read, write and delete objects of the bucket; {_CREDENTIALS}",
-        ("PERMISSION_DENIED", "UNAUTHENTICATED", "'403'", "'401'"),
     ),
-    (
+    ("Could not connect", "Could not resolve", "Couldn't connect", "Couldn't resolve", "Timeout was reached"): (
         "the server could not be reached",
         "AWS_ENDPOINT_URL (s3://) or TENSORSTORE_GCS_HTTP_URL (gs://) of a server that answers, or a network",
-        ("Could not connect", "Could not resolve", "Couldn't connect", "Couldn't resolve", "Timeout was reached"),
     ),
-    (
+    ("retry attempts failed", "UNAVAILABLE"): (
         f"the server failed again and again, through {RETRIES} retries",
         "the same command when the server is well",
-        ("retry attempts failed", "UNAVAILABLE"),
     ),
-)
+}
+"""Truth and fix by what an error of a driver says; the first that is found."""
