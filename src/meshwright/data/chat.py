@@ -5,16 +5,16 @@ A template is a program from a stranger. It runs in a process of its own, in Jin
 text (`chat_renderer`).
 """
 
-import contextlib
 import dataclasses
 import importlib.util
 import json
+import multiprocessing
 import re
-import select
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -89,45 +89,39 @@ class _Renderer:
     """Process that renders templates; it is started when it is first needed, and again after it was stopped."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._stop: Callable[[], Any] | None = None
+        self._connection: Connection | None = None
 
     def ask(self, request: str) -> dict[str, Any]:
-        """Sends one line and returns the answer; a process that gives none in time is stopped."""
-        process = self._process or self._start()
-        self._process = process
-        assert process.stdin is not None and process.stdout is not None
-        error = f"it took more than {SECONDS:.0f} s"
+        """Sends one request and returns the answer; a process that gives none in time is stopped."""
+        if self._connection is None:
+            self._start()
+        assert self._connection is not None and self._stop is not None
         try:
-            process.stdin.write(request.encode() + b"\n")
-            process.stdin.flush()
-            if select.select([process.stdout], [], [], SECONDS)[0]:
-                line = process.stdout.readline()
-                if line.endswith(b"\n"):
-                    return dict(json.loads(line))
-                error = "it ran out of its memory or its time"
-        except BrokenPipeError:
+            self._connection.send_bytes(request.encode())
+            if self._connection.poll(SECONDS):
+                return dict(json.loads(self._connection.recv_bytes()))
+            error = f"it took more than {SECONDS:.0f} s"
+        except (OSError, EOFError):
             error = "it ran out of its memory or its time"
-        self._process = None
-        _stop(process)
+        self._connection = None
+        self._stop()
         return {"error": error}
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> None:
         # By the path of the file: the package itself would take longer to import than a conversation to render.
         file = Path(__file__).with_name("chat_renderer.py")
-        process = subprocess.Popen([sys.executable, "-P", str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        weakref.finalize(self, _stop, process)
-        assert process.stdout is not None
-        process.stdout.readline()  # it has started: the time of a template begins now
-        return process
+        self._connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            process = subprocess.Popen([sys.executable, "-P", str(file)], stdin=theirs.fileno())
+        self._stop = weakref.finalize(self, _end, process, self._connection)
+        self._connection.recv_bytes()  # it has started: the time of a template begins now
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
     process.kill()
     process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
+    connection.close()
 
 
 _renderer = _Renderer()

@@ -1,14 +1,16 @@
-"""Program that renders chat templates: one JSON request on each line of standard input, one JSON reply on each line.
+"""Program that renders chat templates: JSON requests and replies over the socket that is its standard input.
 
 It has Jinja's sandbox, and the functions and settings that `transformers` gives a template. Its memory and the seconds
 of its processor are limited, and it can open no file to write: what a template does wrong ends this process alone.
 """
 
+import contextlib
 import datetime
 import functools
 import json
+import os
 import resource
-import sys
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 import jinja2
@@ -66,16 +68,18 @@ def _render(request: dict[str, Any]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Answers requests until standard input ends."""
+    """Answers requests until the socket is closed."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    print("ready", flush=True)
-    for line in sys.stdin:
-        used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-        limit = int(used) + SECONDS + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-        print(json.dumps(_render(json.loads(line))), flush=True)
+    connection = Connection(os.dup(0))
+    connection.send_bytes(b"ready")
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            request = json.loads(connection.recv_bytes())
+            used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+            resource.setrlimit(resource.RLIMIT_CPU, (int(used) + SECONDS + 1, resource.RLIM_INFINITY))
+            connection.send_bytes(json.dumps(_render(request)).encode())
 
 
 if __name__ == "__main__":

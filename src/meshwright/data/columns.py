@@ -149,46 +149,32 @@ def saved_files(folder: Path) -> list[Path] | None:
     Raises DataError where the folder has several splits, the description names a file outside it, or rows are selected
     by an index that is kept beside them.
     """
-    again = "save the dataset again"
-    if (folder / "dataset_dict.json").is_file():
-        splits = _read_object(folder / "dataset_dict.json").get("splits")
-        names = [name for name in splits if isinstance(name, str)] if isinstance(splits, list) else []
-        if not names or any(Path(name).name != name or name == ".." for name in names):
-            truth = f"it names no splits that are folders in it: {', '.join(names) or 'none'}"
-            raise DataError(f"reading {folder / 'dataset_dict.json'}", truth, again)
-        if len(names) > 1:
-            truth = f"it is a dataset with the splits {', '.join(names)}"
-            raise DataError(f"--data {folder}", truth, f"--data {folder / names[0]}")
-        try:
-            check_inside(folder, [folder / names[0]])
-        except ValueError as error:
-            raise DataError(f"reading {folder}", f"{error}", again) from error
-        return saved_files(folder / names[0])
-    state = _read_object(folder / "state.json")
-    if "_data_files" not in state:
-        return None
+    file = folder / "dataset_dict.json"
+    has_splits = file.is_file()
+    file = file if has_splits else folder / "state.json"
     try:
-        names = [entry["filename"] for entry in state["_data_files"]]
+        record = read_json(file)
+        if not isinstance(record, dict):
+            raise ValueError("it is no object")
+        if not has_splits and "_data_files" not in record:
+            return None
+        names = (record.get("splits") or []) if has_splits else [entry["filename"] for entry in record["_data_files"]]
+        if has_splits and (not names or any(Path(name).name != name or name == ".." for name in names)):
+            raise ValueError(f"it names no splits that are folders in it: {', '.join(names) or 'none'}")
         if not names:
             raise ValueError("it names no files")
-        if any(not isinstance(name, str) or Path(name).name != name for name in names):
+        if any(Path(name).name != name for name in names):
             raise ValueError("it names a file outside the folder")
-        if len(set(names)) < len(names) or any(not name.endswith(".arrow") for name in names):
+        if not has_splits and (len(set(names)) < len(names) or any(not name.endswith(".arrow") for name in names)):
             raise ValueError("it names a file twice, or one that is not .arrow")
         files = [folder / name for name in names]
         check_inside(folder, files)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"reading {folder / 'state.json'}", f"{error}", again) from error
-    if state.get("_indices_files") or state.get("_indices_data_files"):
+        raise DataError(f"reading {file}", f"{error}", "save the dataset again") from error
+    if has_splits and len(names) > 1:
+        raise DataError(f"--data {folder}", f"it is a dataset with the splits {', '.join(names)}", f"--data {files[0]}")
+    if has_splits:
+        return saved_files(files[0])
+    if record.get("_indices_files") or record.get("_indices_data_files"):
         raise DataError(f"--data {folder}", "an index beside it selects its rows", "dataset.flatten_indices() and save")
     return files
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        value = read_json(file)
-        if not isinstance(value, dict):
-            raise ValueError("it is no object")
-    except (OSError, ValueError) as error:
-        raise DataError(f"reading {file}", f"{error}", "save the dataset again") from error
-    return value
