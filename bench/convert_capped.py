@@ -16,7 +16,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from meshwright.hugging_face.families import architecture_of
+from meshwright.hugging_face.architectures import architecture_of
 from meshwright.hugging_face.safetensors_files import NewSafetensorsFile, file_names, split_into_files
 from meshwright.models.families.llama import Llama
 from meshwright.sharding.params import named_leaves

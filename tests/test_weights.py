@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 import meshwright as mw
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.hardware.mesh import build_mesh
-from meshwright.hugging_face.families import architecture_of
+from meshwright.hugging_face.architectures import architecture_of
 from meshwright.hugging_face.folder import check_tied, load_params, open_folder, read_model
 from meshwright.hugging_face.names import StoredTensor, read_block, write_block
 from meshwright.hugging_face.safetensors_files import NewSafetensorsFile, SafetensorsFile

@@ -33,16 +33,6 @@ PARTS: dict[str, dict[str, str]] = {
         "qwen3_next": "models.families.qwen3_next:Qwen3Next",
         "smollm3": "models.families.smollm3:SmolLM3",
     },
-    "Hugging Face family": {
-        "deepseek": "hugging_face.families.deepseek:ARCHITECTURES",
-        "gemma": "hugging_face.families.gemma:ARCHITECTURES",
-        "glm4_moe": "hugging_face.families.glm4_moe:ARCHITECTURES",
-        "gpt2": "hugging_face.families.gpt2:ARCHITECTURES",
-        "gpt_oss": "hugging_face.families.gpt_oss:ARCHITECTURES",
-        "llama": "hugging_face.families.llama:ARCHITECTURES",
-        "llama4": "hugging_face.families.llama4:ARCHITECTURES",
-        "qwen3_next": "hugging_face.families.qwen3_next:ARCHITECTURES",
-    },
     "attention kernel": {
         "reference": "models.kernels.attention:reference_kernels",
         "blocked": "models.kernels.blocked:blocked_kernels",

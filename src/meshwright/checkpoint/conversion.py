@@ -15,8 +15,7 @@ from meshwright.checkpoint.manifest import Manifest, TensorRecord
 from meshwright.checkpoint.tensors import Index, StoredTensors, commit, stored_tensors, write_tensor
 from meshwright.documents import LARGE, check_inside, read_json, read_text, sha256_of, write_atomically
 from meshwright.errors import ConfigError, WeightsError
-from meshwright.hugging_face.architecture import Architecture
-from meshwright.hugging_face.families import architecture_of
+from meshwright.hugging_face.architectures import Architecture, architecture_of
 from meshwright.hugging_face.folder import KEPT, check_tied, keep_files, open_folder, read_model
 from meshwright.hugging_face.hub import PREFIX, find_folder
 from meshwright.hugging_face.names import read_block, unpadded_shape, write_block

@@ -14,9 +14,8 @@ from meshwright.config import Precision
 from meshwright.documents import check_inside
 from meshwright.errors import MeshwrightError, WeightsError
 from meshwright.hugging_face import quantised
-from meshwright.hugging_face.architecture import Architecture
-from meshwright.hugging_face.families import find_architecture
-from meshwright.hugging_face.fields import Fields, read_fields
+from meshwright.hugging_face.architectures import Architecture, find_architecture
+from meshwright.hugging_face.config_fields import Fields, read_fields
 from meshwright.hugging_face.hub import find_folder
 from meshwright.hugging_face.names import Index, StoredTensor, read_block
 from meshwright.hugging_face.safetensors_files import (

@@ -8,12 +8,13 @@ array with its merged dimensions split, of which a block is read or written. No 
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from meshwright.sharding.params import Param
+from meshwright.models.model import Model
+from meshwright.sharding.params import Param, named_leaves
 
 Index = tuple[slice, ...]
 """Block of an array: start and stop of each dimension, step 1."""
@@ -127,3 +128,93 @@ def write_block(p: Param, stored: StoredTensor, index: Index, block: np.ndarray,
     """Inverts `read_block`: writes a block without padding into the stored tensors. tensor: returns writable views."""
     for name, outer, inner in stored.blocks(p, index):
         stored.view(p, tensor(name))[inner] = stored.from_param(p, block[outer])
+
+
+Names = Mapping[str, tuple[str, tuple[str, ...]]]
+"""Parameter, or stack and parameter -> its tensor after the layer's number, and the letters of its dimensions.
+
+A stored dimension of several parameters is marked with how they share it: `+` one after another, `%` by turns, `/` one
+after another within each head. An empty dimension has one element."""
+
+LLAMA: Names = {
+    "embed": ("model.embed_tokens.weight", ("V", "D")),
+    "final_norm": ("model.norm.weight", ("D",)),
+    "unembed": ("lm_head.weight", ("V", "D")),
+    "attention_norm": ("input_layernorm.weight", ("D",)),
+    "query": ("self_attn.q_proj.weight", ("NH", "D")),
+    "key": ("self_attn.k_proj.weight", ("KH", "D")),
+    "value": ("self_attn.v_proj.weight", ("KH", "D")),
+    "attention_out": ("self_attn.o_proj.weight", ("D", "NH")),
+    "query_bias": ("self_attn.q_proj.bias", ("NH",)),
+    "key_bias": ("self_attn.k_proj.bias", ("KH",)),
+    "value_bias": ("self_attn.v_proj.bias", ("KH",)),
+    "attention_out_bias": ("self_attn.o_proj.bias", ("D",)),
+    "query_norm": ("self_attn.q_norm.weight", ("H",)),
+    "key_norm": ("self_attn.k_norm.weight", ("H",)),
+    "mlp_norm": ("post_attention_layernorm.weight", ("D",)),
+    "gate": ("mlp.gate_proj.weight", ("F", "D")),
+    "up": ("mlp.up_proj.weight", ("F", "D")),
+    "down": ("mlp.down_proj.weight", ("D", "F")),
+    "gate_bias": ("mlp.gate_proj.bias", ("F",)),
+    "up_bias": ("mlp.up_proj.bias", ("F",)),
+    "down_bias": ("mlp.down_proj.bias", ("D",)),
+    "router": ("mlp.gate.weight", ("R", "D")),
+    "expert_gate": ("mlp.experts.{expert}.gate_proj.weight", ("F", "D")),
+    "expert_up": ("mlp.experts.{expert}.up_proj.weight", ("F", "D")),
+    "expert_down": ("mlp.experts.{expert}.down_proj.weight", ("D", "F")),
+}
+"""Names of Llama, and of the experts of most architectures."""
+
+
+def locate_tensors(c: Model, names: Names, layer: str) -> dict[str, StoredTensor]:
+    """Returns where each parameter of a model is stored. layer: what precedes the names of a layer's tensors."""
+    spec, params = c.spec(), named_leaves(c.params())
+    rows = {stack: spec.layers_of(stack) for stack in spec.stacks}
+    rows |= {block.stack: (len(spec.layers) + i,) for i, block in enumerate(spec.further)}
+    groups: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {}
+    found: dict[str, StoredTensor] = {}
+    for path in params:
+        stack, _, name = path.rpartition(".")
+        tensor, axes = names[path] if path in names else names[name]
+        groups.setdefault((stack if stack in rows else "", tensor), {})[path] = axes
+    order = list(names)
+    for (stack, tensor), group in groups.items():
+        where = (layer + tensor if stack else tensor, rows.get(stack, ()))
+        paths = sorted(group, key=lambda path: order.index(path if path in names else path.rpartition(".")[2]))
+        found |= _parts(*where, {path: (params[path], group[path]) for path in paths})
+    return {path: found[path] for path in params}
+
+
+def _parts(
+    name: str, layers: tuple[int, ...], group: dict[str, tuple[Param, tuple[str, ...]]]
+) -> dict[str, StoredTensor]:
+    """Returns the places of the parameters of one tensor. group: their descriptions and axes, in their order."""
+    found: dict[str, StoredTensor] = {}
+    shapes = {path: _shape(p, axes) for path, (p, axes) in group.items()}
+    first = 0
+    for place, (path, (p, axes)) in enumerate(group.items()):
+        plain = tuple(letters.rstrip(_MARKS) for letters in axes if letters)
+        axis = next((i for i, letters in enumerate(axes) if letters[-1:] in tuple(_MARKS)), None)
+        if axis is None:
+            found[path] = StoredTensor(name, plain, layers)
+            continue
+        size, total = shapes[path][axis], sum(shape[axis] for shape in shapes.values())
+        before, after = shapes[path][:axis], shapes[path][axis + 1 :]
+        part, split = (axis, slice(first, first + size)), tuple[int, ...]()
+        if axes[axis].endswith("%"):
+            part = (axis, slice(place, None, len(group)))
+        elif axes[axis].endswith("/"):
+            heads = p.shape[p.dims.index("N")]
+            split = (*before, heads, total // heads, *after)
+            part = (axis + 1, slice(first // heads, (first + size) // heads))
+        found[path] = StoredTensor(name, plain, layers, part, (*before, total, *after), split)
+        first += size
+    return found
+
+
+_MARKS = "+%/"
+
+
+def _shape(p: Param, axes: tuple[str, ...]) -> tuple[int, ...]:
+    sizes = dict(zip(p.dims, p.logical_shape, strict=True))
+    return tuple(math.prod(sizes[letter] for letter in letters.rstrip(_MARKS)) for letters in axes)

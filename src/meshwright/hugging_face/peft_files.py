@@ -14,7 +14,7 @@ import numpy as np
 from meshwright.documents import check_inside, read_json
 from meshwright.errors import WeightsError
 from meshwright.fine_tuning import FineTune
-from meshwright.hugging_face.families import architecture_of
+from meshwright.hugging_face.architectures import architecture_of
 from meshwright.hugging_face.names import StoredTensor
 from meshwright.hugging_face.safetensors_files import DTYPES, NewSafetensorsFile, SafetensorsFile
 from meshwright.models.adapters import targets_of

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from meshwright.errors import WeightsError
-from meshwright.hugging_face.fields import Fields
+from meshwright.hugging_face.config_fields import Fields
 from meshwright.hugging_face.safetensors_files import TensorEntry
 
 FP8 = "fp8"

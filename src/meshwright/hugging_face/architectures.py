@@ -1,0 +1,821 @@
+"""Architectures of Hugging Face: configuration to model and back, and the tensors of each parameter.
+
+An architecture is a table of entries, each read and written by the same code, and a table of tensors. Another one is
+added from outside the package by adding it to `ARCHITECTURES`.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from meshwright.errors import WeightsError, nearest
+from meshwright.hugging_face.config_fields import (
+    Entry,
+    Fields,
+    choice,
+    fixed,
+    flag,
+    given,
+    head_size,
+    layer_types,
+    local_layers,
+    must,
+    only_if,
+    own_head_size,
+    plain_rope,
+    read_local_layers,
+    read_no_rope,
+    read_table,
+    read_yarn,
+    rope_fields,
+    rotary_layers,
+    same,
+    scaled_rope,
+    without_effect,
+    write_table,
+    write_yarn,
+)
+from meshwright.hugging_face.names import LLAMA, Names, StoredTensor, locate_tensors
+from meshwright.hugging_face.quantised import FP8, MXFP4
+from meshwright.hugging_face.safetensors_files import tensor_names
+from meshwright.models.blocks.rotary import LatentYarn
+from meshwright.models.decoder import head_size_of
+from meshwright.models.families.deepseek import Deepseek
+from meshwright.models.families.gemma import Gemma2, Gemma3
+from meshwright.models.families.glm4_moe import Glm4Moe
+from meshwright.models.families.gpt2 import Gpt2
+from meshwright.models.families.gpt_oss import GptOss
+from meshwright.models.families.llama import Llama
+from meshwright.models.families.llama4 import Llama4
+from meshwright.models.families.mixtral import Mixtral
+from meshwright.models.families.olmo3 import Olmo3
+from meshwright.models.families.qwen3_next import Qwen3Next
+from meshwright.models.families.smollm3 import SmolLM3
+from meshwright.models.model import Model
+
+_LAYER = "model.layers.{layer}."
+_COMPUTED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """One architecture of `transformers`, as a family of Meshwright computes it."""
+
+    name: str
+    """Name in config.json: "LlamaForCausalLM"."""
+    model_type: str
+    """Type in config.json: "llama"."""
+    family: Callable[..., Model]
+    """Class of the models."""
+    table: tuple[Entry, ...]
+    """Facts that config.json and the model's fields both state, read and written."""
+    names: Names = dataclasses.field(default_factory=lambda: LLAMA)
+    """Tensors of the parameters."""
+    layer: str = _LAYER
+    """Prefix of a layer's tensors."""
+    tied: tuple[str, str] | None = ("lm_head.weight", "model.embed_tokens.weight")
+    """Tensor that files may have besides the one that it is tied to: it is compared with it, and not kept."""
+    computed: tuple[str, ...] = _COMPUTED
+    """Patterns of stored tensors that are computed, not learned: they are left out."""
+    prefix: str = ""
+    """Prefix of the tensors' names that files may lack."""
+    packed: str | None = None
+    """Quantised form of weights that is read as the numbers it stands for; None reads none."""
+    left_out: tuple[str, ...] = ()
+    """Patterns of learned tensors that no logit depends on: they are left out, and a note counts them."""
+
+    def read(self, fields: Fields) -> Model:
+        """Returns the model of a configuration. Raises WeightsError for a field that the family does not compute."""
+        return self.family(**read_table(self.table, fields))
+
+    def write(self, model: Model) -> dict[str, Any] | None:
+        """Returns the configuration of a model, or None where the architecture cannot express it."""
+        return write_table(self.table, model) if type(model) is self.family else None
+
+    def tensors(self, model: Model) -> Mapping[str, StoredTensor]:
+        """Returns where each parameter of a model is stored, by dotted path."""
+        return locate_tensors(model, self.names, self.layer)
+
+    def is_computed(self, name: str) -> bool:
+        """Returns whether a stored tensor is one that the model computes."""
+        return any(re.fullmatch(pattern, name) for pattern in self.computed)
+
+    def leaves_out(self, name: str) -> bool:
+        """Returns whether a stored tensor is learned, and none of those that the model computes logits from."""
+        return any(re.fullmatch(pattern, name) for pattern in self.left_out)
+
+
+# Entries that several architectures share.
+_CORE = (
+    same("vocab_size", "vocab"),
+    same("hidden_size", "width"),
+    same("num_hidden_layers", "layers"),
+    same("num_attention_heads", "heads"),
+)
+_KV_HEADS = same("num_key_value_heads", "kv_heads", lambda fields: fields.get("num_attention_heads"))
+_SILU = fixed("hidden_act", "silu")
+_TIED = choice("tie_word_embeddings", "embedding", {False: "untied", True: "tied"})
+_USUAL_SIZES = (*_CORE, _KV_HEADS, _SILU, _TIED)
+_SIZES = (*_USUAL_SIZES, head_size())
+_MLP = same("intermediate_size", "mlp")
+_BIASES = flag("attention_bias", "qkv_bias", "out_bias")
+_EPSILON, _EPSILON_5 = (same("rms_norm_eps", "norm_epsilon", default) for default in (1e-6, 1e-5))
+_AUX_LOSS = same("router_aux_loss_coef", "aux_loss_weight", 0.001)
+_WINDOW = same("sliding_window", "sliding_window", None)
+_BEFORE = must(norm_place="before")
+_NO_BIASES = must(qkv_bias="none", out_bias="none", mlp_bias="none")
+_PLAIN_ROUTING = must(
+    router_score="softmax", routed_scaling=1.0, expert_groups=1, bias_update_rate=0.0, dispatch="dropless"
+)
+"""Routing of Mixtral and Qwen: softmax over all experts."""
+
+
+# Llama and its relatives: Mistral, Phi-3 and 4, Qwen2, Qwen3, OLMo 2 and 3, SmolLM3, Mixtral, Qwen3-MoE.
+def _read_window(fields: Fields) -> dict[str, Any]:
+    """Returns the sliding window of Qwen's architectures, which have it from the layer `max_window_layers` on."""
+    layers, used = fields.get("num_hidden_layers"), fields.get("use_sliding_window", False)
+    first = fields.get("max_window_layers", layers)
+    usual = ["full_attention" if not used or i < first else "sliding_attention" for i in range(layers)]
+    kinds, window = fields.get("layer_types", usual), fields.get("sliding_window", None)
+    if len(kinds) != layers:
+        found = f"layer_types has {len(kinds)} layers, and num_hidden_layers is {layers}"
+        raise fields.error(found, "the config.json of these weights")
+    if set(kinds) == {"full_attention"}:
+        return {"sliding_window": None}
+    if set(kinds) != {"sliding_attention"} or window is None:
+        raise fields.error(
+            f"some layers have a sliding window of {window} and others do not (layer_types, max_window_layers {first})",
+            "a model whose layers all have one, or none",
+        )
+    return {"sliding_window": int(window)}
+
+
+def _write_window(c: Any) -> dict[str, Any]:
+    used = c.sliding_window is not None
+    first = 0 if used else c.layers
+    return {"use_sliding_window": used, "sliding_window": c.sliding_window, "max_window_layers": first}
+
+
+def _read_olmo3_rope(fields: Fields) -> dict[str, Any]:
+    rope, local = (rope_fields(fields, 500000.0, kind) for kind in ("full_attention", "sliding_attention"))
+    if local.kind != "default" or local.theta != rope.theta:
+        raise fields.error(
+            f"rotary frequencies of local layers have the base {local.theta:g} and the scaling {local.kind!r}, those "
+            f"of global ones the base {rope.theta:g}",
+            "the same rope_theta in both, and YaRN or nothing in global layers",
+        )
+    return {"rope_theta": rope.theta, "yarn": read_yarn(rope)}
+
+
+def _write_olmo3_rope(c: Any) -> dict[str, Any]:
+    local, last = (write_yarn(c.rope_theta, scaling) for scaling in (None, c.yarn))
+    longest = {} if c.yarn is None else {"max_position_embeddings": c.yarn.longest}
+    return {
+        "rope_theta": c.rope_theta,
+        "rope_scaling": None if c.yarn is None else last,
+        "rope_parameters": {"sliding_attention": local, "full_attention": last},
+        **longest,
+    }
+
+
+def _read_smollm3_layers(fields: Fields) -> dict[str, Any]:
+    interval, rotary = read_no_rope(fields)
+    expected = rotary_layers(fields.get("num_hidden_layers"), interval)
+    if rotary != expected:
+        raise fields.error(
+            f"no_rope_layers is {rotary}, and Meshwright computes layers that repeat: {expected}",
+            "a model of which every n-th layer is without rotary embedding",
+        )
+    return {"no_rope_interval": interval}
+
+
+def _read_dense_layers(fields: Fields) -> dict[str, Any]:
+    dense = sorted(fields.get("mlp_only_layers", []))
+    if dense != list(range(len(dense))):
+        raise fields.error(
+            f"layers {', '.join(map(str, dense))} are without experts (mlp_only_layers)",
+            "a model whose layers without experts come first",
+        )
+    return {"dense_layers": len(dense)}
+
+
+_QWEN_WINDOW = Entry(_read_window, _write_window)
+# Null has no window; a configuration without the field is that of Mistral 7B.
+_MISTRAL_WINDOW = same(
+    "sliding_window", "sliding_window", lambda fields: None if "sliding_window" in fields.config else 4096
+)
+_LLAMA = (*_SIZES, scaled_rope(), _EPSILON, _MLP)
+_OLMO = (
+    *(*_USUAL_SIZES, _EPSILON_5, _MLP, _BIASES),
+    must(norm_place="after", qk_norm="rms_heads", mlp_bias="none"),
+    # `transformers` computes OLMo with heads of width / heads.
+    only_if(lambda c: head_size_of(c) * c.heads == c.width),
+)
+_PHI3 = (
+    *(*_SIZES, plain_rope(), _EPSILON_5, _MLP, _BEFORE, _NO_BIASES, _WINDOW),
+    must(qk_norm="none", rope_scaling=None, rope_factor=1.0, yarn=None),
+    without_effect("resid_pdrop", "embd_pdrop", "original_max_position_embeddings"),
+)
+_SMOLLM3 = (
+    *(*_CORE, _KV_HEADS, head_size(), _SILU),
+    choice("tie_word_embeddings", "embedding", {False: "untied", True: "tied"}, default=True),
+    *(scaled_rope(2000000.0), _EPSILON, _MLP, _BIASES),
+    flag("mlp_bias", "mlp_bias"),
+    must(sliding_window=None, norm_place="before", qk_norm="none"),
+    fixed("use_sliding_window", False),
+    Entry(write=lambda c: {"pad_token_id": None}),  # its default is a token of the published vocabulary
+    Entry(_read_smollm3_layers, lambda c: {"no_rope_layers": rotary_layers(c.layers, c.no_rope_interval)}),
+    without_effect("layer_types", "sliding_window"),
+)
+_MIXTRAL = (
+    *(*_SIZES, scaled_rope(1e6), _EPSILON_5, _PLAIN_ROUTING),
+    must(qkv_bias="none", out_bias="none", qk_norm="none", norm_place="before", shared_experts=0, dense_layers=0),
+    must(normalize_top_k=True),
+    same("intermediate_size", "mlp"),
+    same("intermediate_size", "expert_mlp"),
+    same("num_local_experts", "experts"),
+    same("num_experts_per_tok", "experts_per_token"),
+    *(_WINDOW, _AUX_LOSS),
+    without_effect("router_jitter_noise"),
+)
+_QWEN3_MOE = (
+    *(*_LLAMA, _PLAIN_ROUTING, _QWEN_WINDOW, _BIASES),
+    must(qk_norm="rms", norm_place="before", shared_experts=0),
+    same("num_experts", "experts", other="num_local_experts"),
+    same("num_experts_per_tok", "experts_per_token"),
+    same("moe_intermediate_size", "expert_mlp"),
+    same("norm_topk_prob", "normalize_top_k", False),
+    fixed("decoder_sparse_step", 1),
+    Entry(_read_dense_layers, lambda c: {"mlp_only_layers": list(range(c.dense_layers))}),
+    _AUX_LOSS,
+)
+_OLMO_NAMES = {
+    **LLAMA,
+    "attention_norm": ("post_attention_layernorm.weight", ("D",)),
+    "mlp_norm": ("post_feedforward_layernorm.weight", ("D",)),
+    "query_norm": ("self_attn.q_norm.weight", ("NH",)),
+    "key_norm": ("self_attn.k_norm.weight", ("KH",)),
+}
+_PHI3_NAMES = {
+    **LLAMA,
+    "query": ("self_attn.qkv_proj.weight", ("NH+", "D")),
+    "key": ("self_attn.qkv_proj.weight", ("KH+", "D")),
+    "value": ("self_attn.qkv_proj.weight", ("KH+", "D")),
+    "gate": ("mlp.gate_up_proj.weight", ("F+", "D")),
+    "up": ("mlp.gate_up_proj.weight", ("F+", "D")),
+}
+_MIXTRAL_NAMES = {
+    **LLAMA,
+    "router": ("block_sparse_moe.gate.weight", ("R", "D")),
+    "expert_gate": ("block_sparse_moe.experts.{expert}.w1.weight", ("F", "D")),
+    "expert_up": ("block_sparse_moe.experts.{expert}.w3.weight", ("F", "D")),
+    "expert_down": ("block_sparse_moe.experts.{expert}.w2.weight", ("D", "F")),
+}
+
+# DeepSeek-V3, Kimi K2 (the same architecture with other sizes) and DeepSeek-V2-Lite; GLM-4.5 has V3's experts.
+_BIAS_UPDATE_RATE = 0.001
+"""Step of the router bias in DeepSeek-V3's training (arXiv:2412.19437, section 4.2)."""
+_V3_BALANCE_WEIGHT, _V2_BALANCE_WEIGHT = 0.0001, 0.001
+"""Weight of the sequence-wise balance loss (arXiv:2412.19437, section 4.2; V2-Lite's `aux_loss_alpha`)."""
+
+
+def _read_deepseek_heads(fields: Fields) -> dict[str, Any]:
+    fields.require("num_key_value_heads", fields.get("num_attention_heads"))
+    return {}
+
+
+def _read_deepseek_rope(fields: Fields) -> dict[str, Any]:
+    rope = rope_fields(fields)
+    if rope.kind == "default":
+        return {"rope_theta": rope.theta, "yarn": None}
+    names = {field.name for field in dataclasses.fields(LatentYarn)} - {"bounds"}
+    others = set(rope.scaling) - names
+    if rope.kind != "yarn" or others:
+        found = f"rope scaling of type {rope.kind!r}" + (f" with {', '.join(sorted(others))}" if others else "")
+        raise rope.refused(found, "a model without, or YaRN")
+    scaling = {"factor": rope.number("factor"), **rope.scaling}
+    scaling["original_max_position_embeddings"] = rope.pretrained_length()
+    numbers: dict[str, Any] = {name: rope.number(name) for name, value in scaling.items() if value}
+    # A field that is missing has these values in `transformers`, which are not those of DeepSeek.
+    missing = {"mscale": 0.0, "mscale_all_dim": 0.0}
+    return {"rope_theta": rope.theta, "yarn": LatentYarn(**{**missing, **numbers})}
+
+
+def _write_deepseek_rope(c: Any) -> dict[str, Any] | None:
+    if c.yarn is None:
+        return {"rope_theta": c.rope_theta, "rope_scaling": None}
+    if c.yarn.bounds != "whole":
+        return None
+    values = {name: value for name, value in dataclasses.asdict(c.yarn).items() if value is not None}
+    del values["bounds"]
+    scaling = {"rope_type": "yarn", "type": "yarn", **values}
+    return {"rope_theta": c.rope_theta, "rope_scaling": scaling, "max_position_embeddings": c.yarn.longest}
+
+
+def _read_mtp_depth(fields: Fields) -> dict[str, Any]:
+    """Returns the layers of multi-token prediction whose weights are there: the released files have one.
+
+    `transformers` names them in the configuration and leaves them out of the files that it writes.
+    """
+    named = fields.first("num_nextn_predict_layers", "num_mtp_layers", default=0)
+    prefix = _LAYER.format(layer=fields.get("num_hidden_layers"))
+    if not named or not any(name.startswith(prefix) for name in tensor_names(fields.file.parent)):
+        return {"mtp_depth": 0}
+    if named > 1:
+        found = f"it has {named} layers of multi-token prediction, and one is computed"
+        raise fields.error(found, "a model with one, or none")
+    return {"mtp_depth": 1}
+
+
+_DEEPSEEK_EXPERTS = (
+    same("n_routed_experts", "experts"),
+    same("num_experts_per_tok", "experts_per_token"),
+    same("moe_intermediate_size", "expert_mlp"),
+    same("n_shared_experts", "shared_experts"),
+    same("first_k_dense_replace", "dense_layers"),
+    same("routed_scaling_factor", "routed_scaling", kind=float),
+    given(router_z_loss_weight=0.0),
+    must(dispatch="dropless"),
+    only_if(lambda c: c.shared_experts > 0),
+)
+_DEEPSEEK = (
+    *(*_CORE, _MLP, _EPSILON, _TIED, _SILU),
+    fixed("attention_bias", False),
+    fixed("mlp_bias", False, written=False),
+    fixed("moe_layer_freq", 1),
+    fixed("ep_size", 1, written=False),
+    Entry(_read_deepseek_heads, lambda c: {"num_key_value_heads": c.heads}),
+    without_effect("head_dim", "qk_head_dim", "seq_aux"),
+    Entry(_read_deepseek_rope, _write_deepseek_rope),
+    same("q_lora_rank", "q_lora_rank", 0, kind=lambda rank: rank or None),
+    *(same(name, name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
+    *_DEEPSEEK_EXPERTS,
+)
+_DEEPSEEK_V3 = (
+    *_DEEPSEEK,
+    same("aux_loss_alpha", "aux_loss_weight", _V3_BALANCE_WEIGHT),
+    fixed("rope_interleave", True),
+    fixed("scoring_func", "sigmoid"),
+    fixed("topk_method", "noaux_tc"),
+    must(router_score="sigmoid"),
+    same("norm_topk_prob", "normalize_top_k", True),
+    same("n_group", "expert_groups"),
+    same("topk_group", "topk_groups"),
+    given(bias_update_rate=_BIAS_UPDATE_RATE),
+    Entry(_read_mtp_depth, lambda c: {"num_nextn_predict_layers": c.mtp_depth}),
+)
+_DEEPSEEK_V2 = (
+    *_DEEPSEEK,
+    same("aux_loss_alpha", "aux_loss_weight", _V2_BALANCE_WEIGHT),
+    fixed("scoring_func", "softmax"),
+    fixed("topk_method", "greedy"),
+    fixed("norm_topk_prob", False),
+    must(router_score="softmax", normalize_top_k=False, bias_update_rate=0.0),
+    # With the method "greedy" there are no groups, whatever their number is.
+    without_effect("n_group", "topk_group"),
+    Entry(write=lambda c: {"n_group": 1, "topk_group": 1} if c.expert_groups == c.topk_groups else None),
+)
+_DEEPSEEK_NAMES = {
+    **LLAMA,
+    "query_down": ("self_attn.q_a_proj.weight", ("Z", "D")),
+    "query_norm": ("self_attn.q_a_layernorm.weight", ("Z",)),
+    "query_up": ("self_attn.q_b_proj.weight", ("NH", "Z")),
+    "kv_down": ("self_attn.kv_a_proj_with_mqa.weight", ("Z", "D")),
+    "kv_norm": ("self_attn.kv_a_layernorm.weight", ("Z",)),
+    "kv_up": ("self_attn.kv_b_proj.weight", ("NH", "Z")),
+    "router_bias": ("mlp.gate.e_score_correction_bias", ("R",)),
+    "shared_gate": ("mlp.shared_experts.gate_proj.weight", ("F", "D")),
+    "shared_up": ("mlp.shared_experts.up_proj.weight", ("F", "D")),
+    "shared_down": ("mlp.shared_experts.down_proj.weight", ("D", "F")),
+    "mtp.embed_norm": ("enorm.weight", ("D",)),
+    "mtp.hidden_norm": ("hnorm.weight", ("D",)),
+    "mtp.project": ("eh_proj.weight", ("D", "Z")),
+    "mtp.final_norm": ("shared_head.norm.weight", ("D",)),
+}
+_MTP_COPIES = r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight"
+"""Copies of embedding and unembedding with the layer of multi-token prediction, which shares those of the model."""
+_GLM4_MOE = (
+    *(*_SIZES, _MLP, _EPSILON_5, scaled_rope(fraction=0.5)),
+    flag("attention_bias", "qkv_bias"),
+    choice("use_qk_norm", "qk_norm", {False: "none", True: "rms"}),
+    *_DEEPSEEK_EXPERTS,
+    same("norm_topk_prob", "normalize_top_k", True),
+    same("n_group", "expert_groups", 1),
+    same("topk_group", "topk_groups", 1),
+    must(router_score="sigmoid"),
+    given(bias_update_rate=_BIAS_UPDATE_RATE, aux_loss_weight=_V3_BALANCE_WEIGHT),
+    without_effect("num_nextn_predict_layers", "num_mtp_layers"),
+)
+_GLM4_MOE_NAMES = {**_DEEPSEEK_NAMES, "query_norm": LLAMA["query_norm"]}
+
+
+# Gemma 2 and 3: Llama's projections, four norms in a layer.
+def _read_gemma3_layers(fields: Fields) -> dict[str, Any]:
+    pattern = fields.first("sliding_window_pattern", "_sliding_window_pattern", default=6)
+    return {"local_layers": read_local_layers(fields, pattern - 1)}
+
+
+def _read_gemma3_rope(fields: Fields) -> dict[str, Any]:
+    """Returns base and factor of the global layers, and the base of the local ones."""
+    rope = rope_fields(fields, 1e6, "full_attention")
+    local = rope_fields(fields, 1e4, "sliding_attention", "rope_local_base_freq")
+    if rope.kind not in ("default", "linear") or local.kind != "default":
+        found = f"rope_scaling of type {rope.kind!r} in global layers and {local.kind!r} in local ones"
+        raise rope.refused(found, "a model with none, or with that of type linear in global layers")
+    factor = float(rope.scaling["factor"]) if rope.kind == "linear" else 1.0
+    return {"rope_theta": rope.theta, "rope_factor": factor, "local_rope_theta": local.theta}
+
+
+def _write_gemma3_rope(c: Any) -> dict[str, Any]:
+    linear = None if c.rope_factor == 1.0 else {"rope_type": "linear", "factor": c.rope_factor}
+    return {
+        "rope_parameters": {
+            "full_attention": {"rope_theta": c.rope_theta, **(linear or {"rope_type": "default"})},
+            "sliding_attention": {"rope_type": "default", "rope_theta": c.local_rope_theta},
+        },
+        # As `transformers` 4 reads them.
+        "rope_theta": c.rope_theta,
+        "rope_local_base_freq": c.local_rope_theta,
+        "rope_scaling": linear,
+    }
+
+
+def _softcap(name: str, field: str, default: float) -> Entry:
+    """Returns the entry of a soft cap, whose null has no cap. default: where the field is missing."""
+
+    def read(fields: Fields) -> dict[str, Any]:
+        fields.without_effect(name)
+        return {field: fields.config.get(name, default)}
+
+    return Entry(read, lambda c: {name: getattr(c, field)})
+
+
+_GEMMA = (
+    *_CORE,
+    same("num_key_value_heads", "kv_heads"),
+    own_head_size(),
+    _MLP,
+    fixed("hidden_activation", "gelu_pytorch_tanh"),
+    without_effect("hidden_act"),  # the files of Gemma 2 have both
+    fixed("attention_bias", False, written=False),
+    fixed("use_bidirectional_attention", False, None, written=False),
+    fixed("tie_word_embeddings", True),
+    same("sliding_window", "sliding_window", 4096),
+    Entry(
+        lambda fields: {"query_scale": fields.get("query_pre_attn_scalar", 256)},
+        lambda c: {"query_pre_attn_scalar": int(c.query_scale or head_size_of(c))},
+    ),
+    _EPSILON,
+)
+_GEMMA2 = (
+    *_GEMMA,
+    local_layers(1),
+    plain_rope(),
+    _softcap("attn_logit_softcapping", "softcap", 50.0),
+    _softcap("final_logit_softcapping", "logit_softcap", 30.0),
+)
+_GEMMA3 = (
+    *_GEMMA,
+    fixed("attn_logit_softcapping", None, written=False),
+    fixed("final_logit_softcapping", None, written=False),
+    local_layers(5),
+    Entry(_read_gemma3_layers, lambda c: {"model_type": "gemma3_text"}),
+    Entry(_read_gemma3_rope, _write_gemma3_rope),
+)
+_GEMMA_NAMES = {
+    **LLAMA,
+    "attention_out_norm": ("post_attention_layernorm.weight", ("D",)),
+    "mlp_norm": ("pre_feedforward_layernorm.weight", ("D",)),
+    "mlp_out_norm": ("post_feedforward_layernorm.weight", ("D",)),
+}
+
+
+# GPT-2: projections as [inputs, outputs], query, key and value fused.
+def _read_inner(fields: Fields) -> dict[str, Any]:
+    width, inner = fields.get("n_embd"), fields.get("n_inner", 4 * fields.get("n_embd"))
+    if inner != 4 * width:
+        truth = f"n_inner is {inner}, and Meshwright computes GPT-2 with 4 * {width} = {4 * width}"
+        raise fields.error(truth, f"a model with n_inner {4 * width}")
+    return {}
+
+
+_GPT2 = (
+    same("vocab_size", "vocab"),
+    same("n_embd", "width"),
+    same("n_layer", "layers"),
+    same("n_head", "heads"),
+    same("n_positions", "positions"),
+    same("layer_norm_epsilon", "norm_epsilon", 1e-5),
+    fixed("activation_function", "gelu_new", "gelu_pytorch_tanh"),
+    fixed("tie_word_embeddings", True),
+    fixed("scale_attn_weights", True, written=False),
+    fixed("scale_attn_by_inverse_layer_idx", False, written=False),
+    fixed("add_cross_attention", False, written=False),
+    must(bias="learned"),
+    Entry(_read_inner),
+    without_effect("attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn", "n_ctx"),
+    without_effect("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"),
+    without_effect("summary_use_proj"),
+)
+_GPT2_NAMES = {
+    "embed": ("transformer.wte.weight", ("V", "D")),
+    "positions": ("transformer.wpe.weight", ("T", "D")),
+    "final_norm.scale": ("transformer.ln_f.weight", ("D",)),
+    "final_norm.bias": ("transformer.ln_f.bias", ("D",)),
+    "attention_norm": ("ln_1.weight", ("D",)),
+    "attention_norm_bias": ("ln_1.bias", ("D",)),
+    "query": ("attn.c_attn.weight", ("D", "NH+")),
+    "key": ("attn.c_attn.weight", ("D", "NH+")),
+    "value": ("attn.c_attn.weight", ("D", "NH+")),
+    "query_bias": ("attn.c_attn.bias", ("NH+",)),
+    "key_bias": ("attn.c_attn.bias", ("NH+",)),
+    "value_bias": ("attn.c_attn.bias", ("NH+",)),
+    "attention_out": ("attn.c_proj.weight", ("NH", "D")),
+    "attention_out_bias": ("attn.c_proj.bias", ("D",)),
+    "mlp_norm": ("ln_2.weight", ("D",)),
+    "mlp_norm_bias": ("ln_2.bias", ("D",)),
+    "up": ("mlp.c_fc.weight", ("D", "F")),
+    "up_bias": ("mlp.c_fc.bias", ("F",)),
+    "down": ("mlp.c_proj.weight", ("F", "D")),
+    "down_bias": ("mlp.c_proj.bias", ("D",)),
+}
+
+
+# GPT-OSS: the experts of a layer in one tensor, gate and up by turns in its columns.
+def _read_gpt_oss_rope(fields: Fields) -> dict[str, Any]:
+    # `transformers` takes YaRN for a configuration without rotary fields, and Meshwright writes them.
+    fields.first("rope_scaling", "rope_parameters")
+    rope = rope_fields(fields, 150000.0)
+    return {"rope_theta": rope.theta, "rope_scaling": read_yarn(rope)}
+
+
+def _write_gpt_oss_rope(c: Any) -> dict[str, Any]:
+    written = write_yarn(c.rope_theta, c.rope_scaling)
+    scaling = None if c.rope_scaling is None else written
+    return {"rope_theta": c.rope_theta, "rope_scaling": scaling, "rope_parameters": written}
+
+
+_GPT_OSS = (
+    *(*_CORE, _KV_HEADS, own_head_size(64), _SILU),
+    fixed("attention_bias", True),
+    fixed("tie_word_embeddings", False),
+    same("sliding_window", "sliding_window", 128),
+    local_layers(1),
+    Entry(_read_gpt_oss_rope, _write_gpt_oss_rope),
+    _EPSILON_5,
+    same("num_local_experts", "experts", other="num_experts"),
+    same("num_experts_per_tok", "experts_per_token", other="experts_per_token"),
+    same("intermediate_size", "expert_mlp"),
+    same("swiglu_alpha", "swiglu_alpha", 1.702),
+    same("swiglu_limit", "swiglu_limit", 7.0),
+    _AUX_LOSS,
+    # Names of the published files that repeat others.
+    without_effect("experts_per_token", "initial_context_length", "num_experts"),
+)
+_GPT_OSS_NAMES = {
+    **LLAMA,
+    "sinks": ("self_attn.sinks", ("N",)),
+    "router": ("mlp.router.weight", ("R", "D")),
+    "router_bias": ("mlp.router.bias", ("R",)),
+    "expert_gate": ("mlp.experts.gate_up_proj", ("E", "D", "F%")),
+    "expert_up": ("mlp.experts.gate_up_proj", ("E", "D", "F%")),
+    "expert_gate_bias": ("mlp.experts.gate_up_proj_bias", ("E", "F%")),
+    "expert_up_bias": ("mlp.experts.gate_up_proj_bias", ("E", "F%")),
+    "expert_down": ("mlp.experts.down_proj", ("E", "F", "D")),
+    "expert_down_bias": ("mlp.experts.down_proj_bias", ("E", "D")),
+}
+
+
+# Llama 4's text model: the experts of a layer in one tensor, gates first.
+def _llama4_layers(layers: int, no_rope: int, expert: int) -> dict[str, Any]:
+    rotary = rotary_layers(layers, no_rope)
+    return {
+        "no_rope_layers": rotary,
+        "layer_types": ["chunked_attention" if rotates else "full_attention" for rotates in rotary],
+        "moe_layers": list(range(expert - 1, layers, expert)),
+    }
+
+
+def _read_llama4_layers(fields: Fields) -> dict[str, Any]:
+    layers, step = fields.get("num_hidden_layers"), fields.get("interleave_moe_layer_step", 1)
+    interval, rotary = read_no_rope(fields)
+    moe = fields.get("moe_layers", list(range(step - 1, layers, step)))
+    step = moe[0] + 1 if moe else step
+    expected = _llama4_layers(layers, interval, step)
+    found = {"no_rope_layers": rotary, "layer_types": fields.get("layer_types", expected["layer_types"])}
+    for name, kinds in {**found, "moe_layers": moe}.items():
+        if kinds != expected[name] or (name == "moe_layers" and not moe):
+            raise fields.error(
+                f"{name} is {kinds}, and Meshwright computes layers that repeat: {expected[name]}",
+                "a model whose layers without rotary embedding, and those with experts, are each n-th",
+            )
+    return {"no_rope_interval": interval, "expert_interval": step}
+
+
+def _read_temperature(fields: Fields) -> dict[str, Any]:
+    scale, tuned = fields.get("attn_scale", 0.1), fields.get("attn_temperature_tuning", True)
+    return {"temperature_scale": scale if tuned else 0.0}
+
+
+_LLAMA4 = (
+    *(*_SIZES, scaled_rope(500000.0), _EPSILON_5),
+    fixed("attention_bias", False),
+    fixed("router_jitter_noise", 0.0, written=False),
+    without_effect("for_llm_compressor", "attn_implementation"),
+    Entry(_read_llama4_layers, lambda c: _llama4_layers(c.layers, c.no_rope_interval, c.expert_interval)),
+    Entry(write=lambda c: {"interleave_moe_layer_step": c.expert_interval, "model_type": "llama4_text"}),
+    same("intermediate_size", "expert_mlp"),
+    same("intermediate_size_mlp", "mlp", 16384),
+    same("attention_chunk_size", "attention_chunk", 8192),
+    choice("use_qk_norm", "qk_l2_norm", {True: "rotary", False: "none"}, default=True),
+    Entry(
+        _read_temperature,
+        lambda c: {"attn_scale": c.temperature_scale, "attn_temperature_tuning": c.temperature_scale != 0.0},
+    ),
+    same("floor_scale", "temperature_floor", 8192, kind=int),
+    same("num_local_experts", "experts", 16),
+    same("num_experts_per_tok", "experts_per_token", 1),
+    _AUX_LOSS,
+)
+_LLAMA4_NAMES = {
+    **{name: (tensor.replace("mlp.", "feed_forward."), axes) for name, (tensor, axes) in LLAMA.items()},
+    "router": ("feed_forward.router.weight", ("R", "D")),
+    "shared_gate": ("feed_forward.shared_expert.gate_proj.weight", ("F", "D")),
+    "shared_up": ("feed_forward.shared_expert.up_proj.weight", ("F", "D")),
+    "shared_down": ("feed_forward.shared_expert.down_proj.weight", ("D", "F")),
+    "expert_gate": ("feed_forward.experts.gate_up_proj", ("E", "D", "F+")),
+    "expert_up": ("feed_forward.experts.gate_up_proj", ("E", "D", "F+")),
+    "expert_down": ("feed_forward.experts.down_proj", ("E", "F", "D")),
+}
+
+# Qwen3-Next: linear attention's projections in two tensors, by key head.
+_LINEAR = "linear_attention"
+
+
+def _read_qwen3_next_layers(fields: Fields) -> dict[str, Any]:
+    # Both forms of the same fact: files have one of them, or both.
+    interval = fields.get("full_attention_interval", 4)
+    return {"full_attention_interval": read_local_layers(fields, interval - 1, _LINEAR) + 1}
+
+
+def _write_qwen3_next_layers(c: Any) -> dict[str, Any]:
+    interval = c.full_attention_interval
+    return {"full_attention_interval": interval, "layer_types": layer_types(c.layers, interval - 1, _LINEAR)}
+
+
+_QWEN3_NEXT = (
+    *_CORE,
+    same("num_key_value_heads", "kv_heads", 2),
+    *(head_size(256), _SILU, _TIED),
+    fixed("attention_bias", False),
+    fixed("decoder_sparse_step", 1),
+    fixed("mlp_only_layers", []),
+    without_effect("intermediate_size"),  # of layers without experts
+    Entry(_read_qwen3_next_layers, _write_qwen3_next_layers),
+    *(scaled_rope(fraction=0.25), _EPSILON),
+    same("linear_num_key_heads", "linear_heads", 16),
+    same("linear_num_value_heads", "linear_value_heads", 32),
+    same("linear_key_head_dim", "linear_key_size", 128),
+    same("linear_value_head_dim", "linear_value_size", 128),
+    same("linear_conv_kernel_dim", "convolution_taps", 4),
+    _PLAIN_ROUTING,
+    same("num_experts", "experts", 512),
+    same("num_experts_per_tok", "experts_per_token", 10),
+    same("moe_intermediate_size", "expert_mlp", 512),
+    same("shared_expert_intermediate_size", "shared_mlp", 512),
+    same("norm_topk_prob", "normalize_top_k", True),
+    _AUX_LOSS,
+)
+_FUSED = {
+    "self_attn.q_proj.weight": {"blocks.query": "NH/", "blocks.query_gate": "NH/"},
+    "linear_attn.in_proj_qkvz.weight": {"query": "NH/", "key": "NH/", "value": "NGH/", "value_gate": "NGH/"},
+    "linear_attn.in_proj_ba.weight": {"rate": "NG/", "step": "NG/"},
+}
+"""Tensor -> the projections in it, of which it has the rows of the first head, then those of the next."""
+_TAPS = "linear_attn.conv1d.weight"
+_QWEN3_NEXT_NAMES = {
+    **LLAMA,
+    "shared_gate": ("mlp.shared_expert.gate_proj.weight", ("F", "D")),
+    "shared_up": ("mlp.shared_expert.up_proj.weight", ("F", "D")),
+    "shared_down": ("mlp.shared_expert.down_proj.weight", ("D", "F")),
+    "shared_scale": ("mlp.shared_expert_gate.weight", ("Q", "D")),
+    "blocks.key": LLAMA["key"],
+    "blocks.value": LLAMA["value"],
+    "blocks.attention_out": LLAMA["attention_out"],
+    "attention_out": ("linear_attn.out_proj.weight", ("D", "NGH")),
+    "step_bias": ("linear_attn.dt_bias", ("NG",)),
+    "a_log": ("linear_attn.A_log", ("NG",)),
+    "value_norm": ("linear_attn.norm.weight", ("H",)),
+    "query_taps": (_TAPS, ("NH+", "", "W")),
+    "key_taps": (_TAPS, ("NH+", "", "W")),
+    "value_taps": (_TAPS, ("NGH+", "", "W")),
+    **{name: (tensor, (axes, "D")) for tensor, parts in _FUSED.items() for name, axes in parts.items()},
+}
+
+_NO_QK_NORM = must(qk_norm="none")
+_ALL = (
+    Architecture("DeepseekV2ForCausalLM", "deepseek_v2", Deepseek, _DEEPSEEK_V2, _DEEPSEEK_NAMES),
+    Architecture(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        Deepseek,
+        _DEEPSEEK_V3,
+        _DEEPSEEK_NAMES,
+        computed=(*_COMPUTED, _MTP_COPIES),
+        packed=FP8,
+    ),
+    Architecture(
+        "GPT2LMHeadModel",
+        "gpt2",
+        Gpt2,
+        _GPT2,
+        _GPT2_NAMES,
+        "transformer.h.{layer}.",
+        ("lm_head.weight", "transformer.wte.weight"),
+        (r"transformer\.h\.\d+\.attn\.(masked_)?bias",),
+        "transformer.",
+    ),
+    # What is left out is the layer that predicts the token after the next: `transformers` does not read it either.
+    Architecture(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        Glm4Moe,
+        _GLM4_MOE,
+        _GLM4_MOE_NAMES,
+        left_out=(r"model\.layers\.(46|92)\..*",),
+    ),
+    Architecture("GptOssForCausalLM", "gpt_oss", GptOss, _GPT_OSS, _GPT_OSS_NAMES, tied=None, packed=MXFP4),
+    Architecture("Gemma2ForCausalLM", "gemma2", Gemma2, _GEMMA2, _GEMMA_NAMES),
+    Architecture("Gemma3ForCausalLM", "gemma3_text", Gemma3, _GEMMA3, _GEMMA_NAMES),
+    Architecture(
+        "LlamaForCausalLM",
+        "llama",
+        Llama,
+        (*_LLAMA, _BEFORE, _NO_QK_NORM, must(sliding_window=None), _BIASES, flag("mlp_bias", "mlp_bias")),
+    ),
+    Architecture("MistralForCausalLM", "mistral", Llama, (*_LLAMA, _BEFORE, _NO_BIASES, _NO_QK_NORM, _MISTRAL_WINDOW)),
+    Architecture(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        Llama,
+        (*_LLAMA, _BEFORE, must(qkv_bias="learned", out_bias="none", mlp_bias="none", qk_norm="none"), _QWEN_WINDOW),
+    ),
+    Architecture(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        Llama,
+        (*_LLAMA, _BEFORE, must(qk_norm="rms", mlp_bias="none"), _BIASES, _QWEN_WINDOW),
+    ),
+    Architecture(
+        "Olmo2ForCausalLM",
+        "olmo2",
+        Llama,
+        (*_OLMO, scaled_rope(), must(sliding_window=None), fixed("clip_qkv", None, written=False)),
+        _OLMO_NAMES,
+    ),
+    Architecture(
+        "Olmo3ForCausalLM",
+        "olmo3",
+        Olmo3,
+        (
+            *(*_OLMO, Entry(_read_olmo3_rope, _write_olmo3_rope)),
+            *(same("sliding_window", "sliding_window", 4096), local_layers(3)),
+        ),
+        _OLMO_NAMES,
+    ),
+    Architecture("Phi3ForCausalLM", "phi3", Llama, _PHI3, _PHI3_NAMES),
+    Architecture("SmolLM3ForCausalLM", "smollm3", SmolLM3, _SMOLLM3),
+    Architecture("MixtralForCausalLM", "mixtral", Mixtral, _MIXTRAL, _MIXTRAL_NAMES),
+    Architecture("Qwen3MoeForCausalLM", "qwen3_moe", Mixtral, _QWEN3_MOE),
+    Architecture("Llama4ForCausalLM", "llama4_text", Llama4, _LLAMA4, _LLAMA4_NAMES),
+    Architecture(
+        "Qwen3NextForCausalLM", "qwen3_next", Qwen3Next, _QWEN3_NEXT, _QWEN3_NEXT_NAMES, left_out=(r"mtp\..*",)
+    ),
+)
+ARCHITECTURES = {architecture.name: architecture for architecture in _ALL}
+"""All architectures by name, and those added from outside the package; the first that can express a model writes it."""
+
+
+def find_architecture(fields: Fields) -> Architecture:
+    """Returns the architecture of a configuration. Raises WeightsError for one that Meshwright does not compute."""
+    names = fields.config.get("architectures") or []
+    name = str(names[0]) if names else ""
+    if name not in ARCHITECTURES:
+        found = f"its architecture is {name or 'not named'}, which Meshwright does not compute"
+        raise fields.error(found, nearest(name, ARCHITECTURES))
+    return ARCHITECTURES[name]
+
+
+def architecture_of(model: Model) -> tuple[Architecture, dict[str, Any]]:
+    """Returns the architecture that can express `model`, and its configuration. Raises WeightsError where none can."""
+    for architecture in ARCHITECTURES.values():
+        config = architecture.write(model)
+        if config is not None:
+            names = {"architectures": [architecture.name], "model_type": architecture.model_type}
+            return architecture, {**names, **config}
+    raise WeightsError(
+        f"a {type(model).__name__} as a Hugging Face model",
+        "no architecture of `transformers` that Meshwright knows has this combination of fields",
+        f"a model that one of these can express: {', '.join(sorted(ARCHITECTURES))}",
+    )
