@@ -52,11 +52,6 @@ def _logits(x_TD: jax.Array, table_VD: jax.Array, vocab: int, softcap: float | N
     return jnp.where(in_vocab_V[None], cap(logits_TV, softcap), -1e30), first
 
 
-def _one_hot(labels_T: jax.Array, first: jax.Array, rows: int) -> jax.Array:
-    """Returns the one-hot labels [T, V/stage+tensor] of this device's block, bool."""
-    return (labels_T - first)[:, None] == jnp.arange(rows)[None]
-
-
 def _forward(
     x_TD: jax.Array, table_VD: jax.Array, labels_T: jax.Array, vocab: int, chunk: int, softcap: float | None
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
@@ -64,7 +59,7 @@ def _forward(
         x_TD, labels_T = inputs
         logits_TV, first = _logits(x_TD, table_VD, vocab, softcap)
         max_T = all_reduce_max(logits_TV.max(-1), VOCAB_AXES)
-        one_hot_TV = _one_hot(labels_T, first, table_VD.shape[0])
+        one_hot_TV = (labels_T - first)[:, None] == jnp.arange(table_VD.shape[0])[None]
         sum_exp_T, label_logit_T = all_reduce(
             (jnp.exp(logits_TV - max_T[:, None]).sum(-1), jnp.where(one_hot_TV, logits_TV, 0).sum(-1)), VOCAB_AXES
         )
@@ -87,7 +82,7 @@ def _backward(
     def chunk_gradients(g_table_VD: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         x_TD, labels_T, lse_T, g_nll_T, g_lse_T = inputs
         logits_TV, first = _logits(x_TD, table_VD, vocab, softcap)
-        one_hot_TV = _one_hot(labels_T, first, table_VD.shape[0])
+        one_hot_TV = (labels_T - first)[:, None] == jnp.arange(table_VD.shape[0])[None]
         probability_TV = jnp.exp(logits_TV - lse_T[:, None])
         g_logits_TV = (g_nll_T + g_lse_T)[:, None] * probability_TV - jnp.where(one_hot_TV, g_nll_T[:, None], 0)
         # Padding has no probability, so its gradient is zero whatever the cap's derivative there.
@@ -107,11 +102,8 @@ def _backward(
     else:
         chunks = jax.tree.map(lambda a: a.reshape(-1, chunk, *a.shape[1:]), inputs)
         g_table_VD, g_x_TD = jax.lax.scan(chunk_gradients, zeros_VD, chunks)
-    return (
-        g_x_TD.reshape(x_TD.shape),
-        g_table_VD.astype(table_VD.dtype),
-        np.zeros(labels_T.shape, jax.dtypes.float0),
-    )
+    no_gradient = np.zeros(labels_T.shape, jax.dtypes.float0)
+    return g_x_TD.reshape(x_TD.shape), g_table_VD.astype(table_VD.dtype), no_gradient
 
 
 token_losses.defvjp(_forward, _backward)

@@ -48,7 +48,7 @@ def memory_by_category(settled: Settled, work: Work, in_flight: float) -> dict[s
     table = work.unembedding.n * work.width * (compute + (0 if frozen else 4))
     # Logits are float32; so is their gradient while it is computed.
     loss = table + 2.0 * logits * 4
-    attention_inner = (work.query_width + work.kv_width) * 2
+    attention_inner = (work.widths.query + work.widths.kv) * 2
     # Experts (compiled for v5p and H100) have four arrays of the hidden width at once, a dense layer's SwiGLU five.
     hidden = 2.0 if work.expert_rows else 2.5
     inner = work.tokens * (4 * work.width + hidden * work.ffn_hidden + attention_inner) * compute
@@ -195,8 +195,8 @@ def _elements_per_token(placed: PlacedRun, work: Work) -> dict[str, float]:
     """Elements per token that a layer produces under each checkpoint name, on a device."""
     return {
         LAYER_INPUT: work.width / placed.shape.tensor,
-        QKV: work.qkv_width,
-        ATTN_OUT: work.value_width,
+        QKV: work.widths.saved,
+        ATTN_OUT: work.widths.value,
         ATTN_RESIDUAL: work.width / placed.shape.tensor,
         FFN_HIDDEN: work.ffn_hidden,
     }
@@ -206,16 +206,16 @@ def _saved_bytes(placed: PlacedRun, work: Work, compute: int) -> float:
     """Bytes that a layer keeps on the device for the backward pass."""
     policy = REMAT_POLICIES[placed.run.training.remat]
     elements = _elements_per_token(placed, work)
-    elements[ATTN_LSE] = work.heads * 4 / compute
+    elements[ATTN_LSE] = work.widths.heads * 4 / compute
     if policy.saved is None:
         # Also both normalised inputs, whole over `tensor`, the attention output as its projection reads it, SwiGLU's
         # product (gate and up are `ffn_hidden`); of experts their rows, and the router's input in float32.
-        kept = sum(elements.values()) + 2 * work.width + work.ffn_hidden / 2 + work.value_width
+        kept = sum(elements.values()) + 2 * work.width + work.ffn_hidden / 2 + work.widths.value
         if placed.spec.has_latents:
             # Queries, keys and values as the kernel reads them, besides the latents.
-            kept += work.query_width + 2 * work.kv_width
+            kept += work.widths.query + 2 * work.widths.kv
         if any(attention.normalises_qk for attention in placed.spec.attention):
-            kept += work.query_width + work.kv_width
+            kept += work.widths.query + work.widths.kv
         if work.expert_rows:
             kept += (work.expert_rows / work.tokens + 4 / compute) * work.width
     else:

@@ -55,7 +55,7 @@ def movements(
     residual = work.tokens * work.width * compute
     if shape.tensor > 1:
         pairs = max(1, len({matmul.role for matmul in work.matmuls} & {"attention_out", "ffn_out"}))
-        opened = residual * (pairs - 1 + work.opening_width / work.width) / pairs
+        opened = residual * (pairs - 1 + work.widths.gathered / work.width) / pairs
         result += _tensor((opened, residual), layers, pairs, microbatches, again)
     if shape.context > 1:
         result += _context(placed, work, layers, compute, again)
@@ -211,9 +211,9 @@ def _context(placed: PlacedRun, work: Work, layers: float, compute: int, again: 
     """Keys and values (ring, all_gather) or heads (ulysses, usp) moved by context parallelism."""
     strategy, axes, n = placed.run.training.context_strategy, ("context",), placed.shape.context
     # Keys and values of latent attention are sent as arrays of one shape, but for Ulysses (families/deepseek.py).
-    kv_width = work.query_width if placed.spec.has_latents and placed.sequence.groups > 1 else work.kv_width
+    kv_width = work.widths.query if placed.spec.has_latents and placed.sequence.groups > 1 else work.widths.kv
     block = 2 * work.tokens * kv_width * compute
-    queries = work.tokens * (work.query_width + work.value_width) * compute
+    queries = work.tokens * (work.widths.query + work.widths.value) * compute
     passes = [("forward", 1.0), ("backward", 2.0 if strategy == "ring" else 1.0)]
     # Queries, keys and values are saved as they were before they moved: what was gathered moves again.
     moves_again = "attention" in again if strategy == "ring" else bool(again - {"scores"})

@@ -61,18 +61,8 @@ class Work:
     """FLOPs of scores and weighted values, one forward pass of all layers."""
     scores: float
     """Attention scores computed in one forward pass of all layers."""
-    query_width: float
-    """Elements per token of the queries (N H) of a layer and device, averaged over layers."""
-    kv_width: float
-    """Elements per token of keys or values (K H, the mean of both) of a layer and device, averaged over layers."""
-    value_width: float
-    """Elements per token of the attention output (N H) of a layer and device, averaged over layers."""
-    qkv_width: float
-    """Elements per token that remat policies keep as queries, keys and values: of latent attention the latents."""
-    opening_width: float
-    """Features per token that attention gathers over `tensor`: the model's width, or that of the latents."""
-    heads: float
-    """Query heads of a layer and device, averaged over layers."""
+    widths: Widths
+    """Widths of attention, averaged over layers."""
     ffn_hidden: float
     """Elements per token of the feed-forward's hidden layer (gate and up), of the widest layer and device."""
     experts: float
@@ -143,12 +133,7 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
         unembedding=_unembedding(layout, tokens * (1 + len(spec.further))),
         attention=flops * tokens * fraction / shape.tensor,
         scores=scores,
-        query_width=widths.query,
-        kv_width=widths.kv,
-        value_width=widths.value,
-        qkv_width=widths.saved,
-        opening_width=widths.gathered,
-        heads=widths.heads,
+        widths=widths,
         ffn_hidden=_ffn_hidden(layout, tokens),
         experts=float(max((e.experts_per_token for e in experts.values()), default=0)),
         expert_rows=max((e.buffer_rows(int(tokens), shape.expert) for e in experts.values()), default=0.0),
