@@ -20,10 +20,11 @@ from meshwright.generation.generator import Generated, GenerationReport
 from meshwright.hlo.scopes import scopes_of
 from meshwright.trainer.evaluation import BatchEvaluation, Evaluation
 from meshwright.trainer.parity import Parity, StepParity
-from meshwright.views.blocks import Axis, Chart, Column, Grid, Series, Table, Text, to_json
+from meshwright.views.blocks import Column, Grid, Table, Text
+from meshwright.views.charts import Axis, Chart, Series
 from meshwright.views.colours import PALETTE, TASKS, block_colour, css_variables, ink_on, task_colour
 from meshwright.views.draw import picture_of
-from meshwright.views.report import SCRIPTS, Live, Report, Section
+from meshwright.views.report import SCRIPTS, Live, Report, Section, to_json
 
 SCRIPT = "</script><script>alert(1)</script><!-- & \u2028"
 

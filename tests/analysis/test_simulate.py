@@ -19,8 +19,9 @@ from meshwright.hardware.interconnect import all_coordinates
 from meshwright.hardware.targets import Target, parse_target
 from meshwright.hlo.parser import parse_module
 from meshwright.hlo.scopes import BranchScope
-from meshwright.views.blocks import Bars, Drawing
+from meshwright.views.blocks import Bars
 from meshwright.views.census_page import schedule_blocks, trace_events, write_trace
+from meshwright.views.charts import Drawing
 
 WHOLE = Efficiency(1, 1, 1, 1, 1, 1, 1, 1)
 V5P = Target("v5p", CHIPS["v5p"], (4, 1, 1))

@@ -30,8 +30,8 @@ from meshwright.hardware.targets import parse_target
 from meshwright.planner.offers import Market, make_offer, read_prices
 from meshwright.planner.search import search, with_tokens_per_step
 from meshwright.runs.recipe import find_recipe
-from meshwright.views.blocks import Axis, Chart, Series
 from meshwright.views.census_page import census_page
+from meshwright.views.charts import Axis, Chart, Series
 from meshwright.views.layout_page import layout_page
 from meshwright.views.plan_page import machine_of_target, offer_page, plan_page
 from meshwright.views.report import Live, Report, Section

@@ -6,7 +6,6 @@ a hyperlink: an address, of a page in the same folder or https, and after a spac
 """
 
 import dataclasses
-import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -18,9 +17,6 @@ Unit = Literal["seconds", "bytes", "count", "number", "integer", "fraction", "da
 Tone = Literal["", "good", "bad", "warning", "faded"]
 Where = Literal["everywhere", "page", "terminal"]
 """Renderers that show a section, a block or a column. Charts, matrices and drawings are on pages only."""
-Style = Literal["line", "step", "area", "points"]
-MARKERS = ("circle", "square", "diamond", "triangle", "cross")
-"""Shapes of a chart's points."""
 
 
 def format_amount(value: float) -> str:
@@ -95,66 +91,6 @@ class Code(Block):
     """Preformatted text, such as a file or a sample."""
 
     text: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Axis:
-    """Axis of a chart."""
-
-    label: str
-    unit: Unit = "number"
-    log: bool = False
-    toggle: bool = False
-    """Whether the reader may switch between linear and logarithmic."""
-    zero: bool = False
-    """Whether the axis begins at zero."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Series:
-    """Line, area or cloud of points."""
-
-    name: str
-    x: Sequence[float]
-    y: Sequence[float | None]
-    """Missing values do not break the line."""
-    colour: str = "c1"
-    """Name of a colour of `views.colours`: c1 to c8, a kind of work, limit, good, bad, muted."""
-    style: Style = "line"
-    marker: str = "circle"
-    """One of MARKERS."""
-    dashed: bool = False
-    keys: Sequence[str] = ()
-    """Key of each point for the chart's link; empty for lines that select nothing."""
-    tips: Sequence[str] = ()
-    """Text of each point; its first line is a title."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Mark:
-    """Line across a chart at a value: a limit, a restart, a checkpoint."""
-
-    axis: Literal["x", "y"]
-    value: float
-    label: str
-    colour: str = "limit"
-    fit: bool = False
-    """Whether the axis reaches at least to the mark."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Chart(Block):
-    """Lines, areas and points over two axes; zooms, pans, and is read by hovering or by keys."""
-
-    x: Axis
-    y: Axis
-    series: Sequence[Series]
-    marks: Sequence[Mark] = ()
-    link: str = ""
-    smoothing: float | None = None
-    """Weight of the moving average that a slider begins with; None for no slider."""
-    height: int = 340
-    """Most pixels; a narrow page has fewer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,18 +178,6 @@ class Bars(Block):
 
 
 @dataclasses.dataclass(frozen=True)
-class Matrix(Block):
-    """Matrix whose cells are shaded by value. filters: text that a cell puts into the filter of the linked table."""
-
-    unit: Unit
-    rows: Sequence[str]
-    columns: Sequence[str]
-    values: Sequence[Sequence[float | None]]
-    link: str = ""
-    filters: Sequence[Sequence[str]] = ()
-
-
-@dataclasses.dataclass(frozen=True)
 class Finding:
     """Something wrong or worth knowing: where, why, and what mends it."""
 
@@ -309,46 +233,3 @@ class Grid(Block):
     columns: int = 2
     wide: bool = False
     """Whether the first of two blocks takes twice the width of the second."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Drawing(Block):
-    """Picture that a script of the page draws from its data.
-
-    Timeline: lanes of boxes over time. Machine: a mesh over nodes or planes of a torus. Placement: blocks of any tensor
-    and the devices that hold them. Pipeline: tasks of a schedule. `timeline.js` and `drawings.js` document the data.
-    """
-
-    kind: Literal["Timeline", "Machine", "Placement", "Pipeline"]
-    data: Mapping[str, Any]
-
-
-_NOT_ON_PAGES = ("hint", "where", "printed", "cell")
-"""Fields that no script reads."""
-
-
-def to_json(value: Any) -> Any:
-    """Returns a block, or a value of one, as JSON values; numbers that are not finite become null."""
-    if isinstance(value, Table):
-        value = value.without("terminal")
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.name not in _NOT_ON_PAGES}
-        if isinstance(value, Block):
-            fields = {"block": type(value).__name__, **fields, "note": f"{value.note} {value.hint}".strip()}
-        if isinstance(value, Drawing):
-            fields |= {"block": fields.pop("kind"), **fields.pop("data")}
-        return to_json(fields)
-    if isinstance(value, Mapping):
-        return {str(key): to_json(item) for key, item in value.items()}
-    if isinstance(value, str | bool | int) or value is None:
-        return value
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            return None
-        # Seven digits, which no pixel shows, keep pages small.
-        return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.7g}")
-    if isinstance(value, Sequence):
-        return [to_json(item) for item in value]
-    if hasattr(value, "tolist"):  # NumPy's arrays and scalars
-        return to_json(value.tolist())
-    raise TypeError(f"a page cannot hold a {type(value).__name__}")

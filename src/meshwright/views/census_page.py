@@ -18,13 +18,10 @@ from meshwright.models.flops import FORMULAS
 from meshwright.planner.estimate import Estimate
 from meshwright.planner.explain import Remedy
 from meshwright.views.blocks import (
-    Axis,
     Bar,
     Bars,
     Block,
-    Chart,
     Column,
-    Drawing,
     Figure,
     Figures,
     Finding,
@@ -32,12 +29,10 @@ from meshwright.views.blocks import (
     Grid,
     Inspector,
     Item,
-    Mark,
-    Matrix,
-    Series,
     Table,
     Text,
 )
+from meshwright.views.charts import Axis, Chart, Drawing, Mark, Matrix, Series
 from meshwright.views.colours import WORK
 from meshwright.views.report import Report, Section
 

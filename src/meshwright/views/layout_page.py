@@ -16,7 +16,8 @@ from meshwright.sharding.layouts import BATCH_AXES, find_layout
 from meshwright.sharding.params import count_params, named_leaves
 from meshwright.sharding.placement import Placement, notation
 from meshwright.sharding.schedule_table import IDLE, PLACE, ScheduleTable
-from meshwright.views.blocks import Bar, Bars, Drawing, Figure, Figures
+from meshwright.views.blocks import Bar, Bars, Figure, Figures
+from meshwright.views.charts import Drawing
 from meshwright.views.draw import ArrayPicture, MachineGrid, draw_machine, picture_of
 from meshwright.views.layout import (
     ParamRow,

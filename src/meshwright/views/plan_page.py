@@ -18,24 +18,20 @@ from meshwright.planner.explain import STEP_PARTS, alternatives, memory_shortfal
 from meshwright.planner.offers import Offer
 from meshwright.planner.search import Plan, SearchResult
 from meshwright.views.blocks import (
-    MARKERS,
-    Axis,
     Bars,
     Block,
     Cell,
-    Chart,
     Column,
     Figure,
     Figures,
     Grid,
     Inspector,
     Item,
-    Mark,
-    Series,
     Table,
     Text,
     format_amount,
 )
+from meshwright.views.charts import MARKERS, Axis, Chart, Mark, Series
 from meshwright.views.colours import series_colour
 from meshwright.views.draw import MachineGrid
 from meshwright.views.layout_page import layout_sections, machine_drawing

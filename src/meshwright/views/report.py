@@ -6,8 +6,9 @@ import functools
 import hashlib
 import io
 import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import Any
 from rich.console import Console
 
 from meshwright.errors import ConfigError
-from meshwright.views.blocks import Block, Grid, Where, to_json
+from meshwright.views.blocks import Block, Grid, Table, Where
+from meshwright.views.charts import Drawing
 from meshwright.views.colours import css_variables
 from meshwright.views.terminal import print_blocks
 
@@ -156,6 +158,37 @@ def print_sections(console: Console, sections: Sequence[Section]) -> None:
     for section in sections:
         if section.where != "page":
             print_blocks(console, section.title, section.note, section.blocks)
+
+
+_NOT_ON_PAGES = ("hint", "where", "printed", "cell")
+"""Fields that no script reads."""
+
+
+def to_json(value: Any) -> Any:
+    """Returns a block, or a value of one, as JSON values; numbers that are not finite become null."""
+    if isinstance(value, Table):
+        value = value.without("terminal")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.name not in _NOT_ON_PAGES}
+        if isinstance(value, Block):
+            fields = {"block": type(value).__name__, **fields, "note": f"{value.note} {value.hint}".strip()}
+        if isinstance(value, Drawing):
+            fields |= {"block": fields.pop("kind"), **fields.pop("data")}
+        return to_json(fields)
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, str | bool | int) or value is None:
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return None
+        # Seven digits, which no pixel shows, keep pages small.
+        return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.7g}")
+    if isinstance(value, Sequence):
+        return [to_json(item) for item in value]
+    if hasattr(value, "tolist"):  # NumPy's arrays and scalars
+        return to_json(value.tolist())
+    raise TypeError(f"a page cannot hold a {type(value).__name__}")
 
 
 def _blocks_json(blocks: Sequence[Block], prefix: str) -> list[dict[str, Any]]:

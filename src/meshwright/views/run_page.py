@@ -12,22 +12,8 @@ from meshwright.formatting import format_step, format_time
 from meshwright.runs.catalogue import list_recipes
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run_file import run_to_dict
-from meshwright.views.blocks import (
-    Axis,
-    Bar,
-    Bars,
-    Block,
-    Chart,
-    Code,
-    Column,
-    Figure,
-    Figures,
-    Grid,
-    Mark,
-    Series,
-    Table,
-    Text,
-)
+from meshwright.views.blocks import Bar, Bars, Block, Code, Column, Figure, Figures, Grid, Table, Text
+from meshwright.views.charts import Axis, Chart, Mark, Series
 from meshwright.views.colours import series_colour
 from meshwright.views.report import Live, Report, Section
 from meshwright.views.run_folder import Curve, RunFolder, flat_fields, objects, real

@@ -1,0 +1,95 @@
+"""Blocks that only pages draw: charts, matrices, and drawings by a script of their own."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from meshwright.views.blocks import Block, Unit
+
+Style = Literal["line", "step", "area", "points"]
+MARKERS = ("circle", "square", "diamond", "triangle", "cross")
+"""Shapes of a chart's points."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """Axis of a chart."""
+
+    label: str
+    unit: Unit = "number"
+    log: bool = False
+    toggle: bool = False
+    """Whether the reader may switch between linear and logarithmic."""
+    zero: bool = False
+    """Whether the axis begins at zero."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """Line, area or cloud of points."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    """Missing values do not break the line."""
+    colour: str = "c1"
+    """Name of a colour of `views.colours`: c1 to c8, a kind of work, limit, good, bad, muted."""
+    style: Style = "line"
+    marker: str = "circle"
+    """One of MARKERS."""
+    dashed: bool = False
+    keys: Sequence[str] = ()
+    """Key of each point for the chart's link; empty for lines that select nothing."""
+    tips: Sequence[str] = ()
+    """Text of each point; its first line is a title."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """Line across a chart at a value: a limit, a restart, a checkpoint."""
+
+    axis: Literal["x", "y"]
+    value: float
+    label: str
+    colour: str = "limit"
+    fit: bool = False
+    """Whether the axis reaches at least to the mark."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart(Block):
+    """Lines, areas and points over two axes; zooms, pans, and is read by hovering or by keys."""
+
+    x: Axis
+    y: Axis
+    series: Sequence[Series]
+    marks: Sequence[Mark] = ()
+    link: str = ""
+    smoothing: float | None = None
+    """Weight of the moving average that a slider begins with; None for no slider."""
+    height: int = 340
+    """Most pixels; a narrow page has fewer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix(Block):
+    """Matrix whose cells are shaded by value. filters: text that a cell puts into the filter of the linked table."""
+
+    unit: Unit
+    rows: Sequence[str]
+    columns: Sequence[str]
+    values: Sequence[Sequence[float | None]]
+    link: str = ""
+    filters: Sequence[Sequence[str]] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawing(Block):
+    """Picture that a script of the page draws from its data.
+
+    Timeline: lanes of boxes over time. Machine: a mesh over nodes or planes of a torus. Placement: blocks of any tensor
+    and the devices that hold them. Pipeline: tasks of a schedule. `timeline.js` and `drawings.js` document the data.
+    """
+
+    kind: Literal["Timeline", "Machine", "Placement", "Pipeline"]
+    data: Mapping[str, Any]
