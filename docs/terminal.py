@@ -126,7 +126,8 @@ def options_table(name: str) -> str:
 
 def option_rows(name: str) -> Iterator[tuple[str, str, str]]:
     """Yields names with the values they take, default, and description, each as Markdown."""
-    from meshwright.cli.parse import Option, format_value
+    from meshwright.cli.explain import format_value
+    from meshwright.cli.parse import Option
 
     def cell(text: str) -> str:
         return text.replace("|", "\\|")

@@ -1,23 +1,13 @@
-"""Names from other trainers, and the names that errors suggest in their place. Imports nothing."""
+"""Names from other trainers, and the names that errors suggest in their place."""
+
+from meshwright.words import AXIS_ALIASES
 
 
 def _inverted(table: dict[str, str]) -> dict[str, str]:
     return {elsewhere: ours for ours, names in table.items() for elsewhere in names.split()}
 
 
-MESH_AXES = _inverted(
-    {
-        "data": "dp ddp replica data_parallel dp_replicate",
-        "fsdp": "zero3 fsdp2 dp_shard shard",
-        "tensor": "tp mp model model_parallel tensor_parallel",
-        "stage": "pp pipeline pipeline_parallel",
-        "context": "cp sp sequence context_parallel",
-        "expert": "ep expert_parallel",
-    }
-)
-"""Mesh axis elsewhere -> ours."""
-
-MESH_OPTIONS = MESH_AXES | _inverted(
+MESH_OPTIONS = _inverted(AXIS_ALIASES) | _inverted(
     {
         "data": "data_parallel_size dp_size data_parallel_replicate_degree ici_data_parallelism dcn_data_parallelism",
         "fsdp": "fsdp data_parallel_shard_degree ici_fsdp_parallelism",

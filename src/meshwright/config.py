@@ -9,10 +9,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from meshwright.aliases import MESH_AXES
 from meshwright.errors import ConfigError, nearest
 from meshwright.plugins import keep_names, name_of
-from meshwright.words import AXES
+from meshwright.words import AXES, AXIS_ALIASES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +83,7 @@ class MeshShape:
         for part in text.split(","):
             axis, equals, degree = part.strip().partition("=")
             if axis not in AXES:
-                known = MESH_AXES.get(axis.lower())
+                known = next((ours for ours, names in AXIS_ALIASES.items() if axis.lower() in names.split()), None)
                 fix = f"{known}={degree or 'N'}" if known else nearest(axis.lower(), AXES)
                 raise ConfigError(f"mesh {text!r}", f"{axis!r} is not a mesh axis", fix)
             if axis in degrees:

@@ -15,6 +15,16 @@ AXES: dict[str, str] = {
     "tensor": "tensor and sequence parallelism: shards of heads, feed-forward and vocabulary (Megatron)",
 }
 
+AXIS_ALIASES: dict[str, str] = {
+    "data": "dp ddp replica data_parallel dp_replicate",
+    "fsdp": "zero3 fsdp2 dp_shard shard",
+    "tensor": "tp mp model model_parallel tensor_parallel",
+    "stage": "pp pipeline pipeline_parallel",
+    "context": "cp sp sequence context_parallel",
+    "expert": "ep expert_parallel",
+}
+"""Mesh axis -> its names in other trainers."""
+
 DIMENSIONS: dict[str, str] = {
     "B": "batch, in sequences",
     "T": "query positions",

@@ -3,12 +3,8 @@
 import contextlib
 import copy
 import dataclasses
-import difflib
-import inspect
 import io
-import re
-import shutil
-import textwrap
+import itertools
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -19,16 +15,10 @@ from typing import Annotated, Any, Literal
 import docstring_parser
 import tyro
 
-from meshwright.aliases import MESH_OPTIONS, OPTIONS, SETTINGS
 from meshwright.cli.output import write
 from meshwright.errors import ConfigError
+from meshwright.plugins import addition
 
-COMMON = ("--out", "--on", "--mesh", "--steps", "--batch", "--seq", "--lr", "--data", "--devices", "--resume")
-"""Options that the help lists first, in this order, where a verb has them."""
-_COLUMN = 30
-"""Column of the help at which descriptions begin."""
-_RECIPE_OPTIONS = ("model", "recipe", "preset", "model_name", "model_name_or_path")
-"""Options of other trainers for what is the first argument here."""
 _CONFIG = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
 
 
@@ -82,7 +72,7 @@ def parse[Options](kind: type[Options], verb: str, args: Sequence[str], *, defau
     command = f"meshwright {verb.split()[0]}"
     if "-h" in args or "--help" in args:
         positional = "".join(f" {option.names[0]}" for option in options if option.positional)
-        write(_format_help(f"meshwright {verb}{positional} [options]", kind, options) + "\n")
+        write(addition("format_help")(f"meshwright {verb}{positional} [options]", kind, options) + "\n")
         raise SystemExit(0)
     by_name = {name: option for option in options for name in option.names}
     words, given = _gather(command, args, by_name)
@@ -98,11 +88,11 @@ def parse[Options](kind: type[Options], verb: str, args: Sequence[str], *, defau
                 config=_CONFIG,
             )
     except SystemExit as error:
-        raise _refused(command, complaint.getvalue(), by_name, given) from error
+        raise addition("refused_error")(command, complaint.getvalue(), by_name, given) from error
     except ValueError as error:  # the checks of a configuration from outside the package
         raise ConfigError(f"{command} {' '.join(args)}", str(error), f"{command} --help") from error
     if strays:
-        raise _stray(command, strays[0], args, options)
+        raise addition("stray_error")(command, strays[0], args, options)
     return parsed
 
 
@@ -214,36 +204,6 @@ def _docs(owner: type) -> dict[str, str]:
     return docs
 
 
-def _format_help(usage: str, kind: type, options: Sequence[Option]) -> str:
-    """Formats the help of a verb: its common options first, the verb's own, the Run's, then those of its parts."""
-    options = [option for option in options if not option.fixed]
-    width = max(60, min(120, shutil.get_terminal_size((120, 24)).columns))
-    common = [option for name in COMMON for option in options if name in option.names]
-    groups: dict[str, list[Option]] = {"arguments": [], "common options": common, "options": [], "run options": []}
-    for option in options:
-        if option not in common:
-            title = "arguments" if option.positional else f"{option.group} options".strip()
-            groups.setdefault(title, []).append(option)
-    text = [f"usage: {usage}", "", textwrap.fill(inspect.cleandoc(kind.__doc__ or "").replace("\n", " "), width)]
-    for title, members in groups.items():
-        text += ["", f"{title}:"] if members else []
-        for option in members:
-            left = "  " + ", ".join(option.names) + ("" if option.positional else f" {option.metavar}".rstrip())
-            default = "(required)" if option.default is tyro.MISSING else f"(default: {format_value(option.default)})"
-            doc = option.doc if option.default in (None, (), "", False) else f"{option.doc} {default}"
-            lines = textwrap.wrap(doc, width - _COLUMN, break_long_words=False) or [""]
-            text.append(f"{left:<{_COLUMN}}{lines.pop(0)}".rstrip() if len(left) < _COLUMN - 1 else left)
-            text += [" " * _COLUMN + line for line in lines]
-    return "\n".join(text)
-
-
-def format_value(value: Any) -> str:
-    """Formats a default as it is typed."""
-    if isinstance(value, tuple):
-        return " ".join(map(format_value, value))
-    return repr(value) if isinstance(value, str) and value != value.strip() else str(value)
-
-
 def _with_optional_parts(default: Any, args: Sequence[str]) -> Any:
     """Returns the defaults with an optional part, such as `run.model.yarn`, wherever one of its options is given."""
     for word in args:
@@ -282,8 +242,10 @@ def _gather(command: str, args: Sequence[str], by_name: dict[str, Option]) -> tu
             continue
         option = by_name.get(name.replace("_", "-"))
         if option is None or option.fixed:
-            following = [value] if equals else [*_until_option(args[i + 1 :])]
-            raise _unknown(command, name, following, by_name)
+            following = (
+                [value] if equals else [*itertools.takewhile(lambda word: not word.startswith("--"), args[i + 1 :])]
+            )
+            raise addition("unknown_error")(command, name, following, by_name)
         values = given.setdefault(option, [])
         if not option.metavar.endswith("..."):
             values.clear()
@@ -295,84 +257,3 @@ def _gather(command: str, args: Sequence[str], by_name: dict[str, Option]) -> tu
             raise ConfigError(f"{command} {option.names[0]} ''", truth, f"{option.names[0]} PATH, or leave it out")
         words += [option.names[0], *values]
     return words, given
-
-
-def _until_option(args: Sequence[str]) -> Iterator[str]:
-    for word in args:
-        if word.startswith("--"):
-            return
-        yield word
-
-
-def _refused(command: str, text: str, by_name: dict[str, Option], given: dict[Option, list[str]]) -> ConfigError:
-    """Builds the error for what tyro refuses; the first paragraph of its box is the reason."""
-    lines = [line.strip("│ ") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
-    end = next((i for i, line in enumerate(lines) if line.startswith("──")), len(lines))
-    truth = re.sub(r" ?\(required\)|\[/?bold\]", "", " ".join(" ".join(lines[:end]).split()))
-    named = [name for name in by_name if re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w.-])", truth, re.IGNORECASE)]
-    if not named:
-        return ConfigError(command, truth, f"{command} --help")
-    name = min(named, key=lambda name: not name.startswith("--"))
-    option = by_name[name]
-    legal, wrong = option.metavar, (re.findall(r"'([^']*)'", truth) or [""])[0 if option.choices else -1]
-    if option.choices:
-        legal = next(iter(difflib.get_close_matches(wrong, option.choices, n=1, cutoff=0.4)), legal)
-    with contextlib.suppress(ValueError, OverflowError):
-        legal = str(round(float(wrong))) if option.metavar == "N" else legal
-    asked = [command, *([] if option.positional else [name]), *given.get(option, [])]
-    return ConfigError(" ".join(asked), truth, f"{command if option.positional else name} {legal}")
-
-
-def _stray(command: str, token: str, args: Sequence[str], options: Sequence[Option]) -> ConfigError:
-    """Builds the error for a word that belongs to no option."""
-    asked, rest = f"{command} {' '.join(args)}", list(args)
-    rest.remove(token)
-    takes_recipe = any(option.group == "run" for option in options)
-    if not takes_recipe:
-        truth = f"{token!r} belongs to no option, and the verb takes no further word"
-        return ConfigError(asked, truth, f"leave {token!r} out")
-    if args[0] == token:  # the recipe was read before the options
-        truth = f"{token!r} belongs to no option, and a recipe was given before it"
-        return ConfigError(f"{command} RECIPE {' '.join(args)}", truth, f"leave {token!r} out")
-    fix = f"{' '.join([command, token, *rest])}, or leave it out"
-    return ConfigError(asked, f"{token!r} belongs to no option; a recipe comes before the options", fix)
-
-
-def _unknown(command: str, name: str, values: Sequence[str], by_name: dict[str, Option]) -> ConfigError:
-    """Builds the error for an option that does not exist, with the option that was probably meant."""
-    asked, because = " ".join([command, name, *values]), f"there is no option {name}"
-    word = name.lstrip("-").replace("-", "_").lower()
-    last = word.rpartition(".")[2]
-    candidates = [name.replace("_", "-"), *_candidates(word, last, values)]
-    meant = next((meant for meant in candidates if meant.split()[0] in by_name), None)
-    if meant in by_name and by_name[meant].fixed:
-        field = ".".join(by_name[meant].path[1:])
-        place = f"{field} in the run.json that --run takes or in a recipe of your own"
-        if field.startswith("finetune."):
-            place = f"meshwright finetune, which has it, or {place}"
-        return ConfigError(asked, f"{because} on the command line", place)
-    if last in _RECIPE_OPTIONS and any(option.group == "run" for option in by_name.values()):
-        recipe = values[0] if values else "RECIPE"
-        return ConfigError(asked, because, f"{command} {recipe}: a recipe is the first argument")
-    known = {key: option for key, option in by_name.items() if not option.fixed and key.startswith("--")}
-    if meant is not None:
-        option = by_name[meant.split()[0]]
-        example = meant if " " in meant or not option.metavar else " ".join([meant, *values])
-        return ConfigError(asked, because, f"did you mean {example}?{option.gist}")
-    names = {key.lstrip("-").replace("-", "_"): key for key in known}
-    ends = {key.rpartition(".")[2]: key for key in names}
-    for text, keys in ((word, names), (last, ends)):
-        for close in difflib.get_close_matches(text, keys, n=1, cutoff=0.6):
-            meant = names[close if keys is names else ends[close]]
-            return ConfigError(asked, because, f"did you mean {meant}?{known[meant].gist}")
-    return ConfigError(asked, because, f"{command} --help, which lists all options")
-
-
-def _candidates(word: str, last: str, values: Sequence[str]) -> list[str]:
-    """Returns the options that `word` of another trainer may mean here, the likeliest first."""
-    candidates = []
-    if last in MESH_OPTIONS and (not values or values[0].isdigit()) and (values or last not in SETTINGS):
-        candidates.append(f"--mesh {MESH_OPTIONS[last]}={values[0] if values else 'N'}")
-    candidates += [table[key] for table in (SETTINGS, OPTIONS) for key in (word, last) if key in table]
-    sections = ("model", "training", "optimizer", "data")
-    return [*candidates, *(f"--{section}.{last.replace('_', '-')}" for section in sections)]
