@@ -28,7 +28,7 @@ from meshwright.sharding.params import Param, named_leaves, place_params, shardi
 from meshwright.sharding.placement import to_spec
 from meshwright.step.device_run import DeviceRun
 from meshwright.step.matrices import LayerMap
-from meshwright.step.muon import flops_of_device, newton_schulz_flops, orthogonalise, orthogonalised, plan_muon
+from meshwright.step.muon import newton_schulz_flops, orthogonalise, orthogonalised, plan_muon
 
 NINE = dataclasses.replace(MODELS["llama"], layers=9)
 exhaustive = pytest.mark.exhaustive
@@ -155,7 +155,7 @@ def test_every_device_has_an_even_share_and_no_more_than_a_layer(rule: str, laye
         even = flops_of(compiled_update(runs[0])) / 8
     else:
         heads = runs[0].run.optimizer.muon_heads
-        even = flops_of_device(*plan_muon(runs[0].params, runs[0].placements, runs[0].shape, heads))[0] / 8
+        even = plan_muon(runs[0].params, runs[0].placements, runs[0].shape, heads).flops()[0] / 8
     assert even <= flops_of(program) <= 1.2 * even
     layer = sum(4 * math.prod(p.shape[1:]) for p in named_leaves(runs[0].params).values() if "L" in p.dims)
     largest = max(buffers_of(program.module, program.assignment), key=lambda buffer: buffer.size)
@@ -182,7 +182,7 @@ def assert_planned(d: DeviceRun, program: Any) -> None:
 def test_flops_of_one_device_are_those_of_its_matrices() -> None:
     """Hand arithmetic: llama of 2 layers, D 64, N 16, K 8, H 4, F 96, heads each."""
     d = device_run_of(tiny_run(MODELS["llama"]))
-    done, even = flops_of_device(*plan_muon(d.params, d.placements, d.shape, "each"))
+    done, even = plan_muon(d.params, d.placements, d.shape, "each").flops()
     heads, feed_forward = 16 + 16 + 8 + 8, 3
     expected = 2 * (heads * newton_schulz_flops(4, 64) + feed_forward * newton_schulz_flops(64, 96))
     assert done == even == expected
@@ -197,7 +197,7 @@ def test_no_plan_gives_a_device_a_fifth_more(family: str, mesh: str, layers: int
     params = model.params()
     placements = place_params(params, layout=find_layout("fsdp"), mesh=shape, min_size=64)
     for heads in ("each", "together"):
-        done, even = flops_of_device(*plan_muon(params, placements, shape, heads))
+        done, even = plan_muon(params, placements, shape, heads).flops()
         assert even * (1 - 1e-9) <= done <= 1.2 * even
 
 

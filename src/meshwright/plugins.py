@@ -46,9 +46,9 @@ PARTS: dict[str, dict[str, str]] = {
     },
     "optimizer": {
         "adamw": "step.optimizers:adamw",
-        "adafactor": "step.optimizers:adafactor",
+        "adafactor": "step.layer_rules:adafactor",
         "lion": "step.optimizers:lion",
-        "muon": "step.muon_rule:muon",
+        "muon": "step.layer_rules:muon",
         "sgd": "step.optimizers:sgd",
     },
     "reporter": {
@@ -97,6 +97,9 @@ PARTS: dict[str, dict[str, str]] = {
         "agree_on_program": "hardware.agreement:agree_on_program",
         "bucket_locked": "trainer.bucket_lock:bucket_locked",
         "checked": "trainer.silent:checked",
+        "plan_for_fewer": "planner.fewer_devices:plan_for_fewer",
+        "with_masters": "step.bfloat16_params:with_masters",
+        "with_random_rounding": "step.bfloat16_params:with_random_rounding",
         "watch_hosts": "trainer.hosts:watch_hosts",
         "handle_bad_step": "trainer.recovery:handle_bad_step",
         "resume": "trainer.recovery:resume",

@@ -117,10 +117,10 @@ def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
     adapters = sum(p.size for _, p, _ in placed.leaves if p.role == "adapter")
     most += _SLACK * uneven * again * 2 * passes * run.training.batch * run.training.seq * adapters / placed.shape.size
     if run.optimizer.name == "muon" and passes > 1:
-        from meshwright.step.muon import flops_of_device, plan_muon  # for Muon alone
+        from meshwright.step.muon import plan_muon  # for Muon alone
 
         shares = plan_muon(placed.params, placed.placements, placed.shape, run.optimizer.muon_heads)
-        most += _SLACK * flops_of_device(*shares)[0]
+        most += _SLACK * shares.flops()[0]
     return FlopsBand(
         _COUNTED * sum(items.values()),
         most if run.optimizer.name in (*ELEMENTWISE, "muon") else math.inf,

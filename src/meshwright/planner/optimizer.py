@@ -14,7 +14,7 @@ from meshwright.planner.work import Matmul
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.sharding.params import trained_only, tree_map
 from meshwright.sharding.placement import axes_of, local_shape
-from meshwright.step.muon import STEPS, Exchange, Rest, Stack, exchanges, orthogonalised, plan_muon, temporaries
+from meshwright.step.muon import STEPS, Exchange, MuonPlan, Stack, orthogonalised, plan_muon
 from meshwright.words import AXES
 
 
@@ -92,7 +92,7 @@ def update_bytes_moved(placed: PlacedRun, trained: float) -> float:
     return trained * _OTHERS_MOVE + 2 * state_bytes(placed) if cost is None else trained * cost.bytes_moved
 
 
-def _matrices_of(placed: PlacedRun) -> tuple[list[Stack], list[Rest]] | None:
+def _matrices_of(placed: PlacedRun) -> MuonPlan | None:
     """Returns the division of the update's matrices among devices; None for a rule without matrix products."""
     cost = UPDATE_COSTS.get(placed.run.optimizer.name)
     if cost is None or not cost.matrices:
@@ -102,11 +102,10 @@ def _matrices_of(placed: PlacedRun) -> tuple[list[Stack], list[Rest]] | None:
 
 def update_matmuls(placed: PlacedRun) -> list[Matmul]:
     """Returns the matrix products of an update; none for rules without them."""
-    stacks, rests = _matrices_of(placed) or ([], [])
-    found: list[Matmul] = []
-    for stack in stacks:
+    plan, found = _matrices_of(placed), list[Matmul]()
+    for stack in plan.stacks if plan else ():
         found += _newton_schulz(stack, stack.whole * stack.heads, 1)
-    for rest in rests:
+    for rest in plan.rests if plan else ():
         first = rest.members[0]
         found += _newton_schulz(first, rest.rounds, 1) + _newton_schulz(first, rest.split, first.owners.count)
     return found
@@ -134,7 +133,7 @@ def update_exchanges(placed: PlacedRun) -> list[tuple[Exchange, float]]:
     outermost = list(AXES).index
     return [
         (dataclasses.replace(e, axes=tuple(sorted(e.axes, key=outermost))), e.elements * (4 if e.float32 else compute))
-        for e in exchanges(*matrices)
+        for e in matrices.exchanges()
     ]
 
 
@@ -148,5 +147,5 @@ def update_temporaries(placed: PlacedRun) -> float:
     if matrices is None:
         return 0.0
     compute = jnp.dtype(placed.run.training.compute_dtype).itemsize
-    copied, largest = temporaries(*matrices)
+    copied, largest = matrices.temporaries()
     return copied * (4 + compute) + _ROUND_COPIES * largest * compute

@@ -45,15 +45,11 @@ def check_memory(compiled: Any, devices: Sequence[Any], asked: str) -> None:
     if local[0].platform == "cpu":  # its arguments are in memory already, and all its devices share the host's
         needed, available = inside * len(local), _host_memory()
     else:
-        needed, available = inside + stats.argument_size_in_bytes, _device_memory(local[0])
+        limit = (local[0].memory_stats() or {}).get("bytes_limit")
+        needed = inside + stats.argument_size_in_bytes
+        available = Room(limit, f"each {local[0].device_kind}") if limit else None
     if available is not None and needed > available.bytes:
         raise OutOfDeviceMemory(asked, needed, available, "less at a time: see meshwright prove")
-
-
-def _device_memory(device: Any) -> Room | None:
-    stats = device.memory_stats() or {}
-    limit = stats.get("bytes_limit")
-    return Room(limit, f"each {device.device_kind}") if limit else None
 
 
 def _host_memory() -> Room | None:

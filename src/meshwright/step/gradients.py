@@ -28,18 +28,14 @@ Sums = tuple[Metrics, dict[str, Aux]]
 """Metrics and the aux of each stack."""
 
 
-def build_gradients(device_run: DeviceRun) -> Callable[..., tuple[Tree, Metrics, Any]]:
-    """Returns `(params, step, batch, *variables) -> (gradients, metrics, aux)`.
+@functools.singledispatch
+def build_gradients(model: Model, device_run: DeviceRun) -> Callable[..., tuple[Tree, Metrics, Any]]:
+    """Returns `(params, step, batch, *variables) -> (gradients, metrics, aux)` of a model family.
 
     Gradients are those of trained parameters, clipped and in the optimizer's placement. Metrics and aux are summed over
-    all devices, aux in the rows of the parameters. The aux of a model with variables is a tuple of its new ones.
+    all devices, aux in the rows of the parameters. Another kind of model registers its own function (`wrapped`), whose
+    aux is a tuple of its new variables.
     """
-    return gradients_of(device_run.run.model, device_run)
-
-
-@functools.singledispatch
-def gradients_of(model: Model, device_run: DeviceRun) -> Callable[..., tuple[Tree, Metrics, Any]]:
-    """Returns the gradients of a model family; another kind of model registers its own function (`wrapped`)."""
     run, placed, stacks = device_run.run, device_run.placed, device_run.local_model.stacks
     # Any parameter of a stack knows in which rows its layers are.
     stacked = {path: jax.tree.leaves(placed.params[path], is_leaf=is_param)[0] for path in stacks}

@@ -1,4 +1,4 @@
-"""Muon's matrices: each is orthogonalised on one of the devices that share it (the rule is in muon_rule.py).
+"""Muon's matrices: each is orthogonalised on one of the devices that share it (the rule is in layer_rules.py).
 
 Update of a matrix [rows, columns] (K. Jordan 2024, kellerjordan.github.io/posts/muon), with the scale of
 Moonlight (Liu et al. 2025, arXiv:2502.16982, section 2.2), by which updates are as large as AdamW's:
@@ -11,7 +11,7 @@ together. Routers, embeddings, norms and biases get AdamW. Moonlight (section 2.
 to its owner by all-to-all, which sends 1/n of that.
 
 `plan_muon` decides which device orthogonalises which matrix, and which matrices all devices split: arithmetic on
-shapes, which the update follows and the planner prices (`exchanges`, `temporaries`, `flops_of_device`).
+shapes, which the update follows and the planner prices.
 """
 
 import dataclasses
@@ -111,8 +111,86 @@ class Rest:
     """Matrices whose matmuls all devices split."""
 
 
-def plan_muon(params: Tree, placements: Tree, mesh: MeshShape, heads: MuonHeads) -> tuple[list[Stack], list[Rest]]:
-    """Returns the stacks of all matrices, and what is left of them.
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Collectives of one kind over the same axes, `count` times in an update."""
+
+    kind: str
+    axes: tuple[str, ...]
+    elements: float
+    """Elements of the gathered array, as the planner counts: of an all-to-all those of a device."""
+    count: float
+    float32: bool = False
+    """Whether they are float32 rather than of the compute dtype."""
+
+
+def newton_schulz_flops(rows: int, columns: int) -> float:
+    """Returns the FLOPs of orthogonalising a matrix: X X' (2 s² l), its square (2 s³), and their product with X."""
+    short, long = sorted((rows, columns))
+    return STEPS * (4.0 * short * short * long + 2.0 * short**3)
+
+
+@dataclasses.dataclass(frozen=True)
+class MuonPlan:
+    """Which device orthogonalises which matrices, and what that costs."""
+
+    stacks: list[Stack]
+    rests: list[Rest]
+
+    def exchanges(self) -> list[Exchange]:
+        """Returns the collectives of an update: matrices to their owners and back, and the products of split ones."""
+        found: list[Exchange] = []
+
+        def move(stack: Stack, mine: float, count: float, gathered: tuple[int, ...], dims: tuple[int, ...]) -> None:
+            """Adds what brings `mine` elements to a device and takes as many back. gathered: some of `dims`."""
+            split = (tuple(axis for axis in stack.where[d] if axis in stack.owners.axes) for d in gathered)
+            found.extend(Exchange("all-to-all", axes, mine, 2 * count) for axes in split if axes)
+            sharded = {axis for d in dims for axis in stack.where[d]}
+            replicated = tuple(axis for axis in stack.owners.axes if axis not in sharded)
+            if replicated:
+                found.append(Exchange("all-gather", replicated, mine * math.prod(stack.owners.of(replicated)), count))
+
+        for s in self.stacks:
+            if s.whole:
+                dims = tuple(range(1, len(s.shape)))
+                move(s, float(s.rows * s.columns * s.heads * s.each), s.whole / s.each, dims, dims)
+        for rest in self.rests:
+            s = rest.members[0]
+            n, short, dims = s.owners.count, min(s.rows, s.columns), (*s.sides[0], *s.sides[1])
+            if rest.rounds:
+                move(s, float(s.rows * s.columns), rest.rounds, dims, dims)
+            if rest.split:
+                move(s, float(rest.split * s.rows * s.columns) / n, 1.0, s.sides[0], dims)
+                square = float((short + -short % n) ** 2)
+                found.append(Exchange("reduce-scatter", s.owners.axes, square, float(STEPS * rest.split), True))
+                found.append(Exchange("all-gather", s.owners.axes, square, float(2 * STEPS * rest.split)))
+        return found
+
+    def temporaries(self) -> tuple[float, float]:
+        """Returns the elements of a device's momentum that an update copies, and of the largest matrices of a round."""
+        copied = sum(float(math.prod(s.shape)) for s in self.stacks)
+        rounds = [s.rows * s.columns * s.heads * s.each for s in self.stacks if s.whole]
+        for rest in self.rests:
+            s = rest.members[0]
+            # Every device has the full square of a split matrix.
+            rounds.append(s.rows * s.columns if rest.rounds else min(s.rows, s.columns) ** 2)
+        return copied, float(max(rounds, default=0))
+
+    def flops(self) -> tuple[float, float]:
+        """Returns the Newton-Schulz FLOPs of a device, and of an even share among all that hold its layers."""
+        done = even = 0.0
+        for s in self.stacks:
+            matrix = newton_schulz_flops(s.rows, s.columns)
+            done += s.whole * s.heads * matrix
+            even += s.shape[0] * s.heads * matrix / s.owners.count
+        for rest in self.rests:
+            s = rest.members[0]
+            done += (rest.rounds + rest.split / s.owners.count) * newton_schulz_flops(s.rows, s.columns)
+        return done, even
+
+
+def plan_muon(params: Tree, placements: Tree, mesh: MeshShape, heads: MuonHeads) -> MuonPlan:
+    """Divides all matrices among devices.
 
     params: descriptions.  placements: the same tree of Placements.  heads: whether a head is a matrix of its own.
     """
@@ -134,7 +212,7 @@ def plan_muon(params: Tree, placements: Tree, mesh: MeshShape, heads: MuonHeads)
             padded = (-count % n) <= _PADDING * total
             left = tuple(stack for stack in members if stack.left)
             rests.append(Rest(left, -(-count // n), 0) if padded else Rest(left, count // n, count % n))
-    return stacks, rests
+    return MuonPlan(stacks, rests)
 
 
 def _stack(path: str, p: Param, where: Placement, mesh: MeshShape, heads: MuonHeads) -> Stack:
@@ -163,8 +241,9 @@ def orthogonalise(arrays: dict[str, jax.Array], layer_map: LayerMap, heads: Muon
     arrays: by path, float32. They are exchanged and multiplied in the compute dtype (bfloat16 by K. Jordan's design).
     """
     wheres = named_leaves(layer_map.placements)
-    stacks, rests = plan_muon(layer_map.params, layer_map.placements, layer_map.shape, heads)
-    specs = {stack.path: to_spec(wheres[stack.path].optimizer) for stack in stacks}
+    plan = plan_muon(layer_map.params, layer_map.placements, layer_map.shape, heads)
+    stacks = plan.stacks
+    specs = {s.path: to_spec(wheres[s.path].optimizer) for s in stacks}
 
     def local(blocks: dict[str, jax.Array]) -> dict[str, jax.Array]:
         rows = {s.path: blocks[s.path].astype(layer_map.compute_dtype).reshape(s.shape) for s in stacks}
@@ -173,7 +252,7 @@ def orthogonalise(arrays: dict[str, jax.Array], layer_map: LayerMap, heads: Muon
             if s.whole:
                 job = Job(s.owners, (rows[s.path][: s.whole * s.owners.count],), (s.where,), s.where)
                 parts[s.path].append(job.in_rounds(functools.partial(_of_rows, s), s.whole // s.each, s.each))
-        for rest in rests:
+        for rest in plan.rests:
             for s, found in zip(rest.members, _orthogonalise_rest(rest, rows), strict=True):
                 parts[s.path].append(found)
         scale = {s.path: _RMS * math.sqrt(max(s.rows, s.columns)) for s in stacks}
@@ -280,77 +359,3 @@ def _orthogonalise_split(x: jax.Array, where: Placement, short: int, owners: Own
     for axes in reversed(gathers):
         x = all_to_all(x, axes, 1, 2)
     return all_gather(x, replicated, 2)[:, :, :long].reshape(shape)
-
-
-def newton_schulz_flops(short: int, long: int) -> float:
-    """Returns the FLOPs of orthogonalising a matrix: X X' (2 s² l), its square (2 s³), and their product with X."""
-    return STEPS * (4.0 * short * short * long + 2.0 * short**3)
-
-
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """Collectives of one kind over the same axes, `count` times in an update."""
-
-    kind: str
-    axes: tuple[str, ...]
-    elements: float
-    """Elements of the gathered array, as the planner counts: of an all-to-all those of a device."""
-    count: float
-    float32: bool = False
-    """Whether they are float32 rather than of the compute dtype."""
-
-
-def exchanges(stacks: list[Stack], rests: list[Rest]) -> list[Exchange]:
-    """Returns the collectives of an update: matrices to their owners and back, and the products of split ones."""
-    found: list[Exchange] = []
-
-    def move(stack: Stack, mine: float, count: float, gathered: tuple[int, ...], dims: tuple[int, ...]) -> None:
-        """Adds what brings `mine` elements to a device and takes as many back. gathered: of the dimensions `dims`."""
-        axes_of_dims = {d: tuple(axis for axis in stack.where[d] if axis in stack.owners.axes) for d in gathered}
-        found.extend(Exchange("all-to-all", axes, mine, 2 * count) for axes in axes_of_dims.values() if axes)
-        sharded = {axis for d in dims for axis in stack.where[d]}
-        replicated = tuple(axis for axis in stack.owners.axes if axis not in sharded)
-        if replicated:
-            found.append(Exchange("all-gather", replicated, mine * math.prod(stack.owners.of(replicated)), count))
-
-    for stack in stacks:
-        if stack.whole:
-            dims = tuple(range(1, len(stack.shape)))
-            unit = stack.rows * stack.columns * stack.heads * stack.each
-            move(stack, float(unit), stack.whole / stack.each, dims, dims)
-    for rest in rests:
-        first = rest.members[0]
-        n, short, dims = first.owners.count, min(first.rows, first.columns), (*first.sides[0], *first.sides[1])
-        if rest.rounds:
-            move(first, float(first.rows * first.columns), rest.rounds, dims, dims)
-        if rest.split:
-            move(first, float(rest.split * first.rows * first.columns) / n, 1.0, first.sides[0], dims)
-            square = float((short + -short % n) * (short + -short % n))
-            found.append(Exchange("reduce-scatter", first.owners.axes, square, float(STEPS * rest.split), True))
-            found.append(Exchange("all-gather", first.owners.axes, square, float(2 * STEPS * rest.split)))
-    return found
-
-
-def temporaries(stacks: list[Stack], rests: list[Rest]) -> tuple[float, float]:
-    """Returns the elements of a device's momentum that an update copies, and of the largest matrices of a round."""
-    copied = sum(float(math.prod(stack.shape)) for stack in stacks)
-    rounds = [stack.rows * stack.columns * stack.heads * stack.each for stack in stacks if stack.whole]
-    for rest in rests:
-        first = rest.members[0]
-        # Every device has the full square of a split matrix.
-        rounds.append(first.rows * first.columns if rest.rounds else min(first.rows, first.columns) ** 2)
-    return copied, float(max(rounds, default=0))
-
-
-def flops_of_device(stacks: list[Stack], rests: list[Rest]) -> tuple[float, float]:
-    """Returns the Newton-Schulz FLOPs of a device, and those of an even share among all that hold its layers."""
-    done = even = 0.0
-    for stack in stacks:
-        matrix = newton_schulz_flops(*sorted((stack.rows, stack.columns)))
-        done += stack.whole * stack.heads * matrix
-        even += stack.shape[0] * stack.heads * matrix / stack.owners.count
-    for rest in rests:
-        stack = rest.members[0]
-        matrix = newton_schulz_flops(*sorted((stack.rows, stack.columns)))
-        done += (rest.rounds + rest.split / stack.owners.count) * matrix
-    return done, even

@@ -1,16 +1,6 @@
 """Optimizers: optax's update rules by name, the learning-rate schedule, and the placement of the optimizer state.
 
 Clipping is part of the gradients (step/gradients.py), where the norm over all devices is one collective.
-
-bfloat16 parameters train with updates below their last bit. A step changes a weight by about the learning rate. At 3e-5
-that is less than half the distance between two neighbouring bfloat16 numbers for every weight above 0.016, so rounding
-to the nearest would leave those weights where they are.
-
-- `master` keeps the other 16 bits of a float32 master weight in the optimizer state: 2 + 2 bytes, as many as a float32
-  parameter has, of which only the 2 of the parameter are gathered.
-- `stochastic` keeps nothing and rounds up with the probability of the remainder (Gupta et al. 2015, arXiv:1502.02551).
-
-Moments and updates are float32 in both.
 """
 
 import fnmatch
@@ -25,7 +15,7 @@ from optax import GradientTransformation as Rule
 
 from meshwright.config import MeshShape, Optimizer, Training
 from meshwright.errors import ConfigError, MeshwrightError, describe_failure, nearest
-from meshwright.plugins import PARTS, resolve
+from meshwright.plugins import PARTS, addition, resolve
 from meshwright.sharding.params import Param, Tree, is_param, named_leaves, tree_map
 from meshwright.sharding.placement import Placement, like_param
 
@@ -82,46 +72,6 @@ def sgd(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
     return optax.chain(optax.add_decayed_weights(o.weight_decay, mask=decays(params)), momentum)
 
 
-def adafactor(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
-    """Returns Adafactor (arXiv:1804.04235) of every layer. params: descriptions.
-
-    Row and column means, and clipping by a root mean square of 1, go over one layer of a stack, never over all of them:
-    the numbers are those of `optax.adafactor` applied to the layers one by one.
-    """
-    one = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
-    # One label for each stack, the same on every mesh: checkpoints know the state by it.
-    labels = jax.tree.unflatten(
-        jax.tree.structure(params, is_leaf=is_param),
-        [
-            f"{path.partition('.')[0]}-{p.logical_shape[0]}" if "L" in p.dims else "tables"
-            for path, p in named_leaves(params).items()
-        ],
-    )
-    by_layer = {label: one if label == "tables" else _by_layer(one) for label in jax.tree.leaves(labels)}
-    return optax.chain(
-        optax.partition(by_layer, labels),
-        optax.add_decayed_weights(o.weight_decay, mask=decays(params)),
-        optax.scale_by_learning_rate(rate),
-    )
-
-
-def _by_layer(rule: Rule) -> Rule:
-    """Applies a rule to each layer of stacks [L, ...]. What does not depend on the layer, a count, is kept once."""
-
-    def axes(params: Tree) -> Any:
-        state = jax.eval_shape(rule.init, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params))
-        return jax.tree.map(lambda leaf: 0 if leaf.ndim else None, state)
-
-    def init(params: Tree) -> Any:
-        return jax.vmap(rule.init, out_axes=axes(params))(params)
-
-    def update(grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
-        state_axes = axes(params)
-        return jax.vmap(rule.update, in_axes=(0, state_axes, 0), out_axes=(0, state_axes))(grads, state, params)
-
-    return Rule(init, update)
-
-
 ELEMENTWISE = ("adamw", "adafactor", "lion", "sgd")
 """Rules without matrix products."""
 _FIRST_MOMENTS = ("adamw", "lion", "muon", "sgd")
@@ -174,16 +124,16 @@ def lr_factors(groups: tuple[str, ...], params: Tree) -> Tree:
     not PATTERN=FACTOR, and for a pattern that no parameter is left for.
     """
     leaves, parsed = named_leaves(params), [_parse(group) for group in groups]
-    chosen = {
-        path: next((i for i, (f, _) in enumerate(parsed) if _matches(f, path, p)), None) for path, p in leaves.items()
-    }
+    chosen: dict[str, int] = {}
     for i, (pattern, _) in enumerate(parsed):
-        if i in chosen.values():
-            continue
         asked = f"--optimizer.lr-groups {groups[i]}"
         matched = [path for path, p in leaves.items() if _matches(pattern, path, p)]
+        left = [path for path in matched if path not in chosen]
+        chosen |= dict.fromkeys(left, i)
+        if left:
+            continue
         if matched:
-            earlier = groups[chosen[matched[0]] or 0]
+            earlier = groups[chosen[matched[0]]]
             taken = f"the first pattern that matches counts, and {', '.join(matched[:3])} went to {earlier}"
             raise ConfigError(asked, taken, f"{groups[i]} before {earlier}")
         if pattern.startswith("role:"):
@@ -192,7 +142,7 @@ def lr_factors(groups: tuple[str, ...], params: Tree) -> Tree:
             raise ConfigError(asked, unknown, nearest(pattern[5:], roles))
         unknown = f"no parameter has such a path; the paths are {', '.join(leaves)}"
         raise ConfigError(asked, unknown, nearest(pattern, list(leaves)))
-    factors = [1.0 if i is None else parsed[i][1] for i in chosen.values()]
+    factors = [parsed[chosen[path]][1] if path in chosen else 1.0 for path in leaves]
     return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_param), factors)
 
 
@@ -235,82 +185,16 @@ def build_update_rule(o: Optimizer, training: Training, params: Tree, layer_map:
         rule = Rule(rule.init, functools.partial(optax.with_extra_args_support(rule).update, layer_map=layer_map))
     if training.param_dtype == "bfloat16":
         master = training.param_rounding == "master"
-        return with_masters(rule) if master else with_random_rounding(rule, training.seed)
+        rounded: UpdateRule = (
+            addition("with_masters")(rule) if master else addition("with_random_rounding")(rule, training.seed)
+        )
+        return rounded
 
     def update(grads: Tree, state: Any, params: Tree, step: jax.Array) -> tuple[Tree, Any]:
         updates, state = rule.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     return UpdateRule(rule.init, update)
-
-
-class MasterState(NamedTuple):
-    """Optimizer state with float32 master weights, whose upper bits are the parameters."""
-
-    low_bits: Tree
-    """What is missing from a parameter to its master weight, in units of the master's last bit; int16."""
-    inner: Any
-    """State of the optimizer."""
-
-
-def with_masters(rule: Rule) -> UpdateRule:
-    """Returns the update of bfloat16 parameters whose float32 master weights an optax rule updates."""
-
-    def init(params: Tree) -> MasterState:
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.int16), params)
-        return MasterState(zeros, rule.init(jax.tree.map(join_float32, params, zeros)))
-
-    def update(grads: Tree, state: MasterState, params: Tree, step: jax.Array) -> tuple[Tree, MasterState]:
-        masters = jax.tree.map(join_float32, params, state.low_bits)
-        updates, inner = rule.update(grads, state.inner, masters)
-        new = jax.tree.map(split_float32, optax.apply_updates(masters, updates))
-        upper, low_bits = jax.tree.transpose(jax.tree.structure(params), jax.tree.structure((0, 0)), new)
-        return upper, MasterState(low_bits, inner)
-
-    return UpdateRule(init, update)
-
-
-def with_random_rounding(rule: Rule, seed: int) -> UpdateRule:
-    """Returns the update of bfloat16 parameters that are rounded at random, by an optax rule.
-
-    seed: of the rounding, which is the same on any mesh.
-    """
-
-    def to_float32(tree: Tree) -> Tree:
-        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-
-    def update(grads: Tree, state: Any, params: Tree, step: jax.Array) -> tuple[Tree, Any]:
-        exact = to_float32(params)
-        updates, state = rule.update(grads, state, exact)
-        leaves, treedef = jax.tree.flatten(optax.apply_updates(exact, updates))
-        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), step), len(leaves))
-        return jax.tree.unflatten(treedef, [round_at_random(x, k) for x, k in zip(leaves, keys, strict=True)]), state
-
-    return UpdateRule(lambda params: rule.init(to_float32(params)), update)
-
-
-def split_float32(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Splits finite float32 numbers into the nearest bfloat16 numbers and int16 remainders of their bits."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    # Half a unit is rounded away from zero: the remainder is then from -2^15 to 2^15 - 1, which is int16.
-    upper = (bits + jnp.uint32(1 << 15)) >> 16
-    return _from_upper(upper), (bits - (upper << 16)).astype(jnp.int32).astype(jnp.int16)
-
-
-def join_float32(upper: jax.Array, low_bits: jax.Array) -> jax.Array:
-    """Inverts `split_float32`."""
-    bits = jax.lax.bitcast_convert_type(upper, jnp.uint16).astype(jnp.uint32) << 16
-    return jax.lax.bitcast_convert_type(bits + low_bits.astype(jnp.int32).astype(jnp.uint32), jnp.float32)
-
-
-def round_at_random(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Rounds finite float32 numbers to one of the two nearest bfloat16 numbers; the mean is the number itself."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    return _from_upper((bits + jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)) >> 16)
-
-
-def _from_upper(upper: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
 
 
 def place_optimizer_state(

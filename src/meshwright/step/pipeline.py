@@ -19,7 +19,7 @@ first part begins a microbatch, or the last part has finished one.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -202,13 +202,7 @@ class _Segment:
         }
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["inputs", "kept", "gradients", "sent", "layers", "rest", "aux", "sums"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
-class _Carry:
+class _Carry(NamedTuple):
     inputs: jax.Array
     """Buffer of live inputs, [input_slots, B, T, D]."""
     kept: list[jax.Array]
@@ -225,8 +219,7 @@ class _Carry:
     sums: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class _Task:
+class _Task(NamedTuple):
     runs: jax.Array | bool
     """Whether the stage has a task; one without is run only where stages compute together."""
     kind: jax.Array
@@ -310,21 +303,21 @@ class _Engine:
         for arrivals, slot in zip(segment.arrivals, now["gradients"], strict=True):
             if arrivals.has_gradients:
                 received = _write_slot(carry.gradients, send(carry.sent, arrivals.hop), slot)
-                carry = dataclasses.replace(carry, gradients=received)
+                carry = carry._replace(gradients=received)
         carry = self._event(segment, now, "embed", self._embed, carry)
         otherwise = (_zeros_of(self.x), carry.aux, carry.kept)
         x, aux, kept = self._half(segment, now, _RUN, self._forward, otherwise, carry)
         sent = [send(x, a.hop) if a.has_inputs else None for a in segment.arrivals]
-        carry = dataclasses.replace(carry, aux=aux, kept=kept)
+        carry = carry._replace(aux=aux, kept=kept)
         backward = functools.partial(self._backward, unsplit=segment.unsplit)
         g_x, layers = self._half(segment, now, _INPUT, backward, (_zeros_of(self.x), carry.layers), carry)
-        carry = dataclasses.replace(carry, sent=g_x, layers=layers)
+        carry = carry._replace(sent=g_x, layers=layers)
         layers = self._half(segment, now, _WEIGHT, self._backward_weight, layers, carry)
-        carry = dataclasses.replace(carry, layers=layers)
+        carry = carry._replace(layers=layers)
         # A slot is free for what arrives when the tick's last task has read it.
         for value, slot in zip(sent, now["inputs"], strict=True):
             if value is not None:
-                carry = dataclasses.replace(carry, inputs=_write_slot(carry.inputs, value, slot))
+                carry = carry._replace(inputs=_write_slot(carry.inputs, value, slot))
         carry = self._event(segment, now, "loss", functools.partial(self._add_loss, x), carry)
         return self._event(segment, now, "embed gradient", self._add_embed_gradient, carry), None
 
@@ -439,24 +432,32 @@ class _Engine:
         return _part_rows(self.model.stacked(self.params), task.virtual_stage, self.table.virtual_stages)
 
     def _add(self, tree: Any, values: Any, task: _Task, counts: jax.Array | bool) -> Any:
-        return _add_to_part(tree, _masked(values, counts), task.virtual_stage, self.table.virtual_stages)
+        """Returns `tree` with the values of a task that counts added to the rows of its part."""
+        values, virtual_stages = _masked(values, counts), self.table.virtual_stages
+        if virtual_stages == 1:
+            return jax.tree.map(jnp.add, tree, values)
+
+        def add(x: jax.Array, y: jax.Array) -> jax.Array:
+            n = x.shape[0] // virtual_stages
+            start = task.virtual_stage * n
+            return lax.dynamic_update_slice_in_dim(x, lax.dynamic_slice_in_dim(x, start, n) + y, start, 0)
+
+        return jax.tree.map(add, tree, values)
 
     def _embed(self, microbatch: jax.Array, now: Tick, carry: _Carry) -> _Carry:
         slot = jnp.where(lax.axis_index("stage") == 0, now["input_slot"][_RUN], NOTHING)
         inputs = _write_slot(carry.inputs, self.model.embed(self.params, microbatch), slot)
-        return dataclasses.replace(carry, inputs=inputs)
+        return carry._replace(inputs=inputs)
 
     def _add_loss(self, x: jax.Array, microbatch: jax.Array, now: Tick, carry: _Carry) -> _Carry:
-
         def loss(params: Tree, x: jax.Array) -> tuple[jax.Array, Any]:
             return self.model.loss(params, x, microbatch)
 
         if not self.trains:
-            return dataclasses.replace(carry, sums=jax.tree.map(jnp.add, carry.sums, loss(self.params, x)[1]))
+            return carry._replace(sums=jax.tree.map(jnp.add, carry.sums, loss(self.params, x)[1]))
         value, vjp, sums = jax.vjp(loss, self.model.unstacked(self.params), x, has_aux=True)
         g_rest, g_x = vjp(jnp.ones_like(value))
-        return dataclasses.replace(
-            carry,
+        return carry._replace(
             gradients=_write_slot(carry.gradients, g_x, now["loss_arrives"]),
             rest=jax.tree.map(jnp.add, carry.rest, g_rest),
             sums=jax.tree.map(jnp.add, carry.sums, sums),
@@ -468,7 +469,7 @@ class _Engine:
         g_x = _masked(carry.sent, lax.axis_index("stage") == 0)
         params = self.model.unstacked(self.params)
         (g_rest,) = jax.vjp(lambda params: self.model.embed(params, microbatch), params)[1](g_x)
-        return dataclasses.replace(carry, rest=jax.tree.map(jnp.add, carry.rest, g_rest))
+        return carry._replace(rest=jax.tree.map(jnp.add, carry.rest, g_rest))
 
 
 def _run_where[T](
@@ -505,19 +506,6 @@ def _part_rows(tree: Any, virtual_stage: jax.Array, virtual_stages: int) -> Any:
         return lax.dynamic_slice_in_dim(x, virtual_stage * n, n)
 
     return jax.tree.map(rows, tree)
-
-
-def _add_to_part(tree: Any, values: Any, virtual_stage: jax.Array, virtual_stages: int) -> Any:
-    """Returns `tree` with `values` added to the rows of one virtual stage."""
-    if virtual_stages == 1:
-        return jax.tree.map(jnp.add, tree, values)
-
-    def add(x: jax.Array, y: jax.Array) -> jax.Array:
-        n = x.shape[0] // virtual_stages
-        start = virtual_stage * n
-        return lax.dynamic_update_slice_in_dim(x, lax.dynamic_slice_in_dim(x, start, n) + y, start, 0)
-
-    return jax.tree.map(add, tree, values)
 
 
 def _zeros_of(abstract: Any) -> Any:

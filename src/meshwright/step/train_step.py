@@ -40,7 +40,8 @@ def build_train_step(device_run: DeviceRun) -> Any:
 
     A step whose mean loss or gradient is not finite leaves the state unchanged, except for `healthy`.
     """
-    gradients, where, model = build_gradients(device_run), device_run.state_shardings, device_run.run.model
+    model, where = device_run.run.model, device_run.state_shardings
+    gradients = build_gradients(model, device_run)
     described = device_run.params
     for_update = trained_only(described, shardings(device_run.mesh, device_run.placements, "optimizer"))
     learning_rate = build_lr_schedule(device_run.run.optimizer, device_run.run.training.steps)
@@ -116,17 +117,14 @@ def build_eval_step(device_run: DeviceRun) -> Callable[[Tree, Batch], Metrics]:
     training, model, placed = device_run.run.training, device_run.local_model, device_run.placed
 
     def evaluate(params: Tree, batch: Batch) -> Metrics:
-        with matmuls_of(training.compute_dtype):
-            return forward(params, batch)
-
-    def forward(params: Tree, batch: Batch) -> Metrics:
         total = jnp.ones(())
-        if placed.shape.stage == 1:
-            return all_reduce(model.loss_fn(params, batch, no_dropout(), total)[1][0], TOKEN_AXES)
-        batch_M = jax.tree.map(lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), batch)
-        sequences_MB = batch_M.positions[:, :, 0]  # unused without dropout
-        pipeline = addition("PipelineModel")(model, (sequences_MB, batch_M), lambda _: no_dropout(), total)
-        return all_reduce(pipeline.sums(placed.forward_table(training.microbatches), params), TOKEN_AXES)
+        with matmuls_of(training.compute_dtype):
+            if placed.shape.stage == 1:
+                return all_reduce(model.loss_fn(params, batch, no_dropout(), total)[1][0], TOKEN_AXES)
+            batch_M = jax.tree.map(lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), batch)
+            sequences_MB = batch_M.positions[:, :, 0]  # unused without dropout
+            pipeline = addition("PipelineModel")(model, (sequences_MB, batch_M), lambda _: no_dropout(), total)
+            return all_reduce(pipeline.sums(placed.forward_table(training.microbatches), params), TOKEN_AXES)
 
     return jax.jit(
         jax.shard_map(

@@ -202,6 +202,12 @@ Choose = Callable[[Run, Sequence[Any]], Run]
 """`(run, devices) -> run` with the choices filled in that it leaves to the machine (remat policy)."""
 
 
+@functools.singledispatch
+def prepare_other(model: Model, run: Run, devices: list[jax.Device]) -> Trainable | None:
+    """Prepares a run of a model that does not train on text, for which `wrapped` registers its function; else None."""
+    return None
+
+
 def prepare_run(
     run: Run,
     *,
@@ -215,31 +221,18 @@ def prepare_run(
 
     cache: folder of token files and compiled programs.  devices: use the first so many; None uses all.  choose: makes
     the choices that need the planner; without it a run that leaves the remat policy open recomputes whole layers.
-    own: tokenizer.json of a run that goes on, whose vocabulary it keeps where its text has changed.  progress: shows
+    own: tokenizer.json of a run that is resumed, whose vocabulary it keeps where its text has changed.  progress: shows
     the tokenisation.
     Raises ConfigError or DataError before anything is traced.
     """
     check_sizes(run)
     enable_compilation_cache(cache / "compiled")
-    return prepare_model(run.model, run, cache=cache, devices=devices, choose=choose, own=own, progress=progress)
-
-
-@functools.singledispatch
-def prepare_model(
-    model: Model,
-    run: Run,
-    *,
-    cache: Path,
-    devices: int | None,
-    choose: Choose,
-    own: Path | None,
-    progress: Progress | None,
-) -> Any:
-    """Prepares a run of a model family on text; another kind of model registers its own function (`wrapped`)."""
     available = jax.devices()[:devices]
-    mesh = build_mesh(run.mesh or default_mesh_shape(len(available)), available)
-    if run.mesh is None:
-        run = dataclasses.replace(run, mesh=default_mesh_shape(len(available)))
+    other = prepare_other(run.model, run, available)
+    if other is not None:
+        return other
+    shape = run.mesh or default_mesh_shape(len(available))
+    run, mesh = dataclasses.replace(run, mesh=shape), build_mesh(shape, available)
     if own is not None and in_bucket(own):
         own = addition("local_copy")(path_of(own), cache)
     parts: Sequence[tuple[Samples, Samples]]

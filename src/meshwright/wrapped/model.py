@@ -20,10 +20,10 @@ from meshwright.runs.recipe import change_fields
 from meshwright.runs.run import Run
 from meshwright.sharding.params import Param
 from meshwright.step import device_run
-from meshwright.step.gradients import gradients_of
+from meshwright.step.gradients import build_gradients
 from meshwright.storage.paths import path_of
 from meshwright.trainer.evaluation import evaluate_prepared
-from meshwright.trainer.prepare import prepare_model
+from meshwright.trainer.prepare import prepare_other
 from meshwright.wrapped import prepared, step
 from meshwright.wrapped.batches import find_held_out, find_source
 from meshwright.wrapped.modules import find_adapter
@@ -179,8 +179,8 @@ def wrap(
 # What a run of a wrapped model does in its own way.
 place_model.register(Wrapped, place_wrapped)
 device_run.initial_arrays.register(Wrapped, step.initial_arrays)
-gradients_of.register(Wrapped, step.wrapped_gradients)
-prepare_model.register(Wrapped, prepared.prepare_wrapped)
+build_gradients.register(Wrapped, step.wrapped_gradients)
+prepare_other.register(Wrapped, prepared.prepare_wrapped)
 evaluate_prepared.register(prepared.PreparedModel, prepared.evaluate_wrapped)
 estimate_model.register(Wrapped, estimate_wrapped)
 search_model.register(Wrapped, search_wrapped)

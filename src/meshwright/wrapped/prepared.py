@@ -61,7 +61,7 @@ class PreparedModel(Trainable):
         return lambda state: evaluate(state.params, state.variables)["loss"]
 
 
-def prepare_wrapped(model: Any, run: Run, *, devices: int | None, **_: Any) -> PreparedModel:
+def prepare_wrapped(model: Any, run: Run, devices: list[jax.Device]) -> PreparedModel:
     """Places a wrapped model on the devices here, as `fsdp` over all of them where the run names no mesh."""
     if run.faults.bad_step == "roll_back":
         raise ConfigError(
@@ -69,9 +69,8 @@ def prepare_wrapped(model: Any, run: Run, *, devices: int | None, **_: Any) -> P
             "its batches have no index by which their samples could be left out",
             "--faults.bad-step skip, or stop",
         )
-    available = jax.devices()[:devices]
-    mesh = run.mesh or MeshShape(fsdp=len(available))
-    prepared = PreparedModel(place_on_devices(dataclasses.replace(run, mesh=mesh), build_mesh(mesh, available)))
+    mesh = run.mesh or MeshShape(fsdp=len(devices))
+    prepared = PreparedModel(place_on_devices(dataclasses.replace(run, mesh=mesh), build_mesh(mesh, devices)))
     parts, degree, microbatches = prepared.parts, prepared.device_run.shape.over(BATCH_AXES), run.training.microbatches
     if degree * microbatches > 1:
         held_out = parts.held_out.batch_size // degree if parts.held_out is not None else 0
