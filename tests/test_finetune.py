@@ -25,8 +25,7 @@ from tiny_runs import train as take_steps
 
 import meshwright as mw
 from meshwright.analysis.run_census import census_of_train_step
-from meshwright.checkpoint.adapters import merge_adapters
-from meshwright.checkpoint.initial_weights import load_initial_weights
+from meshwright.checkpoint.initial_weights import load_initial_weights, merge_adapters
 from meshwright.cli.finetune import base_of_fine_tuning
 from meshwright.cli.train import resume_if_exists
 from meshwright.data.batch import Batch

@@ -60,7 +60,6 @@ PARTS: dict[str, dict[str, str]] = {
     "addition": {
         "adapted_params": "models.adapters:adapted_params",
         "adapter_gather": "models.adapters:adapter_gather",
-        "merged_adapters": "models.adapters:merged",
         "attend_over_devices": "models.blocks.ring:attend_over_devices",
         "scan_layers_ahead": "models.gather_ahead:scan_layers_ahead",
         "column_parallel": "comm.collective_matmul:column_parallel",
@@ -111,6 +110,7 @@ PARTS: dict[str, dict[str, str]] = {
         "saved_files": "data.columns:saved_files",
         "zstd_stream": "data.columns:zstd_stream",
         "tokenize": "data.tokenizing:tokenize",
+        "merge_adapters": "checkpoint.initial_weights:merge_adapters",
         "learn_tokenizer": "data.tokenizing:learn_tokenizer",
         "share_folders": "data.sharing:share_folders",
         "local_copy": "storage.transfer:local_copy",

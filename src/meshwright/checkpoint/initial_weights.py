@@ -9,25 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshwright.checkpoint.adapters import merge_adapters, without_adapters
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.errors import WeightsError
+from meshwright.fine_tuning import FineTune
 from meshwright.hugging_face.folder import KEPT, keep_files, load_params, open_folder, read_model
 from meshwright.hugging_face.hub import find_folder, is_hugging_face
 from meshwright.hugging_face.peft_files import read_adapter
-from meshwright.models.adapters import ADAPTERS, quantise
-from meshwright.models.model import Model
+from meshwright.models.adapters import ADAPTERS, merged, quantise
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
-from meshwright.sharding.params import (
-    Param,
-    Tree,
-    init_params,
-    is_param,
-    layers_to_rows,
-    named_leaves,
-    trained_only,
-)
+from meshwright.sharding.params import Param, Tree, init_params, is_param, layers_to_rows, named_leaves, trained_only
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.storage.paths import path_of
 from meshwright.storage.transfer import copy_file, files_of
@@ -49,7 +40,12 @@ def load_initial_weights(device_run: DeviceRun, out: Path | None = None) -> Tree
     assert run.init_from is not None
     changed_fields(run)
     if out is not None and jax.process_index() == 0:
-        _keep_description(run.init_from, out)
+        kept = path_of(run.init_from) / KEPT
+        if is_hugging_face(run.init_from):
+            keep_files(find_folder(run.init_from, weights=False), out)
+        else:
+            for name in files_of(kept) if kept.is_dir() else ():
+                copy_file(kept / name, out / KEPT / name)
         if run.finetune.template is not None:
             copy_file(path_of(run.finetune.template), out / KEPT / "chat_template.jinja")
     load = functools.partial(_load, run.init_from)
@@ -90,12 +86,11 @@ def changed_fields(run: Run) -> dict[str, tuple[Any, Any]]:
     Raises WeightsError where the weights are of another family, or fields differ that change shapes.
     """
     assert run.init_from is not None
-    own = _model_of(run.init_from)
+    foreign = is_hugging_face(run.init_from)
+    own = read_model(run.init_from).model if foreign else run_in_folder(path_of(run.init_from)).model
     if type(own) is not type(run.model):
         theirs = f"the weights there are of a {type(own).__name__}"
-        fix = f"--run {run.init_from}/run.json"
-        if is_hugging_face(run.init_from):
-            fix = f"{run.init_from} in the place of the recipe"
+        fix = f"{run.init_from} in the place of the recipe" if foreign else f"--run {run.init_from}/run.json"
         raise WeightsError(f"a {type(run.model).__name__} that starts from {run.init_from}", theirs, fix)
     names = [field.name for field in dataclasses.fields(own) if field.name not in _FREE]
     pairs = {name: (getattr(own, name), getattr(run.model, name)) for name in names}
@@ -109,19 +104,24 @@ def describe_initial_weights(run: Run) -> str:
     return text + (f"; the model is changed: {changed}" if changed else "")
 
 
-def _keep_description(init_from: str, out: Path) -> None:
-    if is_hugging_face(init_from):
-        keep_files(find_folder(init_from, weights=False), out)
-        return
-    kept = path_of(init_from) / KEPT
-    for name in files_of(kept) if kept.is_dir() else ():
-        copy_file(kept / name, out / KEPT / name)
+def without_adapters(device_run: DeviceRun) -> DeviceRun:
+    """Returns the run without adapters or reference on the same devices.
+
+    Its parameters have the type of those of the run; with a frozen base that is the compute dtype, or float32.
+    """
+    run = device_run.run
+    dtype = "float32" if run.finetune.base == "float32" else run.training.compute_dtype
+    dtype = dtype if run.finetune.method == "lora" else run.training.param_dtype
+    training = dataclasses.replace(run.training, param_dtype=dtype)
+    return place_on_devices(dataclasses.replace(run, finetune=FineTune(), training=training), device_run.mesh)
 
 
-def _model_of(init_from: str) -> Model:
-    if is_hugging_face(init_from):
-        return read_model(init_from).model
-    return run_in_folder(path_of(init_from)).model
+def merge_adapters(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tree]:
+    """Returns the run without adapters or reference, and its parameters W + (alpha / r) A B, summed in float32."""
+    base = without_adapters(device_run)
+    dtype = jnp.dtype(base.run.training.param_dtype)
+    together = functools.partial(merged, scale=device_run.run.finetune.scale, dtype=dtype)
+    return base, jax.jit(together, out_shardings=base.state_shardings.params)(params)
 
 
 def add_adapters(device_run: DeviceRun, load: Callable[[DeviceRun, Then], Tree]) -> Tree:

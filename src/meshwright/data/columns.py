@@ -32,8 +32,8 @@ def read_columns(file: Path, raw: IO[bytes], kind: str, records: Records, field:
 
     Raises DataError where there is no such column, or it has no text.
     """
-    tables = _parquet(file, raw, field, records) if kind == ".parquet" else _arrow(file, raw, field, records)
-    for first, column in tables:
+    read = _parquet if kind == ".parquet" else _arrow
+    for first, column in read(file, raw, field, records):  # first row, and the column, of each batch
         skip = max(0, records.number - first)
         for start in range(skip, len(column), _ROWS):
             for number, value in enumerate(_values(column.slice(start, _ROWS)), first + start + 1):
@@ -46,7 +46,6 @@ def read_columns(file: Path, raw: IO[bytes], kind: str, records: Records, field:
 
 
 def _parquet(file: Path, raw: IO[bytes], field: str, records: Records) -> Iterator[tuple[int, Any]]:
-    """Yields the first row and the column of text of each batch."""
     table = pyarrow.parquet.ParquetFile(raw)
     path = _column(file, table.schema_arrow, field)
     size, rows, first = os.fstat(raw.fileno()).st_size, max(1, table.metadata.num_rows), 0
@@ -62,7 +61,6 @@ def _parquet(file: Path, raw: IO[bytes], field: str, records: Records) -> Iterat
 
 
 def _arrow(file: Path, raw: IO[bytes], field: str, records: Records) -> Iterator[tuple[int, Any]]:
-    """Yields the first row and the column of text of each batch."""
     magic = raw.read(6)
     raw.seek(0)
     if magic[:4] == b"FEA1":
@@ -130,17 +128,17 @@ def _column_of(batch: Any, path: tuple[str, ...]) -> Any:
 
 def _values(column: Any) -> list[str | bytes | None]:
     """Returns the values of a column of text; those that are not UTF-8 as bytes."""
+
+    def text_or_bytes(value: bytes | None) -> str | bytes | None:
+        try:
+            return None if value is None else value.decode("utf-8")
+        except UnicodeDecodeError:
+            return value
+
     try:
         return column.to_pylist()
     except UnicodeDecodeError:
-        return [_text_or_bytes(value) for value in column.cast("large_binary").to_pylist()]
-
-
-def _text_or_bytes(value: bytes | None) -> str | bytes | None:
-    try:
-        return None if value is None else value.decode("utf-8")
-    except UnicodeDecodeError:
-        return value
+        return [text_or_bytes(value) for value in column.cast("large_binary").to_pylist()]
 
 
 def saved_files(folder: Path) -> list[Path] | None:

@@ -102,12 +102,17 @@ def document_range(ends: np.ndarray, document: int) -> tuple[int, int]:
     return (int(ends[document - 1]) if document else 0), int(ends[document])
 
 
+def _positions(file: TokenFile, together: int) -> np.ndarray:
+    """Positions that each unit of `together` documents takes: one fewer than the tokens of a document."""
+    return np.diff(file.ends, prepend=0).reshape(-1, together).sum(1) - together
+
+
 def pack(file: TokenFile, answers: np.ndarray, seq: int, units: Any, together: int) -> Packed:
     """Packs units of `together` documents by best fit: each goes where it leaves the least room, the longest first.
 
-    A document of n tokens takes n - 1 positions. Deterministic. Every unit fits in `seq` (`load_conversations`).
+    Deterministic. Every unit fits in `seq` (`load_conversations`).
     """
-    lengths = np.diff(file.ends, prepend=0).reshape(-1, together).sum(1) - together
+    lengths = _positions(file, together)
     rows: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
     rooms: list[int] = []  # rooms that some row has, ascending
@@ -190,7 +195,7 @@ def _fitting(file: TokenFile, seq: int, together: int, lines: list[str], too_lon
 
     Raises DataError for one that does not fit, where that is refused.
     """
-    lengths = np.diff(file.ends, prepend=0).reshape(-1, together).sum(1) - together
+    lengths = _positions(file, together)
     long = np.flatnonzero(lengths > seq)
     if len(long) and too_long == "refuse":
         first, longest = int(long[0]), int(lengths.max())
@@ -200,8 +205,7 @@ def _fitting(file: TokenFile, seq: int, together: int, lines: list[str], too_lon
             f"not fit, the longest takes {longest}",
             f"--seq {longest}, or --finetune.too-long truncate or drop",
         )
-    fits = lengths <= seq if too_long == "drop" else np.ones(len(lengths), bool)
-    return [int(unit) for unit in np.flatnonzero(fits)]
+    return np.flatnonzero(lengths <= seq).tolist() if too_long == "drop" else list(range(len(lengths)))
 
 
 def _truncated(file: TokenFile, answers: np.ndarray, positions: int) -> tuple[TokenFile, np.ndarray]:
@@ -253,7 +257,6 @@ def _tokenise(path: str, spec: str, template: ChatTemplate | None, objective: Ob
 
 
 def _records(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields file and line of each record, and the record."""
     for file in files:
         with open_bytes(file) as raw:
             stream = decompressed(raw, kind_of(file.name)[1])
@@ -320,7 +323,6 @@ class RecordRenderer:
         return self._conversation(before + self._messages("answer", answer), len(before))
 
     def _messages(self, field: str, value: Any) -> list[Message]:
-        """Returns a list of messages. Raises DataError for anything else."""
         if not isinstance(value, list) or not value:
             raise self._error(f"its {field} is {type(value).__name__} {str(value)[:40]!r}", f"a list of {_ROLES}")
         for number, message in enumerate(value):

@@ -200,7 +200,6 @@ def _read_files(source: FileDocuments, records: Records) -> Iterator[str]:
 
 
 def _call(source: FunctionDocuments, records: Records) -> Iterator[str]:
-    """Yields the documents of one call of a function."""
     number, skip, asked = 0, records.number, f"--data {source.name}"
     try:
         for number, text in enumerate(source.function(), 1):

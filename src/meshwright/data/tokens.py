@@ -110,8 +110,16 @@ def open_tokens(folder: Path) -> TokenFile:
     try:
         record = _read_description(folder)
         dtype, count, vocab = _DTYPES[record["dtype"]], int(record["tokens"]), int(record["vocab"])
-        files, shard = _shards(folder, record)
-        _check_sizes(files, shard * dtype.itemsize, count * dtype.itemsize)
+        files, shard = _shards(folder, record, dtype.itemsize, count)
+        check_inside(folder, [*files, *(folder / name for name in ("tokens.json", *record["sha256"]))])
+        for number, file in enumerate(files):
+            size, expected = file.stat().st_size, min(shard, count - number * shard) * dtype.itemsize
+            if size != expected:
+                raise ValueError(f"{file.name} has {size} bytes, and its tokens are {expected}")
+        blocks, sums = -(-count * dtype.itemsize // BLOCK), (folder / "sums.bin").stat().st_size
+        if sums != 4 * blocks:
+            total = count * dtype.itemsize
+            raise ValueError(f"sums.bin has {sums} bytes, and {total} bytes of tokens have {blocks} checksums")
         for name, expected in record["sha256"].items():
             if sha256_of(folder / name) != expected:
                 raise ValueError(f"{name} is not what was written: its SHA-256 differs")
@@ -134,7 +142,7 @@ def open_tokens(folder: Path) -> TokenFile:
 
 
 def _read_description(folder: Path) -> dict[str, Any]:
-    """Reads `tokens.json`. Raises ValueError where it is not of this format, or a file of it is outside the folder."""
+    """Reads `tokens.json`. Raises ValueError where it is not of this format, or names a file outside the folder."""
     record = read_json(folder / "tokens.json")
     if not isinstance(record, dict) or record.get("format") not in (_SINGLE, FORMAT):
         found = record.get("format") if isinstance(record, dict) else None
@@ -146,19 +154,17 @@ def _read_description(folder: Path) -> dict[str, Any]:
         raise ValueError("tokens.json has no checksums")
     if any(Path(name).name != name or not (folder / name).is_file() for name in names):
         raise ValueError("tokens.json names a file outside the folder, or one that is not there")
-    check_inside(folder, [*_shards(folder, record)[0], *(folder / name for name in ("tokens.json", *names))])
     return record
 
 
-def _shards(folder: Path, record: Mapping[str, Any]) -> tuple[list[Path], int]:
+def _shards(folder: Path, record: Mapping[str, Any], itemsize: int, count: int) -> tuple[list[Path], int]:
     """Returns the files with the tokens, and the tokens of each but the last. Raises ValueError for wrong numbers."""
-    count = int(record["tokens"])
     if not count:
         raise ValueError("it has no tokens")
     if record["format"] == _SINGLE:
         return [folder / "tokens.bin"], count
     shards, size = int(record["shards"]), int(record["shard_tokens"])
-    if size < 1 or size * _DTYPES[record["dtype"]].itemsize % BLOCK or shards != -(-count // size):
+    if size < 1 or size * itemsize % BLOCK or shards != -(-count // size):
         raise ValueError(f"{count} tokens are not {shards} shards of {size} tokens")
     return [folder / shard_name(number) for number in range(shards)], size
 
@@ -166,14 +172,3 @@ def _shards(folder: Path, record: Mapping[str, Any]) -> tuple[list[Path], int]:
 def shard_name(number: int) -> str:
     """Returns the name of a shard's file."""
     return f"tokens-{number:05d}.bin"
-
-
-def _check_sizes(files: Sequence[Path], shard: int, total: int) -> None:
-    """Raises ValueError where a file of tokens or checksums has another size than it must have, in bytes."""
-    for number, file in enumerate(files):
-        size, expected = file.stat().st_size, min(shard, total - number * shard)
-        if size != expected:
-            raise ValueError(f"{file.name} has {size} bytes, and its tokens are {expected}")
-    sums = files[0].with_name("sums.bin").stat().st_size
-    if sums != 4 * -(-total // BLOCK):
-        raise ValueError(f"sums.bin has {sums} bytes, and {total} bytes of tokens have {-(-total // BLOCK)} checksums")

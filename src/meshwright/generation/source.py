@@ -9,9 +9,8 @@ from typing import Literal
 
 import jax
 
-from meshwright.checkpoint.adapters import merge_adapters
 from meshwright.checkpoint.checkpoints import Checkpoints
-from meshwright.checkpoint.initial_weights import load_initial_weights
+from meshwright.checkpoint.initial_weights import load_initial_weights, merge_adapters
 from meshwright.config import MeshShape
 from meshwright.data.chat import ChatTemplate, read_chat_template
 from meshwright.data.corpus import load_corpus

@@ -134,13 +134,11 @@ def answer_of_the_first(compute: Callable[[], Any]) -> Any:
         return json.loads(json.dumps(answer))
     text = None
     while text is None:
-        text = _wait(client, key, time.monotonic() + DEADLINE)
+        text = _wait(client, key, time.monotonic() + 2.0)  # signals are handled between two waits
     found = json.loads(text)
     if "failed" in found:
         code, *parts = found["failed"]
-        failed = MeshwrightError(*parts)
-        failed.exit_code = code
-        raise failed
+        raise next(kind for kind in MeshwrightError.__subclasses__() if kind.exit_code == code)(*parts)
     return found["answer"]
 
 

@@ -33,9 +33,7 @@ class LocalCheckpoints:
                 "--local-checkpoints.path /local/ssd --local-checkpoints.every 20",
             )
         if self.path is not None and "://" in self.path:
-            fix = "a folder on each host's disk; --out may be in a bucket"
-            raise ConfigError(
-                f"--local-checkpoints.path {self.path}", "every host has its own, a bucket is shared", fix
-            )
+            truth, fix = "every host has its own, a bucket is shared", "a folder on each host's disk"
+            raise ConfigError(f"--local-checkpoints.path {self.path}", truth, f"{fix}; --out may be in a bucket")
         if self.max_to_keep < 1:
             raise ConfigError(f"local_checkpoints.max_to_keep {self.max_to_keep}", "it is at least 1", "1")

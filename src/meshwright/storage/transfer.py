@@ -37,7 +37,6 @@ def sha256_of(path: Path) -> str:
 
 
 def _parts(path: Path) -> Iterator[bytes]:
-    """Yields the content of a file or object part by part."""
     if in_bucket(path):
         first, found = 0, bucket_path(path)
         while part := found.read_part(first, PART):
@@ -76,7 +75,6 @@ def copy_file(source: Path, target: Path) -> str:
 
 
 def _of_each[T](call: Callable[[str], T], names: Iterable[str]) -> list[T]:
-    """Calls a function with several names at a time."""
     with concurrent.futures.ThreadPoolExecutor(_COPIES) as pool:
         return list(pool.map(call, names))
 
