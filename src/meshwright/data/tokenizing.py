@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from meshwright.data.corpus import Progress, spec_identity
 from meshwright.data.encoding import BATCH, TextBatch, encode
@@ -91,7 +91,14 @@ def _locked(out: Path, progress: Progress | None) -> Iterator[bool]:
     """
     with (out / _LOCK).open("ab") as file:
         until, seen = time.monotonic() + _PATIENCE, 0.0
-        while not _lock(file):
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                pass
+            except OSError:
+                break  # a file system without locks
             if progress is not None and not seen:
                 progress.write(f"waiting for another process that tokenises into {out}")
             changed = max([1.0, *(entry.stat().st_mtime for entry in os.scandir(out))] if out.is_dir() else [1.0])
@@ -102,16 +109,6 @@ def _locked(out: Path, progress: Progress | None) -> Iterator[bool]:
                 raise DataError(f"writing tokens to {out}", truth, "end that process; what it wrote is kept")
             time.sleep(0.2)
         yield os.fstat(file.fileno()).st_nlink > 0
-
-
-def _lock(file: IO[bytes]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass  # a file system without locks
-    return True
 
 
 @dataclasses.dataclass
