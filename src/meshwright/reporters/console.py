@@ -166,7 +166,6 @@ class ConsoleReport:
             self._live.start()
 
     def _renderable(self) -> Text:
-        """Returns the live line: the last step, or what is under way."""
         last = self._last
         parts = [self._number(self._start)] if self._steps else []
         if last is not None:

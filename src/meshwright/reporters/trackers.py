@@ -178,13 +178,11 @@ def _library(extra: str, *modules: str) -> Any:
 
 
 def _configuration(out: Path) -> dict[str, Any]:
-    """Returns the Run in an output folder as JSON values; empty where there is none."""
     file = out / "run.json"
     return dict(read_json(file)) if file.is_file() else {}
 
 
 def _flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns nested JSON values under dotted names, lists as text."""
     found: dict[str, Any] = {}
     for name, value in record.items():
         if isinstance(value, Mapping):
@@ -203,10 +201,8 @@ def _kept_id(out: Path, tracker: str) -> str:
 
 
 def _mlflow_name(name: str) -> str:
-    """Returns a name of the characters that MLflow takes."""
     return "".join(c if c.isalnum() or c in "_-. :/" else "_" for c in name)
 
 
 def _indented(text: str) -> str:
-    """Returns text as a preformatted block of Markdown."""
     return "".join(f"    {line}\n" for line in text.splitlines())

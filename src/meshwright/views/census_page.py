@@ -334,7 +334,6 @@ def _memory(census: Census) -> list[Block]:
 
 
 def _shown_category(name: str) -> str:
-    """Name of a category on the bars: small ones share a name."""
     return "copies of arguments" if name.startswith("copies of ") else name if name in _MEMORY_COLOURS else "other"
 
 

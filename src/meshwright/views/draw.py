@@ -548,7 +548,6 @@ def _neighbour_links(ids: np.ndarray, axis: int, machine: MachineGrid) -> str:
 
 
 def _panels(machine: MachineGrid, mesh: Mapping[str, int]) -> tuple[Panel, ...]:
-    """Lays the devices out. mesh: axes of more than one device; those along its innermost have one colour."""
     cells: dict[tuple[int, ...], list[Box]] = {}
     innermost = list(mesh.values())[-1] if mesh else 1
     along = list(np.ndindex(*mesh.values()))
@@ -604,7 +603,6 @@ class PipelineTimeline(Picture):
 
     @property
     def _places(self) -> list[int]:
-        """Places of a tick that the schedule uses, a row each."""
         return sorted({PLACE[kind] for kind in self._kinds})
 
     def _label(self, task: Task) -> str:
@@ -621,7 +619,20 @@ class PipelineTimeline(Picture):
         for s in range(table.stages):
             canvas.text(4, y + 16, f"stage {s}", 12)
             for t in range(table.ticks):
-                self._draw_tick(canvas, t, s, _STAGE_LEFT + t * tick_width, y, tick_width)
+                x, live = _STAGE_LEFT + t * tick_width, int(table.live_inputs[t, s])
+                for task in table.tasks(t, s):
+                    part = f", virtual stage {task.virtual_stage}" if table.virtual_stages > 1 else ""
+                    name, top = TASK_NAMES[task.kind], y + _TASK_HEIGHT * places.index(PLACE[task.kind])
+                    tip = f"tick {t}: {name} of microbatch {task.microbatch}{part}; {live} live inputs"
+                    colour = task_colour(name, task.virtual_stage)
+                    canvas.box(x, top, tick_width, _TASK_HEIGHT, colour, self._label(task), tip)
+                if live:
+                    height = _LIVE_HEIGHT * live / max(1, int(table.live_inputs.max()))
+                    top = y + tasks_height + _LIVE_HEIGHT - height
+                    canvas.shapes.append(
+                        f'<rect x="{x:.1f}" y="{top:.1f}" width="{tick_width:.1f}" height="{height:.1f}" '
+                        f'fill="currentColor" opacity="0.18"><title>{live} live inputs</title></rect>'
+                    )
             idle = table.ticks * len(places) - int((table.kind[:, s] != IDLE).sum())
             canvas.text(right, y + 16, f"{idle} idle", 11)
             live = int(table.live_inputs[:, s].max())
@@ -634,23 +645,6 @@ class PipelineTimeline(Picture):
             x += 34 + len(name) * 7
         canvas.text(x, y, "grey: live inputs", 11)
         return canvas.render()
-
-    def _draw_tick(self, canvas: _Canvas, t: int, s: int, x: float, y: float, width: float) -> None:
-        table, places = self.table, self._places
-        live = int(table.live_inputs[t, s])
-        for task in table.tasks(t, s):
-            virtual_stage = f", virtual stage {task.virtual_stage}" if table.virtual_stages > 1 else ""
-            name = TASK_NAMES[task.kind]
-            tip = f"tick {t}: {name} of microbatch {task.microbatch}{virtual_stage}; {live} live inputs"
-            top = y + _TASK_HEIGHT * places.index(PLACE[task.kind])
-            canvas.box(x, top, width, _TASK_HEIGHT, task_colour(name, task.virtual_stage), self._label(task), tip)
-        if live:
-            height = _LIVE_HEIGHT * live / max(1, int(table.live_inputs.max()))
-            top = y + _TASK_HEIGHT * len(places) + _LIVE_HEIGHT - height
-            canvas.shapes.append(
-                f'<rect x="{x:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}" fill="currentColor" '
-                f'opacity="0.18"><title>{live} live inputs</title></rect>'
-            )
 
     def text(self) -> Text:
         """Returns lines for each stage with a column for each tick, and below them the number of live inputs."""

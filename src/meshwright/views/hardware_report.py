@@ -135,7 +135,6 @@ def _derived(row: Row) -> dict[str, Any]:
 
 
 def _headline(name: str, result: Mapping[str, Any]) -> str:
-    """Returns the outcome of a section in one line: its best or most telling figures."""
     rows = [row for row in result["rows"] if "failed" not in row]
     if name == "machine":
         facts = result["facts"]

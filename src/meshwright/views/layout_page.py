@@ -143,7 +143,6 @@ def _axes(placed: PlacedRun) -> list[tuple[str, int]]:
 
 
 def _placement_drawing(placed: PlacedRun, rows: tuple[ParamRow, ...]) -> Drawing:
-    """Returns every parameter and the batch, sharded and gathered, over the devices of the mesh."""
     axes = _axes(placed)
     index = {axis: i for i, (axis, _) in enumerate(axes)}
 
@@ -179,7 +178,6 @@ def _placement_drawing(placed: PlacedRun, rows: tuple[ParamRow, ...]) -> Drawing
 
 
 def _pipeline_drawing(table: ScheduleTable) -> Drawing:
-    """Returns the tasks of every stage in every tick."""
     used = sorted({PLACE[kind] for kind, count in table.task_counts.items() if count})
     tasks = [
         (tick, stage, used.index(PLACE[task.kind]), int(task.kind), int(task.virtual_stage), int(task.microbatch))

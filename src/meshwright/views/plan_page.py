@@ -288,7 +288,6 @@ def _plans_chart(rows: Sequence[_Row], target: Target) -> Chart:
 
 
 def _inspector(rows: Sequence[_Row], first: str) -> Inspector:
-    """Returns what is known of each plan: facts, and bars of its seconds and bytes. first: keys selected at first."""
     estimates = [row.plan.estimate for row in rows]
     categories = list(dict.fromkeys(name for e in estimates for name, n in e.memory.items() if n))
     limits = {e.hbm_bytes for e in estimates}
@@ -326,7 +325,6 @@ def _inspector(rows: Sequence[_Row], first: str) -> Inspector:
 
 
 def _search_table(rows: Sequence[_Row], result: SearchResult, printed: int) -> Table:
-    """Returns the table of plans, and below them the meshes that were refused."""
     columns = _columns(
         *("", "plan", "mesh", "remat", "microbatches", "pipeline", "step", "MFU", "tokens/s", "memory", "state"),
         *("bound by", "days", "reason"),
@@ -448,7 +446,6 @@ def offers_table(offers: Sequence[Offer], printed: int = 30) -> Table:
 
 
 def _offers_chart(offers: Sequence[Offer], rows: Sequence[_Row]) -> Chart:
-    """Days against dollars, or against chip-hours where a price is missing."""
     priced = all(offer.dollars is not None for offer in offers)
     axis = Axis("cost", "dollars", toggle=True) if priced else Axis("chip-hours", "count", toggle=True)
     series = []

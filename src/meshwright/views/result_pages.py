@@ -36,7 +36,6 @@ def page_of(result: Any) -> Report:
 
 
 def _configuration_page(run: Run) -> Report:
-    """Returns the report of a Run: how it differs from its recipe, and all of its fields."""
     fields, blocks = flat_fields(run_to_dict(run)), []
     if run.name in list_recipes():
         blocks = recipe_differences(fields, run_to_dict(find_recipe(run.name)), "Differences")
@@ -76,7 +75,6 @@ def _metrics_page(step: int, *figures: Figure) -> Report:
 
 
 def _generated_page(result: Generated) -> Report:
-    """Returns the report of generated texts, and how fast they came."""
     report, texts = result.report, []
     figures = [
         Figure("new tokens", f"{report.new_tokens:,}", f"of {report.prompts} prompts"),

@@ -188,7 +188,6 @@ def _line(name: str, curve: Curve, colour: str, **look: Any) -> Series:
 
 
 def _points_on_loss(folder: RunFolder, prefix: str, colour: str) -> list[Series]:
-    """Returns losses on held-out text, and checkpoints as points on the curve of the loss."""
     found = []
     if _HELD_OUT in folder.curves:
         held_out = folder.curves[_HELD_OUT]
@@ -205,7 +204,6 @@ def _points_on_loss(folder: RunFolder, prefix: str, colour: str) -> list[Series]
 
 
 def _marks(folder: RunFolder, prefix: str) -> list[Mark]:
-    """Returns restarts, returns to a checkpoint and bad steps, as lines across a chart."""
     starts = [e["step"] for e in _events(folder, "start") if isinstance(e.get("step"), int)]
     returns = [e["to"] for e in _events(folder, "roll back") if isinstance(e.get("to"), int)]
     marks = [Mark("x", step, f"{prefix}restart", "c2") for step in starts[1:]]
@@ -245,7 +243,6 @@ def _times(folders: Sequence[RunFolder]) -> list[Block]:
 
 
 def _table(document: Mapping[str, Any], name: str, columns: Sequence[Column], **fields: Any) -> list[Block]:
-    """Returns the table of a list of a document; nothing if it has none."""
     rows = objects(document, name)
     return [Table.of(rows, columns, **fields)] if rows else []
 
@@ -272,7 +269,6 @@ def print_profile(console: Console, document: Mapping[str, Any]) -> None:
 
 
 def _event_table(folders: Sequence[RunFolder]) -> Block:
-    """Returns the table of events and bad steps, the last first."""
     rows: list[dict[str, Any]] = []
     for folder in folders:
         name = folder.name if len(folders) > 1 else ""
@@ -307,7 +303,6 @@ def _clock(value: Any) -> str:
 
 
 def _configuration(folders: Sequence[RunFolder], recipes: Mapping[str, Mapping[str, Any]]) -> list[Block]:
-    """Returns the Runs: how they differ from each other and from their recipes, and all of their fields."""
     fields = {folder.name: flat_fields(folder.document("run.json")) for folder in folders}
     blocks: list[Block] = []
     if len(folders) > 1:
