@@ -72,17 +72,16 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], answer: bool, marks: tuple[str, str]) -> str:
         """Returns the text, with `marks` before and after each answer that the template marks."""
         check_jinja()
-        request = {
-            "source": self.source, "messages": list(messages), "answer": answer, "tokens": dict(self.special_tokens),
-            "marks": marks,
-        }  # fmt: skip
+        what = {"source": self.source, "tokens": dict(self.special_tokens), "marks": marks}
+        request = {**what, "messages": list(messages), "answer": answer}
         reply = _renderer.ask(json.dumps(request))
         if "text" in reply:
             return str(reply["text"])
         raise DataError(
-            "a conversation in the tokenizer's chat template", f"the template refuses it: {reply['error']}",
+            "a conversation in the tokenizer's chat template",
+            f"the template refuses it: {reply['error']}",
             "roles and order of messages as the template has them, or --chat-template FILE.jinja",
-        )  # fmt: skip
+        )
 
 
 class _Renderer:

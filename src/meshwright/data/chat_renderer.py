@@ -54,9 +54,8 @@ def _template(source: str, marks: tuple[str, str]) -> jinja2.Template:
 def _render(request: dict[str, Any]) -> dict[str, str]:
     try:
         template = _template(request["source"], tuple(request["marks"]))
-        text = template.render(
-            messages=request["messages"], add_generation_prompt=request["answer"], **request["tokens"]
-        )  # fmt: skip
+        conversation = {"messages": request["messages"], "add_generation_prompt": request["answer"]}
+        text = template.render(**conversation, **request["tokens"])
         text.encode("utf-8")
     except MemoryError:
         return {"error": f"it takes more than {MEMORY // 2**20} MiB"}
