@@ -71,7 +71,7 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass
 class _Counts:
-    """What `Records` keeps of a reading that is interrupted, as JSON values."""
+    """Counts that `Records` keeps of an interrupted reading, as JSON values."""
 
     read: int = 0
     empty: int = 0

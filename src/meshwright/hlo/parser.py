@@ -31,6 +31,7 @@ class Array:
 
     @property
     def elements(self) -> int:
+        """Number of elements."""
         return math.prod(self.dims)
 
     @property

@@ -273,4 +273,4 @@ _REASONS = {
         "the same command when the server is well",
     ),
 }
-"""Truth and fix by what an error of a driver says; the first that is found."""
+"""Truth and fix by words in the error of a driver; the first that is found counts."""
