@@ -81,4 +81,4 @@ def _checkpoint_bytes(run: str) -> int:
     model = dataclasses.replace(given.model, vocab=given.model.vocab or _VOCAB)
     placed = place_run(dataclasses.replace(given, model=model, training=legal, mesh=None), MeshShape())
     itemsize = jnp.dtype(training.param_dtype).itemsize
-    return int(sharded_elements(placed.layout) * itemsize + state_bytes(placed)) * (training.max_to_keep + 1)
+    return int(sharded_elements(placed.layout)[0] * itemsize + state_bytes(placed)) * (training.max_to_keep + 1)

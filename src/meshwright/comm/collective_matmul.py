@@ -87,7 +87,6 @@ def _write(full: Any, part: Any, start: jax.Array) -> Any:
 
 
 def _empty(parts: Any, seq: int) -> Any:
-    """Returns zeros for sequences of `seq` positions, like `parts`."""
     return jax.tree.map(lambda p: jnp.zeros((p.shape[0], seq, *p.shape[2:]), p.dtype), parts)
 
 

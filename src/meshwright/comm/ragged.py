@@ -70,7 +70,6 @@ def ragged_all_to_all(x: jax.Array, exchange: Exchange, axis: str, rows: int, la
 
 
 def _padded(x: jax.Array, exchange: Exchange, *, axis: str, rows: int, largest: int) -> jax.Array:
-    """Sends every block with `largest` rows."""
     i = jnp.arange(largest)
     row = jnp.clip(exchange.starts[:, None] + i, 0, x.shape[0] - 1)
     blocks = jnp.where((i < exchange.sizes[:, None])[..., None], x[row], 0)

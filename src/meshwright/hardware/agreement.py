@@ -163,7 +163,6 @@ def differences(answers: Mapping[int, Mapping[str, str]]) -> list[str]:
 
 
 def _hosts(numbers: list[int]) -> str:
-    """Formats host numbers: `host 3`, `hosts 0 to 6`, `hosts 0, 4 and 5`."""
     if len(numbers) == 1:
         return f"host {numbers[0]}"
     if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
@@ -173,7 +172,6 @@ def _hosts(numbers: list[int]) -> str:
 
 
 def _wait_for_readers(client: Any, folder: str, readers: set[int], process: int) -> None:
-    """Keeps process 0, and the store in it, until the others have read why they stop; else JAX aborts them unread."""
     client.key_value_set(f"{folder}/read/{process}", "")
     if process:
         return

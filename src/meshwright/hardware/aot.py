@@ -92,7 +92,6 @@ def topology_devices(target: Target) -> list[Any]:
 
 
 def _package(name: str) -> Path | None:
-    """Returns the folder of an installed package."""
     try:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError:
@@ -108,7 +107,6 @@ def _plugin() -> Path | None:
 
 
 def _cudnn() -> str | None:
-    """Finds cuDNN, whose attention kernel the step uses on NVIDIA GPUs: in NVIDIA's wheel, or in the system."""
     nvidia = _package("nvidia")
     libraries = sorted(nvidia.glob("cudnn/lib/libcudnn.so.9")) if nvidia else []
     return str(libraries[0]) if libraries else ctypes.util.find_library("cudnn")

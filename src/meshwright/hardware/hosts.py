@@ -108,7 +108,6 @@ def hosts_of(environment: Mapping[str, str]) -> Hosts:
 
 
 def _unreadable(error: Exception, environment: Mapping[str, str]) -> str:
-    """Names the variable that a rule could not read."""
     if isinstance(error, KeyError):
         return f"{error.args[0]} is not set"
     value = str(error).rpartition(": ")[2].strip("'")
@@ -252,7 +251,6 @@ def first_host(nodes: str) -> str:
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Hosts | None:
-    """`mpirun` of Open MPI, whose address JAX reads."""
     count = int(environment.get("OMPI_COMM_WORLD_SIZE", "1"))
     if count == 1:
         return None
@@ -308,7 +306,6 @@ def metadata(environment: Mapping[str, str], name: str) -> str | None:
 
 
 def _skypilot(environment: Mapping[str, str]) -> Hosts | None:
-    """SkyPilot's nodes, each with one process."""
     addresses = environment.get("SKYPILOT_NODE_IPS", "").split()
     if len(addresses) < 2:
         return None
@@ -316,7 +313,6 @@ def _skypilot(environment: Mapping[str, str]) -> Hosts | None:
 
 
 def _torchrun(environment: Mapping[str, str]) -> Hosts | None:
-    """MASTER_ADDR and RANK, as torchrun, Ray and many job systems set them."""
     count = int(environment.get("WORLD_SIZE", "1"))
     if count == 1 or "MASTER_ADDR" not in environment:
         return None
@@ -339,7 +335,6 @@ def _kubernetes(environment: Mapping[str, str]) -> Hosts | None:
 
 
 def _nameless(environment: Mapping[str, str]) -> Hosts | None:
-    """Several processes by a variable that some launchers set without the address of process 0."""
     for name in ("WORLD_SIZE", "SKYPILOT_NUM_NODES", "MESHWRIGHT_PROCESSES"):
         if int(environment.get(name, "1")) > 1:
             raise _alone(
@@ -351,7 +346,6 @@ def _nameless(environment: Mapping[str, str]) -> Hosts | None:
 
 
 def _alone(asked: str, truth: str, fix: str) -> ConfigError:
-    """Builds the error of a process that would take itself for the only one."""
     return ConfigError(asked, truth, f"{fix}. meshwright launch writes a job that starts all of them")
 
 

@@ -118,7 +118,6 @@ def route(chip: Chip, topology: tuple[int, ...], span: GroupSpan, efficiency: Ef
 
 
 def _ici_route(chip: Chip, torus: Torus, topology: tuple[int, ...], span: GroupSpan, efficiency: Efficiency) -> Route:
-    """Returns the path of a group inside one slice."""
     # The devices of one chip share its links; a group that holds all of them brings shared bytes in once.
     link = torus.link_bandwidth * efficiency.links / (1 if span.cores > 1 else chip.devices_per_chip)
     bandwidth, names, hops = 0.0, [], 0

@@ -135,7 +135,6 @@ def build_mesh(shape: MeshShape, devices: list[jax.Device] | None = None) -> Mes
 
 
 def _in_slices(shape: MeshShape, devices: list[jax.Device]) -> list[list[jax.Device]]:
-    """Returns as many devices as the shape takes, by slice."""
     ordered = sorted(devices, key=lambda d: (getattr(d, "slice_index", 0) or 0, d.process_index, d.id))
     slices = sorted({getattr(d, "slice_index", 0) or 0 for d in ordered})
     each = shape.size // shape.slices

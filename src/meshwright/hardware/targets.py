@@ -88,7 +88,6 @@ _ALIASES = {alias: name for name, chip in CHIPS.items() for alias in chip.aliase
 
 
 def _find_chip(text: str, name: str, size: tuple[int, ...]) -> tuple[str, Chip]:
-    """Returns the name and the specification of the chip that a target names."""
     if name.endswith(".toml"):
         return name, read_chip(Path(name))
     if ":" in name:
@@ -153,7 +152,6 @@ def slices_by_chips(torus: Torus) -> dict[int, SliceShape]:
 
 
 def _neighbours(name: str, torus: Torus, size: tuple[int, ...]) -> str:
-    """Names the slice with the same number of chips, or where there is none the next smaller and the next larger."""
     if not torus.slices:
         return f"{name}:{format_size(torus.largest)}"
     by_chips, chips, ascending = slices_by_chips(torus), math.prod(size), tuple(sorted(size))
@@ -210,7 +208,6 @@ def expand_targets(text: str) -> list[str]:
 
 
 def _counted(chip: str, count: str) -> list[str]:
-    """Returns the targets of one number of chips, or of a range."""
     slices, _, name = chip.rpartition("*")
     links = CHIPS[name.lower()].interconnect if name.lower() in CHIPS else None
     low, between, high = count.partition("..")

@@ -86,7 +86,7 @@ def price_decode(
     shape, chip, efficiency = placed.shape, target.chip, target.efficiency
     bandwidth, peak = chip.hbm_bandwidth * efficiency.hbm, chip.flops_bf16 * efficiency.matmul
     sequences = batch / shape.over(BATCH_AXES)
-    work = _weights_work(placed, sequences, layout)
+    read, flops = _weights_work(placed, sequences, layout)
     plan = CachePlan(placed.spec, shape, batch, context, placed.run.training.compute_dtype)
     itemsize = jnp.dtype(placed.run.training.compute_dtype).itemsize
     seen = [(a, a.reach(context) / shape.context) for a in placed.spec.attention]
@@ -98,9 +98,8 @@ def price_decode(
         2 * a.heads / shape.tensor * a.cached_score_width * a.causal_positions(context) for a in placed.spec.attention
     )
     recurrent = sum(d.flops(context) for d in placed.spec.delta) / shape.tensor * sequences * context
-    links = _links_seconds(placed, target, sequences, 1, layout)
     prefill = (
-        (work.flops * context + recurrent) / peak
+        (flops * context + recurrent) / peak
         + causal * sequences * context / shape.context / (chip.flops_bf16 * efficiency.attention)
         + _links_seconds(placed, target, sequences, context, layout)
     )
@@ -109,9 +108,9 @@ def price_decode(
         batch=batch,
         context=context,
         parts={
-            "weights": max(work.read / bandwidth, work.flops / peak),
+            "weights": max(read / bandwidth, flops / peak),
             "cache": max(cache_read / bandwidth, scores / (chip.flops_bf16 * efficiency.attention)),
-            "links": links,
+            "links": _links_seconds(placed, target, sequences, 1, layout),
         },
         prefill_seconds=prefill,
         weights=weight_bytes(placed, layout),
@@ -121,16 +120,8 @@ def price_decode(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _WeightsWork:
-    read: float
-    """Bytes of weights read in a step."""
-    flops: float
-    """FLOPs of their matmuls in a step."""
-
-
-def _weights_work(placed: PlacedRun, sequences: float, layout: WeightsLayout) -> _WeightsWork:
-    """Bytes and FLOPs of one decode step on a device; of experts, those that some token uses."""
+def _weights_work(placed: PlacedRun, sequences: float, layout: WeightsLayout) -> tuple[float, float]:
+    """Bytes of weights read in a decode step on a device, of experts those that some token uses, and FLOPs."""
     shape, read, flops = placed.shape, 0.0, 0.0
     rows = sequences / shape.context
     experts = {layer.stack: layer.experts for layer in placed.spec.layers}
@@ -148,7 +139,7 @@ def _weights_work(placed: PlacedRun, sequences: float, layout: WeightsLayout) ->
         elif p.role is not None or path == placed.spec.embedding:
             flops += 2 * (rows if "L" in p.dims else sequences) * elements
         read += elements * size * share
-    return _WeightsWork(read, flops)
+    return read, flops
 
 
 def _itemsize(p: Param, placed: PlacedRun, layout: WeightsLayout) -> int:

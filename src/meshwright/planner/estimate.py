@@ -24,7 +24,6 @@ from meshwright.planner.memory_model import (
     param_bytes,
     saved_bytes,
     sharded_elements,
-    trained_elements,
 )
 from meshwright.planner.optimizer import update_bytes_moved, update_matmuls
 from meshwright.planner.software import MESHWRIGHT, SCORE_BYTES, AttentionKernel, Software
@@ -228,7 +227,7 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
     }
     in_flight = 1.0
     if tasks is not None:
-        parts, in_flight = software.pipeline_time(parts, tasks, busy), float(tasks.live_inputs)
+        parts, in_flight = software.pipeline_time(parts, tasks, busy), float(tasks.most_live_inputs)
     tokens = training.batch * training.seq
     return Estimate(
         target=target,
@@ -307,7 +306,6 @@ def _compute_seconds(
 
 
 def _attention_kernel(settled: Settled, software: Software) -> AttentionKernel:
-    """Returns the attention kernel that the run chooses, or on GPUs that of another program."""
     if software.kernel is not None and not settled.machine.on_tpu:
         return software.kernel
     kernels = settled.kernels
@@ -377,17 +375,17 @@ def overlapped(
 
 def _copied_bytes(placed: PlacedRun, work: Work, software: Software) -> dict[str, float]:
     """HBM bytes that a microbatch's weights, gradients and kept activations take besides their matmuls, by pass."""
-    training, trained = placed.run.training, trained_elements(placed.layout)
+    training, (kept, trained) = placed.run.training, sharded_elements(placed.layout)
     compute, reduce = (jnp.dtype(t).itemsize for t in (training.compute_dtype, training.reduce_dtype))
     # Gradients are summed over microbatches: the sum is read and written.
     summed = 2.0 * reduce * trained if training.microbatches > 1 or placed.shape.stage > 1 else 0.0
     if not software.copies:
         return {"backward": summed}
     # Cut out of its stack, a layer's weights are read, converted and written; its gradients are read to be summed.
-    weights = param_bytes(placed.layout, training.param_dtype) + compute * sharded_elements(placed.layout)
+    weights = param_bytes(placed.layout, training.param_dtype) + compute * kept
     # A stage copies what it keeps into the slot of the microbatch, and out of it.
-    kept = 2.0 * kept_bytes(placed, work)
-    return {"forward": weights + kept, "backward": weights + kept + summed * (1 + compute / (2 * reduce))}
+    copied = 2.0 * kept_bytes(placed, work)
+    return {"forward": weights + copied, "backward": weights + copied + summed * (1 + compute / (2 * reduce))}
 
 
 def _unembedding_seconds(placed: PlacedRun, work: Work, target: Target, software: Software, layers: float) -> float:
@@ -413,7 +411,7 @@ def _unembedding_seconds(placed: PlacedRun, work: Work, target: Target, software
 def update_seconds(placed: PlacedRun, target: Target) -> float:
     """Seconds of the optimizer update, which is bound by HBM, and of its matrix products."""
     products = sum(max(matmul_seconds(m, target)) for m in update_matmuls(placed))
-    moved = update_bytes_moved(placed, trained_elements(placed.layout))
+    moved = update_bytes_moved(placed, sharded_elements(placed.layout)[1])
     return products + moved / (target.chip.hbm_bandwidth * target.efficiency.hbm)
 
 

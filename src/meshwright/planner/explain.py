@@ -165,7 +165,6 @@ def nothing_fits(run: Run, result: SearchResult) -> ConfigError:
 
 
 def _odd_part(n: int) -> int:
-    """Returns `n` without its factors of two."""
     return n // (n & -n)
 
 

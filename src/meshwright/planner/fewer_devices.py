@@ -74,7 +74,6 @@ def plan_for_fewer(run: Run, hosts: int, each: int, kind: str) -> FewerDevices:
 
 
 def _target(run: Run, hosts: int, each: int, kind: str) -> Target | None:
-    """Returns the hardware that is left; None where it is no chip, or no slice, that is known."""
     name = chip_name(kind)
     if name is None:
         return None
@@ -91,7 +90,6 @@ def _target(run: Run, hosts: int, each: int, kind: str) -> Target | None:
 
 
 def _changes(plan: Plan, run: Run) -> dict[str, int | str]:
-    """Returns the fields of `Training` that the plan has chosen otherwise than the run."""
     names = [*_ALWAYS, *(_STAGED if plan.mesh.stage > 1 else ())]
     names += ["context_strategy"] if plan.mesh.context > 1 else []
     chosen = {name: getattr(plan.run.training, name) for name in names}

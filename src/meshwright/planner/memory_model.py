@@ -75,7 +75,7 @@ def memory_by_category(settled: Settled, work: Work, in_flight: float) -> dict[s
     result = {
         "parameters": param_bytes(placed.layout, training.param_dtype),
         "optimizer state": state_bytes(placed),
-        "gradients": trained_elements(placed.layout) * max(param, reduce),
+        "gradients": sharded_elements(placed.layout)[1] * max(param, reduce),
         "activations": activations,
         "gathered weights": weights,
         "one layer" if layer > loss else "loss and its table": max(layer, loss),
@@ -102,16 +102,10 @@ def kept_bytes(placed: PlacedRun, work: Work) -> float:
 
 
 @functools.lru_cache(maxsize=4096)
-def sharded_elements(layout: ModelLayout) -> float:
-    """Returns the elements of all parameters that a device keeps."""
-    return sum(p.size / layout.shape.over(axes_of(where.at_rest)) for _, p, where in layout.leaves)
-
-
-@functools.lru_cache(maxsize=4096)
-def trained_elements(layout: ModelLayout) -> float:
-    """Returns the elements that a device keeps of the parameters that are trained."""
-    kept = ((p, where) for _, p, where in layout.leaves if not p.frozen)
-    return sum(p.size / layout.shape.over(axes_of(where.at_rest)) for p, where in kept)
+def sharded_elements(layout: ModelLayout) -> tuple[float, float]:
+    """Returns the elements that a device keeps of all parameters, and of those that are trained."""
+    elements = [(p.size / layout.shape.over(axes_of(where.at_rest)), p.frozen) for _, p, where in layout.leaves]
+    return sum(n for n, _ in elements), sum(n for n, frozen in elements if not frozen)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -203,7 +197,6 @@ def _elements_per_token(placed: PlacedRun, work: Work) -> dict[str, float]:
 
 
 def _saved_bytes(placed: PlacedRun, work: Work, compute: int) -> float:
-    """Bytes that a layer keeps on the device for the backward pass."""
     policy = REMAT_POLICIES[placed.run.training.remat]
     elements = _elements_per_token(placed, work)
     elements[ATTN_LSE] = work.widths.heads * 4 / compute

@@ -162,8 +162,9 @@ def goodput(placed: PlacedRun, target: Target, reliability: Reliability) -> Good
     steps.
     """
     itemsize = jnp.dtype(placed.run.training.param_dtype).itemsize
-    on_device = sharded_elements(placed.layout) * itemsize + state_bytes(placed)
-    total = count_params(placed.params) * on_device / sharded_elements(placed.layout)
+    elements = sharded_elements(placed.layout)[0]
+    on_device = elements * itemsize + state_bytes(placed)
+    total = count_params(placed.params) * on_device / elements
     chip, save = target.chip, reliability.save_seconds
     save = on_device / chip.host_bandwidth if save is None else save
     # Replicas write one copy: the devices share it.
@@ -229,7 +230,6 @@ def kinds_of(placed: PlacedRun, target: Target) -> list[str]:
 
 
 def _family(target: Target) -> str:
-    """Returns the family of a listed chip."""
     return CHIPS[target.name].family if target.name in CHIPS else ""
 
 
@@ -337,7 +337,6 @@ def choose(offers: Sequence[Offer], days: float | None, dollars: float | None) -
 
 
 def _impossible(offers: Sequence[Offer], days: float | None, dollars: float | None) -> ConfigError:
-    """Builds the error for limits that no offer keeps, with the nearest that is possible for each limit."""
     limits = [f"{days:g} days"] if days is not None else []
     limits += [f"${dollars:,.0f}"] if dollars is not None else []
     priced = [offer for offer in offers if offer.dollars is not None]

@@ -112,7 +112,6 @@ def update_matmuls(placed: PlacedRun) -> list[Matmul]:
 
 
 def _newton_schulz(stack: Stack, matrices: int, parts: int) -> list[Matmul]:
-    """Three products of every iteration, each split in `parts`."""
     short, long = sorted((stack.rows, stack.columns))
     if not matrices:
         return []

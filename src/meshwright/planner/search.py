@@ -253,7 +253,6 @@ def _virtual_stages(schedule: str, stages: int, layers: int) -> list[int]:
 
 
 def _context_strategy(run: Run, shape: MeshShape) -> ContextStrategy:
-    """Returns the context strategy of a mesh: Ulysses where the heads divide, else a ring."""
     kv_heads = run.model.spec().kv_heads
     if kv_heads is not None and max(1, kv_heads // shape.tensor) % shape.context == 0:
         return "ulysses"
@@ -351,8 +350,6 @@ def search_model(model: Model, run: Run, target: Target, include: tuple[MeshShap
 
 @dataclasses.dataclass
 class _MeshSearch:
-    """Plans of one mesh and pipeline schedule."""
-
     target: Target
     best: Plan | None = None
     """Fastest plan that fits."""

@@ -86,7 +86,6 @@ def movements(
 
 
 def _weights(placed: PlacedRun, microbatches: float, gathered_again: bool) -> list[Movement]:
-    """FSDP (ZeRO-3): weights are all-gathered before use, their gradients reduce-scattered."""
     training = placed.run.training
     compute, reduce = (jnp.dtype(t).itemsize for t in (training.compute_dtype, training.reduce_dtype))
     result: list[Movement] = []
@@ -134,7 +133,6 @@ def _gathered_elements(
 
 
 def _gathers(p: Param, where: Placements, layout: ModelLayout) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Yields the axes of each all-gather of a parameter, and its elements on a device after it, all its layers."""
     elements = math.prod(p.shape) / layout.shape.over(axes_of(where.at_rest))
     gathers = [rest[len(use) :] for rest, use in zip(where.at_rest, where.in_use, strict=True) if rest != use]
     # Over DCN first, as the step does (sharding.params.plan_gathers).
@@ -246,7 +244,6 @@ def _experts(payloads: tuple[float, float], layers: float, again: frozenset[str]
 
 
 def _sent_bytes(placed: PlacedRun) -> int | None:
-    """Bytes of an element of the rows sent to experts, where the model states them."""
     return next((layer.experts.sent_bytes for layer in placed.spec.layers if layer.experts is not None), None)
 
 

@@ -185,7 +185,6 @@ def low_precision(placed: PlacedRun) -> LowPrecision | None:
 
 @functools.lru_cache(maxsize=4096)
 def _largest_stage(layout: ModelLayout) -> float:
-    """Fraction of the layers' cost on the stage with the most."""
     return max(layout.stages.cost_fraction(stage) for stage in range(layout.shape.stage))
 
 

@@ -217,7 +217,6 @@ def _normal_in_order(order: tuple[int, ...], shape: tuple[int, ...], words: jax.
 
 
 def _row_mask(p: Param) -> jax.Array:
-    """Returns which rows of the first dimension are not padding; bool, [rows, 1, ...]."""
     rows = np.arange(p.shape[0]) if p.order is None else np.array(p.order)
     mask = (rows >= 0) & (rows < (p.shape[0] if p.rows is None else p.rows))
     return jnp.asarray(mask).reshape(-1, *(1,) * (len(p.shape) - 1))

@@ -96,13 +96,11 @@ def _elements_per_layer(shape: tuple[int, ...], dims: str) -> int:
 
 
 def _unused(axes: tuple[str, ...], placement: Placement, mesh: MeshShape) -> tuple[str, ...]:
-    """Returns the axes with several devices that do not shard the placement yet."""
     degrees, used = mesh.degrees(), axes_of(placement)
     return tuple(axis for axis in axes if degrees[axis] > 1 and axis not in used)
 
 
 def _check(name: str, shape: tuple[int, ...], dims: str, placement: Placement, mesh: MeshShape) -> None:
-    """Raises ConfigError for a dimension that does not divide, and for a mesh axis of two dimensions."""
     for letter, size, axes in zip(dims, shape, placement, strict=True):
         degree = mesh.over(axes)
         if size % degree:

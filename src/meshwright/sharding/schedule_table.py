@@ -71,7 +71,7 @@ class TaskCounts:
     """Number of ticks by the kinds of tasks that the stages run in them; idle stages are left out."""
     task_counts: dict[int, int]
     """Number of tasks of each kind on stage 0; the other stages do the same work."""
-    live_inputs: int
+    most_live_inputs: int
     """Largest number of inputs that a stage holds in a tick."""
 
     @functools.cached_property
@@ -86,7 +86,7 @@ class TaskCounts:
             both += count * (has_forward and has_backward)
         return (forward, backward), both
 
-    def bubble(self, backward: float) -> float:
+    def bubble(self, backward: float = 2.0) -> float:
         """Returns idle over busy time of a stage, where all stages finish a tick together.
 
         backward: seconds of a backward pass over those of a forward pass; each half of a split one takes half of it.
@@ -119,13 +119,12 @@ class Arrivals:
 
 
 @dataclasses.dataclass(frozen=True)
-class ScheduleTable:
+class ScheduleTable(TaskCounts):
     """Tasks and buffer slots of every stage in every tick.
 
     Arrays of tasks are int32 [ticks, stages, places], NOTHING (kind: IDLE) where a place is empty.
     """
 
-    counts: TaskCounts
     parts: PartMap
     kind: np.ndarray
     virtual_stage: np.ndarray
@@ -146,34 +145,9 @@ class ScheduleTable:
     """Inputs that each stage holds in each tick."""
 
     @property
-    def name(self) -> str:
-        """Name of the schedule."""
-        return self.counts.name
-
-    @property
-    def microbatches(self) -> int:
-        """Number of microbatches M."""
-        return self.counts.microbatches
-
-    @property
     def ticks(self) -> int:
         """Length of the schedule."""
         return int(self.kind.shape[0])
-
-    @property
-    def stages(self) -> int:
-        """Number of pipeline stages P."""
-        return self.parts.stages
-
-    @property
-    def virtual_stages(self) -> int:
-        """Number of virtual stages on each stage."""
-        return self.parts.virtual_stages
-
-    @property
-    def task_counts(self) -> dict[int, int]:
-        """Number of tasks of each kind on each stage."""
-        return self.counts.task_counts
 
     @property
     def splits_backward(self) -> bool:
@@ -206,10 +180,6 @@ class ScheduleTable:
             f"{self.ticks} ticks, bubble {self.bubble():.1%} of the busy time, at most {self.input_slots} live inputs "
             "per stage"
         )
-
-    def bubble(self, backward: float = 2.0) -> float:
-        """Returns idle over busy time of a stage: `TaskCounts.bubble`."""
-        return self.counts.bubble(backward)
 
     def ticks_of(self, kind: int) -> int:
         """Returns the number of ticks in which some stage runs a task of a kind."""
@@ -303,7 +273,7 @@ def tabulate(name: str, parts: PartMap, microbatches: int, orders: Orders) -> Sc
         input_slots = max(input_slots, len(inputs.taken_until))
         gradient_slots = max(gradient_slots, len(gradients.taken_until))
     return ScheduleTable(
-        counts=_counts(name, parts, microbatches, ticks, sent),
+        **vars(_counts(name, parts, microbatches, ticks, sent)),
         parts=parts,
         kind=kind,
         virtual_stage=virtual_stage,
@@ -383,7 +353,6 @@ def _run(name: str, parts: PartMap, microbatches: int, orders: Orders) -> tuple[
 
 
 def _incomplete(parts: PartMap, microbatches: int, orders: Orders) -> Iterator[tuple[int, list[int], int, int]]:
-    """Yields the stage, kinds, virtual stage and microbatch of passes that are not run once each."""
     trains = {task.kind for order in orders for task in order} - {IDLE} != {FORWARD}
     legal = [[FORWARD, BACKWARD], [FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT]] if trains else [[FORWARD]]
     for stage, order in enumerate(orders):
@@ -399,7 +368,6 @@ def _incomplete(parts: PartMap, microbatches: int, orders: Orders) -> Iterator[t
 
 
 def _length(ticks: _Ticks) -> int:
-    """Returns the number of ticks until every stage has run its tasks."""
     return max(tick for own in ticks for tick in own.values()) + 1
 
 
@@ -433,7 +401,7 @@ def _counts(name: str, parts: PartMap, microbatches: int, ticks: _Ticks, sent: _
         parts.virtual_stages,
         concurrent_tasks=dict(concurrent),
         task_counts={kind: first[kind] for kind in TASK_NAMES},
-        live_inputs=int(_live_inputs(ticks, sent).max()),
+        most_live_inputs=int(_live_inputs(ticks, sent).max()),
     )
 
 

@@ -68,7 +68,6 @@ _Run = Counter[tuple[int, int]]
 
 
 def _gpipe(stages: int, microbatches: int, virtual_stages: int) -> list[list[Task]]:
-    """Returns all forward passes, then all backward passes."""
     forward, backward = ([Task(kind, 0, m) for m in range(microbatches)] for kind in (FORWARD, BACKWARD))
     return [[*forward, NEXT_TICK, *backward]] * stages
 
@@ -108,7 +107,6 @@ def _in_groups(stages: int, microbatches: int, virtual_stages: int, kind: int) -
 
 
 def _circular(stages: int, microbatches: int, virtual_stages: int) -> list[list[Task]]:
-    """Returns all microbatches through one virtual stage after another, then back."""
     forward = [Task(FORWARD, v, m) for v in range(virtual_stages) for m in range(microbatches)]
     backward = [Task(BACKWARD, v, m) for v in reversed(range(virtual_stages)) for m in range(microbatches)]
     return [[*forward, NEXT_TICK, *backward]] * stages

@@ -102,33 +102,17 @@ def map_parts(stages: int, virtual_stages: int, placement: PartPlacement = loop_
 
 
 @dataclasses.dataclass(frozen=True)
-class StageAssignment:
+class StageAssignment(PartMap):
     """Layers of each pipeline stage: the layers cut into parts, and the stage of each part."""
 
-    parts: PartMap
     layer_costs: tuple[float, ...]
     """Cost of each layer, in FLOPs per token."""
     boundaries: tuple[int, ...]
     """First layer of each part, and the number of layers."""
 
-    @property
-    def stages(self) -> int:
-        """Number of pipeline stages P."""
-        return self.parts.stages
-
-    @property
-    def virtual_stages(self) -> int:
-        """Number of virtual stages on each stage."""
-        return self.parts.virtual_stages
-
-    @property
-    def last_stage(self) -> int:
-        """Stage of the last layers, whose output enters the loss."""
-        return self.parts.last_stage
-
     def layers_in(self, virtual_stage: int, stage: int) -> range:
         """Returns the layers of one virtual stage of a stage."""
-        part = self.parts.part(stage, virtual_stage)
+        part = self.part(stage, virtual_stage)
         return range(self.boundaries[part], self.boundaries[part + 1])
 
     def layers_of(self, stage: int) -> list[range]:
@@ -183,7 +167,8 @@ def assign_layers(
             )
         sums = tuple(sum(costs[i : i + period]) for i in range(0, layers, period))
         cut = assign_layers(sums, stages, virtual_stages, placement)
-        return StageAssignment(cut.parts, costs, tuple(min(period * first, layers) for first in cut.boundaries))
+        boundaries = tuple(min(period * first, layers) for first in cut.boundaries)
+        return dataclasses.replace(cut, layer_costs=costs, boundaries=boundaries)
     fewest = stages if virtual_stages == 1 else parts - stages + 1
     if layers < fewest:
         most = layers if virtual_stages == 1 else (layers - 1) // (virtual_stages - 1)
@@ -203,7 +188,8 @@ def assign_layers(
         return np.where(part > costliest * (1 + 1e-9), np.inf, before + part**2)
 
     boundaries = _best_cut(cumulative, parts, squares)[1]
-    return StageAssignment(map_parts(stages, virtual_stages, placement), costs, boundaries)
+    stage_of = map_parts(stages, virtual_stages, placement).stage_of
+    return StageAssignment(stages, virtual_stages, stage_of, costs, boundaries)
 
 
 def _best_cut(
