@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from page_data import page_data
+from programs import SOFTWARE
 
 from meshwright.planner.estimate import estimate
-from meshwright.planner.software import SOFTWARE
 
 ATLAS = Path(__file__).parents[1] / "docs" / "atlas"
 sys.path.insert(0, str(ATLAS))

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import SOFTWARE, free_running
 from tiny_runs import MODELS, device_run_of, tiny_run
 
 from meshwright.analysis.run_census import census_of_train_step
@@ -19,7 +20,7 @@ from meshwright.models.flops import forward_flops, training_flops_per_token
 from meshwright.planner.estimate import Estimate, estimate
 from meshwright.planner.memory_model import memory_by_category
 from meshwright.planner.optimizer import optimizer_state_bytes
-from meshwright.planner.software import MESHWRIGHT, SOFTWARE, free_running, lockstep
+from meshwright.planner.software import MESHWRIGHT, lockstep
 from meshwright.planner.traffic import movements
 from meshwright.planner.work import recomputed_roles, work_of
 from meshwright.runs.placed_run import PlacedRun, place_run

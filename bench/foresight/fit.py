@@ -1,4 +1,4 @@
-"""Fits the constants of hardware/chips.toml and planner/software.py: `python bench/foresight/fit.py`.
+"""Fits the constants of hardware/chips.toml and programs.py: `python bench/foresight/fit.py`.
 
 It uses half of the published rows, every other row of each chip in the order of the file. Each constant moves in small
 steps while the mean absolute logarithm of predicted over measured step time falls.
@@ -9,11 +9,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+from programs import SOFTWARE
 from rows import Row, read_rows
 
 from meshwright.hardware.chips import CHIPS, Nodes
 from meshwright.planner.estimate import estimate
-from meshwright.planner.software import SOFTWARE
 
 FAMILIES: dict[str, list[str]] = {}
 """Chips by family, which have the same fractions of peak."""

@@ -6,6 +6,7 @@ hold the predictions to them.
 
 import dataclasses
 import json
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,15 @@ from meshwright.hardware.chips import Nodes
 from meshwright.hardware.targets import Target, parse_target
 from meshwright.planner.estimate import Estimate, estimate
 from meshwright.planner.search import price_run, search
-from meshwright.planner.software import SOFTWARE
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
 from meshwright.views.plan_page import plan_page
 from meshwright.views.report import Report
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parents[1] / "bench" / "foresight"))
+from programs import SOFTWARE  # noqa: E402
+
 _BEGIN, _END = "<!-- table: docs/atlas/table.py -->\n", "<!-- end of the table -->\n"
 _WHOLE_LOGITS = 2**20
 """MiB of logits at once: other programs compute those of a microbatch together."""

@@ -15,7 +15,7 @@ from meshwright.errors import ConfigError, divisors
 from meshwright.fine_tuning import FineTune
 from meshwright.generation.cache import CachePlan
 from meshwright.generation.weight_sizes import WeightsLayout, is_int8, run_for_decoding, weight_bytes
-from meshwright.hardware.chips import Chip, Nodes
+from meshwright.hardware.chips import Chip
 from meshwright.hardware.interconnect import map_axes
 from meshwright.hardware.targets import Target
 from meshwright.models.model import padded_vocab
@@ -181,7 +181,7 @@ def _links_seconds(placed: PlacedRun, target: Target, sequences: float, tokens: 
 
 def decode_meshes(run: Run, target: Target) -> Iterator[MeshShape]:
     """Yields meshes of `data`, `tensor`, `expert` and `context` over all devices; the weights are gathered once."""
-    node = target.topology[-1] if isinstance(target.chip.interconnect, Nodes) else 64
+    node = 64 if target.chip.on_torus else target.topology[-1]
     for tensor in tensor_degrees(run):
         if tensor > node or target.devices % tensor:
             continue

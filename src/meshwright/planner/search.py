@@ -17,7 +17,6 @@ from typing import Any
 from meshwright.config import ContextStrategy, MeshShape, Remat, StageSaves
 from meshwright.errors import ConfigError, divisors
 from meshwright.formatting import Shown
-from meshwright.hardware.chips import Nodes
 from meshwright.hardware.targets import Target
 from meshwright.models.model import Model
 from meshwright.models.remat import REMAT_POLICIES
@@ -174,7 +173,7 @@ def candidate_meshes(run: Run, target: Target) -> Iterator[MeshShape]:
     that its collectives use NVLink. `data` > 1 with `fsdp` > 1 is HSDP.
     """
     seq, devices, layers = run.training.seq, target.devices, len(run.model.spec().layers)
-    node = target.topology[-1] if isinstance(target.chip.interconnect, Nodes) else _MAX_TENSOR
+    node = _MAX_TENSOR if target.chip.on_torus else target.topology[-1]
     tensors = [t for t in tensor_degrees(run) if t <= min(_MAX_TENSOR, node)]
     stages = [s for s in divisors(devices) if s <= min(layers, _MAX_STAGES)]
     contexts = [c for c in divisors(devices) if c == 1 or (c <= _MAX_CONTEXT and seq // c >= _MIN_LOCAL_SEQ)]
@@ -202,7 +201,7 @@ def _replica_counts(devices: int, stages: int, target: Target) -> list[int]:
 
 def _across_slices(shape: MeshShape, target: Target) -> MeshShape | None:
     """Returns the mesh with its outermost possible axis across the slices (DCN), or None where no axis divides."""
-    if isinstance(target.chip.interconnect, Nodes) or target.slices == 1:
+    if target.slices == 1:
         return shape
     for axis in ("data", "stage", "fsdp"):
         if shape.degrees()[axis] % target.slices == 0:

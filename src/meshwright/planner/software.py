@@ -1,7 +1,6 @@
-"""Training software whose steps are priced: Meshwright's own, and that of others for published measurements.
+"""Training software whose steps are priced: how much of a chip (hardware/chips.py) a program uses.
 
-What a chip can do is in hardware/chips.py; a `Software` states how much of that a program uses. Its constants are
-relative to Meshwright's step, which XLA compiles.
+Programs of others, for published measurements, are in bench/foresight/programs.py.
 """
 
 import dataclasses
@@ -16,7 +15,6 @@ from meshwright.sharding.schedule_table import (
     TaskCounts,
     lockstep_seconds,
 )
-from meshwright.sharding.schedules import bubble_formula
 
 PipelineTime = Callable[[dict[str, float], TaskCounts, dict[str, float]], dict[str, float]]
 """`(seconds of a step by part, task counts, seconds of one microbatch by pass) -> seconds by part, with the bubble`.
@@ -46,12 +44,6 @@ def lockstep(parts: dict[str, float], tasks: TaskCounts, busy: dict[str, float])
     return {**parts, "recomputation": max(0.0, recomputed), "bubble": max(0.0, ticks - own)}
 
 
-def free_running(parts: dict[str, float], tasks: TaskCounts, busy: dict[str, float]) -> dict[str, float]:
-    """Adds the bubble of Megatron's pipeline: a stage waits only for its neighbours (arXiv:2104.04473, 2.2)."""
-    own = tasks.microbatches * (busy["forward"] + busy["recomputation"] + busy["backward"])
-    return {**parts, "bubble": own * bubble_formula(tasks.name, tasks.stages, tasks.microbatches, tasks.virtual_stages)}
-
-
 @dataclasses.dataclass(frozen=True)
 class AttentionKernel:
     """Attention kernel of another program on GPUs; on TPUs all have splash."""
@@ -68,13 +60,6 @@ class AttentionKernel:
 
 CHIPS_OWN = AttentionKernel()
 """The kernel that was written for the chip: cuDNN, FlashAttention-3."""
-FLASH2 = AttentionKernel(rate="flash2")
-"""FlashAttention-2 (arXiv:2307.08691), which has the instructions of Ampere."""
-TRITON = AttentionKernel(rate="triton")
-"""The port of the first FlashAttention (arXiv:2205.14135) to Triton."""
-# Scores, probabilities and dropout of all keys, the hidden half included, are each written and read in 16 bits.
-UNFUSED = AttentionKernel(2.0, "matmul", {"forward": 24, "recomputation": 24, "backward": 40}, keeps_scores=True)
-"""Two matrix products and a softmax kernel between them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +67,10 @@ class Software:
     """How much of a chip a training program uses."""
 
     name: str
+    pipeline_time: PipelineTime
+    """Seconds of a step with pipeline stages."""
     kernel: AttentionKernel | None = CHIPS_OWN
     """Attention on GPUs; None takes that which a run of this package chooses."""
-    pipeline_time: PipelineTime = free_running
-    """Seconds of a step with pipeline stages."""
     elementwise: float = 1.0
     """HBM traffic of norms, activation functions, residuals and quantisation on GPUs, relative to what RESIDUAL_COPIES
     and HIDDEN_COPIES of the planner count; on TPUs, where one compiler writes all programs, it is 1."""
@@ -111,29 +96,14 @@ class Software:
 # (models/kernels/blocked.py).
 SCORE_BYTES = {"forward": 14, "recomputation": 14, "backward": 32}
 """HBM bytes per score, by pass, where a run of this package has no fused kernel (`Kernels.fused`)."""
-_XLA = Software("MaxText", elementwise=1.1, overlap=0.35)
-MESHWRIGHT = dataclasses.replace(
-    _XLA,
-    name="Meshwright",
+MESHWRIGHT = Software(
+    "Meshwright",
+    lockstep,
     kernel=None,
-    pipeline_time=lockstep,
+    elementwise=1.1,
+    overlap=0.35,
     copies=True,
     vocab_over_stages=True,
     sums_gradients_last=True,
 )
 """This package's own step."""
-# Rounded output of `bench/foresight/fit.py`, but for the zeros: those programs cut no collective into pieces.
-SOFTWARE = {
-    software.name: software
-    for software in (
-        MESHWRIGHT,
-        _XLA,
-        dataclasses.replace(_XLA, name="PAX", elementwise=3.1),
-        Software("Megatron-Core", tensor_overlap=1.3, overlaps_experts=True, experts_in_low_precision=True),
-        Software("Megatron-LM", UNFUSED, elementwise=1.5, tensor_overlap=0.0),
-        Software("torchtitan", FLASH2, elementwise=2.4, tensor_overlap=0.1),
-        Software("PyTorch", TRITON, elementwise=2.8, overlap=0.3, tensor_overlap=0.0),
-        Software("Meta", tensor_overlap=0.0),
-    )
-}
-"""Programs by name; those of others price the published measurements of bench/foresight."""

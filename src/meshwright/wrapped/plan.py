@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, MeshwrightError, divisors
-from meshwright.hardware.chips import Nodes
 from meshwright.hardware.interconnect import map_axes
 from meshwright.hardware.targets import Target
 from meshwright.planner.estimate import (
@@ -56,8 +55,7 @@ def _meshes(run: Run, target: Target) -> list[MeshShape]:
     if rest:
         truth = f"its mesh has tensor={tensor}, and {target.devices} devices = {replicas} * {tensor} + {rest}"
         raise ConfigError(f"{run.name} on {target}", truth, "a degree of tensor that divides the devices")
-    slices = target.slices if not isinstance(target.chip.interconnect, Nodes) else 1
-    shapes = []
+    slices, shapes = target.slices, []
     for data in divisors(replicas):
         axis = "data" if data % slices == 0 else "fsdp"
         if (data if axis == "data" else replicas // data) % slices == 0:

@@ -1,0 +1,43 @@
+"""Training programs whose published measurements are priced, as the planner's `Software`.
+
+Their constants are relative to Meshwright's step, which XLA compiles.
+"""
+
+import dataclasses
+
+from meshwright.planner.software import MESHWRIGHT, AttentionKernel, Software
+from meshwright.sharding.schedule_table import TaskCounts
+from meshwright.sharding.schedules import bubble_formula
+
+
+def free_running(parts: dict[str, float], tasks: TaskCounts, busy: dict[str, float]) -> dict[str, float]:
+    """Adds the bubble of Megatron's pipeline: a stage waits only for its neighbours (arXiv:2104.04473, 2.2)."""
+    own = tasks.microbatches * (busy["forward"] + busy["recomputation"] + busy["backward"])
+    return {**parts, "bubble": own * bubble_formula(tasks.name, tasks.stages, tasks.microbatches, tasks.virtual_stages)}
+
+
+FLASH2 = AttentionKernel(rate="flash2")
+"""FlashAttention-2 (arXiv:2307.08691), which has the instructions of Ampere."""
+TRITON = AttentionKernel(rate="triton")
+"""The port of the first FlashAttention (arXiv:2205.14135) to Triton."""
+# Scores, probabilities and dropout of all keys, the hidden half included, are each written and read in 16 bits.
+UNFUSED = AttentionKernel(2.0, "matmul", {"forward": 24, "recomputation": 24, "backward": 40}, keeps_scores=True)
+"""Two matrix products and a softmax kernel between them."""
+_XLA = Software("MaxText", free_running, elementwise=1.1, overlap=0.35)
+# Rounded output of `bench/foresight/fit.py`, but for the zeros: those programs cut no collective into pieces.
+SOFTWARE = {
+    software.name: software
+    for software in (
+        MESHWRIGHT,
+        _XLA,
+        dataclasses.replace(_XLA, name="PAX", elementwise=3.1),
+        Software(
+            "Megatron-Core", free_running, tensor_overlap=1.3, overlaps_experts=True, experts_in_low_precision=True
+        ),
+        Software("Megatron-LM", free_running, UNFUSED, elementwise=1.5, tensor_overlap=0.0),
+        Software("torchtitan", free_running, FLASH2, elementwise=2.4, tensor_overlap=0.1),
+        Software("PyTorch", free_running, TRITON, elementwise=2.8, overlap=0.3, tensor_overlap=0.0),
+        Software("Meta", free_running, tensor_overlap=0.0),
+    )
+}
+"""Programs by name."""
