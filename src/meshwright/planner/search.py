@@ -135,20 +135,20 @@ def check_size(shape: MeshShape, target: Target) -> None:
         raise ConfigError(f"mesh {shape} on {target}", truth, f"choose degrees that multiply to {target.devices}")
 
 
-def split_size(run: Run, axis: str) -> int:
-    """Returns the number that the degree of a mesh axis must divide: the gcd of the parameter dimensions over it.
-
-    The layout's table lists the axes of each dimension. The vocabulary is left out, because it is padded. 1 where
-    the axis splits no parameter.
-    """
+def _split_sizes(run: Run, axis: str) -> list[tuple[str, int]]:
+    """Returns letter and size of the parameter dimensions over a mesh axis, without the vocabulary, which is padded."""
     table = find_layout(run.layout).table
-    sizes = (
-        size
+    return [
+        (letter, size)
         for param in named_leaves(run.model.params()).values()
         for letter, size in zip(param.dims, param.shape, strict=True)
         if letter != "V" and axis in table.get(letter, ())
-    )
-    return math.gcd(*sizes) or 1
+    ]
+
+
+def split_size(run: Run, axis: str) -> int:
+    """Returns the number that the degree of a mesh axis must divide, 1 where the axis splits no parameter."""
+    return math.gcd(*(size for _, size in _split_sizes(run, axis))) or 1
 
 
 def tensor_degrees(run: Run) -> list[int]:
@@ -156,14 +156,10 @@ def tensor_degrees(run: Run) -> list[int]:
 
     Key/value heads are the exception: where they are fewer than the devices, and divide them, every device has all.
     """
-    table = find_layout(run.layout).table
-    sizes: dict[bool, set[int]] = {False: set(), True: set()}
-    for param in named_leaves(run.model.params()).values():
-        for letter, size in zip(param.dims, param.shape, strict=True):
-            if letter != "V" and "tensor" in table.get(letter, ()):
-                sizes[letter == "K"].add(size)
-    degrees = divisors(math.gcd(*sizes[False]) or 1)
-    return [t for t in degrees if all(k % t == 0 or replicates_kv_heads(k, t) for k in sizes[True])]
+    sizes = set(_split_sizes(run, "tensor"))
+    kv_heads = [size for letter, size in sizes if letter == "K"]
+    degrees = divisors(math.gcd(*(size for letter, size in sizes if letter != "K")) or 1)
+    return [t for t in degrees if all(k % t == 0 or replicates_kv_heads(k, t) for k in kv_heads)]
 
 
 def candidate_meshes(run: Run, target: Target) -> Iterator[MeshShape]:
@@ -211,12 +207,17 @@ def _across_slices(shape: MeshShape, target: Target) -> MeshShape | None:
 
 def candidate_schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
     """Yields the run on a mesh with each pipeline schedule and number of microbatches worth pricing."""
-    training = run.training
+    run = dataclasses.replace(run, mesh=shape)
     if shape.context > 1:
-        training = dataclasses.replace(training, context_strategy=_context_strategy(run, shape))
+        run = _with_training(run, context_strategy=_context_strategy(run, shape))
+    training = run.training
     if shape.stage == 1:
-        yield dataclasses.replace(run, mesh=shape, training=dataclasses.replace(training, microbatches=1))
+        yield _with_training(run, microbatches=1)
         return
+    # Instead of `fsdp`, a pipeline's replicas share the optimizer state too (`zero1`): they sum their gradients after
+    # the last microbatch in either layout, and a reduce-scatter and an all-gather send no more than the all-reduce.
+    if run.layout == "fsdp" and shape.data > 1:
+        run = dataclasses.replace(run, layout="zero1")
     local_batch = max(1, training.batch // shape.over(BATCH_AXES))
     counts = [m for m in divisors(local_batch) if shape.stage <= m <= _MAX_MICROBATCHES]
     counts = counts or [min(local_batch, shape.stage)]
@@ -226,19 +227,13 @@ def candidate_schedules(run: Run, shape: MeshShape) -> Iterator[Run]:
             if schedule == "auto":
                 continue
             for virtual_stages in _virtual_stages(schedule, shape.stage, len(run.model.spec().layers)):
-                changed = dataclasses.replace(
-                    training, microbatches=microbatches, pipeline_schedule=schedule, virtual_stages=virtual_stages
+                yield _with_training(
+                    run, microbatches=microbatches, pipeline_schedule=schedule, virtual_stages=virtual_stages
                 )
-                yield dataclasses.replace(run, mesh=shape, layout=_layout(run, shape), training=changed)
 
 
-def _layout(run: Run, shape: MeshShape) -> str:
-    """Returns the layout of a pipeline: instead of `fsdp`, replicas share the optimizer state too (`zero1`).
-
-    They sum their gradients after the last microbatch in either layout, and a reduce-scatter and an all-gather send no
-    more than the all-reduce. Any other layout stays.
-    """
-    return "zero1" if run.layout == "fsdp" and shape.data > 1 else run.layout
+def _with_training(run: Run, **changes: Any) -> Run:
+    return dataclasses.replace(run, training=dataclasses.replace(run.training, **changes))
 
 
 def _virtual_stages(schedule: str, stages: int, layers: int) -> list[int]:
@@ -406,8 +401,7 @@ def _best_of_mesh(scheduled: Run, target: Target, refused: dict[str, str], limit
     shape, training = scheduled.mesh or MeshShape(), scheduled.training
     for microbatches in [training.microbatches] if shape.stage > 1 else accumulation_counts(scheduled, shape):
         try:
-            changed = dataclasses.replace(training, microbatches=microbatches, remat="full", saved_layers=0)
-            placed = place_run(dataclasses.replace(scheduled, training=changed))
+            placed = place_run(_with_training(scheduled, microbatches=microbatches, remat="full", saved_layers=0))
         except ConfigError as error:
             refused[str(shape)] = str(error)
             break
@@ -421,16 +415,11 @@ def price_mesh(run: Run, target: Target, shape: MeshShape) -> tuple[Plan | None,
 
     Raises ConfigError where the trainer refuses the mesh.
     """
-    best: Plan | None = None
-    smallest: Plan | None = None
     refused: dict[str, str] = {}
-    for scheduled in candidate_schedules(run, shape):
-        found = _best_of_mesh(scheduled, target, refused, math.inf)
-        if found.best is not None and (best is None or found.seconds < best.estimate.seconds):
-            best = found.best
-        misses = found.smallest
-        if misses is not None and (smallest is None or misses.estimate.bytes < smallest.estimate.bytes):
-            smallest = misses
+    found = [_best_of_mesh(scheduled, target, refused, math.inf) for scheduled in candidate_schedules(run, shape)]
+    fitting, misses = [f.best for f in found if f.best], [f.smallest for f in found if f.smallest]
+    best = min(fitting, key=lambda plan: plan.estimate.seconds, default=None)
+    smallest = min(misses, key=lambda plan: plan.estimate.bytes, default=None)
     if best is None and smallest is None:
         place_run(run, shape)
         reason = next(iter(refused.values()), "no pipeline schedule fits it")
@@ -445,15 +434,10 @@ def variants(run: Run, target: Target, shape: MeshShape) -> tuple[Plan, list[tup
     """
     run = dataclasses.replace(run, mesh=shape)
     base = price_run(run, target)
-    training = run.training
-    changed: list[tuple[str, Run]] = []
-    for remat in remat_policies(target):
-        if remat != training.remat:
-            other = dataclasses.replace(training, remat=remat)
-            changed.append((f"--training.remat {remat}", dataclasses.replace(run, training=other)))
-    for microbatches in (2 * training.microbatches, 4 * training.microbatches):
-        other = dataclasses.replace(training, microbatches=microbatches)
-        changed.append((f"--training.microbatches {microbatches}", dataclasses.replace(run, training=other)))
+    policies = [name for name in remat_policies(target) if name != run.training.remat]
+    changed = [(f"--training.remat {name}", _with_training(run, remat=name)) for name in policies]
+    for microbatches in (2 * run.training.microbatches, 4 * run.training.microbatches):
+        changed.append((f"--training.microbatches {microbatches}", _with_training(run, microbatches=microbatches)))
     for axis in ("fsdp", "data"):
         degree = shape.degrees()[axis]
         if degree % 2 == 0 and shape.slices == 1:
@@ -478,7 +462,7 @@ def with_tokens_per_step(run: Run, tokens: int) -> Run:
     batch = max(1, round(tokens / run.training.seq))
     multiple = 2 ** max(0, int(math.log2(max(1, batch / 4))))
     batch = max(1, round(batch / multiple)) * multiple
-    return dataclasses.replace(run, training=dataclasses.replace(run.training, batch=batch))
+    return _with_training(run, batch=batch)
 
 
 def with_best_remat(run: Run, target: Target) -> Run:
@@ -509,9 +493,7 @@ def with_best_remat(run: Run, target: Target) -> Run:
     best = best or min(plans, key=lambda plan: plan.estimate.bytes)
     chosen = best.run.training
     names = ("remat", "saved_layers", *(("pipeline_schedule", "stage_saves") if staged else ()))
-    return dataclasses.replace(
-        run, training=dataclasses.replace(training, **{name: getattr(chosen, name) for name in names})
-    )
+    return _with_training(run, **{name: getattr(chosen, name) for name in names})
 
 
 def _stage_saves(placed: PlacedRun) -> tuple[StageSaves, ...]:
@@ -525,7 +507,6 @@ def _with_schedules(run: Run) -> list[PlacedRun]:
     placed = [place_run(run)]
     if placed[0].shape.stage > 1 and run.training.pipeline_schedule == "auto":
         for schedule in SCHEDULES_TRIED[1:]:
-            training = dataclasses.replace(run.training, pipeline_schedule=schedule)
             with contextlib.suppress(ConfigError):
-                placed.append(place_run(dataclasses.replace(run, training=training)))
+                placed.append(place_run(_with_training(run, pipeline_schedule=schedule)))
     return placed
