@@ -1,5 +1,6 @@
 """Plan of a run on the devices that are left of it: another mesh, the same model and batch."""
 
+import contextlib
 import dataclasses
 import math
 
@@ -58,19 +59,16 @@ def plan_for_fewer(run: Run, hosts: int, each: int, kind: str) -> FewerDevices:
         truth = refused or f"no mesh of {devices} devices divides the batch of {run.training.batch} and the model"
         raise ConfigError(asked, truth, "--restarts.hosts all, or a mesh and batch that more numbers divide")
     if target is not None:
-        best = plans[0]
-        why = (
-            f"{best.name} for {target}, {format_step(best.estimate.seconds)} per step predicted: the fastest of "
-            f"{found.priced} plans"
-        )
-        return FewerDevices(best.mesh, _changes(best, run), _layout(best, run), why)
+        seconds = format_step(plans[0].estimate.seconds)
+        why = f"for {target}, {seconds} per step predicted: the fastest of {found.priced} plans"
+        return _changes(plans[0], run, f"{plans[0].name} {why}")
     ranked = f"so {len(plans)} meshes were ranked as on {UNKNOWN}:{hosts}x{each}"
     rule = f"nothing is known of {kind or 'the devices'}, {ranked}"
     for plan in plans:
-        if _is_legal(run, plan.mesh):
+        with contextlib.suppress(ConfigError):
+            place_run(dataclasses.replace(run, mesh=plan.mesh))
             return FewerDevices(plan.mesh, {}, None, f"{plan.mesh}, all other settings as they were: {rule}")
-    best = plans[0]
-    return FewerDevices(best.mesh, _changes(best, run), _layout(best, run), f"{best.name}: {rule}")
+    return _changes(plans[0], run, f"{plans[0].name}: {rule}")
 
 
 def _target(run: Run, hosts: int, each: int, kind: str) -> Target | None:
@@ -89,20 +87,9 @@ def _target(run: Run, hosts: int, each: int, kind: str) -> Target | None:
     return Target(name, chip, shapes[0], slices) if shapes else None
 
 
-def _changes(plan: Plan, run: Run) -> dict[str, int | str]:
+def _changes(plan: Plan, run: Run, why: str) -> FewerDevices:
     names = [*_ALWAYS, *(_STAGED if plan.mesh.stage > 1 else ())]
     names += ["context_strategy"] if plan.mesh.context > 1 else []
     chosen = {name: getattr(plan.run.training, name) for name in names}
-    return {name: value for name, value in chosen.items() if value != getattr(run.training, name)}
-
-
-def _layout(plan: Plan, run: Run) -> str | None:
-    return None if plan.run.layout == run.layout else plan.run.layout
-
-
-def _is_legal(run: Run, mesh: MeshShape) -> bool:
-    try:
-        place_run(dataclasses.replace(run, mesh=mesh))
-    except ConfigError:
-        return False
-    return True
+    changed = {name: value for name, value in chosen.items() if value != getattr(run.training, name)}
+    return FewerDevices(plan.mesh, changed, None if plan.run.layout == run.layout else plan.run.layout, why)

@@ -67,25 +67,18 @@ _Run = Counter[tuple[int, int]]
 """Microbatches that a stage has run, by kind of task and virtual stage."""
 
 
-def _gpipe(stages: int, microbatches: int, virtual_stages: int) -> list[list[Task]]:
-    forward, backward = ([Task(kind, 0, m) for m in range(microbatches)] for kind in (FORWARD, BACKWARD))
-    return [[*forward, NEXT_TICK, *backward]] * stages
-
-
 def _one_f_one_b(stages: int, microbatches: int, virtual_stages: int) -> list[list[Task]]:
-    """Returns one forward and one backward pass in turn, after as many forward passes as a backward pass is behind."""
-    return [_alternating(stages, microbatches, 1, 2 * (stages - s) - 1) for s in range(stages)]
+    """Returns one forward and one backward pass in turn, after as many forward passes as a backward pass is behind.
 
-
-def _interleaved(stages: int, microbatches: int, virtual_stages: int) -> list[list[Task]]:
-    """Returns 1F1B over virtual stages, in groups of P microbatches."""
+    With several virtual stages (interleaved 1F1B) they go through them in groups of P microbatches.
+    """
     parts = map_parts(stages, virtual_stages)
     # A last group of fewer microbatches than stages comes around before its first microbatch can go on, so it needs a
     # longer warm-up; some sizes need more than the group lacks, or the stages would wait for each other.
     for extra in itertools.count(-microbatches % stages * (virtual_stages - 1), stages):
         warmup = [2 * (stages - s) - 1 + (virtual_stages - 1) * stages + extra for s in range(stages)]
         orders = [_alternating(stages, microbatches, virtual_stages, ahead) for ahead in warmup]
-        if can_run(parts, microbatches, orders):
+        if virtual_stages == 1 or can_run(parts, microbatches, orders):
             return orders
     raise AssertionError("a warm-up of all forward passes can always run")
 
@@ -106,7 +99,8 @@ def _in_groups(stages: int, microbatches: int, virtual_stages: int, kind: int) -
                 yield Task(kind, v if kind == FORWARD else virtual_stages - 1 - v, m)
 
 
-def _circular(stages: int, microbatches: int, virtual_stages: int) -> list[list[Task]]:
+def _forward_then_back(stages: int, microbatches: int, virtual_stages: int) -> list[list[Task]]:
+    """Returns all microbatches through one virtual stage after another, then back: GPipe, and circular pipelines."""
     forward = [Task(FORWARD, v, m) for v in range(virtual_stages) for m in range(microbatches)]
     backward = [Task(BACKWARD, v, m) for v in reversed(range(virtual_stages)) for m in range(microbatches)]
     return [[*forward, NEXT_TICK, *backward]] * stages
@@ -188,9 +182,9 @@ def _greedy(
 # (arXiv:2104.04473, section 2.2; interleaved needs M in whole groups of P, circular M >= P). With split backward passes
 # stages idle P - 1 times in F and B but not in W. On the V the last forward passes cost nothing (M >= 2 P).
 SCHEDULES: dict[str, PipelineSchedule] = {
-    "gpipe": PipelineSchedule(_gpipe, bubble=lambda p, m, v, b: (p - 1) / m),
+    "gpipe": PipelineSchedule(_forward_then_back, bubble=lambda p, m, v, b: (p - 1) / m),
     "1f1b": PipelineSchedule(_one_f_one_b, bubble=lambda p, m, v, b: (p - 1) / m),
-    "interleaved": PipelineSchedule(_interleaved, virtual_stages=None, bubble=lambda p, m, v, b: (p - 1) / (v * m)),
+    "interleaved": PipelineSchedule(_one_f_one_b, virtual_stages=None, bubble=lambda p, m, v, b: (p - 1) / (v * m)),
     "zbv": PipelineSchedule(
         _zbv,
         virtual_stages=2,
@@ -198,7 +192,7 @@ SCHEDULES: dict[str, PipelineSchedule] = {
         bubble=lambda p, m, v, b: (p - 1) / m * (b + 0.5) / (b + 1),
     ),
     "zero_bubble": PipelineSchedule(_zero_bubble, bubble=lambda p, m, v, b: (p - 1) / m * (b / 2 + 1) / (b + 1)),
-    "circular": PipelineSchedule(_circular, virtual_stages=None, bubble=lambda p, m, v, b: (p - 1) / (v * m)),
+    "circular": PipelineSchedule(_forward_then_back, virtual_stages=None, bubble=lambda p, m, v, b: (p - 1) / (v * m)),
 }
 
 
