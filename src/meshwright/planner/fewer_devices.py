@@ -2,13 +2,12 @@
 
 import contextlib
 import dataclasses
-import math
 
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_bytes, format_step
 from meshwright.hardware.chips import CHIPS, Torus, chip_name
-from meshwright.hardware.targets import Target
+from meshwright.hardware.targets import Target, slices_by_chips
 from meshwright.planner.search import Plan, search
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
@@ -83,8 +82,8 @@ def _target(run: Run, hosts: int, each: int, kind: str) -> Target | None:
     whole = run.mesh.size // slices if run.mesh else 0
     slices = hosts * each // whole if slices > 1 and hosts * each % whole == 0 else 1
     chips = hosts * each // slices // chip.devices_per_chip
-    shapes = [shape for shape in sorted(chip.interconnect.slices, key=max) if math.prod(shape) == chips]
-    return Target(name, chip, shapes[0], slices) if shapes else None
+    shape = slices_by_chips(chip.interconnect).get(chips)
+    return None if shape is None else Target(name, chip, shape, slices)
 
 
 def _changes(plan: Plan, run: Run, why: str) -> FewerDevices:

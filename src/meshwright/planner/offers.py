@@ -224,13 +224,10 @@ class ErrorRange:
 def kinds_of(placed: PlacedRun, target: Target) -> list[str]:
     """Returns the kinds of a plan: chip, precision, and what it splits besides the batch."""
     degrees, precise = placed.shape.degrees(), placed.run.training.matmul_precision == "compute"
-    kinds = [EVERY, _family(target) or UNSEEN, "bfloat16" if precise else "below bfloat16"]
+    family = CHIPS[target.name].family if target.name in CHIPS else ""
+    kinds = [EVERY, family or UNSEEN, "bfloat16" if precise else "below bfloat16"]
     kinds += [f"{axis} axis" for axis in ("stage", "context", "tensor") if degrees[axis] > 1]
     return [*kinds, "experts"] if any(layer.experts is not None for layer in placed.spec.layers) else kinds
-
-
-def _family(target: Target) -> str:
-    return CHIPS[target.name].family if target.name in CHIPS else ""
 
 
 @functools.cache
@@ -245,10 +242,9 @@ def band_of(placed: PlacedRun, target: Target) -> ErrorRange:
 
     A chip with too few runs has the band of a chip without any.
     """
-    bands = read_bands()
-    known = [bands[kind] for kind in kinds_of(placed, target) if kind in bands]
-    if _family(target) not in bands:
-        known.append(bands[UNSEEN])
+    bands, (every, family, *others) = read_bands(), kinds_of(placed, target)
+    kinds = [every, family if family in bands else UNSEEN, *others]
+    known = [bands[kind] for kind in kinds if kind in bands]
     return ErrorRange(min(known, key=lambda band: band.low), max(known, key=lambda band: band.high))
 
 

@@ -62,7 +62,8 @@ def movements(
     if shape.expert > 1 and work.experts:
         beside = software.overlaps_experts and placed.virtual_stages > 1
         elements = work.tokens * work.experts * work.width
-        payloads = (elements * (_sent_bytes(placed) or compute), elements * compute)
+        sent_bytes = next((layer.experts.sent_bytes for layer in placed.spec.layers if layer.experts is not None), None)
+        payloads = (elements * (sent_bytes or compute), elements * compute)
         result += _experts(payloads, work.expert_layers * microbatches, again, not beside)
     if shape.stage > 1 and not keeps_stages(placed):
         result += [dataclasses.replace(m, during="recomputation") for m in result if m.during == "forward"]
@@ -241,10 +242,6 @@ def _experts(payloads: tuple[float, float], layers: float, again: frozenset[str]
         Movement("all-to-all", ("expert",), payload, layers, during, blocking, "tokens to experts")
         for during, payload in sent
     ]
-
-
-def _sent_bytes(placed: PlacedRun) -> int | None:
-    return next((layer.experts.sent_bytes for layer in placed.spec.layers if layer.experts is not None), None)
 
 
 def _stages(tasks: TaskCounts, activation: float, software: Software) -> list[Movement]:

@@ -125,12 +125,13 @@ def _work_of(layout: ModelLayout, seq: int, tokens: float, low: "LowPrecision | 
     flops = sum(a.flops(seq) for a in attention)
     each = [layer.widths(spec.width, shape.tensor) for layer in spec.layers]
     widths = Widths(*(sum(column) / len(each) for column in zip(*each, strict=True)))
+    vocab = padded_vocab(layout.model) // shape.over(VOCAB_AXES)
     return Work(
         tokens=tokens,
         layers=len(all_layers) * fraction,
         width=spec.width,
         matmuls=(*matmuls.values(), *_delta_matmuls(layout, seq, tokens * fraction)),
-        unembedding=_unembedding(layout, tokens * (1 + len(spec.further))),
+        unembedding=Matmul("unembedding", tokens * (1 + len(spec.further)), spec.width, vocab),
         attention=flops * tokens * fraction / shape.tensor,
         scores=scores,
         widths=widths,
@@ -154,11 +155,6 @@ def _delta_matmuls(layout: ModelLayout, seq: int, tokens: float) -> list[Matmul]
     d = layout.spec.delta[0]
     chunks = len(layout.spec.delta) * tokens / chunk_of(seq) / layout.shape.tensor
     return [Matmul("delta", m, k, n, count * chunks) for m, k, n, count in d.matmuls(seq)]
-
-
-def _unembedding(layout: ModelLayout, rows: float) -> Matmul:
-    columns = padded_vocab(layout.model) // layout.shape.over(VOCAB_AXES)
-    return Matmul("unembedding", rows, layout.spec.width, columns)
 
 
 @dataclasses.dataclass(frozen=True)
