@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from other_programs import SOFTWARE
 from page_data import page_data
-from programs import SOFTWARE
 
 from meshwright.planner.estimate import estimate
 

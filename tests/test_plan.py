@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import SOFTWARE, free_running
+from other_programs import SOFTWARE, free_running
 from tiny_runs import MODELS, device_run_of, tiny_run
 
 from meshwright.analysis.run_census import census_of_train_step

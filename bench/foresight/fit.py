@@ -1,4 +1,4 @@
-"""Fits the constants of hardware/chips.toml and programs.py: `python bench/foresight/fit.py`.
+"""Fits the constants of hardware/chips.toml and other_programs.py: `python bench/foresight/fit.py`.
 
 It uses half of the published rows, every other row of each chip in the order of the file. Each constant moves in small
 steps while the mean absolute logarithm of predicted over measured step time falls.
@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from programs import SOFTWARE
+from other_programs import SOFTWARE
 from rows import Row, read_rows
 
 from meshwright.hardware.chips import CHIPS, Nodes

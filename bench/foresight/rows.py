@@ -10,7 +10,7 @@ import math
 import re
 from pathlib import Path
 
-from programs import FLASH2, SOFTWARE
+from other_programs import FLASH2, SOFTWARE
 
 from meshwright.config import MeshShape, Training
 from meshwright.errors import MeshwrightError
@@ -71,7 +71,7 @@ _PROGRAMS = (
     ("torchtitan", "torchtitan"), ("PyTorch FSDP", "torchtitan"), ("LLM-Foundry", "PyTorch"), ("nanotron", "PyTorch"),
     ("Meta", "Meta"),
 )  # fmt: skip
-"""Start of the system of a row, and the name of its program in programs.py."""
+"""Start of the system of a row, and the name of its program in other_programs.py."""
 
 
 _WHOLE_LOGITS = 2**20
@@ -165,7 +165,7 @@ def software_of(row: dict[str, str]) -> Software:
     """Returns the program of a row. Raises NotPriced where its constants are not known."""
     name = next((name for start, name in _PROGRAMS if row["system"].startswith(start)), None)
     if name is None:
-        raise NotPriced("a program that programs.py does not have")
+        raise NotPriced("a program that other_programs.py does not have")
     software = SOFTWARE[name]
     if row["system"] == "nanotron" or ("NVIDIA/NeMo" in row["source_repo_or_paper"] and "H100" in row["hardware"]):
         software = dataclasses.replace(software, kernel=FLASH2)  # nanotron and NeMo 24.07, before FlashAttention-3

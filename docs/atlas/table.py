@@ -25,7 +25,7 @@ from meshwright.views.report import Report
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parents[1] / "bench" / "foresight"))
-from programs import SOFTWARE  # noqa: E402
+from other_programs import SOFTWARE  # noqa: E402
 
 _BEGIN, _END = "<!-- table: docs/atlas/table.py -->\n", "<!-- end of the table -->\n"
 _WHOLE_LOGITS = 2**20

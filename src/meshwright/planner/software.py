@@ -1,6 +1,6 @@
 """Training software whose steps are priced: how much of a chip (hardware/chips.py) a program uses.
 
-Programs of others, for published measurements, are in bench/foresight/programs.py.
+Programs of others, for published measurements, are in bench/foresight/other_programs.py.
 """
 
 import dataclasses
