@@ -5,7 +5,7 @@ import functools
 import hashlib
 import importlib.metadata
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,17 @@ from meshwright.hardware.chips import Torus
 from meshwright.hardware.targets import Target
 from meshwright.hlo.flops import Skipped
 from meshwright.hlo.parser import Module, parse_module
-from meshwright.hlo.scopes import Branches, BranchScope
+from meshwright.hlo.scopes import BranchScope
 from meshwright.models.flops import forward_flops
 from meshwright.models.model import Model, ModelSpec, padded_vocab, vocab_size
+from meshwright.models.quantisation import SCOPE
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding import params
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import named_leaves
 from meshwright.sharding.schedule_table import FORWARD, ScheduleTable
 from meshwright.step.device_run import DeviceRun
+from meshwright.step.muon import plan_muon
 from meshwright.step.optimizers import ELEMENTWISE
 from meshwright.step.pipeline import branch_ticks, repeats_forward, tick_scopes
 from meshwright.step.train_step import build_eval_step, build_train_step
@@ -117,8 +119,6 @@ def flops_band(device_run: DeviceRun, passes: float) -> FlopsBand:
     adapters = sum(p.size for _, p, _ in placed.leaves if p.role == "adapter")
     most += _SLACK * uneven * again * 2 * passes * run.training.batch * run.training.seq * adapters / placed.shape.size
     if run.optimizer.name == "muon" and passes > 1:
-        from meshwright.step.muon import plan_muon  # for Muon alone
-
         shares = plan_muon(placed.params, placed.placements, placed.shape, run.optimizer.muon_heads)
         most += _SLACK * shares.flops()[0]
     return FlopsBand(
@@ -145,15 +145,21 @@ def skipped_by_kernels(placed: PlacedRun) -> Skipped:
 @functools.singledispatch
 def train_step_facts(model: Model, device_run: DeviceRun) -> ProgramFacts:
     """Returns what is known of the train step of a model family; another kind of model registers its own function."""
-    placed = device_run.placed
-    pipelined = placed.shape.stage > 1
+    table = device_run.placed.schedule_table if device_run.placed.shape.stage > 1 else None
+    ticks = {} if table is None else tick_scopes(table, device_run.local_model.permutes)
+    return dataclasses.replace(_facts(device_run, "train step", 3.0, table), ticks=ticks)
+
+
+def _facts(device_run: DeviceRun, name: str, passes: float, table: ScheduleTable | None) -> ProgramFacts:
+    """Returns what is known of a step of `passes` forward passes. table: schedule of its pipeline."""
+    taken = {} if table is None else branch_ticks(table, device_run.local_model.permutes)
     return ProgramFacts(
-        name="train step",
-        model_flops=model_flops(device_run, 3.0),
-        skipped=skipped_by_kernels(placed),
-        flops_band=flops_band(device_run, 3.0),
-        branches=_branches(placed.schedule_table, device_run) if pipelined else {},
-        ticks=tick_scopes(placed.schedule_table, device_run.local_model.permutes) if pipelined else {},
+        name=name,
+        model_flops=model_flops(device_run, passes),
+        skipped=skipped_by_kernels(device_run.placed),
+        flops_band=flops_band(device_run, passes),
+        # A backward branch computes its forward pass again; those of forward pass and loss do it for the first time.
+        branches={scope: BranchScope(*counts, recomputes=repeats_forward(scope)) for scope, counts in taken.items()},
         library_files=LIBRARY_FILES,
     )
 
@@ -170,27 +176,21 @@ def census_of_train_step(device_run: DeviceRun, target: Target | None = None) ->
         mesh=device_run.mesh.shape,
         categories=_CATEGORIES,
         declared=_declared(device_run),
-        target=None if target is None else target_devices(device_run, target),
+        target=None if target is None else located_devices(device_run.mesh.devices.flat, target),
         facts=train_step_facts(device_run.run.model, device_run),
         compiler_options=device_run.compiler_options(),
     )
-    # Simulated devices have no kernel for grouped matmuls: what they multiply instead is no fault of the run.
-    simulated = device_run.settled.machine.simulated
-    findings = [finding for finding in result.findings if not (simulated and finding.kind == "experts")]
-    findings += [*_vocabulary_padding(device_run), *_precision(device_run, result.text)]
-    if device_run.placed.spec.layers and device_run.settled.kernels.fused and not simulated:
-        findings += lint_attention_kernel(parse_module(result.text), device_run.settled.kernels.name)
+    findings = [*result.findings, *_vocabulary_padding(device_run)]
+    settled, asked = device_run.settled, device_run.run.training.matmul_precision
+    if settled.machine.simulated:
+        # Simulated devices convert low precisions, and have no kernel for grouped matmuls: that is no fault of the run.
+        findings = [finding for finding in findings if finding.kind != "experts"]
+    else:
+        module = parse_module(result.text)
+        findings += lint_precision(module, SCOPE, asked) if asked != "compute" else ()
+        if device_run.placed.spec.layers and settled.kernels.fused:
+            findings += lint_attention_kernel(module, settled.kernels.name)
     return dataclasses.replace(result, findings=tuple(findings))
-
-
-def _precision(device_run: DeviceRun, text: str) -> list[Finding]:
-    """Reports matmuls that are not in the precision that the run asks for; simulated devices convert all of them."""
-    asked = device_run.run.training.matmul_precision
-    if asked == "compute" or device_run.settled.machine.simulated:
-        return []
-    from meshwright.models.quantisation import SCOPE  # loaded for runs that ask for it
-
-    return list(lint_precision(parse_module(text), SCOPE, asked))
 
 
 def census_of_eval_step(device_run: DeviceRun) -> Census:
@@ -198,14 +198,6 @@ def census_of_eval_step(device_run: DeviceRun) -> Census:
     placed = device_run.placed
     arguments = {path.removeprefix("state."): spec for path, spec in _declared(device_run).items()}
     table = placed.forward_table(placed.run.training.microbatches) if placed.shape.stage > 1 else None
-    facts = ProgramFacts(
-        name="evaluation step",
-        model_flops=model_flops(device_run, 1.0),
-        skipped=skipped_by_kernels(device_run.placed),
-        flops_band=flops_band(device_run, 1.0),
-        branches={} if table is None else _branches(table, device_run),
-        library_files=LIBRARY_FILES,
-    )
     return census(
         build_eval_step(device_run),
         device_run.abstract.params,
@@ -213,32 +205,28 @@ def census_of_eval_step(device_run: DeviceRun) -> Census:
         mesh=device_run.mesh.shape,
         categories=_CATEGORIES,
         declared={path: spec for path, spec in arguments.items() if path.startswith("params.")},
-        facts=facts,
+        facts=_facts(device_run, "evaluation step", 1.0, table),
     )
 
 
-def target_devices(device_run: DeviceRun, target: Target) -> TargetDevices:
-    """Returns the hardware of a run's devices, with the coordinates of each."""
-    return located_devices(list(device_run.mesh.devices.flat), target)
-
-
-def located_devices(devices: Sequence[Any], target: Target) -> TargetDevices:
+def located_devices(devices: Iterable[Any], target: Target) -> TargetDevices:
     """Returns the hardware of a mesh's devices, in its order, with the coordinates of each."""
+    coordinates: list[tuple[int, ...]]
     if isinstance(target.chip.interconnect, Torus):
-        coordinates = [(getattr(d, "slice_index", 0) or 0, *d.coords, *_core(d, target)) for d in devices]
+        cores = ("core_on_chip",) if target.chip.devices_per_chip > 1 else ()
+        coordinates = [
+            (getattr(d, "slice_index", 0) or 0, *d.coords, *(int(getattr(d, core, 0)) for core in cores))
+            for d in devices
+        ]
     else:
-        coordinates = [(d.id // target.topology[1], d.id % target.topology[1]) for d in devices]
+        coordinates = [divmod(d.id, target.topology[1]) for d in devices]
     return TargetDevices(target.chip, target.topology, tuple(coordinates), target.efficiency)
-
-
-def _core(device: Any, target: Target) -> tuple[int, ...]:
-    return (int(getattr(device, "core_on_chip", 0)),) if target.chip.devices_per_chip > 1 else ()
 
 
 def simulate_run(module: Module, device_run: DeviceRun, target: Target) -> SimulatedSchedule:
     """Simulates the compiled train step of a run without pipeline stages, whose branches differ between devices."""
-    mesh, skipped = dict(device_run.mesh.shape), skipped_by_kernels(device_run.placed)
-    return simulate_schedule(module, target_devices(device_run, target), mesh, skipped=skipped)
+    devices, skipped = located_devices(device_run.mesh.devices.flat, target), skipped_by_kernels(device_run.placed)
+    return simulate_schedule(module, devices, dict(device_run.mesh.shape), skipped=skipped)
 
 
 def causal_fraction(spec: ModelSpec, seq: int) -> float:
@@ -252,25 +240,11 @@ def causal_fraction(spec: ModelSpec, seq: int) -> float:
     return sum(weight * fraction for weight, fraction in flops) / total if total else 0.5
 
 
-def _branches(table: ScheduleTable, device_run: DeviceRun) -> Branches:
-    """Returns how often the branches of a pipeline's tick are taken.
-
-    A backward branch computes its forward pass again; the branches of forward pass and loss do it for the first time.
-    """
-    return {
-        scope: BranchScope(taken, ticks, recomputes=repeats_forward(scope))
-        for scope, (taken, ticks) in branch_ticks(table, device_run.local_model.permutes).items()
-    }
-
-
 def _declared(device_run: DeviceRun) -> dict[str, PartitionSpec]:
     """Returns the sharding of every array of the state by path, as an argument and as a result."""
     leaves = jax.tree_util.tree_flatten_with_path(device_run.abstract)[0]
-    specs: dict[str, PartitionSpec] = {}
-    for path, leaf in leaves:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        specs[f"state.{name}"] = specs[f"result.0.{name}"] = leaf.sharding.spec
-    return specs
+    specs = {jax.tree_util.keystr(path, simple=True, separator="."): leaf.sharding.spec for path, leaf in leaves}
+    return {f"{tree}.{name}": spec for name, spec in specs.items() for tree in ("state", "result.0")}
 
 
 def _vocabulary_padding(device_run: DeviceRun) -> list[Finding]:
@@ -317,6 +291,10 @@ def refresh_census(folder: Path, device_run: DeviceRun, target: Target) -> Censu
 def cache_key(device_run: DeviceRun, target: Target) -> str:
     """Returns a key of the program's text, the target, the compiler options, and the code that reads the program."""
     lowered = build_train_step(device_run).lower(device_run.abstract, abstract_batch(device_run))
+    root = Path(str(meshwright.__file__)).parent
+    # A change of these rooms changes the census.
+    files = sorted(f for room in ("hlo", "analysis", "hardware") for f in (root / room).glob("*.py"))
+    packages = ("libtpu", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "meshwright")
     parts = [
         lowered.as_text(),
         str(target),
@@ -324,18 +302,7 @@ def cache_key(device_run: DeviceRun, target: Target) -> str:
         repr(target.chip),
         repr(target.efficiency),
         jax.__version__,
-        _analysis_source(),
+        *(file.read_text(encoding="utf-8") for file in files),
+        *(d.version for package in packages for d in importlib.metadata.distributions(name=package)),
     ]
-    for package in ("libtpu", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "meshwright"):
-        try:
-            parts.append(importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            parts.append("")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
-
-
-def _analysis_source() -> str:
-    """Returns the source of `hlo`, `analysis` and `hardware`: a change of theirs changes the census."""
-    root = Path(str(meshwright.__file__)).parent
-    files = sorted(f for room in ("hlo", "analysis", "hardware") for f in (root / room).glob("*.py"))
-    return "\n".join(file.read_text(encoding="utf-8") for file in files)

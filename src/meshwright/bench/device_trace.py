@@ -91,57 +91,22 @@ def read_trace(folder: Path, module: Module) -> Trace:
 
 def trace_of(planes: Iterable[Any], module: Module) -> Trace:
     """Returns the operations in the planes of a profile. module: the program that ran."""
-    program = _Program.of(module)
+    program = _Program(module)
     devices, host, flights = dict[str, list[list[Event]]](), list[list[Event]](), dict[str, list[Interval]]()
     for plane in planes:
         lines = list(plane.lines)
         if _DEVICE.fullmatch(plane.name):
-            streams = [line for line in lines if line.name.startswith(_GPU_LANE)]
-            lanes = [_kernels(line, program) for line in streams] or _tpu_lanes(lines, program)
+            lanes = [program.kernels(line) for line in lines if line.name.startswith(_GPU_LANE)]
+            in_flight: list[Interval] = []
+            if not lanes:
+                lanes = _tpu_lanes(lines, program)
+                in_flight = _flights(lanes, lines, program)
             if any(lanes):
-                devices[plane.name] = lanes
-                flights[plane.name] = [] if streams else _flights(lanes, lines, program)
+                devices[plane.name], flights[plane.name] = lanes, in_flight
         elif plane.name.startswith("/host:"):
-            threads = [[event for event in _operations(line, program) if event.name in program.known] for line in lines]
-            host += [thread for thread in threads if thread]
+            threads = ([event for event in program.operations(line) if event.name in program.known] for line in lines)
+            host += filter(None, threads)
     return Trace(devices, host, flights)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Program:
-    """Names of a program, as events tell them."""
-
-    module: re.Pattern[str]
-    """Its own name, with the fingerprint or number that a trace adds: `jit_step(123)`, `jit_step.2`."""
-    known: frozenset[str]
-    """Instructions."""
-    collective: frozenset[str]
-    """Instructions that communicate, or wait for communication."""
-    starts: dict[str, str]
-    """Instruction that waits for a collective -> the one that starts it."""
-    kernels: dict[str, str]
-    """Name of a kernel of a GPU -> its instruction: XLA writes `loop_add_fusion_3` for `loop_add_fusion.3`."""
-
-    @classmethod
-    def of(cls, module: Module) -> "_Program":
-        known = frozenset(instruction.name for instruction in module)
-        starts = {
-            instruction.name: start.name
-            for instruction in module
-            if is_done(instruction) and (start := start_of(instruction)) is not None
-        }
-        collective = collective_names(module)
-        return cls(
-            re.compile(rf"{re.escape(module.name)}([.(].*)?"),
-            known,
-            collective,
-            {done: start for done, start in starts.items() if done in collective},
-            {re.sub(r"[^0-9A-Za-z_]", "_", name): name for name in known},
-        )
-
-    def runs(self, name: str) -> bool:
-        """Whether a trace calls this program so; True where it tells none."""
-        return not name or self.module.fullmatch(name) is not None
 
 
 def collective_names(module: Module) -> frozenset[str]:
@@ -158,66 +123,71 @@ def collective_names(module: Module) -> frozenset[str]:
     return frozenset(names)
 
 
-def _tpu_lanes(lines: Sequence[Any], program: _Program) -> list[list[Event]]:
-    """Returns the lane of operations of a TPU; those while another program ran belong to no instruction."""
-    others = union(
-        _interval(event)
-        for line in lines
-        if line.name == _TPU_PROGRAMS
-        for event in line.events
-        if not program.runs(event.name)
-    )
+class _Program:
+    """Names of a program, as events tell them."""
 
-    def is_foreign(event: Event) -> bool:
-        middle = event.start + event.seconds / 2
-        at = bisect.bisect_right(others, (middle, float("inf"))) - 1
-        return at >= 0 and middle < others[at][1]
+    def __init__(self, module: Module):
+        # A trace adds a fingerprint or number to its own name: `jit_step(123)`, `jit_step.2`.
+        self._name = re.compile(rf"{re.escape(module.name)}([.(].*)?")
+        self.known = {instruction.name for instruction in module}
+        self.collective = collective_names(module)
+        ends = ((i.name, start_of(i)) for i in module if is_done(i) and i.name in self.collective)
+        self.starts = {name: start.name for name, start in ends if start is not None}
+        # XLA calls the kernel of `loop_add_fusion.3` on a GPU `loop_add_fusion_3`.
+        self._instruction_of_kernel = {re.sub(r"[^0-9A-Za-z_]", "_", name): name for name in self.known}
 
-    lanes = [_operations(line, program) for line in lines if line.name == _TPU_LANE]
-    # An operation of another program keeps the device busy, and has no instruction of this one.
-    return [
-        [
-            dataclasses.replace(event, name=f"{_FOREIGN}{event.name}", instruction="") if is_foreign(event) else event
-            for event in lane
-        ]
-        for lane in lanes
-    ]
+    def runs(self, name: str) -> bool:
+        """Whether a trace calls this program so; True where it tells none."""
+        return not name or self._name.fullmatch(name) is not None
+
+    def operations(self, line: Any) -> list[Event]:
+        """Returns the events of a lane whose names are instructions."""
+        # On TPUs an event's name is the whole instruction: `%all-gather-done.3 = bf16[...] all-gather-done(...)`.
+        named = ((event.name.partition(" = ")[0].lstrip("%"), event) for event in line.events)
+        return [Event(name, *_start_and_seconds(event), name in self.collective) for name, event in named]
+
+    def kernels(self, line: Any) -> list[Event]:
+        """Returns the kernels and copies of a stream, with the instructions that they belong to.
+
+        A kernel inside a CUDA graph (a command buffer) has no `hlo_op` of its own; a fusion's has the fusion's name.
+        """
+        events = []
+        for event in line.events:
+            stats = dict(event.stats)
+            hlo_op = str(stats.get("hlo_op", "")).lstrip("%")
+            name = event.name
+            instruction = hlo_op if hlo_op in self.known else self._instruction_of_kernel.get(name, hlo_op)
+            if not self.runs(str(stats.get("hlo_module", ""))):
+                name, instruction = f"{_FOREIGN}{name}", ""
+            communicates = instruction in self.collective or bool(_NCCL.search(event.name))
+            events.append(Event(name, *_start_and_seconds(event), communicates, instruction))
+        return events
 
 
 _FOREIGN = "another program: "
 
 
-def _interval(event: Any) -> Interval:
-    return event.start_ns * _NANOSECOND, (event.start_ns + event.duration_ns) * _NANOSECOND
+def _start_and_seconds(event: Any) -> tuple[float, float]:
+    return event.start_ns * _NANOSECOND, event.duration_ns * _NANOSECOND
 
 
-def _operations(line: Any, program: _Program) -> list[Event]:
-    """Returns the events of a lane whose names are instructions."""
-    events = []
-    for event in line.events:
-        # On TPUs an event's name is the whole instruction: `%all-gather-done.3 = bf16[...] all-gather-done(...)`.
-        name = event.name.partition(" = ")[0].lstrip("%")
-        start, seconds = event.start_ns * _NANOSECOND, event.duration_ns * _NANOSECOND
-        events.append(Event(name, start, seconds, name in program.collective))
-    return events
+def _tpu_lanes(lines: Sequence[Any], program: _Program) -> list[list[Event]]:
+    """Returns the lane of operations of a TPU; those while another program ran belong to no instruction."""
+    programs = (event for line in lines if line.name == _TPU_PROGRAMS for event in line.events)
+    others = union(
+        (event.start_ns * _NANOSECOND, (event.start_ns + event.duration_ns) * _NANOSECOND)
+        for event in programs
+        if not program.runs(event.name)
+    )
 
+    def owned(event: Event) -> Event:
+        """Renames an operation of another program, which keeps the device busy and has no instruction of this one."""
+        middle = event.start + event.seconds / 2
+        at = bisect.bisect_right(others, (middle, float("inf"))) - 1
+        is_foreign = at >= 0 and middle < others[at][1]
+        return dataclasses.replace(event, name=f"{_FOREIGN}{event.name}", instruction="") if is_foreign else event
 
-def _kernels(line: Any, program: _Program) -> list[Event]:
-    """Returns the kernels and copies of a stream, with the instructions that they belong to.
-
-    A kernel inside a CUDA graph (a command buffer) has no `hlo_op` of its own; a fusion's has the fusion's name.
-    """
-    events = []
-    for event in line.events:
-        stats = dict(event.stats)
-        own = program.runs(str(stats.get("hlo_module", "")))
-        hlo_op = str(stats.get("hlo_op", "")).lstrip("%")
-        instruction = hlo_op if hlo_op in program.known else program.kernels.get(event.name, hlo_op)
-        name, instruction = (event.name, instruction) if own else (f"{_FOREIGN}{event.name}", "")
-        communicates = instruction in program.collective or bool(_NCCL.search(event.name))
-        start, seconds = event.start_ns * _NANOSECOND, event.duration_ns * _NANOSECOND
-        events.append(Event(name, start, seconds, communicates, instruction))
-    return events
+    return [list(map(owned, program.operations(line))) for line in lines if line.name == _TPU_LANE]
 
 
 def _flights(lanes: Sequence[Sequence[Event]], lines: Sequence[Any], program: _Program) -> list[Interval]:
@@ -234,9 +204,8 @@ def _flights(lanes: Sequence[Sequence[Event]], lines: Sequence[Any], program: _P
             start = begun.get(program.starts.get(event.name, ""))
             if start is not None:
                 flights.append((start, event.start + event.seconds))
-    asynchronous = [event for line in lines if line.name == _TPU_FLIGHTS for event in _operations(line, program)]
-    flights += [(event.start, event.start + event.seconds) for event in asynchronous if event.communicates]
-    return union(flights)
+    asynchronous = [event for line in lines if line.name == _TPU_FLIGHTS for event in program.operations(line)]
+    return union([*flights, *((e.start, e.start + e.seconds) for e in asynchronous if e.communicates)])
 
 
 def device_time(device: str, lanes: Iterable[Sequence[Event]], flights: Iterable[Interval] = ()) -> DeviceTime:
@@ -249,22 +218,18 @@ def device_time(device: str, lanes: Iterable[Sequence[Event]], flights: Iterable
     communication = union((e.start, e.start + e.seconds) for e in events if e.communicates)
     busy = union([*compute, *communication])
     window = busy[-1][1] - busy[0][0] if busy else 0.0
-    total, computing = length(busy), length(compute)
-    in_flight = length(union([*communication, *flights]))
+    total, computing, in_flight = (
+        sum(end - start for start, end in intervals) for intervals in (busy, compute, union([*communication, *flights]))
+    )
     return DeviceTime(device, window, computing, in_flight, total - computing, window - total)
 
 
 def innermost(lane: Sequence[Event]) -> list[Event]:
     """Returns the events of a lane that contain no other: a loop's event contains those of its body."""
     ordered = sorted(lane, key=lambda e: (e.start, -e.seconds))
-    return [event for i, event in enumerate(ordered) if i + 1 == len(ordered) or not _contains(event, ordered[i + 1])]
 
+    def contains(outer: Event, inner: Event) -> bool:
+        rounding = 1e-10
+        return inner.start + inner.seconds <= outer.start + outer.seconds + rounding and inner.seconds < outer.seconds
 
-def _contains(outer: Event, inner: Event) -> bool:
-    rounding = 1e-10
-    return inner.start + inner.seconds <= outer.start + outer.seconds + rounding and inner.seconds < outer.seconds
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    """Returns the seconds of intervals that do not overlap."""
-    return sum(end - start for start, end in intervals)
+    return [event for i, event in enumerate(ordered) if i + 1 == len(ordered) or not contains(event, ordered[i + 1])]

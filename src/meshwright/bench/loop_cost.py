@@ -72,23 +72,23 @@ class StepRunner:
 
     def bare(self, steps: int) -> float:
         """Returns seconds per step of `steps` steps that are dispatched back to back."""
+        return self._timed(steps, lambda metrics: None)
+
+    def blocked(self, steps: int) -> float:
+        """Returns seconds per step of `steps` steps, each awaited."""
+        return self._timed(steps, jax.block_until_ready)
+
+    def _timed(self, steps: int, after_each: Callable[[Any], Any]) -> float:
         jax.block_until_ready(self._state)
         began = time.perf_counter()
         for _ in range(steps):
             metrics = self._advance()
+            after_each(metrics)
         jax.block_until_ready((self._state, metrics))
         return (time.perf_counter() - began) / steps
 
-    def blocked(self, steps: int) -> float:
-        """Returns seconds per step of `steps` steps, each awaited."""
-        jax.block_until_ready(self._state)
-        began = time.perf_counter()
-        for _ in range(steps):
-            jax.block_until_ready(self._advance())
-        return (time.perf_counter() - began) / steps
-
     def dispatch(self) -> float:
-        """Returns the median duration of the call alone, on an idle device."""
+        """Returns the median duration of the call that starts a step, on an idle device."""
         times = []
         for _ in range(_DISPATCHES):
             jax.block_until_ready(self._state)

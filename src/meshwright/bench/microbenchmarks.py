@@ -9,6 +9,7 @@ any algorithm, so that it can be compared with the bandwidth of the hardware.
 import csv
 import dataclasses
 import importlib.util
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -99,20 +100,16 @@ device."""
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveTiming:
-    """Time and bandwidth of one collective over one axis at one size."""
+    """Median time and bandwidth of one collective over one axis at one size."""
 
     kind: str
-    """Name of the collective in COLLECTIVES."""
     axis: str
-    """Mesh axis."""
     devices: int
     """Devices along the axis."""
     bytes: int
     """Size by nccl-tests' convention."""
     seconds: float
-    """Median seconds of a call."""
     calls: int
-    """Timed calls."""
     algorithm_bandwidth: float
     """Size over time, in bytes/s."""
     bus_bandwidth: float
@@ -121,29 +118,26 @@ class CollectiveTiming:
     """Whether the result equals the expected one."""
 
 
-def time_collectives(
-    mesh: Mesh, kinds: tuple[str, ...], sizes: tuple[int, ...], over: tuple[str, ...] | None = None
-) -> Iterator[CollectiveTiming]:
+def time_collectives(mesh: Mesh, kinds: tuple[str, ...], sizes: tuple[int, ...]) -> Iterator[CollectiveTiming]:
     """Times the collectives `kinds` over every axis of `mesh` that has more than one device.
 
-    sizes: bytes, each rounded up to a multiple of 4 * devices^2.  over: some of the axes; None takes all.
+    sizes: bytes, each rounded up to a multiple of 4 * devices^2.
     Raises ConfigError for an unknown collective or a mesh of one device.
     """
     for kind in kinds:
         if kind not in COLLECTIVES:
             raise ConfigError(f"timing {kind!r}", "no collective has that name", nearest(kind, COLLECTIVES))
-    axes = [str(axis) for axis, n in mesh.shape.items() if n > 1 and (over is None or axis in over)]
+    axes = [str(axis) for axis, n in mesh.shape.items() if n > 1]
     if not axes:
         raise ConfigError(
             "timing collectives on one device", "a mesh of one device sends nothing", "for example --mesh data=8"
         )
-    for axis in axes:
-        for kind in kinds:
-            for size in sizes:
-                yield _time_collective(mesh, axis, kind, size)
+    for axis, kind, size in itertools.product(axes, kinds, sizes):
+        yield time_collective(mesh, axis, kind, size)
 
 
-def _time_collective(mesh: Mesh, axis: str, kind: str, size: int) -> CollectiveTiming:
+def time_collective(mesh: Mesh, axis: str, kind: str, size: int) -> CollectiveTiming:
+    """Times one collective over one axis. size: bytes, rounded up to a multiple of 4 * devices^2."""
     collective, n = COLLECTIVES[kind], mesh.shape[axis]
     elements = max(n * n, -(-size // (4 * n * n)) * n * n)
     local = collective.local_elements(elements, n)
@@ -161,17 +155,8 @@ def _time_collective(mesh: Mesh, axis: str, kind: str, size: int) -> CollectiveT
     correct = all(np.array_equal(np.asarray(shard.data), expected[shard.index]) for shard in result.addressable_shards)
     seconds, calls = median_seconds(compiled, x)
     bandwidth = 4 * elements / seconds
-    return CollectiveTiming(
-        kind=kind,
-        axis=axis,
-        devices=n,
-        bytes=4 * elements,
-        seconds=seconds,
-        calls=calls,
-        algorithm_bandwidth=bandwidth,
-        bus_bandwidth=bandwidth * collective.bus_factor(n),
-        correct=correct,
-    )
+    bus = bandwidth * collective.bus_factor(n)
+    return CollectiveTiming(kind, axis, n, 4 * elements, seconds, calls, bandwidth, bus, correct)
 
 
 _CHECKED_ROWS = 4
@@ -182,7 +167,7 @@ _RELATIVE_ERROR = {"bfloat16": 1e-2, "float16": 2e-3}
 
 @dataclasses.dataclass(frozen=True)
 class MatmulTiming:
-    """Time and FLOP rate of a matrix multiplication [m, k] x [k, n] on one device."""
+    """Median time and FLOP rate of a matrix multiplication [m, k] x [k, n] on one device."""
 
     m: int
     k: int
@@ -190,28 +175,24 @@ class MatmulTiming:
     dtype: str
     """Element type of operands and result."""
     seconds: float
-    """Median seconds of a call."""
     calls: int
-    """Timed calls."""
     flops_per_second: float
-    """2 m k n over the median time."""
     correct: bool
     """Whether the result agrees with numpy's within the precision of `dtype`."""
 
 
 def time_matmuls(shapes: tuple[tuple[int, int, int], ...], dtypes: tuple[str, ...]) -> Iterator[MatmulTiming]:
     """Times matrix multiplications of `shapes` (m, k, n) in each of `dtypes` on the first device."""
-    for dtype in dtypes:
-        for m, k, n in shapes:
-            # Small integers: their sums are exact in float32.
-            x = jnp.asarray(np.arange(m * k).reshape(m, k) % 3, dtype)
-            w = jnp.asarray(np.arange(k * n).reshape(k, n) % 2, dtype)
-            compiled: Any = jax.jit(jnp.matmul).lower(x, w).compile()
-            expected = np.asarray(x[:_CHECKED_ROWS], np.float32) @ np.asarray(w, np.float32)
-            result = np.asarray(compiled(x, w)[:_CHECKED_ROWS], np.float32)
-            correct = np.allclose(result, expected, rtol=_RELATIVE_ERROR.get(dtype, 1e-6))
-            seconds, calls = median_seconds(compiled, x, w)
-            yield MatmulTiming(m, k, n, dtype, seconds, calls, 2.0 * m * k * n / seconds, bool(correct))
+    for dtype, (m, k, n) in itertools.product(dtypes, shapes):
+        # Small integers: their sums are exact in float32.
+        x = jnp.asarray(np.arange(m * k).reshape(m, k) % 3, dtype)
+        w = jnp.asarray(np.arange(k * n).reshape(k, n) % 2, dtype)
+        compiled: Any = jax.jit(jnp.matmul).lower(x, w).compile()
+        expected = np.asarray(x[:_CHECKED_ROWS], np.float32) @ np.asarray(w, np.float32)
+        result = np.asarray(compiled(x, w)[:_CHECKED_ROWS], np.float32)
+        correct = np.allclose(result, expected, rtol=_RELATIVE_ERROR.get(dtype, 1e-6))
+        seconds, calls = median_seconds(compiled, x, w)
+        yield MatmulTiming(m, k, n, dtype, seconds, calls, 2.0 * m * k * n / seconds, bool(correct))
 
 
 def measure_memory_bandwidth(size: int) -> float:

@@ -34,7 +34,6 @@ _TPU = (
     "communication is the time in which one is in flight."
 )
 _GPU = "On a GPU a collective counts from the beginning to the end of its kernel, overlapped or not."
-_NO_CHIP = "Nothing is known of this device, so nothing is simulated (meshwright bench measures it)."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,22 +130,18 @@ class ProfiledRun:
         """
         if not self._seconds:
             return None
-        module = parse_module(self._text)
-        schedule, note = self._simulated(module, target)
+        module, device_run, schedule, note = parse_module(self._text), self._prepared.device_run, None, ""
+        if target is None:
+            note = "Nothing is known of this device, so nothing is simulated (meshwright bench measures it)."
+        elif device_run.shape.stage > 1:
+            note = "Stages take different branches of one program, whose times are not simulated by instruction."
+        else:
+            schedule = simulate_run(module, device_run, target)
         count = self._last - self._first + 1
-        mesh = dict(self._prepared.device_run.mesh.shape)
+        mesh = dict(device_run.mesh.shape)
         trace = read_trace(self._folder, module)
         rows, meaning = compare(trace, module, schedule, mesh, steps=count, seconds=self._seconds)
         return Profile(self._first, self._last, tuple(rows), " ".join(part for part in (meaning, note) if part))
-
-    def _simulated(self, module: Module, target: Target | None) -> tuple[SimulatedSchedule | None, str]:
-        """Returns the simulated schedule of the program, or why there is none."""
-        device_run = self._prepared.device_run
-        if target is None:
-            return None, _NO_CHIP
-        if device_run.shape.stage > 1:
-            return None, "Stages take different branches of one program, whose times are not simulated by instruction."
-        return simulate_run(module, device_run, target), ""
 
 
 def compare(
@@ -206,10 +201,9 @@ def _grouped(
         for name, value in times.items():
             if name in labels:
                 sums[labels[name]][column] += value
-    rows = [
-        ProfileRow(kind, name, first, second if simulated is not None else None)
-        for name, (first, second) in sums.items()
-    ]
+    rows = [ProfileRow(kind, name, *times) for name, times in sums.items()]
+    if simulated is None:
+        rows = [dataclasses.replace(row, simulated=None) for row in rows]
     return sorted(rows, key=lambda row: -max(row.measured, row.simulated or 0.0))
 
 

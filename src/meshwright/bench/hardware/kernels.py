@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from meshwright.bench.hardware.machine import memory_stats
-from meshwright.bench.hardware.rates import keep_calibration
+from meshwright.bench.hardware.machine import keep_calibration, memory_stats
 from meshwright.bench.hardware.section import Measurement, Section
 from meshwright.bench.microbenchmarks import median_seconds
 from meshwright.config import MeshShape
@@ -87,24 +87,29 @@ def speed_cases(platform: str) -> list[Case]:
 def measure_kernels(section: Section) -> None:
     """Compares every kernel that the platform supports with float64, then times it."""
     platform = jax.default_backend()
-    names = (*section.request.kernels, *dict.fromkeys((*AUTO.get(platform, ()), *PARTS["attention kernel"])))
+    own = AUTO.get(platform, ())
+    names = (*section.request.kernels, *dict.fromkeys((*own, *PARTS["attention kernel"])))
     dtypes = ("float32", "bfloat16") if platform == "cpu" else ("bfloat16",)
-    items = dict[str, Measurement]()
-    for case in correctness_cases(platform):
-        for name in names:
-            for dtype in dtypes:
-                items[f"{name}: {case.name}, {dtype}"] = functools.partial(_compare, name, case, dtype)
-    for case in speed_cases(platform):
-        for name in names:
-            items[f"{name}: time, {case.name}"] = functools.partial(_time, name, case)
-    items |= dict(_grouped(platform))
+    items: dict[str, Measurement] = {
+        f"{name}: {case.name}, {dtype}": functools.partial(_compare, name, case, dtype)
+        for case, name, dtype in itertools.product(correctness_cases(platform), names, dtypes)
+    }
+    items |= {
+        f"{name}: time, {case.name}": functools.partial(_time, name, case)
+        for case, name in itertools.product(speed_cases(platform), names)
+    }
+    items["grouped matmul: values and gradients"] = functools.partial(_compare_grouped, "bfloat16")
+    shapes = {"Mixtral 8x7B": (8, 8192, 4096, 14336), "Qwen3-30B-A3B": (128, 16384, 2048, 768)}
+    if platform == "cpu":
+        shapes = {"8 experts": (8, 256, 64, 128)}
+    items |= {f"grouped matmul: time, {name}": functools.partial(_time_grouped, *s) for name, s in shapes.items()}
     section.facts["limits"] = {dtype: list(limit) for dtype, limit in LIMITS.items()}
     section.measure(items)
     supported = {row["kernel"] for row in section.rows if "kernel" in row and "unsupported" not in row}
-    rates = calibrated_rates(section.rows, AUTO.get(platform, ()))
+    rates = calibrated_rates(section.rows, own)
     if rates:
         keep_calibration(section, kernels=rates)
-    missing = [name for name in AUTO.get(platform, ()) if name not in supported]
+    missing = [name for name in own if name not in supported]
     if missing:
         section.notes.append(f"the platform's own kernel {', '.join(missing)} supports none of these shapes")
 
@@ -157,16 +162,26 @@ def _on_one_device(function: Any) -> Any:
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
 
 
+def _with_gradients(function: Any) -> Any:
+    """Returns a function of (*inputs, gradient of the output): the output, and the gradients of the inputs."""
+
+    def both(*arguments: Any) -> tuple[jax.Array, ...]:
+        out, pullback = jax.vjp(function, *arguments[:-1])
+        return out, *pullback(arguments[-1])
+
+    return both
+
+
+def _attention(kernels: Kernels, case: Case, segments: jax.Array) -> Any:
+    return lambda q, k, v: kernels.self_attention(q, k, v, segments, window=case.window)
+
+
 def _forward(kernels: Kernels, case: Case) -> Any:
-    return _on_one_device(lambda q, k, v, s: kernels.self_attention(q, k, v, s, window=case.window))
+    return _on_one_device(lambda q, k, v, s: _attention(kernels, case, s)(q, k, v))
 
 
 def _forward_and_backward(kernels: Kernels, case: Case) -> Any:
-    def both(q: jax.Array, k: jax.Array, v: jax.Array, s: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
-        out, pullback = jax.vjp(lambda q, k, v: kernels.self_attention(q, k, v, s, window=case.window), q, k, v)
-        return out, *pullback(g)
-
-    return _on_one_device(both)
+    return _on_one_device(lambda q, k, v, s, g: _with_gradients(_attention(kernels, case, s))(q, k, v, g))
 
 
 class Attention(NamedTuple):
@@ -219,15 +234,26 @@ def _truth(case: Case, dtype: str) -> Attention:
 
 
 def _compared(
-    kernel: str, case: str, dtype: str, labels: Sequence[str], results: Sequence[Any], expected: Sequence[np.ndarray]
+    kernel: str, case: str, dtype: str, results: Mapping[str, Any], expected: Sequence[np.ndarray]
 ) -> dict[str, Any]:
-    """Returns the error of each array, and a line for each that is above the limits."""
-    found = {
-        label: errors(np.asarray(result.astype(jnp.float32)), value)
-        for label, result, value in zip(labels, results, expected, strict=True)
-    }
-    problems = excessive(f"{kernel}: {case}, {dtype}", found, LIMITS[dtype])
-    return {"kernel": kernel, "case": case, "dtype": dtype, "errors": found, "problems": problems}
+    """Returns the error of each array by its label, and a line for each that is above the limits.
+
+    An error is two numbers: root mean square of the error over that of the value, and largest error over the largest.
+    """
+    errors: dict[str, tuple[float, float]] = {}
+    problems: list[str] = []
+    limit, most_limit = LIMITS[dtype]
+    for (label, result), value in zip(results.items(), expected, strict=True):
+        difference = np.asarray(result.astype(jnp.float32)).astype(np.float64) - value
+        mean = float(np.sqrt((difference**2).mean() / max((value**2).mean(), 1e-300)))
+        most = float(np.abs(difference).max() / max(np.abs(value).max(), 1e-300))
+        errors[label] = mean, most
+        if not (mean <= limit and most <= most_limit):
+            problems.append(
+                f"{kernel}: {case}, {dtype}: error of {label} is {mean:.2g} (limit {limit:.2g}), at most {most:.2g} "
+                f"(limit {most_limit:.2g})"
+            )
+    return {"kernel": kernel, "case": case, "dtype": dtype, "errors": errors, "problems": problems}
 
 
 def _compare(name: str, case: Case, dtype: str) -> Mapping[str, Any]:
@@ -238,23 +264,8 @@ def _compare(name: str, case: Case, dtype: str) -> Mapping[str, Any]:
     # Float32 matmuls take bfloat16 passes on TPUs unless the highest precision is asked for.
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
         results = _forward_and_backward(kernels, case)(*_inputs(case, dtype))
-    return _compared(name, case.name, dtype, ("out", "dq", "dk", "dv"), results, _truth(case, dtype))
-
-
-def errors(result: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
-    """Returns the root mean square of the error over that of the value, and the largest error over the largest."""
-    difference = result.astype(np.float64) - expected
-    mean = float(np.sqrt((difference**2).mean() / max((expected**2).mean(), 1e-300)))
-    return mean, float(np.abs(difference).max() / max(np.abs(expected).max(), 1e-300))
-
-
-def excessive(name: str, found: Mapping[str, tuple[float, float]], limits: tuple[float, float]) -> list[str]:
-    """Returns a line for each array whose error is above the limits, or is not a number."""
-    return [
-        f"{name}: error of {label} is {mean:.2g} (limit {limits[0]:.2g}), at most {most:.2g} (limit {limits[1]:.2g})"
-        for label, (mean, most) in found.items()
-        if not (mean <= limits[0] and most <= limits[1])
-    ]
+    labelled = dict(zip(Attention._fields, results, strict=True))
+    return _compared(name, case.name, dtype, labelled, _truth(case, dtype))
 
 
 def _rates(forward: float, both: float, flops: float, backward: float) -> dict[str, float]:
@@ -283,16 +294,6 @@ def _time(name: str, case: Case) -> Mapping[str, Any]:
     return {**label, **_rates(forward, both, case.flops, _BACKWARD)}
 
 
-def _grouped(platform: str) -> Iterator[tuple[str, Measurement]]:
-    """Yields the measurements of the grouped matmul: right with groups of unequal size, and how fast."""
-    yield "grouped matmul: values and gradients", functools.partial(_compare_grouped, "bfloat16")
-    shapes = {"Mixtral 8x7B": (8, 8192, 4096, 14336), "Qwen3-30B-A3B": (128, 16384, 2048, 768)}
-    if platform == "cpu":
-        shapes = {"8 experts": (8, 256, 64, 128)}
-    for name, shape in shapes.items():
-        yield f"grouped matmul: time, {name}", functools.partial(_time_grouped, *shape)
-
-
 def _grouped_inputs(experts: int, rows: int, k: int, n: int, dtype: str) -> tuple[jax.Array, ...]:
     """Returns rows, weights, rows of each expert (one of them none) and the gradient of the output."""
     rng = np.random.default_rng(0)
@@ -308,8 +309,9 @@ def _grouped_matmul(dtype: str) -> GroupedMatmul:
 
 
 def _grouped_with_gradients(x: jax.Array, w: jax.Array, sizes: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
-    out, pullback = jax.vjp(lambda x, w: _grouped_matmul(x.dtype.name).multiply(x, w, sizes), x, w)
-    return out, *pullback(g)
+    multiply = _grouped_matmul(x.dtype.name).multiply
+    result: tuple[jax.Array, ...] = _with_gradients(lambda x, w: multiply(x, w, sizes))(x, w, g)
+    return result
 
 
 def _compare_grouped(dtype: str) -> Mapping[str, Any]:
@@ -320,7 +322,8 @@ def _compare_grouped(dtype: str) -> Mapping[str, Any]:
     dx = np.einsum("rn,rkn->rk", g, w[expert])
     dw = np.stack([x[expert == e].T @ g[expert == e] for e in range(8)])
     results = jax.jit(_grouped_with_gradients)(*inputs)
-    return _compared("grouped matmul", "8 groups, one empty", dtype, ("out", "dx", "dw"), results, (out, dx, dw))
+    labelled = dict(zip(("out", "dx", "dw"), results, strict=True))
+    return _compared("grouped matmul", "8 groups, one empty", dtype, labelled, (out, dx, dw))
 
 
 def _time_grouped(experts: int, rows: int, k: int, n: int) -> Mapping[str, Any]:

@@ -1,32 +1,37 @@
-"""Section `machine`: devices, memory, topology, versions, driver, and every setting that changes what is compiled."""
+"""Sections `machine`, `matmuls` and `collectives`: what the machine is, and its rates, which plans are made with."""
 
+import dataclasses
+import functools
 import importlib.metadata
+import itertools
 import os
 import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from meshwright.bench.hardware.section import Section
+from meshwright.bench.calibration_file import calibration_path, read_calibration, write_calibration
+from meshwright.bench.hardware.section import Measurement, Section
+from meshwright.bench.microbenchmarks import (
+    COLLECTIVES,
+    CollectiveTiming,
+    MatmulTiming,
+    measure_memory_bandwidth,
+    time_collective,
+    time_matmuls,
+)
+from meshwright.config import MeshShape
 from meshwright.hardware.chips import CHIPS, Nodes, Torus, find_chip
+from meshwright.hardware.mesh import build_mesh, default_cache_folder
 
 _PACKAGES = (
-    "meshwright",
-    "jax",
-    "jaxlib",
-    "libtpu",
-    "jax-cuda12-plugin",
-    "jax-cuda13-plugin",
-    "nvidia-cudnn-cu12",
-    "nvidia-cudnn-cu13",
-    "nvidia-nccl-cu12",
-    "nvidia-nccl-cu13",
-    "numpy",
-    "optax",
-    "tensorstore",
+    *("meshwright", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12"),
+    *("nvidia-cudnn-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "numpy", "optax", "tensorstore"),
 )
 _PREFIXES = ("XLA_", "JAX_", "LIBTPU_", "TPU_", "NCCL_", "CUDA_VISIBLE", "MESHWRIGHT_")
 """Beginnings of environment variables that change what is compiled or measured."""
@@ -50,8 +55,18 @@ def measure_machine(section: Section) -> None:
         "hbm_bytes": chip.hbm_bytes if chip else None,
         "memory_limit": stats.get("bytes_limit"),
         "runtime": " ".join(str(getattr(devices[0].client, "platform_version", "")).split()),
-        "coordinates": [_coordinates(device) for device in devices],
-        "versions": _versions(),
+        # Slice and position on the torus, or process and number.
+        "coordinates": [
+            [getattr(d, "slice_index", 0) or 0, *d.coords, getattr(d, "core_on_chip", 0) or 0]
+            if getattr(d, "coords", None) is not None
+            else [d.process_index, d.id]
+            for d in devices
+        ],
+        "versions": {
+            name: importlib.metadata.version(name)
+            for name in _PACKAGES
+            if any(importlib.metadata.distributions(name=name))
+        },
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES)},
         "host": f"{platform.platform()}, {os.cpu_count()} cores, Python {sys.version.split()[0]}",
         "driver": _command(
@@ -61,19 +76,6 @@ def measure_machine(section: Section) -> None:
         ),
         "links": _command("nvidia-smi", "topo", "-m"),
     }
-    _add_notes(section, chip, devices, stats)
-
-
-def memory_stats(device: Any) -> dict[str, int]:
-    """Returns the memory statistics of a device; empty where its backend has none (CPU)."""
-    try:
-        return dict(device.memory_stats() or {})
-    except Exception:  # backends raise several types where they have none
-        return {}
-
-
-def _add_notes(section: Section, chip: Any, devices: list[Any], stats: dict[str, int]) -> None:
-    """Notes what the reader should know before the figures."""
     if devices[0].platform == "cpu":
         section.notes.append("simulated devices: threads of this CPU. Rates and times are not those of an accelerator")
     elif chip is None:
@@ -92,22 +94,12 @@ def _add_notes(section: Section, chip: Any, devices: list[Any], stats: dict[str,
         section.notes.append("several hosts: this benchmark measures from one process of each")
 
 
-def _coordinates(device: Any) -> list[int]:
-    """Returns slice and position on the torus, or process and number."""
-    coords = getattr(device, "coords", None)
-    if coords is None:
-        return [device.process_index, device.id]
-    return [getattr(device, "slice_index", 0) or 0, *coords, getattr(device, "core_on_chip", 0) or 0]
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+def memory_stats(device: Any) -> dict[str, int]:
+    """Returns the memory statistics of a device; empty where its backend has none (CPU)."""
+    try:
+        return dict(device.memory_stats() or {})
+    except Exception:  # backends raise several types where they have none
+        return {}
 
 
 def _command(*words: str) -> str:
@@ -119,3 +111,88 @@ def _command(*words: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+CALIBRATION = "calibration.json"
+"""Name of the calibration in the benchmark's folder."""
+_MATMULS = (
+    *((n, n, n) for n in (1024, 2048, 4096, 8192)),
+    *((8192, 4096, 14336), (8192, 14336, 4096)),
+    *((1024, 8192, 8192), (128, 8192, 8192)),
+)
+"""m k n on accelerators: squares, a feed-forward of Llama 3 8B, and few rows."""
+_SMALL_MATMULS = tuple((n, n, n) for n in (128, 256, 512))
+_SIZES = (2**14, 2**18, 2**22, 2**26)
+"""Bytes of collectives on accelerators."""
+_SMALL_SIZES = (2**12, 2**18)
+
+
+def measure_matmuls(section: Section) -> None:
+    """Times matrix multiplications on one device in bfloat16 and float32, and its memory bandwidth."""
+    cpu = jax.default_backend() == "cpu"
+    items: dict[str, Measurement] = {
+        f"{dtype} {m} x {k} x {n}": functools.partial(_matmul, m, k, n, dtype)
+        for m, k, n in (_SMALL_MATMULS if cpu else _MATMULS)
+        for dtype in ("bfloat16", "float32")
+    }
+    items["memory"] = lambda: {"bytes_per_second": measure_memory_bandwidth(2**26 if cpu else 2**30)}
+    section.measure(items)
+    bandwidth = next((row["bytes_per_second"] for row in section.rows if "bytes_per_second" in row), None)
+    keep_calibration(section, matmuls=_timings(section, MatmulTiming), memory_bandwidth=bandwidth)
+
+
+def _timings[T](section: Section, kind: type[T]) -> list[T]:
+    """Returns the section's rows that have the fields of a timing."""
+    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return [kind(**{name: row[name] for name in names}) for row in section.rows if names <= set(row)]
+
+
+def _matmul(m: int, k: int, n: int, dtype: str) -> Mapping[str, Any]:
+    timing = next(time_matmuls(((m, k, n),), (dtype,)))
+    chip = find_chip(jax.devices()[0].device_kind)
+    fraction = timing.flops_per_second / chip.flops_bf16 if chip and dtype == "bfloat16" else None
+    wrong = [] if timing.correct else [f"{dtype} {m} x {k} x {n}: the product is wrong"]
+    return {**dataclasses.asdict(timing), "fraction": fraction, "problems": wrong}
+
+
+def measure_collectives(section: Section) -> None:
+    """Times every collective over all devices, then over the axes of meshes of two dimensions."""
+    devices = jax.device_count()
+    if devices == 1:
+        section.notes.append("one device sends nothing")
+        return
+    sizes = _SMALL_SIZES if jax.default_backend() == "cpu" else _SIZES
+    # One axis, and the mesh nearest to a square: its inner axis has neighbouring devices.
+    inner = max(d for d in range(1, devices + 1) if devices % d == 0 and d * d <= devices)
+    shapes = [MeshShape(fsdp=devices), *([MeshShape(fsdp=devices // inner, tensor=inner)] if inner > 1 else [])]
+    items: dict[str, Measurement] = {
+        f"{kind} over {axis} of {shape}, {size} bytes": functools.partial(
+            _collective, build_mesh(shape), axis, kind, size
+        )
+        for shape, size, kind in itertools.product(shapes, reversed(sizes), COLLECTIVES)
+        for axis, degree in shape.degrees().items()
+        if degree > 1
+    }
+    section.measure(items)
+    keep_calibration(section, collectives=_timings(section, CollectiveTiming), mesh=str(shapes[0]))
+
+
+def _collective(mesh: Any, axis: str, kind: str, size: int) -> Mapping[str, Any]:
+    timing = time_collective(mesh, axis, kind, size)
+    wrong = [] if timing.correct else [f"{kind} over {axis}, {size} bytes: the result is wrong"]
+    return {**dataclasses.asdict(timing), "problems": wrong}
+
+
+def keep_calibration(section: Section, **measured: Any) -> None:
+    """Adds rates to the calibration in the folder and to the one in the cache, where plans find it."""
+    for file in (section.folder / CALIBRATION, calibration_path(default_cache_folder())):
+        try:
+            write_calibration(file, **measured)
+        except OSError as error:
+            section.notes.append(f"the calibration {file} was not written: {error.strerror}")
+
+
+def calibration_of(folder: Path) -> dict[str, Any] | None:
+    """Returns the calibration measured in this folder, or None where there is none yet."""
+    file = folder / CALIBRATION
+    return read_calibration(file) if file.is_file() else None

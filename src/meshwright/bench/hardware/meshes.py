@@ -15,7 +15,6 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import default_cache_folder
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.mixtral import Mixtral
-from meshwright.models.model import Model
 from meshwright.runs.run import Run
 from meshwright.trainer.loop import prepare_run
 from meshwright.trainer.parity import compare_meshes
@@ -41,40 +40,26 @@ def measure_meshes(section: Section) -> None:
 
 def meshes_of(devices: int) -> list[tuple[str, MeshShape]]:
     """Returns models and meshes of `devices`: each axis with FSDP, three axes together, and FSDP and data alone."""
-    half = devices // 2 if devices % 2 == 0 else 0
-    quarter = devices // 4 if devices % 4 == 0 else 0
-    found = [("llama", MeshShape(fsdp=devices))]
-    if quarter:
-        found += [("llama", MeshShape(data=quarter, fsdp=2, tensor=2))]
-    if half:
-        found += [
-            ("mixtral", MeshShape(fsdp=half, expert=2)),
-            ("llama", MeshShape(stage=2, fsdp=half)),
-            ("llama", MeshShape(fsdp=half, context=2)),
-            ("llama", MeshShape(fsdp=half, tensor=2)),
-        ]
-    if quarter:
-        found += [("mixtral", MeshShape(expert=4, tensor=quarter))]
-    return [*found, ("llama", MeshShape(data=devices))]
-
-
-def _model(name: str, devices: int) -> Model:
-    heads = max(4, devices)
-    sizes: dict[str, Any] = {
-        "width": 16 * heads,
-        "layers": 2,
-        "heads": heads,
-        "kv_heads": heads,
-        "mlp": 32 * heads,
-        "vocab_multiple": 16,
-    }
-    if name == "mixtral":
-        return Mixtral(**sizes, experts=8, experts_per_token=2, expert_mlp=16 * heads)
-    return Llama(**sizes)
+    half, quarter = (devices // n if devices % n == 0 else 0 for n in (2, 4))
+    found = [
+        (1, "llama", MeshShape(fsdp=devices)),
+        (4, "llama", MeshShape(data=max(quarter, 1), fsdp=2, tensor=2)),
+        (2, "mixtral", MeshShape(fsdp=max(half, 1), expert=2)),
+        (2, "llama", MeshShape(stage=2, fsdp=max(half, 1))),
+        (2, "llama", MeshShape(fsdp=max(half, 1), context=2)),
+        (2, "llama", MeshShape(fsdp=max(half, 1), tensor=2)),
+        (4, "mixtral", MeshShape(expert=4, tensor=max(quarter, 1))),
+        (1, "llama", MeshShape(data=devices)),
+    ]
+    return [(name, mesh) for multiple, name, mesh in found if devices % multiple == 0]
 
 
 def _compare(name: str, mesh: MeshShape, text: Path) -> Mapping[str, Any]:
     """Compares a mesh with one device."""
+    heads = max(4, mesh.size)
+    sizes: dict[str, Any] = dict(width=16 * heads, layers=2, heads=heads, kv_heads=heads, mlp=32 * heads)
+    experts: dict[str, Any] = dict(experts=8, experts_per_token=2, expert_mlp=16 * heads)
+    model = Mixtral(**sizes, **experts, vocab_multiple=16) if name == "mixtral" else Llama(**sizes, vocab_multiple=16)
     training = Training(
         steps=_STEPS,
         batch=2 * mesh.size,
@@ -84,7 +69,7 @@ def _compare(name: str, mesh: MeshShape, text: Path) -> Mapping[str, Any]:
         microbatches=mesh.stage if mesh.stage > 1 else 1,
     )
     run = Run(
-        model=_model(name, mesh.size),
+        model=model,
         mesh=mesh,
         fsdp_min_size=64,
         training=training,

@@ -17,10 +17,8 @@ from typing import Any
 import jax
 
 from meshwright.analysis.run_census import simulate_run
-from meshwright.analysis.simulate import SimulatedSchedule
 from meshwright.bench.device_trace import Trace, device_time, innermost, read_trace
-from meshwright.bench.hardware.machine import memory_stats
-from meshwright.bench.hardware.rates import calibration_of
+from meshwright.bench.hardware.machine import calibration_of, memory_stats
 from meshwright.bench.hardware.section import Measurement, Section, describe, file_name
 from meshwright.bench.loop_cost import StepRunner, measure_loop
 from meshwright.checkpoint.checkpoints import Checkpoints, check_room
@@ -29,7 +27,7 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.chips import find_chip
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape
 from meshwright.hardware.targets import Target
-from meshwright.hlo.parser import parse_module
+from meshwright.hlo.parser import Module, parse_module
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.mixtral import Mixtral
 from meshwright.models.flops import mfu, training_flops_per_token
@@ -169,9 +167,8 @@ class _StartedRun:
     """A sized run on its devices, compiled as `train` does, that has taken a step."""
 
     def __init__(self, sized: SizedRun, steps: int):
-        assert sized.run.mesh is not None
         self.sized, self.laps, self._last = sized, dict[str, float](), time.perf_counter()
-        self.device_run = place_on_devices(sized.run, build_mesh(sized.run.mesh))
+        self.device_run = _place(sized)
         self.runner = StepRunner(self.device_run, steps=steps)
         self._lap("place_seconds")
         lowered = build_train_step(self.device_run).lower(self.device_run.abstract, self.runner.batch)
@@ -184,15 +181,33 @@ class _StartedRun:
         self._lap("first_step_seconds")
 
     def _lap(self, name: str) -> None:
-        """Records the seconds since the lap before."""
         now = time.perf_counter()
         self.laps[name], self._last = now - self._last, now
 
-    def simulated_schedule(self) -> SimulatedSchedule | None:
-        """Simulates the program; None where nothing is known of the chip, or stages run different branches."""
+    @functools.cached_property
+    def module(self) -> Module:
+        """Parsed program."""
+        return parse_module(self.compiled.as_text())
+
+    def simulated(self) -> dict[str, Any]:
+        """Simulates the program; no figures where nothing is known of the chip, or stages run different branches."""
         if self.sized.target is None or self.device_run.shape.stage > 1:
-            return None
-        return simulate_run(parse_module(self.compiled.as_text()), self.device_run, self.sized.target)
+            return {"simulated_seconds": None}
+        try:
+            schedule = simulate_run(self.module, self.device_run, self.sized.target)
+        except Exception as error:  # a program that the reader does not know must not lose the measured figures
+            return {"simulated_seconds": None, "simulated_note": describe(error)}
+        return {
+            "simulated_seconds": schedule.step_seconds,
+            "simulated_exposed": sum(schedule.exposed.values()),
+            "simulated_links": sum(schedule.link_seconds.values()),
+            "simulated_exposed_by_axes": dict(schedule.exposed),
+        }
+
+
+def _place(sized: SizedRun) -> DeviceRun:
+    assert sized.run.mesh is not None
+    return place_on_devices(sized.run, build_mesh(sized.run.mesh))
 
 
 def _describe_run(sized: SizedRun, device_run: DeviceRun) -> dict[str, Any]:
@@ -202,11 +217,7 @@ def _describe_run(sized: SizedRun, device_run: DeviceRun) -> dict[str, Any]:
         "run": sized.run.name,
         "note": sized.note,
         "mesh": str(device_run.shape),
-        "batch": training.batch,
-        "seq": training.seq,
-        "microbatches": training.microbatches,
-        "remat": training.remat,
-        "compute_dtype": training.compute_dtype,
+        **{name: getattr(training, name) for name in ("batch", "seq", "microbatches", "remat", "compute_dtype")},
         "attention_kernel": device_run.settled.kernels.name,
         "parameters": count_params(device_run.placed.params),
         "compiler_options": device_run.compiler_options(),
@@ -261,30 +272,12 @@ def _measure_run(sized: SizedRun, seconds: float) -> Mapping[str, Any]:
         **dataclasses.asdict(cost),
         "tokens_per_second": tokens,
         "mfu": None if chip is None else mfu(per_token, tokens, chip.flops_bf16 * device_run.mesh.size),
-        **_predicted(sized),
+        "predicted_seconds": None if sized.plan is None else sized.plan.estimate.seconds,
+        "predicted_bytes": None if sized.plan is None else sized.plan.estimate.bytes,
         "compiled_bytes": live + memory.temp_size_in_bytes,
         "peak_bytes": memory_stats(device).get("peak_bytes_in_use"),
-        **_simulated(started),
+        **started.simulated(),
     }
-
-
-def _predicted(sized: SizedRun) -> dict[str, Any]:
-    """Returns the planner's step time and memory."""
-    if sized.plan is None:
-        return {"predicted_seconds": None, "predicted_bytes": None}
-    e = sized.plan.estimate
-    return {"predicted_seconds": e.seconds, "predicted_bytes": e.bytes, "predicted_exposed": e.parts["exposed"]}
-
-
-def _simulated(started: _StartedRun) -> dict[str, Any]:
-    """Returns the simulated schedule's step and exposed communication, or why there is none."""
-    try:
-        schedule = started.simulated_schedule()
-    except Exception as error:  # a program that the reader does not know must not lose the measured figures
-        return {"simulated_seconds": None, "simulated_note": describe(error)}
-    if schedule is None:
-        return {"simulated_seconds": None}
-    return {"simulated_seconds": schedule.step_seconds, "simulated_exposed": sum(schedule.exposed.values())}
 
 
 _PROFILED_STEPS = 4
@@ -314,21 +307,12 @@ def _profile(section: Section, name: str, mesh: MeshShape | None) -> Mapping[str
     shutil.rmtree(folder, ignore_errors=True)
     with jax.profiler.trace(str(folder)):
         seconds = started.runner.bare(_PROFILED_STEPS)
-    schedule, simulated = started.simulated_schedule(), {}
-    if schedule is not None:
-        simulated = {
-            "simulated_seconds": schedule.step_seconds,
-            "simulated_exposed": sum(schedule.exposed.values()),
-            "simulated_links": sum(schedule.link_seconds.values()),
-            "simulated_exposed_by_axes": dict(schedule.exposed),
-        }
-    trace = read_trace(folder, parse_module(started.compiled.as_text()))
     return {
         **_describe_run(sized, started.device_run),
         "profile": str(folder),
         "profiled_seconds": seconds,
-        **measured_parts(trace, _PROFILED_STEPS),
-        **simulated,
+        **measured_parts(read_trace(folder, started.module), _PROFILED_STEPS),
+        **started.simulated(),
     }
 
 
@@ -355,9 +339,7 @@ def measure_checkpoint(section: Section) -> None:
 def _save_and_restore(name: str, folder: Path, seconds: float) -> Mapping[str, Any]:
     """Returns bytes, seconds and bandwidths. Raises CheckpointError: a full disk, a tensor that differs."""
     sized = sized_run(name, folder, seconds)
-    assert sized.run.mesh is not None
-    device_run = place_on_devices(sized.run, build_mesh(sized.run.mesh))
-    out = folder / "checkpoint-bench"
+    device_run, out = _place(sized), folder / "checkpoint-bench"
     shutil.rmtree(out, ignore_errors=True)
     check_room(out, device_run, 1)
     state = jax.block_until_ready(device_run.initial_state())
