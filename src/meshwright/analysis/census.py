@@ -324,7 +324,6 @@ def doubts_of(
 
 
 def _versions(device: str) -> str:
-    """Lists the versions of JAX and of the device's compiler."""
     versions = [f"jax {jax.__version__}"]
     for kind, package in (("TPU", "libtpu"), ("NVIDIA", "jax-cuda13-plugin"), ("NVIDIA", "nvidia-cudnn-cu13")):
         if device.startswith(kind):

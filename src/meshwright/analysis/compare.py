@@ -60,7 +60,6 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
 
 
 def _seconds(schedule: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the predicted step time and its parts."""
     work = {kind: n for kind, n in schedule["by_kind"].items() if kind != "exposed"}
     exposed = {f"exposed, {axes}": n for axes, n in schedule["exposed"].items()}
     return {"step": schedule["step_seconds"], **work, **exposed, "pipeline bubble": schedule["bubble"]}

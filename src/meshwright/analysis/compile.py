@@ -285,7 +285,6 @@ def program_arguments(module: Module, leaves: Mapping[str, Any], categories: Map
 
 
 def _categorise(path: str, categories: Mapping[str, str]) -> tuple[str, str]:
-    """Returns the memory category of an argument and the part of the model it belongs to."""
     prefixes = [known for known in categories if path == known or path.startswith(known + ".")]
     if not prefixes:
         return f"argument {path.partition('.')[0]}", ""

@@ -502,8 +502,6 @@ _MIN_WIDE = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class _Site:
-    """One equation, with the executions of the loops around it."""
-
     equation: Any
     times: int
     widened: tuple[bool, ...]

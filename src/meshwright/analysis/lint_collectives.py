@@ -57,9 +57,11 @@ def lint_unexpected_collectives(
     shapes, asked = _shard_sizes(arguments), {line for w in written if w.kind == CONSTRAINED for line in w.lines}
     known = (
         e.axes == ()
-        or _sums_gradients(e, shapes)
         or _gathers_parameter(e, arguments, results)
-        or (_family(e.kind) == "all-reduce" and bool(asked) and (e.line in asked or _is_backward_product(e)))
+        # A sum of the backward pass: of arrays that have the sizes of arguments, in any order, or of a product.
+        or (_is_backward_sum(e) and all(_sizes(_dims(operand)) in shapes for operand in e.operands))
+        or (bool(asked) and _is_backward_sum(e) and _PRODUCT.search(e.op_name) is not None)
+        or (_family(e.kind) == "all-reduce" and e.line in asked)
         for e in entries
     )
     unknown = _unmatched([e for e, is_known in zip(entries, known, strict=True) if not is_known], written)
@@ -84,14 +86,16 @@ def lint_unexpected_collectives(
 
 
 def _unmatched(entries: Sequence[LedgerEntry], written: Sequence[JaxprCollective]) -> list[LedgerEntry]:
-    """Returns the entries that no written collective accounts for."""
     left: defaultdict[_Key, float] = defaultdict(float)
     written = [w for w in written if w.kind != CONSTRAINED]
     for w in written:
         left[_family(w.kind), frozenset(w.axes)] += _WIDENED * w.payload
     rest: list[LedgerEntry] = []
     for entry in entries:
-        here = [w for w in written if entry.line in w.lines and _same_axes(entry, w)]
+        # Groups that are no product of axes are known only by their line.
+        here = [w for w in written if entry.line in w.lines]
+        if entry.axes is not None:
+            here = [w for w in here if w.kind == "reshard" or frozenset(w.axes) == frozenset(entry.axes)]
         if any(w.kind == "reshard" for w in here):
             continue
         # Loops that are not scans run more often than the jaxpr tells: one execution is compared.
@@ -114,31 +118,16 @@ def _family(kind: str) -> str:
     return "all-reduce" if kind == "reduce-scatter" else kind
 
 
-def _same_axes(entry: LedgerEntry, written: JaxprCollective) -> bool:
-    """Whether both span the same axes; groups that are no product of axes are known by their line alone."""
-    if entry.axes is None or written.kind == "reshard":
-        return True
-    return frozenset(entry.axes) == frozenset(written.axes)
-
-
 _Sizes = tuple[int, ...]
 
 
-def _sums_gradients(entry: LedgerEntry, shapes: set[_Sizes]) -> bool:
-    """Whether an entry sums arrays of the backward pass that have the sizes of arguments, in any order."""
-    if _family(entry.kind) != "all-reduce" or "transpose(" not in entry.op_name:
-        return False
-    return all(_sizes(_dims(operand)) in shapes for operand in entry.operands)
+def _is_backward_sum(entry: LedgerEntry) -> bool:
+    return _family(entry.kind) == "all-reduce" and "transpose(" in entry.op_name
 
 
 _PRODUCT = re.compile(r"(?:dot_general|conv_general_dilated|ragged_dot_general|->\w*)[^/]*$")
 _READ = re.compile(r"/(?:convert_element_type|squeeze|dynamic_slice|slice|transpose|reshape|gather|copy)[^/]*$")
 """Last part of the name of an operation that only reads an argument, or takes a layer of it."""
-
-
-def _is_backward_product(entry: LedgerEntry) -> bool:
-    """Whether an entry sums a product of the backward pass, as where the forward product has split columns."""
-    return "transpose(" in entry.op_name and _PRODUCT.search(entry.op_name) is not None
 
 
 def _gathers_parameter(entry: LedgerEntry, arguments: Sequence[Argument], results: Collection[tuple[int, ...]]) -> bool:
@@ -157,7 +146,6 @@ def _gathers_parameter(entry: LedgerEntry, arguments: Sequence[Argument], result
 
 
 def _shard_sizes(arguments: Sequence[Argument]) -> set[_Sizes]:
-    """Returns the sizes of arguments on a device, with any of their dimensions gathered, whole and layer by layer."""
     found: set[_Sizes] = {()}
     for argument in arguments:
         choices = [{n, whole} for n, whole in zip(argument.local_shape, argument.shape, strict=False)]

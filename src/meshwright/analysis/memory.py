@@ -256,7 +256,6 @@ class _Classifier:
         return "temporaries", "" if part == GRADIENTS else part
 
     def _loop_buffer(self, buffer: Buffer, is_gradient: bool) -> tuple[str, str]:
-        """Classifies an unnamed buffer that a loop fills: stacked activations, or accumulated gradients."""
         branches = self._module.branches
         names = op_names_written_into(buffer)
         written = next((n for n in names if scopes_of(n, branches)), "")

@@ -248,7 +248,6 @@ def _declared(device_run: DeviceRun) -> dict[str, PartitionSpec]:
 
 
 def _vocabulary_padding(device_run: DeviceRun) -> list[Finding]:
-    """Reports a vocabulary of which a large fraction is padding."""
     model = device_run.run.model
     vocab, padded = vocab_size(model), padded_vocab(model)
     if not vocab or padded / vocab - 1 <= _MAX_VOCAB_PADDING:

@@ -110,8 +110,6 @@ class SavingMemory:
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """Bytes that a compiled program takes besides its arguments."""
-
     temporary: int
     output: int
 

@@ -174,7 +174,6 @@ def _bytes_read(value: Instruction, callers: tuple[Instruction, ...] = ()) -> fl
 
 
 def _bytes_written(root: Instruction, shape: Shape) -> float:
-    """Counts the bytes that a fusion writes for one of its results."""
     if root.opcode == "tuple" and not isinstance(shape, Array):
         return sum(map(_bytes_written, root.operands, shape))
     if root.opcode == "bitcast" and root.operands:
@@ -218,8 +217,6 @@ class Span:
 
 
 class _Timeline:
-    """Simulated clock of one execution of a computation, with its sums and the transfers in flight."""
-
     def __init__(self) -> None:
         self.now = self.bubble = 0.0
         self.by_kind, self.exposed, self.link_seconds = (defaultdict[str, float](float) for _ in range(3))
@@ -373,7 +370,6 @@ class _Simulator:
         self._transfer = functools.cache(self._price_transfer)
 
     def _run(self, computation: Computation) -> _Timeline:
-        """Simulates one execution of a computation."""
         timeline = _Timeline()
         for instruction in computation:
             self._instruction(instruction, timeline)
@@ -465,7 +461,6 @@ class _Simulator:
             timeline.wait(name)
 
     def _price_transfer(self, instruction: Instruction) -> tuple[str, float]:
-        """Returns the mesh axes of a collective and its time in seconds."""
         inner = collective_in(instruction)
         assert inner is not None
         groups, axes = group_of(inner, self.mesh)

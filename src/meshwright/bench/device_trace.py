@@ -124,8 +124,6 @@ def collective_names(module: Module) -> frozenset[str]:
 
 
 class _Program:
-    """Names of a program, as events tell them."""
-
     def __init__(self, module: Module):
         # A trace adds a fingerprint or number to its own name: `jit_step(123)`, `jit_step.2`.
         self._name = re.compile(rf"{re.escape(module.name)}([.(].*)?")

@@ -195,7 +195,6 @@ def _parts(trace: Trace, schedule: SimulatedSchedule | None, steps: int) -> list
 def _grouped(
     kind: str, labels: Mapping[str, str], measured: Mapping[str, float], simulated: Mapping[str, float] | None
 ) -> list[ProfileRow]:
-    """Returns a row for each label, the longest first."""
     sums: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
     for column, times in enumerate((measured, simulated or {})):
         for name, value in times.items():
@@ -232,5 +231,4 @@ def _collective_labels(module: Module, mesh: dict[str, int]) -> dict[str, str]:
 
 
 def _scope_labels(module: Module) -> dict[str, str]:
-    """Returns the named scopes of every instruction by its name."""
     return {instruction.name: "/".join(instruction.scopes[-2:]) or "no scope" for instruction in module}

@@ -42,7 +42,6 @@ class BufferAssignment:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yields the field numbers and values of a protocol buffer."""
     position = 0
 
     def varint() -> int:

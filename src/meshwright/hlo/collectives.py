@@ -219,7 +219,6 @@ def axes_of_pairs(pairs: Groups, mesh: dict[str, int]) -> tuple[str, ...] | None
 
 
 def _chains(pairs: str) -> Groups:
-    """Groups the devices that a permutation's (source, target) pairs connect."""
     group_by_device: dict[int, set[int]] = defaultdict(set)
     for source, target in expand(pairs, 1):
         joined = group_by_device[source] | group_by_device[target] | {source, target}

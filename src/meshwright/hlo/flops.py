@@ -178,7 +178,6 @@ def _attention_flops(instruction: Instruction, blocks: list[Array], results: lis
 
 
 def _product_flops(instruction: Instruction, given: list[Array], out: Array) -> float:
-    """Counts the FLOPs of a library's matrix product from the shapes of its operands and result."""
     # For A [.., m, k], B [.., k, n] and C [.., m, n] the sizes multiply to (m k)(k n)(m n) = (m n k)^2.
     batch = re.search(r'"lhs_batch_dimensions":\[([^\]]*)\]', instruction.attribute_text)
     batches = math.prod(given[0].dims[int(d)] for d in re.findall(r"\d+", batch[1] if batch else ""))

@@ -150,7 +150,6 @@ def _value(instruction: Instruction | None, given: _Given = None) -> _Linear | N
 
 
 def _element(instruction: Instruction | None, index: int, given: _Given = None) -> _Linear | None:
-    """Evaluates one element of a tuple."""
     if instruction is None:
         return None
     if instruction.opcode == "parameter":

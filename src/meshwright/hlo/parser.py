@@ -315,7 +315,6 @@ def _parse_instruction(computation: Computation, line: str) -> Instruction | Non
 
 
 def _parse_frames(lines: list[str]) -> dict[int, tuple[Frame, ...]]:
-    """Parses the tables of source locations that precede the first computation."""
     tables: dict[str, dict[int, str]] = {}
     current: dict[int, str] = {}
     for line in lines:

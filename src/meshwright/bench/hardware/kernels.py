@@ -146,7 +146,6 @@ def _choose(name: str, case: Case, dtype: str) -> Kernels | str:
 
 
 def _inputs(case: Case, dtype: str) -> tuple[jax.Array, ...]:
-    """Returns random q, k, v, documents and gradient of the output."""
     rng = np.random.default_rng(0)
     B, T, N, K, H = case.batch, case.seq, case.heads, case.kv_heads, case.head_size
     q, k, v, g = (jnp.asarray(rng.standard_normal((B, T, n, H), np.float32), dtype) for n in (N, K, K, N))
@@ -257,7 +256,6 @@ def _compared(
 
 
 def _compare(name: str, case: Case, dtype: str) -> Mapping[str, Any]:
-    """Returns the errors of output and gradients."""
     kernels = _choose(name, case, dtype)
     if isinstance(kernels, str):
         return {"kernel": name, "case": case.name, "dtype": dtype, "unsupported": kernels}
@@ -281,7 +279,6 @@ def _rates(forward: float, both: float, flops: float, backward: float) -> dict[s
 
 
 def _time(name: str, case: Case) -> Mapping[str, Any]:
-    """Returns time and rates of an attention kernel."""
     label, kernels = {"kernel": name, "case": case.name, "dtype": "bfloat16"}, _choose(name, case, "bfloat16")
     limit = memory_stats(jax.devices()[0]).get("bytes_limit")
     if isinstance(kernels, Kernels) and name == "reference" and limit and 6 * case.score_bytes > limit:
@@ -304,7 +301,6 @@ def _grouped_inputs(experts: int, rows: int, k: int, n: int, dtype: str) -> tupl
 
 
 def _grouped_matmul(dtype: str) -> GroupedMatmul:
-    """Returns the grouped matmul that a run on these devices takes."""
     return choose_grouped_matmul("auto", jax.devices()[0].platform, dtype)
 
 

@@ -103,7 +103,6 @@ def memory_stats(device: Any) -> dict[str, int]:
 
 
 def _command(*words: str) -> str:
-    """Returns the output of a program; empty where it is not installed or fails."""
     if shutil.which(words[0]) is None:
         return ""
     try:
@@ -142,7 +141,6 @@ def measure_matmuls(section: Section) -> None:
 
 
 def _timings[T](section: Section, kind: type[T]) -> list[T]:
-    """Returns the section's rows that have the fields of a timing."""
     names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     return [kind(**{name: row[name] for name in names}) for row in section.rows if names <= set(row)]
 

@@ -55,7 +55,6 @@ def meshes_of(devices: int) -> list[tuple[str, MeshShape]]:
 
 
 def _compare(name: str, mesh: MeshShape, text: Path) -> Mapping[str, Any]:
-    """Compares a mesh with one device."""
     heads = max(4, mesh.size)
     sizes: dict[str, Any] = dict(width=16 * heads, layers=2, heads=heads, kv_heads=heads, mlp=32 * heads)
     experts: dict[str, Any] = dict(experts=8, experts_per_token=2, expert_mlp=16 * heads)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from meshwright.bench.hardware.section import (
     DONE,
     FAILED,
@@ -64,12 +66,17 @@ def run_sections(request: Request, names: Sequence[str], minutes: float, finishe
     minutes: for all of them together.  finished: called after each.
     Raises ConfigError where `request.folder` has the results of another machine.
     """
-    folder = Path(request.folder)
-    machine, other_kernels = read_section(folder, "machine"), _kernels_before(folder) != request.kernels
+    folder, again = Path(request.folder), {"machine"}
+    machine = read_section(folder, "machine")
+    try:
+        kernels_before = Request.read(folder).kernels
+    except (OSError, msgspec.MsgspecError):
+        kernels_before = ()
+    again |= {"kernels"} if kernels_before != request.kernels else set()
     request.write()
     ends, results = time.monotonic() + 60 * minutes, dict[str, Any]()
-    again = {"machine", *(["kernels"] if other_kernels else [])}
-    waiting = [name for name in names if name in again or not _is_done(folder, name)]
+    done = {name for name in names if (read_section(folder, name) or {}).get("state") == DONE}
+    waiting = [name for name in names if name in again or name not in done]
     for name in names:
         if name in waiting:
             share = sum(SECTIONS.get(n, _OUTSIDE)[1] for n in waiting[waiting.index(name) :])
@@ -82,19 +89,6 @@ def run_sections(request: Request, names: Sequence[str], minutes: float, finishe
         results[name] = read_section(folder, name)
         finished(name, results[name])
     return results
-
-
-def _kernels_before(folder: Path) -> tuple[str, ...]:
-    """Returns the kernels from outside of the call before this one."""
-    try:
-        return Request.read(folder).kernels
-    except (OSError, ValueError, KeyError, TypeError):
-        return ()
-
-
-def _is_done(folder: Path, name: str) -> bool:
-    result = read_section(folder, name)
-    return result is not None and result["state"] == DONE
 
 
 def _run_child(folder: Path, name: str, seconds: float) -> None:
@@ -132,7 +126,6 @@ _MACHINE_FACTS = ("device_kind", "devices", "jax")
 
 
 def _check_same_machine(folder: Path, before: dict[str, Any]) -> None:
-    """Raises ConfigError where the folder's earlier sections were measured on other devices."""
     now = read_section(folder, "machine")
     old = {name: before.get("facts", {}).get(name) for name in _MACHINE_FACTS}
     new = {name: (now or {}).get("facts", {}).get(name) for name in _MACHINE_FACTS}

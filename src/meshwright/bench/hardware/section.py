@@ -7,7 +7,6 @@ rows it has and makes the others.
 import ctypes
 import dataclasses
 import json
-import math
 import os
 import signal
 import sys
@@ -16,6 +15,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from meshwright.documents import write_atomically
 from meshwright.errors import MeshwrightError, describe_failure
@@ -39,13 +40,12 @@ class Request:
 
     def write(self) -> None:
         """Writes the request into its folder."""
-        write_json_file(Path(self.folder) / "request.json", dataclasses.asdict(self))
+        write_json_file(Path(self.folder) / "request.json", self)
 
     @classmethod
     def read(cls, folder: Path) -> "Request":
         """Reads the request of a folder."""
-        fields = json.loads((folder / "request.json").read_text(encoding="utf-8"))
-        return cls(**{**fields, "kernels": tuple(fields["kernels"])})
+        return msgspec.json.decode((folder / "request.json").read_bytes(), type=cls)
 
 
 class Section:
@@ -138,20 +138,15 @@ def read_section(folder: Path, name: str) -> dict[str, Any] | None:
 
 def write_json_file(file: Path, contents: Any) -> None:
     """Writes JSON so that a reader finds the old contents or the new, never a part. NaN and infinity become null."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return dict(value)
+        return value.item() if hasattr(value, "item") else str(value)
+
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(_strict(contents), indent=1, allow_nan=False) + "\n")
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _strict(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
-    if hasattr(value, "item") and not isinstance(value, str):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
+    encoded = msgspec.json.encode(contents, enc_hook=plain)
+    write_atomically(file, msgspec.json.format(encoded, indent=1).decode() + "\n")
 
 
 def describe(error: BaseException) -> str:

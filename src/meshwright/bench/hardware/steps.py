@@ -211,7 +211,6 @@ def _place(sized: SizedRun) -> DeviceRun:
 
 
 def _describe_run(sized: SizedRun, device_run: DeviceRun) -> dict[str, Any]:
-    """Returns what was run: model, mesh, batch, options of the compiler."""
     training = device_run.run.training
     return {
         "run": sized.run.name,
@@ -255,7 +254,6 @@ def _measure_or_cut(section: Section, name: str, seconds: float) -> Mapping[str,
 
 
 def _measure_run(sized: SizedRun, seconds: float) -> Mapping[str, Any]:
-    """Returns times, rates and memory of a sized run, with what was predicted of them."""
     started = _StartedRun(sized, steps=(_ROUNDS + 1) * _MAX_STEPS)
     device_run, training = started.device_run, sized.run.training
     probe = max(started.runner.bare(2), 1e-5)
@@ -337,7 +335,6 @@ def measure_checkpoint(section: Section) -> None:
 
 
 def _save_and_restore(name: str, folder: Path, seconds: float) -> Mapping[str, Any]:
-    """Returns bytes, seconds and bandwidths. Raises CheckpointError: a full disk, a tensor that differs."""
     sized = sized_run(name, folder, seconds)
     device_run, out = _place(sized), folder / "checkpoint-bench"
     shutil.rmtree(out, ignore_errors=True)
