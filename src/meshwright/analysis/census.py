@@ -137,22 +137,17 @@ class Census(Shown):
     """
 
     name: str
-    """Title of the program."""
     mesh: Mapping[str, int]
     """Degree of each axis, outermost first."""
     device: str
-    """Kind of the devices it was compiled for."""
     ledger: tuple[LedgerEntry, ...]
     """Collectives in program order."""
     memory: Memory
     flops: Flops
     findings: tuple[Finding, ...]
     compile_seconds: float
-    """Time of lowering and compilation."""
     versions: str
-    """Versions of JAX and the compiler."""
     text: str = dataclasses.field(repr=False)
-    """HLO text of the compiled program."""
     unread: tuple[str, ...] = ()
     """Instructions that look like a collective and are not in the ledger; empty if the ledger is complete."""
     schedule: SimulatedSchedule | None = None

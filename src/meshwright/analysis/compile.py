@@ -30,20 +30,17 @@ class CompiledProgram:
     """A compiled program and everything the census reads of it."""
 
     executable: Any
-    """`jax.stages.Compiled`."""
     jaxpr: Any
     """Closed jaxpr of the function; None of one that was lowered before."""
     text: str
     """HLO text after all compiler passes."""
     module: Module
-    """Parsed HLO text."""
     assignment: BufferAssignment | None
     """XLA's buffer assignment; None if the backend does not provide it."""
     memory: CompiledMemory
     cost_analysis: dict[str, float]
     """The compiler's cost analysis; empty if it has none."""
     warnings: tuple[str, ...]
-    """Rematerialisation warnings of the partitioner."""
     compile_seconds: float
     """Time of lowering and compilation."""
 

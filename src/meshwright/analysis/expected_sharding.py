@@ -18,11 +18,8 @@ class ExpectedSharding:
 
     name: str
     shape: tuple[int, ...]
-    """Shape of the whole array."""
     itemsize: int
-    """Bytes per element."""
     declared: PartitionSpec
-    """Sharding that the author expects."""
     compiled: Any
     """Sharding that the compiler chose, a `jax.sharding.Sharding`."""
     line: str

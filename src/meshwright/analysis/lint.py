@@ -45,9 +45,7 @@ class Finding:
     subject: str
     """Array or operation that it is about."""
     reason: str
-    """Explanation, with the arithmetic."""
     fix: str
-    """Change that removes it."""
     bytes: int
     """Bytes that a device stores or sends unnecessarily in one execution."""
     line: str = ""

@@ -22,11 +22,9 @@ class Argument:
     category: str
     """Category of its memory: parameters, optimizer state, batch, or one that the caller names."""
     module: str
-    """Module of the model it belongs to."""
     shape: tuple[int, ...]
     """Shape of the whole array."""
     local_shape: tuple[int, ...]
-    """Shape of the local shard."""
     bytes: int
     """Bytes of the local shard."""
 
@@ -73,12 +71,9 @@ class PeakBuffer:
     category: str
     module: str
     array: str
-    """Type and shape."""
     bytes: int
     instruction: str
-    """Name in the program's text."""
     op_name: str
-    """Name that JAX gave the operation."""
     line: str
     """FILE:LINE of the Python that made it; empty if the program does not record it."""
     start: int
@@ -94,7 +89,6 @@ class MemoryProfile:
     live_bytes: tuple[int, ...]
     """Most bytes of live temporaries from each moment to the next."""
     peak: int
-    """Moment of the peak."""
     backward: int | None
     """Moment at which the backward pass begins; None for a program without one."""
     buffers: tuple[PeakBuffer, ...]

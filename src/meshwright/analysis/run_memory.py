@@ -35,7 +35,6 @@ class MeasuredMemory:
 
     steps: int
     live: LiveMemory
-    """Live arrays between steps."""
     predicted_peak: int
     """Peak bytes by the census, of all devices of this process together."""
     resident_growth: int | None
@@ -49,7 +48,11 @@ def measure_steps(device_run: DeviceRun, census: Census, *, steps: int, profile:
     """
     step = build_train_step(device_run).lower(device_run.abstract, abstract_batch(device_run)).compile()
     gc.collect()
-    before = _resident_bytes()
+    before = _status_bytes("VmRSS:")
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+    except OSError:
+        before = None
     state, batch = device_run.initial_state(), _random_batch(device_run)
     for _ in range(steps):
         state, metrics = step(state, batch)
@@ -71,22 +74,13 @@ def _random_batch(device_run: DeviceRun) -> Batch:
     return jax.device_put(batch, device_run.batch_sharding)
 
 
-def _resident_bytes() -> int | None:
-    """Returns the process's resident memory and resets its high-water mark; None without /proc."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return None
-    return _status_bytes("VmRSS:")
-
-
 def _status_bytes(field: str) -> int | None:
+    """Returns a figure of the process's memory; None without /proc."""
     try:
-        status = Path("/proc/self/status").read_text()
+        lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return None
-    line = next(line for line in status.splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +99,6 @@ class SavingMemory:
     host: int
     """Copies in the memory of the process that has most, until a save is committed."""
     reordered: int
-    """Tensors whose rows are reordered."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,7 +72,6 @@ class CostModel:
     chip: Chip
     efficiency: Efficiency
     skipped: Skipped = ALL_ROWS
-    """Parts of their operands that kernels skip."""
 
     def cost_of(self, instruction: Instruction) -> Cost:
         """Returns how long an instruction keeps the chip busy; collectives and loops are not covered."""
@@ -206,7 +205,6 @@ class Span:
     depth: int
     """Number of loops around it."""
     axes: str = ""
-    """Mesh axes of a collective."""
     exposed: float = 0.0
     """Seconds of a collective in which nothing else ran."""
 
@@ -288,7 +286,6 @@ class TargetDevices:
     coordinates: tuple[DeviceCoordinates, ...]
     """Coordinates of each device of the mesh, in its order."""
     efficiency: Efficiency
-    """Achieved fraction of the chip's peak."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,7 +294,6 @@ class SimulatedSchedule:
 
     chip: str
     step_seconds: float
-    """Predicted step time."""
     by_kind: Mapping[str, float]
     """Seconds of compute and memory by kind, and `exposed`: seconds in which the device only waits for a transfer."""
     exposed: Mapping[str, float]
@@ -309,7 +305,6 @@ class SimulatedSchedule:
     bubble: float
     """Seconds of pipeline bubble: stages wait for each other."""
     spans: tuple[Span, ...]
-    """Timeline."""
     floor_seconds: float = 0.0
     """Time of the program's matrix products at the chip's peak for their types: no step is faster."""
     unpriced: Mapping[str, int] = dataclasses.field(default_factory=dict)

@@ -60,7 +60,6 @@ class DeviceTime:
     exposed: float
     """In which a collective ran or was awaited, and nothing computed."""
     idle: float
-    """In which nothing ran."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +67,6 @@ class Trace:
     """Operations of a profile, by plane and lane."""
 
     devices: dict[str, list[list[Event]]]
-    """Lanes of each device."""
     host: list[list[Event]]
     """Threads of the host that ran instructions of the program, as simulated devices do."""
     flights: dict[str, list[Interval]] = dataclasses.field(default_factory=dict)

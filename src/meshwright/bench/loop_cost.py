@@ -47,7 +47,6 @@ class LoopCost:
     """Processor time of the loop's own thread per step: its dispatches, input, metrics. Other processes that share the
     machine do not change it."""
     steps: int
-    """Steps of each kind."""
 
 
 class StepRunner:

@@ -105,7 +105,6 @@ class CollectiveTiming:
     kind: str
     axis: str
     devices: int
-    """Devices along the axis."""
     bytes: int
     """Size by nccl-tests' convention."""
     seconds: float
@@ -115,7 +114,6 @@ class CollectiveTiming:
     bus_bandwidth: float
     """Bandwidth of a device's links, in bytes/s."""
     correct: bool
-    """Whether the result equals the expected one."""
 
 
 def time_collectives(mesh: Mesh, kinds: tuple[str, ...], sizes: tuple[int, ...]) -> Iterator[CollectiveTiming]:

@@ -29,7 +29,6 @@ class AssignedValue:
     offset: int
     """First byte in the temporary memory; the allocations follow each other."""
     size: int
-    """Bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +110,6 @@ class Buffer:
     """Which array of the instruction's result it is."""
     array: Array
     size: int
-    """Bytes."""
     offset: int | None
     """First byte in the temporary memory; None if the compiler does not report it."""
     start: int

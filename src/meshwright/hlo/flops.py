@@ -30,7 +30,6 @@ class KernelWork:
     kind: Literal["matmul", "grouped matmul", "attention", "priced", "memory", "hint", "unknown"]
     """`priced`: FLOPs as its author estimates them; `memory`: no products; `hint`: costs nothing."""
     name: str
-    """Kernel or routine."""
     flops: float = 0.0
     """FLOPs of the products, attention's over all pairs of query and key."""
     rate: Rate = "bf16"
@@ -268,7 +267,6 @@ class CompiledMatmul:
     """Matrix products of one named scope in one phase of the step, on one device."""
 
     phase: Phase
-    """forward, recomputed, backward or update."""
     module: str
     """Outermost named scope; empty if there is none."""
     flops: float

@@ -28,7 +28,6 @@ class LedgerEntry:
     axes: tuple[str, ...] | None
     """Mesh axes that its groups span; None if the groups are no product of axes, or no mesh was given."""
     group_size: int
-    """Number of devices that take part together."""
     payload: int
     """Bytes of the whole array that one group gathers or reduces; the block that one device exchanges or passes on."""
     count: int
@@ -44,7 +43,6 @@ class LedgerEntry:
     line: str
     """FILE:LINE of the Python that asked for it; empty if the program does not record it."""
     op_name: str
-    """Name that JAX gave the operation."""
     asynchronous: bool
     """Whether it is a pair of a start and a done."""
     overlapped: tuple[str, ...]

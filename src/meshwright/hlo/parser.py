@@ -138,7 +138,6 @@ class Instruction:
     attribute_text: str
     """Text after the parentheses: the attributes."""
     is_root: bool
-    """Whether its result is the computation's result."""
 
     @functools.cached_property
     def operands(self) -> tuple["Instruction", ...]:
@@ -225,7 +224,6 @@ class Computation:
     module: "Module" = dataclasses.field(repr=False)
     name: str
     is_entry: bool
-    """Whether the program starts here."""
     instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Instruction]:

@@ -28,7 +28,6 @@ class BranchScope:
     taken: int
     """Executions in which the branch is taken."""
     executions: int
-    """Executions of the conditional."""
     recomputes: bool = False
     """Whether a forward pass that the branch differentiates repeats one of an earlier branch."""
 

@@ -32,7 +32,6 @@ class Request:
     """Options of the benchmark that every section reads."""
 
     folder: str
-    """Output folder."""
     devices: int
     """Simulated devices where there is no accelerator."""
     kernels: tuple[str, ...] = ()

@@ -65,7 +65,6 @@ class SizedRun:
 
     name: str
     run: Run
-    """Run with its mesh."""
     plan: Plan | None
     target: Target | None
     note: str = ""
