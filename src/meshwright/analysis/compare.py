@@ -123,15 +123,12 @@ def check_budget(census: Census, budget: Mapping[str, Any]) -> list[LimitExceede
     for (kind, axes), (count, _, sent) in by_kind_and_axes(list(census.ledger)).items():
         by_kind[f"{kind} over {axes}"], counts[f"{kind} over {axes}"] = sent, count
         by_axes[axes] = by_axes.get(axes, 0.0) + sent
-    limits: list[tuple[str, float, float]] = [
-        (quantity, float(budget[key]), actual)
-        for key, quantity, actual in (
-            ("peak_bytes", "peak memory, bytes", census.memory.compiled.peak),
-            ("findings", "findings", len(census.findings)),
-            ("flops", "matrix-product FLOPs", census.flops.compiled),
-        )
-        if key in budget
-    ]
+    figures = {
+        "peak_bytes": ("peak memory, bytes", census.memory.compiled.peak),
+        "findings": ("findings", len(census.findings)),
+        "flops": ("matrix-product FLOPs", census.flops.compiled),
+    }
+    limits = [(name, float(budget[key]), actual) for key, (name, actual) in figures.items() if key in budget]
     categories = census.memory.by_category()
     limits += [(f"{k}, bytes", float(v), categories.get(k, 0)) for k, v in budget.get("memory", {}).items()]
     # A key of `sent` is a set of axes, or a kind over a set of axes.

@@ -80,22 +80,16 @@ def products_needed(jaxpr: Any) -> float | None:
     return total
 
 
-_KIND_OF_PRIMITIVE = {
-    "psum": "all-reduce",
-    "psum_invariant": "all-reduce",
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
-    "all_gather": "all-gather",
-    "all_gather_invariant": "all-gather",
-    "all_gather_reduced": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "psum_scatter": "reduce-scatter",
-    "unreduced_reduce_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all",
-    "ragged_all_to_all": "ragged-all-to-all",
-    "ppermute": "collective-permute",
-    "pbroadcast": "collective-broadcast",
+_PRIMITIVES = {
+    "all-reduce": ("psum", "psum_invariant", "pmax", "pmin"),
+    "all-gather": ("all_gather", "all_gather_invariant", "all_gather_reduced"),
+    "reduce-scatter": ("reduce_scatter", "psum_scatter", "unreduced_reduce_scatter"),
+    "all-to-all": ("all_to_all",),
+    "ragged-all-to-all": ("ragged_all_to_all",),
+    "collective-permute": ("ppermute",),
+    "collective-broadcast": ("pbroadcast",),
 }
+_KIND_OF_PRIMITIVE = {primitive: kind for kind, primitives in _PRIMITIVES.items() for primitive in primitives}
 CONSTRAINED = "constrained"
 """Kind of a product or sum whose result has a sharding constraint: partial results are summed where it stands."""
 _SUMS = ("dot_general", "reduce_sum", "reduce_max", "conv_general_dilated")
@@ -141,13 +135,8 @@ def read_jaxpr_collectives(jaxpr: Any, mesh: dict[str, int]) -> list[JaxprCollec
             if kind is not None and axes:
                 operands = equation.invars[:1] if kind == "ragged-all-to-all" else equation.invars
                 payload = sum(v.aval.size * v.aval.dtype.itemsize for v in operands if hasattr(v.aval, "dtype"))
-                add(
-                    kind,
-                    axes,
-                    lines,
-                    count,
-                    payload * (math.prod(mesh[axis] for axis in axes) if kind == "all-gather" else 1),
-                )
+                degree = math.prod(mesh[axis] for axis in axes)
+                add(kind, axes, lines, count, payload * (degree if kind == "all-gather" else 1))
     return [JaxprCollective(kind, axes, c["count"], c["payload"], lines) for (kind, axes, lines), c in sums.items()]
 
 
