@@ -32,8 +32,7 @@ from meshwright.generation.decoder import Bucket, Decoder, bucket_for
 from meshwright.generation.generator import Decoding, Generator
 from meshwright.generation.sampling import Sampling, choose_tokens, keep_tokens
 from meshwright.generation.source import OpenedModel, open_weights
-from meshwright.generation.weight_sizes import WeightsLayout
-from meshwright.generation.weights import abstract_layout, lay_out
+from meshwright.generation.weights import WeightsLayout, abstract_layout, lay_out
 from meshwright.hardware.targets import parse_target
 from meshwright.hugging_face.folder import load_params, open_folder
 from meshwright.models.families.gpt2 import Gpt2
@@ -241,9 +240,9 @@ def test_the_cache_takes_the_memory_that_was_planned(mesh: str, dtype: str) -> N
     bytes_each = 4 if dtype == "compute" else 1 + 4 / 32
     planned = 2 * 8 * 4 * 4 * 512 * 32 * bytes_each / device_run.shape.size
     assert decoder.plan.bytes_per_device == planned
-    assert decoder.cache_bytes == pytest.approx(planned, rel=0.02)
+    assert decoder.cache_bytes(decoder.memory("decode")) == pytest.approx(planned, rel=0.02)
     # The loop writes the cache in place: what else it takes is less than a second one.
-    assert decoder.memory.temp_size_in_bytes < 0.6 * planned
+    assert decoder.memory("decode").temp_size_in_bytes < 0.6 * planned
 
 
 def rounded(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
@@ -508,9 +507,9 @@ def test_a_decode_program_takes_the_weights_and_cache_of_its_price(layout: Weigh
     bucket = Bucket(8, 512, 128)
     decoder = Decoder(device_run, abstract_layout(device_run, layout), bucket, "compute")
     price = price_decode(device_run.placed, parse_target("h100:8"), batch=8, context=512, layout=layout)
-    weights = decoder.memory.argument_size_in_bytes - decoder.memory.alias_size_in_bytes
+    weights = decoder.memory("decode").argument_size_in_bytes - decoder.memory("decode").alias_size_in_bytes
     assert weights == pytest.approx(price.weights, rel=0.02)
-    assert decoder.cache_bytes == pytest.approx(price.cache, rel=0.02)
+    assert decoder.cache_bytes(decoder.memory("decode")) == pytest.approx(price.cache, rel=0.02)
 
 
 def test_the_price_of_decoding_by_hand() -> None:

@@ -25,8 +25,7 @@ from meshwright.errors import CensusError, ConfigError
 from meshwright.fine_tuning import FineTune
 from meshwright.formatting import format_bytes
 from meshwright.generation.decoder import Bucket, Decoder
-from meshwright.generation.weight_sizes import run_for_decoding
-from meshwright.generation.weights import abstract_layout
+from meshwright.generation.weights import abstract_layout, run_for_decoding
 from meshwright.hardware.aot import compiler_environment, require_compiler, topology_devices
 from meshwright.hardware.chips import Torus
 from meshwright.hardware.machine import AUTO
@@ -279,12 +278,12 @@ def compile_decoding(
     decoder = Decoder(device_run, abstract_layout(device_run, "gathered"), bucket, "compute")
     began = time.perf_counter()
     try:
-        stats = decoder.memory if step == "decode" else decoder.prefill_memory
+        stats = decoder.memory(step)
     except jax.errors.JaxRuntimeError as error:
         raise compiler_error(error) from error
     compiled = {
         "weights": float(stats.argument_size_in_bytes - stats.alias_size_in_bytes),
-        "cache": float(decoder.cache_bytes_of(stats)),
+        "cache": float(decoder.cache_bytes(stats)),
         "temporaries": float(stats.temp_size_in_bytes),
         "bytes": float(stats.argument_size_in_bytes + stats.temp_size_in_bytes),
         "compile_seconds": time.perf_counter() - began,

@@ -43,7 +43,7 @@ _PLACEMENT: Placement = ((), CONTEXT, ("tensor",), BATCH_AXES, ())
 _STATES: Placement = ((), ("tensor",), BATCH_AXES, (), (), ())
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "k_scale", "v_scale"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KeyValues:
     """Cached keys and values of a stack of layers, [L, S, K, B, H] each.
@@ -168,22 +168,9 @@ class CachedAttend:
         assert cache is not None
         return cache
 
-    def __call__(
-        self,
-        q_BTNH: jax.Array,
-        k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
-        /,
-        *,
-        window: int | None,
-        scores: Scores | None = None,
-    ) -> jax.Array:
-        """Returns the attention output of this device's tokens [1, tokens, N, H]."""
-        return self._attend(q_BTNH, k_BTKH, v_BTKH, window, scores)
-
     def latent(self, q_BTNZ: jax.Array, cached_BTZ: jax.Array, kv_rank: int, /) -> jax.Array:
         """Returns the attention output of latents [1, tokens, N, kv_rank], for `ForwardContext.attend_latent`."""
-        return self._attend(q_BTNZ, cached_BTZ[:, :, None], None, None, None, kv_rank)
+        return self(q_BTNZ, cached_BTZ[:, :, None], None, window=None, kv_rank=kv_rank)
 
     def delta(self, delta_net: Callable[..., tuple[jax.Array, Carried]], x: Any, /) -> jax.Array:
         """Returns the output of linear attention [1, tokens, N, G, H], for `ForwardContext.attend_delta`.
@@ -206,15 +193,18 @@ class CachedAttend:
         whole = all_gather(x[0], CONTEXT, 0)[: batch * tokens]
         return whole.reshape(batch, tokens, *whole.shape[1:])
 
-    def _attend(
+    def __call__(
         self,
         q_BTNH: jax.Array,
         k_BTKH: jax.Array,
         v_BTKH: jax.Array | None,
+        /,
+        *,
         window: int | None,
-        scores: Scores | None,
+        scores: Scores | None = None,
         kv_rank: int | None = None,
     ) -> jax.Array:
+        """Returns the attention output of this device's tokens [1, tokens, N, H]."""
         assert self._cache is not None
         q, k = self._by_sequence(q_BTNH), self._by_sequence(k_BTKH)
         v = None if v_BTKH is None else self._by_sequence(v_BTKH)
@@ -263,7 +253,6 @@ def write(cache: KeyValues, row: Any, slots: Slots, k_BTKH: jax.Array, v_BTKH: j
         return lax.dynamic_update_slice(array, new_TKBH[None], where)
 
     def place_both(array: Any, scales: Any, new_BTKH: jax.Array | None) -> tuple[Any, Any]:
-        """Places values and their scales; None has neither."""
         if new_BTKH is None:
             return None, None
         if scales is None:
@@ -271,10 +260,8 @@ def write(cache: KeyValues, row: Any, slots: Slots, k_BTKH: jax.Array, v_BTKH: j
         values, scale = quantise(new_BTKH)
         return place(array, values), place(scales, scale)
 
-    (k, k_scale), (v, v_scale) = (
-        place_both(cache.k, cache.k_scale, k_BTKH),
-        place_both(cache.v, cache.v_scale, v_BTKH),
-    )
+    k, k_scale = place_both(cache.k, cache.k_scale, k_BTKH)
+    v, v_scale = place_both(cache.v, cache.v_scale, v_BTKH)
     return KeyValues(k, v, k_scale, v_scale)
 
 
@@ -325,12 +312,8 @@ def attend(
         total = total * old + weights.sum(-1)
         if v_scale is not None:
             weights *= v_scale
-        part = jnp.einsum(
-            "kbgs,skbh->kbgh",
-            weights.astype(q_KBGH.dtype),
-            v_SKBH.astype(q_KBGH.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        weights, v_SKBH = weights.astype(q_KBGH.dtype), v_SKBH.astype(q_KBGH.dtype)
+        part = jnp.einsum("kbgs,skbh->kbgh", weights, v_SKBH, preferred_element_type=jnp.float32)
         return now, total, out * old[..., None] + part
 
     sums = (

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -41,11 +41,7 @@ NO_TOKEN = -1
 _ROWS, _ALL = PartitionSpec(BATCH_AXES), PartitionSpec()
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["cache", "tokens", "logprobs", "first", "done", "slot"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
     """Texts in progress. Slots up to `slot` are in the cache; the token in `slot` is chosen, and goes in next."""
@@ -111,9 +107,7 @@ class Decoder:
         dtype = device_run.run.training.compute_dtype if cache_dtype == "compute" else cache_dtype
         self.plan = CachePlan(device_run.placed.spec, device_run.shape, bucket.batch, bucket.slots, dtype)
         self.specs = DecodeState(self.plan.specs, _ROWS, _ROWS, _ROWS, _ROWS, _ALL)
-        self.no_stops = _stop_array(())
         self.end = 0
-        self.scores: Any = None  # program of scoring.py, where texts are scored
 
     @functools.cached_property
     def _prefill(self) -> Any:
@@ -168,12 +162,12 @@ class Decoder:
         """Fills the cache with the prompts, chunk by chunk, and chooses the first token of each text."""
         for slot in range(int(state.slot), self.end, self.bucket.chunk):
             last = np.int32(slot + self.bucket.chunk == self.end)
-            state = self._prefill(self.weights.params, state, sampling.settings(), _stop_array(stops), last)
+            state = self._prefill(self.weights.params, state, sampling.settings(), stop_array(stops), last)
         return state
 
     def decode(self, state: DecodeState, sampling: Sampling, stops: Sequence[int], tokens: int) -> DecodeState:
         """Adds `tokens` tokens to every text, in one call of the compiled loop; a text that is done keeps its last."""
-        return self._decode(self.weights.params, state, sampling.settings(), _stop_array(stops), np.int32(tokens))
+        return self._decode(self.weights.params, state, sampling.settings(), stop_array(stops), np.int32(tokens))
 
     def read(self, state: DecodeState) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the generated tokens [B, T], their log-probabilities and which texts are done, on every process."""
@@ -182,27 +176,16 @@ class Decoder:
         )
         return tokens[:, self.end : int(slot) + 1], logprobs[:, self.end : int(slot) + 1], done
 
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the cache on one device, by the compiler of the decode program."""
-        return self.cache_bytes_of(self.memory)
+    def memory(self, program: Literal["prefill", "decode"]) -> Any:
+        """Returns the compiler's memory figures of a program: arguments, donated arguments, temporaries."""
+        return (self._prefill if program == "prefill" else self._decode).memory_analysis()
 
-    def cache_bytes_of(self, memory: Any) -> int:
+    def cache_bytes(self, memory: Any) -> int:
         """Returns the bytes of the cache in a program's memory figures: its donated state, less what is not cache."""
         rest = jax.tree.leaves(dataclasses.replace(self._abstract, cache=None))
         rows = self.device_run.shape.over(BATCH_AXES)
         others = sum(math.prod(x.shape) // (rows if x.ndim else 1) * x.dtype.itemsize for x in rest)
         return int(memory.alias_size_in_bytes) - others
-
-    @property
-    def memory(self) -> Any:
-        """The compiler's memory figures of the decode program: arguments, donated arguments, temporaries."""
-        return self._decode.memory_analysis()
-
-    @property
-    def prefill_memory(self) -> Any:
-        """The compiler's memory figures of a prefill step."""
-        return self._prefill.memory_analysis()
 
     def compiled(self, f: Callable[..., Any], out_specs: Any) -> Any:
         """Compiles `(params, state, settings, stops, integer) -> results` as a `shard_map`; the state is donated."""
@@ -215,7 +198,7 @@ class Decoder:
             check_vma=False,
         )
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights.params)
-        settings, stops = Sampling().settings(), _stop_array(())
+        settings, stops = Sampling().settings(), stop_array(())
         with matmuls_of(self.device_run.run.training.compute_dtype):
             lowered = jax.jit(mapped, donate_argnums=(1,)).lower(params, self._abstract, settings, stops, np.int32(0))
         return lowered.compile(compiler_options=self.device_run.compiler_options() or None)
@@ -360,7 +343,8 @@ def check_decodable(device_run: DeviceRun) -> None:
         )
 
 
-def _stop_array(stops: Sequence[int]) -> np.ndarray:
+def stop_array(stops: Sequence[int]) -> np.ndarray:
+    """Returns the stop tokens as an argument of the compiled programs. Raises ConfigError for too many."""
     if len(stops) > MAX_STOPS:
         raise ConfigError(f"{len(stops)} stop tokens", f"there is room for {MAX_STOPS}", "fewer")
     return np.array([*stops, *[NO_TOKEN] * (MAX_STOPS - len(stops))], np.int32)

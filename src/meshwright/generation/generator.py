@@ -1,22 +1,32 @@
 """Texts that continue prompts: tokens in, tokens and text out, with a report of time and memory."""
 
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
 
+from meshwright.comm.collectives import all_gather, all_reduce, all_reduce_max, axis_index
 from meshwright.data.tokenizers import with_begin
 from meshwright.errors import ConfigError
 from meshwright.formatting import Shown, format_bytes
-from meshwright.generation.decoder import Bucket, Decoder, DecodeState, bucket_for, check_decodable
+from meshwright.generation.decoder import Bucket, Decoder, DecodeState, bucket_for, check_decodable, stop_array
 from meshwright.generation.sampling import Sampling
-from meshwright.generation.scoring import score_texts
 from meshwright.generation.source import OpenedModel
-from meshwright.generation.weight_sizes import WeightsLayout, weight_bytes
-from meshwright.generation.weights import LaidOut, lay_out
+from meshwright.generation.weights import LaidOut, WeightsLayout, lay_out, weight_bytes
+from meshwright.models.blocks.context import CONTEXT
+from meshwright.models.kernels.attention import cap
+from meshwright.models.loss import chunk_tokens
+from meshwright.models.model import vocab_size
+from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
+from meshwright.sharding.params import Tree
 from meshwright.step.device_run import DeviceRun
 
 OnText = Callable[[int, str], None]
@@ -118,6 +128,7 @@ class Generator:
         self.layout: WeightsLayout = _choose_layout(self.device_run, self.decoding.weights)
         self._weights: LaidOut = lay_out(self.device_run, opened.params, self.layout)
         self._decoders: dict[Bucket, Decoder] = {}
+        self._scorers: dict[Bucket, Any] = {}
 
     @property
     def compilations(self) -> int:
@@ -206,7 +217,22 @@ class Generator:
         probable one, bool.
         """
         encoded = [self.encode(text) for text in texts]
-        return score_texts(self.decoder([len(text) for text in encoded], 0), encoded)
+        decoder = self.decoder([len(text) for text in encoded], 0)
+        if decoder.bucket not in self._scorers:
+            score_chunk = functools.partial(_score_chunk, decoder)
+            outputs = (decoder.specs, PartitionSpec(), PartitionSpec())
+            self._scorers[decoder.bucket] = decoder.compiled(score_chunk, outputs)
+        state, scores = decoder.start(encoded), []
+        first_slot = int(state.slot)
+        arguments = (Sampling().settings(), stop_array(()), np.int32(0))
+        for _ in range(first_slot, decoder.end, decoder.bucket.chunk):
+            state, *found = self._scorers[decoder.bucket](decoder.weights.params, state, *arguments)
+            scores.append([np.asarray(x) for x in found])
+        logprobs_BT, greedy_BT = (np.concatenate(parts, 1) for parts in zip(*scores, strict=True))
+        # What slot s scores is the token in slot s + 1.
+        end = decoder.end - 1 - first_slot
+        rows = [(row, slice(end - len(text) + 1, end)) for row, text in enumerate(encoded)]
+        return [(logprobs_BT[where], greedy_BT[where]) for where in rows]
 
     def _pieces(
         self, decoder: Decoder, encoded: Sequence[np.ndarray], max_tokens: int, sampling: Sampling
@@ -228,6 +254,7 @@ class Generator:
         texts: "Sequence[_Text]",
         seconds: tuple[float, float, float],
     ) -> GenerationReport:
+        memory = decoder.memory("decode")
         return GenerationReport(
             prompts=len(encoded),
             prompt_tokens=sum(map(len, encoded)),
@@ -237,9 +264,9 @@ class Generator:
             decode_seconds=seconds[2],
             weights=self.layout,
             weight_bytes=weight_bytes(self.device_run.placed, self.layout),
-            cache_bytes=decoder.cache_bytes,
+            cache_bytes=decoder.cache_bytes(memory),
             planned_cache_bytes=decoder.plan.bytes_per_device,
-            temporary_bytes=int(decoder.memory.temp_size_in_bytes),
+            temporary_bytes=int(memory.temp_size_in_bytes),
         )
 
 
@@ -301,6 +328,53 @@ class _Text:
         tokens = self.tokens[:stop]
         both = self._whole(self._before + tokens)
         return both[len(self._prefix) :] if both.startswith(self._prefix) else self._whole(tokens)
+
+
+def _score_chunk(
+    decoder: Decoder, params: Tree, state: DecodeState, settings: Any, stops: Any, number: Any
+) -> tuple[DecodeState, jax.Array, jax.Array]:
+    """Feeds one chunk and scores the tokens that follow each of its tokens."""
+    chunk, batch, run = decoder.bucket.chunk, state.first.shape[0], decoder.device_run.run
+    x_BTD, table_VD, cache = decoder.hidden(params, state, chunk)
+    labels_BT = lax.dynamic_slice_in_dim(state.tokens, state.slot + 1, chunk, 1)
+    labels_T = decoder.local_tokens(jnp.maximum(labels_BT, 0))
+    size = chunk_tokens(labels_T.shape[0], table_VD.shape[0], run.training.logits_mib)
+    softcap = decoder.device_run.placed.spec.logit_softcap
+    scores = _token_scores(x_BTD[0], table_VD, labels_T, vocab_size(run.model), size, softcap)
+    logprobs_BT, greedy_BT = (
+        all_gather(all_gather(x, CONTEXT, 0)[: batch * chunk].reshape(batch, chunk), BATCH_AXES, 0) for x in scores
+    )
+    return dataclasses.replace(state, cache=cache, slot=state.slot + chunk), logprobs_BT, greedy_BT
+
+
+def _token_scores(
+    x_TD: jax.Array, table_VD: jax.Array, labels_T: jax.Array, vocab: int, chunk: int, softcap: float | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the log-probability of each label, float32 [T], and whether no token has a larger logit, int32 [T].
+
+    table_VD: this device's block of the unembedding.  chunk: tokens at a time; divides T. As `models.loss.token_losses`
+    without a derivative, and with the comparison.
+    """
+    rows = table_VD.shape[0]
+    row_V = axis_index(VOCAB_AXES) * rows + jnp.arange(rows)
+
+    def scores(inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x_TD, labels_T = inputs
+        logits_TV = jnp.einsum("td,vd->tv", x_TD, table_VD, preferred_element_type=jnp.float32)
+        logits_TV = jnp.where(row_V < vocab, cap(logits_TV, softcap), -1e30)
+        largest_T = all_reduce_max(logits_TV.max(-1), VOCAB_AXES)
+        sum_T, label_T = all_reduce(
+            (
+                jnp.exp(logits_TV - largest_T[:, None]).sum(-1),
+                jnp.where(labels_T[:, None] == row_V, logits_TV, 0.0).sum(-1),
+            ),
+            VOCAB_AXES,
+        )
+        return label_T - largest_T - jnp.log(sum_T), (label_T >= largest_T).astype(jnp.int32)
+
+    parts = (x_TD.reshape(-1, chunk, x_TD.shape[1]), labels_T.reshape(-1, chunk))
+    logprobs, greedy = lax.map(scores, parts)
+    return logprobs.reshape(-1), greedy.reshape(-1)
 
 
 def _check_cache(decoder: Decoder, longest: int, max_tokens: int) -> None:

@@ -7,7 +7,6 @@ Order of the operations, that of `transformers`: repetition penalty, temperature
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -74,10 +73,7 @@ class Sampling:
         )
 
 
-_FIELDS = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"]
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=_FIELDS, meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The fields of `Sampling` as scalars of a compiled program."""
