@@ -26,7 +26,7 @@ from meshwright.step.device_run import place_on_devices
 from meshwright.trainer.prepare import prepare_run
 from meshwright.wrapped import prepared as prepared_module
 from meshwright.wrapped.model import Wrapped
-from meshwright.wrapped.work import training_flops
+from meshwright.wrapped.plan import training_flops
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "wrap"
 MESHES = {

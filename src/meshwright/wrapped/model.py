@@ -9,8 +9,10 @@ from typing import Any, ClassVar, NoReturn
 import jax
 
 from meshwright.analysis import run_census
+from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import MeshShape, Training
 from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.hardware.mesh import build_mesh
 from meshwright.models.model import Model
 from meshwright.planner.estimate import estimate_model
 from meshwright.planner.search import search_model
@@ -18,8 +20,9 @@ from meshwright.plugins import load, name_of
 from meshwright.runs.placed_run import place_model
 from meshwright.runs.recipe import change_fields
 from meshwright.runs.run import Run
+from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.params import Param
-from meshwright.step import device_run
+from meshwright.step.device_run import initial_arrays, place_on_devices
 from meshwright.step.gradients import build_gradients
 from meshwright.storage.paths import path_of
 from meshwright.trainer.evaluation import evaluate_prepared
@@ -107,7 +110,14 @@ class Wrapped(Model):
         A module of NNX or Equinox, an Equinox module with its state, a pytree; of a Linen module its variables.
         at: step of the checkpoint; None takes the last. Raises CheckpointError.
         """
-        return prepared.restore_model(self, path_of(out), at)
+        folder = path_of(out)
+        run = dataclasses.replace(run_in_folder(folder), model=self, mesh=MeshShape())
+        placed = place_on_devices(run, build_mesh(MeshShape(), jax.devices()[:1]))
+        with Checkpoints(folder / "checkpoints", max_to_keep=None) as checkpoints:
+            state, _ = checkpoints.restore(placed, at)
+        # In the module's own types.
+        params = {name: x.astype(self.parts.params[name].dtype) for name, x in state.params.items()}
+        return self.parts.adapter.made_of(params, state.variables[0] if state.variables else {})
 
     def spec(self) -> NoReturn:
         """Raises ConfigError: what is asked for needs to know the layers of a model."""
@@ -178,11 +188,13 @@ def wrap(
 
 # What a run of a wrapped model does in its own way.
 place_model.register(Wrapped, place_wrapped)
-device_run.initial_arrays.register(Wrapped, step.initial_arrays)
+initial_arrays.register(Wrapped, step.draw_arrays)
 build_gradients.register(Wrapped, step.wrapped_gradients)
 prepare_other.register(Wrapped, prepared.prepare_wrapped)
 evaluate_prepared.register(prepared.PreparedModel, prepared.evaluate_wrapped)
 estimate_model.register(Wrapped, estimate_wrapped)
 search_model.register(Wrapped, search_wrapped)
-run_census.abstract_batch_of.register(Wrapped, prepared.abstract_batch)
+run_census.abstract_batch_of.register(
+    Wrapped, lambda model, device_run: model.parts.source.abstract(sharding=device_run.batch_sharding)
+)
 run_census.train_step_facts.register(Wrapped, prepared.train_step_facts)

@@ -8,7 +8,7 @@ import math
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,24 +90,7 @@ def read_result(result: Any) -> tuple[Any, dict[str, Any]]:
     return loss, metrics
 
 
-class Adapter(Protocol):
-    """A model of some framework as two dictionaries of arrays: trained parameters, and variables."""
-
-    framework: str
-    drawn: bool
-    """Whether `build` draws initial values; else it returns arrays that exist."""
-
-    def build(self, key: jax.Array) -> tuple[Arrays, Arrays, Annotations]:
-        """Returns parameters, variables, and annotations of parameters; can be traced where values are drawn."""
-
-    def call(self, arrays: tuple[Arrays, Arrays], batch: Any, key: jax.Array, train: bool) -> Result:
-        """Computes the loss of a batch with parameters and variables."""
-
-    def made_of(self, params: Arrays, variables: Arrays) -> Any:
-        """Returns the model with these arrays, for evaluation."""
-
-
-def find_adapter(model: Any, loss: Callable[..., Any], evaluate: Callable[..., Any] | None, example: Any) -> Adapter:
+def find_adapter(model: Any, loss: Callable[..., Any], evaluate: Callable[..., Any] | None, example: Any) -> "Adapter":
     """Returns the adapter of a model: by its type, or for a function of a key, by the type of what it returns.
 
     Raises ConfigError for a model that is neither a module of a known framework nor a pytree of arrays.
@@ -140,6 +123,7 @@ class TreeModel:
     ):
         self._model, self._factory, self._losses = model, factory, losses
         self.drawn = factory is not None
+        """Whether `build` draws initial values, and can be traced; else it returns arrays that exist."""
         self.framework = ""
         self._parts: Any = None
         """What is not an array: how to build the model from its arrays."""
@@ -404,6 +388,10 @@ class LinenModule:
         """Returns the module's variables, by collection."""
         named = {**{f"params.{name}": x for name, x in params.items()}, **variables}
         return jax.tree.unflatten(self._treedef, [named[name] for name in self._names])
+
+
+Adapter = TreeModel | LinenModule
+"""A model of some framework as two dictionaries of arrays: trained parameters, and variables."""
 
 
 class BoundLinen:

@@ -13,7 +13,7 @@ from meshwright.errors import ConfigError, MeshwrightError, describe_failure
 from meshwright.words import AXES
 from meshwright.wrapped.batches import Source
 from meshwright.wrapped.keys import KEY_WORDS, Draws, key_of
-from meshwright.wrapped.modules import Adapter, Annotations, Arrays, Result
+from meshwright.wrapped.modules import Adapter, Annotations, Arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +37,6 @@ class WrappedParts:
     untrained: frozenset[str] = frozenset()
     """Paths of parameters that the loss has no gradient of."""
 
-    def loss(self, arrays: tuple[Arrays, Arrays], batch: Any, key: jax.Array, train: bool) -> Result:
-        """Computes the loss of a batch. arrays: parameters and variables."""
-        return self.adapter.call(arrays, batch, key, train)
-
     def traced(self, train: bool, rows: int | None = None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Returns `(params, variables, batch, key words) -> (loss, metrics, variables)` and abstract arguments.
 
@@ -50,7 +46,7 @@ class WrappedParts:
         source, draws = (self.source, self.draws) if train else (self.held_out or self.source, self.eval_draws)
 
         def loss(params: Arrays, variables: Arrays, batch: Any, words: Any) -> Any:
-            result = self.loss((params, variables), batch, key_of(words, 1, draws), train)
+            result = self.adapter.call((params, variables), batch, key_of(words, 1, draws), train)
             return result.loss, result.metrics, result.variables
 
         return on_one_device(loss), (self.params, self.variables, source.abstract(rows), KEY_WORDS)

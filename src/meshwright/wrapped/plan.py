@@ -1,11 +1,17 @@
-"""Plans of a wrapped model: memory and time of a step by arithmetic, over the meshes of a machine."""
+"""Plans of a wrapped model: memory and time of a step by arithmetic, over the meshes of a machine.
+
+The work of a loss is read from its jaxpr: matmuls with their sizes, what the backward pass keeps, and what is sent.
+"""
 
 import dataclasses
+import math
 from collections import defaultdict
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, MeshwrightError, divisors
@@ -24,12 +30,15 @@ from meshwright.planner.optimizer import optimizer_state_bytes
 from meshwright.planner.search import Plan, SearchResult, price_run
 from meshwright.planner.software import Software
 from meshwright.planner.traffic import Movement
+from meshwright.planner.work import Matmul
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.placement import axes_of
-from meshwright.wrapped.parts import WrappedParts
-from meshwright.wrapped.work import LossWork, training_flops, work_of_loss
+from meshwright.wrapped.parts import WrappedParts, check_rows
+
+_Origin = tuple[str, tuple[int | None, ...]]
+"""Parameter that a value is, and the parameter's dimension of each dimension of the value; None where it is none."""
 
 
 def search_wrapped(model: Any, run: Run, target: Target, include: tuple[MeshShape, ...] = ()) -> SearchResult:
@@ -70,19 +79,20 @@ def estimate_wrapped(model: Any, placed: PlacedRun, target: Target, software: So
     """
     run, shape, chip, parts = placed.run, placed.shape, target.chip, model.parts
     microbatches = run.training.microbatches
-    work = work_of_loss(parts, placed)
+    matmuls, kept_bytes, tensor_bytes = _work_of_loss(parts, placed)
     matmul = bound = 0.0
-    for m in work.matmuls:
+    for m in matmuls:
         at_peak, moved = matmul_seconds(m, target)
         matmul += max(at_peak, moved)
         bound += moved if moved > at_peak else 0.0
     again = matmul if run.training.remat == "full" else 0.0
     passes = 4 if again else 3
-    elementwise = 2.0 * work.kept_bytes / (chip.hbm_bandwidth * target.efficiency.hbm)
+    elementwise = 2.0 * kept_bytes / (chip.hbm_bandwidth * target.efficiency.hbm)
     forward, backward = matmul + elementwise / 2, 2 * matmul + elementwise / 2
     room = {"forward": forward * microbatches, "recomputation": 0.0, "backward": backward * microbatches, "step": 0.0}
     mapping = map_axes(shape, target)
-    exposed, links, routes = overlapped(_movements(placed, work), mapping, target, software, room)
+    params = _params(placed)
+    exposed, links, routes = overlapped(_movements(placed, params, tensor_bytes), mapping, target, software, room)
     seconds = {
         "matmul": 3 * matmul * microbatches,
         "attention": 0.0,
@@ -100,7 +110,7 @@ def estimate_wrapped(model: Any, placed: PlacedRun, target: Target, software: So
         exposed=exposed,
         busy=links,
         routes=routes,
-        memory=_memory(placed, work),
+        memory=_memory(placed, params, kept_bytes),
         hbm_bytes=chip.hbm_bytes,
         model_flops=training_flops(parts) / shape.size,
         bounds={
@@ -115,71 +125,171 @@ def estimate_wrapped(model: Any, placed: PlacedRun, target: Target, software: So
     )
 
 
-def _parts(placed: PlacedRun) -> WrappedParts:
+@dataclasses.dataclass(frozen=True)
+class _InUse:
+    """A parameter on a device while the loss computes with it."""
+
+    elements: float
+    size: int
+    """Bytes of an element as the loss gets it."""
+    gathered: tuple[str, ...]
+    """Axes over which it is gathered."""
+    summed: tuple[str, ...]
+    """Axes over which its gradient is summed."""
+
+
+def _params(placed: PlacedRun) -> list[_InUse]:
     model: Any = placed.run.model
-    return model.parts
-
-
-def _elements(placed: PlacedRun) -> list[tuple[str, float, tuple[str, ...], tuple[str, ...]]]:
-    """Name, elements in use on a device, axes over which it is gathered, and axes over which its gradient is summed."""
-    found = []
+    compute, found = placed.run.training.compute_dtype, []
     for name, p, where in placed.leaves:
         elements = p.size / placed.shape.over(axes_of(where.in_use))
         gathered = tuple(a for a in axes_of(where.at_rest) if a not in axes_of(where.in_use))
         summed = tuple(a for a in BATCH_AXES if a not in axes_of(where.optimizer) and placed.shape.degrees()[a] > 1)
-        found.append((name, elements, gathered, summed))
+        dtype = model.parts.params[name].dtype if compute == "float32" else jnp.dtype(compute)
+        found.append(_InUse(elements, dtype.itemsize, gathered, summed))
     return found
 
 
-def _movements(placed: PlacedRun, work: LossWork) -> list[Movement]:
+def _movements(placed: PlacedRun, params: list[_InUse], tensor_bytes: float) -> list[Movement]:
     """Collectives of a step: gathers and scatters over `fsdp`, sums over `data`, and activations over `tensor`."""
     training, shape = placed.run.training, placed.shape
     reduce, times = jnp.dtype(training.reduce_dtype).itemsize, float(training.microbatches)
-    sizes = _own_sizes(placed)
-    gathers = 2 if training.remat == "auto" else 1
     # XLA combines the collectives of small arrays: one for each set of axes, so that latencies are not overcounted.
     gathered_bytes: defaultdict[tuple[str, ...], float] = defaultdict(float)
     scattered_bytes, summed_bytes = gathered_bytes.copy(), gathered_bytes.copy()
-    for name, elements, gathered, summed in _elements(placed):
-        if gathered:
-            gathered_bytes[gathered] += elements * sizes[name]
-            scattered_bytes[gathered] += elements * reduce
-        if summed:
-            summed_bytes[summed] += elements / shape.over(gathered) * reduce
+    for p in params:
+        if p.gathered:
+            gathered_bytes[p.gathered] += p.elements * p.size
+            scattered_bytes[p.gathered] += p.elements * reduce
+        if p.summed:
+            summed_bytes[p.summed] += p.elements / shape.over(p.gathered) * reduce
     result = [Movement("all-reduce", axes, n, 1.0, "step", False, "gradients") for axes, n in summed_bytes.items()]
     for axes, n in gathered_bytes.items():
-        passes = ("forward", "backward")[:gathers]
-        result += [Movement("all-gather", axes, n, times, during, False, "parameters") for during in passes]
+        for during in ("forward", "backward") if training.remat == "auto" else ("forward",):
+            result.append(Movement("all-gather", axes, n, times, during, False, "parameters"))
         scattered = scattered_bytes[axes]
         result.append(Movement("reduce-scatter", axes, scattered, times, "backward", False, "gradients"))
     if shape.tensor > 1:
-        result.append(Movement("all-reduce", ("tensor",), work.tensor_bytes, times, "forward", True, "activations"))
+        result.append(Movement("all-reduce", ("tensor",), tensor_bytes, times, "forward", True, "activations"))
     return result
 
 
-def _own_sizes(placed: PlacedRun) -> dict[str, int]:
-    """Bytes of an element of each parameter as the loss gets it."""
-    compute = placed.run.training.compute_dtype
-    own = _parts(placed).params
-    return {n: x.dtype.itemsize if compute == "float32" else jnp.dtype(compute).itemsize for n, x in own.items()}
-
-
-def _memory(placed: PlacedRun, work: LossWork) -> dict[str, float]:
+def _memory(placed: PlacedRun, params: list[_InUse], kept_bytes: float) -> dict[str, float]:
     """Bytes of a device by category, at the end of the forward pass and the beginning of the backward pass."""
-    shape, training = placed.shape, placed.run.training
+    shape, training, model = placed.shape, placed.run.training, cast(Any, placed.run.model)
     param, reduce = jnp.dtype(training.param_dtype).itemsize, jnp.dtype(training.reduce_dtype).itemsize
-    sizes, parts = _own_sizes(placed), _parts(placed)
     at_rest = sum(p.size / shape.over(axes_of(where.at_rest)) for _, p, where in placed.leaves)
-    batch = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(parts.source.example)) / shape.over(BATCH_AXES)
-    variables = sum(x.size * x.dtype.itemsize for x in parts.variables.values())
-    elements = _elements(placed)
-    gathered = sum(n * sizes[name] for name, n, axes, _ in elements if axes)
-    largest = max((n * reduce for _, n, axes, _ in elements if axes), default=0.0)
+    example, variables = (
+        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+        for tree in (model.parts.source.example, model.parts.variables)
+    )
     return {
         "parameters": at_rest * param + variables,
         "optimizer state": float(optimizer_state_bytes(placed)),
-        "gradients": at_rest * reduce + largest,
-        "gathered parameters": gathered,
-        "activations": 0.0 if training.remat == "full" else work.kept_bytes,
-        "batch": batch,
+        "gradients": at_rest * reduce + max((p.elements * reduce for p in params if p.gathered), default=0.0),
+        "gathered parameters": sum(p.elements * p.size for p in params if p.gathered),
+        "activations": 0.0 if training.remat == "full" else kept_bytes,
+        "batch": example / shape.over(BATCH_AXES),
     }
+
+
+def training_flops(parts: WrappedParts) -> float:
+    """Returns the model FLOPs of a step on the whole batch: three times those of the forward pass."""
+    function, arguments = parts.traced(train=True)
+    jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
+    return 3.0 * sum(m.flops for m in _Reader(None).matmuls(jaxpr, {}, 1.0))
+
+
+def _work_of_loss(parts: WrappedParts, placed: PlacedRun) -> tuple[list[Matmul], float, float]:
+    """Returns the work of a microbatch on a device: forward matmuls, and bytes of activations.
+
+    The backward pass has two matmuls of the size of each. The bytes are those that are kept for the backward pass,
+    parameters excepted, and those that are summed over `tensor`. A matmul whose parameter is split over `tensor` is
+    divided by its degree; all others count in full.
+    """
+    rows = placed.run.training.batch // (placed.shape.over(BATCH_AXES) * placed.run.training.microbatches)
+    if rows < parts.source.batch_size:
+        check_rows(parts, rows, rows if parts.held_out is not None else 0)
+    function, arguments = parts.traced(True, rows)
+
+    def kept(params: Any, variables: Any, batch: Any, words: Any) -> list[Any]:
+        backward = jax.vjp(lambda params: function(params, variables, batch, words)[0], params)[1]
+        own = {id(x) for x in jax.tree.leaves((params, batch))}
+        return [x for x in jax.tree.leaves(backward) if id(x) not in own]
+
+    jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
+    origins: dict[Any, _Origin] = {
+        variable: (name, tuple(range(parts.params[name].ndim)))
+        for name, variable in zip(sorted(parts.params), jaxpr.invars, strict=False)
+    }
+    reader = _Reader(placed)
+    matmuls = list(reader.matmuls(jaxpr, origins, 1.0))
+    kept_bytes = float(sum(x.size * x.dtype.itemsize for x in jax.eval_shape(kept, *arguments)))
+    return matmuls, kept_bytes, reader.tensor_bytes
+
+
+@dataclasses.dataclass
+class _Reader:
+    """Matmuls of a jaxpr, each divided where its parameter is split over `tensor`."""
+
+    placed: PlacedRun | None
+    """Placement of the parameters; None splits nothing."""
+    tensor_bytes: float = 0.0
+
+    def matmuls(self, jaxpr: Any, origins: dict[Any, _Origin], times: float) -> Iterator[Matmul]:
+        """Yields the matmuls of an open jaxpr. origins: values that are parameters.  times: executions of it."""
+        for equation in jaxpr.eqns:
+            name = equation.primitive.name
+            given = [origins.get(v) if isinstance(v, core.Var) else None for v in equation.invars]
+            if name == "dot_general":
+                yield self._product(equation, given, times)
+            elif name == "conv_general_dilated":
+                numbers, kernel = equation.params["dimension_numbers"], equation.invars[1].aval.shape
+                depth = math.prod(kernel[d] for d in numbers.rhs_spec[1:])
+                out, n = equation.outvars[0].aval.size, kernel[numbers.rhs_spec[0]]
+                groups = equation.params.get("batch_group_count", 1)
+                yield Matmul("convolution", out / n, depth, n, times / groups)
+            elif name in ("convert_element_type", "copy", "transpose", "optimization_barrier") and given[0]:
+                path, dims = given[0]
+                order = equation.params.get("permutation", range(len(dims)))
+                origins[equation.outvars[0]] = (path, tuple(dims[d] for d in order))
+            yield from self._inside(equation, given, times)
+
+    def _inside(self, equation: Any, given: list[_Origin | None], times: float) -> Iterator[Matmul]:
+        name, params = equation.primitive.name, equation.params
+        if name == "cond":
+            branches = [list(self.matmuls(b.jaxpr, {}, times)) for b in params["branches"]]
+            yield from max(branches, key=lambda found: sum(m.flops for m in found))
+            return
+        for value in params.values():
+            for part in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(part, "jaxpr", part)
+                if not isinstance(inner, core.Jaxpr):
+                    continue
+                own = given[-len(inner.invars) :] if inner.invars else []
+                if name == "scan":  # whose body gets rows of what is scanned over
+                    ranks = [len(cast(Any, v.aval).shape) for v in inner.invars]
+                    own = [g and (g[0], g[1][len(g[1]) - rank :]) for g, rank in zip(own, ranks, strict=True)]
+                known = {v: g for v, g in zip(inner.invars, own, strict=False) if g is not None}
+                yield from self.matmuls(inner, known, times * (params["length"] if name == "scan" else 1))
+
+    def _product(self, equation: Any, given: list[_Origin | None], times: float) -> Matmul:
+        (contracted, (batched, _)) = (equation.params["dimension_numbers"][0], equation.params["dimension_numbers"][1])
+        left, right = (v.aval for v in equation.invars)
+        k = math.prod(left.shape[d] for d in contracted[0])
+        groups = math.prod(left.shape[d] for d in batched)
+        m, n = left.size / k / groups, right.size / k / groups
+        degree = 1.0
+        for side, origin in enumerate(given):
+            if origin is None or self.placed is None:
+                continue
+            placement = self.placed.placements[origin[0]].in_use
+            split = [i for i, d in enumerate(origin[1]) if d is not None and "tensor" in placement[d]]
+            if split:
+                degree = float(self.placed.shape.tensor)
+                # Rows of a pair of matrices need a sum of the result forward, columns one of the input backward.
+                by_rows = split[0] in contracted[side]
+                other = equation.invars[1 - side].aval
+                moved = equation.outvars[0].aval if by_rows else other
+                self.tensor_bytes += times * moved.size * moved.dtype.itemsize
+        return Matmul("matmul", m, int(k), max(1, round(n)), times * groups / degree)

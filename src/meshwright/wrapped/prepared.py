@@ -16,7 +16,6 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.mesh import build_mesh
 from meshwright.reporters import Reporter
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.step.device_run import DeviceRun, State, place_on_devices
 from meshwright.step.train_step import CompiledTrainStep
@@ -27,7 +26,7 @@ from meshwright.trainer.prepare import Position, Trainable
 from meshwright.wrapped import step
 from meshwright.wrapped.batches import BatchFeed
 from meshwright.wrapped.parts import WrappedParts, check_rows
-from meshwright.wrapped.work import training_flops
+from meshwright.wrapped.plan import training_flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,21 +106,6 @@ def evaluate_wrapped(prepared: PreparedModel, source: str | Path, whole: bool, a
         state, manifest = checkpoints.restore(prepared.device_run, at)
     metrics = evaluate(state.params, state.variables)
     return BatchEvaluation(manifest.step, metrics["loss"], metrics)
-
-
-def restore_model(model: Any, out: Path, at: int | None) -> Any:
-    """Returns the model of a checkpoint on the first device, its parameters in the module's own types."""
-    run = dataclasses.replace(run_in_folder(out), model=model, mesh=MeshShape())
-    device_run = place_on_devices(run, build_mesh(MeshShape(), jax.devices()[:1]))
-    with Checkpoints(out / "checkpoints", max_to_keep=None) as checkpoints:
-        state, _ = checkpoints.restore(device_run, at)
-    params = {name: x.astype(model.parts.params[name].dtype) for name, x in state.params.items()}
-    return model.parts.adapter.made_of(params, state.variables[0] if state.variables else {})
-
-
-def abstract_batch(model: Any, device_run: DeviceRun) -> Any:
-    """Returns a batch of the data as `ShapeDtypeStruct`s with their shardings."""
-    return model.parts.source.abstract(sharding=device_run.batch_sharding)
 
 
 def train_step_facts(model: Any, device_run: DeviceRun) -> ProgramFacts:

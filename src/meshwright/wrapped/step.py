@@ -45,7 +45,7 @@ def parts_of(device_run: DeviceRun) -> WrappedParts:
     return model.parts
 
 
-def initial_arrays(model: Any, device_run: DeviceRun) -> tuple[Arrays, tuple[Arrays, ...]]:
+def draw_arrays(model: Any, device_run: DeviceRun) -> tuple[Arrays, tuple[Arrays, ...]]:
     """Returns parameters and variables before the first step: drawn in their shardings, or copies of those given."""
     adapter, training, where = model.parts.adapter, device_run.run.training, device_run.state_shardings
     dtype = jnp.dtype(training.param_dtype)
@@ -183,7 +183,7 @@ def _accumulate(device_run: DeviceRun, params: Arrays, step: jax.Array, batch: A
     total = device_run.shape.over(BATCH_AXES) * count
 
     def loss(params: Arrays, variables: Arrays, batch: Any, key: jax.Array) -> Any:
-        result = parts.loss((_gather(device_run, params), variables), batch, key, True)
+        result = parts.adapter.call((_gather(device_run, params), variables), batch, key, True)
         sums = _weighted(result)
         return sums["loss"][0], (sums, result.variables)
 
@@ -194,8 +194,7 @@ def _accumulate(device_run: DeviceRun, params: Arrays, step: jax.Array, batch: A
         grads, (sums, variables) = gradient(
             params, variables, batch, step_key(training.seed, step, part, total, parts.draws)
         )
-        dtype = jnp.promote_types(training.reduce_dtype, jnp.dtype(training.reduce_dtype))
-        return {name: g.astype(dtype) for name, g in grads.items()}, sums, variables
+        return {name: g.astype(training.reduce_dtype) for name, g in grads.items()}, sums, variables
 
     if count == 1:
         return one(variables, batch, 0)
@@ -255,7 +254,7 @@ def build_evaluation(device_run: DeviceRun) -> Callable[..., Metrics]:
     def local(params: Arrays, batch: Any, variables: Arrays) -> Metrics:
         key = step_key(training.seed, _EVALUATION, axis_index(BATCH_AXES), total, parts.eval_draws)
         with matmuls_of(training.compute_dtype):
-            result = parts.loss((_gather(device_run, params), variables), batch, key, False)
+            result = parts.adapter.call((_gather(device_run, params), variables), batch, key, False)
         return all_reduce(_weighted(result), BATCH_AXES)
 
     specs = (_specs(device_run, "at_rest"), PartitionSpec(BATCH_AXES), PartitionSpec())
@@ -278,7 +277,7 @@ def check_mean(device_run: DeviceRun, batch: Any) -> None:
     if count == 1:
         return
     rows, seed = parts.source.batch_size // count, training.seed
-    params, variables = initial_arrays(device_run.run.model, device_run)
+    params, variables = draw_arrays(device_run.run.model, device_run)
     draws, (function, arguments) = Draws(), parts.traced(True, 2 * rows)
     draws.read(jax.make_jaxpr(function)(*arguments).jaxpr)
 
@@ -288,7 +287,7 @@ def check_mean(device_run: DeviceRun, batch: Any) -> None:
 
         def local(params: Arrays, variables: Arrays, examples: Any, part: jax.Array) -> Any:
             key = step_key(seed, 0, part, 3 - len(halves), draws)
-            result = parts.loss((_gather(device_run, params), variables), examples, key, True)
+            result = parts.adapter.call((_gather(device_run, params), variables), examples, key, True)
             return _weighted(result)["loss"]
 
         def chosen(x: jax.Array) -> jax.Array:
