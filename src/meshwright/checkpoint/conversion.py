@@ -144,7 +144,7 @@ def import_weights(source: str, out: Path, say: Say = lambda line: None) -> Conv
     weights = open_folder(source)
     folder = weights.folder
     dtype = DTYPES["BF16" if weights.dtype == "bfloat16" else "F32"]
-    files = sorted({file.resolve() for file in weights.files.values()} | {folder.path / "config.json"})
+    files = sorted({entry.file.resolve() for entry in weights.entries.values()} | {folder.path / "config.json"})
     identity = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
     journal = _Journal(out, ["from hugging face", weights.dtype, identity], len(weights.params), say)
     check_sums(folder.path, say)

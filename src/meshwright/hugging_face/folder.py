@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from meshwright.documents import check_inside
 from meshwright.errors import MeshwrightError, WeightsError
 from meshwright.hugging_face import quantised
 from meshwright.hugging_face.architectures import Architecture, find_architecture
-from meshwright.hugging_face.config_fields import Fields, read_fields
+from meshwright.hugging_face.config_fields import read_fields
 from meshwright.hugging_face.hub import find_folder
 from meshwright.hugging_face.names import Index, StoredTensor, read_block
 from meshwright.hugging_face.safetensors_files import (
@@ -71,28 +71,20 @@ def read_model(name: str, *, weights: bool = False) -> ModelFolder:
     fields = read_fields(folder)
     architecture = find_architecture(fields)
     packed = fields.check_quantised(architecture.packed)
-    model = _model_of(architecture, fields)
-    unread = fields.unread()
-    notes = [f"fields of config.json without a meaning here: {', '.join(unread)}"] if unread else []
-    notes += [f"weights in {architecture.packed} are read as the bfloat16 numbers that they stand for"] * packed
-    longest = fields.get("max_position_embeddings", fields.get("n_positions", None))
-    block = quantised.block_of(fields) if packed and architecture.packed == quantised.FP8 else None
-    return ModelFolder(folder, architecture, model, longest, tuple(notes), packed, block)
-
-
-def _model_of(architecture: Architecture, fields: Fields) -> Model:
     try:
         model = architecture.read(fields)
         model.params()
     except MeshwrightError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise WeightsError(
-            f"reading {fields.file}",
-            f"its fields describe no {architecture.name}: {type(error).__name__}: {error}",
-            "the config.json that was published with these weights",
-        ) from error
-    return model
+        found = f"its fields describe no {architecture.name}: {type(error).__name__}: {error}"
+        raise fields.error(found, "the config.json that was published with these weights") from error
+    unread = fields.unread()
+    notes = [f"fields of config.json without a meaning here: {', '.join(unread)}"] if unread else []
+    notes += [f"weights in {architecture.packed} are read as the bfloat16 numbers that they stand for"] * packed
+    longest = fields.get("max_position_embeddings", fields.get("n_positions", None))
+    block = quantised.block_of(fields) if packed and architecture.packed == quantised.FP8 else None
+    return ModelFolder(folder, architecture, model, longest, tuple(notes), packed, block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,14 +96,13 @@ class WeightsFolder:
     """Parameters by dotted path."""
     stored: dict[str, StoredTensor]
     """Where each of them is stored."""
-    files: dict[str, Path]
-    """File of each tensor."""
     entries: dict[str, TensorEntry]
+    """Tensors by name, and the file of each."""
     dtype: Precision
     """Type of the weights: float32 where there are several, or one that float32 holds and bfloat16 does not."""
     notes: tuple[str, ...]
-    packed: Mapping[str, tuple[str, str]]
-    """Names of the blocks and the scales of tensors that are stored in a quantised form."""
+    unpacked: frozenset[str]
+    """Tensors that are stored as blocks and scales in MXFP4."""
 
     @contextlib.contextmanager
     def reader(self) -> Iterator["TensorReader"]:
@@ -124,30 +115,31 @@ class WeightsFolder:
 class TensorReader:
     """Tensors of a folder by name; files are mapped when they are first used."""
 
-    def __init__(self, folder: WeightsFolder):
-        self._folder = folder
+    def __init__(self, weights: WeightsFolder):
+        self._weights = weights
         self._open: dict[Path, SafetensorsFile] = {}
         self._last: tuple[str, np.ndarray] | None = None
 
     def __call__(self, name: str) -> np.ndarray:
         """Returns a view of a tensor; one in float8 is dequantised, and the last one kept."""
-        if name in self._folder.packed:
-            packed: Any = quantised.PackedTensor(*map(self, self._folder.packed[name]))
+        if name in self._weights.unpacked:
+            packed: Any = quantised.PackedTensor(self(name + quantised.BLOCKS), self(name + quantised.SCALES))
             return packed
-        block = self._folder.folder.fp8_block
-        if self._folder.entries[name].dtype != FP8_CODE or block is None:
+        block = self._weights.folder.fp8_block
+        if self._weights.entries[name].dtype != FP8_CODE or block is None:
             return self._view(name)
         if self._last is None or self._last[0] != name:
             self._last = (name, quantised.dequantise(self._view(name), self._view(quantised.scale_name(name)), block))
         return self._last[1]
 
     def _view(self, name: str) -> np.ndarray:
-        path = self._folder.files[name]
+        path = self._weights.entries[name].file
         if path not in self._open:
             self._open[path] = SafetensorsFile(path)
-        prefix = self._folder.folder.architecture.prefix
-        entries = self._open[path].entries
-        return self._open[path].tensor(name if name in entries else name.removeprefix(prefix))
+        file = self._open[path]
+        return file.tensor(
+            name if name in file.entries else name.removeprefix(self._weights.folder.architecture.prefix)
+        )
 
     def release(self) -> None:
         """Gives back the memory of what was read."""
@@ -162,69 +154,51 @@ def open_folder(name: str) -> WeightsFolder:
     missing, unknown, of another shape, or in a file that is damaged.
     """
     folder = read_model(name, weights=True)
-    files, entries = _all_tensors(folder)
-    parts = _add_unpacked(files, entries) if folder.packed and folder.fp8_block is None else {}
+    entries = _all_tensors(folder)
+    packed = folder.packed and folder.fp8_block is None
+    unpacked = quantised.unpacked_entries(entries) if packed else {}
+    entries |= unpacked
     params = named_leaves(folder.model.params())
     stored = dict(folder.architecture.tensors(folder.model))
-    expected, stored_parts = set[str](), set[str]()
+    expected, parts = set[str](), set[str]()
     for path, p in params.items():
         shape = stored[path].stored_shape(p)
         for tensor in stored[path].names(p):
             expected.add(tensor)
-            _check_tensor(folder, tensor, path, shape, files, entries)
+            _check_tensor(folder, entries, tensor, path, shape)
             if entries[tensor].dtype == FP8_CODE and folder.fp8_block is not None:
                 scales = quantised.scale_name(tensor)
-                _check_tensor(folder, scales, path, quantised.scale_shape(shape, folder.fp8_block), files, entries)
-                stored_parts.add(scales)
-    stored_parts |= {part for tensor in expected & parts.keys() for part in parts[tensor]}
-    notes = folder.notes + _check_others(folder, expected | stored_parts, files)
+                _check_tensor(folder, entries, scales, path, quantised.scale_shape(shape, folder.fp8_block))
+                parts.add(scales)
+    parts |= {tensor + part for tensor in expected & unpacked.keys() for part in (quantised.BLOCKS, quantised.SCALES)}
+    notes = folder.notes + _check_others(folder, expected | parts, entries)
     found = {"BF16" if entries[tensor].dtype == FP8_CODE else entries[tensor].dtype for tensor in expected}
     dtype: Precision = "bfloat16" if found == {"BF16"} else "float32"
-    return WeightsFolder(folder, params, stored, files, entries, dtype, notes, parts)
+    return WeightsFolder(folder, params, stored, entries, dtype, notes, frozenset(unpacked))
 
 
-def _add_unpacked(files: dict[str, Path], entries: dict[str, TensorEntry]) -> dict[str, tuple[str, str]]:
-    """Adds the tensors that packed ones stand for; returns the blocks and the scales of each."""
-    unpacked, blocks, scales = quantised.unpacked_entries(entries), quantised.BLOCKS, quantised.SCALES
-    files |= {tensor: files[tensor + blocks] for tensor in unpacked}
-    entries |= unpacked
-    return {tensor: (tensor + blocks, tensor + scales) for tensor in unpacked}
-
-
-def _all_tensors(folder: ModelFolder) -> tuple[dict[str, Path], dict[str, TensorEntry]]:
-    """File and entry of every tensor, by its whole name. Raises WeightsError where index and files do not agree."""
+def _all_tensors(folder: ModelFolder) -> dict[str, TensorEntry]:
+    """Returns every tensor by its whole name. Raises WeightsError where index and files do not agree."""
     index = find_files(folder.path)
     headers = {path: read_header(path) for path in sorted(set(index.values()))}
     for tensor, path in index.items():
         if tensor and tensor not in headers[path]:
-            raise WeightsError(
-                f"weights in {folder.path}",
-                f"the index places {tensor!r} in {path.name}, which does not have it",
-                "download both again",
-            )
-    files: dict[str, Path] = {}
+            truth = f"the index places {tensor!r} in {path.name}, which does not have it"
+            raise WeightsError(f"weights in {folder.path}", truth, "download both again")
     entries: dict[str, TensorEntry] = {}
     prefix = folder.architecture.prefix
     for path, header in headers.items():
         for tensor, entry in header.items():
             whole = tensor if tensor.startswith((prefix, "lm_head.")) else prefix + tensor
-            if whole in files:
-                raise WeightsError(
-                    f"weights in {folder.path}",
-                    f"{tensor!r} is in {files[whole].name} and in {path.name}",
-                    "one file for each tensor",
-                )
-            files[whole], entries[whole] = path, entry
-    return files, entries
+            if whole in entries:
+                truth = f"{tensor!r} is in {entries[whole].file.name} and in {path.name}"
+                raise WeightsError(f"weights in {folder.path}", truth, "one file for each tensor")
+            entries[whole] = entry
+    return entries
 
 
 def _check_tensor(
-    folder: ModelFolder,
-    tensor: str,
-    param: str,
-    shape: tuple[int, ...],
-    files: dict[str, Path],
-    entries: dict[str, TensorEntry],
+    folder: ModelFolder, entries: dict[str, TensorEntry], tensor: str, param: str, shape: tuple[int, ...]
 ) -> None:
     if tensor not in entries:
         raise WeightsError(
@@ -232,38 +206,39 @@ def _check_tensor(
             f"no file has the tensor {tensor!r}, which is {param} of the model, {list(shape)}",
             "all files of the model, or a config.json that describes these (layers, tied embeddings, biases)",
         )
-    entry, file = entries[tensor], files[tensor].name
+    entry = entries[tensor]
+    asked = f"weights in {folder.path / entry.file.name}"
     if entry.dtype not in DTYPES and not (entry.dtype == FP8_CODE and folder.fp8_block is not None):
         raise WeightsError(
-            f"weights in {folder.path / file}",
+            asked,
             f"{tensor!r} is {entry.dtype}, a quantised or integer type; {', '.join(DTYPES)} are read",
             "the model's unquantised weights",
         )
     if entry.shape != shape:
         raise WeightsError(
-            f"weights in {folder.path / file}",
+            asked,
             f"{tensor!r} is {list(entry.shape)}, and {param} of the model of config.json needs {list(shape)}",
             "the config.json of these weights",
         )
 
 
-def _check_others(folder: ModelFolder, expected: set[str], files: dict[str, Path]) -> tuple[str, ...]:
-    """Notes on the tensors that are not kept. Raises WeightsError for one that the model does not have."""
+def _check_others(folder: ModelFolder, expected: set[str], entries: dict[str, TensorEntry]) -> tuple[str, ...]:
+    """Returns notes on the tensors that are not kept. Raises WeightsError for one that the model does not have."""
     computed, unused = 0, list[str]()
     tied = folder.architecture.tied
-    for tensor, path in files.items():
+    for tensor, entry in entries.items():
         if tensor in expected or (tied is not None and tensor == tied[0]):
             continue
         if folder.architecture.leaves_out(tensor):
             unused.append(tensor)
-            continue
-        if not folder.architecture.is_computed(tensor):
+        elif folder.architecture.is_computed(tensor):
+            computed += 1
+        else:
             raise WeightsError(
-                f"weights in {path}",
+                f"weights in {entry.file}",
                 f"it has a tensor {tensor!r}, and {folder.architecture.name} of config.json has none of that name",
                 "the config.json of these weights; a tensor that is left out would change what the model computes",
             )
-        computed += 1
     notes = [f"computed and not kept: {computed} tensors of the files"] if computed else []
     if unused:
         notes.append(f"not kept, as no logit depends on them: {len(unused)} tensors of the files, such as {unused[0]}")
@@ -277,7 +252,7 @@ def check_tied(weights: WeightsFolder, rows: int = 4096) -> None:
     """
     tied = weights.folder.architecture.tied
     kept = {name for path, p in weights.params.items() for name in weights.stored[path].names(p)}
-    if tied is None or tied[0] not in weights.files or tied[0] in kept:
+    if tied is None or tied[0] not in weights.entries or tied[0] in kept:
         return
     with weights.reader() as read:
         first, second = read(tied[0]), read(tied[1])

@@ -85,18 +85,16 @@ def unpacked_entries(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
         name = tensor.removesuffix(BLOCKS)
         scales = entries.get(name + SCALES)
         if scales is None or (entry.dtype, scales.dtype) != ("U8", "U8") or entry.shape != (*scales.shape, _GROUP // 2):
+            found_scales = (
+                f"{name + SCALES!r} is missing" if scales is None else f"its scales {scales.dtype}{list(scales.shape)}"
+            )
             raise WeightsError(
                 f"reading {tensor!r}",
-                f"it is {entry.dtype}{list(entry.shape)}, and "
-                + (
-                    f"{name + SCALES!r} is missing"
-                    if scales is None
-                    else f"its scales {scales.dtype}{list(scales.shape)}"
-                ),
+                f"it is {entry.dtype}{list(entry.shape)}, and {found_scales}",
                 f"MXFP4: uint8 [experts, columns, groups, {_GROUP // 2}] with scales uint8 [experts, columns, groups]",
             )
         E, F, groups = scales.shape
-        found[name] = TensorEntry("BF16", (E, groups * _GROUP, F), entry.start, entry.stop)
+        found[name] = entry._replace(dtype="BF16", shape=(E, groups * _GROUP, F))
     return found
 
 

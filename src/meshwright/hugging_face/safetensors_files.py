@@ -47,6 +47,7 @@ _FIX = "download the file again; `sha256sum` against the hub's page shows whethe
 class TensorEntry(NamedTuple):
     """One tensor of a file."""
 
+    file: Path
     dtype: str
     shape: tuple[int, ...]
     start: int
@@ -55,9 +56,6 @@ class TensorEntry(NamedTuple):
 
 
 class _MappedFile:
-    """A mapped file, and where its tensors are."""
-
-    path: Path
     entries: dict[str, TensorEntry]
     _map: mmap.mmap
 
@@ -76,7 +74,6 @@ class SafetensorsFile(_MappedFile):
     """A file that is read, its header checked against its size."""
 
     def __init__(self, path: Path):
-        self.path = path
         self.entries = read_header(path)
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -120,7 +117,7 @@ def _checked(path: Path, size: int, data: int, header: dict[str, Any]) -> dict[s
                 f"{name!r} is {dtype}{list(shape)}, {expected:,} bytes, and its place has {stop - start:,}",
                 _FIX,
             )
-        entries[name] = TensorEntry(dtype, shape, data + start, data + stop)
+        entries[name] = TensorEntry(path, dtype, shape, data + start, data + stop)
     end = data
     for name, entry in sorted(entries.items(), key=lambda item: item[1].start):
         if entry.start < end:
@@ -146,10 +143,10 @@ class NewSafetensorsFile(_MappedFile):
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         start, size = 8 + len(text), 8 + len(text) + offset
-        self.path, self.entries = path, {}
+        self.entries = {}
         for name, (dtype, shape) in tensors.items():
             first, last = header[name]["data_offsets"]
-            self.entries[name] = TensorEntry(dtype, shape, start + first, start + last)
+            self.entries[name] = TensorEntry(path, dtype, shape, start + first, start + last)
         if not path.is_file() or path.stat().st_size != size:
             with path.open("wb") as file:
                 file.write(len(text).to_bytes(8, "little") + text)
