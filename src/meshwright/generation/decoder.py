@@ -119,7 +119,6 @@ class Decoder:
 
     @functools.cached_property
     def _empty(self) -> Any:
-        """Function that creates the empty cache in its sharding."""
         cache = self._abstract.cache
         where = jax.tree.map(lambda x: x.sharding, cache)
         zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache), out_shardings=where)
@@ -205,7 +204,6 @@ class Decoder:
 
     @functools.cached_property
     def _abstract(self) -> DecodeState:
-        """The state as shapes with their shardings."""
         batch, slots = self.bucket.batch, self.bucket.slots
         tokens_BT, logprobs_BT = (jax.ShapeDtypeStruct((batch, slots + 1), x) for x in (jnp.int32, jnp.float32))
         first_B, done_B = (jax.ShapeDtypeStruct((batch,), x) for x in (jnp.int32, jnp.bool_))

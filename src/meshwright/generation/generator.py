@@ -237,7 +237,6 @@ class Generator:
     def _pieces(
         self, decoder: Decoder, encoded: Sequence[np.ndarray], max_tokens: int, sampling: Sampling
     ) -> Iterator[DecodeState]:
-        """Yields the state after the prefill and after each piece of the decode loop."""
         state = decoder.prefill(decoder.start(encoded), sampling, self._stops)
         yield state
         left = max_tokens - 1
@@ -378,7 +377,6 @@ def _token_scores(
 
 
 def _check_cache(decoder: Decoder, longest: int, max_tokens: int) -> None:
-    """Raises ConfigError where the cache by itself is larger than the memory of a device."""
     device, bucket = decoder.device_run.mesh.local_devices[0], decoder.bucket
     memory = (device.memory_stats() or {}).get("bytes_limit", 0)
     if device.platform == "cpu":

@@ -60,7 +60,6 @@ class RequestAnswers:
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Returns the log-probability of each continuation, and whether it is what greedy decoding gives."""
         texts = [[*context, *continuation][-self.longest :] for _, context, continuation in requests]
         answers = []
         for request, (logprobs, greedy) in zip(requests, self._scores(texts), strict=True):
@@ -118,7 +117,6 @@ def _batches(numbers: Sequence[int], size: int, length: Callable[[int], int]) ->
 
 
 def _settings(given: dict[str, Any], longest: int) -> tuple[list[str], int, Sampling]:
-    """Reads the generation settings of a task, which are those of `transformers`."""
     until = given.get("until") or []
     stop = [until] if isinstance(until, str) else [text for text in until if text]
     tokens = int(given.get("max_gen_toks") or given.get("max_new_tokens") or _MAX_TOKENS)

@@ -60,26 +60,28 @@ def open_weights(
     initial: `random` takes a recipe instead of a folder and creates its initial weights.
     Raises ConfigError for a recipe whose random weights were not asked for, CheckpointError where there is no run.
     """
+    name = str(source)
+    if initial == "checkpoint" and is_hugging_face(name) and at is not None:
+        raise ConfigError(f"{name} at step {at}", "a Hugging Face folder has one version of its weights", "no --at")
+    run = run_of_source(source, initial)
     if initial == "random":
-        return _random(str(source), mesh, devices)
-    if is_hugging_face(str(source)):
-        return _hugging_face(str(source), mesh, at, devices)
-    run, folder = run_of_source(source, initial), path_of(source)
+        return _with_random_weights(run, name, mesh, devices)
     device_run = place_for_decoding(run, mesh, devices)
-    tokenizer = build_tokenizer(str(folder / "tokenizer.json"), iter(()))
-    with Checkpoints(folder / "checkpoints", max_to_keep=None) as checkpoints:
-        params, manifest = checkpoints.restore_params(device_run, at)
-    origin = f"{folder}, step {manifest.step}"
-    device_run, params = _merged(device_run, params)
-    stops, seq = _end_tokens(folder / KEPT) or (tokenizer.end,), run.training.seq
-    return OpenedModel(device_run, params, tokenizer, stops, seq, origin, read_chat_template(folder))
-
-
-def _merged(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tree]:
-    """The model with its adapters merged, which a decode step reads as one weight, and without its reference."""
-    if device_run.run.finetune.method != "lora" and device_run.run.finetune.objective != "preferences":
-        return device_run, params
-    return merge_adapters(device_run, params)
+    if is_hugging_face(name):
+        tokenizer, origin = build_tokenizer(run.data.tokenizer, iter(())), name
+        params = load_initial_weights(device_run)
+        folder = kept = find_folder(run.init_from or name, weights=False)
+    else:
+        folder, kept = path_of(source), path_of(source) / KEPT
+        tokenizer = build_tokenizer(str(folder / "tokenizer.json"), iter(()))
+        with Checkpoints(folder / "checkpoints", max_to_keep=None) as checkpoints:
+            params, manifest = checkpoints.restore_params(device_run, at)
+        origin = f"{folder}, step {manifest.step}"
+    if run.finetune.method == "lora" or run.finetune.objective == "preferences":
+        # A decode step reads a weight and its adapter as one, and no reference.
+        device_run, params = merge_adapters(device_run, params)
+    stops = _end_tokens(kept) or (tokenizer.end,)
+    return OpenedModel(device_run, params, tokenizer, stops, run.training.seq, origin, read_chat_template(folder))
 
 
 def run_of_source(source: str | Path, initial: Literal["checkpoint", "random"] = "checkpoint") -> Run:
@@ -94,19 +96,6 @@ def run_of_source(source: str | Path, initial: Literal["checkpoint", "random"] =
         "the output folder of `meshwright train`, hf:PATH of a Hugging Face model, or "
         f"`{source} --random-weights` to see random text",
     )
-
-
-def _hugging_face(name: str, mesh: MeshShape | None, at: int | None, devices: int | None) -> OpenedModel:
-    if at is not None:
-        raise ConfigError(f"{name} at step {at}", "a Hugging Face folder has one version of its weights", "no --at")
-    run = find_recipe(name)
-    device_run = place_for_decoding(run, mesh, devices)
-    tokenizer = build_tokenizer(run.data.tokenizer, iter(()))
-    seq = run.training.seq
-    device_run, params = _merged(device_run, load_initial_weights(device_run))
-    folder = find_folder(run.init_from or name, weights=False)
-    stops = _end_tokens(folder) or (tokenizer.end,)
-    return OpenedModel(device_run, params, tokenizer, stops, seq, name, read_chat_template(folder))
 
 
 def _end_tokens(folder: Path) -> tuple[int, ...]:
@@ -124,8 +113,7 @@ def _end_tokens(folder: Path) -> tuple[int, ...]:
     return ()
 
 
-def _random(name: str, mesh: MeshShape | None, devices: int | None) -> OpenedModel:
-    run = find_recipe(name)
+def _with_random_weights(run: Run, name: str, mesh: MeshShape | None, devices: int | None) -> OpenedModel:
     tokenizer = load_corpus(
         run.data.paths,
         run.data.tokenizer,

@@ -84,7 +84,6 @@ def find_held_out(data: Any) -> Source:
 
 
 def _check_kind(data: Any, kind: str) -> None:
-    """Raises DataError for data that holds no batches: an array or a dictionary would be read as something else."""
     if callable(data) or (
         hasattr(data, "__iter__") and not isinstance(data, (Mapping, str, bytes)) and not _ndim(data)
     ):
@@ -138,7 +137,7 @@ def _repeated(data: Any, step: int, position: Any) -> Iterator[Any]:
 
 
 def _at(data: Any, start: Any, step: int, position: Any) -> Iterator[Any]:
-    """Opens an iterator with a state (Grain). start: its first state.  position: a later one, as `_encoded` has it."""
+    """Opens an iterator with a state (Grain). start: its first state.  position: that of a `BatchFeed`."""
     iterator = iter(data)
     if position is None and step:
         raise DataError(
@@ -150,11 +149,6 @@ def _at(data: Any, start: Any, step: int, position: Any) -> Iterator[Any]:
         start = base64.b64decode(position["base64"]) if "base64" in position else position["json"]
     iterator.set_state(start)
     return iterator
-
-
-def _encoded(state: Any) -> Any:
-    """Returns an iterator's state as JSON values."""
-    return {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else {"json": state}
 
 
 def _once(left: list[Iterator[Any]], step: int, position: Any) -> Iterator[Any]:
@@ -188,7 +182,6 @@ def _described(batch: Any, kind: str) -> Any:
 
 
 def _check_leaf(leaf: Any, name: str, kind: str) -> None:
-    """Raises DataError for a leaf of a batch that is not an array of numbers."""
     if _is_jax(leaf):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise DataError(
@@ -250,7 +243,6 @@ def put_batch(batch: Any, example: Any, sharding: NamedSharding) -> Any:
 
 
 def _check_range(array: np.ndarray, dtype: Any) -> None:
-    """Raises DataError for integers that a device would have as other numbers."""
     limits = np.iinfo(dtype)
     least, most = int(array.min()), int(array.max())
     if least < limits.min or most > limits.max:
@@ -259,6 +251,14 @@ def _check_range(array: np.ndarray, dtype: Any) -> None:
             f"devices have them as {dtype}, up to {limits.max}, and there is {most if most > limits.max else least}",
             "smaller numbers: indices into a table, or two arrays",
         )
+
+
+def read_epoch(source: Source, sharding: NamedSharding) -> Iterator[Any]:
+    """Yields held-out batches on the devices, from the first to the last."""
+    assert source.once is not None, "find_held_out refuses data that cannot be read again"
+    for batch in source.once():
+        check_batch(batch, source.example, f"a batch of {source.kind}")
+        yield put_batch(batch, source.example, sharding)
 
 
 class BatchFeed:
@@ -274,18 +274,6 @@ class BatchFeed:
     def __iter__(self) -> "BatchFeed":
         return self
 
-    def epoch(self) -> Iterator[Any]:
-        """Yields the batches from the first to the last. Raises DataError for data that cannot be read again."""
-        if self._source.once is None:
-            raise DataError(
-                f"the {self._source.kind} batches",
-                "they have no end, or can only be read once",
-                "an iterable such as a list of batches",
-            )
-        for batch in self._source.once():
-            check_batch(batch, self._source.example, f"a batch of {self._source.kind}")
-            yield put_batch(batch, self._source.example, self._sharding)
-
     def __next__(self) -> Any:
         began = time.perf_counter()
         try:
@@ -298,8 +286,10 @@ class BatchFeed:
             ) from None
         check_batch(batch, self._source.example, f"the batch of step {self._step + 1}")
         self._step += 1
-        state = getattr(self._batches, "get_state", None)
-        self.position = _encoded(state()) if state is not None else None
+        if hasattr(self._batches, "get_state"):
+            state = self._batches.get_state()
+            encoded = {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else {"json": state}
+            self.position = encoded
         placed = put_batch(batch, self._source.example, self._sharding)
         self.wait_seconds += time.perf_counter() - began
         return placed

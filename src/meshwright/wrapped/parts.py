@@ -83,7 +83,6 @@ def describe_model(adapter: Adapter, source: Source, held_out: Source | None) ->
 
 
 def _check_arrays(arrays: Arrays) -> None:
-    """Raises ConfigError for an array that no optimizer trains or no checkpoint keeps."""
     for name, x in arrays.items():
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             raise ConfigError(

@@ -24,7 +24,7 @@ from meshwright.trainer.evaluation import BatchEvaluation
 from meshwright.trainer.meter import Meter
 from meshwright.trainer.prepare import Position, Trainable
 from meshwright.wrapped import step
-from meshwright.wrapped.batches import BatchFeed
+from meshwright.wrapped.batches import BatchFeed, read_epoch
 from meshwright.wrapped.parts import WrappedParts, check_rows
 from meshwright.wrapped.plan import training_flops
 
@@ -86,8 +86,7 @@ def held_out_metrics(device_run: DeviceRun) -> Callable[[Any, Any], dict[str, fl
 
     def evaluate(params: Any, variables: Any) -> dict[str, float]:
         totals: dict[str, list[float]] = {}
-        feed = BatchFeed(source, 0, None, device_run.batch_sharding)
-        for batch in feed.epoch():
+        for batch in read_epoch(source, device_run.batch_sharding):
             for name, (total, weight) in jax.device_get(evaluation(params, batch, *variables)).items():
                 kept = totals.setdefault(name, [0.0, 0.0])
                 kept[0], kept[1] = kept[0] + float(total), kept[1] + float(weight)

@@ -67,7 +67,6 @@ def draw_arrays(model: Any, device_run: DeviceRun) -> tuple[Arrays, tuple[Arrays
 
 
 def _manual(placement: Placement) -> Placement:
-    """Returns the axes of a placement that the step handles itself."""
     return tuple(tuple(axis for axis in axes if axis != "tensor") for axes in placement)
 
 
@@ -215,7 +214,6 @@ def _accumulate(device_run: DeviceRun, params: Arrays, step: jax.Array, batch: A
 
 
 def _weighted(result: Result) -> Metrics:
-    """Returns loss and metrics as (sum, weight)."""
     weight = jax.lax.stop_gradient(jnp.asarray(result.metrics.get("weight", 1.0), jnp.float32))
     values = {"loss": result.loss, **{name: v for name, v in result.metrics.items() if name != "weight"}}
     return {name: (jnp.asarray(v, jnp.float32) * weight, weight) for name, v in values.items()}
