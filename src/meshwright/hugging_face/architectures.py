@@ -131,6 +131,10 @@ _PLAIN_ROUTING = must(
 """Routing of Mixtral and Qwen: softmax over all experts."""
 
 
+def _shared_expert(name: str) -> Names:
+    return {f"shared_{part}": (f"{name}.{part}_proj.weight", LLAMA[part][1]) for part in ("gate", "up", "down")}
+
+
 # Llama and its relatives: Mistral, Phi-3 and 4, Qwen2, Qwen3, OLMo 2 and 3, SmolLM3, Mixtral, Qwen3-MoE.
 def _read_window(fields: Fields) -> dict[str, Any]:
     """Returns the sliding window of Qwen's architectures, which have it from the layer `max_window_layers` on."""
@@ -385,9 +389,7 @@ _DEEPSEEK_NAMES = {
     "kv_norm": ("self_attn.kv_a_layernorm.weight", ("Z",)),
     "kv_up": ("self_attn.kv_b_proj.weight", ("NH", "Z")),
     "router_bias": ("mlp.gate.e_score_correction_bias", ("R",)),
-    "shared_gate": ("mlp.shared_experts.gate_proj.weight", ("F", "D")),
-    "shared_up": ("mlp.shared_experts.up_proj.weight", ("F", "D")),
-    "shared_down": ("mlp.shared_experts.down_proj.weight", ("D", "F")),
+    **_shared_expert("mlp.shared_experts"),
     "mtp.embed_norm": ("enorm.weight", ("D",)),
     "mtp.hidden_norm": ("hnorm.weight", ("D",)),
     "mtp.project": ("eh_proj.weight", ("D", "Z")),
@@ -641,9 +643,7 @@ _LLAMA4 = (
 _LLAMA4_NAMES = {
     **{name: (tensor.replace("mlp.", "feed_forward."), axes) for name, (tensor, axes) in LLAMA.items()},
     "router": ("feed_forward.router.weight", ("R", "D")),
-    "shared_gate": ("feed_forward.shared_expert.gate_proj.weight", ("F", "D")),
-    "shared_up": ("feed_forward.shared_expert.up_proj.weight", ("F", "D")),
-    "shared_down": ("feed_forward.shared_expert.down_proj.weight", ("D", "F")),
+    **_shared_expert("feed_forward.shared_expert"),
     "expert_gate": ("feed_forward.experts.gate_up_proj", ("E", "D", "F+")),
     "expert_up": ("feed_forward.experts.gate_up_proj", ("E", "D", "F+")),
     "expert_down": ("feed_forward.experts.down_proj", ("E", "F", "D")),
@@ -696,9 +696,7 @@ _FUSED = {
 _TAPS = "linear_attn.conv1d.weight"
 _QWEN3_NEXT_NAMES = {
     **LLAMA,
-    "shared_gate": ("mlp.shared_expert.gate_proj.weight", ("F", "D")),
-    "shared_up": ("mlp.shared_expert.up_proj.weight", ("F", "D")),
-    "shared_down": ("mlp.shared_expert.down_proj.weight", ("D", "F")),
+    **_shared_expert("mlp.shared_expert"),
     "shared_scale": ("mlp.shared_expert_gate.weight", ("Q", "D")),
     "blocks.key": LLAMA["key"],
     "blocks.value": LLAMA["value"],

@@ -35,6 +35,7 @@ from meshwright.runs.placed_run import PlacedRun
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.placement import axes_of
+from meshwright.wrapped.keys import nested_jaxprs
 from meshwright.wrapped.parts import WrappedParts, check_rows
 
 _Origin = tuple[str, tuple[int | None, ...]]
@@ -261,17 +262,13 @@ class _Reader:
             branches = [list(self.matmuls(b.jaxpr, {}, times)) for b in params["branches"]]
             yield from max(branches, key=lambda found: sum(m.flops for m in found))
             return
-        for value in params.values():
-            for part in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(part, "jaxpr", part)
-                if not isinstance(inner, core.Jaxpr):
-                    continue
-                own = given[-len(inner.invars) :] if inner.invars else []
-                if name == "scan":  # whose body gets rows of what is scanned over
-                    ranks = [len(cast(Any, v.aval).shape) for v in inner.invars]
-                    own = [g and (g[0], g[1][len(g[1]) - rank :]) for g, rank in zip(own, ranks, strict=True)]
-                known = {v: g for v, g in zip(inner.invars, own, strict=False) if g is not None}
-                yield from self.matmuls(inner, known, times * (params["length"] if name == "scan" else 1))
+        for inner in nested_jaxprs(equation):
+            own = given[-len(inner.invars) :] if inner.invars else []
+            if name == "scan":  # whose body gets rows of what is scanned over
+                ranks = [len(v.aval.shape) for v in inner.invars]
+                own = [g and (g[0], g[1][len(g[1]) - rank :]) for g, rank in zip(own, ranks, strict=True)]
+            known = {v: g for v, g in zip(inner.invars, own, strict=False) if g is not None}
+            yield from self.matmuls(inner, known, times * (params["length"] if name == "scan" else 1))
 
     def _product(self, equation: Any, given: list[_Origin | None], times: float) -> Matmul:
         (contracted, (batched, _)) = (equation.params["dimension_numbers"][0], equation.params["dimension_numbers"][1])
