@@ -14,15 +14,16 @@ from tiny_runs import MODELS, device_run_of, largest_difference, on_one_device, 
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import Optimizer
 from meshwright.errors import ConfigError
-from meshwright.step.bfloat16_params import (
+from meshwright.step.optimizers import (
     MasterState,
+    UpdateRule,
+    build_optimizer,
     join_float32,
     round_at_random,
     split_float32,
     with_masters,
     with_random_rounding,
 )
-from meshwright.step.optimizers import UpdateRule, build_optimizer
 from meshwright.step.train_step import build_train_step
 
 BFLOAT16 = {"param_dtype": "bfloat16"}

@@ -57,69 +57,8 @@ PARTS: dict[str, dict[str, str]] = {
         "trackio": "reporters.trackers:_Trackio",
         "wandb": "reporters.trackers:_WeightsAndBiases",
     },
-    "addition": {
-        "adapted_params": "models.adapters:adapted_params",
-        "adapter_gather": "models.adapters:adapter_gather",
-        "attend_over_devices": "models.blocks.ring:attend_over_devices",
-        "scan_layers_ahead": "models.gather_ahead:scan_layers_ahead",
-        "column_parallel": "comm.collective_matmul:column_parallel",
-        "row_parallel": "comm.collective_matmul:row_parallel",
-        "find_schedule": "sharding.schedules:find_schedule",
-        "build_table": "sharding.schedules:build_table",
-        "build_forward_table": "sharding.schedules:build_forward_table",
-        "Preferences": "models.preferences:Preferences",
-        "with_reference": "models.preferences:with_reference",
-        "with_reference_params": "models.preferences:with_reference_params",
-        "check_precision": "models.quantisation:check_precision",
-        "find_precision": "models.quantisation:find_precision",
-        "low_precision_gather": "models.quantisation:low_precision_gather",
-        "triton_grouped_matmul": "models.kernels.grouped_triton:grouped_matmul",
-        "LocalPlanner": "api.local_planner:LocalPlanner",
-        "write_gaps": "api.local_planner:write_gaps",
-        "read_plan": "planner.plan_file:read_plan",
-        "prove_best": "api.proving:prove_best",
-        "tune": "api.proving:tune",
-        "supervise": "launching.supervise:supervise",
-        "describe_initial_weights": "checkpoint.initial_weights:describe_initial_weights",
-        "format_help": "cli.explain:format_help",
-        "refused_error": "cli.explain:refused_error",
-        "stray_error": "cli.explain:stray_error",
-        "unknown_error": "cli.explain:unknown_error",
-        "profiled": "api.profiling:profiled",
-        "view": "api.viewing:view",
-        "load_conversations": "data.conversations:load_conversations",
-        "load_initial_weights": "checkpoint.initial_weights:load_initial_weights",
-        "PipelineModel": "step.pipeline:PipelineModel",
-        "LayerMap": "step.matrices:LayerMap",
-        "agree_on": "trainer.hosts:agree_on",
-        "agree_on_data": "trainer.hosts:agree_on_data",
-        "agree_on_program": "hardware.agreement:agree_on_program",
-        "bucket_locked": "trainer.bucket_lock:bucket_locked",
-        "checked": "trainer.silent:checked",
-        "plan_for_fewer": "planner.fewer_devices:plan_for_fewer",
-        "with_masters": "step.bfloat16_params:with_masters",
-        "with_random_rounding": "step.bfloat16_params:with_random_rounding",
-        "watch_hosts": "trainer.hosts:watch_hosts",
-        "handle_bad_step": "trainer.recovery:handle_bad_step",
-        "resume": "trainer.recovery:resume",
-        "write_sample": "trainer.sample:write_sample",
-        "Tiers": "trainer.tiers:Tiers",
-        "out_of_memory": "api.local_planner:out_of_memory",
-        "read_documents": "data.readers:read_documents",
-        "read_columns": "data.columns:read_columns",
-        "saved_files": "data.columns:saved_files",
-        "zstd_stream": "data.columns:zstd_stream",
-        "tokenize": "data.tokenizing:tokenize",
-        "merge_adapters": "checkpoint.initial_weights:merge_adapters",
-        "learn_tokenizer": "data.tokenizing:learn_tokenizer",
-        "share_folders": "data.sharing:share_folders",
-        "local_copy": "storage.transfer:local_copy",
-        "move_tree": "storage.transfer:move_tree",
-        "subwords": "data.subwords:Subwords",
-        "train_bpe": "data.subwords:train_bpe",
-    },
 }
-"""Kind -> name -> module of the package and attribute. An addition is a function that few runs need."""
+"""Kind -> name -> module of the package and attribute."""
 
 _FILE_MODULE = "meshwright_file_"
 """Prefix of the modules made from files given by path."""
@@ -172,11 +111,6 @@ def resolve(kind: str, name: str, builtin: Mapping[str, Any] | None = None) -> A
     if not name.partition(":")[0] or ":" not in name:
         raise ConfigError(f"{kind} {name!r}", f"no {kind} has that name", f"{nearest(name, rows)} or module:attribute")
     return load(kind, name)
-
-
-def addition(name: str) -> Any:
-    """Returns an addition of PARTS."""
-    return resolve("addition", name)
 
 
 def is_reference(name: str) -> bool:

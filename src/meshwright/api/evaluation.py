@@ -15,9 +15,9 @@ from meshwright.generation.generator import Generator
 from meshwright.generation.lm_eval_model import RequestAnswers
 from meshwright.hardware.mesh import default_cache_folder
 from meshwright.models.model import Model
-from meshwright.plugins import addition
 from meshwright.runs.run import Run
 from meshwright.trainer import evaluation, loop
+from meshwright.trainer.hosts import agree_on
 from meshwright.trainer.parity import Parity, check_processes, compare_meshes
 
 
@@ -74,7 +74,7 @@ def parity(
     """
     other = MeshShape.parse(against) if isinstance(against, str) else against
     if jax.distributed.is_initialized() and jax.process_count() > 1:
-        addition("agree_on")(run)
+        agree_on(run)
     check_processes(run.mesh, other)
     prepared = loop.prepare_run(run, cache=cache or default_cache_folder(), devices=devices)
     return compare_meshes(prepared, other, steps=steps)

@@ -40,6 +40,20 @@ class LocalPlanner:
         """Predicts the step time; None where nothing is known of the devices."""
         return forecast_step(placed, self._devices, self._calibration)
 
+    def write_gaps(self, forecast: StepForecast, summary: Summary) -> list[ForecastGap]:
+        """Returns the step's parts, predicted and measured, and writes them to OUT/foresight.json."""
+        steps = max(1, summary.steps_taken)
+        data_wait, saving = summary.data_wait_seconds / steps, summary.save_seconds / steps
+        step = max(0.0, summary.step_seconds - data_wait)
+        gaps = forecast_gaps(forecast, step=step, data_wait=data_wait, saving=saving)
+        record = {"source": forecast.source, "gaps": [dataclasses.asdict(gap) for gap in gaps]}
+        file = summary.out / "foresight.json"
+        try:
+            file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:  # the training itself is done
+            warnings.warn(f"{file} could not be written: {error.strerror}", stacklevel=1)
+        return gaps
+
 
 _GENERAL_REMEDY = "a smaller --batch, more --training.microbatches, or --training.remat full (see meshwright prove)"
 
@@ -61,17 +75,3 @@ def out_of_memory(error: Exception, device_run: DeviceRun, planner: LocalPlanner
         for r in remedies
     ]
     return OutOfDeviceMemory(asked, needed, available, "\n".join(["one of", *lines]) if lines else _GENERAL_REMEDY)
-
-
-def write_gaps(forecast: StepForecast, summary: Summary) -> list[ForecastGap]:
-    """Returns the step's parts, predicted and measured, and writes them to OUT/foresight.json."""
-    steps = max(1, summary.steps_taken)
-    data_wait, saving = summary.data_wait_seconds / steps, summary.save_seconds / steps
-    gaps = forecast_gaps(forecast, step=max(0.0, summary.step_seconds - data_wait), data_wait=data_wait, saving=saving)
-    record = {"source": forecast.source, "gaps": [dataclasses.asdict(gap) for gap in gaps]}
-    file = summary.out / "foresight.json"
-    try:
-        file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:  # the training itself is done
-        warnings.warn(f"{file} could not be written: {error.strerror}", stacklevel=1)
-    return gaps

@@ -15,7 +15,7 @@ from rich.console import Console
 from meshwright.activity import watched_by
 from meshwright.bench.calibration_file import calibration_path, read_calibration
 from meshwright.hardware.mesh import default_cache_folder
-from meshwright.plugins import addition, keep_own_names
+from meshwright.plugins import keep_own_names
 from meshwright.reporters import Reporter
 from meshwright.reporters.console import ConsoleReport, Period, TokenizeReport, open_console
 from meshwright.runs.run import Run
@@ -23,7 +23,8 @@ from meshwright.runs.run_file import run_to_dict
 from meshwright.step.device_memory import OutOfDeviceMemory
 from meshwright.storage.paths import path_of
 from meshwright.trainer import loop
-from meshwright.trainer.watchdog import PREPARING, Phases, Watchdog, watching
+from meshwright.trainer.hosts import agree_on, watching
+from meshwright.trainer.watchdog import PREPARING, Phases, Watchdog
 
 if TYPE_CHECKING:
     from meshwright.api.local_planner import LocalPlanner
@@ -123,7 +124,7 @@ def train_reported(
     joined: AbstractContextManager[None] = contextlib.nullcontext()
     with contextlib.nullcontext() if progress is None else watched_by(progress):
         if several:
-            addition("agree_on")(run)
+            agree_on(run)
             joined = watching(out, Phases(PREPARING), watchdog or Watchdog())
         with joined:
             prepared = loop.prepare_run(
@@ -140,20 +141,29 @@ def train_reported(
         on_prepared(prepared, forecast)
         tracing: AbstractContextManager[loop.Trainable] = contextlib.nullcontext(prepared)
         if profile is not None:
-            tracing = addition("profiled")(prepared, profile, out, console, None if planner is None else planner.target)
-        with _memory_explained(prepared, planner), tracing as profiled:
+            from meshwright.api.profiling import profiled
+
+            tracing = profiled(prepared, profile, out, console, None if planner is None else planner.target)
+        with _memory_explained(prepared, planner), tracing as traced:
             summary = loop.train(
-                profiled,
+                traced,
                 out,
                 start="fresh" if start == "fresh" else "resume",
                 at=start if isinstance(start, int) else None,
                 data=data,
                 reporters=reporters,
-                page=lambda: addition("view")(out).write(),
+                page=lambda: _write_page(out),
                 watchdog=watchdog,
             )
-        measured = forecast is not None and summary.tokens and not jax.process_index()
-        return Trained(summary, run.model.unit, addition("write_gaps")(forecast, summary) if measured else [])
+        if planner is None or forecast is None or not summary.tokens or jax.process_index():
+            return Trained(summary, run.model.unit)
+        return Trained(summary, run.model.unit, planner.write_gaps(forecast, summary))
+
+
+def _write_page(out: Path) -> Path:
+    from meshwright.api.viewing import view  # the page is drawn after the training
+
+    return view(out).write()
 
 
 def _local_planner(devices: Sequence[Any]) -> "LocalPlanner | None":
@@ -162,8 +172,9 @@ def _local_planner(devices: Sequence[Any]) -> "LocalPlanner | None":
     calibration = read_calibration(file) if file.is_file() else None
     if calibration is None and devices[0].platform == "cpu":
         return None
-    planner: LocalPlanner = addition("LocalPlanner")(devices, calibration)
-    return planner
+    from meshwright.api.local_planner import LocalPlanner
+
+    return LocalPlanner(devices, calibration)
 
 
 def _choose_for_devices(run: Run, devices: Sequence[Any]) -> Run:
@@ -180,4 +191,6 @@ def _memory_explained(prepared: loop.Trainable, planner: "LocalPlanner | None") 
     except (OutOfDeviceMemory, jax.errors.JaxRuntimeError) as error:
         if not isinstance(error, OutOfDeviceMemory) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise addition("out_of_memory")(error, prepared.device_run, planner) from error
+        from meshwright.api.local_planner import out_of_memory
+
+        raise out_of_memory(error, prepared.device_run, planner) from error

@@ -53,10 +53,10 @@ from meshwright.checkpoint.tensors import (
 )
 from meshwright.errors import CheckpointError, MeshwrightError, StorageError
 from meshwright.hardware.hosts import store
-from meshwright.plugins import addition
 from meshwright.sharding.params import Tree, named_leaves
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.storage.paths import bucket_path, in_bucket, path_of, remove_tree
+from meshwright.storage.transfer import move_tree
 
 _READERS = 8
 """Tensors that are read at a time."""
@@ -310,7 +310,7 @@ class Checkpoints:
                 while target.exists():
                     target, number = aside / f"{step}.{number}", number + 1
                 if in_bucket(self.folder):
-                    addition("move_tree")(self.folder / str(step), target, last=(MANIFEST,))
+                    move_tree(self.folder / str(step), target, last=(MANIFEST,))
                 else:
                     aside.mkdir(exist_ok=True)
                     os.replace(self.folder / str(step), target)

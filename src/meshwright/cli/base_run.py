@@ -9,7 +9,6 @@ import tyro
 
 from meshwright.cli.parse import parse, value_of
 from meshwright.errors import ConfigError
-from meshwright.plugins import addition
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import read_run
@@ -51,7 +50,9 @@ def base_run(args: Sequence[str]) -> Base:
     if recipe == "":
         raise ConfigError("a recipe without a name", "the first argument is empty", "leave it out for tiny")
     if recipe is not None and recipe.endswith(".json"):
-        plan = addition("read_plan")(Path(recipe))
+        from meshwright.planner.plan_file import read_plan
+
+        plan = read_plan(Path(recipe))
         return Base(plan.run, args, plan.target)
     return Base(find_recipe(recipe or "tiny"), args)
 

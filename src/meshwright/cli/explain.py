@@ -1,6 +1,7 @@
-"""Help of a verb, and the errors of command lines that cannot be parsed; loaded when one is asked for or made."""
+"""Options of a verb, its help, and the errors of command lines that cannot be parsed."""
 
 import contextlib
+import dataclasses
 import difflib
 import inspect
 import re
@@ -12,7 +13,6 @@ from typing import Any
 import tyro
 
 from meshwright.aliases import MESH_OPTIONS, OPTIONS, SETTINGS
-from meshwright.cli.parse import Option
 from meshwright.errors import ConfigError
 
 COMMON = ("--out", "--on", "--mesh", "--steps", "--batch", "--seq", "--lr", "--data", "--devices", "--resume")
@@ -21,6 +21,39 @@ _COLUMN = 30
 """Column of the help at which descriptions begin."""
 _RECIPE_OPTIONS = ("model", "recipe", "preset", "model_name", "model_name_or_path")
 """Options of other trainers for what is the first argument here."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Option:
+    """One option, or one positional argument."""
+
+    names: tuple[str, ...]
+    """Spellings, shortest first; a positional argument has one without dashes."""
+    path: tuple[str, ...]
+    """Fields that lead to it from the verb's dataclass: `("run", "training", "steps")`."""
+    metavar: str
+    """Values that it takes: `N`, `TEXT ...`, or empty for a switch."""
+    choices: tuple[str, ...]
+    """Legal values; empty accepts any."""
+    default: Any
+    """Default value; `tyro.MISSING` of an option that must be given."""
+    doc: str
+    """Description: the string literal below the field."""
+    group: str
+    """Heading in the help: `training`, `model (Llama)`, `run`, or empty for the verb's own."""
+    fixed: bool = False
+    """Whether only a recipe, a run file or Python sets it."""
+
+    @property
+    def positional(self) -> bool:
+        """Whether it is given without a name."""
+        return not self.names[0].startswith("--")
+
+    @property
+    def gist(self) -> str:
+        """First sentence of the description, after a space."""
+        sentence = self.doc.partition(". ")[0].rstrip(".")
+        return f" {sentence}." if sentence else ""
 
 
 def format_help(usage: str, kind: type, options: Sequence[Option]) -> str:

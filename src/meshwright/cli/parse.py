@@ -15,44 +15,11 @@ from typing import Annotated, Any, Literal
 import docstring_parser
 import tyro
 
+from meshwright.cli.explain import Option, format_help, refused_error, stray_error, unknown_error
 from meshwright.cli.output import write
 from meshwright.errors import ConfigError
-from meshwright.plugins import addition
 
 _CONFIG = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Option:
-    """One option, or one positional argument."""
-
-    names: tuple[str, ...]
-    """Spellings, shortest first; a positional argument has one without dashes."""
-    path: tuple[str, ...]
-    """Fields that lead to it from the verb's dataclass: `("run", "training", "steps")`."""
-    metavar: str
-    """Values that it takes: `N`, `TEXT ...`, or empty for a switch."""
-    choices: tuple[str, ...]
-    """Legal values; empty accepts any."""
-    default: Any
-    """Default value; `tyro.MISSING` of an option that must be given."""
-    doc: str
-    """Description: the string literal below the field."""
-    group: str
-    """Heading in the help: `training`, `model (Llama)`, `run`, or empty for the verb's own."""
-    fixed: bool = False
-    """Whether only a recipe, a run file or Python sets it."""
-
-    @property
-    def positional(self) -> bool:
-        """Whether it is given without a name."""
-        return not self.names[0].startswith("--")
-
-    @property
-    def gist(self) -> str:
-        """First sentence of the description, after a space."""
-        sentence = self.doc.partition(". ")[0].rstrip(".")
-        return f" {sentence}." if sentence else ""
 
 
 def parse[Options](kind: type[Options], verb: str, args: Sequence[str], *, default: Options | None = None) -> Options:
@@ -72,7 +39,7 @@ def parse[Options](kind: type[Options], verb: str, args: Sequence[str], *, defau
     command = f"meshwright {verb.split()[0]}"
     if "-h" in args or "--help" in args:
         positional = "".join(f" {option.names[0]}" for option in options if option.positional)
-        write(addition("format_help")(f"meshwright {verb}{positional} [options]", kind, options) + "\n")
+        write(format_help(f"meshwright {verb}{positional} [options]", kind, options) + "\n")
         raise SystemExit(0)
     by_name = {name: option for option in options for name in option.names}
     words, given = _gather(command, args, by_name)
@@ -88,11 +55,11 @@ def parse[Options](kind: type[Options], verb: str, args: Sequence[str], *, defau
                 config=_CONFIG,
             )
     except SystemExit as error:
-        raise addition("refused_error")(command, complaint.getvalue(), by_name, given) from error
+        raise refused_error(command, complaint.getvalue(), by_name, given) from error
     except ValueError as error:  # the checks of a configuration from outside the package
         raise ConfigError(f"{command} {' '.join(args)}", str(error), f"{command} --help") from error
     if strays:
-        raise addition("stray_error")(command, strays[0], args, options)
+        raise stray_error(command, strays[0], args, options)
     return parsed
 
 
@@ -245,7 +212,7 @@ def _gather(command: str, args: Sequence[str], by_name: dict[str, Option]) -> tu
             following = (
                 [value] if equals else [*itertools.takewhile(lambda word: not word.startswith("--"), args[i + 1 :])]
             )
-            raise addition("unknown_error")(command, name, following, by_name)
+            raise unknown_error(command, name, following, by_name)
         values = given.setdefault(option, [])
         if not option.metavar.endswith("..."):
             values.clear()

@@ -41,7 +41,6 @@ from meshwright.planner.offers import (
 )
 from meshwright.planner.plan_file import prediction_json, write_plan
 from meshwright.planner.search import Plan, SearchResult, price_mesh
-from meshwright.plugins import addition
 from meshwright.reporters.console import open_console
 from meshwright.views.blocks import Column, Table, Text
 from meshwright.views.plan_page import offer_page, plan_page, plans_table, print_decode_prices
@@ -49,7 +48,7 @@ from meshwright.views.report import Report, Section, print_sections
 from meshwright.views.terminal import print_blocks
 
 if TYPE_CHECKING:
-    from meshwright.api.proving import Proof, Tuned
+    from meshwright.api.proving import Proof
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -285,7 +284,9 @@ def _compile(options: PlanOptions, found: SearchResult, console: Console) -> tup
     def say(line: str) -> None:
         console.print(f"[dim]{escape(line)}[/]")
 
-    proofs: list[Proof] = addition("prove_best")(found.plans[: max(1, options.prove)], found.target, options.limit, say)
+    from meshwright.api.proving import prove_best, tune
+
+    proofs = prove_best(found.plans[: max(1, options.prove)], found.target, options.limit, say)
     best = proofs[0]
     headings = ["plan", "step, planned", "step, simulated", "memory, planned", "memory, compiled", "compile time"]
     rows = [
@@ -305,7 +306,7 @@ def _compile(options: PlanOptions, found: SearchResult, console: Console) -> tup
     print_sections(console, sections)
     figures: dict[str, Any] = {"proofs": [proof.to_json() for proof in proofs]}
     if options.tune:
-        tuned: Tuned = addition("tune")(best, found.target, options.limit, say)
+        tuned = tune(best, found.target, options.limit, say)
         rows = [["(as planned)", _step(best), _bytes(best), ""]]
         for name, proof in tuned.tried:
             rows.append([name, _step(proof), _bytes(proof), "kept" if name in tuned.kept else proof.refused])

@@ -18,7 +18,6 @@ from meshwright.cli.parse import parse, value_of
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_step
 from meshwright.launching.restarts import Restarts
-from meshwright.plugins import addition
 from meshwright.reporters.console import ConsoleReport, Period, open_console
 from meshwright.runs.run_file import run_in_folder
 from meshwright.storage.paths import path_of
@@ -81,7 +80,9 @@ def run_training(options: TrainOptions, words: Sequence[str]) -> int:
         rest = [word for word in words[1:] if word != "--supervise"]
         rest += [] if options.out else ["--out", str(out)]
         limits = (options.restarts, options.watchdog)
-        code: int = addition("supervise")(words[0], rest, options.run, out, hosts, options.devices, limits)
+        from meshwright.launching.supervise import supervise
+
+        code: int = supervise(words[0], rest, options.run, out, hosts, options.devices, limits)
         return code
     console = open_console(sys.stderr if options.json else sys.stdout)
     console.quiet = hosts.process != 0
@@ -93,7 +94,9 @@ def run_training(options: TrainOptions, words: Sequence[str]) -> int:
         else:
             print_prepared_run(console, prepared)
             if options.run.init_from is not None and start == "fresh" and options.at is None:
-                console.print(addition("describe_initial_weights")(prepared.device_run.run), markup=False)
+                from meshwright.checkpoint.initial_weights import describe_initial_weights
+
+                console.print(describe_initial_weights(prepared.device_run.run), markup=False)
         if forecast is not None:
             console.print(
                 f"predicted: {format_step(forecast.step)} per step, of which {format_step(forecast.exposed)} is "

@@ -10,8 +10,7 @@ import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
 
-from meshwright.data.readers import Place, Records
-from meshwright.documents import check_inside, read_json
+from meshwright.data.sources import Place, Records
 from meshwright.errors import DataError
 
 _ROWS = 1024
@@ -139,40 +138,3 @@ def _values(column: Any) -> list[str | bytes | None]:
         return column.to_pylist()
     except UnicodeDecodeError:
         return [text_or_bytes(value) for value in column.cast("large_binary").to_pylist()]
-
-
-def saved_files(folder: Path) -> list[Path] | None:
-    """Returns the Arrow files of a folder that `save_to_disk` of `datasets` wrote, in order; None for another folder.
-
-    Raises DataError where the folder has several splits, the description names a file outside it, or rows are selected
-    by an index that is kept beside them.
-    """
-    file = folder / "dataset_dict.json"
-    has_splits = file.is_file()
-    file = file if has_splits else folder / "state.json"
-    try:
-        record = read_json(file)
-        if not isinstance(record, dict):
-            raise ValueError("it is no object")
-        if not has_splits and "_data_files" not in record:
-            return None
-        names = (record.get("splits") or []) if has_splits else [entry["filename"] for entry in record["_data_files"]]
-        if has_splits and (not names or any(Path(name).name != name or name == ".." for name in names)):
-            raise ValueError(f"it names no splits that are folders in it: {', '.join(names) or 'none'}")
-        if not names:
-            raise ValueError("it names no files")
-        if any(Path(name).name != name for name in names):
-            raise ValueError("it names a file outside the folder")
-        if not has_splits and (len(set(names)) < len(names) or any(not name.endswith(".arrow") for name in names)):
-            raise ValueError("it names a file twice, or one that is not .arrow")
-        files = [folder / name for name in names]
-        check_inside(folder, files)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"reading {file}", f"{error}", "save the dataset again") from error
-    if has_splits and len(names) > 1:
-        raise DataError(f"--data {folder}", f"it is a dataset with the splits {', '.join(names)}", f"--data {files[0]}")
-    if has_splits:
-        return saved_files(files[0])
-    if record.get("_indices_files") or record.get("_indices_data_files"):
-        raise DataError(f"--data {folder}", "an index beside it selects its rows", "dataset.flatten_indices() and save")
-    return files

@@ -27,8 +27,8 @@ import numpy as np
 from meshwright.config import Data
 from meshwright.data.chat import ChatTemplate, Message, check_jinja, read_chat_template
 from meshwright.data.corpus import Corpus, local_data, parse_source, share
-from meshwright.data.readers import Records, decompressed, kind_of_value, read_json_lines
-from meshwright.data.sources import kind_of
+from meshwright.data.readers import decompressed, kind_of_value, read_json_lines
+from meshwright.data.sources import Records, kind_of
 from meshwright.data.subwords import Subwords, check_unicode
 from meshwright.data.token_writer import TokenWriter, write_description
 from meshwright.data.tokenizers import Bytes, Chars, Tokenizer, build_tokenizer, with_begin

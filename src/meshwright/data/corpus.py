@@ -11,36 +11,21 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
 from meshwright.data.sources import open_source
-from meshwright.data.tokenizers import Bytes, Tokenizer, build_tokenizer, is_learned
-from meshwright.data.tokens import TokenFile, is_token_file, open_tokens
+from meshwright.data.tokenizers import Bytes, Tokenizer, build_tokenizer, is_learned, spec_identity
+from meshwright.data.tokenizing import learn_tokenizer, tokenize
+from meshwright.data.tokens import Progress, TokenFile, is_token_file, open_tokens
 from meshwright.documents import parse_json
 from meshwright.errors import DataError
-from meshwright.plugins import addition
 from meshwright.storage.paths import in_bucket, path_of
+from meshwright.storage.transfer import local_copy
 
 _VERSION = "3"
 """First line of what a token file's name in the cache is the hash of. Formats 2 and 3 hold the same tokens."""
-
-
-class Progress(Protocol):
-    """Display of a tokenisation that is under way."""
-
-    def update(self, label: str, read: float, size: float, files: tuple[int, int], tokens: int) -> None:
-        """Takes bytes read of those there are (0: not known), files read of those there are, and tokens written."""
-        ...
-
-    def write(self, text: str) -> None:
-        """Takes a line for the user."""
-        ...
-
-    def close(self) -> None:
-        """Called once, at the end."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +121,9 @@ def share(cache: Path, progress: Progress | None, make: Callable[[], dict[str, P
     # Asking for the number of processes first would start the devices.
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return make()
-    folders: dict[str, Path] = addition("share_folders")(cache / "tokens", progress, make)
+    from meshwright.data.sharing import share_folders
+
+    folders: dict[str, Path] = share_folders(cache / "tokens", progress, make)
     return folders
 
 
@@ -161,18 +148,13 @@ def local_data(paths: Sequence[str], spec: str, cache: Path) -> tuple[tuple[str,
     """
 
     def local(location: str) -> str:
-        return str(addition("local_copy")(path_of(location), cache)) if in_bucket(location) else location
+        return str(local_copy(path_of(location), cache)) if in_bucket(location) else location
 
     def local_source(text: str) -> str:
         path, equals, weight = text.rpartition("=")
         return f"{local(path)}={weight}" if equals and "/" not in weight and in_bucket(text) else local(text)
 
     return tuple(map(local_source, paths)), local(spec)
-
-
-def spec_identity(spec: str) -> str:
-    """Returns the tokenizer itself where `spec` is a file, whose name and spaces do not matter."""
-    return build_tokenizer(spec).to_json() if os.path.isfile(spec) else spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +196,7 @@ class _Reading:
                 spec = str(own)
         elif learned is not None:
             if not learned.is_file():
-                addition("learn_tokenizer")(paths, spec, self.text_field, self.bad_records, learned)
+                learn_tokenizer(paths, spec, self.text_field, self.bad_records, learned)
             spec = str(learned)
         return {path: self._load(path, spec) for path in paths}
 
@@ -225,9 +207,9 @@ class _Reading:
             if found.skipped.get("share", 0.0) <= self.bad_records:
                 return found
             shutil.rmtree(folder)  # more records were skipped than is allowed now: refused like the text itself
-        options = {"text_field": self.text_field, "bad_records": self.bad_records, "progress": self.progress}
-        tokens: TokenFile = addition("tokenize")(path, spec, folder, **options)
-        return tokens
+        return tokenize(
+            path, spec, folder, text_field=self.text_field, bad_records=self.bad_records, progress=self.progress
+        )
 
     def _learned_file(self, paths: Sequence[str]) -> Path:
         """Returns the file of the tokenizer that is learned from all `paths` together."""

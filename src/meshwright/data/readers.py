@@ -5,21 +5,18 @@ Bad records are counted with their places, and refused where more of them are ba
 
 import bz2
 import csv
-import dataclasses
 import gzip
 import io
 import itertools
-import json
 import lzma
 import os
 import shlex
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
-import msgspec
 import numpy as np
 
 from meshwright.data.sources import (
@@ -30,21 +27,19 @@ from meshwright.data.sources import (
     Documents,
     FileDocuments,
     FunctionDocuments,
+    Place,
+    Records,
     StandardInput,
     kind_of,
 )
 from meshwright.documents import RepeatedNameError, open_bytes, parse_json, unique_object
 from meshwright.errors import DataError, describe_failure
-from meshwright.formatting import printable
-from meshwright.plugins import addition
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 LARGEST = 2**30
 """Largest record in bytes: a line, or a text file."""
-_EXAMPLES = 20
-"""Bad records that are kept with their places in `tokens.json`; all of them are in `skipped.jsonl`."""
 _SHOWN = 12
 """Fields or columns that an error lists."""
 _WIDE = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
@@ -54,111 +49,6 @@ _PACKED = {b"\x1f\x8b": ".gz", b"\xfd7zXZ": ".xz", b"\x28\xb5\x2f\xfd": ".zst", 
 _UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError, LookupError, RuntimeError, MemoryError)
 """Errors of damaged files; those of pyarrow and of the decoders are subclasses."""
 _MISSING = object()
-
-
-class Place(NamedTuple):
-    """Place of a record, for errors: `FILE, line 7`."""
-
-    file: Path | str
-    unit: str = ""
-    """`line`, `row` or `document`; empty where the file is the record."""
-    number: int = 0
-
-    def __str__(self) -> str:
-        name = printable(str(self.file))  # line feeds too
-        return f"{name}, {self.unit} {self.number}" if self.unit else name
-
-
-@dataclasses.dataclass
-class _Counts:
-    """Counts that `Records` keeps of an interrupted reading, as JSON values."""
-
-    read: int = 0
-    empty: int = 0
-    bad: int = 0
-    examples: list[str] = dataclasses.field(default_factory=list)
-    file: int = 0
-    """Files read to their end, in the order of reading."""
-    number: int = 0
-    """Lines, rows or documents read of the next file."""
-    crc: int = 0
-    """CRC-32 of the lines read of it."""
-    logged: int = 0
-    """Bytes written to `Records.log`."""
-
-
-class Records(_Counts):
-    """Counts and position of one reading of a source.
-
-    source: entry of `data.paths`.  share: largest share of records that may be bad.
-    """
-
-    def __init__(self, source: str, share: float = 0.0):
-        super().__init__()
-        self.source, self.share = source, share
-        self.place = Place("")
-        """Place of the last document."""
-        self.log: IO[bytes] | None = None
-        """File that takes every skipped record as a line of JSON."""
-        self.bytes_before = 0
-        """Bytes of the files before the one that is being read."""
-        self.bytes_here: Callable[[], float] = float
-        """Returns the bytes read of that one."""
-
-    def text(self, text: str, place: Place) -> str | None:
-        """Counts a document and returns its text without a byte-order mark; None where it is empty or bad."""
-        text = text.removeprefix("\ufeff")
-        if "\0" in text:
-            at = text.index("\0") + 1
-            self.skip(place, f"character {at} is NUL, which no text has: binary data, or part of a damaged file")
-            return None
-        if not text.isascii():
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError as error:
-                self.skip(place, f"character {error.start + 1} is half of a surrogate pair, which is no text")
-                return None
-        self.read += 1
-        self.empty += not text
-        self.place = place
-        return text or None
-
-    def skip(self, place: Place, reason: str, fix: str = "repair it") -> None:
-        """Counts a bad record. Raises DataError where none may be skipped."""
-        if not self.share:
-            fix = f"{fix}, or --faults.bad-records 0.001 to skip up to a thousandth"
-            raise DataError(f"reading {place}", reason, fix)
-        self.read += 1
-        self.bad += 1
-        if len(self.examples) < _EXAMPLES:
-            self.examples.append(f"{place}: {reason}")
-        if self.log is not None:
-            where: dict[str, Any] = {"file": str(place.file), **({place.unit: place.number} if place.unit else {})}
-            self.logged += self.log.write(json.dumps({**where, "reason": reason}).encode() + b"\n")
-
-    def check(self) -> None:
-        """Raises DataError where more records were bad than may be skipped; called when all are read."""
-        if self.bad > self.share * self.read:
-            raise DataError(
-                f"--data {self.source}",
-                f"{self.bad:,} of {self.read:,} records cannot be read, {self.bad / self.read:.2%}, and "
-                f"--faults.bad-records {self.share:g} allows {self.share:.2%}; "
-                f"the first: {'; '.join(self.examples[:3])}",
-                f"repair them, or --faults.bad-records {self.bad / self.read * 1.01:.2g}",
-            )
-
-    def summary(self) -> dict[str, Any]:
-        """Returns the counts as JSON values."""
-        share = self.bad / self.read if self.read else 0.0
-        return {"read": self.read, "empty": self.empty, "bad": self.bad, "share": share, "examples": self.examples}
-
-    def state(self) -> dict[str, Any]:
-        """Returns counts and position as JSON values, from which `resume` goes on."""
-        return dataclasses.asdict(self)
-
-    def resume(self, state: dict[str, Any]) -> None:
-        """Takes counts and position of an earlier reading. Raises ValueError for anything else."""
-        vars(self).update(vars(msgspec.convert(state, _Counts)))
 
 
 def read_documents(source: Documents, records: Records) -> Iterator[str]:
@@ -190,7 +80,9 @@ def _read_files(source: FileDocuments, records: Records) -> Iterator[str]:
             with open_bytes(file) as raw:
                 size, records.bytes_here = os.fstat(raw.fileno()).st_size, raw.tell
                 if (kind := kind_of(file.name)[0]) in COLUMNS:
-                    yield from addition("read_columns")(file, raw, kind, records, source.field)
+                    from meshwright.data.columns import read_columns
+
+                    yield from read_columns(file, raw, kind, records, source.field)
                 else:
                     yield from _read_texts(file, raw, records, source.field)
                 records.bytes_before, records.bytes_here = records.bytes_before + size, float
@@ -227,7 +119,9 @@ def decompressed(raw: IO[bytes], compression: str) -> IO[bytes]:
     if compression == ".gz":
         return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
     if compression == ".zst":
-        return io.BufferedReader(addition("zstd_stream")(raw), 2**18)
+        from meshwright.data.columns import zstd_stream
+
+        return io.BufferedReader(zstd_stream(raw), 2**18)
     decoder = bz2.BZ2Decompressor if compression == ".bz2" else lzma.LZMADecompressor
     return io.BufferedReader(_Streams(raw, decoder), 2**18)
 

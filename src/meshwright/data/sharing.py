@@ -11,8 +11,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from meshwright.data.corpus import Progress
-from meshwright.data.tokens import is_token_file
+from meshwright.data.tokens import Progress, is_token_file
 from meshwright.hardware.agreement import answer_of_the_first
 
 _PIECE = 2**26

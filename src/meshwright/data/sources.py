@@ -7,18 +7,20 @@ import dataclasses
 import glob
 import hashlib
 import inspect
+import json
 import os
 import stat
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, Any, NamedTuple
 
+import msgspec
+
+from meshwright.documents import check_inside, read_json
 from meshwright.errors import DataError
-from meshwright.plugins import addition, is_reference, load
-
-if TYPE_CHECKING:
-    from meshwright.data.readers import Records
+from meshwright.formatting import printable
+from meshwright.plugins import is_reference, load
 
 STDIN = "-"
 """Source that is read from standard input, once."""
@@ -36,16 +38,117 @@ _KINDS = (
 )
 
 
+_EXAMPLES = 20
+"""Bad records that are kept with their places in `tokens.json`; all of them are in `skipped.jsonl`."""
+
+
+class Place(NamedTuple):
+    """Place of a record, for errors: `FILE, line 7`."""
+
+    file: Path | str
+    unit: str = ""
+    """`line`, `row` or `document`; empty where the file is the record."""
+    number: int = 0
+
+    def __str__(self) -> str:
+        name = printable(str(self.file))  # line feeds too
+        return f"{name}, {self.unit} {self.number}" if self.unit else name
+
+
+@dataclasses.dataclass
+class _Counts:
+    """Counts that `Records` keeps of an interrupted reading, as JSON values."""
+
+    read: int = 0
+    empty: int = 0
+    bad: int = 0
+    examples: list[str] = dataclasses.field(default_factory=list)
+    file: int = 0
+    """Files read to their end, in the order of reading."""
+    number: int = 0
+    """Lines, rows or documents read of the next file."""
+    crc: int = 0
+    """CRC-32 of the lines read of it."""
+    logged: int = 0
+    """Bytes written to `Records.log`."""
+
+
+class Records(_Counts):
+    """Counts and position of one reading of a source.
+
+    source: entry of `data.paths`.  share: largest share of records that may be bad.
+    """
+
+    def __init__(self, source: str, share: float = 0.0):
+        super().__init__()
+        self.source, self.share = source, share
+        self.place = Place("")
+        """Place of the last document."""
+        self.log: IO[bytes] | None = None
+        """File that takes every skipped record as a line of JSON."""
+        self.bytes_before = 0
+        """Bytes of the files before the one that is being read."""
+        self.bytes_here: Callable[[], float] = float
+        """Returns the bytes read of that one."""
+
+    def text(self, text: str, place: Place) -> str | None:
+        """Counts a document and returns its text without a byte-order mark; None where it is empty or bad."""
+        text = text.removeprefix("\ufeff")
+        if "\0" in text:
+            at = text.index("\0") + 1
+            self.skip(place, f"character {at} is NUL, which no text has: binary data, or part of a damaged file")
+            return None
+        if not text.isascii():
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                self.skip(place, f"character {error.start + 1} is half of a surrogate pair, which is no text")
+                return None
+        self.read += 1
+        self.empty += not text
+        self.place = place
+        return text or None
+
+    def skip(self, place: Place, reason: str, fix: str = "repair it") -> None:
+        """Counts a bad record. Raises DataError where none may be skipped."""
+        if not self.share:
+            fix = f"{fix}, or --faults.bad-records 0.001 to skip up to a thousandth"
+            raise DataError(f"reading {place}", reason, fix)
+        self.read += 1
+        self.bad += 1
+        if len(self.examples) < _EXAMPLES:
+            self.examples.append(f"{place}: {reason}")
+        if self.log is not None:
+            where: dict[str, Any] = {"file": str(place.file), **({place.unit: place.number} if place.unit else {})}
+            self.logged += self.log.write(json.dumps({**where, "reason": reason}).encode() + b"\n")
+
+    def check(self) -> None:
+        """Raises DataError where more records were bad than may be skipped; called when all are read."""
+        if self.bad > self.share * self.read:
+            raise DataError(
+                f"--data {self.source}",
+                f"{self.bad:,} of {self.read:,} records cannot be read, {self.bad / self.read:.2%}, and "
+                f"--faults.bad-records {self.share:g} allows {self.share:.2%}; "
+                f"the first: {'; '.join(self.examples[:3])}",
+                f"repair them, or --faults.bad-records {self.bad / self.read * 1.01:.2g}",
+            )
+
+    def summary(self) -> dict[str, Any]:
+        """Returns the counts as JSON values."""
+        share = self.bad / self.read if self.read else 0.0
+        return {"read": self.read, "empty": self.empty, "bad": self.bad, "share": share, "examples": self.examples}
+
+    def state(self) -> dict[str, Any]:
+        """Returns counts and position as JSON values, from which `resume` goes on."""
+        return dataclasses.asdict(self)
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Takes counts and position of an earlier reading. Raises ValueError for anything else."""
+        vars(self).update(vars(msgspec.convert(state, _Counts)))
+
+
 class Documents:
     """Documents of one source. `read` may be called several times and yields the same documents each time."""
-
-    def read(self, records: "Records") -> Iterator[str]:
-        """Yields the documents that are not empty from the position of `records` on, and counts what it reads there.
-
-        Raises DataError where the source cannot be read, or too many records are bad.
-        """
-        documents: Iterator[str] = addition("read_documents")(self, records)
-        return documents
 
     def fingerprint(self) -> list[str]:
         """Returns lines of text that change when the documents do; token files are cached under their hash."""
@@ -195,7 +298,7 @@ def find_files(path: str) -> list[Path]:
         raise DataError("--data ''", "it is no name", _KINDS)
     if os.path.isdir(path):  # false for names that no file can have
         if (location / "dataset_dict.json").is_file() or (location / "state.json").is_file():
-            saved: list[Path] | None = addition("saved_files")(location)
+            saved: list[Path] | None = saved_files(location)
             if saved:
                 return saved
         found = sorted(_walk(path), key=lambda file: file.split(os.sep))
@@ -261,3 +364,40 @@ def _stdlib() -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
     folders = (root, *(root / name for name in _STDLIB.split()))
     return sorted(f for folder in folders for f in folder.glob("*.py") if f.stat().st_size > 0)
+
+
+def saved_files(folder: Path) -> list[Path] | None:
+    """Returns the Arrow files of a folder that `save_to_disk` of `datasets` wrote, in order; None for another folder.
+
+    Raises DataError where the folder has several splits, the description names a file outside it, or rows are selected
+    by an index that is kept beside them.
+    """
+    file = folder / "dataset_dict.json"
+    has_splits = file.is_file()
+    file = file if has_splits else folder / "state.json"
+    try:
+        record = read_json(file)
+        if not isinstance(record, dict):
+            raise ValueError("it is no object")
+        if not has_splits and "_data_files" not in record:
+            return None
+        names = (record.get("splits") or []) if has_splits else [entry["filename"] for entry in record["_data_files"]]
+        if has_splits and (not names or any(Path(name).name != name or name == ".." for name in names)):
+            raise ValueError(f"it names no splits that are folders in it: {', '.join(names) or 'none'}")
+        if not names:
+            raise ValueError("it names no files")
+        if any(Path(name).name != name for name in names):
+            raise ValueError("it names a file outside the folder")
+        if not has_splits and (len(set(names)) < len(names) or any(not name.endswith(".arrow") for name in names)):
+            raise ValueError("it names a file twice, or one that is not .arrow")
+        files = [folder / name for name in names]
+        check_inside(folder, files)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"reading {file}", f"{error}", "save the dataset again") from error
+    if has_splits and len(names) > 1:
+        raise DataError(f"--data {folder}", f"it is a dataset with the splits {', '.join(names)}", f"--data {files[0]}")
+    if has_splits:
+        return saved_files(files[0])
+    if record.get("_indices_files") or record.get("_indices_data_files"):
+        raise DataError(f"--data {folder}", "an index beside it selects its rows", "dataset.flatten_indices() and save")
+    return files

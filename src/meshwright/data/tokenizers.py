@@ -9,9 +9,9 @@ from typing import Protocol
 
 import numpy as np
 
+from meshwright.data.subwords import Subwords, train_bpe
 from meshwright.documents import LARGE, parse_json, read_text
 from meshwright.errors import DataError
-from meshwright.plugins import addition
 from meshwright.storage.paths import in_bucket, path_of
 
 
@@ -132,7 +132,7 @@ def tokenizer_from_json(text: str) -> Tokenizer:
         if not isinstance(letters, str) or not letters or any(a >= b for a, b in itertools.pairwise(letters)):
             raise DataError(asked, "its letters are no characters in order", fix)
         return Chars(letters)
-    subwords: Tokenizer = addition("subwords")(text)
+    subwords: Tokenizer = Subwords(text)
     return subwords
 
 
@@ -151,7 +151,7 @@ def build_tokenizer(spec: str, documents: Iterable[str] = ()) -> Tokenizer:
     if spec.startswith("bpe:"):
         if not spec[4:].isdecimal() or len(spec) > 14 or int(spec[4:]) >= 2**31:
             raise DataError(asked, f"{spec[4:]!r} is not a number of tokens below 2^31", "bpe:4096")
-        learned: Tokenizer = addition("train_bpe")(documents, int(spec[4:]))
+        learned: Tokenizer = train_bpe(documents, int(spec[4:]))
         return learned
     if not (path_of(spec).is_file() if in_bucket(spec) else os.path.isfile(spec)):
         raise DataError(asked, "no such file, and no known kind", "bytes, chars, bpe:SIZE or a tokenizer.json")
@@ -161,3 +161,8 @@ def build_tokenizer(spec: str, documents: Iterable[str] = ()) -> Tokenizer:
         raise DataError(asked, f"it cannot be read: {error}", "a tokenizer.json") from error
     except DataError as error:
         raise DataError(asked, f"{error.asked}: {error.truth}", error.fix) from error
+
+
+def spec_identity(spec: str) -> str:
+    """Returns the tokenizer itself where `spec` is a file, whose name and spaces do not matter."""
+    return build_tokenizer(spec).to_json() if os.path.isfile(spec) else spec

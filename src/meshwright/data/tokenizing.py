@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.corpus import Progress, spec_identity
 from meshwright.data.encoding import BATCH, TextBatch, encode
-from meshwright.data.readers import Place, Records
-from meshwright.data.sources import STDIN, Documents, open_source
+from meshwright.data.readers import read_documents
+from meshwright.data.sources import STDIN, Documents, Place, Records, open_source
 from meshwright.data.token_writer import PROGRESS, SHARD_TOKENS, TokenWriter, read_progress, write_description
-from meshwright.data.tokenizers import Tokenizer, build_tokenizer, is_learned, tokenizer_from_json
-from meshwright.data.tokens import BLOCK, SKIPPED, TokenFile, is_token_file, open_tokens
+from meshwright.data.tokenizers import Tokenizer, build_tokenizer, is_learned, spec_identity, tokenizer_from_json
+from meshwright.data.tokens import BLOCK, SKIPPED, Progress, TokenFile, is_token_file, open_tokens
 from meshwright.documents import LARGE, read_text, write_atomically
 from meshwright.errors import DataError
 
@@ -74,7 +73,7 @@ def tokenize(
 def learn_tokenizer(paths: Sequence[str], spec: str, text_field: str, bad_records: float, file: Path) -> None:
     """Writes the tokenizer that is learned from all of several sources into `file`. Raises DataError."""
     sources = ((path, open_source(path, text_field)) for path in paths)
-    documents = (text for path, source in sources for text in source.read(Records(path, bad_records)))
+    documents = (text for path, source in sources for text in read_documents(source, Records(path, bad_records)))
     text = build_tokenizer(spec, documents).to_json()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +172,7 @@ class _Tokenisation:
 
         def documents() -> Iterator[str]:
             size = 0
-            for text in self.source.read(records):
+            for text in read_documents(self.source, records):
                 size += len(text)
                 if size > BATCH:
                     display(0)
@@ -239,7 +238,7 @@ class _Tokenisation:
         """Yields documents in batches, each with the position before it."""
         records = self.records
         texts, places, size, before = list[str](), list[Place](), 0, records.state()
-        for text in self.source.read(records):
+        for text in read_documents(self.source, records):
             texts.append(text)
             places.append(records.place)
             size += len(text)

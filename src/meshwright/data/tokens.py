@@ -14,7 +14,7 @@ import os
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -31,6 +31,22 @@ SKIPPED = "skipped.jsonl"
 """File with a line for every record that was left out; training does not read it."""
 HASHED = ("ends.npy", "sums.bin", "tokenizer.json")
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+
+
+class Progress(Protocol):
+    """Display of a tokenisation that is under way."""
+
+    def update(self, label: str, read: float, size: float, files: tuple[int, int], tokens: int) -> None:
+        """Takes bytes read of those there are (0: not known), files read of those there are, and tokens written."""
+        ...
+
+    def write(self, text: str) -> None:
+        """Takes a line for the user."""
+        ...
+
+    def close(self) -> None:
+        """Called once, at the end."""
+        ...
 
 
 class TokenArray:

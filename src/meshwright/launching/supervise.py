@@ -30,7 +30,7 @@ from meshwright.errors import CheckpointError, HostError, StorageError
 from meshwright.hardware.hosts import PORT, Hosts
 from meshwright.heartbeat import beating
 from meshwright.launching.restarts import Restarts, restarts
-from meshwright.plugins import addition, options_of_child
+from meshwright.plugins import options_of_child
 from meshwright.runs.run import Run
 from meshwright.storage.paths import bucket_path, in_bucket
 from meshwright.trainer.watchdog import BEATS, Watchdog
@@ -178,7 +178,9 @@ class Supervisors:
             start = dataclasses.replace(start, coordinator=f"{members[start.members[0]].address}:{port}")
         before = self._last_start()
         total = int(devices or (run.mesh.size if run.mesh else 0) or before.get("devices", 0))
-        plan = addition("plan_for_fewer")(run, len(members), total // self.hosts.processes, str(before.get("kind", "")))
+        from meshwright.planner.fewer_devices import plan_for_fewer
+
+        plan = plan_for_fewer(run, len(members), total // self.hosts.processes, str(before.get("kind", "")))
         changed = {f"--training.{name.replace('_', '-')}": str(value) for name, value in plan.training.items()}
         changed |= {} if plan.layout is None else {"--layout": plan.layout}
         options = tuple(word for pair in changed.items() for word in pair)

@@ -40,7 +40,6 @@ from meshwright.models.model import (
     vocab_size,
 )
 from meshwright.models.remat import checkpoint_layer
-from meshwright.plugins import addition
 from meshwright.sharding.params import GatherParams, Tree
 from meshwright.sharding.sequence import SequenceSplit
 from meshwright.sharding.stages import NO_LAYER, StageAssignment
@@ -292,7 +291,9 @@ class LocalModel:
             return given if path == stack else self.gather_params(given, path)
 
         layer: Any = self.model.layer_functions(dataclasses.replace(ctx, gather_params=gather))[stack]
-        x_BTD, aux = addition("scan_layers_ahead")(
+        from meshwright.models.gather_ahead import scan_layers_ahead
+
+        x_BTD, aux = scan_layers_ahead(
             layer, (gather_first, gather_rest), x_BTD, (first, rest), index[stack], remat=remat
         )
         return x_BTD, {stack: aux}

@@ -16,6 +16,7 @@ from meshwright.hardware.interconnect import AxisMapping, machine_of_target
 from meshwright.hardware.targets import Target
 from meshwright.models.flops import training_flops_per_token
 from meshwright.models.model import Model
+from meshwright.models.quantisation import check_precision
 from meshwright.planner.memory_model import (
     keeps_stages,
     kept_bytes,
@@ -29,7 +30,6 @@ from meshwright.planner.optimizer import update_bytes_moved, update_matmuls
 from meshwright.planner.software import MESHWRIGHT, SCORE_BYTES, AttentionKernel, Software
 from meshwright.planner.traffic import Movement, movements
 from meshwright.planner.work import Matmul, Work, low_precision, recomputed_roles, work_of
-from meshwright.plugins import addition
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.runs.settle import Settled
 from meshwright.sharding.schedules import build_counts
@@ -189,7 +189,7 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
     training, microbatches = run.training, run.training.microbatches
     machine = machine_of_target(target, shape)
     if training.matmul_precision != "compute":
-        addition("check_precision")(training.matmul_precision, machine)
+        check_precision(training.matmul_precision, machine)
     settled, mapping = Settled(placed, machine), machine.mapping
     assert mapping is not None  # machine_of_target fills it in
     work, again = work_of(placed), recomputed_roles(training.remat)

@@ -9,8 +9,8 @@ import functools
 import math
 
 from meshwright.models.model import Widths, chunk_of, padded_vocab
+from meshwright.models.quantisation import find_precision
 from meshwright.models.remat import ATTN_OUT, ATTN_RESIDUAL, FFN_HIDDEN, QKV, REMAT_POLICIES
-from meshwright.plugins import addition
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import Param, is_low_precision
@@ -174,7 +174,7 @@ def low_precision(placed: PlacedRun) -> LowPrecision | None:
     name = placed.run.training.matmul_precision
     if name == "compute":
         return None
-    recipe = addition("find_precision")(name)
+    recipe = find_precision(name)
     whole = recipe.scaling in ("tensor", "row")
     return LowPrecision(recipe.rate, whole, 1 if recipe.scaling == "tensor" else 2)
 

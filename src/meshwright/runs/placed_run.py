@@ -7,7 +7,7 @@ here, before anything is traced.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from meshwright.comm.hierarchical import DcnAxis
@@ -16,7 +16,7 @@ from meshwright.errors import ConfigError
 from meshwright.fine_tuning import FineTune
 from meshwright.models.flops import layer_flops
 from meshwright.models.model import Model, ModelSpec, vocab_size
-from meshwright.plugins import addition
+from meshwright.models.preferences import with_reference_params
 from meshwright.runs.checks import (
     check_batch,
     check_composition,
@@ -136,8 +136,9 @@ class PlacedRun:
     def schedule_table(self) -> "ScheduleTable":
         """Tasks of each pipeline stage in each tick of a training step."""
         training = self.run.training
-        build: Callable[..., ScheduleTable] = addition("build_table")
-        table = build(training.pipeline_schedule, self.shape.stage, training.microbatches, self.virtual_stages)
+        table = _schedules().build_table(
+            training.pipeline_schedule, self.shape.stage, training.microbatches, self.virtual_stages
+        )
         if training.stage_saves == "layers" and table.splits_backward:
             # Simulated devices crash in such a program (docs/log.md); no accelerator has run it.
             raise ConfigError(
@@ -150,10 +151,7 @@ class PlacedRun:
     def forward_table(self, microbatches: int) -> "ScheduleTable":
         """Returns the tasks of a forward pass only: evaluation and sampling."""
         name = self.run.training.pipeline_schedule
-        table: ScheduleTable = addition("build_forward_table")(
-            name, self.shape.stage, microbatches, self.virtual_stages
-        )
-        return table
+        return _schedules().build_forward_table(name, self.shape.stage, microbatches, self.virtual_stages)
 
 
 def place_run(run: Run, shape: MeshShape | None = None) -> PlacedRun:
@@ -200,6 +198,12 @@ _SAFE: dict[str, Any] = {"remat": "full", "stage_saves": "input", "pipeline_sche
 
 
 @functools.lru_cache(maxsize=4096)
+def _schedules() -> ModuleType:
+    from meshwright.sharding import schedules  # most runs have one stage
+
+    return schedules
+
+
 def _place_params(
     model: Model,
     shape: MeshShape,
@@ -212,7 +216,7 @@ def _place_params(
 ) -> ModelLayout:
     chunks, placement = 1, cast(PartPlacement, loop_placement)
     if shape.stage > 1 or schedule[0] != _SAFE["pipeline_schedule"]:
-        pipeline = addition("find_schedule")(schedule[0])  # refuses an unknown name on any mesh
+        pipeline = _schedules().find_schedule(schedule[0])  # refuses an unknown name on any mesh
         if shape.stage > 1:
             chunks, placement = pipeline.virtual_stages_for(schedule[1]), pipeline.placement
     described = model.params()
@@ -228,9 +232,11 @@ def _place_params(
         place = {layer: row for row, layer in enumerate(layers)} | {NO_LAYER: NO_LAYER}
         orders[stack] = tuple(place[int(layer)] for layer in stages.rows(layers).flat)
     if tuning is not None and tuning.method == "lora":
-        described = addition("adapted_params")(described, tuning, dtype)
+        from meshwright.models.adapters import adapted_params
+
+        described = adapted_params(described, tuning, dtype)
     elif tuning is not None:
-        described = addition("with_reference_params")(described, dtype)
+        described = with_reference_params(described, dtype)
     params = reorder_stacks(described, orders)
     placements = place_params(params, layout=find_layout(layout), mesh=shape, min_size=min_size)
     return ModelLayout(model, shape, params, placements, stages, spec)

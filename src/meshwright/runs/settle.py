@@ -15,7 +15,6 @@ from meshwright.hardware.machine import Machine, compiler_options_of, ring_order
 from meshwright.models.kernels.attention import Kernels
 from meshwright.models.kernels.choose import GroupedMatmul, choose_grouped_matmul, kernels_of
 from meshwright.models.remat import REMAT_POLICIES
-from meshwright.plugins import addition
 from meshwright.runs.placed_run import PlacedRun
 
 _RING = 4
@@ -124,7 +123,9 @@ class Settled:
         """Raises ConfigError for what the run asks for and this machine cannot do."""
         training, machine = self.placed.run.training, self.machine
         if training.matmul_precision != "compute":
-            addition("check_precision")(training.matmul_precision, machine)
+            from meshwright.models.quantisation import check_precision
+
+            check_precision(training.matmul_precision, machine)
         if not self.placed.spec.layers:  # nothing else is chosen for a model whose layers are not known
             return
         if REMAT_POLICIES[training.remat].offloaded and not (machine.on_tpu or machine.simulated):

@@ -15,7 +15,7 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.machine import machine_of_mesh, refused_options
 from meshwright.models.forward import LocalModel
 from meshwright.models.model import Model
-from meshwright.plugins import addition
+from meshwright.models.preferences import Preferences, with_reference
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.run import Run
 from meshwright.runs.settle import Settled
@@ -101,10 +101,14 @@ class DeviceRun:
         )
         if training.matmul_precision != "compute":
             name = training.matmul_precision
-            gather = addition("low_precision_gather")(gather, self.params, self.placements, name)
+            from meshwright.models.quantisation import low_precision_gather
+
+            gather = low_precision_gather(gather, self.params, self.placements, name)
         finetune = self.run.finetune
         if finetune.method == "lora":
-            gather = addition("adapter_gather")(gather, finetune.scale)
+            from meshwright.models.adapters import adapter_gather
+
+            gather = adapter_gather(gather, finetune.scale)
         settled, grouped = self.settled, self.settled.grouped_matmul
         return LocalModel(
             self.run.model,
@@ -117,7 +121,7 @@ class DeviceRun:
             settled.gathered_ahead,
             settled.tensor_ring,
             settled.attention_pieces,
-            addition("Preferences")(finetune.beta) if finetune.objective == "preferences" else None,
+            Preferences(finetune.beta) if finetune.objective == "preferences" else None,
         )
 
     @functools.cached_property
@@ -154,7 +158,7 @@ class DeviceRun:
         """Returns the state before the first step with given parameters, in their shardings."""
         where = self.state_shardings
         if self.run.finetune.objective == "preferences" and self.run.finetune.method == "full":
-            params = addition("with_reference")(params, where.params, self.params)
+            params = with_reference(params, where.params, self.params)
         sharded = shardings(self.mesh, self.placements, "optimizer")
         trained, sharded = (trained_only(self.params, tree) for tree in (params, sharded))
         optimizer = jax.jit(self.optimizer.init, out_shardings=where.optimizer)(jax.device_put(trained, sharded))
@@ -219,7 +223,9 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     described, placements = (trained_only(placed.params, tree) for tree in (placed.params, placed.placements))
     layer_map = None
     if run.optimizer.name not in ELEMENTWISE and placed.spec.layers:
-        layer_map = addition("LayerMap")(mesh, placed.shape, described, placements, jnp.dtype(training.compute_dtype))
+        from meshwright.step.matrices import LayerMap
+
+        layer_map = LayerMap(mesh, placed.shape, described, placements, jnp.dtype(training.compute_dtype))
     optimizer = build_update_rule(run.optimizer, training, described, layer_map)
     state, where = place_optimizer_state(optimizer, trained_only(placed.params, params), placements, placed.shape)
     leaves = [

@@ -17,7 +17,6 @@ from meshwright.comm.hierarchical import hierarchical_reduce_scatter
 from meshwright.data.batch import Batch
 from meshwright.models.blocks.layers import Dropout, dropout_key
 from meshwright.models.model import Aux, Metrics, Model
-from meshwright.plugins import addition
 from meshwright.sharding.layouts import BATCH_AXES, TOKEN_AXES
 from meshwright.sharding.params import Tree, is_param, rows_to_layers, trained_only, with_frozen
 from meshwright.sharding.placement import Placements, axes_of
@@ -82,7 +81,9 @@ def _accumulate(device_run: DeviceRun, params: Tree, step: jax.Array, batch: Bat
         return jax.grad(loss_fn, has_aux=True)(trained, sequences_B, batch)
     parts: Any = jax.tree.map(lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), (sequences_B, batch))
     if placed.shape.stage > 1:
-        pipeline = addition("PipelineModel")(model, parts, dropout, total, (placed.params, params))
+        from meshwright.step.pipeline import PipelineModel
+
+        pipeline = PipelineModel(model, parts, dropout, total, (placed.params, params))
         found: tuple[Tree, Sums] = pipeline.gradients(placed.schedule_table, trained)
         return found
     return _add_microbatches(loss_fn, trained, parts, jnp.dtype(training.reduce_dtype))

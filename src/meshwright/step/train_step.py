@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec
 from meshwright.comm.collectives import all_reduce
 from meshwright.data.batch import Batch
 from meshwright.errors import TrainingError
+from meshwright.hardware.agreement import agree_on_program
 from meshwright.models.blocks.layers import no_dropout
 from meshwright.models.model import Metrics
-from meshwright.plugins import addition
 from meshwright.sharding.layouts import TOKEN_AXES
 from meshwright.sharding.params import Tree, shardings, trained_only, with_frozen
 from meshwright.step.device_memory import check_memory
@@ -76,7 +76,7 @@ class CompiledTrainStep:
         self._expected = (device_run.abstract, like)
         lowered = build_train_step(device_run).lower(*self._expected)
         if not device_run.batch_sharding.is_fully_addressable:
-            addition("agree_on_program")(lowered.as_text())
+            agree_on_program(lowered.as_text())
         self._compiled = lowered.compile(compiler_options=device_run.compiler_options())
         training = device_run.run.training
         asked = f"a step of {training.batch} sequences of {training.seq} tokens on mesh {device_run.shape}"
@@ -123,7 +123,9 @@ def build_eval_step(device_run: DeviceRun) -> Callable[[Tree, Batch], Metrics]:
                 return all_reduce(model.loss_fn(params, batch, no_dropout(), total)[1][0], TOKEN_AXES)
             batch_M = jax.tree.map(lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), batch)
             sequences_MB = batch_M.positions[:, :, 0]  # unused without dropout
-            pipeline = addition("PipelineModel")(model, (sequences_MB, batch_M), lambda _: no_dropout(), total)
+            from meshwright.step.pipeline import PipelineModel
+
+            pipeline = PipelineModel(model, (sequences_MB, batch_M), lambda _: no_dropout(), total)
             return all_reduce(pipeline.sums(placed.forward_table(training.microbatches), params), TOKEN_AXES)
 
     return jax.jit(

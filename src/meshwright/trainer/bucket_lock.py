@@ -32,7 +32,11 @@ _ANSWER = 10.0
 
 @contextlib.contextmanager
 def bucket_locked(out: Path) -> Iterator[None]:
-    """Holds the lock on a folder of a bucket (`lock.locked`)."""
+    """Holds the lock on a folder of a bucket, as `lock.locked` does on one of a file system.
+
+    Where it is lost meanwhile, this process prints why and exits: with 9 where another run has it, with 8 where the
+    bucket takes no renewals.
+    """
     file = BucketPath(out / ".lock")
     ours = _BucketLock(file, _take(file))
     try:

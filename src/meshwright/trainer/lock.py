@@ -18,8 +18,6 @@ from typing import Any
 
 from meshwright.errors import CheckpointError
 from meshwright.heartbeat import beating
-from meshwright.plugins import addition
-from meshwright.storage.paths import in_bucket
 
 BEAT = 5.0
 """Seconds between two counts of the holder."""
@@ -31,16 +29,6 @@ class LockError(CheckpointError):
     """Output folder that another run writes to."""
 
     exit_code = 9
-
-
-def locked(out: Path) -> contextlib.AbstractContextManager[None]:
-    """Holds the lock on the folder `out`. Raises LockError where another run holds it.
-
-    Of several processes of one run, process 0 holds it for all. Where the lock of a bucket is lost meanwhile, this
-    process prints why and exits: with 9 where another run has it, with 8 where the bucket takes no renewals.
-    """
-    lock: contextlib.AbstractContextManager[None] = addition("bucket_locked")(out) if in_bucket(out) else _locked(out)
-    return lock
 
 
 def lock_record(count: int, **token: str) -> str:
@@ -86,7 +74,11 @@ def changes(read: Callable[[], Any], before: Any, seconds: float) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(out: Path) -> Iterator[None]:
+def locked(out: Path) -> Iterator[None]:
+    """Holds the lock on the folder `out`, of a file system. Raises LockError where another run holds it.
+
+    Of several processes of one run, process 0 holds it for all.
+    """
     out.mkdir(parents=True, exist_ok=True)
     file, counts = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644), itertools.count()
 

@@ -15,17 +15,20 @@ from meshwright.checkpoint.steps import committed_steps
 from meshwright.data.batch import ramp_of
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.formatting import Shown
-from meshwright.plugins import addition
 from meshwright.reporters import Reporter, build_reporters
 from meshwright.reporters.files import EventLog, JsonLines
 from meshwright.runs.run_file import write_run
 from meshwright.step.device_run import DeviceRun, State
-from meshwright.storage.paths import path_of
+from meshwright.storage.paths import in_bucket, path_of
+from meshwright.trainer.hosts import agree_on_data, watching
 from meshwright.trainer.lock import locked
 from meshwright.trainer.meter import Meter
 from meshwright.trainer.preemption import Preemption
 from meshwright.trainer.prepare import Position, PreparedRun, Trainable, prepare_run
-from meshwright.trainer.watchdog import Phases, Watchdog, watching
+from meshwright.trainer.recovery import handle_bad_step, resume
+from meshwright.trainer.silent import checked
+from meshwright.trainer.tiers import Tiers
+from meshwright.trainer.watchdog import Phases, Watchdog
 
 __all__ = ["PreparedRun", "Summary", "Trainable", "prepare_run", "train"]
 
@@ -98,7 +101,7 @@ def train(
     with contextlib.ExitStack() as stack:
         stack.enter_context(watching(out, phases, watchdog or Watchdog()))
         if jax.process_count() > 1:
-            addition("agree_on_data")(prepared, out)
+            agree_on_data(prepared, out)
         steps = committed_steps(out / "checkpoints")
         if start == "fresh" and steps:
             raise ConfigError(
@@ -115,20 +118,23 @@ def train(
         check_room(out, device_run, keep)
         preemption = stack.enter_context(Preemption().listening())
         if chief:
-            stack.enter_context(locked(out))
+            hold = locked
+            if in_bucket(out):
+                from meshwright.trainer.bucket_lock import bucket_locked as hold  # loads a client of buckets
+            stack.enter_context(hold(out))
             stack.enter_context(watched_by(events := EventLog(out / "events.jsonl")))
         # Two tiers where the hosts keep checkpoints on their own disks too.
         checkpoints: Checkpoints = stack.enter_context(
             Checkpoints(out / "checkpoints", max_to_keep=keep)
             if local.path is None
-            else addition("Tiers")(out, device_run, max_to_keep=keep, local=local)
+            else Tiers(out, device_run, max_to_keep=keep, local=local)
         )
         if start == "fresh":
             checkpoints.forget_local()
             state, position = _first_state(device_run, out), Position(0, 0)
         else:
             with activity("restore", "restoring the last checkpoint", "restored the last checkpoint"):
-                state, position = addition("resume")(device_run, checkpoints, at, prepared.fingerprint(), data)
+                state, position = resume(device_run, checkpoints, at, prepared.fingerprint(), data)
         sinks = list(reporters(position.step))
         if chief:
             write_run(run, out / "run.json")
@@ -155,7 +161,9 @@ def _first_state(device_run: DeviceRun, out: Path) -> State:
     with activity("initialise", "making the first state", "made the first state"):
         if device_run.run.init_from is None:
             return device_run.initial_state()
-        return device_run.state_of(addition("load_initial_weights")(device_run, out))
+        from meshwright.checkpoint.initial_weights import load_initial_weights
+
+        return device_run.state_of(load_initial_weights(device_run, out))
 
 
 class _RollBack(Exception):
@@ -265,7 +273,7 @@ class _Loop:
             return state
         self.bad_steps += 1
         place = Position(bad.step - 1, self._samples_read(bad.step - 1), self.origin.skipped)
-        reached = addition("handle_bad_step")(self.out, self.prepared, bad, state, batch, place, self.bad_steps)
+        reached = handle_bad_step(self.out, self.prepared, bad, state, batch, place, self.bad_steps)
         if isinstance(reached, Position):
             raise _RollBack(reached)
         settled: State = reached
@@ -297,7 +305,7 @@ class _Loop:
             with self._spending("compiling", "compile", "compiling the train step", "compiled the train step"):
                 compiled: Any = self.prepared.compile(batch)
             if every := self.run.faults.check_every:
-                compiled = addition("checked")(compiled, every, self.phases)
+                compiled = checked(compiled, every, self.phases)
             self.compiled[size] = compiled
         return self.compiled[size]
 

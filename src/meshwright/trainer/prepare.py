@@ -11,14 +11,14 @@ import jax
 
 from meshwright.activity import activity
 from meshwright.data.batch import Batch, ramp_of
-from meshwright.data.corpus import Corpus, Progress, load_corpus
+from meshwright.data.corpus import Corpus, load_corpus
 from meshwright.data.feed import Feed, Samples, build_stream, held_out_batches, split
+from meshwright.data.tokens import Progress
 from meshwright.documents import write_atomically
 from meshwright.errors import ConfigError, DataError
 from meshwright.hardware.mesh import build_mesh, default_mesh_shape, enable_compilation_cache
 from meshwright.models.flops import training_flops_per_token
 from meshwright.models.model import Metrics, Model
-from meshwright.plugins import addition
 from meshwright.reporters import Reporter
 from meshwright.runs.checks import check_sizes
 from meshwright.runs.run import Run
@@ -26,7 +26,9 @@ from meshwright.sharding.params import count_params
 from meshwright.step.device_run import DeviceRun, State, place_on_devices
 from meshwright.step.train_step import CompiledTrainStep, build_eval_step
 from meshwright.storage.paths import in_bucket, path_of
+from meshwright.storage.transfer import local_copy
 from meshwright.trainer.meter import Meter
+from meshwright.trainer.sample import write_sample
 
 _SMALL_MODEL = 100_000_000
 """Most parameters of a model that is sampled from by default: where the run sets neither option."""
@@ -159,7 +161,7 @@ class PreparedRun(Trainable):
             with activity("note", "looking for what it decodes with", "looked") as work:
                 work.result = "no sample: its layers have no attention to decode with"
             return ""
-        text: str = addition("write_sample")(self.device_run, self.corpus.tokenizer, state.params, count, out)
+        text: str = write_sample(self.device_run, self.corpus.tokenizer, state.params, count, out)
         return text
 
 
@@ -234,7 +236,7 @@ def prepare_run(
     shape = run.mesh or default_mesh_shape(len(available))
     run, mesh = dataclasses.replace(run, mesh=shape), build_mesh(shape, available)
     if own is not None and in_bucket(own):
-        own = addition("local_copy")(path_of(own), cache)
+        own = local_copy(path_of(own), cache)
     parts: Sequence[tuple[Samples, Samples]]
     if run.finetune.objective == "text":
         corpus = load_corpus(
@@ -248,7 +250,9 @@ def prepare_run(
         )
         parts = [split(file, run.training.seq, run.data.held_out) for file in corpus.files]
     else:
-        corpus, parts = addition("load_conversations")(run.data, run.training.seq, run.finetune, cache)
+        from meshwright.data.conversations import load_conversations
+
+        corpus, parts = load_conversations(run.data, run.training.seq, run.finetune, cache)
     vocab = run.model.vocab
     if vocab is not None and corpus.vocab > vocab:
         raise DataError(

@@ -14,7 +14,6 @@ from meshwright.data.tokenizers import Tokenizer, with_begin
 from meshwright.generation.decoder import Decoder, bucket_for
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.weights import lay_out
-from meshwright.plugins import addition
 from meshwright.sharding.params import Tree, named_leaves
 from meshwright.step.device_run import DeviceRun, place_on_devices
 
@@ -26,7 +25,9 @@ def write_sample(device_run: DeviceRun, tokenizer: Tokenizer, params: Any, count
     """Samples `count` tokens from the model, writes their text to `out`, and returns it."""
     data = device_run.run.data
     if device_run.run.finetune.method == "lora" or device_run.run.finetune.objective == "preferences":
-        device_run, params = addition("merge_adapters")(device_run, params)
+        from meshwright.checkpoint.initial_weights import merge_adapters
+
+        device_run, params = merge_adapters(device_run, params)
     prompt = with_begin(tokenizer, tokenizer.encode(data.prompt))
     prompt = prompt if len(prompt) else np.array([tokenizer.end], np.int32)
     with activity("sample", "sampling from the model", "sampled from the model") as work:

@@ -1,15 +1,9 @@
 """Watchdog: phases of a process as others see them, and limits after which hosts stop waiting for another."""
 
-import contextlib
 import dataclasses
-import os
 import time
-from pathlib import Path
-
-import jax
 
 from meshwright.errors import ConfigError
-from meshwright.plugins import addition
 
 BEATS = "MESHWRIGHT_BEATS"
 """Variable with the number of an open file that takes a process's signs, for the one that supervises it."""
@@ -48,15 +42,3 @@ class Watchdog:
             )
         if self.stall < 0:
             raise ConfigError(f"--watchdog.stall {self.stall:g}", "it is a number of seconds", "--watchdog.stall 600")
-
-
-def watching(out: Path, phases: Phases, limits: Watchdog) -> contextlib.AbstractContextManager[None]:
-    """Watches the other processes of the run while the context is open; does nothing in a single process.
-
-    out: output folder, which gets the stacks.  phases: what this process does. Where a host dies, stops or falls
-    behind, every process prints which, writes its stacks, and exits with 75.
-    """
-    if jax.process_count() == 1 and BEATS not in os.environ:
-        return contextlib.nullcontext()
-    watched: contextlib.AbstractContextManager[None] = addition("watch_hosts")(out, phases, limits)
-    return watched

@@ -2,15 +2,19 @@
 
 import dataclasses
 import math
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
+from meshwright.config import Training
 from meshwright.formatting import format_count
-from meshwright.plugins import addition
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.params import is_low_precision, named_leaves
 from meshwright.sharding.placement import local_shape, notation
 from meshwright.views.blocks import Block, Column, Table, Text
+
+if TYPE_CHECKING:
+    from meshwright.models.quantisation import MatmulPrecision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +46,18 @@ class StageRow:
     """Fraction of the FLOPs of all layers."""
 
 
+def _low_precision(training: Training) -> "MatmulPrecision | None":
+    if training.matmul_precision == "compute":
+        return None
+    from meshwright.models.quantisation import find_precision
+
+    return find_precision(training.matmul_precision)
+
+
 def param_rows(placed: PlacedRun) -> tuple[ParamRow, ...]:
     """Returns the layout of every parameter of a placed run."""
     training, rows = placed.run.training, []
-    low = None if training.matmul_precision == "compute" else addition("find_precision")(training.matmul_precision)
+    low = _low_precision(training)
     gathers_quantised = low is not None and low.scaling in ("tensor", "row")
     for path, p, where in placed.leaves:
         at_rest, in_use = (local_shape(p.shape, placement, placed.shape) for placement in (where.at_rest, where.in_use))
@@ -101,10 +113,10 @@ def stages_table(stages: tuple[StageRow, ...]) -> Table:
 def precision_blocks(placed: PlacedRun) -> list[Block]:
     """Returns which matmuls are in low precision and what stays in the compute dtype; nothing if none is."""
     training = placed.run.training
-    if training.matmul_precision == "compute":
+    precision = _low_precision(training)
+    if precision is None:
         return []
     low = sum(p.size for p in named_leaves(placed.params).values() if is_low_precision(p))
-    summary = addition("find_precision")(training.matmul_precision).summary
     others = "embedding, unembedding, norms, router, attention itself and the experts' grouped matmuls"
-    text = f"matmuls of {format_count(low)} parameters in {training.matmul_precision}: {summary}"
+    text = f"matmuls of {format_count(low)} parameters in {training.matmul_precision}: {precision.summary}"
     return [Text([f"{text}; in {training.compute_dtype}: {others}"])]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from meshwright.bench.hardware.run import SECTIONS
 from meshwright.bench.hardware.section import Request, Section, describe, end_with_parent
+from meshwright.plugins import resolve
 
 
 def main(folder: str, name: str, seconds: str) -> int:
@@ -20,7 +21,6 @@ def main(folder: str, name: str, seconds: str) -> int:
         import jax
 
         from meshwright.hardware.mesh import prepare_host
-        from meshwright.plugins import resolve
 
         prepare_host(request.devices)
         jax.devices()

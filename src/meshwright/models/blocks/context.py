@@ -27,7 +27,6 @@ from meshwright.comm.collectives import axis_index, grouped_all_to_all
 from meshwright.models.kernels.attention import Kernels, Scores
 from meshwright.models.model import Attend
 from meshwright.models.remat import ATTN_OUT
-from meshwright.plugins import addition
 from meshwright.sharding.placement import replicates_kv_heads
 from meshwright.sharding.sequence import SequenceSplit
 
@@ -56,7 +55,9 @@ def build_attend(sequence: SequenceSplit, segments_BT: jax.Array, kernels: Kerne
         if sequence.groups == 1:
             out = kernels.self_attention(q, k, v, segments, window=window, **rest)
         else:
-            out = addition("attend_over_devices")(sequence, kernels, (q, k, v), segments, window, rest.get("scores"))
+            from meshwright.models.blocks.ring import attend_over_devices
+
+            out = attend_over_devices(sequence, kernels, (q, k, v), segments, window, rest.get("scores"))
         if parts == 1:
             return out
         # Kernel and ring name their own residuals; the output after the exchange is another array, which the output

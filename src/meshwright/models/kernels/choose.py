@@ -16,7 +16,7 @@ from meshwright.config import Training
 from meshwright.errors import ConfigError
 from meshwright.hardware.machine import Machine
 from meshwright.models.kernels.attention import FEATURES, AttentionShapes, Kernels
-from meshwright.plugins import PARTS, addition, resolve
+from meshwright.plugins import PARTS, resolve
 from meshwright.sharding.sequence import SequenceSplit
 
 if TYPE_CHECKING:
@@ -143,7 +143,9 @@ def triton() -> GroupedMatmul:
             f"it is written in Pallas for Triton, which JAX {jax.__version__} does not have",
             "a JAX of version 0.12, or --training.grouped-matmul ragged_dot, which computes every expert for every row",
         )
-    multiply = addition("triton_grouped_matmul")
+    from meshwright.models.kernels.grouped_triton import grouped_matmul
+
+    multiply = grouped_matmul
     return GroupedMatmul("triton", multiply, ("gpu", "cuda"), ("bfloat16", "float16", "float32"))
 
 
