@@ -26,8 +26,8 @@ import pyarrow
 import tokenizers
 from page_table import put_table
 
-from meshwright.data.readers import Records
-from meshwright.data.sources import open_source
+from meshwright.data.readers import read_documents
+from meshwright.data.sources import Records, open_source
 
 _PAGE = Path(__file__).parents[1] / "docs" / "data.md"
 _BATCH = 2000
@@ -35,7 +35,7 @@ _BATCH = 2000
 
 def write_text(file: Path, size: int) -> None:
     """Writes about `size` bytes of JSON lines."""
-    words = " ".join(open_source("stdlib").read(Records("stdlib"))).split(" ")
+    words = " ".join(read_documents(open_source("stdlib"), Records("stdlib"))).split(" ")
     draw = random.Random(0)
     with pyarrow.output_stream(str(file), compression="zstd") as output:
         while size > 0:
@@ -68,7 +68,7 @@ def measure(megabytes: int, repeats: int) -> tuple[int, dict[str, float]]:
         command = [sys.executable, "-m", "meshwright", "tokenize", "stdlib", "--tokenizer", "bpe:8192", "--out"]
         subprocess.run([*command, str(folder / "vocabulary")], check=True, capture_output=True)
         vocabulary = folder / "vocabulary" / "tokenizer.json"
-        texts = list(open_source(str(folder / "text.jsonl.zst")).read(Records("")))
+        texts = list(read_documents(open_source(str(folder / "text.jsonl.zst")), Records("")))
         tokenizer = tokenizers.Tokenizer.from_file(str(vocabulary))
         counts: set[int] = set()
         ways: dict[str, Callable[[int], int]] = {

@@ -19,8 +19,7 @@ import meshwright as mw
 from meshwright.cli.tokenize import main as verb
 from meshwright.data import subwords
 from meshwright.data.corpus import load_corpus, parse_source
-from meshwright.data.readers import Records
-from meshwright.data.sources import FileDocuments
+from meshwright.data.sources import FileDocuments, Records
 from meshwright.data.subwords import train_bpe
 from meshwright.data.token_writer import write_description
 from meshwright.data.tokenizers import tokenizer_from_json

@@ -18,8 +18,8 @@ from meshwright.config import MeshShape
 from meshwright.data.batch import BatchRamp
 from meshwright.data.corpus import load_corpus, parse_source, vocab_of_corpus
 from meshwright.data.feed import Feed, Windows, build_stream, held_out_batches, split
-from meshwright.data.readers import Records
-from meshwright.data.sources import FileDocuments, find_files
+from meshwright.data.readers import read_documents
+from meshwright.data.sources import FileDocuments, Records, find_files
 from meshwright.data.subwords import train_bpe
 from meshwright.data.token_writer import write_description
 from meshwright.data.tokenizers import Bytes, Chars, build_tokenizer, tokenizer_from_json
@@ -51,7 +51,7 @@ def write(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "jsonl.gz", "parquet", "md"])
 def test_every_kind_of_file_is_read(tmp_path: Path, kind: str) -> None:
     file = write(tmp_path, kind)
-    found = list(FileDocuments(tuple(find_files(str(file)))).read(Records(str(file))))
+    found = list(read_documents(FileDocuments(tuple(find_files(str(file)))), Records(str(file))))
     assert found == (TEXTS if kind.startswith(("jsonl", "parquet")) else ["\n\n".join(TEXTS)])
     assert find_files(str(tmp_path)) == find_files(f"{tmp_path}/*.{kind}") == [file]
 

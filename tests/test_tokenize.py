@@ -21,8 +21,8 @@ import pytest
 
 from meshwright.data import columns, encoding, tokenizing
 from meshwright.data.corpus import load_corpus
-from meshwright.data.readers import Records
-from meshwright.data.sources import download_dataset, open_source
+from meshwright.data.readers import read_documents
+from meshwright.data.sources import Records, download_dataset, open_source
 from meshwright.data.subwords import train_bpe
 from meshwright.data.token_writer import read_progress
 from meshwright.data.tokenizing import tokenize
@@ -114,16 +114,16 @@ def test_every_source_gives_its_texts_from_any_record_on(name: str, tmp_path: Pa
     for field in ["text"] if name.startswith(("commas", "tabs")) else fields:
         source, records = open_source(str(path), field), Records(str(path))
         states = [records.state()]
-        assert [(text, states.append(records.state()))[0] for text in source.read(records)] == TEXTS
+        assert [(text, states.append(records.state()))[0] for text in read_documents(source, records)] == TEXTS
         for start, state in enumerate(states):
             records = Records(str(path))
             records.resume(state)
-            assert list(source.read(records)) == TEXTS[start:]
+            assert list(read_documents(source, records)) == TEXTS[start:]
 
 
 def test_texts_are_compressed_too(tmp_path: Path) -> None:
     (tmp_path / "a.txt.zst").write_bytes(zstd(b"\xef\xbb\xbftext"))
-    assert list(open_source(str(tmp_path)).read(Records(""))) == ["text"]
+    assert list(read_documents(open_source(str(tmp_path)), Records(""))) == ["text"]
 
 
 @pytest.mark.exhaustive
@@ -138,7 +138,7 @@ def test_a_dataset_saved_by_its_own_library_is_read(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match=r"splits train, test(.|\n)*--data .*/d/train"):
         open_source(str(tmp_path / "d"))
-    assert list(open_source(str(tmp_path / "d" / "train")).read(Records(""))) == ["text 3", "text 1"]
+    assert list(read_documents(open_source(str(tmp_path / "d" / "train")), Records(""))) == ["text 3", "text 1"]
 
 
 BAD: dict[str, tuple[str, bytes | Callable[[Path], None], str, str]] = {
@@ -377,7 +377,7 @@ def test_standard_input_is_read_once_and_compared_when_it_goes_on(tmp_path: Path
         tokenize("-", "chars", tmp_path / "chars")
     source, records = open_source("-"), Records("-")
     pipe(LINES)
-    documents = source.read(records)
+    documents = read_documents(source, records)
     next(documents), next(documents)
     state = records.state()
     for content in (LINES.replace(b"first", b"other"), LINES[:9]):
@@ -385,7 +385,7 @@ def test_standard_input_is_read_once_and_compared_when_it_goes_on(tmp_path: Path
         records = Records("-")
         records.resume(state)
         with pytest.raises(DataError, match="first 2 lines are not those that were tokenised before"):
-            list(source.read(records))
+            list(read_documents(source, records))
 
 
 def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
@@ -417,7 +417,7 @@ def test_datasets_of_the_hub_are_named_in_full_and_need_its_library(monkeypatch:
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    assert list(open_source("hf://datasets/a/b@v1/data").read(Records(""))) == TEXTS
+    assert list(read_documents(open_source("hf://datasets/a/b@v1/data"), Records(""))) == TEXTS
     assert asked == [("a/b", "dataset", "v1", ["data", "data/**"])]
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(DataError, match=r"huggingface_hub is not installed(.|\n)*meshwright\[hub\]"):

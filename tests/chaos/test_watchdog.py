@@ -178,7 +178,8 @@ from pathlib import Path
 import jax
 jax.distributed.initialize("127.0.0.1:" + sys.argv[2], 2, int(sys.argv[3]))
 from meshwright.data.sharing import share_folders
-from meshwright.trainer.watchdog import PREPARING, Phases, Watchdog, watching
+from meshwright.trainer.hosts import watching
+from meshwright.trainer.watchdog import PREPARING, Phases, Watchdog
 with watching(Path(sys.argv[1]), Phases(PREPARING), Watchdog(silence=2)):
     time.sleep(1)
     print("ready", flush=True)

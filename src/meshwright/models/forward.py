@@ -314,10 +314,14 @@ class LocalModel:
             metrics["squared lse"] = (squared, weight)
         return loss, metrics
 
+    def unembed(self, params: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the final hidden states [B, T/context, D] on every stage, and the unembedding [V/stage+tensor, D]."""
+        x_BTD = broadcast(x_BTD, ("stage",), self.stages.last_stage)
+        return self.model.unembed(params, x_BTD, self.gather_params)
+
     def token_losses(self, params: Tree, x_BTD: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Returns negative log-likelihood and log-sum-exp, both [B T/context]. batch: this device's positions."""
-        x_BTD = broadcast(x_BTD, ("stage",), self.stages.last_stage)
-        x_BTD, table_VD = self.model.unembed(params, x_BTD, self.gather_params)
+        x_BTD, table_VD = self.unembed(params, x_BTD)
         x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
         chunk = chunk_tokens(x_TD.shape[0], table_VD.shape[0], self.training.logits_mib)
         with jax.named_scope("unembedding"):
