@@ -46,8 +46,7 @@ def next_token_of(device_run: DeviceRun):  # type: ignore[no-untyped-def]
     def next_token(params: Tree, tokens_BT: jax.Array, position: jax.Array) -> jax.Array:
         positions_BT = jnp.broadcast_to(jnp.arange(SEQ), tokens_BT.shape)
         batch = Batch(tokens_BT, tokens_BT, jnp.zeros_like(tokens_BT), positions_BT, jnp.ones(tokens_BT.shape))
-        ctx = model.context(batch, no_dropout())
-        x_BTD, _ = model.layers({stack: params[stack] for stack in model.stacks}, model.embed(params, ctx), ctx)
+        x_BTD, _ = model.hidden(params, batch, no_dropout())
         x_BTD, table_VD = model.unembed(params, x_BTD)
         logits_BV = jnp.einsum("bd,vd->bv", x_BTD[:, position], table_VD, preferred_element_type=jnp.float32)
         return jnp.argmax(all_gather(all_gather(logits_BV, VOCAB_AXES, 1), BATCH_AXES, 0)[0])

@@ -84,8 +84,7 @@ def forward_logits(device_run: DeviceRun, params: Any, tokens_BT: np.ndarray) ->
     def logits(params: Any, tokens_BT: jax.Array) -> jax.Array:
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         batch = Batch(tokens_BT, tokens_BT, jnp.zeros_like(tokens_BT), positions_BT, jnp.ones(tokens_BT.shape))
-        ctx = model.context(batch, no_dropout())
-        x_BTD, _ = model.layers({stack: params[stack] for stack in model.stacks}, model.embed(params, ctx), ctx)
+        x_BTD, _ = model.hidden(params, batch, no_dropout())
         x_BTD, table_VD = model.unembed(params, x_BTD)
         return cap(jnp.einsum("btd,vd->btv", x_BTD, table_VD)[..., :VOCAB], model.model.spec().logit_softcap)
 
