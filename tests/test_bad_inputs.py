@@ -17,7 +17,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.cli.tokenize import main as verb
-from meshwright.data import subwords
+from meshwright.data import subwords, tokenizing
 from meshwright.data.corpus import load_corpus, parse_source
 from meshwright.data.sources import FileDocuments, Records
 from meshwright.data.subwords import train_bpe
@@ -290,16 +290,16 @@ def test_the_verb_names_its_own_options(tmp_path: Path) -> None:
 
 
 def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = FileDocuments.read
+    real = tokenizing.read_documents
 
-    def read(self: FileDocuments, records: Records) -> Iterator[str]:
-        for text in real(self, records):
-            with self.files[0].open("a") as file:
+    def read(source: FileDocuments, records: Records) -> Iterator[str]:
+        for text in real(source, records):
+            with source.files[0].open("a") as file:
                 file.write(GOOD)
             yield text
             return
 
-    monkeypatch.setattr(FileDocuments, "read", read)
+    monkeypatch.setattr(tokenizing, "read_documents", read)
     (tmp_path / "a.jsonl").write_text(GOOD)
     with pytest.raises(DataError, match=r"reading \S*a.jsonl\n(.|\n)*it changed while it was read"):
         tokenize(str(tmp_path / "a.jsonl"), "bytes", tmp_path / "tokens")

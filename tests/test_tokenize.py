@@ -19,10 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from meshwright.data import columns, encoding, tokenizing
+from meshwright.data import encoding, tokenizing
 from meshwright.data.corpus import load_corpus
 from meshwright.data.readers import read_documents
-from meshwright.data.sources import Records, download_dataset, open_source
+from meshwright.data.sources import Records, download_dataset, open_source, saved_files
 from meshwright.data.subwords import train_bpe
 from meshwright.data.token_writer import read_progress
 from meshwright.data.tokenizing import tokenize
@@ -444,17 +444,17 @@ def test_what_is_there_already_is_not_overwritten(tmp_path: Path) -> None:
 HOST = """
 import sys, jax
 from pathlib import Path
-from meshwright.data import tokenizing
+from meshwright.data import corpus as module
 from meshwright.data.corpus import load_corpus
 from meshwright.errors import DataError
 
 process, port, source, cache = int(sys.argv[1]), sys.argv[2], sys.argv[3], Path(sys.argv[4])
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
-calls, real = [], tokenizing.tokenize
+calls, real = [], module.tokenize
 def counted(*args, **options):
     calls.append(args[0])
     return real(*args, **options)
-tokenizing.tokenize = counted
+module.tokenize = counted
 corpus = load_corpus([source], "bytes", cache)
 first = len(calls), corpus.fingerprint["sources"][0][0]
 corpus = load_corpus([source], "bytes", cache)
@@ -501,4 +501,4 @@ def iterated(folder: Path) -> Iterator[Path]:
 
 def test_selected_rows_are_not_taken_for_all(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"epoch": 3}')
-    assert columns.saved_files(tmp_path) is None
+    assert saved_files(tmp_path) is None

@@ -25,7 +25,8 @@ from meshwright.errors import CensusError, ConfigError
 from meshwright.fine_tuning import FineTune
 from meshwright.formatting import format_bytes
 from meshwright.generation.decoder import Bucket, Decoder
-from meshwright.generation.weights import abstract_layout, run_for_decoding
+from meshwright.generation.weight_sizes import run_for_decoding
+from meshwright.generation.weights import abstract_layout
 from meshwright.hardware.aot import compiler_environment, require_compiler, topology_devices
 from meshwright.hardware.chips import Torus
 from meshwright.hardware.machine import AUTO

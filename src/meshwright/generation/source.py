@@ -17,7 +17,7 @@ from meshwright.data.corpus import load_corpus
 from meshwright.data.tokenizers import Tokenizer, build_tokenizer
 from meshwright.documents import read_json
 from meshwright.errors import ConfigError, WeightsError
-from meshwright.generation.weights import run_for_decoding
+from meshwright.generation.weight_sizes import run_for_decoding
 from meshwright.hardware.mesh import build_mesh, default_cache_folder, default_mesh_shape
 from meshwright.hugging_face.folder import KEPT
 from meshwright.hugging_face.hub import find_folder, is_hugging_face

@@ -14,7 +14,7 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, divisors
 from meshwright.fine_tuning import FineTune
 from meshwright.generation.cache import CachePlan
-from meshwright.generation.weights import WeightsLayout, is_int8, run_for_decoding, weight_bytes
+from meshwright.generation.weight_sizes import WeightsLayout, is_int8, run_for_decoding, weight_bytes
 from meshwright.hardware.chips import Chip
 from meshwright.hardware.interconnect import map_axes
 from meshwright.hardware.targets import Target

@@ -197,13 +197,13 @@ _SAFE: dict[str, Any] = {"remat": "full", "stage_saves": "input", "pipeline_sche
 """Values of options still `auto` here: where the chip is known, the planner has chosen before."""
 
 
-@functools.lru_cache(maxsize=4096)
 def _schedules() -> ModuleType:
     from meshwright.sharding import schedules  # most runs have one stage
 
     return schedules
 
 
+@functools.lru_cache(maxsize=4096)
 def _place_params(
     model: Model,
     shape: MeshShape,
