@@ -186,9 +186,10 @@ def _write_olmo3_rope(c: Any) -> dict[str, Any]:
 def _read_smollm3_layers(fields: Fields) -> dict[str, Any]:
     interval, rotary = read_no_rope(fields)
     expected = rotary_layers(fields.get("num_hidden_layers"), interval)
-    if rotary != expected or fields.get("no_rope_layers", expected) == []:
+    given = fields.get("no_rope_layers", rotary)
+    if rotary != expected or not given:
         raise fields.error(
-            f"no_rope_layers is {fields.get('no_rope_layers', rotary)}, and Meshwright computes layers that repeat: {expected}",
+            f"no_rope_layers is {given}, and Meshwright computes layers that repeat: {expected}",
             "a model of which every n-th layer is without rotary embedding",
         )
     return {"no_rope_interval": interval}
