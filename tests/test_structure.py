@@ -30,7 +30,7 @@ PACKAGE = SRC / "meshwright"
 LIMITS = {
     "modules that `train tiny` loads": 128,
     "lines that `train tiny` loads": 18_310,
-    "lines of Python in src": 50_840,
+    "lines of Python in src": 50_841,
     "options of `train`": 80,
     "imports of the package inside functions": 32,
     "modules that import the package by a string": 0,
