@@ -82,8 +82,7 @@ def run_training(options: TrainOptions, words: Sequence[str]) -> int:
         limits = (options.restarts, options.watchdog)
         from meshwright.launching.supervise import supervise
 
-        code: int = supervise(words[0], rest, options.run, out, hosts, options.devices, limits)
-        return code
+        return supervise(words[0], rest, options.run, out, hosts, options.devices, limits)
     console = open_console(sys.stderr if options.json else sys.stdout)
     console.quiet = hosts.process != 0
     start: Literal["fresh", "resume"] = "resume" if options.resume else "fresh"

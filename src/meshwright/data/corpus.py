@@ -123,8 +123,7 @@ def share(cache: Path, progress: Progress | None, make: Callable[[], dict[str, P
         return make()
     from meshwright.data.sharing import share_folders
 
-    folders: dict[str, Path] = share_folders(cache / "tokens", progress, make)
-    return folders
+    return share_folders(cache / "tokens", progress, make)
 
 
 def vocab_of_corpus(

@@ -132,8 +132,7 @@ def tokenizer_from_json(text: str) -> Tokenizer:
         if not isinstance(letters, str) or not letters or any(a >= b for a, b in itertools.pairwise(letters)):
             raise DataError(asked, "its letters are no characters in order", fix)
         return Chars(letters)
-    subwords: Tokenizer = Subwords(text)
-    return subwords
+    return Subwords(text)
 
 
 def is_learned(spec: str) -> bool:
@@ -151,8 +150,7 @@ def build_tokenizer(spec: str, documents: Iterable[str] = ()) -> Tokenizer:
     if spec.startswith("bpe:"):
         if not spec[4:].isdecimal() or len(spec) > 14 or int(spec[4:]) >= 2**31:
             raise DataError(asked, f"{spec[4:]!r} is not a number of tokens below 2^31", "bpe:4096")
-        learned: Tokenizer = train_bpe(documents, int(spec[4:]))
-        return learned
+        return train_bpe(documents, int(spec[4:]))
     if not (path_of(spec).is_file() if in_bucket(spec) else os.path.isfile(spec)):
         raise DataError(asked, "no such file, and no known kind", "bytes, chars, bpe:SIZE or a tokenizer.json")
     try:

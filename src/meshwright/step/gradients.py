@@ -84,8 +84,7 @@ def _accumulate(device_run: DeviceRun, params: Tree, step: jax.Array, batch: Bat
         from meshwright.step.pipeline import PipelineModel
 
         pipeline = PipelineModel(model, parts, dropout, total, (placed.params, params))
-        found: tuple[Tree, Sums] = pipeline.gradients(placed.schedule_table, trained)
-        return found
+        return pipeline.gradients(placed.schedule_table, trained)
     return _add_microbatches(loss_fn, trained, parts, jnp.dtype(training.reduce_dtype))
 
 

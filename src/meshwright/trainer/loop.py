@@ -276,8 +276,7 @@ class _Loop:
         reached = handle_bad_step(self.out, self.prepared, bad, state, batch, place, self.bad_steps)
         if isinstance(reached, Position):
             raise _RollBack(reached)
-        settled: State = reached
-        return settled
+        return reached
 
     def _roll_back(self, place: Position) -> State:
         self.checkpoints.wait()

@@ -161,8 +161,7 @@ class PreparedRun(Trainable):
             with activity("note", "looking for what it decodes with", "looked") as work:
                 work.result = "no sample: its layers have no attention to decode with"
             return ""
-        text: str = write_sample(self.device_run, self.corpus.tokenizer, state.params, count, out)
-        return text
+        return write_sample(self.device_run, self.corpus.tokenizer, state.params, count, out)
 
 
 def sum_losses(
