@@ -348,8 +348,8 @@ def test_one_run_at_a_time_writes_into_a_bucket(servers: FaultyProxy, capsys: py
 HOLDER = """
 import sys, time
 from meshwright.storage.paths import path_of
-from meshwright.trainer import bucket_lock, lock
-lock.BEAT, bucket_lock._ANSWER, bucket_lock._GIVEN_UP = 0.1, 0.5, 0.5
+from meshwright.trainer import lock
+lock.BEAT, lock._ANSWER, lock._GIVEN_UP = 0.1, 0.5, 0.5
 with lock.locked(path_of(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

@@ -19,7 +19,7 @@ from meshwright.reporters import Reporter, build_reporters
 from meshwright.reporters.files import EventLog, JsonLines
 from meshwright.runs.run_file import write_run
 from meshwright.step.device_run import DeviceRun, State
-from meshwright.storage.paths import in_bucket, path_of
+from meshwright.storage.paths import path_of
 from meshwright.trainer.hosts import agree_on_data, watching
 from meshwright.trainer.lock import locked
 from meshwright.trainer.meter import Meter
@@ -118,10 +118,7 @@ def train(
         check_room(out, device_run, keep)
         preemption = stack.enter_context(Preemption().listening())
         if chief:
-            hold = locked
-            if in_bucket(out):
-                from meshwright.trainer.bucket_lock import bucket_locked as hold  # loads a client of buckets
-            stack.enter_context(hold(out))
+            stack.enter_context(locked(out))
             stack.enter_context(watched_by(events := EventLog(out / "events.jsonl")))
         # Two tiers where the hosts keep checkpoints on their own disks too.
         checkpoints: Checkpoints = stack.enter_context(
