@@ -29,8 +29,8 @@ PACKAGE = SRC / "meshwright"
 
 LIMITS = {
     "modules that `train tiny` loads": 128,
-    "lines that `train tiny` loads": 18_310,
-    "lines of Python in src": 50_841,
+    "lines that `train tiny` loads": 18_417,
+    "lines of Python in src": 50_816,
     "options of `train`": 80,
     "imports of the package inside functions": 32,
     "modules that import the package by a string": 0,
