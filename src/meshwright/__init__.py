@@ -102,10 +102,8 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
     module, attribute = _PUBLIC[name]
-    try:
-        value = getattr(importlib.import_module(module), attribute)
-    except AttributeError:  # a module
-        value = importlib.import_module(f"{module}.{attribute}")
+    owner = importlib.import_module(module)
+    value = getattr(owner, attribute) if hasattr(owner, attribute) else importlib.import_module(f"{module}.{attribute}")
     globals()[name] = value
     return value
 

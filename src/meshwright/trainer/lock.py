@@ -22,11 +22,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from meshwright.errors import CheckpointError, MeshwrightError, StorageError
 from meshwright.heartbeat import beating
 from meshwright.storage.paths import in_bucket
+
+if TYPE_CHECKING:
+    from meshwright.storage.bucket import BucketPath
 
 BEAT = 5.0
 """Seconds between two counts of the holder."""
@@ -159,7 +162,7 @@ def _object_locked(out: Path) -> Iterator[None]:
 class _BucketLock:
     """The lock of this run. token: tells it from others, also from one in the same process."""
 
-    def __init__(self, file: Any, token: str):
+    def __init__(self, file: "BucketPath", token: str):
         self.file, self.token, self.renewed, self.count = file, token, time.monotonic(), 0
 
     def renew(self) -> None:
@@ -198,7 +201,7 @@ def _end(error: MeshwrightError) -> NoReturn:
     os._exit(error.exit_code)
 
 
-def _take(file: Any, missing: bytes) -> str:
+def _take(file: "BucketPath", missing: bytes) -> str:
     token = secrets.token_hex(8)
     record = lock_record(0, token=token)
     if _put(file, record, missing) is None:
@@ -231,11 +234,11 @@ def _gone(holder: dict[str, Any]) -> bool:
     return False
 
 
-def _put(file: Any, record: str, version: bytes) -> bytes | None:
+def _put(file: "BucketPath", record: str, version: bytes) -> bytes | None:
     """Replaces the lock if it has this version; returns the new one, None where it has not."""
     return file.put_if(record.encode(), version, _ANSWER)
 
 
-def _read_object(file: Any) -> tuple[dict[str, Any], bytes]:
+def _read_object(file: "BucketPath") -> tuple[dict[str, Any], bytes]:
     content, version = file.read_version(_ANSWER)
     return parse_holder(content or b""), version
