@@ -73,8 +73,7 @@ def _by_pair(batch: Batch, values_BT: jax.Array, pairs: int | None = None) -> ja
     pairs = pairs or batch.segments.shape[1] // 2 + 1
 
     def of_row(values_T: jax.Array, pair_T: jax.Array) -> jax.Array:
-        sums: jax.Array = jax.ops.segment_sum(values_T, pair_T, num_segments=pairs)
-        return sums
+        return jax.ops.segment_sum(values_T, pair_T, num_segments=pairs)
 
     return jax.vmap(of_row)(values_BT.astype(jnp.float32), batch.segments // 2)
 
