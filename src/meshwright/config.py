@@ -254,8 +254,8 @@ class Data:
     """Text sources and their tokenisation.
 
     Example:
-        >>> mw.Data(paths=("books/*.txt=3", "code/=1"), tokenizer="bpe:4096").held_out
-        0.1
+        >>> mw.Data(paths=("books/*.txt=3", "code/=1"), tokenizer="bpe:4096").tokenizer
+        'bpe:4096'
     """
 
     paths: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--data"])] = ("stdlib",)
@@ -265,8 +265,9 @@ class Data:
     """Tokenizer: `bytes`, `chars`, `bpe:SIZE` (trained on the text), or a tokenizer.json file."""
     text_field: str = "text"
     """Field or column with the text in JSON lines and tables, `body.text` of nested ones."""
-    held_out: float = 0.1
-    """Held-out fraction: tokens at the end of each source that are evaluated and never trained on."""
+    held_out: float | None = None
+    """Held-out fraction: tokens at the end of each source that are evaluated and never trained on; None: a tenth, at
+    most 10M tokens."""
     prompt: str = "\n"
     """Prompt of the text sampled at the end of a run."""
     sample: int | None = None

@@ -1,6 +1,9 @@
 """Errors in three parts: the request, the reason it is refused, and the smallest change that fixes it."""
 
 import difflib
+import errno
+import os
+import resource
 import traceback
 from collections.abc import Iterable
 
@@ -76,6 +79,25 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else "known: " + ", ".join(known)
+
+
+def limit_of(error: Exception) -> tuple[str, str] | None:
+    """Returns which limit of the system an error comes from, and what raises it; None for other errors."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    limits = {
+        errno.ENFILE: ("all processes have as many files open as this machine allows", "a higher fs.file-max"),
+        errno.EMFILE: (f"this process has {most:,} files open, its limit", "`ulimit -n 65536` before the command"),
+        errno.ENOMEM: ("no memory is left, or no map of a file", "more memory, or a higher vm.max_map_count"),
+    }
+    # Errors of TensorStore have the system's words and no number; those of EMFILE begin those of ENFILE.
+    return next((limit for number, limit in limits.items() if os.strerror(number) in str(error)), None)
+
+
+def reason_of(error: Exception) -> str:
+    """Returns why the system refused, without names of files; a limit with what raises it."""
+    if limit := limit_of(error):
+        return f"{limit[0]} ({limit[1]})"
+    return getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 def divisors(n: int) -> list[int]:

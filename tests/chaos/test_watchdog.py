@@ -1,6 +1,7 @@
 """Hosts that differ are named before compiling; a host that dies, stops or falls behind is named by the others."""
 
 import errno
+import os
 import socket
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.checkpoint.checkpoints import Checkpoints, write_error
-from meshwright.errors import CheckpointError, ConfigError
+from meshwright.errors import CheckpointError, ConfigError, reason_of
 from meshwright.hardware.agreement import differences, flatten
 from meshwright.trainer.hosts import Sign, verdict
 from meshwright.trainer.watchdog import Watchdog
@@ -25,7 +26,7 @@ import dataclasses, importlib.metadata, sys
 from pathlib import Path
 from meshwright.cli.devices import start_devices
 from meshwright.hardware.hosts import Hosts
-from meshwright.errors import CheckpointError, ConfigError
+from meshwright.errors import CheckpointError, ConfigError, reason_of
 folder, port, process = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 from meshwright.runs.recipe import find_recipe
 from meshwright.config import MeshShape
@@ -170,6 +171,21 @@ def test_what_a_disk_refuses(text: str, reason: str, tmp_path: Path) -> None:
     assert reason in error.truth and "MiB are free" in error.fix
     gone = write_error("saving step 4", tmp_path / "gone", ValueError(text))
     assert "the folder is gone" in gone.truth and "free" not in gone.fix
+
+
+@pytest.mark.parametrize(
+    ("number", "truth", "fix"),
+    [(errno.EMFILE, "files open, its limit", "ulimit -n 65536"), (errno.ENFILE, "all processes", "fs.file-max"),
+     (errno.ENOMEM, "no memory is left, or no map", "vm.max_map_count")],
+)  # fmt: skip
+def test_a_limit_that_is_reached_is_no_full_disk(number: int, truth: str, fix: str, tmp_path: Path) -> None:
+    for error in (
+        OSError(number, os.strerror(number), "x"),
+        ValueError(f"RESOURCE_EXHAUSTED: opening x: {os.strerror(number)}"),  # as TensorStore has it
+    ):
+        found = write_error("saving step 4", tmp_path, error)
+        assert truth in found.truth and fix in found.fix and "disk" not in f"{found}"
+        assert truth in reason_of(error) and fix in reason_of(error)
 
 
 TOKENISING = """

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.analysis.census import Census
 from meshwright.documents import LARGE, read_json
-from meshwright.errors import CensusError, nearest
+from meshwright.errors import CensusError, nearest, reason_of
 from meshwright.formatting import format_bytes, format_count
 from meshwright.hlo.ledger import by_kind_and_axes
 
@@ -83,7 +83,7 @@ def read_census(file: Path) -> dict[str, Any]:
         _ = document["memory"]["categories"], document["findings"], document["simulated_schedule"]
         _traffic(document), _flops(document)
     except OSError as error:
-        raise CensusError(f"the census {file}", f"it cannot be read: {error.strerror}", "a file of --json") from error
+        raise CensusError(f"the census {file}", f"it cannot be read: {reason_of(error)}", "a file of --json") from error
     except (ValueError, KeyError, TypeError) as error:
         raise CensusError(
             f"the census {file}", f"it is not a census: {error}", "what `meshwright prove --json` prints"
@@ -108,7 +108,7 @@ def read_budget(file: Path) -> dict[str, Any]:
     try:
         budget = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CensusError(f"the budget {file}", f"it cannot be read: {error.strerror}", "a TOML file") from error
+        raise CensusError(f"the budget {file}", f"it cannot be read: {reason_of(error)}", "a TOML file") from error
     except tomllib.TOMLDecodeError as error:
         raise CensusError(f"the budget {file}", f"it is not TOML: {error}", "see docs/census.md") from error
     for key in budget:

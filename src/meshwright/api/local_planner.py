@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.analysis.compile import OutOfMemory, compiler_error
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, reason_of
 from meshwright.formatting import format_bytes
 from meshwright.planner.explain import memory_remedies
 from meshwright.planner.forecast import ForecastGap, StepForecast, forecast_gaps, forecast_step, local_target
@@ -51,7 +51,7 @@ class LocalPlanner:
         try:
             file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         except OSError as error:  # the training itself is done
-            warnings.warn(f"{file} could not be written: {error.strerror}", stacklevel=1)
+            warnings.warn(f"{file} could not be written: {reason_of(error)}", stacklevel=1)
         return gaps
 
 

@@ -51,7 +51,7 @@ from meshwright.checkpoint.tensors import (
     write_json,
     write_shards,
 )
-from meshwright.errors import CheckpointError, MeshwrightError, StorageError
+from meshwright.errors import CheckpointError, MeshwrightError, StorageError, limit_of, reason_of
 from meshwright.hardware.hosts import store
 from meshwright.sharding.params import Tree, named_leaves
 from meshwright.step.device_run import DeviceRun, State
@@ -360,9 +360,8 @@ def write_error(action: str, folder: Path, error: Exception) -> CheckpointError:
     if not in_bucket(folder) and not folder.is_dir():
         truth = "the folder is gone: it was removed, or its disk unmounted, while the run wrote into it"
         return CheckpointError(f"{action} in {folder}", truth, "another --out, or the same with its folder there")
-    text = str(error)
-    full = next((reason for sign, reason in _FULL.items() if sign in text), None)
-    first_line = (text.splitlines() or [type(error).__name__])[0][:300]
+    limit = limit_of(error)
+    full = next((reason for sign, reason in _FULL.items() if sign in str(error)), None) if limit is None else None
     intact = committed_steps(folder)
     last = f"the checkpoint of step {intact[-1]} is intact" if intact else "no checkpoint was committed"
     if intact and full:
@@ -370,9 +369,11 @@ def write_error(action: str, folder: Path, error: Exception) -> CheckpointError:
             size = sum(record.bytes for record in manifest_of(folder, intact[-1]).tensors.values())
             last += f" and takes {size / 2**20:.1f} MiB"
     fix = "another --out"
-    if not in_bucket(folder):
+    if limit is not None:
+        fix = limit[1]
+    elif not in_bucket(folder):
         fix = f"free some space ({shutil.disk_usage(folder).free / 2**20:.1f} MiB are free), or {fix}"
-    truth = f"{full or getattr(error, 'strerror', None) or first_line}; {last}"
+    truth = f"{full or (limit or [reason_of(error)])[0]}; {last}"
     return CheckpointError(f"{action} in {folder}", truth, fix)
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, reason_of
 from meshwright.storage.paths import in_bucket, path_of, remove_tree
 
 MANIFEST = "manifest/metadata"
@@ -50,7 +50,7 @@ def remove_checkpoint(folder: Path, step: int) -> None:
 
 def unwritable(folder: Path, error: OSError) -> CheckpointError:
     """Returns the error of an output folder that cannot be written."""
-    reason = error.strerror or str(error)
+    reason = reason_of(error)
     if isinstance(error, FileExistsError):
         reason = "a file, or a link that leads nowhere, has that name"
     return CheckpointError(f"output folder {folder}", f"it cannot be written: {reason}", "another --out")

@@ -28,7 +28,7 @@ from meshwright.cli.devices import SIMULATED, HostOptions, start_devices
 from meshwright.cli.output import unwritable, write_json
 from meshwright.cli.parse import parse
 from meshwright.config import MeshShape
-from meshwright.errors import CensusError, ConfigError, TrainingError
+from meshwright.errors import CensusError, ConfigError, TrainingError, reason_of
 from meshwright.hardware import mesh
 from meshwright.hardware.hosts import Hosts
 from meshwright.reporters.console import open_console
@@ -99,7 +99,7 @@ def main(args: Sequence[str]) -> int:
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        truth = f"it cannot be created: {error.strerror}"
+        truth = f"it cannot be created: {reason_of(error)}"
         raise ConfigError(f"--out {options.out}", truth, "another folder") from error
     hosts = options.hosts.hosts()
     if options.what == "collectives":

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import os
+import resource
 import shutil
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ VERBS = {
 """Verb -> one line about it. The module of a verb has its name, and a function `main(args) -> exit code`."""
 
 
+_OPEN_FILES = 65536
+"""Files that a process may have open, where the system lets it."""
 TRUST = "--trust-code"
 """Option of every verb: files that are read may name any code (`meshwright.trust`)."""
 
@@ -46,6 +49,7 @@ def main() -> None:
     # A Run may name `module:attribute` of a module beside the user. Last on the path, it shadows nothing.
     sys.path.append(os.getcwd())
     _own_standard_output()
+    _allow_open_files()
     acknowledge_interrupts()
     try:
         code = run(sys.argv[1:])
@@ -98,6 +102,14 @@ def _own_standard_output() -> None:
     sys.stdout.flush()
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     sys.stdout = os.fdopen(ours, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, buffering=1)
+
+
+def _allow_open_files() -> None:
+    """Raises the soft limit of open files, often 1,024: tensors, shards of tokens and other hosts each take some."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _write_overview() -> None:

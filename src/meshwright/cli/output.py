@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, reason_of
 
 
 def write(text: str, stream: TextIO | None = None) -> None:
@@ -43,7 +43,7 @@ def require_writable(files: Iterable[Path | None]) -> None:
 def unwritable(file: Path | str, error: OSError) -> ConfigError:
     """Returns the error of a file that cannot be written."""
     fix = "the name of a file that you may write" if Path(file).parent.is_dir() else "a folder that exists"
-    return ConfigError(f"writing {file}", f"the file cannot be written: {error.strerror}", fix)
+    return ConfigError(f"writing {file}", f"the file cannot be written: {reason_of(error)}", fix)
 
 
 _NARROW = 30

@@ -27,6 +27,7 @@ import numpy as np
 from meshwright.config import Data
 from meshwright.data.chat import ChatTemplate, Message, check_jinja, read_chat_template
 from meshwright.data.corpus import Corpus, local_data, parse_source, share
+from meshwright.data.feed import held_out_border
 from meshwright.data.readers import decompressed, kind_of_value, read_json_lines
 from meshwright.data.sources import Records, kind_of
 from meshwright.data.subwords import Subwords, check_unicode
@@ -166,10 +167,10 @@ def load_conversations(
         if tuning.too_long == "truncate":
             file, answers = _truncated(file, answers, seq // together)
         order = np.random.default_rng(0).permutation(units)
-        border = round(len(order) * (1 - data.held_out))
-        if data.held_out and len(order) > 1:
+        border = held_out_border(len(order), data.held_out)
+        if data.held_out != 0 and len(order) > 1:
             border = min(max(border, 1), len(order) - 1)
-        if not border or (data.held_out and border == len(order)):
+        if not border or (data.held_out != 0 and border == len(order)):
             truth = f"it has {len(order)} record(s): {border} to train on and {len(order) - border} to evaluate"
             raise DataError(f"--data {source.path}", truth, "more records, or --data.held-out 0")
         train, held_out = (pack(file, answers, seq, u, together) for u in (order[:border], order[border:]))

@@ -5,6 +5,7 @@ depend on the number of hosts or on the mesh. Grain shuffles, repeats and mixes 
 """
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -18,6 +19,8 @@ from meshwright.data.batch import Batch, BatchRamp
 from meshwright.data.tokens import TokenFile
 from meshwright.errors import DataError
 
+HELD_OUT, MOST_HELD_OUT = 0.1, 10_000_000
+"""Fraction of each source that is held out by default, and the most tokens of it."""
 _FIELDS = tuple(field.name for field in dataclasses.fields(Batch))
 _Sample = dict[str, np.ndarray]
 
@@ -92,12 +95,19 @@ class Windows:
             yield self.file.tokens[first:last]
 
 
-def split(file: TokenFile, seq: int, held_out: float) -> tuple[Windows, Windows]:
+def held_out_border(total: int, held_out: float | None) -> int:
+    """Returns how many of `total` tokens or records are trained on; None holds out a tenth, at most `MOST_HELD_OUT`."""
+    if held_out is None:
+        return max(held_out_border(total, HELD_OUT), total - MOST_HELD_OUT)
+    return round(total * (1 - held_out))
+
+
+def split(file: TokenFile, seq: int, held_out: float | None) -> tuple[Windows, Windows]:
     """Splits a token file into a training part and the held-out tail. Raises DataError where either has no window."""
     total = len(file.tokens)
-    border = round(total * (1 - held_out))
+    border = held_out_border(total, held_out)
     train, rest = Windows(file, seq, 0, border), Windows(file, seq, border, total)
-    if not len(train) or (held_out and not len(rest)):
+    if not len(train) or (held_out != 0 and not len(rest)):
         raise DataError(
             f"sequences of {seq} tokens from {file.folder}",
             f"it has {total} tokens: {border} to train on and {total - border} to evaluate, "
@@ -194,11 +204,17 @@ def _put_rows(local: _Sample, own: tuple[int, ...], shape: tuple[int, int], shar
     return Batch(**{name: place(field) for name, field in local.items()})
 
 
-def held_out_order(parts: Sequence[Samples], samples: int) -> list[tuple[Samples, int]]:
-    """Returns the first `samples` windows (0: all) as source and index in it, taken from the sources in turn."""
-    total = sum(len(part) for part in parts)
-    count = min(samples, total) if samples else total
-    return [(part, i) for i in range(max(len(p) for p in parts)) for part in parts if i < len(part)][:count]
+def held_out_order(parts: Sequence[Samples], samples: int) -> Iterator[tuple[Samples, int]]:
+    """Yields the first `samples` windows (0: all) as source and index in it, taken from the sources in turn."""
+
+    def in_turn(left: Sequence[Samples]) -> Iterator[tuple[Samples, int]]:
+        for i in itertools.count():
+            left = [part for part in left if i < len(part)]
+            if not left:
+                return
+            yield from ((part, i) for part in left)
+
+    return itertools.islice(in_turn(parts), samples or None)
 
 
 def held_out_batches(parts: Sequence[Samples], *, samples: int, batch: int, sharding: NamedSharding) -> Iterator[Batch]:
@@ -206,13 +222,12 @@ def held_out_batches(parts: Sequence[Samples], *, samples: int, batch: int, shar
 
     The last batch is filled up with rows of weight 0.
     """
-    order = held_out_order(parts, samples)
     shape = (batch, parts[0].seq)
     rows = _local_rows(sharding, shape)
-    for first in range(0, len(order), batch):
+    for order in itertools.batched(held_out_order(parts, samples), batch):
         local: list[_Sample] = []
-        for at in (first + row for row in rows):
-            part, i = order[min(at, len(order) - 1)]
+        for row in rows:
+            part, i = order[min(row, len(order) - 1)]
             sample = part[i]
-            local.append(sample if at < len(order) else {**sample, "weights": np.zeros_like(sample["weights"])})
+            local.append(sample if row < len(order) else {**sample, "weights": np.zeros_like(sample["weights"])})
         yield _put_rows(_stack(local), rows, shape, sharding)

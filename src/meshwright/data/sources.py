@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple
 import msgspec
 
 from meshwright.documents import check_inside, read_json
-from meshwright.errors import DataError
+from meshwright.errors import DataError, reason_of
 from meshwright.formatting import printable
 from meshwright.plugins import is_reference, load
 
@@ -175,7 +175,7 @@ class FileDocuments(Documents):
             try:
                 status = os.stat(file)
             except OSError as error:
-                raise DataError(f"reading {file}", error.strerror or str(error), "repair or remove it") from error
+                raise DataError(f"reading {file}", reason_of(error), "repair or remove it") from error
             if not stat.S_ISREG(status.st_mode):
                 raise DataError(f"reading {file}", "it is no regular file", "leave it out")
             home = folders.get(folder) or folders.setdefault(folder, os.path.realpath(folder))
@@ -340,7 +340,7 @@ def _walk(path: str) -> Iterator[str]:
     """
 
     def refuse(error: OSError) -> None:
-        raise DataError(f"reading {error.filename}", f"{error.strerror}", "make it readable, or move it out") from error
+        raise DataError(f"reading {error.filename}", reason_of(error), "make it readable, or move it out") from error
 
     seen = {os.path.realpath(path)}
     for folder, folders, names in os.walk(path, onerror=refuse, followlinks=True):

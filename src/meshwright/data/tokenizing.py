@@ -18,7 +18,7 @@ from meshwright.data.token_writer import PROGRESS, SHARD_TOKENS, TokenWriter, re
 from meshwright.data.tokenizers import Tokenizer, build_tokenizer, is_learned, spec_identity, tokenizer_from_json
 from meshwright.data.tokens import BLOCK, SKIPPED, Progress, TokenFile, is_token_file, open_tokens
 from meshwright.documents import LARGE, read_text, write_atomically
-from meshwright.errors import DataError
+from meshwright.errors import DataError, reason_of
 
 _DOCUMENTS = 4096
 """Largest number of documents in a batch."""
@@ -63,7 +63,7 @@ def tokenize(
     except OSError as error:
         kept = "; the same command goes on after the last whole shard" if (out / PROGRESS).exists() else ""
         fix = f"another folder (a run's is below MESHWRIGHT_CACHE), or more space{kept}"
-        raise DataError(f"writing tokens to {out}", f"{error.strerror or error}", fix) from error
+        raise DataError(f"writing tokens to {out}", reason_of(error), fix) from error
     finally:
         if progress is not None:
             progress.close()
@@ -79,7 +79,7 @@ def learn_tokenizer(paths: Sequence[str], spec: str, text_field: str, bad_record
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, text)
     except OSError as error:
-        raise DataError(f"writing {file}", f"{error.strerror or error}", "another MESHWRIGHT_CACHE") from error
+        raise DataError(f"writing {file}", reason_of(error), "another MESHWRIGHT_CACHE") from error
 
 
 @contextlib.contextmanager

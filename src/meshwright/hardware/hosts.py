@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 
-from meshwright.errors import ConfigError, HostError, TrainingError
+from meshwright.errors import ConfigError, HostError, TrainingError, reason_of
 
 CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt")
 _PACKAGES = ("meshwright", "jax", "jaxlib", "libtpu", *CUDA_PACKAGES, "numpy", "optax", "tensorstore", "tokenizers")
@@ -169,7 +169,7 @@ def _check_port(hosts: Hosts) -> None:
         try:
             probe.bind(("", int(str(hosts.coordinator).rpartition(":")[2])))
         except OSError as error:
-            truth = f"this process opens that port for the others, and cannot: {error.strerror}"
+            truth = f"this process opens that port for the others, and cannot: {reason_of(error)}"
             raise TrainingError(_joining(hosts), truth, "another port, the same on every host") from error
 
 
@@ -205,7 +205,7 @@ def _unresolved(coordinator: str) -> str:
     try:
         socket.getaddrinfo(host.strip("[]"), int(port))
     except (OSError, UnicodeError) as error:  # a name that no DNS label can be
-        return f"{host} has no address: {getattr(error, 'strerror', None) or error}"
+        return f"{host} has no address: {reason_of(error)}"
     return ""
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.documents import check_inside, read_json
-from meshwright.errors import WeightsError
+from meshwright.errors import WeightsError, reason_of
 from meshwright.models.blocks.rotary import LatentYarn, RopeScaling, Yarn
 from meshwright.models.decoder import head_size_of
 
@@ -124,7 +124,7 @@ def read_fields(folder: Path) -> Fields:
         config = read_json(file)
     except OSError as error:
         fix = "a folder that save_pretrained of `transformers` wrote"
-        raise WeightsError(f"reading {file}", f"{error.strerror or error}", fix) from error
+        raise WeightsError(f"reading {file}", reason_of(error), fix) from error
     except ValueError as error:
         raise WeightsError(f"reading {file}", f"it is not a configuration: {error}", "download it again") from error
     if not isinstance(config, dict):

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from meshwright.documents import LARGE, check_inside, parse_json, read_json
-from meshwright.errors import WeightsError
+from meshwright.errors import WeightsError, reason_of
 from meshwright.formatting import format_bytes
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -91,7 +91,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
                 raise WeightsError(f"reading {path}", f"{found}: it is damaged, or not a safetensors file", _FIX)
             header = parse_json(file.read(length).decode("utf-8"))
     except OSError as error:
-        raise WeightsError(f"reading {path}", f"{error.strerror or error}", "a folder with all of its files") from error
+        raise WeightsError(f"reading {path}", reason_of(error), "a folder with all of its files") from error
     except ValueError as error:
         raise WeightsError(f"reading {path}", f"it is not a safetensors file: {error}", _FIX) from error
     if not isinstance(header, dict):

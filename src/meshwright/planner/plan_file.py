@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.documents import LARGE, read_json, write_atomically
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, reason_of
 from meshwright.hardware.targets import Target
 from meshwright.planner.search import Plan
 from meshwright.plugins import note_names
@@ -65,7 +65,7 @@ def write_plan(plan: Plan, target: Target, file: Path, compiled: Mapping[str, An
     try:
         write_atomically(file, json.dumps(contents, indent=1) + "\n")
     except OSError as error:
-        raise ConfigError(f"writing {file}", f"{error.strerror}", "give a file in an existing folder") from error
+        raise ConfigError(f"writing {file}", reason_of(error), "give a file in an existing folder") from error
 
 
 def is_plan(file: Path) -> bool:

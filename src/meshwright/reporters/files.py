@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from meshwright.activity import Activity, watched_by
 from meshwright.documents import parse_json, write_atomically
-from meshwright.errors import StorageError
+from meshwright.errors import StorageError, reason_of
 from meshwright.reporters import Values
 from meshwright.storage.paths import in_bucket
 
@@ -89,7 +89,7 @@ class JsonLines:
                 kept = "".join(f"{line}\n" for line in text.splitlines() if _step_of(line) <= upto)
         except OSError as error:
             aside = self._path.with_name(f"{self._path.name}.unreadable-{time.strftime('%Y%m%d-%H%M%S')}")
-            print(f"{self._path}: {error.strerror}; moved to {aside.name}", file=sys.stderr)
+            print(f"{self._path}: {reason_of(error)}; moved to {aside.name}", file=sys.stderr)
             self._path.rename(aside)
         if kept or self._path.exists():
             write_atomically(self._path, kept)

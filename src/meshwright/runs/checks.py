@@ -51,7 +51,7 @@ def check_sizes(run: Run) -> None:
         ("optimizer.epsilon", o.epsilon, "it is at least 0, and finite", 0 <= o.epsilon < inf, 1e-8),
         ("optimizer.weight-decay", o.weight_decay, "it is at least 0, and finite", 0 <= o.weight_decay < inf, 0.1),
         ("optimizer.grad-clip-norm", o.grad_clip_norm, "it is at least 0, which disables it", o.grad_clip_norm >= 0, 1),
-        ("data.held-out", d.held_out, "it must be at least 0 and below 1", 0 <= d.held_out < 1, 0.1),
+        ("data.held-out", d.held_out, "it must be at least 0 and below 1", 0 <= (d.held_out or 0) < 1, 0.1),
         ("name", repr(name), "it is the name of a folder", is_folder, "run"),
     ):
         if not right:

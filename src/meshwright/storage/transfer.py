@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from meshwright.errors import StorageError
+from meshwright.errors import StorageError, reason_of
 from meshwright.formatting import format_bytes
 from meshwright.storage.paths import bucket_path, in_bucket, remove_tree
 
@@ -163,7 +163,7 @@ def local_copy(location: Path, cache: Path) -> Path:
             when = int(hashlib.sha256(versions[name].encode()).hexdigest()[:7], 16)
             os.utime(folder / name, (when, when))
     except OSError as error:
-        truth = f"{error.strerror or error}; {format_bytes(shutil.disk_usage(folder).free)} are free"
+        truth = f"{reason_of(error)}; {format_bytes(shutil.disk_usage(folder).free)} are free"
         raise StorageError(f"copying {location} to {folder}", truth, "a cache with more space") from error
     if versions_of(stale) != {name: versions[name] for name in stale}:
         raise StorageError(f"copying {location}", "its objects changed meanwhile", "the same command again")

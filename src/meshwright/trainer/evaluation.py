@@ -1,5 +1,6 @@
 """Evaluation of a checkpoint on held-out or other text."""
 
+import collections
 import dataclasses
 import functools
 import math
@@ -126,10 +127,6 @@ def _count_bytes(parts: Sequence[Samples], tokenizer: Tokenizer, samples: int) -
 
     Where a window ends inside a character of several bytes, decoding puts U+FFFD in its place.
     """
-    taken = held_out_order(parts, samples)
-    texts = (
-        tokenizer.decode(map(int, tokens))
-        for part in parts
-        for tokens in part.texts(sum(1 for owner, _ in taken if owner is part))
-    )
+    taken = collections.Counter(id(part) for part, _ in held_out_order(parts, samples))
+    texts = (tokenizer.decode(map(int, tokens)) for part in parts for tokens in part.texts(taken[id(part)]))
     return sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)

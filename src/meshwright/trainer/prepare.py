@@ -12,7 +12,16 @@ import jax
 from meshwright.activity import activity
 from meshwright.data.batch import Batch, ramp_of
 from meshwright.data.corpus import Corpus, load_corpus
-from meshwright.data.feed import Feed, Samples, build_stream, held_out_batches, split
+from meshwright.data.feed import (
+    HELD_OUT,
+    MOST_HELD_OUT,
+    Feed,
+    Samples,
+    build_stream,
+    held_out_batches,
+    held_out_border,
+    split,
+)
 from meshwright.data.tokens import Progress
 from meshwright.documents import write_atomically
 from meshwright.errors import ConfigError, DataError
@@ -134,8 +143,11 @@ class PreparedRun(Trainable):
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns the fingerprint of the text, and what orders its samples."""
-        run = self.device_run.run
-        order = {"held_out": run.data.held_out, "sequence": run.training.seq, "seed": run.training.seed}
+        run, counts = self.device_run.run, [len(file.tokens) for file in self.corpus.files]
+        held_out = run.data.held_out
+        if held_out is None and all(n - held_out_border(n, HELD_OUT) <= MOST_HELD_OUT for n in counts):
+            held_out = HELD_OUT  # what earlier versions held out by default
+        order = {"held_out": held_out, "sequence": run.training.seq, "seed": run.training.seed}
         return {**self.corpus.fingerprint, **order}
 
     def evaluator(self) -> Callable[[State], float] | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, reason_of
 from meshwright.views.blocks import Block, Grid, Table, Where
 from meshwright.views.charts import Drawing
 from meshwright.views.colours import css_variables
@@ -141,7 +141,7 @@ class Report:
             path.write_text(self.html(), encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"writing {path}", f"the file cannot be written: {error.strerror}", "a folder that exists"
+                f"writing {path}", f"the file cannot be written: {reason_of(error)}", "a folder that exists"
             ) from error
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from meshwright.data.feed import held_out_border
 from meshwright.formatting import format_count, format_time
 from meshwright.sharding.layouts import find_layout
 from meshwright.sharding.params import count_params
@@ -38,10 +39,11 @@ def print_prepared_run(console: Console, prepared: loop.PreparedRun) -> None:
         f"{run.name}: {format_count(count_params(placed.params))} parameters, mesh {run.mesh} ({mesh.size} "
         f"device{'s' if mesh.size > 1 else ''}, {kind})"
     )
-    tokens = sum(len(file.tokens) for file in prepared.corpus.files)
+    counts = [len(file.tokens) for file in prepared.corpus.files]
+    tokens, held = sum(counts), sum(count - held_out_border(count, run.data.held_out) for count in counts)
     text = (
-        f"{format_count(tokens)} tokens of a vocabulary of {prepared.corpus.vocab}, {run.data.held_out:.0%} held-out; "
-        f"{run.training.steps} steps of {run.training.batch} x {run.training.seq} tokens"
+        f"{format_count(tokens)} tokens of a vocabulary of {prepared.corpus.vocab}, {100 * held / tokens:.2g}% "
+        f"held-out; {run.training.steps} steps of {run.training.batch} x {run.training.seq} tokens"
     )
     facts = [("layout", f"{run.layout}: {find_layout(run.layout).summary}"), ("attention", settled.kernels.summary)]
     if settled.grouped_matmul is not None:

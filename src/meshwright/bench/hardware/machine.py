@@ -26,6 +26,7 @@ from meshwright.bench.microbenchmarks import (
     time_matmuls,
 )
 from meshwright.config import MeshShape
+from meshwright.errors import reason_of
 from meshwright.hardware.chips import CHIPS, Nodes, Torus, find_chip
 from meshwright.hardware.mesh import build_mesh, default_cache_folder
 
@@ -187,7 +188,7 @@ def keep_calibration(section: Section, **measured: Any) -> None:
         try:
             write_calibration(file, **measured)
         except OSError as error:
-            section.notes.append(f"the calibration {file} was not written: {error.strerror}")
+            section.notes.append(f"the calibration {file} was not written: {reason_of(error)}")
 
 
 def calibration_of(folder: Path) -> dict[str, Any] | None:
