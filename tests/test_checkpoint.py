@@ -79,7 +79,7 @@ def programs_are_compiled_once() -> Iterator[None]:
         return build_once
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("CompiledTrainStep", "build_eval_step"):
+        for name in ("CompiledTrainStep", "compile_eval_step"):
             patch.setattr(prepare, name, shared(getattr(prepare, name)))
         yield
 

@@ -27,6 +27,7 @@ from meshwright.trainer.prepare import prepare_run
 from meshwright.wrapped import prepared as prepared_module
 from meshwright.wrapped.model import Wrapped
 from meshwright.wrapped.plan import training_flops
+from meshwright.wrapped.step import evaluation_parts
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "wrap"
 MESHES = {
@@ -456,11 +457,13 @@ def test_a_weight_makes_means_of_unequal_parts_those_of_the_whole(tmp_path: Path
         mask = (batch["x"][:, 0] > 0).astype(jnp.float32)
         return (each * mask).sum() / mask.sum(), {"weight": mask.sum(), "chosen": mask.sum()}
 
-    model, results = mw.wrap(W, masked, lambda step: rows(step + 7, 32)), []
+    # A held-out batch is evaluated in parts no larger than a microbatch of training.
+    model, results = mw.wrap(W, masked, lambda step: rows(step + 7, 32), held_out=[rows(3, 64)]), []
     for mesh, microbatches in (("data=1", 1), ("data=2", 2)):
-        out = tmp_path / mesh
-        train(model.run(mesh=mesh, steps=3, microbatches=microbatches), out, cache)
-        results.append(losses(out) + losses(out, "gradient norm"))
+        out, run = tmp_path / mesh, model.run(mesh=mesh, steps=3, microbatches=microbatches)
+        assert evaluation_parts(place_on_devices(run, build_mesh(run.mesh))) == (4 if microbatches == 2 else 1)
+        train(run, out, cache)
+        results.append(losses(out) + losses(out, "gradient norm") + losses(out, "held-out loss"))
     np.testing.assert_allclose(results[1], results[0], rtol=1e-6)
 
 

@@ -17,7 +17,7 @@ from tiny_runs import (
     train_on_one_device,
 )
 
-from meshwright.analysis.run_census import abstract_batch, census_of_train_step
+from meshwright.analysis.run_census import census_of_train_step
 from meshwright.errors import ConfigError
 from meshwright.step.gradients import build_gradients
 
@@ -150,7 +150,7 @@ def peak(schedule: str, microbatches: int) -> int:
     device_run = device_run_of(run)
     gradients = jax.jit(build_gradients(device_run.run.model, device_run))
     compiled = gradients.lower(
-        device_run.abstract.params, device_run.abstract.step, abstract_batch(device_run)
+        device_run.abstract.params, device_run.abstract.step, device_run.abstract_batch
     ).compile()
     return int(compiled.memory_analysis().temp_size_in_bytes)
 

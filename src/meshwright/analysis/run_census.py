@@ -19,7 +19,6 @@ from meshwright.analysis.census import Census, FlopsBand, ProgramFacts, census
 from meshwright.analysis.lint import Finding, lint_attention_kernel, lint_precision
 from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, simulate_schedule
 from meshwright.comm import collectives, hierarchical, ragged
-from meshwright.data.batch import Batch
 from meshwright.documents import write_atomically
 from meshwright.hardware.chips import Torus
 from meshwright.hardware.targets import Target
@@ -50,23 +49,6 @@ _CATEGORIES = {
 LIBRARY_FILES = tuple(str(module.__file__) for module in (collectives, hierarchical, ragged, params))
 _MAX_VOCAB_PADDING = 0.05
 """Fraction of padding rows from which the vocabulary is reported."""
-
-
-def abstract_batch(device_run: DeviceRun) -> Any:
-    """Returns a batch of the run as `ShapeDtypeStruct`s with their shardings."""
-    return abstract_batch_of(device_run.run.model, device_run)
-
-
-@functools.singledispatch
-def abstract_batch_of(model: Model, device_run: DeviceRun) -> Any:
-    """Returns a batch of a model family; another kind of model registers its own function (`wrapped`)."""
-    training, sharding = device_run.run.training, device_run.batch_sharding
-
-    def array(dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct((training.batch, training.seq), dtype, sharding=sharding)
-
-    tokens, weights = array(jnp.int32), array(jnp.float32)
-    return Batch(tokens, tokens, tokens, tokens, weights)
 
 
 def model_flops(device_run: DeviceRun, passes: float) -> Mapping[str, float]:
@@ -172,7 +154,7 @@ def census_of_train_step(device_run: DeviceRun, target: Target | None = None) ->
     result = census(
         build_train_step(device_run),
         device_run.abstract,
-        abstract_batch(device_run),
+        device_run.abstract_batch,
         mesh=device_run.mesh.shape,
         categories=_CATEGORIES,
         declared=_declared(device_run),
@@ -201,11 +183,12 @@ def census_of_eval_step(device_run: DeviceRun) -> Census:
     return census(
         build_eval_step(device_run),
         device_run.abstract.params,
-        abstract_batch(device_run),
+        device_run.abstract_batch,
         mesh=device_run.mesh.shape,
         categories=_CATEGORIES,
         declared={path: spec for path, spec in arguments.items() if path.startswith("params.")},
         facts=_facts(device_run, "evaluation step", 1.0, table),
+        compiler_options=device_run.compiler_options(),
     )
 
 
@@ -289,7 +272,7 @@ def refresh_census(folder: Path, device_run: DeviceRun, target: Target) -> Censu
 
 def cache_key(device_run: DeviceRun, target: Target) -> str:
     """Returns a key of the program's text, the target, the compiler options, and the code that reads the program."""
-    lowered = build_train_step(device_run).lower(device_run.abstract, abstract_batch(device_run))
+    lowered = build_train_step(device_run).lower(device_run.abstract, device_run.abstract_batch)
     root = Path(str(meshwright.__file__)).parent
     # A change of these rooms changes the census.
     files = sorted(f for room in ("hlo", "analysis", "hardware") for f in (root / room).glob("*.py"))

@@ -18,7 +18,6 @@ import numpy as np
 
 from meshwright.analysis.census import Census
 from meshwright.analysis.memory import LiveMemory, live_memory
-from meshwright.analysis.run_census import abstract_batch
 from meshwright.checkpoint.checkpoints import named_tensors
 from meshwright.checkpoint.fingerprints import fingerprints
 from meshwright.checkpoint.layer_order import abstract_in_layer_order, permuted_params, reordering
@@ -46,7 +45,7 @@ def measure_steps(device_run: DeviceRun, census: Census, *, steps: int, profile:
 
     profile: file for JAX's device memory profile, which `pprof` reads.
     """
-    step = build_train_step(device_run).lower(device_run.abstract, abstract_batch(device_run)).compile()
+    step = build_train_step(device_run).lower(device_run.abstract, device_run.abstract_batch).compile()
     gc.collect()
     before = _status_bytes("VmRSS:")
     try:

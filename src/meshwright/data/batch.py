@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -50,6 +51,11 @@ class BatchRamp:
     def sizes(self) -> tuple[int, ...]:
         """All batches, in order."""
         return (*(size for _, size in self.parts), self.full)
+
+    def sizes_of(self, first: int, last: int) -> tuple[int, ...]:
+        """Returns the batches of the steps that `first` or more, and fewer than `last`, precede; each once."""
+        starts = itertools.accumulate((steps for steps, _ in self.parts), initial=0)
+        return tuple(dict.fromkeys(self.batch(max(start, first)) for start in starts if start < last))
 
     def batch(self, step: int) -> int:
         """Returns the sequences of the step that `step` others precede."""

@@ -1,8 +1,11 @@
 """Check, before it runs, that a compiled step fits the memory of its devices."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
+
+import jax
 
 from meshwright.errors import TrainingError
 from meshwright.formatting import format_bytes
@@ -31,10 +34,16 @@ class OutOfDeviceMemory(TrainingError):
         super().__init__(asked, truth, fix)
 
 
-def check_memory(compiled: Any, devices: Sequence[Any], asked: str) -> None:
+def shard_bytes(tree: Any) -> int:
+    """Returns the bytes of a tree's arrays on one device. tree: arrays or `ShapeDtypeStruct`s with shardings."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def check_memory(compiled: Any, devices: Sequence[Any], asked: str, resident: int = 0) -> None:
     """Raises OutOfDeviceMemory where a compiled step, its arguments included, exceeds the memory of its devices.
 
-    compiled: `jax.stages.Compiled`.  devices: those that it runs on.  asked: the request, for the error.
+    compiled: `jax.stages.Compiled`.  devices: those that it runs on.  asked: the request, for the error.  resident:
+    bytes of a device that are in memory besides its arguments.
     TPU compilers refuse such a program themselves. Nothing is checked where the memory of a device is not known.
     """
     local = [d for d in devices if d.process_index == d.client.process_index()]
@@ -46,7 +55,7 @@ def check_memory(compiled: Any, devices: Sequence[Any], asked: str) -> None:
         needed, available = inside * len(local), _host_memory()
     else:
         limit = (local[0].memory_stats() or {}).get("bytes_limit")
-        needed = inside + stats.argument_size_in_bytes
+        needed = inside + stats.argument_size_in_bytes + resident
         available = Room(limit, f"each {local[0].device_kind}") if limit else None
     if available is not None and needed > available.bytes:
         raise OutOfDeviceMemory(asked, needed, available, "less at a time: see meshwright prove")

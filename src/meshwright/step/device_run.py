@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright.comm.hierarchical import Axes
 from meshwright.config import MeshShape
+from meshwright.data.batch import Batch
 from meshwright.errors import ConfigError
 from meshwright.hardware.machine import machine_of_mesh, refused_options
 from meshwright.models.forward import LocalModel
@@ -149,6 +150,11 @@ class DeviceRun:
         """Sharding of every array of a batch, [B, ...]."""
         return NamedSharding(self.mesh, BATCH_SPEC)
 
+    @property
+    def abstract_batch(self) -> Any:
+        """A batch as `ShapeDtypeStruct`s with their shardings."""
+        return abstract_batch_of(self.run.model, self)
+
     def initial_state(self) -> State:
         """Returns the state before the first step; every array is created in its sharding, never whole."""
         params, variables = initial_arrays(self.run.model, self)
@@ -195,6 +201,17 @@ def initial_arrays(model: Model, device_run: DeviceRun) -> tuple[Tree, tuple[Tre
     """Returns parameters and variables before the first step; another kind of model registers its own function."""
     training, where = device_run.run.training, device_run.state_shardings.params
     return init_params(device_run.params, where, seed=training.seed, dtype=training.param_dtype), ()
+
+
+@functools.singledispatch
+def abstract_batch_of(model: Model, device_run: DeviceRun) -> Any:
+    """Returns an abstract batch of a model family; another kind of model registers its own function (`wrapped`)."""
+    training, where = device_run.run.training, device_run.batch_sharding
+    tokens, weights = (
+        jax.ShapeDtypeStruct((training.batch, training.seq), dtype, sharding=where)
+        for dtype in (jnp.int32, jnp.float32)
+    )
+    return Batch(tokens, tokens, tokens, tokens, weights)
 
 
 def param_specs(placements: Tree, which: str) -> Tree:

@@ -74,13 +74,7 @@ class CompiledTrainStep:
 
     def __init__(self, device_run: DeviceRun, like: Batch):
         self._expected = (device_run.abstract, like)
-        lowered = build_train_step(device_run).lower(*self._expected)
-        if not device_run.batch_sharding.is_fully_addressable:
-            agree_on_program(lowered.as_text())
-        self._compiled = lowered.compile(compiler_options=device_run.compiler_options())
-        training = device_run.run.training
-        asked = f"a step of {training.batch} sequences of {training.seq} tokens on mesh {device_run.shape}"
-        check_memory(self._compiled, list(device_run.mesh.devices.flat), asked)
+        self._compiled = compile_on_devices(device_run, build_train_step(device_run).lower(*self._expected), "a step")
 
     def program_text(self) -> str:
         """Returns the compiled program (HLO)."""
@@ -98,6 +92,19 @@ class CompiledTrainStep:
             ) from error
 
 
+def compile_on_devices(device_run: DeviceRun, lowered: Any, what: str, resident: int = 0) -> Any:
+    """Compiles a step; all processes must have the same one. Raises OutOfDeviceMemory where it does not fit.
+
+    what: its name in the error.  resident: as of `check_memory`.
+    """
+    if not device_run.batch_sharding.is_fully_addressable:
+        agree_on_program(lowered.as_text())
+    compiled, training = lowered.compile(compiler_options=device_run.compiler_options()), device_run.run.training
+    asked = f"{what} of {training.batch} sequences of {training.seq} tokens on mesh {device_run.shape}"
+    check_memory(compiled, list(device_run.mesh.devices.flat), asked, resident)
+    return compiled
+
+
 def _changed_array(expected: Any, given: Any) -> str | None:
     """Describes the first array whose shape, type or sharding is not what the step was compiled for."""
     want, got = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (expected, given))
@@ -112,16 +119,25 @@ def _changed_array(expected: Any, given: Any) -> str | None:
     return None
 
 
-def build_eval_step(device_run: DeviceRun) -> Callable[[Tree, Batch], Metrics]:
-    """Returns the evaluation step `(params, batch) -> metrics`, jitted: the same loss without dropout."""
+def build_eval_step(device_run: DeviceRun) -> Any:
+    """Returns the evaluation step `(params, batch) -> metrics`, jitted: the same loss without dropout.
+
+    It takes the microbatches of training one after another, so that it needs no more memory than a train step.
+    """
     training, model, placed = device_run.run.training, device_run.local_model, device_run.placed
 
     def evaluate(params: Tree, batch: Batch) -> Metrics:
         total = jnp.ones(())
+
+        def sums(batch: Batch) -> Metrics:
+            return model.loss_fn(params, batch, no_dropout(), total)[1][0]
+
         with matmuls_of(training.compute_dtype):
-            if placed.shape.stage == 1:
-                return all_reduce(model.loss_fn(params, batch, no_dropout(), total)[1][0], TOKEN_AXES)
+            if placed.shape.stage == training.microbatches == 1:
+                return all_reduce(sums(batch), TOKEN_AXES)
             batch_M = jax.tree.map(lambda x: x.reshape(training.microbatches, -1, *x.shape[1:]), batch)
+            if placed.shape.stage == 1:
+                return all_reduce(jax.tree.map(lambda x: x.sum(0), jax.lax.map(sums, batch_M)), TOKEN_AXES)
             sequences_MB = batch_M.positions[:, :, 0]  # unused without dropout
             from meshwright.step.pipeline import PipelineModel
 
@@ -135,6 +151,12 @@ def build_eval_step(device_run: DeviceRun) -> Callable[[Tree, Batch], Metrics]:
             in_specs=(param_specs(device_run.placements, "at_rest"), BATCH_SPEC),
             out_specs=PartitionSpec(),
             check_vma=False,
-        ),
-        compiler_options=device_run.compiler_options() or None,
+        )
     )
+
+
+def compile_eval_step(device_run: DeviceRun, resident: int = 0) -> Callable[[Tree, Batch], Metrics]:
+    """Returns the evaluation step, compiled once. resident: as of `check_memory`. Raises OutOfDeviceMemory."""
+    lowered = build_eval_step(device_run).lower(device_run.abstract.params, device_run.abstract_batch)
+    compiled: Callable[[Tree, Batch], Metrics] = compile_on_devices(device_run, lowered, "an evaluation step", resident)
+    return compiled

@@ -20,7 +20,7 @@ from meshwright.models.model import Model
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
-from meshwright.step.train_step import build_eval_step
+from meshwright.step.train_step import compile_eval_step
 from meshwright.storage.paths import path_of
 from meshwright.trainer.prepare import prepare_run, sum_losses
 
@@ -115,7 +115,7 @@ def evaluate_prepared(prepared: Any, source: str | Path, whole: bool, at: int | 
         with Checkpoints(path_of(source) / "checkpoints", max_to_keep=None) as checkpoints:
             params, manifest = checkpoints.restore_params(device_run, at)
         step = manifest.step
-    total, count = sum_losses(device_run, params, parts, build_eval_step(device_run))
+    total, count = sum_losses(device_run, params, parts, compile_eval_step(device_run))
     windows = sum(len(part) for part in parts)
     samples = min(windows, device_run.run.training.eval_samples or windows)
     text_bytes = _count_bytes(parts, prepared.corpus.tokenizer, samples)

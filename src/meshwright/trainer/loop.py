@@ -65,7 +65,7 @@ class Summary(Shown):
     start_seconds: float
     """Seconds from the beginning to the end of the first step: initial values or restore, compilation, that step."""
     compile_seconds: float
-    """Seconds that compiling the train step took."""
+    """Seconds that compiling the train step and the evaluation took."""
     save_seconds: float
     """Seconds that the loop waited for checkpoints."""
     step_seconds: float
@@ -184,14 +184,23 @@ class _Loop:
         # Place from which the feed counts: where this start began, or the checkpoint that the run returned to.
         self.origin = self.started
         self.run, self.ramp = self.prepared.device_run.run, ramp_of(self.prepared.device_run.run.training)
-        self.evaluator = self.prepared.evaluator()
+        self.evaluator: Callable[[State], float] | None = None
         self.compiled: dict[int, Any] = {}
         self.spent = dict.fromkeys(("input wait", "compiling", "saving", "evaluating"), 0.0)
         self.held_out_loss: float | None = None
         self.bad_steps = 0
 
+    def _compile(self) -> None:
+        """Compiles every program of the training: what does not fit is refused before the first step."""
+        for batch in self.prepared.abstract_batches(self.started.step):
+            self._compiled_for(batch)
+        with self._spending("compiling", "compile", "compiling the evaluation", "compiled the evaluation"):
+            self.evaluator = self.prepared.evaluator()
+
     def train(self, state: State) -> Summary:
         began = time.perf_counter()
+        if self.started.step < self.run.training.steps:
+            self._compile()
         while True:
             try:
                 state, step, saved = self._take_steps(state)

@@ -32,8 +32,9 @@ from meshwright.reporters import Reporter
 from meshwright.runs.checks import check_sizes
 from meshwright.runs.run import Run
 from meshwright.sharding.params import count_params
+from meshwright.step.device_memory import shard_bytes
 from meshwright.step.device_run import DeviceRun, State, place_on_devices
-from meshwright.step.train_step import CompiledTrainStep, build_eval_step
+from meshwright.step.train_step import CompiledTrainStep, compile_eval_step
 from meshwright.storage.paths import in_bucket, path_of
 from meshwright.storage.transfer import local_copy
 from meshwright.trainer.meter import Meter
@@ -94,8 +95,12 @@ class Trainable(abc.ABC):
         """Returns what determines the samples, as JSON values: kept with every checkpoint, and compared by a resume."""
         return None
 
+    def abstract_batches(self, step: int) -> Sequence[Any]:
+        """Returns a batch of each size that steps after `step` take, as far as they are known before the data."""
+        return ()
+
     def evaluator(self) -> Callable[[State], float] | None:
-        """Returns the loss on held-out data as a function of the state; None without such data."""
+        """Compiles the loss on held-out data as a function of the state; None without such data."""
         return None
 
     def sample(self, state: State, out: Path) -> str:
@@ -150,11 +155,17 @@ class PreparedRun(Trainable):
         order = {"held_out": held_out, "sequence": run.training.seq, "seed": run.training.seed}
         return {**self.corpus.fingerprint, **order}
 
+    def abstract_batches(self, step: int) -> Sequence[Any]:
+        """Returns a batch of each size of the ramp that is ahead."""
+        training = self.device_run.run.training
+        sizes = ramp_of(training).sizes_of(step, training.steps)
+        return [self.device_run.with_batch(size).abstract_batch for size in sizes]
+
     def evaluator(self) -> Callable[[State], float] | None:
-        """Returns the mean loss per token on held-out text as a function of the state."""
+        """Compiles the mean loss per token on held-out text as a function of the state."""
         if not self.held_out:
             return None
-        eval_step = build_eval_step(self.device_run)
+        eval_step = compile_eval_step(self.device_run, shard_bytes(self.device_run.abstract.optimizer))
 
         def held_out_loss(state: State) -> float:
             total, count = sum_losses(self.device_run, state.params, self.held_out, eval_step)
@@ -185,9 +196,12 @@ def sum_losses(
     batches = held_out_batches(
         list(parts), samples=training.eval_samples, batch=training.batch, sharding=device_run.batch_sharding
     )
-    for metrics in [eval_step(params, batch)["loss"] for batch in batches]:
-        total, count = total + float(metrics[0]), count + float(metrics[1])
-    return total, count
+    previous: Any = (0.0, 0.0)
+    for batch in batches:
+        # One batch is computed while the next is read; no more are in memory at once.
+        previous, (loss, weight) = eval_step(params, batch)["loss"], previous
+        total, count = total + float(loss), count + float(weight)
+    return total + float(previous[0]), count + float(previous[1])
 
 
 def check_sample(device_run: DeviceRun) -> None:

@@ -22,7 +22,7 @@ from meshwright.runs.recipe import change_fields
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.params import Param
-from meshwright.step.device_run import initial_arrays, place_on_devices
+from meshwright.step.device_run import abstract_batch_of, initial_arrays, place_on_devices
 from meshwright.step.gradients import build_gradients
 from meshwright.storage.paths import path_of
 from meshwright.trainer.evaluation import evaluate_prepared
@@ -194,7 +194,7 @@ prepare_other.register(Wrapped, prepared.prepare_wrapped)
 evaluate_prepared.register(prepared.PreparedModel, prepared.evaluate_wrapped)
 estimate_model.register(Wrapped, estimate_wrapped)
 search_model.register(Wrapped, search_wrapped)
-run_census.abstract_batch_of.register(
+abstract_batch_of.register(
     Wrapped, lambda model, device_run: model.parts.source.abstract(sharding=device_run.batch_sharding)
 )
 run_census.train_step_facts.register(Wrapped, prepared.train_step_facts)

@@ -17,8 +17,9 @@ from meshwright.hardware.mesh import build_mesh
 from meshwright.reporters import Reporter
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES
+from meshwright.step.device_memory import shard_bytes
 from meshwright.step.device_run import DeviceRun, State, place_on_devices
-from meshwright.step.train_step import CompiledTrainStep
+from meshwright.step.train_step import CompiledTrainStep, compile_on_devices
 from meshwright.storage.paths import path_of
 from meshwright.trainer.evaluation import BatchEvaluation
 from meshwright.trainer.meter import Meter
@@ -53,7 +54,7 @@ class PreparedModel(Trainable):
         return CompiledTrainStep(self.device_run, batch)
 
     def evaluator(self) -> Callable[[State], float] | None:
-        """Returns the mean loss over the held-out batches as a function of the state."""
+        """Compiles the mean loss over the held-out batches as a function of the state."""
         if self.parts.held_out is None:
             return None
         evaluate = held_out_metrics(self.device_run)
@@ -72,17 +73,20 @@ def prepare_wrapped(model: Any, run: Run, devices: list[jax.Device]) -> Prepared
     prepared = PreparedModel(place_on_devices(dataclasses.replace(run, mesh=mesh), build_mesh(mesh, devices)))
     parts, degree, microbatches = prepared.parts, prepared.device_run.shape.over(BATCH_AXES), run.training.microbatches
     if degree * microbatches > 1:
-        held_out = parts.held_out.batch_size // degree if parts.held_out is not None else 0
+        pieces = degree * step.evaluation_parts(prepared.device_run)
+        held_out = parts.held_out.batch_size // pieces if parts.held_out is not None else 0
         check_rows(parts, parts.source.batch_size // (degree * microbatches), held_out)
     return prepared
 
 
 def held_out_metrics(device_run: DeviceRun) -> Callable[[Any, Any], dict[str, float]]:
-    """Returns `(params, variables) -> mean of each metric over all held-out batches`."""
-    source = step.parts_of(device_run).held_out
+    """Compiles `(params, variables) -> mean of each metric over all held-out batches`, beside the optimizer state."""
+    source, state = step.parts_of(device_run).held_out, device_run.abstract
     if source is None:
         raise ConfigError("evaluating a wrapped model", "it has no held-out batches", "mw.wrap(..., held_out=batches)")
-    evaluation = step.build_evaluation(device_run)
+    batch = source.abstract(sharding=device_run.batch_sharding)
+    lowered = step.build_evaluation(device_run).lower(state.params, batch, *state.variables)
+    evaluation = compile_on_devices(device_run, lowered, "an evaluation step", shard_bytes(state.optimizer))
 
     def evaluate(params: Any, variables: Any) -> dict[str, float]:
         totals: dict[str, list[float]] = {}

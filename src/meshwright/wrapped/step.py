@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from meshwright.comm.collectives import all_reduce, axis_index, gather_param, sum_gradients
 from meshwright.comm.hierarchical import hierarchical_reduce_scatter
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, divisors
 from meshwright.models.model import Metrics
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.placement import Placement, Placements, axes_of, to_spec
@@ -244,23 +244,38 @@ def _averaged(variables: Arrays) -> Arrays:
     return {**variables, **{name: (x / count).astype(means[name].dtype) for name, x in summed.items()}}
 
 
-def build_evaluation(device_run: DeviceRun) -> Callable[..., Metrics]:
+def evaluation_parts(device_run: DeviceRun) -> int:
+    """Returns in how many parts a device evaluates a held-out batch: none has more examples than a microbatch."""
+    parts, microbatches = parts_of(device_run), device_run.run.training.microbatches
+    if parts.held_out is None or microbatches == 1:
+        return 1
+    degree = device_run.shape.over(BATCH_AXES)
+    rows, most = parts.held_out.batch_size // degree, parts.source.batch_size // (degree * microbatches)
+    return min(n for n in divisors(rows) if rows <= n * most)
+
+
+def build_evaluation(device_run: DeviceRun) -> Any:
     """Returns `(params, batch, *variables) -> metrics`, jitted, each metric (sum, weight) over the whole batch."""
     training, parts = device_run.run.training, parts_of(device_run)
-    total = device_run.shape.over(BATCH_AXES)
+    count = evaluation_parts(device_run)
+    total = device_run.shape.over(BATCH_AXES) * count
 
     def local(params: Arrays, batch: Any, variables: Arrays) -> Metrics:
-        key = step_key(training.seed, _EVALUATION, axis_index(BATCH_AXES), total, parts.eval_draws)
-        with matmuls_of(training.compute_dtype):
-            result = parts.adapter.call((_gather(device_run, params), variables), batch, key, False)
-        return all_reduce(_weighted(result), BATCH_AXES)
+        def one(number: Any, batch: Any) -> Metrics:
+            part = axis_index(BATCH_AXES) * count + number
+            key = step_key(training.seed, _EVALUATION, part, total, parts.eval_draws)
+            with matmuls_of(training.compute_dtype):
+                return _weighted(parts.adapter.call((_gather(device_run, params), variables), batch, key, False))
+
+        if count == 1:
+            return all_reduce(one(0, batch), BATCH_AXES)
+        parts_M = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+        sums = jax.lax.map(lambda part: one(*part), (jnp.arange(count), parts_M))
+        return all_reduce(jax.tree.map(lambda x: x.sum(0), sums), BATCH_AXES)
 
     specs = (_specs(device_run, "at_rest"), PartitionSpec(BATCH_AXES), PartitionSpec())
     sharded = _over_mesh(device_run, local, specs, PartitionSpec())
-    return jax.jit(
-        lambda params, batch, *variables: sharded(params, batch, variables[0] if variables else {}),
-        compiler_options=device_run.compiler_options() or None,
-    )
+    return jax.jit(lambda params, batch, *variables: sharded(params, batch, variables[0] if variables else {}))
 
 
 def check_mean(device_run: DeviceRun, batch: Any) -> None:
