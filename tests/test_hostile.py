@@ -1,9 +1,11 @@
 """Files from strangers: none runs code, reads outside its folder, or takes memory that it has no bytes for."""
 
 import ast
+import importlib
 import json
 import os
 import resource
+import site
 import struct
 import subprocess
 import sys
@@ -21,9 +23,11 @@ from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.conversion import check_sums
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
 from meshwright.checkpoint.tensors import StoredTensors, commit, write_tensor
+from meshwright.cli.main import _choose_working_directory
 from meshwright.config import Training
 from meshwright.data import chat
 from meshwright.data.chat import ChatTemplate, read_chat_template
+from meshwright.data.conversations import template_of
 from meshwright.data.feed import Windows
 from meshwright.data.subwords import train_bpe
 from meshwright.data.token_writer import write_description
@@ -32,12 +36,19 @@ from meshwright.data.tokenizing import tokenize
 from meshwright.data.tokens import open_tokens
 from meshwright.documents import seal
 from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.hardware.hosts import ALONE
+from meshwright.hardware.targets import parse_target
 from meshwright.hugging_face.folder import keep_files
 from meshwright.hugging_face.safetensors_files import find_files, read_header
+from meshwright.launching.restarts import Restarts
+from meshwright.launching.supervise import supervise
 from meshwright.models.families.gpt2 import Gpt2
 from meshwright.planner.plan_file import read_plan
+from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import read_run, run_in_folder, run_to_dict, write_run
+from meshwright.trainer.watchdog import Watchdog
+from meshwright.trust import take_options
 
 ROOT = Path(__file__).parents[1]
 RUN = Run(model=Gpt2(257, 32, 1, 4, positions=32), training=Training(seq=32, batch=4))
@@ -47,7 +58,7 @@ RUN = Run(model=Gpt2(257, 32, 1, 4, positions=32), training=Training(seq=32, bat
 def nothing_is_trusted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(plugins, "_from_files", {})
     monkeypatch.setattr(trust, "_chosen", set())
-    monkeypatch.setattr(trust, "_everything", False)
+    monkeypatch.setattr(trust, "_typed", [])
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\ndef attack(*args): return []\n")
 
 
@@ -121,6 +132,90 @@ def family_of_a_file(folder: Path) -> tuple[Callable[[], Any], str]:
     return lambda: read_run(file), "model family .* of .*run.json(.|\n)*it would run .*evil.py"
 
 
+def function_of_the_standard_library_by_path(folder: Path) -> tuple[Callable[[], Any], str]:
+    run = read_run(run_with(folder, "data.paths", [f"{site.__file__}:execusercustomize"]))
+    return lambda: plugins.load("data source", run.data.paths[0]), "it would run .*site.py"
+
+
+def installed_package_by_path(folder: Path) -> tuple[Callable[[], Any], str]:
+    name = f"{Path(np.__file__).parent / 'conftest.py'}:attack"
+    run = read_run(run_with(folder, "optimizer.name", name))
+    return lambda: plugins.resolve("optimizer", run.optimizer.name), "it would run .*conftest.py"
+
+
+def file_by_a_link(folder: Path) -> tuple[Callable[[], Any], str]:
+    (folder / "mine.py").write_text("def attack(*args): return []")
+    (folder / "link.py").symlink_to(folder / "evil.py")
+    take_options([f"{folder}/mine.py:attack"])
+    run = read_run(run_with(folder, "layout", f"{folder}/link.py:attack"))
+    return lambda: plugins.load("layout", run.layout), "it would run .*evil.py"
+
+
+def file_by_way_of_another_folder(folder: Path) -> tuple[Callable[[], Any], str]:
+    (folder / "mine.py").mkdir()
+    take_options([f"{folder}/mine.py:attack"])
+    run = read_run(run_with(folder, "layout", f"{folder}/mine.py/../evil.py:attack"))
+    return lambda: plugins.load("layout", run.layout), "it would run .*evil.py"
+
+
+def file_in_capitals(folder: Path) -> tuple[Callable[[], Any], str]:
+    sys.path.append(str(folder))
+    run = read_run(run_with(folder, "layout", f"{folder}/evil.PY:attack"))
+    return lambda: plugins.load("layout", run.layout), "no installed package has the module"
+
+
+def attribute_of_the_recipe(folder: Path) -> tuple[Callable[[], Any], str]:
+    (folder / "mine.py").write_text(
+        "import meshwright as mw\ndef mine(): return mw.recipe('tiny')\ndef attack(): open('ran')"
+    )
+    find_recipe(f"{folder}/mine.py")
+    run = read_run(run_with(folder, "data.paths", [f"{folder}/mine.py:attack"]))
+    return lambda: plugins.load("data source", run.data.paths[0]), "it would run .*mine.py"
+
+
+def module_that_is_loaded(folder: Path) -> tuple[Callable[[], Any], str]:
+    sys.path.append(str(folder))
+    (folder / "harmless_here.py").write_text("def attack(*args): return []")
+    importlib.import_module("harmless_here")
+    run = read_run(run_with(folder, "layout", "harmless_here:attack"))
+    return lambda: plugins.load("layout", run.layout), "it would run .*harmless_here.py"
+
+
+def module_that_shadows_a_dependency(folder: Path) -> tuple[Callable[[], Any], str]:
+    (folder / "pip.py").write_bytes((folder / "evil.py").read_bytes())
+    sys.path.insert(0, str(folder))
+    run = read_run(run_with(folder, "layout", "pip:attack"))
+    return lambda: plugins.load("layout", run.layout), "it would run .*pip.py"
+
+
+def beside_a_namespace_package(package: str) -> Hostile:
+    def hostile(folder: Path) -> tuple[Callable[[], Any], str]:
+        (folder / package).mkdir()
+        (folder / package / "evil.py").write_bytes((folder / "evil.py").read_bytes())
+        sys.path.append(str(folder))
+        importlib.invalidate_caches()
+        run = read_run(run_with(folder, "layout", f"{package}.evil:attack"))
+        return lambda: plugins.load("layout", run.layout), f"it would run .*{package}/evil.py"
+
+    hostile.__name__ = f"module_in_a_folder_called_{package}"
+    return hostile
+
+
+def module_of_trust(folder: Path) -> tuple[Callable[[], Any], str]:
+    run = read_run(run_with(folder, "data.paths", ["meshwright.trust:take_options"]))
+    return lambda: plugins.load("data source", run.data.paths[0]), "an object of the module 'meshwright.trust'"
+
+
+def tokenizer_that_names_code(folder: Path) -> tuple[Callable[[], Any], str]:
+    run = read_run(run_with(folder, "data.tokenizer", f"{folder}/evil.py:attack"))
+    return lambda: tokenize(str(folder / "evil.py"), run.data.tokenizer, folder / "out"), "evil.py:attack"
+
+
+def template_that_names_code(folder: Path) -> tuple[Callable[[], Any], str]:
+    run = read_run(run_with(folder, "finetune.template", f"{folder}/evil.py:attack"))
+    return lambda: template_of("bytes", run.finetune.template), "--finetune.template .*evil.py:attack"
+
+
 def data_of_the_standard_library(folder: Path) -> tuple[Callable[[], Any], str]:
     run = read_run(run_with(folder, "data.paths", ["os:abort=2"]))
     return lambda: tokenize(run.data.paths[0].partition("=")[0], "bytes", folder / "out"), "Python's own module 'os'"
@@ -169,11 +264,22 @@ def plan_of_another_form(folder: Path) -> tuple[Callable[[], Any], str]:
 
 
 def plan_for_a_chip_of_a_file(folder: Path) -> tuple[Callable[[], Any], str]:
-    from meshwright.hardware.targets import parse_target
-
     plan = {"plan": 2, "run": run_to_dict(RUN), "target": f"{folder}/evil.py:attack:8", "predicted": {}}
     (folder / "plan.json").write_text(json.dumps(plan))
     return lambda: parse_target(read_plan(folder / "plan.json").target), "it would run .*evil.py"
+
+
+def plan_for_a_chip_of_a_file_spelt_otherwise(folder: Path) -> tuple[Callable[[], Any], str]:
+    plan = {"plan": 2, "run": run_to_dict(RUN), "target": f" {folder}/evil.py:attack:8 ", "predicted": {}}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    return lambda: parse_target(read_plan(folder / "plan.json").target), "it would run .*evil.py"
+
+
+def plan_for_a_chip_of_a_file_with_a_star(folder: Path) -> tuple[Callable[[], Any], str]:
+    (folder / "2*evil.py").write_bytes((folder / "evil.py").read_bytes())
+    plan = {"plan": 2, "run": run_to_dict(RUN), "target": f"2*{folder}/2*evil.py:attack:8", "predicted": {}}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    return lambda: parse_target(read_plan(folder / "plan.json").target), r"it would run .*2\*evil.py"
 
 
 def manifest_that_names_code(folder: Path) -> tuple[Callable[[], Any], str]:
@@ -356,6 +462,10 @@ HOSTILE: tuple[Hostile, ...] = (
     token_beyond_the_vocabulary, vocabulary_of_the_description, tokenizer_with_a_giant_number,
     tokenizer_without_letters, nested_tokenizer, template_that_reaches_for_python, template_that_never_ends,
     template_that_fills_memory, template_that_is_a_link, calibration_without_numbers, calibration_of_infinite_speed,
+    function_of_the_standard_library_by_path, installed_package_by_path, file_by_a_link, file_by_way_of_another_folder,
+    file_in_capitals, attribute_of_the_recipe, module_that_is_loaded, module_that_shadows_a_dependency,
+    *map(beside_a_namespace_package, ("google", "orbax", "jax_plugins")), module_of_trust, tokenizer_that_names_code,
+    template_that_names_code, plan_for_a_chip_of_a_file_spelt_otherwise, plan_for_a_chip_of_a_file_with_a_star,
 )  # fmt: skip
 
 
@@ -392,15 +502,58 @@ def test_names_of_ones_own_and_of_installed_packages_are_imported(tmp_path: Path
     assert resolve_optimizer(tmp_path, "optax:adamw").__name__ == "adamw"
     with pytest.raises(ConfigError):
         resolve_optimizer(tmp_path, mine)
-    trust.trust_names(["--optimizer.name", mine])
+    assert take_options(["--optimizer.name", f"{tmp_path}/nowhere/../evil.py:attack"]) and not trust.trust_options()
     assert resolve_optimizer(tmp_path, mine).__name__ == "attack"
     trust._chosen.clear()
-    # A recipe that is loaded already cannot run a second time.
+    with pytest.raises(ConfigError, match=f"--trust-code={mine} where you would run"):  # that it is loaded is no word
+        resolve_optimizer(tmp_path, mine)
+    assert take_options([f"--trust-code={mine}", "--steps", "3"]) == ["--steps", "3"]
     assert resolve_optimizer(tmp_path, mine).__name__ == "attack"
     with pytest.raises(ConfigError, match="Python's own module 'shutil'"):
         resolve_optimizer(tmp_path, "shutil:rmtree")
-    trust.trust_everything()
+    take_options(["--trust-code"])
     assert resolve_optimizer(tmp_path, "shutil:rmtree").__name__ == "rmtree"
+
+
+def test_a_child_is_handed_the_names_that_the_user_gave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor, a rehearsal and a proof pass on what was typed, what a recipe names, and no name of a file."""
+    (tmp_path / "mine.py").write_text(
+        "import dataclasses, meshwright as mw\n"
+        "def mine(): return dataclasses.replace(mw.recipe('tiny'), layout='evil:attack', reporters=('theirs:lines',))\n"
+    )
+    run = find_recipe(f"{tmp_path}/mine.py")
+    assert plugins.options_of_child(run_to_dict(run)) == ["--trust-code=evil:attack", "--trust-code=theirs:lines"]
+    read = read_run(run_with(tmp_path, "optimizer.name", "chosen.by_a_file:attack"))
+    assert plugins.options_of_child(run_to_dict(read)) == []
+    child, printed = tmp_path / "python", tmp_path / "words"
+    child.write_text(f'#!/bin/sh\necho "$@" >> {printed}\n')
+    child.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(child))
+    limits = (Restarts(most=0), Watchdog())
+    for typed in ([], ["--trust-code=evil:attack"]):
+        words = take_options(["tiny", *typed, "--layout", "evil:attack"])
+        assert supervise("train", words, run, tmp_path / "out", ALONE, None, limits) == 0
+    asked = "-P -m meshwright train tiny --layout evil:attack"
+    assert printed.read_text().splitlines() == [asked, f"{asked} --trust-code=evil:attack"]
+
+
+@pytest.mark.parametrize(
+    ("words", "before", "after"),
+    [
+        (["train", "hf:gpt2", "--out", "."], ["HERE", "/lib"], ["/lib"]),
+        (["train", "tiny", "--out", "."], ["/bin", "/lib"], ["/bin", "/lib"]),
+        (["train", "--layout=mine:rows"], ["HERE", "/lib"], ["/lib", "HERE"]),
+        (["show", "mine.py"], ["/bin", "/lib"], ["/bin", "/lib", "HERE"]),
+        (["evaluate", "out", "--trust-code"], ["/bin"], ["/bin", "HERE"]),
+    ],
+)
+def test_the_working_directory_is_searched_last_and_only_for_the_users_names(
+    words: list[str], before: list[str], after: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = os.getcwd()
+    monkeypatch.setattr(sys, "path", [here if place == "HERE" else place for place in before])
+    _choose_working_directory(words)
+    assert sys.path == [here if place == "HERE" else place for place in after]
 
 
 def test_the_command_line_says_what_it_would_import(tmp_path: Path) -> None:
@@ -418,12 +571,12 @@ SCRIPT = "<div onclick=x><script>alert(1)</script>"
 
 
 def test_a_page_escapes_every_name(tmp_path: Path) -> None:
-    from meshwright.cli.show import main
+    from meshwright.cli.show import main as show
 
     write_run(RUN, tmp_path / "run.json")
     document = changed(run_to_dict(RUN), "name", SCRIPT.replace("/", "|"))
     (tmp_path / "run.json").write_text(json.dumps(document))
-    assert main(["--run", str(tmp_path / "run.json"), "--mesh", "data=2", "--html", str(tmp_path / "page.html")]) == 0
+    assert show(["--run", str(tmp_path / "run.json"), "--mesh", "data=2", "--html", str(tmp_path / "page.html")]) == 0
     text = (tmp_path / "page.html").read_text()
     # The page's own two elements; the name is text in its title, and escaped in its data (tests/test_page_kit.py).
     assert text.count("<script") == 2 and "&lt;script" in text and "\\u003cscript" in text

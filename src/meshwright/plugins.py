@@ -10,7 +10,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -66,37 +66,31 @@ _from_files: dict[str, str] = {}
 """Names read from files, and the file of each: `trust` decides which of them are imported."""
 
 
+def _names_in(document: Any) -> Iterator[str]:
+    """Yields the texts in JSON values that may name code; of NAME=WEIGHT also the name."""
+    if isinstance(document, str) and ":" in document:
+        yield from {document, document.rpartition("=")[0] or document}
+    elif isinstance(document, Mapping | list | tuple):
+        for value in document.values() if isinstance(document, Mapping) else document:
+            yield from _names_in(value)
+
+
 def note_names(document: Any, origin: str) -> None:
     """Marks every name of code in JSON values as read from the file `origin`."""
-    if isinstance(document, str) and ":" in document:
-        _from_files.update({document: origin, document.rpartition("=")[0] or document: origin})
-    elif isinstance(document, Mapping):
-        for value in document.values():
-            note_names(value, origin)
-    elif isinstance(document, list):
-        for value in document:
-            note_names(value, origin)
+    _from_files.update(dict.fromkeys(_names_in(document), origin))
 
 
-def keep_own_names(document: Any) -> None:
-    """Trusts the names of code in JSON values that no file has named so far: files may repeat the user's own."""
-    words = [document] if isinstance(document, str) else document
-    if isinstance(words, Mapping):
-        words = list(words.values())
-    for word in words if isinstance(words, list | tuple) else []:
-        if not isinstance(word, str):
-            keep_own_names(word)
-        elif word not in _from_files:
-            trust.trust_names([word])
+def keep_own_names(document: Any) -> list[str]:
+    """Trusts the names of code in JSON values that no file has named, and returns all in it that are the user's own."""
+    names = sorted(set(_names_in(document)))
+    trust.trust_names(name for name in names if name not in _from_files)
+    return [name for name in names if trust.is_chosen(name)]
 
 
-def options_of_child() -> list[str]:
-    """Returns the options with which a child process reads a file of this one: what it names is trusted as here.
-
-    Names of code that a recipe, the command line or Python gave are the user's own, also in the file that passes them
-    on. Where this process has read names from files, the child asks about them again.
-    """
-    return [] if _from_files and not trust.trusts_everything() else ["--trust-code"]
+def options_of_child(document: Any) -> list[str]:
+    """Returns the options with which a child process reads `document` from a file: it trusts the user's own names."""
+    names = filter(is_reference, keep_own_names(document))
+    return [*trust.trust_options(), *(f"{trust.TRUST}={name}" for name in names)]
 
 
 def resolve(kind: str, name: str, builtin: Mapping[str, Any] | None = None) -> Any:
@@ -115,16 +109,18 @@ def resolve(kind: str, name: str, builtin: Mapping[str, Any] | None = None) -> A
 
 def is_reference(name: str) -> bool:
     """Whether `name` has the form `module:attribute` or `FILE.py:attribute`."""
-    module, colon, attribute = name.rpartition(":")
-    file = module.endswith(".py")
-    return bool(colon) and attribute.isidentifier() and (file or all(p.isidentifier() for p in module.split(".")))
+    module, _, attribute = name.rpartition(":")
+    parts = attribute.split(".") if module.endswith(".py") else [*module.split("."), *attribute.split(".")]
+    return all(part.isidentifier() for part in parts)
 
 
 def load(kind: str, name: str) -> Any:
     """Imports `module:attribute` or `FILE.py:attribute`. Raises ConfigError where either is missing."""
     module_name, _, path = name.rpartition(":")
     origin = _from_files.get(name)
-    if origin is not None:
+    if origin is None:
+        trust.trust_names([name])  # the user's own, also where a file repeats it
+    else:
         trust.check_name(kind, name, origin)
     module = load_file(Path(module_name)) if module_name.endswith(".py") else _import(kind, name, module_name)
     value: Any = module
@@ -142,7 +138,6 @@ def _public(value: Any) -> list[str]:
 
 
 def _import(kind: str, name: str, module_name: str) -> ModuleType:
-    # A file beside the working directory is importable for `python -m meshwright` and not for the console script.
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -189,8 +184,8 @@ def keep_names(config: Any, *fields: str) -> None:
 def name_of(value: Any) -> str:
     """Returns the name under which `resolve` finds `value` again: `module:attribute` or `FILE.py:attribute`.
 
-    Strings are names already. Raises ConfigError for an object without one: a lambda, a local function, or an object
-    defined in an interactive session, which no other process could import.
+    Strings are names already; an object is the user's own, and so is its name. Raises ConfigError for an object without
+    one: a lambda, a local function, or one of an interactive session, which no other process could import.
     """
     if isinstance(value, str):
         return value
@@ -198,12 +193,13 @@ def name_of(value: Any) -> str:
     module = sys.modules.get(getattr(value, "__module__", ""))
     if attribute is None or module is None or _attribute(module, attribute) is not value:
         module, attribute = _holder(value)
-    if module.__name__ != "__main__" and not module.__name__.startswith(_FILE_MODULE):
-        return f"{module.__name__}:{attribute}"
-    file = getattr(module, "__file__", None)
-    if file is None:
-        raise _nameless(value, "it is defined in an interactive session")
-    return f"{Path(file).resolve()}:{attribute}"
+    place, file = module.__name__, getattr(module, "__file__", None)
+    if place == "__main__" or place.startswith(_FILE_MODULE):
+        if file is None:
+            raise _nameless(value, "it is defined in an interactive session")
+        place = str(Path(file).resolve())
+    trust.trust_names([name := f"{place}:{attribute}"])
+    return name
 
 
 def _attribute(module: ModuleType, path: str) -> Any:

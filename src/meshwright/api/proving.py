@@ -39,6 +39,7 @@ from meshwright.planner.search import Plan, price_run, remat_policies, with_best
 from meshwright.plugins import options_of_child
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.run import Run
+from meshwright.runs.run_file import run_to_dict
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.step.device_run import DeviceRun, place_on_devices
 from meshwright.views.report import frame
@@ -127,7 +128,8 @@ def prove_plan(plan: Plan, target: Target, limit: int) -> Proof:
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+", encoding="utf-8") as printed:
         file, html = Path(folder) / "plan.json", Path(folder) / "page.html"
         write_plan(plan, target, file)
-        words = ["prove", str(file), "--json", "--html", str(html), *options_of_child(), *own]
+        given = options_of_child([run_to_dict(plan.run), target.name])
+        words = ["prove", str(file), "--json", "--html", str(html), *given, *own]
         try:
             _, errors = compile_in_subprocess(target, limit, words, printed)
         except CensusError as error:
@@ -164,7 +166,7 @@ def compile_in_subprocess(target: Target, limit: int, words: Sequence[str], outp
     with log.open("w", encoding="utf-8") as errors:
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "meshwright", *words],
+                [sys.executable, "-P", "-m", "meshwright", *words],
                 env={**os.environ, **compiler_environment(target), _COMPILES_FOR: str(target)},
                 stdout=output.fileno(),
                 stderr=errors,

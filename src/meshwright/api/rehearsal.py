@@ -17,7 +17,7 @@ from meshwright.errors import ConfigError, TrainingError, divisors
 from meshwright.planner.shrink import shape_within, shrink
 from meshwright.plugins import options_of_child
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import write_run
+from meshwright.runs.run_file import run_to_dict, write_run
 
 _BYTES_VOCAB = 257
 
@@ -62,20 +62,21 @@ def rehearse(small: Run, folder: Path, *, processes: int = 1, kill: bool = False
     file, out = folder / "run.json", folder / "out"
     write_run(small, file)
     running, began = TrainingProcesses(processes, small.mesh.size, limit), time.perf_counter()
-    running.start("--run", str(file), "--out", str(out))
+    given = options_of_child(run_to_dict(small))
+    running.start("--run", str(file), "--out", str(out), *given)
     if kill:
         running.wait_for_checkpoint(out)
         running.kill_last()
         yield Part("one process killed", time.perf_counter() - began, running.wait_for_failure())
         began = time.perf_counter()
-        running.start("--out", str(out), "--resume")
+        running.start("--out", str(out), "--resume", *given)
         held_out = running.wait()["held_out_loss"]
         yield Part("resumes", time.perf_counter() - began, _format_end(_losses(out), held_out))
         return
     held_out, losses = running.wait()["held_out_loss"], _losses(out)
     yield Part("trains", time.perf_counter() - began, _format_end(losses, held_out))
     began, stop = time.perf_counter(), small.training.steps // 2
-    running.start("--out", str(out), "--resume", "--at", str(stop))
+    running.start("--out", str(out), "--resume", "--at", str(stop), *given)
     again, resumed = running.wait()["held_out_loss"], _losses(out)
     check_equal(stop, losses, resumed)
     _check_same("the held-out loss", again, held_out)
@@ -122,12 +123,12 @@ class TrainingProcesses:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        words = ["train", *options, "--devices", str(self._devices), "--json", *options_of_child()]
+        words = ["train", *options, "--devices", str(self._devices), "--json"]
         self._running = []
         for i in range(self._count):
             hosts = ["--coordinator", f"127.0.0.1:{port}", "--processes", str(self._count), "--process", str(i)]
             process = subprocess.Popen(
-                [sys.executable, "-m", "meshwright", *words, *(hosts if self._count > 1 else [])],
+                [sys.executable, "-P", "-m", "meshwright", *words, *(hosts if self._count > 1 else [])],
                 env={**os.environ, "JAX_PLATFORMS": "cpu"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -18,7 +18,7 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target
 from meshwright.launching.local import numbered, of_the_first, run_local
 from meshwright.launching.schedulers import SCHEDULERS, Job, accelerators_of, legal_name, pairs
-from meshwright.trust import trust_option
+from meshwright.trust import trust_options
 
 VERBS = ("train", "finetune", "evaluate", "generate", "parity", "bench", "doctor")
 """Verbs that join their hosts."""
@@ -140,11 +140,11 @@ def _job(options: LaunchOptions, words: Sequence[str]) -> Job:
     restarts = options.restarts
     if restarts is None:  # other verbs have no checkpoint to resume from
         restarts = _RESTARTS if verb in _TRAINING and options.on != "local" else 0
-    program = [sys.executable, "-m", "meshwright"] if options.on == "local" else ["meshwright"]
+    program = [sys.executable, "-P", "-m", "meshwright"] if options.on == "local" else ["meshwright"]
     cache = (("MESHWRIGHT_CACHE", options.cache),) if options.cache else ()
     return Job(
         name=name,
-        command=(*program, verb, *arguments, *trust_option()),
+        command=(*program, verb, *arguments, *trust_options()),
         hosts=hosts,
         processes_per_host=processes // hosts,
         accelerators=accelerators,

@@ -14,7 +14,8 @@ from meshwright.cli.interrupt import EXIT_CODE, acknowledge_interrupts
 from meshwright.cli.output import write, write_table
 from meshwright.errors import ConfigError, MeshwrightError, nearest
 from meshwright.formatting import printable
-from meshwright.trust import trust_everything, trust_names
+from meshwright.plugins import is_reference
+from meshwright.trust import TRUST, take_options
 
 VERBS = {
     "train": "Train a recipe, or resume a run: on the accelerators found, or on simulated devices.",
@@ -40,14 +41,11 @@ VERBS = {
 
 _OPEN_FILES = 65536
 """Files that a process may have open, where the system lets it."""
-TRUST = "--trust-code"
-"""Option of every verb: files that are read may name any code (`meshwright.trust`)."""
 
 
 def main() -> None:
     """Runs the command `meshwright` and exits."""
-    # A Run may name `module:attribute` of a module beside the user. Last on the path, it shadows nothing.
-    sys.path.append(os.getcwd())
+    _choose_working_directory(sys.argv[1:])
     _own_standard_output()
     _allow_open_files()
     acknowledge_interrupts()
@@ -66,10 +64,7 @@ def main() -> None:
 
 def run(args: Sequence[str]) -> int:
     """Runs one command line; returns its exit code. Raises MeshwrightError."""
-    if TRUST in args:
-        trust_everything()
-        args = [word for word in args if word != TRUST]
-    trust_names(args)
+    args = take_options(args)
     if not args or args[0] in ("-h", "--help"):
         _write_overview()
         return 0
@@ -89,6 +84,18 @@ def run(args: Sequence[str]) -> int:
 def module_of(verb: str) -> ModuleType:
     """Imports the module of a verb."""
     return importlib.import_module(f"meshwright.cli.{verb}")
+
+
+def _choose_working_directory(words: Sequence[str]) -> None:
+    """Makes modules in the working directory importable where the words name code, and only then.
+
+    Libraries import what is in a folder of theirs there (`jax_plugins`), and a folder may come from a stranger.
+    """
+    if not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
+        del sys.path[0]  # of `python -m`, which would shadow installed packages
+    parts = [part for word in words for part in word.split("=") if not word.startswith("hf:")]
+    if any(part == TRUST or part.endswith(".py") or is_reference(part) for part in parts):
+        sys.path.append(os.getcwd())
 
 
 def _own_standard_output() -> None:
@@ -115,7 +122,8 @@ def _allow_open_files() -> None:
 def _write_overview() -> None:
     write("usage: meshwright VERB [options]\n\n")
     write_table(VERBS, shutil.get_terminal_size((120, 24)).columns)
-    write(f"\n{TRUST} with any verb: run files, plans and checkpoints that it reads may name code to run.\n")
+    write(f"\n{TRUST} with any verb: run files, plans and checkpoints that it reads may name code to run; with\n")
+    write(f"{TRUST}=NAME the code module:attribute or FILE.py:attribute of that name alone.\n")
     write("meshwright VERB --help lists the options of a verb; meshwright --version prints the version.\n")
 
 

@@ -37,7 +37,7 @@ from meshwright.planner.explain import memory_remedies
 from meshwright.planner.plan_file import is_plan, read_plan
 from meshwright.reporters.console import open_console
 from meshwright.runs.run import Run
-from meshwright.trust import trust_option
+from meshwright.trust import trust_options
 from meshwright.views.blocks import Facts
 from meshwright.views.census_page import (
     budget_section,
@@ -125,7 +125,7 @@ def main(args: Sequence[str]) -> int:
     elif is_compiling_process(target):
         devices = target_devices(target)
     else:
-        code, errors = compile_in_subprocess(target, options.limit, ["prove", *args, *trust_option()], sys.stdout)
+        code, errors = compile_in_subprocess(target, options.limit, ["prove", *args, *trust_options()], sys.stdout)
         sys.stderr.write(errors)
         return code
     if options.step in ("prefill", "decode"):

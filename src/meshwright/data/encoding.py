@@ -116,7 +116,7 @@ class _Encoders:
         for _ in range(self._count):
             ours, theirs = multiprocessing.Pipe()
             with theirs:
-                command = [sys.executable, "-m", "meshwright.data.encoding"]
+                command = [sys.executable, "-P", "-m", "meshwright.data.encoding"]
                 self._all.append((subprocess.Popen(command, stdin=theirs.fileno(), env=environment), ours))
         for _, connection in self._all:
             connection.send_bytes(self._tokenizer.to_json().encode())

@@ -57,6 +57,15 @@ def format_size(topology: tuple[int, ...]) -> str:
     return "x".join(map(str, topology))
 
 
+_FORM = re.compile(r"(?:(\d+)\*)?(.+?):(\d+(?:x\d+)*)")
+
+
+def chip_of(text: str) -> str:
+    """Returns the name of the chip in a target, which may be that of code; "" where it is no target."""
+    match = _FORM.fullmatch(text.strip())
+    return match[2] if match else ""
+
+
 def parse_target(text: str) -> Target:
     """Parses one value of `--on`.
 
@@ -64,7 +73,7 @@ def parse_target(text: str) -> Target:
     nodes x GPUs per node. CHIP is a name in `chips.CHIPS`, the TOML file of a chip, or a `Chip` object in Python code
     as `module:attribute` or `FILE.py:attribute`. Raises ConfigError with the nearest valid target.
     """
-    match = re.fullmatch(r"(?:(\d+)\*)?(.+?):(\d+(?:x\d+)*)", text.strip())
+    match = _FORM.fullmatch(text.strip())
     if not match:
         fix = _from_accelerator_type(text.strip()) or "write v5p:4x4x8, or h100:64"
         raise _refusal(text, "a target is CHIP:SIZE, with sizes joined by x", fix)

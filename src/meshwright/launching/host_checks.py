@@ -172,9 +172,8 @@ print(json.dumps([
 def ask_devices(seconds: float, environment: Mapping[str, str]) -> list[dict[str, Any]] | str:
     """Returns the devices that JAX finds, or the reason why it finds none."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _DEVICES], env=dict(environment), capture_output=True, text=True, timeout=seconds
-        )
+        command = [sys.executable, "-P", "-c", _DEVICES]
+        done = subprocess.run(command, env=dict(environment), capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
         return f"JAX did not list them in {seconds:.0f} s"
     if done.returncode:

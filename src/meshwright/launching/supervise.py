@@ -30,10 +30,10 @@ from meshwright.errors import CheckpointError, HostError, StorageError
 from meshwright.hardware.hosts import PORT, Hosts
 from meshwright.heartbeat import beating
 from meshwright.launching.restarts import Restarts, restarts
-from meshwright.plugins import options_of_child
 from meshwright.runs.run import Run
 from meshwright.storage.paths import bucket_path, in_bucket
 from meshwright.trainer.watchdog import BEATS, Watchdog
+from meshwright.trust import trust_options
 
 _BEAT, _BUCKET_BEAT = 1.0, 5.0
 """Seconds between two counts of a supervisor, on a file system and in a bucket: there each count is a request."""
@@ -306,7 +306,7 @@ class _Supervisor:
         """Runs the child once; returns its exit code, negative for a signal."""
         reader, writer = os.pipe()
         words = self.args if start.attempt == 0 else self._arguments(start)
-        command = [sys.executable, "-m", "meshwright", self.verb, *words, *options_of_child()]
+        command = [sys.executable, "-P", "-m", "meshwright", self.verb, *words, *trust_options()]
         self.reached = -1
         self._note("starting", start.attempt, step=start.step)
         with open(reader, "rb", buffering=0) as signs, tempfile.TemporaryFile() as printed:

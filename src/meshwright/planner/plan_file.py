@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.documents import LARGE, read_json, write_atomically
 from meshwright.errors import ConfigError, reason_of
-from meshwright.hardware.targets import Target
+from meshwright.hardware.targets import Target, chip_of
 from meshwright.planner.search import Plan
 from meshwright.plugins import note_names
 from meshwright.runs.run import Run
@@ -90,5 +90,5 @@ def read_plan(file: Path) -> PlanFile:
     for name, form in forms.items():
         if not isinstance(contents.get(name), form):
             raise ConfigError(f"plan {file}", f"its {name!r} is no {form.__name__}", fix)
-    note_names([contents["target"], contents["target"].rpartition(":")[0].rpartition("*")[2]], str(file))
+    note_names(chip_of(contents["target"]), str(file))
     return PlanFile(run_from_dict(contents["run"], str(file)), contents["target"], contents["predicted"])

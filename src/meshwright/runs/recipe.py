@@ -11,10 +11,10 @@ from typing import Any
 from meshwright.config import Data, MeshShape, Optimizer, Training
 from meshwright.errors import ConfigError, MeshwrightError, describe_failure, nearest
 from meshwright.fine_tuning import FineTune, Method, Objective
-from meshwright.plugins import is_reference, load, load_file
+from meshwright.plugins import is_reference, keep_own_names, load, load_file
 from meshwright.runs.catalogue import catalogue, recipe_name
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import run_in_folder
+from meshwright.runs.run_file import run_in_folder, run_to_dict
 from meshwright.storage.paths import path_of
 
 _PARTS = ("training", "optimizer", "data", "finetune", "model", "faults", "local_checkpoints")
@@ -34,6 +34,8 @@ def find_recipe(name: str) -> Run:
         raise ConfigError(f"recipe {name}", f"it {describe_failure(error)}", "correct the recipe") from error
     if not isinstance(built, Run):
         raise ConfigError(f"recipe {name}", f"it returned {type(built).__name__}", "return a Run")
+    if is_reference(name) or name.endswith(".py"):  # the user's own code chose what it names
+        keep_own_names(run_to_dict(built))
     return built
 
 

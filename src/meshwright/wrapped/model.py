@@ -95,7 +95,7 @@ class Wrapped(Model):
 
         Raises ConfigError for one that it could not import.
         """
-        name = self.named().name
+        name = self.named().name if self.parts else ""  # a name from a file is loaded here, or refused
         if not name:
             raise ConfigError(
                 "compiling a wrapped model in another process",

@@ -96,7 +96,7 @@ def _run_child(folder: Path, name: str, seconds: float) -> None:
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
     log = logs / f"{file_name(name)}.log"
-    command = [sys.executable, "-m", _PLACE, str(folder), name, f"{seconds:.1f}"]
+    command = [sys.executable, "-P", "-m", _PLACE, str(folder), name, f"{seconds:.1f}"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     limit, message, state = seconds * _GRACE_FACTOR + _GRACE_SECONDS, "", FAILED
     with log.open("w", encoding="utf-8") as output:
