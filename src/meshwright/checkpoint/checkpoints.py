@@ -136,10 +136,12 @@ class Checkpoints:
         skipped: tuple[tuple[int, int], ...] = (),
         data: Any = None,
         corpus: dict[str, Any] | None = None,
+        norms: tuple[float, ...] = (),
     ) -> None:
         """Starts to write `state` and returns as soon as its buffers may be donated.
 
-        cursor: global index of the next training sample.  skipped, data, corpus: as in `Manifest`.
+        cursor: global index of the next training sample.  skipped, data, corpus, norms: as in
+        `Manifest`.
         Raises CheckpointError where this save or the one before it fails.
         """
         self.wait()  # the host's memory has the shards of one checkpoint at a time
@@ -157,7 +159,7 @@ class Checkpoints:
             name: TensorRecord(x.shape, str(x.dtype), (int(hashes[name][0]), int(hashes[name][1])))
             for name, x in abstract.items()
         }
-        manifest = Manifest(step, cursor, device_run.run, records, data, corpus, skipped)
+        manifest = Manifest(step, cursor, device_run.run, records, data, corpus, skipped, norms)
         assert self._thread is not None
         self._pending = self._thread.submit(self._write, abstract, shards, manifest, next(_saves))
 

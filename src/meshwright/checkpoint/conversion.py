@@ -143,7 +143,7 @@ def import_weights(source: str, out: Path, say: Say = lambda line: None) -> Conv
     """
     weights = open_folder(source)
     folder = weights.folder
-    dtype = DTYPES["BF16" if weights.dtype == "bfloat16" else "F32"]
+    dtypes = {path: DTYPES[_CODES[p.stored or weights.dtype]] for path, p in weights.params.items()}
     files = sorted({entry.file.resolve() for entry in weights.entries.values()} | {folder.path / "config.json"})
     identity = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
     journal = _Journal(out, ["from hugging face", weights.dtype, identity], len(weights.params), say)
@@ -158,15 +158,15 @@ def import_weights(source: str, out: Path, say: Say = lambda line: None) -> Conv
 
         def convert_one(path: str, p: Param) -> tuple[int, int]:
             def read(index: Index) -> np.ndarray:
-                block = read_block(p, weights.stored[path], index, reader, dtype)
+                block = read_block(p, weights.stored[path], index, reader, dtypes[path])
                 reader.release()
                 return block
 
-            return write_tensor(step / "state", f"params.{path}", unpadded_shape(p), dtype, read)
+            return write_tensor(step / "state", f"params.{path}", unpadded_shape(p), dtypes[path], read)
 
         journal.convert(weights.params, convert_one)
     records = {
-        f"params.{path}": TensorRecord(unpadded_shape(p), dtype.name, tuple(journal.done[path]))
+        f"params.{path}": TensorRecord(unpadded_shape(p), dtypes[path].name, tuple(journal.done[path]))
         for path, p in weights.params.items()
     }
     commit(step, Manifest(0, 0, run, records).to_dict())
@@ -206,22 +206,23 @@ def export_weights(
     if dtype is None and run.finetune.method == "lora":
         dtype = "float32" if run.finetune.base == "float32" else run.training.compute_dtype
     elif dtype is None:
-        dtype = next(t.dtype for name, t in tensors.manifest.tensors.items() if name.startswith("params."))
-    code = _CODES[dtype]
+        dtype = run.training.param_dtype
     weights = MergedTensors(tensors) if run.finetune.method == "lora" else tensors
     architecture, config = _configuration(run, source)
     # `transformers` 4 calls it torch_dtype, 5 calls it dtype and reads both.
     config = {**config, "dtype" if "dtype" in config else "torch_dtype": dtype}
     params, stored = named_leaves(run.model.params()), architecture.tensors(run.model)
     shapes = {name: stored[path].stored_shape(p) for path, p in params.items() for name in stored[path].names(p)}
-    sizes = {name: int(np.prod(shape)) * DTYPES[code].itemsize for name, shape in shapes.items()}
+    # What is float32 at rest is so in the folder: `transformers` keeps the bias of DeepSeek's router so too.
+    codes = {name: _CODES[p.stored or dtype] for path, p in params.items() for name in stored[path].names(p)}
+    sizes = {name: int(np.prod(shape)) * DTYPES[codes[name]].itemsize for name, shape in shapes.items()}
     groups = split_into_files(sizes, largest_file)
-    identity = [str(tensors.step_folder.resolve()), tensors.manifest.to_dict()["tensors"], code, groups]
+    identity = [str(tensors.step_folder.resolve()), tensors.manifest.to_dict()["tensors"], codes, groups]
     journal = _Journal(out, identity, len(params), say)
     file_of = {tensor: name for name, group in zip(file_names(len(groups)), groups, strict=True) for tensor in group}
     files = {
         file_of[group[0]]: NewSafetensorsFile(
-            journal.folder / file_of[group[0]], {tensor: (code, shapes[tensor]) for tensor in group}
+            journal.folder / file_of[group[0]], {tensor: (codes[tensor], shapes[tensor]) for tensor in group}
         )
         for group in groups
     }

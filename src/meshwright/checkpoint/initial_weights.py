@@ -119,8 +119,7 @@ def without_adapters(device_run: DeviceRun) -> DeviceRun:
 def merge_adapters(device_run: DeviceRun, params: Tree) -> tuple[DeviceRun, Tree]:
     """Returns the run without adapters or reference, and its parameters W + (alpha / r) A B, summed in float32."""
     base = without_adapters(device_run)
-    dtype = jnp.dtype(base.run.training.param_dtype)
-    together = functools.partial(merged, scale=device_run.run.finetune.scale, dtype=dtype)
+    together = functools.partial(merged, scale=device_run.run.finetune.scale, like=base.abstract.params)
     return base, jax.jit(together, out_shardings=base.state_shardings.params)(params)
 
 

@@ -53,6 +53,8 @@ class Manifest:
     """Fingerprint of the text that the run reads and of its order; None where it reads none."""
     skipped: tuple[tuple[int, int], ...] = ()
     """Samples that the run leaves out: global index of the first, and their number."""
+    norms: tuple[float, ...] = ()
+    """Gradient norms of the last steps, of which a spike is a multiple (`Faults.spike`)."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the manifest as JSON-compatible values, with the versions of the libraries."""
@@ -67,6 +69,7 @@ class Manifest:
                 "data": self.data,
                 "corpus": self.corpus,
                 "skipped": self.skipped,
+                "norms": self.norms,
             }
         )
 
@@ -90,8 +93,9 @@ def read_manifest(step_folder: Path) -> Manifest:
         raise ValueError("it is not what was saved: its checksum differs")
     tensors = msgspec.convert(data["tensors"], dict[str, TensorRecord])
     skipped = msgspec.convert(data.get("skipped", ()), tuple[tuple[int, int], ...])
-    run = run_from_dict(data["run"], str(file))
-    return Manifest(int(data["step"]), int(data["cursor"]), run, tensors, data.get("data"), data.get("corpus"), skipped)
+    norms = msgspec.convert(data.get("norms", ()), tuple[float, ...])
+    run, place = run_from_dict(data["run"], str(file)), (int(data["step"]), int(data["cursor"]))
+    return Manifest(*place, run, tensors, data.get("data"), data.get("corpus"), skipped, norms)
 
 
 def _check_links(folder: Path) -> None:

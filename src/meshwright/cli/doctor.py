@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import jax.numpy as jnp
 import tyro
 from rich.markup import escape
 
@@ -18,7 +17,7 @@ from meshwright.cli.parse import parse
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.launching.host_checks import check_host
-from meshwright.planner.memory_model import sharded_elements
+from meshwright.planner.memory_model import param_bytes
 from meshwright.planner.optimizer import state_bytes
 from meshwright.reporters.console import open_console
 from meshwright.runs.placed_run import place_run
@@ -80,5 +79,5 @@ def _checkpoint_bytes(run: str) -> int:
     legal = dataclasses.replace(training, batch=training.microbatches)
     model = dataclasses.replace(given.model, vocab=given.model.vocab or _VOCAB)
     placed = place_run(dataclasses.replace(given, model=model, training=legal, mesh=None), MeshShape())
-    itemsize = jnp.dtype(training.param_dtype).itemsize
-    return int(sharded_elements(placed.layout)[0] * itemsize + state_bytes(placed)) * (training.max_to_keep + 1)
+    written = param_bytes(placed.layout, training.param_dtype) + state_bytes(placed)
+    return int(written) * (training.max_to_keep + 1)

@@ -10,6 +10,9 @@ import jax
 from meshwright.config import Training
 from meshwright.errors import ConfigError
 
+PADDING = 2**30
+"""Segment of positions after the last document of a sequence; larger than any document's."""
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -25,7 +28,7 @@ class Batch:
     targets: Any
     """Next tokens, int32."""
     segments: Any
-    """Index of the document within the sequence, int32; attention does not cross documents."""
+    """Index of the document within the sequence, or PADDING, int32; attention does not cross documents."""
     positions: Any
     """Position within the document, int32."""
     weights: Any

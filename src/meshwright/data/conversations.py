@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshwright.config import Data
+from meshwright.data.batch import PADDING
 from meshwright.data.chat import ChatTemplate, Message, check_jinja, read_chat_template
 from meshwright.data.corpus import Corpus, local_data, parse_source, share
 from meshwright.data.feed import held_out_border
@@ -69,7 +70,7 @@ class Packed:
         fields = {
             "inputs": np.full(self.seq, self.file.tokenizer.end, np.int32),
             "targets": np.full(self.seq, self.file.tokenizer.end, np.int32),
-            "segments": np.full(self.seq, len(self.rows[index]), np.int32),
+            "segments": np.full(self.seq, PADDING, np.int32),
             "positions": np.zeros(self.seq, np.int32),
             "weights": np.zeros(self.seq, np.float32),
         }

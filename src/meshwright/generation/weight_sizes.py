@@ -28,7 +28,7 @@ def weight_bytes(placed: PlacedRun, layout: WeightsLayout) -> int:
     training, total = placed.run.training, 0
     for _, p, where in placed.leaves:
         if layout == "sharded":
-            size = jnp.dtype(training.param_dtype).itemsize
+            size = jnp.dtype(p.stored or training.param_dtype).itemsize
             total += math.prod(local_shape(p.shape, where.at_rest, placed.shape)) * size
             continue
         shape = local_shape(p.shape, where.in_use, placed.shape)

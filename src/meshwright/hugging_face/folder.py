@@ -172,7 +172,9 @@ def open_folder(name: str) -> WeightsFolder:
                 parts.add(scales)
     parts |= {tensor + part for tensor in expected & unpacked.keys() for part in (quantised.BLOCKS, quantised.SCALES)}
     notes = folder.notes + _check_others(folder, expected | parts, entries)
-    found = {"BF16" if entries[tensor].dtype == FP8_CODE else entries[tensor].dtype for tensor in expected}
+    # What a model of any type keeps in float32 does not tell its type.
+    typed = (tensor for path, p in params.items() if p.stored is None for tensor in stored[path].names(p))
+    found = {"BF16" if entries[tensor].dtype == FP8_CODE else entries[tensor].dtype for tensor in typed}
     dtype: Precision = "bfloat16" if found == {"BF16"} else "float32"
     return WeightsFolder(folder, params, stored, entries, dtype, notes, frozenset(unpacked))
 
@@ -276,7 +278,8 @@ def load_params(
 ) -> Tree:
     """Returns the weights as arrays in `shardings`: no host and no device ever has more than its shards.
 
-    params: descriptions of the parameters, rows of stacks in the order of the stages.  dtype: of the arrays.
+    params: descriptions of the parameters, rows of stacks in the order of the stages.  dtype: of the arrays, except of
+    those that are float32 at rest.
     then: makes of a weight, by its path, what is kept of it, before the next is loaded.
     Raises WeightsError where `params` are not those of the folder's model.
     """
@@ -286,7 +289,7 @@ def load_params(
     where = named_leaves(shardings)
     with weights.reader() as reader:
         arrays = [
-            then(path, _load(path, p, weights.stored[path], where[path], np.dtype(dtype), reader))
+            then(path, _load(path, p, weights.stored[path], where[path], np.dtype(p.stored or dtype), reader))
             for path, p in named_leaves(params).items()
         ]
     return treedef.unflatten(arrays)

@@ -254,24 +254,23 @@ def targets_of(params: Tree, tuning: FineTune) -> dict[str, list[str]]:
     return found
 
 
-def merged(params: Tree, scale: float, dtype: Any) -> Tree:
+def merged(params: Tree, scale: float, like: Tree) -> Tree:
     """Returns the model with its adapters merged, W + scale A B, without them. params: arrays, in any rows.
 
-    The sum is in float32; quantised weights are dequantised. Every weight is in `dtype`.
+    The sum is in float32; quantised weights are dequantised. Every weight has its type in `like`.
     """
 
-    def one(w: Any, pair: Tree | None) -> jax.Array:
+    def one(w: Any, pair: Tree | None, like: Any) -> jax.Array:
         w = dequantise(w, jnp.float32)
         if pair is not None:
             a, b = (x.astype(jnp.float32) for x in (pair["a"], pair["b"]))
             with jax.default_matmul_precision("highest"):
                 w = w.astype(jnp.float32) + scale * jax.lax.dot_general(a, b, (((a.ndim - 1,), (1,)), ((0,), (0,))))
-        return w.astype(dtype)
+        return w.astype(like.dtype)
 
-    def subtree(tree: Tree) -> Tree:
-        if not isinstance(tree, dict):
-            return tree.astype(dtype)
-        pairs = tree.get(ADAPTERS, {})
-        return {name: one(w, pairs.get(name)) for name, w in tree.items() if name != ADAPTERS}
+    def subtree(tree: Tree, like: Tree) -> Tree:
+        if not isinstance(like, dict):
+            return one(tree, None, like)
+        return {name: one(tree[name], tree.get(ADAPTERS, {}).get(name), of) for name, of in like.items()}
 
-    return {path: subtree(tree) for path, tree in params.items() if path != "reference"}
+    return {path: subtree(params[path], of) for path, of in like.items()}

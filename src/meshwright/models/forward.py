@@ -22,7 +22,7 @@ import numpy as np
 
 from meshwright.comm.collectives import axis_index, broadcast
 from meshwright.config import Training
-from meshwright.data.batch import Batch
+from meshwright.data.batch import PADDING, Batch
 from meshwright.models.blocks.context import build_attend, with_own_kv_head
 from meshwright.models.blocks.layers import Dropout
 from meshwright.models.kernels.attention import Kernels
@@ -232,7 +232,8 @@ class LocalModel:
         whole, local = attend(batch.segments), self.local_positions(batch)
         count = math.gcd(self.attention_pieces, batch.segments.shape[0])
         pieces = tuple(map(attend, jnp.split(batch.segments, count))) if count > 1 else ()
-        tokens, kernels = Tokens(local.inputs, local.positions), (whole, self.sequence, self.grouped_matmul)
+        tokens = Tokens(local.inputs, local.positions, local.segments == PADDING)
+        kernels = (whole, self.sequence, self.grouped_matmul)
         return ForwardContext(tokens, self.gather_params, dropout, *kernels, self.tensor_ring, pieces)
 
     def local_positions(self, batch: Batch) -> Batch:

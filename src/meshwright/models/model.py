@@ -50,6 +50,8 @@ class Tokens:
     ids: jax.Array
     positions: jax.Array
     """Position within the document."""
+    padding: jax.Array | None = None
+    """Whether a position is after the last document, bool; None where the batch has only text."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-import jax.numpy as jnp
-
 from meshwright.errors import ConfigError, nearest
 from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.targets import Target
-from meshwright.planner.memory_model import sharded_elements
+from meshwright.planner.memory_model import param_bytes, sharded_elements
 from meshwright.planner.optimizer import state_bytes
 from meshwright.planner.search import Plan
 from meshwright.runs.placed_run import PlacedRun
@@ -161,10 +159,8 @@ def goodput(placed: PlacedRun, target: Target, reliability: Reliability) -> Good
     restart. A checkpoint stops the steps while devices copy their state to their hosts, which write it during further
     steps.
     """
-    itemsize = jnp.dtype(placed.run.training.param_dtype).itemsize
-    elements = sharded_elements(placed.layout)[0]
-    on_device = elements * itemsize + state_bytes(placed)
-    total = count_params(placed.params) * on_device / elements
+    on_device = param_bytes(placed.layout, placed.run.training.param_dtype) + state_bytes(placed)
+    total = count_params(placed.params) * on_device / sharded_elements(placed.layout)[0]
     chip, save = target.chip, reliability.save_seconds
     save = on_device / chip.host_bandwidth if save is None else save
     # Replicas write one copy: the devices share it.

@@ -75,9 +75,8 @@ def optimizer_state_bytes(placed: PlacedRun) -> int:
     from meshwright.step.optimizers import build_update_rule, place_optimizer_state  # loads optax
 
     training, shape = placed.run.training, placed.shape
-    dtype = jnp.dtype(training.param_dtype)
     params, placements = trained_only(placed.params, placed.params), trained_only(placed.params, placed.placements)
-    abstract = tree_map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), params)
+    abstract = tree_map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.dtype(p.stored or training.param_dtype)), params)
     rule = build_update_rule(placed.run.optimizer, training, params)
     state, where = place_optimizer_state(rule, abstract, placements, shape)
     return sum(

@@ -182,6 +182,18 @@ def check_fine_tuning(run: Run, shape: MeshShape) -> None:
             f"{shape.stage} stages does not have",
             f"fsdp={shape.stage * shape.fsdp} instead of stage={shape.stage}",
         ),
+        (
+            preferences and training.z_loss > 0,
+            f"preferences with training.z_loss {training.z_loss}",
+            "their loss compares log probabilities of answers, whose log-sum-exp has no weight of its own",
+            "training.z_loss 0",
+        ),
+        (
+            preferences and bool(run.model.spec().further),
+            "preferences with multi-token prediction",
+            "answers have one loss, not one for each token: the layer that predicts further tokens has none",
+            "--model.mtp-depth 0",
+        ),
     )
 
 

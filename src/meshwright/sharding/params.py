@@ -190,12 +190,16 @@ def _initial(p: Param, words: jax.Array, dtype: Any) -> jax.Array:
     return jnp.where(mask, p.std * w, 0.0).astype(dtype)
 
 
-def _normal_in_order(order: tuple[int, ...], shape: tuple[int, ...], words: jax.Array) -> jax.Array:
-    """Generates the rows of a stack of normal numbers in a given order, each on its own device.
+def random_bits(words: jax.Array, shape: tuple[int, ...], order: tuple[int, ...] | None) -> jax.Array:
+    """Returns the uint32 numbers of a threefry key, the rows of a stack in a given order, each on its own device.
 
-    Indexing the whole array would materialise it on every device. Threefry hashes an element's index, so hashing the
-    indices that the elements have in the whole array gives the same numbers (`jax_threefry_partitionable`).
+    words: data of the key.  order: layer in each row; None is the order of the layers. Indexing the whole array would
+    materialise it on every device. Threefry hashes an element's index, so hashing the indices that the elements have in
+    the whole array gives the same numbers (`jax_threefry_partitionable`).
     """
+    if order is None:
+        return jax.random.bits(jax.random.wrap_key_data(words, impl="threefry2x32"), shape)
+    shape, given = (*shape, *(1,) * (2 - len(shape))), shape
     inner = shape[2:]
     layer = np.maximum(np.array(order), 0).astype(np.uint64)[:, None]
     # Indices have 64 bits, and JAX integers 32: the index is kept as two words, and the last dimensions fit in one.
@@ -210,8 +214,14 @@ def _normal_in_order(order: tuple[int, ...], shape: tuple[int, ...], words: jax.
     low = jnp.broadcast_to(low + offset, shape)
     high = jnp.broadcast_to(high, shape) + (low < offset).astype(jnp.uint32)
     first_bits, second_bits = threefry2x32_p.bind(*(jnp.broadcast_to(w, shape) for w in words), high, low)
+    return (first_bits ^ second_bits).reshape(given)
+
+
+def _normal_in_order(order: tuple[int, ...], shape: tuple[int, ...], words: jax.Array) -> jax.Array:
+    """Generates the rows of a stack of normal numbers in a given order, each on its own device."""
     # 23 random bits are the mantissa of a float32 in [1, 2).
-    unit = jax.lax.bitcast_convert_type(((first_bits ^ second_bits) >> 9) | jnp.uint32(0x3F800000), jnp.float32) - 1.0
+    bits = random_bits(words, shape, order) >> 9
+    unit = jax.lax.bitcast_convert_type(bits | jnp.uint32(0x3F800000), jnp.float32) - 1.0
     least = np.nextafter(np.float32(-1.0), np.float32(0.0))
     return np.float32(np.sqrt(2)) * jax.lax.erf_inv(jnp.maximum(least, unit * (np.float32(1.0) - least) + least))
 

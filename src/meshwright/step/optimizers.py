@@ -26,7 +26,7 @@ from optax import GradientTransformation as Rule
 from meshwright.config import MeshShape, Optimizer, Training
 from meshwright.errors import ConfigError, MeshwrightError, describe_failure, nearest
 from meshwright.plugins import PARTS, resolve
-from meshwright.sharding.params import Param, Tree, is_param, named_leaves, tree_map
+from meshwright.sharding.params import Param, Tree, is_param, named_leaves, random_bits, tree_map
 from meshwright.sharding.placement import Placement, like_param
 
 
@@ -77,9 +77,12 @@ def lion(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
 
 
 def sgd(o: Optimizer, rate: optax.Schedule, params: Tree) -> Rule:
-    """Returns SGD with momentum. params: descriptions."""
-    momentum = optax.sgd(rate, momentum=o.beta1, accumulator_dtype=o.moment_dtype)
-    return optax.chain(optax.add_decayed_weights(o.weight_decay, mask=decays(params)), momentum)
+    """Returns SGD with momentum and decoupled weight decay (SGDW, arXiv:1711.05101). params: descriptions."""
+    return optax.chain(
+        optax.trace(o.beta1, accumulator_dtype=o.moment_dtype),
+        optax.add_decayed_weights(o.weight_decay, mask=decays(params)),
+        optax.scale_by_learning_rate(rate),
+    )
 
 
 ELEMENTWISE = ("adamw", "adafactor", "lion", "sgd")
@@ -195,7 +198,7 @@ def build_update_rule(o: Optimizer, training: Training, params: Tree, layer_map:
         rule = Rule(rule.init, functools.partial(optax.with_extra_args_support(rule).update, layer_map=layer_map))
     if training.param_dtype == "bfloat16":
         master = training.param_rounding == "master"
-        return with_masters(rule) if master else with_random_rounding(rule, training.seed)
+        return with_masters(rule) if master else with_random_rounding(rule, training.seed, params)
 
     def update(grads: Tree, state: Any, params: Tree, step: jax.Array) -> tuple[Tree, Any]:
         updates, state = rule.update(grads, state, params)
@@ -233,32 +236,40 @@ class MasterState(NamedTuple):
     """Optimizer state with float32 master weights, whose upper bits are the parameters."""
 
     low_bits: Tree
-    """What is missing from a parameter to its master weight, in units of the master's last bit; int16."""
+    """What is missing from a parameter to its master weight, in units of the master's last bit; int16. None for a
+    parameter that is float32 at rest."""
     inner: Any
     """State of the optimizer."""
 
 
 def with_masters(rule: Rule) -> UpdateRule:
-    """Returns the update of bfloat16 parameters whose float32 master weights an optax rule updates."""
+    """Returns the update of bfloat16 parameters whose float32 master weights an optax rule updates.
+
+    Parameters that are float32 at rest are their own masters.
+    """
 
     def init(params: Tree) -> MasterState:
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.int16), params)
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.int16) if p.dtype == jnp.bfloat16 else None, params)
         return MasterState(zeros, rule.init(jax.tree.map(join_float32, params, zeros)))
 
     def update(grads: Tree, state: MasterState, params: Tree, step: jax.Array) -> tuple[Tree, MasterState]:
         masters = jax.tree.map(join_float32, params, state.low_bits)
         updates, inner = rule.update(grads, state.inner, masters)
-        new = jax.tree.map(split_float32, optax.apply_updates(masters, updates))
-        upper, low_bits = jax.tree.transpose(jax.tree.structure(params), jax.tree.structure((0, 0)), new)
+        treedef: Any
+        new, treedef = jax.tree.flatten(optax.apply_updates(masters, updates))
+        kinds = [p.dtype for p in jax.tree.leaves(params)]
+        halves = [split_float32(x) if kind == jnp.bfloat16 else (x, None) for x, kind in zip(new, kinds, strict=True)]
+        upper, low_bits = (treedef.unflatten(side) for side in zip(*halves, strict=True))
         return upper, MasterState(low_bits, inner)
 
     return UpdateRule(init, update)
 
 
-def with_random_rounding(rule: Rule, seed: int) -> UpdateRule:
+def with_random_rounding(rule: Rule, seed: int, described: Tree) -> UpdateRule:
     """Returns the update of bfloat16 parameters that are rounded at random, by an optax rule.
 
-    seed: of the rounding, which is the same on any mesh.
+    seed: of the rounding, which is the same on any mesh: its bits are drawn by layer, wherever a layer's row is.
+    described: descriptions of the parameters.
     """
 
     def to_float32(tree: Tree) -> Tree:
@@ -268,8 +279,14 @@ def with_random_rounding(rule: Rule, seed: int) -> UpdateRule:
         exact = to_float32(params)
         updates, state = rule.update(grads, state, exact)
         leaves, treedef = jax.tree.flatten(optax.apply_updates(exact, updates))
-        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), step), len(leaves))
-        return jax.tree.unflatten(treedef, [round_at_random(x, k) for x, k in zip(leaves, keys, strict=True)]), state
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
+        keys, kinds = jax.random.split(key, len(leaves)), [p.dtype for p in jax.tree.leaves(params)]
+        orders = [p.order for p in jax.tree.leaves(described, is_leaf=is_param)]
+        rounded = [
+            round_at_random(x, key, order) if kind == jnp.bfloat16 else x
+            for x, key, kind, order in zip(leaves, keys, kinds, orders, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, rounded), state
 
     return UpdateRule(lambda params: rule.init(to_float32(params)), update)
 
@@ -282,16 +299,22 @@ def split_float32(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _from_upper(upper), (bits - (upper << 16)).astype(jnp.int32).astype(jnp.int16)
 
 
-def join_float32(upper: jax.Array, low_bits: jax.Array) -> jax.Array:
-    """Inverts `split_float32`."""
+def join_float32(upper: jax.Array, low_bits: jax.Array | None) -> jax.Array:
+    """Inverts `split_float32`; None stands for no remainder, of a float32 number."""
+    if low_bits is None:
+        return upper
     bits = jax.lax.bitcast_convert_type(upper, jnp.uint16).astype(jnp.uint32) << 16
     return jax.lax.bitcast_convert_type(bits + low_bits.astype(jnp.int32).astype(jnp.uint32), jnp.float32)
 
 
-def round_at_random(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Rounds finite float32 numbers to one of the two nearest bfloat16 numbers; the mean is the number itself."""
+def round_at_random(x: jax.Array, key: jax.Array, order: tuple[int, ...] | None = None) -> jax.Array:
+    """Rounds finite float32 numbers to one of the two nearest bfloat16 numbers; the mean is the number itself.
+
+    order: layer in each row of x (`Param.order`).
+    """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    return _from_upper((bits + jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)) >> 16)
+    drawn = random_bits(jax.random.key_data(key), x.shape, order).astype(jnp.uint16)
+    return _from_upper((bits + drawn.astype(jnp.uint32)) >> 16)
 
 
 def _from_upper(upper: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec
 
 from meshwright.comm.collectives import all_reduce
@@ -63,10 +64,17 @@ def build_train_step(device_run: DeviceRun) -> Any:
             new,
             dataclasses.replace(state, healthy=finite),
         )
-        rate = jnp.asarray(learning_rate(state.step), jnp.float32)
+        rate = jnp.asarray(learning_rate(_updates(state)), jnp.float32)
         return new, {**metrics, "learning rate": (rate, jnp.ones(()))}
 
     return jax.jit(train_step, donate_argnums=(0,), out_shardings=(where, None))
+
+
+def _updates(state: State) -> jax.Array:
+    """Updates so far by the count of the rule's own schedule, which skipped steps do not advance; else steps."""
+    nodes = jax.tree.leaves(state.optimizer, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState))
+    counts = [node.count for node in nodes if isinstance(node, optax.ScaleByScheduleState)]
+    return counts[0] if counts else state.step
 
 
 class CompiledTrainStep:

@@ -22,7 +22,7 @@ from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.step.train_step import compile_eval_step
 from meshwright.storage.paths import path_of
-from meshwright.trainer.prepare import prepare_run, sum_losses
+from meshwright.trainer.prepare import prepare_run, sum_metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +53,13 @@ class Evaluation(Shown):
 
 @dataclasses.dataclass(frozen=True)
 class BatchEvaluation(Shown):
-    """Metrics of a checkpoint on held-out batches of arrays."""
+    """Metrics of a checkpoint whose loss is not one per token: on held-out batches of arrays, or on preferences."""
 
     step: int
     """Step of the checkpoint."""
     loss: float
     metrics: Mapping[str, float]
-    """Mean of each metric that the loss returns."""
+    """Mean of each metric that the loss returns; of preferences their number too."""
 
 
 def run_to_evaluate(
@@ -115,7 +115,11 @@ def evaluate_prepared(prepared: Any, source: str | Path, whole: bool, at: int | 
         with Checkpoints(path_of(source) / "checkpoints", max_to_keep=None) as checkpoints:
             params, manifest = checkpoints.restore_params(device_run, at)
         step = manifest.step
-    total, count = sum_losses(device_run, params, parts, compile_eval_step(device_run))
+    sums = sum_metrics(device_run, params, parts, compile_eval_step(device_run))
+    total, count = sums["loss"]
+    if device_run.run.finetune.objective == "preferences":
+        means = {name: value / max(weight, 1.0) for name, (value, weight) in sums.items()}
+        return BatchEvaluation(step, means["loss"], {**means, "pairs": count})
     windows = sum(len(part) for part in parts)
     samples = min(windows, device_run.run.training.eval_samples or windows)
     text_bytes = _count_bytes(parts, prepared.corpus.tokenizer, samples)

@@ -185,6 +185,7 @@ class _Loop:
         self.origin = self.started
         self.run, self.ramp = self.prepared.device_run.run, ramp_of(self.prepared.device_run.run.training)
         self.evaluator: Callable[[State], float] | None = None
+        self.meter.norms.extend(self.started.norms)
         self.compiled: dict[int, Any] = {}
         self.spent = dict.fromkeys(("input wait", "compiling", "saving", "evaluating"), 0.0)
         self.held_out_loss: float | None = None
@@ -288,10 +289,10 @@ class _Loop:
         self.checkpoints.wait()
         if self.checkpoints.steps():
             state, manifest = self.checkpoints.restore(self.prepared.device_run)
-            self.origin = Position(manifest.step, manifest.cursor, place.skipped, manifest.data)
+            self.origin = Position(manifest.step, manifest.cursor, place.skipped, manifest.data, manifest.norms)
         else:
             state, self.origin = _first_state(self.prepared.device_run, self.out), Position(0, 0, place.skipped)
-        self.meter.rewind(self.origin.step)
+        self.meter.rewind(self.origin.step, self.origin.norms)
         return state
 
     def _samples_read(self, step: int) -> int:
@@ -324,6 +325,7 @@ class _Loop:
                 skipped=self.origin.skipped,
                 data=self.feed.position,
                 corpus=self.prepared.fingerprint(),
+                norms=tuple(self.meter.norms),
             )
 
     def _sample(self, step: int, state: State) -> str:

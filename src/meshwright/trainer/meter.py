@@ -3,7 +3,7 @@
 import collections
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -42,7 +42,8 @@ class Meter:
         """Counts `per_sample` units (tokens, examples) in each sample of a batch, of `flops` model FLOPs each."""
         self._reporters, self._run, self.per_sample, self._flops = reporters, run, per_sample, flops
         self._ramp, self._peak = ramp_of(run.training), _peak_flops(mesh)
-        self._norms: collections.deque[float] = collections.deque(maxlen=100)
+        self.norms: collections.deque[float] = collections.deque(maxlen=100)
+        """Gradient norms of the last steps that were no spikes; empty where the run does not look for these."""
         self._pending: tuple[int, Metrics] | None = None
         self._losses: list[float] = []
         self._intervals: collections.deque[float] = collections.deque(maxlen=self._TIMED)
@@ -75,9 +76,11 @@ class Meter:
         for reporter in self._reporters:
             getattr(reporter, "sample", lambda step, text: None)(step, text)
 
-    def rewind(self, step: int) -> None:
-        """Forgets the pending step, because the run returned to the state after `step`."""
+    def rewind(self, step: int, norms: Sequence[float]) -> None:
+        """Forgets the pending step, because the run returned to the state after `step`. norms: those before it."""
         self._pending = self._read_at = None
+        self.norms.clear()
+        self.norms.extend(norms)
         for reporter in self._reporters:
             getattr(reporter, "rewind", lambda step: None)(step)
 
@@ -121,10 +124,10 @@ class Meter:
 
     def _spike_of(self, norm: float) -> str:
         """Describes a gradient norm far above those before it, or adds it to them."""
-        median = float(np.median(self._norms)) if len(self._norms) >= self._FEWEST else math.inf
+        median = float(np.median(self.norms)) if len(self.norms) >= self._FEWEST else math.inf
         if norm > self._run.faults.spike * median:
             return f"its gradient norm is {norm:.4g}, {norm / median:.3g} times the median of the steps before it"
-        self._norms.append(norm)
+        self.norms.append(norm)
         return ""
 
 

@@ -57,6 +57,8 @@ class Position(NamedTuple):
     """Samples that are left out: first index and number, ascending."""
     data: Any = None
     """Position of data that `cursor` does not tell: an iterator's own state."""
+    norms: tuple[float, ...] = ()
+    """Gradient norms of the steps before it, of which a spike is a multiple."""
 
 
 class Batches(Protocol):
@@ -168,7 +170,7 @@ class PreparedRun(Trainable):
         eval_step = compile_eval_step(self.device_run, shard_bytes(self.device_run.abstract.optimizer))
 
         def held_out_loss(state: State) -> float:
-            total, count = sum_losses(self.device_run, state.params, self.held_out, eval_step)
+            total, count = sum_metrics(self.device_run, state.params, self.held_out, eval_step)["loss"]
             return total / max(count, 1.0)
 
         return held_out_loss
@@ -187,21 +189,26 @@ class PreparedRun(Trainable):
         return write_sample(self.device_run, self.corpus.tokenizer, state.params, count, out)
 
 
-def sum_losses(
+def sum_metrics(
     device_run: DeviceRun, params: Any, parts: tuple[Samples, ...], eval_step: Callable[[Any, Batch], Metrics]
-) -> tuple[float, float]:
-    """Returns the loss summed over the tokens of held-out text, and their number."""
+) -> dict[str, tuple[float, float]]:
+    """Returns each metric summed over the tokens (or pairs) of held-out text, and their number."""
     training = device_run.run.training
-    total = count = 0.0
+    sums: dict[str, tuple[float, float]] = {}
     batches = held_out_batches(
         list(parts), samples=training.eval_samples, batch=training.batch, sharding=device_run.batch_sharding
     )
-    previous: Any = (0.0, 0.0)
+    previous: Metrics = {}
     for batch in batches:
         # One batch is computed while the next is read; no more are in memory at once.
-        previous, (loss, weight) = eval_step(params, batch)["loss"], previous
-        total, count = total + float(loss), count + float(weight)
-    return total + float(previous[0]), count + float(previous[1])
+        previous, read = eval_step(params, batch), previous
+        sums |= {name: _added(sums.get(name), pair) for name, pair in read.items()}
+    return sums | {name: _added(sums.get(name), pair) for name, pair in previous.items()}
+
+
+def _added(before: tuple[float, float] | None, pair: tuple[jax.Array, jax.Array]) -> tuple[float, float]:
+    total, count = before or (0.0, 0.0)
+    return total + float(pair[0]), count + float(pair[1])
 
 
 def check_sample(device_run: DeviceRun) -> None:

@@ -56,7 +56,7 @@ def resume(
             f"{_SKIPPED} cannot be read: {error}",
             "repair or remove it",
         ) from error
-    return state, Position(manifest.step, manifest.cursor, tuple(sorted(skipped)), manifest.data)
+    return state, Position(manifest.step, manifest.cursor, tuple(sorted(skipped)), manifest.data, manifest.norms)
 
 
 def _check_data(manifest: Manifest, data: Mapping[str, Any], run: Run) -> None:

@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from meshwright.errors import ConfigError, MeshwrightError, describe_failure
 from meshwright.words import AXES
 from meshwright.wrapped.batches import Source
-from meshwright.wrapped.keys import KEY_WORDS, Draws, key_of
+from meshwright.wrapped.keys import KEY_WORDS, Draws, key_of, nested_jaxprs
 from meshwright.wrapped.modules import Adapter, Annotations, Arrays
 
 
@@ -36,6 +37,8 @@ class WrappedParts:
     annotations: Annotations
     untrained: frozenset[str] = frozenset()
     """Paths of parameters that the loss has no gradient of."""
+    ranks: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Rank of each parameter where the loss uses it: of a layer's, not of the stack that a loop goes over."""
 
     def traced(self, train: bool, rows: int | None = None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Returns `(params, variables, batch, key words) -> (loss, metrics, variables)` and abstract arguments.
@@ -68,10 +71,11 @@ def describe_model(adapter: Adapter, source: Source, held_out: Source | None) ->
         params, variables = jax.eval_shape(build, jax.eval_shape(jax.random.key, 0))
         _check_arrays({**variables, **params})
         parts = WrappedParts(adapter, source, held_out, {}, {}, Draws(), Draws(), params, variables, annotations)
-        _check_loss(parts, train=True)
+        jaxpr = _check_loss(parts, train=True)
         if held_out is not None:
             _check_loss(parts, train=False)
-        return dataclasses.replace(parts, untrained=_untrained(parts))
+        own = {v: name for name, v in zip(sorted(params), jaxpr.invars, strict=False)}
+        return dataclasses.replace(parts, untrained=_untrained(parts), ranks=_ranks(jaxpr, own))
     except MeshwrightError:
         raise
     except Exception as error:
@@ -95,8 +99,8 @@ def _check_arrays(arrays: Arrays) -> None:
             raise ConfigError(f"array {name} of a wrapped model", truth, "a model without it")
 
 
-def _check_loss(parts: WrappedParts, train: bool) -> None:
-    """Reads what the loss draws, and checks its result."""
+def _check_loss(parts: WrappedParts, train: bool) -> Any:
+    """Reads what the loss draws, and checks its result; returns its open jaxpr."""
     draws = parts.draws if train else parts.eval_draws
     function, arguments = parts.traced(train)
     jaxpr, (value, _, variables) = jax.make_jaxpr(function, return_shape=True)(*arguments)
@@ -116,6 +120,33 @@ def _check_loss(parts: WrappedParts, train: bool) -> None:
                 f"it was {before.dtype}{list(before.shape)} and is {x.dtype}{list(x.shape)} after the loss",
                 "the same shape and type after each step",
             )
+    return jaxpr.jaxpr
+
+
+_VIEWS = ("convert_element_type", "copy", "transpose", "optimization_barrier", "slice", "dynamic_slice", "squeeze")
+"""Operations that make of a parameter a part of it, or the same in another form."""
+
+
+def _ranks(jaxpr: Any, origins: dict[Any, str]) -> dict[str, int]:
+    """Returns the largest rank with which an open jaxpr uses each parameter. origins: values that are parameters.
+
+    A loop uses the rows of what it scans over, so stacked norm scales [L, D] have rank 1.
+    """
+    found: dict[str, int] = {}
+    for equation in jaxpr.eqns:
+        given = [origins.get(v) if isinstance(v, core.Var) else None for v in equation.invars]
+        inside = nested_jaxprs(equation)
+        for inner in inside:
+            own = given[-len(inner.invars) :] if inner.invars else []
+            more = _ranks(inner, {v: name for v, name in zip(inner.invars, own, strict=False) if name is not None})
+            found |= {name: max(rank, found.get(name, 0)) for name, rank in more.items()}
+        if equation.primitive.name in _VIEWS and given[0] is not None:
+            origins[equation.outvars[0]] = given[0]
+        elif not inside:
+            for name, v in zip(given, equation.invars, strict=True):
+                if name is not None:
+                    found[name] = max(v.aval.ndim, found.get(name, 0))
+    return found
 
 
 def _untrained(parts: WrappedParts) -> frozenset[str]:

@@ -37,13 +37,13 @@ REMAT = ("auto", "none", "full")
 def describe_params(parts: WrappedParts) -> dict[str, Param]:
     """Returns the description of each parameter; its dimensions are numbered.
 
-    Weight decay applies to matrices that the loss has a gradient of: others would shrink untrained.
+    Weight decay applies to what the loss uses as a matrix and has a gradient of: others would shrink untrained.
     """
     return {
         name: Param(
             x.shape,
             "0123456789abcdefghijklmnopqrstuvwxyz"[: x.ndim],
-            init="normal" if x.ndim > 1 and name not in parts.untrained else "zeros",
+            init="normal" if parts.ranks.get(name, 0) > 1 and name not in parts.untrained else "zeros",
         )
         for name, x in parts.params.items()
     }

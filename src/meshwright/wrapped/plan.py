@@ -178,7 +178,7 @@ def _movements(placed: PlacedRun, params: list[_InUse], tensor_bytes: float) -> 
 def _memory(placed: PlacedRun, params: list[_InUse], kept_bytes: float) -> dict[str, float]:
     """Bytes of a device by category, at the end of the forward pass and the beginning of the backward pass."""
     shape, training, model = placed.shape, placed.run.training, cast(Any, placed.run.model)
-    param, reduce = jnp.dtype(training.param_dtype).itemsize, jnp.dtype(training.reduce_dtype).itemsize
+    param = jnp.dtype(training.param_dtype).itemsize
     at_rest = sum(p.size / shape.over(axes_of(where.at_rest)) for _, p, where in placed.leaves)
     example, variables = (
         sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
@@ -187,7 +187,9 @@ def _memory(placed: PlacedRun, params: list[_InUse], kept_bytes: float) -> dict[
     return {
         "parameters": at_rest * param + variables,
         "optimizer state": float(optimizer_state_bytes(placed)),
-        "gradients": at_rest * reduce + max((p.elements * reduce for p in params if p.gathered), default=0.0),
+        # float32 at rest, and in the type of the reduction while they are scattered
+        "gradients": at_rest * 4.0
+        + max((p.elements for p in params if p.gathered), default=0.0) * jnp.dtype(training.reduce_dtype).itemsize,
         "gathered parameters": sum(p.elements * p.size for p in params if p.gathered),
         "activations": 0.0 if training.remat == "full" else kept_bytes,
         "batch": example / shape.over(BATCH_AXES),

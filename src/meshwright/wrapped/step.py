@@ -156,7 +156,7 @@ def wrapped_gradients(model: Any, device_run: DeviceRun) -> Callable[..., tuple[
         with jax.named_scope("gradients"):
             total = jnp.maximum(sums["loss"][1], 1e-9)
             grads = _by_tensor(device_run, functools.partial(_reduce, device_run))(grads)
-            grads = {name: g / total.astype(g.dtype) for name, g in grads.items()}
+            grads = {name: g.astype(jnp.float32) / total for name, g in grads.items()}
         return grads, sums, _averaged(variables)
 
     sharded = _over_mesh(
@@ -193,7 +193,8 @@ def _accumulate(device_run: DeviceRun, params: Arrays, step: jax.Array, batch: A
         grads, (sums, variables) = gradient(
             params, variables, batch, step_key(training.seed, step, part, total, parts.draws)
         )
-        return {name: g.astype(training.reduce_dtype) for name, g in grads.items()}, sums, variables
+        # Microbatches are summed in float32, whatever the type of the reduction over devices.
+        return {name: g.astype(jnp.float32) for name, g in grads.items()}, sums, variables
 
     if count == 1:
         return one(variables, batch, 0)
@@ -224,6 +225,7 @@ def _reduce(device_run: DeviceRun, grads: Arrays) -> Arrays:
 
     def scatter(name: str, grad: jax.Array) -> jax.Array:
         where: Placements = device_run.placements[name]
+        grad = grad.astype(device_run.run.training.reduce_dtype)
         for dim, (sharded, end) in enumerate(zip(where.at_rest, where.optimizer, strict=True)):
             grad = hierarchical_reduce_scatter(grad, end[len(sharded) :], dim, device_run.settled.links)
         return grad

@@ -41,7 +41,7 @@ from meshwright.models.blocks.feed_forward import swiglu
 from meshwright.models.blocks.layers import linear
 from meshwright.models.model import Aux, ExpertSpec, ForwardContext, Kind
 from meshwright.models.remat import FFN_HIDDEN, recomputed
-from meshwright.sharding.params import Param
+from meshwright.sharding.params import Param, Stored
 from meshwright.sharding.sequence import SequenceSplit
 
 EXPERT = ("expert",)
@@ -133,20 +133,29 @@ def route(
     return Routes(experts_BTX, weights_BTX * r.routed_scaling, probs_BTR, lse_BT)
 
 
-def router_losses(r: Routing, routes: Routes, seq: int) -> dict[str, jax.Array]:
+def router_losses(r: Routing, routes: Routes, padding_BT: jax.Array | None = None) -> dict[str, jax.Array]:
     """Returns the router's auxiliary losses and load, summed over this device's sequences and positions.
 
     balance: load-balancing loss, E times the sum over experts of (fraction of tokens x mean router probability); 1 for
     an even load.  router z: mean squared log-sum-exp (ST-MoE: Zoph et al. 2022, arXiv:2202.08906, equation 5).  load:
-    tokens routed to each expert, [E].  seq: positions of a complete sequence. Values are equal on the devices of
-    `tensor`; sums over the token axes are over the batch.
+    tokens routed to each expert, [E].  padding_BT: positions that none of them counts, and means do not include; None
+    counts all. Values are equal on the devices of `tensor`; sums over the token axes are over the batch.
     """
-    counts_BE = (routes.experts_BTX[..., None] == jnp.arange(r.experts)).sum((1, 2)).astype(jnp.float32)
-    sequence_counts_BE = all_reduce(lax.stop_gradient(counts_BE), CONTEXT)
+    text_BT = jnp.ones(routes.lse_BT.shape, bool) if padding_BT is None else ~padding_BT
+    chosen_BTXE = (routes.experts_BTX[..., None] == jnp.arange(r.experts)) & text_BT[..., None, None]
+    counts_BE = chosen_BTXE.sum((1, 2)).astype(jnp.float32)
+    sequence_counts_BE, tokens_B = all_reduce(
+        (lax.stop_gradient(counts_BE), text_BT.sum(1, dtype=jnp.float32)), CONTEXT
+    )
+    weights_BT = jnp.where(text_BT, 1.0 / jnp.maximum(tokens_B, 1)[:, None], 0.0)
     # Each device of `tensor` counts only its own positions, so the router's gradient is partial over `tensor`.
-    mean_probs_BE = local_shard(routes.router_probs_BTR, ("tensor",), 1).sum(1) / seq
-    balance = (sequence_counts_BE * mean_probs_BE).sum() * (r.experts / (r.experts_per_token * seq))
-    z = jnp.square(local_shard(routes.lse_BT, ("tensor",), 1)).sum() / seq
+    probs_BTE, lse_BT, weights_BT = (
+        local_shard(x, ("tensor",), 1) for x in (routes.router_probs_BTR, routes.lse_BT, weights_BT)
+    )
+    mean_probs_BE = (probs_BTE * weights_BT[..., None]).sum(1)
+    fractions_BE = sequence_counts_BE / jnp.maximum(tokens_B, 1)[:, None]
+    balance = (fractions_BE * mean_probs_BE).sum() * (r.experts / r.experts_per_token)
+    z = (jnp.square(lse_BT) * weights_BT).sum()
     balance, z = all_reduce((balance, z), ("tensor",))
     return {"balance": balance, "router z": z, "load": counts_BE.sum(0)}
 
@@ -204,6 +213,16 @@ class Experts(Kind):
     aux_loss_weight: float = 0.0
     router_z_loss_weight: float = 0.0
 
+    def __post_init__(self) -> None:
+        refuse(
+            (
+                self.dispatch == "capacity" and self.expert_exchange != "compute",
+                f"--model.expert-exchange {self.expert_exchange} with --model.dispatch capacity",
+                "an expert's capacity of rows is sent in the compute dtype",
+                "--model.dispatch dropless, or --model.expert-exchange compute",
+            )
+        )
+
     scope = "experts"
 
     def params(self, layers: int) -> dict[str, Param]:
@@ -216,7 +235,9 @@ class Experts(Kind):
             "expert_down": Param((L, E, F, D), "LEFD", std=self.out_std, role="ffn_out"),
         }
         if self.router_bias != "none":
-            params["router_bias"] = Param((L, E), "LR", "zeros", precision="float32")
+            # A step of `bias_update_rate` is lost in a bfloat16 bias above 0.5.
+            at_rest: Stored | None = "float32" if self.router_bias == "choice" else None
+            params["router_bias"] = Param((L, E), "LR", "zeros", precision="float32", stored=at_rest)
         if self.bias:
             params |= {f"expert_{name}_bias": Param((L, E, F), "LEF", "zeros") for name in ("gate", "up")}
             params["expert_down_bias"] = Param((L, E, D), "LED", "zeros")
@@ -242,7 +263,7 @@ class Experts(Kind):
             biases = {self.router_bias: w.get("router_bias")}
             with jax.named_scope("router"):
                 routes = route(self.routing, h_BTD, w["router"], biases.get("choice"), biases.get("logits"))
-                aux = router_losses(self.routing, routes, ctx.sequence.seq)
+                aux = router_losses(self.routing, routes, ctx.tokens.padding)
             aux["aux_loss"] = self.aux_loss_weight * aux["balance"] + self.router_z_loss_weight * aux["router z"]
             own = {name.removeprefix("expert_"): weight for name, weight in w.items() if name.startswith("expert_")}
             if self.dispatch == "capacity":
