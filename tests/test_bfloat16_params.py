@@ -9,11 +9,23 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from tiny_runs import MODELS, device_run_of, largest_difference, on_one_device, random_batch, tiny_run, train
+from tiny_runs import (
+    MODELS,
+    QWEN3_NEXT,
+    device_run_of,
+    largest_difference,
+    on_one_device,
+    random_batch,
+    tiny_run,
+    train,
+)
 
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.config import Optimizer
 from meshwright.errors import ConfigError
+from meshwright.models.model import Model
+from meshwright.sharding.params import Param, named_leaves
+from meshwright.sharding.stages import NO_LAYER
 from meshwright.step.optimizers import (
     MasterState,
     UpdateRule,
@@ -52,7 +64,10 @@ def test_random_rounding_is_right_on_average() -> None:
     assert abs((rounded > 1).mean() - 0.3) < 5 * (0.3 * 0.7 / 200_000) ** 0.5
 
 
-@pytest.mark.parametrize("rule", [with_masters(optax.sgd(1e-5)), with_random_rounding(optax.sgd(1e-5), 0)])
+ONE = {"w": Param((4096,), "D")}
+
+
+@pytest.mark.parametrize("rule", [with_masters(optax.sgd(1e-5)), with_random_rounding(optax.sgd(1e-5), 0, ONE)])
 def test_small_updates_arrive(rule: UpdateRule) -> None:
     """A thousand steps of 1e-5 from 1.0; the next bfloat16 number below is 0.996, and nearest rounding stays."""
     params = {"w": jnp.ones((4096,), jnp.bfloat16)}
@@ -66,6 +81,37 @@ def test_small_updates_arrive(rule: UpdateRule) -> None:
     weights = join_float32(params["w"], state.low_bits["w"]) if isinstance(state, MasterState) else params["w"]
     assert abs(np.asarray(weights, np.float64).mean() - 0.99) < 4e-4
     assert jnp.bfloat16(1.0) - jnp.bfloat16(1e-5) == 1.0
+
+
+def test_a_layer_is_rounded_alike_in_any_row() -> None:
+    """Interleaved stages keep the rows of a stack in another order, with rows of padding."""
+    layers = jax.random.normal(jax.random.key(1), (4, 6, 5))
+    order, key = (2, 0, NO_LAYER, 3, 1), jax.random.key(0, impl="threefry2x32")
+    rows = jnp.where(np.array(order)[:, None, None] == NO_LAYER, 0, layers[np.maximum(order, 0)])
+    moved = np.asarray(round_at_random(rows, key, order), np.float32)
+    expected = np.asarray(round_at_random(layers, key), np.float32)
+    np.testing.assert_array_equal(moved[[1, 4, 0, 3]], expected)
+    assert not moved[2].any()
+
+
+@kinds
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [(MODELS["deepseek-like"], {"router_bias"}), (QWEN3_NEXT, {"a_log", "step_bias"})],
+    ids=["router-bias", "decay-rates"],
+)
+def test_what_small_steps_move_is_float32_at_rest(kind: dict[str, Any], model: Model, names: set[str]) -> None:
+    """A step of 0.001 is lost in a bfloat16 bias above 0.5; `transformers` keeps these in float32 too."""
+    device_run = device_run_of(tiny_run(model, **kind))
+    state = device_run.abstract
+    kept = {path.rpartition(".")[2] for path, x in named_leaves(state.params).items() if x.dtype == jnp.float32}
+    assert kept == names
+    if isinstance(state.optimizer, MasterState):
+        assert not any(path.endswith(tuple(names)) for path in named_leaves(state.optimizer.low_bits))
+    if "router_bias" in names:
+        params = {"blocks": {"router_bias": jnp.full((2, 8), 0.75, state.params["blocks"]["router_bias"].dtype)}}
+        moved = model.post_update(params, {"blocks": {"load": jnp.tile(jnp.arange(8.0), (2, 1))}})
+        assert (moved["blocks"]["router_bias"][:, :4] > 0.75).all()
 
 
 @kinds

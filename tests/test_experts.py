@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from tiny_runs import MODELS, assert_same_steps, device_run_of, random_batch, tiny_run, train, train_on_one_device
 
 from meshwright.comm.ragged import plan_exchange, ragged_all_to_all
+from meshwright.errors import ConfigError
 from meshwright.models.blocks.experts import (
     Experts,
     Routes,
@@ -26,6 +27,7 @@ from meshwright.models.blocks.experts import (
     router_losses,
 )
 from meshwright.models.flops import FORMULAS, forward_flops, layer_flops
+from meshwright.runs.placed_run import place_run
 from meshwright.runs.recipe import find_recipe
 from meshwright.sharding.params import count_params
 from meshwright.sharding.sequence import split_sequence
@@ -140,11 +142,22 @@ def test_router_losses() -> None:
     # Two tokens of one sequence, both with expert 0 as first choice; the second choices differ.
     probs = np.array([[[0.7, 0.2, 0.1, 0.0], [0.6, 0.1, 0.3, 0.0]]], np.float32)
     routes = Routes(np.array([[[0, 1], [0, 2]]]), probs[..., :2], probs, np.array([[1.0, 3.0]], np.float32))
-    losses = on_one_device(lambda: router_losses(PLAIN, routes, 2))
+    losses = on_one_device(lambda: router_losses(PLAIN, routes))
     # E times the sum over experts of fraction of choices (2, 1, 1, 0)/4 times mean probability (0.65, 0.15, 0.2, 0).
     assert losses["balance"] == pytest.approx(4 * (0.5 * 0.65 + 0.25 * 0.15 + 0.25 * 0.2))
     assert losses["router z"] == pytest.approx((1 + 9) / 2)
     assert list(losses["load"]) == [2, 1, 1, 0]
+    # Padding, here two tokens with expert 3 as first choice, moves none of them.
+    padded = Routes(
+        np.concatenate([routes.experts_BTX, [[[3, 2], [3, 1]]]], 1),
+        np.concatenate([routes.weights_BTX, routes.weights_BTX], 1),
+        np.concatenate([probs, probs[..., ::-1]], 1),
+        np.array([[1.0, 3.0, 9.0, 9.0]], np.float32),
+    )
+    padding = np.array([[False, False, True, True]])
+    for name, value in on_one_device(lambda: router_losses(PLAIN, padded, padding)).items():
+        np.testing.assert_allclose(value, losses[name], rtol=1e-6)
+    assert list(on_one_device(lambda: router_losses(PLAIN, padded))["load"]) == [2, 2, 2, 2]
 
 
 @settings(max_examples=15, deadline=None)
@@ -248,6 +261,12 @@ def test_recipes_have_their_published_sizes(name: str, total: float, active: flo
     items = forward_flops(model, 4096)
     assert set(items) <= set(FORMULAS)
     assert sum(layer_flops(model, 4096)) == pytest.approx(sum(n for i, n in items.items() if i != "unembedding"))
+
+
+def test_an_exchange_in_float8_needs_the_dropless_dispatch() -> None:
+    model = dataclasses.replace(MODELS["mixtral"], expert_exchange="fp8", dispatch="capacity")
+    with pytest.raises(ConfigError, match=r"--model\.dispatch dropless"):
+        place_run(tiny_run(model))
 
 
 def test_rows_in_float8_are_their_own_rounding() -> None:

@@ -19,7 +19,9 @@ import pytest
 from test_checkpoint import StopAt, assert_same_bits, final_state, programs_are_compiled_once, text_run, train_into
 from tiny_runs import device_run_of
 
+from meshwright.checkpoint.manifest import Manifest, read_manifest
 from meshwright.checkpoint.steps import committed_steps, partial_steps
+from meshwright.checkpoint.tensors import commit
 from meshwright.data.batch import ramp_of
 from meshwright.data.feed import Feed, Windows, build_stream
 from meshwright.errors import CheckpointError, ConfigError, TrainingError
@@ -27,6 +29,7 @@ from meshwright.faults import Faults
 from meshwright.reporters.files import JsonLines
 from meshwright.runs.run import Run
 from meshwright.step.device_run import State
+from meshwright.step.optimizers import build_lr_schedule
 from meshwright.step.train_step import CompiledTrainStep
 from meshwright.trainer import lock, loop
 from meshwright.trainer.lock import locked
@@ -105,6 +108,11 @@ def test_a_bad_step_is_skipped(run: Run, tmp_path: Path, cache: Path, capfd: pyt
     assert_same_bits(final_state(run, tmp_path / "out", cache), expected)
     assert [line["step"] for line in lines_of(tmp_path / "out") if "loss" in line] == list(range(1, STEPS + 1))
     assert (tmp_path / "out" / f"evidence-step-{BAD}" / "batch-process-0.npz").is_file()
+    # The rate that is reported is the one that was used: the rule's schedule counts updates, and one was left out.
+    rate = build_lr_schedule(run.optimizer, STEPS)
+    used = [float(rate(count)) for count in (0, 1, 2, 2, 3, 4)]
+    rates = [line["learning rate"] for line in lines_of(tmp_path / "out") if "learning rate" in line]
+    np.testing.assert_allclose(rates, used, rtol=1e-6)
 
 
 def test_a_step_without_any_weight_is_skipped(
@@ -165,12 +173,20 @@ def test_too_many_bad_steps_stop_the_run(
         train_into(with_faults(run, bad_step="roll_back", most_skipped=2), tmp_path / "out", cache)
 
 
-def test_a_spike_is_measured_by_the_median(run: Run) -> None:
+def test_a_spike_is_measured_by_the_median(run: Run, tmp_path: Path) -> None:
     mesh = device_run_of(dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=50))).mesh
     meter = Meter([], dataclasses.replace(run, faults=Faults(spike=5.0)), mesh, per_sample=1, flops=1.0)
     assert not any(meter._spike_of(1.0 + 0.01 * step) for step in range(30))
     assert "is 50, 43.7 times the median" in meter._spike_of(50.0)
     assert not meter._spike_of(5.0)
+    # A run that resumes, or returns to a checkpoint, has the norms of that checkpoint.
+    manifest = Manifest(31, 0, run, {}, norms=tuple(meter.norms))
+    (tmp_path / "31" / "manifest").mkdir(parents=True)
+    commit(tmp_path / "31", manifest.to_dict())
+    later = Meter([], dataclasses.replace(run, faults=Faults(spike=5.0)), mesh, per_sample=1, flops=1.0)
+    assert not later._spike_of(50.0)
+    later.rewind(31, read_manifest(tmp_path / "31").norms)
+    assert later.norms == meter.norms and "times the median" in later._spike_of(50.0)
     for wrong in ({"spike": 0.5}, {"bad_records": 1.0}, {"most_skipped": 0}, {"spike": 3.0, "bad_step": "skip"}):
         with pytest.raises(ConfigError, match="--faults"):
             Faults(**wrong)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ import pytest
 import tokenizers
 from safetensors.numpy import load_file, save_file
 from tiny_runs import (
+    DEEPSEEK,
     MODELS,
     assert_same_steps,
     device_run_of,
@@ -47,7 +48,8 @@ from meshwright.runs.settle import Settled
 from meshwright.sharding.params import named_leaves
 from meshwright.sharding.placement import axes_of
 from meshwright.step.train_step import build_eval_step
-from meshwright.trainer.prepare import prepare_run, sum_losses
+from meshwright.trainer.evaluation import BatchEvaluation
+from meshwright.trainer.prepare import prepare_run, sum_metrics
 
 PLAIN = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -192,6 +194,13 @@ def test_nothing_but_adapters_changes_or_has_a_state() -> None:
     assert sum(x.size for x in state) == 2 * sum(p.size for p in adapters)
 
 
+def test_merging_keeps_what_is_float32_at_rest() -> None:
+    device_run = device_run_of(lora("deepseek-like", compute_dtype="bfloat16"))
+    merged = jax.eval_shape(lambda params: merge_adapters(device_run, params)[1], device_run.abstract.params)
+    kinds = {path: x.dtype for path, x in named_leaves(merged).items()}
+    assert kinds.pop("blocks.router_bias") == jnp.float32 and set(kinds.values()) == {jnp.dtype("bfloat16")}
+
+
 def test_merged_weights_compute_what_adapters_do() -> None:
     run = lora("mixtral", "data=2,fsdp=2,tensor=2")
     device_run = device_run_of(run)
@@ -226,6 +235,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "no rank": ({"rank": 0}, "data=1", "at least 1"),
     "a quantised model that trains": ({"method": "full", "base": "nf4"}, "data=1", "trained weights need gradients"),
     "preferences in stages": ({"objective": "preferences"}, "stage=2", "second forward pass"),
+    "preferences with z_loss": ({"objective": "preferences"}, "data=1", "training.z_loss 0"),
+    "preferences of further tokens": ({"objective": "preferences"}, "data=1", "--model.mtp-depth 0"),
 }
 
 
@@ -233,6 +244,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 def test_what_does_not_go_together_is_refused_with_the_reason(row: str) -> None:
     fields, mesh, reason = REFUSED[row]
     run = lora("mixtral", mesh, FineTune(**{"method": "lora", **fields}), microbatches=2)
+    if "further" in row:
+        run = tiny_run(dataclasses.replace(DEEPSEEK, mtp_depth=1), mesh, finetune=run.finetune, z_loss=0.0)
     with pytest.raises(mw.ConfigError, match=reason):
         place_run(run)
 
@@ -439,6 +452,11 @@ def test_preferences_train_alike_on_two_meshes_and_keep_their_reference(tmp_path
     assert losses[-1] < losses[0] and metrics(tmp_path / "eight", "preference accuracy")[-1] > 0.5
     texts = mw.generate(tmp_path / "eight", ["<|user|>1+1?<|end|><|assistant|>"], max_tokens=3, mesh="data=1")
     assert len(texts.tokens[0]) > 0
+    # Evaluated by its own measures: a preference has no perplexity.
+    found = mw.evaluate(tmp_path / "eight", mesh="data=1", cache=cache)
+    assert isinstance(found, BatchEvaluation) and found.metrics["pairs"] == 6
+    assert found.loss == pytest.approx(metrics(tmp_path / "eight", "held-out loss")[-1], rel=1e-5)
+    assert {"loss", "reward margin", "preference accuracy", "pairs"} == set(found.metrics)
 
 
 BYTES = {"compute": 2.0, "int8": 1.0, "nf4": 0.5 + 4 / BLOCK}
@@ -496,5 +514,5 @@ def test_a_quantised_base_trains_alike_on_two_meshes_and_is_merged(tmp_path: Pat
     prepared = prepare_run(run, cache=cache)
     device_run = prepared.device_run
     params = load_initial_weights(device_run)
-    total, count = sum_losses(device_run, params, prepared.held_out, build_eval_step(device_run))
+    total, count = sum_metrics(device_run, params, prepared.held_out, build_eval_step(device_run))["loss"]
     assert abs(total / count / whole.loss - 1) < 1e-5

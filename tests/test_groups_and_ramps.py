@@ -19,7 +19,7 @@ from meshwright.errors import ConfigError
 from meshwright.runs.placed_run import place_run
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import read_run
-from meshwright.sharding.params import named_leaves, tree_map
+from meshwright.sharding.params import Param, named_leaves, tree_map
 from meshwright.step.optimizers import build_optimizer, lr_factors
 
 
@@ -54,6 +54,20 @@ def test_adafactor_is_optaxs_of_every_layer() -> None:
                 before = states.get((path, layer)) or one.init(w)
                 expected, states[path, layer] = one.update(g, before, w)
                 np.testing.assert_allclose(named_leaves(updates)[path][layer], expected, rtol=2e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd"])
+def test_weight_decay_is_decoupled(name: str) -> None:
+    """Without gradients five steps leave (1 - rate x decay)^5 = 0.951 of a matrix, and all of a norm."""
+    params = {"embed": Param((4, 4), "VD"), "norm": Param((4,), "D", "ones")}
+    rule = build_optimizer(Optimizer(name, 0.1, "constant", weight_decay=0.1, beta1=0.9), 5, params)
+    weights = tree_map(lambda p: jnp.ones(p.shape), params)
+    state = rule.init(weights)
+    for _ in range(5):
+        updates, state = rule.update(jax.tree.map(jnp.zeros_like, weights), state, weights)
+        weights = optax.apply_updates(weights, updates)
+    np.testing.assert_allclose(weights["embed"], 0.99**5, rtol=1e-6)
+    np.testing.assert_array_equal(weights["norm"], 1.0)
 
 
 def test_a_group_has_its_own_learning_rate() -> None:

@@ -80,6 +80,20 @@ def test_out_and_in_again_is_bit_exact(row: str, folders: Any, tmp_path: Path) -
     assert json.loads((written / "config.json").read_text()) == own
 
 
+@pytest.mark.parametrize(("row", "kept"), [("deepseek-v3", "e_score_correction_bias"), ("qwen3-next", "A_log")])
+def test_what_is_float32_in_a_bfloat16_model_stays_so(row: str, kept: str, folders: Any, tmp_path: Path) -> None:
+    """As `transformers` has it (`_keep_in_fp32_modules_strict`): a bias of 2.003 is 2.0 in bfloat16."""
+
+    mw.convert(folders(row), tmp_path / "run")
+    half = mw.convert(tmp_path / "run", tmp_path / "half", dtype="bfloat16").out
+    dtypes = {name: x.dtype.name for name, x in tensors_of(half).items() if "dt_bias" not in name}
+    assert {(kept in name, dtype) for name, dtype in dtypes.items()} == {(True, "float32"), (False, "bfloat16")}
+    # And in again: the bias is not what tells the type of the others.
+    assert mw.convert(half, tmp_path / "again").dtype == "bfloat16"
+    mw.convert(tmp_path / "again", tmp_path / "back")
+    assert_same_tensors(half, tmp_path / "back")
+
+
 @pytest.mark.parametrize("row", ["llama", "qwen3-moe"])
 def test_weights_lie_on_any_mesh(row: str, folders: Any) -> None:
     """Pipeline stages with padding rows, `context`, `expert`: the logits of one device."""

@@ -23,6 +23,7 @@ from meshwright.hardware.mesh import build_mesh
 from meshwright.plugins import load_file
 from meshwright.runs.run_file import read_run, run_from_dict, run_to_dict
 from meshwright.step.device_run import place_on_devices
+from meshwright.step.gradients import build_gradients
 from meshwright.trainer.prepare import prepare_run
 from meshwright.wrapped import prepared as prepared_module
 from meshwright.wrapped.model import Wrapped
@@ -320,6 +321,45 @@ def test_plain_arrays_of_an_nnx_module_are_its_variables() -> None:
     for module in (Scaled(nnx.Rngs(0)), lambda key: Scaled(nnx.Rngs(key))):
         parts = mw.wrap(module, loss, rows).parts
         assert list(parts.variables) == ["scale"] and sorted(parts.params) == ["linear.bias", "linear.kernel"]
+
+
+def test_stacked_norms_are_not_decayed() -> None:
+    """What a loop uses row by row has the rank of a row: scales [L, D] stay, matrices [L, D, D] and tables decay."""
+    params = {
+        "table": np.ones((8, 4), np.float32),
+        "scale": np.ones((3, 4), np.float32),
+        "w": np.ones((3, 4, 4), np.float32),
+        "listed": np.ones((3, 4), np.float32),
+    }
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        def layer(x: jax.Array, own: Any) -> Any:
+            return jax.checkpoint(lambda x, w, scale: jnp.tanh(x @ w) * scale)(x, *own), None
+
+        x = jax.lax.scan(layer, batch["x"] @ params["table"], (params["w"], params["scale"]))[0]
+        for i in range(3):
+            x = x * params["listed"][i]
+        return (x**2).mean()
+
+    described = mw.wrap(params, loss, lambda step: {"x": np.ones((8, 8), np.float32)}).params()
+    assert {name: p.init for name, p in described.items()} == {
+        "table": "normal", "w": "normal", "scale": "zeros", "listed": "zeros",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
+def test_many_microbatches_have_the_gradient_of_the_whole_batch(reduce_dtype: str) -> None:
+    """512 of them in bfloat16 would give half of it: 256 + 1 is 256 there."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return (batch["x"] * params["w"]).mean()
+
+    model = mw.wrap({"w": np.zeros((4,), np.float32)}, loss, lambda step: {"x": np.ones((512, 4), np.float32)})
+    run = model.run(mesh="data=1", microbatches=512, reduce_dtype=reduce_dtype, grad_clip_norm=0.0)
+    device_run = place_on_devices(run, build_mesh(run.mesh))
+    state, batch = device_run.initial_state(), {"x": jnp.ones((512, 4))}
+    grads = jax.jit(build_gradients(run.model, device_run))(state.params, state.step, batch)[0]
+    np.testing.assert_array_equal(grads["w"], np.full(4, 0.25, np.float32))
 
 
 def test_a_parameter_without_a_gradient_stays_as_it_is(tmp_path: Path, cache: Path) -> None:
