@@ -40,7 +40,7 @@ def memory_by_category(settled: Settled, work: Work, in_flight: float) -> dict[s
     param, reduce, compute = (
         jnp.dtype(t).itemsize for t in (training.param_dtype, training.reduce_dtype, training.compute_dtype)
     )
-    frozen = placed.run.finetune.method == "lora"
+    frozen, adds = placed.run.finetune.method == "lora", training.microbatches > 1 or shape.stage > 1
     one_layer, all_layers = _gathered_elements(placed.layout)
     everything_kept = REMAT_POLICIES[training.remat].saved is None
     # Two moments can be the peak: a layer in the backward pass, or the loss (its table, their gradient, the logits).
@@ -75,7 +75,7 @@ def memory_by_category(settled: Settled, work: Work, in_flight: float) -> dict[s
     result = {
         "parameters": param_bytes(placed.layout, training.param_dtype),
         "optimizer state": state_bytes(placed),
-        "gradients": sharded_elements(placed.layout)[1] * max(param, reduce),
+        "gradients": sharded_elements(placed.layout)[1] * (4 if adds else max(param, reduce)),
         "activations": activations,
         "gathered weights": weights,
         "one layer" if layer > loss else "loss and its table": max(layer, loss),

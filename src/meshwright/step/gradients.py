@@ -85,20 +85,17 @@ def _accumulate(device_run: DeviceRun, params: Tree, step: jax.Array, batch: Bat
 
         pipeline = PipelineModel(model, parts, dropout, total, (placed.params, params))
         return pipeline.gradients(placed.schedule_table, trained)
-    return _add_microbatches(loss_fn, trained, parts, jnp.dtype(training.reduce_dtype))
+    return _add_microbatches(loss_fn, trained, parts)
 
 
-def _add_microbatches(
-    loss_fn: Callable[[Tree, jax.Array, Batch], Any], params: Tree, parts: Any, reduce_dtype: jnp.dtype
-) -> tuple[Tree, Sums]:
-    """Sums the gradients of the microbatches, each layer's into the sum as soon as it is known.
+def _add_microbatches(loss_fn: Callable[[Tree, jax.Array, Batch], Any], params: Tree, parts: Any) -> tuple[Tree, Sums]:
+    """Sums the gradients of the microbatches in float32, each layer's into the sum as soon as it is known.
 
     parts: sequence indices and batch, with a leading dimension of microbatches. Without references all gradients of
     a microbatch would exist before they are added: a second copy of the model's gradients.
     """
-    # The gradients of bfloat16 parameters are bfloat16; many of them are summed in the type of the reduction, which a
-    # reference cannot do.
-    sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, reduce_dtype)), params)
+    # The gradients of bfloat16 parameters are bfloat16, and a reference cannot change the type of what is added to it.
+    sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
     treedef: Any = jax.tree.structure(params)
     references = jax.tree.map(jax.new_ref, sums)
 

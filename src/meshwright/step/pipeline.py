@@ -275,14 +275,11 @@ class _Engine:
     def _start(self) -> _Carry:
         table, model, x, first = self.table, self.model, self.x, jnp.int32(0)
 
-        def zero_sum(p: jax.Array) -> jax.Array:
-            # The gradients of bfloat16 parameters are bfloat16; the sum of many is kept in the type of the reduction.
-            return jnp.zeros(p.shape, jnp.promote_types(p.dtype, model.model.training.reduce_dtype))
-
         def part_aux(params: Tree, x: jax.Array) -> Any:
             return model.layers(_part_rows(model.stacked(params), first, table.virtual_stages), x, first, first)[1]
 
-        grads = jax.tree.map(zero_sum, self.params) if self.trains else {}
+        # The gradients of bfloat16 parameters are bfloat16; the sum of many is float32.
+        grads = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.params) if self.trains else {}
         aux = jax.eval_shape(part_aux, self.params, x) if self.trains else {}
         sums = jax.eval_shape(lambda params, x: model.loss(params, x, first)[1], self.params, x)
         return _Carry(
