@@ -1,13 +1,16 @@
 """Runs as the training loop takes them, and a run of text placed on its devices."""
 
 import abc
+import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import numpy as np
 
 from meshwright.activity import activity
 from meshwright.data.batch import Batch, ramp_of
@@ -194,21 +197,16 @@ def sum_metrics(
 ) -> dict[str, tuple[float, float]]:
     """Returns each metric summed over the tokens (or pairs) of held-out text, and their number."""
     training = device_run.run.training
-    sums: dict[str, tuple[float, float]] = {}
+    sums: dict[str, np.ndarray] = collections.defaultdict(lambda: np.zeros(2))
     batches = held_out_batches(
         list(parts), samples=training.eval_samples, batch=training.batch, sharding=device_run.batch_sharding
     )
-    previous: Metrics = {}
-    for batch in batches:
-        # One batch is computed while the next is read; no more are in memory at once.
-        previous, read = eval_step(params, batch), previous
-        sums |= {name: _added(sums.get(name), pair) for name, pair in read.items()}
-    return sums | {name: _added(sums.get(name), pair) for name, pair in previous.items()}
-
-
-def _added(before: tuple[float, float] | None, pair: tuple[jax.Array, jax.Array]) -> tuple[float, float]:
-    total, count = before or (0.0, 0.0)
-    return total + float(pair[0]), count + float(pair[1])
+    results = (eval_step(params, batch) for batch in batches)
+    # One batch is computed while the next is read; no more are in memory at once.
+    for metrics, _ in itertools.pairwise(itertools.chain(results, [{}])):
+        for name, pair in metrics.items():
+            sums[name] += np.array([float(value) for value in pair])
+    return {name: (float(total), float(count)) for name, (total, count) in sums.items()}
 
 
 def check_sample(device_run: DeviceRun) -> None:
