@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,6 @@ from meshwright.data import subwords, tokenizing
 from meshwright.data.corpus import load_corpus, parse_source
 from meshwright.data.sources import FileDocuments, Records
 from meshwright.data.subwords import train_bpe
-from meshwright.data.token_writer import write_description
 from meshwright.data.tokenizers import tokenizer_from_json
 from meshwright.data.tokenizing import tokenize
 from meshwright.data.tokens import open_tokens
@@ -90,7 +90,7 @@ def test_a_bad_line_is_refused_with_its_place_or_skipped(name: str, tmp_path: Pa
         with pytest.raises(DataError, match=rf"reading \S*{file}, line 2(.|\n)*{reason}"):
             tokenize(str(tmp_path / file), "bytes", tmp_path / "refused")
         tokens = tokenize(str(tmp_path / file), "bytes", tmp_path / f"{file}.tokens", bad_records=0.4)
-        assert tokens.skipped["bad"] == 1 and tokens.skipped["read"] == 3 and len(tokens.ends) == 2
+        assert tokens.skipped["bad"] == 1 and tokens.skipped["read"] == 3 and tokens.documents == 2
         assert f"{file}, line 2" in tokens.skipped["examples"][0]
     # A third of the records is more than a tenth.
     with pytest.raises(DataError, match=r"1 of 3 records cannot be read, 33\.33%(.|\n)*line 2"):
@@ -171,7 +171,7 @@ def test_a_bad_row_is_refused_with_its_place_or_skipped(name: str, tmp_path: Pat
     with pytest.raises(DataError, match=rf"reading \S*a.parquet, {reason}"):
         tokenize(str(tmp_path / "a.parquet"), "bytes", tmp_path / "refused")
     tokens = tokenize(str(tmp_path / "a.parquet"), "bytes", tmp_path / "tokens", bad_records=0.4)
-    assert tokens.skipped["bad"] == 1 and len(tokens.ends) == 2
+    assert tokens.skipped["bad"] == 1 and tokens.documents == 2
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -196,7 +196,7 @@ def test_marks_are_no_tokens_and_text_files_may_be_skipped(tmp_path: Path) -> No
     with pytest.raises(DataError, match=r"c.txt(.|\n)*not UTF-8"):
         tokenize(str(tmp_path), "bytes", tmp_path / "tokens")
     file = tokenize(str(tmp_path), "bytes", tmp_path / "tokens", bad_records=0.5)
-    texts = {file.tokenizer.decode(part) for part in np.split(np.asarray(file.tokens), file.ends[:-1])}
+    texts = {file.tokenizer.decode(part) for part in np.split(np.asarray(file.tokens), file.tokens.ends[:-1])}
     assert texts == {"abc", "def"} and file.skipped["bad"] == 1
 
 
@@ -208,7 +208,7 @@ def test_linked_folders_are_read_once(tmp_path: Path) -> None:
     (tmp_path / "in" / "b").symlink_to(tmp_path / "in" / "own")
     (tmp_path / "elsewhere" / "up").symlink_to(tmp_path / "in")
     file = tokenize(str(tmp_path / "in"), "bytes", tmp_path / "tokens")
-    assert sorted(np.diff(file.ends, prepend=0)) == [len("in/own") + 1, len("elsewhere") + 1]
+    assert sorted(np.diff(file.tokens.ends, prepend=0)) == [len("in/own") + 1, len("elsewhere") + 1]
 
 
 def test_streams_of_one_file_are_read_one_after_another(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_streams_of_one_file_are_read_one_after_another(tmp_path: Path) -> None:
         ("gz", gzip.compress, b""),
     ):
         (tmp_path / f"a.jsonl.{name}").write_bytes(compress(GOOD.encode() * 2) + gap + compress(GOOD.encode()) + gap)
-    assert len(tokenize(str(tmp_path), "bytes", tmp_path / "tokens").ends) == 9
+    assert tokenize(str(tmp_path), "bytes", tmp_path / "tokens").documents == 9
 
 
 def test_a_linked_file_is_read_once(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_linked_file_is_read_once(tmp_path: Path) -> None:
     for link, target in (("a.txt", "b.txt"), ("c.txt", "../other"), ("d.txt", "../other")):
         (tmp_path / "in" / link).symlink_to(target)
     for number, source in enumerate(("in", "in/*.txt")):
-        assert len(tokenize(str(tmp_path / source), "bytes", tmp_path / f"tokens{number}").ends) == 2
+        assert tokenize(str(tmp_path / source), "bytes", tmp_path / f"tokens{number}").documents == 2
 
 
 def tokenizer_file(**changes: Any) -> Callable[[Path], None]:
@@ -356,19 +356,19 @@ def test_tokens_that_skipped_more_than_is_allowed_now_are_not_taken_from_the_cac
 
 
 HARMS: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
-    "flipped token": ("tokens-00000.bin", lambda b: bytes([b[0] ^ 1]) + b[1:], "checksum differs"),
-    "flipped last token": ("tokens-00000.bin", lambda b: b[:-1] + bytes([b[-1] ^ 1]), "checksum differs"),
-    "cut tokens": ("tokens-00000.bin", lambda b: b[:-2], "tokens-00000.bin has"),
-    "more tokens": ("tokens-00000.bin", lambda b: b + b"\0\0", "tokens-00000.bin has"),
+    "flipped token": ("tokens-00000.bin", lambda b: bytes([b[0] ^ 1]) + b[1:], "bytes 0 to 4,355 .* checksum differs"),
+    "flipped end": ("tokens-00000.bin", lambda b: b[:-37] + bytes([b[-37] ^ 1]) + b[-36:], "checksum differs"),
+    "flipped sum": ("tokens-00000.bin", lambda b: b[:-33] + bytes([b[-33] ^ 1]) + b[-32:], "checksum differs"),
+    "flipped checksum": ("tokens-00000.bin", lambda b: b[:-1] + bytes([b[-1] ^ 1]), "not the shard of this place"),
+    "cut tokens": ("tokens-00000.bin", lambda b: b[:-2], "tokens-00000.bin has fewer than 4,388 bytes"),
+    "more tokens": ("tokens-00000.bin", lambda b: b + b"\0\0", "tokens-00000.bin has more bytes"),
     "no tokens": ("tokens-00000.bin", lambda b: b"", "tokens-00000.bin has"),
-    "flipped end": ("ends.npy", lambda b: b[:-8] + bytes([b[-8] ^ 1]) + b[-7:], "ends.npy is not what was written"),
-    "cut ends": ("ends.npy", lambda b: b[:-8], "ends.npy is not what was written"),
-    "flipped sum": ("sums.bin", lambda b: bytes([b[0] ^ 1]) + b[1:], "sums.bin is not what was written"),
+    "other checksum": ("shards.bin", lambda b: bytes([b[0] ^ 1]) + b[1:], "shards.bin is not what was written"),
     "other tokenizer": ("tokenizer.json", lambda b: b.replace(b"bytes", b"chars"), "tokenizer.json is not what was"),
     "other count": ("tokens.json", lambda b: b.replace(b'"documents": 2', b'"documents": 3'), "checksum differs"),
     "other format": (
         "tokens.json",
-        lambda b: b.replace(b'"format": 3', b'"format": 9'),
+        lambda b: b.replace(b'"format": 4', b'"format": 9'),
         "of format 9, and this",
     ),
     "no description": ("tokens.json", lambda b: b"{", "it cannot be read"),
@@ -387,15 +387,25 @@ def test_a_damaged_token_folder_is_refused(name: str, tmp_path: Path) -> None:
         _ = open_tokens(folder).tokens[0:10]
 
 
+def other_shard(folder: Path) -> Path:
+    """A complete second shard of a text that differs in its first shard alone."""
+    text = "".join(chr(97 + i * i % 23) for i in range(1000))
+    (folder / "b.jsonl").write_text(json.dumps({"text": "A" + (text * 300)[1:]}) + "\n")
+    return tokenize(str(folder / "b.jsonl"), "bytes", folder / "other", shard_tokens=1).folder / "tokens-00001.bin"
+
+
 SHARD_HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a shard is missing": (lambda f: (f / "tokens-00001.bin").unlink(), "tokens-00001.bin"),
     "two shards swapped": (
         lambda f: [(f / a).rename(f / b) for a, b in (
             ("tokens-00000.bin", "x"), ("tokens-00001.bin", "tokens-00000.bin"), ("x", "tokens-00001.bin"))],
-        "tokens-00000.bin are not what was written",
+        "tokens-00000.bin is not the shard of this place",
     ),
-    "a cut shard": (lambda f: os.truncate(f / "tokens-00001.bin", 9), "tokens-00001.bin has 9 bytes"),
-    "a longer last shard": (lambda f: os.truncate(f / "tokens-00002.bin", 2**18), "tokens-00002.bin has 262144 bytes"),
+    "a shard of other text": (
+        lambda f: shutil.copy(other_shard(f.parent), f / "tokens-00001.bin"), "00001.bin is not the shard of this place"
+    ),
+    "a cut shard": (lambda f: os.truncate(f / "tokens-00001.bin", 9), "tokens-00001.bin has fewer than"),
+    "a longer last shard": (lambda f: os.truncate(f / "tokens-00002.bin", 2**18), "tokens-00002.bin has more bytes"),
     "a flipped bit in the last shard": (
         lambda f: (f / "tokens-00002.bin").write_bytes(b"\x01" + (f / "tokens-00002.bin").read_bytes()[1:]),
         "bytes 0 to .* of tokens-00002.bin are not what was written",
@@ -407,6 +417,7 @@ SHARD_HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "other shards": (lambda f: described(f, shards=2), "are not 2 shards of"),
     "shards of no size": (lambda f: described(f, shard_tokens=0), "are not 3 shards of 0"),
     "shards of half a block": (lambda f: described(f, shard_tokens=2**17 - 2), "are not 3 shards of"),
+    "shards without a checksum": (lambda f: described(f, tokens=2**18, shards=2), "has 96 bytes, and 2 shards"),
     "a number that is none": (lambda f: described(f, tokens="many"), "it cannot be read"),
     "other block": (lambda f: described(f, block=2**17), "has no checksums"),
     "no shards": (lambda f: described(f, shards=None), "it cannot be read"),
@@ -433,18 +444,6 @@ def test_damaged_shards_are_refused(name: str, tmp_path: Path) -> None:
         _ = np.asarray(open_tokens(folder).tokens)
 
 
-def test_ends_that_disagree_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(GOOD * 2)
-    folder = tokenize(str(tmp_path / "a.jsonl"), "bytes", tmp_path / "tokens").folder
-    record = json.loads((folder / "tokens.json").read_text())
-    for ends in (np.array([5.0, 10.0]), np.array([5, 9]), np.array([10]), np.array([10, 10]), np.array([-5, 10])):
-        np.save(folder / "ends.npy", ends)
-        kept = {name: value for name, value in record.items() if name not in ("format", "block", "sha256", "checksum")}
-        write_description(folder, kept)
-        with pytest.raises(DataError, match=r"ends.npy is \w+\[\d\], and there are 2 documents|at or before"):
-            open_tokens(folder)
-
-
 @pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf"])
 def test_a_weight_that_is_none_is_refused(weight: str) -> None:
     with pytest.raises(DataError, match="is not positive"):
@@ -463,7 +462,7 @@ def test_a_hundred_thousand_files_are_found_quickly(tmp_path: Path) -> None:
     start = time.process_time()
     corpus = load_corpus([str(tmp_path / "in")], "bytes", tmp_path / "cache")
     seconds = time.process_time() - start
-    assert len(corpus.files[0].ends) == count
+    assert corpus.files[0].documents == count
     assert seconds < 0.2e-3 * count
 
 

@@ -21,10 +21,9 @@ from meshwright.data.feed import Feed, Windows, build_stream, held_out_batches, 
 from meshwright.data.readers import read_documents
 from meshwright.data.sources import FileDocuments, Records, find_files
 from meshwright.data.subwords import train_bpe
-from meshwright.data.token_writer import write_description
 from meshwright.data.tokenizers import Bytes, Chars, build_tokenizer, tokenizer_from_json
 from meshwright.data.tokenizing import tokenize
-from meshwright.data.tokens import open_tokens
+from meshwright.data.tokens import block_type, open_tokens
 from meshwright.errors import ConfigError, DataError
 from meshwright.hardware.mesh import build_mesh
 from meshwright.plugins import load
@@ -124,7 +123,7 @@ def test_windows_know_their_documents(tmp_path: Path) -> None:
     tokens = np.asarray(file.tokens)
     seq = 16
     windows = Windows(file, seq, 0, len(tokens))
-    document = np.searchsorted(file.ends, np.arange(len(tokens)), side="right")
+    document = np.searchsorted(file.tokens.ends, np.arange(len(tokens)), side="right")
     for i in range(len(windows)):
         sample, first = windows[i], i * seq
         here = slice(first, first + seq)
@@ -132,7 +131,7 @@ def test_windows_know_their_documents(tmp_path: Path) -> None:
         np.testing.assert_array_equal(sample["targets"], tokens[first + 1 : first + seq + 1])
         np.testing.assert_array_equal(sample["segments"], document[here] - document[first])
         for t in range(seq):
-            start = max(first, ([0, *file.ends])[document[first + t]])
+            start = max(first, ([0, *file.tokens.ends])[document[first + t]])
             assert sample["positions"][t] == first + t - start
         crosses = document[here] != document[first + 1 : first + seq + 1]
         np.testing.assert_array_equal(sample["weights"], (~crosses).astype(np.float32))
@@ -207,7 +206,7 @@ def test_several_sources_share_one_vocabulary(tmp_path: Path) -> None:
         load_corpus((str(a.folder), str(b.folder)), "bytes", tmp_path / "cache")
 
 
-@pytest.mark.parametrize("harm", ["tokens-00000.bin", "ends.npy", "sums.bin", "tokens.json", "tokenizer.json"])
+@pytest.mark.parametrize("harm", ["tokens-00000.bin", "shards.bin", "tokens.json", "tokenizer.json"])
 def test_damaged_token_files_are_refused(tmp_path: Path, harm: str) -> None:
     tokenize(str(write(tmp_path, "txt")), "bytes", tmp_path / "tokens")
     file = tmp_path / "tokens" / harm
@@ -218,18 +217,16 @@ def test_damaged_token_files_are_refused(tmp_path: Path, harm: str) -> None:
 
 def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
     file = tokenize(str(write(tmp_path, "txt")), "bytes", tmp_path / "tokens")
-    raw = np.fromfile(tmp_path / "tokens" / "tokens-00000.bin", np.uint16)
-    raw[5] = 999
-    raw.tofile(tmp_path / "tokens" / "tokens-00000.bin")
-    with pytest.raises(DataError, match=r"bytes 0 to .* of tokens-00000.bin are not what was written"):
+    shard = tmp_path / "tokens" / "tokens-00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[10:12] = (999).to_bytes(2, "little")
+    shard.write_bytes(content)
+    with pytest.raises(DataError, match=r"bytes 0 to 4,355 of tokens-00000.bin are not what was written"):
         Windows(open_tokens(file.folder), 16, 0, 100)[0]
     # A folder that was made so: its checksums agree.
-    np.array([zlib.crc32(raw)], "<u4").tofile(tmp_path / "tokens" / "sums.bin")
-    record = json.loads((tmp_path / "tokens" / "tokens.json").read_text())
-    write_description(
-        tmp_path / "tokens",
-        {key: record[key] for key in record if key not in ("checksum", "sha256", "format", "block")},
-    )
+    block = np.frombuffer(content[:-32], block_type("<u2"))
+    content[-36:-32] = zlib.crc32(block.tobytes()[:-4]).to_bytes(4, "little")
+    shard.write_bytes(content)
     with pytest.raises(DataError, match="token 5 is 999, and the vocabulary has 257"):
         Windows(open_tokens(file.folder), 16, 0, 100)[0]
 
@@ -271,7 +268,7 @@ def shelf(tmp_path: Path) -> Path:
 
 def test_a_function_of_ones_own_is_a_source_of_documents(tmp_path: Path, shelf: Path) -> None:
     file = load_corpus([f"{shelf}:poems"], "bytes", tmp_path / "cache").files[0]
-    text = [file.tokenizer.decode(part) for part in np.split(np.asarray(file.tokens), file.ends[:-1])]
+    text = [file.tokenizer.decode(part) for part in np.split(np.asarray(file.tokens), file.tokens.ends[:-1])]
     assert text == ["roses are red", "violets are blue"]
     assert json.loads((file.folder / "tokens.json").read_text())["source"] == f"{shelf}:poems"
 

@@ -33,7 +33,7 @@ from meshwright.data.batch import Batch
 from meshwright.data.chat import ChatTemplate
 from meshwright.data.conversations import Packed, RecordRenderer, document_range, pack
 from meshwright.data.tokenizers import Bytes
-from meshwright.data.tokens import TokenFile
+from meshwright.data.tokens import TokenArray, TokenFile
 from meshwright.fine_tuning import FineTune
 from meshwright.hardware.machine import Machine
 from meshwright.hugging_face.peft_files import CONFIG, WEIGHTS
@@ -141,7 +141,7 @@ def test_sequences_hold_whole_documents(seq: int, tmp_path: Path) -> None:
     lengths = rng.integers(3, 13, 50)
     tokens = rng.integers(0, 200, lengths.sum()).astype(np.uint32)
     answers = (rng.random(lengths.sum()) < 0.5).astype(np.uint8)
-    file = TokenFile(tokens, np.cumsum(lengths), 257, Bytes(), tmp_path)
+    file = TokenFile(TokenArray.of(tokens, np.cumsum(lengths)), 257, Bytes(), tmp_path, len(lengths))
     packed: Packed = pack(file, answers, seq, range(50), 1)
     assert sorted(d for row in packed.rows for d in row) == list(range(50))
     room = len(packed) * seq - int((lengths - 1).sum())
@@ -149,7 +149,7 @@ def test_sequences_hold_whole_documents(seq: int, tmp_path: Path) -> None:
     for row, documents in enumerate(packed.rows):
         fields = packed[row]
         for segment, document in enumerate(documents):
-            start, stop = document_range(file.ends, document)
+            start, stop = document_range(file.tokens.ends, document)
             here = np.flatnonzero(fields["segments"] == segment)
             np.testing.assert_array_equal(fields["inputs"][here], tokens[start : stop - 1])
             np.testing.assert_array_equal(fields["targets"][here], tokens[start + 1 : stop])

@@ -9,7 +9,6 @@ import site
 import struct
 import subprocess
 import sys
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from meshwright.data.chat import ChatTemplate, read_chat_template
 from meshwright.data.conversations import template_of
 from meshwright.data.feed import Windows
 from meshwright.data.subwords import train_bpe
-from meshwright.data.token_writer import write_description
+from meshwright.data.token_writer import TokenWriter, write_description
 from meshwright.data.tokenizers import tokenizer_from_json
 from meshwright.data.tokenizing import tokenize
 from meshwright.data.tokens import open_tokens
@@ -374,19 +373,6 @@ def tokens_that_are_a_link(folder: Path) -> tuple[Callable[[], Any], str]:
     return lambda: open_tokens(tokens), "a link that leaves the folder"
 
 
-def pickled_ends(folder: Path) -> tuple[Callable[[], Any], str]:
-    tokens = token_folder(folder)
-    np.save(tokens / "ends.npy", np.array([print], object), allow_pickle=True)
-    return lambda: open_tokens(described(tokens)), "Array can't be memory-mapped|Python objects|allow_pickle"
-
-
-def ends_of_a_terabyte(folder: Path) -> tuple[Callable[[], Any], str]:
-    tokens = token_folder(folder)
-    text = str({"descr": "<i8", "fortran_order": False, "shape": (2**40,)}).encode().ljust(117) + b"\n"
-    (tokens / "ends.npy").write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + bytes(8))
-    return lambda: open_tokens(described(tokens)), "it cannot be read: mmap length"
-
-
 def more_tokens_than_bytes(folder: Path) -> tuple[Callable[[], Any], str]:
     tokens = described(token_folder(folder), tokens=10**12)
     return lambda: open_tokens(tokens), "1000000000000 tokens are not 1 shards"
@@ -394,11 +380,10 @@ def more_tokens_than_bytes(folder: Path) -> tuple[Callable[[], Any], str]:
 
 def token_beyond_the_vocabulary(folder: Path) -> tuple[Callable[[], Any], str]:
     tokens = token_folder(folder)
-    raw = np.fromfile(tokens / "tokens-00000.bin", np.uint16)
-    raw[3] = 60_000
-    raw.tofile(tokens / "tokens-00000.bin")
-    np.array([zlib.crc32(raw)], "<u4").tofile(tokens / "sums.bin")
-    return lambda: Windows(open_tokens(described(tokens)), 16, 0, 100)[0], "token 3 is 60000"
+    writer = TokenWriter(tokens, "<u2")
+    writer.add(np.array([1, 2, 3, 60_000, *range(46)]), np.array([50]))
+    writer.finish()
+    return lambda: Windows(open_tokens(described(tokens, tokens=50)), 16, 0, 50)[0], "token 3 is 60000"
 
 
 def vocabulary_of_the_description(folder: Path) -> tuple[Callable[[], Any], str]:
@@ -458,7 +443,7 @@ HOSTILE: tuple[Hostile, ...] = (
     plan_for_a_chip_of_a_file, manifest_that_names_code, checkpoint_with_a_link, checkpoint_with_a_pipe,
     array_of_a_terabyte, chunk_of_a_terabyte, shards_outside, shards_of_an_absolute_path, weights_that_are_a_link,
     configuration_that_is_a_link, header_of_an_exabyte, tensor_of_an_exabyte, nested_header, pickled_weights,
-    sums_outside, tokens_that_are_a_link, pickled_ends, ends_of_a_terabyte, more_tokens_than_bytes,
+    sums_outside, tokens_that_are_a_link, more_tokens_than_bytes,
     token_beyond_the_vocabulary, vocabulary_of_the_description, tokenizer_with_a_giant_number,
     tokenizer_without_letters, nested_tokenizer, template_that_reaches_for_python, template_that_never_ends,
     template_that_fills_memory, template_that_is_a_link, calibration_without_numbers, calibration_of_infinite_speed,

@@ -27,7 +27,7 @@ from meshwright.checkpoint.move import plan_move
 from meshwright.checkpoint.steps import committed_steps, partial_steps
 from meshwright.cli.checkpoint import main
 from meshwright.config import Data, MeshShape
-from meshwright.data.corpus import local_data
+from meshwright.data.corpus import local_text
 from meshwright.errors import CheckpointError, ConfigError, StorageError
 from meshwright.hardware.hosts import Hosts
 from meshwright.launching import supervise
@@ -430,21 +430,21 @@ def test_stacks_of_a_host_are_kept_in_the_bucket_or_here(servers: FaultyProxy) -
     assert file == out / "watchdog" / "stacks-process-1.txt" and "most recent call first" in file.read_text()
 
 
-def test_data_are_copied_once_and_again_when_they_change(servers: FaultyProxy, tmp_path: Path) -> None:
+def test_texts_are_copied_once_and_again_when_they_change(servers: FaultyProxy, tmp_path: Path) -> None:
     data = path_of(f"s3://{BUCKET}/{tmp_path.name}")
     for name in ("a.txt", "b/c.txt"):
         (data / name).write_text(name)
-    paths, spec = local_data((f"{data}=2", str(data / "a.txt"), "stdlib"), "bytes", tmp_path)
-    assert paths[0].endswith("=2") and paths[2] == "stdlib" and spec == "bytes"
-    copy = Path(paths[0].removesuffix("=2"))
-    assert (copy / "b" / "c.txt").read_text() == "b/c.txt" and Path(paths[1]).read_text() == "a.txt"
+    assert local_text("stdlib", tmp_path) == "stdlib"
+    copy = Path(local_text(str(data), tmp_path))
+    assert (copy / "b" / "c.txt").read_text() == "b/c.txt"
+    assert Path(local_text(str(data / "a.txt"), tmp_path)).read_text() == "a.txt"
     passed = servers.passed
-    assert local_data((str(data),), "bytes", tmp_path)[0] == (str(copy),)
+    assert local_text(str(data), tmp_path) == str(copy)
     assert servers.passed - passed <= 4  # a listing and the versions, no content
     (data / "a.txt").write_text("changed")
     (data / "b" / "c.txt").unlink()
-    local_data((str(data),), "bytes", tmp_path)
+    local_text(str(data), tmp_path)
     assert (copy / "a.txt").read_text() == "changed" and not (copy / "b" / "c.txt").exists()
     with pytest.raises(StorageError, match="no such object"):
-        local_data((f"s3://{BUCKET}/nothing",), "bytes", tmp_path)
+        local_text(f"s3://{BUCKET}/nothing", tmp_path)
     shutil.rmtree(copy)

@@ -6,6 +6,7 @@ import io
 import json
 import lzma
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from meshwright.cli.tokenize import main
 from meshwright.data import encoding, tokenizing
 from meshwright.data.corpus import load_corpus
 from meshwright.data.readers import read_documents
@@ -27,7 +29,6 @@ from meshwright.data.subwords import train_bpe
 from meshwright.data.token_writer import read_progress
 from meshwright.data.tokenizing import tokenize
 from meshwright.data.tokens import open_tokens
-from meshwright.documents import checksum, sha256_of
 from meshwright.errors import DataError
 
 SHARD = 2**17
@@ -305,7 +306,7 @@ def test_a_killed_tokenisation_leaves_no_process_and_goes_on(corpus: Path, tmp_p
     assert undisturbed(corpus, tmp_path / "parts") == expected
 
 
-def test_neither_shards_nor_processes_nor_the_old_format_change_what_training_reads(
+def test_neither_shards_nor_processes_change_what_training_reads(
     corpus: Path, tmp_path: Path, small_batches: None
 ) -> None:
     expected = undisturbed(corpus, tmp_path / "one", 2**30)
@@ -314,23 +315,25 @@ def test_neither_shards_nor_processes_nor_the_old_format_change_what_training_re
     whole, shards = open_tokens(tmp_path / "one"), open_tokens(tmp_path / "shards")
     assert whole.digest == shards.digest
     np.testing.assert_array_equal(whole.tokens, shards.tokens)
+    np.testing.assert_array_equal(whole.tokens.ends, shards.tokens.ends)
+    assert len(whole.tokens.ends) == whole.documents == shards.documents
     for start in range(0, len(whole.tokens) - 200, 997):
         np.testing.assert_array_equal(shards.tokens[start : start + 199], whole.tokens[start : start + 199])
-    # Format 2: the same files, all tokens in one.
-    old = tmp_path / "one"
-    (old / "tokens-00000.bin").rename(old / "tokens.bin")
-    record = json.loads((old / "tokens.json").read_text())
-    for name in ("checksum", "shards", "shard_tokens"):
-        del record[name]
-    record["format"] = 2
-    record["sha256"].pop("skipped.jsonl")
-    ends = np.array(whole.ends)
-    np.save(old / "ends.npy", ends)
-    assert sha256_of(old / "ends.npy") == record["sha256"]["ends.npy"]
-    (old / "tokens.json").write_text(json.dumps({**record, "checksum": checksum(record)}))
-    again = open_tokens(old)
-    assert again.digest == shards.digest
-    np.testing.assert_array_equal(again.tokens, shards.tokens)
+
+
+def test_a_token_file_of_an_earlier_format_is_refused_with_the_command_that_makes_it_new(
+    corpus: Path, tmp_path: Path
+) -> None:
+    undisturbed(corpus, tmp_path / "old")
+    record = json.loads((tmp_path / "old" / "tokens.json").read_text())
+    (tmp_path / "old" / "tokens.json").write_text(json.dumps({**record, "format": 3}))
+    with pytest.raises(DataError) as refused:
+        open_tokens(tmp_path / "old")
+    command = refused.value.fix.replace("ANOTHER_FOLDER", str(tmp_path / "new"))
+    assert "format 3" in refused.value.truth and command.startswith("meshwright tokenize ")
+    assert main([*shlex.split(command)[2:], "--bad-records", "0.1", "--json"]) == 0
+    (tmp_path / "old" / "tokens.json").write_text(json.dumps(record))
+    assert open_tokens(tmp_path / "new").digest == open_tokens(tmp_path / "old").digest
 
 
 def test_subwords_do_not_depend_on_processes(tmp_path: Path, corpus: Path, small_batches: None) -> None:
@@ -372,7 +375,7 @@ def test_standard_input_is_read_once_and_compared_when_it_goes_on(tmp_path: Path
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(content))))  # type: ignore[arg-type]
 
     pipe(LINES)
-    assert len(tokenize("-", "bytes", tmp_path / "tokens").ends) == len(TEXTS)
+    assert tokenize("-", "bytes", tmp_path / "tokens").documents == len(TEXTS)
     with pytest.raises(DataError, match="can be read once"):
         tokenize("-", "chars", tmp_path / "chars")
     source, records = open_source("-"), Records("-")
@@ -455,7 +458,11 @@ def counted(*args, **options):
     calls.append(args[0])
     return real(*args, **options)
 module.tokenize = counted
-corpus = load_corpus([source], "bytes", cache)
+try:
+    corpus = load_corpus([source], "bytes", cache)
+except DataError as error:
+    print(error.truth, error.fix, sep="|")
+    sys.exit()
 first = len(calls), corpus.fingerprint["sources"][0][0]
 corpus = load_corpus([source], "bytes", cache)
 try:
@@ -466,7 +473,7 @@ except DataError as error:
 
 
 @pytest.mark.parametrize("caches", ["one", "each its own"])
-def test_one_host_tokenises_and_the_others_have_its_files(caches: str, tmp_path: Path) -> None:
+def test_one_host_tokenises_and_all_see_its_files_or_are_told_the_choices(caches: str, tmp_path: Path) -> None:
     import socket
 
     (tmp_path / "a.jsonl").write_bytes(LINES)
@@ -485,6 +492,11 @@ def test_one_host_tokenises_and_the_others_have_its_files(caches: str, tmp_path:
     outputs = [process.communicate(timeout=240) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     found = [output.strip().splitlines()[-1].split("|") for output, _ in outputs]
+    if caches != "one":
+        for truth, fix in found:
+            assert "1 hosts do not see, the first is host 1" in truth
+            assert "MESHWRIGHT_CACHE in a folder that all hosts share" in fix and "--data s3://BUCKET/FOLDER" in fix
+        return
     # Process 0 tokenised once, process 1 never; both have the same tokens and stop for the same reason.
     assert [f[0] for f in found] == ["1", "0"] and [f[2] for f in found] == ["1", "0"]
     assert found[0][1] == found[1][1] and found[0][3] == found[1][3] == "it is neither a file, a folder nor a glob"

@@ -105,12 +105,6 @@ def seal(document: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "checksum": checksum(rest)}
 
 
-def sha256_of(file: Path) -> str:
-    """Returns the SHA-256 of a local file."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
 def check_inside(folder: Path, files: Iterable[Path]) -> None:
     """Raises ValueError naming the first of `files` that a symbolic link takes out of `folder`.
 

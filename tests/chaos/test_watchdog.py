@@ -193,13 +193,13 @@ import sys, time
 from pathlib import Path
 import jax
 jax.distributed.initialize("127.0.0.1:" + sys.argv[2], 2, int(sys.argv[3]))
-from meshwright.data.sharing import share_folders
+from meshwright.data.corpus import share
 from meshwright.trainer.hosts import watching
 from meshwright.trainer.watchdog import PREPARING, Phases, Watchdog
 with watching(Path(sys.argv[1]), Phases(PREPARING), Watchdog(silence=2)):
     time.sleep(1)
     print("ready", flush=True)
-    share_folders(Path(sys.argv[1]), None, lambda: time.sleep(60))
+    share(["text"], Path(sys.argv[1]), None, lambda: time.sleep(60))
 """
 
 

@@ -13,9 +13,9 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.generation.generator import Generator
 from meshwright.generation.lm_eval_model import RequestAnswers
-from meshwright.hardware.mesh import default_cache_folder
 from meshwright.models.model import Model
 from meshwright.runs.run import Run
+from meshwright.storage.paths import default_cache_folder
 from meshwright.trainer import evaluation, loop
 from meshwright.trainer.hosts import agree_on
 from meshwright.trainer.parity import Parity, check_processes, compare_meshes

@@ -8,7 +8,8 @@ from meshwright.config import MeshShape
 from meshwright.generation.generator import Decoding, Generated, Generator, OnText
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.source import open_weights
-from meshwright.hardware.mesh import default_cache_folder, enable_compilation_cache
+from meshwright.hardware.mesh import enable_compilation_cache
+from meshwright.storage.paths import default_cache_folder
 
 
 def open_generator(

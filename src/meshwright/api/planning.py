@@ -12,7 +12,6 @@ from meshwright.config import MeshShape
 from meshwright.data.corpus import vocab_of_corpus
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.formatting import parse_count
-from meshwright.hardware.mesh import default_cache_folder
 from meshwright.hardware.targets import Target, expand_targets, parse_target
 from meshwright.planner.decoding import DecodePrice
 from meshwright.planner.explain import nothing_fits
@@ -21,6 +20,7 @@ from meshwright.planner.offers import Aim, Market, Offer, PriceTerms, Reliabilit
 from meshwright.planner.search import Plan, SearchResult, search, with_tokens_per_step
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
+from meshwright.storage.paths import default_cache_folder
 from meshwright.views.plan_page import offer_page, offers_table, plan_page, plans_table
 from meshwright.views.terminal import text_of
 

@@ -30,7 +30,7 @@ from meshwright.generation.weights import abstract_layout
 from meshwright.hardware.aot import compiler_environment, require_compiler, topology_devices
 from meshwright.hardware.chips import Torus
 from meshwright.hardware.machine import AUTO
-from meshwright.hardware.mesh import build_mesh, default_cache_folder, default_mesh_shape
+from meshwright.hardware.mesh import build_mesh, default_mesh_shape
 from meshwright.hardware.targets import Target, parse_target
 from meshwright.planner.decoding import DecodePrice, price_decode
 from meshwright.planner.estimate import Estimate, estimate
@@ -42,6 +42,7 @@ from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.step.device_run import DeviceRun, place_on_devices
+from meshwright.storage.paths import default_cache_folder
 from meshwright.views.report import frame
 
 _COMPILES_FOR = "MESHWRIGHT_COMPILES_FOR"

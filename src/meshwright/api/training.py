@@ -14,14 +14,13 @@ from rich.console import Console
 
 from meshwright.activity import watched_by
 from meshwright.bench.calibration_file import calibration_path, read_calibration
-from meshwright.hardware.mesh import default_cache_folder
 from meshwright.plugins import keep_own_names
 from meshwright.reporters import Reporter
 from meshwright.reporters.console import ConsoleReport, Period, TokenizeReport, open_console
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
 from meshwright.step.device_memory import OutOfDeviceMemory
-from meshwright.storage.paths import path_of
+from meshwright.storage.paths import default_cache_folder, path_of
 from meshwright.trainer import loop
 from meshwright.trainer.hosts import agree_on, watching
 from meshwright.trainer.watchdog import PREPARING, Phases, Watchdog

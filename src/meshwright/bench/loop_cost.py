@@ -13,7 +13,7 @@ import numpy as np
 from meshwright.data.batch import BatchRamp
 from meshwright.data.feed import Feed, Windows, build_stream
 from meshwright.data.tokenizers import Bytes
-from meshwright.data.tokens import TokenFile
+from meshwright.data.tokens import TokenArray, TokenFile
 from meshwright.errors import TrainingError
 from meshwright.models.flops import training_flops_per_token
 from meshwright.models.model import vocab_size
@@ -147,7 +147,7 @@ def random_feed(device_run: DeviceRun, steps: int) -> Feed:
     training, vocab = device_run.run.training, vocab_size(device_run.run.model)
     count = max(_WINDOWS, training.batch) * training.seq + 1
     tokens = np.random.default_rng(0).integers(0, vocab, count).astype(np.uint32)
-    file = TokenFile(tokens, np.array([count], np.int64), vocab, Bytes(), Path())
+    file = TokenFile(TokenArray.of(tokens, np.array([count])), vocab, Bytes(), Path())
     stream = build_stream([Windows(file, training.seq, 0, count)], [1.0], training.seed)
     sharding = device_run.batch_sharding
     return Feed(

@@ -13,7 +13,7 @@ import numpy as np
 
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
 from meshwright.checkpoint.tensors import Index, StoredTensors, commit, stored_tensors, write_tensor
-from meshwright.documents import LARGE, check_inside, read_json, read_text, sha256_of, write_atomically
+from meshwright.documents import LARGE, check_inside, read_json, read_text, write_atomically
 from meshwright.errors import ConfigError, WeightsError
 from meshwright.hugging_face.architectures import Architecture, architecture_of
 from meshwright.hugging_face.folder import KEPT, check_tied, keep_files, open_folder, read_model
@@ -27,6 +27,7 @@ from meshwright.runs.recipe import run_of_hugging_face
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder, write_run
 from meshwright.sharding.params import Param, named_leaves
+from meshwright.storage.transfer import sha256_of
 
 _CODES = {"float32": "F32", "bfloat16": "BF16"}
 LARGEST_FILE = 5 * 10**9

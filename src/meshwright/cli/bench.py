@@ -32,6 +32,7 @@ from meshwright.errors import CensusError, ConfigError, TrainingError, reason_of
 from meshwright.hardware import mesh
 from meshwright.hardware.hosts import Hosts
 from meshwright.reporters.console import open_console
+from meshwright.storage.paths import default_cache_folder
 from meshwright.views.blocks import Column, Table
 from meshwright.views.colours import plot_colours
 from meshwright.views.hardware_report import (
@@ -152,7 +153,7 @@ def _time_matmuls(options: BenchOptions) -> list[MatmulTiming]:
 
 def _write_calibrations(options: BenchOptions, **measured: Any) -> None:
     """Writes the calibration into the output folder and into the cache, where plans find it."""
-    for file in (options.out / "calibration.json", calibration_path(mesh.default_cache_folder())):
+    for file in (options.out / "calibration.json", calibration_path(default_cache_folder())):
         try:
             write_calibration(file, **measured)
         except OSError as error:

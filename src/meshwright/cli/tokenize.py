@@ -1,6 +1,7 @@
 """The verb `tokenize`: text into a token file, once."""
 
 import dataclasses
+import hashlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from meshwright.data.tokens import is_token_file
 from meshwright.errors import ConfigError, DataError
 from meshwright.formatting import parse_count
 from meshwright.reporters.console import TokenizeReport, open_console
+from meshwright.storage.paths import default_cache_folder, in_bucket, path_of
+from meshwright.storage.transfer import move_tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +30,7 @@ class TokenizeOptions:
     """Text: a file, folder, glob, saved dataset, `hf://datasets/OWNER/NAME`, `-` for lines of JSON on standard input,
     `stdlib`, or module:attribute of a function that yields documents."""
     out: Path
-    """Folder to write, or to go on with."""
+    """Folder to write, or to go on with; one in a bucket (`s3://`, `gs://`) is made in the cache and moved."""
     tokenizer: str = "bpe:4096"
     """Tokenizer: `bytes`, `chars`, `bpe:SIZE` (trained on the text), or a tokenizer.json file."""
     text_field: str = "text"
@@ -53,7 +56,10 @@ _NAMES = {"--faults.bad-records": "--bad-records", "--data.": "--", "--data ": "
 def main(args: Sequence[str]) -> int:
     """Runs `meshwright tokenize`. Raises ConfigError where the folder exists, DataError where there is no text."""
     options = parse(TokenizeOptions, "tokenize", args)
-    if is_token_file(str(options.out)):
+    out, folder = path_of(options.out), options.out
+    if in_bucket(out):
+        folder = default_cache_folder() / "tokens" / f"for-{hashlib.sha256(str(out).encode()).hexdigest()[:24]}"
+    if is_token_file(out):
         raise ConfigError(f"--out {options.out}", "it exists already", "a folder that does not exist yet")
     if not 0 <= options.processes <= _MOST:
         raise ConfigError(f"--processes {options.processes}", f"from 1 to {_MOST} processes encode", "--processes 1")
@@ -61,7 +67,7 @@ def main(args: Sequence[str]) -> int:
         file = tokenize(
             options.data,
             options.tokenizer,
-            options.out,
+            folder,
             text_field=options.text_field,
             bad_records=options.bad_records,
             processes=options.processes,
@@ -73,7 +79,9 @@ def main(args: Sequence[str]) -> int:
         for name, own in _NAMES.items():
             parts = [part.replace(name, own) for part in parts]
         raise DataError(*parts) from error
-    tokens, documents = len(file.tokens), len(file.ends)
+    if folder != out:
+        move_tree(folder, out, last=("tokens.json",))
+    tokens, documents = len(file.tokens), file.documents
     if options.json:
         figures = {"tokens": tokens, "documents": documents, "vocab": file.vocab, "skipped": file.skipped}
         write_json({"out": options.out, **figures})
@@ -82,5 +90,5 @@ def main(args: Sequence[str]) -> int:
     if file.skipped["bad"]:
         first = "; ".join(file.skipped["examples"][:3])
         counts = f"{file.skipped['bad']:,} of {file.skipped['read']:,} records"
-        write(f"skipped {counts}, all in {options.out / 'skipped.jsonl'}; the first: {first}\n")
+        write(f"skipped {counts}, all in {out / 'skipped.jsonl'}; the first: {first}\n")
     return 0

@@ -27,14 +27,14 @@ import numpy as np
 from meshwright.config import Data
 from meshwright.data.batch import PADDING
 from meshwright.data.chat import ChatTemplate, Message, check_jinja, read_chat_template
-from meshwright.data.corpus import Corpus, local_data, parse_source, share
+from meshwright.data.corpus import Corpus, local_text, parse_source, share
 from meshwright.data.feed import held_out_border
 from meshwright.data.readers import decompressed, kind_of_value, read_json_lines
 from meshwright.data.sources import Records, kind_of
 from meshwright.data.subwords import Subwords, check_unicode
 from meshwright.data.token_writer import TokenWriter, write_description
 from meshwright.data.tokenizers import Bytes, Chars, Tokenizer, build_tokenizer, with_begin
-from meshwright.data.tokens import TokenFile, is_token_file, open_tokens
+from meshwright.data.tokens import TokenArray, TokenFile, is_token_file, open_tokens
 from meshwright.documents import LARGE, open_bytes, read_json, read_text
 from meshwright.errors import DataError
 from meshwright.fine_tuning import FineTune, Objective, TooLong
@@ -76,10 +76,10 @@ class Packed:
         }
         at = 0
         for segment, document in enumerate(self.rows[int(index)]):
-            start, stop = document_range(self.file.ends, document)
-            here = slice(at, at + stop - start - 1)
-            fields["inputs"][here] = self.file.tokens[start : stop - 1]
-            fields["targets"][here] = self.file.tokens[start + 1 : stop]
+            start, stop = document_range(self.file.tokens.ends, document)
+            here, tokens = slice(at, at + stop - start - 1), self.file.tokens[start:stop]
+            fields["inputs"][here] = tokens[:-1]
+            fields["targets"][here] = tokens[1:]
             fields["segments"][here] = segment
             fields["positions"][here] = np.arange(stop - start - 1)
             fields["weights"][here] = self.answers[start + 1 : stop]
@@ -89,13 +89,13 @@ class Packed:
 
     def whole(self) -> "Packed":
         """Returns the sequences of all documents of the file."""
-        return pack(self.file, self.answers, self.seq, range(len(self.file.ends) // self.together), self.together)
+        return pack(self.file, self.answers, self.seq, range(self.file.documents // self.together), self.together)
 
     def texts(self, samples: int) -> Iterator[np.ndarray]:
         """Yields the answers of the first sequences."""
         for row in self.rows[:samples]:
             for document in row:
-                start, stop = document_range(self.file.ends, document)
+                start, stop = document_range(self.file.tokens.ends, document)
                 yield self.file.tokens[start + 1 : stop][self.answers[start + 1 : stop] > 0]
 
 
@@ -106,7 +106,7 @@ def document_range(ends: np.ndarray, document: int) -> tuple[int, int]:
 
 def _positions(file: TokenFile, together: int) -> np.ndarray:
     """Positions that each unit of `together` documents takes: one fewer than the tokens of a document."""
-    return np.diff(file.ends, prepend=0).reshape(-1, together).sum(1) - together
+    return np.diff(file.tokens.ends, prepend=0).reshape(-1, together).sum(1) - together
 
 
 def pack(file: TokenFile, answers: np.ndarray, seq: int, units: Any, together: int) -> Packed:
@@ -145,11 +145,11 @@ def load_conversations(
     Tokens are kept in `cache`. Raises DataError with file and line for a record that is malformed, has no answer, or is
     longer than a sequence (`FineTune.too_long`).
     """
-    paths, spec = local_data(data.paths, data.tokenizer, cache)
+    spec = local_text(data.tokenizer, cache)
     if not Path(spec).is_file() and spec != "bytes":
         fix = "--data.tokenizer FILE, the tokenizer.json of the model, or bytes"
         raise DataError(f"chat data with the tokenizer {spec!r}", "it is learned from text, and this is none", fix)
-    sources = [parse_source(path) for path in paths]
+    sources = [parse_source(path) for path in data.paths]
     template = template_of(spec, tuning.template)
     if template is not None:
         check_jinja()
@@ -157,9 +157,10 @@ def load_conversations(
     files, parts = [], []
 
     def make() -> dict[str, Path]:
-        return {source.path: _tokenise(source.path, spec, template, tuning.objective, cache) for source in sources}
+        texts = {source.path: local_text(source.path, cache) for source in sources}
+        return {path: _tokenise(text, spec, template, tuning.objective, cache) for path, text in texts.items()}
 
-    folders = share(cache, None, make)
+    folders = share([source.path for source in sources], cache, None, make)
     for source in sources:
         folder = folders[source.path]
         file = open_tokens(folder)
@@ -212,10 +213,10 @@ def _fitting(file: TokenFile, seq: int, together: int, lines: list[str], too_lon
 
 def _truncated(file: TokenFile, answers: np.ndarray, positions: int) -> tuple[TokenFile, np.ndarray]:
     """Token file and answers in memory, each document cut after its first `positions` + 1 tokens."""
-    ranges = [document_range(file.ends, d) for d in range(len(file.ends))]
+    ranges = [document_range(file.tokens.ends, d) for d in range(file.documents)]
     kept = [slice(start, min(stop, start + positions + 1)) for start, stop in ranges]
-    tokens, marks = (np.concatenate([array[part] for part in kept]) for array in (file.tokens, answers))
-    return file._replace(tokens=tokens, ends=np.cumsum([part.stop - part.start for part in kept])), marks
+    tokens, marks = (np.concatenate([array[part] for part in kept]) for array in (file.tokens[:], answers))
+    return file._replace(tokens=TokenArray.of(tokens, np.cumsum([part.stop - part.start for part in kept]))), marks
 
 
 def _tokenise(path: str, spec: str, template: ChatTemplate | None, objective: Objective, cache: Path) -> Path:

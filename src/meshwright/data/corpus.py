@@ -1,6 +1,6 @@
 """Corpora: token files of one vocabulary, mixed by weight; text is tokenised once into the cache, by one process.
 
-Hosts with a shared cache find the token files there; to the others process 0 sends them (`sharing`).
+The other processes find the token files in the same cache, or the run is refused. Token files in a bucket need neither.
 """
 
 import dataclasses
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from meshwright.data.sources import open_source
 from meshwright.data.tokenizers import Bytes, Tokenizer, build_tokenizer, is_learned, spec_identity
@@ -21,11 +23,12 @@ from meshwright.data.tokenizing import learn_tokenizer, tokenize
 from meshwright.data.tokens import Progress, TokenFile, is_token_file, open_tokens
 from meshwright.documents import parse_json
 from meshwright.errors import DataError
+from meshwright.hardware.agreement import answer_of_the_first
 from meshwright.storage.paths import in_bucket, path_of
 from meshwright.storage.transfer import local_copy
 
-_VERSION = "3"
-"""First line of what a token file's name in the cache is the hash of. Formats 2 and 3 hold the same tokens."""
+_VERSION = "4"
+"""First line of what a token file's name in the cache is the hash of."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,20 +95,21 @@ def load_corpus(
     several processes compute together, process 0 tokenises and the others wait for it. Raises DataError where two token
     files were made with different tokenizers.
     """
-    paths, spec = local_data(paths, spec, cache)
     sources = [parse_source(path) for path in paths]
     if not sources:
         raise DataError("training without text", "--data is empty", "--data PATH")
     texts = [source.path for source in sources if not is_token_file(source.path)]
-    reading = _Reading(spec, cache, text_field, bad_records, progress)
     opened: dict[str, TokenFile] = {}
 
     def make() -> dict[str, Path]:
-        opened.update(reading.tokenise(texts, own))
+        reading = _Reading(local_text(spec, cache), cache, text_field, bad_records, progress)
+        copies = {path: local_text(path, cache) for path in texts}
+        made = reading.tokenise(list(copies.values()), own) if texts else {}
+        opened.update((path, made[copy]) for path, copy in copies.items())
         return {path: file.folder for path, file in opened.items()}
 
-    folders = share(cache, progress, make) if texts else {}
-    files = tuple(opened.get(s.path) or open_tokens(folders.get(s.path, Path(s.path))) for s in sources)
+    folders = share([source.path for source in sources], cache, progress, make)
+    files = tuple(opened.get(s.path) or open_tokens(folders[s.path], cache) for s in sources)
     for file in files[1:]:
         if file.tokenizer.to_json() != files[0].tokenizer.to_json():
             raise DataError(
@@ -116,21 +120,40 @@ def load_corpus(
     return Corpus(files, tuple(source.weight for source in sources))
 
 
-def share(cache: Path, progress: Progress | None, make: Callable[[], dict[str, Path]]) -> dict[str, Path]:
-    """Returns the token folders in `cache` that `make` returns in process 0, in every process (`share_folders`)."""
+def share(
+    paths: Sequence[str], cache: Path, progress: Progress | None, make: Callable[[], dict[str, Path]]
+) -> dict[str, Path]:
+    """Returns the token folder of each of `paths`, in every process: the path itself, or what process 0 made of it.
+
+    make: returns the token folders, in the cache, that process 0 makes of texts. What it raises is raised in all.
+    Raises DataError in all where a process does not see a folder.
+    """
     # Asking for the number of processes first would start the devices.
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
-        return make()
-    from meshwright.data.sharing import share_folders
-
-    return share_folders(cache / "tokens", progress, make)
+        made = make()
+        return {path: made.get(path) or path_of(path) for path in paths}
+    if progress is not None and jax.process_index() and not all(map(is_token_file, paths)):
+        progress.write("waiting for process 0, which tokenises")
+    names = answer_of_the_first(lambda: {path: folder.name for path, folder in make().items()})
+    folders = {path: cache / "tokens" / names[path] if path in names else path_of(path) for path in paths}
+    absent = multihost_utils.process_allgather(np.array([not is_token_file(folder) for folder in folders.values()]))
+    for path, without in zip(folders, map(np.flatnonzero, absent.T), strict=True):
+        if len(without):
+            raise DataError(
+                f"--data {path} on {jax.process_count()} hosts",
+                f"process 0 reads its tokens in {folders[path]}, which {len(without)} hosts do not see, the "
+                f"first is host {without[0]}",
+                f"`meshwright tokenize {path} --out s3://BUCKET/FOLDER` and --data s3://BUCKET/FOLDER, which every "
+                "host reads; or MESHWRIGHT_CACHE in a folder that all hosts share; or that folder on every host",
+            )
+    return folders
 
 
 def vocab_of_corpus(
     paths: tuple[str, ...], spec: str, cache: Path, bad_records: float = 0.0, text_field: str = "text"
 ) -> int:
     """Returns the vocabulary size of `load_corpus`; reads text only where the tokenizer is learned from it."""
-    paths, spec = local_data(paths, spec, cache)
+    spec = local_text(spec, cache)
     if not any(is_token_file(parse_source(path).path) for path in paths):
         if spec == "bytes":
             return Bytes().vocab
@@ -139,21 +162,9 @@ def vocab_of_corpus(
     return load_corpus(paths, spec, cache, bad_records=bad_records, text_field=text_field).vocab
 
 
-def local_data(paths: Sequence[str], spec: str, cache: Path) -> tuple[tuple[str, ...], str]:
-    """Returns sources (each PATH or PATH=WEIGHT) and a tokenizer as they are on this host.
-
-    What is in a bucket is copied into `cache`, and again where it has changed there; a token file's own checksums then
-    verify it like any other. Raises StorageError.
-    """
-
-    def local(location: str) -> str:
-        return str(local_copy(path_of(location), cache)) if in_bucket(location) else location
-
-    def local_source(text: str) -> str:
-        path, equals, weight = text.rpartition("=")
-        return f"{local(path)}={weight}" if equals and "/" not in weight and in_bucket(text) else local(text)
-
-    return tuple(map(local_source, paths)), local(spec)
+def local_text(location: str, cache: Path) -> str:
+    """Returns a text or a tokenizer as it is on this host: copied from a bucket into `cache`. Raises StorageError."""
+    return str(local_copy(path_of(location), cache)) if in_bucket(location) else location
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,8 @@ from meshwright.errors import DataError
 
 HELD_OUT, MOST_HELD_OUT = 0.1, 10_000_000
 """Fraction of each source that is held out by default, and the most tokens of it."""
+_READ = 2**20
+"""Tokens of text that are read at a time to count their bytes."""
 _FIELDS = tuple(field.name for field in dataclasses.fields(Batch))
 _Sample = dict[str, np.ndarray]
 
@@ -61,7 +63,8 @@ class Windows:
     def __getitem__(self, index: int) -> _Sample:
         """Returns one window. Raises DataError for a token out of range."""
         first = self.start + int(index) * self.seq
-        tokens = np.asarray(self.file.tokens[first : first + self.seq + 1]).astype(np.int32)
+        tokens, ends = self.file.tokens.read(first, first + self.seq + 1)
+        tokens = tokens.astype(np.int32)
         if tokens.max(initial=0) >= self.file.vocab:
             at = int(tokens.argmax())
             raise DataError(
@@ -70,8 +73,7 @@ class Windows:
                 "tokenise again",
             )
         # Positions within this window at which its documents end.
-        low, high = np.searchsorted(self.file.ends, (first, first + self.seq), side="right")
-        breaks = self.file.ends[low:high] - first
+        breaks = ends[ends <= first + self.seq] - first
         position = np.arange(self.seq)
         segments = np.searchsorted(breaks, position, side="right").astype(np.int32)
         starts = np.concatenate([[0], breaks])[segments]
@@ -87,12 +89,18 @@ class Windows:
 
     def texts(self, samples: int) -> Iterator[np.ndarray]:
         """Yields the tokens that the first windows predict, by document, without their ends."""
-        start, stop, ends = self.start + 1, self.start + 1 + samples * self.seq, self.file.ends
-        inside = ends[np.searchsorted(ends, start, side="left") : np.searchsorted(ends, stop, side="left")]
-        # The first token of a document is not predicted from the document before it.
-        starts = [start, *(int(end) + 1 for end in inside)]
-        for first, last in zip(starts, [*map(int, inside), stop], strict=True):
-            yield self.file.tokens[first:last]
+        start, stop = self.start + 1, self.start + 1 + samples * self.seq
+        left = [np.zeros(0, np.int32)]
+        for first in range(start, stop, _READ):
+            last = min(first + _READ, stop)
+            tokens, ends = self.file.tokens.read(first - 1, last)
+            at = 1
+            for end in ends[ends < last] - first + 1:
+                yield np.concatenate([*left, tokens[at:end]])
+                # The first token of a document is not predicted from the document before it.
+                left, at = [], int(end) + 1
+            left.append(tokens[at:])
+        yield np.concatenate(left)
 
 
 def held_out_border(total: int, held_out: float | None) -> int:

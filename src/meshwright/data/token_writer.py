@@ -1,26 +1,29 @@
-"""Writing of token files: shards, checksums and ends of documents, so that an interrupted writing can go on."""
+"""Writing of token files: shards and their checksums, so that an interrupted writing can go on."""
 
+import hashlib
 import json
 import os
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from meshwright.data.tokens import BLOCK, FORMAT, HASHED, SKIPPED, shard_name
-from meshwright.documents import read_json, seal, sha256_of, write_atomically
+from meshwright.data.tokens import BLOCK, CHECKSUM, FORMAT, HASHED, block_type, make_blocks, shard_name
+from meshwright.documents import read_json, seal, write_atomically
+from meshwright.storage.transfer import sha256_of
 
 SHARD_TOKENS = 2**27
 """Tokens of a shard: 256 MiB with two bytes each."""
+UNIT = 2**17
+"""Tokens that are written at a time: shards have a whole number of units."""
 PROGRESS = "progress.json"
 
 
 class TokenWriter:
-    """Writer of the tokens, their checksums and the ends of their documents into a folder.
+    """Writer of tokens and the ends of their documents into the shards of a folder.
 
-    shard_tokens: a multiple of a block.  note: of `save_progress`, to go on after the shards that were complete; what
+    shard_tokens: a multiple of `UNIT`.  note: of `save_progress`, to go on after the shards that were complete; what
     was written behind them is written again. `shards` are written and safe on the disk, `tokens` and `documents` were
     added. Raises ValueError where the folder has less than the note names.
     """
@@ -28,60 +31,62 @@ class TokenWriter:
     def __init__(self, folder: Path, dtype: Any, shard_tokens: int = SHARD_TOKENS, note: dict[str, Any] | None = None):
         self.folder, self.dtype, self.shard_tokens = folder, np.dtype(dtype), shard_tokens
         self.shards, self.tokens, self.documents = (note[n] if note else 0 for n in ("shards", "tokens", "documents"))
-        size = shard_tokens * self.dtype.itemsize
-        for number in range(self.shards):
-            if (folder / shard_name(number)).stat().st_size != size:
-                raise ValueError(f"{shard_name(number)} is not {size} bytes long")
+        size = shard_tokens // BLOCK * block_type(self.dtype).itemsize
+        self._checksums = [self._checksum(number, size) for number in range(self.shards)]
         # The first document that is read again begins before the shard's border; those tokens are not written again.
         self._drop, self._filled = self.shards * shard_tokens - self.tokens, 0
-        self._crc, self._in_block = 0, 0
+        self._chain = self._checksums[-1] if self._checksums else b""
+        self._waiting: list[tuple[np.ndarray, np.ndarray]] = []
         self._shard: IO[bytes] | None = None
-        self._ends = self._appending("ends.part", 8 * self.documents)
-        self._sums = self._appending("sums.bin", 4 * self.shards * size // BLOCK)
 
-    def _appending(self, name: str, size: int) -> IO[bytes]:
-        """Opens a file to write behind its first `size` bytes. Raises ValueError where it has fewer."""
-        file = self.folder / name
-        file.touch()
-        if file.stat().st_size < size:
-            raise ValueError(f"{name} has fewer than {size} bytes")
-        os.truncate(file, size)
-        return file.open("ab")
+    def _checksum(self, number: int, size: int) -> bytes:
+        """Returns the checksum of a complete shard, whose blocks take `size` bytes. Raises ValueError for another."""
+        file = self.folder / shard_name(number)
+        if file.stat().st_size != size + CHECKSUM:
+            raise ValueError(f"{file.name} is not {size + CHECKSUM} bytes long")
+        with file.open("rb") as opened:
+            opened.seek(size)
+            return opened.read()
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> bool:
         """Adds documents: their tokens, and the number of tokens of each. Returns whether a shard was completed."""
-        np.add(np.cumsum(lengths), self.tokens, dtype="<i8").tofile(self._ends)
+        last = np.zeros(len(tokens), np.bool_)
+        last[np.cumsum(lengths) - 1] = True
         self.tokens += len(tokens)
         self.documents += len(lengths)
-        skip = min(self._drop, len(tokens))
+        skip, before = min(self._drop, len(tokens)), self.shards
         self._drop -= skip
-        data, before = tokens[skip:].astype(self.dtype), self.shards
-        while len(data):
-            if self._shard is None:
-                self._shard = (self.folder / shard_name(self.shards)).open("wb")
-            room = (BLOCK - self._in_block) // self.dtype.itemsize  # a shard ends with a block
-            view = memoryview(data[:room]).cast("B")
-            self._shard.write(view)
-            self._crc, self._in_block = zlib.crc32(view, self._crc), self._in_block + len(view)
-            self._filled += len(data[:room])
-            if self._in_block == BLOCK:
-                self._close_block()
-            if self._filled == self.shard_tokens:
-                self._close_shard()
-            data = data[room:]
+        self._waiting.append((tokens[skip:], last[skip:]))
+        self._write(UNIT)
         return self.shards > before
 
-    def _close_block(self) -> None:
-        if self._in_block:
-            np.array([self._crc], "<u4").tofile(self._sums)
-        self._crc = self._in_block = 0
+    def _write(self, least: int) -> None:
+        """Writes what waits, in units, while it is `least` tokens or more."""
+        if sum(len(tokens) for tokens, _ in self._waiting) < least:
+            return
+        tokens, last = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
+        while len(tokens) >= least:
+            if self._shard is None:
+                self._shard = (self.folder / shard_name(self.shards)).open("wb")
+            first = (self.shards * self.shard_tokens + self._filled) // BLOCK
+            blocks = make_blocks(tokens[:UNIT], last[:UNIT], self.dtype, first)
+            self._shard.write(blocks.tobytes())
+            # A unit does not depend on the size of a shard, so what the chain comes to does not either.
+            self._chain = hashlib.sha256(self._chain + blocks["sum"].tobytes()).digest()
+            self._filled += len(tokens[:UNIT])
+            if self._filled == self.shard_tokens:
+                self._close_shard()
+            tokens, last = tokens[UNIT:], last[UNIT:]
+        self._waiting = [(tokens, last)]
 
     def _close_shard(self) -> None:
         """Ends the shard in progress and waits until it is on the disk."""
         if self._shard is not None:
-            self._close_block()
-            _sync(self._shard)
+            self._shard.write(self._chain)
+            self._shard.flush()
+            os.fsync(self._shard.fileno())
             self._shard.close()
+            self._checksums.append(self._chain)
             self._shard, self._filled, self.shards = None, 0, self.shards + 1
 
     def save_progress(self, key: str, note: Mapping[str, Any]) -> None:
@@ -90,21 +95,14 @@ class TokenWriter:
         key: changes when the text or an option does.  note: `tokens` and `documents` before the text that is read
         first when the writing goes on, and its place.
         """
-        for file in (self._ends, self._sums):
-            _sync(file)
         note = seal({"format": FORMAT, "key": key, "shards": self.shards, **note})
         write_atomically(self.folder / PROGRESS, json.dumps(note))
 
     def finish(self) -> None:
-        """Completes the shards, `sums.bin` and `ends.npy`. The description makes a token file of them."""
+        """Completes the shards, and writes `shards.bin`. The description makes a token file of them."""
+        self._write(1)
         self._close_shard()
-        self.close()
-        source = np.memmap(self.folder / "ends.part", "<i8", mode="r")
-        target = np.lib.format.open_memmap(self.folder / "ends.npy", "w+", np.dtype("<i8"), source.shape)
-        for start in range(0, len(source), 2**20):
-            target[start : start + 2**20] = source[start : start + 2**20]
-        target.flush()
-        (self.folder / "ends.part").unlink()
+        (self.folder / "shards.bin").write_bytes(b"".join(self._checksums))
 
     def description(self, vocab: int, **more: Any) -> dict[str, Any]:
         """Returns the description of what was written, for `write_description`."""
@@ -112,14 +110,9 @@ class TokenWriter:
         return {**counts, "vocab": vocab, "shards": self.shards, "shard_tokens": self.shard_tokens, **more}
 
     def close(self) -> None:
-        """Closes all files."""
-        for file in (self._ends, self._sums, *([] if self._shard is None else [self._shard])):
-            file.close()
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+        """Closes the shard in progress."""
+        if self._shard is not None:
+            self._shard.close()
 
 
 def read_progress(folder: Path) -> dict[str, Any] | None:
@@ -133,7 +126,6 @@ def read_progress(folder: Path) -> dict[str, Any] | None:
 
 def write_description(folder: Path, record: Mapping[str, Any], *more: str) -> None:
     """Writes `tokens.json`, which makes a folder a token file. record: all but the checksums.  more: further files."""
-    names = [*HASHED, *more, *([SKIPPED] if (folder / SKIPPED).is_file() else [])]
-    sums = {name: sha256_of(folder / name) for name in names}
+    sums = {name: sha256_of(folder / name) for name in (*HASHED, *more)}
     record = seal({"format": FORMAT, **record, "block": BLOCK, "sha256": sums})
     write_atomically(folder / "tokens.json", json.dumps(record, indent=1))

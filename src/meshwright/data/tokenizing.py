@@ -14,9 +14,9 @@ from typing import Any
 from meshwright.data.encoding import BATCH, TextBatch, encode
 from meshwright.data.readers import read_documents
 from meshwright.data.sources import STDIN, Documents, Place, Records, open_source
-from meshwright.data.token_writer import PROGRESS, SHARD_TOKENS, TokenWriter, read_progress, write_description
+from meshwright.data.token_writer import PROGRESS, SHARD_TOKENS, UNIT, TokenWriter, read_progress, write_description
 from meshwright.data.tokenizers import Tokenizer, build_tokenizer, is_learned, spec_identity, tokenizer_from_json
-from meshwright.data.tokens import BLOCK, SKIPPED, Progress, TokenFile, is_token_file, open_tokens
+from meshwright.data.tokens import SKIPPED, Progress, TokenFile, is_token_file, open_tokens
 from meshwright.documents import LARGE, read_text, write_atomically
 from meshwright.errors import DataError, reason_of
 
@@ -49,7 +49,7 @@ def tokenize(
     if not 0 <= bad_records <= 1:
         raise DataError(f"skipping a share of {bad_records:g} of the records", "a share is from 0 to 1", "0.001")
     processes = processes or min(_MOST, len(os.sched_getaffinity(0)))
-    shard_tokens = -(-shard_tokens // (BLOCK // 2)) * (BLOCK // 2)
+    shard_tokens = -(-shard_tokens // UNIT) * UNIT
     source, records = open_source(path, text_field), Records(path, bad_records)
     job = _Tokenisation(source, spec, out, records, processes, shard_tokens, progress)
     try:

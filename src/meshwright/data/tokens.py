@@ -1,36 +1,48 @@
-"""Token files: text tokenised once, then mapped into memory and verified as it is read.
+"""Token files: text tokenised once, read where it is, on disks and in buckets, and verified as it is read.
 
 A token file is a folder with the tokens of all documents one after another, each closed by the tokenizer's `end`, in
-shards `tokens-00000.bin`, ... of equal size (uint16 or uint32, little-endian), `ends.npy` (int64, where each document
-ends), `sums.bin` (uint32, CRC-32 of each block of the tokens), `tokenizer.json`, and `tokens.json` (the description
-with SHA-256 of the small files, written last). A shard has a whole number of blocks, so its size changes no checksum.
-Format 2 had all tokens in `tokens.bin`. The writer notes after each shard from where an interrupted writing goes on.
+shards `tokens-00000.bin`, ... of equal size, `shards.bin` (the checksum of each shard), `tokenizer.json`, and
+`tokens.json` (the description with SHA-256 of the small files, written last). A shard is a row of blocks, and after
+them its checksum, a SHA-256 over the sums of all blocks so far. A block is `BLOCK` tokens (uint16 or uint32,
+little-endian), a bit for each that is the last one of a document, and the CRC-32 of both, which begins with the block's
+number. The writer notes after each shard from where an interrupted writing goes on.
 
-Opening verifies all but the tokens. A block of those is verified when it is first read, in the threads that read ahead:
-a corpus larger than memory is not read before the first step.
+Opening costs the same for every size of corpus. A window is one read of the blocks it is in, and each read verifies its
+blocks: nothing is kept of the others, and no shard is mapped. A shard's checksum is compared when it is first opened.
 """
 
+import functools
 import os
+import shlex
+import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from meshwright.data.tokenizers import Tokenizer, tokenizer_from_json
-from meshwright.documents import LARGE, check_inside, checksum, read_json, read_text, seal, sha256_of
-from meshwright.errors import DataError
+from meshwright.documents import LARGE, check_inside, checksum, read_json, read_text, seal
+from meshwright.errors import DataError, reason_of
+from meshwright.storage.paths import bucket_path, in_bucket, path_of
+from meshwright.storage.transfer import sha256_of
 
-FORMAT = 3
-_SINGLE = 2
-"""Format with all tokens in `tokens.bin`."""
-BLOCK = 2**18
-"""Bytes of tokens under one checksum: verified in about 0.3 ms, and 4 bytes of `sums.bin`."""
+FORMAT = 4
+BLOCK = 2**11
+"""Tokens under one checksum: a window of 8,192 reads 1.3 times its bytes, its documents' ends included."""
+CHECKSUM = 32
+"""Bytes of a shard's checksum."""
 SKIPPED = "skipped.jsonl"
 """File with a line for every record that was left out; training does not read it."""
-HASHED = ("ends.npy", "sums.bin", "tokenizer.json")
+HASHED = ("shards.bin", "tokenizer.json")
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_OPEN = 128
+"""Shards that a process has open at a time, those of all token files together."""
+_CACHED = 8 * 2**30
+"""Bytes of a token file in a bucket that are kept in the local cache."""
+_MOST = 2**12
+"""Blocks that are read at a time."""
 
 
 class Progress(Protocol):
@@ -49,120 +61,251 @@ class Progress(Protocol):
         ...
 
 
-class TokenArray:
-    """Memory-mapped tokens, [tokens]. A slice is verified before it is returned.
+def block_type(dtype: Any) -> np.dtype[Any]:
+    """Returns the type of a block of tokens."""
+    return np.dtype([("tokens", dtype, BLOCK), ("ends", "u1", BLOCK // 8), ("sum", "<u4")])
 
-    files: shards of `size` tokens each, except for the last one.
+
+def make_blocks(tokens: np.ndarray, ends: np.ndarray, dtype: Any, first: int = 0) -> np.ndarray:
+    """Returns the blocks of tokens, from the block of number `first` on.
+
+    ends: True for the last token of each document, [tokens].
     """
+    blocks = np.zeros(-(-len(tokens) // BLOCK), block_type(dtype))
+    room = len(blocks) * BLOCK - len(tokens)
+    blocks["tokens"] = np.pad(tokens, (0, room)).reshape(-1, BLOCK)
+    blocks["ends"] = np.packbits(np.pad(ends, (0, room)).reshape(-1, BLOCK), axis=1, bitorder="little")
+    blocks["sum"] = _sums(blocks, first)
+    return blocks
 
-    def __init__(self, files: Sequence[Path], size: int, count: int, dtype: np.dtype[Any]):
-        self._files, self._size, self._count, self._dtype = files, size, count, dtype
-        self._shards: dict[int, Any] = {}
-        self._sums = np.fromfile(files[0].with_name("sums.bin"), "<u4")
-        self._verified = np.zeros(len(self._sums), np.bool_)
+
+def _sums(blocks: np.ndarray, first: int) -> np.ndarray:
+    """Returns the checksums that blocks should have. A block is not taken for one of another number."""
+    rows = blocks.view(np.uint8).reshape(len(blocks), -1)[:, :-4]
+    return np.array([zlib.crc32(row, (first + i) % 2**32) for i, row in enumerate(rows)], "<u4")
+
+
+class TokenArray:
+    """Tokens, [tokens], and where their documents end. read: returns the blocks from one number to another."""
+
+    def __init__(self, count: int, read: Callable[[int, int], np.ndarray]):
+        self._count, self._read = count, read
+
+    @classmethod
+    def of(cls, tokens: np.ndarray, ends: np.ndarray) -> "TokenArray":
+        """Returns tokens that are in memory. ends: one past each document's last token."""
+        last = np.zeros(len(tokens), np.bool_)
+        last[np.asarray(ends) - 1] = True
+        blocks = make_blocks(tokens, last, tokens.dtype)
+        return cls(len(tokens), lambda first, stop: blocks[first:stop])
 
     def __len__(self) -> int:
         return self._count
 
+    def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens [start, stop), and one past the last token of each document that ends in them."""
+        first = start // BLOCK
+        blocks, here = self._read(first, -(-stop // BLOCK)), slice(start - first * BLOCK, stop - first * BLOCK)
+        ends = np.unpackbits(blocks["ends"], axis=1, bitorder="little").reshape(-1)[here]
+        return blocks["tokens"].reshape(-1)[here], start + 1 + np.flatnonzero(ends)
+
     def __getitem__(self, part: slice) -> np.ndarray:
         start, stop, _ = part.indices(self._count)
-        first, last = start * self._dtype.itemsize // BLOCK, -(-stop * self._dtype.itemsize // BLOCK)
-        for block in first + np.flatnonzero(~self._verified[first:last]):
-            self._verify(int(block))
-        pieces: list[np.ndarray] = []
-        while start < stop or not pieces:
-            number, inside = divmod(start, self._size)
-            count = min(max(0, stop - start), self._size - inside)
-            pieces.append(self._shard(number)[inside : inside + count])
-            start += max(count, 1)
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return self.read(start, max(start, stop))[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self[:], dtype, copy=copy)
 
-    def _shard(self, number: int) -> Any:
-        if number not in self._shards:
-            self._shards[number] = np.memmap(self._files[number], self._dtype, mode="r")
-        return self._shards[number]
-
-    def _verify(self, block: int) -> None:
-        per_block = BLOCK // self._dtype.itemsize
-        number, first = divmod(block * per_block, self._size)
-        tokens = self._shard(number)[first : first + per_block]
-        if zlib.crc32(tokens) != self._sums[block]:
-            at, file = first * self._dtype.itemsize, self._files[number]
-            raise DataError(
-                f"token file {file.parent}",
-                f"bytes {at:,} to {at + tokens.nbytes - 1:,} of {file.name} are not what "
-                "was written: their checksum differs",
-                "tokenise again, or copy the folder again",
-            )
-        self._verified[block] = True
+    @functools.cached_property
+    def ends(self) -> np.ndarray:
+        """One past each document's last token, int64 [documents]. Reads all of the file."""
+        starts = range(0, len(self), _MOST * BLOCK)
+        return np.concatenate([self.read(start, min(start + _MOST * BLOCK, len(self)))[1] for start in starts])
 
 
 class TokenFile(NamedTuple):
     """Token file opened for reading."""
 
-    tokens: Any
-    """Tokens of all documents, [tokens]: a `TokenArray`, or an array."""
-    ends: np.ndarray
-    """One past each document's last token, int64 [documents]."""
+    tokens: TokenArray
+    """Tokens of all documents."""
     vocab: int
     tokenizer: Tokenizer
     folder: Path
+    documents: int = 0
     digest: str = ""
     """SHA-256 of all that training reads of the file: its tokens, documents and tokenizer."""
     skipped: Mapping[str, Any] = {}
     """Records that were left out, by reason."""
 
 
+class _Shards:
+    """Shards of a folder on a disk, as blocks. checksums: those of all shards, one after another."""
+
+    def __init__(self, folder: Path, count: int, dtype: np.dtype[Any], shard: int, checksums: bytes):
+        self.folder, self.type, self.checksums = folder, block_type(dtype), checksums
+        self.blocks, self.per_shard = -(-count // BLOCK), shard // BLOCK
+
+    def __call__(self, first: int, stop: int) -> np.ndarray:
+        """Returns the blocks [first, stop). Raises DataError for one that is not what was written."""
+        pieces = [np.zeros(0, self.type)] if first >= stop else []
+        while first < stop:
+            number, inside = divmod(first, self.per_shard)
+            last = min(stop, first + min(self.per_shard - inside, _MOST))
+            pieces.append(self.piece(number, inside, first, last - first))
+            first = last
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def piece(self, number: int, inside: int, first: int, count: int) -> np.ndarray:
+        """Returns the blocks of one shard from its block `inside` on, which is the file's block `first`."""
+        name, size, at = shard_name(number), count * self.type.itemsize, inside * self.type.itemsize
+        try:
+            blocks = np.frombuffer(self.fetch(name, number, at, size), self.type)
+        except OSError as error:
+            raise self.error(f"{name} cannot be read: {reason_of(error)}") from error
+        except ValueError as error:
+            raise self.error(str(error)) from error
+        wrong = np.flatnonzero(_sums(blocks, first) != blocks["sum"])
+        if len(wrong) or len(blocks) < count:
+            at += int(wrong[0] if len(wrong) else len(blocks)) * self.type.itemsize
+            what = f"bytes {at:,} to {at + self.type.itemsize - 1:,} of {name}"
+            raise self.error(f"{what} are not what was written: their checksum differs")
+        return blocks
+
+    def fetch(self, name: str, number: int, at: int, size: int) -> bytes:
+        """Returns bytes of a shard."""
+        return os.pread(_open_shard(self, number).number, size, at)
+
+    def end(self, number: int) -> tuple[int, bytes]:
+        """Returns the place of a shard's checksum, and what it is."""
+        blocks = min(self.per_shard, self.blocks - number * self.per_shard)
+        return blocks * self.type.itemsize, self.checksums[number * CHECKSUM :][:CHECKSUM]
+
+    def error(self, truth: str) -> DataError:
+        return DataError(f"token file {self.folder}", truth, "tokenise again, or copy the folder again")
+
+
+class _BucketShards(_Shards):
+    """Shards in a bucket. What is read of them is kept in a local file: block N at the place N modulo its size."""
+
+    def __init__(self, *args: Any, cache: Path):
+        super().__init__(*args)
+        self.slots = min(self.blocks, _CACHED // self.type.itemsize) | 1
+        self.seen = np.zeros(len(self.checksums) // CHECKSUM, np.bool_)
+        file = cache / "buckets" / f"{self.checksums[-CHECKSUM:].hex()}.blocks"
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self.cache = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise DataError(f"the cache {file}", reason_of(error), "another MESHWRIGHT_CACHE") from error
+        weakref.finalize(self, os.close, self.cache)
+
+    def piece(self, number: int, inside: int, first: int, count: int) -> np.ndarray:
+        size, at = count * self.type.itemsize, first % self.slots * self.type.itemsize
+        kept = os.pread(self.cache, size, at)
+        if len(kept) == size:
+            blocks = np.frombuffer(kept, self.type)
+            # A place that was never written has the sum 0. The blocks of one place differ in their numbers modulo 2^32,
+            # because `slots` is odd, and so in the sums of the same bytes.
+            if np.all((_sums(blocks, first) == blocks["sum"]) & (blocks["sum"] != 0)):
+                return blocks
+        blocks = super().piece(number, inside, first, count)
+        try:
+            os.pwrite(self.cache, blocks.tobytes(), at)
+        except OSError as error:
+            room = f"{self.slots * self.type.itemsize / 2**30:.1f} GiB"
+            truth = f"{reason_of(error)}, and up to {room} of {self.folder} are kept there"
+            raise DataError("writing into the cache", truth, "a MESHWRIGHT_CACHE with more space") from error
+        return blocks
+
+    def fetch(self, name: str, number: int, at: int, size: int) -> bytes:
+        shard = bucket_path(self.folder / name)
+        if not self.seen[number]:
+            end, expected = self.end(number)
+            _check_end(name, end, shard.read_part(end, CHECKSUM + 1), expected)
+            self.seen[number] = True
+        return shard.read_part(at, size)
+
+
+class _OpenFile:
+    """File that is open while something refers to this."""
+
+    def __init__(self, file: Path):
+        self.number = os.open(file, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.number)
+
+
+@functools.lru_cache(_OPEN)
+def _open_shard(shards: _Shards, number: int) -> _OpenFile:
+    """Opens a shard. Raises ValueError where its checksum is another."""
+    path, (end, expected) = shards.folder / shard_name(number), shards.end(number)
+    check_inside(shards.folder, [path])
+    file = _OpenFile(path)
+    _check_end(path.name, end, os.pread(file.number, CHECKSUM + 1, end), expected)
+    return file
+
+
+def _check_end(name: str, end: int, found: bytes, expected: bytes) -> None:
+    if len(found) != CHECKSUM:
+        there = f"fewer than {end + CHECKSUM:,}" if len(found) < CHECKSUM else "more"
+        raise ValueError(f"{name} has {there} bytes, and its blocks and checksum are {end + CHECKSUM:,}")
+    if found != expected:
+        raise ValueError(f"{name} is not the shard of this place and token file: its checksum differs")
+
+
 def is_token_file(path: str | Path) -> bool:
-    """Whether `path` is a folder that `tokenize` wrote."""
+    """Whether `path` is a folder that `tokenize` wrote, on a disk or in a bucket."""
+    if in_bucket(path):
+        return (path_of(path) / "tokens.json").is_file()
     return os.path.isfile(os.path.join(path, "tokens.json"))  # false for names that no file can have
 
 
-def open_tokens(folder: Path) -> TokenFile:
-    """Opens the token file in `folder`. Raises DataError where it is damaged."""
+def open_tokens(folder: Path, cache: Path | None = None) -> TokenFile:
+    """Opens the token file in `folder`. Raises DataError where it is damaged.
+
+    cache: local folder that keeps what is read of a token file in a bucket.
+    """
     try:
         record = _read_description(folder)
         dtype, count, vocab = _DTYPES[record["dtype"]], int(record["tokens"]), int(record["vocab"])
-        files, shard = _shards(folder, record, dtype.itemsize, count)
-        check_inside(folder, [*files, *(folder / name for name in ("tokens.json", *record["sha256"]))])
-        for number, file in enumerate(files):
-            size, expected = file.stat().st_size, min(shard, count - number * shard) * dtype.itemsize
-            if size != expected:
-                raise ValueError(f"{file.name} has {size} bytes, and its tokens are {expected}")
-        blocks, sums = -(-count * dtype.itemsize // BLOCK), (folder / "sums.bin").stat().st_size
-        if sums != 4 * blocks:
-            total = count * dtype.itemsize
-            raise ValueError(f"sums.bin has {sums} bytes, and {total} bytes of tokens have {blocks} checksums")
+        shards, size, documents = (int(record[name]) for name in ("shards", "shard_tokens", "documents"))
+        if count < 1 or size < 1 or size % BLOCK or shards != -(-count // size):
+            raise ValueError(f"{count} tokens are not {shards} shards of {size} tokens")
         for name, expected in record["sha256"].items():
             if sha256_of(folder / name) != expected:
                 raise ValueError(f"{name} is not what was written: its SHA-256 differs")
-        # Mapped: a header that promises more than the file has is refused before anything is allocated.
-        ends = np.load(folder / "ends.npy", mmap_mode="r", allow_pickle=False, max_header_size=128)
-        if ends.dtype != np.int64 or ends.shape != (int(record["documents"]),) or ends[-1] != count:
-            found = f"{ends.dtype}{list(ends.shape)}"
-            raise ValueError(f"ends.npy is {found}, and there are {record['documents']} documents")
-        if ends[0] < 1 or np.any(ends[1:] <= ends[:-1]):
-            raise ValueError("ends.npy has a document that ends at or before the one before it")
+        checksums = (folder / "shards.bin").read_bytes()
+        if len(checksums) != shards * CHECKSUM:
+            raise ValueError(f"shards.bin has {len(checksums)} bytes, and {shards} shards take {CHECKSUM} each")
         tokenizer = tokenizer_from_json(read_text(folder / "tokenizer.json", LARGE))
         if tokenizer.vocab != vocab:
             raise ValueError(f"its vocabulary is {vocab}, and its tokenizer has {tokenizer.vocab} tokens")
-        tokens = TokenArray(files, shard, count, dtype)
+        read: _Shards
+        if in_bucket(folder):
+            assert cache is not None
+            read = _BucketShards(folder, count, dtype, size, checksums, cache=cache)
+        else:
+            there = set(os.listdir(folder))
+            if absent := [name for name in map(shard_name, range(shards)) if name not in there]:
+                raise ValueError(f"{len(absent)} of {shards} shards are not there, the first is {absent[0]}")
+            read = _Shards(folder, count, dtype, size, checksums)
+        read.piece(shards - 1, 0, (shards - 1) * read.per_shard, 1)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
-        raise DataError(f"token file {folder}", f"it cannot be read: {error}", "tokenise again") from error
-    read = {name: value for name, value in record["sha256"].items() if name != SKIPPED}
-    digest = checksum([record["dtype"], count, read])
-    return TokenFile(tokens, np.asarray(ends), vocab, tokenizer, folder, digest, record["skipped"])
+        truth = reason_of(error) if isinstance(error, OSError) else error
+        raise DataError(f"token file {folder}", f"it cannot be read: {truth}", "tokenise again") from error
+    hashes = {name: value for name, value in record["sha256"].items() if name != "shards.bin"}
+    digest = checksum([record["dtype"], count, checksums[-CHECKSUM:].hex(), hashes])
+    return TokenFile(TokenArray(count, read), vocab, tokenizer, folder, documents, digest, record["skipped"])
 
 
 def _read_description(folder: Path) -> dict[str, Any]:
     """Reads `tokens.json`. Raises ValueError where it is not of this format, or names a file outside the folder."""
     record = read_json(folder / "tokens.json")
-    if not isinstance(record, dict) or record.get("format") not in (_SINGLE, FORMAT):
-        found = record.get("format") if isinstance(record, dict) else None
-        raise ValueError(f"tokens.json is of format {found}, and this version reads {_SINGLE} and {FORMAT}")
+    if not isinstance(record, dict):
+        raise ValueError("tokens.json is not an object")
+    if record.get("format") != FORMAT:
+        truth = f"tokens.json is of format {record.get('format')}, and this version reads {FORMAT}"
+        again = f"meshwright tokenize {shlex.quote(str(record.get('source')))} --tokenizer {folder}/tokenizer.json"
+        raise DataError(f"token file {folder}", truth, f"{again} --out ANOTHER_FOLDER")
     if seal(record) != record:
         raise ValueError("tokens.json is not what was written: its checksum differs")
     names = tuple(record["sha256"])
@@ -170,19 +313,9 @@ def _read_description(folder: Path) -> dict[str, Any]:
         raise ValueError("tokens.json has no checksums")
     if any(Path(name).name != name or not (folder / name).is_file() for name in names):
         raise ValueError("tokens.json names a file outside the folder, or one that is not there")
+    if not in_bucket(folder):
+        check_inside(folder, (folder / name for name in ("tokens.json", *names)))
     return record
-
-
-def _shards(folder: Path, record: Mapping[str, Any], itemsize: int, count: int) -> tuple[list[Path], int]:
-    """Returns the files with the tokens, and the tokens of each but the last. Raises ValueError for wrong numbers."""
-    if not count:
-        raise ValueError("it has no tokens")
-    if record["format"] == _SINGLE:
-        return [folder / "tokens.bin"], count
-    shards, size = int(record["shards"]), int(record["shard_tokens"])
-    if size < 1 or size * itemsize % BLOCK or shards != -(-count // size):
-        raise ValueError(f"{count} tokens are not {shards} shards of {size} tokens")
-    return [folder / shard_name(number) for number in range(shards)], size
 
 
 def shard_name(number: int) -> str:

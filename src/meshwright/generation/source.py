@@ -18,7 +18,7 @@ from meshwright.data.tokenizers import Tokenizer, build_tokenizer
 from meshwright.documents import read_json
 from meshwright.errors import ConfigError, WeightsError
 from meshwright.generation.weight_sizes import run_for_decoding
-from meshwright.hardware.mesh import build_mesh, default_cache_folder, default_mesh_shape
+from meshwright.hardware.mesh import build_mesh, default_mesh_shape
 from meshwright.hugging_face.folder import KEPT
 from meshwright.hugging_face.hub import find_folder, is_hugging_face
 from meshwright.runs.recipe import find_recipe
@@ -26,7 +26,7 @@ from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder
 from meshwright.sharding.params import Tree, init_params
 from meshwright.step.device_run import DeviceRun, place_on_devices
-from meshwright.storage.paths import path_of
+from meshwright.storage.paths import default_cache_folder, path_of
 
 
 @dataclasses.dataclass(frozen=True)

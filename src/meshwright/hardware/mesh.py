@@ -17,7 +17,6 @@ from jax.sharding import AxisType, Mesh
 
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
-from meshwright.storage.paths import in_bucket
 from meshwright.words import AXES
 
 
@@ -76,20 +75,6 @@ def _keep_heap() -> None:
         mallopt(mmap_threshold, 2**31 - 1)
         mallopt(trim_threshold, 2**31 - 1)
         mallopt(arena_max, 1)
-
-
-def default_cache_folder() -> Path:
-    """Returns the folder that keeps compiled programs and token files between runs."""
-    folder = os.environ.get("MESHWRIGHT_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "meshwright"
-    )
-    if in_bucket(folder):
-        raise ConfigError(
-            f"MESHWRIGHT_CACHE={folder}",
-            "token files and compiled programs are mapped into memory, which objects of a bucket are not",
-            "a local folder; data and output may be in a bucket, which the cache then has copies of",
-        )
-    return Path(folder)
 
 
 def default_mesh_shape(devices: int) -> MeshShape:

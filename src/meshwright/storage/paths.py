@@ -5,6 +5,7 @@ manifest of a checkpoint is written last, metrics are written at intervals and a
 copied to the cache once, and a lock is an object that is put on condition that there is none.
 """
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -46,6 +47,20 @@ def path_of(location: str | Path) -> Path:
     if not path.bucket:
         raise ConfigError(f"{location}", "it names no bucket", f"{found[1]}://BUCKET/FOLDER")
     return path
+
+
+def default_cache_folder() -> Path:
+    """Returns the folder that keeps compiled programs and token files between runs."""
+    folder = os.environ.get("MESHWRIGHT_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "meshwright"
+    )
+    if in_bucket(folder):
+        raise ConfigError(
+            f"MESHWRIGHT_CACHE={folder}",
+            "it keeps files that grow, and compiled programs",
+            "a local folder; data and output may be in a bucket",
+        )
+    return Path(folder)
 
 
 def bucket_path(location: str | Path) -> "BucketPath":

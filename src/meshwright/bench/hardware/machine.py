@@ -28,7 +28,8 @@ from meshwright.bench.microbenchmarks import (
 from meshwright.config import MeshShape
 from meshwright.errors import reason_of
 from meshwright.hardware.chips import CHIPS, Nodes, Torus, find_chip
-from meshwright.hardware.mesh import build_mesh, default_cache_folder
+from meshwright.hardware.mesh import build_mesh
+from meshwright.storage.paths import default_cache_folder
 
 _PACKAGES = (
     *("meshwright", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12"),

@@ -12,10 +12,10 @@ import jax
 from meshwright.bench.hardware.section import Measurement, Section
 from meshwright.config import Data, MeshShape, Optimizer, Training
 from meshwright.errors import ConfigError
-from meshwright.hardware.mesh import default_cache_folder
 from meshwright.models.families.llama import Llama
 from meshwright.models.families.mixtral import Mixtral
 from meshwright.runs.run import Run
+from meshwright.storage.paths import default_cache_folder
 from meshwright.trainer.loop import prepare_run
 from meshwright.trainer.parity import compare_meshes
 
