@@ -79,6 +79,8 @@ class FaultyProxy:
 
     def __init__(self, port: int, *, share: float = 0.0, latency: float = 0.0, seed: int = 0):
         self.share, self.latency, self.failed, self.passed, self.refuses = share, latency, 0, 0, False
+        self.sent = 0
+        """Bytes of content that were answered."""
         self._random, self._target = random.Random(seed), port
         proxy = self
 
@@ -107,6 +109,7 @@ class FaultyProxy:
                         self._answer(503, [], b"")
                         return
                 proxy.passed += 1
+                proxy.sent += len(content)
                 kept = [(n, v) for n, v in answer.getheaders() if n.lower() not in _HOP]
                 length = answer.getheader("Content-Length") if self.command == "HEAD" else None
                 self._answer(answer.status, kept, content, length)

@@ -26,9 +26,12 @@ from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.move import plan_move
 from meshwright.checkpoint.steps import committed_steps, partial_steps
 from meshwright.cli.checkpoint import main
+from meshwright.cli.tokenize import main as tokenize
 from meshwright.config import Data, MeshShape
-from meshwright.data.corpus import local_text
-from meshwright.errors import CheckpointError, ConfigError, StorageError
+from meshwright.data import tokens
+from meshwright.data.corpus import load_corpus, local_text
+from meshwright.data.feed import build_stream, split
+from meshwright.errors import CheckpointError, ConfigError, DataError, StorageError
 from meshwright.hardware.hosts import Hosts
 from meshwright.launching import supervise
 from meshwright.launching.restarts import Restarts
@@ -448,3 +451,49 @@ def test_texts_are_copied_once_and_again_when_they_change(servers: FaultyProxy, 
     with pytest.raises(StorageError, match="no such object"):
         local_text(f"s3://{BUCKET}/nothing", tmp_path)
     shutil.rmtree(copy)
+
+
+def test_token_files_in_a_bucket_are_read_where_they_are(
+    servers: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "word " * 150 + str(i)}) + "\n" for i in range(900)))
+    stored = f"s3://{BUCKET}/{tmp_path.name}/tokens"
+    words = [str(tmp_path / "a.jsonl"), "--tokenizer", "bytes", "--shard-tokens", "1", "--processes", "1"]
+    assert tokenize([*words, "--out", str(tmp_path / "tokens")]) == tokenize([*words, "--out", stored]) == 0
+    assert not list((tmp_path / "cache" / "tokens").iterdir()), "it is moved"
+    with pytest.raises(ConfigError, match="exists already"):
+        tokenize([*words, "--out", stored])
+    local, first = (load_corpus([p], "bytes", tmp_path / "one") for p in (str(tmp_path / "tokens"), f"{stored}=2"))
+    assert local.files[0].digest == first.files[0].digest and len(first.files[0].tokens) > 5 * 2**17
+
+    seq = 8192
+    train = split(local.files[0], seq, 0.1)[0]
+    expected = [build_stream([train], [1.0], 3)[i] for i in range(2 * len(train))]
+
+    def read(cache: Path, windows: int) -> float:
+        """Bytes that come from the bucket for each byte of a window of 16 KiB, in a shuffled order."""
+        file = load_corpus([stored], "bytes", cache).files[0]
+        stream, before = build_stream([split(file, seq, 0.1)[0]], [1.0], 3), servers.sent
+        for i in range(windows):
+            jax.tree.map(np.testing.assert_array_equal, stream[i], expected[i])
+        return (servers.sent - before) / (windows * 2 * seq)
+
+    assert read(tmp_path / "one", len(train)) < 1.5
+    assert read(tmp_path / "one", 2 * len(train)) == 0, "all of it is in the cache, also of another process"
+    cached = next((tmp_path / "one" / "buckets").glob("*.blocks"))
+    content = bytearray(cached.read_bytes())
+    content[5000] ^= 1
+    cached.write_bytes(content)
+    assert 0 < read(tmp_path / "one", len(train)) < 0.1, "what the cache has wrong is read again"
+    # A cache that holds a tenth of it: blocks of other numbers are in their places, and none is taken for another.
+    monkeypatch.setattr(tokens, "_CACHED", 30 * 4356)
+    assert read(tmp_path / "small", 2 * len(train)) < 1.5
+    assert next((tmp_path / "small" / "buckets").glob("*.blocks")).stat().st_size < 40 * 4356
+    shard = path_of(stored) / "tokens-00001.bin"
+    shard.write_bytes((path_of(stored) / "tokens-00002.bin").read_bytes())
+    with pytest.raises(DataError, match=r"tokens-00001.bin is not the shard of this place"):
+        read(tmp_path / "other", len(train))
+    shard.unlink()
+    with pytest.raises(DataError, match=r"tokens-00001.bin cannot be read: no such object"):
+        read(tmp_path / "another", len(train))

@@ -20,7 +20,7 @@ from meshwright.data.tokens import TokenFile
 from meshwright.errors import DataError
 
 HELD_OUT, MOST_HELD_OUT = 0.1, 10_000_000
-"""Fraction of each source that is held out by default, and the most tokens of it."""
+"""Default held-out fraction of each source, and the most tokens of it."""
 _READ = 2**20
 """Tokens of text that are read at a time to count their bytes."""
 _FIELDS = tuple(field.name for field in dataclasses.fields(Batch))

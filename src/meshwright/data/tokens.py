@@ -24,7 +24,7 @@ import numpy as np
 
 from meshwright.data.tokenizers import Tokenizer, tokenizer_from_json
 from meshwright.documents import LARGE, check_inside, checksum, read_json, read_text, seal
-from meshwright.errors import DataError, reason_of
+from meshwright.errors import DataError, limit_of, reason_of
 from meshwright.storage.paths import bucket_path, in_bucket, path_of
 from meshwright.storage.transfer import sha256_of
 
@@ -41,6 +41,7 @@ _OPEN = 128
 """Shards that a process has open at a time, those of all token files together."""
 _CACHED = 8 * 2**30
 """Bytes of a token file in a bucket that are kept in the local cache."""
+_AGAIN = "tokenise again, or copy the folder again"
 _MOST = 2**12
 """Blocks that are read at a time."""
 
@@ -161,14 +162,15 @@ class _Shards:
         try:
             blocks = np.frombuffer(self.fetch(name, number, at, size), self.type)
         except OSError as error:
-            raise self.error(f"{name} cannot be read: {reason_of(error)}") from error
+            truth = f"{name} cannot be read: {reason_of(error)}"
+            raise DataError(f"token file {self.folder}", truth, (limit_of(error) or ("", _AGAIN))[1]) from error
         except ValueError as error:
-            raise self.error(str(error)) from error
+            raise DataError(f"token file {self.folder}", str(error), _AGAIN) from error
         wrong = np.flatnonzero(_sums(blocks, first) != blocks["sum"])
         if len(wrong) or len(blocks) < count:
             at += int(wrong[0] if len(wrong) else len(blocks)) * self.type.itemsize
-            what = f"bytes {at:,} to {at + self.type.itemsize - 1:,} of {name}"
-            raise self.error(f"{what} are not what was written: their checksum differs")
+            what = f"bytes {at:,} to {at + self.type.itemsize - 1:,} of {name} are not what was written"
+            raise DataError(f"token file {self.folder}", f"{what}: their checksum differs", _AGAIN)
         return blocks
 
     def fetch(self, name: str, number: int, at: int, size: int) -> bytes:
@@ -179,9 +181,6 @@ class _Shards:
         """Returns the place of a shard's checksum, and what it is."""
         blocks = min(self.per_shard, self.blocks - number * self.per_shard)
         return blocks * self.type.itemsize, self.checksums[number * CHECKSUM :][:CHECKSUM]
-
-    def error(self, truth: str) -> DataError:
-        return DataError(f"token file {self.folder}", truth, "tokenise again, or copy the folder again")
 
 
 class _BucketShards(_Shards):

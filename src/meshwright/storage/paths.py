@@ -1,8 +1,8 @@
 """Paths of the package: a local path, or one in a bucket.
 
 A bucket cannot rename or append, map an object into memory or lock it, and its free space is unknown. So there the
-manifest of a checkpoint is written last, metrics are written at intervals and at the end, token files and texts are
-copied to the cache once, and a lock is an object that is put on condition that there is none.
+manifest of a checkpoint is written last, metrics are written at intervals and at the end, token files are read by range
+and texts copied to the cache once, and a lock is an object that is put on condition that there is none.
 """
 
 import os

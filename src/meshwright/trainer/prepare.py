@@ -156,7 +156,7 @@ class PreparedRun(Trainable):
         run, counts = self.device_run.run, [len(file.tokens) for file in self.corpus.files]
         held_out = run.data.held_out
         if held_out is None and all(n - held_out_border(n, HELD_OUT) <= MOST_HELD_OUT for n in counts):
-            held_out = HELD_OUT  # what earlier versions held out by default
+            held_out = HELD_OUT  # the default of earlier versions
         order = {"held_out": held_out, "sequence": run.training.seq, "seed": run.training.seed}
         return {**self.corpus.fingerprint, **order}
 

@@ -40,9 +40,9 @@ def print_prepared_run(console: Console, prepared: loop.PreparedRun) -> None:
         f"device{'s' if mesh.size > 1 else ''}, {kind})"
     )
     counts = [len(file.tokens) for file in prepared.corpus.files]
-    tokens, held = sum(counts), sum(count - held_out_border(count, run.data.held_out) for count in counts)
+    tokens, evaluated = sum(counts), sum(count - held_out_border(count, run.data.held_out) for count in counts)
     text = (
-        f"{format_count(tokens)} tokens of a vocabulary of {prepared.corpus.vocab}, {100 * held / tokens:.2g}% "
+        f"{format_count(tokens)} tokens of a vocabulary of {prepared.corpus.vocab}, {100 * evaluated / tokens:.2g}% "
         f"held-out; {run.training.steps} steps of {run.training.batch} x {run.training.seq} tokens"
     )
     facts = [("layout", f"{run.layout}: {find_layout(run.layout).summary}"), ("attention", settled.kernels.summary)]
