@@ -138,7 +138,7 @@ def test_an_open_file_too_many_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     file = tokenize(str(tmp_path / "a.txt"), "bytes", tmp_path / "tokens", shard_tokens=1)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = [os.open(os.devnull, os.O_RDONLY)]
-    monkeypatch.setattr(tokens, "_open_shard", tokens._open_shard.__wrapped__)
+    monkeypatch.setattr(tokens, "_open_file", tokens._open_file.__wrapped__)
     resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0], limit[1]))
     try:
         with pytest.raises(

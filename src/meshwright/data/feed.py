@@ -110,6 +110,12 @@ def held_out_border(total: int, held_out: float | None) -> int:
     return round(total * (1 - held_out))
 
 
+def held_out_fraction(counts: Sequence[int], held_out: float | None) -> float | None:
+    """Returns what determines the borders of sources; as earlier versions had it where `MOST_HELD_OUT` changes none."""
+    tenth = held_out is None and all(n - held_out_border(n, HELD_OUT) <= MOST_HELD_OUT for n in counts)
+    return HELD_OUT if tenth else held_out
+
+
 def split(file: TokenFile, seq: int, held_out: float | None) -> tuple[Windows, Windows]:
     """Splits a token file into a training part and the held-out tail. Raises DataError where either has no window."""
     total = len(file.tokens)

@@ -145,22 +145,25 @@ class _Shards:
     def __init__(self, folder: Path, count: int, dtype: np.dtype[Any], shard: int, checksums: bytes):
         self.folder, self.type, self.checksums = folder, block_type(dtype), checksums
         self.blocks, self.per_shard = -(-count // BLOCK), shard // BLOCK
+        self.checked = np.zeros(len(checksums) // CHECKSUM, np.bool_)
 
     def __call__(self, first: int, stop: int) -> np.ndarray:
         """Returns the blocks [first, stop). Raises DataError for one that is not what was written."""
         pieces = [np.zeros(0, self.type)] if first >= stop else []
         while first < stop:
-            number, inside = divmod(first, self.per_shard)
-            last = min(stop, first + min(self.per_shard - inside, _MOST))
-            pieces.append(self.piece(number, inside, first, last - first))
+            last = min(stop, first + min(self.per_shard - first % self.per_shard, _MOST))
+            pieces.append(self.piece(first, last - first))
             first = last
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    def piece(self, number: int, inside: int, first: int, count: int) -> np.ndarray:
-        """Returns the blocks of one shard from its block `inside` on, which is the file's block `first`."""
+    def piece(self, first: int, count: int) -> np.ndarray:
+        """Returns blocks of one shard."""
+        number, inside = divmod(first, self.per_shard)
         name, size, at = shard_name(number), count * self.type.itemsize, inside * self.type.itemsize
         try:
-            blocks = np.frombuffer(self.fetch(name, number, at, size), self.type)
+            if not self.checked[number]:
+                self.check(name, number)
+            blocks = np.frombuffer(self.fetch(name, at, size), self.type)
         except OSError as error:
             truth = f"{name} cannot be read: {reason_of(error)}"
             raise DataError(f"token file {self.folder}", truth, (limit_of(error) or ("", _AGAIN))[1]) from error
@@ -173,14 +176,20 @@ class _Shards:
             raise DataError(f"token file {self.folder}", f"{what}: their checksum differs", _AGAIN)
         return blocks
 
-    def fetch(self, name: str, number: int, at: int, size: int) -> bytes:
-        """Returns bytes of a shard."""
-        return os.pread(_open_shard(self, number).number, size, at)
+    def check(self, name: str, number: int) -> None:
+        """Compares the checksum of a shard that is read for the first time. Raises ValueError."""
+        end = min(self.per_shard, self.blocks - number * self.per_shard) * self.type.itemsize
+        found = self.fetch(name, end, CHECKSUM + 1)
+        if len(found) != CHECKSUM:
+            there = f"fewer than {end + CHECKSUM:,}" if len(found) < CHECKSUM else "more"
+            raise ValueError(f"{name} has {there} bytes, and its blocks and checksum are {end + CHECKSUM:,}")
+        if found != self.checksums[number * CHECKSUM :][:CHECKSUM]:
+            raise ValueError(f"{name} is not the shard of this place and token file: its checksum differs")
+        self.checked[number] = True
 
-    def end(self, number: int) -> tuple[int, bytes]:
-        """Returns the place of a shard's checksum, and what it is."""
-        blocks = min(self.per_shard, self.blocks - number * self.per_shard)
-        return blocks * self.type.itemsize, self.checksums[number * CHECKSUM :][:CHECKSUM]
+    def fetch(self, name: str, at: int, size: int) -> bytes:
+        """Returns bytes of a shard."""
+        return os.pread(_open_file(self, self.folder / name).number, size, at)
 
 
 class _BucketShards(_Shards):
@@ -189,16 +198,12 @@ class _BucketShards(_Shards):
     def __init__(self, *args: Any, cache: Path):
         super().__init__(*args)
         self.slots = min(self.blocks, _CACHED // self.type.itemsize) | 1
-        self.seen = np.zeros(len(self.checksums) // CHECKSUM, np.bool_)
         file = cache / "buckets" / f"{self.checksums[-CHECKSUM:].hex()}.blocks"
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            self.cache = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise DataError(f"the cache {file}", reason_of(error), "another MESHWRIGHT_CACHE") from error
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self.cache = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         weakref.finalize(self, os.close, self.cache)
 
-    def piece(self, number: int, inside: int, first: int, count: int) -> np.ndarray:
+    def piece(self, first: int, count: int) -> np.ndarray:
         size, at = count * self.type.itemsize, first % self.slots * self.type.itemsize
         kept = os.pread(self.cache, size, at)
         if len(kept) == size:
@@ -207,7 +212,7 @@ class _BucketShards(_Shards):
             # because `slots` is odd, and so in the sums of the same bytes.
             if np.all((_sums(blocks, first) == blocks["sum"]) & (blocks["sum"] != 0)):
                 return blocks
-        blocks = super().piece(number, inside, first, count)
+        blocks = super().piece(first, count)
         try:
             os.pwrite(self.cache, blocks.tobytes(), at)
         except OSError as error:
@@ -216,13 +221,8 @@ class _BucketShards(_Shards):
             raise DataError("writing into the cache", truth, "a MESHWRIGHT_CACHE with more space") from error
         return blocks
 
-    def fetch(self, name: str, number: int, at: int, size: int) -> bytes:
-        shard = bucket_path(self.folder / name)
-        if not self.seen[number]:
-            end, expected = self.end(number)
-            _check_end(name, end, shard.read_part(end, CHECKSUM + 1), expected)
-            self.seen[number] = True
-        return shard.read_part(at, size)
+    def fetch(self, name: str, at: int, size: int) -> bytes:
+        return bucket_path(self.folder / name).read_part(at, size)
 
 
 class _OpenFile:
@@ -234,21 +234,10 @@ class _OpenFile:
 
 
 @functools.lru_cache(_OPEN)
-def _open_shard(shards: _Shards, number: int) -> _OpenFile:
-    """Opens a shard. Raises ValueError where its checksum is another."""
-    path, (end, expected) = shards.folder / shard_name(number), shards.end(number)
-    check_inside(shards.folder, [path])
-    file = _OpenFile(path)
-    _check_end(path.name, end, os.pread(file.number, CHECKSUM + 1, end), expected)
-    return file
-
-
-def _check_end(name: str, end: int, found: bytes, expected: bytes) -> None:
-    if len(found) != CHECKSUM:
-        there = f"fewer than {end + CHECKSUM:,}" if len(found) < CHECKSUM else "more"
-        raise ValueError(f"{name} has {there} bytes, and its blocks and checksum are {end + CHECKSUM:,}")
-    if found != expected:
-        raise ValueError(f"{name} is not the shard of this place and token file: its checksum differs")
+def _open_file(owner: _Shards, file: Path) -> _OpenFile:
+    """Opens a shard for its owner. Raises ValueError for a link that leaves the folder."""
+    check_inside(owner.folder, [file])
+    return _OpenFile(file)
 
 
 def is_token_file(path: str | Path) -> bool:
@@ -287,7 +276,7 @@ def open_tokens(folder: Path, cache: Path | None = None) -> TokenFile:
             if absent := [name for name in map(shard_name, range(shards)) if name not in there]:
                 raise ValueError(f"{len(absent)} of {shards} shards are not there, the first is {absent[0]}")
             read = _Shards(folder, count, dtype, size, checksums)
-        read.piece(shards - 1, 0, (shards - 1) * read.per_shard, 1)
+        read.piece((shards - 1) * read.per_shard, 1)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         truth = reason_of(error) if isinstance(error, OSError) else error
         raise DataError(f"token file {folder}", f"it cannot be read: {truth}", "tokenise again") from error

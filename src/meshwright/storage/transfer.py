@@ -158,10 +158,6 @@ def local_copy(location: Path, cache: Path) -> Path:
         (folder / name).unlink(missing_ok=True)
     try:
         _of_each(lambda name: copy_file(origin / name, folder / name), stale)
-        for name in stale:
-            # Tokens in the cache are known by size and time of their text: the same on all hosts.
-            when = int(hashlib.sha256(versions[name].encode()).hexdigest()[:7], 16)
-            os.utime(folder / name, (when, when))
     except OSError as error:
         truth = f"{reason_of(error)}; {format_bytes(shutil.disk_usage(folder).free)} are free"
         raise StorageError(f"copying {location} to {folder}", truth, "a cache with more space") from error

@@ -15,16 +15,7 @@ import numpy as np
 from meshwright.activity import activity
 from meshwright.data.batch import Batch, ramp_of
 from meshwright.data.corpus import Corpus, load_corpus
-from meshwright.data.feed import (
-    HELD_OUT,
-    MOST_HELD_OUT,
-    Feed,
-    Samples,
-    build_stream,
-    held_out_batches,
-    held_out_border,
-    split,
-)
+from meshwright.data.feed import Feed, Samples, build_stream, held_out_batches, held_out_fraction, split
 from meshwright.data.tokens import Progress
 from meshwright.documents import write_atomically
 from meshwright.errors import ConfigError, DataError
@@ -153,10 +144,8 @@ class PreparedRun(Trainable):
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns the fingerprint of the text, and what orders its samples."""
-        run, counts = self.device_run.run, [len(file.tokens) for file in self.corpus.files]
-        held_out = run.data.held_out
-        if held_out is None and all(n - held_out_border(n, HELD_OUT) <= MOST_HELD_OUT for n in counts):
-            held_out = HELD_OUT  # the default of earlier versions
+        run = self.device_run.run
+        held_out = held_out_fraction([len(file.tokens) for file in self.corpus.files], run.data.held_out)
         order = {"held_out": held_out, "sequence": run.training.seq, "seed": run.training.seed}
         return {**self.corpus.fingerprint, **order}
 
