@@ -472,8 +472,8 @@ RUN_FILES: dict[str, tuple[Callable[[str], str], str]] = {
     "text for a number": (lambda text: text.replace('"steps": 2', '"steps": "2"'), r"Expected .int., .*training.steps"),
     "a name without a module": (lambda text: text.replace('"layout": "fsdp"', '"layout": ":x"'), "no layout has that"),
     "a function for a family": (lambda text: text.replace('"llama"', '"meshwright:recipe"'), "not a model class"),
-    "layers without end": (lambda text: text.replace('"layers": 4', '"layers": 9' + "9" * 9), "a number up to 100000"),
-    "a negative seed": (lambda text: text.replace('"seed": 0', '"seed": -1'), "from 0 to 2"),
+    "layers without end": (lambda text: text.replace('"layers": 4', '"layers": 9' + "9" * 9), "<= 100000"),
+    "a negative seed": (lambda text: text.replace('"seed": 0', '"seed": -1'), r">= 0 - at `training.seed`"),
 }  # fmt: skip
 """Changes to a run.json, and the reason for which it is refused."""
 

@@ -22,10 +22,9 @@ from tiny_runs import MODELS, device_run_of, tiny_run
 from meshwright.checkpoint.checkpoints import Checkpoints, check_room
 from meshwright.checkpoint.layer_order import abstract_in_layer_order, reordering
 from meshwright.checkpoint.steps import committed_steps
-from meshwright.config import Data, MeshShape
+from meshwright.config import Data, Faults, MeshShape
 from meshwright.documents import seal
 from meshwright.errors import CheckpointError, ConfigError, TrainingError
-from meshwright.faults import Faults
 from meshwright.runs.run import Run
 from meshwright.sharding.params import layers_to_rows, named_leaves, rows_to_layers
 from meshwright.step.device_run import DeviceRun, State

@@ -60,7 +60,6 @@ SMALL = [
         (["train", "--mesh", "data=3*2,fsdp=2*1"], 2, "data and fsdp both cross slices"),
         (["train", "tiny-moe", "--model.experts_per_token", "9"], 2,
          "a token uses at least one expert, and each at most once"),
-        (["train", "--training.dropout", "1.5"], 2, "it must be at least 0 and below 1"),
         (["train", "--data", "/no/such/text"], 3, "neither a file, a folder nor a glob"),
         (["train", "--model.vocab", "100", *SMALL], 3, "tokens 100 to 256 have no embedding"),
         (["train", "--seq", "4000000"], 3, "a window takes 4000001"),
@@ -288,11 +287,11 @@ def refused(*words: str) -> ConfigError:
         (["--learnig-rate", "1"], "--optimizer.learning-rate"),
         (["--steps", "3", "tiny"], "meshwright train tiny --steps 3"),
         (["tiny", "tiny"], "leave 'tiny' out"),
-        (["--steps", "abc"], "--steps N"),
+        (["--steps", "abc"], "--steps 250"),
         (["--steps", "1e3"], "--steps 1000"),
         (["--steps"], "--steps N"),
         (["--steps", "--batch", "2"], "--steps N"),
-        (["--lr", "fast"], "--lr X"),
+        (["--lr", "fast"], "--lr 0.004"),
         (["--training.remat", "ful"], "--training.remat full"),
         (["--training.compute-dtype", "float16"], "--training.compute-dtype bfloat16"),
         (["--quux"], "meshwright train --help"),
@@ -309,7 +308,7 @@ def test_an_option_makes_the_optional_part_that_a_recipe_leaves_out() -> None:
     run = parse(ShowOptions, "show [RECIPE]", base.args, default=ShowOptions(run=base.run)).run
     assert run.model == dataclasses.replace(base.run.model, yarn=Yarn(factor=4.0, bounds="exact"))
     assert refused("show", "qwen3-0-6b", "--model.yarn.factr", "4").fix.startswith("did you mean --model.yarn.factor?")
-    assert "--model.yarn.factor X" in refused("show", "qwen3-0-6b", "--model.yarn.factor", "four").fix
+    assert "--model.yarn.factor 32.0" in refused("show", "qwen3-0-6b", "--model.yarn.factor", "four").fix
     assert "one of them" in refused("show", "llama31-8b", "--model.yarn.factor", "4").fix
 
 
@@ -317,10 +316,6 @@ def test_an_option_makes_the_optional_part_that_a_recipe_leaves_out() -> None:
     ("words", "says"),
     [
         (["plan"], "Missing from meshwright plan: --on CHIP:SIZE"),
-        (["plan", "llama3-8b", "--on", "v5p:2x2x2", "--batch", "-1"], "it is at least 1"),
-        (["show", "tiny", "--model.layers", "0"], "it is at least 1"),
-        (["prove", "tiny", "--model.width", "-4"], "it is at least 1"),
-        (["train", "tiny", "--training.seq", "0"], "it is at least 1"),
         (["evaluate"], "Missing from meshwright evaluate: FOLDER"),
         (["tokenize", "stdlib"], "Missing from meshwright tokenize: --out PATH"),
         (
@@ -329,16 +324,14 @@ def test_an_option_makes_the_optional_part_that_a_recipe_leaves_out() -> None:
         ),
         (
             ["bench", "matmul", "--sizes", "4", "x"],
-            "Error parsing --sizes: Could not find valid parse for arguments: ['4', 'x']",
+            "it takes a whole number of at least 1",
         ),
         (["plan", "llama3-8b", "--on", "v5p:2x2x2", "--compare", "fsdp=8"], "Error parsing --compare: "),
         (
             ["train", "--training.steps", "3.5"],
-            "Error parsing --steps/--training.steps: invalid literal for int() with base 10: '3.5'",
+            "it takes a whole number of at least 1",
         ),
-        (["train", "--processes", "0", "--process", "0", "--coordinator", "h:1"], "at least one process computes"),
         (["train", "--processes", "2"], "--coordinator and --process are not given"),
-        (["rehearse", "tiny", "--mesh", "fsdp=2", "--for-steps", "0"], "a rehearsal has at least one"),
         (["recipes", "--jsn"], "one option, --json"),
         (["bench", "matmul", "again"], "the verb takes no further word"),
         (["plan", "--on", "v5litepod-16"], "a target is CHIP:SIZE"),

@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from test_checkpoint import programs_are_compiled_once, text_run
 
+from meshwright.config import Faults
 from meshwright.errors import HostError
-from meshwright.faults import Faults
 from meshwright.runs.run import Run
 from meshwright.trainer import loop, silent
 from meshwright.trainer.preemption import Preemption

@@ -203,7 +203,7 @@ def test_planned_memory_is_that_of_the_compiler() -> None:
 
 
 def test_an_odd_rotation_is_refused() -> None:
-    with pytest.raises(ConfigError, match="rotate in pairs"):
+    with pytest.raises(ConfigError, match="a multiple of 2"):
         dataclasses.replace(DEEPSEEK, qk_rope_head_dim=5).params()
 
 

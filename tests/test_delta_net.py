@@ -114,11 +114,10 @@ def test_weights_of_another_prediction_are_left_out_with_a_note(tmp_path: Path) 
         ({"full_attention_interval": 5}, "data=1", "fix: .*--model.full-attention-interval 4"),
         ({"linear_value_heads": 6}, "data=1", "fix: .*--model.linear-value-heads 8"),
         ({"rotary_fraction": 0.4, "head_size": 8}, "data=1", "3 features rotate, and they rotate in pairs"),
-        ({"convolution_taps": 1}, "data=1", "reads the token before"),
+        ({"convolution_taps": 1}, "data=1", "a whole number of at least 2"),
         ({}, "tensor=8", "N=4 does not divide"),
     ],
 )
 def test_what_does_not_go_is_refused(changes: dict[str, Any], mesh: str, message: str) -> None:
-    model = dataclasses.replace(QWEN3_NEXT, **changes)
     with pytest.raises(mw.ConfigError, match=f"(?s){message}"):
-        place_run(tiny_run(model, mesh))
+        place_run(tiny_run(dataclasses.replace(QWEN3_NEXT, **changes), mesh))

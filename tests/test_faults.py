@@ -22,10 +22,10 @@ from tiny_runs import device_run_of
 from meshwright.checkpoint.manifest import Manifest, read_manifest
 from meshwright.checkpoint.steps import committed_steps, partial_steps
 from meshwright.checkpoint.tensors import commit
+from meshwright.config import Faults
 from meshwright.data.batch import ramp_of
 from meshwright.data.feed import Feed, Windows, build_stream
 from meshwright.errors import CheckpointError, ConfigError, TrainingError
-from meshwright.faults import Faults
 from meshwright.reporters.files import JsonLines
 from meshwright.runs.run import Run
 from meshwright.step.device_run import State

@@ -232,7 +232,6 @@ def test_nf4_takes_the_nearest_of_its_values() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "an unknown target": ({"targets": ("q_proj",)}, "data=1", "no matrix of a layer has such a name"),
     "routed experts": ({"targets": ("expert_up",)}, "data=1", "routed experts"),
-    "no rank": ({"rank": 0}, "data=1", "at least 1"),
     "a quantised model that trains": ({"method": "full", "base": "nf4"}, "data=1", "trained weights need gradients"),
     "preferences in stages": ({"objective": "preferences"}, "stage=2", "second forward pass"),
     "preferences with z_loss": ({"objective": "preferences"}, "data=1", "training.z_loss 0"),

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.conversion import Conversion as Conversion
     from meshwright.comm import collectives as collectives
     from meshwright.config import Data as Data
+    from meshwright.config import Faults as Faults
     from meshwright.config import MeshShape as MeshShape
     from meshwright.config import Optimizer as Optimizer
     from meshwright.config import Training as Training
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from meshwright.errors import StorageError as StorageError
     from meshwright.errors import TrainingError as TrainingError
     from meshwright.errors import WeightsError as WeightsError
-    from meshwright.faults import Faults as Faults
     from meshwright.fine_tuning import FineTune as FineTune
     from meshwright.generation.generator import Decoding as Decoding
     from meshwright.generation.sampling import Sampling as Sampling

@@ -1,4 +1,4 @@
-"""The parts of a `Run` that know no model: mesh, training, optimizer, data.
+"""The parts of a `Run` that know no model: mesh, training, optimizer, data, faults.
 
 Values and the checks that need nothing but themselves; `runs.placed_run` checks whether a model fits a mesh.
 """
@@ -7,10 +7,21 @@ import dataclasses
 import math
 from typing import Annotated, Literal
 
+import msgspec
 import tyro
 
 from meshwright.errors import ConfigError, nearest
 from meshwright.plugins import keep_names, name_of
+from meshwright.ranges import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Ranged,
+    Seed,
+    Share,
+)
 from meshwright.words import AXES, AXIS_ALIASES
 
 
@@ -102,12 +113,13 @@ class MeshShape:
 
 
 Precision = Literal["float32", "bfloat16"]
+_BlockSize = Annotated[int, msgspec.Meta(ge=128, multiple_of=128)]
 ParamRounding = Literal["master", "stochastic"]
 MuonHeads = Literal["each", "together"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Optimizer:
+class Optimizer(Ranged, part="optimizer"):
     """Update rule, learning-rate schedule and regularisation.
 
     Example:
@@ -118,24 +130,24 @@ class Optimizer:
     name: str = "adamw"
     """Update rule: adamw, adafactor, lion, muon, sgd, or module:attribute of a function
     `(config: Optimizer, learning_rate: optax.Schedule) -> optax.GradientTransformation`."""
-    learning_rate: Annotated[float, tyro.conf.arg(aliases=["--lr"])] = 3e-4
+    learning_rate: Annotated[PositiveFloat, tyro.conf.arg(aliases=["--lr"])] = 3e-4
     """Peak learning rate."""
     lr_schedule: str = "cosine"
     """Shape after warm-up: cosine, linear, constant, wsd (constant, then linear decay over the last fifth of the
     steps), or module:attribute of a function `(config: Optimizer, steps: int) -> optax.Schedule`."""
-    warmup_steps: int = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up from zero; a run that has no more steps warms up in all but its last."""
-    final_lr_fraction: Annotated[float, tyro.conf.Fixed] = 0.1
+    final_lr_fraction: Annotated[Share, tyro.conf.Fixed] = 0.1
     """Learning rate at the last step, as a fraction of the peak (not used by `constant`)."""
-    beta1: Annotated[float, tyro.conf.Fixed] = 0.9
+    beta1: Annotated[Fraction, tyro.conf.Fixed] = 0.9
     """Decay of the first moment (momentum for sgd and muon)."""
-    beta2: Annotated[float, tyro.conf.Fixed] = 0.95
+    beta2: Annotated[Fraction, tyro.conf.Fixed] = 0.95
     """Decay of the second moment."""
-    epsilon: Annotated[float, tyro.conf.Fixed] = 1e-8
+    epsilon: Annotated[NonNegativeFloat, tyro.conf.Fixed] = 1e-8
     """Constant added to the root of the second moment."""
-    weight_decay: float = 0.1
+    weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, applied to weight matrices and embeddings, not to norms and biases."""
-    grad_clip_norm: float = 1.0
+    grad_clip_norm: NonNegativeFloat = 1.0
     """Largest global norm of the gradient; 0 disables clipping."""
     moment_dtype: Precision = "float32"
     """Type in which the first moment is stored (momentum for sgd and muon). Adafactor has none."""
@@ -145,6 +157,7 @@ class Optimizer:
     """Matrices of attention for Muon: those of every head [D, H] (each), or of a projection [D, N H] (together)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         keep_names(self, "name", "lr_schedule")
 
 
@@ -158,7 +171,7 @@ TensorStrategy = Literal["auto", "ring", "gather"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Training:
+class Training(Ranged, part="training"):
     """Training step: number of steps, batch, precision, rematerialisation, pipeline schedule.
 
     Example:
@@ -167,22 +180,22 @@ class Training:
         ('bfloat16', 'float32')
     """
 
-    steps: Annotated[int, tyro.conf.arg(aliases=["--steps"])] = 300
+    steps: Annotated[PositiveInt, tyro.conf.arg(aliases=["--steps"])] = 300
     """Optimizer steps."""
-    batch: Annotated[int, tyro.conf.arg(aliases=["--batch"])] = 16
+    batch: Annotated[PositiveInt, tyro.conf.arg(aliases=["--batch"])] = 16
     """Global batch: sequences per step over all devices."""
     batch_ramp: tuple[str, ...] = ()
     """Smaller batches to begin with, each STEPS=SEQUENCES (`100=64 200=128`); each has to divide like `batch`."""
-    seq: Annotated[int, tyro.conf.arg(aliases=["--seq"])] = 128
+    seq: Annotated[PositiveInt, tyro.conf.arg(aliases=["--seq"])] = 128
     """Tokens per sequence T."""
-    microbatches: int = 1
+    microbatches: PositiveInt = 1
     """Gradient accumulation: parts of the batch computed one after another, with `stage` through the pipeline."""
     pipeline_schedule: str = "auto"
     """Pipeline schedule: 1f1b, interleaved, zbv, gpipe, zero_bubble, circular, or module:attribute of a
     `PipelineSchedule`. `auto` takes the fastest predicted of the first three, 1f1b where the chip is unknown."""
-    virtual_stages: Annotated[int, tyro.conf.Fixed] = 2
+    virtual_stages: Annotated[PositiveInt, tyro.conf.Fixed] = 2
     """Chunks of layers on each stage, for schedules that use them (interleaved, circular)."""
-    seed: Annotated[int, tyro.conf.arg(aliases=["--seed"])] = 0
+    seed: Annotated[Seed, tyro.conf.arg(aliases=["--seed"])] = 0
     """Seed of initial values, data order and dropout; the same numbers on any mesh."""
     param_dtype: Precision = "float32"
     """Type of the sharded parameters. The optimizer computes in float32 either way."""
@@ -205,7 +218,7 @@ class Training:
     stage_saves: StageSaves = "auto"
     """What a pipeline stage saves of a microbatch for its backward pass: its input, from which it recomputes its layers
     (input), or what `remat` saves of every layer (layers). `auto`: what fits and is fastest; unknown chips: input."""
-    saved_layers: Annotated[int, tyro.conf.Fixed] = 0
+    saved_layers: Annotated[NonNegativeInt, tyro.conf.Fixed] = 0
     """First layers that save all projections; the others follow `remat`, whose `auto` fills the memory. No stages."""
     context_strategy: ContextStrategy = "ring"
     """Attention over a sequence sharded over `context`: pass key/value blocks around a ring (ring), gather them
@@ -222,35 +235,36 @@ class Training:
     grouped_matmul: str = "auto"
     """Grouped matmul of dropless experts: auto (triton on NVIDIA GPUs, else ragged_dot), ragged_dot (XLA's), triton, or
     module:attribute of a `GroupedMatmul`. One named here is used or refused, never replaced."""
-    attention_block: Annotated[int, tyro.conf.Fixed] = 512
+    attention_block: Annotated[_BlockSize, tyro.conf.Fixed] = 512
     """Largest block of queries and keys in the TPU's attention kernel; a multiple of 128."""
     compiler_options: tuple[str, ...] = ("auto",)
     """XLA compiler options for accelerators, each NAME=VALUE; `auto`: the chip's (hardware/chips.toml)."""
-    unroll: Annotated[int, tyro.conf.Fixed] = 1
+    unroll: Annotated[PositiveInt, tyro.conf.Fixed] = 1
     """Layers per iteration of the loop over layers."""
-    dropout: float = 0.0
+    dropout: Fraction = 0.0
     """Fraction of activations dropped after the embedding and at the end of each residual branch."""
-    z_loss: Annotated[float, tyro.conf.Fixed] = 0.0
+    z_loss: Annotated[NonNegativeFloat, tyro.conf.Fixed] = 0.0
     """Weight of the squared log-sum-exp of the logits (PaLM, arXiv:2204.02311, section 5)."""
-    logits_mib: Annotated[int, tyro.conf.Fixed] = 64
+    logits_mib: Annotated[PositiveInt, tyro.conf.Fixed] = 64
     """Largest size of the logits on a device, in MiB; the loss is computed over chunks of tokens."""
-    log_every: Annotated[int, tyro.conf.Fixed] = 1
+    log_every: Annotated[PositiveInt, tyro.conf.Fixed] = 1
     """Steps between lines of the metrics file."""
-    eval_every: int = 0
+    eval_every: NonNegativeInt = 0
     """Steps between evaluations on held-out text; 0 evaluates only at the end."""
-    eval_samples: int = 256
+    eval_samples: NonNegativeInt = 256
     """Held-out sequences in one evaluation; 0 takes all."""
-    save_every: int = 0
+    save_every: NonNegativeInt = 0
     """Steps between checkpoints; 0 saves only at the end."""
-    max_to_keep: int = 2
+    max_to_keep: PositiveInt = 2
     """Checkpoints kept; older ones are deleted."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         keep_names(self, "pipeline_schedule", "attention_kernel", "grouped_matmul", "matmul_precision")
 
 
 @dataclasses.dataclass(frozen=True)
-class Data:
+class Data(Ranged, part="data"):
     """Text sources and their tokenisation.
 
     Example:
@@ -265,15 +279,55 @@ class Data:
     """Tokenizer: `bytes`, `chars`, `bpe:SIZE` (trained on the text), or a tokenizer.json file."""
     text_field: str = "text"
     """Field or column with the text in JSON lines and tables, `body.text` of nested ones."""
-    held_out: float | None = None
+    held_out: Fraction | None = None
     """Held-out fraction: tokens at the end of each source that are evaluated and never trained on; None: a tenth, at
     most 10M tokens."""
     prompt: str = "\n"
     """Prompt of the text sampled at the end of a run."""
-    sample: int | None = None
+    sample: NonNegativeInt | None = None
     """Tokens sampled at the end, at most a sequence; 200 by default up to 100M parameters or with sample-every."""
-    sample_every: int = 0
+    sample_every: NonNegativeInt = 0
     """Steps between such samples while it trains; 0 samples only at the end."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "paths", tuple(name_of(path) for path in self.paths))
+
+
+BadStep = Literal["stop", "skip", "roll_back"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Faults(Ranged, part="faults"):
+    """Policy for bad records and bad steps.
+
+    Example:
+        >>> mw.Faults(bad_records=0.001, bad_step="skip").most_skipped
+        10
+    """
+
+    bad_records: Fraction = 0.0
+    """Largest share of records (lines, rows, text files) that may be skipped because they cannot be read; their number
+    and the first of them are kept with the tokens. 0 refuses the first, with its file and line."""
+    bad_step: BadStep = "stop"
+    """What follows a step whose loss or gradient is not finite, or spikes: the run stops; the update is left out and
+    the run goes on (skip); or the run returns to its last checkpoint and leaves out the samples of that step
+    (roll_back). Batch and metrics of the step are kept in any case, and the state before the first that is not
+    finite."""
+    spike: NonNegativeFloat = 0.0
+    """Gradient norm that counts as a spike, as a multiple of the median of the last 100 steps; 0 takes none for one.
+    Its update is in the parameters when it is seen: the run stops or rolls back."""
+    most_skipped: PositiveInt = 10
+    """Bad steps of one start of the run after which it stops whatever `bad_step` is."""
+    check_every: NonNegativeInt = 0
+    """Steps between two that are taken twice, their results and all replicas compared bit by bit: it finds silent
+    corruption, and takes a step's time and the memory of a second state. 0 checks none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if 0 < self.spike <= 1:
+            truth = "it is a multiple of the median, above 1; 0 takes none for a spike"
+            raise ConfigError(f"--faults.spike {self.spike}", truth, "--faults.spike 10")
+        if self.spike and self.bad_step == "skip":
+            truth = "a spike is seen when its update is in the parameters, so it cannot be left out"
+            raise ConfigError("--faults.spike with --faults.bad-step skip", truth, "--faults.bad-step roll_back")

@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import math
 import os
 import resource
 import traceback
@@ -102,7 +103,8 @@ def reason_of(error: Exception) -> str:
 
 def divisors(n: int) -> list[int]:
     """Returns the divisors of `n` in ascending order, for errors that list legal sizes."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def describe_failure(error: BaseException) -> str:

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 import tyro
 
+from meshwright.ranges import PositiveFloat, PositiveInt, Ranged
+
 Method = Literal["full", "lora"]
 Objective = Literal["text", "answers", "preferences"]
 BaseType = Literal["compute", "float32", "int8", "nf4"]
@@ -16,7 +18,7 @@ TooLong = Literal["refuse", "truncate", "drop"]
 
 
 @dataclasses.dataclass(frozen=True)
-class FineTune:
+class FineTune(Ranged, part="finetune"):
     """Fine-tuning of a run: LoRA or all parameters, on text, answers or preferences.
 
     Example:
@@ -31,9 +33,9 @@ class FineTune:
     objective: Annotated[Objective, tyro.conf.arg(aliases=["--objective"])] = "text"
     """Loss: all tokens of text (text), the assistant's answers in conversations (answers), or preferences of one answer
     over another (preferences: DPO, arXiv:2305.18290)."""
-    rank: int = 16
+    rank: PositiveInt = 16
     """Rank of the adapters."""
-    alpha: float = 32.0
+    alpha: PositiveFloat = 32.0
     """Scale of the adapters times their rank: a weight W acts as W + (alpha / rank) A B."""
     targets: tuple[str, ...] = ("all",)
     """Matrices that get an adapter, by name or pattern (`query value`, `blocks.*`); `all` is every projection of
@@ -41,7 +43,7 @@ class FineTune:
     base: BaseType = "compute"
     """Type in which the frozen matrices of lora are kept: the run's compute dtype, float32, int8 (a scale per column),
     or nf4 (4 bits in blocks of 64 with a float32 scale: QLoRA, arXiv:2305.14314). The first two hold all parameters."""
-    beta: float = 0.1
+    beta: PositiveFloat = 0.1
     """Weight of the distance to the reference in the loss of preferences."""
     adapter: str | None = None
     """Folder of an adapter in PEFT's format (adapter_config.json) to start from; None draws A and starts B at zero."""

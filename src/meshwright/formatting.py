@@ -66,9 +66,11 @@ _MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12
 def parse_count(text: str, option: str) -> int:
     """Parses a count: `4M` is 4,000,000. Raises ConfigError on anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmbgt]?)", text.strip().lower())
-    if not match or not 0 < float(match[1]) < 1e18:
-        raise ConfigError(f"{option} {text}", "a count is a number, with k, M, B or T behind it", f"{option} 4M")
-    return round(float(match[1]) * _MULTIPLES[match[2]])
+    count = float(match[1]) * _MULTIPLES[match[2]] if match else 0.0
+    if not 1 <= count <= 1e18:
+        truth = "it takes a number of at least 1 and at most 1e18, with k, M, B or T behind it"
+        raise ConfigError(f"{option} {text}", truth, f"{option} 4M")
+    return round(count)
 
 
 def printable(text: str, *, keep: str = "") -> str:

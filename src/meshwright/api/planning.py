@@ -106,7 +106,7 @@ def plan(
     base = with_vocab(base)
     if tokens_per_step is not None:
         refuse_wrapped(base, [f"{tokens_per_step} tokens per step"])
-        base = with_tokens_per_step(base, parse_count(str(tokens_per_step), "tokens_per_step"))
+        base = with_tokens_per_step(base, parse_count(str(tokens_per_step), "--tokens-per-step"))
     searches = [_search(base, target, include) for target in targets]
     plans = [plan for result in searches for plan in result.plans[:at_most]]
     pages = searches if base.model.unit == "tokens" else ()
@@ -219,6 +219,8 @@ def with_batches(run: Run, tokens_per_step: str | int | None) -> list[Run]:
 def parse_budget(text: str) -> float:
     """Parses dollars: `500k` or `$2.5M`. Raises ConfigError on anything else."""
     match = re.fullmatch(r"\$?\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)", text.strip().lower())
-    if not match or float(match[1]) <= 0:
-        raise ConfigError(f"--budget {text}", "a budget is a sum of dollars", "--budget 500k")
-    return float(match[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]]
+    dollars = float(match[1]) * {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]] if match else 0.0
+    if not 0 < dollars < math.inf:
+        truth = "it takes a finite sum of dollars above 0, with k, M, B or T behind it"
+        raise ConfigError(f"--budget {text}", truth, "--budget 500k")
+    return dollars

@@ -38,9 +38,6 @@ def small_run(run: Run, *, steps: int, processes: int = 1, most: int = 32) -> Ru
     """
     if run.mesh is None:
         raise ConfigError("rehearsing a run without a mesh", "a rehearsal is of one mesh", "a plan, or --mesh")
-    for name, number in (("--for-steps", steps), ("--processes", processes), ("--most", most)):
-        if number < 1:
-            raise ConfigError(f"{name} {number}", "a rehearsal has at least one", f"{name} 1")
     shape = shape_within(run.mesh, most)
     if shape.size % processes:
         legal = max(d for d in divisors(shape.size) if d <= processes)

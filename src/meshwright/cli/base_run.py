@@ -9,6 +9,7 @@ import tyro
 
 from meshwright.cli.parse import parse, value_of
 from meshwright.errors import ConfigError
+from meshwright.ranges import Ranged
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import read_run
@@ -16,7 +17,7 @@ from meshwright.storage.paths import path_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunOptions:
+class RunOptions(Ranged):
     """Options of every verb that takes a recipe."""
 
     run: Annotated[Run, tyro.conf.arg(name="")]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
+import msgspec
 import tyro
 from rich.console import Console
 
@@ -31,6 +32,7 @@ from meshwright.config import MeshShape
 from meshwright.errors import CensusError, ConfigError, TrainingError, reason_of
 from meshwright.hardware import mesh
 from meshwright.hardware.hosts import Hosts
+from meshwright.ranges import PositiveInt, Ranged
 from meshwright.reporters.console import open_console
 from meshwright.storage.paths import default_cache_folder
 from meshwright.views.blocks import Column, Table
@@ -49,7 +51,7 @@ _COPY_BYTES = 2**28
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchOptions:
+class BenchOptions(Ranged):
     """Time WHAT on the devices at hand: `collectives` over every axis of a mesh, `matmul` on one device, or `hardware`,
     which measures a new machine in 30 minutes. Writes the figures, and the calibration that `plan` and `train` use for
     their predictions."""
@@ -58,19 +60,24 @@ class BenchOptions:
     """`collectives`, `matmul` or `hardware`."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
     """Mesh of the collectives, as axis=degree,...; by default one over all devices."""
-    devices: int | None = None
+    devices: PositiveInt | None = None
     """Number of simulated devices where there is no accelerator."""
     kinds: tuple[str, ...] = tuple(COLLECTIVES)
     """Collectives to time."""
-    sizes: tuple[int, ...] = (2**12, 2**16, 2**20, 2**24)
+    sizes: tuple[PositiveInt, ...] = (2**12, 2**16, 2**20, 2**24)
     """Sizes of the whole array, in bytes."""
-    shapes: tuple[tuple[int, int, int], ...] = ((128, 128, 128), (512, 512, 512), (1024, 1024, 1024), (64, 1024, 4096))
+    shapes: tuple[tuple[PositiveInt, PositiveInt, PositiveInt], ...] = (
+        (128, 128, 128),
+        (512, 512, 512),
+        (1024, 1024, 1024),
+        (64, 1024, 4096),
+    )
     """m k n of the matrix products."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     """Element types of the matrix products."""
     out: Path = Path("bench-results")
     """Folder for the results."""
-    minutes: float = 30.0
+    minutes: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 30.0
     """With `hardware`: time of all sections together."""
     only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SECTION ...")] = ()
     """With `hardware`: sections to run, by default all: kernels, meshes, matmuls, collectives, steps, overlap,
@@ -93,8 +100,6 @@ def main(args: Sequence[str]) -> int:
     Raises CensusError where a collective or a product gives a wrong result.
     """
     options = parse(BenchOptions, "bench", args)
-    if min(options.sizes, default=1) < 1 or min((n for shape in options.shapes for n in shape), default=1) < 1:
-        raise ConfigError("a size below 1", "sizes count bytes, shapes rows and columns", "sizes of at least 1")
     if options.plot:
         require_plotting()
     try:
@@ -163,10 +168,6 @@ def _write_calibrations(options: BenchOptions, **measured: Any) -> None:
 def _bench_hardware(options: BenchOptions) -> int:
     """Runs the sections and writes the report. Raises ConfigError for an unknown section, or another host's folder."""
     out, devices = options.out, SIMULATED if options.devices is None else options.devices
-    if options.minutes <= 0:
-        raise ConfigError(f"--minutes {options.minutes}", "the sections share this time", "--minutes 30")
-    if devices < 1:
-        raise ConfigError(f"--devices {devices}", "at least one device is simulated", "--devices 8")
     names, console = check_sections(options.only), open_console(sys.stderr if options.json else sys.stdout)
     results: dict[str, Mapping[str, Any]] = {}
 

@@ -18,6 +18,7 @@ from meshwright.checkpoint.tensors import stored_tensors
 from meshwright.cli.output import write, write_json, write_table
 from meshwright.cli.parse import parse
 from meshwright.errors import CheckpointError, ConfigError, nearest
+from meshwright.ranges import NonNegativeInt, Ranged
 from meshwright.reporters.console import open_console
 from meshwright.runs.run_file import run_to_dict
 from meshwright.storage.paths import path_of
@@ -31,7 +32,7 @@ _SHOWN = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _FolderOptions:
+class _FolderOptions(Ranged):
     out: Annotated[Path, tyro.conf.Positional]
     """Output folder of a run."""
     json: bool = False
@@ -64,7 +65,7 @@ class ListOptions(_FolderOptions):
 class InspectOptions(_FolderOptions):
     """Show what a checkpoint of the output folder OUT holds: its place, its data, its Run, every tensor."""
 
-    at: int | None = None
+    at: NonNegativeInt | None = None
     """Step of the checkpoint; by default the last."""
 
     def act(self) -> int:
@@ -94,7 +95,7 @@ class InspectOptions(_FolderOptions):
 class VerifyOptions(_FolderOptions):
     """Read every tensor of the checkpoints in OUT and compare its fingerprint; exit code 4 where one is damaged."""
 
-    at: int | None = None
+    at: NonNegativeInt | None = None
     """Step of the checkpoint; by default all of them."""
 
     def act(self) -> int:
@@ -121,9 +122,9 @@ class DiffOptions(_FolderOptions):
 
     other: Annotated[Path | None, tyro.conf.Positional] = None
     """Output folder of the other; by default the same."""
-    at: int | None = None
+    at: NonNegativeInt | None = None
     """Step of the first; by default the last."""
-    other_at: int | None = None
+    other_at: NonNegativeInt | None = None
     """Step of the second; by default the last, or in the same folder the one before the first."""
 
     def act(self) -> int:
@@ -158,7 +159,7 @@ class MoveOptions(_FolderOptions):
 
     target: Annotated[Path, tyro.conf.Positional]
     """Folder to move to."""
-    at: int | None = None
+    at: NonNegativeInt | None = None
     """Step of the only checkpoint to move; by default all of them."""
     copy: bool = False
     """Leave the source as it is."""

@@ -14,10 +14,11 @@ from meshwright.api.convert import convert
 from meshwright.cli.output import write, write_json
 from meshwright.cli.parse import parse
 from meshwright.formatting import format_bytes, format_count
+from meshwright.ranges import NonNegativeInt, PositiveInt, Ranged
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ConvertOptions:
+class ConvertOptions(Ranged):
     """Convert SOURCE into OUT: a Hugging Face folder (or hf:OWNER/MODEL) into the output folder of a run, or a run's
     checkpoint into a Hugging Face folder. It goes tensor by tensor, and on where it was interrupted."""
 
@@ -25,14 +26,14 @@ class ConvertOptions:
     """Folder with config.json and safetensors, hf:OWNER/MODEL, or the output folder of a run."""
     out: Annotated[Path, tyro.conf.Positional]
     """Folder to write; it appears when it is whole."""
-    at: int | None = None
+    at: NonNegativeInt | None = None
     """Step of the run's checkpoint; by default the last."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of the weights written from a run; by default that of its checkpoint."""
     weights: Literal["merged", "adapter"] = "merged"
     """Weights of a run with adapters (finetune): the whole model with adapters merged, or the adapters alone in PEFT's
     format."""
-    max_file_mib: int = 4768
+    max_file_mib: PositiveInt = 4768
     """Largest safetensors file, in MiB; a larger tensor has a file of its own."""
     json: bool = False
     """Print JSON."""

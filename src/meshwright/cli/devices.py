@@ -11,21 +11,22 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware import mesh
 from meshwright.hardware.hosts import ALONE, Hosts, hosts_of, join
+from meshwright.ranges import NonNegativeInt, PositiveInt, Ranged
 
 SIMULATED = 8
 """Devices simulated where there is no accelerator and neither --devices nor a mesh is given."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HostOptions:
+class HostOptions(Ranged):
     """Processes of a run on several hosts. Slurm, Cloud TPU, GKE, SkyPilot, Open MPI, torchrun and Ray tell it by
     themselves."""
 
     coordinator: str | None = None
     """HOST:PORT of process 0, where the environment does not tell."""
-    processes: int | None = None
+    processes: PositiveInt | None = None
     """Number of processes, one on each host; 1 computes alone, whatever the environment tells."""
-    process: int | None = None
+    process: NonNegativeInt | None = None
     """Index of this process."""
 
     def hosts(self) -> Hosts:
@@ -42,20 +43,18 @@ class HostOptions:
                 f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not given",
                 "--coordinator HOST:PORT --processes N --process I, with I from 0 to N - 1",
             )
-        if self.processes < 1:
-            raise ConfigError(f"--processes {self.processes}", "at least one process computes", "--processes 1")
         return Hosts("--coordinator", self.processes, self.process, self.coordinator)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointOptions:
+class CheckpointOptions(Ranged):
     """Options of the verbs that load a checkpoint onto a mesh."""
 
-    at: int | None = None
+    at: NonNegativeInt | None = None
     """Step of the checkpoint; by default the last."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
     """Mesh to compute on, as axis=degree,...; by default the run's own."""
-    devices: int | None = None
+    devices: PositiveInt | None = None
     """Devices to use; simulated where there is no accelerator."""
     hosts: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions()
 

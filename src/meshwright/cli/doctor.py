@@ -1,13 +1,13 @@
 """The verb `doctor`: finds what is wrong with a host before a run does."""
 
 import dataclasses
-import math
 import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import tyro
 from rich.markup import escape
 
@@ -15,10 +15,10 @@ from meshwright.cli.base_run import base_run
 from meshwright.cli.output import write_json
 from meshwright.cli.parse import parse
 from meshwright.config import MeshShape
-from meshwright.errors import ConfigError
 from meshwright.launching.host_checks import check_host
 from meshwright.planner.memory_model import param_bytes
 from meshwright.planner.optimizer import state_bytes
+from meshwright.ranges import Ranged
 from meshwright.reporters.console import open_console
 from meshwright.runs.placed_run import place_run
 from meshwright.views.blocks import Column, Table, Tone
@@ -29,7 +29,7 @@ _VOCAB = 2**15
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DoctorOptions:
+class DoctorOptions(Ranged):
     """Check this host before a run: versions, devices, limits, shared memory, variables and room. Start it as the run
     is started, on every host."""
 
@@ -37,7 +37,7 @@ class DoctorOptions:
     """Recipe, plan or run file whose checkpoints need room; without one, room is shown and not judged."""
     out: Path = Path("runs")
     """Output folder of the run."""
-    deadline: float = 120.0
+    deadline: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 120.0
     """Seconds after which devices that do not answer are given up."""
     json: bool = False
     """Print JSON."""
@@ -46,8 +46,6 @@ class DoctorOptions:
 def main(args: Sequence[str]) -> int:
     """Runs `meshwright doctor`; the exit code is 1 where a host has a fault."""
     options = parse(DoctorOptions, "doctor", args)
-    if not 0 < options.deadline < math.inf:
-        raise ConfigError(f"--deadline {options.deadline}", "it is a time in seconds", "--deadline 120")
     needed = 0 if options.recipe is None else _checkpoint_bytes(options.recipe)
     findings = check_host(options.out, needed, options.deadline)
     faults = sum(finding.verdict == "fault" for finding in findings)

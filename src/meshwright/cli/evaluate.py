@@ -15,6 +15,7 @@ from meshwright.cli.parse import parse
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.hardware.agreement import failing_together
+from meshwright.ranges import NonNegativeInt, PositiveInt
 from meshwright.trainer.evaluation import Evaluation, run_to_evaluate
 
 
@@ -29,11 +30,11 @@ class EvaluateOptions(CheckpointOptions):
     """Other text, all of which is evaluated: what `train --data` takes."""
     tasks: tuple[str, ...] = ()
     """Benchmarks of lm-eval to run instead, by name (needs the extra `lm-eval`)."""
-    shots: int | None = None
+    shots: NonNegativeInt | None = None
     """Examples before each question of --tasks; by default the task's own number."""
-    limit: int | None = None
+    limit: PositiveInt | None = None
     """Questions of each task, the first so many; by default all."""
-    batch: int = 8
+    batch: PositiveInt = 8
     """Questions of --tasks computed together."""
     task_folder: Path | None = None
     """Folder of YAML files with tasks of your own for --tasks."""

@@ -1,6 +1,5 @@
 """Options of a verb, its help, and the errors of command lines that cannot be parsed."""
 
-import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -43,6 +42,8 @@ class Option:
     """Heading in the help: `training`, `model (Llama)`, `run`, or empty for the verb's own."""
     fixed: bool = False
     """Whether only a recipe, a run file or Python sets it."""
+    numbers: Any = None
+    """Type of its numbers, with their range; None where it takes none."""
 
     @property
     def positional(self) -> bool:
@@ -99,8 +100,6 @@ def refused_error(command: str, text: str, by_name: dict[str, Option], given: di
     legal, wrong = option.metavar, (re.findall(r"'([^']*)'", truth) or [""])[0 if option.choices else -1]
     if option.choices:
         legal = next(iter(difflib.get_close_matches(wrong, option.choices, n=1, cutoff=0.4)), legal)
-    with contextlib.suppress(ValueError, OverflowError):
-        legal = str(round(float(wrong))) if option.metavar == "N" else legal
     asked = [command, *([] if option.positional else [name]), *given.get(option, [])]
     return ConfigError(" ".join(asked), truth, f"{command if option.positional else name} {legal}")
 

@@ -22,6 +22,7 @@ from meshwright.generation.generator import Decoding, Generated, GenerationRepor
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.source import run_of_source
 from meshwright.hardware.agreement import failing_together
+from meshwright.ranges import PositiveInt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class GenerateOptions(CheckpointOptions):
     """Further prompts, continued together with the first."""
     prompts: Path | None = None
     """File of prompts: one on each line, or {"prompt": "..."} on each line of a .jsonl file; `-` is standard input."""
-    max_tokens: int = 128
+    max_tokens: PositiveInt = 128
     """Most tokens that are generated for each prompt."""
     stop: tuple[str, ...] = ()
     """Texts that end a text, beside the end of a document; they are not shown."""

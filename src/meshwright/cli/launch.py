@@ -18,6 +18,7 @@ from meshwright.errors import ConfigError
 from meshwright.hardware.targets import parse_target
 from meshwright.launching.local import numbered, of_the_first, run_local
 from meshwright.launching.schedulers import SCHEDULERS, Job, accelerators_of, legal_name, pairs
+from meshwright.ranges import NonNegativeInt, PositiveInt, Ranged
 from meshwright.trust import trust_options
 
 VERBS = ("train", "finetune", "evaluate", "generate", "parity", "bench", "doctor")
@@ -28,7 +29,7 @@ _RESTARTS = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LaunchOptions:
+class LaunchOptions(Ranged):
     """Run RUN on several hosts: a recipe, a run file or a plan, followed by the options of `train`; or another verb
     with its own arguments. Prints the job file of a scheduler, or runs the processes on this machine (--on local).
     The options of launch come before RUN."""
@@ -38,9 +39,9 @@ class LaunchOptions:
     target: Annotated[str | None, tyro.conf.arg(metavar="CHIP:SIZE")] = None
     """Hardware, as `plan --on` names it: v5p:8x8x16, 2*v6e:16x16, h100:64. Gives the hosts and what each of them has.
     By default that of a plan."""
-    hosts: int | None = None
+    hosts: PositiveInt | None = None
     """Number of hosts; by default those of --target, else one."""
-    processes: int | None = None
+    processes: PositiveInt | None = None
     """Processes in all; by default one on each host, and two with --on local."""
     name: str | None = None
     """Name of the job; by default that of RUN."""
@@ -53,7 +54,7 @@ class LaunchOptions:
     (SkyPilot); may be repeated."""
     cache: str | None = None
     """Folder of token files and compiled programs, which all hosts reach; by default each user's own."""
-    restarts: int | None = None
+    restarts: NonNegativeInt | None = None
     """Most starts after the first, from the last checkpoint; by default 10 for training with a scheduler, else
     none."""
     set: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE")] = ()
@@ -74,10 +75,6 @@ def main(args: Sequence[str]) -> int:
     options = parse(LaunchOptions, "launch [launch options] RUN", own, default=LaunchOptions(on=tyro.MISSING))
     if not rest:
         raise ConfigError(f"meshwright launch {' '.join(own)}", "there is no RUN", "meshwright launch --on local tiny")
-    for name, least in (("hosts", 1), ("processes", 1), ("restarts", 0)):
-        count = getattr(options, name)
-        if count is not None and count < least:
-            raise ConfigError(f"--{name} {count}", f"it is at least {least}", f"--{name} {least}, or leave it out")
     job = _job(options, rest)
     if options.on == "local":
         if options.write is not None:

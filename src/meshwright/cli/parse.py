@@ -18,6 +18,7 @@ import tyro
 from meshwright.cli.explain import Option, format_help, refused_error, stray_error, unknown_error
 from meshwright.cli.output import write
 from meshwright.errors import ConfigError
+from meshwright.ranges import check_words, ranges_of
 
 _CONFIG = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
 
@@ -129,7 +130,8 @@ def options_of(
         names = (name.upper(),) if tyro.conf.Positional in metadata else (spelling,)
         names = tuple(sorted((*(() if arg is None else arg.aliases or ()), *names), key=len))
         doc = _docs(owner).get(field.name, "")
-        yield Option(names, where, metavar, choices, value, doc, group, tyro.conf.Fixed in metadata)
+        fixed, numbers = tyro.conf.Fixed in metadata, ranges_of(owner).get(field.name)
+        yield Option(names, where, metavar, choices, value, doc, group, fixed, numbers)
 
 
 def _default_of(field: "dataclasses.Field[Any]") -> Any:
@@ -147,6 +149,8 @@ def _part_of(kind: Any) -> type | None:
 def _values_of(kind: Any) -> tuple[str, tuple[str, ...]]:
     """Returns how the help names the values of a type, and the legal ones where they are listed."""
     args, origin = typing.get_args(kind), typing.get_origin(kind)
+    if origin is Annotated:
+        return _values_of(args[0])
     if origin in (typing.Union, types.UnionType) and len(args) == 2 and types.NoneType in args:
         return _values_of(next(inner for inner in args if inner is not types.NoneType))
     if origin is Literal:
@@ -197,7 +201,7 @@ def _with_part(owner: Any, path: list[str]) -> Any:
 def _gather(command: str, args: Sequence[str], by_name: dict[str, Option]) -> tuple[list[str], dict[Option, list[str]]]:
     """Returns the arguments with all values of a repeated option after its first mention, and the values by option.
 
-    Raises ConfigError for an unknown option, and for a path that is empty.
+    Raises ConfigError for an unknown option, a number out of range, and a path that is empty.
     """
     free: list[str] = []
     given: dict[Option, list[str]] = {}
@@ -222,5 +226,8 @@ def _gather(command: str, args: Sequence[str], by_name: dict[str, Option]) -> tu
         if option.metavar.startswith("PATH") and "" in values:
             truth = "its value is empty, as of a shell variable that is not set"
             raise ConfigError(f"{command} {option.names[0]} ''", truth, f"{option.names[0]} PATH, or leave it out")
+        if option.numbers is not None:
+            several = len(values) if option.metavar.endswith("...") else 1
+            check_words(option.names[0], values[:several], option.numbers, option.default)
         words += [option.names[0], *values]
     return words, given

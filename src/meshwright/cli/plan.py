@@ -41,6 +41,7 @@ from meshwright.planner.offers import (
 )
 from meshwright.planner.plan_file import prediction_json, write_plan
 from meshwright.planner.search import Plan, SearchResult, price_mesh
+from meshwright.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Ranged, TimeLimit
 from meshwright.reporters.console import open_console
 from meshwright.views.blocks import Column, Table, Text
 from meshwright.views.plan_page import offer_page, plan_page, plans_table, print_decode_prices
@@ -52,12 +53,12 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OfferOptions:
+class OfferOptions(Ranged):
     """Options of a renter."""
 
-    days: float | None = None
+    days: PositiveFloat | None = None
     """Latest end of the training, in days: the cheapest plans that keep it."""
-    budget: str | None = None
+    budget: Annotated[str | None, tyro.conf.arg(metavar="DOLLARS")] = None
     """Most to be spent, in dollars (500k): the fastest plans that keep it."""
     rank_by: Aim = "time"
     """Order of several targets."""
@@ -65,11 +66,11 @@ class OfferOptions:
     """Terms of the prices."""
     prices: Path | None = None
     """Prices in place of the package's: CSV of chip, provider, region, terms, usd_per_chip_hour, source, read_on."""
-    failure_chip_hours: float = CHIP_HOURS_PER_FAILURE
+    failure_chip_hours: PositiveFloat = CHIP_HOURS_PER_FAILURE
     """Chip-hours between two failures; by default those of Llama 3 405B on H100."""
-    restart_minutes: float = RESTART_MINUTES
+    restart_minutes: PositiveFloat = RESTART_MINUTES
     """Minutes from a failure to the first step after it."""
-    save_seconds: float | None = None
+    save_seconds: PositiveFloat | None = None
     """Seconds that a checkpoint stops the steps; by default the copy of a device's state to its host."""
 
     def market(self) -> Market:
@@ -86,35 +87,43 @@ class PlanOptions(OfferOptions, RunOptions):
     on: Annotated[str, tyro.conf.arg(metavar="CHIP:SIZE,...")]
     """Hardware: v5p:8x8x16, 2*v6e:16x16, h100:64, gb200:144, or your own chip as FILE.toml:SIZE or
     module:attribute:SIZE. Several are ranked: v5p:4x4x8,h100:64,128, or numbers of chips in a range: v5p:64..1024."""
-    tokens_per_step: str | None = None
+    tokens_per_step: Annotated[str | None, tyro.conf.arg(metavar="COUNT,...")] = None
     """Tokens per step, as 4M or 2097152; by default the recipe's batch. Several are ranked: 1M,2M or 1M..8M."""
-    tokens: str = "1T"
+    tokens: Annotated[str, tyro.conf.arg(metavar="COUNT")] = "1T"
     """Tokens of the whole training, for the days and the cost."""
     why: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
     """Also explain this mesh (axis=degree,...): its rank, and what it loses against the best."""
     compare: Annotated[tuple[str, str] | None, tyro.conf.arg(metavar="AXIS=N,... AXIS=N,...")] = None
     """Compare two meshes side by side."""
-    prove: int = 0
+    prove: NonNegativeInt = 0
     """Compile this many of the best plans for the hardware, and rank them by the compiled step."""
     tune: bool = False
     """Compile variants of the best plan (remat, dtypes, block sizes, compiler options) and keep what is faster."""
-    limit: int = 900
+    limit: TimeLimit = 900
     """Most seconds for one compilation."""
-    decode: tuple[int, ...] = ()
+    decode: tuple[PositiveInt, ...] = ()
     """Price prefill and decode instead of training, for texts of these numbers of tokens."""
-    decode_batch: tuple[int, ...] = (1, 16, 256)
+    decode_batch: tuple[PositiveInt, ...] = (1, 16, 256)
     """Sequences decoded together, for --decode."""
     html: Path | None = None
     """Write one offline page: every plan by step time and memory, why each loses, the best on the hardware; with
     --compare the two side by side, and of several targets days against cost."""
     out: Path | None = None
     """Write the best plan as JSON, which train, prove and rehearse take."""
-    shown: int = 8
+    shown: PositiveInt = 8
     """Rows of each table."""
     json: bool = False
     """Print JSON."""
 
 
+_CHOSEN = (
+    "--mesh",
+    "--training.remat",
+    "--training.microbatches",
+    "--training.stage-saves",
+    "--training.context-strategy",
+)
+"""Options of a Run that the search chooses."""
 _OF_ONE_PLAN = ("why", "compare", "prove", "tune")
 """Options about the plans of one target."""
 _OF_OFFERS = tuple(field.name for field in dataclasses.fields(OfferOptions))
@@ -126,7 +135,14 @@ def main(args: Sequence[str]) -> int:
     """Runs `meshwright plan`."""
     base = base_run(args)
     default = PlanOptions(run=base.run, on=base.target or tyro.MISSING)
-    return run_plan(parse(PlanOptions, "plan [RECIPE]", base.args, default=default))
+    options = parse(PlanOptions, "plan [RECIPE]", base.args, default=default)
+    names = [word.partition("=")[0].replace("_", "-") for word in base.args]
+    for name in _CHOSEN if options.run.model.unit == "tokens" else ():
+        if name in names:
+            fix = f"--why {options.run.mesh}, which explains that mesh" if name == "--mesh" else "leave it out"
+            fix += f", or meshwright prove --on {options.on} with it"
+            raise ConfigError(f"{name} with plan", "plan prices all of them, and chooses", fix)
+    return run_plan(options)
 
 
 def run_plan(options: PlanOptions) -> int:
@@ -161,7 +177,7 @@ def _plan_target(options: PlanOptions, console: Console) -> tuple[Plan, dict[str
     plans = plan(
         options.run,
         options.on,
-        tokens_per_step=options.tokens_per_step and parse_count(options.tokens_per_step, "--tokens-per-step"),
+        tokens_per_step=options.tokens_per_step,
         include=(explained,) if explained else (),
     )
     if not plans.searches:  # of a wrapped model

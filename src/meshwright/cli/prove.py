@@ -35,6 +35,7 @@ from meshwright.formatting import format_bytes
 from meshwright.hardware.targets import Target
 from meshwright.planner.explain import memory_remedies
 from meshwright.planner.plan_file import is_plan, read_plan
+from meshwright.ranges import NonNegativeInt, PositiveInt, TimeLimit
 from meshwright.reporters.console import open_console
 from meshwright.runs.run import Run
 from meshwright.trust import trust_options
@@ -69,13 +70,13 @@ class ProveOptions(RunOptions):
     b200:256. A plan file names its own."""
     trace: Path | None = None
     """Write the simulated schedule as a trace for ui.perfetto.dev or chrome://tracing."""
-    limit: int = 900
+    limit: TimeLimit = 900
     """Most seconds for compiling with --on."""
     step: Literal["train", "evaluate", "prefill", "decode"] = "train"
     """Program to compile; of prefill and decode, memory and speed are shown."""
-    decode_batch: int = 8
+    decode_batch: PositiveInt = 8
     """Sequences decoded together, for --step prefill and decode."""
-    decode_slots: int = 4096
+    decode_slots: PositiveInt = 4096
     """Slots of the cache for each sequence, for --step prefill and decode."""
     against: str | None = None
     """Compare with another mesh (axis=degree,...), another PLAN.json for the same hardware, or a census that --save
@@ -92,7 +93,7 @@ class ProveOptions(RunOptions):
     """Write one offline page: mesh, parameters, memory, collectives, FLOPs, findings."""
     machine: str | None = None
     """Machine that the page draws the mesh over: v5p:4x4x8, gpu:8x8, or host; by default the one of the devices."""
-    measure: int = 0
+    measure: NonNegativeInt = 0
     """Also run this many steps on random tokens and measure memory."""
     profile: Path | None = None
     """With --measure: write JAX's device memory profile, for pprof."""

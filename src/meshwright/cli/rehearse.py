@@ -14,6 +14,7 @@ from meshwright.api.rehearsal import rehearse, small_run
 from meshwright.cli.base_run import RunOptions, parse_run
 from meshwright.cli.output import write_json
 from meshwright.errors import ConfigError
+from meshwright.ranges import PositiveInt, TimeLimit
 from meshwright.reporters.console import open_console
 
 
@@ -22,15 +23,15 @@ class RehearseOptions(RunOptions):
     """Run a plan (or RECIPE on --mesh) with a small model on simulated devices. Mesh, layout, schedule and divisibility
     are the real ones. It trains, saves, stops, resumes and evaluates: what would fail on real devices fails here."""
 
-    steps: Annotated[int, tyro.conf.arg(name="for-steps")] = 4
+    steps: Annotated[PositiveInt, tyro.conf.arg(name="for-steps")] = 4
     """Steps before it stops, and again after it resumes."""
-    processes: int = 1
+    processes: PositiveInt = 1
     """Number of processes, as hosts."""
     kill: bool = False
     """Kill one of the processes (SIGKILL) while it trains: the others have to stop, and the run has to resume."""
-    most: int = 32
+    most: PositiveInt = 32
     """Most simulated devices: a larger mesh has its degrees divided, and the real mesh is checked by arithmetic."""
-    limit: int = 900
+    limit: TimeLimit = 900
     """Most seconds for each part."""
     json: bool = False
     """Print JSON."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import tyro
 
 from meshwright.cli.output import write, write_json
@@ -16,13 +17,14 @@ from meshwright.data.tokenizing import tokenize
 from meshwright.data.tokens import is_token_file
 from meshwright.errors import ConfigError, DataError
 from meshwright.formatting import parse_count
+from meshwright.ranges import Fraction, Ranged
 from meshwright.reporters.console import TokenizeReport, open_console
 from meshwright.storage.paths import default_cache_folder, in_bucket, path_of
 from meshwright.storage.transfer import move_tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenizeOptions:
+class TokenizeOptions(Ranged):
     """Tokenise DATA once into a folder that --data takes. The folder's tokenizer.json serves as --data.tokenizer. The
     same command goes on where it was interrupted."""
 
@@ -35,20 +37,18 @@ class TokenizeOptions:
     """Tokenizer: `bytes`, `chars`, `bpe:SIZE` (trained on the text), or a tokenizer.json file."""
     text_field: str = "text"
     """Field or column with the text in JSON lines and tables, `body.text` of nested ones."""
-    processes: int = 0
+    processes: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     """Processes that encode; 0 takes one for each core. The tokens do not depend on it."""
-    shard_tokens: str = str(SHARD_TOKENS)
+    shard_tokens: Annotated[str, tyro.conf.arg(metavar="COUNT")] = str(SHARD_TOKENS)
     """Tokens of a shard, `256M` for instance, rounded up to whole blocks of 131,072. An interrupted tokenisation goes
     on after its last whole shard."""
-    bad_records: float = 0.0
+    bad_records: Fraction = 0.0
     """Largest share of records (lines, rows, text files) that may be skipped because they cannot be read. 0 refuses the
     first, with its file and line."""
     json: bool = False
     """Print JSON."""
 
 
-_MOST = 1024
-"""Most processes."""
 _NAMES = {"--faults.bad-records": "--bad-records", "--data.": "--", "--data ": "meshwright tokenize "}
 """Options in the errors of reading text, and what they are called here."""
 
@@ -61,8 +61,6 @@ def main(args: Sequence[str]) -> int:
         folder = default_cache_folder() / "tokens" / f"for-{hashlib.sha256(str(out).encode()).hexdigest()[:24]}"
     if is_token_file(out):
         raise ConfigError(f"--out {options.out}", "it exists already", "a folder that does not exist yet")
-    if not 0 <= options.processes <= _MOST:
-        raise ConfigError(f"--processes {options.processes}", f"from 1 to {_MOST} processes encode", "--processes 1")
     try:
         file = tokenize(
             options.data,

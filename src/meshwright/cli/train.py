@@ -18,6 +18,7 @@ from meshwright.cli.parse import parse, value_of
 from meshwright.errors import ConfigError
 from meshwright.formatting import format_step
 from meshwright.launching.restarts import Restarts
+from meshwright.ranges import NonNegativeInt, PositiveInt
 from meshwright.reporters.console import ConsoleReport, Period, open_console
 from meshwright.runs.run_file import run_in_folder
 from meshwright.storage.paths import path_of
@@ -39,13 +40,13 @@ class TrainOptions(RunOptions):
     """Parts of the Run whose options other verbs have."""
     out: Path | None = None
     """Output folder; by default a new one under `runs`."""
-    devices: int | None = None
+    devices: PositiveInt | None = None
     """Devices of the whole run: the first so many accelerators, or simulated ones on a CPU."""
     resume: bool = False
     """Continue from the last checkpoint in --out, with the Run that is kept there."""
     resume_if_exists: bool = False
     """Resume where --out has a checkpoint, and start where it has none: the same command for every start of a job."""
-    at: int | None = None
+    at: NonNegativeInt | None = None
     """Continue from the checkpoint of this step; newer ones are set aside."""
     new_data: bool = False
     """Resume although the text, its order or its mixture differ from those of the checkpoint."""
@@ -150,7 +151,8 @@ def base_of_training(args: Sequence[str]) -> Base:
         return base_run(args)
     out = value_of(args, "--out")
     if out is None:
-        raise ConfigError("--resume", "it continues the run in a folder", "--out DIR --resume")
+        asked = "--resume" if "--resume" in args else f"--at {value_of(args, '--at')}"
+        raise ConfigError(asked, "it continues the run in a folder", f"--out DIR {asked}")
     if args[0].startswith("-") and value_of(args, "--run") is None:
         return Base(run_in_folder(path_of(out)), args)
     return base_run(args)

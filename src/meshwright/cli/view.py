@@ -5,18 +5,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import tyro
 
 from meshwright.api.viewing import PAGE, view
 from meshwright.cli.output import write
 from meshwright.cli.parse import parse
 from meshwright.errors import ConfigError
+from meshwright.ranges import Ranged
 from meshwright.views.live_server import LivePage, LiveServer
 from meshwright.views.run_page import run_page
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ViewOptions:
+class ViewOptions(Ranged):
     """Show the runs in the output folders OUT: curves, times, events, samples, configuration. Several are drawn over
     each other."""
 
@@ -26,7 +28,7 @@ class ViewOptions:
     """File to write; by default view.html in the first folder."""
     live: bool = False
     """Serve the page on this machine (127.0.0.1) instead, and update it while the runs train; Ctrl-C ends it."""
-    port: int = 0
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """Port of --live; 0 takes a free one."""
 
 

@@ -26,6 +26,7 @@ from meshwright.models.blocks.context import CONTEXT
 from meshwright.models.kernels.attention import cap
 from meshwright.models.loss import chunk_tokens
 from meshwright.models.model import vocab_size
+from meshwright.ranges import PositiveInt, Ranged
 from meshwright.sharding.layouts import BATCH_AXES, VOCAB_AXES
 from meshwright.sharding.params import Tree
 from meshwright.step.device_run import DeviceRun
@@ -41,7 +42,7 @@ _SIMULATED_BYTES = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoding:
+class Decoding(Ranged, part="decoding"):
     """How texts are computed; the numbers are those of the forward pass, except for int8.
 
     Example:
@@ -55,15 +56,10 @@ class Decoding:
     is `gathered` where that fits the device's memory, else `sharded`."""
     cache: Literal["compute", "int8"] = "compute"
     """Dtype of cached keys and values: the compute dtype, or int8 with a scale for each token and head."""
-    prefill_chunk: int = 512
+    prefill_chunk: PositiveInt = 512
     """Most tokens of each prompt that one prefill step computes."""
-    stream_every: int = 8
+    stream_every: PositiveInt = 8
     """Tokens that the compiled loop decodes before the host looks at them: for streaming, and to stop early."""
-
-    def __post_init__(self) -> None:
-        for name, value in (("prefill-chunk", self.prefill_chunk), ("stream-every", self.stream_every)):
-            if value < 1:
-                raise ConfigError(f"--decoding.{name} {value}", "it counts tokens, at least 1", f"--decoding.{name} 8")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,22 +7,23 @@ Order of the operations, that of `transformers`: repetition penalty, temperature
 """
 
 import dataclasses
-import math
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from jax import lax
 
-from meshwright.errors import ConfigError
+from meshwright.ranges import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, Ranged
 
+_Probability = Annotated[float, msgspec.Meta(gt=0, le=1)]
 _ALL_TOKENS = 2**31 - 1
 """A top-k that leaves no token out."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampling:
+class Sampling(Ranged):
     """How the next token is chosen.
 
     Example:
@@ -30,35 +31,19 @@ class Sampling:
         0
     """
 
-    temperature: float = 0.0
+    temperature: NonNegativeFloat = 0.0
     """Divides the logits before the draw; 0 takes the most probable token (greedy)."""
-    top_k: int = 0
+    top_k: NonNegativeInt = 0
     """Draw among the k most probable tokens; 0 is all."""
-    top_p: float = 1.0
+    top_p: _Probability = 1.0
     """Draw among the fewest tokens whose probabilities sum to at least p (nucleus: arXiv:1904.09751); 1 is all."""
-    min_p: float = 0.0
+    min_p: Fraction = 0.0
     """Draw among tokens at least p times as probable as the most probable one (arXiv:2407.01082); 0 is all."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: PositiveFloat = 1.0
     """Divides the positive logits of tokens that the text already has, and multiplies their negative ones (CTRL,
     arXiv:1909.05858); 1 changes nothing."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of the random numbers, which do not depend on the mesh."""
-
-    def __post_init__(self) -> None:
-        for asked, truth, right, fix in (
-            (f"temperature {self.temperature}", "it cannot be negative", 0 <= self.temperature < math.inf, "0.8"),
-            (f"top-k {self.top_k}", "it counts tokens; 0 is all", self.top_k >= 0, "40"),
-            (f"top-p {self.top_p}", "it is a probability above 0", 0 < self.top_p <= 1, "0.95"),
-            (f"min-p {self.min_p}", "it is at least 0 and below 1", 0 <= self.min_p < 1, "0.05"),
-            (
-                f"repetition penalty {self.repetition_penalty}",
-                "it divides logits, so it is positive",
-                0 < self.repetition_penalty < math.inf,
-                "1.1",
-            ),
-        ):
-            if not right:
-                raise ConfigError(asked, truth, fix)
 
     def settings(self) -> "Settings":
         """Returns the numbers as arguments of a compiled program: others compile nothing again."""

@@ -11,10 +11,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
+import msgspec
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.comm.collectives import local_shard, sequence_all_gather
@@ -34,6 +35,7 @@ from meshwright.models.model import (
     vocab_size,
 )
 from meshwright.models.remat import ATTN_RESIDUAL
+from meshwright.ranges import PositiveInt
 from meshwright.sharding.params import GatherParams, Param, Tree
 from meshwright.words import AXES
 
@@ -124,11 +126,11 @@ class Decoder:
 class DecoderModel(Model):
     """Model whose forward pass is that of a `Decoder` made of its fields: the base of the families of this package."""
 
-    width: int = 128
+    width: PositiveInt = 128
     """Model width D."""
-    layers: int = 4
+    layers: Annotated[int, msgspec.Meta(ge=1, le=10**5)] = 4
     """Layers L."""
-    heads: int = 4
+    heads: PositiveInt = 4
     """Query heads N."""
 
     def build(self) -> Decoder:

@@ -23,10 +23,7 @@ def chunk_tokens(tokens: int, vocab: int, logits_mib: int) -> int:
     vocab: rows of this device's block of the vocabulary.
     """
     most = max(1, logits_mib * 2**20 // (4 * vocab))
-    chunks = -(-tokens // most)
-    while tokens % chunks:
-        chunks += 1
-    return tokens // chunks
+    return next(chunk for chunk in range(min(most, tokens), 0, -1) if tokens % chunk == 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))

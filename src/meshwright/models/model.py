@@ -19,6 +19,7 @@ from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
 from meshwright.models.blocks.layers import Dropout
 from meshwright.models.kernels.attention import Scores
+from meshwright.ranges import PositiveInt, Ranged
 from meshwright.sharding.params import GatherParams, Param, Tree
 from meshwright.sharding.placement import replicates_kv_heads
 from meshwright.sharding.sequence import SequenceSplit
@@ -434,7 +435,7 @@ class ModelSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class Model(Ranged, part="model"):
     """Configuration and forward pass of a model family: the base class of every family (models/families/).
 
     A family is a frozen dataclass with fields of its own. It describes its parameters before they exist (`params`),
@@ -449,9 +450,9 @@ class Model:
 
     unit: ClassVar[str] = "tokens"
     """What a step's speed counts."""
-    vocab: int | None = None
+    vocab: PositiveInt | None = None
     """Vocabulary size V; None takes the tokenizer's."""
-    vocab_multiple: int = dataclasses.field(default=128, kw_only=True)
+    vocab_multiple: PositiveInt = dataclasses.field(default=128, kw_only=True)
     """The embedding tables are padded to a multiple of this; padding rows are masked and change no number."""
 
     def params(self) -> Tree:

@@ -18,6 +18,7 @@ from meshwright.hardware.targets import Target
 from meshwright.planner.memory_model import param_bytes, sharded_elements
 from meshwright.planner.optimizer import state_bytes
 from meshwright.planner.search import Plan
+from meshwright.ranges import PositiveFloat, Ranged
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.params import count_params
 
@@ -94,27 +95,20 @@ section 3.3.4 and table 5). Other chips and clouds have their own rate."""
 RESTART_MINUTES = 10.0
 """Minutes from a failure to the first step after it: failures are found and diagnosed in less than 10 minutes
 (MegaScale, arXiv:2402.15627)."""
+_MOST_FAILURES = 100
+"""Failures during a restart and a period of steps beyond which hardly any of them ends."""
 STORAGE_BANDWIDTH = 2e12
 """Bytes/s that shared storage sustains (Llama 3 405B, arXiv:2407.21783, section 3.3.1)."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Reliability:
+class Reliability(Ranged):
     """How often chips fail, and what a failure and a checkpoint cost."""
 
-    chip_hours_per_failure: float = CHIP_HOURS_PER_FAILURE
-    restart_minutes: float = RESTART_MINUTES
-    save_seconds: float | None = None
+    chip_hours_per_failure: PositiveFloat = CHIP_HOURS_PER_FAILURE
+    restart_minutes: PositiveFloat = RESTART_MINUTES
+    save_seconds: PositiveFloat | None = None
     """Seconds that a checkpoint stops the steps; None computes them: the device's copy to its host."""
-
-    def __post_init__(self) -> None:
-        for name, value, option in (
-            ("chip-hours between failures", self.chip_hours_per_failure, "--failure-chip-hours 50000"),
-            ("minutes of a restart", self.restart_minutes, "--restart-minutes 10"),
-            ("seconds of a checkpoint", 1.0 if self.save_seconds is None else self.save_seconds, "--save-seconds 5"),
-        ):
-            if not 0 < value < math.inf:
-                raise ConfigError(f"{value:g} {name}", "it must be positive", option)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,8 +160,15 @@ def goodput(placed: PlacedRun, target: Target, reliability: Reliability) -> Good
     # Replicas write one copy: the devices share it.
     write = max(total / target.devices / chip.network_bandwidth, total / STORAGE_BANDWIDTH)
     failure = reliability.chip_hours_per_failure * 3600 / target.chips
-    period = max(daly_period(save, failure), write)
-    return Goodput(failure, save, write, 60 * reliability.restart_minutes, period)
+    period, restart = max(daly_period(save, failure), write), 60 * reliability.restart_minutes
+    if restart + period + save > _MOST_FAILURES * failure:
+        raise ConfigError(
+            f"a failure every {reliability.chip_hours_per_failure:g} chip-hours on {target}",
+            f"that is one every {failure:.3g} s, and a restart takes {restart:.3g} s and the steps up to the next "
+            f"checkpoint {period + save:.3g} s: no training ends",
+            f"--failure-chip-hours {CHIP_HOURS_PER_FAILURE:g} --restart-minutes {RESTART_MINUTES:g}, no --save-seconds",
+        )
+    return Goodput(failure, save, write, restart, period)
 
 
 ERRORS_FILE = Path(__file__).with_name("data") / "errors.json"

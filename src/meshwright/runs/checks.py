@@ -1,11 +1,6 @@
-"""Checks of a run before anything is traced: numbers in range, sizes that divide, features that go together."""
+"""Checks of a run before anything is traced: sizes that divide, features that go together."""
 
 import dataclasses
-import math
-import operator
-import typing
-
-import tyro
 
 from meshwright.config import MeshShape
 from meshwright.data.batch import ramp_of
@@ -13,59 +8,29 @@ from meshwright.errors import ConfigError, divisors, refuse
 from meshwright.fine_tuning import FineTune
 from meshwright.models.families import builtin_name
 from meshwright.models.remat import REMAT_POLICIES
+from meshwright.ranges import check_ranges
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES
 
-_COUNTED = frozenset({"vocab", "vocab_multiple", "width", "layers", "heads", "kv_heads", "head_size", "mlp"})
-"""Model sizes of at least 1 unless their default is 0; others, such as shared experts, may be 0."""
-_FROM_1 = "steps batch seq microbatches virtual_stages unroll logits_mib max_to_keep log_every attention_block"
-_FROM_0 = "data.sample data.sample_every optimizer.warmup_steps training.eval_every training.eval_samples fsdp_min_size"
+_MOST_SAMPLES = 2**62
+"""Samples are counted in 64 bits."""
 
 
 def check_sizes(run: Run) -> None:
-    """Raises ConfigError for a number of the run, or a size of its model, that is out of range."""
-    low = {**{f"training.{name}": 1 for name in _FROM_1.split()}, **dict.fromkeys(_FROM_0.split(), 0)}
-    given = [(name, operator.attrgetter(name)(run), least) for name, least in low.items()]
-    for field in dataclasses.fields(run.model):
-        counted = field.name in _COUNTED and field.default != 0
-        given.append((f"model.{field.name}", getattr(run.model, field.name), int(counted)))
-    for name, size, least in given:
-        most = 10**5 if name == "model.layers" else 2**62
-        if (type(size) is int and not least <= size <= most) or (type(size) is float and not math.isfinite(size)):
-            option = _as_given(run, name)
-            truth = f"it is at least {least}" if size < least else f"it is a number up to {most}"
-            raise ConfigError(f"{option} {size}", truth, f"{option} {max(1, -size)}")
-    t, o, d, inf, name = run.training, run.optimizer, run.data, math.inf, run.name
+    """Raises ConfigError for what the types of a run's fields do not say: samples of all steps, and its name."""
+    check_ranges(run.model)  # a family from outside the package may not check itself
+    training, name = run.training, run.name
     is_folder = 0 < len(name) < 200 and name.isprintable() and "/" not in name and name[0] != "."
-    for option, value, truth, right, fix in (
-        ("training.steps", t.steps, "its samples are counted in 64 bits", t.steps * t.batch < 2**62, "1000000"),
-        ("training.save-every", t.save_every, "it counts steps; 0 saves at the end", t.save_every >= 0, 0),
-        ("training.seed", t.seed, "it is from 0 to 2^32 - 1", 0 <= t.seed < 2**32, t.seed % 2**32),
-        ("training.dropout", t.dropout, "it must be at least 0 and below 1", 0 <= t.dropout < 1, 0.1),
-        ("training.z-loss", t.z_loss, "it is at least 0, and finite", 0 <= t.z_loss < inf, 1e-4),
-        ("training.attention-block", t.attention_block, "it is a multiple of 128", t.attention_block % 128 == 0, 512),
-        ("lr", o.learning_rate, "it must be positive, and finite", 0 < o.learning_rate < inf, 3e-4),
-        ("optimizer.final-lr-fraction", o.final_lr_fraction, "it lies in [0, 1]", 0 <= o.final_lr_fraction <= 1, 0.1),
-        ("optimizer.beta1", o.beta1, "within [0, 1)", 0 <= o.beta1 < 1, 0.9),
-        ("optimizer.beta2", o.beta2, "within [0, 1)", 0 <= o.beta2 < 1, 0.9),
-        ("optimizer.epsilon", o.epsilon, "it is at least 0, and finite", 0 <= o.epsilon < inf, 1e-8),
-        ("optimizer.weight-decay", o.weight_decay, "it is at least 0, and finite", 0 <= o.weight_decay < inf, 0.1),
-        ("optimizer.grad-clip-norm", o.grad_clip_norm, "it is at least 0, which disables it", o.grad_clip_norm >= 0, 1),
-        ("data.held-out", d.held_out, "it must be at least 0 and below 1", 0 <= (d.held_out or 0) < 1, 0.1),
-        ("name", repr(name), "it is the name of a folder", is_folder, "run"),
-    ):
-        if not right:
-            option = _as_given(run, option)
-            raise ConfigError(f"{option} {value}", truth, f"{option} {fix}")
-
-
-def _as_given(run: Run, name: str) -> str:
-    """Returns a field of the run as its user gives it: an option, or its path where the command line has none."""
-    part, _, field = name.replace("-", "_").rpartition(".")
-    hint = typing.get_type_hints(type(getattr(run, part)), include_extras=True).get(field) if part else None
-    if tyro.conf.Fixed in getattr(hint, "__metadata__", ()):
-        return f"{part}.{field}"
-    return f"--{name.replace('_', '-')}"
+    samples = training.steps * training.batch
+    refuse(
+        (
+            samples >= _MOST_SAMPLES,
+            f"--steps {training.steps} --batch {training.batch}",
+            f"{samples:.3g} samples are more than 2^62, as far as they are counted",
+            "--steps 1000000",
+        ),
+        (not is_folder, f"--name {name!r}", "it is the name of a folder", "--name run"),
+    )
 
 
 def check_batch(run: Run, shape: MeshShape) -> None:
@@ -73,7 +38,7 @@ def check_batch(run: Run, shape: MeshShape) -> None:
     training = run.training
     parts = shape.over(BATCH_AXES) * training.microbatches
     for batch in ramp_of(training).sizes:
-        if batch < 1 or batch % parts:
+        if batch % parts:
             below, above = batch // parts * parts, (batch // parts + 1) * parts
             option = "--batch" if batch == training.batch else "--training.batch-ramp with"
             raise ConfigError(
@@ -89,8 +54,8 @@ def check_sequence(run: Run, shape: MeshShape) -> None:
     seq, spec = run.training.seq, run.model.spec()
     # With context parallelism each device has one chunk from the front and one from the back (load balancing).
     parts = (2 if shape.context > 1 else 1) * shape.context * shape.tensor
-    if seq < 1 or seq % parts:
-        legal = ", ".join(str(d) for d in divisors(max(seq, 1)) if d <= 64)
+    if seq % parts:
+        legal = ", ".join(str(d) for d in divisors(seq) if d <= 64)
         axes = f"tensor={shape.tensor}" + (f", context={shape.context}" if shape.context > 1 else "")
         raise ConfigError(
             f"sequences of {seq} tokens on {axes}",
@@ -123,7 +88,7 @@ def check_saved(run: Run, shape: MeshShape) -> None:
     saved, stages = training.saved_layers, shape.stage > 1
     offloads = REMAT_POLICIES[training.remat].offloaded
     refuse(
-        (not 0 <= saved <= layers, f"{saved} saved layers", f"the model has {layers} layers", f"0 to {layers}"),
+        (saved > layers, f"{saved} saved layers", f"the model has {layers} layers", f"0 to {layers}"),
         (
             saved > 0 and stages,
             f"{saved} saved layers on mesh {shape}",
@@ -140,16 +105,13 @@ def check_saved(run: Run, shape: MeshShape) -> None:
 
 
 def check_fine_tuning(run: Run, shape: MeshShape) -> None:
-    """Raises ConfigError for a number of the fine-tuning that is out of range, and for options that conflict."""
+    """Raises ConfigError for options of the fine-tuning that conflict."""
     tuning, training = run.finetune, run.training
     if tuning == FineTune():
         return
     lora, preferences = tuning.method == "lora", tuning.objective == "preferences"
     asked_lora = "--finetune.method lora with"
     refuse(
-        (tuning.rank < 1, f"adapters of rank {tuning.rank}", "a rank is at least 1", "--finetune.rank 16"),
-        (tuning.alpha <= 0, f"alpha {tuning.alpha}", "it scales the adapters, above 0", "--finetune.alpha 32"),
-        (tuning.beta <= 0, f"beta {tuning.beta}", "it weighs the reference, above 0", "--finetune.beta 0.1"),
         (not tuning.targets, "adapters of no matrix", "lora trains only adapters", "--finetune.targets all"),
         (
             not lora and tuning.base != "compute",

@@ -5,12 +5,12 @@ from typing import Annotated
 
 import tyro
 
-from meshwright.config import Data, MeshShape, Optimizer, Training
-from meshwright.faults import Faults
+from meshwright.config import Data, Faults, MeshShape, Optimizer, Training
 from meshwright.fine_tuning import FineTune
 from meshwright.formatting import Shown
 from meshwright.models.model import Model
 from meshwright.plugins import keep_names, name_of
+from meshwright.ranges import NonNegativeInt, Ranged
 from meshwright.storage.tiers import LocalCheckpoints
 
 # On the command line a mesh is one word.
@@ -24,7 +24,7 @@ _MESH = tyro.constructors.PrimitiveConstructorSpec(
 
 
 @dataclasses.dataclass(frozen=True)
-class Run(Shown):
+class Run(Shown, Ranged):
     """Training run. The same Run gives the same numbers on any mesh.
 
     Example:
@@ -39,7 +39,7 @@ class Run(Shown):
     """Degrees of the mesh axes; None uses all devices found."""
     layout: str = "fsdp"
     """Layout of tensors on the mesh: fsdp, zero1, or module:attribute of a `Layout`."""
-    fsdp_min_size: Annotated[int, tyro.conf.Fixed] = 2**12
+    fsdp_min_size: Annotated[NonNegativeInt, tyro.conf.Fixed] = 2**12
     """Parameters of fewer elements (per layer) are not sharded over `fsdp`."""
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
@@ -55,5 +55,6 @@ class Run(Shown):
     """Name of the output folder."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         keep_names(self, "layout")
         object.__setattr__(self, "reporters", tuple(name_of(reporter) for reporter in self.reporters))

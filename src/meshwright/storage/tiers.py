@@ -6,10 +6,11 @@ from typing import Annotated
 import tyro
 
 from meshwright.errors import ConfigError
+from meshwright.ranges import NonNegativeInt, PositiveInt, Ranged
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalCheckpoints:
+class LocalCheckpoints(Ranged, part="local-checkpoints"):
     """Checkpoints on each host's own disk or in its memory (`/dev/shm`), besides those in the output folder.
 
     Example:
@@ -19,14 +20,15 @@ class LocalCheckpoints:
 
     path: str | None = None
     """Folder on each host's own disk or in its memory, such as /dev/shm; None keeps no such checkpoints."""
-    every: int = 0
+    every: NonNegativeInt = 0
     """Steps between two of them; 0 keeps none. Between two, `--training.save-every` writes to the output folder."""
-    max_to_keep: Annotated[int, tyro.conf.Fixed] = 2
+    max_to_keep: Annotated[PositiveInt, tyro.conf.Fixed] = 2
     """Checkpoints to keep there; another has room beside them while it is written. With two, hosts that stopped at
     different steps have one in common."""
 
     def __post_init__(self) -> None:
-        if (self.path is None) != (self.every == 0) or self.every < 0:
+        super().__post_init__()
+        if (self.path is None) != (self.every == 0):
             raise ConfigError(
                 f"--local-checkpoints.path {self.path} with --local-checkpoints.every {self.every}",
                 "one is the place, the other the period",
@@ -35,5 +37,3 @@ class LocalCheckpoints:
         if self.path is not None and "://" in self.path:
             truth, fix = "every host has its own, a bucket is shared", "a folder on each host's disk"
             raise ConfigError(f"--local-checkpoints.path {self.path}", truth, f"{fix}; --out may be in a bucket")
-        if self.max_to_keep < 1:
-            raise ConfigError(f"local_checkpoints.max_to_keep {self.max_to_keep}", "it is at least 1", "1")

@@ -2,8 +2,11 @@
 
 import dataclasses
 import time
+from typing import Annotated
 
-from meshwright.errors import ConfigError
+import msgspec
+
+from meshwright.ranges import Ranged, Seconds
 
 BEATS = "MESHWRIGHT_BEATS"
 """Variable with the number of an open file that takes a process's signs, for the one that supervises it."""
@@ -23,22 +26,12 @@ class Phases:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Watchdog:
+class Watchdog(Ranged, part="watchdog"):
     """Limits after which hosts that wait for another stop, with exit code 75."""
 
-    silence: float = 20.0
-    """Seconds without a sign of a host (it died, was stopped, or its network is cut) after which all others stop; at
-    least 2."""
-    stall: float = 600.0
+    silence: Annotated[float, msgspec.Meta(ge=2, le=1e9)] = 20.0
+    """Seconds without a sign of a host (it died, was stopped, or its network is cut) after which all others stop. Signs
+    come up to a second apart, and a busy host is late: at least 2."""
+    stall: Seconds = 600.0
     """Seconds that a host may spend in one step, in waiting for data, or in saving; compiling, restoring and evaluating
     may take ten times as long. 0 sets no limit."""
-
-    def __post_init__(self) -> None:
-        if self.silence < 2:
-            raise ConfigError(
-                f"--watchdog.silence {self.silence:g}",
-                "signs come up to a second apart, and a busy host is late",
-                "--watchdog.silence 20",
-            )
-        if self.stall < 0:
-            raise ConfigError(f"--watchdog.stall {self.stall:g}", "it is a number of seconds", "--watchdog.stall 600")

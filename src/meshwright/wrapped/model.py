@@ -17,6 +17,7 @@ from meshwright.models.model import Model
 from meshwright.planner.estimate import estimate_model
 from meshwright.planner.search import search_model
 from meshwright.plugins import load, name_of
+from meshwright.ranges import NonNegativeInt
 from meshwright.runs.placed_run import place_model
 from meshwright.runs.recipe import change_fields
 from meshwright.runs.run import Run
@@ -52,7 +53,7 @@ class Wrapped(Model):
     """
 
     unit: ClassVar[str] = "examples"
-    vocab: int | None = 0
+    vocab: NonNegativeInt | None = 0
     """No vocabulary: batches are arrays."""
     name: str = ""
     """`FILE.py:attribute` of the object, by which another process finds it; empty where it has no such name."""

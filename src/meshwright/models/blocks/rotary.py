@@ -5,24 +5,30 @@ Linear, Llama 3.1's, and YaRN (Peng et al. 2023, arXiv:2309.00071).
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
+
+from meshwright.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, Ranged
+
+RotaryBase = Annotated[float, msgspec.Meta(gt=1, le=1e300)]
+"""Base of rotary frequencies."""
 
 
 @dataclasses.dataclass(frozen=True)
-class RopeScaling:
+class RopeScaling(Ranged, part="model.rope-scaling"):
     """Llama 3.1's scaling of low frequencies for long contexts (arXiv:2407.21783; meta-llama `apply_scaling`)."""
 
-    factor: float = 8.0
+    factor: PositiveFloat = 8.0
     """Factor by which low frequencies are divided."""
-    low_freq_factor: float = 1.0
+    low_freq_factor: PositiveFloat = 1.0
     """Wavelengths above original_max_position_embeddings / low_freq_factor are scaled by the full factor."""
-    high_freq_factor: float = 4.0
+    high_freq_factor: PositiveFloat = 4.0
     """Wavelengths below original_max_position_embeddings / high_freq_factor are not scaled."""
-    original_max_position_embeddings: int = 8192
+    original_max_position_embeddings: PositiveInt = 8192
     """Longest sequence of the pre-training before the extension."""
 
 
@@ -63,18 +69,18 @@ def apply_rope(
 
 
 @dataclasses.dataclass(frozen=True)
-class Yarn:
+class Yarn(Ranged, part="model.yarn"):
     """Scaling of the low rotary frequencies, with a factor on queries and keys."""
 
-    factor: float = 32.0
+    factor: PositiveFloat = 32.0
     """Factor by which low frequencies are divided."""
-    beta_fast: float = 32.0
+    beta_fast: PositiveFloat = 32.0
     """Pairs that turn more often than this in the original context keep their frequency."""
-    beta_slow: float = 1.0
+    beta_slow: PositiveFloat = 1.0
     """Pairs that turn less often than this are scaled by the full factor; those between in part."""
-    original_max_position_embeddings: int = 4096
+    original_max_position_embeddings: PositiveInt = 4096
     """Longest sequence of the pre-training before the extension."""
-    attention_factor: float | None = None
+    attention_factor: PositiveFloat | None = None
     """Factor on queries and keys after rotation; None is 0.1 ln(factor) + 1."""
     bounds: Literal["whole", "exact"] = "whole"
     """Whether the first and the last pair that are scaled in part are rounded outward (whole), or not (GPT-OSS)."""
@@ -114,11 +120,11 @@ class Yarn:
 class LatentYarn(Yarn):
     """YaRN of latent attention, with a factor on attention scores besides (DeepSeek-V2, arXiv:2405.04434)."""
 
-    factor: float = 40.0
+    factor: PositiveFloat = 40.0
     """Factor by which low frequencies are divided."""
-    mscale: float = 1.0
+    mscale: NonNegativeFloat = 1.0
     """Weight of ln(factor) in the factor on rotated queries and keys, over that of `mscale_all_dim`; 0 is none."""
-    mscale_all_dim: float = 1.0
+    mscale_all_dim: NonNegativeFloat = 1.0
     """Weight of ln(factor) in the factor on scores, (0.1 mscale_all_dim ln(factor) + 1)^2; 0 has no such factor."""
 
     @property

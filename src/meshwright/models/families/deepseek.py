@@ -6,19 +6,20 @@ routed and shared experts after them. A further layer may predict the token afte
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
+import msgspec
 
 from meshwright.config import MeshShape
-from meshwright.errors import ConfigError
 from meshwright.models.blocks.latent import LatentAttention
 from meshwright.models.blocks.layers import Norm, linear
-from meshwright.models.blocks.rotary import LatentYarn, Rotary
+from meshwright.models.blocks.rotary import LatentYarn, Rotary, RotaryBase
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.families.expert_fields import DenseLayersFirst
 from meshwright.models.model import MTP, ForwardContext, LatentSpec, Layer, ModelSpec
+from meshwright.ranges import NonNegativeFloat, PositiveInt
 from meshwright.sharding.params import Param, Tree
 from meshwright.words import AXES
 
@@ -34,25 +35,25 @@ class Deepseek(DenseLayersFirst):
         (48, 32, 80)
     """
 
-    q_lora_rank: int | None = 96
+    q_lora_rank: PositiveInt | None = 96
     """Width of the latent of queries; None projects queries from the layer's input (V2-Lite)."""
-    kv_lora_rank: int = 64
+    kv_lora_rank: PositiveInt = 64
     """Width of the latent of keys and values."""
-    qk_nope_head_dim: int = 32
+    qk_nope_head_dim: PositiveInt = 32
     """Part of a query and a key without rotation."""
-    qk_rope_head_dim: int = 16
+    qk_rope_head_dim: Annotated[int, msgspec.Meta(ge=2, multiple_of=2)] = 16
     """Rotated part of a query, and of the key that all heads share."""
-    v_head_dim: int = 32
+    v_head_dim: PositiveInt = 32
     """Size of a value."""
-    rope_theta: float = 10000.0
+    rope_theta: RotaryBase = 10000.0
     """Base of the rotary frequencies."""
     yarn: LatentYarn | None = None
     """Scaling of rotary frequencies and scores for long sequences (YaRN)."""
-    norm_epsilon: float = 1e-6
+    norm_epsilon: NonNegativeFloat = 1e-6
     """Constant added to the mean square in RMSNorm."""
     mtp_depth: Literal[0, 1] = 0
     """Further tokens that training predicts: 1 is the token after the next (MTP, section 2.2)."""
-    mtp_weight: float = 0.3
+    mtp_weight: NonNegativeFloat = 0.3
     """Weight of the loss of the further token."""
     aux_loss_weight: float = 0.01
     router_z_loss_weight: float = 0.001
@@ -64,10 +65,6 @@ class Deepseek(DenseLayersFirst):
 
     def build(self) -> Decoder:
         """Returns the dense layers, then the layers with experts."""
-        if self.qk_rope_head_dim % 2:
-            raise ConfigError(
-                f"a rotary key of {self.qk_rope_head_dim} features", "they rotate in pairs", "an even qk_rope_head_dim"
-            )
         latent = LatentSpec(self.q_lora_rank, self.kv_lora_rank, self.qk_rope_head_dim, self.v_head_dim)
         rotary = Rotary(self.qk_rope_head_dim, self.rope_theta, self.yarn, pairs="neighbours")
         attention = LatentAttention(self.width, self.heads, self.qk_nope_head_dim, latent, rotary, self.out_std)

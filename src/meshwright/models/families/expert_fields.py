@@ -13,6 +13,7 @@ from meshwright.models.blocks.layers import Norm
 from meshwright.models.decoder import Block, Decoder, DecoderModel
 from meshwright.models.families.fields import TiedOrNot
 from meshwright.models.model import Aux, Kind, Metrics
+from meshwright.ranges import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from meshwright.sharding.params import Tree
 
 
@@ -20,19 +21,19 @@ from meshwright.sharding.params import Tree
 class RoutedExperts(DecoderModel):
     """Routed experts: a token uses some of them."""
 
-    experts: int = 8
+    experts: PositiveInt = 8
     """Experts E of a layer."""
-    experts_per_token: int = 2
+    experts_per_token: PositiveInt = 2
     """Experts that a token is routed to, k."""
-    expert_mlp: int = 384
+    expert_mlp: PositiveInt = 384
     """Feed-forward width F of an expert."""
-    expert_buffer_factor: float = 0.0
+    expert_buffer_factor: NonNegativeFloat = 0.0
     """Rows that a device of the mesh axis `expert` has room for, as a multiple of an even share; for `dropless`. Rows
     beyond are dropped and counted as `choices dropped`. 0 has room for the most that can arrive, up to `expert` times
     the share, and gives the numbers of one device."""
-    aux_loss_weight: float = 0.001
+    aux_loss_weight: NonNegativeFloat = 0.001
     """Weight of the load-balancing loss, summed over layers (DeepSeek-V3, equations 17 to 20)."""
-    router_z_loss_weight: float = 0.0
+    router_z_loss_weight: NonNegativeFloat = 0.0
     """Weight of the router's z-loss, summed over layers (ST-MoE, arXiv:2202.08906, equation 5)."""
 
     def routed(self, **changes: Any) -> Experts:
@@ -77,21 +78,21 @@ class ChoiceOfExperts(RoutedExperts):
     """Scores of the router's logits: softmax over experts, or a sigmoid of each (DeepSeek-V3)."""
     normalize_top_k: bool = True
     """Whether the scores of a token's experts are scaled to sum to one."""
-    routed_scaling: float = 1.0
+    routed_scaling: PositiveFloat = 1.0
     """Factor on the weights of routed experts (DeepSeek-V3: 2.5)."""
-    expert_groups: int = 1
+    expert_groups: PositiveInt = 1
     """Groups of neighbouring experts; a token uses its best `topk_groups` (DeepSeek-V3: 8, of which 4)."""
-    topk_groups: int = 1
+    topk_groups: PositiveInt = 1
     """Groups whose experts a token may use."""
     dispatch: Literal["dropless", "capacity"] = "dropless"
     """Dispatch of tokens to experts: all of them, in groups of unequal size (dropless), or as many of each sequence as
     an expert has capacity for (capacity)."""
-    capacity_factor: float = 1.25
+    capacity_factor: PositiveFloat = 1.25
     """Capacity of an expert as a multiple of an even share of a sequence's tokens; for `capacity`."""
     expert_exchange: ExchangeType = "compute"
     """Type of the rows that go to experts, for `dropless`: the compute dtype, or fp8 with a scale for each row, as in
     DeepSeek-V3; what comes back, and gradients, stay in the compute dtype. Rows are rounded on every mesh."""
-    bias_update_rate: float = 0.0
+    bias_update_rate: NonNegativeFloat = 0.0
     """Step of the router bias that balances load without an auxiliary loss (DeepSeek-V3, section 2.1.2); 0 disables
     it."""
 
@@ -120,11 +121,11 @@ class ChoiceOfExperts(RoutedExperts):
 class DenseLayersFirst(ChoiceOfExperts, TiedOrNot):
     """Leading dense layers, then layers with routed and shared experts."""
 
-    mlp: int = 384
+    mlp: PositiveInt = 384
     """Feed-forward width F of the dense layers."""
-    shared_experts: int = 0
+    shared_experts: NonNegativeInt = 0
     """Experts that every token uses (DeepSeek)."""
-    dense_layers: int = 0
+    dense_layers: NonNegativeInt = 0
     """Leading layers without experts (DeepSeek)."""
 
     def dense_then_experts(self, attention: Kind, norm: Norm, **place: Any) -> Decoder:

@@ -1,7 +1,6 @@
 """Fields that families have in common, and the layer kinds that are made of them."""
 
 import dataclasses
-import math
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -9,8 +8,9 @@ import tyro
 from meshwright.errors import ConfigError, refuse
 from meshwright.models.blocks.attention import Attention
 from meshwright.models.blocks.layers import Norm
-from meshwright.models.blocks.rotary import RopeScaling, Rotary, Yarn
+from meshwright.models.blocks.rotary import RopeScaling, Rotary, RotaryBase, Yarn
 from meshwright.models.decoder import Block, DecoderModel, head_size_of
+from meshwright.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, Share
 
 LEARNED = Annotated[Literal["none", "learned"], tyro.conf.Fixed]
 
@@ -19,13 +19,13 @@ LEARNED = Annotated[Literal["none", "learned"], tyro.conf.Fixed]
 class GroupedQuery(DecoderModel):
     """Grouped-query attention with rotary embedding and RMSNorm."""
 
-    kv_heads: int = 4
+    kv_heads: PositiveInt = 4
     """Key/value heads K; fewer than `heads` is grouped-query attention (GQA, arXiv:2305.13245)."""
-    head_size: int | None = None
+    head_size: PositiveInt | None = None
     """Head size H; None is width / heads."""
-    rope_theta: float = dataclasses.field(default=10000.0, kw_only=True)
+    rope_theta: RotaryBase = dataclasses.field(default=10000.0, kw_only=True)
     """Base of the rotary frequencies."""
-    norm_epsilon: Annotated[float, tyro.conf.Fixed] = dataclasses.field(default=1e-5, kw_only=True)
+    norm_epsilon: Annotated[NonNegativeFloat, tyro.conf.Fixed] = dataclasses.field(default=1e-5, kw_only=True)
     """Constant added to the mean square in RMSNorm."""
 
     @property
@@ -34,13 +34,8 @@ class GroupedQuery(DecoderModel):
         return Norm("rms", self.norm_epsilon)
 
     def rotary(self, **changes: Any) -> Rotary:
-        """Returns the rotation of heads. Raises ConfigError for numbers that make no frequencies."""
-        made = {"size": head_size_of(self), "theta": self.rope_theta, **changes}
-        for name, value, fix in (("theta", made["theta"], 10000), ("factor", made.get("factor", 1.0), 1)):
-            if not 0 < value < math.inf:
-                truth = "rotary frequencies are made of it, and it must be positive"
-                raise ConfigError(f"model.rope_{name} = {value:g}", truth, f"--model.rope-{name} {fix}")
-        return Rotary(**made)
+        """Returns the rotation of heads."""
+        return Rotary(**{"size": head_size_of(self), "theta": self.rope_theta, **changes})
 
     def attention(self, **changes: Any) -> Attention:
         """Returns the attention of the fields. changes: of the fields of `Attention`."""
@@ -54,7 +49,7 @@ class ScaledRotary(GroupedQuery):
 
     rope_scaling: RopeScaling | None = None
     """Scaling of the low rotary frequencies (Llama 3.1 and later)."""
-    rope_factor: Annotated[float, tyro.conf.Fixed] = 1.0
+    rope_factor: Annotated[PositiveFloat, tyro.conf.Fixed] = 1.0
     """Factor by which all rotary frequencies are divided (linear position interpolation, arXiv:2306.15595)."""
     yarn: Yarn | None = None
     """Scaling of the low rotary frequencies for long contexts (YaRN; Qwen2.5 and Qwen3 beyond 32k tokens)."""
@@ -73,7 +68,7 @@ class ScaledRotary(GroupedQuery):
 class PartialRotary(ScaledRotary):
     """Rotation of the first features of each head."""
 
-    rotary_fraction: float = 0.25
+    rotary_fraction: Share = 0.25
     """Fraction of a head that rotates."""
 
     def rotary(self, **changes: Any) -> Rotary:
@@ -103,7 +98,7 @@ class TiedOrNot(DecoderModel):
 class Projections(GroupedQuery):
     """Window, biases and norms of Llama's relatives."""
 
-    sliding_window: int | None = None
+    sliding_window: PositiveInt | None = None
     """Positions a token attends to, itself included (Mistral); None is all before it."""
     qkv_bias: LEARNED = "none"
     """Bias of the query, key and value projections (Qwen2)."""
@@ -125,18 +120,6 @@ class Projections(GroupedQuery):
         return super().attention(**{**made, **changes})
 
 
-def local_and_global(c: Any, block: Block, local: Attention, least: int = 0) -> list[Block]:
-    """Returns `c.local_layers` layers with the attention `local`, then `block`.
-
-    least: local layers that the family has at least. Raises ConfigError for fewer, or for an empty window.
-    """
-    kind, other = type(c), ", or the family llama for layers of one kind" if least else ""
-    refuse(
-        (
-            c.local_layers < least or c.sliding_window < 1,
-            f"{c.local_layers} local layers with a window of {c.sliding_window}",
-            f"there are {least or 'none'} or more, and a token attends to itself at least",
-            f"--model.local-layers {kind.local_layers} --model.sliding-window {kind.sliding_window}{other}",
-        )
-    )
+def local_and_global(c: Any, block: Block, local: Attention) -> list[Block]:
+    """Returns `c.local_layers` layers with the attention `local`, then `block`."""
     return [dataclasses.replace(block, attention=local)] * c.local_layers + [block]

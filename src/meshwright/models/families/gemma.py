@@ -17,8 +17,10 @@ from typing import Any
 from meshwright.models.blocks.attention import Attention
 from meshwright.models.blocks.feed_forward import FeedForward
 from meshwright.models.blocks.layers import Norm
+from meshwright.models.blocks.rotary import RotaryBase
 from meshwright.models.decoder import Block, Decoder, head_size_of
 from meshwright.models.families.fields import GroupedQuery, local_and_global
+from meshwright.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,15 +29,15 @@ class Gemma(GroupedQuery):
 
     layers: int = 6
     kv_heads: int = 2
-    mlp: int = 384
+    mlp: PositiveInt = 384
     """Feed-forward width F."""
-    local_layers: int = 5
+    local_layers: NonNegativeInt = 5
     """Layers with a sliding window before each layer without."""
-    sliding_window: int = 512
+    sliding_window: PositiveInt = 512
     """Positions that a token attends to in local layers, itself included."""
     rope_theta: float = 1000000.0
     """Base of the rotary frequencies in global layers."""
-    query_scale: float | None = None
+    query_scale: PositiveFloat | None = None
     """Attention scores are divided by the root of this; None is the head size."""
     norm_epsilon: float = 1e-6
 
@@ -67,9 +69,9 @@ class Gemma3(Gemma):
         [512, 512, 512, 512, 512, None]
     """
 
-    rope_factor: float = 1.0
+    rope_factor: PositiveFloat = 1.0
     """Factor by which the positions of global layers are divided, for longer sequences than those of pre-training."""
-    local_rope_theta: float = 10000.0
+    local_rope_theta: RotaryBase = 10000.0
     """Base of the rotary frequencies in local layers."""
 
     def build(self) -> Decoder:
@@ -95,9 +97,9 @@ class Gemma2(Gemma):
     sliding_window: int = 4096
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
-    softcap: float | None = 50.0
+    softcap: PositiveFloat | None = 50.0
     """Soft cap of the attention scores; None for no cap."""
-    logit_softcap: float | None = 30.0
+    logit_softcap: PositiveFloat | None = 30.0
     """Soft cap of the logits; None for no cap."""
 
     def build(self) -> Decoder:

@@ -13,6 +13,7 @@ from meshwright.models.blocks.feed_forward import FeedForward
 from meshwright.models.blocks.layers import Norm
 from meshwright.models.decoder import Block, Decoder, DecoderModel, head_size_of
 from meshwright.models.families.fields import LEARNED
+from meshwright.ranges import NonNegativeFloat, PositiveInt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +26,11 @@ class Gpt2(DecoderModel):
         1024
     """
 
-    positions: int = 1024
+    positions: PositiveInt = 1024
     """Longest sequence: rows of the table of positions."""
     bias: LEARNED = "learned"
     """Biases of projections and norms."""
-    norm_epsilon: float = 1e-5
+    norm_epsilon: NonNegativeFloat = 1e-5
     """Constant added to the variance in LayerNorm."""
 
     def build(self) -> Decoder:

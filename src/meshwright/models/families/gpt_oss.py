@@ -15,6 +15,7 @@ from meshwright.models.blocks.rotary import Yarn
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.families.expert_fields import RoutedExperts
 from meshwright.models.families.fields import GroupedQuery, local_and_global
+from meshwright.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,17 +29,17 @@ class GptOss(RoutedExperts, GroupedQuery):
     """
 
     kv_heads: int = 2
-    local_layers: int = 1
+    local_layers: NonNegativeInt = 1
     """Layers with a sliding window before each layer without."""
-    sliding_window: int = 128
+    sliding_window: PositiveInt = 128
     """Positions that a token attends to in local layers, itself included."""
     rope_theta: float = 150000.0
     rope_scaling: Yarn | None = None
     """Scaling of the low rotary frequencies."""
     experts_per_token: int = 4
-    swiglu_alpha: float = 1.702
+    swiglu_alpha: PositiveFloat = 1.702
     """Factor of the gate inside of the sigmoid."""
-    swiglu_limit: float = 7.0
+    swiglu_limit: PositiveFloat = 7.0
     """Largest gate, and largest size of the other factor."""
 
     def build(self) -> Decoder:

@@ -11,6 +11,7 @@ import dataclasses
 from meshwright.models.blocks.feed_forward import FeedForward
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.families.fields import LEARNED, Projections, ScaledRotary, TiedOrNot
+from meshwright.ranges import PositiveInt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Llama(Projections, ScaledRotary, TiedOrNot):
         (64, 2)
     """
 
-    mlp: int = 384
+    mlp: PositiveInt = 384
     """Feed-forward width F."""
     mlp_bias: LEARNED = "none"
     """Bias of the three projections of dense feed-forward layers (`mlp_bias` of Llama's configuration)."""

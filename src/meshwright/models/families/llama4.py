@@ -15,6 +15,7 @@ from meshwright.models.blocks.feed_forward import FeedForward
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.families.expert_fields import RoutedExperts
 from meshwright.models.families.fields import ScaledRotary, TiedOrNot
+from meshwright.ranges import NonNegativeFloat, PositiveInt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,20 +28,20 @@ class Llama4(RoutedExperts, ScaledRotary, TiedOrNot):
         [('dense_blocks', 8192), ('blocks', 8192), ('dense_blocks', 8192), ('blocks', None)]
     """
 
-    mlp: int = 384
+    mlp: PositiveInt = 384
     """Feed-forward width F of the dense layers."""
     rope_theta: float = 500000.0
-    no_rope_interval: int = 4
+    no_rope_interval: PositiveInt = 4
     """Layers of which the last has no rotary embedding."""
-    attention_chunk: int = 8192
+    attention_chunk: PositiveInt = 8192
     """Tokens of a chunk, within which rotary layers attend."""
     qk_l2_norm: Literal["none", "rotary"] = "rotary"
     """Whether rotary layers divide queries and keys by their root mean square, after rotation."""
-    temperature_scale: float = 0.1
+    temperature_scale: NonNegativeFloat = 0.1
     """Growth s of the queries of layers without rotary embedding: times 1 + s ln(1 + floor((position + 1) / p))."""
-    temperature_floor: int = 8192
+    temperature_floor: PositiveInt = 8192
     """Positions p after which the queries grow."""
-    expert_interval: int = 1
+    expert_interval: PositiveInt = 1
     """Layers of which the last has experts; 1 gives all of them experts."""
     experts: int = 16
     experts_per_token: int = 1
@@ -49,17 +50,10 @@ class Llama4(RoutedExperts, ScaledRotary, TiedOrNot):
         """Returns the layers by turns."""
         refuse(
             (
-                not 1 <= self.expert_interval <= self.layers,
+                self.expert_interval > self.layers,
                 f"{self.layers} layers of which every {self.expert_interval}-th has experts",
                 "at least one layer has experts",
-                f"--model.expert-interval {max(1, min(self.expert_interval, self.layers))}",
-            ),
-            (
-                min(self.no_rope_interval, self.attention_chunk, self.temperature_floor) < 1,
-                f"every {self.no_rope_interval}-th layer without rotary embedding, chunks of {self.attention_chunk} "
-                "tokens",
-                "both are 1 at least",
-                "--model.no-rope-interval 4 --model.attention-chunk 8192",
+                f"--model.expert-interval {self.layers}",
             ),
         )
         period = math.lcm(self.no_rope_interval, self.expert_interval)

@@ -11,6 +11,7 @@ from meshwright.models.blocks.feed_forward import FeedForward
 from meshwright.models.blocks.rotary import Yarn
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.families.fields import LEARNED, Projections, TiedOrNot, local_and_global
+from meshwright.ranges import PositiveInt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Olmo3(Projections, TiedOrNot):
         [4096, 4096, 4096, None]
     """
 
-    mlp: int = 384
+    mlp: PositiveInt = 384
     """Feed-forward width F."""
     mlp_bias: LEARNED = "none"
     """Bias of the three projections of feed-forward layers."""
@@ -31,11 +32,11 @@ class Olmo3(Projections, TiedOrNot):
     yarn: Yarn | None = None
     """Scaling of the low rotary frequencies of global layers, for long contexts (YaRN)."""
     norm_epsilon: float = 1e-6
-    sliding_window: int = 4096
+    sliding_window: PositiveInt = 4096
     """Positions that a token attends to in local layers, itself included."""
     qk_norm: Literal["none", "rms", "rms_heads"] = "rms_heads"
     norm_place: Literal["before", "after"] = "after"
-    local_layers: int = 3
+    local_layers: PositiveInt = 3
     """Layers with a sliding window before each layer without."""
 
     def build(self) -> Decoder:
@@ -43,4 +44,4 @@ class Olmo3(Projections, TiedOrNot):
         last = self.attention(window=None, rotary=self.rotary(scaling=self.yarn))
         feed_forward = FeedForward(self.width, self.mlp, self.out_std, bias=self.mlp_bias == "learned")
         block = Block("blocks", last, feed_forward, self.norm, self.norm_place)
-        return self.repeat(*local_and_global(self, block, self.attention(), least=1))
+        return self.repeat(*local_and_global(self, block, self.attention()))

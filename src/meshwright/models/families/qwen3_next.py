@@ -12,6 +12,9 @@ All layers have experts, and a shared one whose output a sigmoid scales. Norms m
 """
 
 import dataclasses
+from typing import Annotated
+
+import msgspec
 
 from meshwright.errors import refuse
 from meshwright.models.blocks.delta_net import DeltaNet
@@ -20,6 +23,7 @@ from meshwright.models.decoder import Block, Decoder
 from meshwright.models.families.expert_fields import ChoiceOfExperts
 from meshwright.models.families.fields import PartialRotary, TiedOrNot
 from meshwright.models.model import DeltaSpec
+from meshwright.ranges import PositiveInt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,19 +36,19 @@ class Qwen3Next(ChoiceOfExperts, PartialRotary, TiedOrNot):
         ['linear_blocks', 'linear_blocks', 'linear_blocks', 'blocks']
     """
 
-    full_attention_interval: int = 4
+    full_attention_interval: PositiveInt = 4
     """Layers of which the last has full attention, and the others linear attention."""
-    linear_heads: int = 4
+    linear_heads: PositiveInt = 4
     """Heads of queries and keys of linear attention."""
-    linear_value_heads: int = 8
+    linear_value_heads: PositiveInt = 8
     """Value heads of linear attention; each group of them shares a key head."""
-    linear_key_size: int = 32
+    linear_key_size: PositiveInt = 32
     """Size of a query and a key of linear attention."""
-    linear_value_size: int = 32
+    linear_value_size: PositiveInt = 32
     """Size of a value of linear attention."""
-    convolution_taps: int = 4
+    convolution_taps: Annotated[int, msgspec.Meta(ge=2, le=2**20)] = 4
     """Tokens that the convolution before linear attention reads, the token itself included."""
-    shared_mlp: int = 384
+    shared_mlp: PositiveInt = 384
     """Feed-forward width F of the shared expert."""
     norm_epsilon: float = 1e-6
 
@@ -68,12 +72,6 @@ class Qwen3Next(ChoiceOfExperts, PartialRotary, TiedOrNot):
                 f"{value_heads} value heads of linear attention for {heads} key heads",
                 "each key head has the same number of value heads, one at least",
                 f"--model.linear-value-heads {2 * heads}",
-            ),
-            (
-                self.convolution_taps < 2,
-                f"a convolution of {self.convolution_taps} taps",
-                "it reads the token before at least",
-                "--model.convolution-taps 4",
             ),
         )
         experts = self.routed(shared=self.shared_mlp, shared_gate=True)

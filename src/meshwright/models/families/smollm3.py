@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Literal
 
-from meshwright.errors import ConfigError
 from meshwright.models.decoder import Decoder
 from meshwright.models.families.llama import Llama
+from meshwright.ranges import PositiveInt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,17 +21,11 @@ class SmolLM3(Llama):
     rope_theta: float = 5000000.0
     norm_epsilon: float = 1e-6
     embedding: Literal["untied", "tied"] = "tied"
-    no_rope_interval: int = 4
+    no_rope_interval: PositiveInt = 4
     """Layers of which the last has no rotary embedding."""
 
     def build(self) -> Decoder:
         """Returns layers with and without rotary embedding by turns."""
-        if self.no_rope_interval < 1:
-            raise ConfigError(
-                f"every {self.no_rope_interval}-th layer without rotary embedding",
-                "the interval is at least one layer",
-                "--model.no-rope-interval 4",
-            )
         rotary = super().build().layers[0]
         last = dataclasses.replace(rotary, attention=self.attention(rotary=None))
         return self.repeat(*[rotary] * (self.no_rope_interval - 1), last)

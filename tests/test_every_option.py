@@ -1,0 +1,135 @@
+"""Every number and every path that a verb takes, found in the verbs' own parsers: a new option is covered by itself."""
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import tyro
+
+from meshwright.cli.explain import Option
+from meshwright.cli.main import VERBS, module_of, run
+from meshwright.cli.parse import options_of
+from meshwright.errors import MeshwrightError
+from meshwright.runs.recipe import find_recipe
+
+NUMBERS = ("0", "-1", "nan", "inf", "1e30", "", "3x", "1e-300", str(2**40))
+GIVEN = {"CHIP:SIZE,...": "h100:1", "PATH ...": "x", "PATH": "x", "TEXT": "x"}
+"""Values of arguments that must be given, by metavar."""
+_RUN_FIRST = "show"
+"""Cheapest verb with the options of a Run, which are the same in all."""
+_ARITHMETIC = ("plan", "show", "launch", "recipes")
+"""Verbs that are cheap enough to run with what they accept; of the others the command line is parsed."""
+
+
+class Parsed(Exception):
+    """Ends a verb once its arguments are parsed."""
+
+
+def tables() -> Iterator[tuple[list[str], list[Option]]]:
+    """Yields the words of every verb, and of every action of one, with its options."""
+    recipe = find_recipe("qwen3-0-6b")
+    for verb in VERBS:
+        module = module_of(verb)
+        kinds = [([verb, name], kind) for name, kind in getattr(module, "ACTIONS", {}).items()]
+        for words, kind in kinds or [([verb], getattr(module, f"{verb.capitalize()}Options", None))]:
+            if kind is not None:
+                fields = [f for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING]
+                with_run = any(field.name == "run" for field in fields)
+                default = {field.name: tyro.MISSING for field in fields} | ({"run": recipe} if with_run else {})
+                yield words, list(options_of(kind, kind(**default), parts=True))
+
+
+def numeric() -> dict[str, tuple[list[str], Option]]:
+    """Returns the command line before each numeric option; an option of a Run once, for the cheapest verb."""
+    found = {}
+    for words, options in tables():
+        given = [word for option in options if option.default is tyro.MISSING for word in required(option)]
+        recipe = ["qwen3-0-6b"] if any(option.path[0] == "run" for option in options) else []
+        after = {"launch": ["tiny", "--out", "/x"], "train": ["--out", "x"]}.get(words[0], [])
+        for option in options:
+            own = option.path[0] != "run" or words == [_RUN_FIRST]
+            is_number = option.numbers is not None or option.metavar.startswith(("COUNT", "DOLLARS"))
+            if is_number and own and not option.fixed:
+                found[f"{' '.join(words)} {option.names[0]}"] = ([*words, *recipe, *given, "\0", *after], option)
+    return found
+
+
+def required(option: Option) -> list[str]:
+    value = option.choices[0] if option.choices else GIVEN[option.metavar]
+    return [value] if option.positional else [option.names[0], value]
+
+
+NUMERIC = numeric()
+
+
+@pytest.mark.parametrize("name", NUMERIC)
+def test_a_number_is_accepted_or_refused_with_its_option_and_its_range(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, option = NUMERIC[name]
+    module = module_of(words[0])
+    if words[0] not in _ARITHMETIC and option.numbers is not None:
+
+        def ended(parse: Any) -> Any:
+            def parsed(*args: Any, **kwargs: Any) -> Any:
+                parse(*args, **kwargs)
+                raise Parsed
+
+            return parsed
+
+        for attribute in {"parse", "parse_run"} & set(vars(module)):
+            monkeypatch.setattr(module, attribute, ended(getattr(module, attribute)))
+    for value in NUMBERS:
+        count = option.metavar.count("N") if option.metavar.startswith("N N") else 1
+        line = [part for word in words for part in ([option.names[0], *[value] * count] if word == "\0" else [word])]
+        legal = is_in_range(value, option)
+        try:
+            run(line)
+        except Parsed:
+            assert legal, f"{value!r} is accepted"
+        except MeshwrightError as error:
+            if not legal:
+                assert option.names[0] in error.asked and option.names[0] in error.fix, str(error)
+                assert re.fullmatch(r"it takes a .* ?(of at least|above|at most|a multiple of) .*", error.truth), str(
+                    error
+                )
+        else:
+            assert legal, f"{value!r} is accepted"
+        shown = capsys.readouterr().out
+        assert not re.search(r"\bnan\b|\binf\b|-\d+(\.\d+)? [KMGT]?i?B\b", shown), (value, shown[:2000])
+
+
+def is_in_range(word: str, option: Option) -> bool:
+    """Whether a word is a number that an option takes."""
+    kind = option.numbers
+    if kind is None:  # a count such as 4M
+        return word == str(2**40) or (word == "1e30" and option.metavar == "DOLLARS")
+    while typing.get_origin(kind) is not typing.Annotated:
+        kind = next(arm for arm in typing.get_args(kind) if arm not in (types.NoneType, ...))
+    try:
+        msgspec.convert(typing.get_args(kind)[0](word), kind)
+    except (ValueError, OverflowError):
+        return False
+    return True
+
+
+def test_plan_refuses_what_it_chooses_itself() -> None:
+    with pytest.raises(MeshwrightError, match=r"(?s)--mesh with plan.*--why fsdp=2"):
+        run(["plan", "qwen3-0-6b", "--on", "h100:2", "--mesh=fsdp=2"])
+    with pytest.raises(MeshwrightError, match=r"--training.remat with plan"):
+        run(["plan", "qwen3-0-6b", "--on", "h100:2", "--training.remat", "full"])
+
+
+def test_every_number_has_a_range_in_its_type() -> None:
+    lacking = [
+        f"{' '.join(words)} {option.names[0]}"
+        for words, options in tables()
+        for option in options
+        if option.numbers is None and re.fullmatch(r"[NX]( [NX])*( \.\.\.)?", option.metavar)
+    ]
+    assert not lacking
