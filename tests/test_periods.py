@@ -144,7 +144,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "none of the experts": ("gpt_oss", {"experts_per_token": 0}, "--model.experts-per-token 0.*at least 1"),
     "sees nothing": ("gpt_oss", {"sliding_window": 0}, "--model.sliding-window 0.*at least 1"),
     "no local layer": ("olmo3", {"local_layers": 0}, "--model.local-layers 0.*at least 1"),
-    "negative base": ("olmo3", {"rope_theta": -1.0}, "fix: .*--model.rope-theta 10000"),
+    "negative base": ("olmo3", {"rope_theta": -1.0}, "fix: .*--model.rope-theta 500000.0"),
     "two scalings": ("llama4", {"rope_scaling": RopeScaling(), "rope_factor": 2.0}, "scales the same rotary freq"),
 }
 

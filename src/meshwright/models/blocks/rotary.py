@@ -5,6 +5,7 @@ Linear, Llama 3.1's, and YaRN (Peng et al. 2023, arXiv:2309.00071).
 
 import dataclasses
 import math
+import sys
 from typing import Annotated, Literal
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 
 from meshwright.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, Ranged
 
-RotaryBase = Annotated[float, msgspec.Meta(gt=1, le=1e300)]
+RotaryBase = Annotated[float, msgspec.Meta(gt=1, le=sys.float_info.max)]
 """Base of rotary frequencies."""
 
 
