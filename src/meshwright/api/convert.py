@@ -13,7 +13,7 @@ from meshwright.checkpoint.conversion import (
 )
 from meshwright.errors import ConfigError
 from meshwright.hugging_face.hub import is_hugging_face
-from meshwright.storage.paths import in_bucket
+from meshwright.storage.paths import in_bucket, path_of, place_of
 
 
 def convert(
@@ -42,7 +42,7 @@ def convert(
         >>> done.architecture, done.tensors, sorted(file.name for file in done.out.iterdir())[:3]
         ('LlamaForCausalLM', 12, ['SHA256SUMS', 'config.json', 'model.safetensors'])
     """
-    text, folder = str(source), Path(str(source).removeprefix("hf:"))
+    text, folder, out = place_of(str(source)), path_of(str(source).removeprefix("hf:")), path_of(out)
     if in_bucket(text) or in_bucket(out):
         raise ConfigError(
             f"converting {source} into {out}",
@@ -51,8 +51,8 @@ def convert(
         )
     if not is_hugging_face(text) and (folder / "run.json").is_file():
         if weights == "adapter":
-            return export_adapter(folder, Path(out), at=at)
-        return export_weights(folder, Path(out), at=at, dtype=dtype, largest_file=largest_file, say=say)
+            return export_adapter(folder, out, at=at)
+        return export_weights(folder, out, at=at, dtype=dtype, largest_file=largest_file, say=say)
     if not is_hugging_face(text) and not (folder / "config.json").is_file():
         raise ConfigError(
             f"converting {text}",
@@ -67,4 +67,4 @@ def convert(
             "a Hugging Face folder has one version of its weights, and they keep their type",
             "leave --at and --dtype out; --training.param-dtype is the type in which a run keeps them",
         )
-    return import_weights(text, Path(out), say)
+    return import_weights(text, out, say)

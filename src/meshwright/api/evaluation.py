@@ -15,7 +15,7 @@ from meshwright.generation.generator import Generator
 from meshwright.generation.lm_eval_model import RequestAnswers
 from meshwright.models.model import Model
 from meshwright.runs.run import Run
-from meshwright.storage.paths import default_cache_folder
+from meshwright.storage.paths import default_cache_folder, path_of, place_of
 from meshwright.trainer import evaluation, loop
 from meshwright.trainer.hosts import agree_on
 from meshwright.trainer.parity import Parity, check_processes, compare_meshes
@@ -46,9 +46,10 @@ def evaluate(
         (2, True)
     """
     shape = MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
+    out = place_of(str(out))
     run = evaluation.run_to_evaluate(out, data, shape, model)
     return evaluation.evaluate_checkpoint(
-        out, run, cache=cache or default_cache_folder(), whole=bool(data), at=at, devices=devices
+        out, run, cache=path_of(cache or default_cache_folder()), whole=bool(data), at=at, devices=devices
     )
 
 
@@ -76,7 +77,7 @@ def parity(
     if jax.distributed.is_initialized() and jax.process_count() > 1:
         agree_on(run)
     check_processes(run.mesh, other)
-    prepared = loop.prepare_run(run, cache=cache or default_cache_folder(), devices=devices)
+    prepared = loop.prepare_run(run, cache=path_of(cache or default_cache_folder()), devices=devices)
     return compare_meshes(prepared, other, steps=steps)
 
 

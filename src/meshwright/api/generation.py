@@ -9,7 +9,7 @@ from meshwright.generation.generator import Decoding, Generated, Generator, OnTe
 from meshwright.generation.sampling import Sampling
 from meshwright.generation.source import open_weights
 from meshwright.hardware.mesh import enable_compilation_cache
-from meshwright.storage.paths import default_cache_folder
+from meshwright.storage.paths import default_cache_folder, path_of, place_of
 
 
 def open_generator(
@@ -38,9 +38,9 @@ def open_generator(
         >>> generator.compilations
         1
     """
-    enable_compilation_cache((cache or default_cache_folder()) / "compiled")
+    enable_compilation_cache((path_of(cache or default_cache_folder())) / "compiled")
     shape = MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
-    return Generator(open_weights(source, mesh=shape, at=at, devices=devices, initial=initial), decoding)
+    return Generator(open_weights(place_of(str(source)), mesh=shape, at=at, devices=devices, initial=initial), decoding)
 
 
 def generate(

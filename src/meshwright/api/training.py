@@ -18,7 +18,7 @@ from meshwright.plugins import keep_own_names
 from meshwright.reporters import Reporter
 from meshwright.reporters.console import ConsoleReport, Period, TokenizeReport, open_console
 from meshwright.runs.run import Run
-from meshwright.runs.run_file import run_to_dict
+from meshwright.runs.run_file import run_to_dict, with_absolute_paths
 from meshwright.step.device_memory import OutOfDeviceMemory
 from meshwright.storage.paths import default_cache_folder, path_of
 from meshwright.trainer import loop
@@ -90,7 +90,7 @@ class Trained:
 
 def output_folder(run: Run, out: str | Path | None) -> Path:
     """Returns the output folder of a run: `out`, or a new one under `runs`."""
-    return path_of(out) if out is not None else Path("runs") / f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return path_of(out) if out is not None else path_of("runs") / f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def train_reported(
@@ -112,8 +112,9 @@ def train_reported(
     progress: display of the steps; None shows none.  console: where a profile is printed; None prints none.
     on_prepared: called with the run on its devices, and the predicted step where the devices are known.
     """
+    run = with_absolute_paths(run)
     several = jax.distributed.is_initialized() and jax.process_count() > 1
-    cache = cache or default_cache_folder()
+    cache = path_of(cache or default_cache_folder())
 
     def reporters(first: int) -> list[Reporter]:
         if progress is None or jax.process_index():

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+from meshwright.storage.paths import path_of
 from meshwright.views.report import Report
 from meshwright.views.run_folder import open_folders
 from meshwright.views.run_page import run_page
@@ -29,7 +30,7 @@ class View:
 
     def write(self, file: str | Path | None = None) -> Path:
         """Writes the page as one HTML file that loads nothing, by default OUT/view.html; returns the file."""
-        path = Path(file) if file is not None else self.out / PAGE
+        path = path_of(file) if file is not None else self.out / PAGE
         self.page.write(path)
         return path
 
@@ -48,5 +49,5 @@ def view(*outs: str | Path) -> View:
         >>> mw.view(tmp / "seen").page.title
         'seen'
     """
-    folders = open_folders([Path(out) for out in outs])
+    folders = open_folders([path_of(out) for out in outs])
     return View(run_page(folders), folders[0].folder)

@@ -260,6 +260,7 @@ class StoredTensors:
 
         Reads the arrays' descriptions, all at once, and allocates nothing of their size.
         """
+        name = ""
         try:
             opening = {name: open_array(self.step_folder / "state", name) for name in names}
             for name, array in opening.items():

@@ -53,7 +53,7 @@ def base_run(args: Sequence[str]) -> Base:
     if recipe is not None and recipe.endswith(".json"):
         from meshwright.planner.plan_file import read_plan
 
-        plan = read_plan(Path(recipe))
+        plan = read_plan(path_of(recipe))
         return Base(plan.run, args, plan.target)
     return Base(find_recipe(recipe or "tiny"), args)
 

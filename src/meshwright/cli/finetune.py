@@ -3,7 +3,6 @@
 import dataclasses
 import typing
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 from meshwright.cli.base_run import Base, base_run
@@ -80,5 +79,5 @@ def _check_same_source(source: str, run: Run, out: str) -> None:
 
 def _place(source: str) -> str:
     """Returns the absolute path of a source that is a folder, else its name."""
-    path = Path(source.removeprefix("hf:"))
+    path = path_of(source.removeprefix("hf:"))
     return str(path.resolve()) if path.exists() else source

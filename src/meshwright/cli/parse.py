@@ -19,6 +19,7 @@ from meshwright.cli.explain import Option, format_help, refused_error, stray_err
 from meshwright.cli.output import write
 from meshwright.errors import ConfigError
 from meshwright.ranges import check_words, ranges_of
+from meshwright.storage.paths import path_of
 
 _CONFIG = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
 
@@ -61,6 +62,12 @@ def parse[Options](kind: type[Options], verb: str, args: Sequence[str], *, defau
         raise ConfigError(f"{command} {' '.join(args)}", str(error), f"{command} --help") from error
     if strays:
         raise stray_error(command, strays[0], args, options)
+    for field in dataclasses.fields(parsed):
+        value = getattr(parsed, field.name)
+        if isinstance(value, Path) and str(value) != "-":  # standard input
+            object.__setattr__(parsed, field.name, path_of(value))
+        elif isinstance(value, tuple) and value and all(isinstance(path, Path) for path in value):
+            object.__setattr__(parsed, field.name, tuple(map(path_of, value)))
     return parsed
 
 

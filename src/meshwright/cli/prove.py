@@ -38,6 +38,7 @@ from meshwright.planner.plan_file import is_plan, read_plan
 from meshwright.ranges import NonNegativeInt, PositiveInt, TimeLimit
 from meshwright.reporters.console import open_console
 from meshwright.runs.run import Run
+from meshwright.storage.paths import path_of
 from meshwright.trust import trust_options
 from meshwright.views.blocks import Facts
 from meshwright.views.census_page import (
@@ -178,7 +179,7 @@ def _other_side(options: ProveOptions, target: Target | None) -> Run | dict[str,
     """Reads --against: a run to compile, or a saved census. Raises ConfigError for a plan for other hardware."""
     if options.against is None:
         return None
-    file = Path(options.against)
+    file = path_of(options.against)
     if file.suffix != ".json":
         return dataclasses.replace(options.run, mesh=MeshShape.parse(options.against))
     if not is_plan(file):

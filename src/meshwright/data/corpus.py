@@ -24,7 +24,7 @@ from meshwright.data.tokens import Progress, TokenFile, is_token_file, open_toke
 from meshwright.documents import parse_json
 from meshwright.errors import DataError
 from meshwright.hardware.agreement import answer_of_the_first
-from meshwright.storage.paths import in_bucket, path_of
+from meshwright.storage.paths import in_bucket, path_of, place_of
 from meshwright.storage.transfer import local_copy
 
 _VERSION = "4"
@@ -164,7 +164,7 @@ def vocab_of_corpus(
 
 def local_text(location: str, cache: Path) -> str:
     """Returns a text or a tokenizer as it is on this host: copied from a bucket into `cache`. Raises StorageError."""
-    return str(local_copy(path_of(location), cache)) if in_bucket(location) else location
+    return str(local_copy(path_of(location), cache)) if in_bucket(location) else place_of(location)
 
 
 @dataclasses.dataclass(frozen=True)

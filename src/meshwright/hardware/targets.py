@@ -3,11 +3,11 @@
 import dataclasses
 import math
 import re
-from pathlib import Path
 
 from meshwright.errors import ConfigError, nearest
 from meshwright.hardware.chips import CHIPS, Chip, Efficiency, Nodes, SliceShape, Torus, read_chip
 from meshwright.plugins import load
+from meshwright.storage.paths import path_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ _ALIASES = {alias: name for name, chip in CHIPS.items() for alias in chip.aliase
 
 def _find_chip(text: str, name: str, size: tuple[int, ...]) -> tuple[str, Chip]:
     if name.endswith(".toml"):
-        return name, read_chip(Path(name))
+        return name, read_chip(path_of(name))
     if ":" in name:
         chip = load("chip", name)
         if not isinstance(chip, Chip):

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from meshwright.errors import WeightsError
+from meshwright.storage.paths import path_of
 
 PREFIX = "hf:"
 _DESCRIPTION = ["*.json", "*.jinja", "*.txt", "*.model"]
@@ -21,7 +22,7 @@ def find_folder(name: str, *, weights: bool) -> Path:
     Raises WeightsError where there is neither a folder nor a model of that name, or `huggingface_hub` is missing.
     """
     text = name.removeprefix(PREFIX)
-    folder = Path(text).expanduser()
+    folder = path_of(text)
     if folder.is_dir():
         return folder
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", text):

@@ -15,7 +15,7 @@ from meshwright.plugins import is_reference, keep_own_names, load, load_file
 from meshwright.runs.catalogue import catalogue, recipe_name
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_in_folder, run_to_dict
-from meshwright.storage.paths import path_of
+from meshwright.storage.paths import path_of, place_of
 
 _PARTS = ("training", "optimizer", "data", "finetune", "model", "faults", "local_checkpoints")
 """Parts of a Run whose fields can be changed by name, in this order."""
@@ -45,7 +45,7 @@ def _builder(name: str) -> Callable[[], Run]:
         return functools.partial(run_of_hugging_face, name)
     path, colon, function = name.partition(":")
     if path.endswith(".py"):
-        file = Path(path)
+        file = path_of(path)
         if not file.is_file():
             raise ConfigError(f"recipe {file}", "there is no such file", "a recipe's name, or FILE.py:FUNCTION")
         functions = _functions(load_file(file))
@@ -139,7 +139,7 @@ def run_of_hugging_face(name: str) -> Run:
 
 def source_run(source: str) -> Run:
     """Returns the Run that starts from the weights of a source: hf:PATH, the output folder of a run, or a recipe."""
-    folder = path_of(source)
+    source, folder = place_of(source), path_of(source)
     if not (folder / "run.json").is_file():
         return find_recipe(source)
     run = run_in_folder(folder)

@@ -14,7 +14,7 @@ from meshwright.errors import CheckpointError, ConfigError, nearest
 from meshwright.models.families import family_name, find_family
 from meshwright.plugins import note_names
 from meshwright.runs.run import Run
-from meshwright.storage.paths import path_of
+from meshwright.storage.paths import path_of, place_of
 
 _WRITES = re.compile("dump|path|file|dir|profile", re.IGNORECASE)
 """Part of the names of compiler options that read or write files."""
@@ -26,6 +26,26 @@ def run_to_dict(run: Run) -> dict[str, Any]:
     document = msgspec.to_builtins(run)
     document["model"] = {"family": family_name(run.model), **document["model"]}
     return dict(document)
+
+
+def with_absolute_paths(run: Run) -> Run:
+    """Returns the run with absolute paths in place of relative ones, so that its folder can be used from anywhere."""
+
+    def absolute(name: str | None) -> str | None:
+        return None if name is None else place_of(name)
+
+    def source(text: str) -> str:
+        path, weight, number = text.rpartition("=")
+        return f"{place_of(path)}={number}" if weight and place_of(text) == text else place_of(text)
+
+    paths, tuning, local = tuple(map(source, run.data.paths)), run.finetune, run.local_checkpoints
+    return dataclasses.replace(
+        run,
+        data=dataclasses.replace(run.data, paths=paths, tokenizer=place_of(run.data.tokenizer)),
+        finetune=dataclasses.replace(tuning, adapter=absolute(tuning.adapter), template=absolute(tuning.template)),
+        local_checkpoints=dataclasses.replace(local, path=local.path and str(path_of(local.path))),
+        init_from=absolute(run.init_from),
+    )
 
 
 def write_run(run: Run, file: Path) -> None:

@@ -5,7 +5,9 @@ manifest of a checkpoint is written last, metrics are written at intervals and a
 and texts copied to the cache once, and a lock is an object that is put on condition that there is none.
 """
 
+import glob
 import os
+import posixpath
 import re
 import shutil
 from pathlib import Path
@@ -28,25 +30,51 @@ def in_bucket(location: str | Path) -> bool:
 
 
 def path_of(location: str | Path) -> Path:
-    """Returns the path of a location: of a local file or folder, or of an object in a bucket (`s3://`, `gs://`).
+    """Returns the absolute, normal path of a location: of a local file or folder, or of an object in a bucket.
 
-    Raises ConfigError for another scheme, or a bucket without a name.
+    `~` is the home folder. `..` leaves the folder that a link before it leads to, as for the system; other links stay
+    in the path, and are followed where it is used. Raises ConfigError for a scheme other than `s3://` and `gs://`, a
+    bucket without a name, and a path out of its bucket.
 
     Example:
-        >>> str(path_of("s3://bucket/runs") / "mine"), str(path_of("runs") / "mine")
-        ('s3://bucket/runs/mine', 'runs/mine')
+        >>> str(path_of("s3://bucket/runs/../old") / "mine"), path_of("runs/../mine") == Path.cwd() / "mine"
+        ('s3://bucket/old/mine', True)
     """
     found = _SCHEME.match(str(location))
     # `hf:PATH` names weights (hugging_face/hub.py), also where PATH is absolute.
     if found is None or (found[1] == "hf" and not str(location).startswith("hf://")):
-        return Path(location)
+        path = Path(os.path.expanduser(location))
+        return path.resolve() if ".." in path.parts else path.absolute()
     if found[1] not in SCHEMES:
         truth = f"{found[1]}:// is no store that can be opened"
         raise ConfigError(f"{location}", truth, "a local path, gs:// or s3://")
-    path = bucket_path(location)
-    if not path.bucket:
-        raise ConfigError(f"{location}", "it names no bucket", f"{found[1]}://BUCKET/FOLDER")
-    return path
+    scheme, *parts = bucket_path(location).parts
+    inside = posixpath.normpath("/".join(parts)) if parts else ""
+    if not inside or inside.startswith("..") or (parts[0] != inside.partition("/")[0]):
+        truth = "it leads out of its bucket" if parts else "it names no bucket"
+        raise ConfigError(f"{location}", truth, f"{found[1]}://BUCKET/FOLDER")
+    return bucket_path(f"{scheme}//{inside}")
+
+
+def place_of(name: str) -> str:
+    """Returns a name with the path in it made absolute: text, a tokenizer or weights, `hf:PATH` too.
+
+    A name that is no path (`bytes`, `hf:OWNER/MODEL`) stays as it is, and a pattern of files keeps its wildcards.
+    """
+    kind = "hf:" if name.startswith("hf:") else ""
+    given = name.removeprefix(kind)
+    if in_bucket(given):
+        return kind + str(path_of(given))
+    if _SCHEME.match(given) or not (glob.has_magic(given) or os.path.exists(os.path.expanduser(given))):
+        return name
+    if os.path.exists(os.path.expanduser(given)):
+        return kind + str(path_of(given))
+    return os.path.join(glob.escape(os.getcwd()), os.path.expanduser(given))
+
+
+def shown(path: Path) -> str:
+    """Returns a path as a terminal shows it: relative to the working directory where it is in it."""
+    return os.path.relpath(path) if not in_bucket(path) and path.is_relative_to(Path.cwd()) else str(path)
 
 
 def default_cache_folder() -> Path:
@@ -60,7 +88,7 @@ def default_cache_folder() -> Path:
             "it keeps files that grow, and compiled programs",
             "a local folder; data and output may be in a bucket",
         )
-    return Path(folder)
+    return path_of(folder)
 
 
 def bucket_path(location: str | Path) -> "BucketPath":
@@ -82,4 +110,4 @@ def kvstore_of(folder: Path) -> tuple[dict[str, Any], Any]:
     """Returns TensorStore's description of the files in a folder, and the context to open them with (None: its own)."""
     if in_bucket(folder):
         return bucket_path(folder).kvstore()
-    return {"driver": "file", "path": f"{folder.absolute()}/"}, None
+    return {"driver": "file", "path": f"{path_of(folder)}/"}, None
