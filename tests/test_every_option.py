@@ -1,10 +1,12 @@
 """Every number and every path that a verb takes, found in the verbs' own parsers: a new option is covered by itself."""
 
 import dataclasses
+import os
 import re
 import types
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,6 +18,7 @@ from meshwright.cli.main import VERBS, module_of, run
 from meshwright.cli.parse import options_of
 from meshwright.errors import MeshwrightError
 from meshwright.runs.recipe import find_recipe
+from meshwright.runs.run_file import write_run
 
 NUMBERS = ("0", "-1", "nan", "inf", "1e30", "", "3x", "1e-300", str(2**40))
 GIVEN = {"CHIP:SIZE,...": "h100:1", "PATH ...": "x", "PATH": "x", "TEXT": "x"}
@@ -133,3 +136,78 @@ def test_every_number_has_a_range_in_its_type() -> None:
         if option.numbers is None and re.fullmatch(r"[NX]( [NX])*( \.\.\.)?", option.metavar)
     ]
     assert not lacking
+
+
+SPELLINGS = ("..", "a link and ..", "links, a space, an umlaut, a trailing slash", "~ and a trailing slash")
+
+
+def spelled(how: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Returns another name of `place`, a file or folder in `tmp_path`/real, which is the working directory."""
+    real = tmp_path / "real"
+    monkeypatch.chdir(real)
+    inside = str(place.relative_to(real))
+    for name in ("a b", "ü"):
+        (tmp_path / name).symlink_to(real)
+    (real / "deep").mkdir(exist_ok=True)
+    (tmp_path / "deep-link").symlink_to(real / "deep")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return {
+        "..": f"deep/../../real/{inside}",
+        "a link and ..": f"{tmp_path}/deep-link/../{inside}",
+        "links, a space, an umlaut, a trailing slash": f"../a b/../ü/{inside}/",
+        "~ and a trailing slash": f"~/real/{inside}/",
+    }[how]
+
+
+def paths() -> dict[str, tuple[list[str], list[str], Option]]:
+    """Returns the command line before and after each option that is a path."""
+    found = {}
+    for words, options in tables():
+        for option in options:
+            if option.metavar.startswith("PATH"):
+                others = [o for o in options if o.default is tyro.MISSING and o is not option]
+                at = options.index(option)
+                before = [
+                    word for o in others if options.index(o) < at or not option.positional for word in required(o)
+                ]
+                after = [word for o in others if options.index(o) > at and option.positional for word in required(o)]
+                after += ["tiny", "--out", "/x"] if words == ["launch"] else []
+                first = ["hf:x"] if words == ["finetune"] and option.names[0] != "--run" else []
+                found[f"{' '.join(words)} {option.names[0]}"] = ([*words, *first, *before], after, option)
+    return found
+
+
+PATHS = paths()
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_every_path_enters_absolute_and_normal(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after, option = PATHS[name]
+    module = module_of(before[0])
+    given: list[Any] = []
+
+    def ended(parse: Any) -> Any:
+        def parsed(*args: Any, **kwargs: Any) -> Any:
+            given.append(parse(*args, **kwargs))
+            raise Parsed
+
+        return parsed
+
+    for attribute in {"parse", "parse_run"} & set(vars(module)):
+        monkeypatch.setattr(module, attribute, ended(getattr(module, attribute)))
+    (tmp_path / "real").mkdir()
+    place = tmp_path / "real" / "my file"
+    write_run(find_recipe("qwen3-0-6b"), place)  # for --run
+    if before[0] == "finetune":
+        monkeypatch.setattr(module, "source_run", lambda source: find_recipe("tiny"))
+    for how in SPELLINGS:
+        with monkeypatch.context() as there:
+            word = spelled(how, place, tmp_path, there)
+            with pytest.raises(Parsed):
+                run([*before, *([] if option.positional else [option.names[0]]), word, *after])
+        value = getattr(given.pop(), option.path[-1])
+        found = value[0] if isinstance(value, tuple) else value
+        assert isinstance(found, Path) and str(found) == os.path.normpath(found) and found.is_absolute(), how
+        assert found.resolve() == place.resolve(), how
+        for link in ("a b", "ü", "deep-link"):
+            (tmp_path / link).unlink()
