@@ -125,7 +125,6 @@ def test_tpu_environment_is_read_line_by_line() -> None:
     [
         (HostOptions(processes=2), "--coordinator and --process are not given"),
         (HostOptions(coordinator="h:1", processes=2), "--process is not given"),
-        (HostOptions(coordinator="h:1", processes=0, process=0), "at least one process"),
         (HostOptions(coordinator="h:1", processes=2, process=2), "process 2 of 2"),
     ],
 )
