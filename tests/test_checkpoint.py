@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 from tiny_runs import MODELS, device_run_of, tiny_run
 
-from meshwright.checkpoint.checkpoints import Checkpoints, check_room
+from meshwright.checkpoint.checkpoints import Checkpoints, check_room, named_tensors
 from meshwright.checkpoint.layer_order import abstract_in_layer_order, reordering
 from meshwright.checkpoint.steps import committed_steps
 from meshwright.config import Data, Faults, MeshShape
 from meshwright.documents import seal
-from meshwright.errors import CheckpointError, ConfigError, TrainingError
+from meshwright.errors import CheckpointError, ConfigError, RoomError, TrainingError
 from meshwright.runs.run import Run
 from meshwright.sharding.params import layers_to_rows, named_leaves, rows_to_layers
 from meshwright.step.device_run import DeviceRun, State
@@ -281,6 +281,20 @@ def test_disk_space_is_checked_before_the_first_step(tmp_path: Path, monkeypatch
         CheckpointError, match=r"takes up to 0\.\d MiB, 2 are kept while another is written, and 1\.0 MiB are free"
     ):
         check_room(tmp_path / "out", device_run, max_to_keep=2)
+
+
+def test_checkpoints_that_will_be_replaced_count_as_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that fitted its disk resumes on it: with room for 1.5 checkpoints besides the two that are kept."""
+    device_run = device_run_of(tiny_run(MODELS["llama"]))
+    size = sum(x.size * x.dtype.itemsize for x in named_tensors(device_run.abstract).values())
+    usage = shutil._ntuple_diskusage(10 * size, 0, size * 3 // 2)  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    check_room(tmp_path / "out", device_run, 2, replaced=2)
+    check_room(tmp_path / "out", device_run, 1, replaced=4)
+    for keep, replaced in ((2, 1), (1, 0)):
+        with pytest.raises(RoomError, match=r"more need room|2 are kept|1 are kept") as caught:
+            check_room(tmp_path / "out", device_run, keep, replaced)
+        assert caught.value.exit_code == 10
 
 
 def test_a_failed_save_is_reported_once_and_leaves_the_process_as_it_was(

@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.cli.devices import HostOptions, start_devices
 from meshwright.cli.main import run
-from meshwright.errors import ConfigError, TrainingError
+from meshwright.errors import ConfigError, HostError
 from meshwright.hardware import hosts
 from meshwright.hardware.hosts import ALONE, Hosts, first_host, hosts_of, join, tpu_environment
 
@@ -150,7 +150,7 @@ def test_waiting_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("DEADLINE_EXCEEDED: Barrier timed out.\nmore")
 
     monkeypatch.setattr("jax.distributed.initialize", nobody)
-    with pytest.raises(TrainingError, match=r"process 1 of 2 at 127\.0\.0\.1:9") as error:
+    with pytest.raises(HostError, match=r"process 1 of 2 at 127\.0\.0\.1:9") as error:
         join(Hosts("test", 2, 1, "127.0.0.1:9"), seconds=1)
     assert "Barrier timed out" in str(error.value) and "more" not in str(error.value)
 

@@ -89,9 +89,19 @@ def write_atomically(file: Path, text: str) -> None:
             opened.write(text)
             opened.flush()
             os.fsync(opened.fileno())
-        part.replace(file)
+        replace_durably(part, file)
     finally:
         part.unlink(missing_ok=True)
+
+
+def replace_durably(source: Path, target: Path) -> None:
+    """Renames a file or folder, and waits until the disk has its new name. Raises OSError."""
+    os.replace(source, target)
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def checksum(record: Any) -> str:

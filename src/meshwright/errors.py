@@ -38,6 +38,16 @@ class CheckpointError(MeshwrightError):
     exit_code = 4
 
 
+class DamagedError(CheckpointError):
+    """Checkpoint whose bytes are not those that were saved, or of which a part is missing."""
+
+
+class RoomError(CheckpointError):
+    """Store that takes no more bytes, or failed to take them: starting again may help."""
+
+    exit_code = 10
+
+
 class StorageError(MeshwrightError):
     """Bucket that cannot be reached, read or written."""
 

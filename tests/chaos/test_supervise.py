@@ -3,20 +3,20 @@
 import dataclasses
 import importlib.util
 import threading
+import time
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from meshwright.checkpoint.steps import committed_steps
 from meshwright.config import MeshShape
-from meshwright.errors import CheckpointError, ConfigError, HostError
+from meshwright.errors import ConfigError, HostError
 from meshwright.hardware.hosts import ALONE, Hosts
 from meshwright.hardware.targets import parse_target
 from meshwright.launching import supervise as supervision
 from meshwright.launching.restarts import Restarts
-from meshwright.launching.supervise import Start, Supervisors, _without, supervise
+from meshwright.launching.supervise import Meeting, Start, _without, supervise
 from meshwright.planner.fewer_devices import plan_for_fewer
 from meshwright.planner.search import search
 from meshwright.runs.recipe import find_recipe
@@ -31,31 +31,20 @@ def run() -> Run:
     return dataclasses.replace(find_recipe("tiny"), mesh=MeshShape(data=2, fsdp=4))
 
 
-def committed(out: Path, *steps: int) -> None:
-    for step in steps:
-        for name in ("manifest/metadata", "state/_METADATA"):
-            file = out / "checkpoints" / str(step) / name
-            file.parent.mkdir(parents=True)
-            file.write_text("{}")
-    assert committed_steps(out / "checkpoints") == list(steps)
-
-
 def hosts(process: int, processes: int = 3) -> Hosts:
     return Hosts("test", processes, process, "127.0.0.1:9911")
 
 
-def start_together(out: Path, run: Run, living: list[int], restarts: Restarts) -> dict[int, Any]:
+def meet(out: Path, run: Run, living: list[int], restarts: Restarts) -> dict[int, Any]:
     """What the supervisors of the living hosts start, each in a thread."""
     found: dict[int, Any] = {}
+    meetings = {process: Meeting(out, hosts(process), restarts) for process in living}
 
     def one(process: int) -> None:
-        others = Supervisors(out, hosts(process), restarts)
-        with others.counting():
-            try:
-                first = Start(0, (0, 1, 2), "127.0.0.1:9911", None, None)
-                found[process] = others.next_start(first, {8} if process == living[-1] else set(), run, 12)
-            except HostError as error:
-                found[process] = error
+        try:
+            found[process] = meetings[process].next_start(run, 12)
+        except HostError as error:
+            found[process] = error
 
     threads = [threading.Thread(target=one, args=(process,)) for process in living]
     for thread in threads:
@@ -65,26 +54,35 @@ def start_together(out: Path, run: Run, living: list[int], restarts: Restarts) -
     return found
 
 
-def test_all_hosts_start_from_the_last_checkpoint_that_none_found_damaged(tmp_path: Path, run: Run) -> None:
-    committed(tmp_path, 4, 8)
-    found = start_together(tmp_path, run, [0, 1, 2], Restarts(wait=30))
-    assert found == dict.fromkeys((0, 1, 2), Start(1, (0, 1, 2), "127.0.0.1:9911", None, 4))
+def test_hosts_meet_once_for_each_restart(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "_POLL", 0.05)
+    everyone = Start((0, 1, 2), "127.0.0.1:9911")
+    assert meet(tmp_path, run, [0, 1, 2], Restarts(wait=30)) == dict.fromkeys((0, 1, 2), everyone)
+    # A later job, whose files of an earlier one are of another form.
+    (tmp_path / ".supervise" / "start-7.json").write_text("[1, 2")
+    (tmp_path / ".supervise" / "start-x.json").mkdir()
+    (tmp_path / "events.jsonl").write_text('[]\n{"event": "start", "devices": "many"}\n')
+    assert meet(tmp_path, run, [0, 1, 2], Restarts(wait=30)) == dict.fromkeys((0, 1, 2), everyone)
 
 
 def test_the_hosts_that_are_left_go_on_without_the_first(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervision, "_BEAT", 0.1)
+    monkeypatch.setattr(supervision, "_POLL", 0.05)
+    monkeypatch.setattr(supervision, "_TURN", 0.2)
     wide = dataclasses.replace(
         run, mesh=MeshShape(data=3, fsdp=4), training=dataclasses.replace(run.training, batch=48)
     )
-    found = start_together(tmp_path, wide, [1, 2], Restarts(wait=2, hosts="left"))
+    found = meet(tmp_path, wide, [1, 2], Restarts(wait=1, hosts="left"))
     assert found[1] == found[2]
     start = found[1]
-    assert start.members == (1, 2) and start.coordinator == "127.0.0.1:9911" and start.step is None
+    assert start.members == (1, 2) and start.coordinator == "127.0.0.1:9911"
     assert MeshShape.parse(start.mesh).size == 8
-    missing = start_together(tmp_path / "all", wide, [1, 2], Restarts(wait=1))
-    assert all("supervisors of [0" in str(error) and error.exit_code == 75 for error in missing.values())
+    # The one that comes later is told so.
+    late = Meeting(tmp_path, hosts(0), Restarts(wait=1, hosts="left"))
+    late.number = 0
+    with pytest.raises(HostError, match=r"hosts \(1, 2\) went on without this one"):
+        late.next_start(wide, 12)
 
 
 def test_the_planner_chooses_the_smaller_mesh(run: Run) -> None:
@@ -103,19 +101,47 @@ def test_the_planner_chooses_the_smaller_mesh(run: Run) -> None:
         plan_for_fewer(large, 1, 2, "NVIDIA H100 80GB HBM3")
 
 
-def test_a_run_without_a_good_checkpoint_stops(tmp_path: Path, run: Run) -> None:
-    committed(tmp_path, 4)
-    with pytest.raises(CheckpointError, match="none of the checkpoints"):
-        Supervisors(tmp_path, ALONE, Restarts()).next_start(Start(0, (0,), None, None, 4), {4}, run, None)
-
-
 def test_restarts_are_limited(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.launching.supervise._Supervisor._attempt", lambda self, start: 75)
+    codes = [75]
+    monkeypatch.setattr(
+        "meshwright.launching.supervise._Supervisor._attempt", lambda self, start, attempt: codes[attempt % len(codes)]
+    )
+    limits = (Restarts(most=2, backoff=0), Watchdog())
     with pytest.raises(HostError, match="started again 2 times"):
-        supervise("train", [], run, tmp_path, ALONE, None, (Restarts(most=2, backoff=0), Watchdog()))
-    # A mistake in the run is met again by every start.
-    monkeypatch.setattr("meshwright.launching.supervise._Supervisor._attempt", lambda self, start: 2)
-    assert supervise("train", [], run, tmp_path, ALONE, None, (Restarts(most=2, backoff=0), Watchdog())) == 2
+        supervise("train", [], run, tmp_path, ALONE, None, limits)
+    # A mistake in the run is met again by every start, and so is damage that no host can go round; a full disk may not.
+    for codes[:], code in (([2], 2), ([4], 4), ([10, -9, 0], 0)):
+        assert supervise("train", [], run, tmp_path, ALONE, None, limits) == code
+
+
+def test_a_host_that_starts_nothing_more_tells_the_others(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Their children would wait for its child, five minutes at each start."""
+    codes = {0: [75] * 9, 1: [3]}
+    monkeypatch.setattr(
+        "meshwright.launching.supervise._Supervisor._attempt",
+        lambda self, start, attempt: codes[self.hosts.process][attempt],
+    )
+    limits = (Restarts(most=5, backoff=0.2), Watchdog())
+    ended: dict[int, int] = {}
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+
+    def one(process: int) -> None:
+        ended[process] = supervise("train", [], run, tmp_path, hosts(process, 2), None, limits)
+
+    threads = [threading.Thread(target=one, args=(process,)) for process in (0, 1)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join(20)
+    assert ended == {0: 75, 1: 3}
+    assert "it starts nothing more: process 1 ended with exit code 3" in capfd.readouterr().err
+    # While all goes well no supervisor reads what is of another: each writes its own journal.
+    assert {path.name for path in (tmp_path / ".supervise").iterdir()} == {
+        "journal-0.jsonl", "journal-1.jsonl", "stopped",
+    }  # fmt: skip
 
 
 def test_several_starts_print_one_json(

@@ -1,5 +1,6 @@
 """Hosts that differ are named before compiling; a host that dies, stops or falls behind is named by the others."""
 
+import dataclasses
 import errno
 import os
 import socket
@@ -9,12 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
+from tiny_runs import MODELS, device_run_of, tiny_run
 
-from meshwright.checkpoint.checkpoints import Checkpoints, write_error
+from meshwright.checkpoint.checkpoints import Checkpoints, named_tensors, write_error
 from meshwright.errors import CheckpointError, ConfigError, reason_of
 from meshwright.hardware.agreement import differences, flatten
-from meshwright.trainer.hosts import Sign, verdict
-from meshwright.trainer.watchdog import Watchdog
+from meshwright.trainer.hosts import Sign, slow_hosts, verdict
+from meshwright.trainer.watchdog import Phases, Watchdog
 
 HOSTS = """
 import os, sys, traceback
@@ -28,6 +30,7 @@ from meshwright.cli.devices import start_devices
 from meshwright.hardware.hosts import Hosts
 from meshwright.errors import CheckpointError, ConfigError, reason_of
 folder, port, process = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+(folder / f"out-{process}").mkdir()
 from meshwright.runs.recipe import find_recipe
 from meshwright.config import MeshShape
 run = find_recipe("tiny")
@@ -44,7 +47,7 @@ from meshwright.trainer.prepare import Position
 from meshwright.trainer.hosts import agree_on, same_fields
 
 def fields(run, **changes):
-    return same_fields(prepare_run(run, cache=folder / f"cache-{process}"), folder)
+    return same_fields(prepare_run(run, cache=folder / f"cache-{process}"))
 
 def other(run, section, **changes):
     if process == 0:
@@ -66,6 +69,15 @@ if process:
     importlib.metadata.version = lambda name: "0.9.1" if name == "optax" else real(name)
 expect("version:", lambda: agree("start", fields(run)))
 importlib.metadata.version = real
+import jax
+for name, value in (("jax_default_prng_impl", "rbg"), ("jax_threefry_partitionable", False)):
+    before = getattr(jax.config, name)
+    jax.config.update(name, value if process else before)
+    expect(name + ":", lambda: agree_on(run))
+    jax.config.update(name, before)
+from meshwright.trainer.hosts import check_shared
+expect("unshared:", lambda: check_shared(folder / f"out-{process}"))
+check_shared(folder)
 expect("paths:", lambda: agree_on(other(run, "data", paths=(str(folder / "text-2.txt"),))))
 # Folders of tokens behind the same path differ between hosts: with other text, and with another tokenizer.
 prepared = prepare_run(run, cache=folder / f"cache-{process}")
@@ -75,7 +87,7 @@ def tokens_of(change):
     class Other:
         device_run = prepared.device_run
         fingerprint = staticmethod(lambda: changed)
-    return same_fields(Other, folder)
+    return same_fields(Other)
 expect("data:", lambda: agree("start", tokens_of({"sources": [["0123", 1.0]]})))
 expect("tokenizer:", lambda: agree("start", tokens_of({"tokenizer": "4567"})))
 # The same Run: a difference that only the program shows, such as a patched library.
@@ -107,6 +119,9 @@ def test_planted_differences_are_named(tmp_path: Path) -> None:
         assert "optimizer.learning_rate: 0.004 on host 0, 0.0001 on host 1" in lines["run"]
         assert "version of optax" in lines["version"] and "0.9.1 on host 1" in lines["version"]
         assert "data.paths: " in lines["paths"]
+        assert "jax_default_prng_impl: threefry2x32 on host 0, rbg on host 1" in lines["jax_default_prng_impl"]
+        assert "jax_threefry_partitionable: True on host 0, False on host 1" in lines["jax_threefry_partitionable"]
+        assert "processes 1 do not see the file that process 0 wrote there" in lines["unshared"]
         assert "tokens: sources" in lines["data"] and "on host 1" in lines["data"]
         assert "tokenizer: " in lines["tokenizer"] and "on host 0" in lines["tokenizer"]
         assert "lowered train step: " in lines["program"] and "on host 1" in lines["program"]
@@ -138,11 +153,42 @@ def sign(process: int, step: int, phase: str, seconds: float = 0.0, at: float = 
         # Process 1 has tokenised for hours and comes to the first step a moment after the other.
         ([sign(0, 0, "step", 1.0), sign(1, 0, "prepare", 9000.0)], None),
         ([sign(0, 6, "save", 2.0), sign(1, 6, "save", at=10.0, left="done")], None),
+        # A save of half an hour: process 0 wrote two seconds ago, and the other has nothing left to write.
+        ([sign(0, 6, "save", 2.0), sign(1, 6, "commit", 1800.0)], None),
+        ([sign(0, 6, "save", 70.0), sign(1, 6, "commit", 1800.0)], "process 0 (node0, pid 9): save after step 6 since"),
     ],
 )  # fmt: skip
 def test_verdict(signs: list[Sign], words: str | None) -> None:
     found = verdict({s.process: s for s in signs}, Watchdog(silence=20, stall=60), 100.0)
     assert found is None if words is None else found is not None and words in found
+
+
+def test_a_save_is_late_by_what_it_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    phases = Phases()
+    phases.enter("save", 6)
+    now[0] = 2000.0
+    assert phases.place == (6, "save", 100.0)
+    phases.saves("save")
+    assert phases.place == (6, "save", 2000.0)
+    phases.saves("commit")
+    now[0] = 2100.0
+    phases.enter("step", 7)
+    assert phases.place == (7, "step", 2100.0)
+    monkeypatch.undo()
+    device_run, told = device_run_of(tiny_run(MODELS["llama"])), []
+    with Checkpoints(tmp_path, max_to_keep=1, saves=told.append) as checkpoints:
+        checkpoints.save(state := device_run.initial_state(), device_run, step=1, cursor=0)
+    assert told == ["save"] * len(named_tensors(state))
+
+
+def test_a_host_at_a_tenth_of_its_speed_is_named() -> None:
+    signs = {i: dataclasses.replace(sign(i, 6, "step"), delay=0.002 + 0.001 * i) for i in range(3)}
+    assert slow_hosts(signs) == {} == slow_hosts({0: sign(0, 1, "start"), 1: sign(1, 1, "start")})
+    for hosts in (2, 3):
+        found = slow_hosts({i: signs[i] for i in range(hosts - 1)} | {7: dataclasses.replace(signs[2], delay=0.04)})
+        assert list(found) == [7] and "is slow: 40 ms for what takes other hosts" in found[7]
 
 
 def test_a_save_that_failed_is_known_before_the_next(tmp_path: Path) -> None:

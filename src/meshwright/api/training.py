@@ -97,7 +97,7 @@ def train_reported(
     run: Run,
     out: Path,
     *,
-    start: Literal["fresh", "resume"] | int = "fresh",
+    start: loop.Start | int = "fresh",
     data: Literal["same", "new"] = "same",
     devices: int | None = None,
     progress: ConsoleReport | None = None,
@@ -148,7 +148,7 @@ def train_reported(
             summary = loop.train(
                 traced,
                 out,
-                start="fresh" if start == "fresh" else "resume",
+                start="resume" if isinstance(start, int) else start,
                 at=start if isinstance(start, int) else None,
                 data=data,
                 reporters=reporters,

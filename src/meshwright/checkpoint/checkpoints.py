@@ -11,12 +11,12 @@ its own shards.
 
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import math
-import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,15 +43,17 @@ from meshwright.checkpoint.steps import (
 )
 from meshwright.checkpoint.tensors import (
     Shards,
-    StoredTensors,
     commit,
+    from_first_replica,
     host_shards,
     layout_of,
     read_shards,
     write_json,
     write_shards,
 )
-from meshwright.errors import CheckpointError, MeshwrightError, StorageError, limit_of, reason_of
+from meshwright.documents import replace_durably
+from meshwright.errors import CheckpointError, HostError, MeshwrightError, RoomError, StorageError, limit_of, reason_of
+from meshwright.hardware.agreement import answer_of_the_first, choose_together
 from meshwright.hardware.hosts import store
 from meshwright.sharding.params import Tree, named_leaves
 from meshwright.step.device_run import DeviceRun, State
@@ -60,7 +62,8 @@ from meshwright.storage.transfer import move_tree
 
 _READERS = 8
 """Tensors that are read at a time."""
-_BARRIER_SECONDS = 1800
+_BARRIER_SECONDS = 7 * 24 * 3600
+"""The watchdog ends a save that stalls: how long one may take depends on its bytes and on the store."""
 _saves = itertools.count()
 """Number of the next save of this process; all processes save in the same order."""
 LAYOUT = "layout.json"
@@ -73,6 +76,20 @@ _FULL = {
     "RESOURCE_EXHAUSTED": "the disk is full",
 }
 """Reasons for which a file system takes no more bytes, by text of its error; the first that is found."""
+_HERE = (
+    "PERMISSION_DENIED",
+    "ermission denied",
+    "put/output error",
+    "Stale file",
+    "timed out",
+    "Too many open",
+    "memory",
+)
+"""Words of errors that are about the host that reads, not about the bytes."""
+
+
+class UnreadableError(HostError):
+    """Checkpoint that one host cannot read, whatever its bytes are."""
 
 
 def _saved_fields(state: State) -> dict[str, Any]:
@@ -91,13 +108,19 @@ class Checkpoints:
 
     max_to_keep: checkpoints to keep when another is saved; None opens it only for reading.  reach: `shared` for a
     folder that all processes write to, each the shards that it owns; `process` for a folder of this process, into which
-    it writes all shards that it has (`trainer.tiers`).
+    it writes all shards that it has (`trainer.tiers`).  saves: called as `Phases.saves`.
     """
 
     def __init__(
-        self, folder: Path, *, max_to_keep: int | None, reach: Literal["shared", "process"] = "shared"
+        self,
+        folder: Path,
+        *,
+        max_to_keep: int | None,
+        reach: Literal["shared", "process"] = "shared",
+        saves: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self.folder, self._max_to_keep, self._reach = path_of(folder).absolute(), max_to_keep, reach
+        self._saves = saves
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
         self._pending: concurrent.futures.Future[None] | None = None
         if max_to_keep is None:
@@ -179,7 +202,8 @@ class Checkpoints:
                 f"process {jax.process_index()} does not see the folder that process 0 made",
                 "an --out that all hosts share, or in a bucket",
             )
-        write_shards(folder / "state", abstract, shards, creates=self._commits)
+        wrote = functools.partial(self._saves, "save")
+        write_shards(folder / "state", abstract, shards, creates=self._commits, wrote=wrote)
         if self._reach == "process":
             write_json(folder / LAYOUT, {"layout": layout_of(abstract)})
         self._barrier(f"written-{number}")
@@ -187,7 +211,7 @@ class Checkpoints:
             commit(folder, manifest.to_dict())
             if not bucket:
                 remove_checkpoint(self.folder, manifest.step)
-                os.replace(folder, self.folder / step)
+                replace_durably(folder, self.folder / step)
             assert self._max_to_keep is not None
             for old in committed_steps(self.folder)[: -self._max_to_keep]:
                 remove_checkpoint(self.folder, old)
@@ -196,13 +220,9 @@ class Checkpoints:
     def _barrier(self, name: str) -> None:
         """Waits for the other processes, without a device: the train step is running there."""
         if self._reach == "shared" and jax.process_count() > 1:
+            self._saves("commit")
             store().wait_at_barrier(f"meshwright/checkpoint/{name}", 1000 * _BARRIER_SECONDS)
-
-    def save_locally(self, state: State, device_run: DeviceRun, **place: Any) -> None:
-        """Writes to the hosts' own disks where the run has such checkpoints (`trainer.tiers`)."""
-
-    def forget_local(self, after: int = -1) -> None:
-        """Deletes the checkpoints on the hosts' own disks where the run has such."""
+            self._saves("save")
 
     def wait(self) -> None:
         """Waits until the last save is committed. Raises CheckpointError where it could not be written."""
@@ -225,25 +245,34 @@ class Checkpoints:
                 self._thread.shutdown()
 
     def manifest(self, step: int | None = None) -> Manifest:
-        """Returns the manifest of the checkpoint of `step`, or of the last complete one; no device is needed."""
-        return manifest_of(self.folder, step)
+        """Returns the manifest of the checkpoint of `step`, or of the last complete one; process 0 reads it for all."""
+        return manifest_of(self.folder, step, answer_of_the_first)
 
     def restore(self, device_run: DeviceRun, step: int | None = None) -> tuple[State, Manifest]:
         """Returns the state of `step`, or of the last complete checkpoint, in the shardings of `device_run`, verified.
 
         Raises CheckpointError naming the first tensor that differs from the model's in shape or type, or is damaged.
         """
-        manifest, abstract = self.manifest(step), device_run.abstract
+        manifest = self.manifest(step)
+        return self.read(device_run, manifest), manifest
+
+    def read(self, device_run: DeviceRun, manifest: Manifest, *, sends: bool = True) -> State:
+        """Returns the verified state of the checkpoint that `manifest` describes.
+
+        sends: a slice of a tensor is read by the first of the processes that have it, and sent to the others over the
+        devices; without it each process reads all that it has.
+        """
+        abstract = device_run.abstract
         if "step" not in manifest.tensors:
             truth = "it has weights alone, and no optimizer state: they were converted"
             fix = f"--init-from {self.folder.parent} and another --out, which starts at step 0"
             raise CheckpointError(f"resuming from {self.folder}", truth, fix)
         expected = named_tensors(abstract)
         other = next((name for name in manifest.tensors if name not in expected), None)
-        tensors = self._read(manifest, expected, device_run, other)
+        tensors = self._read(manifest, expected, device_run, other, sends)
         healthy = jax.device_put(np.ones((), np.bool_), abstract.healthy.sharding)
         tree = jax.tree.unflatten(jax.tree.structure(_saved_fields(abstract)), list(tensors.values()))
-        return State(healthy=healthy, **tree), manifest
+        return State(healthy=healthy, **tree)
 
     def restore_params(self, device_run: DeviceRun, step: int | None = None) -> tuple[Tree, Manifest]:
         """Returns the verified parameters of `step`, or of the last complete checkpoint, without the optimizer state.
@@ -254,54 +283,74 @@ class Checkpoints:
         wanted = {name: x for name, x in named_tensors(device_run.abstract).items() if name.startswith("params.")}
         types = {name: np.dtype(t.dtype) for name, t in manifest.tensors.items() if t.dtype in _FLOATING}
         expected = {name: x.update(dtype=types.get(name, x.dtype)) for name, x in wanted.items()}
-        tensors = self._read(manifest, expected, device_run, None)
+        tensors = self._read(manifest, expected, device_run, None, True)
         converted = [x.astype(wanted[name].dtype) for name, x in tensors.items()]
         return jax.tree.unflatten(jax.tree.structure(device_run.abstract.params), converted), manifest
 
     def _read(
-        self, manifest: Manifest, expected: dict[str, Any], device_run: DeviceRun, other: str | None
+        self, manifest: Manifest, expected: dict[str, Any], device_run: DeviceRun, other: str | None, sends: bool
     ) -> dict[str, jax.Array]:
         """Returns the tensors of a checkpoint in the rows and shardings of `expected`, verified.
 
-        other: tensor of the checkpoint that the model does not have, for which it is refused.
+        other: tensor of the checkpoint that the model does not have, for which it is refused.  sends: as of `read`.
         """
         abstract = abstract_in_layer_order(expected, device_run.params)
         _check_tensors(manifest, abstract, device_run.params)
         if other is not None:
             raise _mismatch(manifest, f"the checkpoint has a tensor {other!r}, and the model does not")
-        StoredTensors(self.folder / str(manifest.step), manifest).check(abstract)
-        try:
-            tensors = self._read_shards(manifest.step, abstract)
-        except StorageError:
-            raise
-        except Exception as error:  # TensorStore raises several types, with pages of text
-            name = next((name for name in abstract if name in str(error)), None)
-            damage = "a file is damaged" if name is None else f"tensor {name!r} cannot be read"
-            raise damaged(self.folder, manifest.step, damage, error) from error
+        tensors = self._read_shards(manifest, abstract, owned=sends and self._reach == "shared")
+        if sends:
+            tensors = {name: from_first_replica(x, abstract[name].sharding) for name, x in tensors.items()}
         hashes = jax.device_get(fingerprints(tensors))
         changed = [n for n in abstract if tuple(int(v) for v in hashes[n]) != manifest.tensors[n].fingerprint]
-        if changed:
-            damage = f"tensor {changed[0]!r} is not what was saved ({len(changed)} of {len(abstract)} differ)"
-            raise damaged(self.folder, manifest.step, damage, None)
+        # Each process has compared its own replica.
+        damage = f"tensor {(*changed, '')[0]!r} is not what was saved ({len(changed)} of {len(abstract)} differ)"
+        self._fail_together(manifest, ("damage", damage) if changed else None)
         return to_row_order(tensors, expected, device_run.params)
 
-    def _read_shards(self, step: int, abstract: dict[str, Any]) -> dict[str, jax.Array]:
-        """Returns tensors in the shapes and shardings of `abstract`; those of another shape are cut or padded."""
-        state, failure = self.folder / str(step) / "state", None
+    def _read_shards(self, manifest: Manifest, abstract: dict[str, Any], *, owned: bool) -> dict[str, jax.Array]:
+        """Returns tensors in the shapes and shardings of `abstract`; those of another shape are cut or padded.
+
+        owned: as of `read_shards`.  All processes take what they have read, or none does.
+        """
+        state, failure, failed = self.folder / str(manifest.step) / "state", None, None
         tensors: dict[str, jax.Array] = {}
         try:
             with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
-                futures = {name: pool.submit(read_shards, state, name, x) for name, x in abstract.items()}
+                futures = {
+                    name: pool.submit(read_shards, state, name, x, manifest.tensors[name], owned=owned)
+                    for name, x in abstract.items()
+                }
                 tensors = {name: future.result() for name, future in futures.items()}
-        except Exception as error:
-            failure = error
-        if self._reach == "process" and jax.process_count() > 1:  # all take it, or none
-            failed = multihost_utils.process_allgather(np.array(failure is not None))
-            if failure is None and failed.any():
-                failure = ValueError(f"process {int(np.argmax(failed))} could not read its shards")
-        if failure is not None:
-            raise failure
+        except Exception as error:  # TensorStore raises several types, with pages of text
+            failed, text = error, " ".join(str(error).split())[:200]
+            name = next((name for name in abstract if name in str(error)), None)
+            what = "a file is damaged" if name is None else f"tensor {name!r} cannot be read"
+            kind = "here" if limit_of(error) or any(words in str(error) for words in _HERE) else "damage"
+            failure = "store" if isinstance(error, StorageError) else kind, f"{what} ({type(error).__name__}: {text})"
+        self._fail_together(manifest, failure, failed)
         return tensors
+
+    def _fail_together(
+        self, manifest: Manifest, failure: tuple[str, str] | None, cause: Exception | None = None
+    ) -> None:
+        """Raises the same error in all processes where one has met a failure: its kind, and what is wrong.
+
+        A bucket that is away (`store`) comes before a host that cannot read (`here`), and that before `damage`.
+        """
+        found = choose_together(
+            f"checkpoint of step {manifest.step}", failure, lambda all_: [[i, *f] for i, f in enumerate(all_) if f]
+        )
+        if found:
+            kinds = ["store", "here", "damage"]
+            process, kind, truth = min(found, key=lambda each: kinds.index(each[1]))
+            truth = f"process {process}: {truth}" if jax.process_count() > 1 else truth
+            asked = f"the checkpoint of step {manifest.step} in {self.folder}"
+            if kind == "damage":
+                raise damaged(self.folder, manifest.step, truth, None) from cause
+            if kind == "here":
+                raise UnreadableError(asked, truth, "a look at that host and its mounts") from cause
+            raise cause if isinstance(cause, StorageError) else StorageError(asked, truth, "the same command later")
 
     def set_aside(self, after: int) -> None:
         """Moves checkpoints newer than `after`, complete or not, into the folder `set-aside` beside this one."""
@@ -315,7 +364,7 @@ class Checkpoints:
                     move_tree(self.folder / str(step), target, last=(MANIFEST,))
                 else:
                     aside.mkdir(exist_ok=True)
-                    os.replace(self.folder / str(step), target)
+                    replace_durably(self.folder / str(step), target)
                 (self.folder / STARTED / str(step)).unlink(missing_ok=True)
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("checkpoints set aside")
@@ -376,11 +425,14 @@ def write_error(action: str, folder: Path, error: Exception) -> CheckpointError:
     elif not in_bucket(folder):
         fix = f"free some space ({shutil.disk_usage(folder).free / 2**20:.1f} MiB are free), or {fix}"
     truth = f"{full or (limit or [reason_of(error)])[0]}; {last}"
-    return CheckpointError(f"{action} in {folder}", truth, fix)
+    return RoomError(f"{action} in {folder}", truth, fix)
 
 
-def check_room(folder: Path, device_run: DeviceRun, max_to_keep: int) -> None:
-    """Raises CheckpointError (of a bucket: StorageError) where `folder` cannot take `max_to_keep` + 1 checkpoints."""
+def check_room(folder: Path, device_run: DeviceRun, max_to_keep: int, replaced: int = 0) -> None:
+    """Raises RoomError (of a bucket: StorageError) where `folder` cannot take `max_to_keep` + 1 checkpoints.
+
+    replaced: checkpoints that are there, and will make room for newer ones.
+    """
     if in_bucket(folder):
         bucket_path(folder).check_writable()
         return
@@ -390,10 +442,12 @@ def check_room(folder: Path, device_run: DeviceRun, max_to_keep: int) -> None:
     except OSError as error:
         raise unwritable(folder, error) from error
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in named_tensors(device_run.abstract).values())
-    if (free := shutil.disk_usage(folder).free) < size * (max_to_keep + 1):
-        raise CheckpointError(
+    more, free = max(1, max_to_keep + 1 - replaced), shutil.disk_usage(folder).free
+    if free < size * more:
+        there = f" ({replaced} of them are there, so {more} more need room)" if replaced else ""
+        raise RoomError(
             f"output folder {folder}",
-            f"a checkpoint takes up to {size / 2**20:.1f} MiB, {max_to_keep} are kept while another is written, "
+            f"a checkpoint takes up to {size / 2**20:.1f} MiB, {max_to_keep} are kept while another is written{there}, "
             f"and {free / 2**20:.1f} MiB are free",
             "a folder with more space, or a smaller --training.max-to-keep",
         )

@@ -1,8 +1,10 @@
 """Manifest: the description of a checkpoint, stored beside its tensors as JSON, and which checkpoints a folder has."""
 
+import contextlib
 import dataclasses
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +14,7 @@ import numpy as np
 
 from meshwright.checkpoint.steps import MANIFEST, committed_steps, partial_steps
 from meshwright.documents import LARGE, check_inside, read_json, seal
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, DamagedError
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_from_dict, run_to_dict
 from meshwright.storage.paths import in_bucket
@@ -80,21 +82,29 @@ def read_manifest(step_folder: Path) -> Manifest:
     Raises OSError, ValueError, KeyError, TypeError, AttributeError or ConfigError where it is malformed, or a link
     leaves the folder.
     """
+    return _parse(read_document(step_folder), step_folder)
+
+
+def read_document(step_folder: Path) -> dict[str, Any]:
+    """Reads the JSON of a manifest, and looks for links that leave its folder. Raises what `read_manifest` does."""
     check_inside(step_folder.parent, [step_folder])
     if not in_bucket(step_folder):  # a bucket has no links
         _check_links(step_folder)
-    file = step_folder / MANIFEST
-    data = read_json(file, LARGE)
+    data: dict[str, Any] = read_json(step_folder / MANIFEST, LARGE)
     found = data["format"]
     if found not in (1, _FORMAT):
         raise ValueError(f"it is of format {found}, and this version reads {_FORMAT}")
     # A bit that changes 2 into another format is caught here too: only the old format has no checksum.
     if (found == _FORMAT or "checksum" in data) and seal(data) != data:
         raise ValueError("it is not what was saved: its checksum differs")
+    return data
+
+
+def _parse(data: dict[str, Any], step_folder: Path) -> Manifest:
     tensors = msgspec.convert(data["tensors"], dict[str, TensorRecord])
     skipped = msgspec.convert(data.get("skipped", ()), tuple[tuple[int, int], ...])
     norms = msgspec.convert(data.get("norms", ()), tuple[float, ...])
-    run, place = run_from_dict(data["run"], str(file)), (int(data["step"]), int(data["cursor"]))
+    run, place = run_from_dict(data["run"], str(step_folder / MANIFEST)), (int(data["step"]), int(data["cursor"]))
     return Manifest(*place, run, tensors, data.get("data"), data.get("corpus"), skipped, norms)
 
 
@@ -113,8 +123,28 @@ def _check_links(folder: Path) -> None:
                     raise ValueError(f"{path.relative_to(folder)} is neither a file nor a folder")
 
 
-def manifest_of(folder: Path, step: int | None) -> Manifest:
+Send = Callable[[Callable[[], Any]], Any]
+"""Calls a function and returns its JSON; with several processes, in process 0 for all (`answer_of_the_first`)."""
+
+
+def manifest_of(folder: Path, step: int | None, send: Send = lambda read: read()) -> Manifest:
     """Returns the manifest of a checkpoint in the folder `folder`: that of `step`, or of the last complete one.
+
+    Raises CheckpointError where there is none, DamagedError where it cannot be read.
+    """
+
+    def read() -> list[Any]:
+        taken = steps_to_take(folder, step)[0]
+        with _damage_explained(folder, taken):
+            return [taken, read_document(folder / str(taken))]
+
+    taken, document = send(read)
+    with _damage_explained(folder, taken):
+        return _parse(document, folder / str(taken))
+
+
+def steps_to_take(folder: Path, step: int | None) -> list[int]:
+    """Returns the complete checkpoints in a folder, newest first; `step` alone where that is given.
 
     One that is newer and not complete is left out with a line on standard error. Raises CheckpointError.
     """
@@ -124,23 +154,27 @@ def manifest_of(folder: Path, step: int | None) -> Manifest:
     if not steps:
         raise CheckpointError(f"a checkpoint in {folder}", "none was committed there", "another folder")
     if step is None:
-        step = steps[-1]
-        for newer in (s for s in partial if s > step):
-            print(f"{folder / str(newer)}: left out, it is not whole; step {step} is taken", file=sys.stderr)
-    if step not in steps:
+        for newer in (s for s in partial if s > steps[-1]):
+            print(f"{folder / str(newer)}: left out, it is not whole; step {steps[-1]} is taken", file=sys.stderr)
+    elif step not in steps:
         truth = "the folder has those of steps " + ", ".join(map(str, steps))
         raise CheckpointError(f"the checkpoint of step {step}", truth, f"--at {steps[-1]}")
+    return steps[::-1] if step is None else [step]
+
+
+@contextlib.contextmanager
+def _damage_explained(folder: Path, step: int) -> Iterator[None]:
     try:
-        return read_manifest(folder / str(step))
+        yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(folder, step, "its manifest cannot be read", error) from error
 
 
-def damaged(folder: Path, step: int, damage: str, error: Exception | None) -> CheckpointError:
+def damaged(folder: Path, step: int, damage: str, error: Exception | None) -> DamagedError:
     """Returns the error for a checkpoint that cannot be read, with the one before it."""
     earlier = [s for s in committed_steps(folder) if s < step]
     detail = f" ({type(error).__name__}: {str(error).splitlines()[0][:160]})" if error and str(error) else ""
-    return CheckpointError(
+    return DamagedError(
         f"the checkpoint of step {step} in {folder}",
         damage + detail,
         f"the one before it: --at {earlier[-1]}" if earlier else "no earlier checkpoint exists: start a new run",

@@ -12,16 +12,19 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tensorstore
+from jax.sharding import NamedSharding
 
 from meshwright.checkpoint.fingerprints import Fingerprint, add_fingerprints, block_fingerprint
 from meshwright.checkpoint.manifest import Manifest, TensorRecord, manifest_of
+from meshwright.comm.collectives import broadcast
 from meshwright.documents import write_atomically
 from meshwright.errors import CheckpointError
 from meshwright.storage.paths import in_bucket, kvstore_of
@@ -75,10 +78,12 @@ def _new_array(
     return tensorstore.open(spec | how, context=context).result()
 
 
-def write_shards(state: Path, abstract: dict[str, Any], shards: Shards, *, creates: bool) -> None:
+def write_shards(
+    state: Path, abstract: dict[str, Any], shards: Shards, *, creates: bool, wrote: Callable[[], None]
+) -> None:
     """Writes the shards of this process. creates: writes the arrays' descriptions too, which one process does.
 
-    abstract: shapes, types and shardings of the tensors.
+    abstract: shapes, types and shardings of the tensors.  wrote: called after each shard.
     """
     # The others do not wait for the descriptions.
     how = {"create": True} if creates else {"open": True, "assume_metadata": True}
@@ -88,6 +93,8 @@ def write_shards(state: Path, abstract: dict[str, Any], shards: Shards, *, creat
             chunk = _chunk_shape(x.sharding.shard_shape(x.shape), x.dtype.itemsize)
             array = _new_array(state, name, x.shape, chunk, x.dtype, **how)
             writing += [array[index].write(values) for index, values in shards[name]]
+    for future in writing:
+        future.add_done_callback(lambda _: wrote())
     for future in writing:
         future.result()
 
@@ -186,19 +193,29 @@ def _chunk_shape(shard: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     )
 
 
-def read_shards(state: Path, name: str, x: Any) -> jax.Array:
+def read_shards(state: Path, name: str, x: Any, record: TensorRecord, *, owned: bool) -> jax.Array:
     """Reads the slices of a tensor that the devices of this process need, all at once, into shape and sharding of `x`.
 
-    What is beyond the stored array is zero: a vocabulary may be padded otherwise.
+    What is beyond the stored array is zero: a vocabulary may be padded otherwise. owned: slices that another process
+    has too are read by the first of them, and are zero in the others (`from_first_replica`).  Raises ValueError where
+    the array is not that of `record`.
     """
-    array = open_array(state, name).result()
     places = x.sharding.addressable_devices_indices_map(x.shape)
+    if owned and (axes := _replica_axes(x.sharding)):
+        owners = {d.id for d in _replicas(x.sharding.mesh, axes)[0]}
+        places_read = [index for device, index in places.items() if device.id in owners]
+    else:
+        places_read = list(places.values())
     reading = {}
-    for bounds in dict.fromkeys(_bounds(index or (), x.shape) for index in places.values()):
-        inside = tuple(slice(a, min(b, size)) for (a, b), size in zip(bounds, array.shape, strict=True))
-        reading[bounds] = array[inside].read() if all(part.start < part.stop for part in inside) else None
+    if places_read:
+        array = open_array(state, name).result()
+        _check_array(name, array, record)
+        for bounds in dict.fromkeys(_bounds(index or (), x.shape) for index in places_read):
+            inside = tuple(slice(a, min(b, size)) for (a, b), size in zip(bounds, array.shape, strict=True))
+            reading[bounds] = array[inside].read() if all(part.start < part.stop for part in inside) else None
     slices: dict[Bounds, np.ndarray] = {}
-    for bounds, future in reading.items():
+    for bounds in dict.fromkeys(_bounds(index or (), x.shape) for index in places.values()):
+        future = reading.get(bounds)
         shape, values = tuple(b - a for a, b in bounds), future.result() if future is not None else None
         if values is None or values.shape != shape:
             padded = np.zeros(shape, x.dtype)
@@ -207,6 +224,45 @@ def read_shards(state: Path, name: str, x: Any) -> jax.Array:
             values = padded
         slices[bounds] = values
     return jax.make_array_from_callback(x.shape, x.sharding, lambda index: slices[_bounds(index or (), x.shape)])
+
+
+def from_first_replica(x: jax.Array, sharding: Any) -> jax.Array:
+    """Returns a tensor in which the slices that several processes have are those of the first of them, bit by bit."""
+    axes = _replica_axes(sharding)
+    if not axes:
+        return x
+    on_device = NamedSharding(sharding.mesh, sharding.spec)
+    return jax.device_put(_sender(on_device, axes)(jax.device_put(x, on_device)), sharding)
+
+
+@functools.lru_cache(maxsize=64)
+def _sender(sharding: NamedSharding, axes: tuple[str, ...]) -> Callable[[jax.Array], jax.Array]:
+    def send(shard: jax.Array) -> jax.Array:
+        if shard.dtype == jnp.bool_:
+            return broadcast(shard.astype(jnp.uint8), axes, 0).astype(jnp.bool_)
+        # As integers: -0.0 and the bits of a NaN do not survive a sum of floats with zeros.
+        bits = jnp.dtype(f"uint{8 * shard.dtype.itemsize}")
+        wide = jax.lax.bitcast_convert_type(shard, bits).astype(jnp.promote_types(bits, jnp.uint32))
+        return jax.lax.bitcast_convert_type(broadcast(wide, axes, 0).astype(bits), shard.dtype)
+
+    spec = sharding.spec
+    return jax.jit(jax.shard_map(send, mesh=sharding.mesh, in_specs=spec, out_specs=spec, check_vma=False))
+
+
+def _replica_axes(sharding: Any) -> tuple[str, ...]:
+    """Returns the mesh axes over which a tensor is repeated, where that is in several processes; else none."""
+    if jax.process_count() == 1 or not isinstance(sharding, NamedSharding):
+        return ()
+    split = {axis for part in sharding.spec if part for axis in ((part,) if isinstance(part, str) else part)}
+    axes = tuple(axis for axis, size in sharding.mesh.shape.items() if size > 1 and axis not in split)
+    of_one_slice = _replicas(sharding.mesh, axes)[:, 0]
+    return axes if len({device.process_index for device in of_one_slice}) > 1 else ()
+
+
+def _replicas(mesh: Any, axes: tuple[str, ...]) -> np.ndarray:
+    """Returns the devices of a mesh, [replica, slice], of a tensor that is repeated over some of its axes."""
+    moved = np.moveaxis(mesh.devices, [mesh.axis_names.index(axis) for axis in axes], range(len(axes)))
+    return moved.reshape(math.prod(mesh.shape[axis] for axis in axes), -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,19 +310,6 @@ class StoredTensors:
         for index, block in self.blocks(name):
             tensor[index] = block
         return tensor
-
-    def check(self, names: Iterable[str]) -> None:
-        """Raises CheckpointError where the array of a tensor is not of the shape and type in the manifest.
-
-        Reads the arrays' descriptions, all at once, and allocates nothing of their size.
-        """
-        name = ""
-        try:
-            opening = {name: open_array(self.step_folder / "state", name) for name in names}
-            for name, array in opening.items():
-                _check_array(name, array.result(), self.manifest.tensors[name])
-        except ValueError as error:
-            raise self._unreadable(name, error) from error
 
     def _unreadable(self, name: str, error: ValueError) -> CheckpointError:
         return self._damaged(f"tensor {name!r} cannot be read: {str(error).splitlines()[0][:200]}")

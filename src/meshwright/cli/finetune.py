@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from meshwright.cli.base_run import Base, base_run
 from meshwright.cli.parse import parse, value_of
-from meshwright.cli.train import TrainOptions, resume_if_exists, run_training
+from meshwright.cli.train import TrainOptions, resumed_folder, run_training
 from meshwright.errors import ConfigError
 from meshwright.fine_tuning import FineTune, Method, Objective
 from meshwright.hugging_face.hub import is_hugging_face
@@ -28,7 +28,7 @@ class FinetuneOptions(TrainOptions):
 
 def main(args: Sequence[str]) -> int:
     """Runs `meshwright finetune`, with the exit codes of `train`. Raises ConfigError without weights to start from."""
-    base = base_of_fine_tuning(list(resume_if_exists(args)))
+    base = base_of_fine_tuning(list(args))
     options = parse(FinetuneOptions, "finetune [SOURCE]", base.args, default=FinetuneOptions(run=base.run))
     check_start(options.run)
     return run_training(options, ["finetune", *args])
@@ -36,11 +36,11 @@ def main(args: Sequence[str]) -> int:
 
 def base_of_fine_tuning(args: list[str]) -> Base:
     """Returns the Run to start from, with the defaults of fine-tuning; a resumed run is the one in its folder."""
-    out, named = value_of(args, "--out"), bool(args) and not args[0].startswith("-")
-    if out is not None and ("--resume" in args or value_of(args, "--at") is not None):
-        run = run_in_folder(path_of(out))
+    folder, named = resumed_folder(args), bool(args) and not args[0].startswith("-")
+    if folder is not None:
+        run = run_in_folder(folder)
         if named:
-            _check_same_source(args[0], run, out)
+            _check_same_source(args[0], run, str(folder))
         return Base(run, args[1:] if named else args)
     if named and not args[0].endswith(".json"):
         base = Base(source_run(args[0]), args[1:])

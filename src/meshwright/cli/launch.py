@@ -169,7 +169,7 @@ def _with_out(options: LaunchOptions, name: str, arguments: list[str]) -> list[s
 
 def _check_command(verb: str, arguments: list[str]) -> str | None:
     """Parses the command as its processes will, so that a mistake does not wait in a queue; returns a plan's target."""
-    module = module_of(verb)
+    module, arguments = module_of(verb), [word for word in arguments if word != "--resume-if-exists"]
     kind = getattr(module, f"{verb.capitalize()}Options")
     base_of = {"train": "base_of_training", "finetune": "base_of_fine_tuning", "parity": "base_run"}.get(verb)
     if base_of is None:

@@ -5,12 +5,11 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
 from meshwright.api.training import output_folder, train_reported
-from meshwright.checkpoint.steps import committed_steps
 from meshwright.cli.base_run import Base, RunOptions, base_run
 from meshwright.cli.devices import HostOptions, start_devices
 from meshwright.cli.output import write_json
@@ -22,7 +21,7 @@ from meshwright.ranges import NonNegativeInt, PositiveInt
 from meshwright.reporters.console import ConsoleReport, Period, open_console
 from meshwright.runs.run_file import run_in_folder
 from meshwright.storage.paths import path_of
-from meshwright.trainer.loop import PreparedRun
+from meshwright.trainer import loop
 from meshwright.trainer.watchdog import Watchdog
 from meshwright.views.run_tables import print_forecast_gaps, print_prepared_model, print_prepared_run, print_summary
 
@@ -68,10 +67,9 @@ def main(args: Sequence[str]) -> int:
     if value_of(args, "--out") == "":  # before it is taken for the folder of a run to resume
         truth = "its value is empty, as of a shell variable that is not set"
         raise ConfigError("--out ''", truth, "--out DIR, or leave it out")
-    words = resume_if_exists(args)
-    base = base_of_training(words)
+    base = base_of_training(args)
     options = parse(TrainOptions, "train [RECIPE]", base.args, default=TrainOptions(run=base.run))
-    return run_training(options, ["train", *words])
+    return run_training(options, ["train", *args])
 
 
 def run_training(options: TrainOptions, words: Sequence[str]) -> int:
@@ -86,10 +84,10 @@ def run_training(options: TrainOptions, words: Sequence[str]) -> int:
         return supervise(words[0], rest, options.run, out, hosts, options.devices, limits)
     console = open_console(sys.stderr if options.json else sys.stdout)
     console.quiet = hosts.process != 0
-    start: Literal["fresh", "resume"] = "resume" if options.resume else "fresh"
+    start: loop.Start = "resume" if options.resume else "resume if exists" if options.resume_if_exists else "fresh"
 
     def show_start(prepared: Any, forecast: "StepForecast | None") -> None:
-        if not isinstance(prepared, PreparedRun):
+        if not isinstance(prepared, loop.PreparedRun):
             print_prepared_model(console, prepared.device_run)
         else:
             print_prepared_run(console, prepared)
@@ -128,18 +126,20 @@ def run_training(options: TrainOptions, words: Sequence[str]) -> int:
     return 128 + summary.interrupted_by if summary.interrupted_by else 0
 
 
-def resume_if_exists(args: Sequence[str]) -> Sequence[str]:
-    """Returns the arguments with `--resume` in place of `--resume-if-exists`, or neither without a checkpoint.
+def resumed_folder(args: Sequence[str]) -> Path | None:
+    """Returns the output folder whose Run a start continues with; None where it begins with another.
 
-    Decided once, before the hosts join: none of them can have written a checkpoint of this start.
+    With --resume-if-exists it is that of an earlier start; all hosts decide together later whether it has checkpoints.
     """
-    if _IF_EXISTS not in args:
-        return args
+    given = [name for name in ("--resume", "--at", _IF_EXISTS) if name in args or value_of(args, name) is not None]
+    if not given:
+        return None
     out = value_of(args, "--out")
     if out is None:
-        raise ConfigError(_IF_EXISTS, "it looks into a folder", f"--out DIR {_IF_EXISTS}")
-    others = [word for word in args if word != _IF_EXISTS]
-    return [*others, "--resume"] if committed_steps(path_of(out) / "checkpoints") else others
+        asked = f"--at {value_of(args, '--at')}" if given[0] == "--at" else given[0]
+        raise ConfigError(asked, "it continues the run in a folder", f"--out DIR {asked}")
+    folder = path_of(out)
+    return folder if given[0] != _IF_EXISTS or (folder / "run.json").is_file() else None
 
 
 _IF_EXISTS = "--resume-if-exists"
@@ -147,12 +147,6 @@ _IF_EXISTS = "--resume-if-exists"
 
 def base_of_training(args: Sequence[str]) -> Base:
     """Returns the Run to start from; a resumed run continues with the one in its folder, unless a recipe is given."""
-    if "--resume" not in args and value_of(args, "--at") is None:
-        return base_run(args)
-    out = value_of(args, "--out")
-    if out is None:
-        asked = "--resume" if "--resume" in args else f"--at {value_of(args, '--at')}"
-        raise ConfigError(asked, "it continues the run in a folder", f"--out DIR {asked}")
-    if args[0].startswith("-") and value_of(args, "--run") is None:
-        return Base(run_in_folder(path_of(out)), args)
-    return base_run(args)
+    unnamed = bool(args) and args[0].startswith("-") and value_of(args, "--run") is None
+    folder = resumed_folder(args)
+    return Base(run_in_folder(folder), args) if folder is not None and unnamed else base_run(args)

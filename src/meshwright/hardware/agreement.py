@@ -54,44 +54,48 @@ def agree(subject: str, fields: Mapping[str, str], seconds: float = DEADLINE) ->
     subject: what the fields describe, for the error.  Does nothing in a process that is alone. Raises ConfigError
     in every process where a field differs, and HostError where a process does not answer within `seconds`.
     """
+
+    def compare(answers: list[dict[str, str]]) -> None:
+        if found := differences(dict(enumerate(answers))):
+            more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            raise ConfigError(
+                f"training on {len(answers)} hosts that differ in their {subject}",
+                "; ".join(found[:_SHOWN]) + more,
+                "the same command, versions and files on every host",
+            )
+
+    choose_together(subject, dict(fields), compare, seconds)
+
+
+def choose_together(subject: str, mine: Any, choose: Callable[[list[Any]], Any], seconds: float = DEADLINE) -> Any:
+    """Returns in every process what process 0 chooses from what all of them give, in their order, as JSON has it.
+
+    Each process writes one text and reads one; process 0 reads all. All must call this in the same order. An error
+    of `choose` is raised in all of them, and HostError where a process does not answer within `seconds`.
+    """
     client, processes, process = store(), jax.process_count(), jax.process_index()
-    if client is None or processes == 1:
-        return
     folder = f"meshwright/agreement/{subject}/{_rounds[subject]}"
     _rounds[subject] += 1
-    client.key_value_set(f"{folder}/{process}", json.dumps(dict(fields)))
-    until = time.monotonic() + seconds
-    if process == 0:
-        answers: dict[int, dict[str, str]] = {}
+
+    def compute() -> Any:
+        if client is None or processes == 1:
+            return choose([mine])
+        answers, until = [], time.monotonic() + seconds
         for other in range(processes):
             text = _wait(client, f"{folder}/{other}", until)
             if text is None:
-                absent = [i for i in range(processes) if not _there(client, f"{folder}/{i}")]
-                client.key_value_set(f"{folder}/verdict", json.dumps({"missing": absent}))
-                break
-            answers[other] = json.loads(text)
-        else:
-            client.key_value_set(f"{folder}/verdict", json.dumps({"differences": differences(answers)}))
-    # Process 0 may have begun to wait later than this one.
-    text = _wait(client, f"{folder}/verdict", until + seconds)
-    verdict: dict[str, Any] = {"missing": [0]} if text is None else json.loads(text)
-    missing = list(verdict.get("missing", ()))
-    if 0 not in missing and (missing or verdict["differences"]):
-        _wait_for_readers(client, folder, set(range(processes)) - set(missing), process)
-    if missing:
-        raise HostError(
-            f"comparing the {subject} of {processes} hosts",
-            f"{_hosts(missing)} did not answer within {seconds:.0f} s",
-            "look at the output of those hosts; all must start the same command",
-        )
-    found = list(verdict["differences"])
-    if found:
-        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        raise ConfigError(
-            f"training on {processes} hosts that differ in their {subject}",
-            "; ".join(found[:_SHOWN]) + more,
-            "the same command, versions and files on every host",
-        )
+                raise HostError(
+                    f"comparing the {subject} of {processes} hosts",
+                    f"{_hosts([i for i in range(processes) if not _there(client, f'{folder}/{i}')])} did not answer "
+                    f"within {seconds:.0f} s",
+                    "look at the output of those hosts; all must start the same command",
+                )
+            answers.append(json.loads(text))
+        return choose(answers)
+
+    if client is not None and processes > 1:
+        client.key_value_set(f"{folder}/{process}", json.dumps(mine))
+    return answer_of_the_first(compute)
 
 
 def agree_on_program(text: str) -> None:
@@ -106,14 +110,14 @@ def failing_together() -> Iterator[None]:
         yield
     except MeshwrightError:
         if store() is not None and jax.process_count() > 1:
-            _wait_for_readers(store(), "meshwright/failed", set(range(jax.process_count())), jax.process_index())
+            _wait_for_readers(store(), "meshwright/failed")
         raise
 
 
 def answer_of_the_first(compute: Callable[[], Any]) -> Any:
     """Returns in every process what process 0 computes, as JSON has it; the others wait, however long it takes.
 
-    All processes must call this in the same order, in `failing_together`. An error of process 0 is raised in all.
+    All processes must call this in the same order. An error of process 0 is raised in all.
     """
     client, process = store(), jax.process_index()
     if client is None or jax.process_count() == 1:
@@ -124,11 +128,14 @@ def answer_of_the_first(compute: Callable[[], Any]) -> Any:
         try:
             answer = compute()
         except MeshwrightError as error:
-            client.key_value_set(key, json.dumps({"failed": [error.exit_code, error.asked, error.truth, error.fix]}))
+            kind = next(kind for kind in type(error).__mro__ if "__init__" not in vars(kind) or kind is MeshwrightError)
+            failed = [kind.__name__, error.asked, error.truth, error.fix]
+            client.key_value_set(key, json.dumps({"failed": failed}))
+            _wait_for_readers(client, key)
             raise
         except BaseException as error:
             stopped = "waiting for host 0", f"it stopped: {type(error).__name__}", "look at the output of host 0"
-            client.key_value_set(key, json.dumps({"failed": [HostError.exit_code, *stopped]}))
+            client.key_value_set(key, json.dumps({"failed": [HostError.__name__, *stopped]}))
             raise
         client.key_value_set(key, json.dumps({"answer": answer}))
         return json.loads(json.dumps(answer))
@@ -137,8 +144,12 @@ def answer_of_the_first(compute: Callable[[], Any]) -> Any:
         text = _wait(client, key, time.monotonic() + 2.0)  # signals are handled between two waits
     found = json.loads(text)
     if "failed" in found:
-        code, *parts = found["failed"]
-        raise next(kind for kind in MeshwrightError.__subclasses__() if kind.exit_code == code)(*parts)
+        _wait_for_readers(client, key)
+        name, *parts = found["failed"]
+        kinds = [MeshwrightError]
+        for kind in kinds:  # with the kinds of kinds
+            kinds += kind.__subclasses__()
+        raise next(kind for kind in kinds if kind.__name__ == name)(*parts)
     return found["answer"]
 
 
@@ -171,12 +182,13 @@ def _hosts(numbers: list[int]) -> str:
     return f"hosts {', '.join(map(str, shown))} and {last}"
 
 
-def _wait_for_readers(client: Any, folder: str, readers: set[int], process: int) -> None:
-    client.key_value_set(f"{folder}/read/{process}", "")
-    if process:
+def _wait_for_readers(client: Any, folder: str) -> None:
+    """Keeps process 0, and the store in it, until the others have read what is in `folder`, for seconds at most."""
+    client.key_value_set(f"{folder}/read/{jax.process_index()}", "")
+    if jax.process_index():
         return
     until = time.monotonic() + _READING
-    for reader in sorted(readers - {0}):
+    for reader in range(1, jax.process_count()):
         _wait(client, f"{folder}/read/{reader}", until)
     time.sleep(_PRINTING)
 

@@ -126,7 +126,7 @@ def join(hosts: Hosts, seconds: int = JOIN_SECONDS) -> None:
     """Joins this process to the others. Must come before anything asks JAX for its devices.
 
     seconds: how long to wait for the others; where they do not come, the process exits with `HostError`'s code.
-    Raises ConfigError where the address is invalid, TrainingError where JAX refuses (its port is taken).
+    Raises ConfigError where the address is invalid, TrainingError where its port is taken, HostError where JAX refuses.
     """
     if hosts.processes == 1 or jax.distributed.is_initialized():
         return
@@ -156,7 +156,7 @@ def join(hosts: Hosts, seconds: int = JOIN_SECONDS) -> None:
         )
     except (RuntimeError, ValueError) as error:  # JaxRuntimeError is a RuntimeError
         truth = f"after {time.monotonic() - began:.0f} s: {str(error).splitlines()[0]}"
-        raise TrainingError(_joining(hosts), truth, _JOIN_FIX) from error
+        raise HostError(_joining(hosts), truth, _JOIN_FIX) from error
     finally:
         for timer in timers:
             timer.cancel()

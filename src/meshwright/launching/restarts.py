@@ -18,9 +18,9 @@ REFUSED = (2, 3, 4, 5, 6, 7, 9)
 """Exit codes of errors that name their fix (`meshwright.errors`): starting again changes nothing."""
 STOPPED = 130
 """Exit code after Ctrl-C."""
-FAILED = (1, 8, RESTART, 134, 137, 139, 143)
-"""Exit codes to list where a scheduler wants those that restart: an exception, a bucket that is away, `RESTART`, and
-the signals ABRT, KILL, SEGV and TERM."""
+FAILED = (1, 8, 10, RESTART, 134, 137, 139, 143)
+"""Exit codes to list where a scheduler wants those that restart: an exception, a bucket that is away, a disk that is
+full, `RESTART`, and the signals ABRT, KILL, SEGV and TERM."""
 
 
 def restarts(code: int) -> bool:

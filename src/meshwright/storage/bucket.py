@@ -94,9 +94,10 @@ class BucketPath(PosixPath):
         """Opens the object to read or write all of it; it is written when the file is closed."""
         if mode.strip("bt") == "r":
             raw: io.BytesIO = io.BytesIO(self.read_bytes())
-        elif mode.strip("bt") in ("w", "a"):
+        elif mode.strip("bt") in ("w", "a", "x"):
             # An object cannot grow: what is in it is read, and written again with the rest.
-            raw = _Written(self, self.read_bytes() if "a" in mode and self.is_file() else b"")
+            before = self.read_bytes() if "a" in mode and self.is_file() else b""
+            raw = _Written(self, before, exclusive="x" in mode)
         else:
             raise OSError(errno.ENOTSUP, f"an object is not opened with mode {mode!r}", str(self))
         return raw if "b" in mode else io.TextIOWrapper(raw, encoding or "utf-8", errors, newline)
@@ -208,12 +209,12 @@ class BucketPath(PosixPath):
 
 
 class _Written(io.BytesIO):
-    """Content of an object that is written when it is closed, unless its writer failed."""
+    """Content of an object that is written when it is closed, unless its writer failed. exclusive: if there is none."""
 
-    def __init__(self, path: BucketPath, before: bytes):
+    def __init__(self, path: BucketPath, before: bytes, *, exclusive: bool):
         super().__init__()
         self.write(before)
-        self._path = path
+        self._path, self._exclusive = path, exclusive
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
         if kind is not None:
@@ -224,7 +225,10 @@ class _Written(io.BytesIO):
         if not self.closed:
             content = self.getvalue()
             super().close()
-            self._path.write_bytes(content)
+            if not self._exclusive:
+                self._path.write_bytes(content)
+            elif self._path.put_if(content, MISSING) is None:
+                raise FileExistsError(errno.EEXIST, "there is such an object", str(self._path))
 
 
 @functools.cache

@@ -7,14 +7,18 @@ stopped does not return. Where process 0 dies, JAX aborts all others from a thre
 here, so that the last word is ours and the exit code one that schedulers restart on.
 """
 
+import collections
 import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import hashlib
 import json
 import os
+import secrets
 import signal
 import socket
+import statistics
 import sys
 import tempfile
 import threading
@@ -26,22 +30,29 @@ from typing import Any
 import jax
 
 from meshwright.checkpoint.steps import committed_steps
-from meshwright.errors import HostError
-from meshwright.hardware.agreement import agree, digest, flatten
+from meshwright.errors import ConfigError, HostError
+from meshwright.hardware.agreement import agree, answer_of_the_first, choose_together, digest, flatten
 from meshwright.hardware.hosts import installed_versions, store
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_to_dict
 from meshwright.trainer.prepare import Trainable
 from meshwright.trainer.watchdog import BEATS, PREPARING, Phases, Watchdog
 
-_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_ENABLE_X64")
-"""Variables that change what a program computes."""
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+"""Variables that change what a program computes, besides those of `jax.config`."""
+_OF_A_HOST = ("address", "cache", "dump", "log_", "logging", "mtls", "platform", "traceback", "visible_devices")
+"""Words in the names of JAX's settings that may differ between hosts: they change no number."""
+_CAUGHT_UP = 10.0
+"""Seconds in which a network file system shows a new file to every host."""
 _FOLDER = "meshwright/watchdog"
 _SLOW = 10
 """Times the limit for phases that compile, restore or evaluate."""
 _SLOW_PHASES = ("start", "compile", "evaluate", "sample")
 _GRACE = 3.0
 """Seconds in which process 0 publishes its verdict before it leaves, and with it the key-value store."""
+_DELAYS, _TIMES, _LATE = 30, 4.0, 0.02
+"""Signs over which the delay of a host is averaged; how many times the median, and how many seconds, make it slow."""
+_WORK = bytes(2**18)
 _silence = threading.Lock()
 
 
@@ -50,13 +61,13 @@ def agree_on(run: Run) -> None:
     agree("run or versions", _fields_of(run))
 
 
-def agree_on_data(prepared: Trainable, out: Path) -> None:
+def agree_on_data(prepared: Trainable) -> None:
     """Compares what determines the numbers of a run, once its data are read."""
-    agree("run, versions, data or tokenizer", same_fields(prepared, out))
+    agree("run, versions, data or tokenizer", same_fields(prepared))
 
 
 def _fields_of(run: Run) -> dict[str, str]:
-    """Returns the fields of the Run, and the versions of what decides on numbers: libraries and the devices' driver."""
+    """Returns the fields of the Run, the settings of JAX, and the versions of libraries and of the devices' driver."""
     # The package's files: an installation in place has no version that tells changes.
     root = Path(__file__).parents[1]
     files = sorted(root.rglob("*.py"))
@@ -64,10 +75,12 @@ def _fields_of(run: Run) -> dict[str, str]:
     found = {**installed_versions(), "meshwright's source": sources}
     device = jax.local_devices()[0]
     found["the device's runtime"] = f"{device.device_kind}, {device.client.platform_version}".replace("\n", ", ")
-    return flatten(run_to_dict(run)) | {f"version of {name}": version for name, version in found.items()}
+    names = [name for name in sorted(jax.config.values) if not any(word in name for word in _OF_A_HOST)]
+    settings = {f"jax.config.{name}": str(jax.config.values[name]) for name in names}
+    return flatten(run_to_dict(run)) | {f"version of {name}": version for name, version in found.items()} | settings
 
 
-def same_fields(prepared: Trainable, out: Path) -> dict[str, str]:
+def same_fields(prepared: Trainable) -> dict[str, str]:
     """Returns what all hosts must have in common, by name: the Run's fields, versions, data and tokenizer."""
     fields = _fields_of(prepared.device_run.run)
     flags = {name: os.environ[name].split() for name in _FLAGS if name in os.environ}
@@ -75,9 +88,36 @@ def same_fields(prepared: Trainable, out: Path) -> dict[str, str]:
     data: dict[str, Any] = dict(prepared.fingerprint() or {})
     fields["tokenizer"] = digest(str(data.pop("tokenizer", "")))
     fields |= {f"tokens: {name}": value for name, value in flatten(data).items()}
-    # A folder that is not shared, or one that has not caught up, has other checkpoints.
-    fields["checkpoints in --out"] = str(committed_steps(out / "checkpoints"))
     return fields
+
+
+def check_shared(out: Path) -> None:
+    """Raises ConfigError in every process where one does not see what process 0 writes into the output folder."""
+
+    def mark() -> str:
+        name = f".seen-by-all-{secrets.token_hex(4)}"  # a name that no host has asked for before
+        (out / name).write_text(name, encoding="utf-8")
+        return name
+
+    def judge(seen: list[bool]) -> None:
+        if blind := [i for i, sees in enumerate(seen) if not sees]:
+            which = ", ".join(map(str, blind[:8])) + (f" and {len(blind) - 8} more" if len(blind) > 8 else "")
+            raise ConfigError(
+                f"training on {len(seen)} hosts in {out}",
+                f"processes {which} do not see the file that process 0 wrote there: the folder is another on that host",
+                "an --out that all hosts share, or in a bucket",
+            )
+
+    if jax.process_count() == 1:
+        return
+    file, until = out / answer_of_the_first(mark), time.monotonic() + _CAUGHT_UP
+    while not (there := file.is_file()) and time.monotonic() < until:
+        time.sleep(0.2)
+    try:
+        choose_together("output folder", there, judge)
+    finally:
+        if jax.process_index() == 0:
+            file.unlink(missing_ok=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +135,8 @@ class Sign:
     at: float
     left: str
     """Reason for which the host has left; `done` where it has come to its end."""
+    delay: float = 0.0
+    """Mean seconds, over its last signs, that a small computation took and that its thread woke too late."""
 
     def describe(self, now: float) -> str:
         """Where the host was: `process 1 (node7, pid 4103), step 12, data since 14:03:05, 21 s ago`."""
@@ -107,7 +149,7 @@ class Sign:
 def verdict(signs: Mapping[int, Sign], limits: Watchdog, now: float) -> str | None:
     """Returns which host died, stopped or fell behind, and where; None where none did.
 
-    Of hosts in the same step, those that wait in a collective are in phase `step`: one that is elsewhere keeps them.
+    Of hosts in the same step, those that wait for the others are in phase `step` or `commit`: one elsewhere keeps them.
     """
     gone = [sign for sign in signs.values() if sign.left not in ("", "done")]
     if gone:
@@ -120,12 +162,23 @@ def verdict(signs: Mapping[int, Sign], limits: Watchdog, now: float) -> str | No
     if not limits.stall or not running:
         return None
     # The host that all wait for is the one with the fewest steps, and of those the one that is in no collective.
-    last = min(running, key=lambda s: (s.step, s.phase == "step", s.at - s.seconds))
+    last = min(running, key=lambda s: (s.step, s.phase in ("step", "commit"), s.at - s.seconds))
     if last.phase == PREPARING:
         return None
     limit = limits.stall * (_SLOW if last.phase in _SLOW_PHASES else 1)
     waited = now - last.at + last.seconds
     return f"{last.describe(now)}: over the limit of {limit:g} s" if waited > limit else None
+
+
+def slow_hosts(signs: Mapping[int, Sign]) -> dict[int, str]:
+    """Returns the hosts that compute or wake several times later than most: in every step all others wait for them."""
+    median = statistics.median_low([sign.delay for sign in signs.values()])
+    return {
+        process: f"process {process} ({s.name}, pid {s.pid}) is slow: {1000 * s.delay:.0f} ms for what takes other "
+        f"hosts {1000 * median:.1f} ms, and they wait for it in every step"
+        for process, s in signs.items()
+        if s.delay > max(_LATE, _TIMES * median)
+    }
 
 
 def watching(out: Path, phases: Phases, limits: Watchdog) -> contextlib.AbstractContextManager[None]:
@@ -152,6 +205,8 @@ class _Watch:
         self.beat = 0
         self.stopped = threading.Event()
         self.beats = int(os.environ[BEATS]) if BEATS in os.environ else None
+        self.delays: collections.deque[float] = collections.deque(maxlen=_DELAYS)
+        self.slow: set[int] = set()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -195,17 +250,22 @@ class _Watch:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._sign()
                 self._read()
+            due = time.monotonic() + self.period
             if self.stopped.wait(self.period):
                 return
+            hashlib.sha256(_WORK).digest()
+            self.delays.append(time.monotonic() - due)
 
     def _sign(self) -> None:
         self.beat += 1
-        step, phase, since = self.phases.now
+        step, phase, since = self.phases.place
+        seconds = time.monotonic() - since
         if self.beats is not None:
             with contextlib.suppress(OSError):
-                os.write(self.beats, f"{json.dumps([step, phase, self.left])}\n".encode())
+                os.write(self.beats, f"{json.dumps([step, phase, seconds, self.left])}\n".encode())
         if self.client is not None:
-            values = [socket.gethostname(), os.getpid(), self.beat, step, phase, time.monotonic() - since, self.left]
+            delay = sum(self.delays) / _DELAYS if len(self.delays) == _DELAYS else 0.0
+            values = [socket.gethostname(), os.getpid(), self.beat, step, phase, seconds, self.left, delay]
             self.client.key_value_set(f"{_FOLDER}/signs/{self.process}", json.dumps(values), True)
 
     def _read(self) -> None:
@@ -219,11 +279,16 @@ class _Watch:
             texts = {0: self.client.key_value_try_get(f"{_FOLDER}/signs/0")}
         now = time.monotonic()
         for process, text in texts.items():
-            name, pid, beat, step, phase, seconds, left = json.loads(text)
-            sign, last = Sign(process, name, pid, beat, step, phase, seconds, now, left), self.signs.get(process)
+            name, pid, beat, step, phase, seconds, left, delay = json.loads(text)
+            sign, last = Sign(process, name, pid, beat, step, phase, seconds, now, left, delay), self.signs.get(process)
             if last is None or (last.beat, last.left) != (sign.beat, sign.left):
                 self.signs[process] = sign
-        if self.process:
+        if self.process == 0:
+            slow = slow_hosts(self.signs)
+            for process in slow.keys() - self.slow:
+                print(slow[process], file=sys.stderr, flush=True)
+            self.slow = set(slow)
+        else:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # there is none
                 self.found = self.client.key_value_try_get(f"{_FOLDER}/verdict")
 

@@ -10,17 +10,18 @@ from typing import Any, Literal
 import jax
 
 from meshwright.activity import Activity, activity, watched_by
-from meshwright.checkpoint.checkpoints import Checkpoints, check_room
+from meshwright.checkpoint.checkpoints import check_room
 from meshwright.checkpoint.steps import committed_steps
 from meshwright.data.batch import ramp_of
-from meshwright.errors import CheckpointError, ConfigError
+from meshwright.errors import ConfigError
 from meshwright.formatting import Shown
+from meshwright.hardware.agreement import answer_of_the_first
 from meshwright.reporters import Reporter, build_reporters
 from meshwright.reporters.files import EventLog, JsonLines
 from meshwright.runs.run_file import write_run
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.storage.paths import path_of
-from meshwright.trainer.hosts import agree_on_data, watching
+from meshwright.trainer.hosts import agree_on_data, check_shared, watching
 from meshwright.trainer.lock import locked
 from meshwright.trainer.meter import Meter
 from meshwright.trainer.preemption import Preemption
@@ -30,7 +31,9 @@ from meshwright.trainer.silent import checked
 from meshwright.trainer.tiers import Tiers
 from meshwright.trainer.watchdog import Phases, Watchdog
 
-__all__ = ["PreparedRun", "Summary", "Trainable", "prepare_run", "train"]
+Start = Literal["fresh", "resume", "resume if exists"]
+"""How a run begins; the last resumes where all hosts can read a checkpoint, and is fresh where there is none."""
+__all__ = ["PreparedRun", "Start", "Summary", "Trainable", "prepare_run", "train"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +83,7 @@ def train(
     prepared: Trainable,
     out: Path,
     *,
-    start: Literal["fresh", "resume"] = "fresh",
+    start: Start = "fresh",
     at: int | None = None,
     data: Literal["same", "new"] = "same",
     reporters: Callable[[int], list[Reporter]] = lambda first: [],
@@ -89,7 +92,7 @@ def train(
 ) -> Summary:
     """Trains a prepared run, writing checkpoints, metrics, the Run and a text sample into `out`.
 
-    start: `resume` continues from the last checkpoint in `out`, or from that of step `at`.
+    start: `resume` continues from the newest checkpoint that all hosts can read, or from that of step `at`.
     data: `new` resumes on data, or in an order, that differ from those of the checkpoint.
     reporters: called with the number of steps already taken, returns further reporters.
     page: writes the run's page and returns its file, for reporters that keep it.
@@ -97,40 +100,27 @@ def train(
     """
     device_run, began, phases = prepared.device_run, time.perf_counter(), Phases()
     run, out, chief = device_run.run, path_of(out), jax.process_index() == 0
-    keep, local = run.training.max_to_keep, run.local_checkpoints
     with contextlib.ExitStack() as stack:
         stack.enter_context(watching(out, phases, watchdog or Watchdog()))
         if jax.process_count() > 1:
-            agree_on_data(prepared, out)
-        steps = committed_steps(out / "checkpoints")
-        if start == "fresh" and steps:
-            raise ConfigError(
-                f"a new run in {out}",
-                f"it holds the checkpoint of step {steps[-1]} of another",
-                "--resume to continue that one, or another --out",
-            )
-        if start == "resume" and not steps and local.path is None:
-            raise CheckpointError(
-                f"resuming the run in {out}",
-                "no checkpoint was committed there",
-                "leave --resume out, or another --out",
-            )
-        check_room(out, device_run, keep)
+            agree_on_data(prepared)
+        answer_of_the_first(lambda: _check_folder(out, device_run, start, at))
+        check_shared(out)
         preemption = stack.enter_context(Preemption().listening())
+        answer_of_the_first(lambda: stack.enter_context(locked(out)))  # if another run holds it, all stop alike
         if chief:
-            stack.enter_context(locked(out))
             stack.enter_context(watched_by(events := EventLog(out / "events.jsonl")))
-        # Two tiers where the hosts keep checkpoints on their own disks too.
-        checkpoints: Checkpoints = stack.enter_context(
-            Checkpoints(out / "checkpoints", max_to_keep=keep)
-            if local.path is None
-            else Tiers(out, device_run, max_to_keep=keep, local=local)
-        )
+        keep, local = run.training.max_to_keep, run.local_checkpoints
+        checkpoints = Tiers(out, device_run, max_to_keep=keep, local=local, saves=phases.saves)
+        stack.enter_context(contextlib.closing(checkpoints))
+        if start == "resume if exists":
+            start = "resume" if checkpoints.steps() else "fresh"
         if start == "fresh":
             checkpoints.forget_local()
             state, position = _first_state(device_run, out), Position(0, 0)
         else:
-            with activity("restore", "restoring the last checkpoint", "restored the last checkpoint"):
+            with activity("restore", "restoring the last checkpoint", "restored the last checkpoint") as work:
+                work.record = {"left out": checkpoints.left_out}
                 state, position = resume(device_run, checkpoints, at, prepared.fingerprint(), data)
         sinks = list(reporters(position.step))
         if chief:
@@ -154,6 +144,19 @@ def train(
         return summary
 
 
+def _check_folder(out: Path, device_run: DeviceRun, start: str, at: int | None) -> None:
+    """Raises ConfigError for a new run where another has checkpoints, and RoomError where there is no room."""
+    steps = committed_steps(out / "checkpoints")
+    if start == "fresh" and steps:
+        raise ConfigError(
+            f"a new run in {out}",
+            f"it holds the checkpoint of step {steps[-1]} of another",
+            "--resume to continue that one, or another --out",
+        )
+    replaced = sum(at is None or step <= at for step in steps)
+    check_room(out, device_run, device_run.run.training.max_to_keep, replaced)
+
+
 def _first_state(device_run: DeviceRun, out: Path) -> State:
     with activity("initialise", "making the first state", "made the first state"):
         if device_run.run.init_from is None:
@@ -171,7 +174,7 @@ class _RollBack(Exception):
 class _Loop:
     prepared: Trainable
     out: Path
-    checkpoints: Checkpoints
+    checkpoints: Tiers
     meter: Meter
     preemption: Preemption
     phases: Phases
@@ -216,6 +219,7 @@ class _Loop:
             sample = self._sample(step, state)
         self.phases.enter("save", step)
         self.checkpoints.wait()
+        self.checkpoints.forget_local()  # the output folder has the last state
         return Summary(
             out=self.out,
             steps=step,

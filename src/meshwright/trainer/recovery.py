@@ -25,6 +25,7 @@ from meshwright.sharding.params import named_leaves
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.trainer.meter import BadStep
 from meshwright.trainer.prepare import Position, Trainable
+from meshwright.trainer.tiers import Tiers
 
 _SKIPPED = "skipped.json"
 """File of an output folder with the samples that its run leaves out."""
@@ -32,19 +33,22 @@ _SKIPPED = "skipped.json"
 
 def resume(
     device_run: DeviceRun,
-    checkpoints: Checkpoints,
+    checkpoints: Tiers,
     at: int | None,
     data: Mapping[str, Any] | None,
     policy: Literal["same", "new"],
 ) -> tuple[State, Position]:
-    """Returns the state of the last committed checkpoint, or of step `at`, and its place.
+    """Returns the state of the newest checkpoint that all hosts can read, or of step `at`, and its place.
 
     data: fingerprint of the data that the run reads now.  policy: `new` accepts data that differ.
     Raises CheckpointError.
     """
-    if policy == "same" and data is not None:
-        _check_data(checkpoints.manifest(at), data, device_run.run)
-    state, manifest = checkpoints.restore(device_run, at)
+
+    def accept(manifest: Manifest) -> None:
+        if policy == "same" and data is not None:
+            _check_data(manifest, data, device_run.run)
+
+    state, manifest = checkpoints.restore(device_run, at, accept)
     checkpoints.set_aside(after=manifest.step)
     file = checkpoints.folder.parent / _SKIPPED
     try:

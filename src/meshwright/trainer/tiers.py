@@ -1,85 +1,172 @@
-"""Two tiers of checkpoints: each host's own disk, often, and the output folder, rarely (`LocalCheckpoints`).
+"""Checkpoints of a run: in the output folder, and often on each host's own disk too (`LocalCheckpoints`).
 
-Of the local tier every process has a folder of its own with the shards on its devices: saving and restoring send
-nothing over the network. A resume takes the newest checkpoint that is committed in the output folder, or on every host
-for the layout of the run. After a host is lost or replaced, that is the output folder's.
+On its own disk every process has a folder with the shards on its devices: saving sends nothing over the network. What
+each host can read is gathered after every step that a host does alone (its list, the manifest, the shards), and all of
+them take the newest checkpoint that all can read, each from its own disk or from the output folder.
 """
 
+import contextlib
 import hashlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
-from meshwright.checkpoint.checkpoints import LAYOUT, Checkpoints, named_tensors
+from meshwright.checkpoint.checkpoints import LAYOUT, Checkpoints, UnreadableError, named_tensors
 from meshwright.checkpoint.layer_order import abstract_in_layer_order
-from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.steps import committed_steps
+from meshwright.checkpoint.manifest import Manifest, steps_to_take
+from meshwright.checkpoint.steps import MANIFEST, committed_steps
 from meshwright.checkpoint.tensors import layout_of
-from meshwright.documents import read_json
-from meshwright.errors import CheckpointError
+from meshwright.documents import LARGE, read_json
+from meshwright.errors import CheckpointError, DamagedError
+from meshwright.hardware.agreement import choose_together
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.storage.paths import remove_tree
 from meshwright.storage.tiers import LocalCheckpoints
 
-_MOST = 64
-"""Newest steps of the local tier that hosts compare."""
+Choice = tuple[int, str, bool]
+"""Step of a checkpoint; checksum of the manifest with which hosts take it from their own disks ("": none does); whether
+another host takes it from the output folder."""
 
 
 class Tiers(Checkpoints):
     """Checkpoints of the output folder, and those on the hosts' own disks, which must have the layout of the run."""
 
-    def __init__(self, out: Path, device_run: DeviceRun, *, max_to_keep: int, local: LocalCheckpoints):
-        super().__init__(out / "checkpoints", max_to_keep=max_to_keep)
-        assert local.path is not None
+    def __init__(
+        self,
+        out: Path,
+        device_run: DeviceRun,
+        *,
+        max_to_keep: int,
+        local: LocalCheckpoints,
+        saves: Callable[[str], None] = lambda phase: None,
+    ):
+        super().__init__(out / "checkpoints", max_to_keep=max_to_keep, saves=saves)
         self._layout = layout_of(abstract_in_layer_order(named_tensors(device_run.abstract), device_run.params))
-        # The folder `local.path` may be shared by several runs and processes.
-        name = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:16]
-        folder = Path(local.path) / f"{out.name}-{name}" / f"process-{jax.process_index()}"
-        self._local = Checkpoints(folder, max_to_keep=local.max_to_keep, reach="process")
+        self._local: Checkpoints | None = None
+        self.left_out: list[str] = []
+        """Checkpoints that the last restore left out, and why."""
+        if local.path is not None:
+            # The folder `local.path` may be shared by several runs and processes.
+            name = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:16]
+            folder = Path(local.path) / f"{out.name}-{name}" / f"process-{jax.process_index()}"
+            self._local = Checkpoints(folder, max_to_keep=local.max_to_keep, reach="process", saves=saves)
 
     def save_locally(self, state: State, device_run: DeviceRun, **place: Any) -> None:
         """Starts to write the state to the hosts' disks. place: as of `save`."""
-        self._local.save(state, device_run, **place)
+        self._locally(Checkpoints.wait)
+        self._locally(lambda local: local.save(state, device_run, **place))
+
+    def _locally(self, do: Callable[[Checkpoints], None]) -> None:
+        """Does something with this host's own checkpoints; where its disk refuses, the run goes on without that one."""
+        if self._local is None:
+            return
+        try:
+            do(self._local)
+        except CheckpointError as error:
+            for partial in self._local.folder.glob("*.tmp"):
+                remove_tree(partial)
+            print(
+                f"process {jax.process_index()}: a local checkpoint is left out, and the run goes on: {error.truth}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def forget_local(self, after: int = -1) -> None:
-        """Deletes the hosts' checkpoints of steps above `after`: they are of another run, or of one that was left."""
-        self._local.wait()
-        for step in committed_steps(self._local.folder):
-            if step > after:
-                remove_tree(self._local.folder / str(step))
+        """Deletes the hosts' checkpoints of steps above `after`, and their folders where nothing else is in them."""
+        self._locally(Checkpoints.wait)
+        if self._local is not None:
+            for step in committed_steps(self._local.folder):
+                if step > after:
+                    remove_tree(self._local.folder / str(step))
+            for folder in (self._local.folder, self._local.folder.parent):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
 
     def steps(self) -> list[int]:
-        """Returns the steps of both tiers, oldest first."""
-        return sorted({*super().steps(), *self._local_steps()})
+        """Returns the steps that all hosts have, in one tier or the other, newest first."""
+        return list(dict.fromkeys(step for step, _, _ in self._choices(None, strict=False)))
 
-    def manifest(self, step: int | None = None) -> Manifest:
-        """Returns the manifest of the checkpoint that `restore` takes."""
-        for candidate in self._candidates(step):
-            try:
-                return self._local.manifest(candidate)
-            except CheckpointError as error:
-                _say(candidate, error)
-        return super().manifest(step)
+    def restore(
+        self,
+        device_run: DeviceRun,
+        step: int | None = None,
+        accept: Callable[[Manifest], None] = lambda manifest: None,
+    ) -> tuple[State, Manifest]:
+        """Returns the newest state that all hosts can read, or that of `step`, verified; of equal ones the hosts'.
 
-    def restore(self, device_run: DeviceRun, step: int | None = None) -> tuple[State, Manifest]:
-        """Returns the newest state of both tiers, or that of `step`, verified; of equal ones the hosts'.
-
-        A hosts' checkpoint that is damaged is skipped with a line on standard error.
+        accept: refuses a manifest by raising an error.  What is damaged, or cannot be read, is left out with a line on
+        standard error. Raises DamagedError or UnreadableError of the newest where none is left.
         """
-        for candidate in self._candidates(step):
+        self.left_out.clear()
+        errors = list[DamagedError | UnreadableError]()
+        choices, mine = self._choices(step, strict=True), self._mine()
+        for number, checksum, shared in choices:
+            own = checksum != "" and mine.get(number) == checksum
+            source = self._local if own and self._local is not None else self
             try:
-                state, manifest = self._local.restore(device_run, candidate)
-            except CheckpointError as error:
-                _say(candidate, error)
+                manifest = source.manifest(number)
+                accept(manifest)
+                state = source.read(device_run, manifest, sends=shared)
+            except (DamagedError, UnreadableError) as error:
+                errors.append(error)
+                self._leave_out(number, "on the hosts' own disks" if checksum else "in the output folder", error)
                 continue
-            if jax.process_index() == 0:
-                print(f"step {candidate} is restored from the hosts' own disks", file=sys.stderr)
+            if checksum:
+                _say(f"step {number} is restored from the hosts' own disks")
             return state, manifest
-        return super().restore(device_run, super().manifest(step).step)
+        # What another start may read is not called damaged.
+        raise next((error for error in errors if isinstance(error, UnreadableError)), errors[0])
+
+    def _leave_out(self, step: int, where: str, error: CheckpointError | UnreadableError) -> None:
+        self.left_out.append(f"step {step} {where}: {error.truth}")
+        _say(f"step {step} {where} is left out: {error.truth}")
+
+    def _mine(self) -> dict[int, str]:
+        """Returns the steps on this host's own disk that have the layout of this run, with their manifests' checksums.
+
+        Those whose description cannot be read are none.
+        """
+        found: dict[int, str] = {}
+        if self._local is None:
+            return found
+        for step in committed_steps(self._local.folder):
+            folder = self._local.folder / str(step)
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                if read_json(folder / LAYOUT)["layout"] == self._layout:
+                    found[step] = str(read_json(folder / MANIFEST, LARGE)["checksum"])
+        return found
+
+    def _choices(self, step: int | None, *, strict: bool) -> list[Choice]:
+        """Returns the checkpoints that all hosts have, newest first, and of a step the hosts' own first.
+
+        strict: raises CheckpointError where there is none, or not that of `step`.
+        """
+
+        def choose(answers: list[dict[str, str]]) -> list[Choice]:
+            shared = committed_steps(self.folder)
+            choices: list[Choice] = [(s, "", True) for s in shared]
+            # Process 0 reads the manifest for all: what it lacks is taken from the output folder.
+            for text, checksum in answers[0].items():
+                have = sum(host.get(text) == checksum for host in answers)
+                if have == len(answers) or int(text) in shared:
+                    choices.append((int(text), checksum, have < len(answers)))
+            choices = [choice for choice in choices if step in (None, choice[0])]
+            if strict and not choices and not shared:
+                of_some = any(answers)
+                raise CheckpointError(
+                    f"resuming the run in {self.folder.parent}",
+                    "no checkpoint was committed there" + (", and no host's own is on all that need it" * of_some),
+                    "leave --resume out, or another --out",
+                )
+            if strict and {c[0] for c in choices} <= set(shared):
+                steps_to_take(self.folder, step)
+            return sorted(choices, key=lambda choice: (choice[0], choice[1] != ""), reverse=True)
+
+        mine = {str(s): checksum for s, checksum in self._mine().items()}
+        return [(s, c, shared) for s, c, shared in choose_together("checkpoints", mine, choose)]
 
     def set_aside(self, after: int) -> None:
         """Moves newer checkpoints of the output folder into `set-aside`, and deletes those of the hosts."""
@@ -88,46 +175,20 @@ class Tiers(Checkpoints):
 
     def wait(self) -> None:
         """Waits until every save is committed, on the hosts and in the output folder."""
-        self._local.wait()
+        self._locally(Checkpoints.wait)
         super().wait()
 
     def check(self) -> None:
-        """Raises CheckpointError where a save of either tier has failed on this host."""
-        self._local.check()
+        """Raises CheckpointError where a save into the output folder has failed on this host."""
+        self._locally(Checkpoints.check)
         super().check()
 
     def close(self) -> None:
         """Waits like `wait`, and releases the threads of both."""
-        try:
-            self._local.close()
-        finally:
-            super().close()
-
-    def _candidates(self, step: int | None) -> list[int]:
-        """Steps of the local tier to try, newest first: those that are not older than the output folder's newest."""
-        shared = super().steps()
-        if step is not None:
-            return [step] if step in self._local_steps() and step not in shared else []
-        return [s for s in reversed(self._local_steps()) if s >= max(shared, default=-1)]
-
-    def _local_steps(self) -> list[int]:
-        """Steps of the local tier that are committed on every host, for the layout of this run."""
-
-        def fits(step: int) -> bool:
-            try:
-                return bool(read_json(self._local.folder / str(step) / LAYOUT)["layout"] == self._layout)
-            except (OSError, ValueError, KeyError, TypeError):
-                return False
-
-        mine = [step for step in committed_steps(self._local.folder) if fits(step)]
-        if jax.process_count() == 1:
-            return mine
-        row = np.full(_MOST, -1, np.int64)
-        row[: len(mine[-_MOST:])] = mine[-_MOST:]
-        rows = multihost_utils.process_allgather(row)
-        return sorted(set.intersection(*({int(s) for s in host if s >= 0} for host in rows)))
+        self._locally(Checkpoints.close)
+        super().close()
 
 
-def _say(step: int, error: CheckpointError) -> None:
+def _say(text: str) -> None:
     if jax.process_index() == 0:
-        print(f"step {step} on the hosts' own disks is left out: {error.truth}", file=sys.stderr)
+        print(text, file=sys.stderr, flush=True)

@@ -19,6 +19,17 @@ class Phases:
 
     def __init__(self, phase: str = "start") -> None:
         self.now: tuple[int, str, float] = (0, phase, time.monotonic())
+        self._saving = ("save", 0.0)
+
+    @property
+    def place(self) -> tuple[int, str, float]:
+        """Step, phase, and since when; of a save since it last wrote something, or waits for other hosts (`commit`)."""
+        step, phase, since = self.now
+        return (step, self._saving[0], max(since, self._saving[1])) if phase == "save" else (step, phase, since)
+
+    def saves(self, phase: str) -> None:
+        """Called by a save when it has written another part (`save`), or waits for the other hosts (`commit`)."""
+        self._saving = (phase, time.monotonic())
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Begins a phase: start, data, compile, step, save, evaluate, sample. step: None stays in the same one."""
@@ -33,5 +44,5 @@ class Watchdog(Ranged, part="watchdog"):
     """Seconds without a sign of a host (it died, was stopped, or its network is cut) after which all others stop. Signs
     come up to a second apart, and a busy host is late: at least 2."""
     stall: Seconds = 600.0
-    """Seconds that a host may spend in one step, in waiting for data, or in saving; compiling, restoring and evaluating
-    may take ten times as long. 0 sets no limit."""
+    """Seconds that a host may spend in one step, in waiting for data, or in a save without writing another part of it;
+    compiling, restoring and evaluating may take ten times as long. 0 sets no limit."""
