@@ -40,7 +40,7 @@ from meshwright.planner.search import (
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.run import Run
 from meshwright.runs.run_file import run_from_dict, run_to_dict
-from meshwright.views.colours import plot_colours
+from meshwright.views.colours import PALETTE
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "compiled_plans.json"
@@ -243,7 +243,7 @@ def plot(rows: list[dict[str, Any]]) -> None:
     figure, both = plt.subplots(1, 2, figsize=(9.6, 4.6))
     columns = (("compiled_seconds", "planned_seconds", "step, s", 1.0), ("compiled", "planned", "memory, GiB", 2**30))
     for axes, (compiled, planned, label, unit) in zip(both, columns, strict=True):
-        axes.set_prop_cycle(color=plot_colours())
+        axes.set_prop_cycle(color=[light for light, _ in PALETTE.values()])
         for kind in ("GPU", "TPU"):
             points = [
                 (r[compiled] / unit, r[planned] / unit)

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import jax
@@ -13,9 +12,8 @@ from test_cli import meshwright
 
 from meshwright.bench import microbenchmarks
 from meshwright.bench.calibration_file import read_calibration, write_calibration
-from meshwright.bench.microbenchmarks import COLLECTIVES, Collective, plot_timings, time_collectives, time_matmuls
+from meshwright.bench.microbenchmarks import COLLECTIVES, Collective, time_collectives, time_matmuls
 from meshwright.errors import ConfigError
-from meshwright.views.colours import plot_colours
 
 
 @pytest.fixture(scope="module")
@@ -75,35 +73,18 @@ def test_the_calibration_keeps_collectives_and_matmuls(
             read_calibration(file)
 
 
-@pytest.mark.exhaustive
-def test_the_plot_is_readable_and_leaves_matplotlib_alone(
-    mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import matplotlib
-
-    monkeypatch.setattr(microbenchmarks, "median_seconds", lambda f, *x: (0.5, 1))
-    settings = dict(matplotlib.rcParams)
-    plot_timings(
-        list(time_collectives(mesh, ("all-gather", "ring-shift"), (1000, 4000))), tmp_path / "plot.svg", plot_colours()
-    )
-    assert dict(matplotlib.rcParams) == settings
-    text = "".join(ET.parse(tmp_path / "plot.svg").getroot().itertext())
-    assert "all-gather" in text and "fsdp (4 devices)" in text
-    assert plot_colours()[0] in (tmp_path / "plot.svg").read_text()
-
-
 @pytest.mark.usefixtures("own_cache")
 def test_the_command_writes_the_rows_that_it_prints(tmp_path: Path) -> None:
     out = tmp_path / "out"
     printed = meshwright(
         "bench", "collectives", "--mesh", "fsdp=2,tensor=2", "--sizes", "4096", "--kinds", "all-gather", "all-reduce",
-        "--out", str(out), "--plot", "--json",
+        "--out", str(out), "--json",
     )  # fmt: skip
     rows = json.loads(printed)["rows"]
     with (out / "collectives.csv").open() as file:
         assert [row["kind"] for row in csv.DictReader(file)] == [row["kind"] for row in rows]
     assert {row["axis"] for row in rows} == {"fsdp", "tensor"} and all(row["correct"] for row in rows)
-    assert (out / "calibration.json").exists() and (out / "collectives.svg").exists()
+    assert (out / "calibration.json").exists()
     assert "GFLOP/s" in meshwright("bench", "matmul", "--shapes", "16", "16", "16", "--out", str(out))
     assert "sizes of at least 1" in meshwright("bench", "collectives", "--sizes", "0", "--out", str(out), code=2)
     misspelt = meshwright("bench", "collectives", "--kinds", "allgather", "--out", str(out), code=2)

@@ -12,7 +12,7 @@ from rows import Row, read_rows
 
 from meshwright.hardware.chips import Torus
 from meshwright.planner.estimate import Estimate, estimate
-from meshwright.views.colours import plot_colours
+from meshwright.views.colours import PALETTE
 
 ROOT = Path(__file__).parents[2]
 _BEGIN, _END = "<!-- table: bench/foresight/report.py -->\n", "<!-- end of the table -->\n"
@@ -185,7 +185,7 @@ def plot(rows: list[Row], file: Path) -> None:
 
     matplotlib.rcParams["svg.hashsalt"] = "foresight"
     figure, axes = plt.subplots(figsize=(6.4, 5.2))
-    axes.set_prop_cycle(color=plot_colours())
+    axes.set_prop_cycle(color=[light for light, _ in PALETTE.values()])
     results = results_of(rows)
     for family in FAMILIES:
         points = [(r.measured, e.seconds) for r, e, _ in results.values() if family_of(r) == family]

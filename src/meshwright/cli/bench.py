@@ -19,8 +19,6 @@ from meshwright.bench.microbenchmarks import (
     CollectiveTiming,
     MatmulTiming,
     measure_memory_bandwidth,
-    plot_timings,
-    require_plotting,
     time_collectives,
     time_matmuls,
     write_csv,
@@ -36,7 +34,6 @@ from meshwright.ranges import PositiveInt, Ranged
 from meshwright.reporters.console import open_console
 from meshwright.storage.paths import default_cache_folder
 from meshwright.views.blocks import Column, Table
-from meshwright.views.colours import plot_colours
 from meshwright.views.hardware_report import (
     print_section,
     problems_of,
@@ -85,8 +82,6 @@ class BenchOptions(Ranged):
     kernels: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KERNEL ...")] = ()
     """With `hardware`: attention kernels from outside the package to check, each as module:attribute."""
     hosts: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions()
-    plot: bool = False
-    """Also draw bus bandwidth over size (needs matplotlib)."""
     json: bool = False
     """Print JSON."""
 
@@ -100,8 +95,6 @@ def main(args: Sequence[str]) -> int:
     Raises CensusError where a collective or a product gives a wrong result.
     """
     options = parse(BenchOptions, "bench", args)
-    if options.plot:
-        require_plotting()
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -144,8 +137,6 @@ def _time_collectives(options: BenchOptions, hosts: Hosts) -> list[CollectiveTim
     rows = list(time_collectives(mesh.build_mesh(shape), options.kinds, options.sizes))
     if hosts.process == 0:
         _write_calibrations(options, collectives=rows, mesh=str(shape))
-        if options.plot:
-            plot_timings(rows, options.out / "collectives.svg", plot_colours())
     return rows
 
 

@@ -67,11 +67,6 @@ def css_variables() -> str:
     )
 
 
-def plot_colours() -> list[str]:
-    """Returns the colours of a plot's series on light paper, in their order: the palette, then grey."""
-    return [light for light, _ in PALETTE.values()] + [_PAPER["edge"][0]]
-
-
 def series_colour(index: int) -> str:
     """Returns the name of the colour of series number `index`."""
     return f"c{index % len(PALETTE) + 1}"
