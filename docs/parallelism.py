@@ -5,7 +5,7 @@ from pathlib import Path
 
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.plugins import PARTS
-from meshwright.runs.checks import ALWAYS, REFUSED
+from meshwright.runs.checks import ALWAYS, PATHS, REFUSED, REFUSED_FIELDS, fields_of_runs, status_of
 from meshwright.sharding.schedules import SCHEDULES, build_table
 from meshwright.views.draw import PipelineTimeline, standalone
 from meshwright.words import AXES
@@ -31,7 +31,7 @@ def schedules() -> dict[str, str]:
 
 
 def combinations() -> str:
-    """Returns the page that lists which features go together."""
+    """Returns the page that lists which features go together, and which fields mean something where."""
     lines = [
         "# What goes together",
         "",
@@ -48,7 +48,33 @@ def combinations() -> str:
     ]
     for refusal in REFUSED:
         lines += [f"- **{' with '.join(refusal.features)}**: {refusal.because}. Instead: {refusal.instead}."]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *fields()]) + "\n"
+
+
+def fields() -> list[str]:
+    """Returns the lines of the table of fields by path."""
+    marks = {"honoured": "yes", "refused": "refused", "no effect": ""}
+    lines = [
+        "## Fields of a run by path",
+        "",
+        "Look up what becomes of a field where a run is given to something else than `train` on text: it is",
+        "honoured (yes), refused with the reason where it is not at its default, or has no effect there (empty).",
+        "`answers` and `preferences` are fine-tuning with that objective, `wrap` is a run of",
+        "[your own model](wrap.md). Fields of a model are honoured everywhere. `parity` compares in float32, with the",
+        "full batch at every step. A field that belongs to another (`training.virtual_stages` to a schedule) means",
+        "something where that one is set. `meshwright.runs.checks` has this table, and tests change every field.",
+        "",
+        f"| field | {' | '.join(PATHS)} |",
+        f"|---|{'---|' * len(PATHS)}",
+        *(f"| `{f}` | {' | '.join(marks[status_of(path, f)] for path in PATHS)} |" for f in fields_of_runs()),
+        "",
+        "Why a path refuses a field:",
+        "",
+    ]
+    for path, rows in REFUSED_FIELDS.items():
+        for patterns, truth, _ in rows:
+            lines.append(f"- **{path}**, {', '.join(f'`{pattern}`' for pattern in patterns.split())}: {truth}.")
+    return lines
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def check_ranges(config: Any) -> None:
         try:
             msgspec.convert(value, kind)
         except msgspec.ValidationError as error:
-            raise _refused(_option(owner, name), value, kind, owner.__dataclass_fields__[name].default) from error
+            raise _refused(option_of(owner, name), value, kind, owner.__dataclass_fields__[name].default) from error
 
 
 def check_words(option: str, words: Sequence[str], kind: Any, default: Any) -> None:
@@ -142,7 +142,7 @@ def _number_in(kind: Any) -> Any:
     return Annotated[inner[0], metas[0]] if metas else next(filter(None, map(_number_in, inner)), None)
 
 
-def _option(owner: type, name: str) -> str:
+def option_of(owner: type, name: str) -> str:
     """Returns how a user gives a field: its shortest option, or its path where the command line has none."""
     metadata = getattr(typing.get_type_hints(owner, include_extras=True)[name], "__metadata__", ())
     part = getattr(owner, "option_part", "")

@@ -7,10 +7,11 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from meshwright.config import MeshShape, Training
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, nearest
 from meshwright.models.model import ModelSpec
 from meshwright.plugins import PARTS
+from meshwright.runs.checks import check_fields
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES, find_layout
@@ -22,14 +23,6 @@ from meshwright.wrapped.parts import WrappedParts
 
 PARAM_AXES = ("fsdp", "tensor")
 """Mesh axes that may split a parameter."""
-_AXES = ("data", *PARAM_AXES)
-"""Mesh axes of a wrapped model."""
-_TRAINING = (
-    *("steps", "batch", "microbatches", "seed", "remat", "compiler_options"),
-    *("param_dtype", "param_rounding", "compute_dtype", "reduce_dtype"),
-    *("log_every", "eval_every", "save_every", "max_to_keep"),
-)
-"""Fields of `Training` that mean something for a wrapped model."""
 REMAT = ("auto", "none", "full")
 """Rematerialisation of a wrapped model."""
 
@@ -145,7 +138,8 @@ def place_wrapped(model: Any, run: Run, shape: MeshShape) -> PlacedRun:
     Raises ConfigError where batch or parameters do not divide, and for fields of the run without meaning here.
     """
     parts: WrappedParts = model.parts
-    _check_fields(run, shape)
+    check_fields("wrap", run, shape)
+    _check_values(run)
     _check_batch(run, shape, parts)
     params = describe_params(parts)
     placements = {name: _place(name, p, parts, run, shape) for name, p in params.items()}
@@ -180,32 +174,13 @@ def _place(name: str, p: Param, parts: WrappedParts, run: Run, shape: MeshShape)
     return place_param(name, p.shape, p.dims, layout=own, mesh=shape, min_size=min_size)
 
 
-def _check_fields(run: Run, shape: MeshShape) -> None:
-    for axis, degree in shape.degrees().items():
-        if degree > 1 and axis not in _AXES:
-            raise ConfigError(
-                f"mesh {shape} for a wrapped model",
-                f"{axis} splits parts of a transformer that only a model family states",
-                f"axes among {', '.join(_AXES)}",
-            )
-    default = Training()
-    for field in dataclasses.fields(Training):
-        value = getattr(run.training, field.name)
-        if field.name not in _TRAINING and value != getattr(default, field.name):
-            raise ConfigError(
-                f"--training.{field.name.replace('_', '-')} {value} with a wrapped model",
-                "it is about transformers that this package defines",
-                f"leave it out; a wrapped model has {', '.join(_TRAINING)}",
-            )
+def _check_values(run: Run) -> None:
     if run.training.remat not in REMAT:
         raise ConfigError(
             f"--training.remat {run.training.remat} with a wrapped model",
             "its layers are not known here",
             f"one of {', '.join(REMAT)}, and jax.checkpoint or nn.remat inside the module",
         )
-    for name, value in (("data", run.data), ("init_from", run.init_from), ("finetune", run.finetune)):
-        if value != {f.name: f.default for f in dataclasses.fields(Run)}[name]:
-            raise ConfigError(f"{name} with a wrapped model", "it is about text and transformers", "mw.wrap(..., data)")
     if run.optimizer.name in PARTS["optimizer"] and run.optimizer.name not in ELEMENTWISE:
         raise ConfigError(
             f"--optimizer.name {run.optimizer.name} with a wrapped model",
