@@ -16,9 +16,8 @@ import pytest
 from tiny_runs import MODELS, device_run_of, tiny_run
 
 import meshwright as mw
-from meshwright.config import Data, MeshShape, Optimizer
+from meshwright.config import Data, Faults, MeshShape, Optimizer
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.faults import Faults
 from meshwright.fine_tuning import FineTune
 from meshwright.hardware.machine import Machine
 from meshwright.hardware.targets import parse_target
