@@ -5,7 +5,7 @@ from pathlib import Path
 
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.plugins import PARTS
-from meshwright.runs.checks import ALWAYS, PATHS, REFUSED, REFUSED_FIELDS, fields_of_runs, status_of
+from meshwright.runs.checks import ALWAYS, REFUSED, TABLE, fields_of_runs, status_of
 from meshwright.sharding.schedules import SCHEDULES, build_table
 from meshwright.views.draw import PipelineTimeline, standalone
 from meshwright.words import AXES
@@ -53,6 +53,7 @@ def combinations() -> str:
 
 def fields() -> list[str]:
     """Returns the lines of the table of fields by path."""
+    paths = TABLE["paths"]
     marks = {"honoured": "yes", "refused": "refused", "no effect": ""}
     lines = [
         "## Fields of a run by path",
@@ -62,18 +63,18 @@ def fields() -> list[str]:
         "`answers` and `preferences` are fine-tuning with that objective, `wrap` is a run of",
         "[your own model](wrap.md). Fields of a model are honoured everywhere. `parity` compares in float32, with the",
         "full batch at every step. A field that belongs to another (`training.virtual_stages` to a schedule) means",
-        "something where that one is set. `meshwright.runs.checks` has this table, and tests change every field.",
+        "something where that one is set. `runs/fields.toml` is this table, and tests change every field.",
         "",
-        f"| field | {' | '.join(PATHS)} |",
-        f"|---|{'---|' * len(PATHS)}",
-        *(f"| `{f}` | {' | '.join(marks[status_of(path, f)] for path in PATHS)} |" for f in fields_of_runs()),
+        f"| field | {' | '.join(paths)} |",
+        f"|---|{'---|' * len(paths)}",
+        *(f"| `{f}` | {' | '.join(marks[status_of(path, f)] for path in paths)} |" for f in fields_of_runs()),
         "",
         "Why a path refuses a field:",
         "",
     ]
-    for path, rows in REFUSED_FIELDS.items():
-        for patterns, truth, _ in rows:
-            lines.append(f"- **{path}**, {', '.join(f'`{pattern}`' for pattern in patterns.split())}: {truth}.")
+    for row in TABLE["refused"]:
+        names = ", ".join(f"`{pattern}`" for pattern in row["fields"].split())
+        lines.append(f"- **{', '.join(row['paths'])}**, {names}: {row['because']}.")
     return lines
 
 

@@ -213,19 +213,25 @@ PROGRAMS: dict[str, tuple[Callable[[Run], Any], Callable[[dict[str, Any]], Run]]
 
 def in_program(path: str) -> list[str]:
     """Fields that are honoured by the program of a path (or its plan), not by what goes around it."""
-    around = f"{checks._LOOP} {checks._TEXT}" if path != "plan" else ""
-    return [f for f in CHANGES if checks.status_of(path, f) == "honoured" and not checks._names(around, f)]
+    around = "{loop} {text}" if path != "plan" else ""
+    return [f for f in CHANGES if checks.status_of(path, f) == "honoured" and not checks.named(around, f)]
 
 
 def test_every_field_has_a_row_and_every_pattern_a_field() -> None:
     fields = checks.fields_of_runs()
     assert sorted(CHANGES) == sorted(fields)
-    refused = [names for rows in checks.REFUSED_FIELDS.values() for names, _, _ in rows]
-    for pattern in " ".join([*checks.WITHOUT_EFFECT.values(), *refused]).split():
+    groups, rows = checks.TABLE["groups"], checks.TABLE["refused"]
+    named = [*groups.values(), *checks.TABLE["no_effect"].values(), *(row["fields"] for row in rows)]
+    assert (
+        {path for row in rows for path in row["paths"]}
+        <= checks.TABLE["paths"].keys()
+        >= checks.TABLE["no_effect"].keys()
+    )
+    for pattern in " ".join(named).format(**groups).split():
         assert fnmatch.filter(fields, pattern), pattern
 
 
-@pytest.mark.parametrize("path", checks.REFUSED_FIELDS)
+@pytest.mark.parametrize("path", ["answers", "preferences", "wrap"])
 def test_refused_fields_are_refused_with_the_reason(path: str) -> None:
     """And no other is, by the same table."""
     for field, (value, base) in CHANGES.items():
@@ -336,7 +342,7 @@ def test_what_goes_around_the_step_changes_with_its_fields(around: Any) -> None:
     asked = {"data.held_out": 0.5, "data.paths": (around.other,)}
     bases = {f"finetune.{name}": chat for name in ("template", "too_long")} | {"data.prompt": {"data": Data(sample=3)}}
     for field, (given, needs) in CHANGES.items():
-        if not checks._names(f"{checks._LOOP} {checks._TEXT}", field) or field == "name":  # of the folder's default
+        if not checks.named("{loop} {text}", field) or field == "name":  # of the folder's default
             continue
         base = bases.get(field, {n: x for n, x in needs.items() if n != "finetune"})
         run = around.run_of(field, base)

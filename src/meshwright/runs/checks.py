@@ -3,6 +3,8 @@
 import dataclasses
 import fnmatch
 import operator
+import tomllib
+from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.config import MeshShape
@@ -150,77 +152,8 @@ def check_fine_tuning(run: Run, shape: MeshShape) -> None:
     )
 
 
-PATHS = ("train", "evaluate", "answers", "preferences", "wrap", "parity", "plan", "prove")
-"""What a run is given to: `train`, with an objective or a wrapped model too, and the verbs that read the same run."""
-
-_LOOP = (
-    "reporters name training.batch_ramp training.log_every training.eval_every training.save_every "
-    "training.max_to_keep data.prompt data.sample data.sample_every faults.bad_step faults.spike faults.most_skipped "
-    "faults.check_every local_checkpoints.*"
-)
-_TEXT = "init_from training.eval_samples data.* faults.bad_records finetune.adapter finetune.template finetune.too_long"
-_NUMBERS = (
-    "training.steps training.seed training.unroll training.dropout training.z_loss optimizer.learning_rate "
-    "optimizer.lr_schedule optimizer.warmup_steps optimizer.final_lr_fraction optimizer.beta? optimizer.epsilon "
-    "optimizer.weight_decay optimizer.grad_clip_norm optimizer.lr_groups finetune.alpha finetune.beta"
-)
-WITHOUT_EFFECT: dict[str, str] = {
-    "preferences": "training.pipeline_schedule training.virtual_stages training.stage_saves",
-    "evaluate": f"{_LOOP} optimizer.* init_from mesh.slices layout training.steps training.pipeline_schedule "
-    "training.seed training.param_rounding training.reduce_dtype training.remat training.stage_saves training.dropout "
-    "training.z_loss data.tokenizer finetune.adapter",
-    "parity": f"{_LOOP} init_from training.param_dtype training.param_rounding training.compute_dtype "
-    "training.reduce_dtype training.matmul_precision training.eval_samples finetune.adapter",
-    "plan": f"{_LOOP} {_TEXT} {_NUMBERS} training.attention_kernel training.attention_block training.grouped_matmul "
-    "training.compiler_options training.tensor_strategy",
-    "prove": f"{_LOOP} {_TEXT}",
-}
-"""Fields that change nothing on a path, by name or pattern: what it is asked for has no use for them."""
-
-FieldsRefused = tuple[tuple[str, str, str], ...]
-"""Fields, by name or pattern, why a path refuses them, and what to do instead."""
-
-_CONVERSATIONS: FieldsRefused = (
-    ("data.text_field", "records of conversations have fields of their own", "leave it out"),
-    ("faults.bad_records", "a conversation that cannot be read is refused with its file and line", "correct it"),
-)
-REFUSED_FIELDS: dict[str, FieldsRefused] = {
-    "answers": _CONVERSATIONS,
-    "preferences": (
-        *_CONVERSATIONS,
-        (
-            "mesh.stage",
-            "the reference is a second forward pass of each microbatch, which a schedule of stages does not have",
-            "fsdp={fsdp} instead of stage={stage}",
-        ),
-        (
-            "training.z_loss",
-            "their loss compares log probabilities of answers, whose log-sum-exp has no weight of its own",
-            "training.z_loss 0",
-        ),
-    ),
-    "wrap": (
-        (
-            "mesh.stage mesh.expert mesh.context",
-            "it splits parts of a transformer that only a model family states",
-            "axes among data, fsdp, tensor",
-        ),
-        (
-            "training.batch_ramp training.seq training.pipeline_schedule training.virtual_stages "
-            "training.matmul_precision training.stage_saves training.saved_layers training.context_strategy "
-            "training.gather_ahead training.tensor_strategy training.attention_* training.grouped_matmul "
-            "training.unroll training.dropout training.z_loss training.logits_mib optimizer.muon_heads",
-            "it is about transformers that this package defines",
-            "leave it out",
-        ),
-        (
-            "init_from training.eval_samples data.* faults.bad_records finetune.*",
-            "it is about text",
-            "leave it out: its data are those of mw.wrap(..., data, held_out=...)",
-        ),
-    ),
-}
-_GIVEN_WITH = {"answers": "conversations", "preferences": "preferences", "wrap": "a wrapped model"}
+TABLE = tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encoding="utf-8"))
+"""Fields of a run by path: those that a path refuses, and those that have no effect there."""
 
 
 def fields_of_runs() -> dict[str, Any]:
@@ -235,15 +168,16 @@ def fields_of_runs() -> dict[str, Any]:
     }
 
 
-def _names(patterns: str, field: str) -> bool:
-    return any(fnmatch.fnmatchcase(field, pattern) for pattern in patterns.split())
+def named(patterns: str, field: str) -> bool:
+    """Returns whether one of the patterns of the table, or of its groups, is that of a field."""
+    return any(fnmatch.fnmatchcase(field, pattern) for pattern in patterns.format(**TABLE["groups"]).split())
 
 
 def status_of(path: str, field: str) -> Literal["honoured", "refused", "no effect"]:
-    """Returns what becomes of a field of a run on one of `PATHS`."""
-    if any(_names(fields, field) for fields, _, _ in REFUSED_FIELDS.get(path, ())):
+    """Returns what becomes of a field of a run on a path of the table."""
+    if any(path in row["paths"] and named(row["fields"], field) for row in TABLE["refused"]):
         return "refused"
-    return "no effect" if _names(WITHOUT_EFFECT.get(path, ""), field) else "honoured"
+    return "no effect" if named(TABLE["no_effect"].get(path, ""), field) else "honoured"
 
 
 def check_fields(path: str, run: Run, shape: MeshShape) -> None:
@@ -251,13 +185,13 @@ def check_fields(path: str, run: Run, shape: MeshShape) -> None:
     run = dataclasses.replace(run, mesh=shape)
     for field, default in fields_of_runs().items():
         value = operator.attrgetter(field)(run)
-        for fields, truth, fix in REFUSED_FIELDS[path] if value != default else ():
-            if _names(fields, field):
+        for row in TABLE["refused"] if value != default and status_of(path, field) == "refused" else ():
+            if path in row["paths"] and named(row["fields"], field):
                 part, _, name = field.rpartition(".")
                 owner = type(getattr(run, part) if part else run)
                 asked = f"mesh {shape}" if part == "mesh" else f"{option_of(owner, name)} {value}"
-                fix = fix.format(stage=shape.stage, fsdp=shape.stage * shape.fsdp)
-                raise ConfigError(f"{asked} with {_GIVEN_WITH[path]}", truth, fix)
+                fix = row["instead"].format(stage=shape.stage, fsdp=shape.stage * shape.fsdp)
+                raise ConfigError(f"{asked} with {TABLE['paths'][path]}", row["because"], fix)
 
 
 @dataclasses.dataclass(frozen=True)
