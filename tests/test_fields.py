@@ -294,12 +294,13 @@ def around(
     monkeypatch.setattr(prepare, "write_sample", lambda run, _, __, count, out: f"{run.run.data.prompt}{count}")
 
     def run_loop(run: Run, bad: int = 0) -> Any:
-        out, taken = tmp_path_factory.mktemp("loop"), list[int]()
+        out, taken, seen = tmp_path_factory.mktemp("loop"), list[int](), set[str]()
         monkeypatch.chdir(out)
 
         def step(state: State, batch: Any) -> Any:
             number = int(state.step) + 1
             taken.append(number)
+            seen.update(str(file.relative_to(out)) for file in out.rglob("[0-9]*/manifest"))
             loss = np.nan if 3 <= number < 3 + bad else float(batch.inputs.sum())
             after = dataclasses.replace(state, step=state.step + 1, healthy=jnp.asarray(np.isfinite(loss)))
             return after, {"loss": (loss, 1.0), "gradient norm": (9.0 if number == STEPS - 1 else 1.0, 1.0)}
@@ -321,8 +322,8 @@ def around(
         kept = [
             {n: x for n, x in line.items() if "seconds" not in n and "/s" not in n and n != "time"} for line in metrics
         ]
-        found = sorted(str(f.relative_to(out)) for f in out.rglob("manifest"))
-        return ended, kept, [re.sub(r"loop\d+", "", f) for f in found], samples, taken
+        seen.update(str(file.relative_to(out)) for file in out.rglob("[0-9]*/manifest"))
+        return ended, kept, {re.sub(r"loop\d+", "", file) for file in seen}, samples, taken
 
     def run_of(field: str, base: dict[str, Any]) -> Run:
         name = "broken" if field == "faults.bad_records" else "chat" if "finetune" in base else "text"
