@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.analysis.compile import OutOfMemory, compiler_error
+from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, reason_of
 from meshwright.formatting import format_bytes
 from meshwright.planner.explain import memory_remedies
 from meshwright.planner.forecast import ForecastGap, StepForecast, forecast_gaps, forecast_step, local_target
-from meshwright.planner.search import with_best_remat
+from meshwright.planner.search import machine_for, with_best_remat
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.runs.run import Run
 from meshwright.step.device_memory import OutOfDeviceMemory, Room
@@ -58,9 +59,19 @@ class LocalPlanner:
 _GENERAL_REMEDY = "a smaller --batch, more --training.microbatches, or --training.remat full (see meshwright prove)"
 
 
-def out_of_memory(error: Exception, device_run: DeviceRun, planner: LocalPlanner | None) -> OutOfDeviceMemory:
-    """Returns the error of a step that does not fit, with the cheapest options that make it fit."""
-    run, shape, remedies = device_run.run, device_run.shape, []
+def out_of_memory(
+    error: Exception, run: Run, device_run: DeviceRun | None, planner: LocalPlanner | None
+) -> OutOfDeviceMemory:
+    """Returns the error of a step that does not fit, with the cheapest options that make it fit.
+
+    device_run: None where the devices cannot even hold the state: the error then names hardware that does.
+    """
+    if device_run is None and isinstance(error, OutOfDeviceMemory):
+        machine = machine_for(run)
+        fix = f"{error.fix}; meshwright plan {run.name} --on {machine}, or prove, which need no devices"
+        return OutOfDeviceMemory(error.asked, error.needed, error.available, fix)
+    run = run if device_run is None else device_run.run
+    shape, remedies = run.mesh or MeshShape(), []
     asked, needed, available = f"training {run.name} on mesh {shape}", None, None
     if isinstance(error, OutOfDeviceMemory):
         asked, needed, available = error.asked, error.needed, error.available

@@ -35,7 +35,7 @@ from meshwright.hardware.targets import Target, parse_target
 from meshwright.planner.decoding import DecodePrice, price_decode
 from meshwright.planner.estimate import Estimate, estimate
 from meshwright.planner.plan_file import write_plan
-from meshwright.planner.search import Plan, price_run, remat_policies, with_best_remat
+from meshwright.planner.search import Plan, machine_for, price_run, remat_policies, with_best_remat
 from meshwright.plugins import options_of_child
 from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.run import Run
@@ -52,6 +52,8 @@ _COMPILER_EXIT = 1
 _KEPT = 0.998
 """Largest fraction of the best step so far with which a change is kept."""
 
+_LARGEST_ON_CPU = 2**33
+"""Elements of an array from which on XLA's compiler for CPUs counts no tiles, and divides by zero."""
 Say = Callable[[str], None]
 
 
@@ -237,6 +239,8 @@ def compile_step(
     run, devices = resolved_run(run, len(devices), target), list(devices)
     assert run.mesh is not None
     device_run = place_on_devices(run, build_mesh(run.mesh, devices))
+    if target is None and devices[0].platform == "cpu":
+        _check_arrays(run, device_run.placed)
     # Choices are made, and states saved as weights, of a model whose layers are known.
     known = device_run if run.model.unit == "tokens" else None
     if step != "train":
@@ -246,6 +250,22 @@ def compile_step(
     take = refresh_census if fresh else cached_census
     census = take(default_cache_folder() / "proofs", device_run, target)
     return CompiledStep(device_run.placed, census, known, estimate(place_run(run), target))
+
+
+def _check_arrays(run: Run, placed: PlacedRun) -> None:
+    """Raises CensusError for a step with arrays that XLA's compiler for CPUs dies of, with SIGFPE (jaxlib 0.12.0)."""
+    shape, width = placed.shape, placed.spec.width
+    batch, seq = run.training.batch // shape.over(BATCH_AXES), run.training.seq // (shape.context * shape.tensor)
+    batch //= run.training.microbatches
+    elements = batch * seq * width
+    if elements >= _LARGEST_ON_CPU:
+        parts = run.training.microbatches * 2 * math.ceil(elements / _LARGEST_ON_CPU)
+        raise CensusError(
+            f"compiling {run.name} on mesh {shape} for this CPU",
+            f"a microbatch on a device has {batch} x {seq} x {width} = {elements:,} activations, and from 2^33 = "
+            f"{_LARGEST_ON_CPU:,} elements on its compiler dies",
+            f"the same command with --on {machine_for(run)}; or --training.microbatches {parts} here",
+        )
 
 
 def resolved_run(run: Run, devices: int, target: Target | None) -> Run:

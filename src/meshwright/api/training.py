@@ -126,7 +126,7 @@ def train_reported(
         if several:
             agree_on(run)
             joined = watching(out, Phases(PREPARING), watchdog or Watchdog())
-        with joined:
+        with joined, _memory_explained(run):
             prepared = loop.prepare_run(
                 run,
                 cache=cache,
@@ -144,7 +144,7 @@ def train_reported(
             from meshwright.api.profiling import profiled
 
             tracing = profiled(prepared, profile, out, console, None if planner is None else planner.target)
-        with _memory_explained(prepared, planner), tracing as traced:
+        with _memory_explained(run, prepared, planner), tracing as traced:
             summary = loop.train(
                 traced,
                 out,
@@ -184,7 +184,9 @@ def _choose_for_devices(run: Run, devices: Sequence[Any]) -> Run:
 
 
 @contextlib.contextmanager
-def _memory_explained(prepared: loop.Trainable, planner: "LocalPlanner | None") -> Iterator[None]:
+def _memory_explained(
+    run: Run, prepared: loop.Trainable | None = None, planner: "LocalPlanner | None" = None
+) -> Iterator[None]:
     """Raises OutOfDeviceMemory with remedies in place of one without, and of XLA's RESOURCE_EXHAUSTED."""
     try:
         yield
@@ -193,4 +195,4 @@ def _memory_explained(prepared: loop.Trainable, planner: "LocalPlanner | None") 
             raise
         from meshwright.api.local_planner import out_of_memory
 
-        raise out_of_memory(error, prepared.device_run, planner) from error
+        raise out_of_memory(error, run, None if prepared is None else prepared.device_run, planner) from error

@@ -16,6 +16,8 @@ from meshwright.ranges import NonNegativeInt, PositiveInt, Ranged
 SIMULATED = 8
 """Devices simulated where there is no accelerator and neither --devices nor a mesh is given."""
 
+_MOST_SIMULATED = 1024
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostOptions(Ranged):
@@ -69,13 +71,19 @@ def start_devices(devices: int | None, shape: MeshShape | None, hosts: Hosts = A
     devices: None takes the size of the mesh. Raises ConfigError where the processes cannot have equally many.
     """
     total = devices or (shape.size if shape else SIMULATED)
-    if total < 1 or total % hosts.processes:
+    if total % hosts.processes:
         raise ConfigError(
             f"{total} devices over {hosts.processes} processes",
             "each process has the same number, at least one",
             f"--devices {max(1, total // hosts.processes) * hosts.processes}",
         )
     each = total // hosts.processes
+    if each > _MOST_SIMULATED:
+        raise ConfigError(
+            f"{each:,} devices in one process",
+            f"no host has as many, and at most {_MOST_SIMULATED:,} are simulated",
+            "a smaller mesh; meshwright plan, and prove --on CHIP:SIZE, need no devices",
+        )
     try:
         mesh.prepare_host(each)
     except RuntimeError as error:

@@ -17,7 +17,7 @@ from typing import Any
 from meshwright.config import ContextStrategy, MeshShape, Remat, StageSaves
 from meshwright.errors import ConfigError, divisors
 from meshwright.formatting import Shown
-from meshwright.hardware.targets import Target
+from meshwright.hardware.targets import Target, parse_target
 from meshwright.models.model import Model
 from meshwright.models.remat import REMAT_POLICIES
 from meshwright.planner.estimate import Estimate, estimate, with_remat
@@ -494,6 +494,21 @@ def with_best_remat(run: Run, target: Target) -> Run:
     chosen = best.run.training
     names = ("remat", "saved_layers", *(("pipeline_schedule", "stage_saves") if staged else ()))
     return _with_training(run, **{name: getattr(chosen, name) for name in names})
+
+
+_MACHINES = ("v5p:2x2x1", "v5p:2x2x4", "v5p:4x4x4", "v5p:4x4x8", "v5p:8x8x8", "v5p:8x8x16", "v5p:8x16x16")
+"""Machines that an error may name, the smallest first."""
+
+
+def machine_for(run: Run) -> str:
+    """Returns the smallest of a few machines on which the run is predicted to fit with FSDP alone, else the largest."""
+    for name in _MACHINES:
+        target = parse_target(name)
+        with contextlib.suppress(ConfigError):
+            placed = dataclasses.replace(run, mesh=MeshShape(fsdp=target.devices))
+            if price_run(with_best_remat(placed, target), target).estimate.fits:
+                return name
+    return _MACHINES[-1]
 
 
 def _stage_saves(placed: PlacedRun) -> tuple[StageSaves, ...]:

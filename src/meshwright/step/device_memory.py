@@ -46,19 +46,33 @@ def check_memory(compiled: Any, devices: Sequence[Any], asked: str, resident: in
     bytes of a device that are in memory besides its arguments.
     TPU compilers refuse such a program themselves. Nothing is checked where the memory of a device is not known.
     """
-    local = [d for d in devices if d.process_index == d.client.process_index()]
     stats = compiled.memory_analysis()
-    if not local or stats is None:
+    if stats is not None:
+        inside = stats.temp_size_in_bytes + max(0, stats.output_size_in_bytes - stats.alias_size_in_bytes)
+        arguments = stats.argument_size_in_bytes + resident
+        _check(inside, arguments, devices, asked, "less at a time: see meshwright prove")
+
+
+def check_state(state: Any, devices: Sequence[Any], asked: str, fix: str) -> None:
+    """Raises OutOfDeviceMemory where parameters and optimizer state exceed the memory of the devices, without a step.
+
+    state: arrays or `ShapeDtypeStruct`s with shardings.
+    """
+    _check(shard_bytes(state), 0, devices, asked, fix)
+
+
+def _check(new: int, arguments: int, devices: Sequence[Any], asked: str, fix: str) -> None:
+    """Raises OutOfDeviceMemory where a device lacks memory for `new` bytes. arguments: bytes that are allocated."""
+    local = [d for d in devices if d.process_index == d.client.process_index()]
+    if not local:
         return
-    inside = stats.temp_size_in_bytes + max(0, stats.output_size_in_bytes - stats.alias_size_in_bytes)
-    if local[0].platform == "cpu":  # its arguments are in memory already, and all its devices share the host's
-        needed, available = inside * len(local), _host_memory()
+    if local[0].platform == "cpu":  # all its devices share the host's memory, in which the arguments are already
+        needed, available = new * len(local), _host_memory()
     else:
         limit = (local[0].memory_stats() or {}).get("bytes_limit")
-        needed = inside + stats.argument_size_in_bytes + resident
-        available = Room(limit, f"each {local[0].device_kind}") if limit else None
+        needed, available = new + arguments, Room(limit, f"each {local[0].device_kind}") if limit else None
     if available is not None and needed > available.bytes:
-        raise OutOfDeviceMemory(asked, needed, available, "less at a time: see meshwright prove")
+        raise OutOfDeviceMemory(asked, needed, available, fix)
 
 
 def _host_memory() -> Room | None:

@@ -26,7 +26,7 @@ from meshwright.reporters import Reporter
 from meshwright.runs.checks import check_sizes
 from meshwright.runs.run import Run
 from meshwright.sharding.params import count_params
-from meshwright.step.device_memory import shard_bytes
+from meshwright.step.device_memory import check_state, shard_bytes
 from meshwright.step.device_run import DeviceRun, State, place_on_devices
 from meshwright.step.train_step import CompiledTrainStep, compile_eval_step
 from meshwright.storage.paths import in_bucket, path_of
@@ -256,6 +256,8 @@ def prepare_run(
     run, mesh = dataclasses.replace(run, mesh=shape), build_mesh(shape, available)
     if own is not None and in_bucket(own):
         own = local_copy(path_of(own), cache)
+    if run.model.vocab is not None:  # refused before its text is read
+        _place(run, mesh, choose)
     parts: Sequence[tuple[Samples, Samples]]
     if run.finetune.objective == "text":
         corpus = load_corpus(
@@ -280,7 +282,16 @@ def prepare_run(
             f"--model.vocab {corpus.vocab}, or the model's own tokenizer with --data.tokenizer",
         )
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=vocab or corpus.vocab))
-    device_run = place_on_devices(choose(run, list(mesh.devices.flat)), mesh)
+    device_run = _place(run, mesh, choose)
     if run.data.sample or run.data.sample_every:
         check_sample(device_run)
     return PreparedRun(device_run, corpus, tuple(p[0] for p in parts), tuple(p[1] for p in parts if len(p[1])))
+
+
+def _place(run: Run, mesh: jax.sharding.Mesh, choose: Choose) -> DeviceRun:
+    """Places a run on a mesh. Raises OutOfDeviceMemory where its devices cannot hold the state."""
+    devices = list(mesh.devices.flat)
+    device_run = place_on_devices(choose(run, devices), mesh)
+    asked = f"training {run.name} on mesh {run.mesh}"
+    check_state(device_run.abstract, devices, asked, "a smaller model, or more devices with fsdp over them")
+    return device_run

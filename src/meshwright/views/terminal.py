@@ -112,7 +112,10 @@ class _Rows:
         for i in range(len(self.rows)):
             style = _STYLES[self.tones[i]] if i < len(self.tones) else ""
             table.add_row(*(Line(cells[i]) for _, _, cells in columns), style=style)
-        yield table
+        for segments in console.render_lines(table, options, pad=False):
+            line = Line.assemble(*((segment.text, segment.style or "") for segment in segments))
+            line.rstrip()  # no spaces behind the last column
+            yield line
 
     @staticmethod
     def _stacked(
