@@ -47,7 +47,9 @@ def test_a_step_beyond_the_limit_of_its_devices_is_refused(product: object) -> N
 
 
 def _without_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OutOfDeviceMemory:
-    monkeypatch.setattr(device_memory, "_host_memory", lambda: Room(2**10, "this host"))
+    monkeypatch.setattr(
+        device_memory, "_host_memory", lambda: Room(2**23, "this host")
+    )  # for the state, and not for a step
     run = mw.recipe("tiny", mesh="fsdp=2", layers=1, steps=2, sample=0, eval_samples=16)
     with pytest.raises(OutOfDeviceMemory) as refused:
         mw.train(run, out=tmp_path / "run", progress="none")
@@ -57,7 +59,7 @@ def _without_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OutOfDevic
 
 def test_training_refuses_it_before_the_first_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     error = _without_room(monkeypatch, tmp_path)
-    assert error.exit_code == 5 and "this host has 1 KiB" in str(error) and "--training.remat full" in error.fix
+    assert error.exit_code == 5 and "this host has 8 MiB" in str(error) and "--training.remat full" in error.fix
 
 
 def test_remedies_have_numbers_where_the_chip_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

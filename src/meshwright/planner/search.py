@@ -498,14 +498,17 @@ def with_best_remat(run: Run, target: Target) -> Run:
 
 _MACHINES = ("v5p:2x2x1", "v5p:2x2x4", "v5p:4x4x4", "v5p:4x4x8", "v5p:8x8x8", "v5p:8x8x16", "v5p:8x16x16")
 """Machines that an error may name, the smallest first."""
+_VOCAB = 2**15
+"""Vocabulary of a run whose tokenizer decides it."""
 
 
 def machine_for(run: Run) -> str:
     """Returns the smallest of a few machines on which the run is predicted to fit with FSDP alone, else the largest."""
+    model = dataclasses.replace(run.model, vocab=run.model.vocab or _VOCAB)
     for name in _MACHINES:
         target = parse_target(name)
         with contextlib.suppress(ConfigError):
-            placed = dataclasses.replace(run, mesh=MeshShape(fsdp=target.devices))
+            placed = dataclasses.replace(run, model=model, mesh=MeshShape(fsdp=target.devices))
             if price_run(with_best_remat(placed, target), target).estimate.fits:
                 return name
     return _MACHINES[-1]
