@@ -17,9 +17,10 @@ from mkdocs.structure.files import File
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-sys.path[:0] = [str(DOCS), str(DOCS / "ladder")]
+sys.path[:0] = [str(DOCS), str(DOCS / "ladder"), str(DOCS / "ladder" / "problems")]
 
 import build  # noqa: E402  (in the folders of this file, which mkdocs loads by its path)
+import check  # noqa: E402
 import terminal  # noqa: E402
 
 from meshwright.cli import launch  # noqa: E402
@@ -55,7 +56,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Returns `CONTRIBUTING.md` for its page, and any other page with its options tables."""
+    """Returns `CONTRIBUTING.md` for its page, the problems for theirs, and other pages with their options tables."""
+    if page.file.src_uri == "ladder/problems/index.md":
+        return markdown.replace("<!-- problems -->", check.problems_as_markdown())
     if page.file.src_uri != "contributing.md":
         return terminal.with_options_tables(markdown)
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -212,7 +212,7 @@ print("mean", slope(all_gather_mean)(values, weights), "=", weights.mean(0))
 # cotangent each, and the transpose of `lax.psum`, another `psum`, adds them: four times the gradient, and no error.
 # With `check_vma` JAX records which values vary over which axes, and is right. `collectives.all_reduce` states its
 # derivative: the sum is one value, and each addend gets its cotangent. Forward a sum, backward the identity, nothing
-# sent: this is Megatron's g, which chapter 5 uses.
+# sent: this is Megatron's g, which chapter 6 uses.
 
 # %%
 
@@ -228,7 +228,7 @@ print("collectives.all_reduce", gradient_of(lambda x: collectives.all_reduce(x, 
 
 # %% [markdown]
 # A model trained with gradients four times too large still learns under Adam, which divides them by their own size.
-# Only the clipping of gradients acts differently. That is why such a mistake lives for months, and why chapter 6
+# Only the clipping of gradients acts differently. That is why such a mistake lives for months, and why chapter 7
 # compares with an unsharded program.
 #
 # ## The census
@@ -248,9 +248,6 @@ census = mw.census(jax.jit(weight_gradient), x, w, mesh=dict(mesh.shape))
 for e in census.ledger:
     print(f"{e.kind} over {e.axes_label}: {e.count} x {e.payload:,} bytes, {e.sent:,.0f} sent by a device")
 print("findings:", len(census.findings))
-
-# %% loose
-print(census)
 
 # %% [markdown]
 # ## Exercises

@@ -287,9 +287,6 @@ for name, layout in (("data parallel", replicated), ("FSDP", sharded)):
         if e.payload > 100:
             print(f"  {e.kind}: {e.count} x {e.payload:,} bytes of {e.operands[0]}")
 
-# %% loose
-print(census)
-
 # %% [markdown]
 # ## Exercises
 #

@@ -223,7 +223,7 @@ for name, init in (
 # ## The census
 #
 # The census of the step with sharded moments. The lint reports that the batch is gathered whole: a batch split over `x`
-# and `y`, multiplied by weights split over the same axes, leaves the compiler no better way. Chapter 6 has the remedy:
+# and `y`, multiplied by weights split over the same axes, leaves the compiler no better way. Chapter 7 has the remedy:
 # gather the weights instead of the activations, and write the gather down.
 
 # %% loose
@@ -249,7 +249,7 @@ assert round(doubled / MiB) == 320
 
 # %% [markdown] answer
 # 16 x 8.03e9 = 128.5 GB; / n <= 40 GB gives n >= 3.2, so four. Activations are not in it: they grow with the tokens of
-# a device, and chapters 8 and 10 split them.
+# a device, and chapters 9 and 12 split them.
 
 # %% answer
 n = next(n for n in (1, 2, 4, 8) if 16 * 8.03e9 / n <= CHIPS["h100"].hbm_bytes - 40e9)

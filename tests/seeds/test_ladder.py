@@ -13,10 +13,10 @@ CHAPTERS = sorted((path.stem for path in LADDER.glob("[0-9]*.py")), key=lambda n
 
 # Printed by the notebooks that the ladder grew out of.
 QUOTED = {
-    "9_experts": ["nothing dropped: True", "equal to one device: True"],
-    "10_context": ["in order equal to one device: True", "zigzag   equal to one device: True"],
-    "11_plan_and_proof": ["findings: 0 unread instructions: 0"],
-    "8_pipeline": ["equal gradients: True", "11 x 2,048 bytes"],
+    "11_experts": ["nothing dropped: True", "equal to one device: True"],
+    "12_context": ["in order equal to one device: True", "zigzag   equal to one device: True"],
+    "13_plan_and_proof": ["findings: 0 unread instructions: 0"],
+    "9_pipeline": ["equal gradients: True", "11 x 2,048 bytes"],
     "1_arrays": ["partitionable False: communicates True", "partitionable True: communicates False"],
     "2_collectives": [
         "[22 20 12 17]", "[3 0 1 2]", "at rest (16, 128) in use (64, 128)", "standard deviation 1.0000",
@@ -33,11 +33,13 @@ QUOTED = {
         "weights whole  : 224 MiB", "gradient of the inputs: 192 MiB", "1248 96 96 96 96 96 96 96",
         "448 64 64 64 64 64 64 64",
     ],
-    "5_tensor_parallel": ["every tensor equal True", "below 0.0962: True", "1.44 GiB; kept twice 2.87 GiB"],
-    "6_fsdp_x_tensor": [
+    "5_roofline": ["T    16, n   1: FLOPs 0.033, HBM 0.341", "146 FLOPs for each", "tokens 166 -> 332"],
+    "10_precision": ["a thousand times in bfloat16: 256", "from 0.0078125 = 2^-7", "u16[128,256], 458,752 bytes sent"],
+    "6_tensor_parallel": ["every tensor equal True", "below 0.0962: True", "1.44 GiB; kept twice 2.87 GiB"],
+    "7_fsdp_x_tensor": [
         "weight gathers by hand: 2","shard_map equal to unsharded: True", "jit       equal to unsharded: True",
     ],
-    "7_spmd_step": ["the padding is still zero: True", "is stored as (28, 50)", "findings: 0"],
+    "8_spmd_step": ["the padding is still zero: True", "is stored as (28, 50)", "findings: 0"],
 }  # fmt: skip
 TOY_LOSSES = [
     3.719463, 1.6977012, 0.8638048, 0.5450409, 0.39282578, 0.30563444, 0.24965373, 0.21083269, 0.18234465, 0.16059524,
@@ -99,7 +101,7 @@ def test_a_chapter_is_a_lesson(chapter: str) -> None:
 
 def test_the_toy_loss_falls_as_it_did() -> None:
     """Within 2e-4: the notebook's digits come from a TPU."""
-    block = next(b for b in re.findall(r"```text\n(.*?)```", page_of("5_tensor_parallel"), re.S) if b.count("\n") == 10)
+    block = next(b for b in re.findall(r"```text\n(.*?)```", page_of("6_tensor_parallel"), re.S) if b.count("\n") == 10)
     assert [float(line) for line in block.split()] == pytest.approx(TOY_LOSSES, abs=2e-4)
 
 
