@@ -150,9 +150,6 @@ print(f"2 x {matrices / 1024:.0f} KiB x 3/4 = {2 * matrices * 3 / 4 / 1024:.0f} 
 by_fsdp = sum(total for (axes, _), (_, total) in sent.items() if axes == "fsdp") / 1024
 print(f"over fsdp in the ledger: {by_fsdp:.0f} KiB")
 
-# %% loose
-print(census)
-
 # %% [markdown]
 # ## Exercises
 #
