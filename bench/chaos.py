@@ -36,14 +36,16 @@ def newest(out: Path) -> list[Path]:
 def inject(kind: str, pair: Pair, victim: int, rng: random.Random) -> float:
     """Waits for the moment and injects the fault into the host `victim`; returns the time of the injection."""
     at = rng.randrange(SAVE + 1, STEPS - 3)
-    if kind == "killed while saving":
+    if kind in LOCAL:
+        pair.wait_for(lambda: pair.steps() >= SAVE + 2)  # the hosts alone have the newest checkpoint
+    elif kind == "killed while saving":
         pair.wait_for(lambda: any((pair.out / "checkpoints").glob("*tmp*")) or pair.steps() > at)
     elif kind in ("flipped byte", "truncated file"):
         pair.wait_for(lambda: newest(pair.out))
     else:
         pair.wait_for(lambda: pair.steps() >= at)
     children, now = [pair.child(0), pair.child(1)], time.time()
-    if kind in ("SIGKILL of one", "killed while saving", "poisoned batch"):
+    if kind in ("SIGKILL of one", "killed while saving", "poisoned batch", *LOCAL):
         os.kill(children[victim], signal.SIGKILL)
     elif kind == "SIGKILL of all":
         for child in children:
@@ -88,12 +90,14 @@ def damage(file: Path, kind: str, rng: random.Random) -> None:
     file.write_bytes(content)
 
 
+LOCAL = ("local tier", "full local disk")
+"""Faults of runs whose hosts keep checkpoints on their own disks; in the second of 64 KiB, which are full."""
 KINDS = (
     "SIGKILL of one", "SIGSTOP", "SIGKILL of all", "SIGTERM", "killed while saving", "flipped byte", "full disk",
-    "network cut", "truncated file", "slow host", "poisoned batch", "host lost",
+    "network cut", "truncated file", "slow host", "poisoned batch", "host lost", *LOCAL,
 )  # fmt: skip
 OF_ONE = ("SIGKILL of one", "SIGSTOP", "SIGTERM", "killed while saving", "full disk", "network cut", "slow host",
-          "poisoned batch", "host lost")  # fmt: skip
+          "poisoned batch", "host lost", *LOCAL)  # fmt: skip
 """Faults of one of the hosts."""
 NAMED = ("SIGKILL of one", "SIGSTOP", "killed while saving", "full disk", "network cut", "poisoned batch", "host lost")
 """Faults of a host that the other has to name in its error."""
@@ -115,6 +119,12 @@ def start(kind: str, folder: Path) -> Pair:
     """Starts the run that the fault `kind` is for."""
     if kind == "host lost":
         return Pair(folder, more=("--restarts.hosts", "left", "--restarts.wait", "20"))
+    if kind in LOCAL:
+        disk = folder.parent / f"{folder.name}-disk"
+        disk.mkdir(parents=True)
+        if kind == "full local disk":
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "meshwright", str(disk)], check=True)
+        return Pair(folder, more=("--local-checkpoints.path", str(disk), "--local-checkpoints.every", "1"))
     if kind != "poisoned batch":
         return Pair(folder)
     site = folder.parent / "poison"

@@ -1,6 +1,7 @@
 """Stores: a bucket is read and written like a local path, through faults, and nothing half-written counts."""
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from test_checkpoint import programs_are_compiled_once  # noqa: F401  of every t
 from test_checkpoint_verb import save
 from tiny_runs import MODELS, tiny_run
 
+from meshwright.checkpoint import checkpoints
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.move import plan_move
 from meshwright.checkpoint.steps import committed_steps, partial_steps
@@ -225,8 +227,17 @@ def _moves_both_ways(out: Path, tmp_path: Path, run: Run, cache: Path) -> None:
             np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
+def full_below(disk: Path, write: Any) -> Any:
+    def write_or_refuse(state: Path, *args: Any, **how: Any) -> None:
+        if state.is_relative_to(disk):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(state, *args, **how)
+
+    return write_or_refuse
+
+
 def test_a_resume_takes_the_newest_of_two_tiers_and_survives_the_loss_of_one(
-    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, disk = tmp_path / "text.txt", tmp_path / "disk"
     text.write_text("the quick brown fox jumps over the lazy dog; " * 400)
@@ -260,6 +271,7 @@ def test_a_resume_takes_the_newest_of_two_tiers_and_survives_the_loss_of_one(
     shutil.copytree(tmp_path, copies := tmp_path.with_name(f"{tmp_path.name}-copies"), ignore=lambda *_: ["whole"])
     same(go(out, start="resume"), out, 3)
     assert "step 6 is restored from the hosts' own disks" in capsys.readouterr().err
+    assert list(disk.iterdir()) == [], "the output folder has the last state"
 
     def again() -> None:
         for folder in (out, disk):
@@ -276,10 +288,21 @@ def test_a_resume_takes_the_newest_of_two_tiers_and_survives_the_loss_of_one(
     shard.write_bytes(bytes(255 - byte for byte in shard.read_bytes()))
     same(go(out, start="resume"), out, 5)
     assert "step 6 on the hosts' own disks is left out" in capsys.readouterr().err
-    # The output folder has nothing yet; then an earlier step is asked for, and later ones of the hosts are forgotten.
+    # The output folder has nothing yet, and one command is for every start. An earlier step is asked for, and later
+    # ones of the hosts are forgotten.
     again()
     shutil.rmtree(out / "checkpoints")
-    same(go(out, start="resume"), out, 3)
+    same(go(out, start="resume if exists"), out, 3)
+    shutil.rmtree(out)
+    same(go(out, start="resume if exists"), out, 9)
+    capsys.readouterr()
+    # The host's own disk is full: the run goes on without those checkpoints.
+    shutil.rmtree(out)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "write_shards", full_below(disk, checkpoints.write_shards))
+        same(go(out), out, 9)
+    told = capsys.readouterr().err
+    assert told.count("a local checkpoint is left out, and the run goes on: the disk is full") == 2
     again()
     go(out, start="resume", at=4, crash=5)
     assert committed_steps(process) == [2]

@@ -47,7 +47,7 @@ from meshwright.trainer.prepare import Position
 from meshwright.trainer.hosts import agree_on, same_fields
 
 def fields(run, **changes):
-    return same_fields(prepare_run(run, cache=folder / f"cache-{process}"))
+    return same_fields(prepare_run(run, cache=folder / "cache"))
 
 def other(run, section, **changes):
     if process == 0:
@@ -80,7 +80,7 @@ expect("unshared:", lambda: check_shared(folder / f"out-{process}"))
 check_shared(folder)
 expect("paths:", lambda: agree_on(other(run, "data", paths=(str(folder / "text-2.txt"),))))
 # Folders of tokens behind the same path differ between hosts: with other text, and with another tokenizer.
-prepared = prepare_run(run, cache=folder / f"cache-{process}")
+prepared = prepare_run(run, cache=folder / "cache")
 def tokens_of(change):
     corpus = prepared.corpus
     changed = {**corpus.fingerprint, **(change if process else {})}
@@ -91,7 +91,7 @@ def tokens_of(change):
 expect("data:", lambda: agree("start", tokens_of({"sources": [["0123", 1.0]]})))
 expect("tokenizer:", lambda: agree("start", tokens_of({"tokenizer": "4567"})))
 # The same Run: a difference that only the program shows, such as a patched library.
-prepared = prepare_run(other(run, "training", z_loss=0.1), cache=folder / f"cache-{process}")
+prepared = prepare_run(other(run, "training", z_loss=0.1), cache=folder / "cache")
 batch = next(prepared.feed(Position(0, 0)))
 expect("program:", lambda: prepared.compile(batch))
 os._exit(0)
@@ -115,7 +115,7 @@ def test_planted_differences_are_named(tmp_path: Path) -> None:
     outputs = [process.communicate(timeout=240) for process in both]
     for out, err in outputs:
         lines = dict(line.split(":", 1) for line in out.splitlines() if ": " in line and not line.startswith("["))
-        assert "agreed" in lines["same"], err[-3000:]
+        assert "agreed" in lines.get("same", ""), err[-3000:]
         assert "optimizer.learning_rate: 0.004 on host 0, 0.0001 on host 1" in lines["run"]
         assert "version of optax" in lines["version"] and "0.9.1 on host 1" in lines["version"]
         assert "data.paths: " in lines["paths"]
@@ -267,7 +267,7 @@ def test_a_host_that_dies_while_tokens_are_made_is_named(tmp_path: Path, killed:
 
 
 def test_limits_are_checked() -> None:
-    with pytest.raises(ConfigError, match="a busy host is late"):
+    with pytest.raises(ConfigError, match=r"silence 1\n.*a number of at least 2"):
         Watchdog(silence=1)
-    with pytest.raises(ConfigError, match="number of seconds"):
+    with pytest.raises(ConfigError, match="a number of at least 0"):
         Watchdog(stall=-1)
