@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright.activity import activity
 from meshwright.bench.calibration_file import read_calibration
 from meshwright.config import MeshShape
 from meshwright.data.corpus import vocab_of_corpus
@@ -114,7 +115,8 @@ def plan(
 
 
 def _search(run: Run, target: Target, include: Sequence[MeshShape] = ()) -> SearchResult:
-    result = search(run, target, tuple(include))
+    with activity("plan", f"pricing plans for {target}", "priced plans"):
+        result = search(run, target, tuple(include))
     if not result.plans:
         raise nothing_fits(run, result)
     return result

@@ -15,6 +15,7 @@ from typing import IO, Any, Literal
 
 import jax
 
+from meshwright.activity import activity
 from meshwright.analysis.census import Census
 from meshwright.analysis.compile import compiler_error
 from meshwright.analysis.run_census import cached_census, census_of_eval_step, census_of_train_step, refresh_census
@@ -166,7 +167,8 @@ def compile_in_subprocess(target: Target, limit: int, words: Sequence[str], outp
     log = default_cache_folder() / "proofs" / f"compiler-{os.getpid()}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     asked = f"compiling for {target}"
-    with log.open("w", encoding="utf-8") as errors:
+    work = activity("compile", asked, f"compiled for {target}")
+    with work, log.open("w", encoding="utf-8") as errors:
         try:
             done = subprocess.run(
                 [sys.executable, "-P", "-m", "meshwright", *words],
@@ -243,10 +245,10 @@ def compile_step(
         _check_arrays(run, device_run.placed)
     # Choices are made, and states saved as weights, of a model whose layers are known.
     known = device_run if run.model.unit == "tokens" else None
-    if step != "train":
-        return CompiledStep(device_run.placed, census_of_eval_step(device_run), known, None)
-    if target is None:
-        return CompiledStep(device_run.placed, census_of_train_step(device_run), known, None)
+    if target is None or step != "train":
+        census_of = census_of_train_step if step == "train" else census_of_eval_step
+        with activity("compile", f"compiling the {step} step", f"compiled the {step} step"):
+            return CompiledStep(device_run.placed, census_of(device_run), known, None)
     take = refresh_census if fresh else cached_census
     census = take(default_cache_folder() / "proofs", device_run, target)
     return CompiledStep(device_run.placed, census, known, estimate(place_run(run), target))

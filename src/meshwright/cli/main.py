@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from types import ModuleType
 
+from meshwright.activity import activity, watched_by
 from meshwright.cli.interrupt import EXIT_CODE, acknowledge_interrupts
-from meshwright.cli.output import write, write_table
+from meshwright.cli.output import Notices, Stream, write, write_table
 from meshwright.errors import ConfigError, MeshwrightError, nearest
 from meshwright.formatting import printable
 from meshwright.plugins import is_reference
@@ -50,9 +51,10 @@ def main() -> None:
     _allow_open_files()
     acknowledge_interrupts()
     try:
-        code = run(sys.argv[1:])
+        with watched_by(Notices(" ".join(["meshwright", *sys.argv[1:2]]))):
+            code = run(sys.argv[1:])
     except MeshwrightError as error:
-        _print_error(str(error))
+        _print_error(str(error).replace(f"{os.getcwd()}{os.sep}", ""))
         code = error.exit_code
     except KeyboardInterrupt:
         code = EXIT_CODE
@@ -74,8 +76,10 @@ def run(args: Sequence[str]) -> int:
     verb = args[0]
     if verb not in VERBS:
         raise ConfigError(f"meshwright {verb}", "there is no such verb", nearest(verb, VERBS))
+    with activity("load", "loading libraries", "loaded libraries"):
+        module = module_of(verb)
     try:
-        code: int = module_of(verb).main(list(args[1:]))
+        code: int = module.main(list(args[1:]))
     except SystemExit as exit_request:  # --help
         code = int(exit_request.code or 0)
     return code
@@ -108,7 +112,8 @@ def _own_standard_output() -> None:
     ours = os.dup(sys.stdout.fileno())
     sys.stdout.flush()
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    sys.stdout = os.fdopen(ours, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, buffering=1)
+    sys.stdout = Stream(os.fdopen(ours, "wb"), sys.stdout.encoding, sys.stdout.errors, line_buffering=True)
+    sys.stderr = Stream(sys.stderr.buffer, sys.stderr.encoding, sys.stderr.errors, line_buffering=True)
 
 
 def _allow_open_files() -> None:

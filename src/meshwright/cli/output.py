@@ -1,14 +1,17 @@
 """Standard output: plain text and strict JSON, quiet where the reader has gone."""
 
+import io
 import json
 import math
 import os
 import sys
 import textwrap
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from meshwright.activity import Activity
 from meshwright.errors import ConfigError, reason_of
 
 
@@ -20,6 +23,47 @@ def write(text: str, stream: TextIO | None = None) -> None:
         stream.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+_QUIET = 1.0
+"""Seconds without output after which a command says what it does."""
+_said = threading.Event()
+
+
+class Stream(io.TextIOWrapper):
+    """Standard output or standard error, which notices the first text that is written."""
+
+    def write(self, text: str) -> int:
+        """Writes text."""
+        _said.set()
+        return super().write(text)
+
+
+class Notices:
+    """Watcher of activities that says on standard error what a command does while it has printed nothing.
+
+    One line after a second, and one for each other work; none after the first output of the command itself.
+    """
+
+    def __init__(self, command: str):
+        self._command, self._doing = command, ["preparing"]
+        threading.Thread(target=self._watch, daemon=True, name="notices").start()
+
+    def began(self, activity: Activity) -> None:
+        """Notes what is done now."""
+        self._doing.append(activity.doing)
+
+    def ended(self, activity: Activity, *, failed: bool) -> None:
+        """Returns to what was done before."""
+        self._doing.remove(activity.doing)
+
+    def _watch(self) -> None:
+        said = set[str]()
+        while not _said.wait(_QUIET):
+            doing = self._doing[-1]
+            if doing not in said and sys.__stderr__ is not None:
+                said.add(doing)
+                print(f"{self._command}: {doing} ...", file=sys.__stderr__, flush=True)
 
 
 def require_writable(files: Iterable[Path | None]) -> None:
