@@ -55,9 +55,6 @@ def fields() -> list[str]:
     """Returns the lines of the table of fields by path."""
     paths = TABLE["paths"]
     marks = {"honoured": "yes", "refused": "refused", "no effect": ""}
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for field in fields_of_runs():
-        rows.setdefault(tuple(status_of(path, field) for path in paths), []).append(f"`{field}`")
     lines = [
         "## Fields of a run by path",
         "",
@@ -70,7 +67,7 @@ def fields() -> list[str]:
         "",
         f"| field | {' | '.join(paths)} |",
         f"|---|{'---|' * len(paths)}",
-        *(f"| {', '.join(names)} | {' | '.join(marks[status] for status in row)} |" for row, names in rows.items()),
+        *(f"| `{f}` | {' | '.join(marks[status_of(path, f)] for path in paths)} |" for f in fields_of_runs()),
         "",
         "Why a path refuses a field:",
         "",

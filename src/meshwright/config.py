@@ -232,11 +232,14 @@ class Training(Ranged, part="training"):
     attention_kernel: str = "auto"
     """Attention kernel: auto (the platform's own), reference, blocked, splash, splash_fused, cudnn, or
     module:attribute of a `Kernels`. A kernel named here is used or refused, never replaced."""
-    grouped_matmul: str = "auto"
+    grouped_matmul: Annotated[str, tyro.conf.Fixed] = "auto"
     """Grouped matmul of dropless experts: auto (triton on NVIDIA GPUs, else ragged_dot), ragged_dot (XLA's), triton, or
     module:attribute of a `GroupedMatmul`. One named here is used or refused, never replaced."""
     attention_block: Annotated[_BlockSize, tyro.conf.Fixed] = 512
     """Largest block of queries and keys in the TPU's attention kernel; a multiple of 128."""
+    deterministic: bool = False
+    """Same bits in every run, on NVIDIA GPUs too: by XLA's deterministic kernels, chosen without timing them, gradients
+    of embeddings summed in order, and NCCL_ALGO=Ring. CPUs and TPUs have the same bits anyway."""
     compiler_options: tuple[str, ...] = ("auto",)
     """XLA compiler options for accelerators, each NAME=VALUE; `auto`: the chip's (hardware/chips.toml)."""
     unroll: Annotated[PositiveInt, tyro.conf.Fixed] = 1
@@ -321,7 +324,8 @@ class Faults(Ranged, part="faults"):
     """Bad steps of one start of the run after which it stops whatever `bad_step` is."""
     check_every: NonNegativeInt = 0
     """Steps between two that are taken twice, their results and all replicas compared bit by bit: it finds silent
-    corruption, and takes a step's time and the memory of a second state. 0 checks none."""
+    corruption, and takes a step's time and the memory of a second state. 0 checks none. NVIDIA GPUs need
+    `--training.deterministic` for it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -28,6 +28,7 @@ from meshwright.analysis.jaxprs import read_jaxpr_collectives
 from meshwright.analysis.lint import (
     Finding,
     grouped_products,
+    lint_determinism,
     lint_donation,
     lint_duplicated_work,
     lint_expected_shardings,
@@ -264,6 +265,8 @@ def census(
         checks.append(lint_unexpected_collectives(ledger, written, arguments, facts.min_sent, results))
     checks += [lint_source(jaxpr)] if jaxpr is not None else []
     checks.append(lint_host(module))
+    if program.device_kind.startswith("NVIDIA"):
+        checks.append(lint_determinism(module, ledger, compiler_options or {}))
     checks += [lint_donation(module, jaxpr, leaves, arguments)] if leaves else []
     checks += [lint_tiles(arguments)] if program.device_kind.startswith("TPU") else []
     checks += [

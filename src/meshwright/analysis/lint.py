@@ -7,6 +7,7 @@ A finding without a line is given that of the function's definition.
 import dataclasses
 import itertools
 import math
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +25,11 @@ from meshwright.analysis.jaxprs import all_jaxprs, lines_of, nested_jaxprs, prod
 from meshwright.analysis.memory import Argument
 from meshwright.errors import CensusError
 from meshwright.formatting import format_count
+from meshwright.hardware.machine import sums_in_order
 from meshwright.hlo.flops import is_call, kernel_work, matmul_flops
+from meshwright.hlo.ledger import LedgerEntry
 from meshwright.hlo.loops import walk
-from meshwright.hlo.parser import Array, Module, arrays_of, bytes_of, closing, parse_shape
+from meshwright.hlo.parser import Array, Instruction, Module, arrays_of, bytes_of, closing, parse_shape
 from meshwright.hlo.scopes import plain_path
 
 MIN_REPLICATED_BYTES = 2**20
@@ -41,7 +44,7 @@ class Finding:
 
     kind: str
     """layout, replicated, duplicated, rematerialised, unexpected, overlap, padding, precision, donation, experts,
-    kernel, or host."""
+    kernel, host, or determinism."""
     subject: str
     """Array or operation that it is about."""
     reason: str
@@ -271,6 +274,84 @@ def lint_attention_kernel(module: Module, name: str) -> Iterator[Finding]:
             "name it in --training.attention-kernel, which refuses shapes that it does not take",
             0,
         )
+
+
+_TUNED = re.compile(r'"kind":"__(?:triton_\w*gemm|cudnn\$fusion)|custom_call_target="__(?:cublas|cudnn\$conv)')
+"""Matmuls and convolutions whose kernels XLA:GPU chooses by timing them."""
+_EXACT = ("add", "multiply", "minimum", "maximum", "and", "or", "xor")
+"""Combiners that give integers the same result in any order; of floats, `minimum` and `maximum` do."""
+_MAY_DIFFER = {
+    "scatter": "its updates may meet, and they are applied in another order in every run",
+    "kernel": "it adds by atomics, in another order in every run",
+    "autotuned": "its kernel is chosen by timing, anew in every process: another one adds in another order",
+    "sum": "NCCL chooses the algorithm of the sum, and some add in another order in every run (NCCL_ALGO)",
+}
+
+
+def lint_determinism(module: Module, ledger: Sequence[LedgerEntry], options: Mapping[str, Any]) -> Iterator[Finding]:
+    """Reports the instructions of a program for GPUs whose results may differ between two runs, by cause and line.
+
+    options: of the compilation.
+    """
+    atomics, tuned = nondeterminism_of(options)
+    found, every = defaultdict[tuple[str, str], list[str]](list), {i.name: i for i in module}
+    for i in every.values():
+        cause = ""
+        if i.opcode == "select-and-scatter":
+            cause = "scatter"
+        elif i.opcode == "scatter" and "unique_indices=true" not in i.attribute_text:
+            cause = "scatter" if _depends_on_order(i) else ""
+        elif i.opcode == "custom-call" and ("atomic" in i.attribute_text or _adds_by_atomics(i, atomics)):
+            cause = "kernel"
+        elif tuned and _TUNED.search(i.attribute_text):
+            cause = "autotuned"
+        if cause:
+            found[cause, i.line].append(i.name)
+    for entry in () if sums_in_order() else ledger:
+        # Two numbers have the same sum in either order.
+        reduces = entry.kind in ("all-reduce", "reduce-scatter") and entry.group_size > 2
+        if reduces and entry.instruction in every and _depends_on_order(every[entry.instruction]):
+            found["sum", entry.line].append(entry.instruction)
+    for (cause, line), names in found.items():
+        yield Finding(
+            "determinism",
+            f"{cause}: {', '.join(names)}",
+            _MAY_DIFFER[cause],
+            "--training.deterministic; of a function of your own, unique_indices=True where indices differ, the XLA "
+            "options of docs/determinism.md, and NCCL_ALGO=Ring",
+            0,
+            line,
+        )
+
+
+def nondeterminism_of(options: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Returns whether XLA:GPU keeps kernels that add by atomics, and whether it chooses kernels anew by timing them.
+
+    options: of the compilation; those of XLA_FLAGS count too.
+    """
+    flags = (word.lstrip("-").partition("=") for word in os.environ.get("XLA_FLAGS", "").split())
+    given = {name: value or "true" for name, _, value in flags} | dict(options)
+    given = {name: str(value).lower() for name, value in given.items()}
+    deterministic = given.get("xla_gpu_deterministic_ops") == "true"
+    saved = {"xla_gpu_load_autotune_results_from", "xla_gpu_per_fusion_autotune_cache_dir"} & given.keys()
+    atomics = not deterministic and given.get("xla_gpu_exclude_nondeterministic_ops") != "true"
+    return atomics, not (deterministic or saved or given.get("xla_gpu_autotune_level") == "0")
+
+
+def _depends_on_order(instruction: Instruction) -> bool:
+    """Whether an instruction that combines values by a computation gives another result in another order."""
+    computations = instruction.computation.module.computations
+    combiner = computations.get(instruction.attributes.get("to_apply", "").lstrip("%"))
+    if combiner is None:
+        return True
+    exact = _EXACT if all(a.dtype[0] in "sup" for a in arrays_of(combiner.root.shape)) else ("minimum", "maximum")
+    return combiner.root.opcode not in exact
+
+
+def _adds_by_atomics(call: Instruction, allowed: bool) -> bool:
+    """Whether a call of cuDNN is attention's backward pass without its deterministic form."""
+    backward = call.target.startswith("__cudnn$fmha") and call.target.endswith("Backward")
+    return allowed and backward and '"force_deterministic":true' not in call.attribute_text
 
 
 # The last two dimensions of an array in TPU memory are tiled by 8 x 128 words of 32 bits; narrower types pack more rows

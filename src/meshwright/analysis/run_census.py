@@ -21,6 +21,7 @@ from meshwright.analysis.simulate import SimulatedSchedule, TargetDevices, simul
 from meshwright.comm import collectives, hierarchical, ragged
 from meshwright.documents import write_atomically
 from meshwright.hardware.chips import Torus
+from meshwright.hardware.machine import sums_in_order
 from meshwright.hardware.targets import Target
 from meshwright.hlo.flops import Skipped
 from meshwright.hlo.parser import Module, parse_module
@@ -283,6 +284,7 @@ def cache_key(device_run: DeviceRun, target: Target) -> str:
         repr(sorted(device_run.compiler_options().items())),
         repr(target.chip),
         repr(target.efficiency),
+        str(sums_in_order()),
         jax.__version__,
         *(file.read_text(encoding="utf-8") for file in files),
         *(d.version for package in packages for d in importlib.metadata.distributions(name=package)),

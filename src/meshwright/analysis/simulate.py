@@ -126,6 +126,8 @@ def hbm_bytes_accessed(instruction: Instruction) -> float:
             return 2.0 * _hbm_bytes(instruction.shape)
         if instruction.opcode == "dynamic-update-slice":
             return 2.0 * _hbm_bytes(shapes[1])
+        if instruction.opcode == "scatter":
+            return 3.0 * _hbm_bytes(shapes[-1]) + _hbm_bytes(shapes[-2])
         return _hbm_bytes(instruction.shape) + sum(map(_hbm_bytes, shapes))
     total = 0.0
     for number, shape in enumerate(shapes):
@@ -160,7 +162,7 @@ def _bytes_read(value: Instruction, callers: tuple[Instruction, ...] = ()) -> fl
         nested = _fused_body(user)
         if user.opcode in ("dynamic-slice", "slice", "gather"):
             total += sum(array.bytes for array in arrays_of(user.shape))
-        elif user.opcode == "dynamic-update-slice" and user.operands[0] is value:
+        elif user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] is value:
             continue
         elif user.opcode == "bitcast":
             total += _bytes_read(user, callers)
@@ -182,6 +184,8 @@ def _bytes_written(root: Instruction, shape: Shape) -> float:
         return _bytes_written(nested.root, shape)
     if root.opcode == "dynamic-update-slice":
         return float(sum(array.bytes for array in arrays_of(root.operands[1].shape)))
+    if root.opcode == "scatter" and root.operands[0].opcode == "parameter":
+        return 2.0 * sum(array.bytes for array in arrays_of(root.operands[-1].shape))  # rows are read and written
     return _hbm_bytes(shape)
 
 

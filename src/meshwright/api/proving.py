@@ -217,6 +217,8 @@ class CompiledStep:
     """None for a wrapped model."""
     planned: Estimate | None
     """Price of the train step on the target; None for devices here, and for an evaluation step."""
+    undetermined: float | None = None
+    """Predicted seconds of the step without `deterministic`, where that changes it."""
 
     def saving(self) -> SavingMemory | None:
         """Compiles saving and restoring a checkpoint, where the step is the train step of a model family."""
@@ -250,8 +252,13 @@ def compile_step(
         with activity("compile", f"compiling the {step} step", f"compiled the {step} step"):
             return CompiledStep(device_run.placed, census_of(device_run), known, None)
     take = refresh_census if fresh else cached_census
-    census = take(default_cache_folder() / "proofs", device_run, target)
-    return CompiledStep(device_run.placed, census, known, estimate(place_run(run), target))
+    folder, undetermined = default_cache_folder() / "proofs", None
+    census = take(folder, device_run, target)
+    if device_run.settled.fixes_bits:
+        plain = dataclasses.replace(run, training=dataclasses.replace(run.training, deterministic=False))
+        schedule = take(folder, place_on_devices(plain, device_run.mesh), target).schedule
+        undetermined = None if schedule is None else schedule.step_seconds
+    return CompiledStep(device_run.placed, census, known, estimate(place_run(run), target), undetermined)
 
 
 def _check_arrays(run: Run, placed: PlacedRun) -> None:

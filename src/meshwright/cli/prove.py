@@ -215,6 +215,8 @@ def _to_json(compiled: CompiledStep, saving: SavingMemory | None) -> dict[str, A
         document["choices"] = choices_to_json(compiled.device_run)
     if planned:
         document["planned"] = {"seconds": planned.seconds, "bytes": planned.bytes}
+    if compiled.undetermined:
+        document["undetermined_seconds"] = compiled.undetermined
     if saving:
         document["saving"] = dataclasses.asdict(saving)
     return document
@@ -256,8 +258,9 @@ def _short_name(run: Run) -> str:
 
 def _print_verdict(console: Console, compiled: CompiledStep, target: Target, saving: SavingMemory | None) -> bool:
     """Prints the predicted step and whether step, save and restore fit, with remedies; returns whether they do."""
-    print_sections(console, [prediction_section(compiled.census, target, compiled.planned)])
-    peaks = {"the step": compiled.census.memory.compiled.live}
+    census = compiled.census
+    print_sections(console, [prediction_section(census, target, compiled.planned, compiled.undetermined)])
+    peaks = {"the step": census.memory.compiled.live}
     peaks |= {"a save": saving.save, "a restore": saving.restore} if saving else {}
     most, available = max(peaks, key=peaks.__getitem__), target.chip.hbm_bytes
     peak = peaks[most]

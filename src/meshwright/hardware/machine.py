@@ -1,4 +1,4 @@
-"""The machine that a run is settled for: its chips, the torus under each mesh axis, and its compiler's options.
+"""The machine that a run is settled for: its chips, the torus under each mesh axis, its compiler's options, its bits.
 
 It is read from the devices of a mesh, or from a target that is planned for; everything that a run chooses by hardware
 (runs/settle.py) is chosen from it.
@@ -6,9 +6,12 @@ It is read from the devices of a mesh, or from a target that is planned for; eve
 
 import dataclasses
 import functools
+import os
 import re
+import tomllib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
@@ -22,6 +25,43 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 """Word of a Run's compiler options that stands for those of the chip; without it the compiler's defaults are used."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Determinism:
+    """Whether two runs of one program on the same devices have the same bits, on some platforms."""
+
+    platforms: list[str]
+    keeps: Literal["bitwise", "bitwise with options", "not promised"]
+    sentence: str
+    compiler_options: dict[str, str] = dataclasses.field(default_factory=dict)
+    """XLA options of `--training.deterministic`."""
+
+
+_TABLE = Path(__file__).with_name("determinism.toml").read_text(encoding="utf-8")
+DETERMINISM = tuple(Determinism(**row) for row in tomllib.loads(_TABLE)["platform"])
+
+
+def determinism_of(platform: str) -> Determinism:
+    """Returns what a `jax.Device.platform` keeps."""
+    return next((row for row in DETERMINISM if platform in row.platforms), DETERMINISM[-1])
+
+
+_ORDERED = ("Ring", "Tree")
+"""NCCL's algorithms that add in one order; by default it may choose NVLS, in which the switch adds in any."""
+
+
+def sums_in_order() -> bool:
+    """Whether the environment lets NCCL add in one order only."""
+    return os.environ.get("NCCL_ALGO") in _ORDERED
+
+
+def fix_communication() -> None:
+    """Makes NCCL add in one order, before devices first communicate. Raises ConfigError for another NCCL_ALGO."""
+    given = os.environ.setdefault("NCCL_ALGO", _ORDERED[0])
+    if not sums_in_order():
+        truth = "NCCL may then add in another order in every run"
+        raise ConfigError(f"--training.deterministic with NCCL_ALGO={given}", truth, f"NCCL_ALGO={_ORDERED[0]}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +87,11 @@ class Machine:
     def listed(self) -> Chip | None:
         """Specification in `CHIPS` of the chip, also where `chip` is the user's own of that name."""
         return CHIPS.get(self.chip_name or "")
+
+    @property
+    def determinism(self) -> Determinism:
+        """Whether two runs on it have the same bits."""
+        return determinism_of(self.platform)
 
     @property
     def on_tpu(self) -> bool:

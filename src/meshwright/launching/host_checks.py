@@ -22,6 +22,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.formatting import format_bytes
 from meshwright.hardware.chips import find_chip
 from meshwright.hardware.hosts import CUDA_PACKAGES, has_tpu, hosts_of, installed_versions
+from meshwright.hardware.machine import determinism_of
 
 _FILES = 4096
 """Open files that a process needs: checkpoints open a file for each shard, and each neighbour is a socket."""
@@ -205,6 +206,13 @@ def check_devices(devices: list[dict[str, Any]] | str, accelerator: str) -> Wron
     yield "ok", f"{len(devices)} x {kinds[0]}", ""
 
 
+@_check("bits")
+def check_bits(devices: list[dict[str, Any]] | str) -> Wrong:
+    """States what two runs on this host have in common."""
+    if not isinstance(devices, str):
+        yield "ok", determinism_of(devices[0]["platform"]).sentence, ""
+
+
 def check_host(folder: Path, needed: int, seconds: float) -> list[Finding]:
     """Runs every check of this host.
 
@@ -220,6 +228,7 @@ def check_host(folder: Path, needed: int, seconds: float) -> list[Finding]:
     return [
         *check_versions(installed_versions(), metadata.requires("jax") or [], accelerator),
         *check_devices(devices, accelerator),
+        *check_bits(devices),
         *check_limits(*soft, infiniband=any(Path("/sys/class/infiniband").glob("*"))),
         *(check_shared_memory(shutil.disk_usage(shm).total, gpus) if shm.is_dir() else []),
         *check_variables(os.environ, accelerator, interfaces),

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from meshwright.comm.collectives import local_shard, sequence_all_gather
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
-from meshwright.models.blocks.layers import Norm, embed
+from meshwright.models.blocks.layers import Norm, embed, take_rows
 from meshwright.models.model import (
     Aux,
     ForwardContext,
@@ -178,11 +178,11 @@ class DecoderModel(Model):
         table_VD = ctx.gather_params(params["embed"], "embed")
         positions_TD = None if d.positions is None else ctx.gather_params(params["positions"], "positions")
         with jax.named_scope("embedding"):
-            x_BTD = embed(ctx.tokens.ids, table_VD)
+            x_BTD = embed(ctx.tokens.ids, table_VD, ctx.sum_rows)
             if d.embedding_factor is not None:
                 x_BTD *= jnp.asarray(d.embedding_factor, x_BTD.dtype)
             if positions_TD is not None:
-                x_BTD += positions_TD[local_shard(ctx.tokens.positions, ("tensor",), 1)]
+                x_BTD += take_rows(positions_TD, local_shard(ctx.tokens.positions, ("tensor",), 1), ctx.sum_rows)
             return ctx.dropout(x_BTD, 0)
 
     def layer_functions(self, ctx: ForwardContext) -> dict[str, Pattern]:

@@ -24,7 +24,7 @@ from meshwright.comm.collectives import axis_index, broadcast
 from meshwright.config import Training
 from meshwright.data.batch import PADDING, Batch
 from meshwright.models.blocks.context import build_attend, with_own_kv_head
-from meshwright.models.blocks.layers import Dropout
+from meshwright.models.blocks.layers import Dropout, SumRows, scatter_rows
 from meshwright.models.kernels.attention import Kernels
 from meshwright.models.loss import chunk_tokens, token_losses
 from meshwright.models.model import (
@@ -202,6 +202,8 @@ class LocalModel:
     kernels: Kernels
     grouped_matmul: Callable[..., jax.Array] = jax.lax.ragged_dot
     """Grouped matmul of experts (kernels/choose.py)."""
+    sum_rows: SumRows = scatter_rows
+    """Sums gradients of the rows of tables (blocks/layers.py)."""
     ahead: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Parameters that are gathered one layer ahead, by stack; other stacks gather all in their own layer."""
     tensor_ring: tuple[int, ...] = ()
@@ -233,7 +235,7 @@ class LocalModel:
         count = math.gcd(self.attention_pieces, batch.segments.shape[0])
         pieces = tuple(map(attend, jnp.split(batch.segments, count))) if count > 1 else ()
         tokens = Tokens(local.inputs, local.positions, local.segments == PADDING)
-        kernels = (whole, self.sequence, self.grouped_matmul)
+        kernels = (whole, self.sequence, self.grouped_matmul, self.sum_rows)
         return ForwardContext(tokens, self.gather_params, dropout, *kernels, self.tensor_ring, pieces)
 
     def local_positions(self, batch: Batch) -> Batch:

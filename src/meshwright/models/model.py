@@ -17,7 +17,7 @@ from meshwright.comm.collective_matmul import column_parallel, row_parallel
 from meshwright.comm.collectives import TokenFunction, sequence_all_gather, sequence_reduce_scatter
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError
-from meshwright.models.blocks.layers import Dropout
+from meshwright.models.blocks.layers import Dropout, SumRows, scatter_rows
 from meshwright.models.kernels.attention import Scores
 from meshwright.ranges import PositiveInt, Ranged
 from meshwright.sharding.params import GatherParams, Param, Tree
@@ -68,6 +68,8 @@ class ForwardContext:
     sequence: SequenceSplit
     grouped_matmul: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = jax.lax.ragged_dot
     """`(rows, weights, rows of each expert) -> rows times their expert's weights` (kernels/choose.py)."""
+    sum_rows: SumRows = scatter_rows
+    """Sums the gradients of the rows of a table that are taken several times (blocks/layers.py)."""
     tensor_ring: tuple[int, ...] = ()
     """Devices of `tensor` in the order of a ring, around which collective matmuls send chunks; () for no ring."""
     attend_pieces: tuple[Attend, ...] = ()

@@ -72,10 +72,9 @@ def _by_pair(batch: Batch, values_BT: jax.Array, pairs: int | None = None) -> ja
     """Returns sums over the positions of each pair, float32 [B, pairs]; a pair takes two positions at least."""
     pairs = pairs or batch.segments.shape[1] // 2 + 1
 
-    def of_row(values_T: jax.Array, pair_T: jax.Array) -> jax.Array:
-        return jax.ops.segment_sum(values_T, pair_T, num_segments=pairs)
-
-    return jax.vmap(of_row)(values_BT.astype(jnp.float32), batch.segments // 2)
+    # A `segment_sum` is a scatter, which adds in another order in every run on GPUs.
+    of_pair_BPT = (batch.segments // 2)[:, None] == jnp.arange(pairs)[:, None]
+    return jnp.where(of_pair_BPT, values_BT.astype(jnp.float32)[:, None], 0).sum(-1)
 
 
 def reference_of(model: "LocalModel", params: Tree) -> tuple["LocalModel", Tree]:

@@ -12,6 +12,7 @@ import math
 from meshwright.comm.hierarchical import DcnAxis
 from meshwright.errors import ConfigError
 from meshwright.hardware.machine import Machine, compiler_options_of, ring_order
+from meshwright.models.blocks.layers import SumRows, scatter_rows, sorted_rows
 from meshwright.models.kernels.attention import Kernels
 from meshwright.models.kernels.choose import GroupedMatmul, choose_grouped_matmul, kernels_of
 from meshwright.models.remat import REMAT_POLICIES
@@ -41,6 +42,16 @@ class Settled:
             return None
         training = self.placed.run.training
         return choose_grouped_matmul(training.grouped_matmul, self.machine.platform, training.compute_dtype)
+
+    @property
+    def fixes_bits(self) -> bool:
+        """Whether the run asks its machine for options without which two runs may differ."""
+        return self.placed.run.training.deterministic and bool(self.machine.determinism.compiler_options)
+
+    @property
+    def sum_rows(self) -> SumRows:
+        """How the gradients of rows that are taken several times are summed."""
+        return sorted_rows if self.fixes_bits else scatter_rows
 
     @functools.cached_property
     def links(self) -> DcnAxis:
@@ -116,12 +127,19 @@ class Settled:
     @functools.cached_property
     def compiler_options(self) -> dict[str, str]:
         """XLA options of run and chip; none on simulated devices. Raises ConfigError for a word that is no option."""
-        options = compiler_options_of(self.machine.listed, self.placed.run.training.compiler_options)
+        options = dict(self.machine.determinism.compiler_options) if self.fixes_bits else {}
+        options |= compiler_options_of(self.machine.listed, self.placed.run.training.compiler_options)
         return {} if self.machine.simulated else options
 
     def check(self) -> None:
         """Raises ConfigError for what the run asks for and this machine cannot do."""
         training, machine = self.placed.run.training, self.machine
+        every, keeps = self.placed.run.faults.check_every, machine.determinism
+        if keeps.keeps != "bitwise" and not self.fixes_bits and (every or training.deterministic):
+            asked = "--training.deterministic" if training.deterministic else f"--faults.check-every {every}"
+            fix = "--training.deterministic" if keeps.compiler_options else "neither of the two, or another platform"
+            truth = f"a step that is computed twice would differ without a fault. {keeps.sentence}"
+            raise ConfigError(f"{asked} on {machine.kind or machine.platform}", truth, fix)
         if training.matmul_precision != "compute":
             from meshwright.models.quantisation import check_precision
 

@@ -13,7 +13,7 @@ from meshwright.comm.hierarchical import Axes
 from meshwright.config import MeshShape
 from meshwright.data.batch import Batch
 from meshwright.errors import ConfigError
-from meshwright.hardware.machine import machine_of_mesh, refused_options
+from meshwright.hardware.machine import fix_communication, machine_of_mesh, refused_options
 from meshwright.models.forward import LocalModel
 from meshwright.models.model import Model
 from meshwright.models.preferences import Preferences, with_reference
@@ -119,6 +119,7 @@ class DeviceRun:
             self.placed.stages,
             settled.kernels,
             grouped.multiply if grouped else jax.lax.ragged_dot,
+            settled.sum_rows,
             settled.gathered_ahead,
             settled.tensor_ring,
             settled.attention_pieces,
@@ -186,10 +187,12 @@ class DeviceRun:
         if not wanted:
             return ()
         refused = refused_options(self.mesh.devices.flat[0], tuple(wanted.items()))
-        own = [name for name in refused if any(word.startswith(f"{name}=") for word in words)]
+        fixed = self.settled.machine.determinism.compiler_options if self.settled.fixes_bits else {}
+        own = [name for name in refused if name in fixed or any(word.startswith(f"{name}=") for word in words)]
         if own:
+            option = "deterministic" if own[0] in fixed else "compiler-options"
             raise ConfigError(
-                f"--training.compiler-options {own[0]}={wanted[own[0]]}",
+                f"--training.{option} {own[0]}={wanted[own[0]]}",
                 f"the compiler of {self.mesh.devices.flat[0].device_kind} has no such option",
                 "leave it out, or install a compiler that has it",
             )
@@ -229,6 +232,8 @@ def place_on_devices(run: Run, mesh: Mesh) -> DeviceRun:
     placed = place_run(run, run.mesh if same else MeshShape(**mesh.shape))
     settled = Settled(placed, machine_of_mesh(mesh))
     settled.check()
+    if settled.fixes_bits:
+        fix_communication()
     training = placed.run.training
     dtype = jnp.dtype(training.param_dtype)
     sharded = shardings(mesh, placed.placements, "at_rest")

@@ -105,13 +105,22 @@ def difference_section(changes: Sequence[Change], names: tuple[str, str]) -> Sec
     return Section("Difference", [table], note)
 
 
-def prediction_section(census: Census, target: Target, estimate: Estimate | None) -> Section:
-    """Returns the predicted step, and the planner's estimate of the same run against the compiled memory."""
+def prediction_section(
+    census: Census, target: Target, estimate: Estimate | None, undetermined: float | None = None
+) -> Section:
+    """Returns the predicted step, and the planner's estimate of the same run against the compiled memory.
+
+    undetermined: seconds of the step without --training.deterministic, where the run has it.
+    """
     schedule, compiled, figures = census.schedule, census.memory.compiled, []
     if schedule is not None:
         mfu = schedule.mfu(sum(census.flops.model.values()), target.chip.flops_bf16)
         step = f"{schedule.step_seconds:.3g} s per step"
         figures.append(Figure("simulated schedule", step, f"{mfu:.0%} MFU on {target}"))
+        if undetermined:
+            plain, cost = f"{undetermined:.3g} s per step", schedule.step_seconds / undetermined - 1
+            note = f"{cost:+.1%} with it; what kernels gain by being chosen by timing is not in it"
+            figures.append(Figure("without --training.deterministic", plain, note))
     if estimate is not None:
         planned = f"{format_bytes(estimate.bytes)} per device, {estimate.seconds:.3g} s per step"
         difference = f"planned {estimate.bytes / compiled.live - 1:+.0%}"

@@ -38,8 +38,8 @@ TABLES: dict[str, dict[str, tuple[str, str]]] = {
     "meshes": {
         "Against one device, in float32": (
             "item",
-            "model | mesh | initial values | gradients differ by | most in = worst_tensor | losses | on one device"
-            " | outcome",
+            "model | mesh | bits | initial values | gradients differ by | most in = worst_tensor | losses"
+            " | on one device | outcome",
         ),
     },
     "matmuls": {

@@ -79,6 +79,7 @@ def choices_facts(device_run: DeviceRun) -> list[tuple[str, str]]:
         chosen["compiler_options"] and f"{len(chosen['compiler_options'])} compiler options of the chip",
     ]
     facts, refused = [("step", ", ".join(filter(None, step)))], chosen["refused_compiler_options"]
+    facts.append(("bits", chosen["bits"]))
     return [*facts, ("left out", f"{', '.join(refused)}: unknown to the installed compiler")] if refused else facts
 
 
@@ -94,6 +95,7 @@ def choices_to_json(device_run: DeviceRun) -> dict[str, Any]:
         "tensor_ring": list(model.tensor_ring),
         "compiler_options": device_run.compiler_options(),
         "refused_compiler_options": list(device_run.refused_compiler_options),
+        "bits": device_run.settled.machine.determinism.sentence,
     }
 
 

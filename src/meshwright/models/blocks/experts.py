@@ -38,7 +38,7 @@ from meshwright.comm.ragged import Exchange, all_to_all_counts, plan_exchange, r
 from meshwright.errors import refuse
 from meshwright.models.blocks.context import CONTEXT
 from meshwright.models.blocks.feed_forward import swiglu
-from meshwright.models.blocks.layers import linear
+from meshwright.models.blocks.layers import SumRows, linear, scatter_rows, take_rows
 from meshwright.models.model import Aux, ExpertSpec, ForwardContext, Kind
 from meshwright.models.remat import FFN_HIDDEN, recomputed
 from meshwright.sharding.params import Param, Stored
@@ -127,7 +127,11 @@ def route(
         allowed = (best[..., None] == jnp.arange(r.expert_groups)).any(-2)
         biased_BTR = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(biased_BTR.shape)
     experts_BTX = lax.top_k(biased_BTR, r.experts_per_token)[1].astype(jnp.int32)
-    weights_BTX = jnp.take_along_axis(scores_BTR, experts_BTX, -1)
+
+    def chosen(scores_R: jax.Array, experts_X: jax.Array) -> jax.Array:
+        return scores_R.at[experts_X].get(unique_indices=True)  # no two gradients meet in one score
+
+    weights_BTX = jax.vmap(jax.vmap(chosen))(scores_BTR, experts_BTX)
     if r.normalize_top_k:
         weights_BTX /= weights_BTX.sum(-1, keepdims=True)
     return Routes(experts_BTX, weights_BTX * r.routed_scaling, probs_BTR, lse_BT)
@@ -269,7 +273,7 @@ class Experts(Kind):
             if self.dispatch == "capacity":
                 y_BTD, dropped = capacity_moe(self, h_BTD, routes, own, ctx.sequence)
             else:
-                y_BTD, dropped = dropless_moe(self, h_BTD, routes, own, ctx.grouped_matmul)
+                y_BTD, dropped = dropless_moe(self, h_BTD, routes, own, ctx.grouped_matmul, ctx.sum_rows)
             if dropped is not None:
                 aux["dropped"] = dropped
             if self.shared:
@@ -282,7 +286,14 @@ class Experts(Kind):
         return feed
 
     def apply(
-        self, rows: jax.Array, weights: jax.Array, rows_E: jax.Array, *, w: ExpertWeights, multiply: Multiply
+        self,
+        rows: jax.Array,
+        weights: jax.Array,
+        rows_E: jax.Array,
+        *,
+        w: ExpertWeights,
+        multiply: Multiply,
+        sum_rows: SumRows,
     ) -> jax.Array:
         """Applies each expert to its rows, and their routing weights.
 
@@ -294,7 +305,7 @@ class Experts(Kind):
         def bias_of_rows(name: str, like: jax.Array) -> jax.Array:
             """Returns the bias of each row's expert; zeros for the empty rows of a buffer."""
             expert = jnp.searchsorted(jnp.cumsum(rows_E), jnp.arange(like.shape[0]), side="right")
-            return w[f"{name}_bias"].at[expert].get(mode="fill", fill_value=0).astype(like.dtype)
+            return take_rows(jnp.pad(w[f"{name}_bias"], ((0, 1), (0, 0))), expert, sum_rows).astype(like.dtype)
 
         def product(name: str) -> jax.Array:
             y = multiply(rows, w[name], rows_E)
@@ -366,7 +377,12 @@ exchange_rows.defvjp(
 
 
 def dropless_moe(
-    e: Experts, h_BTD: jax.Array, routes: Routes, w: ExpertWeights, multiply: Multiply = lax.ragged_dot
+    e: Experts,
+    h_BTD: jax.Array,
+    routes: Routes,
+    w: ExpertWeights,
+    multiply: Multiply = lax.ragged_dot,
+    sum_rows: SumRows = scatter_rows,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Computes the weighted sum of each token's experts, in groups of unequal size (MegaBlocks, arXiv:2211.15841).
 
@@ -382,7 +398,7 @@ def dropless_moe(
     h_TD = h_BTD.reshape(B * T, D)
     rows = _reorder(round_rows(h_TD) if e.expert_exchange == "fp8" else h_TD, order, back, k)
     weights = _reorder(routes.weights_BTX.reshape(-1, 1), order, back, 1)
-    apply = functools.partial(e.apply, w=w, multiply=multiply)
+    apply = functools.partial(e.apply, w=w, multiply=multiply, sum_rows=sum_rows)
     rows_E = (expert_of_row[:, None] == jnp.arange(e.routing.experts)).sum(0).astype(jnp.int32)
     if nontrivial_axes(EXPERT):
         out, dropped = _expert_parallel(e, rows, weights, rows_E, apply)
@@ -479,7 +495,7 @@ def capacity_moe(
     Every expert has capacity for a number of tokens of each sequence (GShard: Lepikhin et al. 2020, arXiv:2006.16668,
     section 2.2). Returns the outputs [B, T, D] and the number of this device's (token, expert) pairs that were dropped.
     """
-    B, T, D = h_BTD.shape
+    B, T, _ = h_BTD.shape
     r, capacity = e.routing, expert_capacity(e.routing, sequence.seq, e.capacity_factor)
     # Pairs are counted over the complete sequence, all first choices before any second choice.
     whole_BTX = all_gather(routes.experts_BTX, CONTEXT, 1)
@@ -498,14 +514,17 @@ def capacity_moe(
     slot_BTX = jnp.take_along_axis(slot_BTE, routes.experts_BTX, -1)
     slot_BTX = jnp.where(kept_BTX, slot_BTX, local_capacity)
     index = (routes.experts_BTX, jnp.arange(B)[:, None, None], slot_BTX)
-    x_EBCD = jnp.zeros((r.experts, B, local_capacity, D), h_BTD.dtype).at[index].set(h_BTD[:, :, None], mode="drop")
-    weights_EBC = jnp.zeros(x_EBCD.shape[:3], jnp.float32).at[index].set(routes.weights_BTX, mode="drop")
-    x_EBCD, weights_EBC = (all_to_all(x, EXPERT, 0, 1) for x in (x_EBCD, weights_EBC))
+
+    def in_slots(x: jax.Array) -> jax.Array:
+        zeros = jnp.zeros((r.experts, B, local_capacity, *x.shape[3:]), x.dtype)
+        return all_to_all(zeros.at[index].set(x, mode="drop", unique_indices=True), EXPERT, 0, 1)
+
+    x_EBCD, weights_EBC = in_slots(h_BTD[:, :, None]), in_slots(routes.weights_BTX)
     gate_EBCF, up_EBCF = (
         checkpoint_name(jnp.einsum("ebcd,edf->ebcf", x_EBCD, w[n]), FFN_HIDDEN) for n in ("gate", "up")
     )
     hidden_EBCF = hidden_layer(None)(gate_EBCF, up_EBCF, weights_EBC[..., None])
     out_EBCD = jnp.einsum("ebcf,efd->ebcd", hidden_EBCF, w["down"])
     out_EBCD = all_to_all(out_EBCD, EXPERT, 1, 0)
-    out_BTXD = out_EBCD.at[index].get(mode="fill", fill_value=0)
+    out_BTXD = out_EBCD.at[index].get(mode="fill", fill_value=0, unique_indices=True)
     return out_BTXD.sum(2, dtype=jnp.float32).astype(h_BTD.dtype), (~kept_BTX).sum().astype(jnp.float32)

@@ -2,6 +2,8 @@
 
 import abc
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -67,30 +69,62 @@ def attention_projection(out_BTNH: jax.Array, w_NHD: Any) -> jax.Array:
     return linear(out_BTNH, w_NHD, contract=2)
 
 
-def embed(tokens_BT: jax.Array, table_VD: jax.Array) -> jax.Array:
+def embed(tokens_BT: jax.Array, table_VD: jax.Array, sum_rows: "SumRows") -> jax.Array:
     """Looks up token embeddings, [B, T/tensor, D], on the first pipeline stage.
 
     table_VD: this device's block of the vocabulary (Shoeybi et al. 2019, arXiv:1909.08053, section 3). A device takes
     zeros for the tokens of other blocks; `sequence_reduce_scatter` sums over `tensor` and `reduce` over `stage`.
+    sum_rows: of the gradient.
     """
     rows = table_VD.shape[0]
     local_BT = tokens_BT - axis_index(VOCAB_AXES) * rows
     in_block_BT = (local_BT >= 0) & (local_BT < rows)
-    x_BTD = _rows(table_VD, jnp.where(in_block_BT, local_BT, 0))
+    x_BTD = take_rows(table_VD, jnp.where(in_block_BT, local_BT, 0), sum_rows)
     return reduce(sequence_reduce_scatter(jnp.where(in_block_BT[..., None], x_BTD, 0), 1), ("stage",), 0)
 
 
-_rows = jax.custom_vjp(lambda table_VD, index_BT: table_VD[index_BT])
+SumRows = Callable[[jax.Array, jax.Array, int], jax.Array]
+"""`(x [..., D], index [...], rows) -> sums [rows, D]`: adds each row of x, in float32, to the sum of its index."""
 
 
-def _rows_bwd(saved: tuple[jax.Array, jax.Array], g_BTD: jax.Array) -> tuple[jax.Array, np.ndarray]:
+def scatter_rows(x: jax.Array, index: jax.Array, rows: int) -> jax.Array:
+    """Adds rows by one scatter: in order on CPUs and TPUs, and on GPUs by atomics, in another order in every run."""
+    return jnp.zeros((rows, x.shape[-1]), jnp.float32).at[index].add(x.astype(jnp.float32))
+
+
+def sorted_rows(x: jax.Array, index: jax.Array, rows: int) -> jax.Array:
+    """Adds rows in one order on every platform: sorted by index, in blocks (docs/determinism.md has its time).
+
+    A matmul sums the rows of a block that have the same index, so no two updates of its scatter meet.
+    """
+    block, x_RD = min(512, index.size), x.reshape(-1, x.shape[-1])
+    index_R = jnp.pad(index.reshape(-1), (0, -index.size % block), constant_values=rows)
+    order_NR = jnp.argsort(index_R, stable=True).reshape(-1, block)
+
+    def add(sums_VD: jax.Array, order_R: jax.Array) -> tuple[jax.Array, None]:
+        index, x = index_R[order_R], x_RD.at[order_R].get(mode="fill", fill_value=0)
+        equal = (index[:, None] == index).astype(x.dtype)
+        total = jnp.matmul(equal, x, precision="highest", preferred_element_type=jnp.float32)
+        # The first row of each index adds the sum; the others are out of bounds.
+        target = jnp.where(jnp.diff(index, prepend=-1) > 0, index, rows + jnp.arange(block))
+        return sums_VD.at[target].add(total, mode="drop", unique_indices=True), None
+
+    return jax.lax.scan(add, jnp.zeros((rows, x_RD.shape[1]), jnp.float32), order_NR)[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def take_rows(table_VD: jax.Array, index: jax.Array, sum_rows: SumRows) -> jax.Array:
+    """Returns rows of a table, [..., D]. sum_rows: of the gradients of rows that are taken several times."""
+    return table_VD[index]
+
+
+def _take_rows_bwd(sum_rows: SumRows, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, np.ndarray]:
     # Accumulated in float32: a frequent token sums thousands of rows, and bfloat16 would stop at 256 equal ones.
-    table_VD, index_BT = saved
-    g_VD = jnp.zeros(table_VD.shape, jnp.float32).at[index_BT].add(g_BTD.astype(jnp.float32))
-    return g_VD.astype(table_VD.dtype), np.zeros(index_BT.shape, jax.dtypes.float0)
+    table_VD, index = saved
+    return sum_rows(g, index, table_VD.shape[0]).astype(table_VD.dtype), np.zeros(index.shape, jax.dtypes.float0)
 
 
-_rows.defvjp(lambda table_VD, index_BT: (table_VD[index_BT], (table_VD, index_BT)), _rows_bwd)
+take_rows.defvjp(lambda table_VD, index, sum_rows: (table_VD[index], (table_VD, index)), _take_rows_bwd)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
