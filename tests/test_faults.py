@@ -203,16 +203,16 @@ def test_a_resume_on_other_data_is_refused(run: Run, tmp_path: Path, cache: Path
         return loop.train(prepared, out, start="resume", **how)
 
     other = dataclasses.replace(run, training=dataclasses.replace(run.training, seed=7))
-    with pytest.raises(CheckpointError, match=r"--seed was 0 and is 7(.|\n)*fix: +--seed 0, or --new-data"):
+    with pytest.raises(ConfigError, match=r"training.seed was 0 and is 7(.|\n)*--accept training.seed, if the change"):
         resumed(other)
     # Other text, which would lead to another vocabulary of as many characters.
     text.write_text(text.read_text().swapcase().replace("LAZY", "lazy"))
     with pytest.raises(Exception, match=r"which the vocabulary does not have"):
         resumed(run)
     text.write_text("".join(reversed(text.read_text().swapcase().replace("LAZY", "lazy"))))
-    with pytest.raises(CheckpointError, match=r"text.txt have changed(.|\n)*--new-data if the change is meant"):
+    with pytest.raises(ConfigError, match=r"text.txt have changed(.|\n)*--accept text, if the change is meant"):
         resumed(run)
-    assert resumed(run, data="new").steps == STEPS
+    assert resumed(run, accept=("text",)).steps == STEPS
     assert (out / "tokenizer.json").read_text() == vocabulary
 
 

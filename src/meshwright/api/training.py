@@ -35,7 +35,7 @@ def train(
     out: str | Path | None = None,
     *,
     start: Literal["fresh", "resume"] | int = "fresh",
-    data: Literal["same", "new"] = "same",
+    accept: Sequence[str] = (),
     devices: int | None = None,
     progress: str = "30s,10",
     profile: str | None = None,
@@ -45,7 +45,8 @@ def train(
 
     out: output folder for checkpoints, metrics, the Run and a text sample; None makes a new one under `runs`.
     start: `resume` continues from the last checkpoint in `out`, a number from that of this step.
-    data: `new` resumes although the text, its order or its mixture differ from those of the checkpoint.
+    accept: names of differences from the checkpoint with which it resumes although they change the function of the
+    model or its data, as the error lists them (`("model.rope_theta", "text")`).
     devices: use the first so many devices; None uses all.
     progress: time between lasting lines on standard output: seconds (`30s`), steps (`10`), or both, of which the later
     counts; `none` shows nothing.
@@ -67,7 +68,7 @@ def train(
             run,
             output_folder(run, out),
             start=start,
-            data=data,
+            accept=accept,
             devices=devices,
             profile=profile,
             cache=cache,
@@ -98,7 +99,7 @@ def train_reported(
     out: Path,
     *,
     start: loop.Start | int = "fresh",
-    data: Literal["same", "new"] = "same",
+    accept: Sequence[str] = (),
     devices: int | None = None,
     progress: ConsoleReport | None = None,
     console: Console | None = None,
@@ -150,7 +151,7 @@ def train_reported(
                 out,
                 start="resume" if isinstance(start, int) else start,
                 at=start if isinstance(start, int) else None,
-                data=data,
+                accept=accept,
                 reporters=reporters,
                 page=lambda: _write_page(out),
                 watchdog=watchdog,

@@ -149,22 +149,10 @@ class Checkpoints:
         """Returns the committed steps, oldest first."""
         return committed_steps(self.folder)
 
-    def save(
-        self,
-        state: State,
-        device_run: DeviceRun,
-        *,
-        step: int,
-        cursor: int,
-        skipped: tuple[tuple[int, int], ...] = (),
-        data: Any = None,
-        corpus: dict[str, Any] | None = None,
-        norms: tuple[float, ...] = (),
-    ) -> None:
+    def save(self, state: State, device_run: DeviceRun, **place: Any) -> None:
         """Starts to write `state` and returns as soon as its buffers may be donated.
 
-        cursor: global index of the next training sample.  skipped, data, corpus, norms: as in
-        `Manifest`.
+        place: `step`, `cursor`, and further fields of the `Manifest`.
         Raises CheckpointError where this save or the one before it fails.
         """
         self.wait()  # the host's memory has the shards of one checkpoint at a time
@@ -182,7 +170,7 @@ class Checkpoints:
             name: TensorRecord(x.shape, str(x.dtype), (int(hashes[name][0]), int(hashes[name][1])))
             for name, x in abstract.items()
         }
-        manifest = Manifest(step, cursor, device_run.run, records, data, corpus, skipped, norms)
+        manifest = Manifest(run=device_run.run, tensors=records, **place)
         assert self._thread is not None
         self._pending = self._thread.submit(self._write, abstract, shards, manifest, next(_saves))
 

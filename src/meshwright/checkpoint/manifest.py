@@ -57,6 +57,10 @@ class Manifest:
     """Samples that the run leaves out: global index of the first, and their number."""
     norms: tuple[float, ...] = ()
     """Gradient norms of the last steps, of which a spike is a multiple (`Faults.spike`)."""
+    identity: str = ""
+    """Identity of the run, made when it began; "" of checkpoints that have none."""
+    began: tuple[int, int] | None = None
+    """Step and cursor from which `cursor` counts: of the start that wrote the checkpoint, or to which it returned."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the manifest as JSON-compatible values, with the versions of the libraries."""
@@ -72,6 +76,8 @@ class Manifest:
                 "corpus": self.corpus,
                 "skipped": self.skipped,
                 "norms": self.norms,
+                "identity": self.identity,
+                "began": self.began,
             }
         )
 
@@ -101,11 +107,9 @@ def read_document(step_folder: Path) -> dict[str, Any]:
 
 
 def _parse(data: dict[str, Any], step_folder: Path) -> Manifest:
-    tensors = msgspec.convert(data["tensors"], dict[str, TensorRecord])
-    skipped = msgspec.convert(data.get("skipped", ()), tuple[tuple[int, int], ...])
-    norms = msgspec.convert(data.get("norms", ()), tuple[float, ...])
-    run, place = run_from_dict(data["run"], str(step_folder / MANIFEST)), (int(data["step"]), int(data["cursor"]))
-    return Manifest(*place, run, tensors, data.get("data"), data.get("corpus"), skipped, norms)
+    known = {field.name: field.type for field in dataclasses.fields(Manifest) if field.name != "run"}
+    fields: Any = {name: msgspec.convert(data[name], kind) for name, kind in known.items() if name in data}
+    return Manifest(run=run_from_dict(data["run"], str(step_folder / MANIFEST)), **fields)
 
 
 def _check_links(folder: Path) -> None:

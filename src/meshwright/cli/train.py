@@ -47,8 +47,9 @@ class TrainOptions(RunOptions):
     """Resume where --out has a checkpoint, and start where it has none: the same command for every start of a job."""
     at: NonNegativeInt | None = None
     """Continue from the checkpoint of this step; newer ones are set aside."""
-    new_data: bool = False
-    """Resume although the text, its order or its mixture differ from those of the checkpoint."""
+    accept: tuple[str, ...] = ()
+    """Differences from the checkpoint with which to resume although they change the function of the model or its data:
+    names as the refusal lists them, such as `model.rope_theta` or `text`."""
     profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None
     """Trace these steps into OUT/profile (xprof, Perfetto), and set the measured beside the simulated schedule."""
     log_every: str = "30s,10"
@@ -108,7 +109,7 @@ def run_training(options: TrainOptions, words: Sequence[str]) -> int:
             options.run,
             out,
             start=start if options.at is None else options.at,
-            data="new" if options.new_data else "same",
+            accept=options.accept,
             devices=options.devices,
             progress=progress,
             console=console,

@@ -38,6 +38,7 @@ from meshwright.data.tokens import TokenArray, TokenFile, is_token_file, open_to
 from meshwright.documents import LARGE, open_bytes, read_json, read_text
 from meshwright.errors import DataError
 from meshwright.fine_tuning import FineTune, Objective, TooLong
+from meshwright.storage.transfer import sha256_of
 
 _FORMAT = 3
 _KINDS = {
@@ -226,7 +227,7 @@ def _tokenise(path: str, spec: str, template: ChatTemplate | None, objective: Ob
     if not files or not all(file.is_file() for file in files):
         reason = "a folder without .jsonl files" if location.is_dir() else "not there"
         raise DataError(f"--data {path}", f"it is {reason}", "a file of JSON lines, or a folder of such files")
-    status = [f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
+    status = [f"{file.resolve()} {sha256_of(file)}" for file in files]
     kind = [str(_FORMAT), objective, tokenizer.to_json(), repr(template), *status]
     folder = cache / "tokens" / f"chat-{hashlib.sha256(chr(10).join(kind).encode()).hexdigest()[:24]}"
     if is_token_file(folder):

@@ -26,10 +26,11 @@ from typing import Any
 import msgspec
 
 from meshwright.checkpoint.steps import unwritable
-from meshwright.documents import LARGE, parse_json, read_json, read_text, write_atomically
+from meshwright.documents import read_json, read_text, write_atomically
 from meshwright.errors import HostError, StorageError
 from meshwright.hardware.hosts import PORT, Hosts
 from meshwright.launching.restarts import Restarts, restarts
+from meshwright.reporters.files import last_start
 from meshwright.runs.run import Run
 from meshwright.trainer.watchdog import BEATS, Watchdog
 from meshwright.trust import trust_options
@@ -110,7 +111,7 @@ class Meeting:
             port = start.coordinator.rpartition(":")[2] or PORT
             address = read_text(folder / str(members[0]))
             start = dataclasses.replace(start, coordinator=f"{address}:{port}")
-        before = self._last_start()
+        before = last_start(self.out)
         total = int(devices or (run.mesh.size if run.mesh else 0) or before.get("devices", 0))
         from meshwright.planner.fewer_devices import plan_for_fewer
 
@@ -119,16 +120,6 @@ class Meeting:
         changed |= {} if plan.layout is None else {"--layout": plan.layout}
         options = tuple(word for pair in changed.items() for word in pair)
         return dataclasses.replace(start, mesh=str(plan.mesh), options=options, why=plan.why)
-
-    def _last_start(self) -> dict[str, Any]:
-        """Returns what the training noted of its devices when it last started; nothing where it never did."""
-        with contextlib.suppress(OSError, ValueError, StorageError):
-            for line in reversed(read_text(self.out / "events.jsonl", LARGE).splitlines()):
-                with contextlib.suppress(ValueError):
-                    record = parse_json(line)
-                    if isinstance(record, dict) and record.get("event") == "start":
-                        return record if isinstance(record.get("devices"), int) else {}
-        return {}
 
 
 def _read(file: Path) -> Start | None:

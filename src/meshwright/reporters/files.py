@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import math
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from meshwright.activity import Activity, watched_by
-from meshwright.documents import parse_json, write_atomically
+from meshwright.documents import LARGE, parse_json, read_text, write_atomically
 from meshwright.errors import StorageError, reason_of
 from meshwright.reporters import Values
 from meshwright.storage.paths import in_bucket
@@ -75,18 +76,30 @@ class JsonLines:
     that names the disk. Lines still waiting at `close` are lost, which a message on standard error states.
     """
 
-    def __init__(self, file: Path, *, upto: int):
-        """Opens `file`, and drops its lines of steps after `upto`, which a resumed run writes again."""
-        self._path, self._waiting = file, b""
-        self._open(upto)
+    def __init__(self, file: Path, *, upto: int, every: int = 0):
+        """Opens `file`, and drops its lines of steps after `upto`, which a resumed run writes again.
 
-    def _open(self, upto: int) -> None:
-        """Opens the file without the lines after `upto`; a file that cannot be read is kept under another name."""
-        kept = ""
+        every: most steps between two lines of metrics; where more are missing, `hole` and standard error name them.
+        """
+        self._path, self._waiting, self.hole = file, b"", ""
+        steps = sorted({0, *self._open(upto), upto + 1})
+        gaps = [(before, after) for before, after in itertools.pairwise(steps) if every and after - before > every]
+        if gaps:
+            more = f", and in {len(gaps) - 1} more places" if len(gaps) > 1 else ""
+            self.hole = f"lines of steps {gaps[0][0] + 1:g} to {gaps[0][1] - 1:g} are missing{more}"
+            print(f"{file}: {self.hole}; the run goes on without them", file=sys.stderr)
+
+    def _open(self, upto: int) -> list[float]:
+        """Opens the file without the lines after `upto`; a file that cannot be read is kept under another name.
+
+        Returns the steps of the lines that have a loss.
+        """
+        kept, steps = "", list[float]()
         try:
             if self._path.exists():
                 text = self._path.read_text(encoding="utf-8", errors="replace")
-                kept = "".join(f"{line}\n" for line in text.splitlines() if _step_of(line) <= upto)
+                lines = [line for line in text.splitlines() if _step_of(line) <= upto]
+                kept, steps = "".join(f"{line}\n" for line in lines), [_step_of(s) for s in lines if '"loss"' in s]
         except OSError as error:
             aside = self._path.with_name(f"{self._path.name}.unreadable-{time.strftime('%Y%m%d-%H%M%S')}")
             print(f"{self._path}: {reason_of(error)}; moved to {aside.name}", file=sys.stderr)
@@ -96,6 +109,7 @@ class JsonLines:
         bucket = in_bucket(self._path)
         self._file: IO[bytes]
         self._file = _ObjectLines(self._path, kept.encode()) if bucket else self._path.open("ab", buffering=0)
+        return steps
 
     def rewind(self, step: int) -> None:
         """Drops the lines of steps after `step`, which are taken again."""
@@ -126,8 +140,19 @@ class JsonLines:
 def _step_of(line: str) -> float:
     try:
         return float(parse_json(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return math.inf  # a line cut off by a crash, or damaged
+
+
+def last_start(out: Path) -> dict[str, Any]:
+    """Returns the last `start` among the events of an output folder; nothing where it has none that can be read."""
+    with contextlib.suppress(OSError, ValueError, StorageError):
+        for line in reversed(read_text(out / "events.jsonl", LARGE).splitlines()):
+            with contextlib.suppress(ValueError):
+                record = parse_json(line)
+                if isinstance(record, dict) and record.get("event") == "start":
+                    return record if isinstance(record.get("devices"), int) else {}
+    return {}
 
 
 class EventLog:

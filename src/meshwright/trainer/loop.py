@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from meshwright.trainer.lock import locked
 from meshwright.trainer.meter import Meter
 from meshwright.trainer.preemption import Preemption
 from meshwright.trainer.prepare import Position, PreparedRun, Trainable, prepare_run
-from meshwright.trainer.recovery import handle_bad_step, resume
+from meshwright.trainer.recovery import Resumed, begin, handle_bad_step, resume
 from meshwright.trainer.silent import checked
 from meshwright.trainer.tiers import Tiers
 from meshwright.trainer.watchdog import Phases, Watchdog
@@ -85,7 +85,7 @@ def train(
     *,
     start: Start = "fresh",
     at: int | None = None,
-    data: Literal["same", "new"] = "same",
+    accept: Sequence[str] = (),
     reporters: Callable[[int], list[Reporter]] = lambda first: [],
     watchdog: Watchdog | None = None,
     page: Callable[[], Path] | None = None,
@@ -93,7 +93,7 @@ def train(
     """Trains a prepared run, writing checkpoints, metrics, the Run and a text sample into `out`.
 
     start: `resume` continues from the newest checkpoint that all hosts can read, or from that of step `at`.
-    data: `new` resumes on data, or in an order, that differ from those of the checkpoint.
+    accept: names of differences from the checkpoint with which it resumes although they change the model or its data.
     reporters: called with the number of steps already taken, returns further reporters.
     page: writes the run's page and returns its file, for reporters that keep it.
     Raises CheckpointError, TrainingError, DataError, ConfigError, HostError.
@@ -117,16 +117,18 @@ def train(
             start = "resume" if checkpoints.steps() else "fresh"
         if start == "fresh":
             checkpoints.forget_local()
-            state, position = _first_state(device_run, out), Position(0, 0)
+            resumed = Resumed(_first_state(device_run, out), begin(out), {}, 0)
         else:
             with activity("restore", "restoring the last checkpoint", "restored the last checkpoint") as work:
                 work.record = {"left out": checkpoints.left_out}
-                state, position = resume(device_run, checkpoints, at, prepared.fingerprint(), data)
+                resumed = resume(prepared, checkpoints, at, accept)
+        position = resumed.position
         sinks = list(reporters(position.step))
         if chief:
             write_run(run, out / "run.json")
             prepared.write_files(out)
-            sinks += [*build_reporters(out, run), JsonLines(out / "metrics.jsonl", upto=position.step), events]
+            lines = JsonLines(out / "metrics.jsonl", upto=position.step, every=resumed.log_every)
+            sinks += [*build_reporters(out, run), lines, events]
             events.start(
                 position.step,
                 mesh=str(device_run.shape),
@@ -134,11 +136,14 @@ def train(
                 processes=jax.process_count(),
                 kind=device_run.mesh.devices.flat[0].device_kind,
                 how=start,
+                identity=position.identity,
+                **({"changes": resumed.changes} if resumed.changes else {}),
+                **({"metrics": lines.hole} if lines.hole else {}),
             )
         for sink in sinks:
             stack.callback(sink.close)
         meter = prepared.meter(sinks)
-        summary = _Loop(prepared, out, checkpoints, meter, preemption, phases, began, position).train(state)
+        summary = _Loop(prepared, out, checkpoints, meter, preemption, phases, began, position).train(resumed.state)
         for sink in sinks if page is not None else ():
             getattr(sink, "keep_page", lambda page: None)(page)
         return summary
@@ -190,6 +195,7 @@ class _Loop:
         self.evaluator: Callable[[State], float] | None = None
         self.meter.norms.extend(self.started.norms)
         self.compiled: dict[int, Any] = {}
+        self.fingerprint = self.prepared.fingerprint()
         self.spent = dict.fromkeys(("input wait", "compiling", "saving", "evaluating"), 0.0)
         self.held_out_loss: float | None = None
         self.bad_steps = 0
@@ -283,7 +289,7 @@ class _Loop:
         if bad is None:
             return state
         self.bad_steps += 1
-        place = Position(bad.step - 1, self._samples_read(bad.step - 1), self.origin.skipped)
+        place = self.origin._replace(step=bad.step - 1, cursor=self._samples_read(bad.step - 1), data=None)
         reached = handle_bad_step(self.out, self.prepared, bad, state, batch, place, self.bad_steps)
         if isinstance(reached, Position):
             raise _RollBack(reached)
@@ -293,9 +299,11 @@ class _Loop:
         self.checkpoints.wait()
         if self.checkpoints.steps():
             state, manifest = self.checkpoints.restore(self.prepared.device_run)
-            self.origin = Position(manifest.step, manifest.cursor, place.skipped, manifest.data, manifest.norms)
+            self.origin = place._replace(
+                step=manifest.step, cursor=manifest.cursor, data=manifest.data, norms=manifest.norms
+            )
         else:
-            state, self.origin = _first_state(self.prepared.device_run, self.out), Position(0, 0, place.skipped)
+            state, self.origin = _first_state(self.prepared.device_run, self.out), place._replace(step=0, cursor=0)
         self.meter.rewind(self.origin.step, self.origin.norms)
         return state
 
@@ -328,8 +336,10 @@ class _Loop:
                 cursor=self._samples_read(step),
                 skipped=self.origin.skipped,
                 data=self.feed.position,
-                corpus=self.prepared.fingerprint(),
+                corpus=self.fingerprint,
                 norms=tuple(self.meter.norms),
+                identity=self.origin.identity,
+                began=(self.origin.step, self.origin.cursor),
             )
 
     def _sample(self, step: int, state: State) -> str:

@@ -53,6 +53,8 @@ class Position(NamedTuple):
     """Position of data that `cursor` does not tell: an iterator's own state."""
     norms: tuple[float, ...] = ()
     """Gradient norms of the steps before it, of which a spike is a multiple."""
+    identity: str = ""
+    """Identity of the run."""
 
 
 class Batches(Protocol):
@@ -88,7 +90,7 @@ class Trainable(abc.ABC):
         return None
 
     def fingerprint(self) -> dict[str, Any] | None:
-        """Returns what determines the samples, as JSON values: kept with every checkpoint, and compared by a resume."""
+        """Returns what the Run names but does not hold, as JSON values: kept with checkpoints, compared by a resume."""
         return None
 
     def abstract_batches(self, step: int) -> Sequence[Any]:
@@ -143,11 +145,10 @@ class PreparedRun(Trainable):
             write_atomically(file, tokenizer)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the fingerprint of the text, and what orders its samples."""
-        run = self.device_run.run
-        held_out = held_out_fraction([len(file.tokens) for file in self.corpus.files], run.data.held_out)
-        order = {"held_out": held_out, "sequence": run.training.seq, "seed": run.training.seed}
-        return {**self.corpus.fingerprint, **order}
+        """Returns the fingerprint of the text, and how much of it is held out."""
+        counts = [len(file.tokens) for file in self.corpus.files]
+        held_out = held_out_fraction(counts, self.device_run.run.data.held_out)
+        return {**self.corpus.fingerprint, "held_out": held_out}
 
     def abstract_batches(self, step: int) -> Sequence[Any]:
         """Returns a batch of each size of the ramp that is ahead."""

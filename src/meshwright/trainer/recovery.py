@@ -2,15 +2,20 @@
 
 Of a bad step its batch, its metrics and, where it is known, the state before it are kept in the output folder. Samples
 that a run leaves out from then on are listed in `skipped.json`.
+
+A checkpoint has the identity of its run, the Run, and fingerprints of what that names. A resume compares them with what
+it would train now.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import sys
-from collections.abc import Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -18,79 +23,199 @@ from jax.experimental import multihost_utils
 
 from meshwright.checkpoint.checkpoints import Checkpoints
 from meshwright.checkpoint.manifest import Manifest
+from meshwright.data.batch import ramp_of
 from meshwright.documents import read_json, write_atomically
-from meshwright.errors import CheckpointError, TrainingError
+from meshwright.errors import CheckpointError, ConfigError, TrainingError, nearest
+from meshwright.hardware.agreement import answer_of_the_first, flatten
+from meshwright.reporters.files import last_start
 from meshwright.runs.run import Run
+from meshwright.runs.run_file import run_to_dict
 from meshwright.sharding.params import named_leaves
 from meshwright.step.device_run import DeviceRun, State
 from meshwright.trainer.meter import BadStep
-from meshwright.trainer.prepare import Position, Trainable
+from meshwright.trainer.prepare import Position, PreparedRun, Trainable
 from meshwright.trainer.tiers import Tiers
 
 _SKIPPED = "skipped.json"
 """File of an output folder with the samples that its run leaves out."""
 
+Kind = Literal["function", "data", "training", "placement", "content", "output"]
+_FIELDS: dict[Kind, str] = {
+    "function": "model init_from finetune.method finetune.rank finetune.alpha finetune.targets finetune.base "
+    "finetune.adapter",
+    "data": "training.seq training.seed finetune.objective finetune.too_long",
+    "training": "model.aux_loss_weight model.router_z_loss_weight model.mtp_weight model.bias_update_rate "
+    "model.expert_exchange training.steps training.batch training.batch_ramp training.param_dtype "
+    "training.param_rounding training.compute_dtype training.reduce_dtype training.matmul_precision training.dropout "
+    "training.z_loss optimizer.name optimizer.learning_rate optimizer.lr_schedule optimizer.warmup_steps "
+    "optimizer.final_lr_fraction optimizer.beta1 optimizer.beta2 optimizer.epsilon optimizer.weight_decay "
+    "optimizer.grad_clip_norm optimizer.moment_dtype optimizer.lr_groups optimizer.muon_heads faults.bad_step "
+    "faults.spike faults.most_skipped finetune.beta",
+    "placement": "mesh layout fsdp_min_size model.vocab_multiple model.expert_buffer_factor training.microbatches "
+    "training.pipeline_schedule training.virtual_stages training.remat training.stage_saves training.saved_layers "
+    "training.context_strategy training.gather_ahead training.tensor_strategy training.attention_kernel "
+    "training.grouped_matmul training.attention_block training.compiler_options training.unroll training.logits_mib",
+    "content": "model.name data.paths data.tokenizer data.text_field data.held_out finetune.template "
+    "faults.bad_records",
+    "output": "name reporters local_checkpoints.path local_checkpoints.every local_checkpoints.max_to_keep "
+    "training.log_every training.eval_every training.eval_samples training.save_every training.max_to_keep data.prompt "
+    "data.sample data.sample_every faults.check_every",
+}
+KINDS: dict[str, Kind] = {name: kind for kind, names in _FIELDS.items() for name in names.split()}
+"""What a change of each field of a Run changes: the function of the model, its data, how it is trained, where it is
+computed, or what is written. Of a name only what it stands for counts (content): fingerprints compare that. Fields of a
+model and of the mesh without a row of their own have that of their part."""
+_REFUSED: tuple[Kind, ...] = ("function", "data")
+_OTHERS = ("identity", "cursor", _SKIPPED, "text", "weights", "tokenizer", "held_out", "loss", "batches")
+"""Names of differences that are in no field of the Run."""
 
-def resume(
-    device_run: DeviceRun,
-    checkpoints: Tiers,
-    at: int | None,
-    data: Mapping[str, Any] | None,
-    policy: Literal["same", "new"],
-) -> tuple[State, Position]:
-    """Returns the state of the newest checkpoint that all hosts can read, or of step `at`, and its place.
 
-    data: fingerprint of the data that the run reads now.  policy: `new` accepts data that differ.
-    Raises CheckpointError.
+class Change(NamedTuple):
+    """One difference between a checkpoint and the run that resumes from it."""
+
+    name: str
+    kind: Kind
+    text: str
+
+
+class Resumed(NamedTuple):
+    """State and place with which a run starts, and how it differs from the one that wrote its checkpoint."""
+
+    state: State
+    position: Position
+    changes: dict[str, str]
+    log_every: int
+    """Most steps between two lines of metrics so far."""
+
+
+def begin(out: Path) -> Position:
+    """Returns the place at which a run begins in `out`, with a new identity, the same in every process."""
+    if (out / _SKIPPED).is_file():
+        _say(f"{out / _SKIPPED} is of another run: this one leaves no samples out")
+    return Position(0, 0, identity=_new_identity())
+
+
+def _new_identity() -> str:
+    return str(answer_of_the_first(lambda: uuid.uuid4().hex))
+
+
+def resume(prepared: Trainable, checkpoints: Tiers, at: int | None, accept: Sequence[str]) -> Resumed:
+    """Returns the state of the newest checkpoint that all hosts can read, or of step `at`, and what changed since.
+
+    accept: names of changes that are meant, or of what holds them (`model`). What changes the function of the model or
+    its data is refused without; every other change is printed. Raises CheckpointError, ConfigError.
     """
+    run, out, fingerprint = prepared.device_run.run, checkpoints.folder.parent, prepared.fingerprint()
+    known = {*_OTHERS, *(name for field in flatten(run_to_dict(run)) for name in _parts_of(field))}
+    for word in accept:
+        if word not in known:
+            raise ConfigError(f"--accept {word}", "a resume compares nothing of that name", nearest(word, known))
+    identity, records = answer_of_the_first(lambda: [last_start(out).get("identity", ""), _skipped_records(out)])
+    changes, unknown = list[Change](), list[str]()
 
-    def accept(manifest: Manifest) -> None:
-        if policy == "same" and data is not None:
-            _check_data(manifest, data, device_run.run)
+    def check(manifest: Manifest) -> None:
+        changes[:], unknown[:] = compare(manifest, run, fingerprint, str(identity), records)
+        refused = [c for c in changes if c.kind in _REFUSED and not {*_parts_of(c.name)} & {*accept}]
+        if refused:
+            raise ConfigError(
+                f"resuming from step {manifest.step} of {out}",
+                "; ".join(change.text for change in refused),
+                "what it was before, in the recipe, the run file, the options and the data; or --accept "
+                + " ".join(dict.fromkeys(change.name for change in refused))
+                + ", if the change is meant",
+            )
 
-    state, manifest = checkpoints.restore(device_run, at, accept)
+    state, manifest = checkpoints.restore(prepared.device_run, at, check)
+    for what, texts in (("with changes", [change.text for change in changes]), ("without comparing", unknown)):
+        if texts:
+            _say(f"resuming from step {manifest.step} {what}: {'; '.join(texts)}")
     checkpoints.set_aside(after=manifest.step)
-    file = checkpoints.folder.parent / _SKIPPED
+    skipped = tuple(sorted({*manifest.skipped, *((first, number) for first, number, _ in records)}))
+    identity = manifest.identity or str(identity) or _new_identity()
+    position = Position(manifest.step, manifest.cursor, skipped, manifest.data, manifest.norms, identity)
+    every = max(run.training.log_every, manifest.run.training.log_every)
+    return Resumed(state, position, {change.name: change.text for change in changes}, every)
+
+
+def _parts_of(name: str) -> list[str]:
+    """Returns a dotted name and those of what holds it."""
+    return list(itertools.accumulate(name.split("."), "{}.{}".format)) if name != _SKIPPED else [name]
+
+
+def _skipped_records(out: Path) -> list[tuple[int, int, str]]:
+    """Returns the samples that `skipped.json` leaves out, each with its run. Raises CheckpointError."""
+    file = out / _SKIPPED
     try:
-        records = read_json(file) if file.is_file() else []
-        skipped = {*manifest.skipped, *((int(part["first"]), int(part["number"])) for part in records)}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"the samples that {file.parent} leaves out",
-            f"{_SKIPPED} cannot be read: {error}",
-            "repair or remove it",
-        ) from error
-    return state, Position(manifest.step, manifest.cursor, tuple(sorted(skipped)), manifest.data, manifest.norms)
+        parts = read_json(file) if file.is_file() else []
+        return [(int(part["first"]), int(part["number"]), str(part.get("identity", ""))) for part in parts]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        truth = f"{_SKIPPED} cannot be read: {error}"
+        raise CheckpointError(f"the samples that {out} leaves out", truth, "repair or remove it") from error
 
 
-def _check_data(manifest: Manifest, data: Mapping[str, Any], run: Run) -> None:
-    """Raises CheckpointError naming what differs between the data of a checkpoint and those of the run that resumes."""
-    if manifest.corpus is None:  # written by an earlier version
+def compare(
+    manifest: Manifest, run: Run, data: Mapping[str, Any] | None, identity: str, skipped: Sequence[tuple[int, int, str]]
+) -> tuple[list[Change], list[str]]:
+    """Compares a checkpoint with the run that would resume from it: returns what differs, and what cannot be compared.
+
+    data: fingerprint of what the run reads.  identity: of the run whose metrics the folder has, "" where it says none.
+    skipped: samples that the folder leaves out, each with its run.
+    """
+    before, now = flatten(run_to_dict(manifest.run)), flatten(run_to_dict(run))
+    changes, unknown = [], []
+    for name in dict.fromkeys((*before, *now)):
+        was, given = before.get(name, "absent"), now.get(name, "absent")
+        if was != given:
+            kind = KINDS.get(name) or KINDS.get(name.partition(".")[0], "function")
+            changes.append(Change(name, kind, f"{name} was {was} and is {given}"))
+
+    def differs(name: str, text: str) -> None:
+        changes.append(Change(name, "data" if name != "loss" else "function", text))
+
+    if not manifest.identity or not identity:
+        who = "the checkpoint" if not manifest.identity else "the folder's events.jsonl"
+        unknown.append(f"whether it is of this run, as {who} has no identity of one")
+    elif manifest.identity != identity:
+        differs("identity", f"it is of the run {manifest.identity[:8]}, and metrics and events are of {identity[:8]}")
+    if manifest.began is not None:
+        (step, cursor), ramp = manifest.began, ramp_of(manifest.run.training)
+        read = ramp.read_before(manifest.step) - ramp.read_before(step)
+        if manifest.cursor != cursor + read:
+            found = f"its cursor is {manifest.cursor}, and steps {step + 1} to {manifest.step} read {read} samples"
+            differs("cursor", f"{found} from {cursor} on")
+    for first, number, owner in skipped:
+        if manifest.identity and owner != manifest.identity and (first, number) not in manifest.skipped:
+            whose = f"of the run {owner[:8]}" if owner else "of no run that is known"
+            differs(_SKIPPED, f"{_SKIPPED} leaves out samples {first} to {first + number - 1}, {whose}")
+    saved = manifest.corpus or {}
+    for name, value in (data or {}).items():
+        if name not in saved:
+            unknown.append(f"its {name}, of which it has no fingerprint")
+        elif name == "sources":
+            _compare_sources(saved[name], value, run, differs)
+        elif name == "loss" and saved[name][0] != value[0]:
+            unknown.append(f"its loss, which was traced by JAX {saved[name][0]}")
+        elif None in (saved[name], value) and name == "batches":
+            unknown.append("its batches, which are others each time they are read")
+        elif saved[name] != value:
+            texts = {
+                "tokenizer": "the tokenizer is another: the same tokens would stand for other text",
+                "loss": "the loss, as it is traced, is another",
+                "batches": "the first batch of the data is another",
+            }
+            differs(name, texts.get(name, f"data.{name} was {saved[name]} and is {value}"))
+    return changes, unknown
+
+
+def _compare_sources(before: list[Any], now: list[Any], run: Run, differs: Callable[[str, str], None]) -> None:
+    if len(before) != len(now):
+        differs("text", f"there were {len(before)} sources and there are {len(now)}")
         return
-    before = {**data, **manifest.corpus}
-    differences, restored = [], []
-    if len(before["sources"]) != len(data["sources"]):
-        differences.append(f"there were {len(before['sources'])} sources and there are {len(data['sources'])}")
-    else:
-        for path, was, now in zip(run.data.paths, before["sources"], data["sources"], strict=True):
-            if was[0] != now[0]:
-                differences.append(f"the text or the tokens of {path} have changed")
-            elif was[1] != now[1]:
-                differences.append(f"the weight of {path} was {was[1]:g} and is {now[1]:g}")
-    if before["tokenizer"] != data["tokenizer"]:
-        differences.append("the tokenizer is another: the same tokens would stand for other text")
-    if differences:
-        restored.append("the data that it was trained on")
-    for option, name in {"--seq": "sequence", "--seed": "seed", "--data.held-out": "held_out"}.items():
-        if before[name] != data[name]:
-            differences.append(f"{option} was {before[name]} and is {data[name]}")
-            restored.append(f"{option} {before[name]}")
-    if differences:
-        raise CheckpointError(
-            f"resuming from step {manifest.step} on the data of this run",
-            "; ".join(differences),
-            f"{' and '.join(restored)}, or --new-data if the change is meant",
-        )
+    for path, was, given in zip(run.data.paths, before, now, strict=True):
+        if was[0] != given[0]:
+            differs("text", f"the text or the tokens of {path} have changed")
+        if was[1] != given[1]:
+            differs("weights", f"the weight of {path} was {was[1]:g} and is {given[1]:g}")
 
 
 def handle_bad_step(
@@ -124,7 +249,8 @@ def handle_bad_step(
     if jax.process_index() == 0:
         file = out / _SKIPPED
         record = {"first": first, "number": number, "step": bad.step, "reason": bad.reason, "evidence": folder.name}
-        records = [*(read_json(file) if file.is_file() else []), record]
+        others = [r for r in (read_json(file) if file.is_file() else []) if r.get("identity", "") == position.identity]
+        records = [*others, {**record, "identity": position.identity}]
         write_atomically(file, json.dumps(records, indent=1) + "\n")
     _say(
         f"step {bad.step}: {bad.reason}; the run returns to its last checkpoint and leaves out samples {first} to "
@@ -137,7 +263,7 @@ def _way_on(prepared: Trainable, bad: BadStep) -> str:
     faults = prepared.device_run.run.faults
     if faults.bad_step != "stop":
         return "a higher --faults.most-skipped"
-    if prepared.fingerprint() is not None:
+    if isinstance(prepared, PreparedRun):
         return "--faults.bad-step roll_back, which leaves its samples out"
     # The samples of an author's own batches have no index by which they could be left out.
     if bad.finite:

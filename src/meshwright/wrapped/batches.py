@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import functools
+import hashlib
 import inspect
 import itertools
 import time
@@ -32,8 +33,17 @@ class Source:
     example: Any
     """First batch, as `ShapeDtypeStruct`s."""
 
+    first: str
+    """Hash of the first batch."""
     once: Callable[[], Iterator[Any]] | None = None
     """Batches from the beginning to the end; None for data without an end, or that can be read once."""
+
+    @functools.cached_property
+    def fingerprint(self) -> str | None:
+        """Hash of the first batch; None where it is another when it is read again, as random batches are."""
+        if getattr(self.open, "func", None) is _once:
+            return self.first
+        return self.first if hash_of(next(self.open(0, None))) == self.first else None
 
     @property
     def batch_size(self) -> int:
@@ -52,8 +62,9 @@ def find_source(data: Any, kind: str) -> Source:
     """Returns the source of batches that a user gave. Raises DataError where there is no batch of arrays."""
     _check_kind(data, kind)
     if callable(data):
-        example = _described(_of_step_0(data, kind), kind)
-        return Source(kind, lambda step, position: map(data, itertools.count(step)), example)
+        first = _of_step_0(data, kind)
+        example = _described(first, kind)
+        return Source(kind, lambda step, position: map(data, itertools.count(step)), example, hash_of(first))
     iterator = iter(data)
     start = iterator.get_state() if hasattr(iterator, "get_state") and hasattr(iterator, "set_state") else None
     first = next(iterator, _MISSING)
@@ -65,7 +76,17 @@ def find_source(data: Any, kind: str) -> Source:
         opened = functools.partial(_at, data, start)
     elif iterator is data:
         opened = functools.partial(_once, [itertools.chain([first], iterator)])
-    return Source(kind, opened, _described(first, kind), None if iterator is data else lambda: iter(data))
+    once = None if iterator is data else lambda: iter(data)
+    return Source(kind, opened, _described(first, kind), hash_of(first), once)
+
+
+def hash_of(batch: Any) -> str:
+    """Returns the SHA-256 of a pytree of arrays and texts."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        x = np.asarray(str(leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf)
+        digest.update(f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape}".encode() + x.tobytes())
+    return digest.hexdigest()[:32]
 
 
 def find_held_out(data: Any) -> Source:

@@ -1,7 +1,9 @@
 """A wrapped model traced once: its parameters, variables and random draws; and what a loss may not be."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from meshwright.errors import ConfigError, MeshwrightError, describe_failure
 from meshwright.words import AXES
-from meshwright.wrapped.batches import Source
+from meshwright.wrapped.batches import Source, hash_of
 from meshwright.wrapped.keys import KEY_WORDS, Draws, key_of, nested_jaxprs
 from meshwright.wrapped.modules import Adapter, Annotations, Arrays
 
@@ -39,6 +41,14 @@ class WrappedParts:
     """Paths of parameters that the loss has no gradient of."""
     ranks: dict[str, int] = dataclasses.field(default_factory=dict)
     """Rank of each parameter where the loss uses it: of a layer's, not of the stack that a loop goes over."""
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hash of the traced loss and its constants; names of functions and places in memory are left out."""
+        function, arguments = self.traced(train=True)
+        jaxpr = jax.make_jaxpr(function)(*arguments)
+        text = re.sub(r" at 0x[0-9a-f]+|name=\S+", "", str(jaxpr))
+        return hash_of([text, *_constants(jaxpr)])
 
     def traced(self, train: bool, rows: int | None = None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Returns `(params, variables, batch, key words) -> (loss, metrics, variables)` and abstract arguments.
@@ -172,6 +182,16 @@ def _untrained(parts: WrappedParts) -> frozenset[str]:
             "a loss of the model that it is given, as its first argument",
         )
     return untrained
+
+
+def _constants(jaxpr: Any) -> Iterator[Any]:
+    """Yields the arrays that a jaxpr, and those inside it, have captured."""
+    yield from getattr(jaxpr, "consts", ())
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        for value in equation.params.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(getattr(part, "jaxpr", part), "eqns"):
+                    yield from _constants(part)
 
 
 def check_rows(parts: WrappedParts, rows: int, held_out: int) -> None:

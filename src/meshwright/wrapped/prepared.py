@@ -53,6 +53,10 @@ class PreparedModel(Trainable):
         step.check_mean(self.device_run, batch)
         return CompiledTrainStep(self.device_run, batch)
 
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns the fingerprints of the loss, with the version of JAX that traced it, and of the batches."""
+        return {"loss": [jax.__version__, self.parts.fingerprint], "batches": self.parts.source.fingerprint}
+
     def evaluator(self) -> Callable[[State], float] | None:
         """Compiles the mean loss over the held-out batches as a function of the state."""
         if self.parts.held_out is None:
