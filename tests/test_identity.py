@@ -167,7 +167,7 @@ def test_every_field_of_a_run_has_a_kind() -> None:
 
 
 def manifest_of_run(run: Run, corpus: dict[str, Any]) -> Manifest:
-    return Manifest(2, 32, run, {}, None, corpus, (), "a" * 32, (0, 0))
+    return Manifest(2, 32, run, {}, corpus=corpus, identity="a" * 32, began=(0, 0))
 
 
 @pytest.mark.parametrize(
