@@ -142,7 +142,7 @@ def check(found: Task, file: Path) -> tuple[Verdict, str]:
 
 
 def _wrapped(line: str) -> str:
-    return line if line.startswith("  ") else textwrap.fill(line[:1].upper() + line[1:], 110)
+    return line if line.startswith("  ") else textwrap.fill(line, 110)
 
 
 def pages() -> None:
@@ -261,6 +261,7 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # simulated devices, also where there is an accelerator
     if "--compile-for" not in sys.argv:
         jax.config.update("jax_num_cpu_devices", 8)
     sys.exit(main(sys.argv[1:]))

@@ -614,7 +614,7 @@ def grade(found: Task, answer: Callable[..., Any]) -> Verdict:
     if wrong:
         first = next((b for b in wrong if not b.is_gradient), wrong[0])
         kind = "gradient" if first.is_gradient else "result"
-        seen = tuple(dict.fromkeys(patterns(first, problem.degrees)))
+        seen = tuple(dict.fromkeys(text[:1].upper() + text[1:] for text in patterns(first, problem.degrees)))
         return Verdict(kind, (*(seen or (_size_of_error(first),)), *_recognised(found, kind, blocks)))
     own, reference = measure(module, answer), measure(module, found.solution.reference)
     kind, lines = _waste(problem, own, reference)
@@ -626,7 +626,7 @@ def _where(error: Exception, answer: Callable[..., Any]) -> str:
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename == file:
             return f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}: {frame.line}"
-    return f"{type(error).__name__}:"
+    return f"{type(error).__name__}, not in your file:"
 
 
 def _size_of_error(blocks: Blocks) -> str:
