@@ -59,10 +59,14 @@ def prediction_lines(found: Task, prediction: float, figures: Figures) -> list[s
     close = abs(prediction - truth) <= 0.1 * abs(truth)
     computed = arithmetic(found) / scale
     return [
-        f"You predicted {prediction:,.4g} {unit}, and it is {truth:,.4g}: {'close' if close else 'not close'}.",
-        f"{problem.arithmetic} = {computed:,.4g} {unit}",
+        f"You predicted {_short(prediction)} {unit}, and it is {_short(truth)}: {'close' if close else 'not close'}.",
+        f"{problem.arithmetic} = {_short(computed)} {unit}",
         *textwrap.wrap(problem.because, 100),
     ]
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def arithmetic(found: Task) -> float:
@@ -75,13 +79,13 @@ def table(rows: dict[str, Figures], axes: list[str]) -> list[str]:
     first = next(iter(rows.values()))
     labels = list(dict.fromkeys([*(a for f in rows.values() for a in f.sent)]))
 
-    def line(name: str, values: list[float], unit: str) -> str:
-        return f"{name:24}" + "".join(f"{value:>12,.1f} {unit:6}" for value in values)
+    def line(name: str, values: list[float], unit: str, digits: int = 1) -> str:
+        return f"{name:24}" + "".join(f"{value:>12,.{digits}f} {unit:6}" for value in values)
 
     lines = [" " * 24 + "".join(f"{name:>18} " for name in rows).rstrip()]
     lines += [line(f"sent over {a}", [f.sent.get(a, 0) / 1e6 for f in rows.values()], "MB") for a in labels or axes[:1]]
     lines.append(line("memory", [f.memory / 1e6 for f in rows.values()], "MB"))
-    lines.append(line("computed", [f.flops / 1e9 for f in rows.values()], "GFLOPs"))
+    lines.append(line("computed", [f.flops / 1e9 for f in rows.values()], "GFLOPs", 0))
     for machine in first.seconds:
         cells = "".join(f"{f.seconds[machine] * 1e3:>12,.3f} ms    " for f in rows.values())
         lines.append(f"{'predicted ' + machine:24}{cells}".rstrip())
