@@ -15,7 +15,7 @@ def _gemma(name: str, model: Gemma, batch: int = 512) -> Run:
         model=model,
         training=Training(steps=100_000, batch=batch, seq=4096, eval_every=1000, save_every=1000, logits_mib=1024),
         optimizer=Optimizer(learning_rate=3e-4, warmup_steps=2000, weight_decay=0.1),
-        data=Data(paths=("data/*.parquet",), tokenizer="tokenizer.json", held_out=0.001),
+        data=Data(paths=("data/*.parquet",), tokenizer="tokenizer.json"),
     )
 
 

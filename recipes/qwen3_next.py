@@ -21,5 +21,5 @@ def qwen3_next_80b_a3b() -> Run:
         model=model,
         training=Training(steps=100_000, batch=1024, seq=4096, eval_every=1000, save_every=1000, logits_mib=1024),
         optimizer=Optimizer(learning_rate=3e-4, warmup_steps=2000, weight_decay=0.1),
-        data=Data(paths=("data/*.parquet",), tokenizer="tokenizer.json", held_out=0.001),
+        data=Data(paths=("data/*.parquet",), tokenizer="tokenizer.json"),
     )

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
-from meshwright.data import tokens
+from meshwright.data import corpus, tokens
 from meshwright.data.feed import build_stream, held_out_border, held_out_order
 from meshwright.data.token_writer import write_description
 from meshwright.data.tokenizers import Bytes
@@ -96,6 +97,7 @@ def sparse_corpus(folder: Path, total: int, documents: int, taken: int) -> None:
 READING = """
 import os, resource, sys, time
 from pathlib import Path
+import jax
 import numpy as np
 from meshwright.data.corpus import load_corpus
 from meshwright.data.feed import build_stream, held_out_order, split
@@ -149,3 +151,20 @@ def test_an_open_file_too_many_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
         os.close(taken[0])
     assert "ulimit -n 65536" in e.value.fix
+
+
+def test_hosts_that_do_not_see_the_tokens_are_told_the_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three hosts, of which host 2 has a cache of its own: nothing is sent, and all stop."""
+    (tmp_path / "a.txt").write_text("some text " * 300)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(corpus, "answer_of_the_first", lambda compute: compute())
+    absent = [[False], [False], [True]]
+    monkeypatch.setattr(corpus.multihost_utils, "process_allgather", lambda own: np.array([own, *absent[1:]]))
+    path = str(tmp_path / "a.txt")
+    with pytest.raises(DataError) as e:
+        corpus.load_corpus([path], "bytes", tmp_path / "cache")
+    assert "which 1 hosts do not see, the first is host 2" in e.value.truth
+    assert f"`meshwright tokenize {path} --out s3://BUCKET/FOLDER`" in e.value.fix and "MESHWRIGHT_CACHE" in e.value.fix
+    absent[2] = [False]
+    assert corpus.load_corpus([path], "bytes", tmp_path / "cache").files[0].documents == 1

@@ -99,17 +99,17 @@ def load_corpus(
     if not sources:
         raise DataError("training without text", "--data is empty", "--data PATH")
     texts = [source.path for source in sources if not is_token_file(source.path)]
-    opened: dict[str, TokenFile] = {}
 
     def make() -> dict[str, Path]:
+        if not texts:
+            return {}
         reading = _Reading(local_text(spec, cache), cache, text_field, bad_records, progress)
         copies = {path: local_text(path, cache) for path in texts}
-        made = reading.tokenise(list(copies.values()), own) if texts else {}
-        opened.update((path, made[copy]) for path, copy in copies.items())
-        return {path: file.folder for path, file in opened.items()}
+        made = reading.tokenise(list(copies.values()), own)
+        return {path: made[copy].folder for path, copy in copies.items()}
 
     folders = share([source.path for source in sources], cache, progress, make)
-    files = tuple(opened.get(s.path) or open_tokens(folders[s.path], cache) for s in sources)
+    files = tuple(open_tokens(folders[source.path], cache) for source in sources)
     for file in files[1:]:
         if file.tokenizer.to_json() != files[0].tokenizer.to_json():
             raise DataError(
@@ -129,13 +129,13 @@ def share(
     Raises DataError in all where a process does not see a folder.
     """
     # Asking for the number of processes first would start the devices.
-    if not jax.distributed.is_initialized() or jax.process_count() == 1:
-        made = make()
-        return {path: made.get(path) or path_of(path) for path in paths}
-    if progress is not None and jax.process_index() and not all(map(is_token_file, paths)):
+    several = jax.distributed.is_initialized() and jax.process_count() > 1
+    if several and progress is not None and jax.process_index() and not all(map(is_token_file, paths)):
         progress.write("waiting for process 0, which tokenises")
     names = answer_of_the_first(lambda: {path: folder.name for path, folder in make().items()})
     folders = {path: cache / "tokens" / names[path] if path in names else path_of(path) for path in paths}
+    if not several:
+        return folders
     absent = multihost_utils.process_allgather(np.array([not is_token_file(folder) for folder in folders.values()]))
     for path, without in zip(folders, map(np.flatnonzero, absent.T), strict=True):
         if len(without):
