@@ -87,13 +87,23 @@ def given_options(options: Any, fields: Sequence[str]) -> list[str]:
 
 
 def value_of(args: Sequence[str], name: str) -> str | None:
-    """Returns the value that `args` give the option `name`, before they are parsed; None where they do not."""
+    """Returns the value that `args` give the option `name`, before they are parsed; None where they do not.
+
+    Raises ConfigError for an empty one.
+    """
     for token, following in zip(args, [*args[1:], ""], strict=False):
-        if token == name:
-            return following
-        if token.startswith(f"{name}="):
-            return token.partition("=")[2]
+        if token.partition("=")[0] == name:
+            value = token.partition("=")[2] if "=" in token else following
+            if not value:
+                raise empty_error(name)
+            return value
     return None
+
+
+def empty_error(name: str) -> ConfigError:
+    """Builds the error for an option whose value is empty."""
+    truth = "its value is empty, as of a shell variable that is not set"
+    return ConfigError(f"{name} ''", truth, f"a value for {name}, or leave it out")
 
 
 def options_of(
@@ -231,8 +241,7 @@ def _gather(command: str, args: Sequence[str], by_name: dict[str, Option]) -> tu
     words = [*free]
     for option, values in given.items():
         if option.metavar.startswith("PATH") and "" in values:
-            truth = "its value is empty, as of a shell variable that is not set"
-            raise ConfigError(f"{command} {option.names[0]} ''", truth, f"{option.names[0]} PATH, or leave it out")
+            raise empty_error(option.names[0])
         if option.numbers is not None:
             several = len(values) if option.metavar.endswith("...") else 1
             check_words(option.names[0], values[:several], option.numbers, option.default)

@@ -65,9 +65,6 @@ class TrainOptions(RunOptions):
 
 def main(args: Sequence[str]) -> int:
     """Runs `meshwright train`; the exit code is 128 + N where signal N stopped the run."""
-    if value_of(args, "--out") == "":  # before it is taken for the folder of a run to resume
-        truth = "its value is empty, as of a shell variable that is not set"
-        raise ConfigError("--out ''", truth, "--out DIR, or leave it out")
     base = base_of_training(args)
     options = parse(TrainOptions, "train [RECIPE]", base.args, default=TrainOptions(run=base.run))
     return run_training(options, ["train", *args])

@@ -72,11 +72,6 @@ def place_of(name: str) -> str:
     return os.path.join(glob.escape(os.getcwd()), os.path.expanduser(given))
 
 
-def shown(path: Path) -> str:
-    """Returns a path as a terminal shows it: relative to the working directory where it is in it."""
-    return os.path.relpath(path) if not in_bucket(path) and path.is_relative_to(Path.cwd()) else str(path)
-
-
 def default_cache_folder() -> Path:
     """Returns the folder that keeps compiled programs and token files between runs."""
     folder = os.environ.get("MESHWRIGHT_CACHE") or os.path.join(
