@@ -153,6 +153,27 @@ def test_a_disk_that_fills_up_keeps_the_checkpoint_before(tmp_path: Path) -> Non
     assert "90" in output
 
 
+def test_a_run_that_fits_its_disk_resumes_there(tmp_path: Path) -> None:
+    """On a disk with room for 1.5 checkpoints besides the one that is kept, with a supervisor, and killed once."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    arguments = ["train", *text_file(tmp_path), "--model.width", "128", "--steps", "60", "--devices", "1", "--mesh",
+                 "data=1", "--out", f"{disk}/out", "--training.save-every", "20", "--training.max_to_keep", "1",
+                 "--data.sample", "0", "--supervise", "--restarts.backoff", "0.1"]  # fmt: skip
+    # A checkpoint takes 2.7 MiB. The supervisor's child is killed once, after the first.
+    inside = (
+        f'"$@" & supervisor=$!; while ! ls {disk}/out/checkpoints/20/manifest >/dev/null 2>&1; do sleep 0.01; done; '
+        f"kill -9 $(cat /proc/$supervisor/task/*/children); wait $supervisor; code=$?; "
+        f"du -sb {disk}/out/checkpoints/60; exit $code"
+    )
+    command = [*mounted(disk, "size=6800k"), "sh", "-c", inside, "sh", sys.executable, "-m", "meshwright", *arguments]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    size = int(done.stdout.splitlines()[-1].split()[0])
+    assert 2.25 * size < 6800 * 2**10 < 2.75 * size, "room for 2.5 checkpoints"
+    assert "exit code 137; starting again" in done.stderr and "restored the last checkpoint" in done.stdout
+
+
 def test_a_read_only_folder_is_refused_before_the_first_step(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
