@@ -227,7 +227,8 @@ for name, init in (
 # gather the weights instead of the activations, and write the gather down.
 
 # %% loose
-print(census)
+for finding in census.findings:
+    print(f"{finding.kind}: {finding.subject}\n  because: {finding.reason}\n  fix: {finding.fix}")
 
 # %% [markdown]
 # ## Exercises
