@@ -145,7 +145,7 @@ class PreparedRun(Trainable):
             write_atomically(file, tokenizer)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the fingerprint of the text, and how much of it is held out."""
+        """Returns the fingerprint of the text, and its held-out fraction."""
         counts = [len(file.tokens) for file in self.corpus.files]
         held_out = held_out_fraction(counts, self.device_run.run.data.held_out)
         return {**self.corpus.fingerprint, "held_out": held_out}

@@ -54,7 +54,8 @@ _FIELDS: dict[Kind, str] = {
     "placement": "mesh layout fsdp_min_size model.vocab_multiple model.expert_buffer_factor training.microbatches "
     "training.pipeline_schedule training.virtual_stages training.remat training.stage_saves training.saved_layers "
     "training.context_strategy training.gather_ahead training.tensor_strategy training.attention_kernel "
-    "training.grouped_matmul training.attention_block training.compiler_options training.unroll training.logits_mib",
+    "training.grouped_matmul training.attention_block training.compiler_options training.unroll training.logits_mib "
+    "training.deterministic",
     "content": "model.name data.paths data.tokenizer data.text_field data.held_out finetune.template "
     "faults.bad_records",
     "output": "name reporters local_checkpoints.path local_checkpoints.every local_checkpoints.max_to_keep "
@@ -158,7 +159,7 @@ def compare(
 ) -> tuple[list[Change], list[str]]:
     """Compares a checkpoint with the run that would resume from it: returns what differs, and what cannot be compared.
 
-    data: fingerprint of what the run reads.  identity: of the run whose metrics the folder has, "" where it says none.
+    data: fingerprint of what the run reads.  identity: of the run whose metrics the folder has; "" if unknown.
     skipped: samples that the folder leaves out, each with its run.
     """
     before, now = flatten(run_to_dict(manifest.run)), flatten(run_to_dict(run))
