@@ -53,7 +53,8 @@ def combinations() -> str:
 
 def fields() -> list[str]:
     """Returns the lines of the table of fields by path."""
-    paths = TABLE["paths"]
+    conditions = ("text", "full", "lora")  # of `train` itself
+    paths = [path for path in TABLE["paths"] if path not in conditions]
     marks = {"honoured": "yes", "refused": "refused", "no effect": ""}
     lines = [
         "## Fields of a run by path",
@@ -63,7 +64,8 @@ def fields() -> list[str]:
         "`answers` and `preferences` are fine-tuning with that objective, `wrap` is a run of",
         "[your own model](wrap.md). Fields of a model are honoured everywhere. `parity` compares in float32, with the",
         "full batch at every step. A field that belongs to another (`training.virtual_stages` to a schedule) means",
-        "something where that one is set. `runs/fields.toml` is this table, and tests change every field.",
+        "something where that one is set; `text`, `full` and `lora` below are the objective and the methods of",
+        "fine-tuning. `runs/fields.toml` is this table, and tests change every field.",
         "",
         f"| field | {' | '.join(paths)} |",
         f"|---|{'---|' * len(paths)}",

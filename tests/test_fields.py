@@ -231,15 +231,19 @@ def test_every_field_has_a_row_and_every_pattern_a_field() -> None:
         assert fnmatch.filter(fields, pattern), pattern
 
 
-@pytest.mark.parametrize("path", ["answers", "preferences", "wrap"])
+@pytest.mark.parametrize("path", ["full", "lora", "text", "answers", "preferences", "wrap"])
 def test_refused_fields_are_refused_with_the_reason(path: str) -> None:
     """And no other is, by the same table."""
+    chosen = "finetune.method" if path in ("full", "lora") else "finetune.objective"
     for field, (value, base) in CHANGES.items():
-        run = wrapped(base) if path == "wrap" else base_run({**base, "z_loss": 0.0, "mesh": base.get("mesh", "data=2")})
+        run = wrapped(base)
+        if path != "wrap":
+            if field == chosen:
+                continue
+            plain = {"z_loss": 0.0, "mesh": base.get("mesh", "data=2"), "finetune": FineTune()}
+            run = changed(base_run({**base, **plain}), chosen, path)
         run = changed(run, field, value)
         assert run.mesh is not None
-        if path != "wrap" and run.finetune.objective == "text":
-            run = changed(run, "finetune.objective", path)
         if checks.status_of(path, field) == "refused":
             with pytest.raises(ConfigError, match=r"(?s)with .*because.*fix"):
                 place_run(run)
@@ -261,7 +265,8 @@ def test_what_a_path_computes_changes_with_its_fields_and_with_no_other(path: st
         assert before != outcome(result, changed(run, field, value)), f"{field} changes nothing for {path}"
     run = base_of({})
     for field, (value, base) in CHANGES.items():
-        if checks.status_of(path, field) != "refused" and field not in honoured and not base:
+        refused = any(checks.status_of(where, field) == "refused" for where in (path, "text", "full"))
+        if not refused and field not in honoured and not base:
             run = changed(run, field, value)
     assert result(run) == result(base_of({}))
 

@@ -114,32 +114,14 @@ def check_fine_tuning(run: Run, shape: MeshShape) -> None:
     tuning, training = run.finetune, run.training
     if tuning == FineTune():
         return
-    lora, asked_lora = tuning.method == "lora", "--finetune.method lora with"
-    if tuning.objective != "text":
-        check_fields(tuning.objective, run, shape)
+    for path in (tuning.method, tuning.objective):
+        check_fields(path, run, shape)
+    lora = tuning.method == "lora"
     refuse(
         (not tuning.targets, "adapters of no matrix", "lora trains only adapters", "--finetune.targets all"),
         (
-            not lora and tuning.base != "compute",
-            f"a base in {tuning.base} with method {tuning.method}",
-            "trained weights need gradients, which quantised values do not have: the frozen base is quantised",
-            "--finetune.method lora",
-        ),
-        (
-            not lora and tuning.adapter is not None,
-            f"the adapter {tuning.adapter} with method {tuning.method}",
-            "an adapter is a start for adapters",
-            "--finetune.method lora",
-        ),
-        (
-            lora and training.matmul_precision != "compute",
-            f"{asked_lora} --training.matmul-precision {training.matmul_precision}",
-            "the recipes quantise weights and their gradients, and the weights that adapters add to are frozen",
-            "--training.matmul-precision compute; --finetune.base int8 or nf4 saves memory",
-        ),
-        (
             lora and training.stage_saves == "layers" and shape.stage > 1,
-            f"{asked_lora} --training.stage-saves {training.stage_saves}",
+            f"--finetune.method lora with --training.stage-saves {training.stage_saves}",
             f"a stage would keep a copy of its frozen weights with each of up to {shape.stage} microbatches in flight",
             "--training.stage-saves input",
         ),
