@@ -113,7 +113,6 @@ def __dir__() -> list[str]:
 
 
 def _page_of(result: Any) -> Any:
-    """Returns the report of a result."""
     return importlib.import_module("meshwright.views.result_pages").page_of(result)
 
 

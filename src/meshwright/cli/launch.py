@@ -107,7 +107,6 @@ def _split(args: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _job(options: LaunchOptions, words: Sequence[str]) -> Job:
-    """Builds the job of the verb and its arguments."""
     verb, arguments = (words[0], list(words[1:])) if words[0] in VERBS else ("train", list(words))
     given = {word.partition("=")[0] for word in arguments}
     run = arguments[0] if arguments and not arguments[0].startswith("-") else None

@@ -227,7 +227,6 @@ def _search_json(found: SearchResult, shown: int) -> dict[str, Any]:
 
 
 def _plan_decoding(options: PlanOptions, console: Console) -> None:
-    """Prints the best mesh for each context and batch."""
     run, target = with_vocab(options.run), find_target(options.on)
     prices = best_decode(run, target, batches=options.decode_batch, contexts=options.decode)
     if options.json:

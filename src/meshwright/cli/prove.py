@@ -279,7 +279,6 @@ def _remedies(run: Run, target: Target | None, over: float) -> list[Section]:
 
 
 def _write_files(options: ProveOptions, compiled: CompiledStep, machine: MachineGrid, sections: list[Section]) -> None:
-    """Writes every file that is asked for. machine, sections: those of --html."""
     census, run = compiled.census, compiled.placed.run
     try:
         if options.hlo:

@@ -347,7 +347,6 @@ class RecordRenderer:
             raise self._error(error.truth, error.fix) from error
 
     def _conversation(self, messages: list[Message], first: int) -> Rendered:
-        """Returns a conversation whose answers from message `first` on are trained on."""
         if self.template is None:
             truth = "the tokenizer has no chat template, which makes a text of messages"
             raise self._error(truth, "--finetune.template FILE, or records of texts: `prompt` and `completion`")
@@ -379,7 +378,6 @@ class RecordRenderer:
             raise self._error(truth, "a content, or a template that knows messages without (--finetune.template)")
 
     def _answers(self, messages: Sequence[Message], template: ChatTemplate, first: int) -> tuple[str, list[Span]]:
-        """Returns the text of a conversation, and where its answers from message `first` on are."""
         if template.marks_answers:
             text, spans = template.render_marked(messages)
             return text, spans[sum(message["role"] == "assistant" for message in messages[:first]) :]
@@ -400,7 +398,6 @@ class RecordRenderer:
 
 
 def _tokens_and_starts(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens of a text, and the first character of each."""
     if isinstance(tokenizer, Chars):
         return tokenizer.encode(text), np.arange(len(text))
     if isinstance(tokenizer, Bytes):

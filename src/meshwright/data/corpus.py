@@ -222,7 +222,6 @@ class _Reading:
         )
 
     def _learned_file(self, paths: Sequence[str]) -> Path:
-        """Returns the file of the tokenizer that is learned from all `paths` together."""
         key = "\n".join(self._folder_of(path, self.spec).name for path in paths)
         return self.cache / "tokenizers" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 

@@ -329,7 +329,6 @@ class _Text:
 def _score_chunk(
     decoder: Decoder, params: Tree, state: DecodeState, settings: Any, stops: Any, number: Any
 ) -> tuple[DecodeState, jax.Array, jax.Array]:
-    """Feeds one chunk and scores the tokens that follow each of its tokens."""
     chunk, batch, run = decoder.bucket.chunk, state.first.shape[0], decoder.device_run.run
     x_BTD, table_VD, cache = decoder.hidden(params, state, chunk)
     labels_BT = lax.dynamic_slice_in_dim(state.tokens, state.slot + 1, chunk, 1)

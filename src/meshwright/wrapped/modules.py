@@ -454,7 +454,6 @@ def _structure(tree: Any) -> str:
 
 
 def _joined(new: Any, kept: Any) -> Any:
-    """Returns the dictionary `kept` with what only `new` has."""
     if not isinstance(kept, Mapping):
         return kept
     return {**kept, **{name: _joined(x, kept[name]) if name in kept else x for name, x in new.items()}}

@@ -47,7 +47,6 @@ def _mask(inside: _Inside) -> jax.Array | None:
 
 
 def _load(ref: Any, index: tuple[Any, ...], inside: _Inside) -> jax.Array:
-    """Loads a block, zero where it is not inside."""
     mask = _mask(inside)
     return plgpu.load(ref.at[index], mask=mask, other=None if mask is None else 0.0)
 
