@@ -75,7 +75,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "training.tensor_strategy": ("gather", {"tensor_strategy": "ring"}),
     "training.attention_kernel": ("reference", {"attention_kernel": "blocked", "seq": 1024}),
     "training.grouped_matmul": (GROUPED, {"family": "mixtral"}),
-    "training.attention_block": (128, {}),
+    "training.attention_block": (128, {"head_size": 128, "seq": 512}),
     "training.compiler_options": (("xla_some_option=1",), {}),
     "training.unroll": (2, {}),
     "training.dropout": (0.2, {}),
@@ -130,7 +130,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
 def base_run(changes: dict[str, Any]) -> Run:
     rest = {name: value for name, value in changes.items() if name != "bad"}
     model: Any = MODELS[rest.pop("family", "llama")]
-    model = dataclasses.replace(model, **{n: rest.pop(n) for n in ("layers", "vocab") if n in rest})
+    model = dataclasses.replace(model, **{n: rest.pop(n) for n in ("layers", "vocab", "head_size") if n in rest})
     return tiny_run(model, rest.pop("mesh", MESH), **rest)
 
 
@@ -153,21 +153,27 @@ def outcome(result: Callable[[Run], Any], run: Run) -> Any:
         return str(error)
 
 
-def train_program(run: Run) -> Any:
-    """Train step, its state, and what a TPU gets besides: attention kernel and options of the compiler."""
-    device_run = device_run_of(run)
-    step = jax.make_jaxpr(build_train_step(device_run))(device_run.abstract, device_run.abstract_batch)
+def on_tpu(run: Run) -> tuple[Any, str]:
+    """Options of a TPU's compiler, and the TPU's attention kernel where heads are of a size that it takes."""
     settled = Settled(place_run(run), Machine("tpu", "v5p", installed=True, kind="TPU v5p"))
+    if getattr(run.model, "head_size", None) != 128 or run.mesh != MeshShape.parse(MESH):
+        return settled.compiler_options, ""
     x, segments = jax.ShapeDtypeStruct((1, 512, 2, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 512), jnp.int32)
     attend = functools.partial(settled.kernels.self_attention, window=None)
-    splash = run.training.attention_kernel == "auto" and run.mesh == MeshShape.parse(MESH)
-    kernel = jax.make_jaxpr(attend)(x, x, x, segments) if splash else ""
-    return text_of(step), str(device_run.abstract), settled.compiler_options, text_of(kernel)
+    return settled.compiler_options, text_of(jax.make_jaxpr(attend)(x, x, x, segments))
 
 
-def eval_program(run: Run) -> str:
+def train_program(run: Run) -> Any:
+    """Train step, its state, and what a TPU gets."""
     device_run = device_run_of(run)
-    return text_of(build_eval_step(device_run).lower(device_run.abstract.params, device_run.abstract_batch).as_text())
+    step = jax.make_jaxpr(build_train_step(device_run))(device_run.abstract, device_run.abstract_batch)
+    return text_of(step), str(device_run.abstract), on_tpu(run)
+
+
+def eval_program(run: Run) -> Any:
+    device_run = device_run_of(run)
+    lowered = build_eval_step(device_run).lower(device_run.abstract.params, device_run.abstract_batch)
+    return text_of(lowered.as_text()), on_tpu(run)
 
 
 def parity_program(run: Run) -> Any:
