@@ -242,10 +242,11 @@ def test_refused_fields_are_refused_with_the_reason(path: str) -> None:
     """And no other is, by the same table."""
     chosen = "finetune.method" if path in ("full", "lora") else "finetune.objective"
     for field, (value, base) in CHANGES.items():
-        run = wrapped(base)
-        if path != "wrap":
-            if field == chosen:
-                continue
+        if path == "wrap":
+            run = wrapped(base)
+        elif field == chosen:
+            continue
+        else:
             plain = {"z_loss": 0.0, "mesh": base.get("mesh", "data=2"), "finetune": FineTune()}
             run = changed(base_run({**base, **plain}), chosen, path)
         run = changed(run, field, value)
