@@ -19,7 +19,6 @@ from meshwright.hardware.targets import parse_target
 from meshwright.models.flops import forward_flops, training_flops_per_token
 from meshwright.planner.estimate import Estimate, estimate
 from meshwright.planner.memory_model import memory_by_category
-from meshwright.planner.optimizer import optimizer_state_bytes
 from meshwright.planner.software import MESHWRIGHT, lockstep
 from meshwright.planner.traffic import movements
 from meshwright.planner.work import recomputed_roles, work_of
@@ -27,6 +26,7 @@ from meshwright.runs.placed_run import PlacedRun, place_run
 from meshwright.runs.recipe import find_recipe
 from meshwright.runs.settle import Settled
 from meshwright.sharding.schedules import build_counts
+from meshwright.step.device_memory import shard_bytes
 from meshwright.views.layout_page import layout_report
 
 WHOLE = Efficiency(1, 1, 1, 1, 1, 1, 1, 1)
@@ -173,9 +173,11 @@ def test_parameters_and_optimizer_state_are_those_of_the_layout(layout: str) -> 
 def test_the_layout_report_counts_the_state_that_optax_makes(optimizer: Any, params: Any) -> None:
     run = tiny_run(MODELS["llama"], "data=2,fsdp=2,tensor=2", optimizer=Optimizer(**optimizer), **params)
     placed = place_run(run)
-    state = optimizer_state_bytes(placed)
-    # Moments alone: the scalars that count steps are a few bytes.
-    assert layout_report(placed).bytes_optimizer == pytest.approx(state, abs=64)
+    # Without the scalars that count steps.
+    assert layout_report(placed).bytes_optimizer == pytest.approx(
+        shard_bytes(device_run_of(run).abstract.optimizer), abs=64
+    )
+    assert estimate(placed, parse_target("v5e:2x4")).memory["optimizer state"] == layout_report(placed).bytes_optimizer
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=8", "data=2,fsdp=4", "fsdp=4,tensor=2", "fsdp=2,context=4"])

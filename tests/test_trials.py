@@ -157,24 +157,20 @@ def test_what_was_tuned_is_printed_drawn_and_written(
     assert document["proofs"][0]["step_seconds"] == 10.0 and document["tuned"][0]["planned_seconds"] > 0
 
 
-def test_a_proof_is_kept_and_a_broken_one_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    made = []
+def test_a_proof_is_kept_and_a_broken_one_made_again(tmp_path: Path) -> None:
+    made, file = [], tmp_path / "proofs" / "key.json"
 
-    def census(device_run: Any, target: Any) -> Census:
-        made.append(device_run)
+    def census() -> Census:
+        made.append("census")
         return mw.census(lambda x: x + 1, jnp.ones(3))
 
-    monkeypatch.setattr(run_census, "census_of_train_step", census)
-    monkeypatch.setattr(run_census, "cache_key", lambda device_run, target: "key")
-    device_run: Any = object()
-    first = run_census.cached_census(tmp_path, device_run, TARGET)
-    again = run_census.cached_census(tmp_path, device_run, TARGET)
+    first, again = (run_census.cached(file, Census, census, fresh=False) for _ in range(2))
     assert len(made) == 1 and again.text == first.text
-    run_census.refresh_census(tmp_path, device_run, TARGET)
+    run_census.cached(file, Census, census, fresh=True)
     assert len(made) == 2
     for broken in (b"", b"\x80", b'{"no": "census"}'):
-        (tmp_path / "key.json").write_bytes(broken)
-        assert run_census.cached_census(tmp_path, device_run, TARGET).name == first.name
+        file.write_bytes(broken)
+        assert run_census.cached(file, Census, census, fresh=False).name == first.name
     assert len(made) == 5
 
 

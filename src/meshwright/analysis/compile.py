@@ -146,24 +146,13 @@ def compile_function(
     text, stats = executable.as_text(), executable.memory_analysis()
     # A second census of the same program finds it compiled; the warnings of the first still apply.
     warnings = _warnings_by_program.setdefault(hash(text), warnings)
-    host, peak = getattr(stats, "host_temp_size_in_bytes", 0), getattr(stats, "peak_memory_in_bytes", 0)
-    memory = CompiledMemory(
-        arguments=stats.argument_size_in_bytes,
-        results=stats.output_size_in_bytes,
-        aliased=stats.alias_size_in_bytes,
-        temporary=stats.temp_size_in_bytes,
-        code=stats.generated_code_size_in_bytes,
-        # With offloading the reported peak is that of the host's memory.
-        reported_live=peak if peak and not host else None,
-        host=host,
-    )
     return CompiledProgram(
         executable,
         None if traced is None else traced.jaxpr,
         text,
         parse_module(text, branches),
         _buffer_assignment(executable, stats),
-        memory,
+        CompiledMemory.of(executable),
         dict(executable.cost_analysis() or {}),
         tuple(warnings),
         seconds,

@@ -44,10 +44,31 @@ class CompiledMemory:
     host: int = 0
     """Temporaries in the host's memory."""
 
+    @classmethod
+    def of(cls, executable: Any) -> "CompiledMemory":
+        """Returns the figures of a compiled program."""
+        stats = executable.memory_analysis()
+        host, peak = getattr(stats, "host_temp_size_in_bytes", 0), getattr(stats, "peak_memory_in_bytes", 0)
+        return cls(
+            arguments=stats.argument_size_in_bytes,
+            results=stats.output_size_in_bytes,
+            aliased=stats.alias_size_in_bytes,
+            temporary=stats.temp_size_in_bytes,
+            code=stats.generated_code_size_in_bytes,
+            # With offloading the reported peak is that of the host's memory.
+            reported_live=peak if peak and not host else None,
+            host=host,
+        )
+
+    @property
+    def added(self) -> int:
+        """Bytes that the program allocates besides its arguments."""
+        return self.temporary + self.results - self.aliased
+
     @property
     def peak(self) -> int:
         """Bytes that the program allocates: arguments, results that do not overwrite arguments, temporaries."""
-        return self.arguments + self.results - self.aliased + self.temporary
+        return self.arguments + self.added
 
     @property
     def live(self) -> int:

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import importlib.metadata
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -251,24 +251,18 @@ def _vocabulary_padding(device_run: DeviceRun) -> list[Finding]:
     ]
 
 
-def cached_census(folder: Path, device_run: DeviceRun, target: Target) -> Census:
-    """Returns the census of a train step on a target, from `folder` if the same one was taken before."""
-    file = folder / f"{cache_key(device_run, target)}.json"
-    if file.is_file():
+def cached[T](file: Path, kind: Any, make: Callable[[], T], fresh: bool) -> T:
+    """Returns what `make` returned before, from a JSON file; makes it again where it is `fresh`. kind: its type."""
+    if file.is_file() and not fresh:
         try:
-            return msgspec.json.decode(file.read_bytes(), type=Census)
+            found: T = msgspec.json.decode(file.read_bytes(), type=kind)
+            return found
         except (OSError, msgspec.MsgspecError):
             pass  # truncated, or written by another version
-    return refresh_census(folder, device_run, target)
-
-
-def refresh_census(folder: Path, device_run: DeviceRun, target: Target) -> Census:
-    """Takes the census of a train step on a target and writes it to `folder`."""
-    file = folder / f"{cache_key(device_run, target)}.json"
-    census = census_of_train_step(device_run, target)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, msgspec.json.encode(census).decode())
-    return census
+    made = make()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, msgspec.json.encode(made).decode())
+    return made
 
 
 def cache_key(device_run: DeviceRun, target: Target) -> str:

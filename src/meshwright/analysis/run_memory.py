@@ -8,24 +8,25 @@ committed.
 
 import dataclasses
 import gc
-import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from meshwright.analysis.census import Census
-from meshwright.analysis.memory import LiveMemory, live_memory
+from meshwright.analysis.memory import CompiledMemory, LiveMemory, live_memory
 from meshwright.checkpoint.checkpoints import named_tensors
 from meshwright.checkpoint.fingerprints import fingerprints
 from meshwright.checkpoint.layer_order import abstract_in_layer_order, permuted_params, reordering
 from meshwright.data.batch import Batch
 from meshwright.models.model import vocab_size
-from meshwright.sharding.params import layers_to_rows, rows_to_layers
+from meshwright.planner.memory_model import PHASES
+from meshwright.sharding.params import init_program, layers_to_rows, rows_to_layers, shardings, trained_only
+from meshwright.step.device_memory import shard_bytes
 from meshwright.step.device_run import DeviceRun
-from meshwright.step.train_step import build_train_step
+from meshwright.step.train_step import build_eval_step, build_train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,47 +83,55 @@ def _status_bytes(field: str) -> int | None:
     return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
 
 
-@dataclasses.dataclass(frozen=True)
-class SavingMemory:
-    """Bytes that saving and restoring take, by the compiled programs."""
+def compiled_phases(device_run: DeviceRun, census: Census) -> dict[str, int]:
+    """Compiles what each phase of a training runs, for devices here or not; returns the most bytes of a device in each.
 
-    state: int
-    """State on a device: parameters, optimizer state, step."""
-    save: int
-    """Most on a device during a save, with the state."""
-    save_by: str
-    """Program that takes it: `fingerprints`, or the tensor whose rows are reordered."""
-    restore: int
-    """Most on a device during a restore, with what has been restored."""
-    restore_by: str
-    host: int
-    """Copies in the memory of the process that has most, until a save is committed."""
-    reordered: int
+    census: of the train step.
+    """
+    abstract, save_and_resume = device_run.abstract, _saving(device_run)
+    evaluation = _compiled(build_eval_step(device_run), abstract.params, device_run.abstract_batch)
+
+    def most(memory: CompiledMemory) -> int:
+        # Of simulated devices the reported live bytes leave out the temporaries.
+        return memory.peak if device_run.settled.machine.simulated else memory.live
+
+    step, evaluate = most(census.memory.compiled), most(evaluation) + shard_bytes(abstract.optimizer)
+    return dict(zip(PHASES, (_start(device_run), step, evaluate, *save_and_resume), strict=True))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Program:
-    temporary: int
-    output: int
-
-    @property
-    def total(self) -> int:
-        return self.temporary + self.output
+def _compiled(run: Any, *arguments: Any) -> CompiledMemory:
+    return CompiledMemory.of(run.lower(*arguments).compile())
 
 
-def saving_memory(device_run: DeviceRun) -> SavingMemory:
-    """Compiles the programs of a save and of a restore for the run's devices, here or not, and adds up their memory."""
+def _start(device_run: DeviceRun) -> int:
+    """Most bytes of a device while parameters are drawn, or the optimizer's state is made."""
+    described, params, where = device_run.params, device_run.abstract.params, device_run.state_shardings
+    training, drawn = device_run.run.training, shard_bytes(params)
+    if all(x.dtype not in (jnp.int8, jnp.uint8) for x in jax.tree.leaves(params)):  # others are read
+        with jax.threefry_partitionable(True):
+            drawn = _compiled(
+                *init_program(described, where.params, seed=training.seed, dtype=training.param_dtype)
+            ).peak
+    split = trained_only(described, shardings(device_run.mesh, device_run.placements, "optimizer"))
+    trained = trained_only(described, params)
+    given = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), trained, split)
+    made = _compiled(jax.jit(device_run.optimizer.init, out_shardings=where.optimizer), given).added
+    # Parameters that the optimizer splits further are copied for it.
+    copies = [x for x, old in zip(*map(jax.tree.leaves, (given, trained)), strict=True) if x.sharding != old.sharding]
+    return max(drawn, shard_bytes(params) + shard_bytes(copies) + made)
+
+
+def _saving(device_run: DeviceRun) -> tuple[int, int]:
+    """Most bytes of a device in a save and in a resume."""
     tensors = named_tensors(device_run.abstract)
     params = permuted_params(tensors, device_run.params)
     stored = abstract_in_layer_order(tensors, device_run.params)
-    sizes, stored_sizes = ({n: _shard_bytes(x) for n, x in group.items()} for group in (tensors, stored))
-    state, rest = sum(sizes.values()), sum(stored_sizes.values())
+    state, rest = shard_bytes(tensors), shard_bytes(stored)
     in_order = {name: x for name, x in tensors.items() if name not in params}
-    saves = {"fingerprints": state + _compiled(fingerprints, in_order).total}
-    restores = {"fingerprints": rest + _compiled(fingerprints, stored).total}
-    known: dict[Any, _Program] = {}
+    save, resume = state + _compiled(fingerprints, in_order).added, rest + _compiled(fingerprints, stored).added
+    known: dict[Any, CompiledMemory] = {}
 
-    def once(run: Any, x: Any, argument: Any) -> _Program:
+    def once(run: Any, x: Any, argument: Any) -> CompiledMemory:
         """Compiles programs of tensors that differ only in their names once."""
         key = (run, x.shape, x.dtype, x.sharding)
         if key not in known:
@@ -134,33 +143,7 @@ def saving_memory(device_run: DeviceRun) -> SavingMemory:
         if name in params:
             kept, shape = stored[name], (params[name], x.shape, x.sharding, stored[name].sharding)
             saved = once(reordering(rows_to_layers, *shape), x, x)
-            saves[name] = state + saved.output + max(saved.temporary, once(fingerprints, kept, {"": kept}).total)
-            restores[name] = rest + once(reordering(layers_to_rows, *shape), kept, kept).total
-        rest += sizes[name] - stored_sizes[name]
-    by_save, by_restore = max(saves, key=saves.__getitem__), max(restores, key=restores.__getitem__)
-    host = host_bytes(stored)
-    return SavingMemory(state, saves[by_save], by_save, restores[by_restore], by_restore, host, len(params))
-
-
-def host_bytes(stored: Mapping[str, Any]) -> int:
-    """Returns the bytes of a save in the memory of the process that has most: every part of a tensor is copied by one.
-
-    stored: tensors as a checkpoint has them, with shardings.
-    """
-    copied: dict[int, int] = {}
-    for x in stored.values():
-        size, seen = _shard_bytes(x), set()
-        for device, index in x.sharding.devices_indices_map(x.shape).items():
-            part = tuple((s.start, s.stop) for s in index)
-            copied[device.process_index] = copied.get(device.process_index, 0) + (part not in seen) * size
-            seen.add(part)
-    return max(copied.values(), default=0)
-
-
-def _compiled(run: Any, argument: Any) -> _Program:
-    stats = run.lower(argument).compile().memory_analysis()
-    return _Program(int(stats.temp_size_in_bytes), int(stats.output_size_in_bytes))
-
-
-def _shard_bytes(x: Any) -> int:
-    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            save = max(save, state + saved.results + max(saved.temporary, once(fingerprints, kept, {"": kept}).added))
+            resume = max(resume, rest + once(reordering(layers_to_rows, *shape), kept, kept).added)
+        rest += shard_bytes(x) - shard_bytes(stored[name])
+    return save, resume

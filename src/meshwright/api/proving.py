@@ -18,8 +18,8 @@ import jax
 from meshwright.activity import activity
 from meshwright.analysis.census import Census
 from meshwright.analysis.compile import compiler_error
-from meshwright.analysis.run_census import cached_census, census_of_eval_step, census_of_train_step, refresh_census
-from meshwright.analysis.run_memory import SavingMemory, saving_memory
+from meshwright.analysis.run_census import cache_key, cached, census_of_eval_step, census_of_train_step
+from meshwright.analysis.run_memory import compiled_phases
 from meshwright.api.planning import find_target, with_vocab
 from meshwright.config import MeshShape
 from meshwright.errors import CensusError, ConfigError
@@ -146,7 +146,10 @@ def prove_plan(plan: Plan, target: Target, limit: int) -> Proof:
         return Proof(plan, None, None, None, " ".join(reason.split()))
     census = json.loads(documents[-1])
     peak, available = census["memory"]["live"], target.chip.hbm_bytes
-    refused = "" if peak <= available else f"{format_bytes(peak)} of {format_bytes(available)}"
+    phases = {"step": peak} | census.get("phases", {})
+    most = max(phases, key=phases.__getitem__)
+    where = "" if most == "step" else f", in {most}"
+    refused = "" if phases[most] <= available else f"{format_bytes(phases[most])} of {format_bytes(available)}{where}"
     return Proof(
         plan, census["simulated_schedule"]["step_seconds"], peak, census["compile_seconds"], refused, census, page
     )
@@ -219,11 +222,19 @@ class CompiledStep:
     """Price of the train step on the target; None for devices here, and for an evaluation step."""
     undetermined: float | None = None
     """Predicted seconds of the step without `deterministic`, where that changes it."""
+    cache: tuple[Path, bool] | None = None
+    """File of the census in the cache of proofs, and whether to compile again what is there; None for devices here."""
 
-    def saving(self) -> SavingMemory | None:
-        """Compiles saving and restoring a checkpoint, where the step is the train step of a model family."""
-        trains = self.device_run is not None and self.census.name == "train step"
-        return saving_memory(self.device_run) if trains and self.device_run is not None else None
+    def phases(self) -> dict[str, int]:
+        """Compiles all phases of a training, where the step is that of a model family; returns bytes of a device."""
+        device_run, census = self.device_run, self.census
+        if device_run is None or census.name != "train step":
+            return {}
+        if self.cache is None:
+            return compiled_phases(device_run, census)
+        file, fresh = self.cache
+        file = file.with_suffix(".phases.json")
+        return cached(file, dict[str, int], lambda: compiled_phases(device_run, census), fresh)
 
 
 def compile_step(
@@ -251,14 +262,19 @@ def compile_step(
         census_of = census_of_train_step if step == "train" else census_of_eval_step
         with activity("compile", f"compiling the {step} step", f"compiled the {step} step"):
             return CompiledStep(device_run.placed, census_of(device_run), known, None)
-    take = refresh_census if fresh else cached_census
     folder, undetermined = default_cache_folder() / "proofs", None
-    census = take(folder, device_run, target)
+
+    def proved(device_run: DeviceRun) -> tuple[Path, Census]:
+        file = folder / f"{cache_key(device_run, target)}.json"
+        return file, cached(file, Census, lambda: census_of_train_step(device_run, target), fresh)
+
+    file, census = proved(device_run)
     if device_run.settled.fixes_bits:
         plain = dataclasses.replace(run, training=dataclasses.replace(run.training, deterministic=False))
-        schedule = take(folder, place_on_devices(plain, device_run.mesh), target).schedule
+        schedule = proved(place_on_devices(plain, device_run.mesh))[1].schedule
         undetermined = None if schedule is None else schedule.step_seconds
-    return CompiledStep(device_run.placed, census, known, estimate(place_run(run), target), undetermined)
+    planned = estimate(place_run(run), target)
+    return CompiledStep(device_run.placed, census, known, planned, undetermined, (file, fresh))
 
 
 def _check_arrays(run: Run, placed: PlacedRun) -> None:

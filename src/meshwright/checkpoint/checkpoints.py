@@ -165,6 +165,7 @@ class Checkpoints:
         for name, x in permuted_in_layer_order(tensors, device_run.params):
             hashes |= jax.device_get(fingerprints({name: x}))
             shards |= host_shards({name: x}, owned=owned)
+            del x  # before the next one is made
         abstract = abstract_in_layer_order(tensors, device_run.params)
         records = {
             name: TensorRecord(x.shape, str(x.dtype), (int(hashes[name][0]), int(hashes[name][1])))

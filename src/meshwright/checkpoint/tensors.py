@@ -27,6 +27,7 @@ from meshwright.checkpoint.manifest import Manifest, TensorRecord, manifest_of
 from meshwright.comm.collectives import broadcast
 from meshwright.documents import write_atomically
 from meshwright.errors import CheckpointError
+from meshwright.sharding.placement import replica_parts
 from meshwright.storage.paths import in_bucket, kvstore_of
 
 BLOCK_BYTES = 16 * 2**20
@@ -90,7 +91,7 @@ def write_shards(
     writing = []
     for name, x in abstract.items():
         if creates or shards[name]:
-            chunk = _chunk_shape(x.sharding.shard_shape(x.shape), x.dtype.itemsize)
+            chunk = _chunk_shape(_division(x.shape, x.dtype.itemsize, x.sharding)[0], x.dtype.itemsize)
             array = _new_array(state, name, x.shape, chunk, x.dtype, **how)
             writing += [array[index].write(values) for index, values in shards[name]]
     for future in writing:
@@ -158,26 +159,64 @@ def layout_of(tensors: dict[str, Any]) -> str:
 def host_shards(tensors: dict[str, jax.Array], *, owned: bool) -> Shards:
     """Returns copies in the host's memory of the shards on this process's devices, one of each slice of a tensor.
 
-    owned: leaves out the slices that another process writes (the replica with the lowest number).
+    owned: only what this process writes. Of a slice that several processes have, each writes a part (`_owned_part`).
     """
-    taken: dict[str, dict[Bounds, Any]] = {}
+    taken: dict[str, dict[Bounds, jax.Array]] = {}
+    shards: Shards = {name: [] for name in tensors}
     for name, x in tensors.items():
         slices = taken[name] = {}
         for shard in x.addressable_shards:
-            if not owned or shard.replica_id == 0:
-                slices.setdefault(_bounds(shard.index, x.shape), shard)
-        for shard in slices.values():
-            shard.data.copy_to_host_async()
-    return {
-        name: [(tuple(slice(*part) for part in bounds), _copied(shard.data)) for bounds, shard in slices.items()]
-        for name, slices in taken.items()
-    }
+            part = _owned_part(x, shard.index, shard.replica_id) if owned else _bounds(shard.index, x.shape)
+            if part is None or part in slices:
+                continue
+            slices[part] = shard.data
+            shape = tuple(stop - start for start, stop in part)
+            if shape != shard.data.shape:
+                first = [a - (where.start or 0) for (a, _), where in zip(part, shard.index, strict=True)]
+                slices[part] = jax.lax.dynamic_slice(shard.data, first, shape)
+        for data in slices.values():
+            data.copy_to_host_async()
+        if owned and _division(x.shape, x.dtype.itemsize, x.sharding)[1] > 1:  # copied on the devices: one at a time
+            shards[name] = _on_host(taken.pop(name))
+    return shards | {name: _on_host(slices) for name, slices in taken.items()}
+
+
+def _on_host(slices: dict[Bounds, jax.Array]) -> list[tuple[Index, np.ndarray]]:
+    return [(tuple(slice(*part) for part in bounds), _copied(x)) for bounds, x in slices.items()]
 
 
 def _copied(x: jax.Array) -> np.ndarray:
-    """Values in memory of the host's own: on a CPU an array shares the memory of the device's, which is donated."""
+    """Values in memory of the host's own: an array in a host's memory shares that of the device's, which is donated."""
     values = np.asarray(x)
-    return values if values.flags.owndata else values.copy()
+    accelerator = x.sharding.memory_kind == "device" and next(iter(x.devices())).platform != "cpu"
+    return values if accelerator or values.flags.owndata else values.copy()
+
+
+@functools.lru_cache(maxsize=4096)
+def _division(shape: tuple[int, ...], itemsize: int, sharding: Any) -> tuple[tuple[int, ...], int, int]:
+    """Shape of the parts in which the replicas of a slice divide it, their number, and that of replicas."""
+    local, devices = sharding.shard_shape(shape), sharding.device_set
+    replicas = len(devices) * math.prod(local) // max(1, math.prod(shape))
+    several = len({d.process_index for d in devices}) > 1
+    dim, count = replica_parts(local, itemsize, replicas if several else 1)
+    return tuple(size // count if i == dim else size for i, size in enumerate(local)), count, replicas
+
+
+def _owned_part(x: Any, index: Index, replica: int) -> Bounds | None:
+    """Returns what one of the replicas of a slice writes of it; None for nothing.
+
+    x: array, or a ShapeDtypeStruct with its sharding.  index: of the slice.
+    """
+    shape, count, replicas = _division(x.shape, x.dtype.itemsize, x.sharding)
+    part = next((i for i in range(count) if i * replicas // count == replica), None)
+    if part is None:
+        return None
+    # Only the dimension that is divided has a second part.
+    starts = [
+        low + part * size * (size < high - low)
+        for size, (low, high) in zip(shape, _bounds(index, x.shape), strict=True)
+    ]
+    return tuple((start, start + size) for start, size in zip(starts, shape, strict=True))
 
 
 def _bounds(index: Index, shape: tuple[int, ...]) -> Bounds:

@@ -16,8 +16,7 @@ from meshwright.cli.output import write_json
 from meshwright.cli.parse import parse
 from meshwright.config import MeshShape
 from meshwright.launching.host_checks import check_host
-from meshwright.planner.memory_model import param_bytes
-from meshwright.planner.optimizer import state_bytes
+from meshwright.planner.memory_model import checkpoint_bytes
 from meshwright.ranges import Ranged
 from meshwright.reporters.console import open_console
 from meshwright.runs.placed_run import place_run
@@ -77,5 +76,4 @@ def _checkpoint_bytes(run: str) -> int:
     legal = dataclasses.replace(training, batch=training.microbatches)
     model = dataclasses.replace(given.model, vocab=given.model.vocab or _VOCAB)
     placed = place_run(dataclasses.replace(given, model=model, training=legal, mesh=None), MeshShape())
-    written = param_bytes(placed.layout, training.param_dtype) + state_bytes(placed)
-    return int(written) * (training.max_to_keep + 1)
+    return int(checkpoint_bytes(placed)[0]) * (training.max_to_keep + 1)

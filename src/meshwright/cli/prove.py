@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from meshwright.analysis.census import Census, save_census
 from meshwright.analysis.compare import check_budget, compare, read_budget, read_census, write_budget
 from meshwright.analysis.compile import OutOfMemory
-from meshwright.analysis.run_memory import SavingMemory, measure_steps
+from meshwright.analysis.run_memory import measure_steps
 from meshwright.api.planning import decode_json, find_target, refuse_wrapped
 from meshwright.api.proving import (
     CompiledStep,
@@ -50,11 +50,10 @@ from meshwright.views.census_page import (
     measured_section,
     prediction_section,
     remedies_section,
-    saving_section,
     write_trace,
 )
 from meshwright.views.draw import MachineGrid, machine_of, parse_machine
-from meshwright.views.layout_page import layout_sections
+from meshwright.views.layout_page import layout_sections, phases_section
 from meshwright.views.plan_page import print_decode_proof
 from meshwright.views.report import Report, Section, print_sections
 from meshwright.views.run_tables import choices_facts, choices_to_json
@@ -142,21 +141,23 @@ def main(args: Sequence[str]) -> int:
         raise
     sections = _compare(options, console, run, compiled.census, other, take)
     _write_files(options, compiled, machine, sections)
-    saving = compiled.saving() if options.against is None else None
+    phases = compiled.phases() if options.against is None else {}
     if options.json:
-        write_json(_to_json(compiled, saving))
+        write_json(_to_json(compiled, phases))
     elif options.against is None:
         census_page(compiled.census).print(console)
         if compiled.device_run is not None:
             print_sections(console, [Section("Choices", [Facts(choices_facts(compiled.device_run))])])
-        print_sections(console, [] if saving is None else [saving_section(saving)])
+        if phases:
+            planned = compiled.planned.phases if compiled.planned else {}
+            print_sections(console, [phases_section(planned, phases)])
     if options.measure and compiled.device_run is not None:
         steps, profile = options.measure, options.profile
         measured = measure_steps(compiled.device_run, compiled.census, steps=steps, profile=profile)
         print_sections(console, [measured_section(measured)])
     exceeded = check_budget(compiled.census, budget) if budget is not None else []
     print_sections(console, [budget_section(exceeded)] if exceeded else [])
-    fits = target is None or _print_verdict(console, compiled, target, saving)
+    fits = target is None or _print_verdict(console, compiled, target, phases)
     return CensusError.exit_code if exceeded or not fits else 0
 
 
@@ -209,7 +210,7 @@ def _prove_decoding(options: ProveOptions, devices: list[Any], target: Target | 
     return CensusError.exit_code if target is not None and compiled["bytes"] > target.chip.hbm_bytes else 0
 
 
-def _to_json(compiled: CompiledStep, saving: SavingMemory | None) -> dict[str, Any]:
+def _to_json(compiled: CompiledStep, phases: Mapping[str, int]) -> dict[str, Any]:
     document, planned = compiled.census.to_json(), compiled.planned
     if compiled.device_run:
         document["choices"] = choices_to_json(compiled.device_run)
@@ -217,8 +218,8 @@ def _to_json(compiled: CompiledStep, saving: SavingMemory | None) -> dict[str, A
         document["planned"] = {"seconds": planned.seconds, "bytes": planned.bytes}
     if compiled.undetermined:
         document["undetermined_seconds"] = compiled.undetermined
-    if saving:
-        document["saving"] = dataclasses.asdict(saving)
+    if phases:
+        document["phases"] = dict(phases)
     return document
 
 
@@ -256,18 +257,16 @@ def _short_name(run: Run) -> str:
     return f"{run.mesh}, {run.training.remat}{microbatches}"
 
 
-def _print_verdict(console: Console, compiled: CompiledStep, target: Target, saving: SavingMemory | None) -> bool:
-    """Prints the predicted step and whether step, save and restore fit, with remedies; returns whether they do."""
-    census = compiled.census
-    print_sections(console, [prediction_section(census, target, compiled.planned, compiled.undetermined)])
-    peaks = {"the step": census.memory.compiled.live}
-    peaks |= {"a save": saving.save, "a restore": saving.restore} if saving else {}
+def _print_verdict(console: Console, compiled: CompiledStep, target: Target, phases: Mapping[str, int]) -> bool:
+    """Prints the predicted step and whether every phase fits, with remedies; returns whether they do."""
+    print_sections(console, [prediction_section(compiled.census, target, compiled.planned, compiled.undetermined)])
+    peaks = {"step": compiled.census.memory.compiled.live} | dict(phases)
     most, available = max(peaks, key=peaks.__getitem__), target.chip.hbm_bytes
     peak = peaks[most]
     fits = peak <= available
     console.print(
         f"\n[bold]{'it fits' if fits else 'it does not fit'}[/]: {format_bytes(peak)} of the {format_bytes(available)} "
-        f"of a {target.chip.name}, {peak / available:.0%}" + ("" if most == "the step" else f", in {most}")
+        f"of a {target.chip.name}, {peak / available:.0%}" + ("" if most == "step" else f", in {most}")
     )
     print_sections(console, [] if fits else _remedies(compiled.placed.run, target, peak - available))
     return fits

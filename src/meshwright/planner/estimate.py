@@ -18,12 +18,13 @@ from meshwright.models.flops import training_flops_per_token
 from meshwright.models.model import Model
 from meshwright.models.quantisation import check_precision
 from meshwright.planner.memory_model import (
+    PhaseMemory,
     keeps_stages,
     kept_bytes,
     memory_by_category,
     offloaded_bytes,
     param_bytes,
-    saved_bytes,
+    phase_memory,
     sharded_elements,
 )
 from meshwright.planner.optimizer import update_bytes_moved, update_matmuls
@@ -84,18 +85,19 @@ class Estimate:
     """Tokens of a step, over all devices."""
     devices: int
     axis_mapping: AxisMapping
-    saved: float = 0.0
-    """Bytes of a checkpoint per device: what its host has in memory while one is written."""
+    phases: Mapping[str, PhaseMemory] = dataclasses.field(default_factory=dict)
+    """Memory of each phase of a training; empty where only the step is known (wrapped models)."""
 
     @property
     def bytes(self) -> float:
-        """Live bytes at the peak."""
+        """Live bytes at the peak of a step."""
         return sum(self.memory.values())
 
     @property
     def fits(self) -> bool:
-        """Whether the heap, with its fragmentation, has room."""
-        return self.bytes * self.target.chip.fragmentation <= self.hbm_bytes
+        """Whether the heap, with its fragmentation, has room in every phase."""
+        most = max((self.bytes, *(phase.device for phase in self.phases.values())))
+        return most * self.target.chip.fragmentation <= self.hbm_bytes
 
     @property
     def mfu(self) -> float:
@@ -173,6 +175,7 @@ def _mixed(others: Estimate, saving: Estimate, fraction: float) -> Estimate:
     parts = mix(others.parts, saving.parts)
     memory = {name: max(n, saving.memory.get(name, 0.0)) for name, n in others.memory.items()}
     memory["activations"] = mix(others.memory, saving.memory)["activations"]
+    step = PhaseMemory(sum(memory.values()), others.phases["step"].host)
     return dataclasses.replace(
         others,
         seconds=sum(parts.values()),
@@ -180,6 +183,7 @@ def _mixed(others: Estimate, saving: Estimate, fraction: float) -> Estimate:
         exposed=mix(others.exposed, saving.exposed),
         busy=mix(others.busy, saving.busy),
         memory=memory,
+        phases={**others.phases, "step": step},
         bounds=mix(others.bounds, saving.bounds),
     )
 
@@ -228,7 +232,7 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
     in_flight = 1.0
     if tasks is not None:
         parts, in_flight = software.pipeline_time(parts, tasks, busy), float(tasks.most_live_inputs)
-    tokens = training.batch * training.seq
+    tokens, memory = training.batch * training.seq, memory_by_category(settled, work, in_flight)
     return Estimate(
         target=target,
         seconds=sum(parts.values()),
@@ -236,7 +240,7 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
         exposed=exposed,
         busy=links,
         routes=routes,
-        memory=memory_by_category(settled, work, in_flight),
+        memory=memory,
         hbm_bytes=chip.hbm_bytes,
         model_flops=training_flops_per_token(run.model, training.seq, run.finetune.method) * tokens / shape.size,
         bounds=_bounds(compute, microbatches, unembedding, parts["recomputation"], busy["stage"] > 0),
@@ -244,7 +248,7 @@ def _estimate(placed: PlacedRun, target: Target, software: Software) -> Estimate
         tokens=tokens,
         devices=shape.size,
         axis_mapping=mapping,
-        saved=saved_bytes(placed),
+        phases=phase_memory(settled, work, memory),
     )
 
 

@@ -4,11 +4,15 @@ Activations are what the remat policy keeps of each layer (Korthikanti et al. 20
 the microbatches in flight on a stage. The rest is what a layer needs while it runs.
 """
 
+import dataclasses
 import functools
 import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from meshwright.config import Optimizer
 from meshwright.models.loss import chunk_tokens
 from meshwright.models.remat import (
     ATTN_LSE,
@@ -19,11 +23,11 @@ from meshwright.models.remat import (
     QKV,
     REMAT_POLICIES,
 )
-from meshwright.planner.optimizer import optimizer_elements, state_bytes, update_temporaries
+from meshwright.planner.optimizer import state_arrays, state_bytes, state_of, stored_array, update_temporaries
 from meshwright.planner.work import Work
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
 from meshwright.runs.settle import Settled
-from meshwright.sharding.placement import axes_of
+from meshwright.sharding.placement import axes_of, local_shape, replica_parts
 
 EXPERT_COPIES = 2
 """Arrays of the rows sent to experts, of the model's width, in the backward pass of a layer: rows in the order of their
@@ -48,13 +52,7 @@ def memory_by_category(settled: Settled, work: Work, in_flight: float) -> dict[s
     table = work.unembedding.n * work.width * (compute + (0 if frozen else 4))
     # Logits are float32; so is their gradient while it is computed.
     loss = table + 2.0 * logits * 4
-    attention_inner = (work.widths.query + work.widths.kv) * 2
-    # Experts (compiled for v5p and H100) have four arrays of the hidden width at once, a dense layer's SwiGLU five.
-    hidden = 2.0 if work.expert_rows else 2.5
-    inner = work.tokens * (4 * work.width + hidden * work.ffn_hidden + attention_inner) * compute
-    inner += EXPERT_COPIES * work.expert_rows * work.width * compute
-    # One of the halves runs at a time.
-    inner = max(inner, work.tokens * (4 * work.width * compute + work.delta_inner))
+    inner = layer_bytes(settled, work)
     # Offloaded activations come back for one layer and, ahead of time, for the next.
     from_host = 2 * offloaded_bytes(placed, work) / max(1.0, work.layers)
     # Gathering ahead: the gradients of the layer above, not yet reduced, and the first weights of the layer below.
@@ -83,6 +81,63 @@ def memory_by_category(settled: Settled, work: Work, in_flight: float) -> dict[s
     # The update comes when activations have gone: it counts where it needs more than they did.
     update = update_temporaries(placed) - (activations + weights + max(layer, loss))
     return result | {"optimizer update": update} if update > 0 else result
+
+
+def layer_bytes(settled: Settled, work: Work) -> float:
+    """Returns the bytes of a layer's own arrays while it runs, without its weights."""
+    compute = jnp.dtype(settled.placed.run.training.compute_dtype).itemsize
+    attention_inner = (work.widths.query + work.widths.kv) * 2
+    # Experts (compiled for v5p and H100) have four arrays of the hidden width at once, a dense layer's SwiGLU five.
+    hidden = 2.0 if work.expert_rows else 2.5
+    inner = work.tokens * (4 * work.width + hidden * work.ffn_hidden + attention_inner) * compute
+    inner += EXPERT_COPIES * work.expert_rows * work.width * compute
+    # One of the halves runs at a time.
+    return max(inner, work.tokens * (4 * work.width * compute + work.delta_inner))
+
+
+PHASES = ("start", "step", "evaluation", "save", "resume")
+"""Phases of a training, each with a peak of its own."""
+READERS = 8
+"""Tensors that a resume reads at a time (`checkpoint.checkpoints`)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseMemory:
+    """Most memory of a phase of a training, in bytes."""
+
+    device: float
+    """On one device, with the state."""
+    host: float
+    """Copies in its host's memory, for each of the host's devices."""
+
+
+def phase_memory(settled: Settled, work: Work, step: Mapping[str, float]) -> dict[str, PhaseMemory]:
+    """Returns the memory of each phase; start and resume include the state that they make.
+
+    step: of a train step, by category.
+    """
+    placed = settled.placed
+    training, compute = placed.run.training, jnp.dtype(placed.run.training.compute_dtype).itemsize
+    saved = checkpoint_arrays(placed)
+    state = step["parameters"] + step["optimizer state"]
+    logits = chunk_tokens(int(work.tokens), work.unembedding.n, training.logits_mib) * work.unembedding.n
+    forward = layer_bytes(settled, work) + _gathered_elements(placed.layout)[0] * compute
+    loss = work.unembedding.n * work.width * compute + 4.0 * logits
+    between = 2.0 * work.tokens / placed.shape.tensor * work.width * compute * (placed.shape.stage > 1)
+    # Tensors are hashed one by one, with two arrays of 32 bits where the compiler does not fuse them. Those whose rows
+    # are permuted are converted one by one, and in pieces.
+    permuted = [x for x in saved if x.rows is not None]
+    hashed = max(2.0 * x.hashed for x in saved)
+    copied = max((x.local + 2.0 * x.hashed for x in permuted), default=0.0)
+    back = max((1.5 * x.local for x in permuted), default=0.0)
+    read = sorted((x.local for x in saved), reverse=True)[:READERS]
+    return {
+        "start": PhaseMemory(state + max(x.local for x in saved), 0.0),
+        "step": PhaseMemory(sum(step.values()), offloaded_bytes(placed, work)),
+        "evaluation": PhaseMemory(state + between + max(forward, loss), 0.0),
+        "save": PhaseMemory(state + max(hashed, copied), sum(x.part for x in saved)),
+        "resume": PhaseMemory(state + max(hashed, back), float(sum(read))),
+    }
 
 
 def keeps_stages(placed: PlacedRun) -> bool:
@@ -176,13 +231,49 @@ def _carried_elements(layout: ModelLayout) -> float:
     return max((n for stack, n in carried.items() if stack in gathered), default=0.0)
 
 
-def saved_bytes(placed: PlacedRun) -> float:
-    """Returns the bytes of a checkpoint per device: every part of a tensor once, whatever copies devices have of it."""
-    dtype = placed.run.training.param_dtype
-    params = sum(math.prod(p.shape) * jnp.dtype(p.stored or dtype).itemsize for _, p, _ in placed.leaves)
-    trained = sum(p.size for _, p, _ in placed.leaves if not p.frozen)
-    each = state_bytes(placed) / max(optimizer_elements(placed.layout), 1)
-    return (params + trained * each) / placed.shape.size
+class Saved(NamedTuple):
+    """Array of a checkpoint, in bytes."""
+
+    total: int
+    local: int
+    """Of the slice on a device, in the order of the layers."""
+    part: float
+    """Of what the first of a slice's replicas copies to its host, which is the largest part."""
+    hashed: int
+    """Of 32 bits for each element of the slice."""
+    rows: int | None
+    """As of `StoredArray`."""
+
+
+def checkpoint_bytes(placed: PlacedRun) -> tuple[float, float]:
+    """Returns the bytes of a checkpoint, and those that the device with most copies to its host."""
+    saved = checkpoint_arrays(placed)
+    return float(sum(x.total for x in saved)), sum(x.part for x in saved)
+
+
+def checkpoint_arrays(placed: PlacedRun) -> tuple[Saved, ...]:
+    """Returns the arrays of a checkpoint."""
+    return _checkpoint_arrays(*state_of(placed))
+
+
+@functools.lru_cache(maxsize=4096)
+def _checkpoint_arrays(layout: ModelLayout, optimizer: Optimizer, dtype: Any, rounding: Any) -> tuple[Saved, ...]:
+    saved = []
+    sizes = [(p, jnp.dtype(p.stored or dtype).itemsize, where.at_rest) for _, p, where in layout.leaves]
+    params = [stored_array(*each) for each in sizes]
+    for x in (*params, *state_arrays(layout, optimizer, dtype, rounding)):
+        local, degree = list(local_shape(x.shape, x.placement, layout.shape)), layout.shape.over(axes_of(x.placement))
+        if x.rows is not None:  # as in `checkpoint.layer_order`, and there in full
+            stages = layout.shape.over(x.placement[0])
+            other = next((d for d in range(1, len(local)) if local[d] % stages == 0), None)
+            local[0] = x.rows if x.rows % stages else x.rows // stages
+            if x.rows % stages and other is not None:
+                local[other] //= stages
+        size = math.prod(local) * x.itemsize
+        total = math.prod((x.rows or x.shape[0], *x.shape[1:]) if x.shape else ()) * x.itemsize
+        parts = replica_parts(tuple(local), x.itemsize, layout.shape.size // degree)[1]
+        saved.append(Saved(total, size, size / parts, 4 * math.prod(local), x.rows))
+    return tuple(saved)
 
 
 def _elements_per_token(placed: PlacedRun, work: Work) -> dict[str, float]:

@@ -15,12 +15,10 @@ from typing import Literal, get_args
 from meshwright.errors import ConfigError, nearest
 from meshwright.hardware.chips import CHIPS
 from meshwright.hardware.targets import Target
-from meshwright.planner.memory_model import param_bytes, sharded_elements
-from meshwright.planner.optimizer import state_bytes
+from meshwright.planner.memory_model import checkpoint_bytes
 from meshwright.planner.search import Plan
 from meshwright.ranges import PositiveFloat, Ranged
 from meshwright.runs.placed_run import PlacedRun
-from meshwright.sharding.params import count_params
 
 Aim = Literal["time", "cost"]
 PriceTerms = Literal["on-demand", "spot", "committed"]
@@ -153,12 +151,10 @@ def goodput(placed: PlacedRun, target: Target, reliability: Reliability) -> Good
     restart. A checkpoint stops the steps while devices copy their state to their hosts, which write it during further
     steps.
     """
-    on_device = param_bytes(placed.layout, placed.run.training.param_dtype) + state_bytes(placed)
-    total = count_params(placed.params) * on_device / sharded_elements(placed.layout)[0]
+    total, copied = checkpoint_bytes(placed)
     chip, save = target.chip, reliability.save_seconds
-    save = on_device / chip.host_bandwidth if save is None else save
-    # Replicas write one copy: the devices share it.
-    write = max(total / target.devices / chip.network_bandwidth, total / STORAGE_BANDWIDTH)
+    save = copied / chip.host_bandwidth if save is None else save
+    write = max(copied / chip.network_bandwidth, total / STORAGE_BANDWIDTH)
     failure = reliability.chip_hours_per_failure * 3600 / target.chips
     period, restart = max(daly_period(save, failure), write), 60 * reliability.restart_minutes
     if restart + period + save > _MOST_FAILURES * failure:

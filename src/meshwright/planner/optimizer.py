@@ -6,14 +6,16 @@ The matrix products of a rule from outside the package are not known.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from meshwright.config import Optimizer, Training
 from meshwright.planner.work import Matmul
 from meshwright.runs.placed_run import ModelLayout, PlacedRun
-from meshwright.sharding.params import trained_only, tree_map
-from meshwright.sharding.placement import axes_of, local_shape
+from meshwright.sharding.params import Param, trained_only, tree_map
+from meshwright.sharding.placement import Placement, local_shape
 from meshwright.step.muon import STEPS, Exchange, MuonPlan, Stack, orthogonalised, plan_muon
 from meshwright.words import AXES
 
@@ -22,20 +24,20 @@ from meshwright.words import AXES
 class UpdateCost:
     """Cost of a built-in update per parameter."""
 
-    moments: float
-    """Float32 copies of the parameters in the state (Adafactor: row and column means)."""
     bytes_moved: int
     """HBM bytes read and written, with gradients, norm and clipping."""
+    moments: int | None
+    """Arrays of a parameter's shape in the state, the first in `moment_dtype`; None for other shapes."""
     matrices: bool = False
     """Whether it multiplies matrices, of the parameters that `orthogonalised` names; the others have AdamW's state."""
 
 
 UPDATE_COSTS = {
-    "adamw": UpdateCost(2, 32),
-    "lion": UpdateCost(1, 24),
-    "sgd": UpdateCost(1, 24),
-    "muon": UpdateCost(1, 40, matrices=True),
-    "adafactor": UpdateCost(0.02, 24),
+    "adamw": UpdateCost(32, 2),
+    "lion": UpdateCost(24, 1),
+    "sgd": UpdateCost(24, 1),
+    "muon": UpdateCost(40, 1, matrices=True),
+    "adafactor": UpdateCost(24, None),
 }
 _OTHERS_MOVE = 16
 """HBM bytes per parameter of any other update, without its state, which is read and written on top."""
@@ -43,46 +45,68 @@ _ROUND_COPIES = 3
 """Full matrices of a round at once: the iterate, its successor, and an intermediate product."""
 
 
-def state_bytes(placed: PlacedRun) -> float:
-    """Returns the bytes of the optimizer state on a device."""
-    training, optimizer = placed.run.training, placed.run.optimizer
+@dataclasses.dataclass(frozen=True)
+class StoredArray:
+    """Array of a checkpoint."""
+
+    shape: tuple[int, ...]
+    """Shape with the rows of the pipeline's stages."""
+    rows: int | None
+    """First dimension in the order of the layers; None where the rows are in order."""
+    itemsize: int
+    placement: Placement
+
+
+StateOf = tuple[ModelLayout, Optimizer, Any, Any]
+"""What determines the state: layout, optimizer, `param_dtype`, `param_rounding`."""
+
+
+def state_of(placed: PlacedRun) -> StateOf:
+    """Returns what determines the optimizer state of a run."""
+    training = placed.run.training
+    return placed.layout, placed.run.optimizer, training.param_dtype, training.param_rounding
+
+
+def state_arrays(layout: ModelLayout, optimizer: Optimizer, dtype: Any, rounding: Any) -> tuple[StoredArray, ...]:
+    """Returns the arrays of the optimizer state, without counters of steps where the rule is built in."""
     cost = UPDATE_COSTS.get(optimizer.name)
-    if cost is None:
-        return optimizer_state_bytes(placed)
-    bytes_each = 4 * cost.moments
-    if optimizer.moment_dtype == "bfloat16":
-        bytes_each -= 2
-    if training.param_dtype == "bfloat16" and training.param_rounding == "master":
-        bytes_each += 2
-    second = 0.0
-    if cost.matrices:
-        second = 4 * sum(
-            p.size / placed.shape.over(tuple(axis for axes in where.optimizer for axis in axes))
-            for _, p, where in placed.leaves
-            if not orthogonalised(p)
-        )
-    return optimizer_elements(placed.layout) * bytes_each + second
+    if cost is None or cost.moments is None:
+        return _arrays_of_rule(layout, optimizer, Training(param_dtype=dtype, param_rounding=rounding))
+    arrays: list[StoredArray] = []
+    for _, p, where in layout.leaves:
+        low_bits = [2] if (p.stored or dtype) == "bfloat16" and rounding == "master" else []
+        moments = 2 if cost.matrices and not orthogonalised(p) else cost.moments
+        sizes = [jnp.dtype(optimizer.moment_dtype).itemsize, *[4] * (moments - 1), *low_bits]
+        arrays += [] if p.frozen else [stored_array(p, size, where.optimizer) for size in sizes]
+    return tuple(arrays)
+
+
+def _arrays_of_rule(layout: ModelLayout, optimizer: Optimizer, training: Training) -> tuple[StoredArray, ...]:
+    """Returns the arrays that optax would make."""
+    from meshwright.step.optimizers import build_update_rule, place_optimizer_state  # loads optax
+
+    params, placements = (trained_only(layout.params, tree) for tree in (layout.params, layout.placements))
+    abstract = tree_map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.dtype(p.stored or training.param_dtype)), params)
+    rule = build_update_rule(optimizer, training, params)
+    state, where = place_optimizer_state(rule, abstract, placements, layout.shape)
+    arrays = zip(jax.tree.leaves(state), where, strict=True)
+    return tuple(StoredArray(x.shape, None, x.dtype.itemsize, placement) for x, placement in arrays)
+
+
+def stored_array(p: Param, itemsize: int, placement: Placement) -> StoredArray:
+    """Returns an array of a parameter's shape."""
+    return StoredArray(p.shape, None if p.order is None else p.logical_shape[0], itemsize, placement)
+
+
+def state_bytes(placed: PlacedRun) -> int:
+    """Returns the bytes of the optimizer state on a device."""
+    return _state_bytes(*state_of(placed))
 
 
 @functools.lru_cache(maxsize=4096)
-def optimizer_elements(layout: ModelLayout) -> float:
-    """Returns the elements of the trained parameters whose optimizer state a device keeps."""
-    return sum(p.size / layout.shape.over(axes_of(where.optimizer)) for _, p, where in layout.leaves if not p.frozen)
-
-
-def optimizer_state_bytes(placed: PlacedRun) -> int:
-    """Returns the bytes of the state of any update rule on a device, from the arrays that optax would make."""
-    from meshwright.step.optimizers import build_update_rule, place_optimizer_state  # loads optax
-
-    training, shape = placed.run.training, placed.shape
-    params, placements = trained_only(placed.params, placed.params), trained_only(placed.params, placed.placements)
-    abstract = tree_map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.dtype(p.stored or training.param_dtype)), params)
-    rule = build_update_rule(placed.run.optimizer, training, params)
-    state, where = place_optimizer_state(rule, abstract, placements, shape)
-    return sum(
-        math.prod(local_shape(leaf.shape, placement, shape)) * leaf.dtype.itemsize
-        for leaf, placement in zip(jax.tree.leaves(state), where, strict=True)
-    )
+def _state_bytes(layout: ModelLayout, *rest: Any) -> int:
+    arrays = state_arrays(layout, *rest)
+    return sum(math.prod(local_shape(x.shape, x.placement, layout.shape)) * x.itemsize for x in arrays)
 
 
 def update_bytes_moved(placed: PlacedRun, trained: float) -> float:

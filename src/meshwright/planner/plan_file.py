@@ -45,6 +45,7 @@ def prediction_json(plan: Plan) -> dict[str, Any]:
         "busy_seconds_by_axes": dict(e.busy),
         "links_by_axes": dict(e.routes),
         "bytes_by_category": dict(e.memory),
+        "bytes_by_phase": {name: dataclasses.asdict(phase) for name, phase in e.phases.items()},
         "axis_mapping": str(e.axis_mapping),
     }
 

@@ -238,20 +238,29 @@ _COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"cpu": {"xla_backend_optimizatio
 
 def init_params(params: Tree, shardings: Tree, *, seed: int, dtype: Any) -> Tree:
     """Creates the arrays of `params` in their shardings: no device ever holds more than its blocks."""
+    draw, words = init_program(params, shardings, seed=seed, dtype=dtype)
+    # The value of an element must not depend on how many devices share the array.
+    with jax.threefry_partitionable(True), cache_on_simulated_devices():
+        return draw(words)
+
+
+def init_program(params: Tree, shardings: Tree, *, seed: int, dtype: Any) -> tuple[Any, dict[str, np.ndarray]]:
+    """Returns the jitted program of `init_params`, and its arguments."""
     # Seed and path are the two words of a parameter's key. They are arguments, not constants: XLA would take 0.2 s per
     # parameter to fold them.
     words = {path: np.array([seed % 2**32, zlib.crc32(path.encode())], np.uint32) for path in named_leaves(params)}
     treedef: Any = jax.tree.structure(params, is_leaf=is_param)
 
     def build(words: dict[str, jax.Array]) -> Tree:
-        return treedef.unflatten(
-            [_initial(p, words[path], p.stored or dtype) for path, p in named_leaves(params).items()]
-        )
+        leaves: list[jax.Array] = []
+        for path, p in named_leaves(params).items():
+            # One parameter after another: the random bits of all of them would take more than the parameters.
+            word, *leaves[-1:] = jax.lax.optimization_barrier((words[path], *leaves[-1:]))
+            leaves.append(_initial(p, word, p.stored or dtype))
+        return treedef.unflatten(leaves)
 
     options = _COMPILER_OPTIONS.get(jax.default_backend())
-    # The value of an element must not depend on how many devices share the array.
-    with jax.threefry_partitionable(True), cache_on_simulated_devices():
-        return jax.jit(build, out_shardings=shardings, compiler_options=options)(words)
+    return jax.jit(build, out_shardings=shardings, compiler_options=options), words
 
 
 def shardings(mesh: Mesh, placed: Tree, which: Literal["at_rest", "optimizer"]) -> Tree:

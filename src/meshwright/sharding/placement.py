@@ -163,6 +163,20 @@ def local_shape(shape: tuple[int, ...], placement: Placement, mesh: MeshShape) -
     return tuple(size // mesh.over(axes) for size, axes in zip(shape, placement, strict=True))
 
 
+_LEAST_PART = 16 * 2**20
+"""Bytes of a part of a slice below which its replicas do not divide it further."""
+
+
+def replica_parts(shape: tuple[int, ...], itemsize: int, replicas: int) -> tuple[int, int]:
+    """Returns how the replicas of a slice divide it where each saves a part: the dimension, and the number of parts.
+
+    Part i of n is that of replica i * replicas // n, so that all hosts have about as much. shape: of the slice.
+    """
+    most = max(1, min(replicas, math.prod(shape) * itemsize // _LEAST_PART))
+    counts = [max(n for n in range(1, most + 1) if size % n == 0) for size in shape] or [1]
+    return counts.index(max(counts)), max(counts)
+
+
 def notation(name: str, dims: str, placement: Placement) -> str:
     """Formats a placement in the scaling book's notation: `w[D/fsdp, N/tensor, H]`."""
     return f"{name}[{', '.join('/'.join([d, '+'.join(a)]) if a else d for d, a in zip(dims, placement, strict=True))}]"

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.analysis.census import Census, summarise_traffic
 from meshwright.analysis.compare import Change, LimitExceeded
-from meshwright.analysis.run_memory import MeasuredMemory, SavingMemory
+from meshwright.analysis.run_memory import MeasuredMemory
 from meshwright.analysis.simulate import SimulatedSchedule
 from meshwright.formatting import format_bytes, format_count, format_step
 from meshwright.hardware.targets import Target
@@ -128,17 +128,6 @@ def prediction_section(
         live = f"{format_bytes(compiled.live)} live at the peak"
         figures.append(Figure("compiled", live, f"{difference}; in a heap of {format_bytes(compiled.peak)}"))
     return Section("Predicted", [Figures(figures)] if figures else [])
-
-
-def saving_section(saving: SavingMemory) -> Section:
-    """Returns what a save and a restore take of the device and of the hosts."""
-    figures = [
-        Figure("save", format_bytes(saving.save), f"{saving.save_by}; the state is {format_bytes(saving.state)}"),
-        Figure("restore", format_bytes(saving.restore), saving.restore_by),
-        Figure("host memory", format_bytes(saving.host), "of the process with most, until a save is committed"),
-    ]
-    reordered = f"The rows of {saving.reordered} tensors are reordered, one after another." if saving.reordered else ""
-    return Section("Saving", [Figures(figures, note=reordered)])
 
 
 def remedies_section(over: float, remedies: Sequence[Remedy]) -> Section:

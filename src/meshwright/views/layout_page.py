@@ -2,21 +2,22 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, nearest
 from meshwright.formatting import format_bytes, format_count
-from meshwright.planner.memory_model import keeps_stages, kept_bytes
-from meshwright.planner.optimizer import optimizer_state_bytes, state_bytes
+from meshwright.planner.memory_model import PhaseMemory, keeps_stages, kept_bytes
+from meshwright.planner.optimizer import state_bytes
 from meshwright.planner.work import work_of
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import BATCH_AXES, find_layout
 from meshwright.sharding.params import count_params, named_leaves
 from meshwright.sharding.placement import Placement, notation
 from meshwright.sharding.schedule_table import IDLE, PLACE, ScheduleTable
-from meshwright.views.blocks import Bar, Bars, Figure, Figures
+from meshwright.views.blocks import Bar, Bars, Column, Figure, Figures, Table
 from meshwright.views.charts import Drawing
 from meshwright.views.draw import ArrayPicture, MachineGrid, draw_machine, picture_of
 from meshwright.views.layout import (
@@ -53,14 +54,12 @@ class LayoutReport:
 def layout_report(placed: PlacedRun) -> LayoutReport:
     """Returns the layout of every parameter of a placed run, and bytes per device."""
     rows = param_rows(placed)
-    # The planner's arithmetic is exact but for Adafactor, and loads no optax.
-    of_state = optimizer_state_bytes if placed.run.optimizer.name == "adafactor" else state_bytes
     return LayoutReport(
         mesh=placed.shape,
         rows=rows,
         parameters=count_params(placed.params),
         bytes_parameters=sum(row.bytes_sharded for row in rows),
-        bytes_optimizer=round(of_state(placed)),
+        bytes_optimizer=state_bytes(placed),
         stages=stage_rows(placed),
     )
 
@@ -230,3 +229,17 @@ def tensor_pictures(placed: PlacedRun, paths: tuple[str, ...] = ()) -> list[Arra
             pictures.append(picture_of(f"{path}, gathered", p.shape, p.dims, where.in_use, mesh))
     batch = (placed.run.training.batch, placed.run.training.seq)
     return [*pictures, picture_of("batch", batch, "BT", (BATCH_AXES, ()), mesh)]
+
+
+def phases_section(planned: Mapping[str, PhaseMemory], compiled: Mapping[str, int] | None = None) -> Section:
+    """Returns the memory of each phase of a training, by arithmetic where it is planned, and as compiled."""
+    columns = [Column("phase", cell=str)]
+    columns += [Column("compiled", "bytes", lambda name: compiled[name])] if compiled else []
+    if planned:
+        columns += [
+            Column("planned", "bytes", lambda name: planned[name].device),
+            Column("host", "bytes", lambda name: planned[name].host),
+        ]
+    table = Table.of(list(planned or compiled or {}), columns, title="Memory of each phase", printed=None)
+    note = "Most bytes of a device, the state included; host: copies in memory, for each of a host's devices."
+    return Section("Memory of a training", [table], note)

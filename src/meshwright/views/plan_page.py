@@ -34,7 +34,7 @@ from meshwright.views.blocks import (
 from meshwright.views.charts import MARKERS, Axis, Chart, Mark, Series
 from meshwright.views.colours import series_colour
 from meshwright.views.draw import MachineGrid
-from meshwright.views.layout_page import layout_sections, machine_drawing
+from meshwright.views.layout_page import layout_sections, machine_drawing, phases_section
 from meshwright.views.report import Report, Section
 from meshwright.views.terminal import print_blocks
 
@@ -152,7 +152,6 @@ def plan_page(
         Figure("MFU", f"{e.mfu:.1%}", f"bound by {e.bound_by}; recomputation is left out"),
         Figure("tokens per second", format_count(e.tokens_per_second), f"on {e.devices:,} devices"),
         Figure("memory of a device", format_bytes(e.bytes), used, "" if e.fits else "bad"),
-        Figure("host memory while saving", format_bytes(e.saved), "for each of a host's devices"),
         Figure("plans priced", f"{result.priced:,}", priced),
     ]
     known = [f"efficiency: {target.efficiency_source}"] if target.efficiency_source else []
@@ -168,6 +167,7 @@ def plan_page(
     layout = [dataclasses.replace(s, where="page") for s in layout_sections(plan.placed, machine)]
     sections = [
         Section("At a glance", [Figures(figures), *([Text(known)] if known else [])]),
+        *([phases_section(e.phases)] if e.phases else []),
         *compiled,
         Section(
             "All plans",

@@ -26,7 +26,7 @@ from meshwright.planner.estimate import (
     overlapped,
     update_seconds,
 )
-from meshwright.planner.optimizer import optimizer_state_bytes
+from meshwright.planner.optimizer import state_bytes
 from meshwright.planner.search import Plan, SearchResult, price_run
 from meshwright.planner.software import Software
 from meshwright.planner.traffic import Movement
@@ -186,7 +186,7 @@ def _memory(placed: PlacedRun, params: list[_InUse], kept_bytes: float) -> dict[
     )
     return {
         "parameters": at_rest * param + variables,
-        "optimizer state": float(optimizer_state_bytes(placed)),
+        "optimizer state": float(state_bytes(placed)),
         # float32 at rest, and in the type of the reduction while they are scattered
         "gradients": at_rest * 4.0
         + max((p.elements for p in params if p.gathered), default=0.0) * jnp.dtype(training.reduce_dtype).itemsize,
