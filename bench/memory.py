@@ -37,7 +37,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "data=8 zero1": {"layout": "zero1", "microbatches": 4},
     "fsdp=4,context=2": {},
     "stage=2,data=2,fsdp=2 interleaved": {"pipeline_schedule": "interleaved", "microbatches": 4},
-    "stage=2,data=2,tensor=2 uneven": {"microbatches": 4, "layers": 7},
+    "stage=2,data=2,tensor=2 uneven": {"pipeline_schedule": "1f1b", "microbatches": 4, "layers": 7},
 }
 RESULTS = Path(__file__).parent / "results" / "memory.json"
 PAGE = Path(__file__).parents[1] / "docs" / "howto" / "find-a-memory-problem.md"

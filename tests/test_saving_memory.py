@@ -15,6 +15,7 @@ from meshwright.analysis.run_memory import compiled_phases
 from meshwright.checkpoint.checkpoints import named_tensors
 from meshwright.checkpoint.fingerprints import fingerprints
 from meshwright.checkpoint.layer_order import permuted_in_layer_order, permuted_params
+from meshwright.checkpoint.manifest import TensorRecord
 from meshwright.checkpoint.tensors import host_shards, read_shards, write_shards
 from meshwright.hardware.targets import parse_target
 from meshwright.planner.estimate import estimate
@@ -136,5 +137,7 @@ def test_hosts_copy_one_replica_between_them(mesh: str, monkeypatch: pytest.Monk
     )
     assert whole == pytest.approx(sum(sizes), abs=64) and 0.99 * max(sizes) <= planned <= 1.25 * max(sizes)
     for name, x in stored.items():
-        restored = read_shards(tmp_path, name, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding))
+        record = TensorRecord(x.shape, str(x.dtype), (0, 0))
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        restored = read_shards(tmp_path, name, like, record, owned=False)
         np.testing.assert_array_equal(np.asarray(restored), np.asarray(x))
