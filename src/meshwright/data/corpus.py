@@ -132,7 +132,11 @@ def share(
     several = jax.distributed.is_initialized() and jax.process_count() > 1
     if several and progress is not None and jax.process_index() and not all(map(is_token_file, paths)):
         progress.write("waiting for process 0, which tokenises")
-    names = answer_of_the_first(lambda: {path: folder.name for path, folder in make().items()})
+
+    def named() -> dict[str, str]:
+        return {path: folder.name for path, folder in make().items()}
+
+    names = answer_of_the_first(named) if several else named()
     folders = {path: cache / "tokens" / names[path] if path in names else path_of(path) for path in paths}
     if not several:
         return folders
