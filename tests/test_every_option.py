@@ -56,6 +56,7 @@ def numeric() -> dict[str, tuple[list[str], Option]]:
         after = {"launch": ["tiny", "--out", "/x"], "train": ["--out", "x"]}.get(words[0], [])
         for option in options:
             own = option.path[0] != "run" or words == [_RUN_FIRST]
+            own = own and words != ["finetune"]  # it has the options of train
             is_number = option.numbers is not None or option.metavar.startswith(("COUNT", "DOLLARS"))
             if is_number and own and not option.fixed:
                 found[f"{' '.join(words)} {option.names[0]}"] = ([*words, *recipe, *given, "\0", *after], option)

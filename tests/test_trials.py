@@ -39,7 +39,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, out: str = "", err: str = "") -> lis
 
     def run(command: list[str], *, stdout: int, stderr: Any, timeout: int, **_: object) -> object:
         asked.append([*command, str(timeout)])
-        assert json.loads(Path(command[4]).read_text())["target"] == str(TARGET)
+        assert json.loads(Path(command[5]).read_text())["target"] == str(TARGET)
         os.write(stdout, out.encode())
         stderr.write(err)
         return SimpleNamespace(returncode=2 if err else 0)
@@ -59,7 +59,7 @@ def test_a_proof_brings_back_seconds_and_bytes(monkeypatch: pytest.MonkeyPatch) 
     asked = answer(monkeypatch, "noise\n" + census_json(7.5, 2e10))
     proof = prove_plan(plan(), TARGET, 60)
     assert (proof.step_seconds, proof.peak_bytes, proof.compile_seconds, proof.refused) == (7.5, 2e10, 40.0, "")
-    assert asked[0][2:4] == ["meshwright", "prove"] and asked[0][-1] == "60"
+    assert asked[0][3:5] == ["meshwright", "prove"] and asked[0][-1] == "60"
 
 
 def test_a_proof_that_is_too_large_or_refused_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

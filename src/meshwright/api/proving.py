@@ -379,7 +379,7 @@ def trials(run: Run, target: Target) -> Iterator[tuple[str, Run]]:
     for remat in policies[max(0, current - 2) : current + 2]:
         if remat != training.remat:
             yield f"remat {remat}", changed(remat=remat)
-    for microbatches in (training.microbatches // 2, 2 * training.microbatches):
+    for microbatches in filter(None, (training.microbatches // 2, 2 * training.microbatches)):
         other = changed(microbatches=microbatches)
         if _is_legal(other):
             yield f"{microbatches} microbatch{'es' if microbatches > 1 else ''}", other
@@ -397,8 +397,6 @@ def trials(run: Run, target: Target) -> Iterator[tuple[str, Run]]:
 
 
 def _is_legal(run: Run) -> bool:
-    if run.training.microbatches < 1:
-        return False
     try:
         place_run(run)
     except ConfigError:
