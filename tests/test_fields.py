@@ -77,6 +77,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "training.grouped_matmul": (GROUPED, {"family": "mixtral"}),
     "training.attention_block": (128, {"head_size": 128, "seq": 512}),
     "training.compiler_options": (("xla_some_option=1",), {}),
+    "training.deterministic": (True, {}),
     "training.unroll": (2, {}),
     "training.dropout": (0.2, {}),
     "training.z_loss": (2e-3, {}),
@@ -157,7 +158,8 @@ def on_tpu(run: Run) -> tuple[Any, str]:
     """Options of a TPU's compiler, and the TPU's attention kernel where heads are of a size that it takes."""
     settled = Settled(place_run(run), Machine("tpu", "v5p", installed=True, kind="TPU v5p"))
     if getattr(run.model, "head_size", None) != 128 or run.mesh != MeshShape.parse(MESH):
-        return settled.compiler_options, ""
+        gpu = Settled(place_run(run), Machine("gpu", "h100", installed=True, kind="NVIDIA H100"))
+        return (settled.compiler_options, gpu.compiler_options), ""
     x, segments = jax.ShapeDtypeStruct((1, 512, 2, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 512), jnp.int32)
     attend = functools.partial(settled.kernels.self_attention, window=None)
     return settled.compiler_options, text_of(jax.make_jaxpr(attend)(x, x, x, segments))
