@@ -56,6 +56,9 @@ def fields() -> list[str]:
     conditions = ("text", "full", "lora")  # of `train` itself
     paths = [path for path in TABLE["paths"] if path not in conditions]
     marks = {"honoured": "yes", "refused": "refused", "no effect": ""}
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for field in fields_of_runs():
+        rows.setdefault(tuple(status_of(path, field) for path in paths), []).append(f"`{field}`")
     lines = [
         "## Fields of a run by path",
         "",
@@ -69,7 +72,7 @@ def fields() -> list[str]:
         "",
         f"| field | {' | '.join(paths)} |",
         f"|---|{'---|' * len(paths)}",
-        *(f"| `{f}` | {' | '.join(marks[status_of(path, f)] for path in paths)} |" for f in fields_of_runs()),
+        *(f"| {', '.join(names)} | {' | '.join(marks[status] for status in row)} |" for row, names in rows.items()),
         "",
         "Why a path refuses a field:",
         "",

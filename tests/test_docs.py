@@ -103,7 +103,7 @@ def test_every_command_of_the_pages_parses(monkeypatch: pytest.MonkeyPatch) -> N
                 continue
             found += 1
             try:
-                words = [word for word in args[1:] if word != TRUST]
+                words = [word for word in args[1:] if word.partition("=")[0] != TRUST]
                 importlib.import_module(f"meshwright.cli.{args[0]}").main(words)
             except Parsed:
                 continue

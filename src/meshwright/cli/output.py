@@ -26,7 +26,7 @@ def write(text: str, stream: TextIO | None = None) -> None:
 
 
 _QUIET = 1.0
-"""Seconds without output after which a command says what it does."""
+"""Seconds without output after which a command prints what it is doing."""
 _said = threading.Event()
 
 
@@ -40,7 +40,7 @@ class Stream(io.TextIOWrapper):
 
 
 class Notices:
-    """Watcher of activities that says on standard error what a command does while it has printed nothing.
+    """Watcher of activities that prints on standard error what a command is doing until the command prints something.
 
     One line after a second, and one for each other work; none after the first output of the command itself.
     """
