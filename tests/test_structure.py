@@ -29,10 +29,10 @@ PACKAGE = SRC / "meshwright"
 
 LIMITS = {
     "modules that `train tiny` loads": 128,
-    "lines that `train tiny` loads": 18_417,
-    "lines of Python in src": 50_816,
+    "lines that `train tiny` loads": 19_681,
+    "lines of Python in src": 52_327,
     "options of `train`": 80,
-    "imports of the package inside functions": 32,
+    "imports of the package inside functions": 31,
     "modules that import the package by a string": 0,
     "`# fmt: skip` in src": 0,
     "modules in circles of imports": 0,
