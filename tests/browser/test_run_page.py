@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import re
 import shutil
 import socket
 import threading
@@ -109,7 +110,7 @@ def test_a_training_is_watched_while_it_goes_on_and_restarts(
     before = curve_of(tab)
     assert tab.get_by_text("restart", exact=True).count() == 0
     meshwright("train", "--out", str(out), "--resume", "--steps", "9")
-    tab.locator(".figure-value", has_text="9").first.wait_for(timeout=90_000)
+    tab.locator(".figure-value").nth(1).filter(has_text=re.compile("^9$")).wait_for(timeout=90_000)
     tab.locator("#curves .mark-name", has_text="restart").first.wait_for()
     assert curve_of(tab).count("L") > before.count("L")
 
