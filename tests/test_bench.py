@@ -86,7 +86,7 @@ def test_the_command_writes_the_rows_that_it_prints(tmp_path: Path) -> None:
     assert {row["axis"] for row in rows} == {"fsdp", "tensor"} and all(row["correct"] for row in rows)
     assert (out / "calibration.json").exists()
     assert "GFLOP/s" in meshwright("bench", "matmul", "--shapes", "16", "16", "16", "--out", str(out))
-    assert "sizes of at least 1" in meshwright("bench", "collectives", "--sizes", "0", "--out", str(out), code=2)
+    assert "number of at least 1" in meshwright("bench", "collectives", "--sizes", "0", "--out", str(out), code=2)
     misspelt = meshwright("bench", "collectives", "--kinds", "allgather", "--out", str(out), code=2)
     assert "did you mean 'all-gather'" in misspelt
     assert "it cannot be created" in meshwright("bench", "matmul", "--out", "/proc/none", code=2)

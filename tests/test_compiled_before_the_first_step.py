@@ -91,9 +91,9 @@ def test_an_evaluation_that_does_not_fit_is_refused_before_the_first_step(
 
     monkeypatch.setattr(train_step, "check_memory", little_room)
     run = text_run(tmp_path, "fsdp=2", steps=4, batch=4)
+    optimizer = prepare.prepare_run(run, cache=cache).device_run.abstract.optimizer
     with pytest.raises(OutOfDeviceMemory, match="an evaluation step of 4 sequences of 16 tokens on mesh fsdp=2"):
         train_into(run, tmp_path / "out", cache)
-    optimizer = prepare.prepare_run(run, cache=cache).device_run.abstract.optimizer
     assert seen.steps == 0 and given == [0, sum(x.nbytes for x in jax.tree.leaves(_on_one_device(optimizer)))]
 
 

@@ -354,13 +354,13 @@ def meshwright(*words: str) -> str:
 def test_the_command_line_takes_files(tmp_path: Path) -> None:
     """A recipe in the file of its family; the other extensions as options."""
     words = [
-        f"{FOLDER / 'min_gru.py'}", "--mesh", "data=2,tensor=2", "--layout", f"{FOLDER / 'fsdp_2d.py'}:fsdp_2d",
+        f"{FOLDER / 'min_gru.py'}", "--layout", f"{FOLDER / 'fsdp_2d.py'}:fsdp_2d",
         "--optimizer.name", f"{FOLDER / 'soap.py'}:soap",
         "--optimizer.lr-schedule", f"{FOLDER / 'inverse_sqrt.py'}:inverse_sqrt",
     ]  # fmt: skip
     plans = json.loads(meshwright("plan", *words, "--on", f"{FOLDER / 'mi300x.py'}:mi300x:8", "--json"))
     assert plans["plans"] and plans["target"].endswith(":mi300x:1x8")
-    rehearsal = json.loads(meshwright("rehearse", *words, "--for-steps", "2", "--json"))
+    rehearsal = json.loads(meshwright("rehearse", *words, "--mesh", "data=2,tensor=2", "--for-steps", "2", "--json"))
     assert [part["name"] for part in rehearsal["parts"]] == ["trains", "resumes"]
 
 

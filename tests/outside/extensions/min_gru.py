@@ -52,7 +52,7 @@ class MinGru(Model):
     def embed(self, params: Tree, ctx: ForwardContext) -> jax.Array:
         """Returns the embedded tokens [B, T/tensor, D], on the first stage."""
         table_VD = ctx.gather_params(params["embed"], "embed")
-        return ctx.dropout(embed(ctx.tokens.ids, table_VD), 0)
+        return ctx.dropout(embed(ctx.tokens.ids, table_VD, ctx.sum_rows), 0)
 
     def layer_functions(self, ctx: ForwardContext) -> dict[str, Layer]:
         """Returns the recurrent layer."""

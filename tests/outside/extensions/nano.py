@@ -65,7 +65,7 @@ class Nano(Model):
 
     def embed(self, params: Tree, ctx: ForwardContext) -> jax.Array:
         """Returns the embedded tokens [B, T/tensor, D], on the first stage."""
-        return ctx.dropout(_norm(embed(ctx.tokens.ids, ctx.gather_params(params["wte"], "wte"))), 0)
+        return ctx.dropout(_norm(embed(ctx.tokens.ids, ctx.gather_params(params["wte"], "wte"), ctx.sum_rows)), 0)
 
     def layer_functions(self, ctx: ForwardContext) -> dict[str, Layer]:
         """Returns the layer."""

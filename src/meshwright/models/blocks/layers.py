@@ -69,20 +69,6 @@ def attention_projection(out_BTNH: jax.Array, w_NHD: Any) -> jax.Array:
     return linear(out_BTNH, w_NHD, contract=2)
 
 
-def embed(tokens_BT: jax.Array, table_VD: jax.Array, sum_rows: "SumRows") -> jax.Array:
-    """Looks up token embeddings, [B, T/tensor, D], on the first pipeline stage.
-
-    table_VD: this device's block of the vocabulary (Shoeybi et al. 2019, arXiv:1909.08053, section 3). A device takes
-    zeros for the tokens of other blocks; `sequence_reduce_scatter` sums over `tensor` and `reduce` over `stage`.
-    sum_rows: of the gradient.
-    """
-    rows = table_VD.shape[0]
-    local_BT = tokens_BT - axis_index(VOCAB_AXES) * rows
-    in_block_BT = (local_BT >= 0) & (local_BT < rows)
-    x_BTD = take_rows(table_VD, jnp.where(in_block_BT, local_BT, 0), sum_rows)
-    return reduce(sequence_reduce_scatter(jnp.where(in_block_BT[..., None], x_BTD, 0), 1), ("stage",), 0)
-
-
 SumRows = Callable[[jax.Array, jax.Array, int], jax.Array]
 """`(x [..., D], index [...], rows) -> sums [rows, D]`: adds each row of x, in float32, to the sum of its index."""
 
@@ -125,6 +111,20 @@ def _take_rows_bwd(sum_rows: SumRows, saved: tuple[jax.Array, jax.Array], g: jax
 
 
 take_rows.defvjp(lambda table_VD, index, sum_rows: (table_VD[index], (table_VD, index)), _take_rows_bwd)
+
+
+def embed(tokens_BT: jax.Array, table_VD: jax.Array, sum_rows: SumRows = scatter_rows) -> jax.Array:
+    """Looks up token embeddings, [B, T/tensor, D], on the first pipeline stage.
+
+    table_VD: this device's block of the vocabulary (Shoeybi et al. 2019, arXiv:1909.08053, section 3). A device takes
+    zeros for the tokens of other blocks; `sequence_reduce_scatter` sums over `tensor` and `reduce` over `stage`.
+    sum_rows: of the gradient.
+    """
+    rows = table_VD.shape[0]
+    local_BT = tokens_BT - axis_index(VOCAB_AXES) * rows
+    in_block_BT = (local_BT >= 0) & (local_BT < rows)
+    x_BTD = take_rows(table_VD, jnp.where(in_block_BT, local_BT, 0), sum_rows)
+    return reduce(sequence_reduce_scatter(jnp.where(in_block_BT[..., None], x_BTD, 0), 1), ("stage",), 0)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
