@@ -212,3 +212,46 @@ def test_every_path_enters_absolute_and_normal(name: str, tmp_path: Path, monkey
         assert found.resolve() == place.resolve(), how
         for link in ("a b", "ü", "deep-link"):
             (tmp_path / link).unlink()
+
+
+READERS = {
+    "evaluate": ["evaluate", "RUN", "--devices", "1"],
+    "generate": ["generate", "RUN", "def f(", "--max-tokens", "2", "--devices", "1"],
+    "resume": ["train", "--out", "RUN", "--resume", "--devices", "1"],
+    "list": ["checkpoint", "list", "RUN"],
+    "inspect": ["checkpoint", "inspect", "RUN"],
+    "verify": ["checkpoint", "verify", "RUN"],
+    "diff": ["checkpoint", "diff", "RUN"],
+    "convert": ["convert", "RUN", "NEW"],
+    "view": ["view", "RUN", "--html", "NEW.html"],
+    "show": ["show", "--run", "RUN/run.json"],
+    "plan": ["plan", "--run", "RUN/run.json", "--on", "v5e:2x2"],
+}
+"""Commands that read a run's folder; NEW is a path beside it."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps in a folder with a space and an umlaut, and a link to it."""
+    folder = tmp_path_factory.mktemp("paths") / "mein Läufe"
+    small = ["--model.width", "32", "--model.layers", "2", "--model.mlp", "64", "--training.save-every", "1"]
+    assert run(["train", "--out", str(folder / "run"), "--steps", "2", "--devices", "1", *small]) == 0
+    (folder / "sub").mkdir()
+    (folder / "link").symlink_to(folder / "run")
+    return folder
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_every_reader_of_a_run_takes_every_spelling(
+    command: str, trained: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One run, by `..`, a link, a trailing slash and `~`, in a folder with a space and an umlaut."""
+    monkeypatch.setenv("HOME", str(trained))
+    monkeypatch.chdir(trained / "sub")
+    for number, word in enumerate(("../run", "../sub/../run/", "../link", "~/run", "../../mein Läufe/run")):
+        new = f"../new-{command}-{number}"
+        assert run([part.replace("RUN", word).replace("NEW", new) for part in READERS[command]]) == 0, word
+    found = capfd.readouterr()
+    assert "Traceback" not in found.out + found.err
+    if command in ("convert", "view"):
+        assert len(list(trained.glob(f"new-{command}-*"))) == 5
