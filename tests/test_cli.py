@@ -471,3 +471,15 @@ def test_nothing_needs_the_network_or_the_shared_folder() -> None:
         text = file.read_text()
         assert "../shared" not in text and not re.search(r"https://\w", text), file
     assert os.environ["JAX_PLATFORMS"] == "cpu"
+
+
+def test_errors_shorten_only_paths_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text that is another path, or a bucket, stays: in a container the working directory is often `/`."""
+    from meshwright.cli.main import _relative
+
+    monkeypatch.chdir(tmp_path)
+    assert (
+        _relative(f"'{tmp_path}/x', /mnt{tmp_path}/x, gs:/{tmp_path}/x") == f"'x', /mnt{tmp_path}/x, gs:/{tmp_path}/x"
+    )
+    monkeypatch.chdir("/")
+    assert _relative("gs://bucket/x and /data/x") == "gs://bucket/x and /data/x"

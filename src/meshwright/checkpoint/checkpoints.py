@@ -76,15 +76,7 @@ _FULL = {
     "RESOURCE_EXHAUSTED": "the disk is full",
 }
 """Reasons for which a file system takes no more bytes, by text of its error; the first that is found."""
-_HERE = (
-    "PERMISSION_DENIED",
-    "ermission denied",
-    "put/output error",
-    "Stale file",
-    "timed out",
-    "Too many open",
-    "memory",
-)
+_HERE = ("PERMISSION_DENIED", "ermission denied", "put/output error", "Stale file", "timed out", "memory")
 """Words of errors that are about the host that reads, not about the bytes."""
 
 
@@ -315,7 +307,9 @@ class Checkpoints:
             failed, text = error, " ".join(str(error).split())[:200]
             name = next((name for name in abstract if name in str(error)), None)
             what = "a file is damaged" if name is None else f"tensor {name!r} cannot be read"
-            kind = "here" if limit_of(error) or any(words in str(error) for words in _HERE) else "damage"
+            said = str(error).replace(str(self.folder), "")  # whose name may have such a word
+            here = isinstance(error, MemoryError) or limit_of(error) or any(words in said for words in _HERE)
+            kind = "here" if here else "damage"
             failure = "store" if isinstance(error, StorageError) else kind, f"{what} ({type(error).__name__}: {text})"
         self._fail_together(manifest, failure, failed)
         return tensors

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import os
+import re
 import resource
 import shutil
 import sys
@@ -54,7 +55,7 @@ def main() -> None:
         with watched_by(Notices(" ".join(["meshwright", *sys.argv[1:2]]))):
             code = run(sys.argv[1:])
     except MeshwrightError as error:
-        _print_error(str(error).replace(f"{os.getcwd()}{os.sep}", ""))
+        _print_error(_relative(str(error)))
         code = error.exit_code
     except KeyboardInterrupt:
         code = EXIT_CODE
@@ -130,6 +131,11 @@ def _write_overview() -> None:
     write(f"\n{TRUST} with any verb: run files, plans and checkpoints that it reads may name code to run; with\n")
     write(f"{TRUST}=NAME the code module:attribute or FILE.py:attribute of that name alone.\n")
     write("meshwright VERB --help lists the options of a verb; meshwright --version prints the version.\n")
+
+
+def _relative(text: str) -> str:
+    """Returns a text in which paths in the working directory begin there; parts of other paths stay."""
+    return re.sub(rf"(?<![\w./:~-]){re.escape(os.getcwd())}/", "", text)
 
 
 def _print_error(text: str) -> None:
