@@ -613,7 +613,7 @@ def test_a_proof_writes_what_is_asked_for(tmp_path: Path) -> None:
     mesh = {axis: degree for axis, degree in json.loads(census.read_text())["mesh"].items() if degree > 1}
     assert mesh == {"data": 2, "fsdp": 2, "tensor": 2}
     with pytest.raises(ConfigError, match="a wrapped model"):
-        cli([*words, "--measure", "2"])
+        cli([*words, "--step", "evaluate"])
 
 
 def test_a_plan_is_proved_by_the_compiler_of_the_machine() -> None:

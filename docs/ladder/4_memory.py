@@ -20,7 +20,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
-from meshwright.analysis.memory import live_memory
 from meshwright.hardware.chips import CHIPS
 from meshwright.views.draw import draw, side_by_side
 
@@ -205,10 +204,8 @@ for name, spec in (("whole", P()), ("split", P("x", "y"))):
 # %% [markdown]
 # ## Measured
 #
-# The same with real arrays, sorted by the tree that holds them. The moments are zeros, so nothing tells `jit` how to
-# split them: by default it makes them whole on every device, sixteen times the sharded parameters. `live_memory` asks
-# JAX for every live array of the process; on an accelerator it also gives the allocator's own statistics, and
-# `meshwright prove --measure 3 --profile memory.prof` writes a profile that `pprof` reads.
+# The same with real arrays, in bytes of one device. The moments are zeros, so nothing tells `jit` how to split them: by
+# default it makes them whole on every device, sixteen times the sharded parameters.
 
 # %%
 params = {"w": jax.device_put(jnp.ones((1024, 1024)), NamedSharding(mesh, P("x", "y")))}
@@ -216,8 +213,9 @@ for name, init in (
     ("chosen by jit", jax.jit(adam.init)),
     ("declared", jax.jit(adam.init, out_shardings=moment_shardings)),
 ):
-    live = live_memory(parameters=params, optimizer_state=init(params)).categories
-    print(name, {k: f"{live[k] / MiB:.2f} MiB" for k in ("parameters", "optimizer state")})
+    trees = {"parameters": params, "optimizer state": init(params)}
+    shards = {k: [x.addressable_shards[0].data for x in jax.tree.leaves(tree)] for k, tree in trees.items()}
+    print(name, {k: f"{sum(x.nbytes for x in parts) / MiB:.2f} MiB" for k, parts in shards.items()})
 
 # %% [markdown]
 # ## The census

@@ -19,7 +19,6 @@ def proved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     printed = meshwright(
         *PROVE, "--save", str(out / "census.json"), "--save-budget", str(out / "budget.toml"),
         "--hlo", str(out / "step.hlo"), "--html", str(out / "page.html"),
-        "--measure", "2", "--profile", str(out / "memory.prof"),
     )  # fmt: skip
     (out / "printed.txt").write_text(printed)
     return out
@@ -34,12 +33,9 @@ def test_it_prints_and_writes(proved: Path) -> None:
         "decoder.py:",
         "2 D F per matrix",
         "padding vocabulary",
-        "live between",
     ):
         assert part in printed
-    assert "the census's peak of its devices is" in " ".join(printed.split())
     assert (proved / "step.hlo").read_text().startswith("HloModule")
-    assert (proved / "memory.prof").stat().st_size > 0
     document = json.loads((proved / "census.json").read_text())
     assert sum(document["memory"]["categories"].values()) == document["memory"]["peak"]
     assert {"kind", "axes", "payload", "count", "total", "sent", "line", "tensor"} <= set(document["ledger"][0])
@@ -97,8 +93,6 @@ def test_files_that_cannot_be_written_are_named_before_compiling(
         for file in (tmp_path / "none" / "file", tmp_path):
             with pytest.raises(ConfigError, match=f"writing {file}"):
                 run([*PROVE, flag, str(file)])
-    with pytest.raises(ConfigError, match=r"3 \* 4 = 12"):
-        run([*PROVE, "--html", str(kept), "--save", str(tmp_path / "new"), "--machine", "gpu:3x4"])
     assert kept.read_text() == "kept" and list(tmp_path.iterdir()) == [kept]
 
 

@@ -14,7 +14,6 @@ from rich.console import Console
 from meshwright.analysis.census import Census, save_census
 from meshwright.analysis.compare import check_budget, compare, read_budget, read_census, write_budget
 from meshwright.analysis.compile import OutOfMemory
-from meshwright.analysis.run_memory import measure_steps
 from meshwright.api.planning import decode_json, find_target, refuse_wrapped
 from meshwright.api.proving import (
     CompiledStep,
@@ -35,7 +34,7 @@ from meshwright.formatting import format_bytes
 from meshwright.hardware.targets import Target
 from meshwright.planner.explain import memory_remedies
 from meshwright.planner.plan_file import is_plan, read_plan
-from meshwright.ranges import NonNegativeInt, PositiveInt, TimeLimit
+from meshwright.ranges import PositiveInt, TimeLimit
 from meshwright.reporters.console import open_console
 from meshwright.runs.run import Run
 from meshwright.storage.paths import path_of
@@ -47,12 +46,11 @@ from meshwright.views.census_page import (
     census_sections,
     census_title,
     difference_section,
-    measured_section,
     prediction_section,
     remedies_section,
     write_trace,
 )
-from meshwright.views.draw import MachineGrid, machine_of, parse_machine
+from meshwright.views.draw import MachineGrid, machine_of
 from meshwright.views.layout_page import layout_sections, phases_section
 from meshwright.views.plan_page import print_decode_proof
 from meshwright.views.report import Report, Section, print_sections
@@ -91,20 +89,14 @@ class ProveOptions(RunOptions):
     """Write the text of the compiled program (HLO)."""
     html: Path | None = None
     """Write one offline page: mesh, parameters, memory, collectives, FLOPs, findings."""
-    machine: str | None = None
-    """Machine that the page draws the mesh over: v5p:4x4x8, gpu:8x8, or host; by default the one of the devices."""
-    measure: NonNegativeInt = 0
-    """Also run this many steps on random tokens and measure memory."""
-    profile: Path | None = None
-    """With --measure: write JAX's device memory profile, for pprof."""
     fresh: bool = False
     """Compile again what is in the cache of proofs."""
     json: bool = False
     """Print the census as JSON on standard output, and everything else on standard error."""
 
 
-_WRITTEN = ("trace", "save_budget", "save", "hlo", "html", "profile")
-_OF_A_STEP = (*_WRITTEN, "against", "budget", "machine", "measure", "fresh")
+_WRITTEN = ("trace", "save_budget", "save", "hlo", "html")
+_OF_A_STEP = (*_WRITTEN, "against", "budget", "fresh")
 """Options that read or write the census of a step."""
 
 
@@ -131,7 +123,6 @@ def main(args: Sequence[str]) -> int:
         return code
     if options.step in ("prefill", "decode"):
         return _prove_decoding(options, devices, target, console)
-    machine = parse_machine(options.machine, len(devices)) if options.machine else machine_of(devices)
     take = functools.partial(compile_step, devices=devices, target=target, step=options.step, fresh=options.fresh)
     run = resolved_run(options.run, len(devices), target)
     try:
@@ -140,7 +131,7 @@ def main(args: Sequence[str]) -> int:
         print_sections(console, _remedies(run, target, error.required - error.available))
         raise
     sections = _compare(options, console, run, compiled.census, other, take)
-    _write_files(options, compiled, machine, sections)
+    _write_files(options, compiled, machine_of(devices), sections)
     phases = compiled.phases() if options.against is None else {}
     if options.json:
         write_json(_to_json(compiled, phases))
@@ -151,10 +142,6 @@ def main(args: Sequence[str]) -> int:
         if phases:
             planned = compiled.planned.phases if compiled.planned else {}
             print_sections(console, [phases_section(planned, phases)])
-    if options.measure and compiled.device_run is not None:
-        steps, profile = options.measure, options.profile
-        measured = measure_steps(compiled.device_run, compiled.census, steps=steps, profile=profile)
-        print_sections(console, [measured_section(measured)])
     exceeded = check_budget(compiled.census, budget) if budget is not None else []
     print_sections(console, [budget_section(exceeded)] if exceeded else [])
     fits = target is None or _print_verdict(console, compiled, target, phases)
@@ -163,17 +150,11 @@ def main(args: Sequence[str]) -> int:
 
 def _refuse_unused(options: ProveOptions) -> None:
     """Raises ConfigError for an option that belongs to another one, which is not given."""
-    if options.on and options.measure:
-        raise ConfigError("--measure with --on", "hardware that is not here cannot run a step", "one of them")
     if options.step in ("prefill", "decode"):
         refuse_options(options, _OF_A_STEP, f"--step {options.step}", "leave it out: memory and speed are printed")
     else:
         refuse_options(options, ("decode_batch", "decode_slots"), f"--step {options.step}", "--step decode with it")
-    if not options.measure:
-        refuse_options(options, ("profile",), "no --measure", "--measure 2 with it")
-    if options.html is None:
-        refuse_options(options, ("machine",), "no --html", "--html page.html with it")
-    refuse_wrapped(options.run, given_options(options, ("step", "measure", "profile")))
+    refuse_wrapped(options.run, given_options(options, ("step",)))
 
 
 def _other_side(options: ProveOptions, target: Target | None) -> Run | dict[str, Any] | None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from meshwright.analysis.census import Census, summarise_traffic
 from meshwright.analysis.compare import Change, LimitExceeded
-from meshwright.analysis.run_memory import MeasuredMemory
 from meshwright.analysis.simulate import SimulatedSchedule
 from meshwright.formatting import format_bytes, format_count, format_step
 from meshwright.hardware.targets import Target
@@ -140,22 +139,6 @@ def remedies_section(over: float, remedies: Sequence[Remedy]) -> Section:
     ]
     table = Table.of(remedies, columns, title="Options that save memory, predicted")
     return Section(f"{format_bytes(over)} too many", [table])
-
-
-def measured_section(measured: MeasuredMemory) -> Section:
-    """Returns the memory of some real steps, against the census's peak."""
-    rows = [*measured.live.categories.items()]
-    for device, stats in measured.live.devices.items():
-        rows += [(f"{device}, {key}", stats[key]) for key in ("bytes_in_use", "peak_bytes_in_use") if key in stats]
-    blocks: list[Block] = [Table([Column("live between steps"), Column("bytes", "bytes")], rows, printed=None)]
-    if measured.resident_growth is not None:
-        text = (
-            f"resident memory of this process grew by {format_bytes(measured.resident_growth)}; the census's peak of "
-            f"its devices is {format_bytes(measured.predicted_peak)} "
-            f"(ratio {measured.resident_growth / measured.predicted_peak:.2f})"
-        )
-        blocks.append(Text([text]))
-    return Section(f"{measured.steps} steps measured here", blocks)
 
 
 def budget_section(exceeded: Sequence[LimitExceeded]) -> Section:
