@@ -13,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import ConfigError
-from meshwright.views.draw import draw, draw_machine, format_devices, local_view, parse_machine, picture_of
+from meshwright.hardware.targets import parse_target
+from meshwright.views.draw import draw, draw_machine, format_devices, local_view, machine_of_target, picture_of
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def test_hundreds_of_devices() -> None:
     picture = picture_of("w", (8192, 28672), "DF", (("fsdp",), ("tensor",)), mesh)
     assert picture.svg().count("<rect") == 512
     assert "and 48 more rows" in str(picture)
-    machine = draw_machine(mesh, parse_machine("v5p:8x8x8", 512))
+    machine = draw_machine(mesh, machine_of_target(parse_target("v5p:8x8x8")))
     assert machine.svg().count("<rect") == 512
     assert len(machine.panels) == 8
 
@@ -111,27 +112,21 @@ def test_a_value_inside_shard_map(mesh: Mesh) -> None:
 @pytest.mark.parametrize(
     ("machine", "says"),
     [
-        ("host", ["fsdp=4: within the host", "tensor=8: within the host"]),
-        ("gpu:4x8", ["fsdp=4: between nodes", "tensor=8: within a node"]),
-        ("gpu:8x4", ["fsdp=4: between nodes", "tensor=8: within a node for 24 of 28 neighbours, else between nodes"]),
+        ("", ["fsdp=4: within the host", "tensor=8: within the host"]),
+        ("h100:4x8", ["fsdp=4: between nodes", "tensor=8: within a node"]),
+        ("h100:8x4", ["fsdp=4: between nodes", "tensor=8: within a node for 24 of 28 neighbours, else between nodes"]),
         (
-            "v5p:4x8",
+            "v6e:4x8",
             ["fsdp=4: along x of the torus, 1 ICI hop to a neighbour", "tensor=8: along y of the torus"],
         ),
     ],
 )
 def test_the_mesh_over_the_machine(machine: str, says: list[str]) -> None:
-    picture = draw_machine({"fsdp": 4, "tensor": 8}, parse_machine(machine, 32))
+    picture = draw_machine({"fsdp": 4, "tensor": 8}, machine_of_target(parse_target(machine)) if machine else None)
     for line, want in zip(picture.lines, says, strict=True):
         assert line.startswith(want)
     ET.fromstring(picture.svg())
     assert sum(len(panel.cells) for panel in picture.panels) == 32
-
-
-@pytest.mark.parametrize("machine", ["v5p", "gpu:8", "gpu:axb", "v5p:2x2x2x2"])
-def test_a_machine_that_is_none(machine: str) -> None:
-    with pytest.raises(ConfigError):
-        parse_machine(machine, 32)
 
 
 def test_the_mesh_of_real_devices(mesh: Mesh) -> None:

@@ -23,7 +23,7 @@ from meshwright.models.families.gpt2 import Gpt2
 from meshwright.planner.search import price_run
 from meshwright.runs.run import Run
 from meshwright.step.device_run import place_on_devices
-from meshwright.views.draw import draw_machine, parse_machine, picture_of, side_by_side
+from meshwright.views.draw import draw_machine, machine_of_target, picture_of, side_by_side
 
 # %% [markdown]
 # ## The picture
@@ -34,7 +34,7 @@ from meshwright.views.draw import draw_machine, parse_machine, picture_of, side_
 # %%
 degrees = {"fsdp": 4, "tensor": 2}
 side_by_side(
-    draw_machine(degrees, parse_machine("v5p:2x2x2", 8)),
+    draw_machine(degrees, machine_of_target(parse_target("v5p:2x2x2"))),
     picture_of("up", (4096, 14336), "DF", (("fsdp",), ("tensor",)), degrees),
 )
 

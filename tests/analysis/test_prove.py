@@ -98,11 +98,11 @@ def test_files_that_cannot_be_written_are_named_before_compiling(
 
 def test_pictures_on_the_command_line(tmp_path: Path) -> None:
     words = ["show", "llama3-8b", "--mesh", "fsdp=4,tensor=2"]
-    drawn = meshwright(*words, "--draw", "blocks.query", "--machine", "gpu:2x4", "--svg", str(tmp_path / "drawn"))
+    drawn = meshwright(*words, "--draw", "blocks.query", "--machine", "h100:2x4", "--svg", str(tmp_path / "drawn"))
     assert "blocks.query, gathered[L, D, N/tensor, H]" in drawn and "tensor=2: within a node" in drawn
     assert {p.name for p in (tmp_path / "drawn").iterdir()} == {
         "mesh.svg", "blocks.query.svg", "blocks.query-gathered.svg", "batch.svg",
     }  # fmt: skip
     assert "did you mean 'blocks.query'?" in meshwright(*words, "--draw", "blocks.qury", code=2)
-    assert "4 * 4 = 16" in meshwright(*words, "--machine", "gpu:4x4", code=2)
+    assert "the machine has 16 devices, and the mesh 8" in meshwright(*words, "--machine", "h100:4x4", code=2)
     assert "cannot be written" in meshwright(*words, "--html", "/proc/none", code=2)

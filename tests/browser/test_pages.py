@@ -32,8 +32,9 @@ from meshwright.planner.search import search, with_tokens_per_step
 from meshwright.runs.recipe import find_recipe
 from meshwright.views.census_page import census_page
 from meshwright.views.charts import Axis, Chart, Series
+from meshwright.views.draw import machine_of_target
 from meshwright.views.layout_page import layout_page
-from meshwright.views.plan_page import machine_of_target, offer_page, plan_page
+from meshwright.views.plan_page import offer_page, plan_page
 from meshwright.views.report import Live, Report, Section
 
 _BROWSER = next((path for name in ("chromium", "google-chrome", "chrome") if (path := shutil.which(name))), None)

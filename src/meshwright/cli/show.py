@@ -11,8 +11,11 @@ from meshwright.api.layout import show
 from meshwright.cli.base_run import RunOptions, base_run
 from meshwright.cli.output import unwritable, write_json
 from meshwright.cli.parse import parse
+from meshwright.config import MeshShape
+from meshwright.errors import ConfigError
+from meshwright.hardware.targets import parse_target
 from meshwright.reporters.console import open_console
-from meshwright.views.draw import PipelineTimeline, draw_machine, parse_machine, standalone
+from meshwright.views.draw import MachineGrid, PipelineTimeline, draw_machine, machine_of_target, standalone
 from meshwright.views.layout_page import layout_page, tensor_pictures
 
 
@@ -24,7 +27,7 @@ class ShowOptions(RunOptions):
     draw: tuple[str, ...] = ()
     """Also draw which device holds which block of these parameters; `all` draws every one."""
     machine: str | None = None
-    """Draw the mesh over a machine: v5p:4x4x8 (a torus), gpu:8x8 (nodes x GPUs per node), or host."""
+    """Draw the mesh over a machine: v5p:4x4x8 (a torus), or h100:8x8 (nodes x GPUs per node)."""
     svg: Path | None = None
     """Write the drawings into this folder, one file each."""
     html: Path | None = None
@@ -33,13 +36,25 @@ class ShowOptions(RunOptions):
     """Print JSON."""
 
 
+def _machine(text: str, shape: MeshShape) -> MachineGrid:
+    """Parses --machine. Raises ConfigError where it is not a target, or has another number of devices than the mesh."""
+    target = parse_target(text)
+    if target.devices != shape.size:
+        raise ConfigError(
+            f"--machine {text} under mesh {shape}",
+            f"the machine has {target.devices} devices, and the mesh {shape.size}",
+            f"--mesh fsdp={target.devices}, or the machine of {shape.size} devices",
+        )
+    return machine_of_target(target)
+
+
 def main(args: Sequence[str]) -> int:
     """Runs `meshwright show`. Raises ConfigError where the run does not fit the mesh, or a file cannot be written."""
     base = base_run(args)
     options = parse(ShowOptions, "show [RECIPE]", base.args, default=ShowOptions(run=base.run))
     shown = show(options.run)
     placed, shape = shown.placed, shown.placed.shape
-    machine = parse_machine(options.machine, shape.size) if options.machine else None
+    machine = _machine(options.machine, shape) if options.machine else None
     page = layout_page(placed, machine)
     wanted = () if options.draw == ("all",) else options.draw
     pictures = tensor_pictures(placed, wanted) if options.draw or options.svg else []

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -14,6 +13,9 @@ from jax.sharding import NamedSharding, Sharding
 from rich.text import Text
 
 from meshwright.errors import ConfigError
+from meshwright.hardware.chips import Torus
+from meshwright.hardware.interconnect import all_coordinates
+from meshwright.hardware.targets import Target
 from meshwright.sharding.placement import Placement
 from meshwright.sharding.schedule_table import (
     BACKWARD,
@@ -466,28 +468,23 @@ class MachineGrid:
     """Coordinates of each device, in the order of the mesh."""
 
 
-def parse_machine(text: str, devices: int) -> MachineGrid:
-    """Parses `v5p:4x4x8` (a torus), `gpu:8x8` (nodes x GPUs per node), or `host` (all devices in one).
+def machine_of_target(target: Target) -> MachineGrid:
+    """Returns the grid of a target's devices; `jax.make_mesh` may assign a real torus better."""
+    coordinates = tuple(all_coordinates(target.chip, target.topology, target.domains))
+    if not isinstance(target.chip.interconnect, Torus):
+        return MachineGrid("nodes", str(target), (target.domains, target.topology[1]), coordinates)
+    cores = (target.chip.devices_per_chip,) if target.chip.devices_per_chip > 1 else ()
+    if target.slices == 1:
+        inside = tuple(coordinate[1:] for coordinate in coordinates)
+        return MachineGrid("torus", str(target), (*target.topology, *cores), inside)
+    # Several slices are drawn like nodes: a panel for each slice, its devices in rows.
+    per_slice = len(coordinates) // target.slices
+    rows = tuple((coordinate[0], number % per_slice) for number, coordinate in enumerate(coordinates))
+    return MachineGrid("nodes", str(target), (target.slices, per_slice), rows)
 
-    Devices fill the machine row by row, the last coordinate fastest; `jax.make_mesh` may assign a real torus better.
-    Raises ConfigError where the text is not a machine, or not one of `devices` devices.
-    """
-    name, _, size = text.partition(":")
-    if name == "host":
-        return MachineGrid("host", "one host", (devices,), tuple((i,) for i in range(devices)))
-    if not re.fullmatch(r"\d+(x\d+){0,2}", size):
-        raise ConfigError(
-            f"machine {text!r}", "a machine is NAME:SIZE, with sizes joined by x", "write v5p:4x4x8, gpu:8x8, or host"
-        )
-    shape = tuple(int(n) for n in size.split("x"))
-    chips = math.prod(shape)
-    if chips != devices:
-        raise ConfigError(
-            f"machine {text} under a mesh of {devices} devices",
-            f"{' * '.join(map(str, shape))} = {chips}",
-            f"choose a mesh of {chips} devices, or another machine",
-        )
-    return MachineGrid("nodes" if name == "gpu" else "torus", text, shape, tuple(np.ndindex(*shape)))
+
+def _host(devices: int, name: str = "one host") -> MachineGrid:
+    return MachineGrid("host", name, (devices,), tuple((i,) for i in range(devices)))
 
 
 def machine_of(devices: Sequence[Any]) -> MachineGrid:
@@ -502,7 +499,7 @@ def machine_of(devices: Sequence[Any]) -> MachineGrid:
     hosts = sorted({d.process_index for d in devices})
     if len(hosts) == 1:
         name = "simulated devices of this CPU" if devices[0].platform == "cpu" else kind
-        return dataclasses.replace(parse_machine("host", len(devices)), name=name)
+        return _host(len(devices), name)
     members: list[tuple[int, int]] = []
     for d in devices:
         host = hosts.index(d.process_index)
@@ -519,7 +516,7 @@ def draw_machine(mesh: jax.sharding.Mesh | Mapping[str, int], machine: MachineGr
         machine = machine or machine_of(list(mesh.devices.flat))
         mesh = {str(axis): n for axis, n in mesh.shape.items()}
     size = math.prod(mesh.values())
-    machine = machine or parse_machine("host", size)
+    machine = machine or _host(size)
     nontrivial = {axis: n for axis, n in mesh.items() if n > 1}
     ids = np.arange(size).reshape([*nontrivial.values()] or [1])
     mesh_text = ",".join(f"{axis}={n}" for axis, n in nontrivial.items()) or "one device"

@@ -4,20 +4,17 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-import jax.numpy as jnp
-
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, nearest
 from meshwright.formatting import format_bytes, format_count
-from meshwright.planner.memory_model import PhaseMemory, keeps_stages, kept_bytes
+from meshwright.planner.memory_model import PhaseMemory
 from meshwright.planner.optimizer import state_bytes
-from meshwright.planner.work import work_of
 from meshwright.runs.placed_run import PlacedRun
 from meshwright.sharding.layouts import BATCH_AXES, find_layout
 from meshwright.sharding.params import count_params, named_leaves
 from meshwright.sharding.placement import Placement, notation
 from meshwright.sharding.schedule_table import IDLE, PLACE, ScheduleTable
-from meshwright.views.blocks import Bar, Bars, Column, Figure, Figures, Table
+from meshwright.views.blocks import Column, Figure, Figures, Table
 from meshwright.views.charts import Drawing
 from meshwright.views.draw import ArrayPicture, MachineGrid, draw_machine, picture_of
 from meshwright.views.layout import (
@@ -101,7 +98,7 @@ def layout_sections(placed: PlacedRun, machine: MachineGrid | None) -> list[Sect
     ]
     if report.stages:
         table = placed.schedule_table
-        blocks = [_pipeline_drawing(table), _stage_memory(placed, report), stages_table(report.stages)]
+        blocks = [_pipeline_drawing(table), stages_table(report.stages)]
         hint = (
             "Hover a task, or move the slider, to follow its microbatch; the bars below each stage are the "
             "microbatches in flight there."
@@ -190,27 +187,6 @@ def _pipeline_drawing(table: ScheduleTable) -> Drawing:
     data |= {"places": len(used), "live": table.live_inputs.T}
     data["tasks"] = dict(zip(fields, zip(*tasks, strict=True), strict=True))
     return Drawing("Pipeline", data, title=table.title)
-
-
-def _stage_memory(placed: PlacedRun, report: LayoutReport) -> Bars:
-    """Returns the bytes of a device of each stage: parameters, optimizer state, and what its microbatches keep."""
-    training, work, table = placed.run.training, work_of(placed), placed.schedule_table
-    each = work.tokens / placed.shape.tensor * work.width * jnp.dtype(training.compute_dtype).itemsize
-    kept = kept_bytes(placed, work) / table.virtual_stages if keeps_stages(placed) else 0.0
-    rows = []
-    for stage in range(table.stages):
-        live = int(table.live_inputs[:, stage].max())
-        values = [report.bytes_parameters, report.bytes_optimizer, live * each, live * kept]
-        rows.append(Bar(f"stage {stage}: {live} in flight", values))
-    return Bars(
-        "bytes",
-        ("parameters", "optimizer state", "inputs of microbatches", "saved activations of microbatches"),
-        ("c1", "c6", "c5", "c3"),
-        rows,
-        title="Memory of a device, by stage",
-        note="Parameters are stacked equally on all stages. Weights in use, gradients and temporaries come on top; "
-        "plan has them all.",
-    )
 
 
 def tensor_pictures(placed: PlacedRun, paths: tuple[str, ...] = ()) -> list[ArrayPicture]:

@@ -10,8 +10,6 @@ from rich.console import Console
 
 from meshwright.errors import MeshwrightError
 from meshwright.formatting import format_bytes, format_count, format_step, format_time
-from meshwright.hardware.chips import Torus
-from meshwright.hardware.interconnect import all_coordinates
 from meshwright.hardware.targets import Target
 from meshwright.planner.decoding import DecodePrice
 from meshwright.planner.explain import STEP_PARTS, alternatives, memory_shortfall, slowdown_reason
@@ -33,7 +31,7 @@ from meshwright.views.blocks import (
 )
 from meshwright.views.charts import MARKERS, Axis, Chart, Mark, Series
 from meshwright.views.colours import series_colour
-from meshwright.views.draw import MachineGrid
+from meshwright.views.draw import machine_of_target
 from meshwright.views.layout_page import layout_sections, machine_drawing, phases_section
 from meshwright.views.report import Report, Section
 from meshwright.views.terminal import print_blocks
@@ -360,21 +358,6 @@ def _alternatives(result: SearchResult, printed: int) -> Table:
     found = alternatives(result)
     tones = ["" if a.fits else "faded" for a in found]
     return Table.of(found, columns, tones=tones, title="Best plan of other axes", shown=12, printed=printed)
-
-
-def machine_of_target(target: Target) -> MachineGrid:
-    """Returns the grid of a target's devices, for the pictures."""
-    coordinates = tuple(all_coordinates(target.chip, target.topology, target.domains))
-    if not isinstance(target.chip.interconnect, Torus):
-        return MachineGrid("nodes", str(target), (target.domains, target.topology[1]), coordinates)
-    cores = (target.chip.devices_per_chip,) if target.chip.devices_per_chip > 1 else ()
-    if target.slices == 1:
-        inside = tuple(coordinate[1:] for coordinate in coordinates)
-        return MachineGrid("torus", str(target), (*target.topology, *cores), inside)
-    # Several slices are drawn like nodes: a panel for each slice, its devices in rows.
-    per_slice = len(coordinates) // target.slices
-    rows = tuple((coordinate[0], number % per_slice) for number, coordinate in enumerate(coordinates))
-    return MachineGrid("nodes", str(target), (target.slices, per_slice), rows)
 
 
 # Offers
