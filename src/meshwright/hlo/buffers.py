@@ -10,6 +10,9 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.unknown_fields import UnknownFieldSet
+
 from meshwright.hlo.parser import Array, Computation, Instruction, Module, Shape
 
 Index = tuple[int, ...]
@@ -41,28 +44,9 @@ class BufferAssignment:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    position = 0
-
-    def varint() -> int:
-        nonlocal position
-        value = shift = 0
-        while True:
-            byte = data[position]
-            position += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-
-    while position < len(data):
-        key = varint()
-        wire_type = key & 7
-        if wire_type == 0:
-            yield key >> 3, varint()
-            continue
-        length = varint() if wire_type == 2 else 8 if wire_type == 1 else 4
-        yield key >> 3, data[position : position + length]
-        position += length
+    """Yields the number and the value of every field of a serialised message, whose schema is not needed for it."""
+    for field in UnknownFieldSet(Empty.FromString(data)):
+        yield field.field_number, field.data
 
 
 def _integer(data: bytes, number: int, default: int = 0) -> int:

@@ -16,9 +16,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 from jax.extend.random import define_prng_impl, threefry2x32_p
 
+from meshwright.analysis.jaxprs import nested_jaxprs
 from meshwright.errors import ConfigError
 
 Shape = tuple[int, ...]
@@ -48,7 +48,7 @@ class Draws:
                 self.shapes.add((kind, tuple(equation.params["shape"])))
             elif kind is not None:
                 self.foreign.append((kind, tuple(equation.params["shape"])))
-            for inner in nested_jaxprs(equation):
+            for inner, _ in nested_jaxprs(equation):
                 self.read(inner)
 
     def check_foreign(self, jaxpr: Any) -> None:
@@ -141,16 +141,6 @@ def _implementation(parts: int, draws: Draws) -> Any:
         name=f"meshwright_part_of_{parts}",
         tag=_TAG,
     )
-
-
-def nested_jaxprs(equation: Any) -> list[Any]:
-    """Returns the open jaxprs among the parameters of an equation: bodies of loops, branches, called functions."""
-    found = []
-    for value in equation.params.values():
-        for part in value if isinstance(value, (tuple, list)) else (value,):
-            inner = getattr(part, "jaxpr", part)
-            found += [inner] if isinstance(inner, core.Jaxpr) else []
-    return found
 
 
 def step_key(seed: int, step: Any, part: Any, parts: int, draws: Draws) -> jax.Array:

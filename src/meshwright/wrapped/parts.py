@@ -12,10 +12,11 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+from meshwright.analysis.jaxprs import nested_jaxprs
 from meshwright.errors import ConfigError, MeshwrightError, describe_failure
 from meshwright.words import AXES
 from meshwright.wrapped.batches import Source, hash_of
-from meshwright.wrapped.keys import KEY_WORDS, Draws, key_of, nested_jaxprs
+from meshwright.wrapped.keys import KEY_WORDS, Draws, key_of
 from meshwright.wrapped.modules import Adapter, Annotations, Arrays
 
 
@@ -145,7 +146,7 @@ def _ranks(jaxpr: Any, origins: dict[Any, str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for equation in jaxpr.eqns:
         given = [origins.get(v) if isinstance(v, core.Var) else None for v in equation.invars]
-        inside = nested_jaxprs(equation)
+        inside = [inner for inner, _ in nested_jaxprs(equation)]
         for inner in inside:
             own = given[-len(inner.invars) :] if inner.invars else []
             more = _ranks(inner, {v: name for v, name in zip(inner.invars, own, strict=False) if name is not None})

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from meshwright.analysis.jaxprs import nested_jaxprs
 from meshwright.config import MeshShape
 from meshwright.errors import ConfigError, MeshwrightError, divisors
 from meshwright.hardware.interconnect import map_axes
@@ -35,7 +36,6 @@ from meshwright.runs.placed_run import PlacedRun
 from meshwright.runs.run import Run
 from meshwright.sharding.layouts import BATCH_AXES
 from meshwright.sharding.placement import axes_of
-from meshwright.wrapped.keys import nested_jaxprs
 from meshwright.wrapped.parts import WrappedParts, check_rows
 
 _Origin = tuple[str, tuple[int | None, ...]]
@@ -264,13 +264,13 @@ class _Reader:
             branches = [list(self.matmuls(b.jaxpr, {}, times)) for b in params["branches"]]
             yield from max(branches, key=lambda found: sum(m.flops for m in found))
             return
-        for inner in nested_jaxprs(equation):
+        for inner, n in nested_jaxprs(equation):
             own = given[-len(inner.invars) :] if inner.invars else []
             if name == "scan":  # whose body gets rows of what is scanned over
                 ranks = [len(v.aval.shape) for v in inner.invars]
                 own = [g and (g[0], g[1][len(g[1]) - rank :]) for g, rank in zip(own, ranks, strict=True)]
             known = {v: g for v, g in zip(inner.invars, own, strict=False) if g is not None}
-            yield from self.matmuls(inner, known, times * (params["length"] if name == "scan" else 1))
+            yield from self.matmuls(inner, known, times * n)
 
     def _product(self, equation: Any, given: list[_Origin | None], times: float) -> Matmul:
         (contracted, (batched, _)) = (equation.params["dimension_numbers"][0], equation.params["dimension_numbers"][1])
