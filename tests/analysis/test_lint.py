@@ -15,7 +15,6 @@ from tiny_runs import MODELS, device_run_of, tiny_run
 
 import meshwright as mw
 from meshwright.analysis.census import ProgramFacts
-from meshwright.analysis.expected_sharding import expect_sharding
 from meshwright.analysis.lint import Finding, lint_attention_kernel, lint_tiles
 from meshwright.analysis.memory import Argument
 from meshwright.analysis.run_census import census_of_train_step
@@ -94,28 +93,14 @@ def test_a_large_result_replicated_unasked(mesh: Mesh) -> None:
     assert found.line == line_of(test_a_large_result_replicated_unasked, "def step")
 
 
-def test_a_marked_activation_that_the_compiler_replicates(mesh: Mesh) -> None:
-    def step(x: jax.Array, w: jax.Array) -> jax.Array:
-        hidden = expect_sharding(jnp.sin(x) @ w, "hidden", P("fsdp", "tensor"))
-        return hidden.sum()
-
-    whole = [array(mesh, (64, 64)), array(mesh, (64, 64))]
-    found = only(mw.census(step, *whole).findings, "replicated")
-    assert found.subject == "hidden" and found.bytes == 64 * 64 * 4 * 7 // 8
-    assert found.line == line_of(test_a_marked_activation_that_the_compiler_replicates, "expect_sharding(")
-    split = [array(mesh, (64, 64), "fsdp"), array(mesh, (64, 64), None, "tensor")]
-    assert mw.census(step, *split).findings == ()  # the compiler adds the sum of one number
-
-
 def test_a_dimension_that_wastes_padding(mesh: Mesh) -> None:
     def step(x: jax.Array) -> jax.Array:
-        part = jax.lax.with_sharding_constraint(x[:17] + 1, NamedSharding(mesh, P("fsdp")))
-        return expect_sharding(part, "part", P("fsdp")).sum()
+        return jax.lax.with_sharding_constraint(x[:17] + 1, NamedSharding(mesh, P("fsdp"))).sum()
 
     findings = mw.census(step, array(mesh, (64, 64), "fsdp")).findings
     found = next(f for f in findings if f.kind == "padding")
-    assert found.subject == "part" and "17 over 4 is padded to 20 = 4 * 5" in found.reason
-    assert found.line == line_of(test_a_dimension_that_wastes_padding, "expect_sharding(")
+    assert found.subject == "constraint of f32[17,64]" and "17 over 4 is padded to 20 = 4 * 5" in found.reason
+    assert found.line == line_of(test_a_dimension_that_wastes_padding, "with_sharding_constraint(")
 
 
 def test_a_vocabulary_that_wastes_padding() -> None:

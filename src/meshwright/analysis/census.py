@@ -23,7 +23,6 @@ from meshwright.analysis.compile import (
     definition_line,
     program_arguments,
 )
-from meshwright.analysis.expected_sharding import collect_expected_shardings
 from meshwright.analysis.jaxprs import read_jaxpr_collectives
 from meshwright.analysis.lint import (
     Finding,
@@ -31,7 +30,6 @@ from meshwright.analysis.lint import (
     lint_determinism,
     lint_donation,
     lint_duplicated_work,
-    lint_expected_shardings,
     lint_grouped_matmuls,
     lint_host,
     lint_layouts,
@@ -237,10 +235,9 @@ def census(
     1024.0
     """
     facts, line = facts or ProgramFacts(), definition_line(function)
-    with collect_expected_shardings() as expected:
-        program = compile_function(
-            function, *args, compiler_options=compiler_options, keywords=keywords, branches=facts.branches
-        )
+    program = compile_function(
+        function, *args, compiler_options=compiler_options, keywords=keywords, branches=facts.branches
+    )
     module, jaxpr, cost = program.module, program.jaxpr, program.cost_analysis
     degrees = program.mesh((args, keywords)) if mesh is None else dict(mesh)
     leaves = {} if jaxpr is None else argument_leaves(jaxpr, (*args, keywords))
@@ -257,7 +254,6 @@ def census(
     grouped = grouped_products(module, jaxpr)
     checks: list[Iterable[Finding]] = [
         lint_layouts(program, leaves, declared or {}, degrees),
-        lint_expected_shardings(expected, degrees),
         lint_rematerialisation(module, program.warnings),
     ]
     if degrees and jaxpr is not None:

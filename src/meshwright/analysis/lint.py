@@ -20,7 +20,6 @@ from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.analysis.compile import CompiledProgram
-from meshwright.analysis.expected_sharding import ExpectedSharding
 from meshwright.analysis.jaxprs import all_jaxprs, lines_of, nested_jaxprs, product_flops, products_needed, user_frames
 from meshwright.analysis.memory import Argument
 from meshwright.errors import CensusError
@@ -130,23 +129,6 @@ def lint_layouts(
                 "shard it, or declare it as P() if it is meant to be replicated",
                 sizes[path],
             )
-
-
-def lint_expected_shardings(values: Sequence[ExpectedSharding], mesh: Mapping[str, int]) -> Iterator[Finding]:
-    """Reports values that the compiler sharded other than expected, and those whose dimensions it had to pad."""
-    for value in values:
-        spec, size = _spec_of(value.compiled), value.itemsize * math.prod(value.shape)
-        shards, wanted = _num_shards(spec, mesh), _num_shards(value.declared, mesh)
-        if _dim_axes(spec, mesh) != _dim_axes(value.declared, mesh):
-            yield Finding(
-                "replicated" if shards == 1 and wanted > 1 else "layout",
-                value.name,
-                f"declared {_format_spec(value.declared)}, compiled {_format_spec(spec)}",
-                f"jax.lax.with_sharding_constraint(x, {_format_spec(value.declared)}) where it is computed",
-                max(size // shards - size // wanted, 0),
-                value.line,
-            )
-        yield from _padded_dims(value.name, value.shape, size, spec, mesh, value.line)
 
 
 def _padded_dims(
