@@ -1,8 +1,8 @@
 """Makes the screens of the pages in docs/img/pages: each page small and large, at 1280 and 390 pixels, light and dark.
 
 `python docs/screens.py [--meshwright COMMAND] [NAME...]` writes the pages by the verbs themselves and photographs them
-with Chromium. Two short trainings, a parity and a rehearsal are run for the page of runs. Proving for TPUs needs
-libtpu: COMMAND may be the `python -m meshwright` of another environment.
+with Chromium. Two short trainings are run for the page of runs. Proving for TPUs needs libtpu: COMMAND may be the
+`python -m meshwright` of another environment.
 """
 
 import argparse
@@ -29,18 +29,15 @@ PAGES = {
     "show-405b": ["show", *LARGE, "--machine", "v5p:8x8x16"],
     "difference": ["prove", "tiny", "--mesh", "data=2,fsdp=2,tensor=2", "--against", "fsdp=8"],
     "run": ["view", "fsdp", "tensor"],
-    "checks": ["view", "fsdp"],
 }
 """Name of a screen -> words of the command that makes its page."""
 TRAIN = ["train", "tiny", "--model.layers", "2", "--steps", "40", "--data.sample", "0", "--training.eval-every", "10"]
 BEFORE = [
-    (["parity", "tiny", "--model.layers", "2", "--mesh", "fsdp=4", "--steps", "3", "--json"], "fsdp/parity.json"),
-    (["rehearse", "tiny", "--model.layers", "2", "--mesh", "fsdp=4", "--json"], "fsdp/rehearsal.json"),
-    ([*TRAIN, "--mesh", "fsdp=4", "--devices", "4", "--profile", "20:22", "--out", "fsdp"], ""),
-    ([*TRAIN, "--mesh", "tensor=2", "--devices", "2", "--lr", "1e-3", "--out", "tensor"], ""),
+    [*TRAIN, "--mesh", "tensor=2", "--devices", "2", "--lr", "1e-3", "--out", "tensor"],
+    [*TRAIN, "--mesh", "fsdp=4", "--devices", "4", "--profile", "20:22", "--out", "fsdp"],
 ]
-"""Words of a command that the pages of runs need, and the file that keeps its output."""
-ANCHORS = {"difference": "#difference", "checks": "#checks"}
+"""Words of the commands that the page of runs needs."""
+ANCHORS = {"difference": "#difference"}
 """Name of a screen -> section that it begins with."""
 SIZES = {1280: 1500, 390: 1500}
 """Width -> height of a screen."""
@@ -57,10 +54,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
         chromium = driver.chromium.launch(executable_path=browser, args=["--no-sandbox", "--disable-gpu"])
         meshwright = shlex.split(options.meshwright)
-        for words, kept in reversed(BEFORE) if {"run", "checks"} & set(options.names) else ():
-            done = subprocess.run([*meshwright, *words], check=True, cwd=folder, stdout=subprocess.PIPE)
-            if kept:
-                (Path(folder) / kept).write_bytes(done.stdout)
+        for words in BEFORE if "run" in options.names else ():
+            subprocess.run([*meshwright, *words], check=True, cwd=folder, stdout=subprocess.DEVNULL)
         for name in options.names:
             page = Path(folder) / f"{name}.html"
             command = [*meshwright, *PAGES[name], "--html", str(page)]

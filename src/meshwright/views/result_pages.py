@@ -1,7 +1,5 @@
 """Reports of results that a notebook shows below a cell: a run, a plan, parity, an evaluation, generated texts."""
 
-import dataclasses
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +14,12 @@ from meshwright.runs.run_file import run_to_dict
 from meshwright.trainer.evaluation import BatchEvaluation, Evaluation
 from meshwright.trainer.loop import Summary
 from meshwright.trainer.parity import Parity
-from meshwright.views.blocks import Code, Figure, Figures
+from meshwright.views.blocks import Code, Column, Figure, Figures, Table
 from meshwright.views.census_page import census_page
 from meshwright.views.plan_page import single_plan_page
 from meshwright.views.report import Report, Section
 from meshwright.views.run_folder import flat_fields, open_folders
-from meshwright.views.run_page import fields_table, parity_blocks, recipe_differences, run_page
+from meshwright.views.run_page import fields_table, recipe_differences, run_page
 
 _TEXTS = 32
 """Generated texts on a page."""
@@ -54,8 +52,17 @@ def parity_page(result: Parity) -> Report:
         Figure("initial values", initial, ", ".join(result.unequal_initial)),
         Figure("steps", f"{len(result.steps)}"),
     ]
-    document = json.loads(json.dumps({**dataclasses.asdict(result), "first_divergence": divergence}))
-    blocks = [Figures(figures), *parity_blocks(document, "Every step")]
+    agreement = "equal within 1e-05: losses, and gradients on each tensor's own scale"
+    first, second = result.meshes
+    columns = [
+        Column("step", "integer", "step"),
+        Column(f"loss, {first}", cell=lambda row: f"{row.losses[0]:.7f}"),
+        Column(f"loss, {second}", cell=lambda row: f"{row.losses[1]:.7f}"),
+        Column("gradients differ by", cell=lambda row: f"{row.gradient_difference:.1e}"),
+        Column("most in", cell="worst_tensor"),
+    ]
+    note = f"first divergence: {divergence}" if divergence else agreement
+    blocks = [Figures(figures), Table.of(result.steps, columns, title="Every step", note=note, printed=None)]
     return Report(" against ".join(result.meshes), [Section("Parity", blocks)], topic="parity", height=360)
 
 

@@ -19,7 +19,7 @@ _LONGEST = 2**20
 """Most bytes of a line; a sample has a few thousand."""
 _LARGEST = 64 * 2**20
 """Most bytes that are read at a time."""
-_DOCUMENTS = ("run.json", "foresight.json", "parity.json", "rehearsal.json", "profile.json")
+_DOCUMENTS = ("run.json", "foresight.json", "profile.json")
 
 
 @dataclasses.dataclass
@@ -158,7 +158,7 @@ def open_folders(paths: Iterable[Path]) -> list[RunFolder]:
     """Opens output folders. Raises ConfigError for one that has neither a Run nor metrics."""
     folders = []
     for path in paths:
-        if not any((path / name).is_file() for name in ("run.json", "metrics.jsonl", "parity.json", "rehearsal.json")):
+        if not any((path / name).is_file() for name in ("run.json", "metrics.jsonl")):
             truth = "it has no run.json and no metrics.jsonl" if path.is_dir() else "there is no such folder"
             raise ConfigError(f"view {path}", truth, "the output folder of a training, OUT of train --out OUT")
         folders.append(RunFolder(path))

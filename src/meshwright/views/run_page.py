@@ -65,7 +65,6 @@ def run_page(folders: Sequence[RunFolder], live: Live | None = None) -> Report:
         Section("What happened", [_event_table(folders)]),
         Section("Samples", samples, "Text sampled from the model, the last first."),
         Section("Configuration", _configuration(folders, recipes)),
-        Section("Checks", [block for folder in folders for block in _checks(folder)]),
     ]
     if len(folders) > 1:
         lead = f"{len(folders)} runs over each other."
@@ -332,39 +331,3 @@ def fields_table(fields: Mapping[str, str], title: str) -> Block:
     """Returns the table of all fields of a run."""
     columns = [Column("field"), Column("value", wide=True)]
     return Table(columns, list(fields.items()), searchable=True, shown=20, title=title)
-
-
-# Checks
-
-
-def _checks(folder: RunFolder) -> list[Block]:
-    """Returns the results of `meshwright parity --json` and `rehearse --json` that are kept in the folder."""
-    rehearsal = folder.document("rehearsal.json")
-    columns = [Column("part", cell="name"), Column("result", cell="result", wide=True)]
-    columns.append(Column("took", "seconds", "seconds"))
-    title, note = f"Rehearsal, {folder.name}", f"mesh {rehearsal.get('mesh', '')}"
-    parity = parity_blocks(folder.document("parity.json"), f"Parity, {folder.name}")
-    return [*parity, *_table(rehearsal, "parts", columns, title=title, note=note)]
-
-
-def parity_blocks(parity: Mapping[str, Any], title: str) -> list[Block]:
-    """Returns the table of a parity document, `Parity` as JSON; nothing if it has no step."""
-
-    def loss(row: Mapping[str, Any], mesh: int) -> str:
-        losses = row.get("losses")
-        value = real(losses[mesh]) if isinstance(losses, list) and len(losses) == 2 else None
-        return "" if value is None else f"{value:.7f}"
-
-    meshes = [str(mesh) for mesh in parity.get("meshes", [])]
-    first, second = meshes if len(meshes) == 2 else ("one mesh", "the other")
-    columns = [
-        Column("step", "integer", "step"),
-        Column(f"loss, {first}", cell=lambda row: loss(row, 0)),
-        Column(f"loss, {second}", cell=lambda row: loss(row, 1)),
-        Column("gradients differ by", cell=lambda row: f"{real(row.get('gradient_difference')) or 0.0:.1e}"),
-        Column("most in", cell="worst_tensor"),
-    ]
-    divergence = parity.get("first_divergence")
-    agreement = "equal within 1e-05: losses, and gradients on each tensor's own scale"
-    note = f"first divergence: {divergence}" if divergence else agreement
-    return _table(parity, "steps", columns, title=title, note=note, printed=None)
