@@ -99,7 +99,7 @@ def test_a_dimension_that_wastes_padding(mesh: Mesh) -> None:
 
     findings = mw.census(step, array(mesh, (64, 64), "fsdp")).findings
     found = next(f for f in findings if f.kind == "padding")
-    assert found.subject == "constraint of f32[17,64]" and "17 over 4 is padded to 20 = 4 * 5" in found.reason
+    assert found.subject == "constraint of float32[17,64]" and "17 over 4 is padded to 20 = 4 * 5" in found.reason
     assert found.line == line_of(test_a_dimension_that_wastes_padding, "with_sharding_constraint(")
 
 
