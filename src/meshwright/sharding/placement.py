@@ -39,7 +39,7 @@ class Layout:
     table: Mapping[str, tuple[str, ...]]
     """Dimension letter -> mesh axes that shard a parameter in use."""
     params_over: tuple[str, ...]
-    """Axes that shard a parameter further at rest, on its largest dimension that divides (FSDP)."""
+    """Axes that shard a parameter further at rest (FSDP): experts where they divide, else the largest dimension."""
     optimizer_over: tuple[str, ...]
     """Axes that shard the optimizer state; contains `params_over`, and more for ZeRO-1."""
     summary: str
@@ -125,15 +125,19 @@ def _check(name: str, shape: tuple[int, ...], dims: str, placement: Placement, m
 def _shard_largest(
     name: str, shape: tuple[int, ...], dims: str, placement: Placement, axes: tuple[str, ...], mesh: MeshShape
 ) -> Placement:
-    """Shards the largest dimension that divides further, by `axes`; the layer dimension (L) is never sharded here."""
+    """Shards a dimension that divides further, by `axes`: that of experts (E), else the largest; never layers (L)."""
     if not axes or not shape:  # scalars are replicated
         return placement
     degree = mesh.over(axes)
     local = local_shape(shape, placement, mesh)
-    # Unsharded dimensions first, largest first: a sharded one is sharded again only where no other divides. XLA reduces
-    # the last dimension whole where its blocks are not whole lanes of a TPU's vector unit.
+    # XLA:GPU gathers and scatters the outermost dimension in memory. For an inner one it transposes the gathered weight
+    # and its gradient, so weights [E, D, F] are sharded by experts. Of other dimensions unsharded ones come first,
+    # largest first: a sharded one is sharded again only where no other divides. XLA reduces the last dimension whole
+    # where its blocks are not whole lanes of a TPU's vector unit.
     uneven_lanes = {len(shape) - 1} if local[-1] // degree % _LANES else set()
-    order = sorted(range(len(shape)), key=lambda i: (len(placement[i]), i in uneven_lanes, -local[i]))
+    order = sorted(
+        range(len(shape)), key=lambda i: (dims[i] != "E", len(placement[i]), i in uneven_lanes, -local[i])
+    )
     for i in order:
         if dims[i] != "L" and local[i] % degree == 0:
             return (*placement[:i], placement[i] + axes, *placement[i + 1 :])
