@@ -135,9 +135,7 @@ def _shard_largest(
     # largest first: a sharded one is sharded again only where no other divides. XLA reduces the last dimension whole
     # where its blocks are not whole lanes of a TPU's vector unit.
     uneven_lanes = {len(shape) - 1} if local[-1] // degree % _LANES else set()
-    order = sorted(
-        range(len(shape)), key=lambda i: (dims[i] != "E", len(placement[i]), i in uneven_lanes, -local[i])
-    )
+    order = sorted(range(len(shape)), key=lambda i: (dims[i] != "E", len(placement[i]), i in uneven_lanes, -local[i]))
     for i in order:
         if dims[i] != "L" and local[i] % degree == 0:
             return (*placement[:i], placement[i] + axes, *placement[i + 1 :])
