@@ -1,4 +1,4 @@
-"""Tokens per second of `meshwright tokenize` in one and two processes, against `tokenizers`' own batch encoding.
+"""Tokens per second of `meshwright tokenize` against `tokenizers`' own batch encoding.
 
 `python bench/tokenize_speed.py [--megabytes 40] [--repeats 3] [--write]`. The text is that of the standard library,
 drawn anew into documents of 50 to 900 words, as JSON lines with zstd; the vocabulary is `bpe:8192`, learned from the
@@ -45,10 +45,10 @@ def write_text(file: Path, size: int) -> None:
             size -= len(line)
 
 
-def tokenize(file: Path, vocabulary: Path, processes: int, folder: Path, turn: int) -> int:
+def tokenize(file: Path, vocabulary: Path, folder: Path, turn: int) -> int:
     """Runs the command, with a new folder inside `folder`; returns the number of tokens."""
     command = [sys.executable, "-m", "meshwright", "tokenize", str(file), "--tokenizer", str(vocabulary), "--out"]
-    run = [*command, str(folder / f"{processes}-{turn}"), "--processes", str(processes), "--json"]
+    run = [*command, str(folder / f"tokens-{turn}"), "--json"]
     printed = subprocess.run(run, check=True, capture_output=True, text=True).stdout
     return int(json.loads(printed)["tokens"])
 
@@ -72,10 +72,7 @@ def measure(megabytes: int, repeats: int) -> tuple[int, dict[str, float]]:
         tokenizer = tokenizers.Tokenizer.from_file(str(vocabulary))
         counts: set[int] = set()
         ways: dict[str, Callable[[int], int]] = {
-            f"`tokenize --processes {count}`": functools.partial(
-                tokenize, folder / "text.jsonl.zst", vocabulary, count, folder
-            )
-            for count in (1, 2)
+            "`tokenize`": functools.partial(tokenize, folder / "text.jsonl.zst", vocabulary, folder)
         }
         ways["`encode_batch_fast`, text in memory"] = lambda turn: encode_batches(texts, tokenizer)
         seconds: dict[str, list[float]] = {way: [] for way in ways}

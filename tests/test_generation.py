@@ -23,9 +23,10 @@ from tiny_runs import VOCAB, by_layers, device_run_of, keep, place_params, tiny_
 
 import meshwright as mw
 from meshwright.data.chat import ChatTemplate, read_chat_template
-from meshwright.data.encoding import encode_texts
+from meshwright.data.sources import Place
 from meshwright.data.subwords import Subwords
 from meshwright.data.tokenizers import Bytes, Tokenizer
+from meshwright.data.tokenizing import TextBatch, encode_texts
 from meshwright.errors import ConfigError, DataError
 from meshwright.generation.cache import CachePlan, KeyValues, Slots, attend, write
 from meshwright.generation.decoder import Bucket, Decoder, bucket_for
@@ -221,7 +222,8 @@ def test_texts_begin_and_end_as_their_vocabulary_does() -> None:
     library.enable_padding(length=4)
     own = Subwords(library.to_str())
     assert (own.begin, own.end) == ((0,), 1)
-    assert list(encode_texts(own, ["a b a b a b", "b"]).tokens) == [0, 6, 7, 6, 7, 6, 7, 1, 0, 7, 1]
+    tokens, _ = encode_texts(own, TextBatch(["a b a b a b", "b"], [Place("a")] * 2, {}))
+    assert list(tokens) == [0, 6, 7, 6, 7, 6, 7, 1, 0, 7, 1]
     generator = Generator(opened("llama", tokenizer=own))
     assert list(generator.encode("a")) == list(generator.encode("<bos> a")) == [0, 6]
     assert list(generator.encode([6])) == [6]

@@ -481,7 +481,7 @@ def test_token_files_in_a_bucket_are_read_where_they_are(
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "word " * 150 + str(i)}) + "\n" for i in range(900)))
     stored = f"s3://{BUCKET}/{tmp_path.name}/tokens"
-    words = [str(tmp_path / "a.jsonl"), "--tokenizer", "bytes", "--shard-tokens", "1", "--processes", "1"]
+    words = [str(tmp_path / "a.jsonl"), "--tokenizer", "bytes", "--shard-tokens", "1"]
     assert tokenize([*words, "--out", str(tmp_path / "tokens")]) == tokenize([*words, "--out", stored]) == 0
     assert not list((tmp_path / "cache" / "tokens").iterdir()), "it is moved"
     with pytest.raises(ConfigError, match="exists already"):

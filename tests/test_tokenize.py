@@ -21,7 +21,7 @@ import pyarrow.parquet
 import pytest
 
 from meshwright.cli.tokenize import main
-from meshwright.data import encoding, tokenizing
+from meshwright.data import tokenizing
 from meshwright.data.corpus import load_corpus
 from meshwright.data.readers import read_documents
 from meshwright.data.sources import Records, download_dataset, open_source, saved_files
@@ -243,13 +243,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches so small that a shard has many, and processes start early."""
+    """Batches so small that a shard has many."""
     monkeypatch.setattr(tokenizing, "BATCH", 20_000)
-    monkeypatch.setattr(encoding, "_ALONE", 2)
 
 
-def undisturbed(corpus: Path, out: Path, shard: int = SHARD, processes: int = 1) -> dict[str, bytes]:
-    tokenize(str(corpus), "bytes", out, bad_records=0.1, shard_tokens=shard, processes=processes)
+def undisturbed(corpus: Path, out: Path, shard: int = SHARD) -> dict[str, bytes]:
+    tokenize(str(corpus), "bytes", out, bad_records=0.1, shard_tokens=shard)
     return files_of(out)
 
 
@@ -259,58 +258,50 @@ def test_an_interrupted_tokenisation_goes_on_to_the_same_bytes(
 ) -> None:
     expected = undisturbed(corpus, tmp_path / "whole")
     assert len([name for name in expected if name.startswith("tokens-")]) == 6
-    real = encoding.encode_texts
+    real = tokenizing.encode_texts
 
-    def encode_some(tokenizer: Any, texts: list[str]) -> encoding.Encoded:
+    def encode_some(*args: Any) -> Any:
         counter.append(0)
         if len(counter) > stop:
             raise KeyboardInterrupt
-        return real(tokenizer, texts)
+        return real(*args)
 
     for _ in range(2):  # interrupted twice
         counter: list[int] = []
-        monkeypatch.setattr(encoding, "encode_texts", encode_some)
+        monkeypatch.setattr(tokenizing, "encode_texts", encode_some)
         with pytest.raises(KeyboardInterrupt):
             undisturbed(corpus, tmp_path / "parts")
             raise KeyboardInterrupt  # the second time it may come to its end
-        monkeypatch.setattr(encoding, "encode_texts", real)
+        monkeypatch.setattr(tokenizing, "encode_texts", real)
         if (tmp_path / "parts" / "tokens.json").exists():
             break
         with pytest.raises(DataError, match="unfinished tokenisation of other text"):
             tokenize(str(corpus), "chars", tmp_path / "parts", bad_records=0.1, shard_tokens=SHARD)
     else:
-        undisturbed(corpus, tmp_path / "parts", processes=2 if stop == 12 else 1)
+        undisturbed(corpus, tmp_path / "parts")
     assert files_of(tmp_path / "parts") == expected
 
 
-def test_a_killed_tokenisation_leaves_no_process_and_goes_on(corpus: Path, tmp_path: Path, small_batches: None) -> None:
+def test_a_killed_tokenisation_goes_on(corpus: Path, tmp_path: Path, small_batches: None) -> None:
     expected = undisturbed(corpus, tmp_path / "whole")
     program = (
-        "import sys, time; from pathlib import Path; from meshwright.data import encoding, tokenizing\n"
-        "tokenizing.BATCH, encoding._ALONE, real = 20_000, 2, encoding._Encoders._encode\n"
-        "encoding._Encoders._encode = lambda self, texts: (time.sleep(0.1), real(self, texts))[1]\n"
-        "tokenizing.tokenize(sys.argv[1], 'bytes', Path(sys.argv[2]), bad_records=0.1, shard_tokens=2**17, processes=2)"
+        "import sys, time; from pathlib import Path; from meshwright.data import tokenizing\n"
+        "tokenizing.BATCH, real = 20_000, tokenizing.encode_texts\n"
+        "tokenizing.encode_texts = lambda *args: (time.sleep(0.05), real(*args))[1]\n"
+        "tokenizing.tokenize(sys.argv[1], 'bytes', Path(sys.argv[2]), bad_records=0.1, shard_tokens=2**17)"
     )
     process = subprocess.Popen([sys.executable, "-c", program, str(corpus), str(tmp_path / "parts")])
     until = time.monotonic() + 60
     while (read_progress(tmp_path / "parts") or {"shards": 0})["shards"] < 1 and time.monotonic() < until:
         time.sleep(0.02)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert len(children) == 2
-    while any(Path(f"/proc/{child}").exists() for child in children):
-        assert time.monotonic() < until, "an encoder outlives the process that started it"
-        time.sleep(0.05)
     assert not (tmp_path / "parts" / "tokens.json").exists()
     assert undisturbed(corpus, tmp_path / "parts") == expected
 
 
-def test_neither_shards_nor_processes_change_what_training_reads(
-    corpus: Path, tmp_path: Path, small_batches: None
-) -> None:
-    expected = undisturbed(corpus, tmp_path / "one", 2**30)
-    assert undisturbed(corpus, tmp_path / "two", 2**30, processes=2) == expected
+def test_shards_do_not_change_what_training_reads(corpus: Path, tmp_path: Path, small_batches: None) -> None:
+    undisturbed(corpus, tmp_path / "one", 2**30)
     undisturbed(corpus, tmp_path / "shards", 1)
     whole, shards = open_tokens(tmp_path / "one"), open_tokens(tmp_path / "shards")
     assert whole.digest == shards.digest
@@ -336,33 +327,34 @@ def test_a_token_file_of_an_earlier_format_is_refused_with_the_command_that_make
     assert open_tokens(tmp_path / "new").digest == open_tokens(tmp_path / "old").digest
 
 
-def test_subwords_do_not_depend_on_processes(tmp_path: Path, corpus: Path, small_batches: None) -> None:
+def test_subwords_do_not_depend_on_batches(tmp_path: Path, corpus: Path, monkeypatch: Any) -> None:
+    tokenizer = train_bpe(["some text to learn from"] * 9, 270)
     spec = tmp_path / "tokenizer.json"
-    spec.write_text(train_bpe(["some text to learn from"] * 9, 270).to_json())
-    for processes in (1, 2):
-        tokenize(str(corpus), str(spec), tmp_path / str(processes), bad_records=0.1, processes=processes)
-    assert files_of(tmp_path / "1") == files_of(tmp_path / "2")
+    spec.write_text(tokenizer.to_json())
+    for batch in (2**21, 20_000):
+        monkeypatch.setattr(tokenizing, "BATCH", batch)
+        tokenize(str(corpus), str(spec), tmp_path / str(batch), bad_records=0.1)
+    assert files_of(tmp_path / "20000") == files_of(tmp_path / str(2**21))
+    for one, other in zip(tokenizer.encode_batch(TEXTS), map(tokenizer.encode, TEXTS), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_document_that_has_no_tokens_is_named(
-    processes: int, tmp_path: Path, corpus: Path, small_batches: None
-) -> None:
+def test_a_document_that_has_no_tokens_is_named(tmp_path: Path, corpus: Path, small_batches: None) -> None:
     spec = tmp_path / "tokenizer.json"
     spec.write_text(json.dumps({"kind": "chars", "letters": "abcdefghijklmnopqrstuvwxyz"}))
     with pytest.raises(DataError, match=r"b.jsonl, line 12(.|\n)*character 4 is ' '"):
-        tokenize(str(corpus), str(spec), tmp_path / "out", bad_records=0.1, processes=processes)
+        tokenize(str(corpus), str(spec), tmp_path / "out", bad_records=0.1)
 
 
 def test_damaged_parts_are_refused(corpus: Path, tmp_path: Path, small_batches: None, monkeypatch: Any) -> None:
-    real = encoding.encode_texts
+    real = tokenizing.encode_texts
 
-    def interrupted(*args: Any) -> encoding.Encoded:
+    def interrupted(*args: Any) -> Any:
         if (read_progress(tmp_path / "parts") or {"shards": 0})["shards"] > 1:
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(encoding, "encode_texts", interrupted)
+    monkeypatch.setattr(tokenizing, "encode_texts", interrupted)
     with pytest.raises(KeyboardInterrupt):
         undisturbed(corpus, tmp_path / "parts")
     os.truncate(tmp_path / "parts" / "tokens-00000.bin", 99)
@@ -394,7 +386,7 @@ def test_standard_input_is_read_once_and_compared_when_it_goes_on(tmp_path: Path
 def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from meshwright.data.tokenizing import tokenize\n"
-        "tokenize(sys.argv[1], 'bytes', Path(sys.argv[2]), processes=1)\n"
+        "tokenize(sys.argv[1], 'bytes', Path(sys.argv[2]))\n"
         "print(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0])"
     )
     line, peaks = json.dumps({"text": "some text " * 500}).encode() + b"\n", []

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import tyro
 
 from meshwright.cli.output import write, write_json
@@ -37,8 +36,6 @@ class TokenizeOptions(Ranged):
     """Tokenizer: `bytes`, `chars`, `bpe:SIZE` (trained on the text), or a tokenizer.json file."""
     text_field: str = "text"
     """Field or column with the text in JSON lines and tables, `body.text` of nested ones."""
-    processes: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
-    """Processes that encode; 0 takes one for each core. The tokens do not depend on it."""
     shard_tokens: Annotated[str, tyro.conf.arg(metavar="COUNT")] = str(SHARD_TOKENS)
     """Tokens of a shard, `256M` for instance, rounded up to whole blocks of 131,072. An interrupted tokenisation goes
     on after its last whole shard."""
@@ -68,7 +65,6 @@ def main(args: Sequence[str]) -> int:
             folder,
             text_field=options.text_field,
             bad_records=options.bad_records,
-            processes=options.processes,
             shard_tokens=parse_count(options.shard_tokens, "--shard-tokens"),
             progress=TokenizeReport(open_console(sys.stderr)),
         )

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -37,6 +37,10 @@ class Tokenizer(Protocol):
         """Returns the tokens of `text`, int32 [tokens]."""
         ...
 
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the tokens of each text."""
+        ...
+
     def decode(self, tokens: Iterable[int]) -> str:
         """Returns the text of `tokens`."""
         ...
@@ -57,6 +61,10 @@ class Bytes:
     def encode(self, text: str) -> np.ndarray:
         """Returns the UTF-8 bytes of `text`."""
         return np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8).astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the UTF-8 bytes of each text."""
+        return list(map(self.encode, texts))
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Returns the text of `tokens`; bytes that are not UTF-8 become U+FFFD."""
@@ -98,6 +106,10 @@ class Chars:
                 "--data.tokenizer bytes, or text with these characters only",
             )
         return index.astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the indices of the characters of each text."""
+        return list(map(self.encode, texts))
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Returns the characters of `tokens`."""

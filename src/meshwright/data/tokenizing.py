@@ -1,5 +1,6 @@
-"""Tokenisation: text into a token file, in any number of processes, and from where it was interrupted."""
+"""Tokenisation: text into a token file, on all cores, and from where it was interrupted."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import fcntl
@@ -7,26 +8,84 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.encoding import BATCH, TextBatch, encode
+import numpy as np
+
 from meshwright.data.readers import read_documents
 from meshwright.data.sources import STDIN, Documents, Place, Records, open_source
 from meshwright.data.token_writer import PROGRESS, SHARD_TOKENS, UNIT, TokenWriter, read_progress, write_description
-from meshwright.data.tokenizers import Tokenizer, build_tokenizer, is_learned, spec_identity, tokenizer_from_json
+from meshwright.data.tokenizers import (
+    Tokenizer,
+    build_tokenizer,
+    is_learned,
+    spec_identity,
+    tokenizer_from_json,
+    with_begin,
+)
 from meshwright.data.tokens import SKIPPED, Progress, TokenFile, is_token_file, open_tokens
 from meshwright.documents import LARGE, read_text, write_atomically
 from meshwright.errors import DataError, reason_of
 
+BATCH = 2**21
+"""Characters of a batch of documents."""
 _DOCUMENTS = 4096
 """Largest number of documents in a batch."""
 _PATIENCE = 600.0
 """Seconds without a change for which a process waits for another that writes the same folder."""
 _LOCK = ".lock"
-_MOST = 64
-"""Most processes that are taken by default."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TextBatch:
+    """Documents that are encoded together."""
+
+    texts: list[str]
+    places: list[Place]
+    before: Mapping[str, Any]
+    """State of the reading before the first."""
+
+
+def encode_texts(tokenizer: Tokenizer, batch: TextBatch) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tokens of documents, one after another, and how many each has.
+
+    A document has the tokens that one begins with, and is closed by the tokenizer's end. Raises DataError with the
+    place of a document that has no tokens.
+    """
+    try:
+        encoded = tokenizer.encode_batch(batch.texts)
+    except DataError:  # which of them it is, only encoding them one by one shows
+        encoded = [_encode_document(tokenizer, *document) for document in zip(batch.texts, batch.places, strict=True)]
+    parts = [np.append(with_begin(tokenizer, tokens), np.int32(tokenizer.end)) for tokens in encoded]
+    for part, place in zip(parts, batch.places, strict=True):
+        if int(part.max()) >= tokenizer.vocab or int(part.min()) < 0:
+            truth = f"its tokenizer gives token {part.max()} of {tokenizer.vocab}"
+            raise DataError(f"reading {place}", truth, "a tokenizer whose tokens are numbered without gaps")
+    return np.concatenate(parts), np.fromiter(map(len, parts), np.int64, len(parts))
+
+
+def _encode_document(tokenizer: Tokenizer, text: str, place: Place) -> np.ndarray:
+    try:
+        return tokenizer.encode(text)
+    except DataError as error:
+        raise DataError(f"reading {place}", error.truth, error.fix) from error
+
+
+def encode(
+    tokenizer: Tokenizer, batches: Iterable[TextBatch]
+) -> Iterator[tuple[TextBatch, tuple[np.ndarray, np.ndarray]]]:
+    """Yields batches in order with their tokens; the next batch is read while one is encoded."""
+    with concurrent.futures.ThreadPoolExecutor(1, "encoder") as encoder:
+        waiting: list[tuple[TextBatch, concurrent.futures.Future[tuple[np.ndarray, np.ndarray]]]] = []
+        for batch in batches:
+            waiting.append((batch, encoder.submit(encode_texts, tokenizer, batch)))
+            if len(waiting) == 2:
+                done, future = waiting.pop(0)
+                yield done, future.result()
+        for done, future in waiting:
+            yield done, future.result()
 
 
 def tokenize(
@@ -36,22 +95,20 @@ def tokenize(
     *,
     text_field: str = "text",
     bad_records: float = 0.0,
-    processes: int = 0,
     shard_tokens: int = SHARD_TOKENS,
     progress: Progress | None = None,
 ) -> TokenFile:
     """Tokenises the source `path` with the tokenizer `spec` into the folder `out`; goes on where it was interrupted.
 
-    text_field: field or column with the text.  bad_records: largest share of records that may be skipped.  processes:
-    0 takes one for each core.  shard_tokens: rounded up to a multiple of 131,072. Neither changes the tokens.
+    text_field: field or column with the text.  bad_records: largest share of records that may be skipped.
+    shard_tokens: rounded up to a multiple of 131,072; the tokens do not depend on it.
     Raises DataError where there is no text, a record is bad, or `out` has something else or cannot be written.
     """
     if not 0 <= bad_records <= 1:
         raise DataError(f"skipping a share of {bad_records:g} of the records", "a share is from 0 to 1", "0.001")
-    processes = processes or min(_MOST, len(os.sched_getaffinity(0)))
     shard_tokens = -(-shard_tokens // UNIT) * UNIT
     source, records = open_source(path, text_field), Records(path, bad_records)
-    job = _Tokenisation(source, spec, out, records, processes, shard_tokens, progress)
+    job = _Tokenisation(source, spec, out, records, shard_tokens, progress)
     try:
         while not is_token_file(out):
             if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / _LOCK).exists())):
@@ -118,7 +175,6 @@ class _Tokenisation:
     spec: str
     out: Path
     records: Records
-    processes: int
     shard_tokens: int
     progress: Progress | None
 
@@ -217,7 +273,7 @@ class _Tokenisation:
             records.log = log
             if not writer.shards:
                 writer.save_progress(key, {"tokens": 0, "documents": 0, "records": records.state()})
-            for batch, (tokens, lengths) in encode(tokenizer, self._batches(), self.processes):
+            for batch, (tokens, lengths) in encode(tokenizer, self._batches()):
                 before = {"tokens": writer.tokens, "documents": writer.documents, "records": dict(batch.before)}
                 if writer.add(tokens, lengths):
                     log.flush()
